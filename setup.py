@@ -1,0 +1,49 @@
+"""Package metadata of megarl. The requirement lists are plain data that tools/check_env.py reads, too."""
+
+from pathlib import Path
+
+PYTHON_REQUIRES = ">=3.12"
+
+INSTALL_REQUIRES = [
+    "torch>=2.11,<2.16",
+    "megatron-core>=0.19,<0.20",
+    "einops>=0.8,<1",  # megatron-core imports einops and psutil without declaring them
+    "psutil>=6,<8",
+    "numpy>=2,<3",
+    "packaging>=24.2",
+    "sentencepiece>=0.2,<0.3",
+    "pyyaml>=6,<7",
+    "tensorboard>=2.19,<3",
+    "matplotlib>=3.9,<4",
+    "reasoning-gym>=0.1.25,<0.2",
+]
+
+EXTRAS = {
+    "gpu": ["transformer-engine[pytorch]>=2.10,<3"],
+    "test": ["pytest>=8,<10"],
+    "bench": ["transformers>=5,<6", "trl>=1.16,<2"],
+}
+
+
+def main():
+    # Imported here, so that the lists above can be read by an interpreter without setuptools.
+    from setuptools import find_packages, setup
+
+    readme = Path(__file__).with_name("README.md")
+    setup(
+        name="megarl",
+        version="0.1.0",
+        description="Reinforcement-learning post-training of language models in one SPMD program on Megatron",
+        long_description=readme.read_text(encoding="utf-8") if readme.exists() else "",
+        long_description_content_type="text/markdown",
+        license="Apache-2.0",
+        license_files=["LICENSE"],
+        packages=find_packages(include=["megarl", "megarl.*"]),
+        python_requires=PYTHON_REQUIRES,
+        install_requires=INSTALL_REQUIRES,
+        extras_require=EXTRAS,
+    )
+
+
+if __name__ == "__main__":
+    main()
