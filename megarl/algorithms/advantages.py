@@ -1,0 +1,87 @@
+"""Token rewards with a KL penalty, and generalised advantage estimation, on packed batches."""
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.packed import require_same_shape, response_tokens
+
+
+@torch.no_grad()
+def token_rewards(
+    scores: Tensor, kl: Tensor, kl_coefficient: float, response_mask: Tensor, cu_seqlens: Tensor
+) -> Tensor:
+    """Reward of each response token: −β·kl, plus the sequence's score on its last response token.
+
+    Fine-Tuning Language Models from Human Preferences (arXiv 1909.08593) §2.2; InstructGPT (arXiv 2203.02155) §3.5.
+
+    Args:
+        scores: [N] score of each sequence.
+        kl: [T] KL estimate to the reference policy.
+        kl_coefficient: β.
+        response_mask: [T] bool.
+        cu_seqlens: [N+1].
+
+    Returns:
+        [T] in the dtype of `kl`, 0 outside the mask. A sequence without response tokens has nowhere to put its score:
+        it is dropped here, and the caller reports how many there were.
+
+    Raises:
+        ValueError: shapes do not fit together.
+    """
+    require_same_shape(kl=kl, response_mask=response_mask)
+    response = response_tokens(response_mask, cu_seqlens)
+    if scores.shape != response.counts.shape:
+        raise ValueError(f"scores must be [{response.counts.numel()}], one a sequence, got {list(scores.shape)}")
+    rewards = torch.where(response_mask, -kl_coefficient * kl, torch.zeros_like(kl))
+    is_last = response.ranks == response.counts[response.sequences] - 1
+    # No position repeats: a sequence has one last response token.
+    rewards[response.positions[is_last]] += scores[response.sequences[is_last]].to(kl.dtype)
+    return rewards
+
+
+@torch.no_grad()
+def gae(
+    rewards: Tensor, values: Tensor, response_mask: Tensor, cu_seqlens: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) over the response tokens of each sequence.
+
+    δ_t = r_t + γ·V_{t+1} − V_t,  A_t = δ_t + γλ·A_{t+1},  return = A + V, where t + 1 is the *next response token*:
+    observation tokens between two turns are skipped, they neither reset nor discount. After the last response token
+    the value is 0.
+
+    Args:
+        rewards: [T], read at response tokens only.
+        values: [T] V(state before the token), read at response tokens only.
+        response_mask: [T] bool.
+        cu_seqlens: [N+1].
+        gamma, lam: γ and λ, each in [0, 1].
+
+    Returns:
+        advantages [T], returns [T]: dtype of `values`, 0 outside the mask, no gradient. A sequence's numbers do not
+        depend, bit for bit, on the other sequences of the batch.
+
+    Raises:
+        ValueError: shapes do not fit together, or γ or λ is outside [0, 1].
+    """
+    require_same_shape(rewards=rewards, values=values, response_mask=response_mask)
+    for name, number in (("gamma", gamma), ("lam", lam)):
+        if not 0 <= number <= 1:
+            raise ValueError(f"{name} must be in [0, 1], got {number}")
+    response = response_tokens(response_mask, cu_seqlens)
+    number_of_sequences = response.counts.numel()
+    longest = int(response.counts.max()) if number_of_sequences else 0
+
+    # Time first: a step of the loop then reads whole rows. Padding lies after the response, where V = A = 0 is right.
+    reward_rows = rewards.new_zeros(longest, number_of_sequences)
+    value_rows = values.new_zeros(longest + 1, number_of_sequences)
+    reward_rows[response.ranks, response.sequences] = rewards[response.positions]
+    value_rows[response.ranks, response.sequences] = values[response.positions]
+    advantage_rows = torch.zeros_like(value_rows)
+    for step in reversed(range(longest)):
+        # Plain products and sums, no fused multiply-add: each operation rounds alike in every place and backend.
+        delta = reward_rows[step] + gamma * value_rows[step + 1] - value_rows[step]
+        advantage_rows[step] = delta + (gamma * lam) * advantage_rows[step + 1]
+
+    advantages = torch.zeros_like(values)
+    advantages[response.positions] = advantage_rows[response.ranks, response.sequences]
+    return advantages, torch.where(response_mask, advantages + values, torch.zeros_like(values))

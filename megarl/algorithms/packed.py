@@ -1,0 +1,60 @@
+"""Index arithmetic of a packed batch: which token belongs to which sequence, and its rank among the response tokens.
+
+Packed means: sequences lie one after another without padding, `cu_seqlens` [N+1] marks their borders.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class ResponseTokens(NamedTuple):
+    """Where the response tokens of a packed batch are. R is their number, N the number of sequences."""
+
+    positions: Tensor  # [R] int64, index into the packed [T] fields, rising
+    sequences: Tensor  # [R] int64, the sequence each one belongs to
+    ranks: Tensor  # [R] int64, 0 for the first response token of its sequence, then 1, 2, ...
+    counts: Tensor  # [N] int64, response tokens of each sequence; 0 for an empty response
+
+
+def require_same_shape(**fields: Tensor) -> None:
+    """Refuse fields of different shapes: torch would broadcast them and give a plausible wrong number.
+
+    Raises:
+        ValueError: names every field with its shape.
+    """
+    if len({field.shape for field in fields.values()}) > 1:
+        shapes = ", ".join(f"{name} {list(field.shape)}" for name, field in fields.items())
+        raise ValueError(f"per-token fields must have one shape, got {shapes}")
+
+
+def response_tokens(response_mask: Tensor, cu_seqlens: Tensor) -> ResponseTokens:
+    """Find the response tokens of every sequence; masked tokens between them (observations) are passed over.
+
+    Args:
+        response_mask: [T] bool, True where the policy wrote the token.
+        cu_seqlens: [N+1] integers, starts with 0, ends with T, does not fall.
+
+    Raises:
+        ValueError: the mask is not bool, or cu_seqlens is not [N+1] borders of T tokens.
+    """
+    total = response_mask.numel()
+    if response_mask.dtype != torch.bool or response_mask.dim() != 1:
+        raise ValueError(f"response_mask must be bool [T], got {response_mask.dtype} {list(response_mask.shape)}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
+        raise ValueError(f"cu_seqlens must be [N+1], got shape {list(cu_seqlens.shape)}")
+    cu_seqlens = cu_seqlens.long()  # attention kernels want int32 borders; index arithmetic stays in int64
+    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+    borders_fit = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == total) & (lengths >= 0).all()
+    if not borders_fit:
+        raise ValueError(f"cu_seqlens must rise from 0 to T={total}, got {cu_seqlens.tolist()}")
+
+    number = lengths.numel()
+    sequence_of_token = torch.repeat_interleave(torch.arange(number, device=lengths.device), lengths, output_size=total)
+    positions = response_mask.nonzero().squeeze(1)
+    sequences = sequence_of_token[positions]
+    counts = torch.zeros_like(lengths).index_add_(0, sequences, torch.ones_like(sequences))
+    first = counts.cumsum(0) - counts
+    ranks = torch.arange(positions.numel(), device=positions.device) - first[sequences]
+    return ResponseTokens(positions, sequences, ranks, counts)

@@ -1,0 +1,42 @@
+"""The critic's loss, per token, before aggregation."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.packed import require_same_shape
+
+
+class ValueTerms(NamedTuple):
+    """Per-token terms of the value loss."""
+
+    loss: Tensor  # [T], differentiable in the values
+    clipped: Tensor  # [T] bool, the clipped value gave the larger error, so the token gives no gradient
+
+
+def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float | None) -> ValueTerms:
+    """½·max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²).
+
+    The value clipping of the PPO reference implementation (openai/baselines, ppo2), not in the paper.
+
+    Args:
+        values: [T] V of the critic being trained.
+        old_values: [T] V at the start of the step; a constant.
+        returns: [T] targets R; a constant.
+        clip_range: ε ≥ 0, or None for the plain ½·(V − R)².
+
+    Raises:
+        ValueError: shapes differ or ε is negative.
+    """
+    require_same_shape(values=values, old_values=old_values, returns=returns)
+    old_values, returns = old_values.detach(), returns.detach()
+    plain = (values - returns).square()
+    if clip_range is None:
+        return ValueTerms(0.5 * plain, torch.zeros_like(plain, dtype=torch.bool))
+    if not clip_range >= 0:
+        raise ValueError(f"value clip range must be >= 0 or None, got {clip_range}")
+    bounded = (values.clamp(old_values - clip_range, old_values + clip_range) - returns).square()
+    clipped = bounded > plain
+    # Not torch.maximum: at a tie it would take half of its gradient from the clipped side.
+    return ValueTerms(0.5 * torch.where(clipped, bounded, plain), clipped)

@@ -1,0 +1,121 @@
+"""KL estimators and controllers: against verl and plain arithmetic."""
+
+import json
+import math
+import random
+
+import pytest
+import torch
+
+from megarl.algorithms.kl import AdaptiveKLController, FixedKLController, kl_estimate
+from tests.references.ragged import CASES, ragged_batches
+from tests.references.verl_core_algos import load_verl
+
+
+def test_estimators_equal_verl_and_the_formulas():
+    kl_penalty = load_verl().core_algos.kl_penalty
+    for case, batch in enumerate(ragged_batches()):
+        scale = (1e-3, 0.1, 1.0, 10.0, 100.0)[case % 5]
+        logprobs, reference = batch.normal(scale), batch.normal(scale)
+        for kind in ("k1", "k2"):
+            ours = kl_estimate(logprobs, reference, kind)
+            torch.testing.assert_close(ours, kl_penalty(logprobs, reference, kind), rtol=1e-12, atol=1e-12)
+        ours = kl_estimate(logprobs, reference, "k3", log_ratio_limit=20.0, value_limit=10.0)
+        torch.testing.assert_close(ours, kl_penalty(logprobs, reference, "k3"), rtol=1e-12, atol=1e-12)
+
+        differences = (logprobs - reference).tolist()
+        plain = {
+            "k1": list(differences),
+            "k2": [d * d / 2 for d in differences],
+            "k3": [math.exp(-d) - 1 + d for d in differences],
+        }
+        for kind, expected in plain.items():
+            ours = kl_estimate(logprobs, reference, kind)
+            torch.testing.assert_close(ours, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-10)
+
+
+def test_estimators_are_exactly_zero_for_equal_logprobs():
+    logprobs = -100 * torch.rand(1000)
+    for kind in ("k1", "k2", "k3"):
+        assert torch.equal(kl_estimate(logprobs, logprobs.clone(), kind), torch.zeros(1000))
+
+
+def test_estimators_have_the_mean_of_the_true_kl():
+    policy = torch.log_softmax(torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64), 0)
+    reference = torch.log_softmax(torch.tensor([0.0, -0.5, 1.5, 0.4], dtype=torch.float64), 0)
+    true_kl = float((policy.exp() * (policy - reference)).sum())
+    for kind in ("k1", "k3"):
+        mean = float((policy.exp() * kl_estimate(policy, reference, kind)).sum())
+        assert mean == pytest.approx(true_kl, abs=1e-14)
+
+
+def test_k3_of_a_small_float32_difference_keeps_its_digits():
+    difference = torch.tensor([1e-4], dtype=torch.float32)
+    assert float(kl_estimate(difference, torch.zeros(1), "k3")) == pytest.approx(5e-9, rel=0.05)
+    with pytest.raises(ValueError, match="'k4' is unknown, allowed: k1, k2, k3"):
+        kl_estimate(difference, difference, "k4")
+    with pytest.raises(ValueError, match="one shape"):
+        kl_estimate(difference, torch.zeros(2), "k1")
+
+
+def test_controllers_equal_verl():
+    core = load_verl().core_algos
+    for seed in range(CASES):
+        draw = random.Random(seed)
+        start, target, horizon = draw.uniform(1e-3, 1), draw.uniform(1e-2, 10), draw.uniform(500, 20000)
+        ours, theirs = AdaptiveKLController(start, target, horizon), core.AdaptiveKLController(start, target, horizon)
+        fixed, their_fixed = FixedKLController(start), core.FixedKLController(start)
+        for _ in range(20):
+            measured, samples = target * draw.uniform(-1, 4), draw.randint(0, 512)
+            for controller in (ours, theirs, fixed, their_fixed):
+                controller.update(measured, samples)
+            assert ours.coefficient == pytest.approx(float(theirs.value), rel=1e-13)
+            assert fixed.coefficient == their_fixed.value == start
+
+
+def test_adaptive_controller_by_hand():
+    controller = AdaptiveKLController(0.5, target=2.0, horizon=100)
+    controller.update(2.2, 50)
+    assert controller.coefficient == pytest.approx(0.5 * 1.05)
+    controller.update(100.0, 100)
+    assert controller.coefficient == pytest.approx(0.5 * 1.05 * 1.2)
+    controller.update(0.0, 100)
+    assert controller.coefficient == pytest.approx(0.5 * 1.05 * 1.2 * 0.8)
+
+
+def test_state_goes_through_json_exactly():
+    controller = AdaptiveKLController(0.1, 1.0, 1000)
+    controller.update(1.13, 77)
+    resumed = AdaptiveKLController(0.1, 1.0, 1000)
+    resumed.load_state_dict(json.loads(json.dumps(controller.state_dict())))
+    for each in (controller, resumed):
+        each.update(0.9, 31)
+    assert resumed.coefficient == controller.coefficient != 0.1
+
+    fixed = FixedKLController(0.3)
+    fixed.load_state_dict(json.loads(json.dumps(FixedKLController(0.2).state_dict())))
+    assert fixed.coefficient == 0.3
+    with pytest.raises(ValueError, match="checkpoint is 'adaptive', this run has 'fixed'"):
+        fixed.load_state_dict(controller.state_dict())
+    with pytest.raises(ValueError, match="checkpoint is 'fixed', this run has 'adaptive'"):
+        controller.load_state_dict(fixed.state_dict())
+
+
+@pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
+def test_bad_settings_are_refused(bad):
+    with pytest.raises(ValueError, match="coefficient must be"):
+        FixedKLController(bad)
+    for arguments in ((bad, 1.0, 1.0), (1.0, bad, 1.0), (1.0, 1.0, bad)):
+        with pytest.raises(ValueError, match="must be finite and > 0"):
+            AdaptiveKLController(*arguments)
+    with pytest.raises(ValueError, match="coefficient must be"):
+        AdaptiveKLController(1.0, 1.0, 1.0).load_state_dict({"kind": "adaptive", "coefficient": bad})
+
+
+def test_bad_measurements_leave_the_coefficient_alone():
+    controller = AdaptiveKLController(0.1, 1.0, 100)
+    refused = ((math.nan, 1, "finite"), (1.0, 500, "longer horizon"), (1.0, -1, "samples must"))
+    for measured, samples, message in refused:
+        with pytest.raises(ValueError, match=message):
+            controller.update(measured, samples)
+    assert controller.coefficient == 0.1

@@ -1,0 +1,119 @@
+"""Whitening and explained variance from global moments: against direct formulas and verl, whole and split."""
+
+import pytest
+import torch
+
+from megarl.algorithms.statistics import (
+    explained_variance,
+    explained_variance_moments,
+    local_moments,
+    mean_and_variance,
+    whiten,
+)
+from tests.references.ragged import ragged_batches
+from tests.references.verl_core_algos import load_verl
+
+
+def test_whiten_equals_verl_and_direct_formula():
+    masked_whiten = load_verl().torch_functional.masked_whiten
+    for case, batch in enumerate(ragged_batches()):
+        values = 10.0 ** (case % 5 - 2) * (batch.normal() + case % 7)
+        valid = values[batch.mask]
+        moments = local_moments(values, batch.mask)
+        for shift_mean in (True, False):
+            result = whiten(values, batch.mask, moments, shift_mean)
+            # verl adds 1e-8 to the count, a bias of 1e-8 / count: the looser tolerance is its error.
+            expected = masked_whiten(values, batch.mask, shift_mean)[batch.mask]
+            torch.testing.assert_close(result[batch.mask], expected, rtol=1e-6, atol=1e-6)
+            for unbiased in (True, False):
+                result = whiten(values, batch.mask, moments, shift_mean, 1e-5, unbiased)
+                expected = (valid - valid.mean()) / (valid.var(correction=int(unbiased)) + 1e-5).sqrt()
+                expected = expected if shift_mean else expected + valid.mean()
+                torch.testing.assert_close(result[batch.mask], expected, rtol=1e-10, atol=1e-10)
+                assert torch.equal(result[~batch.mask], torch.zeros_like(result[~batch.mask]))
+
+
+def test_split_whitening_and_explained_variance_equal_the_whole():
+    for case, batch in enumerate(ragged_batches()):
+        values, returns = batch.normal().float(), batch.normal().float()
+        total = values.numel()
+        cuts = sorted(torch.randint(0, total + 1, (case % 4,), generator=batch.generator).tolist())
+        spans = [slice(a, b) for a, b in zip([0, *cuts], [*cuts, total])]
+        moments = sum(local_moments(values[span], batch.mask[span]) for span in spans)
+        parts = torch.cat([whiten(values[span], batch.mask[span], moments) for span in spans])
+        whole = whiten(values, batch.mask, local_moments(values, batch.mask))
+        assert parts.dtype == torch.float32
+        torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-7)
+
+        whole = explained_variance_moments(values, returns, batch.mask)
+        parts = sum(explained_variance_moments(values[s], returns[s], batch.mask[s]) for s in spans)
+        assert explained_variance(parts) == pytest.approx(explained_variance(whole), abs=1e-10)
+        predicted, target = values[batch.mask].double(), returns[batch.mask].double()
+        expected = 1 - (target - predicted).var() / target.var()
+        assert explained_variance(whole) == pytest.approx(float(expected), rel=1e-9, abs=1e-9)
+
+
+def test_mean_and_variance_of_known_numbers():
+    moments = local_moments(torch.tensor([1.0, 2.0, 3.0, 99.0]), torch.tensor([True, True, True, False]))
+    assert moments.tolist() == [3.0, 6.0, 14.0] and moments.dtype == torch.float64
+    assert [float(x) for x in mean_and_variance(moments)] == [2.0, 1.0]
+    assert [float(x) for x in mean_and_variance(moments, unbiased=False)] == pytest.approx([2.0, 2 / 3])
+
+
+def test_float32_values_far_from_zero_keep_their_variance():
+    noise = torch.randn(5000, generator=torch.Generator().manual_seed(0))
+    values, mask = noise + 10_000, torch.ones(5000, dtype=torch.bool)
+    _, variance = mean_and_variance(local_moments(values, mask))
+    assert float(variance) == pytest.approx(float(values.double().var()), rel=1e-7)
+
+
+@pytest.mark.parametrize("shift_mean", [True, False])
+def test_equal_values_come_out_finite(shift_mean):
+    values, mask = torch.full((1000,), 0.1), torch.ones(1000, dtype=torch.bool)
+    expected = torch.zeros(1000) if shift_mean else values
+    moments = sum(local_moments(part, torch.ones_like(part, dtype=torch.bool)) for part in values.split(7))
+    torch.testing.assert_close(whiten(values, mask, moments, shift_mean), expected, rtol=1e-7, atol=1e-7)
+
+
+def test_one_and_no_valid_token():
+    values = torch.tensor([0.3, float("inf"), float("nan")])
+    one, none = torch.tensor([True, False, False]), torch.zeros(3, dtype=torch.bool)
+    assert torch.equal(whiten(values, one, local_moments(values, one)), torch.zeros(3))
+    assert torch.equal(whiten(values, none, local_moments(values, none)), torch.zeros(3))
+    kept = whiten(values, one, local_moments(values, one), shift_mean=False)
+    assert torch.equal(kept, torch.tensor([0.3, 0.0, 0.0]))
+
+
+def test_explained_variance_closed_forms():
+    returns = torch.tensor([1.0, 2.0, 4.0, 8.0])
+    mask = torch.ones(4, dtype=torch.bool)
+
+    def of(values, targets=returns, valid=mask):
+        return explained_variance(explained_variance_moments(values, targets, valid))
+
+    assert of(returns) == 1.0
+    assert of(returns + 5) == 1.0
+    assert of(torch.full((4,), 3.0)) == pytest.approx(0.0, abs=1e-12)
+    assert of(-returns) == pytest.approx(-3.0)
+    assert of(torch.randn(4), torch.full((4,), 0.1)) == 0.0
+    assert of(torch.randn(4), valid=torch.tensor([True, False, False, False])) == 0.0
+    assert of(torch.randn(4), valid=torch.zeros(4, dtype=torch.bool)) == 0.0
+
+
+def test_rounding_of_equal_returns_explains_nothing():
+    draw = torch.Generator().manual_seed(0)
+    for constant in (0.1, 0.7, 1e-9, 12345.678):
+        returns = torch.full((4999,), constant, dtype=torch.float64)
+        values = torch.randn(4999, generator=draw, dtype=torch.float64)
+        parts = zip(values.split(97), returns.split(97))
+        moments = sum(explained_variance_moments(v, r, torch.ones_like(r, dtype=torch.bool)) for v, r in parts)
+        assert explained_variance(moments) == 0.0
+
+
+def test_shapes_must_agree():
+    with pytest.raises(ValueError, match=r"values \[3\], mask \[1\]"):
+        local_moments(torch.ones(3), torch.ones(1, dtype=torch.bool))
+    with pytest.raises(ValueError, match="one shape"):
+        whiten(torch.ones(3), torch.ones(1, dtype=torch.bool), torch.ones(3))
+    with pytest.raises(ValueError, match="one shape"):
+        explained_variance_moments(torch.ones(1), torch.ones(3), torch.ones(3, dtype=torch.bool))
