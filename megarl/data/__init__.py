@@ -1,0 +1,1 @@
+"""Tokenizers, prompt files, prompt order and supervised examples."""
