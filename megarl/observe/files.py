@@ -1,0 +1,65 @@
+"""Writing files so that a reader, or a run that is killed, never meets half of one; and the one JSON line format."""
+
+import json
+import math
+import numbers
+import os
+from pathlib import Path
+
+
+def write_atomically(path: Path, data: str | bytes) -> None:
+    """Replace `path` by `data` in one step: a temporary file in the same directory, fsync, rename.
+
+    A reader sees the old content or the new, never a part. Text is written as UTF-8; a lone surrogate (bytes of a
+    model that are not text) becomes its backslash escape, which JSON reads back as the same character.
+    Raises OSError when the directory is missing or not writable; the old file is then untouched.
+    """
+    path = Path(path)
+    raw = data if isinstance(data, bytes) else data.encode("utf-8", errors="backslashreplace")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(raw)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_directory(path.parent)
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make the rename itself survive a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def json_line(record: dict) -> str:
+    """One record as one line of strict JSON, without the newline; key order is kept.
+
+    Floats are printed with `repr`, the shortest text that reads back as the same float64. NaN and infinities, which
+    JSON lacks, become null. NumPy and torch scalars become Python numbers. Raises TypeError for anything else.
+    """
+    return json.dumps(_plain(record, "record"), ensure_ascii=False, allow_nan=False)
+
+
+def _plain(value: object, where: str) -> object:
+    """`value` as the types that JSON knows; `where` names it in an error."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, dict):
+        return {str(key): _plain(inner, f"{where}.{key}") for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner, f"{where}[{index}]") for index, inner in enumerate(value)]
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        number = float(value)
+        return number if math.isfinite(number) else None
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        return _plain(value.item(), where)
+    raise TypeError(f"{where} is a {type(value).__name__}; allowed: numbers, text, booleans, null, lists and dicts")

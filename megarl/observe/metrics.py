@@ -1,0 +1,156 @@
+"""The run's numbers: metrics.jsonl (one line a step, the record of truth) and the same scalars for TensorBoard."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from megarl.errors import UsageError
+from megarl.observe.files import json_line, write_atomically
+
+FILE_NAME = "metrics.jsonl"
+
+
+class MetricsWriter:
+    """Appends one line a step to `directory/metrics.jsonl` and scalars to `directory/tensorboard`.
+
+    directory    the run's directory; made when missing.
+    resume_step  None starts afresh: files of an older run are moved aside by `start_fresh`. An integer continues after
+                 that step: lines of later steps, written before the interruption, are dropped, and TensorBoard is told
+                 to hide them, so that every step has one line.
+
+    Only one process may write to a directory (rank 0).
+    """
+
+    def __init__(self, directory: Path, resume_step: int | None):
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        self.path = directory / FILE_NAME
+        if resume_step is None:
+            start_fresh(directory)
+            purge_step = None
+        else:
+            _drop_after(self.path, resume_step)
+            purge_step = resume_step + 1
+        self._last_step = resume_step
+        self._file = open(self.path, "a", encoding="utf-8", newline="\n")
+        self._tensorboard = _TensorBoard(directory / "tensorboard", purge_step)
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the line of `step`: `step` first, then the metrics sorted by name.
+
+        Floats keep every bit (repr), integers stay integers, NaN and infinities are null in the file (TensorBoard gets
+        them as they are). The line is flushed: it survives the death of the process.
+        Raises ValueError when the step does not come after the last one or `metrics` holds a key `step`.
+        """
+        if "step" in metrics:
+            raise ValueError("metrics hold the key 'step'; the step is the first argument of write()")
+        if self._last_step is not None and step <= self._last_step:
+            raise ValueError(f"metrics of step {step} come after those of step {self._last_step}; steps must grow")
+        scalars = {name: float(value) for name, value in metrics.items()}
+        line = json_line({"step": step, **{name: metrics[name] for name in sorted(metrics)}})
+        self._file.write(line + "\n")
+        self._file.flush()
+        self._last_step = step
+        self._tensorboard.write(step, scalars)
+
+    def close(self) -> None:
+        """Close both files; a second call does nothing."""
+        self._file.close()
+        self._tensorboard.close()
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def start_fresh(directory: Path) -> Path | None:
+    """Move an older run's metrics.jsonl, tensorboard/ and samples/ aside to `<name>.old-N`, N the first free number.
+
+    Nothing is ever deleted. Returns the new path of metrics.jsonl, or None when there was none.
+    """
+    names = (FILE_NAME, "tensorboard", "samples")
+    number = 1
+    while any((directory / f"{name}.old-{number}").exists() for name in names):
+        number += 1
+    moved = {name: directory / f"{name}.old-{number}" for name in names if (directory / name).exists()}
+    for name, target in moved.items():
+        (directory / name).rename(target)
+    return moved.get(FILE_NAME)
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The lines of a metrics.jsonl in order; a value that was NaN or infinite reads as None.
+
+    A last line that was cut by a kill is left out, with a note on stderr. Raises UsageError when the file is missing
+    or another line is not a JSON object with an integer `step` (the message gives its number).
+    """
+    return [record for _, record in _read_lines(Path(path))]
+
+
+def _read_lines(path: Path) -> list[tuple[bytes, dict]]:
+    """(line as it stands in the file, its record) for every whole line."""
+    if not path.is_file():
+        raise UsageError(f"no metrics file {path}")
+    # Split on the newline byte alone: text may hold other characters that splitlines() takes for line ends.
+    lines = path.read_bytes().split(b"\n")
+    while lines and not lines[-1].strip():
+        lines.pop()
+    pairs = []
+    for number, line in enumerate(lines, start=1):
+        record = _parse(line)
+        if record is not None:
+            pairs.append((line, record))
+        elif number == len(lines):
+            print(f"note: {path} line {number} is cut off and left out", file=sys.stderr)
+        else:
+            raise UsageError(f"{path} line {number} is not a JSON object with an integer step: {line[:60]!r}")
+    return pairs
+
+
+def _parse(line: bytes) -> dict | None:
+    """The record of one line, or None when the line is not one."""
+    try:
+        record = json.loads(line)
+    except ValueError:  # covers wrong JSON and wrong UTF-8
+        return None
+    whole = isinstance(record, dict) and type(record.get("step")) is int
+    return record if whole else None
+
+
+def _drop_after(path: Path, last_step: int) -> None:
+    """Keep the lines with step <= last_step, byte for byte."""
+    if not path.exists():
+        return
+    kept = [line + b"\n" for line, record in _read_lines(path) if record["step"] <= last_step]
+    write_atomically(path, b"".join(kept))
+
+
+class _TensorBoard:
+    """One event a step, through tensorboard's own file writer.
+
+    It is imported here, not at the top, so that other ranks do not pay for it; unlike torch's SummaryWriter it needs
+    no torch and writes all scalars of a step in one record.
+    """
+
+    def __init__(self, directory: Path, purge_step: int | None):
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = Event, Summary
+        self._writer = EventFileWriter(str(directory))
+        if purge_step is not None:  # a restart mark: readers hide what earlier files hold from this step on
+            self._writer.add_event(
+                Event(wall_time=time.time(), step=purge_step, session_log=SessionLog(status=SessionLog.START))
+            )
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()

@@ -1,0 +1,63 @@
+"""The one line that a run prints per step."""
+
+import sys
+from collections import deque
+from typing import TextIO
+
+AVERAGED_STEPS = 20
+
+# (label, metric, number format); tokens per second and the seconds, which carry a unit, follow in every program.
+RL_FIELDS = (
+    ("reward", "reward/mean", ".3f"),
+    ("eval", "eval/accuracy", ".3f"),
+    ("kl", "kl/reference", ".4f"),
+)
+
+
+class Progress:
+    """Prints `step   12/200 | reward 0.532 | kl 0.0123 | 15,200 tokens/s | 1.21 s | ETA 3m48s`.
+
+    total_steps  the step at which the run ends.
+    stream       where to print; standard output by default.
+    fields       (label, metric name, number format) in printing order; PPO's by default.
+
+    The text is plain, on a terminal as in a file. Only rank 0 makes one.
+    """
+
+    def __init__(self, total_steps: int, stream: TextIO | None = None, fields: tuple = RL_FIELDS):
+        self._total_steps = total_steps
+        self._stream = sys.stdout if stream is None else stream
+        self._fields = fields
+        self._recent_seconds: deque[float] = deque(maxlen=AVERAGED_STEPS)
+
+    def line(self, step: int, metrics: dict[str, float], seconds: float) -> None:
+        """Print the line of a finished step that took `seconds`; metrics that are missing are left out.
+
+        The ETA is the number of steps left times the mean of the last 20 steps' seconds.
+        """
+        self._recent_seconds.append(seconds)
+        parts = [f"step {step:>4}/{self._total_steps}"]
+        for label, name, number_format in self._fields:
+            if metrics.get(name) is not None:
+                parts.append(f"{label} {metrics[name]:{number_format}}")
+        if metrics.get("perf/tokens_per_s") is not None:
+            parts.append(f"{metrics['perf/tokens_per_s']:,.0f} tokens/s")
+        parts.append(f"{seconds:.2f} s")
+        mean_seconds = sum(self._recent_seconds) / len(self._recent_seconds)
+        parts.append(f"ETA {format_duration(mean_seconds * (self._total_steps - step))}")
+        print(" | ".join(parts), file=self._stream, flush=True)
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds as `48s`, `3m48s`, `2h05m` or `1d03h`: the two largest units."""
+    total = max(0, round(seconds))
+    minutes, second = divmod(total, 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d{hour:02d}h"
+    if hours:
+        return f"{hours}h{minute:02d}m"
+    if minutes:
+        return f"{minutes}m{second:02d}s"
+    return f"{second}s"

@@ -1,0 +1,56 @@
+"""The record of what a run was asked to do: settings.yaml."""
+
+import argparse
+import dataclasses
+import enum
+import numbers
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from megarl.observe.files import write_atomically
+
+
+def write_settings(directory: Path, settings: dict) -> Path:
+    """Write the resolved settings to `directory/settings.yaml`, keys sorted, atomically; returns its path.
+
+    Values may nest: mappings, namespaces, dataclasses, sequences (lists in the file), sets (sorted lists), paths
+    (text), enumeration members, torch types and devices, functions and classes (names).
+    Raises TypeError with the key of a value that has no lasting text form.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "settings.yaml"
+    text = yaml.safe_dump(_plain(settings, ""), sort_keys=True, allow_unicode=True, default_flow_style=False, width=100)
+    write_atomically(path, text)
+    return path
+
+
+def _plain(value: object, key: str) -> object:
+    """`value` as the types that safe YAML knows; the same settings always give the same text."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, argparse.Namespace):
+        value = vars(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner, f"{key}.{name}".lstrip(".")) for name, inner in value.items()}
+    if isinstance(value, (set, frozenset)):
+        value = sorted(value)
+    if isinstance(value, (list, tuple, range)):
+        return [_plain(inner, f"{key}[{index}]") for index, inner in enumerate(value)]
+    if isinstance(value, (str, Path)):
+        return str(value)
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if type(value).__module__ == "torch":  # torch.dtype, torch.device: their text is their name
+        return str(value)
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    raise TypeError(f"setting {key} is a {type(value).__name__}, which has no text form in settings.yaml")

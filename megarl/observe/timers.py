@@ -1,0 +1,127 @@
+"""Wall time per role and phase on one rank, and its reduction over the ranks of each role."""
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from megarl.observe.timeline import MAX_EVENTS, STEP_CATEGORY, TraceEvent
+
+IDLE_PHASES = frozenset({"wait", "exchange"})
+STEP = ("", "step")  # the key of the whole step's wall seconds among the phases
+
+
+class Timers:
+    """Measures the phases of one rank.
+
+    A phase inside another takes its time away from the outer one, so the seconds of all phases never add up to more
+    than the step. Times are the host's: work that a GPU still does when a phase ends counts where it is waited for.
+    One thread enters phases; any thread may ask `current()`.
+    max_events  bound of the trace kept for the time line; the oldest events go first, the latest steps stay.
+    """
+
+    def __init__(self, max_events: int = MAX_EVENTS):
+        # perf_counter is even but has an origin of its own in every process; the clock of the day aligns the ranks.
+        self._clock_offset_ns = time.time_ns() - time.perf_counter_ns()
+        self._events: deque[TraceEvent] = deque(maxlen=max_events)
+        self._seconds_ns: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self._open: list[list] = []  # [role, phase, nanoseconds of the phases inside]
+        self._where: tuple[str, str] | None = None
+        self._step_start_ns: int | None = None
+
+    @contextmanager
+    def phase(self, role: str, name: str) -> Iterator[None]:
+        """Time the body as phase `name` of `role`."""
+        start = time.perf_counter_ns()
+        if self._step_start_ns is None:  # set-up before the first phase belongs to no step
+            self._step_start_ns = start
+        frame = [role, name, 0]
+        self._open.append(frame)
+        self._where = (role, name)
+        try:
+            yield
+        except BaseException:
+            self._close(frame, start)
+            raise  # `current()` keeps naming the phase that failed
+        self._close(frame, start)
+        self._where = (self._open[-1][0], self._open[-1][1]) if self._open else None
+
+    def _close(self, frame: list, start: int) -> None:
+        elapsed = time.perf_counter_ns() - start
+        role, name, inside = frame
+        self._open.pop()
+        self._seconds_ns[role, name] += elapsed - inside
+        if self._open:
+            self._open[-1][2] += elapsed
+        self._events.append(TraceEvent(f"{role}/{name}", role, start + self._clock_offset_ns, elapsed))
+
+    def current(self) -> tuple[str, str] | None:
+        """(role, phase) that this rank is in, innermost; None outside of any.
+
+        After an exception it stays at the phase that raised, so that the handler can name it, until another phase or
+        `end_step`.
+        """
+        return self._where
+
+    def end_step(self, step: int | None = None) -> dict[tuple[str, str], float]:
+        """Seconds of each (role, phase) since the last call, and under `STEP` those of the whole step; then reset.
+
+        The first step starts with its first phase, every other one where the one before ended. `step` is its name in
+        the time line. Raises RuntimeError inside a phase.
+        """
+        if self._open:
+            raise RuntimeError(f"end_step() called inside phase {self._open[-1][0]}/{self._open[-1][1]}")
+        now = time.perf_counter_ns()
+        start = now if self._step_start_ns is None else self._step_start_ns
+        name = "step" if step is None else f"step {step}"
+        self._events.append(TraceEvent(name, STEP_CATEGORY, start + self._clock_offset_ns, now - start))
+        times = {key: spent / 1e9 for key, spent in self._seconds_ns.items()}
+        times[STEP] = (now - start) / 1e9
+        self._seconds_ns.clear()
+        self._step_start_ns = now
+        self._where = None
+        return times
+
+    def events(self) -> list[TraceEvent]:
+        """The trace so far, in the order in which phases ended; picklable, to be gathered for `write_timeline`."""
+        return list(self._events)
+
+
+def reduce_times(
+    times: Mapping[tuple[str, str], float],
+    roles_of_rank: Sequence[Collection[str]],
+    all_gather_object: Callable[[object], list],
+    idle_phases: Collection[str] = IDLE_PHASES,
+) -> dict[str, float]:
+    """Metrics of one step from the times of all ranks; a collective: every rank calls it and gets the same dict.
+
+    times              what `Timers.end_step` gave on this rank.
+    roles_of_rank      for every rank of the job, the roles that it is a member of.
+    all_gather_object  takes this rank's object, returns those of all ranks in rank order.
+    idle_phases        names of phases in which a rank only waits.
+
+    `time/<role>/<phase>_s`      maximum over the role's ranks.
+    `time/<role>/idle_fraction`  mean over the role's ranks of 1 - busy / step. Busy is the time in any phase that is
+                                 not idle of any role of that rank: a rank that serves another role meanwhile works.
+    `time/step_s`                maximum over all ranks.
+    What a rank records for a role that it is no member of is waiting, and is left out.
+    """
+    times_of_rank = all_gather_object(dict(times))
+    if len(times_of_rank) != len(roles_of_rank):
+        raise ValueError(f"times of {len(times_of_rank)} ranks gathered, roles of {len(roles_of_rank)} ranks given")
+    reduced = {"time/step_s": max(rank_times[STEP] for rank_times in times_of_rank)}
+    idle_fractions = defaultdict(list)
+    for rank, rank_times in enumerate(times_of_rank):
+        busy = 0.0
+        for (role, phase), seconds in rank_times.items():
+            if role in roles_of_rank[rank]:
+                name = f"time/{role}/{phase}_s"
+                reduced[name] = max(reduced.get(name, 0.0), seconds)
+                busy += 0.0 if phase in idle_phases else seconds
+        step_seconds = rank_times[STEP]
+        idle = max(0.0, 1.0 - busy / step_seconds) if step_seconds > 0 else 0.0
+        for role in roles_of_rank[rank]:
+            idle_fractions[role].append(idle)
+    for role, fractions in idle_fractions.items():
+        reduced[f"time/{role}/idle_fraction"] = sum(fractions) / len(fractions)
+    return reduced
