@@ -1,0 +1,118 @@
+"""The one typed batch that flows between roles: packed, never padded.
+
+N sequences of T tokens in all stand behind each other in ascending `sequence_ids`. Every per-token field is aligned
+to the token it speaks about: `logprobs[t]` is log π(tokens[t] | earlier tokens of its sequence), `values[t]` the
+value of the state before tokens[t]. A sequence's first token has neither: 0 there, and `response_mask` is False.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def _field(kind: str, dtype: torch.dtype):
+    return dataclasses.field(default=None, metadata={"kind": kind, "dtype": dtype})
+
+
+def _token(dtype):
+    return _field("token", dtype)
+
+
+def _sequence(dtype):
+    return _field("sequence", dtype)
+
+
+@dataclass
+class Batch:
+    """Sequences of one lane. Fields not yet computed are None."""
+
+    sequence_ids: Tensor = _sequence(torch.int64)  # [N] place in the step's whole batch, ascending
+    prompt_ids: Tensor = _sequence(torch.int64)  # [N] line of the prompt set
+    prompt_lengths: Tensor = _sequence(torch.int64)  # [N] tokens of the prompt
+    scores: Tensor = _sequence(torch.float32)  # [N] reward of the whole response
+    correct: Tensor = _sequence(torch.bool)  # [N] the verifier's yes or no
+    finished: Tensor = _sequence(torch.bool)  # [N] ended by the end token, not by the length limit
+    lengths: Tensor = _sequence(torch.int64)  # [N] tokens of each sequence, sum T
+    tokens: Tensor = _token(torch.int64)  # [T]
+    rollout_logprobs: Tensor = _token(torch.float32)  # [T] μ, as the engine sampled
+    logprobs: Tensor = _token(torch.float32)  # [T] π_old, recomputed by the training forward
+    entropy: Tensor = _token(torch.float32)  # [T] of π_old over the vocabulary
+    reference_logprobs: Tensor = _token(torch.float32)  # [T]
+    values: Tensor = _token(torch.float32)  # [T] V_old
+    advantages: Tensor = _token(torch.float32)  # [T]
+    returns: Tensor = _token(torch.float32)  # [T]
+    response_mask: Tensor = _token(torch.bool)  # [T] True where the policy wrote the token
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """[N + 1] int64 offsets of the sequences, from 0 to T."""
+        return torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """[N] int64 tokens of each response."""
+        return self.lengths - self.prompt_lengths
+
+    def present(self) -> list[str]:
+        """Names of the fields that hold data."""
+        return [name for name in FIELDS if getattr(self, name) is not None]
+
+    def select(self, index: Tensor) -> "Batch":
+        """The sequences at these places, in the order given."""
+        rows = _token_rows(self.cu_seqlens, self.lengths, index)
+        values = {name: getattr(self, name) for name in self.present()}
+        return Batch(**{n: v[rows] if FIELDS[n].kind == "token" else v[index] for n, v in values.items()})
+
+    def sorted(self) -> "Batch":
+        """The same sequences in ascending `sequence_ids`."""
+        return self.select(self.sequence_ids.argsort())
+
+    def update(self, other: "Batch", names: list[str]):
+        """Takes these fields from a batch of the same sequences; ValueError when they are others."""
+        if not torch.equal(self.sequence_ids, other.sequence_ids) or not torch.equal(self.lengths, other.lengths):
+            raise ValueError("fields came back for other sequences than were sent")
+        for name in names:
+            setattr(self, name, getattr(other, name))
+
+    def to(self, device) -> "Batch":
+        """The batch on another device."""
+        return Batch(**{name: getattr(self, name).to(device) for name in self.present()})
+
+
+@dataclass(frozen=True)
+class FieldSpec:
+    """Kind ('token' or 'sequence') and dtype of a field."""
+
+    kind: str
+    dtype: torch.dtype
+
+
+FIELDS = {f.name: FieldSpec(f.metadata["kind"], f.metadata["dtype"]) for f in dataclasses.fields(Batch)}
+
+
+def _token_rows(cu_seqlens: Tensor, lengths: Tensor, index: Tensor) -> Tensor:
+    chosen = lengths[index]
+    ends = chosen.cumsum(0)
+    starts = torch.repeat_interleave(cu_seqlens[:-1][index] - (ends - chosen), chosen)
+    return starts + torch.arange(int(chosen.sum()), device=index.device)
+
+
+def concatenate(batches: list[Batch]) -> Batch:
+    """One batch of several that hold the same fields, in ascending `sequence_ids`."""
+    names = batches[0].present()
+    return Batch(**{name: torch.cat([getattr(b, name) for b in batches]) for name in names}).sorted()
+
+
+def empty(names: list[str], device) -> Batch:
+    """A batch of no sequences with these fields."""
+    return Batch(**{name: torch.zeros(0, dtype=FIELDS[name].dtype, device=device) for name in names})
+
+
+def lane_of(sequence_ids: Tensor, lanes: int, samples_per_prompt: int) -> Tensor:
+    """The lane that owns each sequence: prompts dealt in turn, all samples of a prompt together."""
+    return (sequence_ids // samples_per_prompt) % lanes

@@ -1,0 +1,103 @@
+"""Moves packed batches between roles by collectives: owner to owner, one contiguous buffer, never through rank 0.
+
+All fields of all sequences for one destination lane go into one byte buffer; one all-to-all for sizes, one for
+payload, over the lane leaders of the two roles; then a broadcast inside the destination lane where it has more than
+one rank. Roles with the same lanes hand the batch over without a copy.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.batch import FIELDS, Batch, concatenate, empty, lane_of
+from megarl.mcore import device
+from megarl.world import World
+
+HEADER = ["sequence_ids", "lengths"]  # always sent: they say what the other fields belong to
+
+
+def _in_wire_order(names: list[str]) -> list[str]:
+    """Header first, then wide dtypes before narrow ones, so that every field starts aligned."""
+    rest = sorted((n for n in names if n not in HEADER), key=lambda n: -FIELDS[n].dtype.itemsize)
+    return HEADER + rest
+
+
+def to_bytes(batch: Batch, names: list[str]) -> Tensor:
+    """The batch's fields as one uint8 tensor: [count] int64, header, fields; padded to a multiple of 8 bytes."""
+    count = torch.tensor([len(batch)], dtype=torch.int64, device=batch.lengths.device)
+    parts = [count.view(torch.uint8)]
+    parts += [getattr(batch, name).contiguous().view(torch.uint8) for name in _in_wire_order(names)]
+    size = sum(len(part) for part in parts)
+    parts.append(torch.zeros(-size % 8, dtype=torch.uint8, device=count.device))
+    return torch.cat(parts)
+
+
+def from_bytes(buffer: Tensor, names: list[str]) -> Batch:
+    """The batch that `to_bytes` wrote."""
+    count, position, fields, total = int(buffer[:8].view(torch.int64)), 8, {}, None
+    for name in _in_wire_order(names):
+        spec = FIELDS[name]
+        items = count if spec.kind == "sequence" else total
+        size = items * spec.dtype.itemsize
+        fields[name] = buffer[position : position + size].view(spec.dtype)
+        position += size
+        if name == "lengths":
+            total = int(fields[name].sum())
+    return Batch(**fields)
+
+
+def _all_to_all(parts: list[Tensor], group) -> list[Tensor]:
+    """Sends parts[i] to the i-th rank of the group; returns what each rank of the group sent here."""
+    sizes = torch.tensor([len(part) for part in parts], dtype=torch.int64, device=parts[0].device)
+    arriving = torch.empty_like(sizes)
+    dist.all_to_all_single(arriving, sizes, group=group)
+    received = torch.empty(int(arriving.sum()), dtype=torch.uint8, device=sizes.device)
+    dist.all_to_all_single(received, torch.cat(parts), arriving.tolist(), sizes.tolist(), group=group)
+    return list(received.split(arriving.tolist()))
+
+
+def _broadcast_in_lane(batch: Batch | None, names: list[str], leader: int, group) -> Batch:
+    """Every rank of a lane gets the batch of its leader."""
+    mine = dist.get_rank() == leader
+    buffer = to_bytes(batch, names) if mine else None
+    size = torch.tensor([len(buffer) if mine else 0], dtype=torch.int64, device=device.device())
+    dist.broadcast(size, leader, group=group)
+    if not mine:
+        buffer = torch.empty(int(size), dtype=torch.uint8, device=device.device())
+    dist.broadcast(buffer, leader, group=group)
+    return from_bytes(buffer, names)
+
+
+def send(
+    world: World, batch: Batch | None, source: str, destination: str, names: list[str], samples_per_prompt: int
+) -> Batch | None:
+    """Moves fields of a batch from the lanes of one role to the lanes of another.
+
+    A collective of the two roles' ranks; others return at once. `batch` is this rank's on the source's ranks (all
+    ranks of a lane hold it) and ignored elsewhere. Returns this rank's share of the destination with the header
+    and the named fields in ascending `sequence_ids`, or None outside the destination.
+    """
+    here, there = world[source], world[destination]
+    names = list(dict.fromkeys(HEADER + names))
+    if here.lanes == there.lanes:
+        return Batch(**{n: getattr(batch, n) for n in names}) if there.is_member else None
+    received = None
+    if here.is_leader or there.is_leader:
+        group = world.leaders_group(source, destination)
+        received = _exchange(batch if here.is_leader else None, there, names, samples_per_prompt, group)
+    if not there.is_member:
+        return None
+    lane = there.lanes[there.lane]
+    return received if len(lane) == 1 else _broadcast_in_lane(received, names, lane[0], there.lane_group)
+
+
+def _exchange(batch: Batch | None, there, names: list[str], samples_per_prompt: int, group) -> Batch:
+    ranks = dist.get_process_group_ranks(group)
+    nothing = to_bytes(empty(names, device.device()), names)
+    parts = dict.fromkeys(ranks, nothing)
+    if batch is not None:
+        owners = lane_of(batch.sequence_ids, len(there.lanes), samples_per_prompt)
+        for lane, leader in enumerate(there.leaders):
+            parts[leader] = to_bytes(batch.select((owners == lane).nonzero().flatten()), names)
+    arrived = _all_to_all([parts[rank] for rank in ranks], group)
+    return concatenate([from_bytes(part, names) for part in arrived])

@@ -1,0 +1,83 @@
+"""Attention for the layer spec: packed sequences in training, a paged cache in rollout, through PyTorch's SDPA.
+
+megatron-core's own core attention knows no packed sequences and builds the full score matrix; its rollout kernels
+need flash-attn. Both modules here run on CPU and CUDA alike and are chosen by the layer spec, not by patching.
+Shapes: T tokens of N sequences, H query heads, G key/value groups, D channels per head.
+"""
+
+import torch
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+
+def token_grid(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Row (sequence) and column (position in it) of each of `total` packed tokens, both [T] int64."""
+    lengths = cu_seqlens.diff()
+    rows = torch.repeat_interleave(torch.arange(len(lengths), device=cu_seqlens.device), lengths, output_size=total)
+    return rows, torch.arange(total, device=cu_seqlens.device) - cu_seqlens[rows]
+
+
+def pad_tokens(packed: Tensor, rows: Tensor, columns: Tensor, count: int, width: int) -> Tensor:
+    """[T, heads, D] -> [count, heads, width, D], zeros behind the end of each sequence."""
+    padded = packed.new_zeros(count, width, *packed.shape[1:])
+    padded[rows, columns] = packed
+    return padded.transpose(1, 2)
+
+
+class PackedAttention(MegatronModule):
+    """Causal attention over packed sequences [T, H, D] with grouped queries, inside attention only padded to [N, L].
+
+    Padding stands behind the last token, so causality alone hides it: no mask, one kernel for all sequences.
+    """
+
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **_):
+        super().__init__(config=config)
+        self.softmax_scale = softmax_scale
+
+    def forward(self, query, key, value, attention_mask, attn_mask_type=None, packed_seq_params=None, **_):
+        """query [T, H, D], key and value [T, G, D] -> [T, H·D]; `packed_seq_params` carries cu_seqlens [N+1]."""
+        cu_seqlens = packed_seq_params.cu_seqlens_q.long()
+        rows, columns = token_grid(cu_seqlens, query.shape[0])
+        shape = (len(cu_seqlens) - 1, packed_seq_params.max_seqlen_q)
+        query, key, value = (pad_tokens(x, rows, columns, *shape) for x in (query, key, value))
+        out = sdpa(query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=True)
+        return out.transpose(1, 2)[rows, columns].flatten(1)
+
+
+def paged_attention(query, key_cache, value_cache, cu_query, lengths, blocks, widest_query, longest_key, scale=None):
+    """Attention of new tokens over a block cache, prefill and decode mixed.
+
+    query [T, H, D] packed by cu_query [N+1] (tokens behind cu_query[N] are padding and come out as zeros); caches
+    [blocks, block, G, D]; lengths [N] keys of each request, new tokens included; blocks [N, B] its cache blocks.
+    Returns [T, H, D]. Query i of a request with q new tokens and k keys sees keys 0 … k − q + i.
+    """
+    count, block = lengths.shape[0], key_cache.shape[1]
+    used = -(-longest_key // block)
+    pages = blocks[:count, :used].long().clamp_min(0)
+    key, value = (c[pages].flatten(1, 2)[:, :longest_key].transpose(1, 2) for c in (key_cache, value_cache))
+    cu_query, lengths = cu_query[: count + 1].long(), lengths.long()
+    total = int(cu_query[-1])
+    rows, columns = token_grid(cu_query, total)
+    padded = pad_tokens(query[:total], rows, columns, count, widest_query)
+    first_hidden = (lengths - cu_query.diff()).unsqueeze(1) + 1 + torch.arange(widest_query, device=query.device)
+    # A padded query row sees key 0 alone, so that its softmax is finite; nobody reads the result.
+    seen = torch.arange(longest_key, device=query.device) < first_hidden.clamp_min(1).unsqueeze(2)
+    out = sdpa(padded, key, value, attn_mask=seen.unsqueeze(1), scale=scale, enable_gqa=True)
+    result = torch.zeros_like(query)
+    result[:total] = out.transpose(1, 2)[rows, columns]
+    return result
+
+
+class PagedSelfAttention(SelfAttention):
+    """Megatron's self-attention whose rollout kernel is `paged_attention` instead of flash-attn's."""
+
+    def flash_decode_and_prefill(
+        self, q, k, v, max_seqlen_q, max_seqlen_k, cu_seqlens_q, cu_seqlens_k, seqlens_k, block_table, *_, **__
+    ):
+        """q [T, 1, H, D]; k, v: the layer's cache [blocks, block, G, D] -> [T, 1, H, D]. Called by `forward`."""
+        out = paged_attention(
+            q.squeeze(1), k, v, cu_seqlens_q, seqlens_k, block_table, int(max_seqlen_q), int(max_seqlen_k)
+        )
+        return out.unsqueeze(1)

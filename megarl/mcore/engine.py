@@ -1,0 +1,166 @@
+"""Megarl's use of Megatron's dynamic inference engine: it writes text with the actor's own parameters.
+
+No copy of the weights: the engine holds the very module that trains. The KV cache is one contiguous buffer. Requests
+of unequal length are batched continuously; each draws its tokens from its own random stream.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.inference.config import InferenceConfig
+from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
+from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron.core.inference.sampling.base import Sampling
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
+from megatron.core.inference.utils import InferenceMode
+from torch import Tensor
+
+from megarl.mcore import device
+from megarl.mcore.tensor_parallel import mask_padding
+from megarl.rollout.random import uniforms
+from megarl.rollout.sampling import SamplingSettings, draw
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to write: `key` names its random stream (see `rollout.random`)."""
+
+    prompt: list[int]
+    key: int
+    max_new_tokens: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the engine wrote: tokens with the end token where there is one, their log-probs, and how it ended."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    finished: bool
+
+
+class Context(DynamicInferenceContext):
+    """Megatron's context; on a CPU a decode step is not rounded up to 64 tokens, which would cost more than it saves."""
+
+    TOKEN_ROUNDER = DynamicInferenceContext.TOKEN_ROUNDER if device.has_cuda() else 4
+
+
+class KeyedSampling(Sampling):
+    """Draws the token at a position of a request from one number of the request's stream."""
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+        self.settings = SamplingSettings()
+        self.keys = torch.zeros(0, dtype=torch.int64)  # by request id
+
+    def _masked(self, logits: Tensor) -> Tensor:
+        return mask_padding(logits.float(), self.vocab_size, 0)
+
+    def sample_kernel(self, logits, n, context, *, gather_indices=None, output=None, **_):
+        """Tokens of the n active requests, from logits [≥ n, V]; the contract of Megatron's sampling backends."""
+        rows = logits[:n] if gather_indices is None else logits[gather_indices[:n]]
+        active = slice(context.paused_request_count, context.total_request_count)
+        ids = context.request_ids[active].long().cpu()
+        positions = (context.request_kv_length_offsets[active] + context.request_query_lengths[active]).long().cpu()
+        numbers = uniforms(self.keys[ids], positions).to(rows.device)
+        tokens = draw(self._masked(rows), numbers, self.settings)
+        return tokens if output is None else output.copy_(tokens)
+
+    def log_probs_kernel(self, logits, context, *, token_to_request_index=None):
+        """[rows, V] log-probs of the temperature-scaled policy, the same that training recomputes."""
+        return (self._masked(logits) / self.settings.temperature).log_softmax(-1)
+
+
+class _NoTokenizer:
+    """The engine's tokenizer: requests are token ids and stay so; the end token comes with each request."""
+
+    def detokenize(self, *_, **__) -> str:
+        return ""
+
+
+class RolloutEngine:
+    """Continuous-batching generation on the actor's own model; suspended except inside `generate`."""
+
+    def __init__(self, model, collection, vocab_size: int, max_length: int, buffer_gb: float, max_requests: int):
+        """Reserves the KV cache.
+
+        Args:
+            model: the bare GPTModel that trains.
+            collection: the role's process groups.
+            vocab_size: the tokenizer's vocabulary.
+            max_length: longest prompt and response together, tokens.
+            buffer_gb: size of the KV cache on this rank, GiB.
+            max_requests: most requests decoded together.
+        """
+        tensor = torch.distributed.get_world_size(collection.tp)
+        config = InferenceConfig(
+            block_size_tokens=256 if device.has_cuda() else 16,
+            buffer_size_gb=buffer_gb,
+            max_requests=-(-max_requests // tensor) * tensor,
+            max_tokens=max(max_length, 4096, max_requests + tensor),
+            max_sequence_length=max_length,
+            pg_collection=collection,
+            materialize_only_last_token_logits=True,
+            logprobs_mode="processed_logprobs",
+            use_cuda_graphs_for_non_decode_steps=False,
+            offset_sampling_seed_by_dp_rank=False,
+        )
+        self.model = model
+        self.context = Context(model.config, config)
+        wrapper = GPTInferenceWrapper(model, self.context)
+        self.sampling = KeyedSampling(vocab_size)
+        controller = TextGenerationController(wrapper, _NoTokenizer())
+        controller._sampling = self.sampling
+        wrapper.prep_model_for_inference()
+        with torch.no_grad():
+            self.engine = DynamicInferenceEngine(controller, self.context)
+        self.engine.suspend()
+
+    def cache_bytes(self) -> int:
+        """Size of the KV cache on this rank."""
+        return self.context.memory_buffer.nbytes
+
+    def generate(self, requests: list[Request], end_token: int, settings: SamplingSettings) -> list[Completion]:
+        """Writes one completion a request, in their order. A call of all ranks of the lane with the same requests."""
+        was_training = self.model.training
+        self.model.eval()
+        self.engine.resume()
+        try:
+            with torch.inference_mode():
+                return self._generate(requests, end_token, settings)
+        finally:
+            self.engine.suspend()
+            InferenceMode.unset_active()
+            self.model.train(was_training)
+
+    def _generate(self, requests, end_token, settings) -> list[Completion]:
+        self.context.reset()  # blocks of an earlier call were computed with older weights
+        self.engine.requests.clear()
+        self.sampling.settings = settings
+        self.sampling.keys = torch.tensor([r.key for r in requests], dtype=torch.int64)
+        for number, request in enumerate(requests):
+            self.engine.add_request(number, request.prompt, _params(request, end_token))
+        done = [None] * len(requests)
+        while self.engine.has_unfinished_requests():
+            for record in self.engine.step_modern()["finished_request_records"]:
+                done[record.request_id] = _completion(record.merge(), end_token)
+        return done
+
+
+def _params(request: Request, end_token: int) -> SamplingParams:
+    return SamplingParams(
+        num_tokens_to_generate=request.max_new_tokens,
+        termination_id=end_token,
+        return_log_probs=True,
+        skip_prompt_log_probs=True,
+    )
+
+
+def _completion(request, end_token: int) -> Completion:
+    tokens = [int(t) for t in request.generated_tokens]
+    logprobs = [float(p) for p in request.generated_log_probs]
+    if len(tokens) != len(logprobs):
+        raise RuntimeError(f"the engine returned {len(tokens)} tokens and {len(logprobs)} log-probs for a request")
+    return Completion(tokens, logprobs, bool(tokens) and tokens[-1] == end_token)

@@ -1,0 +1,104 @@
+"""Optimizer, gradient buffers and learning-rate schedule of a role: Megatron's, with an Adam for plain PyTorch."""
+
+import dataclasses
+
+import megatron.core.optimizer as megatron_optimizer
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.optim.adamw import adamw
+
+
+class Adam(torch.optim.Optimizer):
+    """Adam (1412.6980) or AdamW (1711.05101) with FusedAdam's interface: the step counter lives in the param group.
+
+    torch's AdamW keeps a step in every parameter's state, which a distributed-optimizer checkpoint cannot load.
+    Where Transformer Engine or Apex is installed Megatron takes their FusedAdam and this class is not used.
+    """
+
+    def __init__(self, params, lr, weight_decay, betas, eps, adam_w_mode=True, capturable=False):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
+        self.adam_w_mode = adam_w_mode
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One update of every parameter that has a gradient."""
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                self._update(group, params)
+
+    def _update(self, group: dict, params: list):
+        for p in params:
+            if not self.state[p]:
+                self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        grads = [p.grad for p in params]
+        decay = group["weight_decay"]
+        if not self.adam_w_mode:
+            grads, decay = [g.add(p, alpha=decay) for g, p in zip(grads, params, strict=True)], 0.0
+        adamw(
+            params, grads, [self.state[p]["exp_avg"] for p in params], [self.state[p]["exp_avg_sq"] for p in params],
+            [], [torch.tensor(group["step"] - 1.0, device=p.device) for p in params], fused=True, amsgrad=False,
+            beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"], weight_decay=decay, eps=group["eps"],
+            maximize=False,
+        )  # fmt: skip
+
+
+if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
+    megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = Adam, False
+
+
+def _fields(config_class, args) -> dict:
+    return {f.name: getattr(args, f.name) for f in dataclasses.fields(config_class) if hasattr(args, f.name)}
+
+
+def wrap(model, args, collection) -> DistributedDataParallel:
+    """The model with gradients in contiguous buffers, summed (not averaged) over data-parallel lanes."""
+    settings = _fields(DistributedDataParallelConfig, args)
+    settings |= {
+        "grad_reduce_in_fp32": args.accumulate_allreduce_grads_in_fp32,
+        "check_for_nan_in_grad": False,  # a step with a non-finite gradient is skipped and counted, not fatal
+        "bucket_size": args.ddp_bucket_size,
+        "average_in_collective": False,
+    }
+    config = DistributedDataParallelConfig(**settings)
+    wrapped = DistributedDataParallel(model.config, config, model, pg_collection=collection)
+
+    def finalize(models, num_tokens=None, **_):
+        # Losses are already local sums over global counts, so no division by tokens follows the reduction.
+        finalize_model_grads(models, None, pg_collection=collection)
+
+    model.config.finalize_model_grads_func = finalize
+    model.config.no_sync_func = wrapped.no_sync
+    return wrapped
+
+
+def build_optimizer(wrapped: DistributedDataParallel, args, collection):
+    """Megatron's optimizer over the wrapped model's parameters."""
+    config = OptimizerConfig(**_fields(OptimizerConfig, args))
+    optimizer = get_megatron_optimizer(config, [wrapped], use_gloo_process_groups=False, pg_collection=collection)
+    wrapped.module.config.grad_scale_func = optimizer.scale_loss
+    return optimizer
+
+
+def build_scheduler(optimizer, args, total_updates: int) -> OptimizerParamScheduler:
+    """Megatron's schedule; its unit is one call of `optimizer.step()`, `--lr-decay-iters` counts the same unit."""
+    decay = args.lr_decay_iters or total_updates
+    warmup = args.lr_warmup_iters if args.lr_warmup_fraction is None else args.lr_warmup_fraction * decay
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=args.lr_warmup_init,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=min(warmup, decay - 1),
+        lr_decay_steps=decay,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.weight_decay if args.start_weight_decay is None else args.start_weight_decay,
+        end_wd=args.weight_decay if args.end_weight_decay is None else args.end_weight_decay,
+        wd_incr_steps=total_updates,
+        wd_incr_style=args.weight_decay_incr_style,
+        wsd_decay_steps=args.lr_wsd_decay_iters,
+        lr_wsd_decay_style=args.lr_wsd_decay_style,
+    )

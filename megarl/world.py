@@ -1,0 +1,114 @@
+"""The rank set, its roles and their places: who am I, who else is in my lane, and over which groups we talk.
+
+A lane is the set of ranks that hold one replica of a role's model and one share of its batch (tensor, context and
+pipeline ranks together). Every rank creates every role's groups in the same order, members or not.
+"""
+
+import itertools
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megarl.mcore import device, flags, groups
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this rank stands in one role; `lane` is None outside the role."""
+
+    role: str
+    ranks: range
+    lanes: tuple[tuple[int, ...], ...]
+    collection: object | None
+    lane_group: object | None
+    rank: int
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this rank works for the role."""
+        return self.rank in self.ranks
+
+    @property
+    def lane(self) -> int | None:
+        """This rank's data-parallel lane."""
+        return next((i for i, ranks in enumerate(self.lanes) if self.rank in ranks), None)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank speaks for its lane in exchanges and metrics."""
+        return self.rank in self.leaders
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """World rank of each lane's leader, in lane order."""
+        return tuple(ranks[0] for ranks in self.lanes)
+
+    @property
+    def tensor_rank(self) -> int:
+        """Coordinate inside the tensor-parallel group."""
+        return dist.get_rank(self.collection.tp)
+
+    def sum_over_lanes(self, values: torch.Tensor) -> torch.Tensor:
+        """Adds a tensor up over the role's data-parallel lanes; every member gets the sum."""
+        dist.all_reduce(values, group=self.collection.dp)
+        return values
+
+
+class World:
+    """All ranks of the program and every role's place, seen from this rank."""
+
+    def __init__(self, places: dict[str, Place], pairs: dict[frozenset, object], deadline: timedelta):
+        self.places = places
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.deadline = deadline
+        self._pairs = pairs
+
+    def __getitem__(self, role: str) -> Place:
+        return self.places[role]
+
+    def my_roles(self) -> list[str]:
+        """Roles that this rank works for."""
+        return [name for name, place in self.places.items() if place.is_member]
+
+    def leaders_group(self, one: str, other: str):
+        """Group of the lane leaders of two roles, over which they exchange batches."""
+        return self._pairs[frozenset((one, other))]
+
+    def gather(self, item) -> list | None:
+        """One object from each rank, on rank 0 (None elsewhere)."""
+        items = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(item, items, dst=0)
+        return items
+
+
+def join(timeout: timedelta):
+    """Joins the process group the launcher describes; alone, without a launcher, a world of one."""
+    if dist.is_initialized():
+        return
+    if device.has_cuda():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if "RANK" in os.environ:
+        dist.init_process_group(device.backend(), timeout=timeout)
+    else:
+        dist.init_process_group(device.backend(), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def create(roles: dict, timeout: timedelta) -> World:
+    """Joins the world and creates the groups of all roles (`{name: RoleSettings}`). Collective."""
+    join(timeout)
+    cache, places, rank = groups.GroupCache(timeout), {}, dist.get_rank()
+    for name, role in roles.items():
+        sizes = flags.parallel_sizes(role.megatron)
+        collection = groups.create_groups(role.ranks, sizes, cache)
+        lanes = groups.lane_ranks(role.ranks, sizes)
+        places[name] = Place(
+            name, role.ranks, tuple(map(tuple, lanes)), collection, cache.mine(lanes), rank
+        )
+    pairs = {}
+    for one, other in itertools.combinations(places, 2):
+        leaders = sorted({*places[one].leaders, *places[other].leaders})
+        pairs[frozenset((one, other))] = cache.get(leaders)
+    return World(places, pairs, timeout)
