@@ -17,6 +17,7 @@ import yaml
 from megarl.errors import UsageError
 
 ROLES = ("actor", "critic", "reward", "reference")
+OFF = "--off:"  # marks a switch that a config file turns off, so that its name is checked before it is dropped
 
 
 def _flag(default, text: str, check=None, allowed: str = "", programs: str = "rl sft"):
@@ -146,6 +147,8 @@ def read_config(path: str) -> list[str]:
         raise UsageError(f"--config {path}: allowed is a mapping of flag names to values")
     tokens = []
     for key, value in content.items():
+        if str(key) in ("config", "check"):
+            raise UsageError(f"--config {path}: {key}: stands on the command line alone")
         if value is None or isinstance(value, dict):
             raise UsageError(f"--config {path}: {key}: allowed is a value or a list of values, not {value!r}")
         tokens += _tokens(str(key), value)
@@ -155,7 +158,8 @@ def read_config(path: str) -> list[str]:
 def _tokens(key: str, value) -> list[str]:
     own = {field.name.replace("_", "-"): field for field in dataclasses.fields(Settings)}
     if isinstance(value, bool) and not (key in own and _type_of(own[key].type) is bool):
-        return [f"--{key}"] if value else []  # Megatron's switches are set by naming them
+        # Megatron's switches are set by naming them; one that is off still has to be a flag that exists.
+        return [f"--{key}"] if value else [OFF + key]
     values = value if isinstance(value, list) else [value]
     return [f"--{key}", *map(str, values)]
 
@@ -201,6 +205,8 @@ def split_roles(tokens: list[str], roles: tuple[str, ...], megatron: dict[str, s
     """
     common, own, target = [], {role: [] for role in roles}, None
     for token in tokens:
+        off = token.startswith(OFF)
+        token = "--" + token.removeprefix(OFF) if off else token
         option = token.split("=", 1)[0]
         if option.startswith("--"):
             role = next((r for r in roles if option.startswith(f"--{r}-") and option not in megatron), None)
@@ -209,7 +215,8 @@ def split_roles(tokens: list[str], roles: tuple[str, ...], megatron: dict[str, s
             _check_known(option, token.split("=", 1)[0], megatron)
         elif target is None:
             raise UsageError(f"{token!r}: not a flag; flags start with --")
-        target.append(token)
+        if not off:
+            target.append(token)
     return {role: common + own[role] for role in roles}
 
 

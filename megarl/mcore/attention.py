@@ -32,9 +32,10 @@ class PackedAttention(MegatronModule):
     Padding stands behind the last token, so causality alone hides it: no mask, one kernel for all sequences.
     """
 
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **_):
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, pg_collection, softmax_scale=None, **_):
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
+        self.tp_group = pg_collection.tp  # else a checkpoint asks Megatron's process-wide state for it
 
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, packed_seq_params=None, **_):
         """query [T, H, D], key and value [T, G, D] -> [T, H·D]; `packed_seq_params` carries cu_seqlens [N+1]."""
@@ -56,8 +57,13 @@ def paged_attention(query, key_cache, value_cache, cu_query, lengths, blocks, wi
     count, block = lengths.shape[0], key_cache.shape[1]
     used = -(-longest_key // block)
     pages = blocks[:count, :used].long().clamp_min(0)
-    key, value = (c[pages].flatten(1, 2)[:, :longest_key].transpose(1, 2) for c in (key_cache, value_cache))
     cu_query, lengths = cu_query[: count + 1].long(), lengths.long()
+    # Rows behind a request's end are whatever the memory held: masked out, but 0 · NaN would still be NaN.
+    unused = (torch.arange(longest_key, device=query.device) >= lengths.unsqueeze(1))[:, None, :, None]
+    key, value = (
+        c[pages].flatten(1, 2)[:, :longest_key].transpose(1, 2).masked_fill(unused, 0.0)
+        for c in (key_cache, value_cache)
+    )
     total = int(cu_query[-1])
     rows, columns = token_grid(cu_query, total)
     padded = pad_tokens(query[:total], rows, columns, count, widest_query)

@@ -4,6 +4,8 @@ No copy of the weights: the engine holds the very module that trains. The KV cac
 of unequal length are batched continuously; each draws its tokens from its own random stream.
 """
 
+import faulthandler
+import signal
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +23,9 @@ from megarl.mcore import device
 from megarl.mcore.tensor_parallel import mask_padding
 from megarl.rollout.random import uniforms
 from megarl.rollout.sampling import SamplingSettings, draw
+
+for _signal in (signal.SIGTERM, signal.SIGINT):
+    faulthandler.unregister(_signal)  # Megatron's coordinator, imported with the engine, prints a stack at every exit
 
 
 @dataclass(frozen=True)
@@ -113,10 +118,12 @@ class RolloutEngine:
         self.sampling = KeyedSampling(vocab_size)
         controller = TextGenerationController(wrapper, _NoTokenizer())
         controller._sampling = self.sampling
+        was_training = model.training
         wrapper.prep_model_for_inference()
         with torch.no_grad():
             self.engine = DynamicInferenceEngine(controller, self.context)
         self.engine.suspend()
+        model.train(was_training)
 
     def cache_bytes(self) -> int:
         """Size of the KV cache on this rank."""

@@ -5,12 +5,15 @@ import contextlib
 import dataclasses
 import functools
 import io
+import math
+import traceback
 import warnings
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.training.arguments import add_megatron_arguments, core_transformer_config_from_args, validate_args
 
 from megarl.errors import UsageError
@@ -55,6 +58,10 @@ ONLY = {
     "optimizer_cpu_offload": (False, "optimizer offload is not supported yet"),
     "mtp_num_layers": (None, "multi-token prediction is not supported yet"),
     "num_distributed_optimizer_instances": (1, "one optimizer instance is supported"),
+    "window_size": (None, "sliding-window attention is not supported yet"),
+    "softmax_type": ("vanilla", "attention sinks are not supported yet"),
+    "apply_layernorm_1p": (False, "zero-centred norms are not supported yet"),
+    "attention_backend": (AttnBackend.auto, "attention runs through PyTorch's SDPA"),
 }
 
 DEFAULTS = [
@@ -110,19 +117,53 @@ def _check_only(role: str, args):
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error).split())
+    # A bare assertion says nothing: quote the condition that failed.
+    return text or (traceback.extract_tb(error.__traceback__)[-1].line or type(error).__name__)
 
 
 def _check_divisible(role: str, args):
-    tensor = args.tensor_model_parallel_size
-    ranks = args.world_size
-    if tensor < 1 or ranks % tensor:
-        raise UsageError(
-            f"{role}: --tensor-model-parallel-size {tensor}: must divide the role's {ranks} rank(s) in --role-map"
-        )
-    for flag, value in (("--num-attention-heads", args.num_attention_heads), ("--num-query-groups", _groups(args))):
-        if value and value % tensor:
-            raise UsageError(f"{role}: {flag} {value}: must be divisible by --tensor-model-parallel-size {tensor}")
+    tensor, ranks = args.tensor_model_parallel_size, args.world_size
+    heads, groups = args.num_attention_heads, _groups(args)
+    rules = [
+        ("--tensor-model-parallel-size", tensor, tensor > 0 and ranks % tensor == 0,
+         f"a divisor of the role's {ranks} rank(s) in --role-map"),
+        ("--num-attention-heads", heads, heads % tensor == 0, f"a multiple of --tensor-model-parallel-size {tensor}"),
+        ("--num-query-groups", groups, not groups or groups % tensor == 0,
+         f"a multiple of --tensor-model-parallel-size {tensor}"),
+        ("--num-query-groups", groups, not groups or heads % groups == 0,
+         f"a divisor of --num-attention-heads {heads}"),
+        ("--hidden-size", args.hidden_size, args.kv_channels or args.hidden_size % heads == 0,
+         f"a multiple of --num-attention-heads {heads}, or --kv-channels beside it"),
+    ]  # fmt: skip
+    _refuse_first(role, rules)
+
+
+def _check_ranges(role: str, args):
+    lr, floor = args.lr, args.min_lr
+    rules = [
+        ("--num-layers", args.num_layers, args.num_layers > 0, "1 or more"),
+        ("--hidden-size", args.hidden_size, args.hidden_size > 0, "1 or more"),
+        ("--num-attention-heads", args.num_attention_heads, args.num_attention_heads > 0, "1 or more"),
+        ("--lr", lr, lr is not None and 0 <= lr < math.inf, "0 or more"),
+        ("--min-lr", floor, 0 <= floor <= lr, f"from 0 to --lr {lr}"),
+        ("--clip-grad", args.clip_grad, args.clip_grad >= 0, "0 (off) or more"),
+        ("--weight-decay", args.weight_decay, args.weight_decay >= 0, "0 or more"),
+        ("--adam-beta1", args.adam_beta1, 0 <= args.adam_beta1 < 1, "from 0 to below 1"),
+        ("--adam-beta2", args.adam_beta2, 0 <= args.adam_beta2 < 1, "from 0 to below 1"),
+        ("--adam-eps", args.adam_eps, args.adam_eps > 0, "above 0"),
+        ("--make-vocab-size-divisible-by", args.make_vocab_size_divisible_by,
+         args.make_vocab_size_divisible_by > 0
+         and args.make_vocab_size_divisible_by % args.tensor_model_parallel_size == 0,
+         f"a multiple of --tensor-model-parallel-size {args.tensor_model_parallel_size}"),
+    ]  # fmt: skip
+    _refuse_first(role, rules)
+
+
+def _refuse_first(role: str, rules: list[tuple[str, object, bool, str]]):
+    for flag, value, fine, allowed in rules:
+        if not fine:
+            raise UsageError(f"{role}: {flag} {value}: allowed is {allowed}")
 
 
 def _groups(args):
@@ -155,6 +196,9 @@ def parse(role: str, argv: list[str], ranks: int, own: dict, extra: frozenset[st
     for flag in ("num_layers", "hidden_size", "num_attention_heads"):
         if not getattr(args, flag):
             raise UsageError(f"{role}: --{flag.replace('_', '-')} is missing: the model's shape has no default")
+    if args.tensor_model_parallel_size < 1:
+        raise UsageError(f"{role}: --tensor-model-parallel-size {args.tensor_model_parallel_size}: allowed is 1 or more")
+    _check_ranges(role, args)
     _check_divisible(role, args)
     return _validated(role, args)
 

@@ -28,30 +28,28 @@ class TokenScores(NamedTuple):
     entropy: Tensor
 
 
-class ValueHead(torch.nn.Module):
-    """Hidden state -> one value, in fp32, the same weights on every tensor-parallel rank (InstructGPT's critic)."""
+class ValueHead(torch.nn.Linear):
+    """Hidden state -> one value, in fp32, 0 at the start; the same weights on every tensor-parallel rank.
 
-    def __init__(self, config):
-        super().__init__()
-        self.linear = torch.nn.Linear(config.hidden_size, 1, dtype=torch.float32, device=device.device())
-        torch.nn.init.zeros_(self.linear.weight)
-        torch.nn.init.zeros_(self.linear.bias)
+    It stands in the place of the vocabulary's output layer and is saved under that name.
+    """
+
+    def __init__(self, config, group):
+        super().__init__(config.hidden_size, 1, dtype=torch.float32, device=device.device())
+        self.group = group
+        torch.nn.init.zeros_(self.weight)
+        torch.nn.init.zeros_(self.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[T, H] -> [T]."""
-        return self.linear(hidden.float()).squeeze(-1)
+        return super().forward(hidden.float()).squeeze(-1)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
         """Replicated over tensor-parallel ranks."""
+        state, lanes = self.state_dict(prefix="", keep_vars=True), metadata["dp_cp_group"]
         return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True), prefix, {}, sharded_offsets, **replicas(metadata)
+            state, prefix, {}, sharded_offsets, tp_group=self.group, dp_cp_group=lanes
         )
-
-
-def replicas(metadata: dict | None) -> dict:
-    """The groups that `make_sharded_tensors_for_checkpoint` asks for, from the metadata of a save."""
-    metadata = metadata or {}
-    return {"tp_group": metadata["tp_group"], "dp_cp_group": metadata["dp_cp_group"]}
 
 
 def layer_spec(args):
@@ -110,26 +108,20 @@ def build_model(args, vocab_size: int, collection, value_head: bool = False) -> 
         pg_collection=collection,
     )
     if value_head:
-        model.output_layer = ValueHead(config)
-    if config.gated_linear_unit and config.use_cpu_initialization:
-        _redraw_gated(model, args.seed, collection.tp)
+        model.output_layer = ValueHead(config, collection.tp)
     return model.to(device=device.device())
 
 
-def _redraw_gated(model: GPTModel, seed: int, group):
-    """Draws gate and up weights again, so that a rank's share is the same rows of both for every group size.
-
-    Megatron cuts the drawn [gate; up] matrix into contiguous slices: rank 0 of two would hold gates alone, where a
-    checkpoint moved from one rank to two gives each rank half of the gates and half of the ups.
-    """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    for layer in model.decoder.layers:
-        weight = layer.mlp.linear_fc1.weight
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(seed * 100_003 + layer.layer_number)
-            whole = torch.empty(2, weight.shape[0] * size // 2, weight.shape[1])
-            model.config.init_method(whole.view(-1, weight.shape[1]))
-            weight.copy_(whole.chunk(size, dim=1)[rank].reshape(weight.shape))
+def weight_shapes(role: str, args, vocab_size: int) -> dict[str, tuple[int, ...]]:
+    """Global shapes by which a checkpoint's policy is told from another: what the role's flags describe."""
+    hidden, layers = args.hidden_size, args.num_layers
+    return {
+        f"{role}.embedding.word_embeddings.weight": (padded_vocab_size(args, vocab_size), hidden),
+        f"{role}.decoder.layers.self_attention.linear_proj.weight": (
+            layers, hidden, args.num_attention_heads * args.kv_channels,
+        ),
+        f"{role}.decoder.layers.mlp.linear_fc2.weight": (layers, hidden, args.ffn_hidden_size),
+    }  # fmt: skip
 
 
 def packed_params(lengths: Tensor) -> PackedSeqParams:

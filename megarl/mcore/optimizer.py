@@ -1,13 +1,17 @@
 """Optimizer, gradient buffers and learning-rate schedule of a role: Megatron's, with an Adam for plain PyTorch."""
 
 import dataclasses
+import math
 
 import megatron.core.optimizer as megatron_optimizer
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.optim.adamw import adamw
+
+from megarl.mcore.state import world_is
 
 
 class Adam(torch.optim.Optimizer):
@@ -78,27 +82,46 @@ def wrap(model, args, collection) -> DistributedDataParallel:
 def build_optimizer(wrapped: DistributedDataParallel, args, collection):
     """Megatron's optimizer over the wrapped model's parameters."""
     config = OptimizerConfig(**_fields(OptimizerConfig, args))
-    optimizer = get_megatron_optimizer(config, [wrapped], use_gloo_process_groups=False, pg_collection=collection)
+    with world_is(collection.intra_dist_opt):
+        optimizer = get_megatron_optimizer(config, [wrapped], use_gloo_process_groups=False, pg_collection=collection)
     wrapped.module.config.grad_scale_func = optimizer.scale_loss
     return optimizer
 
 
-def build_scheduler(optimizer, args, total_updates: int) -> OptimizerParamScheduler:
-    """Megatron's schedule; its unit is one call of `optimizer.step()`, `--lr-decay-iters` counts the same unit."""
-    decay = args.lr_decay_iters or total_updates
-    warmup = args.lr_warmup_iters if args.lr_warmup_fraction is None else args.lr_warmup_fraction * decay
+def update(optimizer) -> tuple[bool, float]:
+    """Clips and applies the reduced gradients; (whether it did, gradient norm before clipping).
+
+    The norm is the same on every rank of the role, so all skip a non-finite gradient together.
+    """
+    overflow = optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    config = optimizer.config
+    if overflow or not math.isfinite(norm) or norm > config.grad_norm_skip_threshold:
+        return False, norm
+    if config.clip_grad > 0:
+        for part in optimizer.chained_optimizers:
+            clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=config.clip_grad, total_norm=norm)
+    return optimizer.step_with_ready_grads(), norm
+
+
+def build_scheduler(optimizer, args, updates_per_iteration: int) -> OptimizerParamScheduler:
+    """Megatron's schedule, stepped once an update; `--lr-warmup-iters` and the like count iterations of the run."""
+    decay = (args.lr_decay_iters or args.train_iters) * updates_per_iteration
+    warmup = (args.lr_warmup_iters or 0) * updates_per_iteration
+    if args.lr_warmup_fraction is not None:
+        warmup = args.lr_warmup_fraction * decay
     return OptimizerParamScheduler(
         optimizer,
         init_lr=args.lr_warmup_init,
         max_lr=args.lr,
         min_lr=args.min_lr,
-        lr_warmup_steps=min(warmup, decay - 1),
+        lr_warmup_steps=warmup,
         lr_decay_steps=decay,
         lr_decay_style=args.lr_decay_style,
         start_wd=args.weight_decay if args.start_weight_decay is None else args.start_weight_decay,
         end_wd=args.weight_decay if args.end_weight_decay is None else args.end_weight_decay,
-        wd_incr_steps=total_updates,
+        wd_incr_steps=args.train_iters * updates_per_iteration,
         wd_incr_style=args.weight_decay_incr_style,
-        wsd_decay_steps=args.lr_wsd_decay_iters,
+        wsd_decay_steps=args.lr_wsd_decay_iters and args.lr_wsd_decay_iters * updates_per_iteration,
         lr_wsd_decay_style=args.lr_wsd_decay_style,
     )

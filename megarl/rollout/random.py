@@ -29,7 +29,7 @@ def splitmix64(state: Tensor) -> Tensor:
 
 def stream_keys(seed: int, step: int, prompts: Tensor, samples: Tensor) -> Tensor:
     """[N] int64 keys of the streams of N responses; prompts and samples are [N] int64."""
-    key = torch.full_like(prompts, _signed(seed))
+    key = splitmix64(torch.full_like(prompts, _signed(seed + GAMMA)))
     for part in (torch.full_like(prompts, step), prompts, samples):
         key = splitmix64((key ^ part) + _signed(GAMMA))
     return key
@@ -38,4 +38,4 @@ def stream_keys(seed: int, step: int, prompts: Tensor, samples: Tensor) -> Tenso
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     """[N] float64 in (0, 1): the number of each stream at each position."""
     bits = splitmix64(keys + (positions + 1) * _signed(GAMMA))
-    return (_shift_right(bits, 11).double() + 0.5) * 2.0**-53
+    return (_shift_right(bits, 12).double() + 0.5) * 2.0**-52

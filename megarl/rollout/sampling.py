@@ -21,8 +21,9 @@ def distribution(logits: Tensor, settings: SamplingSettings) -> Tensor:
     """[N, V] raw logits -> [N, V] probabilities, not renormalised after top-k and top-p."""
     probabilities = (logits.float() / settings.temperature).softmax(-1)
     if 0 < settings.top_k < logits.shape[-1]:
-        smallest = probabilities.topk(settings.top_k, dim=-1).values[:, -1:]
-        probabilities = probabilities.masked_fill(probabilities < smallest, 0.0)
+        # A stable order keeps exactly k tokens where probabilities tie, as those of 16-bit logits often do.
+        order = probabilities.sort(dim=-1, descending=True, stable=True).indices
+        probabilities = probabilities.scatter(-1, order[:, settings.top_k :], 0.0)
     if settings.top_p < 1.0:
         ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered

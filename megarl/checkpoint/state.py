@@ -1,0 +1,58 @@
+"""Saves and restores a whole run: every role's models, optimizers and schedules, random states, data position."""
+
+import shutil
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megarl.checkpoint import folders
+from megarl.mcore import checkpoint
+from megarl.mcore.model import ValueHead
+from megarl.world import World
+
+
+def save(run: Path, step: int, world: World, roles: dict, manifest: dict):
+    """Writes `DIR/checkpoints/step_%08d`; a collective of the world.
+
+    Args:
+        roles: name -> the role's state on this rank (`Learner.state`), for roles that this rank works for.
+        manifest: facts about the run that the folder should tell.
+    """
+    folder = folders.step_folder(run, step)
+    if world.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)  # what an interrupted save of this very step left
+        folder.mkdir(parents=True)
+    dist.barrier()
+    checkpoint.save({**roles, **checkpoint.rank_state()}, folder)
+    if world.rank == 0:
+        folders.commit(run, step, {"world_size": world.size, **manifest})
+    dist.barrier()
+
+
+def load(folder: Path, world: World, roles: dict, flag: str = "--load") -> dict:
+    """Fills the roles' states from a checkpoint; a collective of the world. Returns them by role.
+
+    Random states come back only into a world of the same size; nothing in megarl depends on them (every number is
+    drawn from seed, step and place), so another layout goes on with the same numbers.
+    """
+    loaded = {}
+    for name, place in world.places.items():
+        if name in roles:
+            loaded[name] = checkpoint.load_role(roles[name], folder, place.collection)
+    if folders.read_manifest(folder, flag)["world_size"] == world.size:
+        checkpoint.restore_rank_state(checkpoint.load(checkpoint.rank_state(), folder)["rng"])
+    return loaded
+
+
+def load_weights(folder: Path, model, collection, source: str = "actor"):
+    """Fills a model with the policy's weights in a checkpoint, whatever layout wrote it; a collective of its role.
+
+    A scalar head, which the policy does not have, keeps its own weights. `source` is the role that was saved.
+    """
+    weights = checkpoint.model_state(source, model, collection)
+    wanted = {key: value for key, value in weights.items() if not _is_value_head(key, model)}
+    model.load_state_dict(checkpoint.load_role(wanted, folder, collection), strict=False)
+
+
+def _is_value_head(key: str, model) -> bool:
+    return key.startswith("output_layer.") and isinstance(model.output_layer, ValueHead)

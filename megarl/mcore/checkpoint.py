@@ -1,0 +1,132 @@
+"""Megatron's distributed checkpoints: every role's models and optimizers in one folder, loadable in another layout.
+
+One collective save of the whole world. A role's tensors carry the role's name as prefix; what is not a tensor
+(param groups, schedulers, counters) becomes one object a role, because Megatron keeps plain objects of rank 0 alone
+and rank 0 need not belong to the role.
+"""
+
+import queue
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, merge
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from torch.distributed.checkpoint import FileSystemReader
+
+
+def _metadata(collection) -> dict:
+    return {"distrib_optim_sharding_type": "fully_reshardable", "dp_cp_group": collection.dp_cp}
+
+
+def _prefixed(state: dict, prefix: str) -> dict:
+    """Adds a prefix to the keys under which Megatron stores tensors and objects."""
+
+    def visit(value):
+        if isinstance(value, dict):
+            for item in value.values():
+                visit(item)
+        elif isinstance(value, list):
+            for item in value:
+                visit(item)
+        elif isinstance(value, ShardedBase):
+            value.key = f"{prefix}.{value.key}"
+
+    visit(state)
+    return state
+
+
+def _is_sharded(value) -> bool:
+    return isinstance(value, (ShardedBase, LocalNonpersistentObject))
+
+
+def _object(key: str, data, rank_in_role: int) -> ShardedObject:
+    """Picklable data that the role's first rank writes and all of its ranks read, in any layout."""
+    return ShardedObject(key, data, global_shape=(1,), global_offset=(0,), replica_id=rank_in_role)
+
+
+def role_state(role: str, model, optimizer, plain: dict, collection, ranks: range, loading: bool = False) -> dict:
+    """What a checkpoint holds of one role on this rank, ready for `save` or `load`.
+
+    Args:
+        role: prefix of its keys.
+        model: the bare model.
+        optimizer: Megatron's optimizer, or None for the model alone.
+        plain: picklable state: scheduler, counters.
+        loading: whether optimizer states must be created first, to be filled.
+    """
+    rank = dist.get_rank() - ranks.start
+    weights = model.sharded_state_dict(metadata=_metadata(collection))
+    state = {"model": weights, "plain": _object("plain", plain, rank)}
+    if optimizer is not None:
+        whole = optimizer.sharded_state_dict(weights, is_loading=loading, metadata=_metadata(collection))
+        sharded, rest = extract_matching_values(whole, _is_sharded, return_lists_as_dicts=True)
+        state |= {"optimizer": sharded, "optimizer_plain": _object("optimizer_plain", rest, rank)}
+    return _prefixed(state, role)
+
+
+def model_state(role: str, model, collection) -> dict:
+    """The weights of one role alone, under the keys of `role` in the checkpoint."""
+    return _prefixed(model.sharded_state_dict(metadata=_metadata(collection)), role)
+
+
+def rank_state() -> dict:
+    """Random states of this rank; restored only into a world of the same size."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    data = {
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": get_cuda_rng_tracker().get_states(),
+    }
+    return {"rng": ShardedObject("rng", data, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)}
+
+
+def restore_rank_state(state: dict):
+    """Puts back what `rank_state` saved."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    torch.set_rng_state(state["torch"])
+    torch.cuda.set_rng_state(state["device"])
+    get_cuda_rng_tracker().set_states(state["tracker"])
+
+
+def save(state: dict, folder: Path):
+    """Writes a folder; a collective of the whole world. The folder must exist and be empty."""
+    # Megatron starts a process to hand results over, for asynchronous saves; this one stays in this process.
+    filesystem_async._results_queue = filesystem_async._results_queue or queue.Queue()
+    with torch.no_grad():
+        dist_checkpointing.save(state, str(folder))
+
+
+def load(state: dict, folder: Path, group=None) -> dict:
+    """Reads what `state` describes; a collective of the group (None: the world), each of whose ranks asks for something.
+
+    Keys that the folder lacks raise an exception.
+    """
+    strict = StrictHandling.ASSUME_OK_UNEXPECTED
+    with torch.no_grad():
+        return dist_checkpointing.load(state, str(folder), strict=strict, process_group=group)
+
+
+def load_role(state: dict, folder: Path, collection) -> dict:
+    """Reads one role's state; a collective of that role's ranks alone."""
+    return load(state, folder, collection.intra_dist_opt)
+
+
+def optimizer_state(loaded: dict) -> dict:
+    """A role's loaded optimizer state, its sharded and its plain part put together again."""
+    state = loaded["optimizer_plain"]
+    merge(state, loaded["optimizer"])
+    state["param_groups"] = [state["param_groups"][i] for i in range(len(state["param_groups"]))]
+    return state
+
+
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Global shape of every tensor in a checkpoint, read from its metadata alone; needs no process group."""
+    # Megatron's own reader of the same file passes properties to torch.empty that newer torch versions do not know.
+    entries = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    return {key: tuple(entry.size) for key, entry in entries.items() if hasattr(entry, "size")}

@@ -1,0 +1,78 @@
+"""The critic: values of states, learnt by the clipped value loss."""
+
+import torch
+
+from megarl.algorithms.aggregation import masked_sum, token_mean
+from megarl.algorithms.statistics import explained_variance, explained_variance_moments
+from megarl.algorithms.value_loss import clipped_value_loss
+from megarl.arguments import RoleSettings, Settings
+from megarl.mcore import model
+from megarl.observe.timers import Timers
+from megarl.roles import microbatches as mb
+from megarl.roles.flow import Flow
+from megarl.roles.learner import Learner, updates_per_step
+from megarl.world import Place
+
+
+class Critic:
+    """A transformer with a scalar head."""
+
+    name = "critic"
+
+    def __init__(self, settings: Settings, role: RoleSettings, place: Place, vocab_size: int, timers: Timers):
+        self.settings, self.place, self.timers = settings, place, timers
+        self.learner = None
+        self.metrics: dict[str, float] = {}
+        if place.is_member:
+            self.learner = Learner(role, place, vocab_size, updates_per_step(settings), value_head=True)
+
+    def values(self, flow: Flow):
+        """Fills `values`: V of the state before each token, as it was when the text was written."""
+        if not self.place.is_member:
+            return
+        with self.timers.phase(self.name, "values"):
+            batch, cap = flow[self.name], self.settings.max_tokens_per_microbatch
+            parts = self.learner.microbatches(batch, torch.arange(len(batch)), cap)
+            mb.write_back(batch, "values", self.learner.evaluate(parts, self._forward))
+
+    def _forward(self, network, part) -> torch.Tensor:
+        return model.token_values(network, part.tokens, part.lengths)
+
+    def update(self, flow: Flow, step: int):
+        """Learns `returns` for `--ppo-epochs` epochs of mini-batches."""
+        if not self.place.is_member:
+            return
+        with self.timers.phase(self.name, "update"):
+            batch = flow[self.name]
+            moments = explained_variance_moments(batch.values, batch.returns, batch.response_mask)
+            self.metrics = {"critic/explained_variance": explained_variance(self.place.sum_over_lanes(moments))}
+            results = []
+            for epoch in range(self.settings.ppo_epochs):
+                total = self.settings.prompts_per_step * self.settings.samples_per_prompt
+                for ids in mb.minibatch_ids(total, self.settings.minibatch_size, self.settings.seed, step, epoch):
+                    results.append(self._update(batch, mb.members(batch, ids)))
+            self._summarize(results)
+
+    def _update(self, batch, places):
+        mask = batch.select(places).response_mask
+        count = self.place.sum_over_lanes(mask.sum().double())
+
+        def loss(values, part):
+            terms = clipped_value_loss(values, part.values, part.returns, self.settings.value_clip_range)
+            value = token_mean(terms.loss, part.response_mask, count)
+            clipped = masked_sum(terms.clipped.double(), part.response_mask) / count.clamp(min=1)
+            return value, torch.stack([value.detach().double(), clipped])
+
+        parts = self.learner.microbatches(batch, places, self.settings.max_tokens_per_microbatch)
+        sums, applied, norm = self.learner.update(parts, self._forward, loss)
+        return self.place.sum_over_lanes(torch.stack(sums).sum(0)), applied, norm
+
+    def _summarize(self, results):
+        means = torch.stack([sums for sums, _, _ in results]).mean(0).tolist()
+        self.metrics |= {
+            "critic/loss": means[0],
+            "critic/clip_fraction": means[1],
+            "critic/grad_norm": sum(norm for _, _, norm in results) / len(results),
+            "critic/learning_rate": self.learner.learning_rate(),
+            "critic/updates_skipped": sum(not applied for _, applied, _ in results),
+        }

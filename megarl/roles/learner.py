@@ -1,0 +1,85 @@
+"""What the actor and the critic have in common: a trainable model, its optimizer and schedule, and one update."""
+
+import torch
+
+from megarl.arguments import RoleSettings, Settings
+from megarl.batch import Batch
+from megarl.mcore import checkpoint, model, optimizer, pipeline
+from megarl.roles import microbatches as mb
+from megarl.world import Place
+
+
+def updates_per_step(settings: Settings) -> int:
+    """Optimizer updates of one step of reinforcement learning."""
+    sequences = settings.prompts_per_step * settings.samples_per_prompt
+    return settings.ppo_epochs * -(-sequences // (settings.minibatch_size or sequences))
+
+
+class Learner:
+    """A role's model on this rank. Nothing of it exists on ranks outside the role."""
+
+    def __init__(self, role: RoleSettings, place: Place, vocab_size: int, updates: int, value_head: bool = False):
+        """Builds model, optimizer and schedule.
+
+        Args:
+            vocab_size: the tokenizer's.
+            updates: optimizer updates of one iteration, the unit of the schedule's flags.
+            value_head: a scalar head in the place of the vocabulary's.
+        """
+        self.role, self.place = role, place
+        self.model = model.build_model(role.megatron, vocab_size, place.collection, value_head)
+        self.wrapped = optimizer.wrap(self.model, role.megatron, place.collection)
+        self.optimizer = optimizer.build_optimizer(self.wrapped, role.megatron, place.collection)
+        self.scheduler = optimizer.build_scheduler(self.optimizer, role.megatron, updates)
+
+    def evaluate(self, parts: list[tuple[Batch, torch.Tensor]], forward) -> list:
+        """`forward(model, micro-batch)` of each micro-batch without gradients: [(result, places)]."""
+        with model.evaluating(self.model):
+            results = pipeline.run_microbatches(
+                self.model, parts, lambda m, part: forward(m, part[0]),
+                lambda out, part: (torch.zeros(()), (out, part[1])), self.place.collection, train=False,
+            )  # fmt: skip
+        return results
+
+    def update(self, parts: list[tuple[Batch, torch.Tensor]], forward, loss) -> tuple[list, bool, float]:
+        """One optimizer update over the micro-batches of a mini-batch.
+
+        Args:
+            forward: (model, micro-batch) -> output.
+            loss: (output, micro-batch) -> (local sum over global count, result).
+
+        Returns:
+            Results of the micro-batches, whether the update was applied, the gradient norm.
+        """
+        self.wrapped.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        results = pipeline.run_microbatches(
+            self.wrapped, parts, lambda m, part: forward(m, part[0]),
+            lambda out, part: loss(out, part[0]), self.place.collection, train=True,
+        )  # fmt: skip
+        applied, norm = optimizer.update(self.optimizer)
+        if applied:
+            self.scheduler.step(1)
+        return results, applied, norm
+
+    def learning_rate(self) -> float:
+        """The rate of the next update."""
+        return self.optimizer.param_groups[0]["lr"]
+
+    def microbatches(self, batch: Batch, places: torch.Tensor, cap: int) -> list[tuple[Batch, torch.Tensor]]:
+        """This lane's micro-batches of the sequences at `places`, as many as on every other lane."""
+        return mb.microbatches(batch, places, cap, self.place.collection.dp)
+
+    def state(self, extra: dict, loading: bool = False) -> dict:
+        """What a checkpoint holds of this role; `extra` is picklable state of the caller."""
+        plain = {"scheduler": self.scheduler.state_dict(), **extra}
+        return checkpoint.role_state(
+            self.role.name, self.model, self.optimizer, plain, self.place.collection, self.role.ranks, loading
+        )
+
+    def restore(self, loaded: dict) -> dict:
+        """Takes up what `state(..., loading=True)` was filled with; returns the caller's part."""
+        self.model.load_state_dict(loaded["model"])
+        self.optimizer.load_state_dict(checkpoint.optimizer_state(loaded))
+        self.scheduler.load_state_dict(loaded["plain"].pop("scheduler"))
+        return loaded["plain"]

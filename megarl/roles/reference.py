@@ -1,0 +1,36 @@
+"""The reference role: log-probs of the policy that the run started from."""
+
+import torch
+
+from megarl.arguments import RoleSettings, Settings
+from megarl.mcore import model
+from megarl.observe.timers import Timers
+from megarl.roles import microbatches as mb
+from megarl.roles.flow import Flow
+from megarl.world import Place
+
+
+class Reference:
+    """A frozen language model."""
+
+    name = "reference"
+
+    def __init__(self, settings: Settings, role: RoleSettings, place: Place, vocab_size: int, timers: Timers):
+        self.settings, self.place, self.timers, self.vocab_size = settings, place, timers, vocab_size
+        self.model = None
+        if place.is_member:
+            self.model = model.build_model(role.megatron, vocab_size, place.collection).requires_grad_(False)
+
+    def logprobs(self, flow: Flow):
+        """Fills `reference_logprobs`, at the temperature of the rollout."""
+        if not self.place.is_member:
+            return
+        with self.timers.phase(self.name, "logprobs"), model.evaluating(self.model):
+            batch, cap = flow[self.name], self.settings.max_tokens_per_microbatch
+            pieces = []
+            for part, places in mb.microbatches(batch, torch.arange(len(batch)), cap, self.place.collection.dp):
+                scores = model.token_scores(
+                    self.model, part.tokens, part.lengths, self.settings.temperature, self.vocab_size
+                )
+                pieces.append((scores.logprobs, places))
+            mb.write_back(batch, "reference_logprobs", pieces)

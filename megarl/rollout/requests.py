@@ -1,0 +1,48 @@
+"""From prompts to the engine's requests, and from its completions to a packed batch."""
+
+import torch
+from torch import Tensor
+
+from megarl.batch import Batch
+from megarl.mcore import device
+from megarl.mcore.engine import Completion, Request
+from megarl.rollout.random import stream_keys
+
+
+def build_requests(
+    ids: Tensor, prompts: list[tuple[int, list[int]]], samples: int, seed: int, step: int, max_new_tokens: int
+) -> list[Request]:
+    """One request for each sequence id [N]; id i is sample i mod `samples` of prompt i div `samples`.
+
+    The random stream is named by the prompt's line in its file, not by its place in the step.
+    """
+    places = (ids // samples).tolist()
+    lines = torch.tensor([prompts[place][0] for place in places], dtype=torch.int64)
+    keys = stream_keys(seed, step, lines, ids % samples).tolist()
+    return [Request(prompts[place][1], key, max_new_tokens) for place, key in zip(places, keys, strict=True)]
+
+
+def pack_completions(
+    ids: Tensor, prompts: list[tuple[int, list[int]]], samples: int, requests: list[Request],
+    completions: list[Completion],
+) -> Batch:  # fmt: skip
+    """The rollout of a lane as one packed batch, in ascending sequence ids."""
+    tokens, mask, logprobs = [], [], []
+    for request, completion in zip(requests, completions, strict=True):
+        prompt, written = len(request.prompt), len(completion.tokens)
+        tokens += request.prompt + completion.tokens
+        mask += [False] * prompt + [True] * written
+        logprobs += [0.0] * prompt + completion.logprobs
+    batch = Batch(
+        sequence_ids=ids,
+        prompt_ids=torch.tensor([prompts[place][0] for place in (ids // samples).tolist()], dtype=torch.int64),
+        prompt_lengths=torch.tensor([len(r.prompt) for r in requests], dtype=torch.int64),
+        finished=torch.tensor([c.finished for c in completions], dtype=torch.bool),
+        lengths=torch.tensor(
+            [len(r.prompt) + len(c.tokens) for r, c in zip(requests, completions, strict=True)], dtype=torch.int64
+        ),
+        tokens=torch.tensor(tokens, dtype=torch.int64),
+        rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        response_mask=torch.tensor(mask, dtype=torch.bool),
+    )
+    return batch.to(device.device())

@@ -1,0 +1,145 @@
+"""What the programs share around their loops: start, refusal of wrong input, files of the run, steps, the end."""
+
+import dataclasses
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from megarl import arguments, world
+from megarl.errors import UsageError
+from megarl.observe.metrics import MetricsWriter
+from megarl.observe.progress import RL_FIELDS, Progress
+from megarl.observe.report import write_report
+from megarl.observe.settings import write_settings
+from megarl.observe.timeline import write_timeline
+from megarl.observe.timers import Timers, reduce_times
+
+
+def launch(train, program: str):
+    """Runs `train(program_arguments)` as a program: one line and exit status 2 for wrong input, before any work.
+
+    Another exception on any rank ends the process with a line that names rank, role and phase; the launcher then
+    ends the other ranks.
+    """
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    timers = Timers()
+    try:
+        train(arguments.parse(sys.argv[1:], size, program), timers)
+    except UsageError as error:
+        if rank == 0:
+            print(f"megarl: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    except Exception as error:
+        role, phase = timers.current() or ("program", "set-up")
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        print(f"megarl: rank {rank} failed in {role}/{phase}: {reason}", file=sys.stderr, flush=True)
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # a normal exit would wait for collectives that the other ranks never join
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def make_deterministic():
+    """Kernels that give the same bits each time, or an error where there is none."""
+    torch.use_deterministic_algorithms(True)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def create_world(program: arguments.Program) -> world.World:
+    """The world and all roles' groups; the time-out is `--distributed-timeout-minutes`."""
+    if program.settings.deterministic:
+        make_deterministic()
+    minutes = next(iter(program.roles.values())).megatron.distributed_timeout_minutes
+    return world.create(program.roles, timedelta(minutes=minutes))
+
+
+class Run:
+    """The steps of a run and the files it leaves; everything is written by rank 0 alone."""
+
+    def __init__(self, program: arguments.Program, ranks: world.World, timers: Timers, fields=RL_FIELDS):
+        self.program, self.settings, self.world, self.timers = program, program.settings, ranks, timers
+        self.step = 0
+        self.skipped = 0
+        self._fields = fields
+        self._writer = self._progress = None
+        self._started = time.perf_counter()
+
+    @property
+    def folder(self) -> Path | None:
+        """Folder of the run, None when nothing is to be kept."""
+        return Path(self.settings.save) if self.settings.save else None
+
+    def open(self, resumed: bool):
+        """Opens the run's files: behind `self.step` when resumed, afresh otherwise."""
+        if self.world.rank:
+            return
+        self._progress = Progress(self.settings.train_iters, fields=self._fields)
+        if self.folder:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._writer = MetricsWriter(self.folder, resume_step=self.step if resumed else None)
+            write_settings(self.folder, self._settings())
+
+    def _settings(self) -> dict:
+        roles = {
+            name: {"ranks": f"{role.ranks.start}-{role.ranks.stop - 1}", "megatron": vars(role.megatron)}
+            for name, role in self.program.roles.items()
+        }
+        return {"megarl": dataclasses.asdict(self.settings), "world_size": self.world.size, "roles": roles}
+
+    def steps(self) -> Iterator[int]:
+        """Numbers of the steps that are left: 1 … `--train-iters`."""
+        self._started = time.perf_counter()
+        while self.step < self.settings.train_iters:
+            self.step += 1
+            yield self.step
+
+    def record(self, metrics: dict[str, float]):
+        """Ends a step: gathers metrics and times of all ranks, writes and prints them. Collective.
+
+        `metrics` are this rank's; where several ranks give the same name they give the same number.
+        """
+        times = reduce_times(self.timers.end_step(self.step), self._roles_of_ranks(), self._all_gather)
+        gathered = self.world.gather(metrics)
+        seconds, self._started = time.perf_counter() - self._started, time.perf_counter()
+        if gathered is None:
+            return
+        row = {name: value for part in reversed(gathered) for name, value in part.items()}
+        self.skipped += any(value for name, value in row.items() if name.endswith("/updates_skipped"))
+        row |= times | {"steps_skipped": self.skipped}
+        if "perf/tokens" in row:
+            row["perf/tokens_per_s"] = row["perf/tokens"] / seconds
+        if "rollout/tokens" in row:
+            row["rollout/tokens_per_s"] = row["rollout/tokens"] / max(times["time/actor/rollout_s"], 1e-9)
+        self.write(row)
+        self._progress.line(self.step, row, seconds)
+
+    def write(self, row: dict[str, float]):
+        """Appends a line of metrics for the present step; rank 0 only."""
+        if self._writer:
+            self._writer.write(self.step, row)
+
+    def _roles_of_ranks(self) -> list[list[str]]:
+        places = self.world.places.items()
+        return [[name for name, place in places if rank in place.ranks] for rank in range(self.world.size)]
+
+    def _all_gather(self, item) -> list:
+        items = [None] * self.world.size
+        torch.distributed.all_gather_object(items, item)
+        return items
+
+    def close(self):
+        """Writes the time line and the report. Collective."""
+        events = self.world.gather(self.timers.events())
+        if events is None or self._writer is None:
+            return
+        self._writer.close()
+        write_timeline(self.folder / "timeline.json", events)
+        write_report(self.folder)

@@ -1,0 +1,146 @@
+"""Sets a supervised run up, and what one of its steps does: loss on responses, evaluation loss, checkpoints."""
+
+import torch
+
+from megarl.algorithms.aggregation import masked_sum, token_mean
+from megarl.arguments import Program
+from megarl.batch import Batch, lane_of
+from megarl.checkpoint import folders, state
+from megarl.data.order import PromptOrder
+from megarl.data.prompts import load_prompts
+from megarl.data.sft import sft_examples
+from megarl.data.tokenizers import build_tokenizer
+from megarl.errors import UsageError
+from megarl.mcore import device, model
+from megarl.observe.timers import Timers
+from megarl.roles.learner import Learner
+from megarl.run import Run, create_world
+
+SFT_FIELDS = (("loss", "sft/loss", ".4f"), ("eval loss", "eval/loss", ".4f"))
+
+
+class Inputs:
+    """Examples and tokenizer, read and checked before any rank joins another."""
+
+    def __init__(self, program: Program):
+        s = program.settings
+        for flag, value in (("--prompts", s.prompts), ("--tokenizer-model", s.tokenizer_model)):
+            if not value:
+                raise UsageError(f"{flag} is missing: it has no default")
+        if s.eval_interval and not s.eval_prompts:
+            raise UsageError(f"--eval-interval {s.eval_interval}: needs --eval-prompts")
+        self.tokenizer = build_tokenizer(s.tokenizer_type, s.tokenizer_model)
+        limits = (self.tokenizer, s.max_prompt_length, s.max_response_length)
+        self.examples = sft_examples(load_prompts(s.prompts, "--prompts"), *limits)
+        self.held_out = sft_examples(load_prompts(s.eval_prompts, "--eval-prompts"), *limits) if s.eval_prompts else []
+        args = program.roles["actor"].megatron
+        self.pretrained = self.resume = None
+        if args.pretrained_checkpoint:
+            self.pretrained = folders.find(args.pretrained_checkpoint, "--pretrained-checkpoint")
+            shapes = model.weight_shapes("actor", args, self.tokenizer.vocab_size)
+            folders.check_weights(self.pretrained, "--pretrained-checkpoint", "actor", shapes)
+        if s.load:
+            self.resume = folders.find(s.load, "--load")
+            folders.read_shapes(self.resume, "--load")
+
+
+class Supervision(Run):
+    """A supervised run on this rank; the role is called actor, as the policy that it trains will be."""
+
+    def __init__(self, program: Program, timers: Timers):
+        inputs = Inputs(program)
+        if program.check:
+            raise SystemExit(0)
+        super().__init__(program, create_world(program), timers, SFT_FIELDS)
+        self.inputs, self.place = inputs, self.world["actor"]
+        role = program.roles["actor"]
+        self.vocab_size = inputs.tokenizer.vocab_size
+        self.learner = Learner(role, self.place, self.vocab_size, updates=1)
+        self.batch_size = role.megatron.global_batch_size
+        self.order = PromptOrder(len(inputs.examples), self.settings.seed)
+        self.metrics: dict[str, float] = {}
+        if inputs.pretrained:
+            state.load_weights(inputs.pretrained, self.learner.model, self.place.collection)
+        if inputs.resume:
+            self._resume()
+        self.open(resumed=bool(inputs.resume))
+
+    def next_examples(self) -> Batch:
+        """This lane's share of the next `--global-batch-size` examples."""
+        return self._batch(self.inputs.examples, self.order.take(self.batch_size))
+
+    def _batch(self, examples: list, lines: list[int]) -> Batch:
+        ids = torch.arange(len(lines))
+        ids = ids[lane_of(ids, len(self.place.lanes), 1) == self.place.lane]
+        mine = [examples[lines[i]] for i in ids.tolist()]
+        batch = Batch(
+            sequence_ids=ids,
+            lengths=torch.tensor([len(tokens) for tokens, _ in mine], dtype=torch.int64),
+            tokens=torch.tensor([t for tokens, _ in mine for t in tokens], dtype=torch.int64),
+            response_mask=torch.tensor([m for _, mask in mine for m in mask], dtype=torch.bool),
+        )
+        return batch.to(device.device())
+
+    def _forward(self, network, part) -> model.TokenScores:
+        return model.token_scores(network, part.tokens, part.lengths, 1.0, self.vocab_size)
+
+    def _parts(self, batch: Batch):
+        return self.learner.microbatches(batch, torch.arange(len(batch)), self.settings.max_tokens_per_microbatch)
+
+    def learn(self, batch: Batch, step: int):
+        """One update on the mean negative log-probability of response tokens."""
+        with self.timers.phase("actor", "update"):
+            tokens = torch.stack([batch.response_mask.sum(), batch.lengths.sum()]).double()
+            count, total = self.place.sum_over_lanes(tokens)
+
+            def loss(scores, part):
+                value = token_mean(-scores.logprobs, part.response_mask, count)
+                return value, value.detach().double()
+
+            losses, applied, norm = self.learner.update(self._parts(batch), self._forward, loss)
+            mean = self.place.sum_over_lanes(torch.stack(losses).sum())
+            self.metrics = {
+                "sft/loss": float(mean),
+                "sft/grad_norm": norm,
+                "sft/learning_rate": self.learner.learning_rate(),
+                "actor/updates_skipped": int(not applied),
+                "perf/tokens": int(total),
+            }
+
+    def evaluation_loss(self) -> float:
+        """Mean negative log-probability of the held-out responses' tokens. Collective."""
+        lines = list(range(len(self.inputs.held_out)))[: self.settings.eval_samples]
+        batch = self._batch(self.inputs.held_out, lines)
+        sums = torch.zeros(2, dtype=torch.float64, device=device.device())
+        for scores, places in self.learner.evaluate(self._parts(batch), self._forward):
+            mask = batch.select(places).response_mask
+            if len(places):
+                sums += torch.stack([-masked_sum(scores.logprobs, mask).double(), mask.sum().double()])
+        total, count = self.place.sum_over_lanes(sums).tolist()
+        return total / max(count, 1.0)
+
+    def finish(self):
+        """Ends a step: evaluation, metrics, checkpoint. Collective."""
+        s, last = self.settings, self.step == self.settings.train_iters
+        if s.eval_prompts and (last or (s.eval_interval and self.step % s.eval_interval == 0)):
+            self.metrics["eval/loss"] = self.evaluation_loss()
+        self.record(self.metrics)
+        if self.folder and (last or (s.save_interval and self.step % s.save_interval == 0)):
+            self._save()
+
+    def _save(self):
+        facts = {
+            "program": "train_sft",
+            "seed": self.settings.seed,
+            "vocab_size": self.vocab_size,
+            "prompt_order": self.order.state_dict(),
+            "steps_skipped": self.skipped,
+        }
+        state.save(self.folder, self.step, self.world, {"actor": self.learner.state({})}, facts)
+
+    def _resume(self):
+        manifest = folders.read_manifest(self.inputs.resume, "--load")
+        loaded = state.load(self.inputs.resume, self.world, {"actor": self.learner.state({}, loading=True)})
+        self.step, self.skipped = manifest["step"], manifest["steps_skipped"]
+        self.order.load_state_dict(manifest["prompt_order"])
+        self.learner.restore(loaded["actor"])

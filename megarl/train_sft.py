@@ -1,0 +1,22 @@
+"""Supervised fine-tuning of a language model on prompts with responses, with the engine of the other programs.
+
+Every rank runs this file from top to bottom; the loss counts response tokens alone. Launch it with torchrun or srun:
+
+    torchrun --nproc-per-node 2 -m megarl.train_sft --config configs/quickstart_sft.yaml
+"""
+
+from megarl.run import launch
+from megarl.supervise import Supervision
+
+
+def train(program, timers):
+    """One mini-batch a step: forward, loss over response tokens, update."""
+    run = Supervision(program, timers)
+    for step in run.steps():
+        run.learn(run.next_examples(), step)
+        run.finish()
+    run.close()
+
+
+if __name__ == "__main__":
+    launch(train, "sft")
