@@ -77,6 +77,8 @@ class Settings:
     max_tokens_per_microbatch: int = _positive(16384, "tokens of a training micro-batch")
     eval_interval: int = _not_negative(0, "steps between evaluations; 0: none")
     eval_samples: int = _positive(256, "held-out prompts of an evaluation")
+    target_eval_loss: float | None = _flag(None, "end the run once the evaluation loss is this low",
+                                           lambda v: v is None or v > 0, "a number above 0", programs="sft")  # fmt: skip
     train_iters: int = _positive(100, "steps of the run")
     seed: int = _not_negative(1, "seed of everything random")
     deterministic: bool = _flag(False, "deterministic kernels; an error where there is none")

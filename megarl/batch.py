@@ -99,7 +99,7 @@ def _token_rows(cu_seqlens: Tensor, lengths: Tensor, index: Tensor) -> Tensor:
     chosen = lengths[index]
     ends = chosen.cumsum(0)
     starts = torch.repeat_interleave(cu_seqlens[:-1][index] - (ends - chosen), chosen)
-    return starts + torch.arange(int(chosen.sum()), device=index.device)
+    return starts + torch.arange(int(chosen.sum()), device=starts.device)
 
 
 def concatenate(batches: list[Batch]) -> Batch:

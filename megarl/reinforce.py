@@ -2,7 +2,7 @@
 
 import argparse
 
-from megarl.arguments import Program
+from megarl.arguments import Program, Settings
 from megarl.batch import Batch
 from megarl.checkpoint import folders, state
 from megarl.data.order import PromptOrder
@@ -19,7 +19,7 @@ from megarl.roles.experience import Experience
 from megarl.roles.flow import Flow
 from megarl.roles.reference import Reference
 from megarl.roles.reward import Reward
-from megarl.run import Run, create_world
+from megarl.run import Run, check_common, create_world
 
 SAMPLE_ROWS = 64  # of a step's responses in the samples file
 EVAL_STEP = 2**31  # evaluation draws from random streams that no training step uses
@@ -30,9 +30,8 @@ class Inputs:
 
     def __init__(self, program: Program):
         s = program.settings
-        for flag, value in (("--prompts", s.prompts), ("--tokenizer-model", s.tokenizer_model)):
-            if not value:
-                raise UsageError(f"{flag} is missing: it has no default")
+        check_common(s)
+        _check_sizes(s)
         self.tokenizer: Tokenizer = build_tokenizer(s.tokenizer_type, s.tokenizer_model)
         self.prompts = load_prompts(s.prompts, "--prompts")
         self.tokens = self.prompts.encode(self.tokenizer, s.max_prompt_length)
@@ -41,25 +40,15 @@ class Inputs:
         self.verifier = build_reward(s.reward)
         for prompts in filter(None, (self.prompts, self.eval_prompts)):
             check_prompts(s.reward, prompts)
-        _check_sizes(program)
-        self.pretrained = _check_checkpoints(program, self.tokenizer.vocab_size)
-        self.resume = folders.find(s.load, "--load") if s.load else None
-        if self.resume:
-            folders.read_shapes(self.resume, "--load")
+        vocab = self.tokenizer.vocab_size
+        self.pretrained = _check_pretrained(program, vocab)
+        self.resume = None
+        if s.load:
+            shapes = {r: model.weight_shapes(r, program.roles[r].megatron, vocab) for r in ("actor", "critic")}
+            self.resume = folders.check_resume(s.load, "train_rl", s.train_iters, shapes)
 
 
-def _check_sizes(program: Program):
-    s = program.settings
-    longest = s.max_prompt_length + s.max_response_length
-    if longest > s.max_tokens_per_microbatch:
-        raise UsageError(
-            f"--max-tokens-per-microbatch {s.max_tokens_per_microbatch}: must hold one sequence of "
-            f"--max-prompt-length + --max-response-length = {longest} tokens"
-        )
-    if s.eval_interval and not s.eval_prompts:
-        raise UsageError(f"--eval-interval {s.eval_interval}: needs --eval-prompts")
-    if s.save_interval and not s.save:
-        raise UsageError(f"--save-interval {s.save_interval}: needs --save")
+def _check_sizes(s: Settings):
     if s.kl_target and s.kl_coefficient == 0:
         raise UsageError("--kl-target: needs a --kl-coefficient above 0 to start from")
     sequences = s.prompts_per_step * s.samples_per_prompt
@@ -70,16 +59,9 @@ def _check_sizes(program: Program):
             f"--minibatch-size {s.minibatch_size}: allowed is at most --prompts-per-step × --samples-per-prompt = "
             f"{sequences}"
         )
-    for name in ("actor", "critic", "reference"):
-        args = program.roles[name].megatron
-        if longest > args.max_position_embeddings:
-            raise UsageError(
-                f"{name}: --max-position-embeddings {args.max_position_embeddings}: --max-prompt-length + "
-                f"--max-response-length need {longest}"
-            )
 
 
-def _check_checkpoints(program: Program, vocab_size: int) -> dict:
+def _check_pretrained(program: Program, vocab_size: int) -> dict:
     found = {}
     for name in ("actor", "critic", "reference"):
         args: argparse.Namespace = program.roles[name].megatron
@@ -160,7 +142,7 @@ class Reinforcement(Run):
         for role in (self.actor, self.critic, self.experience):
             if role.place.is_member:
                 metrics |= role.metrics
-        last = self.step == s.train_iters
+        last = self.step == self.last_step
         if s.eval_prompts and (last or (s.eval_interval and self.step % s.eval_interval == 0)):
             accuracy = self.evaluate()
             if accuracy is not None:

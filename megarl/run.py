@@ -13,6 +13,7 @@ import torch
 
 from megarl import arguments, world
 from megarl.errors import UsageError
+from megarl.mcore import device
 from megarl.observe.metrics import MetricsWriter
 from megarl.observe.progress import RL_FIELDS, Progress
 from megarl.observe.report import write_report
@@ -47,6 +48,29 @@ def launch(train, program: str):
             torch.distributed.destroy_process_group()
 
 
+def check_common(settings: arguments.Settings):
+    """What every training program checks of its flags beyond their single values. Raises UsageError."""
+    s = settings
+    for flag, value in (("--prompts", s.prompts), ("--tokenizer-model", s.tokenizer_model)):
+        if not value:
+            raise UsageError(f"{flag} is missing: it has no default")
+    longest = s.max_prompt_length + s.max_response_length
+    if longest > s.max_tokens_per_microbatch:
+        raise UsageError(
+            f"--max-tokens-per-microbatch {s.max_tokens_per_microbatch}: must hold one sequence of "
+            f"--max-prompt-length + --max-response-length = {longest} tokens"
+        )
+    if s.eval_interval and not s.eval_prompts:
+        raise UsageError(f"--eval-interval {s.eval_interval}: needs --eval-prompts")
+    if s.save_interval and not s.save:
+        raise UsageError(f"--save-interval {s.save_interval}: needs --save")
+    if s.save:
+        path = Path(s.save).absolute()
+        there = next(p for p in (path, *path.parents) if p.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            raise UsageError(f"--save {s.save}: {there} is not a folder that can be written to")
+
+
 def make_deterministic():
     """Kernels that give the same bits each time, or an error where there is none."""
     torch.use_deterministic_algorithms(True)
@@ -68,6 +92,7 @@ class Run:
         self.program, self.settings, self.world, self.timers = program, program.settings, ranks, timers
         self.step = 0
         self.skipped = 0
+        self.last_step = program.settings.train_iters
         self._fields = fields
         self._writer = self._progress = None
         self._started = time.perf_counter()
@@ -97,21 +122,25 @@ class Run:
     def steps(self) -> Iterator[int]:
         """Numbers of the steps that are left: 1 … `--train-iters`."""
         self._started = time.perf_counter()
-        while self.step < self.settings.train_iters:
+        while self.step < self.last_step:
             self.step += 1
             yield self.step
 
     def record(self, metrics: dict[str, float]):
         """Ends a step: gathers metrics and times of all ranks, writes and prints them. Collective.
 
-        `metrics` are this rank's; where several ranks give the same name they give the same number.
+        `metrics` are this rank's; where several ranks give the same name they give the same number, except for
+        memory, of which the largest counts.
         """
+        metrics = metrics | {f"memory/{role}/peak_bytes": device.peak_bytes() for role in self.world.my_roles()}
         times = reduce_times(self.timers.end_step(self.step), self._roles_of_ranks(), self._all_gather)
         gathered = self.world.gather(metrics)
         seconds, self._started = time.perf_counter() - self._started, time.perf_counter()
         if gathered is None:
             return
         row = {name: value for part in reversed(gathered) for name, value in part.items()}
+        for name in (name for name in row if name.startswith("memory/")):
+            row[name] = max(part.get(name, 0) for part in gathered)
         self.skipped += any(value for name, value in row.items() if name.endswith("/updates_skipped"))
         row |= times | {"steps_skipped": self.skipped}
         if "perf/tokens" in row:

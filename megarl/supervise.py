@@ -14,7 +14,7 @@ from megarl.errors import UsageError
 from megarl.mcore import device, model
 from megarl.observe.timers import Timers
 from megarl.roles.learner import Learner
-from megarl.run import Run, create_world
+from megarl.run import Run, check_common, create_world
 
 SFT_FIELDS = (("loss", "sft/loss", ".4f"), ("eval loss", "eval/loss", ".4f"))
 
@@ -24,24 +24,23 @@ class Inputs:
 
     def __init__(self, program: Program):
         s = program.settings
-        for flag, value in (("--prompts", s.prompts), ("--tokenizer-model", s.tokenizer_model)):
-            if not value:
-                raise UsageError(f"{flag} is missing: it has no default")
-        if s.eval_interval and not s.eval_prompts:
-            raise UsageError(f"--eval-interval {s.eval_interval}: needs --eval-prompts")
+        check_common(s)
+        args = program.roles["actor"].megatron
+        if args.global_batch_size is None:
+            raise UsageError("--global-batch-size is missing: it has no default")
+        if s.target_eval_loss and not s.eval_interval:
+            raise UsageError(f"--target-eval-loss {s.target_eval_loss}: needs --eval-interval")
         self.tokenizer = build_tokenizer(s.tokenizer_type, s.tokenizer_model)
         limits = (self.tokenizer, s.max_prompt_length, s.max_response_length)
         self.examples = sft_examples(load_prompts(s.prompts, "--prompts"), *limits)
         self.held_out = sft_examples(load_prompts(s.eval_prompts, "--eval-prompts"), *limits) if s.eval_prompts else []
-        args = program.roles["actor"].megatron
+        shapes = model.weight_shapes("actor", args, self.tokenizer.vocab_size)
         self.pretrained = self.resume = None
         if args.pretrained_checkpoint:
             self.pretrained = folders.find(args.pretrained_checkpoint, "--pretrained-checkpoint")
-            shapes = model.weight_shapes("actor", args, self.tokenizer.vocab_size)
             folders.check_weights(self.pretrained, "--pretrained-checkpoint", "actor", shapes)
         if s.load:
-            self.resume = folders.find(s.load, "--load")
-            folders.read_shapes(self.resume, "--load")
+            self.resume = folders.check_resume(s.load, "train_sft", s.train_iters, {"actor": shapes})
 
 
 class Supervision(Run):
@@ -121,9 +120,12 @@ class Supervision(Run):
 
     def finish(self):
         """Ends a step: evaluation, metrics, checkpoint. Collective."""
-        s, last = self.settings, self.step == self.settings.train_iters
+        s = self.settings
+        last = self.step == self.last_step
         if s.eval_prompts and (last or (s.eval_interval and self.step % s.eval_interval == 0)):
             self.metrics["eval/loss"] = self.evaluation_loss()
+            if s.target_eval_loss and self.metrics["eval/loss"] <= s.target_eval_loss:
+                self.last_step, last = self.step, True
         self.record(self.metrics)
         if self.folder and (last or (s.save_interval and self.step % s.save_interval == 0)):
             self._save()

@@ -45,11 +45,14 @@ def find(path: str, flag: str) -> Path:
 def read_manifest(folder: Path, flag: str) -> dict:
     """What `commit` wrote into a checkpoint's folder; UsageError when it is missing or damaged."""
     try:
-        return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError(f"{flag} {folder}: holds no complete checkpoint ({MANIFEST} is missing)") from None
     except ValueError as error:
         raise UsageError(f"{flag} {folder}: {MANIFEST} is damaged ({error})") from None
+    if not isinstance(manifest, dict) or not {"step", "world_size", "program"} <= set(manifest):
+        raise UsageError(f"{flag} {folder}: {MANIFEST} is damaged (step, world_size or program is missing)")
+    return manifest
 
 
 def read_shapes(folder: Path, flag: str) -> dict[str, tuple[int, ...]]:
@@ -71,3 +74,27 @@ def check_weights(folder: Path, flag: str, role: str, expected: dict[str, tuple[
             raise UsageError(
                 f"{flag} {folder}: {key} has shape {list(shapes[key])}; the flags of {role} describe {list(shape)}"
             )
+
+
+def check_resume(path: str, program: str, train_iters: int, expected: dict[str, dict[str, tuple[int, ...]]]) -> Path:
+    """The checkpoint to resume from, checked before any work starts.
+
+    Args:
+        program: the module that resumes; a checkpoint of another one lacks what it needs.
+        expected: role -> global shapes of the weights that its flags describe.
+
+    Raises:
+        UsageError: no readable checkpoint of this program and these models, or nothing left to do.
+    """
+    folder = find(path, "--load")
+    manifest = read_manifest(folder, "--load")
+    if manifest["program"] != program:
+        raise UsageError(f"--load {path}: was written by {manifest['program']}; {program} resumes its own runs alone")
+    if manifest["step"] >= train_iters:
+        raise UsageError(
+            f"--train-iters {train_iters}: the checkpoint of --load {path} is at step {manifest['step']}; "
+            "allowed is more"
+        )
+    for role, shapes in expected.items():
+        check_weights(folder, "--load", role, shapes)
+    return folder

@@ -12,6 +12,18 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 
+# What makes a token's numbers independent of what it is batched with, so that rollout and training agree to the last
+# bit on a CPU: matrix products of fewer rows take another BLAS kernel, and a softmax row that does not fill whole
+# vectors is summed in another order. Rows and keys beyond the real ones are zeros that nobody reads.
+LEAST_ROWS = 4
+VECTOR = 16
+
+
+def key_width(longest: int, device: torch.device) -> int:
+    """Keys of a padded attention row for sequences of at most `longest` tokens."""
+    return -(-longest // VECTOR) * VECTOR if device.type == "cpu" else longest
+
+
 def token_grid(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """Row (sequence) and column (position in it) of each of `total` packed tokens, both [T] int64."""
     lengths = cu_seqlens.diff()
@@ -41,7 +53,7 @@ class PackedAttention(MegatronModule):
         """query [T, H, D], key and value [T, G, D] -> [T, H·D]; `packed_seq_params` carries cu_seqlens [N+1]."""
         cu_seqlens = packed_seq_params.cu_seqlens_q.long()
         rows, columns = token_grid(cu_seqlens, query.shape[0])
-        shape = (len(cu_seqlens) - 1, packed_seq_params.max_seqlen_q)
+        shape = (len(cu_seqlens) - 1, key_width(packed_seq_params.max_seqlen_q, query.device))
         query, key, value = (pad_tokens(x, rows, columns, *shape) for x in (query, key, value))
         out = sdpa(query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=True)
         return out.transpose(1, 2)[rows, columns].flatten(1)
@@ -55,7 +67,9 @@ def paged_attention(query, key_cache, value_cache, cu_query, lengths, blocks, wi
     Returns [T, H, D]. Query i of a request with q new tokens and k keys sees keys 0 … k − q + i.
     """
     count, block = lengths.shape[0], key_cache.shape[1]
-    used = -(-longest_key // block)
+    longest_key = key_width(longest_key, query.device)
+    used = min(-(-longest_key // block), blocks.shape[1])
+    longest_key = min(longest_key, used * block)
     pages = blocks[:count, :used].long().clamp_min(0)
     cu_query, lengths = cu_query[: count + 1].long(), lengths.long()
     # Rows behind a request's end are whatever the memory held: masked out, but 0 · NaN would still be NaN.
@@ -66,6 +80,7 @@ def paged_attention(query, key_cache, value_cache, cu_query, lengths, blocks, wi
     )
     total = int(cu_query[-1])
     rows, columns = token_grid(cu_query, total)
+    widest_query = max(widest_query, LEAST_ROWS)
     padded = pad_tokens(query[:total], rows, columns, count, widest_query)
     first_hidden = (lengths - cu_query.diff()).unsqueeze(1) + 1 + torch.arange(widest_query, device=query.device)
     # A padded query row sees key 0 alone, so that its softmax is finite; nobody reads the result.

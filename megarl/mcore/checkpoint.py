@@ -121,8 +121,17 @@ def optimizer_state(loaded: dict) -> dict:
     """A role's loaded optimizer state, its sharded and its plain part put together again."""
     state = loaded["optimizer_plain"]
     merge(state, loaded["optimizer"])
-    state["param_groups"] = [state["param_groups"][i] for i in range(len(state["param_groups"]))]
+    _restore_lists(state)
     return state
+
+
+def _restore_lists(state: dict):
+    """Param groups became dictionaries by place on their way; they lie at different depths for each optimizer."""
+    for key, value in state.items():
+        if key == "param_groups" and isinstance(value, dict):
+            state[key] = [value[place] for place in range(len(value))]
+        elif isinstance(value, dict):
+            _restore_lists(value)
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -9,6 +9,7 @@ only factory functions are wrapped, since a torch function mode would tax every 
 import contextlib
 import functools
 import logging
+import resource
 import time
 import types
 
@@ -31,6 +32,13 @@ def device() -> torch.device:
 def backend() -> str:
     """The torch.distributed backend for `device()`."""
     return "nccl" if has_cuda() else "gloo"
+
+
+def peak_bytes() -> int:
+    """Most memory this process has held: of its CUDA device, or resident on the host without one."""
+    if has_cuda():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class CpuEvent:

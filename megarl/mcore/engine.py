@@ -20,7 +20,8 @@ from megatron.core.inference.utils import InferenceMode
 from torch import Tensor
 
 from megarl.mcore import device
-from megarl.mcore.tensor_parallel import mask_padding
+from megarl.mcore.attention import LEAST_ROWS
+from megarl.mcore.tensor_parallel import gathered_logprobs, mask_padding
 from megarl.rollout.random import uniforms
 from megarl.rollout.sampling import SamplingSettings, draw
 
@@ -49,19 +50,21 @@ class Completion:
 class Context(DynamicInferenceContext):
     """Megatron's context; on a CPU a decode step is not rounded up to 64 tokens, which would cost more than it saves."""
 
-    TOKEN_ROUNDER = DynamicInferenceContext.TOKEN_ROUNDER if device.has_cuda() else 4
+    TOKEN_ROUNDER = DynamicInferenceContext.TOKEN_ROUNDER if device.has_cuda() else LEAST_ROWS
+
+    def last_token_logits(self, logits: Tensor) -> Tensor:
+        """Hidden states [1, S, H] -> those of each request's last token [≥ N, H], never fewer rows than training has."""
+        rows = super().last_token_logits(logits)
+        return torch.cat([rows, rows[:1].expand(LEAST_ROWS - len(rows), -1)]) if len(rows) < LEAST_ROWS else rows
 
 
 class KeyedSampling(Sampling):
     """Draws the token at a position of a request from one number of the request's stream."""
 
-    def __init__(self, vocab_size: int):
-        self.vocab_size = vocab_size
+    def __init__(self, vocab_size: int, tensor_ranks: int):
+        self.vocab_size, self.tensor_ranks = vocab_size, tensor_ranks
         self.settings = SamplingSettings()
         self.keys = torch.zeros(0, dtype=torch.int64)  # by request id
-
-    def _masked(self, logits: Tensor) -> Tensor:
-        return mask_padding(logits.float(), self.vocab_size, 0)
 
     def sample_kernel(self, logits, n, context, *, gather_indices=None, output=None, **_):
         """Tokens of the n active requests, from logits [≥ n, V]; the contract of Megatron's sampling backends."""
@@ -70,12 +73,13 @@ class KeyedSampling(Sampling):
         ids = context.request_ids[active].long().cpu()
         positions = (context.request_kv_length_offsets[active] + context.request_query_lengths[active]).long().cpu()
         numbers = uniforms(self.keys[ids], positions).to(rows.device)
-        tokens = draw(self._masked(rows), numbers, self.settings)
+        tokens = draw(mask_padding(rows.float(), self.vocab_size, 0), numbers, self.settings)
         return tokens if output is None else output.copy_(tokens)
 
     def log_probs_kernel(self, logits, context, *, token_to_request_index=None):
         """[rows, V] log-probs of the temperature-scaled policy, the same that training recomputes."""
-        return (self._masked(logits) / self.settings.temperature).log_softmax(-1)
+        scaled = mask_padding(logits.float() / self.settings.temperature, self.vocab_size, 0)
+        return gathered_logprobs(scaled, self.tensor_ranks)
 
 
 class _NoTokenizer:
@@ -115,7 +119,7 @@ class RolloutEngine:
         self.model = model
         self.context = Context(model.config, config)
         wrapper = GPTInferenceWrapper(model, self.context)
-        self.sampling = KeyedSampling(vocab_size)
+        self.sampling = KeyedSampling(vocab_size, tensor)
         controller = TextGenerationController(wrapper, _NoTokenizer())
         controller._sampling = self.sampling
         was_training = model.training

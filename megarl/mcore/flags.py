@@ -31,6 +31,7 @@ READ_BY_MODEL = {
 READ_BY_SCHEDULER = {
     "lr_decay_iters", "lr_decay_style", "lr_warmup_fraction", "lr_warmup_init", "lr_warmup_iters",
     "lr_wsd_decay_iters", "lr_wsd_decay_style", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style",
+    "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler",
 }  # fmt: skip
 READ_BY_DDP = {"accumulate_allreduce_grads_in_fp32", "ddp_bucket_size", "ddp_average_in_collective"}
 READ_BY_PROGRAM = {"distributed_timeout_minutes"}
@@ -60,7 +61,7 @@ ONLY = {
     "num_distributed_optimizer_instances": (1, "one optimizer instance is supported"),
     "window_size": (None, "sliding-window attention is not supported yet"),
     "softmax_type": ("vanilla", "attention sinks are not supported yet"),
-    "apply_layernorm_1p": (False, "zero-centred norms are not supported yet"),
+    "layernorm_zero_centered_gamma": (False, "zero-centred norms are not supported yet"),
     "attention_backend": (AttnBackend.auto, "attention runs through PyTorch's SDPA"),
 }
 
@@ -112,7 +113,7 @@ def _check_only(role: str, args):
         value = getattr(args, dest, None)
         choices = allowed if isinstance(allowed, tuple) else (allowed,)
         if value not in choices and value is not None:
-            flag = "--" + dest.replace("_", "-")
+            flag = next(option for option, name in destinations().items() if name == dest)
             raise UsageError(f"{role}: {flag} {value}: {reason} (allowed: {', '.join(map(str, choices))})")
 
 
@@ -124,7 +125,7 @@ def _one_line(error: BaseException) -> str:
 
 def _check_divisible(role: str, args):
     tensor, ranks = args.tensor_model_parallel_size, args.world_size
-    heads, groups = args.num_attention_heads, _groups(args)
+    heads, groups, divisor = args.num_attention_heads, _groups(args), args.make_vocab_size_divisible_by
     rules = [
         ("--tensor-model-parallel-size", tensor, tensor > 0 and ranks % tensor == 0,
          f"a divisor of the role's {ranks} rank(s) in --role-map"),
@@ -135,12 +136,15 @@ def _check_divisible(role: str, args):
          f"a divisor of --num-attention-heads {heads}"),
         ("--hidden-size", args.hidden_size, args.kv_channels or args.hidden_size % heads == 0,
          f"a multiple of --num-attention-heads {heads}, or --kv-channels beside it"),
+        ("--make-vocab-size-divisible-by", divisor, divisor % tensor == 0,
+         f"a multiple of --tensor-model-parallel-size {tensor}"),
     ]  # fmt: skip
     _refuse_first(role, rules)
 
 
 def _check_ranges(role: str, args):
-    lr, floor = args.lr, args.min_lr
+    lr, floor, divisor = args.lr, args.min_lr, args.make_vocab_size_divisible_by
+    decay = args.lr_decay_iters or args.train_iters
     rules = [
         ("--num-layers", args.num_layers, args.num_layers > 0, "1 or more"),
         ("--hidden-size", args.hidden_size, args.hidden_size > 0, "1 or more"),
@@ -152,10 +156,11 @@ def _check_ranges(role: str, args):
         ("--adam-beta1", args.adam_beta1, 0 <= args.adam_beta1 < 1, "from 0 to below 1"),
         ("--adam-beta2", args.adam_beta2, 0 <= args.adam_beta2 < 1, "from 0 to below 1"),
         ("--adam-eps", args.adam_eps, args.adam_eps > 0, "above 0"),
-        ("--make-vocab-size-divisible-by", args.make_vocab_size_divisible_by,
-         args.make_vocab_size_divisible_by > 0
-         and args.make_vocab_size_divisible_by % args.tensor_model_parallel_size == 0,
-         f"a multiple of --tensor-model-parallel-size {args.tensor_model_parallel_size}"),
+        ("--make-vocab-size-divisible-by", divisor, divisor > 0, "1 or more"),
+        ("--max-position-embeddings", args.max_position_embeddings, args.max_position_embeddings >= args.seq_length,
+         f"--max-prompt-length + --max-response-length = {args.seq_length} or more"),
+        ("--lr-warmup-iters", args.lr_warmup_iters, args.lr_warmup_iters < decay,
+         f"below --lr-decay-iters, or else --train-iters, {decay}"),
     ]  # fmt: skip
     _refuse_first(role, rules)
 
@@ -186,7 +191,9 @@ def parse(role: str, argv: list[str], ranks: int, own: dict, extra: frozenset[st
         args = _parser().parse_args(DEFAULTS + argv)
     except UsageError as error:
         raise UsageError(f"{role}: {error}") from None
-    args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
+    batch, args.global_batch_size = args.global_batch_size, None  # megarl's batches need no divisibility
+    if batch is not None and batch < 1:
+        raise UsageError(f"{role}: --global-batch-size {batch}: allowed is 1 or more")
     args.rank, args.world_size = 0, ranks
     for name, value in own.items():
         setattr(args, name, value)
@@ -200,7 +207,9 @@ def parse(role: str, argv: list[str], ranks: int, own: dict, extra: frozenset[st
         raise UsageError(f"{role}: --tensor-model-parallel-size {args.tensor_model_parallel_size}: allowed is 1 or more")
     _check_ranges(role, args)
     _check_divisible(role, args)
-    return _validated(role, args)
+    args = _validated(role, args)
+    args.global_batch_size = batch  # None where it was not given: megarl has no default that depends on the layout
+    return args
 
 
 def _validated(role: str, args):

@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import megatron.core.optimizer as megatron_optimizer
+import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -52,6 +53,8 @@ class Adam(torch.optim.Optimizer):
 
 if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
     megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = Adam, False
+    # The distributed optimizer asks once more which Adam it holds; ours keeps its step where FusedAdam does.
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
 
 
 def _fields(config_class, args) -> dict:
@@ -120,8 +123,10 @@ def build_scheduler(optimizer, args, updates_per_iteration: int) -> OptimizerPar
         lr_decay_style=args.lr_decay_style,
         start_wd=args.weight_decay if args.start_weight_decay is None else args.start_weight_decay,
         end_wd=args.weight_decay if args.end_weight_decay is None else args.end_weight_decay,
-        wd_incr_steps=args.train_iters * updates_per_iteration,
+        wd_incr_steps=decay,
         wd_incr_style=args.weight_decay_incr_style,
         wsd_decay_steps=args.lr_wsd_decay_iters and args.lr_wsd_decay_iters * updates_per_iteration,
         lr_wsd_decay_style=args.lr_wsd_decay_style,
+        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=args.override_opt_param_scheduler,
     )

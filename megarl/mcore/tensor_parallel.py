@@ -63,8 +63,19 @@ def mask_padding(logits: Tensor, vocab_size: int, first: int) -> Tensor:
     return logits.masked_fill(columns >= vocab_size, -1e30)  # finite: 0 · (−1e30) in the entropy is 0, not NaN
 
 
+def gathered_logprobs(logits: Tensor, parts: int) -> Tensor:
+    """Log-probabilities of all tokens from gathered logits [C, V], summed as `parts` tensor-parallel ranks sum.
+
+    The same operations in the same order as in `vocab_parallel_logprob_entropy`: a rollout that uses it logs the very
+    numbers that training recomputes, not numbers that are close to them.
+    """
+    shifted = logits - logits.amax(-1, keepdim=True)
+    total = shifted.exp().unflatten(-1, (parts, -1)).sum(-1).sum(-1)
+    return shifted - total.log().unsqueeze(-1)
+
+
 def head_logprob_entropy(hidden: Tensor, head, targets: Tensor, temperature: float, vocab_size: int, group):
-    """Log-probabilities and entropies of a hidden state's next tokens, `CHUNK_TOKENS` at a time.
+    """Log-probabilities and entropies of a hidden state's next tokens, at most `CHUNK_TOKENS` at a time.
 
     Args:
         hidden: [T, H] hidden states.
@@ -82,8 +93,7 @@ def head_logprob_entropy(hidden: Tensor, head, targets: Tensor, temperature: flo
         first = dist.get_rank(group) * logits.shape[-1]
         return vocab_parallel_logprob_entropy(mask_padding(logits, vocab_size, first), targets, group)
 
-    pieces = [
-        checkpoint(chunk, h, t, use_reentrant=False, preserve_rng_state=False)
-        for h, t in zip(hidden.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True)
-    ]
+    count = -(-len(targets) // CHUNK_TOKENS)  # even parts: a rest of few rows would round differently
+    parts = zip(hidden.tensor_split(count), targets.tensor_split(count), strict=True)
+    pieces = [checkpoint(chunk, h, t, use_reentrant=False, preserve_rng_state=False) for h, t in parts]
     return tuple(torch.cat(column) for column in zip(*pieces, strict=True))

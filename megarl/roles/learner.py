@@ -4,6 +4,7 @@ import torch
 
 from megarl.arguments import RoleSettings, Settings
 from megarl.batch import Batch
+from megarl.errors import UsageError
 from megarl.mcore import checkpoint, model, optimizer, pipeline
 from megarl.roles import microbatches as mb
 from megarl.world import Place
@@ -81,5 +82,11 @@ class Learner:
         """Takes up what `state(..., loading=True)` was filled with; returns the caller's part."""
         self.model.load_state_dict(loaded["model"])
         self.optimizer.load_state_dict(checkpoint.optimizer_state(loaded))
-        self.scheduler.load_state_dict(loaded["plain"].pop("scheduler"))
+        try:
+            self.scheduler.load_state_dict(loaded["plain"].pop("scheduler"))
+        except AssertionError as error:
+            raise UsageError(
+                f"{self.role.name}: the schedule differs from the checkpoint's ({error}); give the same flags, or "
+                "--override-opt-param-scheduler to take the new ones, --use-checkpoint-opt-param-scheduler the old ones"
+            ) from None
         return loaded["plain"]

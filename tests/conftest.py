@@ -1,0 +1,20 @@
+"""Settings of the test process: one thread, no CUDA device, so that worlds of ranks can be forked from it.
+
+A forked child hangs in a thread pool that its parent has started, and cannot use a CUDA device that its parent has
+touched. Tests of a CUDA device start processes of their own.
+"""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: OpenMP reads it once
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import torch  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+def pytest_configure(config):
+    """Warnings of Megatron about itself are not this project's to heed; pytest's own filters undo megarl's."""
+    config.addinivalue_line("filterwarnings", "ignore::Warning:megatron")
+    config.addinivalue_line("filterwarnings", "ignore:'type' is deprecated:DeprecationWarning:argparse")

@@ -1,0 +1,285 @@
+"""Flags: role prefixes, config files, role maps, value checks; every key is consumed or refused, in one line."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megarl.arguments import ROLES, Settings, build_parser, parse, parse_role_map
+from megarl.errors import UsageError
+from tests.tiny_models import SHAPES
+
+MODEL = SHAPES["llama"].split()
+FIELDS = dataclasses.fields(Settings)
+
+
+def flag_of(field) -> str:
+    return "--" + field.name.replace("_", "-")
+
+
+def refusal(argv, world_size: int = 4, program: str = "rl") -> str:
+    """The message of the UsageError that these flags end in: one line."""
+    with pytest.raises(UsageError) as caught:
+        parse(MODEL + argv, world_size, program)
+    message = str(caught.value)
+    assert message and "\n" not in message and "Traceback" not in message
+    return message
+
+
+def from_config(tmp_path, text: str, argv=()):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return parse([*MODEL, "--config", str(path), *argv], 4)
+
+
+def refused_config(tmp_path, text: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        from_config(tmp_path, text)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# -- flags and roles ---------------------------------------------------------------------------------------------
+
+
+def test_defaults():
+    program = parse(MODEL, 4)
+    assert program.settings == Settings() and program.check is False
+    assert tuple(program.roles) == ROLES
+    for name, role in program.roles.items():
+        assert role.name == name and role.ranks == range(4)
+        assert role.megatron.num_layers == 2 and role.megatron.params_dtype == torch.float32
+        assert role.megatron.seq_length == 1024 and role.megatron.train_iters == 100 and role.megatron.seed == 1
+
+
+def test_a_role_prefix_overrides_the_common_flag_in_any_order():
+    flags = ["--critic-lr", "1e-3", "--lr", "2e-3", "--actor-tensor-model-parallel-size=2", "--reward-num-layers", "4"]
+    roles = parse(MODEL + flags, 4).roles
+    assert {name: role.megatron.lr for name, role in roles.items()} == {
+        "actor": 2e-3, "critic": 1e-3, "reward": 2e-3, "reference": 2e-3,
+    }  # fmt: skip
+    assert roles["actor"].megatron.tensor_model_parallel_size == 2
+    assert roles["critic"].megatron.tensor_model_parallel_size == 1
+    assert [roles[r].megatron.num_layers for r in ROLES] == [2, 2, 4, 2]
+
+
+def test_roles_have_the_sizes_of_the_role_map():
+    roles = parse(MODEL + ["--role-map", "actor=0-1;critic=2;reward=3;reference=3"], 4).roles
+    assert {name: role.ranks for name, role in roles.items()} == {
+        "actor": range(2), "critic": range(2, 3), "reward": range(3, 4), "reference": range(3, 4),
+    }  # fmt: skip
+    assert [roles[r].megatron.data_parallel_size for r in ROLES] == [2, 1, 1, 1]
+
+
+def test_megarls_own_settings_reach_every_role():
+    flags = ["--seed", "7", "--train-iters", "9", "--max-prompt-length", "5", "--max-response-length", "6"]
+    for role in parse(MODEL + flags, 4).roles.values():
+        assert (role.megatron.seed, role.megatron.train_iters, role.megatron.seq_length) == (7, 9, 11)
+        assert role.megatron.max_position_embeddings == 11
+
+
+def test_fine_tuning_has_the_actor_alone():
+    program = parse([*MODEL, "--actor-lr", "1e-3", "--global-batch-size", "8"], 2, "sft")
+    assert list(program.roles) == ["actor"]
+    assert program.roles["actor"].megatron.lr == 1e-3 and program.roles["actor"].megatron.global_batch_size == 8
+    assert "--critic-lr" in refusal(["--critic-lr", "1e-3"], program="sft")
+    assert "--clip-range" in refusal(["--clip-range", "0.1"], program="sft")
+    assert "--global-batch-size" in refusal(["--global-batch-size", "8"], program="rl")
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=lambda f: f.name)
+def test_every_setting_is_a_flag(field):
+    kind = next(t for t in (int, float, bool, str) if t.__name__ in str(field.type).replace("<class '", ""))
+    value = {int: 2, float: 0.5, bool: not field.default, str: "text"}[kind]
+    if field.name == "role_map":
+        value = "actor=0;critic=1;reward=2;reference=3"
+    settings = parse([*MODEL, flag_of(field), str(value)], 4).settings
+    assert settings == dataclasses.replace(Settings(), **{field.name: value})
+    assert type(getattr(settings, field.name)) is kind
+    assert settings.dict()[flag_of(field)[2:]] == value
+    if "sft" in field.metadata["programs"]:
+        assert getattr(parse([*MODEL, flag_of(field), str(value)], 4, "sft").settings, field.name) == value
+
+
+def test_a_switch_needs_no_value():
+    assert parse([*MODEL, "--deterministic"], 1).settings.deterministic is True
+    assert parse([*MODEL, "--whiten-advantages", "false"], 1).settings.whiten_advantages is False
+
+
+def test_help_has_a_line_for_every_setting():
+    text = build_parser("rl").format_help()
+    for field in FIELDS:
+        assert flag_of(field) in text and field.metadata["help"].split()[0] in text
+
+
+# -- config files ------------------------------------------------------------------------------------------------
+
+
+def test_a_config_file_holds_the_same_names_and_the_command_line_wins(tmp_path):
+    text = "weight-decay: 0.2\ncritic-weight-decay: 0.3\ngamma: 0.5\nclip-range: 0.3\nprompts: a b.jsonl\n"
+    program = from_config(tmp_path, text, ["--gamma", "0.25", "--critic-weight-decay", "0.4"])
+    assert (program.settings.gamma, program.settings.clip_range) == (0.25, 0.3)
+    assert program.settings.prompts == "a b.jsonl"
+    assert program.roles["critic"].megatron.weight_decay == 0.4
+    assert program.roles["actor"].megatron.weight_decay == 0.2
+
+
+def test_a_config_file_before_or_behind_the_flags_is_the_same(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("gamma: 0.5\n")
+    config = ["--config", str(path)]
+    assert parse([*MODEL, *config, "--gamma", "0.25"], 1).settings.gamma == 0.25
+    assert parse([*MODEL, "--gamma", "0.25", *config], 1).settings.gamma == 0.25
+
+
+def test_yaml_bools_set_own_switches_both_ways_and_megatrons_by_naming_them(tmp_path):
+    text = "whiten-advantages: false\ndeterministic: true\nqk-layernorm: true\nadd-qkv-bias: false\n"
+    program = from_config(tmp_path, text)
+    assert program.settings.whiten_advantages is False and program.settings.deterministic is True
+    assert program.roles["actor"].megatron.qk_layernorm is True
+    assert program.roles["actor"].megatron.add_qkv_bias is False
+
+
+@pytest.mark.parametrize("text, says", [
+    ("no-such-flag: 1", "--no-such-flag"),
+    ("no-such-flag: false", "no-such-flag"),
+    ("critic-no-such-flag: false", "critic-no-such-flag"),
+    ("config: other.yaml", "config"), ("check: true", "check"),
+    ("gamma:", "gamma"),
+    ("gamma: {a: 1}", "gamma"),
+    ("gamma: 2", "--gamma 2.0"),
+    ("gamma: much", "--gamma"),
+    ("whiten-advantages: maybe", "true or false"),
+    ("[1, 2]", "mapping"),
+    ("", "mapping"),
+    ("a: [", "not YAML"),
+    ("prompts: [a, b]", "'b'"),
+])  # fmt: skip
+def test_wrong_config_files_are_refused(tmp_path, text, says):
+    assert says in refused_config(tmp_path, text)
+
+
+def test_unreadable_config_files_are_refused(tmp_path):
+    assert "missing.yaml" in refusal(["--config", str(tmp_path / "missing.yaml")])
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\xff")
+    assert "not YAML" in refusal(["--config", str(tmp_path / "binary.yaml")])
+
+
+# -- role maps ---------------------------------------------------------------------------------------------------
+
+
+def test_role_maps_may_be_disjoint_equal_or_overlapping():
+    two = ("actor", "critic")
+    assert parse_role_map(None, 3, two) == {"actor": range(3), "critic": range(3)}
+    assert parse_role_map("actor=0-1;critic=2", 3, two) == {"actor": range(2), "critic": range(2, 3)}
+    assert parse_role_map(" critic=0-2 ; actor=1-2; ", 3, two) == {"critic": range(3), "actor": range(1, 3)}
+
+
+@pytest.mark.parametrize("text, says", [
+    ("actor=0-9;critic=0", "rank 9 of actor is outside the world; allowed 0-3"),
+    ("actor=4;critic=0", "outside the world"),
+    ("actor=0", "no ranks for critic"),
+    ("", "no ranks for actor, critic"),
+    ("actor=0;critic=1;judge=2", "'judge' is no role"),
+    ("actor=0;actor=1;critic=1", "'actor' stands twice"),
+    ("actor=1-0;critic=1", "'actor=1-0' is not of the form"),
+    ("actor=;critic=1", "'actor=' is not of the form"),
+    ("actor;critic=1", "'actor' is not of the form"),
+    ("actor=a-b;critic=1", "is not of the form"),
+    ("actor=0-1-2;critic=1", "is not of the form"),
+    ("actor=-1;critic=1", "is not of the form"),
+    ("actor=0,1;critic=1", "is not of the form"),
+    ("=0;critic=1", "is no role"),
+])  # fmt: skip
+def test_wrong_role_maps_are_refused(text, says):
+    with pytest.raises(UsageError) as caught:
+        parse_role_map(text, 4, ("actor", "critic"))
+    assert says in str(caught.value) and "--role-map" in str(caught.value) and "\n" not in str(caught.value)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("argv, says", [
+    (["--clip-rang", "0.1"], ["--clip-rang", "did you mean --clip-range?"]),
+    (["--num-layer", "2"], ["--num-layer", "did you mean --num-layers?"]),
+    (["--critic-num-layer", "2"], ["--critic-num-layer"]),
+    (["--critic-gamma", "0.5"], ["--critic-gamma", "did you mean --gamma?"]),
+    (["--actor"], ["--actor"]),
+    (["--judge-lr", "1"], ["--judge-lr"]),
+])  # fmt: skip
+def test_unknown_flags_are_refused_with_a_suggestion(argv, says):
+    message = refusal(argv)
+    assert all(part in message for part in says), message
+    assert "unknown flag" in message
+
+
+@pytest.mark.parametrize("flag, value", [
+    ("--data-path", "x"), ("--seq-length", "8"), ("--critic-seed", "2"), ("--critic-train-iters", "2"),
+    ("--critic-save", "x"), ("--tensorboard-dir", "x"), ("--lr-warmup-samples", "3"), ("--wandb-project", "x"),
+])  # fmt: skip
+def test_megatron_flags_that_nothing_uses_are_refused(flag, value):
+    message = refusal([flag, value])
+    assert "does not use" in message and flag.removeprefix("--critic").lstrip("-") in message
+
+
+@pytest.mark.parametrize("argv", [
+    ["--window-size", "(4,0)"], ["--softmax-type", "off-by-one"], ["--apply-layernorm-1p"],
+    ["--attention-backend", "flash"],
+])  # fmt: skip
+def test_flags_that_megarls_own_layers_would_ignore_are_refused(argv):
+    assert argv[0] in refusal(argv)
+
+
+@pytest.mark.parametrize("argv", [
+    ["--pipeline-model-parallel-size", "2"], ["--context-parallel-size", "2"], ["--num-experts", "2"],
+    ["--sequence-parallel", "--tensor-model-parallel-size", "2"], ["--attention-dropout", "0.1"],
+    ["--hidden-dropout", "0.1"], ["--transformer-impl", "transformer_engine"], ["--fp8-format", "hybrid"],
+    ["--multi-latent-attention"], ["--optimizer", "sgd"], ["--position-embedding-type", "mrope"],
+])  # fmt: skip
+def test_what_this_version_does_not_run_is_refused(argv):
+    assert argv[0].removesuffix("-format") in refusal(argv)
+
+
+@pytest.mark.parametrize("field", [f for f in FIELDS if f.metadata["check"]], ids=lambda f: f.name)
+def test_values_outside_what_is_allowed_are_refused(field):
+    for value in ("-1", "-0.5", "nan") if "float" in str(field.type) else ("-1",):
+        message = refusal([flag_of(field), value])
+        assert flag_of(field) in message and value in message and field.metadata["allowed"] in message
+
+
+@pytest.mark.parametrize("argv, says", [
+    (["--gamma", "1.5"], "between 0 and 1"), (["--top-p", "0"], "above 0, at most 1"),
+    (["--top-p", "1.01"], "above 0, at most 1"), (["--temperature", "0"], "a number above 0"),
+    (["--train-iters", "0"], "a number above 0"), (["--train-iters", "x"], "--train-iters"),
+    (["--temperature", "1", "--temperature"], "--temperature"), (["--deterministic", "perhaps"], "true or false"),
+    (["--lr", "abc"], "--lr"), (["--lr", "-1"], "--lr -1"), (["--critic-lr", "x"], "critic"),
+    (["--lr-decay-style", "odd"], "--lr-decay-style"),
+])  # fmt: skip
+def test_wrong_values_are_refused(argv, says):
+    message = refusal(argv)
+    assert argv[0].replace("--critic-", "--") in message and says in message
+
+
+@pytest.mark.parametrize("argv, says", [
+    (["--num-attention-heads", "3", "--tensor-model-parallel-size", "2"], ["--num-attention-heads 3", "size 2"]),
+    (["--actor-tensor-model-parallel-size", "4"], ["actor", "--num-query-groups 2", "size 4"]),
+    (["--tensor-model-parallel-size", "3"], ["--tensor-model-parallel-size 3", "4 rank(s)"]),
+    (["--tensor-model-parallel-size", "0"], ["--tensor-model-parallel-size 0"]),
+    (["--num-query-groups", "3"], ["--num-query-groups 3"]),
+    (["--hidden-size", "65"], ["--hidden-size 65"]),
+])  # fmt: skip
+def test_shapes_that_do_not_divide_are_refused(argv, says):
+    message = refusal(argv)
+    assert all(part in message for part in says), message
+
+
+@pytest.mark.parametrize("missing", ["--num-layers", "--hidden-size", "--num-attention-heads"])
+def test_the_models_shape_has_no_default(missing):
+    place = MODEL.index(missing)
+    with pytest.raises(UsageError, match=f"{missing} is missing"):
+        parse(MODEL[:place] + MODEL[place + 2 :], 1)
+
+
+def test_a_refusal_names_the_role_alone_that_is_wrong():
+    assert refusal(["--critic-num-attention-heads", "3"]).startswith("critic:")

@@ -1,0 +1,132 @@
+"""Supervised training: the loss falls, is the same in every layout, counts response tokens alone, and resumes."""
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.programs import assert_close, in_world, inputs, metrics, program, sft_argv, timeless, torchrun, train
+from tests.worlds import run_world
+
+STEPS = 5
+NAMES = ["sft/loss", "sft/grad_norm", "sft/learning_rate", "perf/tokens"]
+
+
+@functools.cache
+def run_of(folder: Path, layout: str = "", size: int = 1) -> dict[int, dict]:
+    """Metrics of a short run in a layout."""
+    save = folder / f"{size}{layout}"
+    train("sft", sft_argv(save, f"--train-iters {STEPS} --eval-prompts {inputs()}/heldout.jsonl {layout}"), size)
+    return metrics(save)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("sft")
+
+
+def test_the_loss_falls():
+    rows = metrics(inputs() / "sft")
+    assert sorted(rows) == list(range(1, 41))
+    assert rows[40]["sft/loss"] < 0.7 * rows[1]["sft/loss"]
+    assert all(row["steps_skipped"] == 0 and row["sft/grad_norm"] > 0 for row in rows.values())
+
+
+@pytest.mark.parametrize("size, layout", [
+    (2, ""), (2, "--tensor-model-parallel-size 2"), (4, "--tensor-model-parallel-size 2"),
+    (2, "--use-distributed-optimizer"), (1, "--max-tokens-per-microbatch 10"),
+])  # fmt: skip
+def test_losses_are_the_same_in_every_layout(size, layout, folder):
+    expected, found = run_of(folder), run_of(folder, layout, size)
+    assert sorted(found) == sorted(expected) == list(range(1, STEPS + 1))
+    for step, row in found.items():
+        assert_close(row, expected[step], NAMES, 1e-5)
+    assert_close(found[STEPS], expected[STEPS], ["eval/loss"], 1e-5)
+
+
+def own_loss(network, examples, vocab_size) -> float:
+    """Mean −log p of response tokens, each example alone through the model."""
+    import torch
+
+    from megarl.mcore.model import evaluating, token_scores
+
+    total, count = 0.0, 0
+    with evaluating(network):
+        for tokens, mask in examples:
+            scores = token_scores(network, torch.tensor(tokens), torch.tensor([len(tokens)]), 1.0, vocab_size)
+            total -= float(scores.logprobs.double()[torch.tensor(mask)].sum())
+            count += sum(mask)
+    return total / count
+
+
+def watched(rank: int, parsed) -> list[tuple[float, float]]:
+    """(own, recorded) loss of each step and, last, of the evaluation."""
+    from megarl import supervise, train_sft
+
+    seen = []
+
+    class Watched(supervise.Supervision):
+        def next_examples(self):
+            lines = self.order.indices(self.order.position, self.batch_size)
+            seen.append([own_loss(self.learner.model, [self.inputs.examples[i] for i in lines], self.vocab_size)])
+            return super().next_examples()
+
+        def finish(self):
+            super().finish()
+            seen[-1].append(self.metrics["sft/loss"])
+            if "eval/loss" in self.metrics:
+                seen.append([own_loss(self.learner.model, self.inputs.held_out[:7], self.vocab_size)])
+                seen[-1].append(self.metrics["eval/loss"])
+
+    train_sft.Supervision = Watched
+    in_world(rank, "sft", parsed)
+    return seen
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_loss_counts_response_tokens_alone(size, tmp_path):
+    start = f"--pretrained-checkpoint {inputs()}/sft --eval-prompts {inputs()}/heldout.jsonl --eval-samples 7"
+    argv = sft_argv(tmp_path, f"--train-iters 3 --global-batch-size 6 {start}")
+    for seen in run_world(watched, size, program("sft", argv, size)):
+        assert len(seen) == 4
+        for own, recorded in seen:
+            assert recorded == pytest.approx(own, rel=1e-5)
+
+
+def test_examples_hold_prompt_answer_and_end_and_the_mask_skips_the_prompt():
+    from megarl.data.prompts import load_prompts
+    from megarl.data.sft import sft_examples
+    from megarl.data.tokenizers import build_tokenizer
+
+    tokenizer = build_tokenizer("SentencePieceTokenizer", str(inputs() / "tokenizer.model"))
+    path = inputs() / "heldout.jsonl"
+    for line, (tokens, mask) in zip(path.read_text().splitlines(),
+                                    sft_examples(load_prompts(str(path)), tokenizer, 6, 4), strict=True):  # fmt: skip
+        row = json.loads(line)
+        assert tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m]) == row["answer"]
+        assert tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if not m]) == row["prompt"]
+        assert tokens[-1] == tokenizer.eos_id and mask[-1]
+
+
+@pytest.mark.parametrize("size, layout", [(1, ""), (2, "--use-distributed-optimizer")])
+def test_a_resumed_run_goes_on_exactly(size, layout, tmp_path):
+    flags = f"--lr-decay-iters 6 --weight-decay 0.1 {layout}"
+    train("sft", sft_argv(tmp_path / "whole", f"--train-iters 6 {flags}"), size)
+    train("sft", sft_argv(tmp_path / "part", f"--train-iters 3 {flags}"), size)
+    train("sft", sft_argv(tmp_path / "part", f"--train-iters 6 --load {tmp_path}/part {flags}"), size)
+    whole, part = metrics(tmp_path / "whole"), metrics(tmp_path / "part")
+    assert sorted(part) == list(range(1, 7))
+    assert {step: timeless(row) for step, row in part.items()} == {step: timeless(row) for step, row in whole.items()}
+
+
+def test_two_ranks_through_torchrun(tmp_path):
+    save = tmp_path / "run"
+    done = torchrun("megarl.train_sft", sft_argv(save, "--train-iters 3"), 2)
+    assert done.returncode == 0, done.stderr
+    assert [line.split("|")[0].split() for line in done.stdout.splitlines()] == [["step", f"{i}/3"] for i in (1, 2, 3)]
+    assert "Warning" not in done.stderr and "Traceback" not in done.stderr, done.stderr
+    for name in ("settings.yaml", "metrics.jsonl", "timeline.json", "report.png", "report.html", "tensorboard",
+                 "checkpoints/latest", "checkpoints/step_00000003/manifest.json"):  # fmt: skip
+        assert (save / name).exists(), name
+    assert sorted(metrics(save)) == [1, 2, 3]
