@@ -132,7 +132,8 @@ class Run:
         `metrics` are this rank's; where several ranks give the same name they give the same number, except for
         memory, of which the largest counts.
         """
-        metrics = metrics | {f"memory/{role}/peak_bytes": device.peak_bytes() for role in self.world.my_roles()}
+        if (peak := device.peak_bytes()) is not None:
+            metrics = metrics | {f"memory/{role}/peak_bytes": peak for role in self.world.my_roles()}
         times = reduce_times(self.timers.end_step(self.step), self._roles_of_ranks(), self._all_gather)
         gathered = self.world.gather(metrics)
         seconds, self._started = time.perf_counter() - self._started, time.perf_counter()

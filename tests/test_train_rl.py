@@ -130,8 +130,8 @@ def test_another_seed_is_another_run(folder):
 
 # -- resume ------------------------------------------------------------------------------------------------------
 
-RESUMED = f"--kl-target 0.01 --kl-horizon 50 --lr-decay-iters 4 --weight-decay 0.05 --prompts-per-step 100 {GRADED}"
-RESUMED += " --minibatch-size 70 --samples-per-prompt 2 --max-tokens-per-microbatch 400 --rollout-max-requests 64"
+RESUMED = f"--kl-target 0.01 --kl-horizon 50 --lr-decay-iters 4 --weight-decay 0.05 --prompts-per-step 80 {GRADED}"
+RESUMED += " --minibatch-size 30 --samples-per-prompt 1 --max-tokens-per-microbatch 150 --rollout-max-requests 64"
 
 
 @functools.cache

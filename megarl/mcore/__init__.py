@@ -16,5 +16,6 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 logging.basicConfig(level=logging.WARNING)
 logging.getLogger("megatron").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", module="megatron")
+warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")  # on how Megatron calls it
 
 device.install()  # before anything else imports megatron

@@ -9,7 +9,6 @@ only factory functions are wrapped, since a torch function mode would tax every 
 import contextlib
 import functools
 import logging
-import resource
 import time
 import types
 
@@ -34,11 +33,12 @@ def backend() -> str:
     return "nccl" if has_cuda() else "gloo"
 
 
-def peak_bytes() -> int:
-    """Most memory this process has held: of its CUDA device, or resident on the host without one."""
-    if has_cuda():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def peak_bytes() -> int | None:
+    """Most memory that tensors of this process have held on its CUDA device; None without one.
+
+    A host has no such number: its peak resident set counts everything and differs from run to run.
+    """
+    return torch.cuda.max_memory_allocated() if has_cuda() else None
 
 
 class CpuEvent:

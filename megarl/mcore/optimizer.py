@@ -87,6 +87,8 @@ def build_optimizer(wrapped: DistributedDataParallel, args, collection):
     config = OptimizerConfig(**_fields(OptimizerConfig, args))
     with world_is(collection.intra_dist_opt):
         optimizer = get_megatron_optimizer(config, [wrapped], use_gloo_process_groups=False, pg_collection=collection)
+    for part in optimizer.chained_optimizers:
+        part.init_state_fn(part.optimizer, part.config)  # moments exist before the first update: a save may come first
     wrapped.module.config.grad_scale_func = optimizer.scale_loss
     return optimizer
 
