@@ -4,5 +4,10 @@
 class UsageError(Exception):
     """Wrong input: one line that names what is wrong, the value, and what is allowed.
 
-    Programs print the line on rank 0 and leave with exit status 2, before any work starts.
+    Programs print the line and leave with exit status 2, before any work starts. `speaker` is the world rank that
+    prints it: rank 0, unless only ranks of another role can know.
     """
+
+    def __init__(self, message: str, speaker: int = 0):
+        super().__init__(message)
+        self.speaker = speaker

@@ -1,6 +1,7 @@
 """Sets a reinforcement-learning run up: checks, roles, warm start, resume; and what surrounds each of its steps."""
 
 import argparse
+import os
 
 from megarl.arguments import Program, Settings
 from megarl.batch import Batch
@@ -22,6 +23,7 @@ from megarl.roles.reward import Reward
 from megarl.run import Run, check_common, create_world
 
 SAMPLE_ROWS = 64  # of a step's responses in the samples file
+MODELS = ("actor", "critic", "reference")  # roles that hold weights
 EVAL_STEP = 2**31  # evaluation draws from random streams that no training step uses
 
 
@@ -38,13 +40,15 @@ class Inputs:
         self.eval_prompts = load_prompts(s.eval_prompts, "--eval-prompts") if s.eval_prompts else None
         self.eval_tokens = self.eval_prompts.encode(self.tokenizer, s.max_prompt_length) if self.eval_prompts else []
         self.verifier = build_reward(s.reward)
+        rank = int(os.environ.get("RANK", 0))
+        scores_here = rank == 0 or rank in program.roles["reward"].ranks  # rank 0 tells what is wrong
         for prompts in filter(None, (self.prompts, self.eval_prompts)):
-            check_prompts(s.reward, prompts)
+            check_prompts(s.reward, prompts, scores_here)
         vocab = self.tokenizer.vocab_size
         self.pretrained = _check_pretrained(program, vocab)
         self.resume = None
         if s.load:
-            shapes = {r: model.weight_shapes(r, program.roles[r].megatron, vocab) for r in ("actor", "critic")}
+            shapes = {r: model.weight_shapes(r, program.roles[r].megatron, vocab) for r in MODELS}
             self.resume = folders.check_resume(s.load, "train_rl", s.train_iters, shapes)
 
 
@@ -63,7 +67,7 @@ def _check_sizes(s: Settings):
 
 def _check_pretrained(program: Program, vocab_size: int) -> dict:
     found = {}
-    for name in ("actor", "critic", "reference"):
+    for name in MODELS:
         args: argparse.Namespace = program.roles[name].megatron
         if args.pretrained_checkpoint:
             flag = "--pretrained-checkpoint"
@@ -84,8 +88,6 @@ class Reinforcement(Run):
         self.inputs, self.prompts, self.tokenizer = inputs, inputs.prompts, inputs.tokenizer
         self.samples_per_prompt = s.samples_per_prompt
         vocab = self.tokenizer.vocab_size
-        if place["reward"].is_member:
-            check_prompts(s.reward, self.prompts, scores_here=True)
         self.actor = Actor(s, roles["actor"], place["actor"], self.tokenizer, timers)
         self.critic = Critic(s, roles["critic"], place["critic"], vocab, timers)
         self.reward = Reward(s, place["reward"], self.tokenizer, inputs.verifier, timers)
@@ -94,9 +96,10 @@ class Reinforcement(Run):
         self.order = PromptOrder(len(self.prompts), s.seed)
         self._accuracy_before: float | None = None  # of held-out prompts, known on rank 0
         self._accuracy_after: float | None = None
-        self._warm_start()
         if inputs.resume:
             self._resume()
+        else:
+            self._warm_start()
         self.open(resumed=bool(inputs.resume))
         if not inputs.resume and s.eval_prompts:
             self._accuracy_before = self.evaluate()
@@ -174,6 +177,8 @@ class Reinforcement(Run):
             states["actor"] = self.actor.learner.state(extra, loading)
         if self.critic.learner:
             states["critic"] = self.critic.learner.state({}, loading)
+        if self.reference.model is not None:
+            states["reference"] = self.reference.state()
         return states
 
     def _save(self):
@@ -194,6 +199,8 @@ class Reinforcement(Run):
         self.order.load_state_dict(manifest["prompt_order"])
         if "critic" in loaded:
             self.critic.learner.restore(loaded["critic"])
+        if "reference" in loaded:
+            self.reference.restore(loaded["reference"])
         if "actor" in loaded:
             extra = self.actor.learner.restore(loaded["actor"])
             self.experience.controller.load_state_dict(extra["kl_controller"])

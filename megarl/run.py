@@ -25,21 +25,21 @@ from megarl.observe.timers import Timers, reduce_times
 def launch(train, program: str):
     """Runs `train(program_arguments)` as a program: one line and exit status 2 for wrong input, before any work.
 
-    Another exception on any rank ends the process with a line that names rank, role and phase; the launcher then
-    ends the other ranks.
+    Another exception on any rank ends the process with a line that names rank, role, phase and step; the launcher
+    then ends the other ranks.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     timers = Timers()
     try:
         train(arguments.parse(sys.argv[1:], size, program), timers)
     except UsageError as error:
-        if rank == 0:
+        if rank == error.speaker:
             print(f"megarl: error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
     except Exception as error:
         role, phase = timers.current() or ("program", "set-up")
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        print(f"megarl: rank {rank} failed in {role}/{phase}: {reason}", file=sys.stderr, flush=True)
+        print(f"megarl: rank {rank} failed in {role}/{phase} of step {timers.step}: {reason}", file=sys.stderr, flush=True)
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # a normal exit would wait for collectives that the other ranks never join
@@ -123,7 +123,7 @@ class Run:
         """Numbers of the steps that are left: 1 … `--train-iters`."""
         self._started = time.perf_counter()
         while self.step < self.last_step:
-            self.step += 1
+            self.step = self.timers.step = self.step + 1
             yield self.step
 
     def record(self, metrics: dict[str, float]):

@@ -46,11 +46,6 @@ class Place:
         """World rank of each lane's leader, in lane order."""
         return tuple(ranks[0] for ranks in self.lanes)
 
-    @property
-    def tensor_rank(self) -> int:
-        """Coordinate inside the tensor-parallel group."""
-        return dist.get_rank(self.collection.tp)
-
     def sum_over_lanes(self, values: torch.Tensor) -> torch.Tensor:
         """Adds a tensor up over the role's data-parallel lanes; every member gets the sum."""
         dist.all_reduce(values, group=self.collection.dp)
@@ -60,10 +55,9 @@ class Place:
 class World:
     """All ranks of the program and every role's place, seen from this rank."""
 
-    def __init__(self, places: dict[str, Place], pairs: dict[frozenset, object], deadline: timedelta):
+    def __init__(self, places: dict[str, Place], pairs: dict[frozenset, object]):
         self.places = places
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.deadline = deadline
         self._pairs = pairs
 
     def __getitem__(self, role: str) -> Place:
@@ -104,11 +98,9 @@ def create(roles: dict, timeout: timedelta) -> World:
         sizes = flags.parallel_sizes(role.megatron)
         collection = groups.create_groups(role.ranks, sizes, cache)
         lanes = groups.lane_ranks(role.ranks, sizes)
-        places[name] = Place(
-            name, role.ranks, tuple(map(tuple, lanes)), collection, cache.mine(lanes), rank
-        )
+        places[name] = Place(name, role.ranks, tuple(map(tuple, lanes)), collection, cache.mine(lanes), rank)
     pairs = {}
     for one, other in itertools.combinations(places, 2):
         leaders = sorted({*places[one].leaders, *places[other].leaders})
         pairs[frozenset((one, other))] = cache.get(leaders)
-    return World(places, pairs, timeout)
+    return World(places, pairs)

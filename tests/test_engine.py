@@ -6,6 +6,7 @@ import gc
 import pytest
 import torch
 
+from tests.exactness import largest_gap_allowed
 from tests.tiny_models import SHAPES, VOCAB, build
 from tests.worlds import run_world
 
@@ -79,7 +80,7 @@ def texts(completions):
                                       {"greedy": True, "temperature": 0.7}], ids=str)  # fmt: skip
 def test_log_probs_are_those_of_the_training_forward(shape, sampling):
     completions, gap = run_world(functools.partial(written, sampling=sampling), 1, "", shape)[0]
-    assert gap <= 1e-5
+    assert gap <= largest_gap_allowed()
     assert sampling.get("greedy") or len({tuple(tokens) for tokens in texts(completions)}) > COUNT / 2
     assert all(0 <= token < VOCAB for tokens in texts(completions) for token in tokens)
     assert all(c.logprobs and max(c.logprobs) <= 0 for c in completions)
@@ -90,14 +91,14 @@ def test_log_probs_are_those_of_the_training_forward(shape, sampling):
 ], ids=str)  # fmt: skip
 def test_the_text_does_not_depend_on_how_many_fit(engine_settings):
     completions, gap = run_world(functools.partial(written, **engine_settings), 1)[0]
-    assert texts(completions) == texts(standard()[0]) and gap <= 1e-5
+    assert texts(completions) == texts(standard()[0]) and gap <= largest_gap_allowed()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_two_tensor_ranks_write_the_same_text(shape):
     one, _ = standard(shape)
     for completions, gap in run_world(written, 2, "--tensor-model-parallel-size 2", shape):
-        assert texts(completions) == texts(one) and gap <= 1e-5
+        assert texts(completions) == texts(one) and gap <= largest_gap_allowed()
         for mine, other in zip(completions, one, strict=True):
             assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
@@ -136,7 +137,7 @@ def samples_of_one_prompt(rank):
 
 def test_samples_of_one_prompt_follow_their_keys():
     (((one, two, three, again), gap),) = run_world(samples_of_one_prompt, 1)
-    assert one == again and len({tuple(one), tuple(two), tuple(three)}) == 3 and gap <= 1e-5
+    assert one == again and len({tuple(one), tuple(two), tuple(three)}) == 3 and gap <= largest_gap_allowed()
 
 
 def greedy_both_ways(rank, shape):
@@ -236,15 +237,15 @@ def after_an_update(rank):
 
 def test_the_engine_writes_with_the_models_own_parameters():
     before, changed, gap = run_world(after_an_update, 1)[0]
-    assert before == texts(standard()[0]) and changed != before and gap <= 1e-5
+    assert before == texts(standard()[0]) and changed != before and gap <= largest_gap_allowed()
 
 
 def with_garbage_in_the_cache(rank):
     engine, _, _ = make_engine()
     buffer = engine.context.memory_buffer
     assert isinstance(buffer, torch.Tensor) and buffer.is_contiguous()
-    assert buffer.untyped_storage().nbytes() == buffer.nbytes == engine.cache_bytes()
-    assert 0.7 * 0.005 * 2**30 < engine.cache_bytes() <= 0.005 * 2**30
+    assert buffer.untyped_storage().nbytes() == buffer.nbytes
+    assert 0.7 * 0.005 * 2**30 < buffer.nbytes <= 0.005 * 2**30
     place = buffer.data_ptr()
     buffer.fill_(float("nan"))
     completions = engine.generate(make_requests(), NEVER, settings_of())

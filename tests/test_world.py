@@ -59,7 +59,7 @@ def describe(rank, flags, program):
     """{role: {group: world ranks}} on this rank, with what a `Place` says."""
     roles = parse_roles(flags, dist.get_world_size(), program=program)
     here = world.create(roles, MINUTE)
-    assert (here.rank, here.size, here.deadline) == (rank, dist.get_world_size(), MINUTE)
+    assert (here.rank, here.size) == (rank, dist.get_world_size())
     found = {}
     for name, place in here.places.items():
         assert place is here[name] and place.role == name and place.rank == rank
@@ -68,7 +68,7 @@ def describe(rank, flags, program):
             groups = {g: dist.get_process_group_ranks(getattr(place.collection, g)) for g in NAMES if
                       getattr(place.collection, g) is not None}  # fmt: skip
             assert dist.get_process_group_ranks(place.lane_group) == list(place.lanes[place.lane])
-            assert place.tensor_rank == groups["tp"].index(rank)
+            assert dist.get_rank(place.collection.tp) == groups["tp"].index(rank)
         else:
             assert place.collection is None and place.lane_group is None and place.lane is None
         found[name] = (place.lane, place.is_leader, place.leaders, groups)
@@ -169,7 +169,7 @@ def test_sums_and_gathers():
     def talk(rank):
         here = world.create(parse_roles("--tensor-model-parallel-size 2", 4, program="rl"), MINUTE)
         place = here["actor"]
-        total = place.sum_over_lanes(torch.tensor([float(place.lane + 1), float(place.tensor_rank)]))
+        total = place.sum_over_lanes(torch.tensor([float(place.lane + 1), float(dist.get_rank(place.collection.tp))]))
         pair = here.leaders_group("actor", "critic")
         assert pair is here.leaders_group("critic", "actor")
         ranks = dist.get_process_group_ranks(pair) if rank in (0, 2) else None

@@ -129,10 +129,6 @@ class RolloutEngine:
         self.engine.suspend()
         model.train(was_training)
 
-    def cache_bytes(self) -> int:
-        """Size of the KV cache on this rank."""
-        return self.context.memory_buffer.nbytes
-
     def generate(self, requests: list[Request], end_token: int, settings: SamplingSettings) -> list[Completion]:
         """Writes one completion a request, in their order. A call of all ranks of the lane with the same requests."""
         was_training = self.model.training

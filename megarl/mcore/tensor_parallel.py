@@ -17,6 +17,7 @@ class _LogProbEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, first: int, group):
+        """`first` is the vocabulary index of this rank's first column."""
         top = logits.amax(-1)
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
         shifted = logits - top.unsqueeze(-1)

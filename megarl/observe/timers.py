@@ -17,6 +17,7 @@ class Timers:
     A phase inside another takes its time away from the outer one, so the seconds of all phases never add up to more
     than the step. Times are the host's: work that a GPU still does when a phase ends counts where it is waited for.
     One thread enters phases; any thread may ask `current()`.
+    step        number of the running step, set by the run's loop; 0 before the first.
     max_events  bound of the trace kept for the time line; the oldest events go first, the latest steps stay.
     """
 
@@ -28,6 +29,7 @@ class Timers:
         self._open: list[list] = []  # [role, phase, nanoseconds of the phases inside]
         self._where: tuple[str, str] | None = None
         self._step_start_ns: int | None = None
+        self.step = 0
 
     @contextmanager
     def phase(self, role: str, name: str) -> Iterator[None]:

@@ -3,7 +3,7 @@
 import torch
 
 from megarl.arguments import RoleSettings, Settings
-from megarl.mcore import model
+from megarl.mcore import checkpoint, model
 from megarl.observe.timers import Timers
 from megarl.roles import microbatches as mb
 from megarl.roles.flow import Flow
@@ -16,6 +16,7 @@ class Reference:
     name = "reference"
 
     def __init__(self, settings: Settings, role: RoleSettings, place: Place, vocab_size: int, timers: Timers):
+        self.ranks = role.ranks
         self.settings, self.place, self.timers, self.vocab_size = settings, place, timers, vocab_size
         self.model = None
         if place.is_member:
@@ -34,3 +35,11 @@ class Reference:
                 )
                 pieces.append((scores.logprobs, places))
             mb.write_back(batch, "reference_logprobs", pieces)
+
+    def state(self) -> dict:
+        """What a checkpoint holds of this role: the run goes on against the policy it started from."""
+        return checkpoint.role_state(self.name, self.model, None, {}, self.place.collection, self.ranks)
+
+    def restore(self, loaded: dict):
+        """Takes up what `state()` was filled with."""
+        self.model.load_state_dict(loaded["model"])

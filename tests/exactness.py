@@ -1,0 +1,21 @@
+"""How close rollout and training must be on this machine: to the bit where its BLAS gives a row the same numbers in
+every matrix of at least `LEAST_ROWS` rows, which is what megarl's exactness rests on (docs/exactness.md)."""
+
+import functools
+
+import torch
+
+from megarl.mcore.attention import LEAST_ROWS
+
+
+@functools.cache
+def largest_gap_allowed() -> float:
+    """0.0 on a machine whose matrix products do not depend on the number of rows, else 1e-5."""
+    generator = torch.Generator().manual_seed(0)
+    for inner, outer in ((32, 64), (32, 128), (64, 32), (128, 352), (352, 128)):
+        rows, weight = (torch.randn(count, inner, generator=generator) for count in (300, outer))
+        whole = torch.nn.functional.linear(rows, weight)
+        parts = [torch.nn.functional.linear(rows[:count], weight) for count in (LEAST_ROWS, 5, 8, 13, 64, 100)]
+        if not all(torch.equal(part, whole[: len(part)]) for part in parts):
+            return 1e-5
+    return 0.0
