@@ -73,7 +73,7 @@ class Settings:
     entropy_coefficient: float = _not_negative(0.0, "weight of the entropy bonus", programs="rl")
     critic_warmup_steps: int = _not_negative(0, "first steps in which only the critic learns", programs="rl")
     rollout_buffer_gb: float = _positive(0.25, "KV cache of each actor rank, GiB", programs="rl")
-    rollout_max_requests: int = _positive(256, "requests decoded together on a lane", programs="rl")
+    rollout_max_requests: int = _positive(256, "requests decoded together on a lane, at least 4", programs="rl")
     max_tokens_per_microbatch: int = _positive(16384, "tokens of a training micro-batch")
     eval_interval: int = _not_negative(0, "steps between evaluations; 0: none")
     eval_samples: int = _positive(256, "held-out prompts of an evaluation")

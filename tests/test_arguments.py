@@ -93,7 +93,8 @@ def test_every_setting_is_a_flag(field):
     value = {int: 2, float: 0.5, bool: not field.default, str: "text"}[kind]
     if field.name == "role_map":
         value = "actor=0;critic=1;reward=2;reference=3"
-    settings = parse([*MODEL, flag_of(field), str(value)], 4).settings
+    first = field.metadata["programs"][0]
+    settings = parse([*MODEL, flag_of(field), str(value)], 4, first).settings
     assert settings == dataclasses.replace(Settings(), **{field.name: value})
     assert type(getattr(settings, field.name)) is kind
     assert settings.dict()[flag_of(field)[2:]] == value
@@ -107,8 +108,8 @@ def test_a_switch_needs_no_value():
 
 
 def test_help_has_a_line_for_every_setting():
-    text = build_parser("rl").format_help()
     for field in FIELDS:
+        text = build_parser(field.metadata["programs"][0]).format_help()
         assert flag_of(field) in text and field.metadata["help"].split()[0] in text
 
 
@@ -244,7 +245,7 @@ def test_what_this_version_does_not_run_is_refused(argv):
 @pytest.mark.parametrize("field", [f for f in FIELDS if f.metadata["check"]], ids=lambda f: f.name)
 def test_values_outside_what_is_allowed_are_refused(field):
     for value in ("-1", "-0.5", "nan") if "float" in str(field.type) else ("-1",):
-        message = refusal([flag_of(field), value])
+        message = refusal([flag_of(field), value], program=field.metadata["programs"][0])
         assert flag_of(field) in message and value in message and field.metadata["allowed"] in message
 
 

@@ -49,7 +49,7 @@ def test_end_to_end_on_four_ranks_through_torchrun(tmp_path):
         assert (save / name).stat().st_size > 0, name
     assert list((save / "tensorboard").glob("events*"))
     assert (save / "checkpoints" / "latest").read_text().strip() == "step_00000003"
-    assert {event["pid"] for event in json.loads((save / "timeline.json").read_text())["traceEvents"]} >= {0, 1, 2, 3}
+    assert {event["tid"] for event in json.loads((save / "timeline.json").read_text())["traceEvents"]} >= {0, 1, 2, 3}
     check_rows(metrics(save))
     check_samples(save)
 

@@ -80,7 +80,7 @@ def paged_attention(query, key_cache, value_cache, cu_query, lengths, blocks, wi
     )
     total = int(cu_query[-1])
     rows, columns = token_grid(cu_query, total)
-    widest_query = max(widest_query, LEAST_ROWS)
+    widest_query = -(-widest_query // LEAST_ROWS) * LEAST_ROWS  # the kernel's last block of rows is not a small one
     padded = pad_tokens(query[:total], rows, columns, count, widest_query)
     first_hidden = (lengths - cu_query.diff()).unsqueeze(1) + 1 + torch.arange(widest_query, device=query.device)
     # A padded query row sees key 0 alone, so that its softmax is finite; nobody reads the result.

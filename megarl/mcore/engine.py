@@ -101,9 +101,10 @@ class RolloutEngine:
             vocab_size: the tokenizer's vocabulary.
             max_length: longest prompt and response together, tokens.
             buffer_gb: size of the KV cache on this rank, GiB.
-            max_requests: most requests decoded together.
+            max_requests: most requests decoded together; at least `LEAST_ROWS`.
         """
         tensor = torch.distributed.get_world_size(collection.tp)
+        max_requests = max(max_requests, LEAST_ROWS)
         config = InferenceConfig(
             block_size_tokens=256 if device.has_cuda() else 16,
             buffer_size_gb=buffer_gb,

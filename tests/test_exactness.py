@@ -1,0 +1,53 @@
+"""Attention gives a token the same bits in training and in rollout, whatever stands beside it (docs/exactness.md)."""
+
+import torch
+
+from tests.exactness import largest_gap_allowed
+
+H, G, D, BLOCK = 4, 2, 16, 16
+
+
+def cached(key, value, cu_seqlens):
+    """Keys and values of packed sequences in a block cache: (key cache, value cache, block table)."""
+    lengths = cu_seqlens.diff().tolist()
+    blocks = [-(-length // BLOCK) for length in lengths]
+    table = torch.full((len(lengths), max(blocks)), -1, dtype=torch.int32)
+    caches = torch.full((2, sum(blocks), BLOCK, G, D), float("nan"))  # what the memory held before
+    first = 0
+    for row, (start, length, count) in enumerate(zip(cu_seqlens.tolist(), lengths, blocks, strict=False)):
+        table[row, :count] = torch.arange(first, first + count)
+        for cache, packed in zip(caches, (key, value), strict=True):
+            cache[first : first + count].view(-1, G, D)[:length] = packed[start : start + length]
+        first += count
+    return caches[0], caches[1], table
+
+
+def test_prefill_and_decode_are_the_packed_attention():
+    from megarl.mcore import attention
+
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.cat([torch.tensor([1, 2, 3, 4, 5, 31, 32, 33, 34, 35, 47, 64, 67]),
+                         torch.randint(1, 80, (7,), generator=generator)])  # fmt: skip
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    query, key, value = (torch.randn(int(lengths.sum()), n, D, generator=generator) for n in (H, G, G))
+    params = type("Params", (), {"cu_seqlens_q": cu_seqlens, "max_seqlen_q": int(lengths.max())})
+    module = attention.PackedAttention.__new__(attention.PackedAttention)
+    torch.nn.Module.__init__(module)
+    module.softmax_scale = None
+    packed = module(query, key, value, None, packed_seq_params=params).view(-1, H, D)
+
+    key_cache, value_cache, table = cached(key, value, cu_seqlens)
+    for rows in ([0], [3, 4], [9], [5, 7, 12], list(range(len(lengths)))):
+        count = lengths[rows]
+        tokens = torch.cat([torch.arange(int(cu_seqlens[r]), int(cu_seqlens[r + 1])) for r in rows])
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), count.cumsum(0)])
+        longest = int(count.max())
+        whole = attention.paged_attention(
+            query[tokens], key_cache, value_cache, starts, count, table[rows], longest, longest
+        )
+        assert (whole - packed[tokens]).abs().max() <= largest_gap_allowed()
+
+        last = cu_seqlens[1:][rows] - 1
+        ones = torch.arange(len(rows) + 1)
+        step = attention.paged_attention(query[last], key_cache, value_cache, ones, count, table[rows], 1, longest)
+        assert (step - packed[last]).abs().max() <= largest_gap_allowed()
