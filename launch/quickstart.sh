@@ -15,18 +15,8 @@ SAVE=${SAVE:-runs/quickstart}
 [[ $SEED =~ ^[0-9]+$ ]] || { echo "quickstart: SEED=$SEED: allowed is a whole number" >&2; exit 2; }
 
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
-export OMP_NUM_THREADS=1 # four ranks share the cores
-export TORCH_CPP_LOG_LEVEL=ERROR
 
 say() { printf '\nquickstart: %s\n' "$*"; }
-program() { # ranks program flags...
-    local ranks=$1 name=$2
-    shift 2
-    # Wrong flags are told here in one line; torchrun would wrap them in its own report.
-    WORLD_SIZE=$ranks "$PYTHON_BIN" -m "megarl.$name" "$@" --check
-    "$PYTHON_BIN" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m "megarl.$name" "$@"
-}
-
 if [[ -e $SAVE ]]; then
     number=1
     while [[ -e $SAVE.old-$number ]]; do number=$((number + 1)); done
@@ -47,10 +37,10 @@ data=(--prompts "$SAVE/data/train.jsonl" --eval-prompts "$SAVE/data/heldout.json
 roles=(--role-map "actor=0-1;critic=2;reward=3;reference=3" --actor-tensor-model-parallel-size 2)
 
 say "warm start: supervised fine-tuning on two ranks"
-program 2 train_sft --config configs/quickstart_sft.yaml "${data[@]}" --save "$SAVE/sft"
+NPROC=2 bash launch/run.sh train_sft --config configs/quickstart_sft.yaml "${data[@]}" --save "$SAVE/sft"
 
 say "PPO: actor on ranks 0-1, critic on rank 2, reward and reference on rank 3"
-program 4 train_rl --config configs/quickstart.yaml "${data[@]}" "${roles[@]}" \
+NPROC=4 bash launch/run.sh train_rl --config configs/quickstart.yaml "${data[@]}" "${roles[@]}" \
     --pretrained-checkpoint "$SAVE/sft" --save "$SAVE/ppo" "$@"
 
 say "done in $((SECONDS / 60)) min $((SECONDS % 60)) s: $SAVE/ppo/report.png, $SAVE/ppo/report.html"

@@ -42,7 +42,7 @@ def _share(default, text, **kw):
 class Settings:
     """megarl's own flags; a field `kl_target` is the flag `--kl-target` and the key `kl-target` of a config file."""
 
-    role_map: str | None = _flag(None, "ranks of each role: 'actor=0-3;critic=4-5;…'; default all on all", programs="rl")
+    role_map: str | None = _flag(None, "ranks of each role: 'actor=0-3;critic=4;…'; default all on all", programs="rl")
     prompts: str | None = _flag(None, "JSONL of training prompts")
     eval_prompts: str | None = _flag(None, "JSONL of held-out prompts")
     tokenizer_type: str = _flag("SentencePieceTokenizer", "kind of tokenizer")
@@ -77,7 +77,7 @@ class Settings:
     max_tokens_per_microbatch: int = _positive(16384, "tokens of a training micro-batch")
     eval_interval: int = _not_negative(0, "steps between evaluations; 0: none")
     eval_samples: int = _positive(256, "held-out prompts of an evaluation")
-    target_eval_loss: float | None = _flag(None, "end the run once the evaluation loss is this low",
+    target_eval_loss: float | None = _flag(None, "end the run once the evaluation loss is so low",
                                            lambda v: v is None or v > 0, "a number above 0", programs="sft")  # fmt: skip
     train_iters: int = _positive(100, "steps of the run")
     seed: int = _not_negative(1, "seed of everything random")
@@ -196,7 +196,7 @@ def parse_role_map(text: str | None, world_size: int, roles: tuple[str, ...]) ->
                              f"allowed 0-{world_size - 1} (world size {world_size})")  # fmt: skip
     missing = [role for role in roles if role not in found]
     if missing:
-        raise UsageError(f"--role-map {text!r}: no ranks for {', '.join(missing)}; each of {', '.join(roles)} needs some")
+        raise UsageError(f"--role-map {text!r}: no ranks for {', '.join(missing)}; each role needs some")
     return found
 
 

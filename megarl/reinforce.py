@@ -7,7 +7,7 @@ from megarl.arguments import Program, Settings
 from megarl.batch import Batch
 from megarl.checkpoint import folders, state
 from megarl.data.order import PromptOrder
-from megarl.data.prompts import PromptSet, load_prompts
+from megarl.data.prompts import load_prompts
 from megarl.data.tokenizers import Tokenizer, build_tokenizer
 from megarl.errors import UsageError
 from megarl.mcore import model

@@ -39,7 +39,8 @@ def launch(train, program: str):
     except Exception as error:
         role, phase = timers.current() or ("program", "set-up")
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        print(f"megarl: rank {rank} failed in {role}/{phase} of step {timers.step}: {reason}", file=sys.stderr, flush=True)
+        where = f"{role}/{phase} of step {timers.step}"
+        print(f"megarl: rank {rank} failed in {where}: {reason}", file=sys.stderr, flush=True)
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # a normal exit would wait for collectives that the other ranks never join

@@ -25,7 +25,7 @@ METRICS = [
     "kl/coefficient", "rollout/tokens", "rollout/tokens_per_s", "rollout/logprob_gap_max", "rollout/logprob_gap_mean",
     "time/step_s", "perf/tokens_per_s", "steps_skipped",
     *(f"time/{role}/{phase}_s" for role, phases in ROLE_PHASES.items() for phase in phases),
-    *(f"{kind.format(role)}" for role in ROLE_PHASES for kind in ("time/{}/idle_fraction", "memory/{}/peak_bytes")),
+    *(f"time/{role}/idle_fraction" for role in ROLE_PHASES),
 ]  # fmt: skip
 PLACED = ["reward/mean", "reward/std", "actor/loss", "actor/entropy", "actor/grad_norm", "critic/loss",
           "critic/grad_norm", "kl/reference", "rollout/tokens"]  # fmt: skip

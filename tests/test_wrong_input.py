@@ -272,4 +272,5 @@ def test_a_reward_that_fails_ends_the_program_with_role_and_phase(tmp_path):
     argv = rl_argv(tmp_path / "run", "--reward tests.programs:broken_reward --train-iters 1")
     status, _, err = launch(tmp_path, argv)
     first = err.splitlines()[0]
-    assert status == 1 and first.startswith("megarl: rank 0 failed in reward/score: ") and "broken_reward" in first
+    assert status == 1 and first.startswith("megarl: rank 0 failed in reward/score of step 1: ")
+    assert "broken_reward" in first

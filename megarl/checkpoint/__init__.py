@@ -1,1 +1,1 @@
-"""Folders of checkpoints above Megarl's use of Megatron's format: names, manifest, which one is latest, resume."""
+"""Folders of checkpoints above megarl's use of Megatron's format: names, manifest, which one is latest, resume."""

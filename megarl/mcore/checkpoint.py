@@ -103,7 +103,7 @@ def save(state: dict, folder: Path):
 
 
 def load(state: dict, folder: Path, group=None) -> dict:
-    """Reads what `state` describes; a collective of the group (None: the world), each of whose ranks asks for something.
+    """Reads what `state` describes; a collective of the group (None: the world); each of its ranks asks for something.
 
     Keys that the folder lacks raise an exception.
     """

@@ -15,7 +15,9 @@ import types
 import torch
 
 CPU = torch.device("cpu")
-FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "randint", "empty_like", "zeros_like")
+FACTORIES = (
+    "empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "randint", "empty_like", "zeros_like",
+)  # fmt: skip
 
 
 def has_cuda() -> bool:

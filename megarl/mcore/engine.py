@@ -1,4 +1,4 @@
-"""Megarl's use of Megatron's dynamic inference engine: it writes text with the actor's own parameters.
+"""megarl's use of Megatron's dynamic inference engine: it writes text with the actor's own parameters.
 
 No copy of the weights: the engine holds the very module that trains. The KV cache is one contiguous buffer. Requests
 of unequal length are batched continuously; each draws its tokens from its own random stream.
@@ -48,12 +48,12 @@ class Completion:
 
 
 class Context(DynamicInferenceContext):
-    """Megatron's context; on a CPU a decode step is not rounded up to 64 tokens, which would cost more than it saves."""
+    """Megatron's context; on a CPU a decode step is not rounded up to 64 tokens, which costs more than it saves."""
 
     TOKEN_ROUNDER = DynamicInferenceContext.TOKEN_ROUNDER if device.has_cuda() else LEAST_ROWS
 
     def last_token_logits(self, logits: Tensor) -> Tensor:
-        """Hidden states [1, S, H] -> those of each request's last token [≥ N, H], never fewer rows than training has."""
+        """Hidden states [1, S, H] -> those of each request's last token [≥ N, H], never fewer rows than training."""
         rows = super().last_token_logits(logits)
         return torch.cat([rows, rows[:1].expand(LEAST_ROWS - len(rows), -1)]) if len(rows) < LEAST_ROWS else rows
 

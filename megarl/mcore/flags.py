@@ -204,7 +204,8 @@ def parse(role: str, argv: list[str], ranks: int, own: dict, extra: frozenset[st
         if not getattr(args, flag):
             raise UsageError(f"{role}: --{flag.replace('_', '-')} is missing: the model's shape has no default")
     if args.tensor_model_parallel_size < 1:
-        raise UsageError(f"{role}: --tensor-model-parallel-size {args.tensor_model_parallel_size}: allowed is 1 or more")
+        size = args.tensor_model_parallel_size
+        raise UsageError(f"{role}: --tensor-model-parallel-size {size}: allowed is 1 or more")
     _check_ranges(role, args)
     _check_divisible(role, args)
     args = _validated(role, args)

@@ -46,7 +46,8 @@ class Experience:
             batch.response_lengths.sum(), batch.finished.sum(), batch.correct.sum(), batch.lengths.sum(),
             batch.entropy.double()[batch.response_mask].sum(),
         ]).double()  # fmt: skip
-        n, total, squares, kl_sum, written, finished, correct, tokens, entropy = self.place.sum_over_lanes(sums).tolist()
+        sums = self.place.sum_over_lanes(sums).tolist()
+        n, total, squares, kl_sum, written, finished, correct, tokens, entropy = sums
         self.metrics = {
             "reward/mean": total / n,
             "reward/std": max(squares / n - (total / n) ** 2, 0.0) ** 0.5,

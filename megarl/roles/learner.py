@@ -87,7 +87,7 @@ class Learner:
         except AssertionError as error:
             raise UsageError(
                 f"{self.role.name}: the schedule differs from the checkpoint's ({error}); give the same flags, or "
-                "--override-opt-param-scheduler to take the new ones, --use-checkpoint-opt-param-scheduler the old ones",
+                "--override-opt-param-scheduler to take the new, --use-checkpoint-opt-param-scheduler the old ones",
                 speaker=self.role.ranks.start,
             ) from None
         return loaded["plain"]
