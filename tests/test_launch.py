@@ -26,6 +26,6 @@ def test_wrong_use_is_told_in_one_line(arguments, variables, says):
 
 
 def test_it_starts_the_ranks(tmp_path):
-    done = launch(["train_sft", *sft_argv(tmp_path, "--train-iters 2")], NPROC="2")
+    done = launch(["train_sft", *sft_argv(tmp_path, "--train-iters 3")], NPROC="2")
     assert done.returncode == 0, done.stderr
-    assert sorted(metrics(tmp_path)) == [1, 2]
+    assert sorted(metrics(tmp_path)) == [1, 2, 3]

@@ -62,7 +62,7 @@ def check_rows(rows: dict):
         assert [name for name in METRICS if rows[step].get(name) is None] == []
         assert rows[step]["rollout/logprob_gap_max"] <= largest_gap_allowed()
         assert rows[step]["actor/ppo_kl_first"] == 0
-        assert rows[step]["actor/ppo_kl"] > 0 and rows[step]["steps_skipped"] == 0
+        assert rows[step]["actor/ppo_kl"] != 0 and rows[step]["steps_skipped"] == 0
 
 
 def check_samples(save: Path):
