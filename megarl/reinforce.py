@@ -145,13 +145,12 @@ class Reinforcement(Run):
         for role in (self.actor, self.critic, self.experience):
             if role.place.is_member:
                 metrics |= role.metrics
-        last = self.step == self.last_step
-        if s.eval_prompts and (last or (s.eval_interval and self.step % s.eval_interval == 0)):
+        if s.eval_prompts and self.is_due(s.eval_interval):
             accuracy = self.evaluate()
             if accuracy is not None:
                 metrics["eval/accuracy"] = self._accuracy_after = accuracy
         self.record(metrics)
-        if self.folder and (last or (s.save_interval and self.step % s.save_interval == 0)):
+        if self.folder and self.is_due(s.save_interval):
             self._save()
 
     def close(self):
@@ -182,21 +181,13 @@ class Reinforcement(Run):
         return states
 
     def _save(self):
-        facts = {
-            "program": "train_rl",
-            "seed": self.settings.seed,
-            "vocab_size": self.tokenizer.vocab_size,
-            "prompt_order": self.order.state_dict(),
-            "steps_skipped": self.skipped,
-        }
+        facts = self.facts("train_rl", self.tokenizer.vocab_size, self.order)
         with self.timers.phase("actor", "save"):
             state.save(self.folder, self.step, self.world, self._states(loading=False), facts)
 
     def _resume(self):
-        manifest = folders.read_manifest(self.inputs.resume, "--load")
         loaded = state.load(self.inputs.resume, self.world, self._states(loading=True))
-        self.step, self.skipped = manifest["step"], manifest["steps_skipped"]
-        self.order.load_state_dict(manifest["prompt_order"])
+        self.take_up(self.inputs.resume, self.order)
         if "critic" in loaded:
             self.critic.learner.restore(loaded["critic"])
         if "reference" in loaded:

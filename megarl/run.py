@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 
 from megarl import arguments, world
+from megarl.checkpoint import folders
+from megarl.data.order import PromptOrder
 from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.observe.metrics import MetricsWriter
@@ -126,6 +128,26 @@ class Run:
         while self.step < self.last_step:
             self.step = self.timers.step = self.step + 1
             yield self.step
+
+    def is_due(self, interval: int) -> bool:
+        """Whether something done every `interval` steps (0: never) and behind the last one is due now."""
+        return self.step == self.last_step or bool(interval and self.step % interval == 0)
+
+    def facts(self, program: str, vocab_size: int, order: PromptOrder) -> dict:
+        """What the manifest of a checkpoint tells of the run besides its step; `take_up` reads it back."""
+        return {
+            "program": program,
+            "seed": self.settings.seed,
+            "vocab_size": vocab_size,
+            "prompt_order": order.state_dict(),
+            "steps_skipped": self.skipped,
+        }
+
+    def take_up(self, folder: Path, order: PromptOrder):
+        """Goes on behind a checkpoint: step, data position and what was counted."""
+        manifest = folders.read_manifest(folder, "--load")
+        self.step, self.skipped = manifest["step"], manifest["steps_skipped"]
+        order.load_state_dict(manifest["prompt_order"])
 
     def record(self, metrics: dict[str, float]):
         """Ends a step: gathers metrics and times of all ranks, writes and prints them. Collective.

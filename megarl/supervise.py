@@ -121,28 +121,19 @@ class Supervision(Run):
     def finish(self):
         """Ends a step: evaluation, metrics, checkpoint. Collective."""
         s = self.settings
-        last = self.step == self.last_step
-        if s.eval_prompts and (last or (s.eval_interval and self.step % s.eval_interval == 0)):
+        if s.eval_prompts and self.is_due(s.eval_interval):
             self.metrics["eval/loss"] = self.evaluation_loss()
             if s.target_eval_loss and self.metrics["eval/loss"] <= s.target_eval_loss:
-                self.last_step, last = self.step, True
+                self.last_step = self.step
         self.record(self.metrics)
-        if self.folder and (last or (s.save_interval and self.step % s.save_interval == 0)):
+        if self.folder and self.is_due(s.save_interval):
             self._save()
 
     def _save(self):
-        facts = {
-            "program": "train_sft",
-            "seed": self.settings.seed,
-            "vocab_size": self.vocab_size,
-            "prompt_order": self.order.state_dict(),
-            "steps_skipped": self.skipped,
-        }
+        facts = self.facts("train_sft", self.vocab_size, self.order)
         state.save(self.folder, self.step, self.world, {"actor": self.learner.state({})}, facts)
 
     def _resume(self):
-        manifest = folders.read_manifest(self.inputs.resume, "--load")
         loaded = state.load(self.inputs.resume, self.world, {"actor": self.learner.state({}, loading=True)})
-        self.step, self.skipped = manifest["step"], manifest["steps_skipped"]
-        self.order.load_state_dict(manifest["prompt_order"])
+        self.take_up(self.inputs.resume, self.order)
         self.learner.restore(loaded["actor"])
