@@ -1,0 +1,71 @@
+"""Which of Megatron's flags megarl uses, which values it runs, and what it sets where nothing is said."""
+
+import dataclasses
+import functools
+
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
+
+# Read by megarl (or by Megatron's own translation of arguments into configs) besides the fields of the configs.
+READ_BY_MODEL = {
+    "add_position_embedding", "bias_gelu_fusion", "bias_swiglu_fusion", "group_query_attention", "swiglu",
+    "squared_relu", "quick_geglu", "init_method_xavier_uniform", "make_vocab_size_divisible_by",
+    "max_position_embeddings", "no_persist_layer_norm", "position_embedding_type", "rotary_base", "rotary_percent",
+    "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor", "recompute_activations",
+    "untie_embeddings_and_output_weights", "pretrained_checkpoint", "use_rotary_position_embeddings",
+    "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "num_experts",
+}  # fmt: skip
+READ_BY_SCHEDULER = {
+    "lr_decay_iters", "lr_decay_style", "lr_warmup_fraction", "lr_warmup_init", "lr_warmup_iters",
+    "lr_wsd_decay_iters", "lr_wsd_decay_style", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style",
+    "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler",
+}  # fmt: skip
+READ_BY_DDP = {
+    "accumulate_allreduce_grads_in_fp32", "ddp_bucket_size", "ddp_average_in_collective", "use_torch_fsdp2",
+}  # fmt: skip
+READ_BY_PROGRAM = {"distributed_timeout_minutes"}
+
+# A destination of the parser -> the only value this version runs, and why a wrong answer would be worse than a refusal.
+ONLY = {
+    "multi_latent_attention": (False, "multi-latent attention is not supported yet"),
+    "transformer_impl": ("local", "only Megatron's local layers are supported yet"),
+    "fp8": (None, "fp8 is not supported yet"),
+    "fp4": (None, "fp4 is not supported yet"),
+    "attention_dropout": (0.0, "dropout would make log-probs of one text differ"),
+    "hidden_dropout": (0.0, "dropout would make log-probs of one text differ"),
+    "average_in_collective": (False, "losses are local sums over global counts, so gradients are summed"),
+    "cuda_graph_impl": ("none", "CUDA graphs are not supported yet"),
+    "use_megatron_fsdp": (False, "sharded parameters are those of --use-torch-fsdp2"),
+    "moe_aux_loss_coeff": (0.0, "auxiliary losses of routers are not supported yet"),
+    "moe_z_loss_coeff": (None, "auxiliary losses of routers are not supported yet"),
+    "position_embedding_type": (("rope", "learned_absolute", "none"), "other position embeddings are not supported"),
+    "optimizer": ("adam", "other optimizers are not supported yet"),
+    "use_precision_aware_optimizer": (False, "it needs Transformer Engine"),
+    "optimizer_cpu_offload": (False, "optimizer offload is not supported yet"),
+    "mtp_num_layers": (None, "multi-token prediction is not supported yet"),
+    "num_distributed_optimizer_instances": (1, "one optimizer instance is supported"),
+    "window_size": (None, "sliding-window attention is not supported yet"),
+    "softmax_type": ("vanilla", "attention sinks are not supported yet"),
+    "layernorm_zero_centered_gamma": (False, "zero-centred norms are not supported yet"),
+    "attention_backend": (AttnBackend.auto, "attention runs through PyTorch's SDPA"),
+}
+
+DEFAULTS = [
+    "--micro-batch-size", "1", "--transformer-impl", "local", "--no-rope-fusion", "--no-persist-layer-norm",
+    "--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-bias-gelu-fusion",
+    "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion", "--attention-dropout", "0", "--hidden-dropout", "0",
+    "--attention-backend", "auto", "--position-embedding-type", "rope", "--tokenizer-type", "NullTokenizer",
+    "--lr", "1e-5", "--calculate-per-token-loss", "--expert-tensor-parallel-size", "1",
+    "--moe-token-dispatcher-type", "alltoall", "--no-check-for-nan-in-loss-and-grad",
+]  # fmt: skip
+
+
+@functools.cache
+def used() -> frozenset[str]:
+    """Attributes that change what megarl does; a flag for any other is refused."""
+    configs = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
+    fields = {field.name for config in configs for field in dataclasses.fields(config)}
+    return frozenset(fields | READ_BY_MODEL | READ_BY_SCHEDULER | READ_BY_DDP | READ_BY_PROGRAM)
