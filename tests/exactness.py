@@ -5,7 +5,7 @@ import functools
 
 import torch
 
-from megarl.mcore.attention import LEAST_ROWS
+from megarl.mcore.packing import LEAST_ROWS
 
 
 @functools.cache

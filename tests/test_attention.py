@@ -8,7 +8,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from megarl.mcore.attention import PackedAttention, PagedSelfAttention, paged_attention
-from megarl.mcore.model import packed_params
+from megarl.mcore.packing import pack
 
 D = 8  # channels of a head
 
@@ -49,7 +49,7 @@ def test_packed_is_each_sequence_alone(lengths, heads, groups, dtype):
     total = sum(lengths)
     inputs = [random_heads(total, h, dtype, i).requires_grad_() for i, h in enumerate((heads, groups, groups))]
     weight = random_heads(total, heads, dtype, 3)
-    packed = packed_attention()(*inputs, None, packed_seq_params=packed_params(torch.tensor(lengths)))
+    packed = packed_attention()(*inputs, None, packed_seq_params=pack(torch.tensor(lengths)))
     assert packed.shape == (total, heads * D) and packed.dtype == dtype
     gradients = torch.autograd.grad((packed.view_as(weight) * weight).sum(), inputs)
 
@@ -65,7 +65,7 @@ def test_packed_is_each_sequence_alone(lengths, heads, groups, dtype):
 def test_packed_scale_is_the_one_given():
     lengths = [4, 2]
     inputs = [random_heads(6, h, torch.float64, i) for i, h in enumerate((4, 2, 2))]
-    packed = packed_attention(scale=0.7)(*inputs, None, packed_seq_params=packed_params(torch.tensor(lengths)))
+    packed = packed_attention(scale=0.7)(*inputs, None, packed_seq_params=pack(torch.tensor(lengths)))
     parts = zip(*(x.split(lengths) for x in inputs), strict=True)
     expected = torch.cat([naive(*part, scale=0.7) for part in parts])
     assert (packed.view_as(expected) - expected).abs().max() <= 1e-12
@@ -73,7 +73,7 @@ def test_packed_scale_is_the_one_given():
 
 def test_a_sequence_does_not_see_its_neighbours():
     inputs = [random_heads(9, h, torch.float32, i) for i, h in enumerate((4, 2, 2))]
-    params = packed_params(torch.tensor([4, 5]))
+    params = pack(torch.tensor([4, 5]))
     first = packed_attention()(*inputs, None, packed_seq_params=params)
     for x in inputs:
         x[4:] = float("nan")

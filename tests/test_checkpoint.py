@@ -35,8 +35,8 @@ def learn(learner, updates: int):
     from megarl.mcore import optimizer
 
     for _ in range(updates):
-        learner.wrapped.zero_grad_buffer()
-        for number, (name, parameter) in enumerate(learner.model.named_parameters()):
+        learner.wrapped[0].zero_grad_buffer()
+        for number, (name, parameter) in enumerate(learner.model[0].named_parameters()):
             parameter.main_grad.copy_(parameter.detach() * (1 + number % 3) + 0.01 * learner.scheduler.num_steps)
         assert optimizer.update(learner.optimizer)[0]
         learner.scheduler.step(1)
@@ -45,9 +45,9 @@ def learn(learner, updates: int):
 def contents(learner) -> dict:
     """All that a checkpoint must bring back, as one rank would hold it; moments only where they are not sharded."""
     group, plain = learner.place.collection.tp, {}
-    found = {name: whole_tensor(name, p, p.detach(), group, True) for name, p in learner.model.named_parameters()}
+    found = {name: whole_tensor(name, p, p.detach(), group, True) for name, p in learner.model[0].named_parameters()}
     (part,) = learner.optimizer.chained_optimizers
-    for name, parameter in learner.model.named_parameters():
+    for name, parameter in learner.model[0].named_parameters():
         for moment, value in part.optimizer.state.get(parameter, {}).items():
             found[f"{name}/{moment}"] = whole_tensor(name, parameter, value, group, True)
     plain["steps"] = {group.get("step", 0) for group in part.optimizer.param_groups}
@@ -142,7 +142,7 @@ def warm_started(rank: int, parsed):
     from megarl.checkpoint import folders, state
 
     here, found = learners(parsed, ("actor", "critic"))
-    head = found["critic"].model.output_layer
+    head = found["critic"].model[0].output_layer
     with torch.no_grad():
         head.weight.copy_(torch.linspace(-1, 1, 32))
         head.bias.fill_(0.25)

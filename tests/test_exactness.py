@@ -24,17 +24,17 @@ def cached(key, value, cu_seqlens):
 
 def test_prefill_and_decode_are_the_packed_attention():
     from megarl.mcore import attention
+    from megarl.mcore.packing import pack
 
     generator = torch.Generator().manual_seed(3)
     lengths = torch.cat([torch.tensor([1, 2, 3, 4, 5, 31, 32, 33, 34, 35, 47, 64, 67]),
                          torch.randint(1, 80, (7,), generator=generator)])  # fmt: skip
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     query, key, value = (torch.randn(int(lengths.sum()), n, D, generator=generator) for n in (H, G, G))
-    params = type("Params", (), {"cu_seqlens_q": cu_seqlens, "max_seqlen_q": int(lengths.max())})
     module = attention.PackedAttention.__new__(attention.PackedAttention)
     torch.nn.Module.__init__(module)
     module.softmax_scale = None
-    packed = module(query, key, value, None, packed_seq_params=params).view(-1, H, D)
+    packed = module(query, key, value, None, packed_seq_params=pack(lengths)).view(-1, H, D)
 
     key_cache, value_cache, table = cached(key, value, cu_seqlens)
     for rows in ([0], [3, 4], [9], [5, 7, 12], list(range(len(lengths)))):

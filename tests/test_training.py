@@ -6,7 +6,16 @@ import functools
 import pytest
 import torch
 
-from tests.tiny_models import VOCAB, build, farthest, gather_parameters, join_actor, ragged_tokens, whole_tensor
+from tests.tiny_models import (
+    VOCAB,
+    build,
+    build_stages,
+    farthest,
+    gather_parameters,
+    join_actor,
+    ragged_tokens,
+    whole_tensor,
+)
 from tests.worlds import run_world
 
 LENGTHS = [7, 2, 11, 1, 4, 9]
@@ -45,18 +54,19 @@ def learner(flags, shape="llama", value_head=False):
     """(model, wrapper, optimizer, namespace, place); a value head's weights are drawn, for 0 would stop gradients."""
     from megarl.mcore import optimizer
 
-    model, args, place = build(flags, shape, value_head)
+    stages, args, place = build_stages(flags, shape, value_head)
+    (model,) = stages
     if value_head:
         with torch.no_grad():
             model.output_layer.weight.copy_(torch.linspace(-0.2, 0.3, 64))
-    wrapped = optimizer.wrap(model, args, place.collection)
+    wrapped = optimizer.wrap(stages, args, place.collection)
     return model, wrapped, optimizer.build_optimizer(wrapped, args, place.collection), args, place
 
 
 def accumulate(wrapped, adam, place, parts, value_head=False):
     from megarl.mcore import pipeline
 
-    wrapped.zero_grad_buffer()
+    wrapped[0].zero_grad_buffer()
     adam.zero_grad()
     forward, loss = forward_and_loss(value_head)
     return pipeline.run_microbatches(wrapped, microbatches_of(place, parts), forward, loss, place.collection, True)
@@ -147,7 +157,7 @@ def forward_only(rank):
     forward, loss = forward_and_loss(False)
     parts = microbatches_of(place, 3)
     with evaluating(model):
-        results = pipeline.run_microbatches(model, parts, forward, lambda out, part: (torch.zeros(()), out),
+        results = pipeline.run_microbatches([model], parts, forward, lambda out, part: (torch.zeros(()), out),
                                             place.collection, False)  # fmt: skip
         expected = [forward(model, part) for part in parts]
     assert all(torch.equal(r.logprobs, e.logprobs) for r, e in zip(results, expected, strict=True))

@@ -1,5 +1,6 @@
 """Tiny models for tests: Megatron namespaces of two shapes, and a model built inside a world of ranks."""
 
+import zlib
 from datetime import timedelta
 
 import torch
@@ -32,21 +33,31 @@ def join_actor(flags: str = "", shape: str = "llama"):
 
 def build(flags: str = "", shape: str = "llama", value_head: bool = False):
     """(model, namespace, place) of the actor, with biases drawn: Megatron starts them at 0, where nothing is seen."""
-    from megarl.mcore.model import build_model
-
-    args, place = join_actor(flags, shape)
-    model = build_model(args, VOCAB, place.collection, value_head)
-    draw_vectors(model, place.collection.tp)
+    stages, args, place = build_stages(flags, shape, value_head)
+    (model,) = stages
     return model, args, place
 
 
-def draw_vectors(model, group):
-    """Fills the transformer's biases and norm weights with numbers that are the same for every group size."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    for number, (name, parameter) in enumerate(model.named_parameters()):
+def build_stages(flags: str = "", shape: str = "llama", value_head: bool = False):
+    """(stages, namespace, place) of the actor, as `build`, for any number of pipeline stages on a rank."""
+    from megarl.mcore.model import build_model
+
+    args, place = join_actor(flags, shape)
+    stages = build_model(args, VOCAB, place.collection, value_head)
+    for chunk in stages:
+        draw_vectors(chunk, place.collection)
+    return stages, args, place
+
+
+def draw_vectors(chunk, collection):
+    """Fills the transformer's biases and norm weights with numbers that are the same in every layout."""
+    from megarl.mcore.initialization import global_name
+
+    rank, size = dist.get_rank(collection.tp), dist.get_world_size(collection.tp)
+    for name, parameter in chunk.named_parameters():
         if parameter.dim() == 1 and name.startswith("decoder."):
             is_split = getattr(parameter, "tensor_model_parallel", False)
-            generator = torch.Generator().manual_seed(number)
+            generator = torch.Generator().manual_seed(zlib.crc32(global_name(name, chunk, collection).encode()))
             whole = torch.randn(len(parameter) * (size if is_split else 1), generator=generator) * 0.2
             with torch.no_grad():
                 parameter.copy_(whole.chunk(size)[rank] if is_split else 1 + whole)

@@ -7,7 +7,6 @@ import torch.distributed as dist
 
 from megarl.checkpoint import folders
 from megarl.mcore import checkpoint
-from megarl.mcore.model import ValueHead
 from megarl.world import World
 
 
@@ -44,15 +43,10 @@ def load(folder: Path, world: World, roles: dict, flag: str = "--load") -> dict:
     return loaded
 
 
-def load_weights(folder: Path, model, collection, source: str = "actor"):
+def load_weights(folder: Path, stages, collection, source: str = "actor"):
     """Fills a model with the policy's weights in a checkpoint, whatever layout wrote it; a collective of its role.
 
     A scalar head, which the policy does not have, keeps its own weights. `source` is the role that was saved.
     """
-    weights = checkpoint.model_state(source, model, collection)
-    wanted = {key: value for key, value in weights.items() if not _is_value_head(key, model)}
-    model.load_state_dict(checkpoint.load_role(wanted, folder, collection), strict=False)
-
-
-def _is_value_head(key: str, model) -> bool:
-    return key.startswith("output_layer.") and isinstance(model.output_layer, ValueHead)
+    wanted = checkpoint.model_state(source, stages, collection, with_value_head=False)
+    checkpoint.load_weights(stages, checkpoint.load_role(wanted, folder, collection), strict=False)

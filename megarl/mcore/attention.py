@@ -11,17 +11,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-
-# What makes a token's numbers independent of what it is batched with, so that rollout and training agree to the last
-# bit on a CPU: matrix products of fewer rows take another BLAS kernel, and a softmax row that does not fill whole
-# vectors is summed in another order. Rows and keys beyond the real ones are zeros that nobody reads.
-LEAST_ROWS = 4
-VECTOR = 16
-
-
-def key_width(longest: int, device: torch.device) -> int:
-    """Keys of a padded attention row for sequences of at most `longest` tokens."""
-    return -(-longest // VECTOR) * VECTOR if device.type == "cpu" else longest
+from megarl.mcore.context_parallel import gather_for_attention
+from megarl.mcore.packing import LEAST_ROWS, Pieces, key_width
 
 
 def token_grid(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
@@ -38,11 +29,13 @@ def pad_tokens(packed: Tensor, rows: Tensor, columns: Tensor, count: int, width:
     return padded.transpose(1, 2)
 
 
-class PackedAttention(MegatronModule):
-    """Causal attention over packed sequences [T, H, D] with grouped queries, inside attention only padded to [N, L].
+def _take(tokens: Tensor, places: Tensor) -> Tensor:
+    """[T, heads, D] and places [n, L] -> [n, heads, L, D]."""
+    return tokens.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
 
-    Padding stands behind the last token, so causality alone hides it: no mask, one kernel for all sequences.
-    """
+
+class PackedAttention(MegatronModule):
+    """Causal attention over packed sequences [T, H, D] with grouped queries, in any cut over context-parallel ranks."""
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, pg_collection, softmax_scale=None, **_):
         super().__init__(config=config)
@@ -50,13 +43,22 @@ class PackedAttention(MegatronModule):
         self.tp_group = pg_collection.tp  # else a checkpoint asks Megatron's process-wide state for it
 
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, packed_seq_params=None, **_):
-        """query [T, H, D], key and value [T, G, D] -> [T, H·D]; `packed_seq_params` carries cu_seqlens [N+1]."""
-        cu_seqlens = packed_seq_params.cu_seqlens_q.long()
-        rows, columns = token_grid(cu_seqlens, query.shape[0])
-        shape = (len(cu_seqlens) - 1, key_width(packed_seq_params.max_seqlen_q, query.device))
-        query, key, value = (pad_tokens(x, rows, columns, *shape) for x in (query, key, value))
-        out = sdpa(query, key, value, is_causal=True, scale=self.softmax_scale, enable_gqa=True)
-        return out.transpose(1, 2)[rows, columns].flatten(1)
+        """query [T, H, D], key and value [T, G, D] of this rank -> [T, H·D]; `packed_seq_params` is a `Packing`."""
+        packing = packed_seq_params
+        if packing.order is not None:
+            both = gather_for_attention(torch.cat([key, value], dim=1), packing.order, packing.cp_group)
+            key, value = both.chunk(2, dim=1)
+        results = [self._attend(query, key, value, pieces) for pieces in packing.pieces]
+        return torch.cat(results)[packing.restore]
+
+    def _attend(self, query, key, value, pieces: Pieces):
+        """Results of a class of pieces [m, H·D], its real queries behind each other."""
+        query = _take(query, pieces.queries)
+        key, value = _take(key, pieces.keys), _take(value, pieces.keys)
+        out = sdpa(
+            query, key, value, pieces.mask, is_causal=pieces.mask is None, scale=self.softmax_scale, enable_gqa=True
+        )
+        return out.transpose(1, 2).flatten(0, 1)[pieces.real].flatten(1)
 
 
 def paged_attention(query, key_cache, value_cache, cu_query, lengths, blocks, widest_query, longest_key, scale=None):

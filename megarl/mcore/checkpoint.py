@@ -17,6 +17,8 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint import FileSystemReader
 
+from megarl.mcore.layers import ValueHead
+
 
 def _metadata(collection) -> dict:
     return {"distrib_optim_sharding_type": "fully_reshardable", "dp_cp_group": collection.dp_cp}
@@ -48,18 +50,23 @@ def _object(key: str, data, rank_in_role: int) -> ShardedObject:
     return ShardedObject(key, data, global_shape=(1,), global_offset=(0,), replica_id=rank_in_role)
 
 
-def role_state(role: str, model, optimizer, plain: dict, collection, ranks: range, loading: bool = False) -> dict:
+def _weights(stages, collection) -> dict:
+    """Sharded state of each chunk; its keys number layers over the whole model."""
+    return {f"chunk{i}": chunk.sharded_state_dict(metadata=_metadata(collection)) for i, chunk in enumerate(stages)}
+
+
+def role_state(role: str, stages, optimizer, plain: dict, collection, ranks: range, loading: bool = False) -> dict:
     """What a checkpoint holds of one role on this rank, ready for `save` or `load`.
 
     Args:
         role: prefix of its keys.
-        model: the bare model.
+        stages: the model's bare chunks.
         optimizer: Megatron's optimizer, or None for the model alone.
         plain: picklable state: scheduler, counters.
         loading: whether optimizer states must be created first, to be filled.
     """
     rank = dist.get_rank() - ranks.start
-    weights = model.sharded_state_dict(metadata=_metadata(collection))
+    weights = _weights(stages, collection)
     state = {"model": weights, "plain": _object("plain", plain, rank)}
     if optimizer is not None:
         whole = optimizer.sharded_state_dict(weights, is_loading=loading, metadata=_metadata(collection))
@@ -68,9 +75,20 @@ def role_state(role: str, model, optimizer, plain: dict, collection, ranks: rang
     return _prefixed(state, role)
 
 
-def model_state(role: str, model, collection) -> dict:
+def model_state(role: str, stages, collection, with_value_head: bool = True) -> dict:
     """The weights of one role alone, under the keys of `role` in the checkpoint."""
-    return _prefixed(model.sharded_state_dict(metadata=_metadata(collection)), role)
+    weights = _weights(stages, collection)
+    for chunk, state in zip(stages, weights.values(), strict=True):
+        if not with_value_head and isinstance(getattr(chunk, "output_layer", None), ValueHead):
+            for key in [key for key in state if key.startswith("output_layer.")]:
+                del state[key]
+    return _prefixed(weights, role)
+
+
+def load_weights(stages, state: dict, strict: bool = True):
+    """Puts a role's loaded weights into its chunks; not strict: what the state lacks stays as it is."""
+    for i, chunk in enumerate(stages):
+        chunk.load_state_dict(state[f"chunk{i}"], strict=strict)
 
 
 def rank_state() -> dict:

@@ -147,6 +147,11 @@ def _tensor_to(original):
     return wrapped
 
 
+def _as_numpy(tensor, as_numpy: bool = False, **_):
+    """What a copy from the device would give: a tensor, or its numpy array."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
 def _eager(function=None, **_):
     """`torch.compile` leaves functions as they are: on a CPU it would start a C++ compiler for every tiny fusion."""
     return function if function is not None else lambda f: f
@@ -203,10 +208,13 @@ def _patch_megatron():
     import megatron.core.inference.contexts.dynamic_context as dynamic_context
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.attention as attention
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
     attention.is_fa_min_version = lambda *_: True  # the check only guards the kernel that mcore/attention.py replaces
     dynamic_context.triton_append_key_value_cache = None
     communication._is_cuda = _nothing()
+    # "On the CPU already" leaves split sizes as tensors, which all_to_all_single does not take.
+    token_dispatcher.maybe_move_tensor_to_cpu = _as_numpy
     # Both go through CUDA's lazy calls, which a machine without CUDA never executes.
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)

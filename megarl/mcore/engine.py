@@ -20,7 +20,7 @@ from megatron.core.inference.utils import InferenceMode
 from torch import Tensor
 
 from megarl.mcore import device
-from megarl.mcore.attention import LEAST_ROWS
+from megarl.mcore.packing import LEAST_ROWS
 from megarl.mcore.tensor_parallel import gathered_logprobs, mask_padding
 from megarl.rollout.random import uniforms
 from megarl.rollout.sampling import SamplingSettings, draw

@@ -1,4 +1,9 @@
-"""Models of a role: Megatron's GPTModel with megarl's layer spec, as a language model or with a scalar head."""
+"""Models of a role: Megatron's GPTModel with megarl's layers, as a language model or with a scalar head.
+
+A role's model on one rank is its `Stages`: one chunk, or several with virtual pipeline stages. The forward functions
+take one chunk and a lane's packed micro-batch; context and sequence parallelism cut it, and put results together
+again, here and nowhere above.
+"""
 
 import contextlib
 from typing import NamedTuple
@@ -8,60 +13,48 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.inference.utils import InferenceMode
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
 from megarl.mcore import device
-from megarl.mcore.attention import PackedAttention, PagedSelfAttention, token_grid
+from megarl.mcore.context_parallel import gather_result
 from megarl.mcore.flags import transformer_config
-from megarl.mcore.norm import Norm
-from megarl.mcore.tensor_parallel import head_logprob_entropy
+from megarl.mcore.initialization import initialize
+from megarl.mcore.layers import ValueHead, block_spec, moe_layers
+from megarl.mcore.packing import Packing, pack
+from megarl.mcore.tensor_parallel import head_scores
 
 
 class TokenScores(NamedTuple):
-    """What a language model says of packed tokens; both [T] fp32, 0 at each sequence's first token."""
+    """What a language model says of packed tokens; all [T] fp32, 0 at each sequence's first token."""
 
     logprobs: Tensor
     entropy: Tensor
+    square_sum: Tensor  # Σπ² over the vocabulary
 
 
-class ValueHead(torch.nn.Linear):
-    """Hidden state -> one value, in fp32, 0 at the start; the same weights on every tensor-parallel rank.
+class Stage(GPTModel):
+    """Megatron's model whose rotary embeddings come by each token's position: a packed stream may be cut anywhere."""
 
-    It stands in the place of the vocabulary's output layer and is saved under that name.
-    """
+    def _preprocess(self, *args, packed_seq_params=None, **kwargs):
+        found = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if packed_seq_params is None or found[1] is None:
+            return found
+        # [longest, 1, 1, D] by position -> [T, 1, D] by token, the shape that queries [T, H, D] are multiplied with.
+        return (found[0], found[1][packed_seq_params.positions, 0], *found[2:])
 
-    def __init__(self, config, group):
-        super().__init__(config.hidden_size, 1, dtype=torch.float32, device=device.device())
-        self.group = group
-        torch.nn.init.zeros_(self.weight)
-        torch.nn.init.zeros_(self.bias)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[T, H] -> [T]."""
-        return super().forward(hidden.float()).squeeze(-1)
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
-        """Replicated over tensor-parallel ranks."""
-        state, lanes = self.state_dict(prefix="", keep_vars=True), metadata["dp_cp_group"]
-        return make_sharded_tensors_for_checkpoint(
-            state, prefix, {}, sharded_offsets, tp_group=self.group, dp_cp_group=lanes
-        )
+    def tie_embeddings_and_output_weights_state_dict(self, state, output_key, embedding_key, metadata):
+        """A later stage's copy of the embedding in a checkpoint; Megatron's asks its process-wide groups for a rank."""
+        if self.post_process and not self.pre_process:
+            lanes, weight = metadata["dp_cp_group"], self.shared_embedding_or_output_weight()
+            state[output_key] = make_tp_sharded_tensor_for_checkpoint(
+                weight, embedding_key, replica_id=(1, 0, dist.get_rank(lanes)), allow_shape_mismatch=True,
+                tp_group=self.tp_group, dp_cp_group=lanes,
+            )  # fmt: skip
 
 
-def layer_spec(args):
-    """Megatron's local layer with norms that carry sequence parallelism and attention for packed and paged tokens."""
-    spec = get_gpt_layer_local_spec(normalization=args.normalization, qk_layernorm=args.qk_layernorm)
-    layer, attention = spec.submodules, spec.submodules.self_attention
-    attention.module = PagedSelfAttention
-    attention.submodules.core_attention = PackedAttention
-    layer.input_layernorm = layer.pre_mlp_layernorm = Norm
-    if args.qk_layernorm:
-        attention.submodules.q_layernorm = attention.submodules.k_layernorm = Norm
-    return spec
+class Stages(torch.nn.ModuleList):
+    """The chunks of a model that this rank holds, in the order in which a micro-batch passes them."""
 
 
 def padded_vocab_size(args, vocab_size: int) -> int:
@@ -70,17 +63,21 @@ def padded_vocab_size(args, vocab_size: int) -> int:
     return -(-vocab_size // divisor) * divisor
 
 
-def seed_everything(seed: int, collection):
-    """Seeds weights: with CPU initialization every rank draws the same full matrices and keeps its slice."""
+def _seed_everything(seed: int, collection):
+    """Seeds what Megatron draws by itself; weights have their own generators (`initialization`)."""
     torch.manual_seed(seed)
-    ranks = {"tp_rank": dist.get_rank(collection.tp), "ep_rank": 0, "etp_rank": dist.get_rank(collection.tp)}
+    ranks = {
+        "tp_rank": dist.get_rank(collection.tp),
+        "ep_rank": dist.get_rank(collection.ep),
+        "etp_rank": dist.get_rank(collection.expt_tp),
+    }
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True, **ranks)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # sequence parallelism's scratch memory, process-wide by design
         parallel_state._set_global_memory_buffer()
 
 
-def build_model(args, vocab_size: int, collection, value_head: bool = False) -> GPTModel:
-    """A GPTModel on the role's groups, its weights drawn from `--seed` alone; on this rank's device.
+def build_model(args, vocab_size: int, collection, value_head: bool = False) -> Stages:
+    """This rank's part of a model, its weights drawn from `--seed` alone; on this rank's device.
 
     Args:
         args: the role's Megatron namespace.
@@ -89,15 +86,25 @@ def build_model(args, vocab_size: int, collection, value_head: bool = False) -> 
         value_head: put a scalar head in the place of the vocabulary's.
     """
     config = transformer_config(args)
-    config.perform_initialization = True
-    seed_everything(args.seed, collection)
-    spec = layer_spec(args)
-    block = TransformerBlockSubmodules(layer_specs=[spec] * config.num_layers, layer_norm=Norm)
-    model = GPTModel(
+    config.perform_initialization = False
+    config.variable_seq_lengths = True  # of the tensors between pipeline stages: micro-batches are packed
+    _seed_everything(args.seed, collection)
+    virtual = args.virtual_pipeline_model_parallel_size
+    stages = range(virtual) if virtual else [None]
+    return Stages(_build_chunk(args, config, vocab_size, collection, value_head, stage) for stage in stages)
+
+
+def _build_chunk(args, config, vocab_size: int, collection, value_head: bool, virtual_stage: int | None) -> Stage:
+    first = dist.get_rank(collection.pp) == 0 and not virtual_stage
+    last = dist.get_rank(collection.pp) == dist.get_world_size(collection.pp) - 1
+    last = last and virtual_stage in (None, (args.virtual_pipeline_model_parallel_size or 1) - 1)
+    chunk = Stage(
         config=config,
-        transformer_layer_spec=block,
+        transformer_layer_spec=block_spec(args, config, collection, virtual_stage),
         vocab_size=padded_vocab_size(args, vocab_size),
         max_sequence_length=args.max_position_embeddings,
+        pre_process=first,
+        post_process=last,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights and not value_head,
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,
@@ -106,38 +113,29 @@ def build_model(args, vocab_size: int, collection, value_head: bool = False) -> 
         rope_scaling_factor=args.rope_scaling_factor,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
         pg_collection=collection,
+        vp_stage=virtual_stage,
     )
-    if value_head:
-        model.output_layer = ValueHead(config, collection.tp)
-    return model.to(device=device.device())
+    if value_head and last:
+        chunk.output_layer = ValueHead(config, collection.tp)
+    chunk.to(device=device.device())
+    initialize(chunk, args.seed, collection)
+    return chunk
 
 
 def weight_shapes(role: str, args, vocab_size: int) -> dict[str, tuple[int, ...]]:
     """Global shapes by which a checkpoint's policy is told from another: what the role's flags describe."""
-    hidden, layers = args.hidden_size, args.num_layers
-    return {
-        f"{role}.embedding.word_embeddings.weight": (padded_vocab_size(args, vocab_size), hidden),
-        f"{role}.decoder.layers.self_attention.linear_proj.weight": (
-            layers, hidden, args.num_attention_heads * args.kv_channels,
-        ),
-        f"{role}.decoder.layers.mlp.linear_fc2.weight": (layers, hidden, args.ffn_hidden_size),
-    }  # fmt: skip
+    hidden, layers, attended = args.hidden_size, args.num_layers, args.num_attention_heads * args.kv_channels
+    shapes = {f"{role}.embedding.word_embeddings.weight": (padded_vocab_size(args, vocab_size), hidden)}
+    if len(set(moe_layers(args))) > 1:  # layers that differ are saved one by one, others stacked
+        shapes[f"{role}.decoder.layers.{layers - 1}.self_attention.linear_proj.weight"] = (hidden, attended)
+        return shapes
+    shapes[f"{role}.decoder.layers.self_attention.linear_proj.weight"] = (layers, hidden, attended)
+    if not args.num_experts:
+        shapes[f"{role}.decoder.layers.mlp.linear_fc2.weight"] = (layers, hidden, args.ffn_hidden_size)
+    return shapes
 
 
-def packed_params(lengths: Tensor) -> PackedSeqParams:
-    """Megatron's description of packed sequences of these lengths [N]."""
-    cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
-    longest = int(lengths.max())
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
-
-
-def align_to_tokens(next_token_values: Tensor, lengths: Tensor) -> Tensor:
+def _align_to_tokens(next_token_values: Tensor, lengths: Tensor) -> Tensor:
     """[T] values that speak about the following token -> aligned to that token, 0 at each sequence's first token."""
     starts = lengths.cumsum(0) - lengths
     shifted = torch.cat([next_token_values.new_zeros(1), next_token_values[:-1]])
@@ -146,58 +144,77 @@ def align_to_tokens(next_token_values: Tensor, lengths: Tensor) -> Tensor:
     return shifted.masked_fill(first, 0.0)
 
 
-def _run(model, tokens: Tensor, lengths: Tensor, processor):
+def _whole(local: Tensor, packing: Packing, lengths: Tensor) -> Tensor:
+    """Results at this rank's tokens -> [T] of the lane's micro-batch, aligned to the token they speak about."""
+    if packing.order is not None:
+        local = gather_result(local, packing.cp_group)[packing.order]
+    return _align_to_tokens(local[: packing.tokens], lengths)
+
+
+def _run(chunk, tokens: Tensor, lengths: Tensor, processor):
+    """Hidden states [T', 1, H] of a chunk, or what `processor` makes of the last one's."""
     if InferenceMode.is_active():
         raise RuntimeError("a training forward while the rollout engine is active: suspend the engine first")
-    _, positions = token_grid(torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]), len(tokens))
-    return model(
-        tokens.unsqueeze(0),
-        positions.unsqueeze(0),
+    model = chunk.module if hasattr(chunk, "module") else chunk  # under gradient buffers or alone
+    groups, sequence_parallel = model.pg_collection, model.config.sequence_parallel
+    packing = pack(lengths, groups.cp, dist.get_world_size(groups.tp) if sequence_parallel else 1)
+    padded = torch.cat([tokens, tokens.new_zeros(packing.padding)])
+    following = torch.cat([padded[1:], padded[:1]])
+
+    def process(hidden_states, output_layer, output_weight, **_):
+        weight = output_layer.weight if output_weight is None else output_weight
+        return processor(hidden_states.squeeze(1), output_layer, weight, following[packing.places], packing, model)
+
+    return chunk(
+        padded[packing.places].unsqueeze(0),
+        packing.positions.unsqueeze(0),
         None,
-        packed_seq_params=packed_params(lengths),
-        output_processor=processor,
+        packed_seq_params=packing,
+        output_processor=process,
     )
 
 
-def token_scores(model, tokens: Tensor, lengths: Tensor, temperature: float, vocab_size: int) -> TokenScores:
-    """Log-probabilities and entropies of packed tokens under a language model (or a DDP wrapper of one).
+def token_scores(chunk, tokens: Tensor, lengths: Tensor, temperature: float, vocab_size: int):
+    """Log-probabilities, entropies and Σπ² of packed tokens under a language model.
 
     Args:
+        chunk: one of a model's `Stages`, or its gradient-buffer wrapper.
         tokens: [T] int64, sequences behind each other.
         lengths: [N] int64, each at least 1.
         temperature: of the softmax, as in the rollout.
         vocab_size: the tokenizer's vocabulary.
+
+    Returns:
+        TokenScores from a model's last chunk, hidden states for the next stage from others.
     """
-    targets = torch.cat([tokens[1:], tokens[:1]])
 
-    def processor(hidden_states, output_layer, output_weight, scale_logits, **_):
-        def head(hidden):
-            logits, _ = output_layer(hidden.unsqueeze(1), weight=output_weight)
-            return scale_logits(logits).squeeze(1)
+    def processor(hidden, output_layer, weight, targets, packing, model):
+        group, sequence_parallel = output_layer.tp_group, model.config.sequence_parallel
+        scores = head_scores(hidden, weight, targets, temperature, vocab_size, group, sequence_parallel)
+        return TokenScores(*(_whole(score, packing, lengths) for score in scores))
 
-        group = output_layer.tp_group
-        return head_logprob_entropy(hidden_states.squeeze(1), head, targets, temperature, vocab_size, group)
-
-    logprobs, entropy = _run(model, tokens, lengths, processor)
-    return TokenScores(align_to_tokens(logprobs, lengths), align_to_tokens(entropy, lengths))
+    return _run(chunk, tokens, lengths, processor)
 
 
-def token_values(model, tokens: Tensor, lengths: Tensor) -> Tensor:
-    """[T] values of the states before each token, from a model with a scalar head; 0 at first tokens."""
+def token_values(chunk, tokens: Tensor, lengths: Tensor) -> Tensor:
+    """[T] values of the states before each token, 0 at first tokens; hidden states from all but the last chunk."""
 
-    def processor(hidden_states, output_layer, **_):
-        return output_layer(hidden_states.squeeze(1))
+    def processor(hidden, output_layer, weight, targets, packing, model):
+        values = output_layer(hidden)
+        if model.config.sequence_parallel:
+            values = gather_result(values, output_layer.group)
+        return _whole(values, packing, lengths)
 
-    return align_to_tokens(_run(model, tokens, lengths, processor), lengths)
+    return _run(chunk, tokens, lengths, processor)
 
 
 @contextlib.contextmanager
-def evaluating(model):
+def evaluating(stages):
     """The model in eval mode without gradients, back in training mode behind it."""
-    was_training = model.training
-    model.eval()
+    was_training = stages.training
+    stages.eval()
     try:
         with torch.no_grad():
-            yield model
+            yield stages
     finally:
-        model.train(was_training)
+        stages.train(was_training)

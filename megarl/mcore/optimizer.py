@@ -61,8 +61,8 @@ def _fields(config_class, args) -> dict:
     return {f.name: getattr(args, f.name) for f in dataclasses.fields(config_class) if hasattr(args, f.name)}
 
 
-def wrap(model, args, collection) -> DistributedDataParallel:
-    """The model with gradients in contiguous buffers, summed (not averaged) over data-parallel lanes."""
+def wrap(stages, args, collection) -> list[DistributedDataParallel]:
+    """Each chunk with its gradients in contiguous buffers, summed (not averaged) over data- and context-parallel ranks."""
     settings = _fields(DistributedDataParallelConfig, args)
     settings |= {
         "grad_reduce_in_fp32": args.accumulate_allreduce_grads_in_fp32,
@@ -71,25 +71,26 @@ def wrap(model, args, collection) -> DistributedDataParallel:
         "average_in_collective": False,
     }
     config = DistributedDataParallelConfig(**settings)
-    wrapped = DistributedDataParallel(model.config, config, model, pg_collection=collection)
+    wrapped = [DistributedDataParallel(chunk.config, config, chunk, pg_collection=collection) for chunk in stages]
 
     def finalize(models, num_tokens=None, **_):
         # Losses are already local sums over global counts, so no division by tokens follows the reduction.
         finalize_model_grads(models, None, pg_collection=collection)
 
-    model.config.finalize_model_grads_func = finalize
-    model.config.no_sync_func = wrapped.no_sync
+    shared = wrapped[0].config  # all chunks have one config
+    shared.finalize_model_grads_func = finalize
+    shared.no_sync_func = [w.no_sync for w in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     return wrapped
 
 
-def build_optimizer(wrapped: DistributedDataParallel, args, collection):
-    """Megatron's optimizer over the wrapped model's parameters."""
+def build_optimizer(wrapped: list[DistributedDataParallel], args, collection):
+    """Megatron's optimizer over the wrapped chunks' parameters."""
     config = OptimizerConfig(**_fields(OptimizerConfig, args))
     with world_is(collection.intra_dist_opt):
-        optimizer = get_megatron_optimizer(config, [wrapped], use_gloo_process_groups=False, pg_collection=collection)
+        optimizer = get_megatron_optimizer(config, wrapped, use_gloo_process_groups=False, pg_collection=collection)
     for part in optimizer.chained_optimizers:
         part.init_state_fn(part.optimizer, part.config)  # moments exist before the first update: a save may come first
-    wrapped.module.config.grad_scale_func = optimizer.scale_loss
+    wrapped[0].config.grad_scale_func = optimizer.scale_loss
     return optimizer
 
 

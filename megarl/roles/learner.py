@@ -16,6 +16,16 @@ def updates_per_step(settings: Settings) -> int:
     return settings.ppo_epochs * -(-sequences // (settings.minibatch_size or sequences))
 
 
+def evaluate(stages, parts: list[tuple[Batch, torch.Tensor]], forward, collection) -> list:
+    """`forward(chunk, micro-batch)` of each micro-batch without gradients: [(result, places)] on every rank."""
+    with model.evaluating(stages):
+        results = pipeline.run_microbatches(
+            stages, parts, lambda chunk, part: forward(chunk, part[0]),
+            lambda out, part: (torch.zeros(()), out), collection, train=False,
+        )  # fmt: skip
+    return [(result, places) for result, (_, places) in zip(results, parts, strict=True)]
+
+
 class Learner:
     """A role's model on this rank. Nothing of it exists on ranks outside the role."""
 
@@ -34,28 +44,24 @@ class Learner:
         self.scheduler = optimizer.build_scheduler(self.optimizer, role.megatron, updates)
 
     def evaluate(self, parts: list[tuple[Batch, torch.Tensor]], forward) -> list:
-        """`forward(model, micro-batch)` of each micro-batch without gradients: [(result, places)]."""
-        with model.evaluating(self.model):
-            results = pipeline.run_microbatches(
-                self.model, parts, lambda m, part: forward(m, part[0]),
-                lambda out, part: (torch.zeros(()), (out, part[1])), self.place.collection, train=False,
-            )  # fmt: skip
-        return results
+        """`forward(chunk, micro-batch)` of each micro-batch without gradients: [(result, places)]."""
+        return evaluate(self.model, parts, forward, self.place.collection)
 
     def update(self, parts: list[tuple[Batch, torch.Tensor]], forward, loss) -> tuple[list, bool, float]:
         """One optimizer update over the micro-batches of a mini-batch.
 
         Args:
-            forward: (model, micro-batch) -> output.
+            forward: (chunk, micro-batch) -> output.
             loss: (output, micro-batch) -> (local sum over global count, result).
 
         Returns:
             Results of the micro-batches, whether the update was applied, the gradient norm.
         """
-        self.wrapped.zero_grad_buffer()
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         results = pipeline.run_microbatches(
-            self.wrapped, parts, lambda m, part: forward(m, part[0]),
+            self.wrapped, parts, lambda chunk, part: forward(chunk, part[0]),
             lambda out, part: loss(out, part[0]), self.place.collection, train=True,
         )  # fmt: skip
         applied, norm = optimizer.update(self.optimizer)
@@ -67,9 +73,9 @@ class Learner:
         """The rate of the next update."""
         return self.optimizer.param_groups[0]["lr"]
 
-    def microbatches(self, batch: Batch, places: torch.Tensor, cap: int) -> list[tuple[Batch, torch.Tensor]]:
+    def microbatches(self, batch: Batch, places: torch.Tensor) -> list[tuple[Batch, torch.Tensor]]:
         """This lane's micro-batches of the sequences at `places`, as many as on every other lane."""
-        return mb.microbatches(batch, places, cap, self.place.collection.dp)
+        return mb.of_role(batch, places, self.role, self.place)
 
     def state(self, extra: dict, loading: bool = False) -> dict:
         """What a checkpoint holds of this role; `extra` is picklable state of the caller."""
@@ -80,7 +86,7 @@ class Learner:
 
     def restore(self, loaded: dict) -> dict:
         """Takes up what `state(..., loading=True)` was filled with; returns the caller's part."""
-        self.model.load_state_dict(loaded["model"])
+        checkpoint.load_weights(self.model, loaded["model"])
         self.optimizer.load_state_dict(checkpoint.optimizer_state(loaded))
         try:
             self.scheduler.load_state_dict(loaded["plain"].pop("scheduler"))

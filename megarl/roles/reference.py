@@ -7,6 +7,7 @@ from megarl.mcore import checkpoint, model
 from megarl.observe.timers import Timers
 from megarl.roles import microbatches as mb
 from megarl.roles.flow import Flow
+from megarl.roles.learner import evaluate
 from megarl.world import Place
 
 
@@ -16,7 +17,7 @@ class Reference:
     name = "reference"
 
     def __init__(self, settings: Settings, role: RoleSettings, place: Place, vocab_size: int, timers: Timers):
-        self.ranks = role.ranks
+        self.role = role
         self.settings, self.place, self.timers, self.vocab_size = settings, place, timers, vocab_size
         self.model = None
         if place.is_member:
@@ -26,20 +27,19 @@ class Reference:
         """Fills `reference_logprobs`, at the temperature of the rollout."""
         if not self.place.is_member:
             return
-        with self.timers.phase(self.name, "logprobs"), model.evaluating(self.model):
-            batch, cap = flow[self.name], self.settings.max_tokens_per_microbatch
-            pieces = []
-            for part, places in mb.microbatches(batch, torch.arange(len(batch)), cap, self.place.collection.dp):
-                scores = model.token_scores(
-                    self.model, part.tokens, part.lengths, self.settings.temperature, self.vocab_size
-                )
-                pieces.append((scores.logprobs, places))
-            mb.write_back(batch, "reference_logprobs", pieces)
+        with self.timers.phase(self.name, "logprobs"):
+            batch = flow[self.name]
+            parts = mb.of_role(batch, torch.arange(len(batch)), self.role, self.place)
+            results = evaluate(self.model, parts, self._forward, self.place.collection)
+            mb.write_back(batch, "reference_logprobs", [(scores.logprobs, places) for scores, places in results])
+
+    def _forward(self, chunk, part) -> model.TokenScores:
+        return model.token_scores(chunk, part.tokens, part.lengths, self.settings.temperature, self.vocab_size)
 
     def state(self) -> dict:
         """What a checkpoint holds of this role: the run goes on against the policy it started from."""
-        return checkpoint.role_state(self.name, self.model, None, {}, self.place.collection, self.ranks)
+        return checkpoint.role_state(self.name, self.model, None, {}, self.place.collection, self.role.ranks)
 
     def restore(self, loaded: dict):
         """Takes up what `state()` was filled with."""
-        self.model.load_state_dict(loaded["model"])
+        checkpoint.load_weights(self.model, loaded["model"])

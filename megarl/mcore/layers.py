@@ -1,0 +1,76 @@
+"""What a model is made of: Megatron's local layers with megarl's attention and norms, dense or MoE; the scalar head."""
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from megarl.mcore import device
+from megarl.mcore.attention import PackedAttention, PagedSelfAttention
+from megarl.mcore.norm import Norm
+
+
+class ValueHead(torch.nn.Linear):
+    """Hidden state -> one value, in fp32, 0 at the start; the same weights on every tensor-parallel rank.
+
+    It stands in the place of the vocabulary's output layer and is saved under that name.
+    """
+
+    def __init__(self, config, group):
+        super().__init__(config.hidden_size, 1, dtype=torch.float32, device=device.device())
+        self.group = group
+        for parameter in self.parameters():
+            torch.nn.init.zeros_(parameter)
+            parameter.sequence_parallel = config.sequence_parallel  # each rank sees its tokens: gradients are summed
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[T, H] -> [T]."""
+        return super().forward(hidden.float()).squeeze(-1)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
+        """Replicated over tensor-parallel ranks."""
+        state, lanes = self.state_dict(prefix="", keep_vars=True), metadata["dp_cp_group"]
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, {}, sharded_offsets, tp_group=self.group, dp_cp_group=lanes
+        )
+
+
+def layer_spec(args, is_moe: bool = False) -> ModuleSpec:
+    """One of Megatron's local layers with norms for sequence parallelism and attention for packed and paged tokens."""
+    spec = get_gpt_layer_local_spec(
+        num_experts=args.num_experts if is_moe else None,
+        moe_grouped_gemm=args.moe_grouped_gemm,
+        normalization=args.normalization,
+        qk_layernorm=args.qk_layernorm,
+    )
+    layer, attention = spec.submodules, spec.submodules.self_attention
+    attention.module = PagedSelfAttention
+    attention.submodules.core_attention = PackedAttention
+    layer.input_layernorm = layer.pre_mlp_layernorm = Norm
+    if args.qk_layernorm:
+        attention.submodules.q_layernorm = attention.submodules.k_layernorm = Norm
+    return spec
+
+
+def moe_layers(args) -> list[bool]:
+    """Whether each layer of the whole model is a mixture of experts: `--moe-layer-freq` is a period or a pattern."""
+    if not args.num_experts:
+        return [False] * args.num_layers
+    pattern = args.moe_layer_freq
+    if isinstance(pattern, int):
+        return [i % pattern == 0 for i in range(args.num_layers)]
+    return [bool(x) for x in pattern]
+
+
+def block_spec(args, config, collection, virtual_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of one chunk of this rank's pipeline stage."""
+    stage = dist.get_rank(collection.pp)
+    first = get_transformer_layer_offset(config, vp_stage=virtual_stage, pp_rank=stage)
+    count = get_num_layers_to_build(config, vp_stage=virtual_stage, pp_rank=stage)
+    kinds = {is_moe: layer_spec(args, is_moe) for is_moe in set(moe_layers(args))}
+    layers = [kinds[is_moe] for is_moe in moe_layers(args)[first : first + count]]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)

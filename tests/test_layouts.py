@@ -1,0 +1,164 @@
+"""One PPO update of actor and critic in every parallel layout: the losses, norms and weights of a single rank."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+from tests.tiny_models import VOCAB, build_stages, join_actor, parse_roles, ragged_tokens
+from tests.worlds import run_world
+
+LENGTHS = [1, 2, 3, 5, 17, 11, 1, 4, 9, 16, 8]
+DENSE = "--num-layers 4 --adam-eps 1 --lr 0.05 --weight-decay 0.1 --clip-grad 1"  # no division by tiny second moments
+MOE = f"{DENSE} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-layer-freq ([0]+[1]*3)"
+TP2, SP, PP2 = "--tensor-model-parallel-size 2", "--sequence-parallel", "--pipeline-model-parallel-size 2"
+CP2, EP2 = "--context-parallel-size 2", "--expert-model-parallel-size 2"
+VP2 = "--num-layers-per-virtual-pipeline-stage 1"
+LAYOUTS = {
+    "tp2": (2, DENSE, TP2),
+    "tp2-sp": (2, DENSE, f"{TP2} {SP}"),
+    "pp2": (2, DENSE, PP2),
+    "pp2-vp2": (2, DENSE, f"{PP2} {VP2}"),
+    "dp2": (2, DENSE, ""),
+    "dp4": (4, DENSE, ""),
+    "cp2": (2, DENSE, CP2),
+    "tp2-pp2": (4, DENSE, f"{TP2} {PP2}"),
+    "tp2-cp2": (4, DENSE, f"{TP2} {CP2}"),
+    "tp2-sp-cp2": (4, DENSE, f"{TP2} {SP} {CP2}"),
+    "pp2-cp2": (4, DENSE, f"{PP2} {CP2}"),
+    "dp2-distributed-optimizer": (2, DENSE, "--use-distributed-optimizer"),
+    "ep2": (2, MOE, EP2),
+    "tp2-ep2-sp": (4, MOE, f"{TP2} {SP} {EP2}"),
+    "pp2-ep2": (4, MOE, f"{PP2} {EP2}"),
+}
+
+
+def batch_of(place):
+    """This lane's sequences (every lanes-th) with all that one PPO update of actor and critic needs."""
+    from megarl.batch import Batch
+
+    tokens, lengths = ragged_tokens(LENGTHS)
+    total, generator = len(tokens), torch.Generator().manual_seed(3)
+
+    def draw():
+        return torch.randn(total, generator=generator)
+
+    batch = Batch(
+        sequence_ids=torch.arange(len(lengths)),
+        lengths=lengths,
+        tokens=tokens,
+        response_mask=draw() > -0.5,
+        logprobs=-3 + 0.2 * draw(),
+        advantages=draw(),
+        values=0.3 * draw(),
+        returns=draw(),
+    )
+    firsts = lengths.cumsum(0) - lengths
+    batch.response_mask[firsts] = False
+    return batch.select(torch.arange(len(lengths))[place.lane :: len(place.lanes)])
+
+
+def parts_of(batch, count: int, multiple: int):
+    """The lane's sequences in `count` micro-batches, empty ones where they run out."""
+    from megarl.roles.microbatches import nothing
+
+    count = -(-count // multiple) * multiple
+    places = [torch.arange(len(batch))[i::count] for i in range(count)]
+    spare = nothing(batch.present(), batch.lengths.device)
+    return [(batch.select(p) if len(p) else spare, p) for p in places]
+
+
+def whole_weights(stages, collection) -> dict:
+    """Every tensor of the model by its name in a checkpoint, put together from all ranks' shards; equal everywhere."""
+    shards = []
+
+    def visit(item):
+        if isinstance(item, dict):
+            item = list(item.values())
+        if isinstance(item, list):
+            for part in item:
+                visit(part)
+        elif isinstance(item, ShardedTensorFactory):
+            visit(item.build())
+        elif isinstance(item, ShardedTensor):
+            offset = item.global_offset
+            shards.append((item.key, item.global_shape, offset, item.prepend_axis_num, item.data.detach().clone()))
+
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "dp_cp_group": collection.dp_cp}
+    for chunk in stages:
+        visit(chunk.sharded_state_dict(metadata=metadata))
+    everyone = [None] * dist.get_world_size(collection.intra_dist_opt)
+    dist.all_gather_object(everyone, shards, group=collection.intra_dist_opt)
+    found = {}
+    for key, shape, offset, prepended, data in (shard for part in everyone for shard in part):
+        whole = found.setdefault(key, torch.full(shape, float("nan")))
+        data = data[(None,) * prepended]
+        box = tuple(slice(start, start + size) for start, size in zip(offset, data.shape, strict=True))
+        whole[box] = data
+    assert found and all(not whole.isnan().any() for whole in found.values())
+    return found
+
+
+def update(rank, flags: str, parts: int, value_head: bool):
+    """(loss sums, gradient norm, whole weights) of one update, the same on every rank."""
+    from megarl.algorithms.aggregation import token_mean
+    from megarl.algorithms.policy_loss import ppo_clip
+    from megarl.algorithms.value_loss import clipped_value_loss
+    from megarl.mcore import model
+    from megarl.roles.learner import Learner
+
+    roles = parse_roles(flags, dist.get_world_size())
+    args, place = join_actor(flags)
+    learner = Learner(roles["actor"], place, VOCAB, 1, value_head)
+    with torch.no_grad():
+        for chunk in learner.model:
+            if value_head and chunk.post_process:  # a head of zeros would stop gradients
+                chunk.output_layer.weight.copy_(torch.linspace(-0.2, 0.3, 64))
+    before = whole_weights(learner.model, place.collection)
+    batch = batch_of(place)
+    count = place.sum_over_lanes(batch.response_mask.sum().double())
+
+    def forward(chunk, part):
+        if value_head:
+            return model.token_values(chunk, part.tokens, part.lengths)
+        return model.token_scores(chunk, part.tokens, part.lengths, 0.8, VOCAB)
+
+    def loss(out, part):
+        if value_head:
+            terms = clipped_value_loss(out, part.values, part.returns, 0.2).loss
+        else:
+            terms = ppo_clip(out.logprobs, part.logprobs, part.advantages, 0.2, 0.3).loss - 0.1 * out.entropy
+        value = token_mean(terms, part.response_mask, count)
+        return value, value.detach().double()
+
+    multiple = dist.get_world_size(place.collection.pp) if len(learner.model) > 1 else 1
+    parts = parts_of(batch, parts, multiple)
+    scores = [out for out, places in learner.evaluate(parts, forward) if len(places)]
+    losses, applied, norm = learner.update(parts, forward, loss)
+    assert applied and all(torch.equal(p.detach(), p.detach()) for p in learner.model.parameters())
+    total = place.sum_over_lanes(torch.stack(losses).sum())
+    flat = scores if value_head else [s.logprobs for s in scores]
+    checked = place.sum_over_lanes(sum(s.double().square().sum() for s in flat))
+    return float(total), norm, float(checked), before, whole_weights(learner.model, place.collection)
+
+
+@functools.cache
+def single(flags: str, value_head: bool):
+    return run_world(update, 1, flags, 1, value_head)[0]
+
+
+@pytest.mark.parametrize("value_head", [False, True], ids=["actor", "critic"])
+@pytest.mark.parametrize("parts", [1, 2, 5])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_update_does_not_depend_on_the_layout(layout, parts, value_head):
+    size, shape, flags = LAYOUTS[layout]
+    loss, norm, checked, before, after = single(shape, value_head)
+    for found in run_world(update, size, f"{shape} {flags}", parts, value_head):
+        assert found[3].keys() == before.keys()
+        assert all(torch.equal(found[3][key], weight) for key, weight in before.items())
+        assert found[2] == pytest.approx(checked, rel=1e-6)
+        assert found[0] == pytest.approx(loss, rel=1e-5)
+        assert found[1] == pytest.approx(norm, rel=1e-5)
+        assert max(float((found[4][key] - weight).abs().max()) for key, weight in after.items()) <= 1e-6
