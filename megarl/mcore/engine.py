@@ -9,6 +9,7 @@ import signal
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from megatron.core.inference.config import InferenceConfig
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
@@ -103,7 +104,7 @@ class RolloutEngine:
             buffer_gb: size of the KV cache on this rank, GiB.
             max_requests: most requests decoded together; at least `LEAST_ROWS`.
         """
-        tensor = torch.distributed.get_world_size(collection.tp)
+        tensor = dist.get_world_size(collection.tp)
         max_requests = max(max_requests, LEAST_ROWS)
         config = InferenceConfig(
             block_size_tokens=256 if device.has_cuda() else 16,
@@ -117,11 +118,13 @@ class RolloutEngine:
             use_cuda_graphs_for_non_decode_steps=False,
             offset_sampling_seed_by_dp_rank=False,
         )
-        self.model = model
+        self.model, self.experts = model, collection.ep
+        # Its other choice needs symmetric GPU memory; megarl's layers dispatch tokens as in training either way.
+        model.config.inference_moe_token_dispatcher_type = "nccl"
         self.context = Context(model.config, config)
         wrapper = GPTInferenceWrapper(model, self.context)
         self.sampling = KeyedSampling(vocab_size, tensor)
-        controller = TextGenerationController(wrapper, _NoTokenizer())
+        self.controller = controller = TextGenerationController(wrapper, _NoTokenizer())
         controller._sampling = self.sampling
         was_training = model.training
         wrapper.prep_model_for_inference()
@@ -151,10 +154,22 @@ class RolloutEngine:
         for number, request in enumerate(requests):
             self.engine.add_request(number, request.prompt, _params(request, end_token))
         done = [None] * len(requests)
-        while self.engine.has_unfinished_requests():
+        while self._any_lane_writes():
+            if not self.engine.has_unfinished_requests():
+                self.controller.dummy_forward()  # this rank's experts work for other lanes' tokens
+                continue
             for record in self.engine.step_modern()["finished_request_records"]:
                 done[record.request_id] = _completion(record.merge(), end_token)
         return done
+
+    def _any_lane_writes(self) -> bool:
+        """Whether a lane that shares experts with this one has requests left: all of them step until none has."""
+        mine = self.engine.has_unfinished_requests()
+        if dist.get_world_size(self.experts) == 1:
+            return mine
+        left = torch.tensor([mine], dtype=torch.int32, device=device.device())
+        dist.all_reduce(left, op=dist.ReduceOp.MAX, group=self.experts)
+        return bool(left)
 
 
 def _params(request: Request, end_token: int) -> SamplingParams:

@@ -117,6 +117,10 @@ def _build_chunk(args, config, vocab_size: int, collection, value_head: bool, vi
     )
     if value_head and last:
         chunk.output_layer = ValueHead(config, collection.tp)
+    if hasattr(chunk, "rotary_pos_emb"):
+        chunk.rotary_pos_emb.cp_group = None  # else it hands out the slice of a sequence cut by Megatron's rule
+    if first and args.position_embedding_type == "learned_absolute":
+        chunk.embedding.position_embeddings.to(config.params_dtype)  # Megatron makes it fp32, whatever the model is
     chunk.to(device=device.device())
     initialize(chunk, args.seed, collection)
     return chunk

@@ -41,6 +41,22 @@ ONLY = {
     "use_megatron_fsdp": (False, "sharded parameters are those of --use-torch-fsdp2"),
     "moe_aux_loss_coeff": (0.0, "auxiliary losses of routers are not supported yet"),
     "moe_z_loss_coeff": (None, "auxiliary losses of routers are not supported yet"),
+    "moe_router_load_balancing_type": (("aux_loss", "none"), "other balancing is not supported yet"),
+    "moe_router_enable_expert_bias": (False, "a learned bias of experts is not supported yet"),
+    "moe_router_force_load_balancing": (False, "it would route at random"),
+    "moe_router_force_biased": (None, "it would route at random"),
+    "moe_input_jitter_eps": (None, "noise would make log-probs of one text differ"),
+    "moe_expert_capacity_factor": (None, "tokens dropped depend on what is batched with them"),
+    "moe_enable_routing_replay": (False, "router replay is not supported yet"),
+    "moe_latent_size": (None, "latent experts are not supported yet"),
+    "attention_output_gate": (False, "gated attention is not supported yet"),
+    "experimental_attention_variant": (None, "other kinds of attention are not supported yet"),
+    "hybrid_context_parallel": (False, "the packed stream is cut evenly over context-parallel ranks"),
+    "hierarchical_context_parallel_sizes": (None, "the packed stream is cut evenly over context-parallel ranks"),
+    "qk_clip": (False, "clipping of attention logits is not supported yet"),
+    "use_mup": (False, "μP is not supported yet"),
+    "defer_embedding_wgrad_compute": (False, "it needs Megatron's own output layer and loss"),
+    "delay_wgrad_compute": (False, "it needs Transformer Engine"),
     "position_embedding_type": (("rope", "learned_absolute", "none"), "other position embeddings are not supported"),
     "optimizer": ("adam", "other optimizers are not supported yet"),
     "use_precision_aware_optimizer": (False, "it needs Transformer Engine"),
@@ -52,6 +68,13 @@ ONLY = {
     "layernorm_zero_centered_gamma": (False, "zero-centred norms are not supported yet"),
     "attention_backend": (AttnBackend.auto, "attention runs through PyTorch's SDPA"),
 }
+
+# Families of flags for parts that megarl's models, optimizer and engine do not have.
+FOREIGN = (
+    "dsa_", "linear_", "mamba_", "mtp_", "muon_", "lion_", "sgd_", "fp4_", "fp8_", "mup_", "tp_comm_", "inference_",
+    "megatron_fsdp_", "fsdp_", "moe_paged_", "moe_hybridep_", "moe_deepep_", "moe_ncclep_", "moe_flex_", "kitchen_",
+    "use_kitchen", "qk_clip_", "moe_router_quantile_", "optimizer_offload_", "cuda_graph_", "gtp_",
+)  # fmt: skip
 
 DEFAULTS = [
     "--micro-batch-size", "1", "--transformer-impl", "local", "--no-rope-fusion", "--no-persist-layer-norm",
@@ -68,4 +91,5 @@ def used() -> frozenset[str]:
     """Attributes that change what megarl does; a flag for any other is refused."""
     configs = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
     fields = {field.name for config in configs for field in dataclasses.fields(config)}
-    return frozenset(fields | READ_BY_MODEL | READ_BY_SCHEDULER | READ_BY_DDP | READ_BY_PROGRAM)
+    ours = {name for name in fields if name in ONLY or not name.startswith(FOREIGN)}
+    return frozenset(ours | READ_BY_MODEL | READ_BY_SCHEDULER | READ_BY_DDP | READ_BY_PROGRAM)

@@ -1,0 +1,94 @@
+"""Rollout in every layout writes the same text, greedy and sampled, with the log-probs of that layout's training."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.exactness import largest_gap_allowed
+from tests.test_engine import NEVER, make_requests, settings_of, texts
+from tests.tiny_models import VOCAB, build_stages
+from tests.worlds import run_world
+
+TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+EP2, MOE = "--expert-model-parallel-size 2", "--num-experts 4 --moe-router-topk 2 --moe-layer-freq ([0]+[1]*1)"
+LAYOUTS = {
+    "dp2": (2, ""),
+    "dp4": (4, ""),
+    "tp2": (2, TP2),
+    "pp2": (2, PP2),
+    "cp2": (2, "--context-parallel-size 2"),
+    "tp2-sp": (2, f"{TP2} --sequence-parallel"),
+    "tp2-pp2": (4, f"{TP2} {PP2}"),
+    "pp2-untied": (2, f"{PP2} --untie-embeddings-and-output-weights"),
+}
+MOE_LAYOUTS = {
+    "tp2-sp": (2, f"{TP2} --sequence-parallel"),
+    "pp2": (2, PP2),
+    "ep2": (2, EP2),
+    "tp2-ep2-sp": (4, f"{TP2} {EP2} --sequence-parallel"),
+    "ep2-pp2": (4, f"{EP2} {PP2}"),
+}
+
+
+def written(rank, flags: str, sampling: dict, end: int):
+    """(number, completion, gap to the training forward) of the requests that this rank's lane writes."""
+    from megarl.mcore import model
+    from megarl.mcore.engine import RolloutEngine
+    from megarl.roles.learner import evaluate
+    from tests.tiny_models import join_actor  # noqa: F401  its world is made by build_stages
+
+    stages, args, place = build_stages(flags)
+    lanes = len(place.lanes) * args.context_parallel_size  # context ranks hold the same weights: lanes of their own
+    lane = place.lane * args.context_parallel_size + dist.get_rank(place.collection.cp)
+    engine = RolloutEngine(stages[0], place.collection, VOCAB, 48, 0.005, 32)
+    numbers = list(range(20))[lane::lanes]
+    requests = [make_requests()[i] for i in numbers]
+    settings = settings_of(**sampling)
+    done = engine.generate(requests, end, settings)
+
+    everyone = [None] * args.context_parallel_size
+    dist.all_gather_object(everyone, list(zip(requests, done, strict=True)), group=place.collection.cp)
+    pairs = [pair for part in everyone for pair in part]
+    rows = [request.prompt + completion.tokens for request, completion in pairs]
+    parts = [((torch.tensor(sum(rows, [])), torch.tensor([len(row) for row in rows])), torch.arange(len(rows)))]
+    forward = lambda chunk, part: model.token_scores(chunk, *part, settings.temperature, VOCAB)  # noqa: E731
+    ((scores, _),) = evaluate(stages, parts, forward, place.collection)
+    recomputed = scores.logprobs.split([len(row) for row in rows])
+    gaps = [
+        (row[len(r.prompt) :] - torch.tensor(c.logprobs)).abs().max()
+        for row, (r, c) in zip(recomputed, pairs, strict=True)
+    ]
+    return dict(zip(numbers, done, strict=True)), float(torch.stack(gaps).max())
+
+
+@functools.cache
+def single(flags: str, sampling: tuple, end: int):
+    return run_world(written, 1, flags, dict(sampling), end)[0][0]
+
+
+def check(size: int, shape: str, flags: str, sampling: dict, end: int, allowed: float):
+    expected, found = single(shape, tuple(sampling.items()), end), {}
+    for completions, gap in run_world(written, size, f"{shape} {flags}", sampling, end):
+        assert gap <= allowed
+        for number, completion in completions.items():
+            assert texts([found.setdefault(number, completion)]) == texts([completion])  # ranks of a lane agree
+    assert found.keys() == expected.keys()
+    for number, completion in expected.items():
+        assert found[number].tokens == completion.tokens
+        assert found[number].logprobs == pytest.approx(completion.logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("sampling, end", [({"greedy": True}, NEVER), ({"temperature": 1.2}, 3)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_text_does_not_depend_on_the_layout(layout, sampling, end):
+    size, flags = LAYOUTS[layout]
+    untied = "--untie-embeddings-and-output-weights" if "untied" in layout else ""
+    check(size, untied, flags, sampling, end, largest_gap_allowed())
+
+
+@pytest.mark.parametrize("layout", MOE_LAYOUTS)
+def test_experts_write_the_same_text_in_every_layout(layout):
+    size, flags = MOE_LAYOUTS[layout]
+    check(size, MOE, flags, {"temperature": 1.2}, 3, 1e-5)
