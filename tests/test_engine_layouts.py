@@ -32,18 +32,17 @@ MOE_LAYOUTS = {
 }
 
 
-def written(rank, flags: str, sampling: dict, end: int):
+def written(rank, flags: str, sampling: dict, end: int, count: int = 20):
     """(number, completion, gap to the training forward) of the requests that this rank's lane writes."""
     from megarl.mcore import model
     from megarl.mcore.engine import RolloutEngine
     from megarl.roles.learner import evaluate
-    from tests.tiny_models import join_actor  # noqa: F401  its world is made by build_stages
 
     stages, args, place = build_stages(flags)
     lanes = len(place.lanes) * args.context_parallel_size  # context ranks hold the same weights: lanes of their own
     lane = place.lane * args.context_parallel_size + dist.get_rank(place.collection.cp)
     engine = RolloutEngine(stages[0], place.collection, VOCAB, 48, 0.005, 32)
-    numbers = list(range(20))[lane::lanes]
+    numbers = list(range(count))[lane::lanes]
     requests = [make_requests()[i] for i in numbers]
     settings = settings_of(**sampling)
     done = engine.generate(requests, end, settings)
@@ -80,7 +79,9 @@ def check(size: int, shape: str, flags: str, sampling: dict, end: int, allowed: 
         assert found[number].logprobs == pytest.approx(completion.logprobs, abs=1e-5)
 
 
-@pytest.mark.parametrize("sampling, end", [({"greedy": True}, NEVER), ({"temperature": 1.2}, 3)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling, end", [({"greedy": True}, NEVER), ({"temperature": 1.2}, 3)], ids=["greedy", "sampled"]
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_text_does_not_depend_on_the_layout(layout, sampling, end):
     size, flags = LAYOUTS[layout]
@@ -92,3 +93,11 @@ def test_the_text_does_not_depend_on_the_layout(layout, sampling, end):
 def test_experts_write_the_same_text_in_every_layout(layout):
     size, flags = MOE_LAYOUTS[layout]
     check(size, MOE, flags, {"temperature": 1.2}, 3, 1e-5)
+
+
+def test_stages_agree_on_few_requests():
+    """Fewer requests than the rows that a matrix product is given at least."""
+    expected = single("", (("greedy", True),), NEVER)
+    for completions, gap in run_world(written, 2, PP2, {"greedy": True}, NEVER, 3):
+        assert gap <= largest_gap_allowed()
+        assert {n: c.tokens for n, c in completions.items()} == {n: expected[n].tokens for n in range(3)}

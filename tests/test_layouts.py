@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch.distributed.tensor import distribute_tensor
 
 from tests.tiny_models import VOCAB, build_stages, join_actor, parse_roles, ragged_tokens
 from tests.worlds import run_world
@@ -30,6 +31,8 @@ LAYOUTS = {
     "tp2-sp-cp2": (4, DENSE, f"{TP2} {SP} {CP2}"),
     "pp2-cp2": (4, DENSE, f"{PP2} {CP2}"),
     "dp2-distributed-optimizer": (2, DENSE, "--use-distributed-optimizer"),
+    "sharded-dp2": (2, DENSE, "--use-torch-fsdp2"),
+    "tp2-sp-sharded-dp2": (4, DENSE, f"{TP2} {SP} --use-torch-fsdp2"),
     "ep2": (2, MOE, EP2),
     "tp2-ep2-sp": (4, MOE, f"{TP2} {SP} {EP2}"),
     "pp2-ep2": (4, MOE, f"{PP2} {EP2}"),
@@ -73,6 +76,8 @@ def parts_of(batch, count: int, multiple: int):
 
 def whole_weights(stages, collection) -> dict:
     """Every tensor of the model by its name in a checkpoint, put together from all ranks' shards; equal everywhere."""
+    from megarl.mcore.sharded import own_rows
+
     shards = []
 
     def visit(item):
@@ -83,13 +88,13 @@ def whole_weights(stages, collection) -> dict:
                 visit(part)
         elif isinstance(item, ShardedTensorFactory):
             visit(item.build())
-        elif isinstance(item, ShardedTensor):
+        elif isinstance(item, ShardedTensor) and item.replica_id != 1:  # a spare row of a rank without rows
             offset = item.global_offset
             shards.append((item.key, item.global_shape, offset, item.prepend_axis_num, item.data.detach().clone()))
 
     metadata = {"distrib_optim_sharding_type": "fully_reshardable", "dp_cp_group": collection.dp_cp}
     for chunk in stages:
-        visit(chunk.sharded_state_dict(metadata=metadata))
+        visit(own_rows(chunk.sharded_state_dict(metadata=metadata)))
     everyone = [None] * dist.get_world_size(collection.intra_dist_opt)
     dist.all_gather_object(everyone, shards, group=collection.intra_dist_opt)
     found = {}
@@ -116,7 +121,10 @@ def update(rank, flags: str, parts: int, value_head: bool):
     with torch.no_grad():
         for chunk in learner.model:
             if value_head and chunk.post_process:  # a head of zeros would stop gradients
-                chunk.output_layer.weight.copy_(torch.linspace(-0.2, 0.3, 64))
+                weight, drawn = chunk.output_layer.weight, torch.linspace(-0.2, 0.3, 64).unsqueeze(0)
+                if args.use_torch_fsdp2:
+                    drawn = distribute_tensor(drawn, weight.device_mesh, weight.placements)
+                weight.copy_(drawn)
     before = whole_weights(learner.model, place.collection)
     batch = batch_of(place)
     count = place.sum_over_lanes(batch.response_mask.sum().double())

@@ -1,5 +1,6 @@
 """Tiny models for tests: Megatron namespaces of two shapes, and a model built inside a world of ranks."""
 
+import functools
 import zlib
 from datetime import timedelta
 
@@ -25,6 +26,7 @@ def parse_roles(flags: str, size: int, shape: str = "llama", program: str = "sft
     return arguments.parse(f"{SHAPES[shape]} {LENGTHS} {flags}".split(), size, program).roles
 
 
+@functools.cache  # one set of groups for all models of a process, as programs have it
 def join_actor(flags: str = "", shape: str = "llama"):
     """The actor's Megatron namespace and its place, on every rank of the world that runs."""
     roles = parse_roles(flags, dist.get_world_size(), shape)

@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint import FileSystemReader
 
 from megarl.mcore.layers import ValueHead
+from megarl.mcore.sharded import own_rows
 
 
 def _metadata(collection) -> dict:
@@ -72,7 +73,7 @@ def role_state(role: str, stages, optimizer, plain: dict, collection, ranks: ran
         whole = optimizer.sharded_state_dict(weights, is_loading=loading, metadata=_metadata(collection))
         sharded, rest = extract_matching_values(whole, _is_sharded, return_lists_as_dicts=True)
         state |= {"optimizer": sharded, "optimizer_plain": _object("optimizer_plain", rest, rank)}
-    return _prefixed(state, role)
+    return _prefixed(own_rows(state), role)
 
 
 def model_state(role: str, stages, collection, with_value_head: bool = True) -> dict:
@@ -82,7 +83,7 @@ def model_state(role: str, stages, collection, with_value_head: bool = True) -> 
         if not with_value_head and isinstance(getattr(chunk, "output_layer", None), ValueHead):
             for key in [key for key in state if key.startswith("output_layer.")]:
                 del state[key]
-    return _prefixed(weights, role)
+    return _prefixed(own_rows(weights), role)
 
 
 def load_weights(stages, state: dict, strict: bool = True):
@@ -144,10 +145,12 @@ def optimizer_state(loaded: dict) -> dict:
 
 
 def _restore_lists(state: dict):
-    """Param groups became dictionaries by place on their way; they lie at different depths for each optimizer."""
+    """Lists became dictionaries by place on their way; they lie at different depths for each optimizer."""
     for key, value in state.items():
         if key == "param_groups" and isinstance(value, dict):
             state[key] = [value[place] for place in range(len(value))]
+        elif key == "fp32_from_fp16_params":
+            state[key] = [[group[place] for place in range(len(group))] for _, group in sorted(value.items())]
         elif isinstance(value, dict):
             _restore_lists(value)
 

@@ -53,9 +53,14 @@ class Context(DynamicInferenceContext):
 
     TOKEN_ROUNDER = DynamicInferenceContext.TOKEN_ROUNDER if device.has_cuda() else LEAST_ROWS
 
+    @property
+    def num_last_token_logits(self) -> int:
+        """Rows of `last_token_logits`: pipeline stages agree on it before they pass logits on."""
+        return max(super().num_last_token_logits, LEAST_ROWS)
+
     def last_token_logits(self, logits: Tensor) -> Tensor:
         """Hidden states [1, S, H] -> those of each request's last token [≥ N, H], never fewer rows than training."""
-        rows = super().last_token_logits(logits)
+        rows = logits.squeeze(0)[self.active_logit_idxs[: super().num_last_token_logits]]
         return torch.cat([rows, rows[:1].expand(LEAST_ROWS - len(rows), -1)]) if len(rows) < LEAST_ROWS else rows
 
 

@@ -87,14 +87,30 @@ def parse(role: str, argv: list[str], ranks: int, own: dict, extra: frozenset[st
         if not getattr(args, flag):
             raise UsageError(f"{role}: --{flag.replace('_', '-')} is missing: the model's shape has no default")
     layout_rules.check(role, args)
+    # Megatron wants a sequence length that context parallelism divides; megarl's cut of the packed stream does not.
+    args.seq_length, args.encoder_seq_length = None, args.seq_length
     args = _validated(role, args)
     args.global_batch_size = batch  # None where it was not given: megarl has no default that depends on the layout
     return args
 
 
+@contextlib.contextmanager
+def _not_sharded(args):
+    """Megatron's rules for its own sharded parameters do not hold for ours (`mcore/sharded.py`; `layout_rules`).
+
+    It wants untied embeddings, and several launch queues where tensor parallelism wants one. One is right for both:
+    with sharded parameters it only costs overlap.
+    """
+    args.use_torch_fsdp2, sharded = False, args.use_torch_fsdp2
+    try:
+        yield
+    finally:
+        args.use_torch_fsdp2 = sharded
+
+
 def _validated(role: str, args):
     try:
-        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(), _not_sharded(args):
             warnings.simplefilter("ignore")
             validate_args(args)
             args.use_cpu_initialization = args.use_cpu_initialization or not device.has_cuda()

@@ -29,7 +29,7 @@ class ValueHead(torch.nn.Linear):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[T, H] -> [T]."""
-        return super().forward(hidden.float()).squeeze(-1)
+        return super().forward(hidden.float()).squeeze(-1).clone()  # fully sharded modules return no views
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
         """Replicated over tensor-parallel ranks."""

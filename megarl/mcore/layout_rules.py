@@ -1,69 +1,246 @@
-"""Rules on a role's flags that Megatron checks late, in other words, or not at all: sizes that must divide, ranges."""
+"""Rules on a role's flags that Megatron checks late, in other words, or not at all: sizes that must divide, ranges.
+
+A rule is data: `rules` gives all of them, in one order, whatever the flags; `check` raises the first that is broken.
+"""
 
 import math
+from typing import NamedTuple
+
+import torch.distributed as dist
 
 from megarl.errors import UsageError
+from megarl.mcore import device
+
+TRAINED = ("actor", "critic")  # roles that run backward
+
+
+class Rule(NamedTuple):
+    """A flag, its value, whether that is fine, and what is allowed, in words."""
+
+    flag: str
+    value: object
+    holds: bool
+    allowed: str
 
 
 def check(role: str, args):
     """Raises UsageError with the first rule that a role's parsed flags break; `args.world_size` is the role's."""
-    _check_sizes(role, args)
-    _check_ranges(role, args)
-    _check_divisible(role, args)
+    for rule in rules(role, args):
+        if not rule.holds:
+            raise UsageError(f"{role}: {rule.flag} {rule.value}: allowed is {rule.allowed}")
 
 
-def _check_sizes(role: str, args):
-    size = args.tensor_model_parallel_size
-    _refuse_first(role, [("--tensor-model-parallel-size", size, size > 0, "1 or more")])
+def rules(role: str, args) -> list[Rule]:
+    """Every rule for a role's namespace as parsed, before Megatron's own validation; always as many."""
+    parts = (_sizes(args), _ranges(args), _ranks(args), _attention(args), _pipeline(args), _virtual(args))
+    return [rule for part in (*parts, _experts(args), _training(role, args), _sharding(args)) for rule in part]
 
 
-def _check_divisible(role: str, args):
-    tensor, ranks = args.tensor_model_parallel_size, args.world_size
-    heads, groups, divisor = args.num_attention_heads, _groups(args), args.make_vocab_size_divisible_by
-    rules = [
-        ("--tensor-model-parallel-size", tensor, tensor > 0 and ranks % tensor == 0,
-         f"a divisor of the role's {ranks} rank(s) in --role-map"),
-        ("--num-attention-heads", heads, heads % tensor == 0, f"a multiple of --tensor-model-parallel-size {tensor}"),
-        ("--num-query-groups", groups, not groups or groups % tensor == 0,
-         f"a multiple of --tensor-model-parallel-size {tensor}"),
-        ("--num-query-groups", groups, not groups or heads % groups == 0,
-         f"a divisor of --num-attention-heads {heads}"),
-        ("--hidden-size", args.hidden_size, args.kv_channels or args.hidden_size % heads == 0,
-         f"a multiple of --num-attention-heads {heads}, or --kv-channels beside it"),
-        ("--make-vocab-size-divisible-by", divisor, divisor % tensor == 0,
-         f"a multiple of --tensor-model-parallel-size {tensor}"),
+def _divides(size: int, whole: int) -> bool:
+    return size > 0 and whole % size == 0
+
+
+def _least(flag: str, value, least: int = 1) -> Rule:
+    return Rule(flag, value, value is None or value >= least, f"{least} or more")
+
+
+def _sizes(args) -> list[Rule]:
+    return [
+        _least("--num-layers", args.num_layers),
+        _least("--hidden-size", args.hidden_size),
+        _least("--num-attention-heads", args.num_attention_heads),
+        _least("--num-query-groups", _groups(args)),
+        _least("--kv-channels", args.kv_channels),
+        _least("--ffn-hidden-size", args.ffn_hidden_size),
+        _least("--moe-ffn-hidden-size", args.moe_ffn_hidden_size),
+        _least("--num-experts", args.num_experts, 0),
+        _least("--make-vocab-size-divisible-by", args.make_vocab_size_divisible_by),
+        _least("--tensor-model-parallel-size", args.tensor_model_parallel_size),
+        _least("--pipeline-model-parallel-size", args.pipeline_model_parallel_size),
+        _least("--context-parallel-size", args.context_parallel_size),
+        _least("--expert-model-parallel-size", args.expert_model_parallel_size),
+        _least("--expert-tensor-parallel-size", args.expert_tensor_parallel_size),
+    ]
+
+
+def _ranges(args) -> list[Rule]:
+    lr, floor, decay = args.lr, args.min_lr, args.lr_decay_iters or args.train_iters
+    return [
+        Rule("--lr", lr, 0 <= lr < math.inf, "0 or more"),
+        Rule("--min-lr", floor, 0 <= floor <= lr, f"from 0 to --lr {lr}"),
+        Rule("--clip-grad", args.clip_grad, args.clip_grad >= 0, "0 (off) or more"),
+        Rule("--weight-decay", args.weight_decay, args.weight_decay >= 0, "0 or more"),
+        Rule("--adam-beta1", args.adam_beta1, 0 <= args.adam_beta1 < 1, "from 0 to below 1"),
+        Rule("--adam-beta2", args.adam_beta2, 0 <= args.adam_beta2 < 1, "from 0 to below 1"),
+        Rule("--adam-eps", args.adam_eps, args.adam_eps > 0, "above 0"),
+        Rule("--max-position-embeddings", args.max_position_embeddings, args.max_position_embeddings >= args.seq_length,
+             f"--max-prompt-length + --max-response-length = {args.seq_length} or more"),
+        Rule("--lr-warmup-iters", args.lr_warmup_iters, args.lr_warmup_iters < decay,
+             f"below --lr-decay-iters, or else --train-iters, {decay}"),
     ]  # fmt: skip
-    _refuse_first(role, rules)
 
 
-def _check_ranges(role: str, args):
-    lr, floor, divisor = args.lr, args.min_lr, args.make_vocab_size_divisible_by
-    decay = args.lr_decay_iters or args.train_iters
-    rules = [
-        ("--num-layers", args.num_layers, args.num_layers > 0, "1 or more"),
-        ("--hidden-size", args.hidden_size, args.hidden_size > 0, "1 or more"),
-        ("--num-attention-heads", args.num_attention_heads, args.num_attention_heads > 0, "1 or more"),
-        ("--lr", lr, lr is not None and 0 <= lr < math.inf, "0 or more"),
-        ("--min-lr", floor, 0 <= floor <= lr, f"from 0 to --lr {lr}"),
-        ("--clip-grad", args.clip_grad, args.clip_grad >= 0, "0 (off) or more"),
-        ("--weight-decay", args.weight_decay, args.weight_decay >= 0, "0 or more"),
-        ("--adam-beta1", args.adam_beta1, 0 <= args.adam_beta1 < 1, "from 0 to below 1"),
-        ("--adam-beta2", args.adam_beta2, 0 <= args.adam_beta2 < 1, "from 0 to below 1"),
-        ("--adam-eps", args.adam_eps, args.adam_eps > 0, "above 0"),
-        ("--make-vocab-size-divisible-by", divisor, divisor > 0, "1 or more"),
-        ("--max-position-embeddings", args.max_position_embeddings, args.max_position_embeddings >= args.seq_length,
-         f"--max-prompt-length + --max-response-length = {args.seq_length} or more"),
-        ("--lr-warmup-iters", args.lr_warmup_iters, args.lr_warmup_iters < decay,
-         f"below --lr-decay-iters, or else --train-iters, {decay}"),
+def _product(flags: dict[str, int], ranks: int) -> Rule:
+    """The flags' product divides the role's ranks; the message names those that are above 1."""
+    *others, last = [item for item in flags.items() if item[1] > 1] or list(flags.items())[:1]
+    name = "".join(f"{flag} {size} × " for flag, size in others) + last[0]
+    several = "a product that divides" if others else "a divisor of"
+    return Rule(name, last[1], _divides(math.prod(flags.values()), ranks), f"{several} the role's {ranks} rank(s)")
+
+
+def _ranks(args) -> list[Rule]:
+    pipeline = {"--pipeline-model-parallel-size": args.pipeline_model_parallel_size}
+    dense = {"--tensor-model-parallel-size": args.tensor_model_parallel_size, **pipeline,
+             "--context-parallel-size": args.context_parallel_size}  # fmt: skip
+    expert = {"--expert-tensor-parallel-size": args.expert_tensor_parallel_size,
+              "--expert-model-parallel-size": args.expert_model_parallel_size, **pipeline}  # fmt: skip
+    return [_product(dense, args.world_size), _product(expert, args.world_size)]
+
+
+def _attention(args) -> list[Rule]:
+    tensor, heads, groups = args.tensor_model_parallel_size, args.num_attention_heads, _groups(args)
+    multiple, ffn = f"a multiple of --tensor-model-parallel-size {tensor}", args.ffn_hidden_size
+    divisor, hidden = args.make_vocab_size_divisible_by, args.hidden_size
+    channels = args.kv_channels or hidden // max(heads, 1)
+    return [
+        Rule("--num-attention-heads", heads, _divides(tensor, heads), multiple),
+        Rule("--num-query-groups", groups, groups is None or _divides(tensor, groups), multiple),
+        Rule("--num-query-groups", groups, groups is None or _divides(groups, heads),
+             f"a divisor of --num-attention-heads {heads}"),
+        Rule("--hidden-size", hidden, bool(args.kv_channels) or _divides(heads, hidden),
+             f"a multiple of --num-attention-heads {heads}, or --kv-channels beside it"),
+        Rule("--kv-channels", channels, args.position_embedding_type != "rope" or channels % 2 == 0,
+             "an even number with --position-embedding-type rope"),
+        Rule("--make-vocab-size-divisible-by", divisor, _divides(tensor, divisor), multiple),
+        Rule("--ffn-hidden-size", ffn, ffn is None or not _has_dense_layers(args) or _divides(tensor, ffn), multiple),
     ]  # fmt: skip
-    _refuse_first(role, rules)
 
 
-def _refuse_first(role: str, rules: list[tuple[str, object, bool, str]]):
-    for flag, value, fine, allowed in rules:
-        if not fine:
-            raise UsageError(f"{role}: {flag} {value}: allowed is {allowed}")
+def _pipeline(args) -> list[Rule]:
+    """Even stages, or first and last ones of their own sizes; a written layout is Megatron's to judge."""
+    stages, layers = args.pipeline_model_parallel_size, args.num_layers
+    written = args.pipeline_model_parallel_layout is not None
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    own = [size for size in (first, last) if size is not None]
+    counted = layers + args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
+    inner, inner_stages = layers - sum(own), stages - len(own)
+    fits = inner == 0 if inner_stages == 0 else inner > 0 and _divides(inner_stages, inner)
+    several = "from 1 to below --num-layers, with --pipeline-model-parallel-size above 1"
+    ends = "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
+    return [
+        Rule("--decoder-first-pipeline-num-layers", first, first is None or stages > 1 and 0 < first < layers, several),
+        Rule("--decoder-last-pipeline-num-layers", last, last is None or stages > 1 and 0 < last < layers, several),
+        Rule("--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split", True,
+             counted == layers or not own, f"none of them beside {ends}"),
+        Rule("--num-layers", layers, written or bool(own) or _divides(stages, counted),
+             f"a multiple of --pipeline-model-parallel-size {stages} "
+             f"(layers counted: {counted}), or {ends} beside it"),
+        Rule("--num-layers", layers, written or not own or fits,
+             f"what leaves equal shares: {inner} layer(s) are left for {inner_stages} stage(s) between {ends}"),
+    ]  # fmt: skip
+
+
+def _stage_sizes(args) -> list[int]:
+    """Layers of the stages, as far as they differ; [0] where the flags make no sense, which other rules say."""
+    own = [x for x in (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers) if x is not None]
+    inner = args.num_layers + args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
+    stages = args.pipeline_model_parallel_size - len(own)
+    return own + ([(inner - sum(own)) // stages] if stages > 0 else [])
+
+
+def _virtual(args) -> list[Rule]:
+    stages, sizes = args.pipeline_model_parallel_size, _stage_sizes(args)
+    per_stage, number = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
+    first, second = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
+    is_uneven = len(sizes) > 1 or args.decoder_first_pipeline_num_layers or args.decoder_last_pipeline_num_layers
+    least = 2 if args.overlap_p2p_comm else 3
+    flag, value = (first, per_stage) if number is None else (second, number)
+    return [
+        _least(first, per_stage),
+        _least(second, number),
+        Rule(second, number, None in (per_stage, number), f"one of it and {first}"),
+        Rule(flag, value, value is None or value == 1 and flag == second or stages >= least,
+             f"none with --pipeline-model-parallel-size {stages}: virtual stages need {least} or more"
+             + ("" if least == 2 else " without overlapped communication")),
+        Rule(first, per_stage, per_stage is None or not is_uneven, f"{second} instead, where stages differ in size"),
+        Rule(first, per_stage, per_stage is None or all(_divides(per_stage, size) for size in sizes),
+             f"a divisor of the {sizes[0] if sizes else 0} layers of a stage"),
+        Rule(second, number, number is None or all(_divides(number, size) for size in sizes),
+             f"a divisor of the layers of every stage ({', '.join(map(str, sizes))})"),
+    ]  # fmt: skip
+
+
+def _experts(args) -> list[Rule]:
+    experts, size, tensor = args.num_experts or 0, args.expert_model_parallel_size, args.expert_tensor_parallel_size
+    ffn = args.moe_ffn_hidden_size or args.ffn_hidden_size
+    shared, dense = args.moe_shared_expert_intermediate_size, args.tensor_model_parallel_size
+    topk, groups, chosen = args.moe_router_topk, args.moe_router_num_groups, args.moe_router_group_topk
+    pattern, layers = args.moe_layer_freq, args.num_layers
+    pattern_fits = pattern > 0 if isinstance(pattern, int) else len(pattern) == layers and set(pattern) <= {0, 1}
+    # Groups of experts, as many of them chosen, and as many experts in each: none of the three may be 0.
+    in_group, each = experts // groups if groups else 0, topk // chosen if chosen else 0
+    return [
+        Rule("--num-experts", experts, not experts or not args.add_bias_linear,
+             "0 without --disable-bias-linear: biases of experts cannot be trained"),
+        Rule("--expert-model-parallel-size", size, size == 1 or experts > 0 and _divides(size, experts),
+             f"a divisor of --num-experts {experts}" if experts else "1 without --num-experts"),
+        Rule("--expert-tensor-parallel-size", tensor, tensor == 1 or experts > 0, "1 without --num-experts"),
+        Rule("--expert-tensor-parallel-size", tensor, tensor == 1 or not _runs_on_cpu(),
+             "1 on a CPU: gloo has no gather of unequal shares"),
+        Rule("--moe-ffn-hidden-size", ffn, not experts or ffn is None or _divides(tensor, ffn),
+             f"a multiple of --expert-tensor-parallel-size {tensor}"),
+        Rule("--moe-shared-expert-intermediate-size", shared, shared is None or shared > 0 and _divides(dense, shared),
+             f"a multiple, above 0, of --tensor-model-parallel-size {dense}"),
+        Rule("--moe-router-topk", topk, not experts or 0 < topk <= experts, f"from 1 to --num-experts {experts}"),
+        Rule("--moe-layer-freq", pattern, not experts or pattern_fits,
+             f"a number above 0, or a pattern of {layers} zeros and ones, one for each of --num-layers"),
+        Rule("--moe-router-num-groups", groups, groups is None or experts > 0 and _divides(groups, experts),
+             f"a divisor of --num-experts {experts}"),
+        Rule("--moe-router-group-topk", chosen, (groups is None) == (chosen is None) and (
+             chosen is None or 0 < chosen <= groups), f"from 1 to --moe-router-num-groups {groups}, both or neither"),
+        Rule("--moe-router-topk", topk, not groups or not chosen or _divides(chosen, topk) and each <= in_group,
+             f"a multiple of --moe-router-group-topk {chosen}, at most {in_group} in each of the chosen groups"),
+    ]  # fmt: skip
+
+
+def _training(role: str, args) -> list[Rule]:
+    tensor, gathers = args.tensor_model_parallel_size, args.overlap_param_gather
+    needs = args.num_experts and tensor > 1 and role in TRAINED
+    return [
+        Rule("--sequence-parallel", args.sequence_parallel, not args.sequence_parallel or tensor > 1,
+             f"none with --tensor-model-parallel-size {tensor}: it splits over tensor-parallel ranks"),
+        Rule("--tensor-model-parallel-size", tensor, not needs or args.sequence_parallel,
+             "1 for a role that trains experts, or --sequence-parallel beside it"),
+        Rule("--overlap-param-gather", gathers, not gathers or args.use_distributed_optimizer,
+             "none without --use-distributed-optimizer"),
+        Rule("--overlap-param-gather", gathers, not gathers or args.overlap_grad_reduce,
+             "none without --overlap-grad-reduce"),
+    ]  # fmt: skip
+
+
+def _sharding(args) -> list[Rule]:
+    """What sharded parameters exclude: all are split over the data- and context-parallel ranks, experts among them."""
+    on, flag, tensor = args.use_torch_fsdp2, "--use-torch-fsdp2", args.tensor_model_parallel_size
+    pipeline, expert = args.pipeline_model_parallel_size, args.expert_model_parallel_size
+    return [
+        Rule(flag, on, not on or pipeline == 1, f"none with --pipeline-model-parallel-size {pipeline}"),
+        Rule(flag, on, not on or expert == 1, f"none with --expert-model-parallel-size {expert}"),
+        Rule(flag, on, not on or not args.use_distributed_optimizer, "none with --use-distributed-optimizer"),
+        Rule(flag, on, not on or not args.num_experts or tensor == 1,
+             f"none with --num-experts {args.num_experts} and --tensor-model-parallel-size {tensor}"),
+        Rule(flag, on, not on or not args.fp16, "none with --fp16"),
+    ]  # fmt: skip
+
+
+def _runs_on_cpu() -> bool:
+    """Whether ranks talk over gloo: not in a world that is only planned."""
+    return device.backend() == "gloo" and not (dist.is_initialized() and dist.get_backend() == "fake")
 
 
 def _groups(args):
     return args.num_query_groups if args.group_query_attention else None
+
+
+def _has_dense_layers(args) -> bool:
+    pattern = args.moe_layer_freq
+    return not args.num_experts or (pattern != 1 if isinstance(pattern, int) else 0 in pattern)

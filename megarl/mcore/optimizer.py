@@ -10,8 +10,10 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.utils import to_local_if_dtensor
 from torch.optim.adamw import adamw
 
+from megarl.mcore.sharded import FullySharded
 from megarl.mcore.state import world_is
 
 
@@ -39,13 +41,15 @@ class Adam(torch.optim.Optimizer):
         for p in params:
             if not self.state[p]:
                 self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-        grads = [p.grad for p in params]
+        columns = [(p, p.grad, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]) for p in params]
+        # Each rank updates the rows that it holds of a sharded parameter.
+        weights, grads, first, second = [list(map(to_local_if_dtensor, c)) for c in zip(*columns, strict=True)]
         decay = group["weight_decay"]
         if not self.adam_w_mode:
-            grads, decay = [g.add(p, alpha=decay) for g, p in zip(grads, params, strict=True)], 0.0
+            grads, decay = [g.add(p, alpha=decay) for g, p in zip(grads, weights, strict=True)], 0.0
         adamw(
-            params, grads, [self.state[p]["exp_avg"] for p in params], [self.state[p]["exp_avg_sq"] for p in params],
-            [], [torch.tensor(group["step"] - 1.0, device=p.device) for p in params], fused=True, amsgrad=False,
+            weights, grads, first, second,
+            [], [torch.tensor(group["step"] - 1.0, device=p.device) for p in weights], fused=True, amsgrad=False,
             beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"], weight_decay=decay, eps=group["eps"],
             maximize=False,
         )  # fmt: skip
@@ -61,7 +65,7 @@ def _fields(config_class, args) -> dict:
     return {f.name: getattr(args, f.name) for f in dataclasses.fields(config_class) if hasattr(args, f.name)}
 
 
-def wrap(stages, args, collection) -> list[DistributedDataParallel]:
+def wrap(stages, args, collection) -> list[DistributedDataParallel | FullySharded]:
     """Each chunk with its gradients in contiguous buffers, summed (not averaged) over data- and context-parallel ranks."""
     settings = _fields(DistributedDataParallelConfig, args)
     settings |= {
@@ -71,7 +75,8 @@ def wrap(stages, args, collection) -> list[DistributedDataParallel]:
         "average_in_collective": False,
     }
     config = DistributedDataParallelConfig(**settings)
-    wrapped = [DistributedDataParallel(chunk.config, config, chunk, pg_collection=collection) for chunk in stages]
+    wrapper = FullySharded if args.use_torch_fsdp2 else DistributedDataParallel
+    wrapped = [wrapper(chunk.config, config, chunk, pg_collection=collection) for chunk in stages]
 
     def finalize(models, num_tokens=None, **_):
         # Losses are already local sums over global counts, so no division by tokens follows the reduction.
@@ -83,7 +88,7 @@ def wrap(stages, args, collection) -> list[DistributedDataParallel]:
     return wrapped
 
 
-def build_optimizer(wrapped: list[DistributedDataParallel], args, collection):
+def build_optimizer(wrapped: list[DistributedDataParallel | FullySharded], args, collection):
     """Megatron's optimizer over the wrapped chunks' parameters."""
     config = OptimizerConfig(**_fields(OptimizerConfig, args))
     with world_is(collection.intra_dist_opt):

@@ -1,0 +1,244 @@
+"""Moves weights from one model to another of any layout on any ranks, by collectives over the ranks of both.
+
+The plan is built once. A transfer is a few rounds of one all-to-all: each rank packs what the others need into one
+buffer, already in the destination's dtype, and unpacks what arrives; what it needs of its own it copies.
+"""
+
+import math
+from collections import defaultdict
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.mcore import device
+from megarl.mcore.reshard_plan import LocalWeights, Piece, Shard, check, cut, merge_wholes, pieces_of
+
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+ELEMENTS_AT_ONCE = 2**18  # of a checksum: its 64-bit numbers fit into a cache, twenty times faster than without
+NAMED = 5  # keys in an error message
+
+
+class _Round(NamedTuple):
+    """What this rank exchanges in one all-to-all: pieces in the order of the peers, and the bytes for and from each."""
+
+    dtype: torch.dtype
+    sends: list[Piece]
+    receives: list[Piece]
+    leaving: list[int]
+    arriving: list[int]
+
+
+class WeightTransfer:
+    """A plan between two models, and its execution. All methods are collectives of the group."""
+
+    def __init__(
+        self, source, source_collection, destination, destination_collection, group, bucket_bytes: int = 64 * 2**20
+    ):
+        """Agrees on the plan.
+
+        Args:
+            source: the model's chunks on this rank, or None on ranks that do not hold it.
+            source_collection: process groups of the source's role.
+            destination, destination_collection: the same of the model to be filled.
+            group: all ranks of both.
+            bucket_bytes: most bytes that a rank sends, and that it receives, in one exchange.
+
+        Raises:
+            ValueError: a key that one side lacks, that has another shape, or that the source does not hold as a whole.
+        """
+        self.group, self.rank = group, dist.get_rank(group)
+        self.source = LocalWeights(source, source_collection)
+        self.destination = LocalWeights(destination, destination_collection)
+        gathered = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, (self.source.description(), self.destination.description()), group=group)
+        sources, destinations = zip(*gathered, strict=True)
+        check(sources, destinations)
+        self.dtypes = {key: whole.dtype for key, whole in merge_wholes("destination", destinations).items()}
+        pieces = pieces_of(self.rank, sources, destinations)
+        self.local = [piece for piece in pieces if piece.sender == piece.receiver]
+        self.rounds = self._rounds([piece for piece in pieces if piece.sender != piece.receiver], bucket_bytes)
+        self.bytes_sent = sum(self._bytes(piece) for turn in self.rounds for piece in turn.sends)
+
+    def run(self) -> int:
+        """Moves the weights; returns the bytes that this rank sent to others."""
+        for piece in self.local:
+            self._target(piece).copy_(self._origin(piece))
+        leaving, arriving = (self._memory(side) for side in ("leaving", "arriving"))
+        for turn in self.rounds:
+            self._exchange(turn, leaving, arriving)
+        return self.bytes_sent
+
+    def verify(self):
+        """Compares every weight of the destination, on all its ranks, with the source's.
+
+        Raises:
+            RuntimeError: names the keys whose checksums differ.
+        """
+        there = _checksum(self.destination, self.group)
+        here = _checksum(self.source, self.group, self.dtypes)
+        wrong = [key for key in sorted(here) if here[key] != there[key]]
+        if wrong:
+            more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
+            raise RuntimeError(f"weights differ after their transfer: {', '.join(wrong[:NAMED])}{more}")
+
+    def _origin(self, piece: Piece) -> Tensor:
+        return self.source.view(piece.source, piece.offset, piece.shape)
+
+    def _target(self, piece: Piece) -> Tensor:
+        return self.destination.view(piece.destination, piece.offset, piece.shape)
+
+    def _dtype(self, piece: Piece) -> torch.dtype:
+        return self.dtypes[piece.destination.key]
+
+    def _bytes(self, piece: Piece) -> int:
+        return math.prod(piece.shape) * self._dtype(piece).itemsize
+
+    def _largest(self, numbers: list[int]) -> list[int]:
+        """The largest of each number over the group."""
+        values = torch.tensor(numbers, dtype=torch.int64, device=device.device())
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+        return values.tolist()
+
+    def _rounds(self, pieces: list[Piece], bucket_bytes: int) -> list[_Round]:
+        """Deals the pieces between each two ranks into rounds; both of them deal alike, knowing nothing of others."""
+        peers = [{p.receiver for p in pieces} - {self.rank}, {p.sender for p in pieces} - {self.rank}]
+        most_peers = max(1, *self._largest([len(p) for p in peers]))
+        dtypes = sorted(set(self.dtypes.values()), key=str)
+        streams = {dtype: defaultdict(list) for dtype in dtypes}
+        for piece in pieces:
+            streams[self._dtype(piece)][piece.sender, piece.receiver].append(piece)
+        dealt = {}
+        for dtype, by_pair in streams.items():
+            quota = max(1, bucket_bytes // most_peers // dtype.itemsize)
+            dealt[dtype] = {pair: _deal(stream, quota) for pair, stream in by_pair.items()}
+        counts = self._largest([max(map(len, dealt[dtype].values()), default=0) for dtype in dtypes])
+        return [
+            self._round(dtype, dealt[dtype], number)
+            for dtype, count in zip(dtypes, counts, strict=True)
+            for number in range(count)
+        ]
+
+    def _round(self, dtype: torch.dtype, dealt: dict, number: int) -> _Round:
+        """This rank's part of a round."""
+        turn = _Round(dtype, [], [], *([0] * dist.get_world_size(self.group) for _ in range(2)))
+        for (sender, receiver), hands in sorted(dealt.items()):
+            hand = hands[number] if number < len(hands) else []
+            size = sum(map(self._bytes, hand))
+            if sender == self.rank:
+                turn.sends.extend(hand)
+                turn.leaving[receiver] = size
+            else:
+                turn.receives.extend(hand)
+                turn.arriving[sender] = size
+        return turn
+
+    def _memory(self, side: str) -> Tensor:
+        """One buffer for all rounds: fresh memory for each would cost more time than the copies into it."""
+        most = max((sum(getattr(turn, side)) for turn in self.rounds), default=0)
+        return torch.empty(most, dtype=torch.uint8, device=device.device())
+
+    def _exchange(self, turn: _Round, leaving: Tensor, arriving: Tensor):
+        leaving, arriving = leaving[: sum(turn.leaving)], arriving[: sum(turn.arriving)]
+        for piece, part in zip(turn.sends, _split(leaving.view(turn.dtype), turn.sends), strict=True):
+            part.copy_(self._origin(piece))
+        dist.all_to_all_single(arriving, leaving, turn.arriving, turn.leaving, group=self.group)
+        for piece, part in zip(turn.receives, _split(arriving.view(turn.dtype), turn.receives), strict=True):
+            self._target(piece).copy_(part)
+
+
+def _deal(pieces: list[Piece], quota: int) -> list[list[Piece]]:
+    """The pieces in their order, in hands of at most `quota` elements each; large ones are cut."""
+    hands, room = [], 0
+    for piece in pieces:
+        for part in cut(piece, quota):
+            size = math.prod(part.shape)
+            if size > room:
+                hands.append([])
+                room = quota
+            hands[-1].append(part)
+            room -= size
+    return hands
+
+
+def _split(buffer: Tensor, pieces: list[Piece]) -> list[Tensor]:
+    """The part of a flat buffer that belongs to each piece, in its shape."""
+    parts = buffer.split([math.prod(piece.shape) for piece in pieces])
+    return [part.view(piece.shape) for part, piece in zip(parts, pieces, strict=True)]
+
+
+# -- checksums ---------------------------------------------------------------------------------------------------
+
+
+def checksum(stages, collection, group) -> dict[str, int]:
+    """A number for every key of a model's weights, the same in any layout; on all ranks. A collective of the group.
+
+    The sum, modulo 2^64, of each element's bits times an odd hash of its place in the whole tensor: one changed bit
+    always changes it, two exchanged elements do but for chance. Each element counts once.
+
+    Args:
+        stages: the model's chunks on this rank, or None on ranks of the group that do not hold it.
+        collection: process groups of the model's role.
+        group: ranks that call.
+
+    Raises:
+        RuntimeError: ranks that should hold the same part of a key hold different bits.
+    """
+    return _checksum(LocalWeights(stages, collection), group)
+
+
+def _checksum(weights: LocalWeights, group, dtypes: dict[str, torch.dtype] | None = None) -> dict[str, int]:
+    """`checksum` of what the weights are in other dtypes, by key."""
+    mine = {}
+    wholes, shards = weights.description()
+    for shard in shards:
+        whole = wholes[shard.key]
+        dtype = whole.dtype if dtypes is None else dtypes[shard.key]
+        mine[shard] = _sum_of_shard(weights.view(shard), shard, whole.shape, dtype)
+    gathered = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, {shard: int(total) for shard, total in mine.items()}, group=group)
+    return _sum_by_key(gathered)
+
+
+def _sum_by_key(gathered: list[dict[Shard, int]]) -> dict[str, int]:
+    once, differing = {}, set()
+    for totals in gathered:
+        for shard, total in totals.items():
+            if once.setdefault(shard, total) != total:
+                differing.add(shard.key)
+    if differing:
+        raise RuntimeError(f"replicas of the same weights differ: {', '.join(sorted(differing)[:NAMED])}")
+    sums = defaultdict(int)
+    for shard, total in once.items():
+        sums[shard.key] = (sums[shard.key] + total) % 2**64
+    return dict(sums)
+
+
+def _sum_of_shard(values: Tensor, shard: Shard, whole: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Sum over a shard of a tensor of the shape `whole`, int64 on its device."""
+    strides = [math.prod(whole[axis + 1 :]) for axis in range(len(whole))]
+    start = sum(map(math.prod, zip(shard.index + shard.offset, strides, strict=True)))
+    if not values.dim():
+        values, strides = values.reshape(1), [*strides, 1]
+    strides = strides[len(strides) - values.dim() :]
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    rows = max(1, ELEMENTS_AT_ONCE // max(1, values[0].numel()))
+    for number, part in enumerate(values.split(rows)):
+        places = torch.tensor(start + number * rows * strides[0], device=values.device)
+        for axis, size in enumerate(part.shape):
+            places = places.unsqueeze(-1) + torch.arange(size, device=values.device) * strides[axis]
+        bits = part.to(dtype).contiguous().view(INTEGERS[dtype.itemsize])
+        total += (_scatter(places).bitwise_or_(1) * bits).sum()
+    return total
+
+
+def _scatter(numbers: Tensor) -> Tensor:
+    """A hash of int64 numbers: the finalizer of SplitMix64 (Steele, Lea, Flood 2014), overflow wanted."""
+    numbers = numbers - 0x61C8864680B583EB
+    numbers ^= numbers >> 30
+    numbers *= -0x40A7B892E31B1A47
+    numbers ^= numbers >> 27
+    numbers *= -0x6B2FB644ECCEEE15
+    numbers ^= numbers >> 31
+    return numbers

@@ -1,0 +1,122 @@
+"""Packed against padded training: tokens per second on log-normal lengths, the same model, sequences and updates.
+
+    PYTHONPATH=. python tools/bench/packing.py [--sequences 64] [--max-length 512] [--rounds 5] [--json FILE]
+
+Packed: sequences behind each other in micro-batches under the token cap, as megarl trains. Padded: every sequence as
+long as the longest, in micro-batches under the same cap, which is what a batch [N, L] does. Both run forward, backward
+and the optimizer through the same code; they alternate, and the first round counts for nothing. Tokens are the real
+ones. Prints medians, their ratio, and the padding factor: padded tokens over real ones, the most that can be won.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from megarl import arguments, world
+from megarl.algorithms.aggregation import token_mean
+from megarl.batch import Batch
+from megarl.mcore import device, model
+from megarl.roles.learner import Learner
+
+SHAPE = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --group-query-attention --num-query-groups 4"
+    " --ffn-hidden-size 768 --swiglu --normalization RMSNorm --disable-bias-linear --lr 1e-4"
+)
+
+
+def log_normal_lengths(count: int, longest: int, deviation: float) -> torch.Tensor:
+    """[count] int64 lengths, 2 … longest, of a log-normal distribution with median longest / 8; one is the longest."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.exp(torch.randn(count, generator=generator) * deviation) * longest / 8
+    lengths = drawn.round().long().clamp(2, longest)
+    lengths[0] = longest
+    return lengths
+
+
+def batch_of(lengths: torch.Tensor, vocab_size: int) -> Batch:
+    """Sequences of these lengths with random tokens, every token but the first counted."""
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.ones(int(lengths.sum()), dtype=torch.bool)
+    mask[lengths.cumsum(0) - lengths] = False
+    batch = Batch(
+        sequence_ids=torch.arange(len(lengths)),
+        lengths=lengths,
+        tokens=torch.randint(vocab_size, mask.shape, generator=generator),
+        response_mask=mask,
+    )
+    return batch.to(device.device())
+
+
+def one_update(learner: Learner, batch: Batch, vocab_size: int) -> float:
+    """Seconds of one update on the batch."""
+    started, count = time.perf_counter(), batch.response_mask.sum().double()
+
+    def loss(scores, part):
+        value = token_mean(-scores.logprobs, part.response_mask, count)
+        return value, value.detach()
+
+    parts = learner.microbatches(batch, torch.arange(len(batch)))
+    losses, *_ = learner.update(
+        parts, lambda chunk, part: model.token_scores(chunk, part.tokens, part.lengths, 1.0, vocab_size), loss
+    )
+    float(sum(losses))  # waits for the device
+    return time.perf_counter() - started
+
+
+def measure(args: argparse.Namespace) -> dict:
+    """Runs both sides in turn; seconds, tokens per second, ratio and padding factor."""
+    flags = f"{SHAPE} --max-prompt-length {args.max_length // 2} --max-response-length {args.max_length // 2}"
+    flags += f" --max-tokens-per-microbatch {args.cap}"
+    role = arguments.parse(flags.split(), 1, "sft").roles["actor"]
+    place = world.create({"actor": role}, timedelta(minutes=5))["actor"]
+    learner = Learner(role, place, args.vocab, updates=1)
+    lengths = log_normal_lengths(args.sequences, args.max_length, args.deviation)
+    batches = {
+        "packed": batch_of(lengths, args.vocab),
+        "padded": batch_of(torch.full_like(lengths, args.max_length), args.vocab),
+    }
+    seconds = {side: [] for side in batches}
+    for round_number in range(args.rounds + 1):
+        for side, batch in batches.items():
+            taken = one_update(learner, batch, args.vocab)
+            if round_number:
+                seconds[side].append(taken)
+    real = int(lengths.sum())
+    speed = {side: real / statistics.median(times) for side, times in seconds.items()}
+    return {
+        "device": str(device.device()),
+        "threads": torch.get_num_threads(),
+        "sequences": args.sequences,
+        "tokens": real,
+        "padding_factor": args.sequences * args.max_length / real,
+        "tokens_per_s": speed,
+        "ratio": speed["packed"] / speed["padded"],
+        "seconds": seconds,
+    }
+
+
+def main():
+    """Parses flags, measures, prints."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in (("sequences", 64), ("max-length", 512), ("rounds", 5), ("cap", 4096), ("vocab", 4096)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--deviation", type=float, default=0.8, help="of the logarithm of a length")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    found = measure(args)
+    print(f"{found['sequences']} sequences, {found['tokens']} tokens, longest {args.max_length}")
+    for side, speed in found["tokens_per_s"].items():
+        print(f"{side}: {speed:8.0f} tokens/s (median of {args.rounds})")
+    print(f"ratio {found['ratio']:.2f} at padding factor {found['padding_factor']:.2f}")
+    if args.json:
+        args.json.write_text(json.dumps(found) + "\n")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
