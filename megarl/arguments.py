@@ -7,22 +7,23 @@ other flags are Megatron's, parsed by Megatron's parser; any of them may carry a
 
 import argparse
 import dataclasses
-import difflib
 import types
 import typing
 from pathlib import Path
 
 import yaml
 
+from megarl import role_flags
 from megarl.errors import UsageError
+from megarl.role_flags import OFF, parse_role_map, roles_of
 
-ROLES = ("actor", "critic", "reward", "reference")
-OFF = "--off:"  # marks a switch that a config file turns off, so that its name is checked before it is dropped
+MODELS = ("actor", "critic", "reference")  # roles that run a model over packed text
 
 
-def _flag(default, text: str, check=None, allowed: str = "", programs: str = "rl sft"):
-    """A field of `Settings`: `check` tells whether a given value is allowed, `allowed` says so in words."""
-    meta = {"help": text, "check": check, "allowed": allowed, "programs": programs.split()}
+def _flag(default, text: str, check=None, allowed: str = "", programs: str = "rl sft", roles: tuple[str, ...] = ()):
+    """A field of `Settings`: `check` tells whether a given value is allowed, `allowed` says so in words; `roles` may
+    have values of their own, by a prefix to the flag."""
+    meta = {"help": text, "check": check, "allowed": allowed, "programs": programs.split(), "roles": roles}
     return dataclasses.field(default=default, metadata=meta)
 
 
@@ -42,7 +43,7 @@ def _share(default, text, **kw):
 class Settings:
     """megarl's own flags; a field `kl_target` is the flag `--kl-target` and the key `kl-target` of a config file."""
 
-    role_map: str | None = _flag(None, "ranks of each role: 'actor=0-3;critic=4;…'; default all on all", programs="rl")
+    role_map: str | None = _flag(None, "ranks of each role: 'actor=0-3;critic=4;…'; default: all", programs="rl")
     prompts: str | None = _flag(None, "JSONL of training prompts")
     eval_prompts: str | None = _flag(None, "JSONL of held-out prompts")
     tokenizer_type: str = _flag("SentencePieceTokenizer", "kind of tokenizer")
@@ -72,13 +73,15 @@ class Settings:
     kl_horizon: float = _positive(10000, "horizon of the adaptive β, responses (1909.08593)", programs="rl")
     entropy_coefficient: float = _not_negative(0.0, "weight of the entropy bonus", programs="rl")
     critic_warmup_steps: int = _not_negative(0, "first steps in which only the critic learns", programs="rl")
-    rollout_buffer_gb: float = _positive(0.25, "KV cache of each actor rank, GiB", programs="rl")
+    rollout_buffer_gb: float = _positive(0.25, "KV cache of each rollout rank, GiB", programs="rl")
     rollout_max_requests: int = _positive(256, "requests decoded together on a lane, at least 4", programs="rl")
-    max_tokens_per_microbatch: int = _positive(16384, "tokens of a training micro-batch")
+    verify_weights: bool = _flag(False, "compare checksums after each transfer of weights to the rollout",
+                                 programs="rl")  # fmt: skip
+    max_tokens_per_microbatch: int = _positive(16384, "most tokens of a micro-batch; per role", roles=MODELS)
     eval_interval: int = _not_negative(0, "steps between evaluations; 0: none")
     eval_samples: int = _positive(256, "held-out prompts of an evaluation")
     target_eval_loss: float | None = _flag(None, "end the run once the evaluation loss is so low",
-                                           lambda v: v is None or v > 0, "a number above 0", programs="sft")  # fmt: skip
+                                           lambda v: v is None or v > 0, "above 0", programs="sft")  # fmt: skip
     train_iters: int = _positive(100, "steps of the run")
     seed: int = _not_negative(1, "seed of everything random")
     deterministic: bool = _flag(False, "deterministic kernels; an error where there is none")
@@ -93,11 +96,22 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class RoleSettings:
-    """One role: its world ranks and its complete, validated Megatron namespace."""
+    """One role: its world ranks, its complete, validated Megatron namespace, and what it has of megarl's own flags.
+
+    `host` is the role whose model it runs: itself, or the actor for a rollout without a layout of its own.
+    """
 
     name: str
     ranks: range
     megatron: argparse.Namespace
+    max_tokens_per_microbatch: int
+    host: str
+
+    @property
+    def microbatch_multiple(self) -> int:
+        """What Megatron's interleaved schedule wants the number of micro-batches to be a multiple of."""
+        has_virtual_stages = self.megatron.virtual_pipeline_model_parallel_size is not None
+        return self.megatron.pipeline_model_parallel_size if has_virtual_stages else 1
 
 
 class _Parser(argparse.ArgumentParser):
@@ -119,6 +133,17 @@ def _yes_or_no(text: str) -> bool:
     raise argparse.ArgumentTypeError(f"{text!r}: allowed true or false")
 
 
+def _own_flags(program: str) -> dict[str, dataclasses.Field]:
+    """megarl's own flags of one program, without dashes in front: `gamma`, `critic-max-tokens-per-microbatch`."""
+    roles, found = roles_of(program), {}
+    for field in dataclasses.fields(Settings):
+        if program in field.metadata["programs"]:
+            name = field.name.replace("_", "-")
+            found[name] = field
+            found |= {f"{role}-{name}": field for role in field.metadata["roles"] if role in roles}
+    return found
+
+
 def build_parser(program: str) -> argparse.ArgumentParser:
     """The parser of megarl's own flags for one program ('rl' or 'sft')."""
     parser = _Parser(prog=f"megarl.train_{program}", allow_abbrev=False, epilog=(
@@ -126,14 +151,13 @@ def build_parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument("--config", help="YAML file with the same names; the command line wins")
     parser.add_argument("--check", action="store_true", help="check everything for WORLD_SIZE ranks, then leave")
     group = parser.add_argument_group("megarl")
-    for field in dataclasses.fields(Settings):
-        if program not in field.metadata["programs"]:
-            continue
-        kind, name = _type_of(field.type), "--" + field.name.replace("_", "-")
+    for name, field in _own_flags(program).items():
+        kind, common = _type_of(field.type), field.name.replace("_", "-")
         extra = {"nargs": "?", "const": True, "type": _yes_or_no} if kind is bool else {"type": kind}
-        default = "" if field.default is None else f" (default {field.default})"
-        group.add_argument(name, dest=field.name, default=argparse.SUPPRESS,
-                           help=(field.metadata["help"] + default).replace("%", "%%"), **extra)  # fmt: skip
+        text = field.metadata["help"] + ("" if field.default is None else f" (default {field.default})")
+        if name != common:
+            text = f"--{common} of this role"
+        group.add_argument(f"--{name}", dest=name, default=argparse.SUPPRESS, help=text.replace("%", "%%"), **extra)
     return parser
 
 
@@ -158,76 +182,20 @@ def read_config(path: str) -> list[str]:
 
 
 def _tokens(key: str, value) -> list[str]:
-    own = {field.name.replace("_", "-"): field for field in dataclasses.fields(Settings)}
-    if isinstance(value, bool) and not (key in own and _type_of(own[key].type) is bool):
+    own = {name.replace("_", "-"): _type_of(field.type) for name, field in Settings.__dataclass_fields__.items()}
+    if isinstance(value, bool) and own.get(key) is not bool:
         # Megatron's switches are set by naming them; one that is off still has to be a flag that exists.
         return [f"--{key}"] if value else [OFF + key]
     values = value if isinstance(value, list) else [value]
     return [f"--{key}", *map(str, values)]
 
 
-def _check_values(settings: Settings):
-    for field in dataclasses.fields(settings):
-        value, check = getattr(settings, field.name), field.metadata["check"]
+def _check_values(chosen: dict, program: str):
+    own = _own_flags(program)
+    for name, value in chosen.items():
+        check = own[name].metadata["check"]
         if check is not None and not check(value):
-            raise UsageError(f"--{field.name.replace('_', '-')} {value}: allowed is {field.metadata['allowed']}")
-
-
-def parse_role_map(text: str | None, world_size: int, roles: tuple[str, ...]) -> dict[str, range]:
-    """`actor=0-3;critic=4-5;reward=6;reference=7` -> ranks of each role; None: every role on every rank.
-
-    Raises:
-        UsageError: a missing, unknown or repeated role, a malformed range, or a rank outside the world.
-    """
-    if text is None:
-        return {role: range(world_size) for role in roles}
-    found = {}
-    for part in filter(None, (p.strip() for p in text.split(";"))):
-        role, _, span = part.partition("=")
-        first, _, last = span.partition("-")
-        if not first.isdigit() or not (last or first).isdigit() or int(last or first) < int(first):
-            raise UsageError(f"--role-map {text!r}: {part!r} is not of the form role=first-last or role=rank")
-        if role not in roles or role in found:
-            problem = "stands twice" if role in found else f"is no role; allowed: {', '.join(roles)}"
-            raise UsageError(f"--role-map {text!r}: {role!r} {problem}")
-        found[role] = range(int(first), int(last or first) + 1)
-        if found[role].stop > world_size:
-            raise UsageError(f"--role-map {text!r}: rank {found[role].stop - 1} of {role} is outside the world; "
-                             f"allowed 0-{world_size - 1} (world size {world_size})")  # fmt: skip
-    missing = [role for role in roles if role not in found]
-    if missing:
-        raise UsageError(f"--role-map {text!r}: no ranks for {', '.join(missing)}; each role needs some")
-    return found
-
-
-def split_roles(tokens: list[str], roles: tuple[str, ...], megatron: dict[str, str]) -> dict[str, list[str]]:
-    """Megatron's tokens of each role: the common ones first, then those with the role's prefix, prefix removed.
-
-    `megatron` holds Megatron's option strings. Raises UsageError for an option that nobody knows.
-    """
-    common, own, target = [], {role: [] for role in roles}, None
-    for token in tokens:
-        off = token.startswith(OFF)
-        token = "--" + token.removeprefix(OFF) if off else token
-        option = token.split("=", 1)[0]
-        if option.startswith("--"):
-            role = next((r for r in roles if option.startswith(f"--{r}-") and option not in megatron), None)
-            target = common if role is None else own[role]
-            token = token if role is None else "--" + token[len(role) + 3 :]
-            _check_known(option, token.split("=", 1)[0], megatron)
-        elif target is None:
-            raise UsageError(f"{token!r}: not a flag; flags start with --")
-        if not off:
-            target.append(token)
-    return {role: common + own[role] for role in roles}
-
-
-def _check_known(option: str, name: str, megatron: dict[str, str]):
-    if name in megatron:
-        return
-    own = ["--" + field.name.replace("_", "-") for field in dataclasses.fields(Settings)]
-    close = difflib.get_close_matches(option, [*megatron, *own], n=1)
-    raise UsageError(f"{option}: unknown flag" + (f"; did you mean {close[0]}?" if close else ""))
+            raise UsageError(f"--{name} {value}: allowed is {own[name].metadata['allowed']}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,14 +214,14 @@ def parse(argv: list[str], world_size: int, program: str = "rl") -> Program:
     tokens = (read_config(chosen.config) if chosen.config else []) + argv
     chosen, rest = parser.parse_known_args(tokens)
     values = {k: v for k, v in vars(chosen).items() if k not in ("config", "check")}
-    settings = Settings(**values)
-    _check_values(settings)
-    roles = ROLES if program == "rl" else ("actor",)
-    ranks = parse_role_map(settings.role_map, world_size, roles)
-    return Program(settings, _role_settings(settings, rest, ranks, program), chosen.check)
+    _check_values(values, program)
+    names = {field.name.replace("_", "-"): field.name for field in dataclasses.fields(Settings)}
+    settings = Settings(**{names[k]: v for k, v in values.items() if k in names})
+    ranks = parse_role_map(settings.role_map, world_size, roles_of(program))
+    return Program(settings, _role_settings(settings, values, rest, ranks, program), chosen.check)
 
 
-def _role_settings(settings: Settings, rest: list[str], ranks: dict[str, range], program: str):
+def _role_settings(settings: Settings, values: dict, rest: list[str], ranks: dict[str, range], program: str) -> dict:
     from megarl.mcore import flags  # imports Megatron: only once megarl's own flags are known to be right
 
     own = {
@@ -262,8 +230,11 @@ def _role_settings(settings: Settings, rest: list[str], ranks: dict[str, range],
         "seq_length": settings.max_prompt_length + settings.max_response_length,
     }
     extra = frozenset({"global_batch_size"}) if program == "sft" else frozenset()
-    argv = split_roles(rest, tuple(ranks), flags.destinations())
-    return {
-        role: RoleSettings(role, span, flags.parse(role, argv[role], len(span), own, extra))
-        for role, span in ranks.items()
-    }
+    known = [f"--{name}" for name in _own_flags(program)]
+    argv = role_flags.split(rest, tuple(ranks), flags.destinations(), known)
+    found = {role: flags.parse(role, argv[role], len(span), own, extra) for role, span in ranks.items()}
+    hosts = {role: role for role in ranks}
+    if ranks.get("rollout") == ranks["actor"] and role_flags.runs_on(found["actor"], found["rollout"]):
+        hosts["rollout"] = "actor"
+    caps = {role: values.get(f"{role}-max-tokens-per-microbatch", settings.max_tokens_per_microbatch) for role in ranks}
+    return {role: RoleSettings(role, ranks[role], found[role], caps[role], hosts[role]) for role in ranks}

@@ -2,14 +2,14 @@
 
 All fields of all sequences for one destination lane go into one byte buffer; one all-to-all for sizes, one for
 payload, over the lane leaders of the two roles; then a broadcast inside the destination lane where it has more than
-one rank. Roles with the same lanes hand the batch over without a copy.
+one rank. Roles whose lanes hold the same sequences on the same ranks hand the batch over without a copy.
 """
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.batch import FIELDS, Batch, concatenate, empty, lane_of
+from megarl.batch import FIELDS, Batch, concatenate, empty
 from megarl.mcore import device
 from megarl.world import World
 
@@ -68,36 +68,44 @@ def _broadcast_in_lane(batch: Batch | None, names: list[str], leader: int, group
     return from_bytes(buffer, names)
 
 
+def is_in_place(world: World, source: str, destination: str, owners: dict[str, Tensor]) -> bool:
+    """Whether every rank of the destination holds its sequences already, as a rank of the source."""
+    return world[source].lanes == world[destination].lanes and torch.equal(owners[source], owners[destination])
+
+
 def send(
-    world: World, batch: Batch | None, source: str, destination: str, names: list[str], samples_per_prompt: int
+    world: World, batch: Batch | None, source: str, destination: str, names: list[str], owners: dict[str, Tensor]
 ) -> Batch | None:
     """Moves fields of a batch from the lanes of one role to the lanes of another.
 
-    A collective of the two roles' ranks; others return at once. `batch` is this rank's on the source's ranks (all
-    ranks of a lane hold it) and ignored elsewhere. Returns this rank's share of the destination with the header
-    and the named fields in ascending `sequence_ids`, or None outside the destination.
+    A collective of the two roles' ranks; others return at once. Returns this rank's share of the destination with the
+    header and the named fields in ascending `sequence_ids`, or None outside the destination.
+
+    Args:
+        batch: this rank's on the source's ranks (all ranks of a lane hold it), ignored elsewhere.
+        owners: role -> [N] int64, the lane of each sequence id; the same on every rank.
     """
     here, there = world[source], world[destination]
     names = list(dict.fromkeys(HEADER + names))
-    if here.lanes == there.lanes:
+    if is_in_place(world, source, destination, owners):
         return Batch(**{n: getattr(batch, n) for n in names}) if there.is_member else None
     received = None
     if here.is_leader or there.is_leader:
         group = world.leaders_group(source, destination)
-        received = _exchange(batch if here.is_leader else None, there, names, samples_per_prompt, group)
+        received = _exchange(batch if here.is_leader else None, there, names, owners[destination], group)
     if not there.is_member:
         return None
     lane = there.lanes[there.lane]
     return received if len(lane) == 1 else _broadcast_in_lane(received, names, lane[0], there.lane_group)
 
 
-def _exchange(batch: Batch | None, there, names: list[str], samples_per_prompt: int, group) -> Batch:
+def _exchange(batch: Batch | None, there, names: list[str], owners: Tensor, group) -> Batch:
     ranks = dist.get_process_group_ranks(group)
     nothing = to_bytes(empty(names, device.device()), names)
     parts = dict.fromkeys(ranks, nothing)
     if batch is not None:
-        owners = lane_of(batch.sequence_ids, len(there.lanes), samples_per_prompt)
+        lanes = owners.to(batch.sequence_ids.device)[batch.sequence_ids]
         for lane, leader in enumerate(there.leaders):
-            parts[leader] = to_bytes(batch.select((owners == lane).nonzero().flatten()), names)
+            parts[leader] = to_bytes(batch.select((lanes == lane).nonzero().flatten()), names)
     arrived = _all_to_all([parts[rank] for rank in ranks], group)
     return concatenate([from_bytes(part, names) for part in arrived])

@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from megarl.arguments import Program, Settings
+from megarl.arguments import MODELS, Program, RoleSettings, Settings
 from megarl.batch import Batch
 from megarl.checkpoint import folders, state
 from megarl.data.order import PromptOrder
@@ -14,16 +14,18 @@ from megarl.mcore import model
 from megarl.observe.samples import SamplesWriter
 from megarl.observe.timers import Timers
 from megarl.rewards.build import build_reward, check_prompts
+from megarl.roles import lanes
+from megarl.roles import microbatches as mb
 from megarl.roles.actor import Actor
 from megarl.roles.critic import Critic
 from megarl.roles.experience import Experience
 from megarl.roles.flow import Flow
 from megarl.roles.reference import Reference
 from megarl.roles.reward import Reward
+from megarl.roles.rollout import Rollout
 from megarl.run import Run, check_common, create_world
 
 SAMPLE_ROWS = 64  # of a step's responses in the samples file
-MODELS = ("actor", "critic", "reference")  # roles that hold weights
 EVAL_STEP = 2**31  # evaluation draws from random streams that no training step uses
 
 
@@ -32,8 +34,9 @@ class Inputs:
 
     def __init__(self, program: Program):
         s = program.settings
-        check_common(s)
+        check_common(program)
         _check_sizes(s)
+        _check_rollout(s, program.roles["rollout"])
         self.tokenizer: Tokenizer = build_tokenizer(s.tokenizer_type, s.tokenizer_model)
         self.prompts = load_prompts(s.prompts, "--prompts")
         self.tokens = self.prompts.encode(self.tokenizer, s.max_prompt_length)
@@ -65,6 +68,11 @@ def _check_sizes(s: Settings):
         )
 
 
+def _check_rollout(s: Settings, rollout: RoleSettings):
+    if s.verify_weights and rollout.host != "rollout":
+        raise UsageError("--verify-weights: the rollout runs on the actor's own weights, so there is no transfer")
+
+
 def _check_pretrained(program: Program, vocab_size: int) -> dict:
     found = {}
     for name in MODELS:
@@ -88,11 +96,12 @@ class Reinforcement(Run):
         self.inputs, self.prompts, self.tokenizer = inputs, inputs.prompts, inputs.tokenizer
         self.samples_per_prompt = s.samples_per_prompt
         vocab = self.tokenizer.vocab_size
-        self.actor = Actor(s, roles["actor"], place["actor"], self.tokenizer, timers)
+        self.actor = Actor(s, roles["actor"], place["actor"], vocab, timers)
         self.critic = Critic(s, roles["critic"], place["critic"], vocab, timers)
         self.reward = Reward(s, place["reward"], self.tokenizer, inputs.verifier, timers)
         self.reference = Reference(s, roles["reference"], place["reference"], vocab, timers)
         self.experience = Experience(s, place["actor"], timers)
+        self.rollout = Rollout(s, roles["rollout"], self.world, self.actor, self.tokenizer, timers)
         self.order = PromptOrder(len(self.prompts), s.seed)
         self._accuracy_before: float | None = None  # of held-out prompts, known on rank 0
         self._accuracy_after: float | None = None
@@ -100,6 +109,7 @@ class Reinforcement(Run):
             self._resume()
         else:
             self._warm_start()
+        self.rollout.refresh()
         self.open(resumed=bool(inputs.resume))
         if not inputs.resume and s.eval_prompts:
             self._accuracy_before = self.evaluate()
@@ -121,15 +131,19 @@ class Reinforcement(Run):
         """Line and tokens of this step's prompts; the same on every rank."""
         return [(line, self.inputs.tokens[line]) for line in self.order.take(self.settings.prompts_per_step)]
 
-    def flow(self, rollout: Batch | None, samples: int | None = None) -> Flow:
-        """The step's data, from this rank's share of the rollout."""
-        return Flow(self.world, self.timers, samples or self.samples_per_prompt, rollout)
+    def flow(self, rollout: Batch | None) -> Flow:
+        """The step's data, from this rank's share of the rollout; lanes share its work out evenly. Collective."""
+        minibatches = mb.minibatches_of_step(self.settings, self.step, epoch=0)
+        hidden = self.program.roles["actor"].megatron.hidden_size
+        with self.timers.phase(self.world["rollout"].host, "exchange"):
+            owners = lanes.balanced(self.world, rollout, minibatches, self.samples_per_prompt, hidden)
+        return Flow(self.world, self.timers, owners, rollout)
 
     def evaluate(self) -> float | None:
         """Share of held-out prompts whose greedy answer is correct, on rank 0 (None elsewhere). Collective."""
         tokens = self.inputs.eval_tokens[: self.settings.eval_samples]
-        rollout = self.actor.generate(list(enumerate(tokens)), 1, EVAL_STEP, greedy=True)
-        flow = self.flow(rollout, samples=1)
+        rollout = self.rollout.generate(list(enumerate(tokens)), 1, EVAL_STEP, greedy=True)
+        flow = Flow(self.world, self.timers, lanes.dealt(self.world, len(tokens), 1), rollout)
         flow.share(["reward"])
         self.reward.score(flow, self.inputs.eval_prompts)
         mine = 0
@@ -142,7 +156,7 @@ class Reinforcement(Run):
         """Ends a step: samples, evaluation, metrics, checkpoint. Collective."""
         s, metrics = self.settings, {}
         self._write_samples()
-        for role in (self.actor, self.critic, self.experience):
+        for role in (self.actor, self.critic, self.experience, self.rollout):
             if role.place.is_member:
                 metrics |= role.metrics
         if s.eval_prompts and self.is_due(s.eval_interval):

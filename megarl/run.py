@@ -51,18 +51,21 @@ def launch(train, program: str):
             torch.distributed.destroy_process_group()
 
 
-def check_common(settings: arguments.Settings):
+def check_common(program: arguments.Program):
     """What every training program checks of its flags beyond their single values. Raises UsageError."""
-    s = settings
+    s = program.settings
     for flag, value in (("--prompts", s.prompts), ("--tokenizer-model", s.tokenizer_model)):
         if not value:
             raise UsageError(f"{flag} is missing: it has no default")
     longest = s.max_prompt_length + s.max_response_length
-    if longest > s.max_tokens_per_microbatch:
-        raise UsageError(
-            f"--max-tokens-per-microbatch {s.max_tokens_per_microbatch}: must hold one sequence of "
-            f"--max-prompt-length + --max-response-length = {longest} tokens"
-        )
+    for role in (program.roles[name] for name in arguments.MODELS if name in program.roles):
+        cap = role.max_tokens_per_microbatch
+        if longest > cap:
+            prefix = "" if cap == s.max_tokens_per_microbatch else f"{role.name}-"
+            raise UsageError(
+                f"--{prefix}max-tokens-per-microbatch {cap}: must hold one sequence of "
+                f"--max-prompt-length + --max-response-length = {longest} tokens"
+            )
     if s.eval_interval and not s.eval_prompts:
         raise UsageError(f"--eval-interval {s.eval_interval}: needs --eval-prompts")
     if s.save_interval and not s.save:
@@ -117,8 +120,13 @@ class Run:
 
     def _settings(self) -> dict:
         roles = {
-            name: {"ranks": f"{role.ranks.start}-{role.ranks.stop - 1}", "megatron": vars(role.megatron)}
+            name: {
+                "ranks": f"{role.ranks.start}-{role.ranks.stop - 1}",
+                "max_tokens_per_microbatch": role.max_tokens_per_microbatch,
+                "megatron": vars(role.megatron),
+            }
             for name, role in self.program.roles.items()
+            if role.host == name  # a rollout on the actor's own module has no settings of its own
         }
         return {"megarl": dataclasses.asdict(self.settings), "world_size": self.world.size, "roles": roles}
 
@@ -156,8 +164,9 @@ class Run:
         memory, of which the largest counts.
         """
         if (peak := device.peak_bytes()) is not None:
-            metrics = metrics | {f"memory/{role}/peak_bytes": peak for role in self.world.my_roles()}
-        times = reduce_times(self.timers.end_step(self.step), self._roles_of_ranks(), self._all_gather)
+            metrics = metrics | {f"memory/{role}/peak_bytes": peak for role in self.world.roles_of(self.world.rank)}
+        roles_of_ranks = [self.world.roles_of(rank) for rank in range(self.world.size)]
+        times = reduce_times(self.timers.end_step(self.step), roles_of_ranks, self._all_gather)
         gathered = self.world.gather(metrics)
         seconds, self._started = time.perf_counter() - self._started, time.perf_counter()
         if gathered is None:
@@ -170,7 +179,8 @@ class Run:
         if "perf/tokens" in row:
             row["perf/tokens_per_s"] = row["perf/tokens"] / seconds
         if "rollout/tokens" in row:
-            row["rollout/tokens_per_s"] = row["rollout/tokens"] / max(times["time/actor/rollout_s"], 1e-9)
+            seconds_writing = times[f"time/{self.world['rollout'].host}/rollout_s"]
+            row["rollout/tokens_per_s"] = row["rollout/tokens"] / max(seconds_writing, 1e-9)
         self.write(row)
         self._progress.line(self.step, row, seconds)
 
@@ -178,10 +188,6 @@ class Run:
         """Appends a line of metrics for the present step; rank 0 only."""
         if self._writer:
             self._writer.write(self.step, row)
-
-    def _roles_of_ranks(self) -> list[list[str]]:
-        places = self.world.places.items()
-        return [[name for name, place in places if rank in place.ranks] for rank in range(self.world.size)]
 
     def _all_gather(self, item) -> list:
         items = [None] * self.world.size

@@ -4,7 +4,7 @@ import torch
 
 from megarl.algorithms.aggregation import masked_sum, token_mean
 from megarl.arguments import Program
-from megarl.batch import Batch, lane_of
+from megarl.batch import Batch
 from megarl.checkpoint import folders, state
 from megarl.data.order import PromptOrder
 from megarl.data.prompts import load_prompts
@@ -13,6 +13,7 @@ from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
 from megarl.mcore import device, model
 from megarl.observe.timers import Timers
+from megarl.roles import lanes
 from megarl.roles.learner import Learner
 from megarl.run import Run, check_common, create_world
 
@@ -24,7 +25,7 @@ class Inputs:
 
     def __init__(self, program: Program):
         s = program.settings
-        check_common(s)
+        check_common(program)
         args = program.roles["actor"].megatron
         if args.global_batch_size is None:
             raise UsageError("--global-batch-size is missing: it has no default")
@@ -69,8 +70,10 @@ class Supervision(Run):
         return self._batch(self.inputs.examples, self.order.take(self.batch_size))
 
     def _batch(self, examples: list, lines: list[int]) -> Batch:
+        lengths = torch.tensor([len(examples[line][0]) for line in lines], dtype=torch.int64)
         ids = torch.arange(len(lines))
-        ids = ids[lane_of(ids, len(self.place.lanes), 1) == self.place.lane]
+        owners = lanes.by_work(lengths, [ids], len(self.place.lanes), self.learner.role.megatron.hidden_size)
+        ids = ids[owners == self.place.lane]
         mine = [examples[lines[i]] for i in ids.tolist()]
         batch = Batch(
             sequence_ids=ids,
@@ -84,7 +87,7 @@ class Supervision(Run):
         return model.token_scores(network, part.tokens, part.lengths, 1.0, self.vocab_size)
 
     def _parts(self, batch: Batch):
-        return self.learner.microbatches(batch, torch.arange(len(batch)), self.settings.max_tokens_per_microbatch)
+        return self.learner.microbatches(batch, torch.arange(len(batch)))
 
     def learn(self, batch: Batch, step: int):
         """One update on the mean negative log-probability of response tokens."""

@@ -1,4 +1,4 @@
-"""Reinforcement learning with PPO: actor, critic, reward and reference in one SPMD program.
+"""Reinforcement learning with PPO: rollout, actor, critic, reward and reference in one SPMD program.
 
 Every rank runs this file from top to bottom; a call on a role does something on the role's ranks and nothing
 elsewhere. Launch it with torchrun or srun:
@@ -13,11 +13,10 @@ from megarl.run import launch
 def train(program, timers):
     """The whole algorithm: write, score, judge, learn."""
     run = Reinforcement(program, timers)
-    actor, critic, reward, reference = run.actor, run.critic, run.reward, run.reference
+    rollout, actor, critic, reward, reference = run.rollout, run.actor, run.critic, run.reward, run.reference
     for step in run.steps():
-        rollout = actor.generate(run.next_prompts(), run.samples_per_prompt, step)
-        flow = run.flow(rollout)
-        flow.share(["reward", "reference", "critic"])
+        flow = run.flow(rollout.generate(run.next_prompts(), run.samples_per_prompt, step))
+        flow.share(["actor", "reward", "reference", "critic"])
 
         reward.score(flow, run.prompts)
         reference.logprobs(flow)
@@ -30,6 +29,7 @@ def train(program, timers):
 
         critic.update(flow, step)
         actor.update(flow, step)
+        rollout.refresh()
         run.finish(flow)
     run.close()
 

@@ -17,7 +17,10 @@ from megarl.mcore import device, flags, groups
 
 @dataclass(frozen=True)
 class Place:
-    """Where this rank stands in one role; `lane` is None outside the role."""
+    """Where this rank stands in one role; `lane` is None outside the role.
+
+    `host` is the role under whose name time and memory are counted: itself, or the actor for a rollout on its module.
+    """
 
     role: str
     ranks: range
@@ -25,6 +28,7 @@ class Place:
     collection: object | None
     lane_group: object | None
     rank: int
+    host: str
 
     @property
     def is_member(self) -> bool:
@@ -55,17 +59,18 @@ class Place:
 class World:
     """All ranks of the program and every role's place, seen from this rank."""
 
-    def __init__(self, places: dict[str, Place], pairs: dict[frozenset, object]):
+    def __init__(self, places: dict[str, Place], pairs: dict[frozenset, object], weights_group: object | None = None):
         self.places = places
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.weights_group = weights_group  # ranks of the actor and of a rollout with a model of its own
         self._pairs = pairs
 
     def __getitem__(self, role: str) -> Place:
         return self.places[role]
 
-    def my_roles(self) -> list[str]:
-        """Roles that this rank works for."""
-        return [name for name, place in self.places.items() if place.is_member]
+    def roles_of(self, rank: int) -> list[str]:
+        """Roles that a rank works for; one that runs on another's module counts as that one."""
+        return list(dict.fromkeys(place.host for place in self.places.values() if rank in place.ranks))
 
     def leaders_group(self, one: str, other: str):
         """Group of the lane leaders of two roles, over which they exchange batches."""
@@ -98,9 +103,13 @@ def create(roles: dict, timeout: timedelta) -> World:
         sizes = flags.parallel_sizes(role.megatron)
         collection = groups.create_groups(role.ranks, sizes, cache)
         lanes = groups.lane_ranks(role.ranks, sizes)
-        places[name] = Place(name, role.ranks, tuple(map(tuple, lanes)), collection, cache.mine(lanes), rank)
+        lanes = tuple(map(tuple, lanes))
+        places[name] = Place(name, role.ranks, lanes, collection, cache.mine(lanes), rank, role.host)
     pairs = {}
     for one, other in itertools.combinations(places, 2):
         leaders = sorted({*places[one].leaders, *places[other].leaders})
         pairs[frozenset((one, other))] = cache.get(leaders)
-    return World(places, pairs)
+    weights_group = None
+    if "rollout" in roles and roles["rollout"].host == "rollout":
+        weights_group = cache.get(sorted({*roles["actor"].ranks, *roles["rollout"].ranks}))
+    return World(places, pairs, weights_group)

@@ -1,12 +1,13 @@
-"""Flags: role prefixes, config files, role maps, value checks; every key is consumed or refused, in one line."""
+"""Flags: role prefixes, config files, value checks; every key is consumed or refused, in one line."""
 
 import dataclasses
 
 import pytest
 import torch
 
-from megarl.arguments import ROLES, Settings, build_parser, parse, parse_role_map
+from megarl.arguments import Settings, build_parser, parse
 from megarl.errors import UsageError
+from megarl.role_flags import ROLES
 from tests.tiny_models import SHAPES
 
 MODEL = SHAPES["llama"].split()
@@ -56,19 +57,19 @@ def test_a_role_prefix_overrides_the_common_flag_in_any_order():
     flags = ["--critic-lr", "1e-3", "--lr", "2e-3", "--actor-tensor-model-parallel-size=2", "--reward-num-layers", "4"]
     roles = parse(MODEL + flags, 4).roles
     assert {name: role.megatron.lr for name, role in roles.items()} == {
-        "actor": 2e-3, "critic": 1e-3, "reward": 2e-3, "reference": 2e-3,
+        "actor": 2e-3, "critic": 1e-3, "reward": 2e-3, "reference": 2e-3, "rollout": 2e-3,
     }  # fmt: skip
     assert roles["actor"].megatron.tensor_model_parallel_size == 2
     assert roles["critic"].megatron.tensor_model_parallel_size == 1
-    assert [roles[r].megatron.num_layers for r in ROLES] == [2, 2, 4, 2]
+    assert [roles[r].megatron.num_layers for r in ROLES] == [2, 2, 4, 2, 2]
 
 
 def test_roles_have_the_sizes_of_the_role_map():
     roles = parse(MODEL + ["--role-map", "actor=0-1;critic=2;reward=3;reference=3"], 4).roles
     assert {name: role.ranks for name, role in roles.items()} == {
-        "actor": range(2), "critic": range(2, 3), "reward": range(3, 4), "reference": range(3, 4),
+        "actor": range(2), "critic": range(2, 3), "reward": range(3, 4), "reference": range(3, 4), "rollout": range(2),
     }  # fmt: skip
-    assert [roles[r].megatron.data_parallel_size for r in ROLES] == [2, 1, 1, 1]
+    assert [roles[r].megatron.data_parallel_size for r in ROLES] == [2, 1, 1, 1, 2]
 
 
 def test_megarls_own_settings_reach_every_role():
@@ -166,38 +167,6 @@ def test_unreadable_config_files_are_refused(tmp_path):
     assert "not YAML" in refusal(["--config", str(tmp_path / "binary.yaml")])
 
 
-# -- role maps ---------------------------------------------------------------------------------------------------
-
-
-def test_role_maps_may_be_disjoint_equal_or_overlapping():
-    two = ("actor", "critic")
-    assert parse_role_map(None, 3, two) == {"actor": range(3), "critic": range(3)}
-    assert parse_role_map("actor=0-1;critic=2", 3, two) == {"actor": range(2), "critic": range(2, 3)}
-    assert parse_role_map(" critic=0-2 ; actor=1-2; ", 3, two) == {"critic": range(3), "actor": range(1, 3)}
-
-
-@pytest.mark.parametrize("text, says", [
-    ("actor=0-9;critic=0", "rank 9 of actor is outside the world; allowed 0-3"),
-    ("actor=4;critic=0", "outside the world"),
-    ("actor=0", "no ranks for critic"),
-    ("", "no ranks for actor, critic"),
-    ("actor=0;critic=1;judge=2", "'judge' is no role"),
-    ("actor=0;actor=1;critic=1", "'actor' stands twice"),
-    ("actor=1-0;critic=1", "'actor=1-0' is not of the form"),
-    ("actor=;critic=1", "'actor=' is not of the form"),
-    ("actor;critic=1", "'actor' is not of the form"),
-    ("actor=a-b;critic=1", "is not of the form"),
-    ("actor=0-1-2;critic=1", "is not of the form"),
-    ("actor=-1;critic=1", "is not of the form"),
-    ("actor=0,1;critic=1", "is not of the form"),
-    ("=0;critic=1", "is no role"),
-])  # fmt: skip
-def test_wrong_role_maps_are_refused(text, says):
-    with pytest.raises(UsageError) as caught:
-        parse_role_map(text, 4, ("actor", "critic"))
-    assert says in str(caught.value) and "--role-map" in str(caught.value) and "\n" not in str(caught.value)
-
-
 # -- refusals ----------------------------------------------------------------------------------------------------
 
 
@@ -233,10 +202,9 @@ def test_flags_that_megarls_own_layers_would_ignore_are_refused(argv):
 
 
 @pytest.mark.parametrize("argv", [
-    ["--pipeline-model-parallel-size", "2"], ["--context-parallel-size", "2"], ["--num-experts", "2"],
-    ["--sequence-parallel", "--tensor-model-parallel-size", "2"], ["--attention-dropout", "0.1"],
-    ["--hidden-dropout", "0.1"], ["--transformer-impl", "transformer_engine"], ["--fp8-format", "hybrid"],
-    ["--multi-latent-attention"], ["--optimizer", "sgd"], ["--position-embedding-type", "mrope"],
+    ["--attention-dropout", "0.1"], ["--hidden-dropout", "0.1"], ["--transformer-impl", "transformer_engine"],
+    ["--fp8-format", "hybrid"], ["--multi-latent-attention"], ["--optimizer", "sgd"],
+    ["--position-embedding-type", "mrope"],
 ])  # fmt: skip
 def test_what_this_version_does_not_run_is_refused(argv):
     assert argv[0].removesuffix("-format") in refusal(argv)

@@ -88,27 +88,38 @@ def create_world(flags):
     return world.create(parse_roles(flags, dist.get_world_size(), program="rl"), timedelta(seconds=30))
 
 
-def share_of(whole, place):
+def owners_of(world, count, seed=None):
+    """Lanes of the sequences: dealt in turn by the actor, by the critic too or (with a seed) at random."""
+    ids = torch.arange(count)
+    owners = {role: lane_of(ids, len(world[role].lanes), SAMPLES) for role in ("actor", "critic")}
+    if seed is not None:
+        generator = torch.Generator().manual_seed(seed)
+        owners["critic"] = torch.randint(0, len(world["critic"].lanes), (count,), generator=generator)
+    return owners
+
+
+def share_of(whole, place, owners):
     """A lane's sequences of the whole batch (None outside the role)."""
     if not place.is_member:
         return None
-    return whole.select((lane_of(whole.sequence_ids, len(place.lanes), SAMPLES) == place.lane).nonzero().flatten())
+    return whole.select((owners[place.role][whole.sequence_ids] == place.lane).nonzero().flatten())
 
 
-def there_and_back(rank, flags, seed, count):
+def there_and_back(rank, flags, seed, count, at_random):
     """Sends a random batch from the actor to the critic, and a field that the critic computed back."""
     world = create_world(flags)
+    owners = owners_of(world, count, seed if at_random else None)
     names = random.Random(seed).sample([n for n in OTHERS if n not in ("tokens", "values")], 4) + ["tokens"]
     whole = random_batch(seed, names, ids=torch.arange(count))
-    mine = share_of(whole, world["actor"])
-    there = exchange.send(world, mine, "actor", "critic", names, SAMPLES)
-    expected = share_of(whole, world["critic"])
+    mine = share_of(whole, world["actor"], owners)
+    there = exchange.send(world, mine, "actor", "critic", names, owners)
+    expected = share_of(whole, world["critic"], owners)
     assert (there is None) == (expected is None)
     if there is not None:
         assert sequences(there) == sequences(expected)
         assert there.present() == expected.present()
         there.values = there.tokens * 0.5 + 1
-    back = exchange.send(world, there, "critic", "actor", ["values"], SAMPLES)
+    back = exchange.send(world, there, "critic", "actor", ["values"], owners)
     assert (back is None) == (mine is None)
     if back is not None:
         mine.update(back, ["values"])
@@ -118,9 +129,11 @@ def there_and_back(rank, flags, seed, count):
 
 @pytest.mark.parametrize("layout", ALL)
 @pytest.mark.parametrize("seed, count", [(1, 14), (2, 2)])  # two sequences of one prompt: lanes without any
-def test_fields_go_to_their_owners_and_come_back(layout, seed, count):
+@pytest.mark.parametrize("at_random", [False, True])
+def test_fields_go_to_their_owners_and_come_back(layout, seed, count, at_random):
     flags, size = ALL[layout]
-    parts = [part for part in run_world(there_and_back, size, flags, seed, count) if part is not None]
+    results = run_world(there_and_back, size, flags, seed, count, at_random)
+    parts = [part for part in results if part is not None]
     assert concatenate(parts).sequence_ids.tolist() == list(range(count))
 
 
@@ -128,7 +141,7 @@ def send_nothing(rank, flags):
     world = create_world(flags)
     names = ["tokens", "scores"]
     mine = empty(HEADER + names, torch.device("cpu")) if world["actor"].is_member else None
-    there = exchange.send(world, mine, "actor", "critic", names, SAMPLES)
+    there = exchange.send(world, mine, "actor", "critic", names, owners_of(world, 0))
     return None if there is None else (len(there), there.present())
 
 
@@ -138,12 +151,19 @@ def test_a_batch_of_no_sequences_arrives_as_one():
     assert run_world(send_nothing, size, flags) == [None, None, expected, expected]
 
 
-def test_roles_with_the_same_lanes_share_the_tensors():
+def test_roles_that_hold_the_same_sequences_share_the_tensors():
     def same(rank):
         world = create_world("")
-        whole = random_batch(3, ["tokens", "values"], count=4)
-        got = exchange.send(world, whole, "actor", "critic", ["tokens"], SAMPLES)
-        assert got.tokens is whole.tokens and got.values is None
+        whole = random_batch(3, ["tokens", "values"], ids=torch.arange(4))
+        owners = owners_of(world, 4)
+        mine = share_of(whole, world["actor"], owners)
+        got = exchange.send(world, mine, "actor", "critic", ["tokens"], owners)
+        assert exchange.is_in_place(world, "actor", "critic", owners)
+        assert got.tokens is mine.tokens and got.values is None
+        owners["critic"] = 1 - owners["critic"]
+        assert not exchange.is_in_place(world, "actor", "critic", owners)
+        other = exchange.send(world, mine, "actor", "critic", ["tokens"], owners)
+        assert not set(other.sequence_ids.tolist()) & set(mine.sequence_ids.tolist())
         return got.present()
 
     assert run_world(same, 2) == [["sequence_ids", "lengths", "tokens"]] * 2
@@ -152,7 +172,8 @@ def test_roles_with_the_same_lanes_share_the_tensors():
 def count_bytes(rank, flags, count):
     world = create_world(flags)
     whole = random_batch(11, ["tokens", "finished"], ids=torch.arange(count))
-    mine = share_of(whole, world["actor"])
+    owners = owners_of(world, count)
+    mine = share_of(whole, world["actor"], owners)
     sent, members, original = [], [], dist.all_to_all_single
 
     def counting(output, source, *args, group=None, **kwargs):
@@ -162,7 +183,7 @@ def count_bytes(rank, flags, count):
         return original(output, source, *args, group=group, **kwargs)
 
     dist.all_to_all_single = counting
-    exchange.send(world, mine, "actor", "critic", ["tokens", "finished"], SAMPLES)
+    exchange.send(world, mine, "actor", "critic", ["tokens", "finished"], owners)
     return sent, members
 
 
@@ -185,7 +206,7 @@ def test_other_ranks_return_at_once():
     def bystander(rank):
         world = create_world("--role-map actor=0;critic=1;reward=2;reference=2")
         if rank == 2:
-            return exchange.send(world, None, "actor", "critic", ["tokens"], SAMPLES) is None
+            return exchange.send(world, None, "actor", "critic", ["tokens"], owners_of(world, 4)) is None
         dist.barrier(group=world.leaders_group("actor", "critic"))
         return rank
 

@@ -31,7 +31,7 @@ def text_reward(folder, byte_fallback: bool):
     path = write_lines(folder / "p.jsonl", [{"prompt": prompt, "answer": answer} for prompt, answer in WORDS])
     tokenizer = build_tokenizer("SentencePieceTokenizer", str(folder / "t.model"))
     verifier = Verifier("v", lambda s: Score(0.5 if s.response == s.answer else -0.25, s.response == s.answer, {}))
-    place = Place("reward", range(1), ((0,),), None, None, 0)
+    place = Place("reward", range(1), ((0,),), None, None, 0, "reward")
     return Reward(Settings(), place, tokenizer, verifier, Timers()), tokenizer, load_prompts(str(path))
 
 
@@ -136,4 +136,3 @@ def test_returns_are_score_minus_kl_to_the_end_and_advantages_are_white(tmp_path
     assert metrics["kl/reference"] == pytest.approx(float(kl.sum()) / SEQUENCES, abs=1e-5)
     assert (metrics["rollout/tokens"], metrics["perf/tokens"]) == (int(mask.sum()), len(mask))
     assert metrics["reward/accuracy"] == 0.5 and metrics["rollout/finished_fraction"] == pytest.approx(2 / 3)
-

@@ -72,7 +72,8 @@ def describe(rank, flags, program):
         else:
             assert place.collection is None and place.lane_group is None and place.lane is None
         found[name] = (place.lane, place.is_leader, place.leaders, groups)
-    assert here.my_roles() == [name for name in roles if rank in roles[name].ranks]
+    for other in range(here.size):
+        assert here.roles_of(other) == [n for n in roles if roles[n].host == n and other in roles[n].ranks]
     return found
 
 
@@ -87,8 +88,8 @@ def test_tensor_2_data_2():
         assert groups["cp"] == groups["pp"] == groups["embd"] == groups["pos_embd"] == [rank]
         assert groups["tp_dp_cp"] == groups["intra_dist_opt"] == [0, 1, 2, 3]
         assert groups["ep"] == [rank]
-        assert groups["expt_tp"] == groups["tp_ep"] == pair  # Megatron's default: experts are split like the rest
-        assert groups["expt_dp"] == column
+        assert groups["expt_tp"] == groups["tp_ep"] == [rank]  # experts are not split by tensor ranks
+        assert groups["expt_dp"] == [0, 1, 2, 3]
 
 
 def test_data_4():
@@ -123,6 +124,30 @@ def test_a_disjoint_role_map():
             assert groups["dp"] == groups["pp"] == groups["cp"] == groups["ep"] == [rank]
 
 
+def rollout_place(rank, flags):
+    here = world.create(parse_roles(flags, dist.get_world_size(), program="rl"), MINUTE)
+    place, group = here["rollout"], here.weights_group
+    context = place.collection and dist.get_world_size(place.collection.cp)
+    return place.lanes, context, group and dist.get_process_group_ranks(group), here.roles_of(rank)
+
+
+def test_context_ranks_of_the_actor_are_lanes_of_the_rollout():
+    flags = "--tensor-model-parallel-size 2 --context-parallel-size 2"
+    everything = ["actor", "critic", "reward", "reference"]  # the rollout counts as the actor
+    assert run_world(rollout_place, 4, flags) == [(((0, 1), (2, 3)), 1, None, everything)] * 4
+
+
+def test_a_rollout_of_its_own_has_a_group_with_the_actor():
+    flags = "--role-map actor=0-1;critic=3;reward=3;reference=3;rollout=1-2 --rollout-tensor-model-parallel-size 2"
+    results = run_world(rollout_place, 4, flags)
+    assert [lanes for lanes, *_ in results] == [((1, 2),)] * 4
+    assert [context for _, context, *_ in results] == [None, 1, 1, None]
+    assert [group for _, _, group, _ in results[:3]] == [[0, 1, 2]] * 3
+    assert [roles for *_, roles in results] == [
+        ["actor"], ["actor", "rollout"], ["rollout"], ["critic", "reward", "reference"],
+    ]  # fmt: skip
+
+
 def pipeline_groups(rank):
     from megarl.mcore.groups import create_groups
 
@@ -139,7 +164,8 @@ def test_embedding_groups_of_a_pipeline():
 
 def shared_groups(rank):
     here = world.create(parse_roles("--reward-tensor-model-parallel-size 2", 2, program="rl"), MINUTE)
-    actor, critic, reward = (here[name].collection for name in ("actor", "critic", "reward"))
+    actor, critic, reward, rollout = (here[name].collection for name in ("actor", "critic", "reward", "rollout"))
+    assert all(getattr(actor, name) is getattr(rollout, name) for name in NAMES) and here.weights_group is None
     assert all(getattr(actor, name) is getattr(critic, name) for name in NAMES)
     assert actor.dp is reward.tp  # both are ranks 0 and 1
     assert actor.tp is not reward.tp

@@ -1,4 +1,4 @@
-"""The actor: writes rollouts on its own weights, recomputes their log-probs, and learns from the experience."""
+"""The actor: recomputes the log-probs of what the policy wrote, and learns from the experience."""
 
 import torch
 import torch.distributed as dist
@@ -7,15 +7,12 @@ from torch import Tensor
 from megarl.algorithms.aggregation import masked_sum, token_mean
 from megarl.algorithms.policy_loss import ppo_clip
 from megarl.arguments import RoleSettings, Settings
-from megarl.batch import Batch, lane_of
+from megarl.batch import Batch
 from megarl.mcore import model
-from megarl.mcore.engine import RolloutEngine
 from megarl.observe.timers import Timers
 from megarl.roles import microbatches as mb
 from megarl.roles.flow import Flow
 from megarl.roles.learner import Learner, updates_per_step
-from megarl.rollout.requests import build_requests, pack_completions
-from megarl.rollout.sampling import SamplingSettings
 from megarl.world import Place
 
 
@@ -24,37 +21,12 @@ class Actor:
 
     name = "actor"
 
-    def __init__(self, settings: Settings, role: RoleSettings, place: Place, tokenizer, timers: Timers):
-        self.settings, self.place, self.timers, self.tokenizer = settings, place, timers, tokenizer
-        self.learner = self.engine = None
+    def __init__(self, settings: Settings, role: RoleSettings, place: Place, vocab_size: int, timers: Timers):
+        self.settings, self.place, self.timers, self.vocab_size = settings, place, timers, vocab_size
+        self.learner = None
         self.metrics: dict[str, float] = {}
         if place.is_member:
-            self.learner = Learner(role, place, tokenizer.vocab_size, updates_per_step(settings))
-            self.engine = RolloutEngine(
-                self.learner.model,
-                place.collection,
-                tokenizer.vocab_size,
-                settings.max_prompt_length + settings.max_response_length,
-                settings.rollout_buffer_gb,
-                settings.rollout_max_requests,
-            )
-
-    def generate(
-        self, prompts: list[tuple[int, list[int]]], samples: int, step: int, greedy: bool = False
-    ) -> Batch | None:
-        """Writes `samples` responses to each prompt (its line, its tokens); this lane's share of them, packed."""
-        if not self.place.is_member:
-            return None
-        with self.timers.phase(self.name, "rollout"):
-            ids = torch.arange(len(prompts) * samples)
-            ids = ids[lane_of(ids, len(self.place.lanes), samples) == self.place.lane]
-            requests = build_requests(
-                ids, prompts, samples, self.settings.seed, step, self.settings.max_response_length
-            )
-            s = self.settings
-            sampling = SamplingSettings(s.temperature, s.top_k, s.top_p, greedy)
-            completions = self.engine.generate(requests, self.tokenizer.eos_id, sampling)
-            return pack_completions(ids, prompts, samples, requests, completions)
+            self.learner = Learner(role, place, vocab_size, updates_per_step(settings))
 
     def logprobs(self, flow: Flow, step: int):
         """Fills `logprobs` (π_old) and `entropy` by the training forward.
@@ -65,8 +37,8 @@ class Actor:
             return
         with self.timers.phase(self.name, "logprobs"):
             batch, results = flow[self.name], []
-            for ids in self._minibatches(step, epoch=0):
-                parts = self._parts(batch, mb.members(batch, ids))
+            for ids in mb.minibatches_of_step(self.settings, step, epoch=0):
+                parts = self.learner.microbatches(batch, mb.members(batch, ids))
                 results += self.learner.evaluate(parts, self._forward)
             mb.write_back(batch, "logprobs", [(scores.logprobs, places) for scores, places in results])
             mb.write_back(batch, "entropy", [(scores.entropy, places) for scores, places in results])
@@ -82,17 +54,8 @@ class Actor:
             "rollout/logprob_gap_mean": float(total / count.clamp(min=1)),
         }
 
-    def _minibatches(self, step: int, epoch: int) -> list[Tensor]:
-        total = self.settings.prompts_per_step * self.settings.samples_per_prompt
-        return mb.minibatch_ids(total, self.settings.minibatch_size, self.settings.seed, step, epoch)
-
-    def _parts(self, batch: Batch, places: Tensor):
-        return self.learner.microbatches(batch, places, self.settings.max_tokens_per_microbatch)
-
     def _forward(self, network, part) -> model.TokenScores:
-        return model.token_scores(
-            network, part.tokens, part.lengths, self.settings.temperature, self.tokenizer.vocab_size
-        )
+        return model.token_scores(network, part.tokens, part.lengths, self.settings.temperature, self.vocab_size)
 
     def update(self, flow: Flow, step: int):
         """Learns from `advantages` for `--ppo-epochs` epochs of mini-batches; rests while the critic warms up."""
@@ -101,7 +64,7 @@ class Actor:
         with self.timers.phase(self.name, "update"):
             batch, results = flow[self.name], []
             for epoch in range(self.settings.ppo_epochs):
-                for ids in self._minibatches(step, epoch):
+                for ids in mb.minibatches_of_step(self.settings, step, epoch):
                     results.append(self._update(batch, mb.members(batch, ids)))
             self._summarize(results)
 
@@ -118,7 +81,7 @@ class Actor:
             others = [masked_sum(x.double(), mask) / count.clamp(min=1) for x in (terms.approx_kl, terms.clipped)]
             return value, torch.stack([value.detach().double(), entropy.detach().double(), *others]).detach()
 
-        sums, applied, norm = self.learner.update(self._parts(batch, places), self._forward, loss)
+        sums, applied, norm = self.learner.update(self.learner.microbatches(batch, places), self._forward, loss)
         return self.place.sum_over_lanes(torch.stack(sums).sum(0)), applied, norm
 
     def _summarize(self, results):

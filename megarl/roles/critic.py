@@ -31,8 +31,8 @@ class Critic:
         if not self.place.is_member:
             return
         with self.timers.phase(self.name, "values"):
-            batch, cap = flow[self.name], self.settings.max_tokens_per_microbatch
-            parts = self.learner.microbatches(batch, torch.arange(len(batch)), cap)
+            batch = flow[self.name]
+            parts = self.learner.microbatches(batch, torch.arange(len(batch)))
             mb.write_back(batch, "values", self.learner.evaluate(parts, self._forward))
 
     def _forward(self, network, part) -> torch.Tensor:
@@ -48,8 +48,7 @@ class Critic:
             self.metrics = {"critic/explained_variance": explained_variance(self.place.sum_over_lanes(moments))}
             results = []
             for epoch in range(self.settings.ppo_epochs):
-                total = self.settings.prompts_per_step * self.settings.samples_per_prompt
-                for ids in mb.minibatch_ids(total, self.settings.minibatch_size, self.settings.seed, step, epoch):
+                for ids in mb.minibatches_of_step(self.settings, step, epoch):
                     results.append(self._update(batch, mb.members(batch, ids)))
             self._summarize(results)
 
@@ -63,7 +62,7 @@ class Critic:
             clipped = masked_sum(terms.clipped.double(), part.response_mask) / count.clamp(min=1)
             return value, torch.stack([value.detach().double(), clipped])
 
-        parts = self.learner.microbatches(batch, places, self.settings.max_tokens_per_microbatch)
+        parts = self.learner.microbatches(batch, places)
         sums, applied, norm = self.learner.update(parts, self._forward, loss)
         return self.place.sum_over_lanes(torch.stack(sums).sum(0)), applied, norm
 

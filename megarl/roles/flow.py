@@ -1,20 +1,25 @@
 """A step's data on one rank: this rank's batch for every role it works for, and the moves between them."""
 
+from torch import Tensor
+
 from megarl import exchange
 from megarl.batch import Batch
 from megarl.observe.timers import Timers
 from megarl.world import World
 
+SOURCE = "rollout"  # where text is written
 HOME = "actor"  # experience is put together where the policy is
 SHARED = ["tokens", "response_mask", "prompt_ids", "prompt_lengths", "finished"]
+AT_HOME = [*SHARED, "rollout_logprobs"]
 
 
 class Flow:
     """Batches by role. `flow["critic"]` is None on ranks that do not work for the critic."""
 
-    def __init__(self, world: World, timers: Timers, samples_per_prompt: int, rollout: Batch | None):
-        self._world, self._timers, self._samples = world, timers, samples_per_prompt
-        self._batches: dict[str, Batch | None] = {HOME: rollout}
+    def __init__(self, world: World, timers: Timers, owners: dict[str, Tensor], rollout: Batch | None):
+        """Starts with what this rank wrote (None where it wrote nothing); `owners` as in `exchange.send`."""
+        self._world, self._timers, self._owners = world, timers, owners
+        self._batches: dict[str, Batch | None] = {SOURCE: rollout}
 
     def __getitem__(self, role: str) -> Batch | None:
         return self._batches.get(role)
@@ -22,7 +27,7 @@ class Flow:
     def share(self, roles: list[str]):
         """Hands the rollout to other roles, to each lane its own sequences."""
         for role in roles:
-            self._batches[role] = self._send(HOME, role, SHARED)
+            self._batches[role] = self._send(self._nearest(role), role, AT_HOME if role == HOME else SHARED)
 
     def collect(self, fields: dict[str, list[str]]):
         """Brings fields that other roles computed home to the actor: `{"critic": ["values"]}`."""
@@ -33,12 +38,17 @@ class Flow:
         """Sends fields computed at home to another role's sequences."""
         self._take(HOME, role, names)
 
+    def _nearest(self, role: str) -> str:
+        """A role that was served before and holds the very sequences on the very ranks, else the rollout."""
+        served = (name for name in self._batches if name != SOURCE)
+        return next((n for n in served if exchange.is_in_place(self._world, n, role, self._owners)), SOURCE)
+
     def _take(self, source: str, destination: str, names: list[str]):
         arrived = self._send(source, destination, names)
         if arrived is not None:
             self._batches[destination].update(arrived, names)
 
     def _send(self, source: str, destination: str, names: list[str]) -> Batch | None:
-        me = source if self._world[source].is_member else destination
+        me = self._world[source if self._world[source].is_member else destination].host
         with self._timers.phase(me, "exchange"):
-            return exchange.send(self._world, self[source], source, destination, names, self._samples)
+            return exchange.send(self._world, self[source], source, destination, names, self._owners)

@@ -1,16 +1,21 @@
 """How a step's sequences fall into mini-batches and micro-batches: by sequence, never by placement.
 
 Mini-batches are sets of sequence ids drawn from (seed, step, epoch), the same whatever the layout. Within one, each
-lane packs its own sequences under a token cap that is a real cap; all lanes run the same number of micro-batches, and
-a lane with nothing left runs an empty one that weighs nothing.
+lane packs its own sequences under a token cap that is a real cap, few micro-batches of about equal work; all lanes run
+the same number of micro-batches, and a lane with nothing left runs an empty one that weighs nothing.
 """
+
+import bisect
+import heapq
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.arguments import RoleSettings, Settings
 from megarl.batch import FIELDS, Batch
 from megarl.rollout.random import stream_keys, uniforms
+from megarl.world import Place
 
 ORDER_STREAM = -1  # no prompt has this number: the shuffle shares no random number with any response
 
@@ -25,24 +30,74 @@ def minibatch_ids(count: int, size: int | None, seed: int, step: int, epoch: int
     return [part.sort().values for part in order.split(size)]
 
 
+def minibatches_of_step(settings: Settings, step: int, epoch: int) -> list[Tensor]:
+    """The mini-batches of a step of reinforcement learning, as `minibatch_ids` draws them."""
+    total = settings.prompts_per_step * settings.samples_per_prompt
+    return minibatch_ids(total, settings.minibatch_size, settings.seed, step, epoch)
+
+
 def members(batch: Batch, ids: Tensor) -> Tensor:
     """Places in the batch of the sequences with these ids."""
     return torch.isin(batch.sequence_ids, ids.to(batch.sequence_ids.device)).nonzero().flatten()
 
 
-def pack(lengths: Tensor, cap: int) -> list[Tensor]:
-    """Places of the sequences of each micro-batch: consecutive ones, at most `cap` tokens together.
+def workloads(lengths: Tensor, hidden: int) -> Tensor:
+    """[N] int64 work of sequences of these lengths: s² + 12·hidden·s, in units of 2·hidden operations.
 
-    A sequence longer than the cap stands alone; programs refuse settings that allow one.
+    In a layer, causal attention lets each token meet half of its sequence, once for the scores and once for the
+    values: 2·hidden·s² operations. The linear layers hold 12·hidden² weights (4 in attention, 8 in the MLP):
+    24·hidden²·s operations. Only the ratio counts. In int32 the square alone overflows at 46,341 tokens.
     """
-    groups, current, tokens = [], [], 0
-    for place, length in enumerate(lengths.tolist()):
-        if current and tokens + length > cap:
-            groups.append(current)
-            current, tokens = [], 0
-        current.append(place)
-        tokens += length
-    return [torch.tensor(group) for group in groups + [current] if group]
+    lengths = lengths.to(torch.int64)
+    return lengths * (lengths + 12 * hidden)
+
+
+def pack(lengths: Tensor, cap: int, hidden: int, count: int = 1) -> list[Tensor]:
+    """Places of the sequences of each micro-batch, ascending; at most `cap` tokens each, the dearest one first.
+
+    As few micro-batches as best-fit decreasing finds, or `count` of them where that is more and there are sequences
+    enough; then levelled to about equal work. A sequence longer than the cap stands alone; programs refuse settings
+    that allow one.
+    """
+    costs = workloads(lengths, hidden).tolist()
+    lengths = lengths.tolist()
+    order = sorted(range(len(lengths)), key=lambda place: (-lengths[place], place))
+    groups = _best_fit(order, lengths, cap)
+    groups = _level(order, lengths, costs, cap, max(count, len(groups))) or groups
+    groups = sorted((sorted(group) for group in groups if group), key=lambda g: (-sum(costs[i] for i in g), g))
+    return [torch.tensor(group) for group in groups]
+
+
+def _best_fit(order: list[int], lengths: list[int], cap: int) -> list[list[int]]:
+    """Longest first, each into the fullest micro-batch that has room: at most 11/9 of the fewest (Johnson 1973)."""
+    groups, rooms = [], []  # rooms: (tokens left, micro-batch), ascending
+    for place in order:
+        found = bisect.bisect_left(rooms, (lengths[place], -1))
+        if found == len(rooms):
+            groups.append([])
+            rooms.append((cap, len(groups) - 1))
+        room, group = rooms.pop(found)
+        groups[group].append(place)
+        bisect.insort(rooms, (room - lengths[place], group))
+    return groups
+
+
+def _level(order: list[int], lengths: list[int], costs: list[int], cap: int, count: int) -> list[list[int]] | None:
+    """Dearest first, each into the micro-batch with the least work that has room; None where one finds no room."""
+    groups = [[] for _ in range(count)]
+    heap = [(0, 0, group) for group in range(count)]  # (work, tokens, micro-batch)
+    for place in order:
+        full = []
+        while heap and heap[0][1] + lengths[place] > cap:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        work, tokens, group = heap[0]
+        heapq.heapreplace(heap, (work + costs[place], tokens + lengths[place], group))
+        groups[group].append(place)
+        for entry in full:
+            heapq.heappush(heap, entry)
+    return groups
 
 
 def nothing(fields: list[str], device) -> Batch:
@@ -51,14 +106,32 @@ def nothing(fields: list[str], device) -> Batch:
     return Batch(**{**blank, "lengths": torch.ones(1, dtype=torch.int64, device=device)})
 
 
-def microbatches(batch: Batch, places: Tensor, cap: int, lanes_group) -> list[tuple[Batch, Tensor]]:
-    """(micro-batch, places of its sequences in `batch`), equally many on every lane; empty ones have no places."""
-    groups = [places[group] for group in pack(batch.lengths[places], cap)]
-    most = torch.tensor([max(len(groups), 1)], device=batch.lengths.device)
+def microbatches(
+    batch: Batch, places: Tensor, cap: int, lanes_group, hidden: int, multiple: int = 1
+) -> list[tuple[Batch, Tensor]]:
+    """(micro-batch, places of its sequences in `batch`), equally many on every lane; empty ones have no places.
+
+    Args:
+        places: [N] ascending, the sequences to pack.
+        cap: most tokens of a micro-batch.
+        lanes_group: this rank and its like on the other lanes; a collective of the group.
+        hidden: the model's hidden size, which weighs attention against linear layers.
+        multiple: what the number of micro-batches must be a multiple of (the pipeline's size with virtual stages).
+    """
+    lengths = batch.lengths[places]
+    most = torch.tensor([max(len(pack(lengths, cap, hidden)), 1)], device=lengths.device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=lanes_group)
+    count = -(-int(most) // multiple) * multiple
+    groups = [places[group.to(places.device)] for group in pack(lengths, cap, hidden, count)]
     parts = [(batch.select(group), group) for group in groups]
-    spare = (nothing(batch.present(), batch.lengths.device), places[:0])
-    return parts + [spare] * (int(most) - len(parts))
+    spare = (nothing(batch.present(), lengths.device), places[:0])
+    return parts + [spare] * (count - len(parts))
+
+
+def of_role(batch: Batch, places: Tensor, role: RoleSettings, place: Place) -> list[tuple[Batch, Tensor]]:
+    """`microbatches` for a role's model, under its cap, as many as on each of its lanes."""
+    cap, hidden = role.max_tokens_per_microbatch, role.megatron.hidden_size
+    return microbatches(batch, places, cap, place.collection.dp, hidden, role.microbatch_multiple)
 
 
 def write_back(batch: Batch, name: str, pieces: list[tuple[Tensor, Tensor]]):

@@ -3,7 +3,7 @@
 import torch
 
 from megarl.arguments import RoleSettings, Settings
-from megarl.mcore import checkpoint, model
+from megarl.mcore import checkpoint, model, sharded
 from megarl.observe.timers import Timers
 from megarl.roles import microbatches as mb
 from megarl.roles.flow import Flow
@@ -22,6 +22,9 @@ class Reference:
         self.model = None
         if place.is_member:
             self.model = model.build_model(role.megatron, vocab_size, place.collection).requires_grad_(False)
+            if role.megatron.use_torch_fsdp2:
+                for chunk in self.model:
+                    sharded.shard(chunk, place.collection)
 
     def logprobs(self, flow: Flow):
         """Fills `reference_logprobs`, at the temperature of the rollout."""

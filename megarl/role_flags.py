@@ -1,0 +1,126 @@
+"""Which flags and which ranks belong to which role: role maps, role prefixes, and what the rollout takes over.
+
+The rollout writes with the actor's policy: it inherits the actor's flags except those that only training has, and may
+have ranks and model-parallel sizes of its own.
+"""
+
+import difflib
+
+from megarl.errors import UsageError
+
+ROLES = ("actor", "critic", "reward", "reference", "rollout")
+OFF = "--off:"  # marks a switch that a config file turns off, so that its name is checked before it is dropped
+
+# What a --rollout-… prefix may set: how the policy's weights are split. Everything else is the actor's.
+ROLLOUT_LAYOUT = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
+    "expert_tensor_parallel_size", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+)  # fmt: skip
+TRAINING_ONLY = (
+    "context_parallel_size", "sequence_parallel", "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank", "microbatch_group_size_per_vp_stage", "use_torch_fsdp2",
+    "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather",
+)  # fmt: skip
+OF_A_PIPELINE = (
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout",
+)  # fmt: skip
+
+
+def roles_of(program: str) -> tuple[str, ...]:
+    """Roles of a program ('rl' or 'sft')."""
+    return ROLES if program == "rl" else ("actor",)
+
+
+def parse_role_map(text: str | None, world_size: int, roles: tuple[str, ...]) -> dict[str, range]:
+    """`actor=0-3;critic=4-5;reward=6;reference=7` -> ranks of each role; None: every role on every rank.
+
+    The rollout may be left out: it then runs on the actor's ranks.
+
+    Raises:
+        UsageError: a missing, unknown or repeated role, a malformed range, or a rank outside the world.
+    """
+    if text is None:
+        return {role: range(world_size) for role in roles}
+    found = {}
+    for part in filter(None, (p.strip() for p in text.split(";"))):
+        role, _, span = part.partition("=")
+        first, _, last = span.partition("-")
+        if not first.isdigit() or not (last or first).isdigit() or int(last or first) < int(first):
+            raise UsageError(f"--role-map {text!r}: {part!r} is not of the form role=first-last or role=rank")
+        if role not in roles or role in found:
+            problem = "stands twice" if role in found else f"is no role; allowed: {', '.join(roles)}"
+            raise UsageError(f"--role-map {text!r}: {role!r} {problem}")
+        found[role] = range(int(first), int(last or first) + 1)
+        if found[role].stop > world_size:
+            raise UsageError(f"--role-map {text!r}: rank {found[role].stop - 1} of {role} is outside the world; "
+                             f"allowed 0-{world_size - 1} (world size {world_size})")  # fmt: skip
+    missing = [role for role in roles if role not in found and role != "rollout"]
+    if missing:
+        raise UsageError(f"--role-map {text!r}: no ranks for {', '.join(missing)}; each role needs some")
+    if "rollout" in roles:
+        found.setdefault("rollout", found["actor"])
+    return found
+
+
+def split(tokens: list[str], roles: tuple[str, ...], megatron: dict[str, str], own: list[str]) -> dict[str, list[str]]:
+    """Megatron's tokens of each role: the common ones first, then those with the role's prefix, prefix removed.
+
+    Args:
+        megatron: Megatron's option strings and the attribute each one sets.
+        own: megarl's option strings, for suggestions.
+
+    Raises:
+        UsageError: an option that nobody knows, or one of the rollout's that is not its own to set.
+    """
+    common, prefixed, target = [], {role: [] for role in roles}, None
+    for token in tokens:
+        off = token.startswith(OFF)
+        token = "--" + token.removeprefix(OFF) if off else token
+        option = token.split("=", 1)[0]
+        if option.startswith("--"):
+            role = next((r for r in roles if option.startswith(f"--{r}-") and option not in megatron), None)
+            target = common if role is None else prefixed[role]
+            token = token if role is None else "--" + token[len(role) + 3 :]
+            _check_known(option, token.split("=", 1)[0], megatron, own)
+            if role == "rollout":
+                _check_rollout(option, token.split("=", 1)[0], megatron)
+        elif target is None:
+            raise UsageError(f"{token!r}: not a flag; flags start with --")
+        if not off:
+            target.append(token)
+    found = {role: common + prefixed[role] for role in roles}
+    if "rollout" in roles:
+        found["rollout"] = _inherited(found["actor"], prefixed["rollout"], megatron) + prefixed["rollout"]
+    return found
+
+
+def _check_known(option: str, name: str, megatron: dict[str, str], own: list[str]):
+    if name not in megatron:
+        close = difflib.get_close_matches(option, [*megatron, *own], n=1)
+        raise UsageError(f"{option}: unknown flag" + (f"; did you mean {close[0]}?" if close else ""))
+
+
+def _check_rollout(option: str, name: str, megatron: dict[str, str]):
+    if megatron[name] not in ROLLOUT_LAYOUT:
+        allowed = ", ".join("--rollout-" + dest.replace("_", "-") for dest in ROLLOUT_LAYOUT)
+        raise UsageError(f"{option}: the rollout runs the actor's model; allowed with this prefix are {allowed}")
+
+
+def _inherited(actor: list[str], own: list[str], megatron: dict[str, str]) -> list[str]:
+    """The actor's tokens without flags, values included, that the rollout does not take over."""
+    dropped = set(TRAINING_ONLY)
+    if any(megatron.get(token.split("=", 1)[0]) == "pipeline_model_parallel_size" for token in own):
+        dropped |= set(OF_A_PIPELINE)  # they describe the actor's pipeline
+    kept, keeps = [], True
+    for token in actor:
+        if token.startswith("--"):
+            keeps = megatron[token.split("=", 1)[0]] not in dropped
+        if keeps:
+            kept.append(token)
+    return kept
+
+
+def runs_on(actor, rollout) -> bool:
+    """Whether the module that trains (its Megatron namespace) can write on the same ranks for the rollout's."""
+    same = all(getattr(actor, name) == getattr(rollout, name) for name in ROLLOUT_LAYOUT)
+    return same and actor.virtual_pipeline_model_parallel_size is None and not actor.use_torch_fsdp2

@@ -1,0 +1,62 @@
+"""Which lane holds which sequence: dealt in turn for writing, by work for everything that runs a model over the text.
+
+Owners are an int64 [N] tensor of lanes by sequence id. They follow from lengths, mini-batches and the number of lanes
+alone, so every rank knows them, and roles with the same lanes hold the same sequences.
+"""
+
+import heapq
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.batch import Batch, lane_of
+from megarl.mcore import device
+from megarl.roles.microbatches import workloads
+from megarl.world import World
+
+
+def dealt(world: World, count: int, samples_per_prompt: int) -> dict[str, Tensor]:
+    """Owners for every role when all deal the prompts of `count` sequences in turn."""
+    ids = torch.arange(count)
+    return {name: lane_of(ids, len(place.lanes), samples_per_prompt) for name, place in world.places.items()}
+
+
+def by_work(lengths: Tensor, minibatches: list[Tensor], lanes: int, hidden: int) -> Tensor:
+    """Owners that share the work of each mini-batch out evenly.
+
+    Dearest sequence first, each to the lane with the least work in its mini-batch, then in the step so far: at most
+    4/3 of the best possible largest share (Graham 1969).
+
+    Args:
+        lengths: [N] tokens of each sequence of the step.
+        minibatches: sequence ids of each mini-batch; together all of 0 … N − 1.
+        hidden: hidden size by which the work is reckoned (`workloads`).
+    """
+    costs, owners, so_far = workloads(lengths, hidden).tolist(), [0] * len(lengths), [0] * lanes
+    for ids in minibatches:
+        heap = sorted((0, so_far[lane], lane) for lane in range(lanes))
+        for number in sorted(ids.tolist(), key=lambda i: (-costs[i], i)):
+            work, before, lane = heap[0]
+            heapq.heapreplace(heap, (work + costs[number], before, lane))
+            owners[number] = lane
+        for work, before, lane in heap:
+            so_far[lane] = before + work
+    return torch.tensor(owners, dtype=torch.int64)
+
+
+def balanced(
+    world: World, rollout: Batch | None, minibatches: list[Tensor], samples_per_prompt: int, hidden: int
+) -> dict[str, Tensor]:
+    """Owners for every role: as they were dealt for the rollout, by work for the others. A collective of the world.
+
+    `rollout` is this rank's share of the rollout, None where it has none.
+    """
+    count = sum(len(ids) for ids in minibatches)
+    lengths = torch.zeros(count, dtype=torch.int64, device=device.device())
+    if world["rollout"].is_leader:
+        lengths[rollout.sequence_ids] = rollout.lengths
+    dist.all_reduce(lengths)
+    found = {n: by_work(lengths, minibatches, n, hidden) for n in {len(p.lanes) for p in world.places.values()}}
+    owners = {name: found[len(place.lanes)] for name, place in world.places.items()}
+    return owners | {"rollout": dealt(world, count, samples_per_prompt)["rollout"]}
