@@ -1,0 +1,38 @@
+"""Ranks that do not exist: their process groups, by torch's fake backend, and the layers of their pipeline stages.
+
+Inside `world(4096)` this process is one rank of 4,096. The very code that a program runs creates its groups; what
+would be sent goes nowhere.
+"""
+
+import contextlib
+
+import torch.distributed as dist
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megarl.mcore.flags import transformer_config
+
+
+@contextlib.contextmanager
+def world(size: int, rank: int = 0):
+    """A world of `size` ranks, seen from one of them. RuntimeError where the process is in a world already."""
+    if dist.is_initialized():
+        raise RuntimeError("this process is a rank already: a world can be pretended only outside one")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def stage_layers(args) -> list[list[range]]:
+    """Layers (numbered from 0 over the whole model) of every pipeline stage, a range for each of its chunks."""
+    config, virtual = transformer_config(args), args.virtual_pipeline_model_parallel_size
+    chunks = range(virtual) if virtual else [None]
+    return [[_layers(config, stage, chunk) for chunk in chunks] for stage in range(config.pipeline_model_parallel_size)]
+
+
+def _layers(config, stage: int, chunk: int | None) -> range:
+    first = get_transformer_layer_offset(config, vp_stage=chunk, pp_rank=stage)
+    return range(first, first + get_num_layers_to_build(config, vp_stage=chunk, pp_rank=stage))

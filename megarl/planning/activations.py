@@ -1,0 +1,128 @@
+"""What a micro-batch of T tokens keeps between its forward and its backward, and what logits and caches take.
+
+Symbols as in `parameters`; n = T/c tokens of a rank under context parallelism, s = n/t of them under sequence
+parallelism (else n), b bytes of an element, F the ffn channels of this rank. Attention is packed: no padding but
+that of its pieces, for which `PIECES` is a typical surcharge. Experts are taken as evenly loaded.
+"""
+
+import torch
+
+from megarl.mcore.fake import stage_layers
+from megarl.mcore.flags import parallel_sizes
+from megarl.mcore.layers import moe_layers
+from megarl.mcore.model import padded_vocab_size
+from megarl.mcore.tensor_parallel import row_chunks
+
+PIECES = 1.2
+
+
+def _tokens(args, tokens: int) -> tuple[int, int]:
+    """(n, s): tokens of a rank where its channels are split, and where its tokens are."""
+    n = -(-tokens // args.context_parallel_size)
+    return n, -(-n // args.tensor_model_parallel_size) if args.sequence_parallel else n
+
+
+def _norm(args, width: int, fused: bool) -> int:
+    """Bytes a token that a norm keeps: its input; an unfused RMSNorm (a CPU's) an input and a result in fp32."""
+    return width * (8 if args.normalization == "RMSNorm" and not fused else args.params_dtype.itemsize)
+
+
+def of_layer(args, is_moe: bool, tokens: int, fused: bool = True) -> float:
+    """Bytes that one layer keeps of a micro-batch.
+
+    Norms 2·norm(H)·s; inputs of the linear layers (2H·s + A·D/t·n)·b; rotary tables 4·D·n·b; attention
+    ((2A + 2G)·D/t·b + 4A/t)·n·PIECES, keys and values of all c·n tokens under context parallelism; the MLP.
+    Selective recomputation of the core attention keeps (A + 2G)·D/t·b·n of it.
+    """
+    n, s = _tokens(args, tokens)
+    t, b, heads = args.tensor_model_parallel_size, args.params_dtype.itemsize, args.num_attention_heads
+    hidden, channels = args.hidden_size, args.kv_channels
+    groups = args.num_query_groups if args.group_query_attention else heads
+    total = 2 * _norm(args, hidden, fused) * s + (2 * hidden * s + heads * channels / t * n) * b
+    if args.position_embedding_type == "rope":
+        total += 4 * channels * n * b
+    if args.qk_layernorm:
+        total += (heads + groups) / t * _norm(args, channels, fused) * n
+    keys = 2 * groups * channels / t * n * args.context_parallel_size * b
+    if args.recompute_granularity == "selective":
+        total += heads * channels / t * n * b + keys
+    else:
+        total += PIECES * (2 * heads * channels / t * n * b + keys + 4 * heads / t * n)
+    return total + (_moe(args, s) if is_moe else _mlp(args, args.ffn_hidden_size / t) * n)
+
+
+def _mlp(args, ffn: float) -> float:
+    """Bytes a token between the linear layers: 5F·b gated (before, gate, product's factors, result), else 2F·b."""
+    return (5 if args.swiglu else 2) * ffn * args.params_dtype.itemsize
+
+
+def _moe(args, s: int) -> float:
+    """Router's choice, k copies of each token, (6 or 3)·k·F/x channels; the shared expert over all of this lane's."""
+    k, x, b = args.moe_router_topk, args.expert_tensor_parallel_size, args.params_dtype.itemsize
+    inner = (6 if args.swiglu else 3) * args.moe_ffn_hidden_size * b
+    total = s * (28 * k + k * x * args.hidden_size * b + k * inner)
+    shared, t = args.moe_shared_expert_intermediate_size, args.tensor_model_parallel_size
+    if shared:
+        total += _mlp(args, shared / t) * s * (t if args.sequence_parallel else 1)
+    return total
+
+
+def of_chunk(args, layers: range, tokens: int, last: bool, value_head: bool = False, fused: bool = True):
+    """Bytes (kept, working): what a chunk keeps of a micro-batch until its backward, and what exists once, during it.
+
+    Full recomputation keeps H·s·b for each group of `--recompute-num-layers` layers and works on one group at a time
+    (method uniform); or it does so layer by layer for the first so many layers (method block), whose backward comes
+    when that of the others is over.
+    """
+    n, s = _tokens(args, tokens)
+    kinds, b = moe_layers(args), args.params_dtype.itemsize
+    sizes = [of_layer(args, kinds[layer], tokens, fused) for layer in layers]
+    kept, working = sum(sizes), 0.0
+    if args.recompute_granularity == "full" and sizes:
+        size, entry = args.recompute_num_layers, args.hidden_size * s * b
+        if args.recompute_method == "uniform":
+            groups = [sum(sizes[i : i + size]) for i in range(0, len(sizes), size)]
+            kept, working = len(groups) * entry, max(groups)
+        else:
+            whole = sum(sizes[size:])
+            kept, working = min(size, len(sizes)) * entry + whole, max(0, max(sizes[:size]) - whole)
+    if last:
+        kept += _norm(args, args.hidden_size, fused) * s + (4 if value_head else b) * args.hidden_size * n + 28 * n
+    return kept, working
+
+
+def in_flight(args, stage: int, microbatches: int) -> int:
+    """Micro-batches (of a chunk each) that a stage holds at once: p − i in 1F1B, the warm-up and one if interleaved.
+
+    Interleaved, stage i of p with v chunks runs 2·(p − i − 1) + (v − 1)·p forwards ahead (2104.04473 §2.2).
+    """
+    stages, virtual = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
+    ahead = stages - stage if virtual == 1 else 2 * (stages - stage - 1) + (virtual - 1) * stages + 1
+    return min(ahead, microbatches * virtual)
+
+
+def of_stage(args, stage: int, kind: str, tokens: int, microbatches: int, fused: bool = True) -> int:
+    """Bytes of activations of a rank: of all micro-batches in flight, or of one layer where nothing waits for backward.
+
+    Interleaved, each chunk holds the same share of the micro-batches in flight.
+    """
+    chunks, kinds = stage_layers(args)[stage], moe_layers(args)
+    last = stage == args.pipeline_model_parallel_size - 1
+    if kind not in ("train", "value"):
+        return int(max((of_layer(args, kinds[i], tokens, fused) for chunk in chunks for i in chunk), default=0))
+    sizes = [of_chunk(args, c, tokens, last and c == chunks[-1], kind == "value", fused) for c in chunks]
+    kept = in_flight(args, stage, microbatches) * sum(kept for kept, _ in sizes) / len(sizes)
+    return int(kept + max(working for _, working in sizes))
+
+
+def of_logits(args, vocab_size: int, kind: str, tokens: int) -> int:
+    """Bytes of the chunk of logits that is alive: two fp32 buffers of C·V/t, one of b bytes, and, when training, the
+    fp32 gradient of the head, V/t·H.
+    """
+    if kind == "value":
+        return 0
+    columns = padded_vocab_size(args, vocab_size) // parallel_sizes(args).tensor
+    rows = row_chunks(max(tokens // args.context_parallel_size, 4), columns)[0]
+    size = args.params_dtype.itemsize
+    logits = (rows.stop - rows.start) * columns * (8 if args.params_dtype == torch.float32 else 8 + size)
+    return logits + (4 * columns * args.hidden_size if kind == "train" else 0)

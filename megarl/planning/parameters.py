@@ -1,0 +1,148 @@
+"""Parameters in closed form: every weight of a model chunk, in Megatron's order, as one rank of a layout holds it.
+
+Symbols: H hidden size, D channels of a head, A heads, G query groups, F ffn size (doubled in front when gated), V the
+padded vocabulary, E experts; t, e and x the tensor-, expert- and expert-tensor-parallel sizes.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from megarl.mcore.fake import stage_layers
+from megarl.mcore.flags import parallel_sizes
+from megarl.mcore.groups import ParallelSizes
+from megarl.mcore.layers import moe_layers
+from megarl.mcore.model import padded_vocab_size
+
+
+class Weight(NamedTuple):
+    """One parameter tensor of a rank: its first dimension, its elements, and how it is kept and reduced."""
+
+    name: str
+    rows: int
+    elements: int
+    itemsize: int
+    is_expert: bool = False  # reduced over expert-data-parallel ranks
+    is_shared: bool = False  # a tied embedding of a pipeline: a bucket of its own
+    is_routed: bool = False  # of an expert that only the tokens routed to it meet
+
+
+def stage_weights(args, vocab_size: int, value_head: bool) -> list[list[list[Weight]]]:
+    """Weights of every pipeline stage, chunk by chunk, as each rank of the stage holds them."""
+    sizes, stages = parallel_sizes(args), stage_layers(args)
+    last = (len(stages) - 1, len(stages[-1]) - 1)
+    return [
+        [
+            _chunk(args, vocab_size, value_head, layers, (s, c) == (0, 0), (s, c) == last, sizes)
+            for c, layers in enumerate(chunks)
+        ]
+        for s, chunks in enumerate(stages)
+    ]
+
+
+def counts(args, vocab_size: int, value_head: bool) -> tuple[int, int]:
+    """(all parameters, those of routed experts among them) of the whole model."""
+    alone, kinds = ParallelSizes(), moe_layers(args)
+    weights = [(1, _chunk(args, vocab_size, value_head, range(0), True, True, alone))]
+    weights += [(kinds.count(is_moe), _layer(args, alone, is_moe)) for is_moe in set(kinds)]
+    total = sum(times * w.elements for times, held in weights for w in held)
+    return total, sum(times * w.elements for times, held in weights for w in held if w.is_routed)
+
+
+class Totals(NamedTuple):
+    """Parameters of a whole model, those that one token meets, and the most that one rank holds."""
+
+    total: int
+    active: int
+    largest_rank: int
+
+
+def totals(args, vocab_size: int, value_head: bool) -> Totals:
+    """Counts of a role's model: total = all weights; active = total − (1 − k/E) · routed experts."""
+    total, routed = counts(args, vocab_size, value_head)
+    idle = routed * (args.num_experts - args.moe_router_topk) // args.num_experts if routed else 0
+    ranks = [sum(w.elements for c in chunks for w in c) for chunks in stage_weights(args, vocab_size, value_head)]
+    return Totals(total, total - idle, max(ranks))
+
+
+def _chunk(args, vocab_size: int, value_head: bool, layers: range, first: bool, last: bool, sizes) -> list[Weight]:
+    size, hidden, t = args.params_dtype.itemsize, args.hidden_size, sizes.tensor
+    vocab = padded_vocab_size(args, vocab_size) // t
+    is_tied = not args.untie_embeddings_and_output_weights and not value_head
+    is_shared = is_tied and sizes.pipeline > 1
+    found = []
+    if first:
+        found.append(Weight("embedding.word_embeddings.weight", vocab, vocab * hidden, size, is_shared=is_shared))
+        if args.position_embedding_type == "learned_absolute":
+            rows = args.max_position_embeddings
+            found.append(Weight("embedding.position_embeddings.weight", rows, rows * hidden, size))
+    kinds = moe_layers(args)
+    for number, layer in enumerate(layers):
+        own = _layer(args, sizes, kinds[layer])
+        found += [w._replace(name=f"decoder.layers.{number}.{w.name}") for w in own]
+    if last:
+        found += _norm(args, "decoder.final_layernorm", hidden)
+        if value_head:  # in fp32
+            found += [Weight("output_layer.weight", 1, hidden, 4), Weight("output_layer.bias", 1, 1, 4)]
+        elif not is_tied or not first:
+            found.append(Weight("output_layer.weight", vocab, vocab * hidden, size, is_shared=is_shared))
+    return found
+
+
+def _layer(args, sizes: ParallelSizes, is_moe: bool) -> list[Weight]:
+    """Attention: (A + 2G)·D·H/t and A·D·H/t; two norms; an MLP or a mixture of experts."""
+    hidden, t = args.hidden_size, sizes.tensor
+    channels, heads, has_bias = args.kv_channels, args.num_attention_heads, args.add_bias_linear
+    groups = args.num_query_groups if args.group_query_attention else heads
+    found = _norm(args, "input_layernorm", hidden)
+    found += _matrix(args, "self_attention.linear_proj", hidden, heads * channels // t, has_bias)
+    rows = (heads + 2 * groups) * channels // t
+    found += _matrix(args, "self_attention.linear_qkv", rows, hidden, has_bias or args.add_qkv_bias)
+    if args.qk_layernorm:
+        found += _norm(args, "self_attention.q_layernorm", channels)
+        found += _norm(args, "self_attention.k_layernorm", channels)
+    found += _norm(args, "pre_mlp_layernorm", hidden)
+    return found + (_moe(args, sizes) if is_moe else _mlp(args, "mlp", args.ffn_hidden_size // t))
+
+
+def _mlp(args, name: str, ffn: int) -> list[Weight]:
+    """H·F in (twice when gated), F·H out, for the `ffn` channels of this rank."""
+    gates = 2 if args.swiglu else 1
+    bias = args.add_bias_linear
+    return _matrix(args, f"{name}.linear_fc1", gates * ffn, args.hidden_size, bias) + _matrix(
+        args, f"{name}.linear_fc2", args.hidden_size, ffn, bias
+    )
+
+
+def _moe(args, sizes: ParallelSizes) -> list[Weight]:
+    """Router E·H; E/e experts with F/x channels; one shared expert, split like a dense MLP, and its gate."""
+    experts, hidden = args.num_experts, args.hidden_size
+    found = [Weight("mlp.router.weight", experts, experts * hidden, args.params_dtype.itemsize)]
+    if args.add_bias_linear:
+        found.append(Weight("mlp.router.bias", experts, experts, args.params_dtype.itemsize))
+    is_expert = args.expert_model_parallel_size > 1  # alone they are reduced like all others
+    for number in range(experts // sizes.expert):
+        own = _mlp(args, f"mlp.experts.local_experts.{number}", args.moe_ffn_hidden_size // sizes.expert_tensor)
+        found += [w._replace(is_expert=is_expert, is_routed=True) for w in own]
+    shared = args.moe_shared_expert_intermediate_size
+    if shared:
+        if args.moe_shared_expert_gate:
+            found.append(Weight("mlp.shared_experts.gate_weight", 1, hidden, args.params_dtype.itemsize))
+        found += _mlp(args, "mlp.shared_experts", shared // sizes.tensor)
+    return found
+
+
+def _matrix(args, name: str, rows: int, columns: int, has_bias: bool) -> list[Weight]:
+    size = args.params_dtype.itemsize
+    found = [Weight(f"{name}.weight", rows, rows * columns, size)]
+    return found + ([Weight(f"{name}.bias", rows, rows, size)] if has_bias else [])
+
+
+def _norm(args, name: str, width: int) -> list[Weight]:
+    kinds = ("weight",) if args.normalization == "RMSNorm" else ("weight", "bias")
+    return [Weight(f"{name}.{kind}", width, width, args.params_dtype.itemsize) for kind in kinds]
+
+
+def is_half(args) -> bool:
+    """Whether a role's weights are kept in 16 bits, with fp32 copies in its optimizer."""
+    return args.params_dtype != torch.float32

@@ -1,0 +1,163 @@
+"""The plan of a role map: every role's sizes, parameters, memory and traffic, and what the ranks hold together."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch.distributed as dist
+
+from megarl import world
+from megarl.mcore import fake
+from megarl.mcore.flags import parallel_sizes
+from megarl.mcore.model import padded_vocab_size
+from megarl.planning import traffic
+from megarl.planning.memory import GIB, Memory, stage_memory
+from megarl.planning.parameters import Totals, totals
+
+# What each role does with its model; the reward role scores text with a verifier and holds none.
+KINDS = {"actor": "train", "critic": "value", "reference": "score", "rollout": "write"}
+PREFILL = 4096  # tokens that the rollout engine takes at a time, at least
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """One role. `parameters` is None where it holds no model; `stages` is the memory of its pipeline stages' ranks."""
+
+    name: str
+    ranks: range
+    host: str
+    sizes: dict[str, int | bool]
+    parameters: Totals | None
+    stages: list[Memory]
+    microbatches: int  # of an update, on each lane
+    traffic: dict[str, int]
+
+    @property
+    def largest(self) -> Memory:
+        """Memory of the fullest stage."""
+        return max(self.stages, key=lambda memory: memory.total)
+
+
+@dataclass(frozen=True)
+class RankSet:
+    """Ranks that work for the same roles: the fullest of them, and its bytes with all roles together."""
+
+    roles: tuple[str, ...]
+    ranks: int
+    fullest: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that `python -m megarl.plan` tells."""
+
+    world_size: int
+    vocab_size: int
+    padded_vocab_size: int
+    step: traffic.Step
+    roles: dict[str, RolePlan]
+    rank_sets: list[RankSet]
+    exchanges: list[dict]
+    weights_to_rollout: int
+
+
+def make_plan(program, world_size: int, vocab_size: int) -> Plan:
+    """The plan of a parsed program; its groups have been created on a pretended rank of every role. No GPU is asked.
+
+    Raises:
+        RuntimeError: a group with other members than its sizes say, which would be a bug.
+    """
+    places = create_groups(program.roles, world_size)
+    step = traffic.step_of(program.settings)
+    roles = {name: _role(role, program.settings, vocab_size, step) for name, role in program.roles.items()}
+    return Plan(
+        world_size=world_size,
+        vocab_size=vocab_size,
+        padded_vocab_size=padded_vocab_size(program.roles["actor"].megatron, vocab_size),
+        step=step,
+        roles=roles,
+        rank_sets=rank_sets({name: (role.ranks, role.stages) for name, role in roles.items()}, world_size),
+        exchanges=traffic.exchanges(places, step),
+        weights_to_rollout=traffic.weights_to_rollout(program.roles, vocab_size),
+    )
+
+
+def create_groups(roles: dict, world_size: int) -> dict:
+    """Places of all roles, their groups created as the programs do, as the first rank of each role sees them."""
+    places = {}
+    for rank in sorted({role.ranks.start for role in roles.values()}):
+        with fake.world(world_size, rank):
+            places = world.create(roles, timedelta(minutes=1)).places
+            for name, role in roles.items():
+                _check_groups(role, places[name], rank)
+    return places
+
+
+def _check_groups(role, place, rank: int):
+    """Every lane has its size, every rank of the role is in one, and this rank's groups are as large as they should."""
+    sizes, ranks = parallel_sizes(role.megatron), len(role.ranks)
+    fine = sorted(r for lane in place.lanes for r in lane) == list(role.ranks)
+    fine = fine and {len(lane) for lane in place.lanes} == {sizes.lane_size()}
+    if rank in role.ranks:
+        wanted = {
+            "tp": sizes.tensor, "pp": sizes.pipeline, "cp": sizes.context, "dp": sizes.data(ranks),
+            "ep": sizes.expert, "expt_tp": sizes.expert_tensor, "expt_dp": sizes.expert_data(ranks),
+            "intra_dist_opt": ranks,
+        }  # fmt: skip
+        fine = fine and all(dist.get_world_size(getattr(place.collection, n)) == size for n, size in wanted.items())
+    if not fine:
+        raise RuntimeError(f"{role.name}: groups seen from rank {rank} do not have the sizes of the role's flags")
+
+
+def _role(role, settings, vocab_size: int, step: traffic.Step) -> RolePlan:
+    args, kind = role.megatron, KINDS.get(role.name)
+    sizes, ranks = parallel_sizes(args), len(role.ranks)
+    shown = {
+        "tensor": sizes.tensor, "pipeline": sizes.pipeline, "virtual": args.virtual_pipeline_model_parallel_size or 1,
+        "context": sizes.context, "data": sizes.data(ranks), "expert": sizes.expert,
+        "expert_tensor": sizes.expert_tensor, "expert_data": sizes.expert_data(ranks),
+        "sequence_parallel": args.sequence_parallel, "sharded": args.use_torch_fsdp2,
+    }  # fmt: skip
+    stages = memory_of(role, settings, vocab_size)
+    if kind is None:
+        return RolePlan(role.name, role.ranks, role.host, shown, None, stages, 0, {})
+    count = step.microbatches(sizes.data(ranks), role.max_tokens_per_microbatch) if kind in ("train", "value") else 0
+    moved = traffic.within_role(role, kind, vocab_size, step)
+    counted = totals(args, vocab_size, kind == "value")
+    return RolePlan(role.name, role.ranks, role.host, shown, counted, stages, count, moved)
+
+
+def memory_of(role, settings, vocab_size: int) -> list[Memory]:
+    """Memory of a role on the ranks of each of its pipeline stages; nothing where it holds no model."""
+    kind, step, tokens, cache = KINDS.get(role.name), traffic.step_of(settings), role.max_tokens_per_microbatch, 0
+    sizes = parallel_sizes(role.megatron)
+    if kind is None:
+        return [Memory()] * sizes.pipeline
+    if kind == "write":
+        cache, tokens = int(settings.rollout_buffer_gb * GIB), max(step.prompt + step.response, PREFILL)
+    count = step.microbatches(sizes.data(len(role.ranks)), role.max_tokens_per_microbatch)
+    return stage_memory(role, vocab_size, kind, tokens, count, cache)
+
+
+def rank_sets(held: dict[str, tuple[range, list[Memory]]], world_size: int) -> list[RankSet]:
+    """What stays of all roles of a rank, and the largest of what comes and goes: roles of a rank take turns.
+
+    `held`: each role's ranks and the memory of its pipeline stages.
+    """
+    resident, transient = np.zeros(world_size, dtype=np.int64), np.zeros(world_size, dtype=np.int64)
+    members = [[] for _ in range(world_size)]
+    for name, (span, stages) in held.items():
+        part, each = slice(span.start, span.stop), len(span) // len(stages)
+        resident[part] += np.repeat([m.resident for m in stages], each)
+        transient[part] = np.maximum(transient[part], np.repeat([m.transient for m in stages], each))
+        for rank in span:
+            members[rank].append(name)
+    total, sets = resident + transient, {}
+    for rank, names in enumerate(members):
+        sets.setdefault(tuple(names), []).append(rank)
+    found = []
+    for names, ranks in sets.items():
+        fullest = max(ranks, key=lambda rank: total[rank])
+        found.append(RankSet(names, len(ranks), fullest, int(total[fullest])))
+    return found

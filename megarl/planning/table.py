@@ -1,0 +1,112 @@
+"""A plan as text that a person reads, and as plain data that a program reads."""
+
+import dataclasses
+
+from megarl.planning.memory import GIB
+from megarl.planning.summary import Plan, RolePlan
+
+MEMORY = ("weights", "gradients", "optimizer", "kv_cache", "activations", "logits", "total")
+TRAFFIC = ("tensor", "context", "pipeline", "expert", "gradients")
+
+
+def span(ranks: range) -> str:
+    """`0-7`, or `3`."""
+    return f"{ranks.start}-{ranks.stop - 1}" if len(ranks) > 1 else str(ranks.start)
+
+
+def count(number: int) -> str:
+    """A number of parameters with its unit: 671.03 B."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return str(number)
+
+
+def bytes_of(number: int) -> str:
+    """A number of bytes with its unit."""
+    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if number >= 2**power:
+            return f"{number / 2**power:.2f} {unit}"
+    return f"{number} B"
+
+
+def _columns(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _layout(roles: list[RolePlan]) -> list[str]:
+    head = ["role", "ranks", "TP", "PP", "VPP", "CP", "DP", "EP", "ETP", "SP", "sharded", "parameters", "active",
+            "largest rank"]  # fmt: skip
+    rows = [head]
+    for role in roles:
+        s = role.sizes
+        sizes = [s[k] for k in ("tensor", "pipeline", "virtual", "context", "data", "expert", "expert_tensor")]
+        marks = ["yes" if s[k] else "-" for k in ("sequence_parallel", "sharded")]
+        held = ["-"] * 3 if role.parameters is None else [count(n) for n in role.parameters]
+        rows.append([role.name, span(role.ranks), *map(str, sizes), *marks, *held])
+    return _columns(rows)
+
+
+def _memory(roles: list[RolePlan]) -> list[str]:
+    rows = [["role", "stage", *(name.replace("_", " ") for name in MEMORY), "micro-batches of an update"]]
+    for role in roles:
+        if role.parameters is None:
+            continue
+        largest, note = role.largest, "" if role.host == role.name else f" ({role.host}'s weights)"
+        parts = [f"{largest.dict()[name] / GIB:.2f}" for name in MEMORY]
+        rows.append([role.name + note, str(role.stages.index(largest)), *parts, str(role.microbatches or "-")])
+    return _columns(rows)
+
+
+def _traffic(roles: list[RolePlan]) -> list[str]:
+    rows = [["role", *TRAFFIC, "all ranks"]]
+    for role in roles:
+        if role.traffic:
+            sent = [bytes_of(role.traffic[name]) for name in TRAFFIC]
+            rows.append([role.name, *sent, bytes_of(sum(role.traffic.values()) * len(role.ranks))])
+    return _columns(rows)
+
+
+def text(plan: Plan) -> str:
+    """The whole plan."""
+    roles, step = list(plan.roles.values()), plan.step
+    lines = [
+        f"{plan.world_size} ranks; vocabulary {plan.vocab_size}, padded {plan.padded_vocab_size}; a step: "
+        f"{step.sequences} sequences of at most {step.prompt + step.response} tokens, {step.updates} update(s)",
+        "", "Layout (largest rank: parameters of the fullest stage's ranks)", *_layout(roles),
+        "", "Memory of the fullest rank of each role, GiB (activations and logits are estimates)", *_memory(roles),
+        "", "Memory of the fullest rank of each set of ranks, all its roles together",
+    ]  # fmt: skip
+    rows = [["roles", "ranks", "fullest rank", "GiB"]]
+    for found in plan.rank_sets:
+        names = "+".join(found.roles) or "none"
+        rows.append([names, str(found.ranks), str(found.fullest), f"{found.bytes / GIB:.2f}"])
+    lines += [*_columns(rows), "", "Bytes that a rank sends in a step, at most (mean of the role's ranks)"]
+    lines += [*_traffic(roles), "", "Batch fields that move between roles in a step, at most"]
+    rows = [["from", "to", "payload", "with broadcasts in lanes", "fields"]]
+    for move in plan.exchanges:
+        sizes = [bytes_of(move["payload"]), bytes_of(move["sent"])] if move["payload"] else ["in place", "-"]
+        rows.append([move["source"], move["destination"], *sizes, ",".join(move["fields"])])
+    lines += _columns(rows)
+    if plan.weights_to_rollout:
+        lines += ["", f"Weights to the rollout after each step: {bytes_of(plan.weights_to_rollout)}"]
+    return "\n".join(lines)
+
+
+def data(plan: Plan) -> dict:
+    """Plain lists, dictionaries, numbers and strings."""
+    found = dataclasses.asdict(plan)
+    for name, role in plan.roles.items():
+        parameters = None if role.parameters is None else role.parameters._asdict()
+        found["roles"][name] |= {
+            "ranks": span(role.ranks),
+            "parameters": parameters,
+            "stages": [memory.dict() for memory in role.stages],
+        }
+    found["rank_sets"] = [dataclasses.asdict(s) for s in plan.rank_sets]
+    return found

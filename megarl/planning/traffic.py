@@ -1,0 +1,203 @@
+"""Bytes that a step moves: between roles (the batch), and within a role (mean of its ranks, bytes that a rank sends).
+
+An upper bound: every sequence has `--max-prompt-length` + `--max-response-length` tokens, and rings are assumed, in
+which an all-gather or a reduce-scatter of S bytes over r ranks makes each send (r − 1)/r·S and an all-reduce twice
+that. Symbols as in `activations`; k experts a token, e expert-parallel ranks, p stages of v chunks.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+
+from megarl.batch import FIELDS
+from megarl.exchange import HEADER
+from megarl.mcore.flags import parallel_sizes
+from megarl.mcore.layers import moe_layers
+from megarl.mcore.model import padded_vocab_size
+from megarl.planning.memory import buffers, plain_bytes, sharded
+from megarl.planning.parameters import stage_weights
+
+SHARED = ["tokens", "response_mask", "prompt_ids", "prompt_lengths", "finished"]
+# What a step sends from role to role, in this order: source, destination, fields.
+MOVES = [
+    ("rollout", "actor", [*SHARED, "rollout_logprobs"]),
+    ("rollout", "reward", SHARED),
+    ("rollout", "reference", SHARED),
+    ("rollout", "critic", SHARED),
+    ("reward", "actor", ["scores", "correct"]),
+    ("reference", "actor", ["reference_logprobs"]),
+    ("critic", "actor", ["values"]),
+    ("actor", "critic", ["returns"]),
+]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Sizes of a step: sequences, the longest one, updates, and passes over the batch for an update's learning."""
+
+    sequences: int
+    prompt: int
+    response: int
+    epochs: int
+    updates: int
+
+    @property
+    def tokens(self) -> int:
+        """Of all sequences, at their longest."""
+        return self.sequences * (self.prompt + self.response)
+
+    def of_lane(self, lanes: int) -> int:
+        """Tokens of a lane's share."""
+        return ceil(self.sequences / lanes) * (self.prompt + self.response)
+
+    def microbatches(self, lanes: int, cap: int) -> int:
+        """Of one update on a lane, at most."""
+        size = ceil(self.sequences * self.epochs / self.updates)
+        return max(1, ceil(ceil(size / lanes) * (self.prompt + self.response) / cap))
+
+
+def step_of(settings) -> Step:
+    """The sizes of a step from megarl's own settings."""
+    sequences = settings.prompts_per_step * settings.samples_per_prompt
+    batches = ceil(sequences / (settings.minibatch_size or sequences))
+    s = settings
+    return Step(sequences, s.max_prompt_length, s.max_response_length, s.ppo_epochs, s.ppo_epochs * batches)
+
+
+def field_bytes(names: list[str], step: Step) -> int:
+    """Bytes of these fields of a step's whole batch, with the header that says which sequences they belong to."""
+    names = dict.fromkeys(HEADER + names)
+    items = {"token": step.tokens, "sequence": step.sequences}
+    return sum(FIELDS[name].dtype.itemsize * items[FIELDS[name].kind] for name in names)
+
+
+def exchanges(places: dict, step: Step) -> list[dict]:
+    """Each move of a step: payload between lane leaders, and all bytes sent, broadcasts within lanes included.
+
+    Roles with the same lanes hold the same sequences, and hand them over without a copy. The rollout's are dealt out
+    otherwise: they move unless there is one lane.
+    """
+    found, served = [], {}
+    for source, destination, names in MOVES:
+        here, there = places[source].lanes, places[destination].lanes
+        is_free = here == there and (source != "rollout" or len(here) == 1)
+        if source == "rollout":
+            is_free = is_free or there in served.values()
+            served[destination] = there
+        payload = 0 if is_free else field_bytes(names, step)
+        move = {"source": source, "destination": destination, "fields": names, "payload": payload}
+        found.append(move | {"sent": payload * len(there[0])})
+    return found
+
+
+def passes(role: str, args, step: Step) -> tuple[int, int]:
+    """(forwards, backwards) of a step's batch through a role's model; full recomputation repeats forwards."""
+    if role not in ("actor", "critic"):
+        return 1, 0
+    again = args.recompute_granularity == "full"
+    return 1 + step.epochs * (2 if again else 1), step.epochs
+
+
+def within_role(role, kind: str, vocab_size: int, step: Step) -> dict[str, int]:
+    """Bytes that a rank of the role sends in a step, by kind of parallelism."""
+    args = role.megatron
+    sizes, forwards, backwards = parallel_sizes(args), *passes(role.name, args, step)
+    n = step.of_lane(sizes.data(len(role.ranks))) // sizes.context
+    found = {
+        "tensor": tensor(args, n, forwards, backwards),
+        "context": context(args, n, forwards, backwards),
+        "pipeline": pipeline(args, n, forwards, backwards),
+        "expert": expert(args, n, forwards, backwards),
+        "gradients": 0.0,
+    }
+    if kind == "write":
+        share = step.response / (step.prompt + step.response)
+        found["tensor"] += _gathered_logits(args, vocab_size, n * share)
+    if kind in ("train", "value") or args.use_torch_fsdp2:
+        found["gradients"] = gradients(role, kind, vocab_size, step, forwards, backwards)
+    return {name: int(value) for name, value in found.items()}
+
+
+def tensor(args, n: int, forwards: int, backwards: int) -> float:
+    """Attention and each dense or shared MLP: an all-reduce of n·H·b forward and backward (or gather and scatter).
+
+    Under sequence parallelism backward gathers once more. Embedding and head have one of each together. Experts: k
+    copies gathered and scattered over x ranks.
+    """
+    t, x, wide = args.tensor_model_parallel_size, args.expert_tensor_parallel_size, args.hidden_size
+    b, stages = args.params_dtype.itemsize, args.pipeline_model_parallel_size
+    layers, experts = args.num_layers / stages, sum(moe_layers(args)) / stages
+    dense = 2 * layers - (0 if args.moe_shared_expert_intermediate_size else experts)
+    both = forwards + backwards
+    rounds = dense * (2 * both + (backwards if args.sequence_parallel else 0)) + 2 * both / stages
+    s = n / t if args.sequence_parallel else n
+    return rounds * (t - 1) / t * n * wide * b + 2 * both * experts * (x - 1) * args.moe_router_topk * s * wide * b
+
+
+def _gathered_logits(args, vocab_size: int, tokens: float) -> float:
+    """The rollout gathers each new token's logits over tensor-parallel ranks, on the last stage."""
+    t = args.tensor_model_parallel_size
+    columns = padded_vocab_size(args, vocab_size) / t
+    return (t - 1) * tokens * columns * args.params_dtype.itemsize / args.pipeline_model_parallel_size
+
+
+def context(args, n: int, forwards: int, backwards: int) -> float:
+    """Each layer gathers keys and values of n tokens from every rank, and scatters their gradients back."""
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    width = 2 * groups * args.kv_channels / args.tensor_model_parallel_size
+    layers = args.num_layers / args.pipeline_model_parallel_size
+    return (forwards + backwards) * layers * (args.context_parallel_size - 1) * n * width * args.params_dtype.itemsize
+
+
+def pipeline(args, n: int, forwards: int, backwards: int) -> float:
+    """Hidden states s·H·b cross p·v − 1 borders, gradients cross them back; recomputation crosses none."""
+    stages = args.pipeline_model_parallel_size
+    borders = (stages * (args.virtual_pipeline_model_parallel_size or 1) - 1) / stages
+    s = n / args.tensor_model_parallel_size if args.sequence_parallel else n
+    again = backwards if args.recompute_granularity == "full" else 0
+    return (forwards - again + backwards) * borders * s * args.hidden_size * args.params_dtype.itemsize
+
+
+def expert(args, n: int, forwards: int, backwards: int) -> float:
+    """Each MoE layer sends k copies of s tokens to their experts and back; (e − 1)/e of them to other ranks."""
+    ranks, stages = args.expert_model_parallel_size, args.pipeline_model_parallel_size
+    s = n / args.tensor_model_parallel_size if args.sequence_parallel else n
+    copies = 2 * args.moe_router_topk * s * args.hidden_size * args.params_dtype.itemsize * (ranks - 1) / ranks
+    return (forwards + backwards) * sum(moe_layers(args)) / stages * copies
+
+
+def gradients(role, kind: str, vocab_size: int, step: Step, forwards: int, backwards: int) -> float:
+    """Each update all-reduces gradients; the distributed optimizer scatters them and gathers weights instead.
+
+    Fully sharded, every micro-batch gathers the weights for each pass and scatters the gradients of each backward.
+    Tied embeddings of a pipeline's first and last stage are summed besides.
+    """
+    args = role.megatron
+    stages, size = stage_weights(args, vocab_size, kind == "value"), parallel_sizes(args)
+    dense = size.data(len(role.ranks)) * size.context
+    total, in_fp32 = 0.0, args.accumulate_allreduce_grads_in_fp32
+    for number, chunks in enumerate(stages):
+        for weights in chunks:
+            if args.use_torch_fsdp2:
+                rows = list(zip(sharded(weights, args), weights, strict=True))
+                held = sum(n * w.itemsize for n, w in rows)
+                reduced = sum(n * (4 if in_fp32 else w.itemsize) for n, w in rows)
+                count = step.microbatches(size.data(len(role.ranks)), role.max_tokens_per_microbatch)
+                again = count * step.updates / step.epochs  # micro-batches of one pass over the batch
+                total += again * (dense - 1) * ((forwards + backwards) * held + backwards * reduced)
+                continue
+            for buffer in buffers(weights, args, number == 0):
+                gradient = buffer.elements * (4 if in_fp32 else buffer.itemsize)
+                both = gradient + buffer.elements * buffer.itemsize if args.use_distributed_optimizer else 2 * gradient
+                total += step.updates * (buffer.ranks - 1) / buffer.ranks * both
+            total += step.updates * sum(w.elements * (4 if in_fp32 else w.itemsize) for w in weights if w.is_shared)
+    return total / len(stages)
+
+
+def weights_to_rollout(roles: dict, vocab_size: int) -> int:
+    """Bytes that all ranks of a rollout with a model of its own receive after each update; 0 without one."""
+    rollout = roles["rollout"]
+    if rollout.host != "rollout":
+        return 0
+    stages = stage_weights(rollout.megatron, vocab_size, False)
+    each = len(rollout.ranks) // len(stages)
+    return each * sum(plain_bytes(weights) for chunks in stages for weights in chunks)

@@ -1,0 +1,218 @@
+"""The plan program: layouts and groups at any world size, the table, refusals, suggestions."""
+
+import contextlib
+import io
+import json
+import time
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from megarl import arguments, plan, world
+from megarl.errors import UsageError
+from megarl.mcore import fake
+from megarl.planning import suggest, summary
+from tests.tiny_models import LENGTHS, SHAPES
+
+SMALL = f"--vocab-size 20 {SHAPES['llama']} {LENGTHS} --max-tokens-per-microbatch 48".split()
+LARGE = (
+    "--num-layers 61 --hidden-size 7168 --num-attention-heads 128 --group-query-attention --num-query-groups 8"
+    " --kv-channels 128 --ffn-hidden-size 18432 --swiglu --normalization RMSNorm --disable-bias-linear --qk-layernorm"
+    " --untie-embeddings-and-output-weights --num-experts 256 --moe-ffn-hidden-size 2048 --moe-router-topk 8"
+    " --moe-shared-expert-intermediate-size 2048 --moe-layer-freq ([0]*3+[1]*58) --bf16 --use-distributed-optimizer"
+    " --tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 8"
+    " --decoder-last-pipeline-num-layers 5 --expert-model-parallel-size 32 --recompute-granularity full"
+    " --recompute-method uniform --recompute-num-layers 1 --prompts-per-step 512 --samples-per-prompt 16"
+    " --max-prompt-length 2048 --max-response-length 14336 --minibatch-size 2048 --max-tokens-per-microbatch 32768"
+    " --rollout-buffer-gb 20 --role-map actor=0-2047;critic=2048-3071;reference=3072-3583;reward=3584-4095"
+).split()
+
+
+def run(argv: list[str]) -> str:
+    """What the program prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        plan.main(argv)
+    assert not dist.is_initialized()
+    return printed.getvalue()
+
+
+def row(text: str, title: str, role: str) -> list[str]:
+    """A role's cells in the table under a title."""
+    return next(line for line in text.split(title)[1].splitlines() if line.startswith(role)).split()
+
+
+def expected_parameters() -> tuple[int, int]:
+    """(total, active) of LARGE in closed form."""
+    hidden, channels, heads, groups, vocab = 7168, 128, 128, 8, 129280
+    attention = (heads + 2 * groups) * channels * hidden + heads * channels * hidden + 2 * channels
+    expert = 3 * hidden * 2048
+    rest = 2 * vocab * hidden + hidden + 61 * (attention + 2 * hidden) + 3 * 3 * hidden * 18432
+    rest += 58 * (256 * hidden + expert)
+    return rest + 58 * 256 * expert, rest + 58 * 8 * expert
+
+
+def test_a_671b_model_on_4096_ranks(tmp_path):
+    started = time.process_time()
+    text = run(["--world-size", "4096", "--vocab-size", "129280", "--json", str(tmp_path / "plan.json"), *LARGE])
+    assert time.process_time() - started < 15
+    found = json.loads((tmp_path / "plan.json").read_text())
+    total, active = expected_parameters()
+    assert 6.7e11 < total < 6.8e11
+    roles = found["roles"]
+    for name in ("actor", "reference", "rollout"):
+        assert roles[name]["parameters"]["total"] == total and roles[name]["parameters"]["active"] == active
+    assert roles["critic"]["parameters"]["total"] == total - 129280 * 7168 + 7168 + 1
+    assert roles["reward"]["parameters"] is None
+    assert row(text, "Layout", "actor")[1:10] == ["0-2047", "8", "8", "1", "1", "32", "32", "1", "yes"]
+    assert row(text, "Layout", "critic")[1:7] == ["2048-3071", "8", "8", "1", "1", "16"]
+    assert [(tuple(s["roles"]), s["ranks"]) for s in found["rank_sets"]] == [
+        (("actor", "rollout"), 2048), (("critic",), 1024), (("reference",), 512), (("reward",), 512),
+    ]  # fmt: skip
+    for entry in found["rank_sets"]:
+        stages = [roles[name]["stages"] for name in entry["roles"]]
+        fixed = [[m["total"] - m["activations"] - m["logits"] for m in of_role] for of_role in stages]
+        moving = [[m["activations"] + m["logits"] for m in of_role] for of_role in stages]
+        both = [sum(f) + max(m) for f, m in zip(zip(*fixed, strict=True), zip(*moving, strict=True), strict=True)]
+        assert entry["bytes"] == max(both)
+    # A rank of a middle stage: 8 MoE layers with 8 of the experts each, in bf16, and fp32 gradients.
+    dense = (128 + 16) * 128 * 7168 // 8 + 128 * 128 * 7168 // 8 + 2 * 128 + 2 * 7168
+    layer = dense + 256 * 7168 + 3 * 7168 * 2048 // 8 + 8 * 3 * 7168 * 2048
+    held = roles["actor"]["stages"][3]
+    assert 0 <= held["weights"] - 2 * 8 * layer < 2 * 8 * 16 * 64 and held["gradients"] == 2 * held["weights"]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 777, 2047, 2048, 3071, 3072, 4095])
+def test_groups_are_those_of_the_rank_order(rank):
+    """Membership by a reshape of the ranks: tensor fastest, then context, data, pipeline; expert, expert data."""
+    more = ["--actor-context-parallel-size", "2", "--critic-expert-model-parallel-size", "64"]
+    with fake.world(4096, rank):
+        roles = arguments.parse([*LARGE, *more], 4096).roles
+        places = world.create(roles, timedelta(minutes=1)).places
+        for name, context, expert in (("actor", 2, 32), ("critic", 1, 64), ("reference", 1, 32)):
+            ranks, place = roles[name].ranks, places[name]
+            if rank not in ranks:
+                assert place.collection is None and place.lane is None
+                continue
+            dense = np.array(ranks).reshape(8, -1, context, 8)  # pipeline, data, context, tensor
+            stage, lane, part, column = np.argwhere(dense == rank)[0]
+            experts = np.array(ranks).reshape(8, -1, expert)
+            (expert_stage, replica, place_in_expert), groups = np.argwhere(experts == rank)[0], place.collection
+            expected = {
+                "tp": dense[stage, lane, part], "cp": dense[stage, lane, :, column],
+                "dp": dense[stage, :, part, column], "pp": dense[:, lane, part, column],
+                "dp_cp": dense[stage, :, :, column], "tp_cp": dense[stage, lane], "mp": dense[:, lane, part],
+                "ep": experts[expert_stage, replica], "expt_dp": experts[expert_stage, :, place_in_expert],
+                "intra_dist_opt": np.array(ranks),
+            }  # fmt: skip
+            assert (groups.embd is None) == (0 < stage < 7)  # first and last stage alone
+            if groups.embd is not None:
+                expected["embd"] = dense[[0, -1], lane, part, column]
+            for group, members in expected.items():
+                assert sorted(dist.get_process_group_ranks(getattr(groups, group))) == sorted(members.flatten()), group
+            assert place.lane == lane and list(place.lanes[lane]) == dense[:, lane].flatten().tolist()
+
+
+def test_a_wrong_group_is_found(monkeypatch):
+    roles = arguments.parse([*SMALL[2:], "--tensor-model-parallel-size", "2"], 4).roles
+    summary.create_groups(roles, 4)
+    role = roles["critic"].megatron
+    original = summary.parallel_sizes
+
+    def other(args):
+        return original(args) if args is not role else original(args).__class__(tensor=1)
+
+    monkeypatch.setattr(summary, "parallel_sizes", other)
+    with pytest.raises(RuntimeError, match="critic: groups seen from rank 0"):
+        summary.create_groups(roles, 4)
+
+
+def test_colocated_roles_add_up_and_disjoint_ones_do_not(tmp_path):
+    def largest(*flags):
+        run(["--world-size", "4", "--json", str(tmp_path / "plan.json"), *SMALL, *flags])
+        found = json.loads((tmp_path / "plan.json").read_text())
+        return max(s["bytes"] for s in found["rank_sets"]), found
+
+    together, found = largest()
+    resident = sum(m["total"] - m["activations"] - m["logits"] for r in found["roles"].values() for m in r["stages"])
+    assert found["roles"]["rollout"]["stages"][0]["weights"] == 0  # the actor's own module writes
+    assert found["roles"]["rollout"]["stages"][0]["kv_cache"] == 2**28
+    assert resident < together < resident + 2**25
+    apart, found = largest("--role-map", "actor=0;critic=1;reference=2;reward=3")
+    assert len(found["rank_sets"]) == 4 and apart < together
+    moved = {(m["source"], m["destination"]): m["payload"] for m in found["exchanges"]}
+    assert moved[("rollout", "actor")] == 0 and moved[("rollout", "critic")] > 0  # one lane of the actor: in place
+    _, found = largest("--role-map", "actor=0-1;critic=2;reference=2;reward=3;rollout=3")
+    assert found["weights_to_rollout"] == found["roles"]["rollout"]["stages"][0]["weights"] > 0
+    moved = {(m["source"], m["destination"]): m["payload"] for m in found["exchanges"]}
+    assert moved[("rollout", "reward")] == 0 and moved[("rollout", "critic")] == 0 < moved[("rollout", "reference")]
+
+
+WRONG = {
+    "no world": ([], "--world-size"),
+    "empty world": (["--world-size", "0"], "--world-size 0: allowed is a number above 0"),
+    "no vocabulary": (["--world-size", "4", *SMALL[2:]], "--vocab-size is missing"),
+    "layout": (["--world-size", "4", *SMALL, "--critic-pipeline-model-parallel-size", "4"],
+               "critic: --num-layers 2: allowed is a multiple of --pipeline-model-parallel-size 4"),
+    "rank outside": (["--world-size", "4", *SMALL, "--role-map", "actor=0-4;critic=0;reward=0;reference=0"], "rank 4"),
+    "unknown flag": (["--world-size", "4", *SMALL, "--worldsize", "5"], "--worldsize: unknown flag"),
+    "cap": (["--world-size", "4", *SMALL, "--critic-max-tokens-per-microbatch", "47"], "critic: --max-tokens-per"),
+    "layout to choose": (["--world-size", "4", *SMALL, "--suggest", "--tensor-model-parallel-size", "2"],
+                         "--tensor-model-parallel-size: --suggest chooses it"),
+    "map to choose": (["--world-size", "4", *SMALL, "--suggest", "--role-map", "actor=0;critic=1;reward=2;reference=3"],
+                      "--role-map: --suggest chooses it"),
+    "no memory": (["--world-size", "4", *SMALL, "--suggest", "--gpu-memory-gb", "0.0001"], "--gpu-memory-gb 0.0001: no "),
+    "file of suggestions": (["--world-size", "4", *SMALL, "--suggest", "--json", "x"], "--json x: none with --suggest"),
+    "GPU of a plan": (["--world-size", "4", *SMALL, "--gpu-memory-gb", "40"], "--gpu-memory-gb 40.0: only with --sug"),
+    "negative memory": (["--world-size", "4", *SMALL, "--suggest", "--gpu-memory-gb", "-1"], "--gpu-memory-gb -1.0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_input_is_one_line(case):
+    argv, needle = WRONG[case]
+    with pytest.raises(UsageError) as caught:
+        run(argv)
+    assert needle in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_program_leaves_with_status_2(capsys):
+    with pytest.raises(SystemExit) as left:
+        plan.launch(["--world-size", "3", *SMALL, "--tensor-model-parallel-size", "2"])
+    printed = capsys.readouterr()
+    assert left.value.code == 2 and printed.out == ""
+    assert printed.err.startswith("megarl: error: actor: --tensor-model-parallel-size 2")
+    assert printed.err.count("\n") == 1
+
+
+def suggestions(text: str) -> list[tuple[float, list[str]]]:
+    """(GiB of the fullest rank, flags) of each."""
+    lines = text.splitlines()
+    heads = [i for i, line in enumerate(lines) if line[:1].isdigit()]
+    return [(float(lines[i].split("rank ")[1].split(" GiB")[0]), lines[i + 1].replace("'", "").split()) for i in heads]
+
+
+@pytest.mark.parametrize("memory, flags", [
+    (80, []), (1.4, ["--num-layers", "30", "--hidden-size", "1024", "--bf16"]),
+    (2, ["--num-experts", "16", "--moe-ffn-hidden-size", "2048", "--hidden-size", "512", "--moe-router-topk", "2"]),
+])  # fmt: skip
+def test_suggestions_fit_and_can_be_run(memory, flags):
+    base = ["--world-size", "16", *SMALL, *flags]
+    text = run([*base, "--suggest", "--gpu-memory-gb", str(memory)])
+    found = suggestions(text)
+    assert 1 <= len(found) <= suggest.MOST and run([*base, "--suggest", "--gpu-memory-gb", str(memory)]) == text
+    assert any("--role-map" in flags for _, flags in found)
+    for fullest, chosen in found:
+        assert fullest * 2**30 <= 0.8 * memory * 1e9 + 2**27
+        table = run([*base, *chosen])
+        sets = table.split("Memory of the fullest rank of each set")[1].split("\n\n")[0].splitlines()[2:]
+        assert abs(max(float(line.split()[-1]) for line in sets) - fullest) < 0.1
+
+
+def test_less_memory_gives_other_layouts():
+    base = ["--world-size", "16", *SMALL, "--num-layers", "32", "--hidden-size", "1024", "--suggest", "--gpu-memory-gb"]
+    roomy, first = suggestions(run([*base, "80"]))[0]
+    memory = 0.9 * roomy * 2**30 / 1e9 / suggest.ROOM  # nine tenths of what the cheapest one needs
+    tight, second = suggestions(run([*base, str(memory)]))[0]
+    assert first != second and tight <= 0.9 * roomy + 0.1

@@ -1,0 +1,148 @@
+"""Traffic of the plan: against what collectives of real updates send, and against the fields that a step moves."""
+
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl import exchange
+from megarl.batch import FIELDS, Batch
+from megarl.planning import traffic
+from megarl.roles import flow
+from tests.tiny_models import VOCAB, join_actor, parse_roles, ragged_tokens
+from tests.worlds import run_world
+
+LENGTHS = [40, 40, 32, 48, 1, 47, 48]  # 256 tokens
+MOE = "--num-experts 4 --moe-ffn-hidden-size 36 --moe-router-topk 2"
+TP2, PP2, EP2 = (f"--{kind}-model-parallel-size 2" for kind in ("tensor", "pipeline", "expert"))
+SHARED = "--moe-shared-expert-intermediate-size 48"
+LAYOUTS = [
+    "", "--bf16", "--use-distributed-optimizer", TP2, f"{TP2} --sequence-parallel", "--context-parallel-size 2",
+    f"{MOE} {EP2}", f"{MOE} {EP2} {TP2} --sequence-parallel {SHARED}", f"{PP2} --num-layers 4",
+    f"{PP2} --num-layers 4 --untie-embeddings-and-output-weights --num-layers-per-virtual-pipeline-stage 1",
+    f"{TP2} --num-layers 4 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+]  # fmt: skip
+# Bytes that a call sends over a ring of r ranks: from its first arguments.
+RINGS = {
+    "all_reduce": lambda r, tensor: 2 * (r - 1) / r * tensor.nbytes,
+    "all_gather_into_tensor": lambda r, output: (r - 1) / r * output.nbytes,
+    "reduce_scatter_tensor": lambda r, _, tensor: (r - 1) / r * tensor.nbytes,
+    "all_to_all_single": lambda r, _, tensor: (r - 1) / r * tensor.nbytes,
+}
+
+
+def count_sent(sent: list[float]):
+    """From here on every collective of this process adds what it sends to `sent`."""
+    for name, rule in RINGS.items():
+        original = getattr(dist, name)
+
+        def counted(*args, group=None, rule=rule, original=original, **kwargs):
+            sent[0] += rule(dist.get_world_size(group), *args[: rule.__code__.co_argcount - 1])
+            return original(*args, group=group, **kwargs)
+
+        setattr(dist, name, counted)
+        for module in [m for m in sys.modules.values() if getattr(m, "__name__", "").startswith("megatron.core")]:
+            for bound in ("dist_all_gather_func", "dist_reduce_scatter_func"):  # Megatron's own names for two of them
+                if getattr(module, bound, None) is original:
+                    setattr(module, bound, counted)
+    send = dist.ProcessGroup.send
+
+    def counted_send(group, tensors, *args):
+        sent[0] += sum(tensor.nbytes for tensor in tensors)
+        return send(group, tensors, *args)
+
+    dist.ProcessGroup.send = counted_send
+
+
+def sent_by_rank(rank: int, layouts: list[str]) -> list[tuple[float, dict]]:
+    """What this rank sends in one update of each layout, and what the plan says."""
+    from megarl.mcore import model, optimizer, pipeline
+
+    found, sent = [], [0.0]
+    count_sent(sent)
+    for flags in layouts:
+        role = parse_roles(flags, dist.get_world_size())["actor"]
+        args, place = join_actor(flags)
+        stages = model.build_model(args, VOCAB, place.collection)
+        wrapped = optimizer.wrap(stages, args, place.collection)
+        built = optimizer.build_optimizer(wrapped, args, place.collection)
+        parts = [ragged_tokens(LENGTHS, seed) for seed in range(2)]
+        sent[0] = 0.0
+        pipeline.run_microbatches(
+            wrapped, parts, lambda chunk, part: model.token_scores(chunk, *part, 1.0, VOCAB),
+            lambda out, part: (out.logprobs.sum(), torch.zeros(1)), place.collection, train=True,
+        )  # fmt: skip
+        optimizer.update(built)
+        n = 2 * sum(LENGTHS) // args.context_parallel_size
+        forwards = 2 if args.recompute_granularity else 1
+        planned = {kind: getattr(traffic, kind)(args, n, forwards, 1) for kind in ("tensor", "context", "expert")}
+        planned["pipeline"] = traffic.pipeline(args, n, forwards, 1)
+        planned["gradients"] = traffic.gradients(role, "train", VOCAB, traffic.Step(14, 36, 0, 1, 1), forwards, 1)
+        found.append((sent[0], planned))
+    return found
+
+
+def test_a_real_update_sends_what_the_plan_says():
+    """Within 5 %: statistics of the head, shapes between stages and gradient norms are not in the plan."""
+    ranks = run_world(sent_by_rank, 2, LAYOUTS, timeout=120)
+    for layout, results in zip(LAYOUTS, zip(*ranks, strict=True), strict=True):
+        real = sum(sent for sent, _ in results) / len(results)
+        planned = sum(results[0][1].values())
+        assert abs(planned / real - 1) < 0.05, (layout, real, results[0][1])
+
+
+def test_the_moves_are_those_of_the_training_program(monkeypatch):
+    from megarl import train_rl
+
+    class Recorder(flow.Flow):
+        def __init__(self):
+            super().__init__(None, None, {}, None)
+            self.moves = []
+
+        def _nearest(self, role):
+            return "rollout"
+
+        def _send(self, source, destination, names):
+            self.moves.append((source, destination, names))
+
+    class Anything:
+        def __getattr__(self, name):
+            return lambda *_, **__: None
+
+    class Run(Anything):
+        prompts, samples_per_prompt = None, 1
+        rollout = actor = critic = reward = reference = experience = Anything()
+
+        def __init__(self, *_):
+            self.recorder = runs.append(self)
+
+        def steps(self):
+            return [1]
+
+        def flow(self, _):
+            self.recorder = Recorder()
+            return self.recorder
+
+    runs = []
+    monkeypatch.setattr(train_rl, "Reinforcement", Run)
+    train_rl.train(None, None)
+    wanted = [(source, destination, list(names)) for source, destination, names in runs[0].recorder.moves]
+    assert sorted(wanted) == sorted((source, destination, list(names)) for source, destination, names in traffic.MOVES)
+
+
+@pytest.mark.parametrize("names", [move[2] for move in traffic.MOVES])
+def test_the_payload_is_what_the_exchange_packs(names):
+    lengths = torch.full((6,), 48)
+    step = traffic.Step(sequences=6, prompt=20, response=28, epochs=1, updates=1)
+    size = {"token": 6 * 48, "sequence": 6}
+    fields = {n: torch.zeros(size[FIELDS[n].kind], dtype=FIELDS[n].dtype) for n in {*names, "sequence_ids"}}
+    packed = exchange.to_bytes(Batch(**{**fields, "lengths": lengths}), [n for n in names])
+    assert 8 <= len(packed) - traffic.field_bytes(names, step) < 16  # the count in front, padding behind
+
+
+def test_sizes_of_a_step():
+    step = traffic.Step(sequences=12, prompt=6, response=4, epochs=2, updates=6)  # mini-batches of 4 sequences
+    assert (step.tokens, step.of_lane(4), step.of_lane(5)) == (120, 30, 30)
+    assert [step.microbatches(lanes, 10) for lanes in (1, 2, 4, 8)] == [4, 2, 1, 1]
+    assert [step.microbatches(1, cap) for cap in (10, 20, 39, 40)] == [4, 2, 2, 1]
