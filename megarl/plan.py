@@ -54,8 +54,10 @@ def check(chosen, program):
     longest = s.max_prompt_length + s.max_response_length
     for role in (program.roles[name] for name in arguments.MODELS):
         if role.max_tokens_per_microbatch < longest:
-            raise UsageError(f"{role.name}: --max-tokens-per-microbatch {role.max_tokens_per_microbatch}: must hold one"
-                             f" sequence of --max-prompt-length + --max-response-length = {longest} tokens")  # fmt: skip
+            raise UsageError(
+                f"{role.name}: --max-tokens-per-microbatch {role.max_tokens_per_microbatch}: must hold one sequence of "
+                f"--max-prompt-length + --max-response-length = {longest} tokens"
+            )
 
 
 def main(argv: list[str]):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch.distributed.tensor import distribute_tensor
 
-from tests.tiny_models import VOCAB, build_stages, join_actor, parse_roles, ragged_tokens
+from tests.tiny_models import VOCAB, join_actor, parse_roles, ragged_tokens
 from tests.worlds import run_world
 
 LENGTHS = [1, 2, 3, 5, 17, 11, 1, 4, 9, 16, 8]

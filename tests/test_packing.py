@@ -1,5 +1,7 @@
 """How a packed stream is cut over context-parallel ranks and into pieces, and attention over every cut."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -65,7 +67,8 @@ def over_context_ranks(rank, lengths, dtype):
     gradients = torch.autograd.grad((result * weight).sum(), inputs)
     for gradient in gradients:
         dist.all_reduce(gradient)  # each rank holds the part of its tokens
-    apart = max(float((g - e).abs().max() / e.abs().max().clamp(min=1)) for g, e in zip(gradients, expected, strict=True))
+    pairs = zip(gradients, expected, strict=True)
+    apart = max(float((g - e).abs().max() / e.abs().max().clamp(min=1)) for g, e in pairs)
     return float((result - whole).abs().max()), apart, cut.padding
 
 
@@ -105,10 +108,11 @@ def test_weights_are_named_by_layer_and_drawn_as_the_config_says():
     def drawn(rank):
         from tests.tiny_models import build
 
-        return {
-            (seed, flags): {n: p.detach().clone() for n, p in build(f"--num-layers 4 --seed {seed} {flags}")[0].named_parameters()}
-            for seed in (1, 2) for flags in ("", "--num-experts 4 --moe-router-topk 2")
-        }  # fmt: skip
+        found = {}
+        for seed, flags in itertools.product((1, 2), ("", "--num-experts 4 --moe-router-topk 2")):
+            model, *_ = build(f"--num-layers 4 --seed {seed} {flags}")
+            found[seed, flags] = {name: p.detach().clone() for name, p in model.named_parameters()}
+        return found
 
     (models,) = run_world(drawn, 1)
     dense, other, experts = models[1, ""], models[2, ""], models[1, "--num-experts 4 --moe-router-topk 2"]

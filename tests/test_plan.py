@@ -162,7 +162,7 @@ WRONG = {
                          "--tensor-model-parallel-size: --suggest chooses it"),
     "map to choose": (["--world-size", "4", *SMALL, "--suggest", "--role-map", "actor=0;critic=1;reward=2;reference=3"],
                       "--role-map: --suggest chooses it"),
-    "no memory": (["--world-size", "4", *SMALL, "--suggest", "--gpu-memory-gb", "0.0001"], "--gpu-memory-gb 0.0001: no "),
+    "no memory": (["--world-size", "4", *SMALL, "--suggest", "--gpu-memory-gb", "0.0001"], "--gpu-memory-gb 0.0001"),
     "file of suggestions": (["--world-size", "4", *SMALL, "--suggest", "--json", "x"], "--json x: none with --suggest"),
     "GPU of a plan": (["--world-size", "4", *SMALL, "--gpu-memory-gb", "40"], "--gpu-memory-gb 40.0: only with --sug"),
     "negative memory": (["--world-size", "4", *SMALL, "--suggest", "--gpu-memory-gb", "-1"], "--gpu-memory-gb -1.0"),

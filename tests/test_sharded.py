@@ -140,7 +140,7 @@ def norm_in_half_precision(rank, flags: str):
 
 
 def test_gradients_of_half_precision_are_added_up_in_single_precision():
-    """The scalar head is fp32 in every model: a layer's weights and the head's are gathered apart."""
+    """Over micro-batches and over ranks, in a model with a scalar head."""
     (norm, _), (found, _) = (run_world(norm_in_half_precision, 2, flags) for flags in ("", SHARDED))
     assert found == pytest.approx(norm, rel=2e-6)
 

@@ -5,6 +5,7 @@ One collective save of the whole world. A role's tensors carry the role's name a
 and rank 0 need not belong to the role.
 """
 
+import copy
 import queue
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from megatron.core.dist_checkpointing.dict_utils import extract_matching_values,
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch.distributed.checkpoint import FileSystemReader
 
 from megarl.mcore.layers import ValueHead
@@ -22,7 +24,11 @@ from megarl.mcore.sharded import own_rows
 
 
 def _metadata(collection) -> dict:
-    return {"distrib_optim_sharding_type": "fully_reshardable", "dp_cp_group": collection.dp_cp}
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,  # with expert parallelism Megatron has two optimizers, without it one
+        "dp_cp_group": collection.dp_cp,
+    }
 
 
 def _prefixed(state: dict, prefix: str) -> dict:
@@ -136,12 +142,42 @@ def load_role(state: dict, folder: Path, collection) -> dict:
     return load(state, folder, collection.intra_dist_opt)
 
 
-def optimizer_state(loaded: dict) -> dict:
-    """A role's loaded optimizer state, its sharded and its plain part put together again."""
-    state = loaded["optimizer_plain"]
+def optimizer_state(loaded: dict, optimizer) -> dict:
+    """A role's loaded optimizer state, its sharded and its plain part put together again, for `optimizer`.
+
+    Megatron has an optimizer of their own for experts that are split over ranks: what was saved by one optimizer may
+    be for two, or the other way round. Every param group takes the counters and rates of the saved one of its kind.
+    """
+    plain, parts = loaded["optimizer_plain"], optimizer.chained_optimizers
+    saved = [plain[i] for i in sorted(plain)] if all(isinstance(key, int) for key in plain) else [plain]
+    groups = [group for part in saved for group in _param_groups(part).values()]
+    states = [copy.deepcopy(saved[min(i, len(saved) - 1)]) for i in range(len(parts))]
+    for state, part in zip(states, parts, strict=True):
+        found = _param_groups(state)
+        found.clear()
+        found.update(enumerate(_of_kind(group, groups) for group in part.param_groups))
+    state = states[0] if len(parts) == 1 else dict(enumerate(states))
     merge(state, loaded["optimizer"])
     _restore_lists(state)
     return state
+
+
+def _param_groups(state: dict) -> dict[int, dict]:
+    """The param groups by place in a plain state, at whatever depth the kind of optimizer has them."""
+    if "param_groups" in state:
+        return state["param_groups"]
+    return next(_param_groups(value) for value in state.values() if isinstance(value, dict) and _has_groups(value))
+
+
+def _has_groups(state: dict) -> bool:
+    return "param_groups" in state or any(isinstance(v, dict) and _has_groups(v) for v in state.values())
+
+
+def _of_kind(group: dict, saved: list[dict]) -> dict:
+    """The saved group with this one's overrides, apart from whether its parameters are split experts."""
+    keys = [key for key in param_group_identifier_keys if key != "is_expert_parallel"]
+    alike = next(other for other in saved if all(other.get(key) == group.get(key) for key in keys))
+    return {**alike, "is_expert_parallel": group["is_expert_parallel"]}
 
 
 def _restore_lists(state: dict):

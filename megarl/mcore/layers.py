@@ -15,21 +15,23 @@ from megarl.mcore.norm import Norm
 
 
 class ValueHead(torch.nn.Linear):
-    """Hidden state -> one value, in fp32, 0 at the start; the same weights on every tensor-parallel rank.
+    """Hidden state -> one value, computed in fp32, 0 at the start; the same weights on every tensor-parallel rank.
 
-    It stands in the place of the vocabulary's output layer and is saved under that name.
+    It stands in the place of the vocabulary's output layer and is saved under that name. Its weights have the model's
+    precision: Megatron's 16-bit optimizer, which keeps fp32 copies, cannot save a model of mixed precisions.
     """
 
     def __init__(self, config, group):
-        super().__init__(config.hidden_size, 1, dtype=torch.float32, device=device.device())
+        super().__init__(config.hidden_size, 1, dtype=config.params_dtype, device=device.device())
         self.group = group
         for parameter in self.parameters():
             torch.nn.init.zeros_(parameter)
             parameter.sequence_parallel = config.sequence_parallel  # each rank sees its tokens: gradients are summed
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[T, H] -> [T]."""
-        return super().forward(hidden.float()).squeeze(-1).clone()  # fully sharded modules return no views
+        """[T, H] -> [T] fp32."""
+        values = torch.nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float())
+        return values.squeeze(-1).clone()  # fully sharded modules return no views
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
         """Replicated over tensor-parallel ranks."""

@@ -66,7 +66,7 @@ def _fields(config_class, args) -> dict:
 
 
 def wrap(stages, args, collection) -> list[DistributedDataParallel | FullySharded]:
-    """Each chunk with its gradients in contiguous buffers, summed (not averaged) over data- and context-parallel ranks."""
+    """Each chunk with gradients in contiguous buffers or shards, summed over data- and context-parallel ranks."""
     settings = _fields(DistributedDataParallelConfig, args)
     settings |= {
         "grad_reduce_in_fp32": args.accumulate_allreduce_grads_in_fp32,

@@ -58,10 +58,7 @@ def shard(chunk, collection, reduce_in_fp32: bool = False):
     marks = {name: dict(vars(parameter)) for name, parameter in chunk.named_parameters()}
     for parameter in chunk.parameters() if reduce_in_fp32 else ():
         parameter.grad_dtype = torch.float32  # else micro-batches would be added up in the parameter's precision
-    # What is gathered together has one precision: a scalar head, which is always fp32, may have to go alone.
-    precision = chunk.config.params_dtype
-    heads = [m for m in chunk.children() if any(p.dtype != precision for p in m.parameters(recurse=False))]
-    for module in (*chunk.decoder.layers, *heads, chunk):
+    for module in (*chunk.decoder.layers, chunk):
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
         module.set_gradient_divide_factor(1.0)  # losses are local sums over global counts, so gradients are summed
         module.set_force_sum_reduction_for_comms(True)

@@ -82,8 +82,8 @@ def _chunk(args, vocab_size: int, value_head: bool, layers: range, first: bool, 
         found += [w._replace(name=f"decoder.layers.{number}.{w.name}") for w in own]
     if last:
         found += _norm(args, "decoder.final_layernorm", hidden)
-        if value_head:  # in fp32
-            found += [Weight("output_layer.weight", 1, hidden, 4), Weight("output_layer.bias", 1, 1, 4)]
+        if value_head:
+            found += [Weight("output_layer.weight", 1, hidden, size), Weight("output_layer.bias", 1, 1, size)]
         elif not is_tied or not first:
             found.append(Weight("output_layer.weight", vocab, vocab * hidden, size, is_shared=is_shared))
     return found

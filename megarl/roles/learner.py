@@ -87,7 +87,7 @@ class Learner:
     def restore(self, loaded: dict) -> dict:
         """Takes up what `state(..., loading=True)` was filled with; returns the caller's part."""
         checkpoint.load_weights(self.model, loaded["model"])
-        self.optimizer.load_state_dict(checkpoint.optimizer_state(loaded))
+        self.optimizer.load_state_dict(checkpoint.optimizer_state(loaded, self.optimizer))
         try:
             self.scheduler.load_state_dict(loaded["plain"].pop("scheduler"))
         except AssertionError as error:
