@@ -19,7 +19,7 @@ ROLLOUT_LAYOUT = (
 TRAINING_ONLY = (
     "context_parallel_size", "sequence_parallel", "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank", "microbatch_group_size_per_vp_stage", "use_torch_fsdp2",
-    "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather",
+    "use_distributed_optimizer", "overlap_grad_reduce",
 )  # fmt: skip
 OF_A_PIPELINE = (
     "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout",

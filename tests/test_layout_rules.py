@@ -84,8 +84,7 @@ WRONG = {
                      " a multiple of --moe-router-group-topk 1, at most 2 in each"),
     "SP without TP": ("--sequence-parallel", 1, "--sequence-parallel True: allowed is none with --tensor-model-parall"),
     "experts and TP without SP": (f"{MOE} {TP2}", 2, "--tensor-model-parallel-size 2: allowed is 1 for a role"),
-    "gathers of nothing": ("--overlap-param-gather", 1, "--overlap-param-gather True: allowed is none without --use-d"),
-    "gathers alone": ("--overlap-param-gather --use-distributed-optimizer", 1, "none without --overlap-grad-reduce"),
+    "gathers later": ("--overlap-param-gather --use-distributed-optimizer", 1, "--overlap-param-gather True: weights"),
     "sharded and PP": (f"{FSDP} {PP2}", 2, "--use-torch-fsdp2 True: allowed is none with --pipeline"),
     "sharded and EP": (f"{FSDP} {MOE} --expert-model-parallel-size 2", 2, "none with --expert-model-parallel-size 2"),
     "sharded twice": (f"{FSDP} --use-distributed-optimizer", 1, "none with --use-distributed-optimizer"),
@@ -103,7 +102,7 @@ RIGHT = [
     (f"{PP2} --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 5", 2),
     (f"{MOE} {TP2} --sequence-parallel --expert-model-parallel-size 4 --moe-layer-freq [0]*2+[1]*6", 4),
     (f"{MOE} --moe-router-num-groups 4 --moe-router-group-topk 2", 1), (FSDP, 4), (f"{FSDP} {TP2}", 4),
-    ("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 2),
+    ("--use-distributed-optimizer --overlap-grad-reduce", 2),
     ("--num-layers 7 --account-for-loss-in-pipeline-split " + PP2, 2),
 ]  # fmt: skip
 

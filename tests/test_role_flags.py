@@ -123,7 +123,7 @@ SHARDED = "--actor-use-torch-fsdp2 --actor-untie-embeddings-and-output-weights"
     (f"{CP} 2", "actor", (1, 1, 1, 4)),  # context ranks are more lanes
     (f"{TP} 2 --actor{CP[1:]} 2", "actor", (2, 1, 1, 2)),
     (f"{TP} 2 --actor-sequence-parallel", "actor", (2, 1, 1, 2)),
-    ("--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce", "actor", (1, 1, 1, 4)),
+    ("--use-distributed-optimizer --overlap-grad-reduce", "actor", (1, 1, 1, 4)),
     (f"--actor{TP[1:]} 2 --rollout{TP[1:]} 2", "actor", (2, 1, 1, 2)),
     (f"--actor{TP[1:]} 2 --rollout{TP[1:]} 1", "rollout", (1, 1, 1, 4)),
     (f"--rollout{PP[1:]}=2", "rollout", (1, 2, 1, 2)),

@@ -204,17 +204,13 @@ def _experts(args) -> list[Rule]:
 
 
 def _training(role: str, args) -> list[Rule]:
-    tensor, gathers = args.tensor_model_parallel_size, args.overlap_param_gather
+    tensor = args.tensor_model_parallel_size
     needs = args.num_experts and tensor > 1 and role in TRAINED
     return [
         Rule("--sequence-parallel", args.sequence_parallel, not args.sequence_parallel or tensor > 1,
              f"none with --tensor-model-parallel-size {tensor}: it splits over tensor-parallel ranks"),
         Rule("--tensor-model-parallel-size", tensor, not needs or args.sequence_parallel,
              "1 for a role that trains experts, or --sequence-parallel beside it"),
-        Rule("--overlap-param-gather", gathers, not gathers or args.use_distributed_optimizer,
-             "none without --use-distributed-optimizer"),
-        Rule("--overlap-param-gather", gathers, not gathers or args.overlap_grad_reduce,
-             "none without --overlap-grad-reduce"),
     ]  # fmt: skip
 
 

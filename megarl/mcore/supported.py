@@ -57,6 +57,8 @@ ONLY = {
     "use_mup": (False, "μP is not supported yet"),
     "defer_embedding_wgrad_compute": (False, "it needs Megatron's own output layer and loss"),
     "delay_wgrad_compute": (False, "it needs Transformer Engine"),
+    "overlap_param_gather": (False, "weights are read right behind an update, by rollout, scoring and checkpoints"),
+    "overlap_param_gather_with_optimizer_step": (False, "weights are read right behind an update"),
     "position_embedding_type": (("rope", "learned_absolute", "none"), "other position embeddings are not supported"),
     "optimizer": ("adam", "other optimizers are not supported yet"),
     "use_precision_aware_optimizer": (False, "it needs Transformer Engine"),
