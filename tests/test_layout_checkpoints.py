@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.test_layouts import CP2, DENSE, EP2, MOE, PP2, SP, TP2, VP2, batch_of, parts_of, whole_weights
+from tests.test_layouts import CP2, DENSE, EP2, MOE, PP2, SP, TP2, VP2, batch_of, forward_of, parts_of, whole_weights
 from tests.tiny_models import VOCAB, join_actor, parse_roles
 from tests.worlds import run_world
 
@@ -13,7 +13,7 @@ def go_on(rank, flags: str, source, target, value_head: bool):
     """Loads (or not), updates once as `test_layouts` does, saves: whole weights before and behind."""
     from megarl.algorithms.aggregation import token_mean
     from megarl.algorithms.policy_loss import ppo_clip
-    from megarl.mcore import checkpoint, model
+    from megarl.mcore import checkpoint
     from megarl.roles.learner import Learner
 
     roles = parse_roles(flags, dist.get_world_size())
@@ -26,11 +26,6 @@ def go_on(rank, flags: str, source, target, value_head: bool):
     batch = batch_of(place)
     count = place.sum_over_lanes(batch.response_mask.sum().double())
 
-    def forward(chunk, part):
-        if value_head:
-            return model.token_values(chunk, part.tokens, part.lengths)
-        return model.token_scores(chunk, part.tokens, part.lengths, 0.8, VOCAB)
-
     def loss(out, part):
         if value_head:
             terms = out * part.advantages
@@ -40,7 +35,7 @@ def go_on(rank, flags: str, source, target, value_head: bool):
         return value, value.detach().double()
 
     multiple = dist.get_world_size(place.collection.pp) if len(learner.model) > 1 else 1
-    assert learner.update(parts_of(batch, 2, multiple), forward, loss)[1]
+    assert learner.update(parts_of(batch, 2, multiple), forward_of(value_head), loss)[1]
     if rank == 0:
         target.mkdir()
     dist.barrier()
@@ -57,13 +52,13 @@ EXPERT_ROUTE = [(1, ""), (2, EP2), (4, f"{TP2} {SP} {EP2}"), (4, f"{PP2} {EP2}")
 
 def travel(folder, shape: str, route, value_head: bool = False):
     """Goes through the layouts, an update in each, beside a run that stays on one rank."""
-    stay = here = None
+    stay = here = arrived = None
     for leg, (size, flags) in enumerate(route):
         still, moved = folder / f"stay{leg}", folder / f"move{leg}"
         ((before, expected),) = run_world(go_on, 1, shape, stay, still, value_head)
         for start, found in run_world(go_on, size, f"{shape} {flags}", here, moved, value_head):
             assert start.keys() == before.keys()
-            assert leg == 0 or all(torch.equal(start[key], arrived[key]) for key in start)
+            assert arrived is None or all(torch.equal(start[key], arrived[key]) for key in start)
             assert max(float((found[key] - weight).abs().max()) for key, weight in expected.items()) <= 2e-6 * (leg + 1)
         stay, here, arrived = still, moved, found
 

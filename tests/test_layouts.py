@@ -112,12 +112,20 @@ def whole_weights(stages, collection) -> dict:
     return found
 
 
+def forward_of(value_head: bool):
+    """The role's forward: (chunk, micro-batch) -> values or scores."""
+    from megarl.mcore import model
+
+    if value_head:
+        return lambda chunk, part: model.token_values(chunk, part.tokens, part.lengths)
+    return lambda chunk, part: model.token_scores(chunk, part.tokens, part.lengths, 0.8, VOCAB)
+
+
 def update(rank, flags: str, parts: int, value_head: bool):
     """(loss sums, gradient norm, whole weights) of one update, the same on every rank."""
     from megarl.algorithms.aggregation import token_mean
     from megarl.algorithms.policy_loss import ppo_clip
     from megarl.algorithms.value_loss import clipped_value_loss
-    from megarl.mcore import model
     from megarl.roles.learner import Learner
 
     roles = parse_roles(flags, dist.get_world_size())
@@ -134,11 +142,6 @@ def update(rank, flags: str, parts: int, value_head: bool):
     batch = batch_of(place)
     count = place.sum_over_lanes(batch.response_mask.sum().double())
 
-    def forward(chunk, part):
-        if value_head:
-            return model.token_values(chunk, part.tokens, part.lengths)
-        return model.token_scores(chunk, part.tokens, part.lengths, 0.8, VOCAB)
-
     def loss(out, part):
         if value_head:
             terms = clipped_value_loss(out, part.values, part.returns, 0.2).loss
@@ -149,8 +152,8 @@ def update(rank, flags: str, parts: int, value_head: bool):
 
     multiple = dist.get_world_size(place.collection.pp) if len(learner.model) > 1 else 1
     parts = parts_of(batch, parts, multiple)
-    scores = [out for out, places in learner.evaluate(parts, forward) if len(places)]
-    losses, applied, norm = learner.update(parts, forward, loss)
+    scores = [out for out, places in learner.evaluate(parts, forward_of(value_head)) if len(places)]
+    losses, applied, norm = learner.update(parts, forward_of(value_head), loss)
     assert applied
     total = place.sum_over_lanes(torch.stack(losses).sum())
     flat = scores if value_head else [s.logprobs for s in scores]
