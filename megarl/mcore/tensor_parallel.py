@@ -121,6 +121,7 @@ class _HeadScores(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, vocab_size, group):
+        """Arguments as in `head_scores`, hidden states already whole."""
         ctx.set_materialize_grads(False)
         head = _Head(weight, targets, temperature, dist.get_rank(group) * len(weight), vocab_size)
         results = [hidden.new_empty(len(hidden), dtype=_at_least_fp32(hidden)) for _ in range(5)]
