@@ -7,11 +7,10 @@ would be sent goes nowhere.
 import contextlib
 
 import torch.distributed as dist
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megarl.mcore.flags import transformer_config
+from megarl.mcore.layers import chunk_layers, virtual_stages
 
 
 @contextlib.contextmanager
@@ -28,11 +27,5 @@ def world(size: int, rank: int = 0):
 
 def stage_layers(args) -> list[list[range]]:
     """Layers (numbered from 0 over the whole model) of every pipeline stage, a range for each of its chunks."""
-    config, virtual = transformer_config(args), args.virtual_pipeline_model_parallel_size
-    chunks = range(virtual) if virtual else [None]
-    return [[_layers(config, stage, chunk) for chunk in chunks] for stage in range(config.pipeline_model_parallel_size)]
-
-
-def _layers(config, stage: int, chunk: int | None) -> range:
-    first = get_transformer_layer_offset(config, vp_stage=chunk, pp_rank=stage)
-    return range(first, first + get_num_layers_to_build(config, vp_stage=chunk, pp_rank=stage))
+    config, stages = transformer_config(args), range(args.pipeline_model_parallel_size)
+    return [[chunk_layers(config, stage, chunk) for chunk in virtual_stages(args)] for stage in stages]

@@ -18,7 +18,7 @@ SCALED = ("linear_proj.weight", "linear_fc2.weight")  # their deviation falls wi
 def initialize(chunk, seed: int, collection):
     """Draws every weight of a model chunk: matrices by the config's methods, biases 0; norms stay as they are made."""
     for name, parameter in chunk.named_parameters():
-        if parameter.dim() > 1 and not name.endswith("output_layer.bias") and not _is_scalar_head(name, parameter):
+        if parameter.dim() > 1 and not _is_scalar_head(name, parameter):
             _draw(global_name(name, chunk, collection), name, parameter, chunk.config, seed, collection)
         elif name.endswith(".bias") and "layernorm" not in name:
             torch.nn.init.zeros_(parameter)

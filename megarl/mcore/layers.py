@@ -68,11 +68,21 @@ def moe_layers(args) -> list[bool]:
     return [bool(x) for x in pattern]
 
 
+def chunk_layers(config, stage: int, virtual_stage: int | None) -> range:
+    """Layers, numbered from 0 over the whole model, of one chunk of a pipeline stage."""
+    first = get_transformer_layer_offset(config, vp_stage=virtual_stage, pp_rank=stage)
+    return range(first, first + get_num_layers_to_build(config, vp_stage=virtual_stage, pp_rank=stage))
+
+
+def virtual_stages(args) -> list[int | None]:
+    """Numbers of the chunks of a stage; None for the only one without virtual stages."""
+    virtual = args.virtual_pipeline_model_parallel_size
+    return list(range(virtual)) if virtual else [None]
+
+
 def block_spec(args, config, collection, virtual_stage: int | None) -> TransformerBlockSubmodules:
     """The layers of one chunk of this rank's pipeline stage."""
-    stage = dist.get_rank(collection.pp)
-    first = get_transformer_layer_offset(config, vp_stage=virtual_stage, pp_rank=stage)
-    count = get_num_layers_to_build(config, vp_stage=virtual_stage, pp_rank=stage)
-    kinds = {is_moe: layer_spec(args, is_moe) for is_moe in set(moe_layers(args))}
-    layers = [kinds[is_moe] for is_moe in moe_layers(args)[first : first + count]]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
+    kinds = moe_layers(args)
+    specs = {is_moe: layer_spec(args, is_moe) for is_moe in set(kinds)}
+    layers = chunk_layers(config, dist.get_rank(collection.pp), virtual_stage)
+    return TransformerBlockSubmodules(layer_specs=[specs[kinds[i]] for i in layers], layer_norm=Norm)

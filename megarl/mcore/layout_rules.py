@@ -121,8 +121,7 @@ def _pipeline(args) -> list[Rule]:
     stages, layers = args.pipeline_model_parallel_size, args.num_layers
     written = args.pipeline_model_parallel_layout is not None
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-    own = [size for size in (first, last) if size is not None]
-    counted = layers + args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
+    own, counted = _end_stages(args), _counted_layers(args)
     inner, inner_stages = layers - sum(own), stages - len(own)
     fits = inner == 0 if inner_stages == 0 else inner > 0 and _divides(inner_stages, inner)
     several = "from 1 to below --num-layers, with --pipeline-model-parallel-size above 1"
@@ -140,12 +139,21 @@ def _pipeline(args) -> list[Rule]:
     ]  # fmt: skip
 
 
+def _end_stages(args) -> list[int]:
+    """Layers of the first and of the last stage, where they have sizes of their own."""
+    return [x for x in (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers) if x is not None]
+
+
+def _counted_layers(args) -> int:
+    """Layers to be shared out, embedding and loss among them where flags say that they count as one each."""
+    return args.num_layers + args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
+
+
 def _stage_sizes(args) -> list[int]:
-    """Layers of the stages, as far as they differ; [0] where the flags make no sense, which other rules say."""
-    own = [x for x in (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers) if x is not None]
-    inner = args.num_layers + args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
+    """Layers of the stages, as far as they differ; no sense where the flags make none, which other rules say."""
+    own = _end_stages(args)
     stages = args.pipeline_model_parallel_size - len(own)
-    return own + ([(inner - sum(own)) // stages] if stages > 0 else [])
+    return own + ([(_counted_layers(args) - sum(own)) // stages] if stages > 0 else [])
 
 
 def _virtual(args) -> list[Rule]:

@@ -20,7 +20,7 @@ from megarl.mcore import device
 from megarl.mcore.context_parallel import gather_result
 from megarl.mcore.flags import transformer_config
 from megarl.mcore.initialization import initialize
-from megarl.mcore.layers import ValueHead, block_spec, moe_layers
+from megarl.mcore.layers import ValueHead, block_spec, moe_layers, virtual_stages
 from megarl.mcore.packing import Packing, pack
 from megarl.mcore.tensor_parallel import head_scores
 
@@ -89,15 +89,14 @@ def build_model(args, vocab_size: int, collection, value_head: bool = False) -> 
     config.perform_initialization = False
     config.variable_seq_lengths = True  # of the tensors between pipeline stages: micro-batches are packed
     _seed_everything(args.seed, collection)
-    virtual = args.virtual_pipeline_model_parallel_size
-    stages = range(virtual) if virtual else [None]
-    return Stages(_build_chunk(args, config, vocab_size, collection, value_head, stage) for stage in stages)
+    chunks = virtual_stages(args)
+    return Stages(_build_chunk(args, config, vocab_size, collection, value_head, chunk) for chunk in chunks)
 
 
 def _build_chunk(args, config, vocab_size: int, collection, value_head: bool, virtual_stage: int | None) -> Stage:
     first = dist.get_rank(collection.pp) == 0 and not virtual_stage
     last = dist.get_rank(collection.pp) == dist.get_world_size(collection.pp) - 1
-    last = last and virtual_stage in (None, (args.virtual_pipeline_model_parallel_size or 1) - 1)
+    last = last and virtual_stage == virtual_stages(args)[-1]
     chunk = Stage(
         config=config,
         transformer_layer_spec=block_spec(args, config, collection, virtual_stage),

@@ -45,8 +45,7 @@ def run_microbatches(stages, microbatches: list, forward: Callable, loss: Callab
         schedule = forward_backward_pipelining_without_interleaving
         if len(chunks) > 1:
             schedule = forward_backward_pipelining_with_interleaving
-        config = getattr(chunks[0], "module", chunks[0]).config
-        pipeline = {"p2p_communicator": P2PCommunicator(collection.pp, config)}
+        pipeline = {"p2p_communicator": P2PCommunicator(collection.pp, chunks[0].config)}
     several = len(chunks) > 1
     results = schedule(
         forward_step_func=forward_step,

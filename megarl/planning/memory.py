@@ -120,10 +120,8 @@ def trained_bytes(weights: list[Weight], args, first_stage: bool) -> tuple[int, 
     """(weights, gradients, optimizer states [ranks]) of one chunk that learns, in bytes."""
     in_fp32 = args.accumulate_allreduce_grads_in_fp32
     if args.use_torch_fsdp2:
-        held = list(zip(sharded(weights, args), weights, strict=True))
-        states = sum(n * _states(args, w.itemsize) for n, w in held)
-        gradients = sum(n * (4 if in_fp32 else w.itemsize) for n, w in held)
-        return sum(n * w.itemsize for n, w in held), gradients, np.array([states])
+        states = sum(n * _states(args, w.itemsize) for n, w in zip(sharded(weights, args), weights, strict=True))
+        return *sharded_bytes(weights, args), np.array([states])
     parts = buffers(weights, args, first_stage)
     gradients = sum(b.elements * (4 if in_fp32 else b.itemsize) for b in parts)
     if not args.use_distributed_optimizer:
@@ -148,6 +146,13 @@ def sharded(weights: list[Weight], args) -> list[int]:
     sizes = parallel_sizes(args)
     ranks = sizes.data(args.world_size) * sizes.context
     return [-(-w.rows // ranks) * (w.elements // w.rows) for w in weights]
+
+
+def sharded_bytes(weights: list[Weight], args) -> tuple[int, int]:
+    """Bytes of such a rank's rows of the weights, and of their gradients."""
+    held = list(zip(sharded(weights, args), weights, strict=True))
+    in_fp32 = args.accumulate_allreduce_grads_in_fp32
+    return sum(n * w.itemsize for n, w in held), sum(n * (4 if in_fp32 else w.itemsize) for n, w in held)
 
 
 def stage_memory(role, vocab_size: int, kind: str, tokens: int, microbatches: int, kv_cache: int) -> list[Memory]:
@@ -178,8 +183,7 @@ def _fixed(chunks: list[list[Weight]], args, kind: str, stage: int) -> tuple[int
         parts = [trained_bytes(weights, args, stage == 0) for weights in chunks]
         return sum(p[0] for p in parts), sum(p[1] for p in parts), int(np.max(sum(p[2] for p in parts)))
     if args.use_torch_fsdp2:
-        held = [n * w.itemsize for c in chunks for n, w in zip(sharded(c, args), c, strict=True)]
-        return sum(held), 0, 0
+        return sum(sharded_bytes(weights, args)[0] for weights in chunks), 0, 0
     return sum(plain_bytes(weights) for weights in chunks), 0, 0
 
 

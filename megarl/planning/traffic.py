@@ -13,7 +13,7 @@ from megarl.exchange import HEADER
 from megarl.mcore.flags import parallel_sizes
 from megarl.mcore.layers import moe_layers
 from megarl.mcore.model import padded_vocab_size
-from megarl.planning.memory import buffers, plain_bytes, sharded
+from megarl.planning.memory import buffers, plain_bytes, sharded_bytes
 from megarl.planning.parameters import stage_weights
 
 SHARED = ["tokens", "response_mask", "prompt_ids", "prompt_lengths", "finished"]
@@ -178,9 +178,7 @@ def gradients(role, kind: str, vocab_size: int, step: Step, forwards: int, backw
     for number, chunks in enumerate(stages):
         for weights in chunks:
             if args.use_torch_fsdp2:
-                rows = list(zip(sharded(weights, args), weights, strict=True))
-                held = sum(n * w.itemsize for n, w in rows)
-                reduced = sum(n * (4 if in_fp32 else w.itemsize) for n, w in rows)
+                held, reduced = sharded_bytes(weights, args)
                 count = step.microbatches(size.data(len(role.ranks)), role.max_tokens_per_microbatch)
                 again = count * step.updates / step.epochs  # micro-batches of one pass over the batch
                 total += again * (dense - 1) * ((forwards + backwards) * held + backwards * reduced)

@@ -119,10 +119,12 @@ def microbatches(
         multiple: what the number of micro-batches must be a multiple of (the pipeline's size with virtual stages).
     """
     lengths = batch.lengths[places]
-    most = torch.tensor([max(len(pack(lengths, cap, hidden)), 1)], device=lengths.device)
+    packed = pack(lengths, cap, hidden)
+    most = torch.tensor([max(len(packed), 1)], device=lengths.device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=lanes_group)
     count = -(-int(most) // multiple) * multiple
-    groups = [places[group.to(places.device)] for group in pack(lengths, cap, hidden, count)]
+    packed = pack(lengths, cap, hidden, count) if count > len(packed) else packed
+    groups = [places[group.to(places.device)] for group in packed]
     parts = [(batch.select(group), group) for group in groups]
     spare = (nothing(batch.present(), lengths.device), places[:0])
     return parts + [spare] * (count - len(parts))
