@@ -13,7 +13,7 @@ ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 # megatron-core ships compiled wheels for these versions alone.
 MINORS=(12 13)
 # What the tests compare with. Kept out of the import path, since these wheels bring top-level packages of their own.
-REFERENCES=(verl==0.9.1)
+REFERENCES=(verl==0.9.1 torchrl==0.14.1)
 # Prints version and interpreter; a free-threaded build gets a "t", for it there are no wheels. In an environment the
 # interpreter is the one it was made from.
 PROBE='import sys, sysconfig, venv, ensurepip

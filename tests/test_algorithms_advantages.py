@@ -1,4 +1,4 @@
-"""Token rewards and GAE: against verl, a plain loop, closed forms; independent of the batch's composition."""
+"""Token rewards and GAE: against verl, torchrl, a plain loop, closed forms; independent of the batch's composition."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ import torch
 from megarl.algorithms.advantages import gae, token_rewards
 from megarl.algorithms.statistics import local_moments, whiten
 from tests.references.ragged import ragged_batch, ragged_batches
+from tests.references.torchrl_gae import load_torchrl
 from tests.references.verl_core_algos import load_verl
 
 GAMMAS_AND_LAMBDAS = [(1.0, 1.0), (1.0, 0.95), (0.99, 0.9), (0.5, 0.0), (0.0, 1.0)]
@@ -42,6 +43,25 @@ def test_gae_equals_verl_and_the_definition():
         expected = batch.packed(whitened)[batch.mask]
         torch.testing.assert_close(ours[batch.mask], expected, rtol=1e-6, atol=1e-6)
         assert not advantages[~batch.mask].any() and not returns[~batch.mask].any()
+
+
+def test_gae_equals_torchrl():
+    """All response tokens on one time axis, each sequence's last one `done`: its next value is then not read."""
+    compute_gae = load_torchrl().generalized_advantage_estimate
+    for case, batch in enumerate(ragged_batches()):
+        gamma, lam = GAMMAS_AND_LAMBDAS[case % 5]
+        rewards, values = batch.normal(10.0 ** (case % 3)), batch.normal(10.0 ** (case % 3))
+        owners = torch.repeat_interleave(torch.arange(len(batch.lengths)), torch.tensor(batch.lengths))[batch.mask]
+        done = torch.cat([owners[1:] != owners[:-1], torch.tensor([True])])
+        here = values[batch.mask]
+        ahead = torch.cat([here[1:], batch.normal()[:1]])
+        columns = (field[:, None] for field in (here, ahead, rewards[batch.mask], done))
+        # As Python numbers, times integer flags, γ and λ would become float32 in there.
+        numbers = (torch.tensor(number, dtype=torch.float64) for number in (gamma, lam))
+        expected = compute_gae(*numbers, *columns)
+        ours = gae(rewards, values, batch.mask, batch.cu_seqlens, gamma, lam)
+        for mine, theirs in zip(ours, expected, strict=True):
+            torch.testing.assert_close(mine[batch.mask], theirs[:, 0], rtol=1e-11, atol=1e-10)
 
 
 def test_a_sequence_does_not_depend_on_the_batch():

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.packed import require_same_shape, response_tokens
+from megarl.algorithms.returns import discounted_to_go
 
 
 @torch.no_grad()
@@ -68,20 +69,10 @@ def gae(
         if not 0 <= number <= 1:
             raise ValueError(f"{name} must be in [0, 1], got {number}")
     response = response_tokens(response_mask, cu_seqlens)
-    number_of_sequences = response.counts.numel()
-    longest = int(response.counts.max()) if number_of_sequences else 0
-
-    # Time first: a step of the loop then reads whole rows. Padding lies after the response, where V = A = 0 is right.
-    reward_rows = rewards.new_zeros(longest, number_of_sequences)
-    value_rows = values.new_zeros(longest + 1, number_of_sequences)
-    reward_rows[response.ranks, response.sequences] = rewards[response.positions]
-    value_rows[response.ranks, response.sequences] = values[response.positions]
-    advantage_rows = torch.zeros_like(value_rows)
-    for step in reversed(range(longest)):
-        # Plain products and sums, no fused multiply-add: each operation rounds alike in every place and backend.
-        delta = reward_rows[step] + gamma * value_rows[step + 1] - value_rows[step]
-        advantage_rows[step] = delta + (gamma * lam) * advantage_rows[step + 1]
-
-    advantages = torch.zeros_like(values)
-    advantages[response.positions] = advantage_rows[response.ranks, response.sequences]
+    here, is_last = values[response.positions], response.ranks == response.counts[response.sequences] - 1
+    ahead = torch.where(is_last, 0.0, here.roll(-1))
+    deltas = torch.zeros_like(values)
+    # Plain products and sums, no fused multiply-add: each operation rounds alike in every place and backend.
+    deltas[response.positions] = (rewards[response.positions] + gamma * ahead - here).to(values.dtype)
+    advantages = discounted_to_go(deltas, response_mask, cu_seqlens, gamma * lam)
     return advantages, torch.where(response_mask, advantages + values, torch.zeros_like(values))

@@ -58,3 +58,29 @@ def response_tokens(response_mask: Tensor, cu_seqlens: Tensor) -> ResponseTokens
     first = counts.cumsum(0) - counts
     ranks = torch.arange(positions.numel(), device=positions.device) - first[sequences]
     return ResponseTokens(positions, sequences, ranks, counts)
+
+
+def spread(values: Tensor, response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[N] -> [T]: each sequence's value on each of its response tokens, 0 outside the mask. Differentiable.
+
+    Raises:
+        ValueError: shapes do not fit together.
+    """
+    response = response_tokens(response_mask, cu_seqlens)
+    if values.shape != response.counts.shape:
+        raise ValueError(f"values must be [{response.counts.numel()}], one a sequence, got {list(values.shape)}")
+    return values.new_zeros(response_mask.shape).index_put((response.positions,), values[response.sequences])
+
+
+def sums_by_sequence(field: Tensor, response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[T] -> [N]: sum of a field over the response tokens of each sequence, in its dtype. Differentiable.
+
+    What lies outside the mask is not read: inf or NaN there does not enter. An empty response has 0.
+
+    Raises:
+        ValueError: shapes do not fit together.
+    """
+    require_same_shape(field=field, response_mask=response_mask)
+    response = response_tokens(response_mask, cu_seqlens)
+    sums = field.new_zeros(response.counts.shape)
+    return sums.index_add(0, response.sequences, field[response.positions])

@@ -1,0 +1,175 @@
+"""The advantage estimators by name, and what they may look at: the scores of the whole step, the tokens of this rank.
+
+An estimator is a function (StepData, AdvantageOptions) -> Advantages. Scores of all responses of the step are on
+every rank, so a group's statistics are the same bits however its responses are spread over ranks. What is whitened
+over tokens goes through sums over the ranks: the same up to float64 rounding.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.advantages import gae
+from megarl.algorithms.group_advantages import centred, grpo, opo, rloo
+from megarl.algorithms.packed import spread
+from megarl.algorithms.returns import discounted_to_go
+from megarl.algorithms.statistics import local_moments, whiten
+
+NEEDS = frozenset({"values", "groups", "baselines"})
+
+
+@dataclasses.dataclass(frozen=True)
+class StepData:
+    """What an advantage estimator may look at."""
+
+    # Of all S responses of the step, the same on every rank:
+    scores: Tensor  # [S] float64 sum of a response's token rewards: its score, less the KL penalty if that is in there
+    groups: Tensor  # [S] int64 prompt that the response belongs to, 0 … G−1 in any order, groups of any size
+    response_lengths: Tensor  # [S] int64 tokens that the policy wrote, observation tokens not counted
+    baselines: Tensor | None  # [S] float64 reward of the greedy response to the same prompt
+    # Of this rank's N sequences, packed into T tokens:
+    sequence_ids: Tensor  # [N] int64 place of each sequence in the fields above
+    token_rewards: Tensor  # [T] see `advantages.token_rewards`
+    values: Tensor | None  # [T] V before the update
+    response_mask: Tensor  # [T] bool
+    cu_seqlens: Tensor  # [N+1]
+    total: Callable[[Tensor], Tensor]  # sums a tensor over the ranks
+
+
+@dataclasses.dataclass(frozen=True)
+class AdvantageOptions:
+    """What the user may choose; each estimator says which of these it reads."""
+
+    gamma: float = 1.0  # discount γ
+    lam: float = 0.95  # λ of GAE
+    group_std: bool = True  # grpo: divide by the group's standard deviation
+    whiten: bool = False  # mean 0 and variance 1 over the response tokens of all ranks
+
+
+class Advantages(NamedTuple):
+    """What an estimator gives."""
+
+    advantages: Tensor  # [T] in the dtype of the token rewards, 0 outside the mask, no gradient
+    returns: Tensor | None  # [T] what the critic learns, likewise; None where there is no critic
+
+
+class Estimator(NamedTuple):
+    """An estimator with what a program must know before it runs it."""
+
+    function: Callable[[StepData, AdvantageOptions], Advantages]
+    needs: frozenset[str]  # of `NEEDS`: critic's values, several samples a prompt, greedy baselines
+    options: frozenset[str]  # names of the AdvantageOptions that it reads
+    whiten: bool  # whether it whitens when the user does not say
+
+
+def gae_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
+    """Generalised advantage estimation (arXiv 1506.02438, eq. 16); returns are A + V, of A before it is whitened."""
+    where = step.response_mask, step.cu_seqlens
+    advantages, returns = gae(step.token_rewards, step.values, *where, options.gamma, options.lam)
+    return _finished(step, options, advantages, returns)
+
+
+def grpo_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
+    """A_i = (R_i − mean_G) / (std_G + ε) on every token (arXiv 2402.03300, §4.1.2).
+
+    With `group_std` off, A_i = R_i − mean_G: Dr. GRPO (arXiv 2503.20783).
+    """
+    return _on_tokens(step, options, grpo(step.scores, step.groups, std=options.group_std))
+
+
+def rloo_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
+    """A_i = R_i − mean of the others' R on every token (RLOO, arXiv 2402.14740)."""
+    return _on_tokens(step, options, rloo(step.scores, step.groups))
+
+
+def opo_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
+    """A_i = R_i − Σ|o|R / Σ|o| over the group, on every token (OPO, arXiv 2505.23585)."""
+    return _on_tokens(step, options, opo(step.scores, step.groups, step.response_lengths))
+
+
+def reinforce_plus_plus_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
+    """A_t = Σ_{k ≥ t} γ^{k−t}·r_k with the KL penalty in r, then whitened (REINFORCE++, arXiv 2501.03262)."""
+    where = step.response_mask, step.cu_seqlens
+    return _finished(step, options, discounted_to_go(step.token_rewards.double(), *where, options.gamma))
+
+
+def reinforce_plus_plus_baseline_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
+    """A_i = R_i − mean_G on every token, then whitened: REINFORCE++ with baseline (arXiv 2501.03262).
+
+    Whitening moves the zeros of equal groups too, by the token mean of the batch.
+    """
+    return _on_tokens(step, options, centred(step.scores, step.groups))
+
+
+def remax_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
+    """A_t = Σ_{k ≥ t} r_k − R(greedy response to the prompt): ReMax (arXiv 2310.10505)."""
+    where = step.response_mask, step.cu_seqlens
+    to_go = discounted_to_go(step.token_rewards.double(), *where, 1.0)
+    return _finished(step, options, to_go - spread(step.baselines[step.sequence_ids].double(), *where))
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    name: Estimator(function, frozenset(needs), frozenset({*options, "whiten"}), whitens)
+    for name, function, needs, options, whitens in (
+        ("gae", gae_advantages, ["values"], ["gamma", "lam"], True),
+        ("grpo", grpo_advantages, ["groups"], ["group_std"], False),
+        ("rloo", rloo_advantages, ["groups"], [], False),
+        ("opo", opo_advantages, ["groups"], [], False),
+        ("reinforce++", reinforce_plus_plus_advantages, [], ["gamma"], True),
+        ("reinforce++-baseline", reinforce_plus_plus_baseline_advantages, ["groups"], [], True),
+        ("remax", remax_advantages, ["baselines"], [], False),
+    )
+}
+
+
+def estimator_of(function: Callable[[StepData, AdvantageOptions], Advantages]) -> Estimator:
+    """Wrap a plug-in. What it gives is checked, detached, and 0 outside the mask.
+
+    Args:
+        function: may carry an attribute `needs`, names of `NEEDS`. It counts as reading every option. One that needs
+            "values" must give returns, since the critic learns them; any other must give None for them.
+
+    Raises:
+        ValueError: `needs` has an unknown name. When it runs: the result is not what is promised.
+    """
+    name = getattr(function, "__qualname__", repr(function))
+    needs = frozenset(getattr(function, "needs", ()))
+    if not needs <= NEEDS:
+        raise ValueError(f"needs of {name} must be of {sorted(NEEDS)}, got {sorted(needs)}")
+
+    @functools.wraps(function)
+    @torch.no_grad()
+    def checked(step: StepData, options: AdvantageOptions) -> Advantages:
+        result = function(step, options)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise ValueError(f"{name} must give Advantages(advantages, returns), got {type(result).__name__}")
+        advantages, returns = result
+        if (returns is not None) != ("values" in needs):
+            raise ValueError(f"{name} must give returns if, and only if, it needs values: {sorted(needs)}")
+        return Advantages(*(None if field is None else masked(step, field) for field in (advantages, returns)))
+
+    def masked(step: StepData, field: Tensor) -> Tensor:
+        if field.shape != step.response_mask.shape:
+            raise ValueError(f"{name} must give [T] = {list(step.response_mask.shape)}, got {list(field.shape)}")
+        return torch.where(step.response_mask, field.detach(), 0.0).to(step.token_rewards.dtype)
+
+    return Estimator(checked, needs, frozenset(f.name for f in dataclasses.fields(AdvantageOptions)), False)
+
+
+def _on_tokens(step: StepData, options: AdvantageOptions, advantages: Tensor) -> Advantages:
+    """One advantage a response of the step [S], on each response token of this rank's sequences."""
+    return _finished(step, options, spread(advantages[step.sequence_ids], step.response_mask, step.cu_seqlens))
+
+
+def _finished(
+    step: StepData, options: AdvantageOptions, advantages: Tensor, returns: Tensor | None = None
+) -> Advantages:
+    """Whitens over all ranks if that is wanted, and rounds to the dtype of the token rewards."""
+    if options.whiten:
+        moments = step.total(local_moments(advantages, step.response_mask))
+        advantages = whiten(advantages, step.response_mask, moments)
+    return Advantages(advantages.to(step.token_rewards.dtype), returns)

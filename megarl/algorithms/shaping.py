@@ -1,0 +1,24 @@
+"""What is added to a response's score before advantages are made of it."""
+
+from torch import Tensor
+
+
+def overlong_penalty(response_lengths: Tensor, limit: int, buffer: int) -> Tensor:
+    """0 up to limit − buffer tokens, then falling linearly to −1 at the limit, −1 beyond.
+
+    Soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13), with L_max = limit and L_cache = buffer.
+
+    Args:
+        response_lengths: [N] tokens that the policy wrote.
+        limit: tokens from which on the penalty is whole.
+        buffer: tokens before the limit over which it grows, 1 … limit.
+
+    Returns:
+        [N] float32 in [−1, 0].
+
+    Raises:
+        ValueError: the buffer is outside 1 … limit.
+    """
+    if not 1 <= buffer <= limit:
+        raise ValueError(f"overlong buffer must be in [1, limit {limit}], got {buffer}")
+    return ((limit - buffer - response_lengths).double() / buffer).clamp(-1, 0).float()

@@ -1,0 +1,210 @@
+"""Whole estimators: against verl, zeros, what each reads, the split over ranks, and plug-ins."""
+
+import dataclasses
+import types
+
+import pytest
+import torch
+
+from megarl.algorithms.advantages import gae, token_rewards
+from megarl.algorithms.estimators import ESTIMATORS, AdvantageOptions, Advantages, StepData, estimator_of
+from megarl.algorithms.packed import sums_by_sequence
+from megarl.algorithms.statistics import local_moments, whiten
+from tests.references.ragged import ragged_step, ragged_steps
+from tests.references.verl_core_algos import load_verl
+
+PLAIN, WHITE = AdvantageOptions(gamma=0.97), AdvantageOptions(gamma=0.97, whiten=True)
+BY_GROUP = ("grpo", "rloo", "opo", "reinforce++-baseline")
+
+
+def alone(tensor):
+    """Sum over the ranks of a world of one."""
+    return tensor
+
+
+def step_data(step, beta, dtype=torch.float64):
+    """The whole step on one rank; `beta` weighs the KL penalty. Entries outside the mask are NaN: nobody reads them."""
+    batch, where = step.batch, (step.batch.mask, step.batch.cu_seqlens)
+    rewards = token_rewards(step.scores, batch.normal(), beta, *where).to(dtype)
+    return StepData(
+        scores=sums_by_sequence(rewards.double(), *where),
+        groups=step.groups,
+        response_lengths=sums_by_sequence(batch.mask.long(), *where),
+        baselines=torch.randn(len(step.groups), generator=batch.generator, dtype=torch.float64),
+        sequence_ids=torch.arange(len(step.groups)),
+        token_rewards=rewards.masked_fill(~batch.mask, float("nan")),
+        values=batch.normal().to(dtype).masked_fill(~batch.mask, float("nan")),
+        response_mask=batch.mask,
+        cu_seqlens=batch.cu_seqlens,
+        total=alone,
+    )
+
+
+def run(name, data, options):
+    result = ESTIMATORS[name].function(data, options)
+    for field in result:
+        assert field is None or not field[~data.response_mask].any() and not field.requires_grad
+    return result.advantages
+
+
+# name here -> name in verl, fields that verl's function takes beside rewards and mask, options on both sides, whitened
+SHARED = {
+    "grpo": ("grpo", ["index"], {}, False),
+    "grpo without std": ("grpo", ["index"], {"norm_adv_by_std_in_grpo": False}, False),
+    "rloo": ("rloo", ["index"], {}, False),
+    "rloo vectorized": ("rloo_vectorized", ["index"], {}, False),
+    "opo": ("opo", ["index"], {}, False),
+    "reinforce++": ("reinforce_plus_plus", [], {}, True),
+    "reinforce++-baseline": ("reinforce_plus_plus_baseline", ["index"], {}, True),
+    "remax": ("remax", ["reward_baselines"], {}, False),
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_estimators_equal_verl(case):
+    name_there, fields, extra, whitened = SHARED[case]
+    theirs = getattr(load_verl().core_algos, f"compute_{name_there}_outcome_advantage")
+    options = dataclasses.replace(WHITE if whitened else PLAIN, group_std=not extra)
+    compared = 0
+    # No groups of one, for which verl has other conventions: tests of the group functions compare those.
+    for number, step in enumerate(ragged_steps(lone=False)):
+        data, batch = step_data(step, beta=0.1 * (number // 4 % 2)), step.batch
+        ours = run(case.split(" ")[0], data, options)[batch.mask]
+        if whitened and float(ours.abs().max()) < 1e-3:
+            # Only rounding is left of equal values, and verl's count + 1e-8 shows in it: ours are looked at alone.
+            assert not ours.any()
+            continue
+        have = {"index": step.labels, "reward_baselines": data.baselines}
+        arguments = {field: have[field] for field in fields} | extra
+        padded = batch.padded(data.token_rewards.nan_to_num()), batch.padded(batch.mask).double()
+        expected = theirs(*padded[:1], response_mask=padded[1], config=types.SimpleNamespace(gamma=0.97), **arguments)
+        # verl's whitening adds 1e-8 to the count: the looser tolerance is its error.
+        close = dict(rtol=1e-6, atol=1e-6) if whitened else dict(rtol=1e-9, atol=1e-7)
+        torch.testing.assert_close(ours, batch.packed(expected[0])[batch.mask], **close)
+        compared += 1
+    assert compared >= 200
+
+
+def test_gae_is_the_bits_of_its_parts():
+    for step in ragged_steps(lone=True):
+        data = step_data(step, 0.1, torch.float32)
+        advantages, returns = gae(data.token_rewards, data.values, data.response_mask, data.cu_seqlens, 0.97, 0.95)
+        result = ESTIMATORS["gae"].function(data, PLAIN)
+        assert torch.equal(result.advantages, advantages) and torch.equal(result.returns, returns)
+        result = ESTIMATORS["gae"].function(data, WHITE)
+        white = whiten(advantages, data.response_mask, local_moments(advantages, data.response_mask))
+        assert torch.equal(result.advantages, white) and torch.equal(result.returns, returns)
+
+
+def test_groups_of_one_and_groups_of_equal_scores_get_exactly_zero():
+    for step in ragged_steps(lone=True):
+        data = step_data(step, 0.1)
+        lone = torch.isin(data.sequence_ids, (step.sizes == 1).nonzero())
+        equal = dataclasses.replace(data, scores=0.1 * data.groups.double())
+        for name in BY_GROUP:
+            of_sequence = sums_by_sequence(run(name, data, PLAIN).abs(), data.response_mask, data.cu_seqlens)
+            assert not of_sequence[lone].any()
+            for options in (PLAIN, WHITE):
+                assert not run(name, equal, options).any()
+
+
+def test_remax_gives_zero_to_the_reward_of_the_greedy_response():
+    for step in ragged_steps(lone=True):
+        data = step_data(step, 0.0, torch.float32)
+        assert not run("remax", dataclasses.replace(data, baselines=data.scores), PLAIN).any()
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_needs_and_options_are_what_is_read(name):
+    estimator, data = ESTIMATORS[name], step_data(ragged_step(8, lone=False), 0.1)
+    first = run(name, data, PLAIN)
+    others = dict(gamma=0.5, lam=0.5, group_std=False, whiten=True)
+    read = {field for field, value in others.items()
+            if not torch.equal(first, run(name, data, dataclasses.replace(PLAIN, **{field: value})))}  # fmt: skip
+    assert estimator.options == read and estimator.whiten == (name in ("gae", "reinforce++", "reinforce++-baseline"))
+    # What is not needed may be missing; for groups, each response then stands alone.
+    missing = dict(values=None, baselines=None, groups=torch.arange(len(data.groups)))
+    for need, nothing in missing.items():
+        if need not in estimator.needs:
+            assert torch.equal(first, run(name, dataclasses.replace(data, **{need: nothing}), PLAIN))
+    assert (ESTIMATORS[name].function(data, PLAIN).returns is not None) == ("values" in estimator.needs)
+    if "groups" in estimator.needs:
+        assert first.any() and not run(name, dataclasses.replace(data, groups=missing["groups"]), PLAIN).any()
+
+
+def part_of(data, sequences):
+    """What a rank holds that has only these sequences, in this order."""
+    spans = [slice(int(data.cu_seqlens[i]), int(data.cu_seqlens[i + 1])) for i in sequences]
+    tokens = torch.cat([torch.arange(len(data.response_mask))[span] for span in spans] or [torch.arange(0)])
+    fields = {name: getattr(data, name)[tokens] for name in ("token_rewards", "values", "response_mask")}
+    borders = torch.tensor([0, *(span.stop - span.start for span in spans)]).cumsum(0)
+    return tokens, dataclasses.replace(data, sequence_ids=torch.tensor(sequences).long(), cu_seqlens=borders, **fields)
+
+
+def on_ranks(name, parts, options):
+    """Each rank's result; the first pass only collects what each of them puts into the sum over ranks."""
+    given = []
+    for part in parts:
+        ESTIMATORS[name].function(dataclasses.replace(part, total=lambda x: given.append(x) or x), options)
+    return [ESTIMATORS[name].function(dataclasses.replace(part, total=lambda _: sum(given)), options) for part in parts]
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_results_do_not_depend_on_how_sequences_are_split_over_ranks(name):
+    for number, step in enumerate(ragged_steps(lone=True)[:100]):
+        data = step_data(step, 0.1)
+        order = torch.randperm(len(step.groups), generator=step.batch.generator).tolist()
+        cut = number % (len(order) + 1)  # 0 and all of them: a rank without any sequence
+        tokens, parts = zip(*(part_of(data, chosen) for chosen in (order[:cut], order[cut:])), strict=True)
+        for options in (PLAIN, WHITE):
+            whole = ESTIMATORS[name].function(data, options)
+            for places, result in zip(tokens, on_ranks(name, parts, options), strict=True):
+                if options.whiten:
+                    torch.testing.assert_close(result.advantages, whole.advantages[places], rtol=1e-12, atol=1e-12)
+                else:
+                    assert torch.equal(result.advantages, whole.advantages[places])
+                assert whole.returns is None or torch.equal(result.returns, whole.returns[places])
+
+
+def twice_the_score(step, options):
+    """A plug-in: writes outside the mask and keeps a gradient, as its author did not think of either."""
+    weight = torch.ones((), requires_grad=True)
+    return Advantages(weight * 2.0 * step.token_rewards.double() + options.gamma, None)
+
+
+def test_plug_ins_are_wrapped():
+    data = step_data(ragged_step(3, lone=True), 0.1, torch.float32)
+    estimator = estimator_of(twice_the_score)
+    assert estimator.needs == frozenset() and not estimator.whiten
+    assert estimator.options == {"gamma", "lam", "group_std", "whiten"}
+    advantages, returns = estimator.function(data, PLAIN)
+    assert returns is None and advantages.dtype == torch.float32 and not advantages.requires_grad
+    expected = (2.0 * data.token_rewards.double() + 0.97).float()
+    assert torch.equal(advantages, torch.where(data.response_mask, expected, 0.0))
+
+    def with_critic(step, options):
+        return Advantages(step.token_rewards - step.values, step.token_rewards)
+
+    with_critic.needs = ["values", "groups"]
+    estimator = estimator_of(with_critic)
+    assert estimator.needs == {"values", "groups"}
+    assert torch.equal(estimator.function(data, PLAIN).returns, data.token_rewards.nan_to_num())
+
+
+def test_wrong_plug_ins_are_refused():
+    data = step_data(ragged_step(3, lone=True), 0.1)
+
+    def refused(result, needs, match):
+        def plug_in(step, options):
+            return result
+
+        plug_in.needs = needs
+        with pytest.raises(ValueError, match=match):
+            estimator_of(plug_in).function(data, PLAIN)
+
+    ones = torch.ones_like(data.token_rewards)
+    refused(None, ["critic"], r"needs of .*plug_in must be of \['baselines', 'groups', 'values'\], got \['critic'\]")
+    refused(Advantages(ones[:1], None), [], r"plug_in must give \[T\] = .* got \[1\]")
+    refused(Advantages(ones, ones), [], r"plug_in must give returns if, and only if, it needs values")
+    refused(Advantages(ones, None), ["values"], "must give returns if")
+    refused(ones, [], r"must give Advantages\(advantages, returns\), got Tensor")

@@ -1,0 +1,183 @@
+"""Group advantages: against verl, plain loops and closed forms; exact zeros; independent of the responses' order."""
+
+import functools
+
+import pytest
+import torch
+
+from megarl.algorithms.group_advantages import centred, grpo, opo, rloo
+from tests.references.ragged import ragged_steps
+from tests.references.verl_core_algos import load_verl
+
+CLOSE = dict(rtol=1e-9, atol=1e-7)  # below the 1e-6 that is promised; scores go up to 1e6
+
+
+def verl_outcome(function, step, **options):
+    """[N] what one of verl's outcome estimators gives a response, read off a token of it; the index as names."""
+    width = max(step.batch.lengths)
+    rewards = torch.zeros(len(step.groups), width, dtype=torch.float64)
+    rewards[:, -1] = step.scores
+    return function(rewards, torch.ones_like(rewards), step.labels, **options)[0][:, 0]
+
+
+def by_group(step, function):
+    """[N] from a function of the list of a group's members, place by place: a plain loop over groups."""
+    result = [0.0] * len(step.groups)
+    for group in set(step.groups.tolist()):
+        members = [i for i, other in enumerate(step.groups.tolist()) if other == group]
+        if len(members) > 1:
+            for place, number in zip(members, function(members), strict=True):
+                result[place] = number
+    return torch.tensor(result, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("std", [True, False])
+def test_grpo_equals_verl(std):
+    verl = load_verl().core_algos
+    for step in ragged_steps(lone=True):
+        # verl sets mean 0 and deviation 1 for a group of one: lone_scores. Its 1 + 1e-6 is a float32.
+        ours = grpo(step.scores, step.groups, std, lone_scores=True)
+        theirs = verl_outcome(verl.compute_grpo_outcome_advantage, step, norm_adv_by_std_in_grpo=std)
+        lone = step.sizes == 1
+        torch.testing.assert_close(ours[~lone], theirs[~lone], **CLOSE)
+        torch.testing.assert_close(ours[lone], theirs[lone], rtol=1e-7, atol=0)
+        assert torch.equal(grpo(step.scores, step.groups, std), torch.where(step.sizes > 1, ours, 0.0))
+
+
+@pytest.mark.parametrize("std", [True, False])
+def test_grpo_equals_verl_vectorised(std):
+    """verl computes this form in float32: scores that float32 holds, and its rounding as the tolerance."""
+    verl = load_verl().core_algos
+    for step in ragged_steps(lone=True):
+        step.scores = step.groups.double() if step.kind == "equal" else step.scores.float().double()
+        theirs = verl_outcome(verl.compute_grpo_vectorized_outcome_advantage, step, norm_adv_by_std_in_grpo=std)
+        ours = grpo(step.scores, step.groups, std, lone_scores=True)
+        # A difference has the absolute error of the scores that it is taken of.
+        atol = 1e-6 if std else 1e-6 * max(1.0, float(step.scores.abs().max()))
+        torch.testing.assert_close(ours, theirs.double(), rtol=1e-5, atol=atol)
+
+
+def test_rloo_and_opo_and_the_centred_score_equal_verl_and_plain_loops():
+    verl = load_verl().core_algos
+    for step in ragged_steps(lone=True):
+        scores, groups = step.scores, step.groups
+        ours = rloo(scores, groups, lone_scores=True)
+        torch.testing.assert_close(ours, verl_outcome(verl.compute_rloo_outcome_advantage, step), **CLOSE)
+        # The vectorised form of verl gives a group of one 0, as this project does.
+        theirs = verl_outcome(verl.compute_rloo_vectorized_outcome_advantage, step)
+        torch.testing.assert_close(rloo(scores, groups), theirs, **CLOSE)
+
+        def leave_one_out(members):
+            for i in members:
+                yield scores[i] - sum(scores[j] for j in members if j != i) / (len(members) - 1)
+
+        torch.testing.assert_close(rloo(scores, groups), by_group(step, leave_one_out), **CLOSE)
+
+        def deviations(members):
+            return [scores[i] - scores[members].mean() for i in members]
+
+        torch.testing.assert_close(centred(scores, groups), by_group(step, deviations), **CLOSE)
+
+        lengths = torch.randint(0, 50, scores.shape, generator=step.batch.generator)
+
+        def length_weighted(members):
+            weights = lengths[members].double()
+            baseline = (weights * scores[members]).sum() / weights.sum()
+            return [scores[i] - baseline if weights.sum() > 0 else 0.0 for i in members]
+
+        torch.testing.assert_close(opo(scores, groups, lengths), by_group(step, length_weighted), **CLOSE)
+
+
+def test_opo_equals_verl():
+    opo_of_verl, compared = load_verl().core_algos.compute_opo_outcome_advantage, 0
+    for step in ragged_steps(lone=True):
+        mask = step.batch.padded(step.batch.mask).double()
+        lengths = mask.sum(1).long()
+        rewards = torch.zeros_like(mask)
+        rewards[:, -1] = step.scores
+        theirs = opo_of_verl(rewards, mask, step.labels)[0]
+        ours = opo(step.scores, step.groups, lengths, lone_scores=True)[:, None] * mask
+        torch.testing.assert_close(ours[lengths > 0], theirs[lengths > 0], **CLOSE)
+        compared += int((lengths > 0).any())
+    assert compared >= 240
+
+
+@pytest.mark.parametrize("ddof, epsilon", [(1, 1e-6), (1, 1e-4), (0, 1e-4), (0, 0.5)])
+def test_grpo_conventions_of_others(ddof, epsilon):
+    for step in ragged_steps(lone=True):
+
+        def standardised(members):
+            scores = step.scores[members]
+            return (scores - scores.mean()) / (scores.std(correction=ddof) + epsilon)
+
+        expected = by_group(step, standardised)
+        torch.testing.assert_close(grpo(step.scores, step.groups, ddof=ddof, epsilon=epsilon), expected, **CLOSE)
+
+
+def every_estimator(scores, groups, lengths):
+    return [centred(scores, groups), grpo(scores, groups), grpo(scores, groups, std=False), rloo(scores, groups),
+            grpo(scores, groups, epsilon=0.0), opo(scores, groups, lengths)]  # fmt: skip
+
+
+def test_equal_scores_and_groups_of_one_give_exactly_zero():
+    awkward = [0.1, 1 / 3, -1e30, 1e-300, 123456.789, 0.0]
+    for value in awkward:
+        for size in range(1, 60):
+            scores = torch.full((size,), value, dtype=torch.float64)
+            lengths = torch.arange(size) * 7 + 1
+            for result in every_estimator(scores, torch.zeros(size, dtype=torch.int64), lengths):
+                assert torch.equal(result, torch.zeros_like(scores)), (value, size)
+    scores = torch.tensor(awkward, dtype=torch.float64)
+    for result in every_estimator(scores, torch.arange(6), torch.ones(6)):
+        assert torch.equal(result, torch.zeros_like(scores))
+
+
+def test_bits_do_not_depend_on_the_order_of_responses_or_the_numbers_of_groups():
+    for step in ragged_steps(lone=True):
+        generator, number = step.batch.generator, len(step.groups)
+        lengths = torch.randint(0, 50, (number,), generator=generator)
+        order = torch.randperm(number, generator=generator)
+        renamed = torch.randperm(number + 5, generator=generator)[step.groups]
+        here = every_estimator(step.scores, step.groups, lengths)
+        there = every_estimator(step.scores[order], renamed[order], lengths[order])
+        for one, other in zip(here, there, strict=True):
+            assert torch.equal(one[order], other)
+
+
+def test_closed_forms():
+    scores = torch.tensor([1.0, 5.0, 0.0, 7.0, 2.0, 3.0], dtype=torch.float64)
+    groups = torch.tensor([2, 0, 2, 4, 2, 0])  # prompts 1 and 3 have no response, prompt 4 has one
+    assert centred(scores, groups).tolist() == [0.0, 1.0, -1.0, 0.0, 1.0, -1.0]
+    assert rloo(scores, groups).tolist() == [0.0, 2.0, -1.5, 0.0, 1.5, -2.0]
+    assert grpo(scores, groups, epsilon=0.0).tolist() == pytest.approx([0, 0.5**0.5, -1, 0, 1, -(0.5**0.5)])
+    assert grpo(scores, groups, ddof=0, epsilon=1.0)[[1, 5]].tolist() == [0.5, -0.5]
+    lengths = torch.tensor([1, 10, 2, 5, 1, 30])
+    assert opo(scores, groups, lengths).tolist() == [0.25, 1.5, -0.75, 0.0, 1.25, -0.5]
+    assert opo(scores, groups, torch.zeros(6)).tolist() == [0.0] * 6
+    # Only the nudge of 2^-40 is a difference, and it is seen.
+    near = torch.tensor([1.0, 1.0 + 2.0**-40], dtype=torch.float64)
+    assert centred(near, torch.zeros(2, dtype=torch.int64)).tolist() == [-(2.0**-41), 2.0**-41]
+
+
+@pytest.mark.parametrize("function", [centred, grpo, rloo, functools.partial(opo, response_lengths=torch.ones(0))])
+def test_no_response_at_all(function):
+    assert function(torch.zeros(0).double(), torch.zeros(0, dtype=torch.int64)).shape == (0,)
+
+
+def test_not_a_number_stays_in_its_group():
+    scores = torch.tensor([float("nan"), 1.0, 1.0, 3.0], dtype=torch.float64)
+    result = grpo(scores, torch.tensor([0, 0, 1, 1]), epsilon=0.0)
+    assert result.isnan().tolist() == [True, True, False, False]
+
+
+def test_wrong_arguments_are_refused():
+    scores, groups = torch.ones(3), torch.zeros(3, dtype=torch.int64)
+    for function in (centred, grpo, rloo):
+        with pytest.raises(ValueError, match=r"must both be \[S\], got \[3\] and \[2\]"):
+            function(scores, groups[:2])
+    with pytest.raises(ValueError, match=r"response_lengths must be \[3\], got \[2\]"):
+        opo(scores, groups, groups[:2])
+    with pytest.raises(ValueError, match="ddof must be 0 or 1"):
+        grpo(scores, groups, ddof=2)
+    with pytest.raises(ValueError, match="epsilon >= 0"):
+        grpo(scores, groups, epsilon=-1e-6)
