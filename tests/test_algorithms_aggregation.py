@@ -1,13 +1,33 @@
-"""Aggregation: local sum / global count gives one loss and one gradient whatever the split."""
+"""Aggregation: local sum / global count gives one loss and one gradient whatever the split; against verl."""
 
 import itertools
+import math
+import random
 
 import pytest
 import torch
 
-from megarl.algorithms.aggregation import masked_sum, token_mean
-from megarl.algorithms.policy_loss import ppo_clip
+from megarl.algorithms.aggregation import AGGREGATIONS, aggregate, local_counts, masked_sum, token_mean
+from megarl.algorithms.kl import kl_estimate
+from megarl.algorithms.policy_loss import ClipOptions, PolicyTokens, ppo_clip
+from megarl.algorithms.policy_losses import POLICY_LOSSES
+from megarl.algorithms.value_loss import clipped_value_loss
 from tests.references.ragged import ragged_batches
+from tests.references.verl_core_algos import load_verl
+from tests.references.verl_policy_losses import policy_tokens
+
+EVERY_MODE = pytest.mark.parametrize("mode", AGGREGATIONS)
+CLIP = ClipOptions(0.2, 0.3)
+
+
+def loss_by_hand(losses, mask, borders, mode, norm):
+    """The loss of a whole batch, from the definition of its mode."""
+    responses = [losses[a:b][mask[a:b]].tolist() for a, b in itertools.pairwise(borders.tolist()) if mask[a:b].any()]
+    if mode == "token-mean":
+        return math.fsum(itertools.chain(*responses)) / sum(map(len, responses))
+    divisors = {"seq-mean-token-mean": None, "seq-mean-token-sum": 1.0, "seq-mean-token-sum-norm": norm}
+    sums = [math.fsum(response) / (divisors[mode] or len(response)) for response in responses]
+    return math.fsum(sums) / len(sums)
 
 
 def test_five_losses_give_their_mean_for_every_split():
@@ -29,8 +49,9 @@ def test_loss_and_gradient_do_not_depend_on_the_split():
             logprobs = start.clone().requires_grad_()
             parts = []
             for a, b in itertools.pairwise(borders):
-                terms = ppo_clip(logprobs[a:b], old[a:b], advantages[a:b], 0.2, 0.3)
-                parts.append(token_mean(terms.loss, batch.mask[a:b], count))
+                mask, borders_of_part = batch.mask[a:b], torch.tensor([0, b - a])
+                tokens = PolicyTokens(logprobs[a:b], old[a:b], advantages[a:b], mask, borders_of_part)
+                parts.append(token_mean(ppo_clip(tokens, CLIP).loss, mask, count))
             total = sum(parts)
             total.backward()
             return total.detach(), logprobs.grad
@@ -41,7 +62,132 @@ def test_loss_and_gradient_do_not_depend_on_the_split():
         split_loss, split_gradient = loss_and_gradient([0, *sorted(cuts), total])
         torch.testing.assert_close(split_loss, loss, rtol=1e-12, atol=1e-14)
         assert torch.equal(split_gradient, gradient)
-        assert float(loss) == pytest.approx(float(ppo_clip(start, old, advantages, 0.2, 0.3).loss[batch.mask].mean()))
+        whole = ppo_clip(policy_tokens(batch, start, old, advantages), CLIP).loss
+        assert float(loss) == pytest.approx(float(whole[batch.mask].mean()))
+
+
+def split_by_sequence(batch, draw):
+    """The sequences dealt out at random over 2 ranks and there over 2 micro-batches, some of them empty.
+
+    Gives for each micro-batch the places of its tokens and its borders.
+    """
+    deal = [(draw.randrange(2), draw.randrange(2)) for _ in batch.lengths]
+    for part in itertools.product(range(2), range(2)):
+        mine = [number for number, place in enumerate(deal) if place == part]
+        draw.shuffle(mine)
+        spans = [torch.arange(batch.cu_seqlens[n], batch.cu_seqlens[n + 1]) for n in mine]
+        places = torch.cat([torch.zeros(0, dtype=torch.long), *spans])
+        yield places, torch.tensor([0, *itertools.accumulate(batch.lengths[n] for n in mine)])
+
+
+def test_no_loss_depends_on_micro_batches_and_ranks():
+    """Every aggregation of each policy loss in turn: the same loss to rounding, the same gradient to the last bit."""
+    for case, (batch, name) in enumerate(zip(ragged_batches(), itertools.cycle(POLICY_LOSSES))):
+        old, advantages = batch.normal(), batch.normal()
+        logprobs = (old + batch.normal(0.3)).requires_grad_()
+        counts = local_counts(batch.mask, batch.cu_seqlens)
+
+        def terms(places, borders):
+            fields = [field[places] for field in (logprobs, old, advantages, batch.mask)]
+            return POLICY_LOSSES[name].function(PolicyTokens(*fields, borders), CLIP).loss, fields[-1], borders
+
+        parts = [terms(*part) for part in split_by_sequence(batch, random.Random(case))]
+        whole = terms(slice(None), batch.cu_seqlens)
+        assert torch.equal(sum(local_counts(mask, borders) for _, mask, borders in parts), counts)
+        for mode in AGGREGATIONS:
+            loss, total = (sum(aggregate(*each, mode, counts, 7.0) for each in split) for split in ([whole], parts))
+            expected = loss_by_hand(whole[0].detach(), batch.mask, batch.cu_seqlens, mode, 7.0)
+            assert loss.item() == pytest.approx(expected, rel=1e-12, abs=1e-14)
+            torch.testing.assert_close(total, loss, rtol=1e-12, atol=1e-14)
+            gradients = [torch.autograd.grad(each, logprobs, retain_graph=True)[0] for each in (loss, total)]
+            assert torch.equal(*gradients)
+
+
+@EVERY_MODE
+def test_aggregate_equals_verl(mode):
+    """Conventions of verl: it adds 1e-8 to n_i in seq-mean-token-mean (so the tolerance there); told a global number
+    of sequences, it divides by all of them, with the empty ones, which do not count without it and do not with us."""
+    agg_loss = load_verl().core_algos.agg_loss
+    tolerance = 1e-6 if mode == "seq-mean-token-mean" else 1e-12
+    for case, batch in enumerate(ragged_batches()):
+        norm, counts = (3.0, 1000.0)[case % 2], local_counts(batch.mask, batch.cu_seqlens)
+        losses = batch.normal(10.0 ** (case % 5 - 2)).requires_grad_()
+        ours = aggregate(losses, batch.mask, batch.cu_seqlens, mode, counts, norm)
+        theirs = agg_loss(batch.padded(losses), batch.padded(batch.mask).double(), mode, loss_scale_factor=norm)
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+        gradients = [torch.autograd.grad(loss, losses, retain_graph=True)[0] for loss in (ours, theirs)]
+        torch.testing.assert_close(*gradients, rtol=tolerance, atol=tolerance)
+
+        told = {"batch_num_tokens": int(counts[0]), "global_batch_size": len(batch.lengths), "dp_size": 2}
+        theirs = agg_loss(batch.padded(losses), batch.padded(batch.mask).double(), mode, loss_scale_factor=norm, **told)
+        factor = 2.0 if mode == "token-mean" else 2.0 * counts[1] / len(batch.lengths)  # they average over ranks
+        torch.testing.assert_close(ours * factor, theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_token_mean_has_one_way_to_round():
+    for batch in ragged_batches():
+        for dtype in (torch.float32, torch.float64):
+            losses, counts = batch.normal().to(dtype), local_counts(batch.mask, batch.cu_seqlens) * 3
+            ours = aggregate(losses, batch.mask, batch.cu_seqlens, "token-mean", counts)
+            assert torch.equal(ours, token_mean(losses, batch.mask, counts[0])) and ours.dtype == dtype
+
+
+def test_counts_take_responses_not_sequences():
+    mask = torch.tensor([False, True, True, False, False, True, False, True])
+    borders = torch.tensor([0, 3, 5, 5, 8])
+    assert torch.equal(local_counts(mask, borders), torch.tensor([4.0, 2.0], dtype=torch.float64))
+    losses = torch.tensor([9.0, 1.0, 2.0, 9.0, 9.0, 3.0, 9.0, 5.0])
+    values = [aggregate(losses, mask, borders, mode, torch.tensor([4, 2]), 10.0).item() for mode in AGGREGATIONS]
+    assert values == pytest.approx([11 / 4, (1.5 + 4) / 2, 11 / 2, 11 / 20])
+
+
+@EVERY_MODE
+def test_masked_out_infinity_stays_out_of_loss_and_gradient(mode):
+    losses = torch.tensor([1.0, float("inf"), float("nan"), 2.0], requires_grad=True)
+    mask, borders = torch.tensor([True, False, False, True]), torch.tensor([0, 2, 4])
+    loss = aggregate(losses, mask, borders, mode, local_counts(mask, borders), norm=2.0)
+    loss.backward()
+    assert loss.item() in (1.5, 0.75) and losses.grad.isfinite().all() and not losses.grad[~mask].any()
+
+
+@EVERY_MODE
+def test_gradcheck_of_value_kl_and_entropy_terms(mode):
+    """As functions of the values, log-probs and logits: what the critic's and the actor's losses are made of."""
+    batch = ragged_batches()[2]
+    counts, generator = local_counts(batch.mask, batch.cu_seqlens), batch.generator
+
+    def total(losses):
+        return aggregate(losses, batch.mask, batch.cu_seqlens, mode, counts, norm=7.0)
+
+    def entropy(logits):
+        logprobs = logits.log_softmax(-1)
+        return -(logprobs.exp() * logprobs).sum(-1)
+
+    values, old, returns = (batch.normal() for _ in range(3))
+    held = values.clamp(old - 0.5, old + 0.5)
+    kinks = (values - old).abs() - 0.5, (held - returns).abs() - (values - returns).abs()
+    clear = (kinks[0].abs() > 1e-3) & ((held == values) | (kinks[1].abs() > 1e-3))
+    assert clear.all() and not (held == values).all()
+    logits = torch.randn(len(batch.mask), 5, generator=generator, dtype=torch.float64)
+    terms = {
+        "value": (lambda x: clipped_value_loss(x, old, returns, 0.5).loss, values),
+        "entropy": (entropy, logits),
+        **{kind: (lambda x, kind=kind: kl_estimate(x, old, kind), values) for kind in ("k1", "k2", "k3")},
+    }
+    for term, point in terms.values():
+        assert torch.autograd.gradcheck(lambda x, term=term: total(term(x)), point.clone().requires_grad_())
+
+
+def test_bad_arguments_are_refused():
+    losses, mask, borders, counts = torch.ones(3), torch.ones(3, dtype=torch.bool), torch.tensor([0, 3]), torch.ones(2)
+    with pytest.raises(ValueError, match="'mean' is unknown, allowed: token-mean, seq-mean-token-mean"):
+        aggregate(losses, mask, borders, "mean", counts)
+    for norm in (None, 0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="seq-mean-token-sum-norm needs a norm > 0"):
+            aggregate(losses, mask, borders, "seq-mean-token-sum-norm", counts, norm)
+    for mode in AGGREGATIONS:
+        with pytest.raises(ValueError, match="one shape"):
+            aggregate(losses[:1], mask, borders, mode, counts, 1.0)
 
 
 @pytest.mark.parametrize("count", [0, torch.tensor(0), torch.tensor(0.0)])

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from megarl.algorithms.kl import AdaptiveKLController, FixedKLController, kl_estimate
+from megarl.algorithms.kl import KL_KINDS, AdaptiveKLController, FixedKLController, kl_estimate
 from tests.references.ragged import CASES, ragged_batches
 from tests.references.verl_core_algos import load_verl
 
@@ -34,9 +34,62 @@ def test_estimators_equal_verl_and_the_formulas():
             torch.testing.assert_close(ours, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-10)
 
 
+def test_straight_through_forms_equal_verl_in_value_and_gradient():
+    kl_penalty = load_verl().core_algos.kl_penalty
+    for case, batch in enumerate(ragged_batches()):
+        scale = (1e-3, 0.1, 1.0, 10.0, 100.0)[case % 5]
+        logprobs, reference = batch.normal(scale).requires_grad_(), batch.normal(scale)
+        for kind, limits in (("k1+", {}), ("k3+", {"log_ratio_limit": 20.0, "value_limit": 10.0})):
+            ours, theirs = kl_estimate(logprobs, reference, kind, **limits), kl_penalty(logprobs, reference, kind)
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+            assert torch.equal(ours.detach(), kl_estimate(logprobs.detach(), reference, kind[:-1], **limits))
+            gradients = [torch.autograd.grad(estimate.sum(), logprobs)[0] for estimate in (ours, theirs)]
+            torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
+def test_straight_through_forms_have_the_mean_gradient_of_the_true_kl():
+    """k1 has none in the mean, k3 that of the other direction."""
+    logits = torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.log_softmax(torch.tensor([0.0, -0.5, 1.5, 0.4], dtype=torch.float64), 0)
+
+    def mean_gradient(estimate):
+        policy = torch.log_softmax(logits, 0)
+        return torch.autograd.grad((policy.exp().detach() * estimate(policy)).sum(), logits)[0]
+
+    policy = torch.log_softmax(logits, 0)
+    expected = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits)[0]
+    for kind in ("k2", "k1+", "k3+"):
+        gradient = mean_gradient(lambda policy, kind=kind: kl_estimate(policy, reference, kind))
+        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-15)
+    assert mean_gradient(lambda policy: kl_estimate(policy, reference, "k1")).abs().max() < 1e-15
+    reverse = mean_gradient(lambda policy: -(reference.exp() / policy.exp().detach()) * policy)
+    torch.testing.assert_close(mean_gradient(lambda policy: kl_estimate(policy, reference, "k3")), reverse)
+    assert (reverse - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_gradcheck(kind):
+    """Of the estimate, and of it within limits that part of the tokens exceed."""
+    generator = torch.Generator().manual_seed(4)
+    logprobs, reference = (torch.randn(60, generator=generator, dtype=torch.float64) for _ in range(2))
+    smooth = ((logprobs - reference).abs() - 1.5).abs() > 1e-3
+    logprobs, reference = logprobs[smooth].requires_grad_(), reference[smooth]
+    assert torch.autograd.gradcheck(lambda x: kl_estimate(x, reference, kind), logprobs)
+    assert torch.autograd.gradcheck(lambda x: kl_estimate(x, reference, kind, log_ratio_limit=1.5), logprobs)
+
+
+@pytest.mark.parametrize("kind", KL_KINDS)
+def test_extreme_differences_give_finite_losses_and_gradients_within_limits(kind):
+    logprobs = torch.tensor([1e4, -1e4, 100.0, -100.0, 0.0], requires_grad=True)
+    loss = kl_estimate(logprobs, torch.zeros(5), kind, log_ratio_limit=20.0, value_limit=10.0)
+    loss.sum().backward()
+    assert loss.isfinite().all() and logprobs.grad.isfinite().all() and loss[4] == 0.0
+    assert loss.abs().max() <= 10.0
+
+
 def test_estimators_are_exactly_zero_for_equal_logprobs():
     logprobs = -100 * torch.rand(1000)
-    for kind in ("k1", "k2", "k3"):
+    for kind in KL_KINDS:
         assert torch.equal(kl_estimate(logprobs, logprobs.clone(), kind), torch.zeros(1000))
 
 
@@ -52,7 +105,7 @@ def test_estimators_have_the_mean_of_the_true_kl():
 def test_k3_of_a_small_float32_difference_keeps_its_digits():
     difference = torch.tensor([1e-4], dtype=torch.float32)
     assert float(kl_estimate(difference, torch.zeros(1), "k3")) == pytest.approx(5e-9, rel=0.05)
-    with pytest.raises(ValueError, match="'k4' is unknown, allowed: k1, k2, k3"):
+    with pytest.raises(ValueError, match="'k4' is unknown, allowed: k1, k2, k3, k1\\+, k3\\+"):
         kl_estimate(difference, difference, "k4")
     with pytest.raises(ValueError, match="one shape"):
         kl_estimate(difference, torch.zeros(2), "k1")

@@ -7,7 +7,9 @@ is the same everywhere does not: the sum of all parts is the loss of the whole m
 import torch
 from torch import Tensor
 
-from megarl.algorithms.packed import require_same_shape
+from megarl.algorithms.packed import require_same_shape, response_tokens, sums_by_sequence
+
+AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
@@ -39,6 +41,59 @@ def token_mean(losses: Tensor, mask: Tensor, global_count: Tensor | int) -> Tens
     Raises:
         ValueError: shapes differ.
     """
-    count = torch.as_tensor(global_count, dtype=losses.dtype, device=losses.device)
-    # A count of 0 means no valid token anywhere: the sum is 0 already, and 0 / 1 keeps NaN out of the gradient.
-    return masked_sum(losses, mask) / count.clamp(min=1)
+    return masked_sum(losses, mask) / _divisor(global_count, losses)
+
+
+def local_counts(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """What `aggregate` divides by, of this part: float64 [2] = (valid tokens, sequences with a valid token).
+
+    Additive over parts that cut no sequence. `mask` [T] bool, `cu_seqlens` [N+1]; ValueError when they do not fit.
+    """
+    counts = response_tokens(mask, cu_seqlens).counts
+    return torch.stack([counts.sum(), (counts > 0).sum()]).double()
+
+
+def aggregate(
+    losses: Tensor, mask: Tensor, cu_seqlens: Tensor, mode: str, counts: Tensor, norm: float | None = None
+) -> Tensor:
+    """This part's share of the loss of a mini-batch. With l_it the losses of sequence i and n_i its valid tokens:
+
+    token-mean: Σ_i Σ_t l_it / Σ_i n_i (DAPO, arXiv 2503.14476); seq-mean-token-mean: mean_i (Σ_t l_it / n_i) (GRPO,
+    arXiv 2402.03300); seq-mean-token-sum: mean_i Σ_t l_it; seq-mean-token-sum-norm: mean_i Σ_t l_it / norm (Dr. GRPO,
+    arXiv 2503.20783). A sequence without valid tokens does not count in mean_i.
+
+    Args:
+        losses: [T] per-token losses of one micro-batch on one rank, of whole sequences.
+        mask: [T] bool, the tokens that count.
+        cu_seqlens: [N+1].
+        mode: one of `AGGREGATIONS`.
+        counts: float64 [2], `local_counts` summed over the micro-batches and ranks of the mini-batch.
+        norm: tokens > 0, a constant of the run; "seq-mean-token-sum-norm" reads it, the other modes do not.
+
+    Returns:
+        Scalar, to be summed over micro-batches and ranks, as is its gradient. It is `token_mean` for "token-mean".
+        With no valid token anywhere it is exactly 0, and so is its gradient.
+
+    Raises:
+        ValueError: shapes do not fit together, the mode is unknown, or it needs a `norm` > 0.
+    """
+    if mode not in AGGREGATIONS:
+        raise ValueError(f"loss aggregation {mode!r} is unknown, allowed: {', '.join(AGGREGATIONS)}")
+    tokens, sequences = counts
+    if mode == "token-mean":
+        return token_mean(losses, mask, tokens)
+    require_same_shape(losses=losses, mask=mask)
+    sums = sums_by_sequence(losses, mask, cu_seqlens)
+    if mode == "seq-mean-token-mean":
+        sums = sums / response_tokens(mask, cu_seqlens).counts.clamp(min=1)
+    if mode == "seq-mean-token-sum-norm":
+        if norm is None or not norm > 0:
+            raise ValueError(f"loss aggregation {mode} needs a norm > 0, got {norm}")
+        sums = sums / norm
+    return sums.sum() / _divisor(sequences, losses)
+
+
+def _divisor(count: Tensor | int, losses: Tensor) -> Tensor:
+    count = torch.as_tensor(count, dtype=losses.dtype, device=losses.device)
+    # A count of 0 means nothing valid anywhere: the sum is 0 already, and 0 / 1 keeps NaN out of the gradient.
+    return count.clamp(min=1)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megarl.algorithms.packed import require_same_shape
 
-KL_KINDS = ("k1", "k2", "k3")
+KL_KINDS = ("k1", "k2", "k3", "k1+", "k3+")
 
 
 def kl_estimate(
@@ -22,11 +22,15 @@ def kl_estimate(
     k1 = d (unbiased, may be negative), k2 = d²/2 (biased, never negative), k3 = exp(−d) − 1 + d (unbiased, never
     negative). J. Schulman, Approximating KL Divergence, 2020 (joschu.net/blog/kl-approx.html).
 
+    As a loss, k1 and k3 have the right value and the wrong expected gradient (that of k1 is 0), k2 the right gradient
+    and the wrong value. k1+ and k3+ go straight through: the value of k1 and k3, the gradient of k2, which is d.
+
     Args:
         logprobs, reference_logprobs: [T] log-probabilities of the same sampled tokens.
         kind: one of `KL_KINDS`.
         log_ratio_limit: clamp d to ± this first; None leaves it. verl uses 20 for k3.
-        value_limit: clamp the estimate to ± this; None leaves it. verl uses 10 for k3.
+        value_limit: clamp the estimate to ± this; None leaves it. verl uses 10 for k3. Both limits hold the value
+            alone in k1+ and k3+, not the gradient.
 
     Returns:
         [T]. Exactly 0 where both log-probabilities are the same number.
@@ -35,6 +39,12 @@ def kl_estimate(
         ValueError: shapes differ, or the kind is unknown.
     """
     require_same_shape(logprobs=logprobs, reference_logprobs=reference_logprobs)
+    if kind not in KL_KINDS:
+        raise ValueError(f"KL estimator {kind!r} is unknown, allowed: {', '.join(KL_KINDS)}")
+    if kind.endswith("+"):
+        gradient = 0.5 * (logprobs - reference_logprobs).square()
+        value = kl_estimate(logprobs, reference_logprobs, kind[:-1], log_ratio_limit, value_limit)
+        return value.detach() + (gradient - gradient.detach())  # in brackets: exactly 0, so the value keeps its bits
     log_ratio = logprobs - reference_logprobs
     if log_ratio_limit is not None:
         log_ratio = log_ratio.clamp(-log_ratio_limit, log_ratio_limit)
@@ -42,10 +52,8 @@ def kl_estimate(
         estimate = log_ratio
     elif kind == "k2":
         estimate = 0.5 * log_ratio.square()
-    elif kind == "k3":
-        estimate = torch.expm1(-log_ratio) + log_ratio  # expm1 keeps the digits of a small d
     else:
-        raise ValueError(f"KL estimator {kind!r} is unknown, allowed: {', '.join(KL_KINDS)}")
+        estimate = torch.expm1(-log_ratio) + log_ratio  # expm1 keeps the digits of a small d
     return estimate if value_limit is None else estimate.clamp(-value_limit, value_limit)
 
 

@@ -1,0 +1,153 @@
+"""Rollout correction: importance weights for samples of μ, the rollout policy, that are learned from as of π_old.
+
+The rollout engine's log-probs and the recomputed ones differ (other kernels, other precision, older weights), so the
+loss of each token is multiplied by w = π_old/μ, held in one of three ways:
+
+- tis, truncated: min(w, cap). Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+  Training"; Espeholt et al. (arXiv 1802.01561, eq. 1).
+- mis, masked: w where w ≤ cap, else 0. Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from
+  the Training-Inference Mismatch".
+- icepop: w where floor ≤ w ≤ cap, else 0. Ling Team 2025 (arXiv 2510.18855), which has 0.5 and 5.
+
+Level "token": w_t of each token. "sequence": Π w_t over the response tokens. "geometric": its n-th root, exp(mean log
+w_t). A kept token keeps its weight w. A masked one still counts in the denominators of the aggregation: these are
+means over the samples of μ, in which it stands as a zero, so the scale of a loss does not hang on how many are masked.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.aggregation import masked_sum
+from megarl.algorithms.kl import kl_estimate
+from megarl.algorithms.packed import require_same_shape, response_tokens, spread, sums_by_sequence
+
+CORRECTIONS = ("none", "tis", "mis", "icepop")
+LEVELS = ("token", "sequence", "geometric")
+LOG_WEIGHT_LIMIT = 20.0  # |log w| in exp: a weight of 4.9e8 says it all, and its square stays far from overflow
+
+
+@dataclasses.dataclass(frozen=True)
+class CorrectionOptions:
+    """Which correction, on which level, within which bounds of w. ValueError for what makes no sense."""
+
+    kind: str = "none"  # of CORRECTIONS
+    level: str = "token"  # of LEVELS
+    cap: float = 2.0  # > 0
+    floor: float | None = None  # in (0, cap], for icepop and for it alone
+
+    def __post_init__(self):
+        for name, allowed in (("kind", CORRECTIONS), ("level", LEVELS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"rollout correction {name} {getattr(self, name)!r}, allowed: {', '.join(allowed)}")
+        if not self.cap > 0:
+            raise ValueError(f"rollout correction cap must be > 0, got {self.cap}")
+        if (self.floor is not None) != (self.kind == "icepop"):
+            raise ValueError(f"rollout correction floor goes with icepop, got kind {self.kind}, floor {self.floor}")
+        if self.floor is not None and not 0 < self.floor <= self.cap:
+            raise ValueError(f"rollout correction floor must be in (0, cap={self.cap}], got {self.floor}")
+
+
+@torch.no_grad()
+def correction_weights(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor, options: CorrectionOptions
+) -> Tensor:
+    """What multiplies the loss of each token: [T] in the dtype of `old_logprobs`, no gradient, 1 outside the mask.
+
+    Args:
+        old_logprobs: [T] log π_old, recomputed by the training forward.
+        rollout_logprobs: [T] log μ, as the rollout engine sampled.
+        mask: [T] bool, the response tokens.
+        cu_seqlens: [N+1] of whole sequences.
+
+    Exactly 1 everywhere for kind "none", and where both log-probs are the same numbers.
+
+    Raises:
+        ValueError: shapes do not fit together.
+    """
+    weights = _level_weights(old_logprobs, rollout_logprobs, mask, cu_seqlens, options.level)
+    applied = _applied(weights, options)
+    if options.level != "token":
+        applied = spread(applied, mask, cu_seqlens)
+    return torch.where(mask, applied, 1.0).to(old_logprobs.dtype)
+
+
+class CorrectionSums(NamedTuple):
+    """What a part of the batch gives to the diagnostics; parts cut no sequence."""
+
+    sums: Tensor  # float64 [9], to be added over parts
+    maxima: Tensor  # float64 [1], of which the largest counts
+
+
+@torch.no_grad()
+def correction_sums(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor, options: CorrectionOptions
+) -> CorrectionSums:
+    """Sums for `correction_report`, of one part of the batch; arguments as `correction_weights`."""
+    weights = _level_weights(old_logprobs, rollout_logprobs, mask, cu_seqlens, options.level)
+    counted = mask if options.level == "token" else response_tokens(mask, cu_seqlens).counts > 0
+    weights = weights[counted]
+    applied = _applied(weights, options)
+    old, rollout = old_logprobs.double(), rollout_logprobs.double()
+    sums = [
+        counted.sum(),
+        weights.sum(),
+        weights.square().sum(),
+        applied.sum(),
+        ((weights > options.cap) & (options.kind == "tis")).sum(),
+        (applied == 0).sum(),
+        mask.sum(),
+        masked_sum(kl_estimate(rollout, old, "k1"), mask),
+        masked_sum(kl_estimate(rollout, old, "k3", log_ratio_limit=LOG_WEIGHT_LIMIT), mask),
+    ]
+    largest = torch.cat([weights, weights.new_zeros(1)]).amax(0, keepdim=True)  # weights are > 0: 0 stands for none
+    return CorrectionSums(torch.stack([each.double() for each in sums]), largest)
+
+
+def correction_report(sums: Tensor, maxima: Tensor) -> dict[str, float]:
+    """Diagnostics of the whole batch from `correction_sums`, added (maximised) over parts and ranks.
+
+    Over weights before they are held, whatever the kind, one for each token, or for each response on the other
+    levels: "correction/weight_mean" (its expectation is 1), "correction/weight_max" and
+    "correction/effective_sample_size" (Σw)²/(n·Σw²), the share in (0, 1] of the samples that the weighted batch is
+    worth. As held: "correction/applied_mean", and the shares "correction/truncated_fraction" (at the cap) and
+    "correction/masked_fraction" (0). Over tokens: KL(μ || π_old) as "correction/kl" (k1) and "correction/kl_k3".
+    All are 0 where there is no response token.
+    """
+    number, total, squares, applied, truncated, masked, tokens, k1, k3 = sums.double().tolist()
+    number, tokens = max(number, 1.0), max(tokens, 1.0)
+    return {
+        "correction/weight_mean": total / number,
+        "correction/weight_max": float(maxima),
+        "correction/effective_sample_size": total**2 / (number * squares) if squares else 0.0,
+        "correction/applied_mean": applied / number,
+        "correction/truncated_fraction": truncated / number,
+        "correction/masked_fraction": masked / number,
+        "correction/kl": k1 / tokens,
+        "correction/kl_k3": k3 / tokens,
+    }
+
+
+def _level_weights(old: Tensor, rollout: Tensor, mask: Tensor, cu_seqlens: Tensor, level: str) -> Tensor:
+    """float64 w: [T] on level "token" (1 outside the mask), else [N] (1 for an empty response)."""
+    require_same_shape(old_logprobs=old, rollout_logprobs=rollout, response_mask=mask)
+    log_weights = torch.where(mask, old.double() - rollout.double(), 0.0)
+    if level != "token":
+        log_weights = sums_by_sequence(log_weights, mask, cu_seqlens)
+    if level == "geometric":
+        log_weights = log_weights / response_tokens(mask, cu_seqlens).counts.clamp(min=1)
+    return log_weights.clamp(-LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT).exp()
+
+
+def _applied(weights: Tensor, options: CorrectionOptions) -> Tensor:
+    """The weights as the loss gets them."""
+    if options.kind == "none":
+        return torch.ones_like(weights)
+    if options.kind == "tis":
+        return weights.clamp(max=options.cap)
+    kept = weights <= options.cap
+    if options.floor is not None:
+        kept &= weights >= options.floor
+    return torch.where(kept, weights, 0.0)
