@@ -52,7 +52,7 @@ def check(chosen, program):
         raise UsageError(f"--json {chosen.json}: none with --suggest")
     s = program.settings
     longest = s.max_prompt_length + s.max_response_length
-    for role in (program.roles[name] for name in arguments.MODELS):
+    for role in (program.roles[name] for name in arguments.MODELS if name in program.roles):
         if role.max_tokens_per_microbatch < longest:
             raise UsageError(
                 f"{role.name}: --max-tokens-per-microbatch {role.max_tokens_per_microbatch}: must hold one sequence of "

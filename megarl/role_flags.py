@@ -26,18 +26,34 @@ OF_A_PIPELINE = (
 )  # fmt: skip
 
 
-def roles_of(program: str) -> tuple[str, ...]:
-    """Roles of a program ('rl' or 'sft')."""
-    return ROLES if program == "rl" else ("actor",)
+# Roles that each program may have.
+ROLES_OF = {"rl": ROLES, "sft": ("actor",), "evaluate": ("actor", "reward", "rollout")}
 
 
-def parse_role_map(text: str | None, world_size: int, roles: tuple[str, ...]) -> dict[str, range]:
+def roles_of(program: str, has_critic: bool, has_reference: bool) -> tuple[str, ...]:
+    """Roles of one run of a program, in the order of `ROLES`."""
+    absent = {"critic": not has_critic, "reference": not has_reference}
+    return tuple(role for role in ROLES_OF[program] if not absent.get(role))
+
+
+def named_roles(text: str | None) -> set[str]:
+    """Roles that a role map speaks of, right or wrong."""
+    return {part.partition("=")[0].strip() for part in (text or "").split(";")}
+
+
+def parse_role_map(
+    text: str | None, world_size: int, roles: tuple[str, ...], absent: dict[str, str] | None = None
+) -> dict[str, range]:
     """`actor=0-3;critic=4-5;reward=6;reference=7` -> ranks of each role; None: every role on every rank.
 
     The rollout may be left out: it then runs on the actor's ranks.
 
+    Args:
+        roles: those of the run; each of them needs ranks.
+        absent: roles that the program knows and this run has not, and why.
+
     Raises:
-        UsageError: a missing, unknown or repeated role, a malformed range, or a rank outside the world.
+        UsageError: a missing, unknown, absent or repeated role, a malformed range, or a rank outside the world.
     """
     if text is None:
         return {role: range(world_size) for role in roles}
@@ -47,6 +63,8 @@ def parse_role_map(text: str | None, world_size: int, roles: tuple[str, ...]) ->
         first, _, last = span.partition("-")
         if not first.isdigit() or not (last or first).isdigit() or int(last or first) < int(first):
             raise UsageError(f"--role-map {text!r}: {part!r} is not of the form role=first-last or role=rank")
+        if role in (absent or {}):
+            raise UsageError(f"--role-map {text!r}: {role!r} has nothing to do: {absent[role]}; leave it out")
         if role not in roles or role in found:
             problem = "stands twice" if role in found else f"is no role; allowed: {', '.join(roles)}"
             raise UsageError(f"--role-map {text!r}: {role!r} {problem}")
@@ -60,6 +78,17 @@ def parse_role_map(text: str | None, world_size: int, roles: tuple[str, ...]) ->
     if "rollout" in roles:
         found.setdefault("rollout", found["actor"])
     return found
+
+
+def _role_of(option: str, roles, megatron: dict[str, str]) -> str | None:
+    """The role whose prefix an option carries; a flag of Megatron's that only looks like it carries none."""
+    return next((role for role in roles if option.startswith(f"--{role}-") and option not in megatron), None)
+
+
+def with_prefix(tokens: list[str], roles, megatron: dict[str, str]) -> dict[str, str]:
+    """Options among the tokens that are for one of these roles alone -> the role."""
+    options = (token.split("=", 1)[0] for token in tokens)
+    return {option: role for option in options if (role := _role_of(option, roles, megatron))}
 
 
 def split(tokens: list[str], roles: tuple[str, ...], megatron: dict[str, str], own: list[str]) -> dict[str, list[str]]:
@@ -78,7 +107,7 @@ def split(tokens: list[str], roles: tuple[str, ...], megatron: dict[str, str], o
         token = "--" + token.removeprefix(OFF) if off else token
         option = token.split("=", 1)[0]
         if option.startswith("--"):
-            role = next((r for r in roles if option.startswith(f"--{r}-") and option not in megatron), None)
+            role = _role_of(option, roles, megatron)
             target = common if role is None else prefixed[role]
             token = token if role is None else "--" + token[len(role) + 3 :]
             _check_known(option, token.split("=", 1)[0], megatron, own)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.mcore import device, flags, groups
+from megarl.role_flags import ROLES
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,10 @@ class World:
         self._pairs = pairs
 
     def __getitem__(self, role: str) -> Place:
-        return self.places[role]
+        """The place of a role; of one that the run does not have, a place without ranks."""
+        if role in self.places or role not in ROLES:
+            return self.places[role]
+        return Place(role, range(0), (), None, None, self.rank, role)
 
     def roles_of(self, rank: int) -> list[str]:
         """Roles that a rank works for; one that runs on another's module counts as that one."""

@@ -8,14 +8,10 @@ import torch
 from megarl.arguments import Settings, build_parser, parse
 from megarl.errors import UsageError
 from megarl.role_flags import ROLES
+from tests.flag_cases import FIELDS, beside, flag_of, value_of
 from tests.tiny_models import SHAPES
 
 MODEL = SHAPES["llama"].split()
-FIELDS = dataclasses.fields(Settings)
-
-
-def flag_of(field) -> str:
-    return "--" + field.name.replace("_", "-")
 
 
 def refusal(argv, world_size: int = 4, program: str = "rl") -> str:
@@ -25,19 +21,6 @@ def refusal(argv, world_size: int = 4, program: str = "rl") -> str:
     message = str(caught.value)
     assert message and "\n" not in message and "Traceback" not in message
     return message
-
-
-def from_config(tmp_path, text: str, argv=()):
-    path = tmp_path / "config.yaml"
-    path.write_text(text)
-    return parse([*MODEL, "--config", str(path), *argv], 4)
-
-
-def refused_config(tmp_path, text: str) -> str:
-    with pytest.raises(UsageError) as caught:
-        from_config(tmp_path, text)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 # -- flags and roles ---------------------------------------------------------------------------------------------
@@ -90,17 +73,19 @@ def test_fine_tuning_has_the_actor_alone():
 
 @pytest.mark.parametrize("field", FIELDS, ids=lambda f: f.name)
 def test_every_setting_is_a_flag(field):
-    kind = next(t for t in (int, float, bool, str) if t.__name__ in str(field.type).replace("<class '", ""))
-    value = {int: 2, float: 0.5, bool: not field.default, str: "text"}[kind]
-    if field.name == "role_map":
-        value = "actor=0;critic=1;reward=2;reference=3"
-    first = field.metadata["programs"][0]
-    settings = parse([*MODEL, flag_of(field), str(value)], 4, first).settings
-    assert settings == dataclasses.replace(Settings(), **{field.name: value})
-    assert type(getattr(settings, field.name)) is kind
-    assert settings.dict()[flag_of(field)[2:]] == value
-    if "sft" in field.metadata["programs"]:
-        assert getattr(parse([*MODEL, flag_of(field), str(value)], 4, "sft").settings, field.name) == value
+    for program in field.metadata["programs"]:
+        value = value_of(field)
+        if (program, field.name) == ("evaluate", "role_map"):
+            value = "actor=0;reward=2"
+        settings = parse([*MODEL, *beside(field), flag_of(field), str(value)], 4, program).settings
+        assert getattr(settings, field.name) == value != field.default
+        assert type(getattr(settings, field.name)) is type(value)
+        assert settings.dict()[flag_of(field)[2:]] == value
+
+
+def test_a_flag_sets_its_own_field_alone():
+    chosen = dataclasses.replace(Settings(), gamma=0.5, top_k=3, advantage="reinforce++")
+    assert parse([*MODEL, *"--gamma 0.5 --top-k 3 --advantage reinforce++".split()], 4).settings == chosen
 
 
 def test_a_switch_needs_no_value():
@@ -109,62 +94,12 @@ def test_a_switch_needs_no_value():
 
 
 def test_help_has_a_line_for_every_setting():
+    texts = {program: build_parser(program).format_help() for program in ("rl", "sft", "evaluate")}
     for field in FIELDS:
-        text = build_parser(field.metadata["programs"][0]).format_help()
-        assert flag_of(field) in text and field.metadata["help"].split()[0] in text
-
-
-# -- config files ------------------------------------------------------------------------------------------------
-
-
-def test_a_config_file_holds_the_same_names_and_the_command_line_wins(tmp_path):
-    text = "weight-decay: 0.2\ncritic-weight-decay: 0.3\ngamma: 0.5\nclip-range: 0.3\nprompts: a b.jsonl\n"
-    program = from_config(tmp_path, text, ["--gamma", "0.25", "--critic-weight-decay", "0.4"])
-    assert (program.settings.gamma, program.settings.clip_range) == (0.25, 0.3)
-    assert program.settings.prompts == "a b.jsonl"
-    assert program.roles["critic"].megatron.weight_decay == 0.4
-    assert program.roles["actor"].megatron.weight_decay == 0.2
-
-
-def test_a_config_file_before_or_behind_the_flags_is_the_same(tmp_path):
-    path = tmp_path / "c.yaml"
-    path.write_text("gamma: 0.5\n")
-    config = ["--config", str(path)]
-    assert parse([*MODEL, *config, "--gamma", "0.25"], 1).settings.gamma == 0.25
-    assert parse([*MODEL, "--gamma", "0.25", *config], 1).settings.gamma == 0.25
-
-
-def test_yaml_bools_set_own_switches_both_ways_and_megatrons_by_naming_them(tmp_path):
-    text = "whiten-advantages: false\ndeterministic: true\nqk-layernorm: true\nadd-qkv-bias: false\n"
-    program = from_config(tmp_path, text)
-    assert program.settings.whiten_advantages is False and program.settings.deterministic is True
-    assert program.roles["actor"].megatron.qk_layernorm is True
-    assert program.roles["actor"].megatron.add_qkv_bias is False
-
-
-@pytest.mark.parametrize("text, says", [
-    ("no-such-flag: 1", "--no-such-flag"),
-    ("no-such-flag: false", "no-such-flag"),
-    ("critic-no-such-flag: false", "critic-no-such-flag"),
-    ("config: other.yaml", "config"), ("check: true", "check"),
-    ("gamma:", "gamma"),
-    ("gamma: {a: 1}", "gamma"),
-    ("gamma: 2", "--gamma 2.0"),
-    ("gamma: much", "--gamma"),
-    ("whiten-advantages: maybe", "true or false"),
-    ("[1, 2]", "mapping"),
-    ("", "mapping"),
-    ("a: [", "not YAML"),
-    ("prompts: [a, b]", "'b'"),
-])  # fmt: skip
-def test_wrong_config_files_are_refused(tmp_path, text, says):
-    assert says in refused_config(tmp_path, text)
-
-
-def test_unreadable_config_files_are_refused(tmp_path):
-    assert "missing.yaml" in refusal(["--config", str(tmp_path / "missing.yaml")])
-    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\xff")
-    assert "not YAML" in refusal(["--config", str(tmp_path / "binary.yaml")])
+        for program, text in texts.items():
+            assert (flag_of(field) + " " in text) == (program in field.metadata["programs"]), (flag_of(field), program)
+        assert field.metadata["help"].split()[0] in texts[field.metadata["programs"][0]]
+    assert [text.split()[1] for text in texts.values()] == ["megarl.train_rl", "megarl.train_sft", "megarl.evaluate"]
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------

@@ -149,6 +149,35 @@ def test_colocated_roles_add_up_and_disjoint_ones_do_not(tmp_path):
     assert moved[("rollout", "reward")] == 0 and moved[("rollout", "critic")] == 0 < moved[("rollout", "reference")]
 
 
+@pytest.mark.parametrize("flags, roles, moves", [
+    ("--advantage grpo", ["actor", "reward", "reference", "rollout"], 5),
+    ("--advantage rloo --kl-coefficient 0", ["actor", "reward", "rollout"], 3),
+    ("--kl-coefficient 0", ["actor", "critic", "reward", "rollout"], 6),
+    ("--advantage remax --greedy-baseline", ["actor", "reward", "reference", "rollout"], 6),
+])  # fmt: skip
+def test_runs_without_critic_or_reference(flags, roles, moves, tmp_path):
+    text = run(["--world-size", "4", "--json", str(tmp_path / "plan.json"), *SMALL, *flags.split()])
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert list(found["roles"]) == roles and found["rank_sets"][0]["roles"] == roles
+    assert len(found["exchanges"]) == moves
+    assert ("16 greedy responses" in text) == ("--greedy-baseline" in flags)
+    absent = {"critic", "reference"} - set(roles)
+    assert not any(line.split()[:1] == [role] for role in absent for line in text.splitlines())
+
+
+def test_a_greedy_baseline_costs_writing_and_no_critic_costs_nothing(tmp_path):
+    def rollout_and_peak(*flags):
+        run(["--world-size", "4", "--json", str(tmp_path / "plan.json"), *SMALL, *flags])
+        found = json.loads((tmp_path / "plan.json").read_text())
+        return found["roles"]["rollout"]["traffic"]["tensor"], found["rank_sets"][0]["bytes"]
+
+    split = ["--tensor-model-parallel-size", "2", "--samples-per-prompt", "2"]
+    ppo, reinforce = rollout_and_peak(*split), rollout_and_peak(*split, "--advantage", "reinforce++")
+    remax = rollout_and_peak(*split, "--advantage", "remax", "--greedy-baseline")
+    assert ppo[0] == reinforce[0] and remax[0] == pytest.approx(1.5 * ppo[0], rel=1e-6)  # three responses a prompt
+    assert reinforce[1] == remax[1] < ppo[1]
+
+
 WRONG = {
     "no world": ([], "--world-size"),
     "empty world": (["--world-size", "0"], "--world-size 0: allowed is a number above 0"),
@@ -165,6 +194,10 @@ WRONG = {
     "no memory": (["--world-size", "4", *SMALL, "--suggest", "--gpu-memory-gb", "0.0001"], "--gpu-memory-gb 0.0001"),
     "file of suggestions": (["--world-size", "4", *SMALL, "--suggest", "--json", "x"], "--json x: none with --suggest"),
     "GPU of a plan": (["--world-size", "4", *SMALL, "--gpu-memory-gb", "40"], "--gpu-memory-gb 40.0: only with --sug"),
+    "no effect": (["--world-size", "4", *SMALL, "--advantage", "grpo", "--gae-lambda", "1"], "effect: --gae-lambda ("),
+    "group of one": (["--world-size", "4", *SMALL, "--advantage", "opo", "--samples-per-prompt", "1"], "prompt 1: --"),
+    "critic in a map": (["--world-size", "4", *SMALL, "--advantage", "opo", "--role-map", "actor=0;critic=1;reward=2"],
+                        "'critic' has nothing to do"),
     "negative memory": (["--world-size", "4", *SMALL, "--suggest", "--gpu-memory-gb", "-1"], "--gpu-memory-gb -1.0"),
 }  # fmt: skip
 
@@ -216,3 +249,25 @@ def test_less_memory_gives_other_layouts():
     memory = 0.9 * roomy * 2**30 / 1e9 / suggest.ROOM  # nine tenths of what the cheapest one needs
     tight, second = suggestions(run([*base, str(memory)]))[0]
     assert first != second and tight <= 0.9 * roomy + 0.1
+
+
+@pytest.mark.parametrize("flags, sets", [
+    ("--advantage grpo", {"actor+reference", "actor", "reference"}), ("--advantage grpo --kl-coefficient 0", {"actor"}),
+    ("--kl-coefficient 0", {"actor+critic", "actor", "critic"}),
+])  # fmt: skip
+def test_suggestions_for_runs_without_critic_or_reference(flags, sets):
+    base = ["--world-size", "16", *SMALL, *flags.split()]
+    text = run([*base, "--suggest"])
+    blocks = {name.split(" on ")[0] for line in text.splitlines() if line[:1].isdigit()
+              for name in line.split("GiB: ")[1].split(", ")}  # fmt: skip
+    assert blocks == sets
+    for _, chosen in suggestions(text):
+        assert "Layout" in run([*base, *chosen])
+
+
+def test_maps_without_absent_roles_are_tried_once():
+    for roles in (["actor"], ["actor", "critic"], ["actor", "reference"], ["actor", "critic", "reference"]):
+        found = [blocks for blocks, _ in suggest.maps_of(roles)]
+        assert len(found) == {1: 1, 2: 2, 3: 4}[len(roles)]
+        assert all(sorted(role for block in blocks for role in block) == sorted(roles) for blocks in found)
+        assert all(len(blocks) == len(shares) for blocks, divisions in suggest.maps_of(roles) for shares in divisions)

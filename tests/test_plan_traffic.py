@@ -1,16 +1,19 @@
 """Traffic of the plan: against what collectives of real updates send, and against the fields that a step moves."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megarl import exchange
+from megarl import arguments, exchange
+from megarl.arguments import Settings
 from megarl.batch import FIELDS, Batch
 from megarl.planning import traffic
 from megarl.roles import flow
-from tests.tiny_models import VOCAB, join_actor, parse_roles, ragged_tokens
+from megarl.roles.actor import Actor
+from tests.tiny_models import SHAPES, VOCAB, join_actor, parse_roles, ragged_tokens
 from tests.worlds import run_world
 
 LENGTHS = [40, 40, 32, 48, 1, 47, 48]  # 256 tokens
@@ -30,6 +33,11 @@ RINGS = {
     "reduce_scatter_tensor": lambda r, _, tensor: (r - 1) / r * tensor.nbytes,
     "all_to_all_single": lambda r, _, tensor: (r - 1) / r * tensor.nbytes,
 }
+
+
+def program(flags: str):
+    """The training program parsed from flags."""
+    return arguments.parse(f"{SHAPES['llama']} {flags}".split(), 4)
 
 
 def count_sent(sent: list[float]):
@@ -92,46 +100,74 @@ def test_a_real_update_sends_what_the_plan_says():
         assert abs(planned / real - 1) < 0.05, (layout, real, results[0][1])
 
 
-def test_the_moves_are_those_of_the_training_program(monkeypatch):
+ALL = ("actor", "critic", "reward", "reference", "rollout")
+MOVES = [
+    ("", ALL), ("--advantage grpo", ("actor", "reward", "reference", "rollout")),
+    ("--advantage rloo --kl-coefficient 0", ("actor", "reward", "rollout")),
+    ("--kl-coefficient 0", ("actor", "critic", "reward", "rollout")),
+    ("--advantage remax --greedy-baseline", ("actor", "reward", "reference", "rollout")),
+    ("--advantage grpo --group-filter correct --dynamic-sampling --kl-coefficient 0", ("actor", "reward", "rollout")),
+    ("--advantage remax --greedy-baseline --group-filter reward", ("actor", "reward", "reference", "rollout")),
+]  # fmt: skip
+
+
+class Recorder(flow.Flow):
+    """A flow of a run with these roles that sends nothing and notes what it would."""
+
+    def __init__(self, roles, known):
+        super().__init__(SimpleNamespace(places=roles), None, {}, None, known)
+        self.moves = []
+
+    def _nearest(self, role):
+        return "rollout"
+
+    def _send(self, source, destination, names):
+        self.moves.append((source, destination, list(names)))
+
+
+class Anything:
+    """Has every attribute; each can be called."""
+
+    def __getattr__(self, name):
+        return lambda *_, **__: None
+
+
+@pytest.mark.parametrize("flags, roles", MOVES)
+def test_the_moves_are_those_of_the_training_program(flags, roles, monkeypatch):
     from megarl import train_rl
+    from megarl.roles.sampling import Sampling
 
-    class Recorder(flow.Flow):
-        def __init__(self):
-            super().__init__(None, None, {}, None)
-            self.moves = []
-
-        def _nearest(self, role):
-            return "rollout"
-
-        def _send(self, source, destination, names):
-            self.moves.append((source, destination, names))
-
-    class Anything:
-        def __getattr__(self, name):
-            return lambda *_, **__: None
+    settings = program(flags).settings
+    sampling = Sampling(settings, {}, None, None, [None] * 3, [], 8, None)
+    recorder = Recorder(roles, sampling.known)
 
     class Run(Anything):
-        prompts, samples_per_prompt = None, 1
-        rollout = actor = critic = reward = reference = experience = Anything()
+        actor = critic = reward = reference = rollout = experience = Anything()
 
-        def __init__(self, *_):
-            self.recorder = runs.append(self)
+        def batches(self):
+            return [(1, recorder)]
 
-        def steps(self):
-            return [1]
-
-        def flow(self, _):
-            self.recorder = Recorder()
-            return self.recorder
-
-    runs = []
-    monkeypatch.setattr(train_rl, "Reinforcement", Run)
+    monkeypatch.setattr(train_rl, "Reinforcement", lambda *_: Run())
     train_rl.train(None, None)
-    wanted = [(source, destination, list(names)) for source, destination, names in runs[0].recorder.moves]
-    assert sorted(wanted) == sorted((source, destination, list(names)) for source, destination, names in traffic.MOVES)
+    planned = [move for move in traffic.moves(settings, roles) if not move.dealt]
+    assert sorted(recorder.moves) == sorted((move.source, move.destination, move.fields) for move in planned)
+    assert {move.sequences for move in planned} == {64}
 
 
-@pytest.mark.parametrize("names", [move[2] for move in traffic.MOVES])
+@pytest.mark.parametrize("flags, sequences", [
+    ("", []), ("--advantage remax --greedy-baseline", [16]), ("--group-filter reward", [64]),
+    ("--advantage remax --greedy-baseline --group-filter reward --dynamic-sampling", [16, 64]),
+])  # fmt: skip
+def test_what_is_scored_while_the_batch_is_filled_moves_to_the_reward(flags, sequences):
+    dealt = [move for move in traffic.moves(program(flags).settings, ALL) if move.dealt]
+    assert [move.sequences for move in dealt] == sequences
+    assert all(move[:3] == ("rollout", "reward", flow.SHARED) for move in dealt)
+
+
+PACKED = [*(move.fields for move in traffic.moves(Settings(), ALL)), ["scores", "baseline_scores"]]
+
+
+@pytest.mark.parametrize("names", PACKED)
 def test_the_payload_is_what_the_exchange_packs(names):
     lengths = torch.full((6,), 48)
     step = traffic.Step(sequences=6, prompt=20, response=28, epochs=1, updates=1)
@@ -146,3 +182,22 @@ def test_sizes_of_a_step():
     assert (step.tokens, step.of_lane(4), step.of_lane(5)) == (120, 30, 30)
     assert [step.microbatches(lanes, 10) for lanes in (1, 2, 4, 8)] == [4, 2, 1, 1]
     assert [step.microbatches(1, cap) for cap in (10, 20, 39, 40)] == [4, 2, 2, 1]
+
+
+@pytest.mark.parametrize("flags, updates, greedy, on_policy", [
+    ("", 1, 0, False),  # the KL in the reward needs log-probs before the update
+    ("--kl-in loss", 1, 0, True), ("--kl-coefficient 0", 1, 0, True), ("--kl-in loss --minibatch-size 32", 2, 0, False),
+    ("--kl-in loss --ppo-epochs 3 --minibatch-size 32", 6, 0, False),
+    ("--advantage remax --greedy-baseline --kl-coefficient 0", 1, 16, True),
+])  # fmt: skip
+def test_the_step_that_flags_ask_for(flags, updates, greedy, on_policy):
+    found = program(flags)
+    step = traffic.step_of(found.settings)
+    assert (step.sequences, step.updates, step.greedy, step.on_policy) == (64, updates, greedy, on_policy)
+    assert step.written().sequences == 64 + greedy
+    of_actor = Actor._learns_on_policy(SimpleNamespace(settings=found.settings), SimpleNamespace(count=64), step=1)
+    assert of_actor == on_policy
+    forwards, backwards = traffic.passes("actor", found.roles["actor"].megatron, step)
+    assert (forwards, backwards) == (step.epochs + (0 if on_policy else 1), step.epochs)
+    assert traffic.passes("critic", found.roles["actor"].megatron, step)[0] == step.epochs + 1
+    assert traffic.passes("rollout", found.roles["actor"].megatron, step) == (1, 0)

@@ -4,7 +4,7 @@ import pytest
 
 from megarl.arguments import parse
 from megarl.errors import UsageError
-from megarl.role_flags import parse_role_map
+from megarl.role_flags import named_roles, parse_role_map, with_prefix
 from tests.tiny_models import SHAPES
 
 MODEL = SHAPES["llama"].split()
@@ -52,6 +52,25 @@ def test_wrong_role_maps_are_refused(text, says):
     with pytest.raises(UsageError) as caught:
         parse_role_map(text, 4, ("actor", "critic"))
     assert says in str(caught.value) and "--role-map" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_role_that_the_run_has_not_gets_no_ranks():
+    with pytest.raises(UsageError, match="^--role-map 'actor=0;critic=1': 'critic' has nothing to do: why; leave it"):
+        parse_role_map("actor=0;critic=1", 2, ("actor",), {"critic": "why"})
+    assert parse_role_map("actor=0", 2, ("actor",), {"critic": "why"}) == {"actor": range(1)}
+
+
+@pytest.mark.parametrize("text, expected", [
+    (None, {""}), ("actor=0; critic =1;reference", {"actor", "critic", "reference"}),
+])  # fmt: skip
+def test_the_roles_that_a_map_speaks_of(text, expected):
+    assert named_roles(text) == expected
+
+
+def test_options_with_the_prefix_of_a_role():
+    tokens = ["--critic-lr", "--critic-lr-is-a-value", "--critic-wd=3", "--lr", "--actor-lr", "-3", "--critic-known"]
+    found = with_prefix(tokens, ["critic", "reference"], {"--critic-known": "x"})
+    assert found == {"--critic-lr": "critic", "--critic-lr-is-a-value": "critic", "--critic-wd": "critic"}
 
 
 def test_the_rollout_may_have_ranks_of_its_own_and_else_has_the_actors():

@@ -148,6 +148,23 @@ def test_a_rollout_of_its_own_has_a_group_with_the_actor():
     ]  # fmt: skip
 
 
+def absent_role(rank):
+    here = world.create(parse_roles("--advantage grpo --kl-coefficient 0", 2, program="rl"), MINUTE)
+    for name in ("critic", "reference"):
+        place = here[name]
+        assert name not in here.places and place.role == place.host == name and place.rank == rank
+        assert (place.lanes, place.leaders, place.ranks) == ((), (), range(0))
+        assert place.collection is None and place.lane_group is None
+        assert not place.is_member and not place.is_leader and place.lane is None
+    with pytest.raises(KeyError, match="judge"):
+        here["judge"]
+    return here.roles_of(rank), dist.get_process_group_ranks(here.leaders_group("actor", "reward"))
+
+
+def test_a_role_that_the_run_has_not_is_nowhere():
+    assert run_world(absent_role, 2) == [(["actor", "reward"], [0, 1])] * 2
+
+
 def pipeline_groups(rank):
     from megarl.mcore.groups import create_groups
 

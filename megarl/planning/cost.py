@@ -57,6 +57,7 @@ def price(role, kind: str, model: Model, step: traffic.Step, node: int, max_requ
     """
     args, sizes, ranks = role.megatron, parallel_sizes(role.megatron), len(role.ranks)
     lanes, held = sizes.data(ranks), model.on_rank(role.megatron) * role.megatron.params_dtype.itemsize
+    step = step.written() if kind == "write" else step
     tokens = step.of_lane(lanes)
     forward = 2 * model.active(args) * tokens / sizes.lane_size() / MATRIX
     if kind == "write":
@@ -68,6 +69,7 @@ def price(role, kind: str, model: Model, step: traffic.Step, node: int, max_requ
     score = forward * bubble + _links(args, tokens, 1, 0, node, ranks)
     if kind == "score":
         return Price(score=score)
+    score = 0.0 if kind == "train" and step.on_policy else score
     again = step.epochs if args.recompute_granularity == "full" else 0
     learn = forward * (3 * step.epochs + again) * bubble
     learn += _links(args, tokens, step.epochs + again, step.epochs, node, ranks)

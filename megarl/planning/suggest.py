@@ -24,7 +24,7 @@ ROOM = 0.8  # of a GPU's memory: the rest is left to what no estimate sees
 MOST, TRIED = 5, 40  # suggestions; layouts of a block whose memory is worked out
 LEAST_TOKENS = 4096  # of a micro-batch on a rank: context parallelism cuts no further
 POWERS = [2**i for i in range(10)]
-# Roles on the same ranks, and the share of the ranks of each block. The verifier goes with the reference.
+# Roles on the same ranks, and the share of the ranks of each block. The verifier goes with the reference, or last.
 MAPS = [
     ([("actor", "critic", "reference")], [(1,)]),
     ([("actor", "reference"), ("critic",)], [(1 / 2, 1 / 2), (5 / 8, 3 / 8), (3 / 4, 1 / 4)]),
@@ -58,6 +58,7 @@ class Search:
         self.models = {
             kind: Model(*counts(program.roles[name].megatron, vocab_size, kind == "value"))
             for name, kind in summary.KINDS.items()
+            if name in program.roles
         }
         self._blocks: dict[tuple, Block | None] = {}
 
@@ -160,9 +161,19 @@ def _flags(layout: dict) -> list[str]:
     return found
 
 
+def maps_of(roles) -> list:
+    """`MAPS` for a run with these roles: without those that it has not, where no block is left empty; each once."""
+    found = []
+    for blocks, divisions in MAPS:
+        own = [tuple(role for role in block if role in roles) for block in blocks]
+        if all(own) and own not in (before for before, _ in found):
+            found.append((own, divisions))
+    return found
+
+
 def _maps(search: Search, world_size: int):
     """(seconds of a step, blocks) of every role map whose blocks all fit: what blocks do at a time counts once."""
-    for blocks, divisions in MAPS:
+    for blocks, divisions in maps_of(search.program.roles):
         for shares in divisions:
             sizes = [int(world_size * share) for share in shares]
             if sum(sizes) != world_size or not all(sizes):
@@ -178,8 +189,10 @@ def command(blocks: list[Block]) -> list[str]:
     """The flags of a role map: common ones where all blocks have one layout, else with the roles' prefixes."""
     spans, first = {}, 0
     for block in blocks:
-        for role in block.roles + (("reward",) if "reference" in block.roles else ()):
-            spans[role] = f"{first}-{first + block.ranks - 1}"
+        span = f"{first}-{first + block.ranks - 1}"
+        spans |= dict.fromkeys(block.roles, span)
+        if "reference" in block.roles or "reference" not in spans:
+            spans["reward"] = span
         first += block.ranks
     flags = ["--role-map", ";".join(f"{r}={spans[r]}" for r in ROLES if r in spans)] if len(blocks) > 1 else []
     if len({block.flags for block in blocks}) == 1:

@@ -78,7 +78,7 @@ def make_plan(program, world_size: int, vocab_size: int) -> Plan:
         step=step,
         roles=roles,
         rank_sets=rank_sets({name: (role.ranks, role.stages) for name, role in roles.items()}, world_size),
-        exchanges=traffic.exchanges(places, step),
+        exchanges=traffic.exchanges(places, program.settings),
         weights_to_rollout=traffic.weights_to_rollout(program.roles, vocab_size),
     )
 

@@ -77,7 +77,8 @@ def text(plan: Plan) -> str:
     roles, step = list(plan.roles.values()), plan.step
     lines = [
         f"{plan.world_size} ranks; vocabulary {plan.vocab_size}, padded {plan.padded_vocab_size}; a step: "
-        f"{step.sequences} sequences of at most {step.prompt + step.response} tokens, {step.updates} update(s)",
+        f"{step.sequences} sequences of at most {step.prompt + step.response} tokens, "
+        + (f"{step.greedy} greedy responses, " if step.greedy else "") + f"{step.updates} update(s)",
         "", "Layout (largest rank: parameters of the fullest stage's ranks)", *_layout(roles),
         "", "Memory of the fullest rank of each role, GiB (activations and logits are estimates)", *_memory(roles),
         "", "Memory of the fullest rank of each set of ranks, all its roles together",

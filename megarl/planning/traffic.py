@@ -5,8 +5,10 @@ which an all-gather or a reduce-scatter of S bytes over r ranks makes each send 
 that. Symbols as in `activations`; k experts a token, e expert-parallel ranks, p stages of v chunks.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 from megarl.batch import FIELDS
 from megarl.exchange import HEADER
@@ -17,33 +19,31 @@ from megarl.planning.memory import buffers, plain_bytes, sharded_bytes
 from megarl.planning.parameters import stage_weights
 
 SHARED = ["tokens", "response_mask", "prompt_ids", "prompt_lengths", "finished"]
-# What a step sends from role to role, in this order: source, destination, fields.
-MOVES = [
-    ("rollout", "actor", [*SHARED, "rollout_logprobs"]),
-    ("rollout", "reward", SHARED),
-    ("rollout", "reference", SHARED),
-    ("rollout", "critic", SHARED),
-    ("reward", "actor", ["scores", "correct"]),
-    ("reference", "actor", ["reference_logprobs"]),
-    ("critic", "actor", ["values"]),
-    ("actor", "critic", ["returns"]),
-]
 
 
 @dataclass(frozen=True)
 class Step:
-    """Sizes of a step: sequences, the longest one, updates, and passes over the batch for an update's learning."""
+    """Sizes of a step: sequences, the longest one, passes over the batch that learn, and the actor's updates.
+
+    `greedy` responses are written and scored besides. `on_policy`: one update, which gives π_old's log-probs itself.
+    """
 
     sequences: int
     prompt: int
     response: int
     epochs: int
     updates: int
+    greedy: int = 0
+    on_policy: bool = False
 
     @property
     def tokens(self) -> int:
         """Of all sequences, at their longest."""
         return self.sequences * (self.prompt + self.response)
+
+    def written(self) -> "Step":
+        """The same with the greedy responses among its sequences."""
+        return dataclasses.replace(self, sequences=self.sequences + self.greedy)
 
     def of_lane(self, lanes: int) -> int:
         """Tokens of a lane's share."""
@@ -56,11 +56,44 @@ class Step:
 
 
 def step_of(settings) -> Step:
-    """The sizes of a step from megarl's own settings."""
-    sequences = settings.prompts_per_step * settings.samples_per_prompt
-    batches = ceil(sequences / (settings.minibatch_size or sequences))
+    """The sizes of a step from megarl's own settings; of dynamic sampling, one round."""
     s = settings
-    return Step(sequences, s.max_prompt_length, s.max_response_length, s.ppo_epochs, s.ppo_epochs * batches)
+    sequences = s.prompts_per_step * s.samples_per_prompt
+    updates = s.ppo_epochs * ceil(sequences / (s.minibatch_size or sequences))
+    on_policy = updates == 1 and not (s.kl_in == "reward" and s.kl_coefficient > 0)
+    greedy = s.prompts_per_step if s.greedy_baseline else 0
+    return Step(sequences, s.max_prompt_length, s.max_response_length, s.ppo_epochs, updates, greedy, on_policy)
+
+
+class Move(NamedTuple):
+    """Fields that go from role to role for so many sequences; `dealt` in turn, as these are written, or by work."""
+
+    source: str
+    destination: str
+    fields: list[str]
+    sequences: int
+    dealt: bool = False
+
+
+def moves(settings, roles) -> list[Move]:
+    """What a step of a run with these roles sends from role to role, in this order."""
+    step, known, found = step_of(settings), [], []
+    if settings.greedy_baseline:
+        known = ["baseline_scores"]
+        found.append(Move("rollout", "reward", SHARED, step.greedy, dealt=True))
+    if settings.group_filter != "none":
+        known = ["scores", "correct", *known]
+        found.append(Move("rollout", "reward", SHARED, step.sequences, dealt=True))
+    batch = [
+        ("rollout", "actor", [*SHARED, "rollout_logprobs", *known]),
+        *(("rollout", role, [*SHARED, *known]) for role in ("reward", "reference", "critic")),
+        ("reward", "actor", ["scores", "correct"]),
+        ("reference", "actor", ["reference_logprobs"]),
+        ("critic", "actor", ["values"]),
+        ("actor", "critic", ["returns"]),
+    ]
+    found += [Move(*move, step.sequences) for move in batch]
+    return [move for move in found if move.source in roles and move.destination in roles]
 
 
 def field_bytes(names: list[str], step: Step) -> int:
@@ -70,22 +103,23 @@ def field_bytes(names: list[str], step: Step) -> int:
     return sum(FIELDS[name].dtype.itemsize * items[FIELDS[name].kind] for name in names)
 
 
-def exchanges(places: dict, step: Step) -> list[dict]:
+def exchanges(places: dict, settings) -> list[dict]:
     """Each move of a step: payload between lane leaders, and all bytes sent, broadcasts within lanes included.
 
     Roles with the same lanes hold the same sequences, and hand them over without a copy. The rollout's are dealt out
-    otherwise: they move unless there is one lane.
+    otherwise: unless there is one lane, those of the batch move, and only what is scored as it was dealt does not.
     """
     found, served = [], {}
-    for source, destination, names in MOVES:
-        here, there = places[source].lanes, places[destination].lanes
-        is_free = here == there and (source != "rollout" or len(here) == 1)
-        if source == "rollout":
+    for move in moves(settings, places):
+        here, there = places[move.source].lanes, places[move.destination].lanes
+        is_free = here == there and (move.source != "rollout" or move.dealt or len(here) == 1)
+        if move.source == "rollout" and not move.dealt:
             is_free = is_free or there in served.values()
-            served[destination] = there
-        payload = 0 if is_free else field_bytes(names, step)
-        move = {"source": source, "destination": destination, "fields": names, "payload": payload}
-        found.append(move | {"sent": payload * len(there[0])})
+            served[move.destination] = there
+        step = dataclasses.replace(step_of(settings), sequences=move.sequences)
+        payload = 0 if is_free else field_bytes(move.fields, step)
+        names = {"source": move.source, "destination": move.destination, "fields": move.fields}
+        found.append(names | {"payload": payload, "sent": payload * len(there[0])})
     return found
 
 
@@ -94,13 +128,15 @@ def passes(role: str, args, step: Step) -> tuple[int, int]:
     if role not in ("actor", "critic"):
         return 1, 0
     again = args.recompute_granularity == "full"
-    return 1 + step.epochs * (2 if again else 1), step.epochs
+    scoring = 0 if role == "actor" and step.on_policy else 1
+    return scoring + step.epochs * (2 if again else 1), step.epochs
 
 
 def within_role(role, kind: str, vocab_size: int, step: Step) -> dict[str, int]:
     """Bytes that a rank of the role sends in a step, by kind of parallelism."""
     args = role.megatron
     sizes, forwards, backwards = parallel_sizes(args), *passes(role.name, args, step)
+    step = step.written() if kind == "write" else step
     n = step.of_lane(sizes.data(len(role.ranks))) // sizes.context
     found = {
         "tensor": tensor(args, n, forwards, backwards),

@@ -1,11 +1,10 @@
 """From the value of --reward to something that scores, and to a check that the prompts suit it."""
 
-import importlib
 from dataclasses import dataclass
 from typing import Callable
 
+from megarl import plugins
 from megarl.data.prompts import PromptSet
-from megarl.errors import UsageError
 from megarl.rewards import verifiers
 from megarl.rewards.base import Reward, Sample, Score
 
@@ -32,23 +31,7 @@ def build_reward(name: str) -> Reward:
 
     A plug-in maps a `Sample` to a `Score` or a number (see `Reward`). Raises UsageError for anything else.
     """
-    if name in _BUILT_IN:
-        return Reward(name, _BUILT_IN[name].verify)
-    module_name, colon, function_name = name.partition(":")
-    if not (module_name and colon and function_name):
-        raise UsageError(
-            f"--reward {name}: unknown; allowed: {', '.join(_BUILT_IN)}, or a plug-in as package.module:function"
-        )
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        # A plug-in may fail at import in any way; whatever it is, this is the user's file to mend.
-        raise UsageError(f"--reward {name}: cannot import {module_name}: {type(error).__name__}: {error}") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        problem = "has no" if function is None else "has a non-callable"
-        raise UsageError(f"--reward {name}: {module_name} {problem} {function_name}; a function is needed")
-    return Reward(name, function)
+    return Reward(name, plugins.load("--reward", name, {key: each.verify for key, each in _BUILT_IN.items()}))
 
 
 def check_prompts(name: str, prompts: PromptSet, scores_here: bool = False) -> None:

@@ -1,0 +1,170 @@
+"""Which flags go together: flags without effect in a run, and combinations that make no sense, each with its reason.
+
+Both are data. A flag has an effect where the condition that its field of `Settings` names holds (`CONDITIONS`). `rules`
+gives all rules, in one order, whatever the flags.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+from megarl.algorithms.estimators import AdvantageOptions, Estimator
+from megarl.algorithms.policy_loss import ClipOptions
+from megarl.algorithms.policy_losses import PolicyLoss
+from megarl.errors import UsageError
+from megarl.settings import Settings, whole_numbers
+
+
+class Case(NamedTuple):
+    """A run as its flags describe it, before any model is built."""
+
+    program: str
+    settings: Settings
+    roles: tuple[str, ...]
+    estimator: Estimator
+    policy_loss: PolicyLoss
+
+
+class Condition(NamedTuple):
+    """When it holds, and why flags that need it have no effect where it does not; {fields} of the settings in it."""
+
+    holds: Callable[[Case], bool]
+    reason: str
+
+
+def _of_estimator(option: str) -> Condition:
+    return Condition(lambda case: option in case.estimator.options, "--advantage {advantage} does not use them")
+
+
+def _of_loss(option: str) -> Condition:
+    return Condition(lambda case: option in case.policy_loss.options, "--policy-loss {policy_loss} does not use them")
+
+
+def _adapts(settings: Settings) -> bool:
+    return settings.kl_controller == "adaptive" and settings.kl_coefficient > 0
+
+
+CONDITIONS: dict[str, Condition] = {
+    **{f"estimator:{option.name}": _of_estimator(option.name) for option in dataclasses.fields(AdvantageOptions)},
+    **{f"loss:{option.name}": _of_loss(option.name) for option in dataclasses.fields(ClipOptions)},
+    "critic": Condition(lambda case: "critic" in case.roles, "--advantage {advantage} needs no critic"),
+    "reference": Condition(lambda case: "reference" in case.roles,
+                           "--kl-coefficient is 0 and --role-map has no reference"),
+    "baselines": Condition(lambda case: "baselines" in case.estimator.needs,
+                           "--advantage {advantage} needs no greedy responses"),
+    "norm": Condition(lambda case: case.settings.loss_aggregation == "seq-mean-token-sum-norm",
+                      "only with --loss-aggregation seq-mean-token-sum-norm"),
+    "kl": Condition(lambda case: case.settings.kl_coefficient > 0, "--kl-coefficient is 0"),
+    "adaptive": Condition(lambda case: _adapts(case.settings),
+                          "only with --kl-controller adaptive and --kl-coefficient above 0"),
+    "correction": Condition(lambda case: case.settings.rollout_correction != "none", "--rollout-correction is none"),
+    "icepop": Condition(lambda case: case.settings.rollout_correction == "icepop",
+                        "only with --rollout-correction icepop"),
+    "rounds": Condition(lambda case: case.settings.dynamic_sampling, "only with --dynamic-sampling"),
+    "overlong": Condition(lambda case: case.settings.overlong_buffer > 0, "--overlong-buffer is 0"),
+    "sampled": Condition(lambda case: case.program != "evaluate" or case.settings.eval_temperature > 0,
+                         "--eval-temperature 0 is greedy"),
+    "evaluation": Condition(lambda case: case.program == "evaluate" or case.settings.eval_prompts is not None,
+                            "only with --eval-prompts"),
+    "best": Condition(lambda case: bool(case.settings.eval_prompts and case.settings.eval_interval
+                                        and case.settings.save),
+                      "only with --eval-prompts, --eval-interval and --save"),
+}  # fmt: skip
+
+
+class Rule(NamedTuple):
+    """A flag, its value, whether the combination is fine, and what is wrong with it otherwise."""
+
+    flag: str
+    value: object
+    holds: bool
+    reason: str
+
+
+def check(case: Case, given: dict[str, str | None]):
+    """Raises UsageError with all flags that have no effect, or else with the first rule that is broken.
+
+    `given`: the flags that somebody gave, on the command line or in a config file, each with the condition under which
+    it has an effect, if there is one.
+    """
+    idle: dict[str, list[str]] = {}
+    for flag, condition in given.items():
+        if condition is not None and not CONDITIONS[condition].holds(case):
+            idle.setdefault(reason(case, condition), []).append(flag)
+    if idle:
+        parts = "; ".join(f"{', '.join(flags)} ({why})" for why, flags in idle.items())
+        raise UsageError(f"flags without effect: {parts}; leave them out (a later config file takes one back by null)")
+    for rule in rules(case):
+        if not rule.holds:
+            raise UsageError(f"{rule.flag} {rule.value}: {rule.reason}")
+
+
+def reason(case: Case, condition: str) -> str:
+    """Why flags that need a condition have no effect."""
+    return CONDITIONS[condition].reason.format_map(vars(case.settings))
+
+
+def rules(case: Case) -> list[Rule]:
+    """Every rule for a run; always as many."""
+    s = case.settings
+    return [*_sampling(case), *_advantages(case), *_kl(s), *_correction(s), *_evaluation(s)]
+
+
+def _sampling(case: Case) -> list[Rule]:
+    s, sequences = case.settings, case.settings.prompts_per_step * case.settings.samples_per_prompt
+    return [
+        Rule("--minibatch-size", s.minibatch_size, s.minibatch_size is None or s.minibatch_size <= sequences,
+             f"allowed is at most --prompts-per-step × --samples-per-prompt = {sequences}"),
+        Rule("--group-filter", s.group_filter, s.group_filter == "none" or s.samples_per_prompt > 1,
+             "needs --samples-per-prompt 2 or more: a group of one has nothing to differ from"),
+        Rule("--dynamic-sampling", s.dynamic_sampling, not s.dynamic_sampling or s.group_filter != "none",
+             "needs a --group-filter, which says what the batch is filled with"),
+        Rule("--overlong-buffer", s.overlong_buffer, s.overlong_buffer <= s.max_response_length,
+             f"allowed is at most --max-response-length {s.max_response_length}"),
+    ]  # fmt: skip
+
+
+def _advantages(case: Case) -> list[Rule]:
+    s, needs = case.settings, case.estimator.needs
+    return [
+        Rule("--samples-per-prompt", s.samples_per_prompt, "groups" not in needs or s.samples_per_prompt > 1,
+             f"--advantage {s.advantage} compares the responses to one prompt; allowed is 2 or more"),
+        Rule("--advantage", s.advantage, "baselines" not in needs or s.greedy_baseline,
+             "needs --greedy-baseline: the reward of a greedy response is subtracted"),
+    ]  # fmt: skip
+
+
+def _kl(s: Settings) -> list[Rule]:
+    adapts, sequences = s.kl_controller == "adaptive", s.prompts_per_step * s.samples_per_prompt
+    return [
+        Rule("--kl-estimator", s.kl_estimator, s.kl_in == "loss" or not s.kl_estimator.endswith("+"),
+             "needs --kl-in loss: it changes the gradient alone, and a reward has none"),
+        Rule("--kl-controller", s.kl_controller, not adapts or s.kl_target is not None, "needs a --kl-target"),
+        # β must stay above 0: the largest step down is the factor 1 − 0.2·n/horizon.
+        Rule("--kl-horizon", s.kl_horizon, not adapts or s.kl_horizon > 0.2 * sequences,
+             f"allowed is more than 0.2 × {sequences} responses of a step"),
+    ]  # fmt: skip
+
+
+def _correction(s: Settings) -> list[Rule]:
+    kind, level, cap, floor = (
+        s.rollout_correction, s.rollout_correction_level, s.rollout_correction_cap, s.rollout_correction_floor,
+    )  # fmt: skip
+    return [
+        Rule("--rollout-correction", kind, kind != "icepop" or floor is not None, "needs a --rollout-correction-floor"),
+        Rule("--rollout-correction", kind, kind != "icepop" or level == "token",
+             f"masks single tokens; not with --rollout-correction-level {level}"),
+        Rule("--rollout-correction", kind, kind != "tis" or level != "geometric",
+             "truncates importance weights, which a geometric mean is not; allowed levels are token, sequence"),
+        Rule("--rollout-correction-floor", floor, floor is None or floor <= cap,
+             f"allowed is at most --rollout-correction-cap {cap}"),
+    ]  # fmt: skip
+
+
+def _evaluation(s: Settings) -> list[Rule]:
+    responses, largest = s.eval_responses, max(whole_numbers(s.eval_k)) if s.eval_k else 1
+    return [
+        Rule("--eval-responses", responses, responses == 1 or s.eval_temperature > 0,
+             "needs --eval-temperature above 0: greedy responses are all equal"),
+        Rule("--eval-k", s.eval_k, largest <= responses, f"allowed is at most --eval-responses {responses}"),
+    ]  # fmt: skip

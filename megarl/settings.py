@@ -1,0 +1,148 @@
+"""megarl's own flags: one place for name, type, default, help, allowed values, programs, and when a flag has an effect.
+
+A field `kl_target` of `Settings` is the flag `--kl-target` and the key `kl-target` of a config file. Numbers in help
+texts are arXiv papers. `when` names one of `combinations.CONDITIONS`: a flag that is given where it does not hold would
+have no effect, and is refused.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+from megarl.algorithms.aggregation import AGGREGATIONS
+from megarl.algorithms.correction import CORRECTIONS, LEVELS
+from megarl.algorithms.kl import KL_KINDS
+
+MODELS = ("actor", "critic", "reference")  # roles that run a model over packed text
+TRAINING, WRITING, ALL = "rl sft", "rl evaluate", "rl sft evaluate"  # programs that share flags
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """`"1,4,8"` -> (1, 4, 8). ValueError where an item is no whole number above 0."""
+    found = tuple(int(item) for item in text.split(","))
+    if min(found) < 1:
+        raise ValueError(f"{text!r} has a number below 1")
+    return found
+
+
+def _are_whole_numbers(text: str) -> bool:
+    try:
+        return bool(whole_numbers(text))
+    except ValueError:
+        return False
+
+
+def _flag(default, text: str, check: Callable | None = None, allowed: str = "", programs: str = "rl",
+          roles: tuple[str, ...] = (), when: str | None = None):  # fmt: skip
+    """A field of `Settings`: `check` tells whether a given value is allowed, `allowed` says so in words; `roles` may
+    have values of their own, by a prefix to the flag."""
+    meta = {"help": text, "check": check, "allowed": allowed, "programs": programs.split(), "roles": roles}
+    return dataclasses.field(default=default, metadata=meta | {"when": when})
+
+
+def _positive(default, text, **kw):
+    return _flag(default, text, lambda v: v > 0, "a number above 0", **kw)
+
+
+def _not_negative(default, text, **kw):
+    return _flag(default, text, lambda v: v >= 0, "0 or more", **kw)
+
+
+def _share(default, text, **kw):
+    return _flag(default, text, lambda v: 0 <= v <= 1, "between 0 and 1", **kw)
+
+
+def _one_of(default, names: tuple[str, ...], text, **kw):
+    return _flag(default, text, lambda v: v in names, "one of " + ", ".join(names), **kw)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """megarl's own flags with their values."""
+
+    role_map: str | None = _flag(None, "ranks of each role: 'actor=0-3;critic=4;…'; default: all", programs=WRITING)
+    prompts: str | None = _flag(None, "JSONL of training prompts", programs=TRAINING)
+    eval_prompts: str | None = _flag(None, "JSONL of held-out prompts", programs=ALL)
+    tokenizer_type: str = _flag("SentencePieceTokenizer", "kind of tokenizer", programs=ALL)
+    tokenizer_model: str | None = _flag(None, "file of the tokenizer", programs=ALL)
+    reward: str = _flag("exact-match", "exact-match, reasoning-gym, or package.module:function", programs=WRITING)
+    # Writing.
+    prompts_per_step: int = _positive(16, "prompts of a step")
+    samples_per_prompt: int = _positive(4, "responses sampled for each prompt: a group")
+    max_prompt_length: int = _positive(512, "longest prompt, tokens", programs=ALL)
+    max_response_length: int = _positive(512, "longest response, tokens", programs=ALL)
+    temperature: float = _positive(1.0, "softmax temperature of rollout and of all log-probs")
+    top_k: int = _not_negative(0, "sample from the k likeliest tokens; 0: all", programs=WRITING, when="sampled")
+    top_p: float = _flag(1.0, "sample from the nucleus of this mass (1904.09751)", lambda v: 0 < v <= 1,
+                         "above 0, at most 1", programs=WRITING, when="sampled")  # fmt: skip
+    rollout_buffer_gb: float = _positive(0.25, "KV cache of each rollout rank, GiB", programs=WRITING)
+    rollout_max_requests: int = _positive(256, "requests decoded together on a lane, at least 4", programs=WRITING)
+    verify_weights: bool = _flag(False, "compare checksums after each transfer of weights to the rollout",
+                                 programs=WRITING)  # fmt: skip
+    # Which of what was written is learnt from, and its reward.
+    group_filter: str = _one_of("none", ("none", "reward", "correct"),
+                                "drop groups whose rewards, or verdicts, are all equal (2503.14476 §3.2)")  # fmt: skip
+    dynamic_sampling: bool = _flag(False, "write to more prompts until the batch is full (DAPO, 2503.14476 §3.2)")
+    max_sampling_rounds: int = _positive(10, "at most so many rounds a step; then the batch waits", when="rounds")
+    overlong_buffer: int = _not_negative(0, "last tokens of a response over which a penalty grows (2503.14476 eq. 13)")
+    overlong_penalty: float = _positive(1.0, "penalty at --max-response-length", when="overlong")
+    # Advantages.
+    advantage: str = _flag("gae", "gae, grpo, rloo, opo, reinforce++, reinforce++-baseline, remax, or a plug-in")
+    gamma: float = _share(1.0, "discount γ (1506.02438)", when="estimator:gamma")
+    gae_lambda: float = _share(0.95, "λ of GAE (1506.02438)", when="estimator:lam")
+    group_std: bool = _flag(True, "divide by the group's deviation (2402.03300); false: Dr. GRPO (2503.20783)",
+                            when="estimator:group_std")  # fmt: skip
+    whiten_advantages: bool | None = _flag(None, "to mean 0, variance 1 over the batch; default: the estimator's own",
+                                           when="estimator:whiten")  # fmt: skip
+    greedy_baseline: bool = _flag(False, "write and score a greedy response to each prompt, too (ReMax, 2310.10505)",
+                                  when="baselines")  # fmt: skip
+    # Policy loss.
+    policy_loss: str = _flag("ppo-clip", "ppo-clip, gspo, gspo-token, cispo, gmpo, reinforce, or a plug-in")
+    ppo_epochs: int = _positive(1, "passes over a step's batch (1707.06347)")
+    minibatch_size: int | None = _positive(None, "sequences of an update; default the whole batch")
+    clip_range: float = _positive(0.2, "lower clip range ε (1707.06347)", when="loss:low")
+    clip_range_high: float | None = _positive(None, "upper clip range (DAPO, 2503.14476); default --clip-range",
+                                              when="loss:high")  # fmt: skip
+    dual_clip: float | None = _flag(None, "bound c of the loss where the advantage is negative (1912.09729 eq. 5)",
+                                    lambda v: v > 1, "above 1", when="loss:dual")  # fmt: skip
+    loss_aggregation: str = _one_of("token-mean", AGGREGATIONS, "how token losses become one number")
+    loss_norm_length: float | None = _positive(None, "length that a sum is divided by (Dr. GRPO, 2503.20783);"
+                                               " default --max-response-length", when="norm")  # fmt: skip
+    entropy_coefficient: float = _not_negative(0.0, "weight of the entropy bonus")
+    value_clip_range: float = _positive(0.2, "clip range of the value loss", when="critic")
+    critic_warmup_steps: int = _not_negative(0, "first steps in which only the critic learns", when="critic")
+    # KL to the reference.
+    kl_coefficient: float = _not_negative(0.05, "β of the KL to the reference (2203.02155); 0: none")
+    kl_in: str = _one_of("reward", ("reward", "loss"), "where the KL is paid: 2203.02155, or 2402.03300", when="kl")
+    kl_estimator: str = _one_of("k1", KL_KINDS, "of the KL (joschu.net/blog/kl-approx.html); k1+, k3+: gradient of k2",
+                                when="kl")  # fmt: skip
+    kl_controller: str = _one_of("fixed", ("fixed", "adaptive"), "of β (1909.08593 §2.2)", when="kl")
+    kl_target: float | None = _positive(None, "KL per response that β is adapted to (1909.08593)", when="adaptive")
+    kl_horizon: float = _positive(10000, "horizon of the adaptive β, responses (1909.08593)", when="adaptive")
+    # Rollout correction.
+    rollout_correction: str = _one_of("none", CORRECTIONS, "of the loss, for the ratio π_old/μ to the writing policy")
+    rollout_correction_level: str = _one_of("token", LEVELS, "what the ratio is of, applied or only measured")
+    rollout_correction_cap: float = _positive(2.0, "largest ratio", when="correction")
+    rollout_correction_floor: float | None = _positive(None, "smallest ratio of icepop", when="icepop")
+    max_tokens_per_microbatch: int = _positive(16384, "most tokens of a micro-batch; per role", programs=TRAINING,
+                                               roles=MODELS)  # fmt: skip
+    # Evaluation.
+    eval_interval: int = _not_negative(0, "steps between evaluations; 0: none", programs=TRAINING)
+    eval_samples: int = _positive(256, "held-out prompts of an evaluation", programs=ALL, when="evaluation")
+    eval_responses: int = _positive(1, "responses to each held-out prompt", programs=WRITING, when="evaluation")
+    eval_temperature: float = _not_negative(0.0, "temperature of an evaluation; 0: greedy", programs=WRITING,
+                                            when="evaluation")  # fmt: skip
+    eval_k: str | None = _flag(None, "k of pass@k and maj@k, as '1,4,8' (2107.03374)", _are_whole_numbers,
+                               "whole numbers above 0 with commas", programs=WRITING, when="evaluation")  # fmt: skip
+    keep_best: bool = _flag(True, "save a checkpoint at the best evaluation, too", when="best")
+    target_eval_loss: float | None = _positive(None, "end the run once the evaluation loss is so low", programs="sft")
+    # The run.
+    train_iters: int = _positive(100, "steps of the run", programs=TRAINING)
+    seed: int = _not_negative(1, "seed of everything random", programs=ALL)
+    deterministic: bool = _flag(False, "deterministic kernels; an error where there is none", programs=ALL)
+    save: str | None = _flag(None, "folder of the run: metrics, samples, report, checkpoints", programs=ALL)
+    save_interval: int = _not_negative(0, "steps between checkpoints; 0: only at the end", programs=TRAINING)
+    load: str | None = _flag(None, "run folder to go on from, or whose checkpoint is evaluated", programs=ALL)
+
+    def dict(self) -> dict:
+        """Names as in a config file."""
+        return {name.replace("_", "-"): value for name, value in dataclasses.asdict(self).items()}

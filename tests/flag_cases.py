@@ -1,0 +1,55 @@
+"""What tests need to give any flag: a value that is allowed, and the flags beside it without which it has no effect."""
+
+import dataclasses
+
+from megarl.settings import Settings
+
+FIELDS = dataclasses.fields(Settings)
+
+# Condition of `combinations.CONDITIONS` -> flags under which it holds, and flags under which it does not.
+HOLDS = {
+    "estimator:gamma": "", "estimator:lam": "", "estimator:group_std": "--advantage grpo", "estimator:whiten": "",
+    "loss:low": "", "loss:high": "", "loss:dual": "", "critic": "", "reference": "", "kl": "",
+    "baselines": "--advantage remax", "norm": "--loss-aggregation seq-mean-token-sum-norm",
+    "adaptive": "--kl-controller adaptive --kl-target 1", "correction": "--rollout-correction tis",
+    "icepop": "--rollout-correction icepop --rollout-correction-floor 0.1",
+    "rounds": "--dynamic-sampling --group-filter reward", "overlong": "--overlong-buffer 4",
+    "sampled": "--eval-prompts x --eval-temperature 1", "evaluation": "--eval-prompts x",
+    "best": "--eval-prompts x --eval-interval 1 --save y",
+}  # fmt: skip
+FAILS = {
+    "estimator:gamma": "--advantage grpo", "estimator:lam": "--advantage reinforce++", "estimator:group_std": "",
+    "loss:low": "--policy-loss reinforce", "loss:high": "--policy-loss reinforce", "loss:dual": "--policy-loss gspo",
+    "critic": "--advantage grpo", "reference": "--kl-coefficient 0", "kl": "--kl-coefficient 0", "baselines": "",
+    "norm": "", "adaptive": "", "correction": "", "icepop": "--rollout-correction mis",
+    "rounds": "--group-filter reward", "overlong": "", "evaluation": "", "best": "--eval-prompts x --eval-interval 1",
+}  # fmt: skip
+
+# Fields whose value, or company, a test cannot make up from their type and condition.
+VALUES = {
+    "role_map": "actor=0;critic=1;reward=2;reference=3", "advantage": "grpo", "policy_loss": "gspo", "dual_clip": 3.0,
+    "loss_aggregation": "seq-mean-token-sum", "kl_in": "loss", "kl_estimator": "k3", "kl_controller": "adaptive",
+    "group_filter": "correct", "rollout_correction": "mis", "rollout_correction_level": "geometric", "eval_k": "1,2",
+    "kl_horizon": 5000.0,
+}  # fmt: skip
+BESIDE = {
+    "dynamic_sampling": "--group-filter reward", "kl_controller": "--kl-target 1",
+    "eval_responses": "--eval-prompts x --eval-temperature 1",
+    "eval_k": "--eval-prompts x --eval-temperature 1 --eval-responses 2",
+}  # fmt: skip
+
+
+def flag_of(field) -> str:
+    """`--kl-target` of the field `kl_target`."""
+    return "--" + field.name.replace("_", "-")
+
+
+def value_of(field):
+    """A value that is allowed, and not the default."""
+    kind = next(t for t in (int, float, bool, str) if t.__name__ in str(field.type).replace("<class '", ""))
+    return VALUES.get(field.name, {int: 2, float: 0.5, bool: not field.default, str: "text"}[kind])
+
+
+def beside(field) -> list[str]:
+    """Flags that give this one an effect."""
+    return BESIDE.get(field.name, HOLDS.get(field.metadata["when"], "")).split()
