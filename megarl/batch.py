@@ -32,6 +32,7 @@ class Batch:
     prompt_ids: Tensor = _sequence(torch.int64)  # [N] line of the prompt set
     prompt_lengths: Tensor = _sequence(torch.int64)  # [N] tokens of the prompt
     scores: Tensor = _sequence(torch.float32)  # [N] reward of the whole response
+    baseline_scores: Tensor = _sequence(torch.float32)  # [N] reward of the greedy response to the same prompt
     correct: Tensor = _sequence(torch.bool)  # [N] the verifier's yes or no
     finished: Tensor = _sequence(torch.bool)  # [N] ended by the end token, not by the length limit
     lengths: Tensor = _sequence(torch.int64)  # [N] tokens of each sequence, sum T
@@ -55,8 +56,9 @@ class Batch:
 
     @property
     def response_lengths(self) -> Tensor:
-        """[N] int64 tokens of each response."""
-        return self.lengths - self.prompt_lengths
+        """[N] int64 tokens that the policy wrote of each sequence; observations between its turns do not count."""
+        sequences = torch.repeat_interleave(self.lengths, output_size=len(self.response_mask))
+        return torch.zeros_like(self.lengths).index_add_(0, sequences, self.response_mask.long())
 
     def present(self) -> list[str]:
         """Names of the fields that hold data."""

@@ -2,20 +2,18 @@
 
 import argparse
 import os
+from collections.abc import Iterator
 
 from megarl.arguments import MODELS, Program, RoleSettings, Settings
-from megarl.batch import Batch
 from megarl.checkpoint import folders, state
-from megarl.data.order import PromptOrder
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizers import Tokenizer, build_tokenizer
 from megarl.errors import UsageError
+from megarl.evaluation import Best, Evaluation
 from megarl.mcore import model
 from megarl.observe.samples import SamplesWriter
 from megarl.observe.timers import Timers
 from megarl.rewards.build import build_reward, check_prompts
-from megarl.roles import lanes
-from megarl.roles import microbatches as mb
 from megarl.roles.actor import Actor
 from megarl.roles.critic import Critic
 from megarl.roles.experience import Experience
@@ -23,10 +21,11 @@ from megarl.roles.flow import Flow
 from megarl.roles.reference import Reference
 from megarl.roles.reward import Reward
 from megarl.roles.rollout import Rollout
+from megarl.roles.sampling import Sampling
 from megarl.run import Run, check_common, create_world
 
 SAMPLE_ROWS = 64  # of a step's responses in the samples file
-EVAL_STEP = 2**31  # evaluation draws from random streams that no training step uses
+WAITING = "waiting.pt"  # groups of an unfinished batch, in a checkpoint's folder
 
 
 class Inputs:
@@ -35,7 +34,6 @@ class Inputs:
     def __init__(self, program: Program):
         s = program.settings
         check_common(program)
-        _check_sizes(s)
         _check_rollout(s, program.roles["rollout"])
         self.tokenizer: Tokenizer = build_tokenizer(s.tokenizer_type, s.tokenizer_model)
         self.prompts = load_prompts(s.prompts, "--prompts")
@@ -51,21 +49,8 @@ class Inputs:
         self.pretrained = _check_pretrained(program, vocab)
         self.resume = None
         if s.load:
-            shapes = {r: model.weight_shapes(r, program.roles[r].megatron, vocab) for r in MODELS}
+            shapes = {r: model.weight_shapes(r, program.roles[r].megatron, vocab) for r in MODELS if r in program.roles}
             self.resume = folders.check_resume(s.load, "train_rl", s.train_iters, shapes)
-
-
-def _check_sizes(s: Settings):
-    if s.kl_target and s.kl_coefficient == 0:
-        raise UsageError("--kl-target: needs a --kl-coefficient above 0 to start from")
-    sequences = s.prompts_per_step * s.samples_per_prompt
-    if s.kl_target and s.kl_horizon <= 0.2 * sequences:
-        raise UsageError(f"--kl-horizon {s.kl_horizon}: allowed is more than 0.2 × {sequences} responses of a step")
-    if s.minibatch_size and s.minibatch_size > sequences:
-        raise UsageError(
-            f"--minibatch-size {s.minibatch_size}: allowed is at most --prompts-per-step × --samples-per-prompt = "
-            f"{sequences}"
-        )
 
 
 def _check_rollout(s: Settings, rollout: RoleSettings):
@@ -75,7 +60,7 @@ def _check_rollout(s: Settings, rollout: RoleSettings):
 
 def _check_pretrained(program: Program, vocab_size: int) -> dict:
     found = {}
-    for name in MODELS:
+    for name in filter(program.roles.get, MODELS):
         args: argparse.Namespace = program.roles[name].megatron
         if args.pretrained_checkpoint:
             flag = "--pretrained-checkpoint"
@@ -92,17 +77,8 @@ class Reinforcement(Run):
         if program.check:
             raise SystemExit(0)
         super().__init__(program, create_world(program), timers)
-        s, place, roles = self.settings, self.world.places, program.roles
         self.inputs, self.prompts, self.tokenizer = inputs, inputs.prompts, inputs.tokenizer
-        self.samples_per_prompt = s.samples_per_prompt
-        vocab = self.tokenizer.vocab_size
-        self.actor = Actor(s, roles["actor"], place["actor"], vocab, timers)
-        self.critic = Critic(s, roles["critic"], place["critic"], vocab, timers)
-        self.reward = Reward(s, place["reward"], self.tokenizer, inputs.verifier, timers)
-        self.reference = Reference(s, roles["reference"], place["reference"], vocab, timers)
-        self.experience = Experience(s, place["actor"], timers)
-        self.rollout = Rollout(s, roles["rollout"], self.world, self.actor, self.tokenizer, timers)
-        self.order = PromptOrder(len(self.prompts), s.seed)
+        self._build(program, timers)
         self._accuracy_before: float | None = None  # of held-out prompts, known on rank 0
         self._accuracy_after: float | None = None
         if inputs.resume:
@@ -111,12 +87,31 @@ class Reinforcement(Run):
             self._warm_start()
         self.rollout.refresh()
         self.open(resumed=bool(inputs.resume))
-        if not inputs.resume and s.eval_prompts:
-            self._accuracy_before = self.evaluate()
-            if self.world.rank == 0:
-                self.write({"eval/accuracy": self._accuracy_before})
+        if not inputs.resume and self.evaluation:
+            found = self.evaluation.run()
+            if found is not None:
+                self._accuracy_before = found["eval/accuracy"]
+                self.write(found)
                 print(f"held-out accuracy before training: {self._accuracy_before:.4f}", flush=True)
         timers.end_step(0)
+
+    def _build(self, program: Program, timers: Timers):
+        """Every rank builds every role; outside its ranks a role holds nothing."""
+        s, world, roles, inputs = self.settings, self.world, program.roles, self.inputs
+        vocab = self.tokenizer.vocab_size
+        self.actor = Actor(s, roles["actor"], world["actor"], vocab, program.policy_loss, timers)
+        self.critic = Critic(s, roles.get("critic"), world["critic"], vocab, timers)
+        self.reward = Reward(s, world["reward"], self.tokenizer, inputs.verifier, timers)
+        self.reference = Reference(s, roles.get("reference"), world["reference"], vocab, timers)
+        self.experience = Experience(s, program.estimator, world["actor"], timers)
+        trained = self.actor.learner.model if self.actor.learner else None
+        self.rollout = Rollout(s, roles["rollout"], world, trained, self.tokenizer, timers)
+        writing = (s, world, self.rollout, self.reward)
+        hidden = roles["actor"].megatron.hidden_size
+        self.sampling = Sampling(*writing, self.prompts, inputs.tokens, hidden, timers)
+        self.evaluation, self.best = None, Best(world)
+        if s.eval_prompts:
+            self.evaluation = Evaluation(*writing, inputs.eval_prompts, inputs.eval_tokens, timers)
 
     def _warm_start(self):
         learners = {"actor": self.actor.learner, "critic": self.critic.learner}
@@ -127,45 +122,40 @@ class Reinforcement(Run):
             if name in self.inputs.pretrained:
                 state.load_weights(self.inputs.pretrained[name], network, self.world[name].collection)
 
-    def next_prompts(self) -> list[tuple[int, list[int]]]:
-        """Line and tokens of this step's prompts; the same on every rank."""
-        return [(line, self.inputs.tokens[line]) for line in self.order.take(self.settings.prompts_per_step)]
+    def batches(self) -> Iterator[tuple[int, Flow]]:
+        """Number and data of each step that is left. Collective.
 
-    def flow(self, rollout: Batch | None) -> Flow:
-        """The step's data, from this rank's share of the rollout; lanes share its work out evenly. Collective."""
-        minibatches = mb.minibatches_of_step(self.settings, self.step, epoch=0)
-        hidden = self.program.roles["actor"].megatron.hidden_size
-        with self.timers.phase(self.world["rollout"].host, "exchange"):
-            owners = lanes.balanced(self.world, rollout, minibatches, self.samples_per_prompt, hidden)
-        return Flow(self.world, self.timers, owners, rollout)
+        A step whose batch could not be filled ends here: nothing is learnt, what it has waits for the next one.
+        """
+        for step in self.steps():
+            for role in self._measuring():
+                role.metrics = {}
+            flow = self.sampling.fill(step)
+            if flow is None:
+                self.finish(None)
+            else:
+                yield step, flow
 
-    def evaluate(self) -> float | None:
-        """Share of held-out prompts whose greedy answer is correct, on rank 0 (None elsewhere). Collective."""
-        tokens = self.inputs.eval_tokens[: self.settings.eval_samples]
-        rollout = self.rollout.generate(list(enumerate(tokens)), 1, EVAL_STEP, greedy=True)
-        flow = Flow(self.world, self.timers, lanes.dealt(self.world, len(tokens), 1), rollout)
-        flow.share(["reward"])
-        self.reward.score(flow, self.inputs.eval_prompts)
-        mine = 0
-        if self.world["reward"].is_leader:
-            mine = int(flow["reward"].correct.sum())
-        counts = self.world.gather(mine)
-        return sum(counts) / len(tokens) if counts is not None else None
+    def _measuring(self) -> list:
+        return [self.sampling, self.actor, self.critic, self.experience, self.rollout]
 
-    def finish(self, flow: Flow):
-        """Ends a step: samples, evaluation, metrics, checkpoint. Collective."""
-        s, metrics = self.settings, {}
+    def finish(self, flow: Flow | None):
+        """Ends a step: samples, evaluation, metrics, checkpoint; `flow` is None without a batch. Collective."""
+        if flow is not None:
+            self.experience.measure(flow)
         self._write_samples()
-        for role in (self.actor, self.critic, self.experience, self.rollout):
-            if role.place.is_member:
-                metrics |= role.metrics
-        if s.eval_prompts and self.is_due(s.eval_interval):
-            accuracy = self.evaluate()
-            if accuracy is not None:
-                metrics["eval/accuracy"] = self._accuracy_after = accuracy
+        metrics = {name: value for role in self._measuring() for name, value in role.metrics.items()}
+        s, is_best = self.settings, False
+        if self.evaluation and self.is_due(s.eval_interval):
+            found = self.evaluation.run()
+            is_best = bool(s.keep_best and self.folder) and self.best.update(found, self.step)
+            if found is not None:
+                metrics |= found
+                self._accuracy_after = found["eval/accuracy"]
         self.record(metrics)
-        if self.folder and self.is_due(s.save_interval):
-            self._save()
+        is_due = self.is_due(s.save_interval)
+        if self.folder and (is_due or is_best):
+            self._save(kept_for="interval" if is_due else "best")
 
     def close(self):
         """Ends the run: time line, report, and how far it got. Collective."""
@@ -194,14 +184,22 @@ class Reinforcement(Run):
             states["reference"] = self.reference.state()
         return states
 
-    def _save(self):
-        facts = self.facts("train_rl", self.tokenizer.vocab_size, self.order)
+    def _save(self, kept_for: str):
+        facts = self.facts("train_rl", self.tokenizer.vocab_size, self.sampling.order)
+        facts |= {"best": self.best.state_dict(), "kept_for": kept_for}
         with self.timers.phase("actor", "save"):
-            state.save(self.folder, self.step, self.world, self._states(loading=False), facts)
+            waiting = self.sampling.waiting.to_bytes()
+            files = {} if waiting is None else {WAITING: waiting}
+            state.save(self.folder, self.step, self.world, self._states(loading=False), facts, files)
 
     def _resume(self):
-        loaded = state.load(self.inputs.resume, self.world, self._states(loading=True))
-        self.take_up(self.inputs.resume, self.order)
+        folder = self.inputs.resume
+        loaded = state.load(folder, self.world, self._states(loading=True))
+        manifest = self.take_up(folder, self.sampling.order)
+        if "best" in manifest:
+            self.best.load_state_dict(manifest["best"])
+        if (folder / WAITING).exists():
+            self.sampling.waiting.from_bytes((folder / WAITING).read_bytes())
         if "critic" in loaded:
             self.critic.learner.restore(loaded["critic"])
         if "reference" in loaded:

@@ -70,11 +70,16 @@ def check_common(program: arguments.Program):
         raise UsageError(f"--eval-interval {s.eval_interval}: needs --eval-prompts")
     if s.save_interval and not s.save:
         raise UsageError(f"--save-interval {s.save_interval}: needs --save")
-    if s.save:
-        path = Path(s.save).absolute()
+    check_save(s)
+
+
+def check_save(settings: arguments.Settings):
+    """UsageError unless `--save`, where it is given, can be made or written to."""
+    if settings.save:
+        path = Path(settings.save).absolute()
         there = next(p for p in (path, *path.parents) if p.exists())
         if not there.is_dir() or not os.access(there, os.W_OK):
-            raise UsageError(f"--save {s.save}: {there} is not a folder that can be written to")
+            raise UsageError(f"--save {settings.save}: {there} is not a folder that can be written to")
 
 
 def make_deterministic():
@@ -151,11 +156,12 @@ class Run:
             "steps_skipped": self.skipped,
         }
 
-    def take_up(self, folder: Path, order: PromptOrder):
-        """Goes on behind a checkpoint: step, data position and what was counted."""
+    def take_up(self, folder: Path, order: PromptOrder) -> dict:
+        """Goes on behind a checkpoint: step, data position and what was counted; returns the whole manifest."""
         manifest = folders.read_manifest(folder, "--load")
         self.step, self.skipped = manifest["step"], manifest["steps_skipped"]
         order.load_state_dict(manifest["prompt_order"])
+        return manifest
 
     def record(self, metrics: dict[str, float]):
         """Ends a step: gathers metrics and times of all ranks, writes and prints them. Collective.

@@ -1,4 +1,4 @@
-"""Reinforcement learning with PPO: rollout, actor, critic, reward and reference in one SPMD program.
+"""Reinforcement learning, PPO and its family: rollout, actor, critic, reward and reference in one SPMD program.
 
 Every rank runs this file from top to bottom; a call on a role does something on the role's ranks and nothing
 elsewhere. Launch it with torchrun or srun:
@@ -13,9 +13,8 @@ from megarl.run import launch
 def train(program, timers):
     """The whole algorithm: write, score, judge, learn."""
     run = Reinforcement(program, timers)
-    rollout, actor, critic, reward, reference = run.rollout, run.actor, run.critic, run.reward, run.reference
-    for step in run.steps():
-        flow = run.flow(rollout.generate(run.next_prompts(), run.samples_per_prompt, step))
+    actor, critic, reward, reference, experience = run.actor, run.critic, run.reward, run.reference, run.experience
+    for step, flow in run.batches():
         flow.share(["actor", "reward", "reference", "critic"])
 
         reward.score(flow, run.prompts)
@@ -24,12 +23,12 @@ def train(program, timers):
         actor.logprobs(flow, step)
 
         flow.collect({"reward": ["scores", "correct"], "reference": ["reference_logprobs"], "critic": ["values"]})
-        run.experience.complete(flow)
+        experience.complete(flow)
         flow.give("critic", ["returns"])
 
         critic.update(flow, step)
-        actor.update(flow, step)
-        rollout.refresh()
+        actor.update(flow, step, experience.kl_coefficient)
+        run.rollout.refresh()
         run.finish(flow)
     run.close()
 

@@ -24,10 +24,11 @@ SHAPE = (
     " --max-prompt-length 6 --max-response-length 4 --max-tokens-per-microbatch 40"
 )
 RL = (
-    " --prompts-per-step 6 --samples-per-prompt 2 --minibatch-size 4 --ppo-epochs 2 --lr 1e-3 --critic-lr 3e-3"
+    " --prompts-per-step 6 --samples-per-prompt 2 --minibatch-size 4 --ppo-epochs 2 --lr 1e-3"
     " --kl-coefficient 0.05 --entropy-coefficient 0.01 --temperature 0.9 --rollout-buffer-gb 0.001"
     " --rollout-max-requests 8 --seed 5"
 )
+CRITIC = " --critic-lr 3e-3"
 SFT = " --global-batch-size 12 --lr 1e-2 --lr-decay-style cosine --lr-warmup-iters 2 --seed 5"
 SFT_STEPS = 40  # enough to end answers, too few to know them
 
@@ -74,9 +75,10 @@ def sft_argv(save: Path, flags: str = "") -> list[str]:
 
 
 def rl_argv(save: Path, flags: str = "", warm_start: bool = True) -> list[str]:
-    """Command line of a small PPO run from the warm start; `flags` win over the defaults."""
+    """Command line of a small run from the warm start, PPO by default; `flags` win over the defaults."""
+    shape = SHAPE + RL + CRITIC * ("--advantage" not in flags)
     start = ["--pretrained-checkpoint", str(inputs() / "sft")] if warm_start else []
-    return [*(SHAPE + RL).split(), *_files(inputs()), "--save", str(save), *start, *flags.split()]
+    return [*shape.split(), *_files(inputs()), "--save", str(save), *start, *flags.split()]
 
 
 def program(name: str, argv: list[str], size: int):
@@ -153,3 +155,13 @@ def broken_reward(sample) -> float:
 def graded_reward(sample) -> float:
     """A plug-in: another reward for almost every response."""
     return sum(int(c) + 1 for c in sample.response if c.isdigit()) / 20 - 0.3 * (not sample.finished)
+
+
+def coarse_reward(sample) -> float:
+    """A plug-in: right or wrong, about half of the time, so that the rewards of a group are often all equal."""
+    return float(sum(map(ord, sample.prompt + sample.response)) % 2)
+
+
+def never_right(sample) -> float:
+    """A plug-in: a reward that differs, but never one of a right answer."""
+    return 0.1 * len(sample.response)

@@ -4,7 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.test_layouts import CP2, DENSE, EP2, MOE, PP2, SP, TP2, VP2, batch_of, forward_of, parts_of, whole_weights
+from tests.test_layouts import (
+    CP2, DENSE, EP2, MOE, PP2, SP, TP2, VP2, batch_of, clipped_loss, forward_of, parts_of, whole_weights,
+)  # fmt: skip
 from tests.tiny_models import VOCAB, join_actor, parse_roles
 from tests.worlds import run_world
 
@@ -12,7 +14,6 @@ from tests.worlds import run_world
 def go_on(rank, flags: str, source, target, value_head: bool):
     """Loads (or not), updates once as `test_layouts` does, saves: whole weights before and behind."""
     from megarl.algorithms.aggregation import token_mean
-    from megarl.algorithms.policy_loss import ppo_clip
     from megarl.mcore import checkpoint
     from megarl.roles.learner import Learner
 
@@ -30,7 +31,7 @@ def go_on(rank, flags: str, source, target, value_head: bool):
         if value_head:
             terms = out * part.advantages
         else:
-            terms = ppo_clip(out.logprobs, part.logprobs, part.advantages, 0.2, 0.3).loss
+            terms = clipped_loss(out, part)
         value = token_mean(terms, part.response_mask, count)
         return value, value.detach().double()
 

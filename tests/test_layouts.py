@@ -121,10 +121,17 @@ def forward_of(value_head: bool):
     return lambda chunk, part: model.token_scores(chunk, part.tokens, part.lengths, 0.8, VOCAB)
 
 
+def clipped_loss(scores, part):
+    """The clipped policy loss of each token."""
+    from megarl.algorithms.policy_loss import ClipOptions, PolicyTokens, ppo_clip
+
+    fields = scores.logprobs, part.logprobs, part.advantages, part.response_mask, part.cu_seqlens
+    return ppo_clip(PolicyTokens(*fields), ClipOptions(0.2, 0.3)).loss
+
+
 def update(rank, flags: str, parts: int, value_head: bool):
     """(loss sums, gradient norm, whole weights) of one update, the same on every rank."""
     from megarl.algorithms.aggregation import token_mean
-    from megarl.algorithms.policy_loss import ppo_clip
     from megarl.algorithms.value_loss import clipped_value_loss
     from megarl.roles.learner import Learner
 
@@ -146,7 +153,7 @@ def update(rank, flags: str, parts: int, value_head: bool):
         if value_head:
             terms = clipped_value_loss(out, part.values, part.returns, 0.2).loss
         else:
-            terms = ppo_clip(out.logprobs, part.logprobs, part.advantages, 0.2, 0.3).loss - 0.1 * out.entropy
+            terms = clipped_loss(out, part) - 0.1 * out.entropy
         value = token_mean(terms, part.response_mask, count)
         return value, value.detach().double()
 

@@ -15,7 +15,7 @@ from tests.worlds import run_world
 
 SEQUENCES = 12
 # No division by tiny second moments: differences of rounding stay as small as they are in the gradient.
-PLAIN = "--adam-eps 1 --lr 0.05 --critic-lr 0.05 --weight-decay 0 --lr-decay-style constant"
+PLAIN = "--adam-eps 1 --lr 0.05 --weight-decay 0 --lr-decay-style constant"
 
 
 def experience(lane: int, lanes: int) -> Batch:
@@ -27,9 +27,10 @@ def experience(lane: int, lanes: int) -> Batch:
     lengths = prompts + responses
     total = int(lengths.sum())
     mask = torch.cat([torch.arange(n) >= p for n, p in zip(lengths.tolist(), prompts.tolist(), strict=True)])
-    noise = {name: torch.randn(total, generator=generator) * mask for name in
-             ("logprobs", "reference_logprobs", "values", "returns", "advantages", "entropy")}  # fmt: skip
+    names = "logprobs reference_logprobs values returns advantages entropy rollout_logprobs"
+    noise = {name: torch.randn(total, generator=generator) * mask for name in names.split()}
     noise["logprobs"] = -2.7 + 0.1 * noise["logprobs"]
+    noise["rollout_logprobs"] = noise["logprobs"] + 0.2 * noise["rollout_logprobs"]
     ids = torch.arange(SEQUENCES)
     batch = Batch(
         sequence_ids=ids, lengths=lengths, prompt_lengths=prompts, prompt_ids=ids // 2, response_mask=mask,
@@ -37,6 +38,12 @@ def experience(lane: int, lanes: int) -> Batch:
         scores=torch.randn(SEQUENCES, generator=generator), **noise,
     )  # fmt: skip
     return batch.select((lane_of(ids, lanes, 2) == lane).nonzero().flatten())
+
+
+class Held(dict):
+    """A step's data, at the roles already."""
+
+    count = SEQUENCES
 
 
 def role_of(name: str, parsed):
@@ -48,7 +55,8 @@ def role_of(name: str, parsed):
     here = world.create(parsed.roles, timedelta(seconds=60))
     tokenizer = build_tokenizer("SentencePieceTokenizer", parsed.settings.tokenizer_model)
     if name == "actor":
-        return Actor(parsed.settings, parsed.roles[name], here[name], tokenizer.vocab_size, Timers()), here[name]
+        vocab = tokenizer.vocab_size
+        return Actor(parsed.settings, parsed.roles[name], here[name], vocab, parsed.policy_loss, Timers()), here[name]
     role = Critic(parsed.settings, parsed.roles[name], here[name], tokenizer.vocab_size, Timers())
     with torch.no_grad():
         role.learner.model[0].output_layer.weight.copy_(torch.linspace(-0.2, 0.3, 32))
@@ -63,14 +71,14 @@ def updated(rank: int, parsed, name: str, bad=None):
     if bad is not None and rank == 1:
         field, value = bad
         getattr(batch, field)[batch.response_mask.nonzero()[0]] = value
-    role.update({name: batch}, step=1)
+    role.update(Held({name: batch}), 1, *[0.0] * (name == "actor"))
     gradients = {n: p.main_grad.clone() for n, p in role.learner.model.named_parameters()}
     weights = {n: p.detach().clone() for n, p in role.learner.model.named_parameters()}
     return gradients, weights, role.metrics, all(torch.equal(before[n], weights[n]) for n in weights)
 
 
 def update(folder, name: str, flags: str, size: int = 1, bad=None) -> list:
-    parsed = program("rl", rl_argv(folder, f"{PLAIN} {flags}"), size)
+    parsed = program("rl", rl_argv(folder, f"{PLAIN} --critic-lr 0.05 {flags}"), size)
     return run_world(updated, size, parsed, name, bad)
 
 

@@ -15,7 +15,7 @@ from megarl.rewards.base import Score
 from megarl.roles.reward import Reward
 from megarl.world import Place
 from tests.programs import program, rl_argv, write_lines
-from tests.test_roles import SEQUENCES, experience
+from tests.test_roles import SEQUENCES, Held, experience
 from tests.worlds import run_world
 from tools.train_tokenizer import train as train_tokenizer
 
@@ -44,6 +44,7 @@ def written(tokenizer, responses: list[tuple[int, list[int]]]) -> Batch:
         lengths=torch.tensor([len(prompt) + len(response) for prompt, response in rows]),
         tokens=torch.tensor([token for prompt, response in rows for token in prompt + response]),
         finished=torch.tensor([response[-1:] == [tokenizer.eos_id] for _, response in rows]),
+        response_mask=torch.tensor([i >= len(prompt) for prompt, reply in rows for i in range(len(prompt + reply))]),
     )  # fmt: skip
 
 
@@ -59,7 +60,7 @@ def test_scores_and_rows_are_those_of_the_text(byte_fallback, tmp_path):
     assert [row["response"] for row in reward.rows] == ["Zoë", "七", "七", tokenizer.decode(zoe[:1]), ""]
     assert reward.rows[2] == {
         "sequence": 6, "prompt": "数は？", "response": "七", "answer": "七", "reward": 0.5, "correct": True,
-        "reward_parts": {}, "length": len(seven) + 1, "finished": True,
+        "reward_parts": {}, "extracted": None, "length": len(seven) + 1, "finished": True,
     }  # fmt: skip
     assert [row["finished"] for row in reward.rows] == [True, True, True, False, False]
 
@@ -85,10 +86,12 @@ def completed(rank: int, parsed):
     from megarl.roles.experience import Experience
 
     place = world.create(parsed.roles, timedelta(seconds=60))["actor"]
-    batch, role = experience(place.lane, len(place.lanes)), Experience(parsed.settings, place, Timers())
+    batch = experience(place.lane, len(place.lanes))
+    role = Experience(parsed.settings, parsed.estimator, place, Timers())
     batch.advantages = batch.returns = None
-    role.complete({"actor": batch})
-    return batch, role.metrics, role.controller.coefficient
+    role.complete(Held(actor=batch))
+    role.measure(Held(actor=batch))
+    return batch, role.metrics, role.kl_coefficient
 
 
 def by_sequence(batches: list[Batch], name: str) -> list:
@@ -104,7 +107,10 @@ def complete(folder, flags: str, size: int):
     return [batch for batch, _, _ in results], [metrics for _, metrics, _ in results], [c for _, _, c in results]
 
 
-@pytest.mark.parametrize("flags", ["", "--whiten-advantages false", "--kl-target 0.1 --gamma 0.9 --gae-lambda 0.8"])
+ADAPTIVE = "--kl-controller adaptive --kl-target 0.1 --gamma 0.9 --gae-lambda 0.8"
+
+
+@pytest.mark.parametrize("flags", ["", "--whiten-advantages false", ADAPTIVE])
 def test_experience_does_not_depend_on_the_lanes(flags, tmp_path):
     ((one,), (metrics,), (coefficient,)) = complete(tmp_path, flags, 1)
     batches, its_metrics, coefficients = complete(tmp_path, flags, 2)
@@ -134,5 +140,6 @@ def test_returns_are_score_minus_kl_to_the_end_and_advantages_are_white(tmp_path
     assert metrics["reward/mean"] == pytest.approx(float(batch.scores.mean()), abs=1e-6)
     assert metrics["reward/std"] == pytest.approx(float(batch.scores.std(correction=0)), abs=1e-6)
     assert metrics["kl/reference"] == pytest.approx(float(kl.sum()) / SEQUENCES, abs=1e-5)
-    assert (metrics["rollout/tokens"], metrics["perf/tokens"]) == (int(mask.sum()), len(mask))
+    assert metrics["perf/tokens"] == len(mask)
+    assert metrics["rollout/response_length_mean"] == pytest.approx(int(mask.sum()) / SEQUENCES)
     assert metrics["reward/accuracy"] == 0.5 and metrics["rollout/finished_fraction"] == pytest.approx(2 / 3)

@@ -56,7 +56,8 @@ def test_end_to_end_on_four_ranks_through_torchrun(tmp_path):
 
 def check_rows(rows: dict):
     assert sorted(rows) == [0, 1, 2, 3]
-    assert set(rows[0]) == {"step", "eval/accuracy"}
+    evaluation = ("accuracy", "reward", "response_length_mean", "finished_fraction")
+    assert set(rows[0]) == {"step", *(f"eval/{name}" for name in evaluation)}
     assert [step for step, row in rows.items() if "eval/accuracy" in row] == [0, 2, 3]
     for step in (1, 2, 3):
         assert [name for name in METRICS if rows[step].get(name) is None] == []
@@ -134,8 +135,8 @@ def test_another_seed_is_another_run(folder):
 
 # -- resume ------------------------------------------------------------------------------------------------------
 
-RESUMED = f"--kl-target 0.01 --kl-horizon 50 --lr-decay-iters 4 --weight-decay 0.05 --prompts-per-step 80 {GRADED}"
-RESUMED += " --minibatch-size 30 --samples-per-prompt 1 --max-tokens-per-microbatch 150 --rollout-max-requests 64"
+RESUMED = f"--kl-controller adaptive --kl-target 0.01 --kl-horizon 50 --lr-decay-iters 4 --weight-decay 0.05 {GRADED}"
+RESUMED += " --prompts-per-step 80 --minibatch-size 30 --samples-per-prompt 1 --max-tokens-per-microbatch 150 --rollout-max-requests 64"
 
 
 @functools.cache

@@ -4,8 +4,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.algorithms.aggregation import masked_sum, token_mean
-from megarl.algorithms.policy_loss import ppo_clip
+from megarl.algorithms.aggregation import local_counts
+from megarl.algorithms.correction import correction_report, correction_sums
+from megarl.algorithms.policy_losses import PolicyLoss
 from megarl.arguments import RoleSettings, Settings
 from megarl.batch import Batch
 from megarl.mcore import model
@@ -13,6 +14,7 @@ from megarl.observe.timers import Timers
 from megarl.roles import microbatches as mb
 from megarl.roles.flow import Flow
 from megarl.roles.learner import Learner, updates_per_step
+from megarl.roles.objective import NAMES, Objective
 from megarl.world import Place
 
 
@@ -21,8 +23,12 @@ class Actor:
 
     name = "actor"
 
-    def __init__(self, settings: Settings, role: RoleSettings, place: Place, vocab_size: int, timers: Timers):
+    def __init__(
+        self, settings: Settings, role: RoleSettings, place: Place, vocab_size: int, policy_loss: PolicyLoss,
+        timers: Timers,
+    ):  # fmt: skip
         self.settings, self.place, self.timers, self.vocab_size = settings, place, timers, vocab_size
+        self.objective = Objective(settings, policy_loss)
         self.learner = None
         self.metrics: dict[str, float] = {}
         if place.is_member:
@@ -31,67 +37,84 @@ class Actor:
     def logprobs(self, flow: Flow, step: int):
         """Fills `logprobs` (π_old) and `entropy` by the training forward.
 
-        It runs the very micro-batches of the first epoch, so that before any update each ratio is exactly 1.
+        It runs the very micro-batches of the first epoch, so that before any update each ratio is exactly 1. Where the
+        step's only update sees them anyhow, it gives them, and this pass is left out.
         """
-        if not self.place.is_member:
+        if not self.place.is_member or self._learns_on_policy(flow, step):
             return
         with self.timers.phase(self.name, "logprobs"):
             batch, results = flow[self.name], []
-            for ids in mb.minibatches_of_step(self.settings, step, epoch=0):
+            for ids in mb.minibatches_of_step(self.settings, flow.count, step, epoch=0):
                 parts = self.learner.microbatches(batch, mb.members(batch, ids))
                 results += self.learner.evaluate(parts, self._forward)
-            mb.write_back(batch, "logprobs", [(scores.logprobs, places) for scores, places in results])
-            mb.write_back(batch, "entropy", [(scores.entropy, places) for scores, places in results])
-            self._measure_gap(batch)
+            self._take(batch, [(scores.logprobs, scores.entropy, places) for scores, places in results])
 
-    def _measure_gap(self, batch: Batch):
-        gap = (batch.rollout_logprobs - batch.logprobs).abs().masked_fill(~batch.response_mask, 0.0)
+    def _learns_on_policy(self, flow: Flow, step: int) -> bool:
+        """Whether the step's one update is the first to run the model, and nothing before it asks for log-probs."""
+        s = self.settings
+        is_only_update = s.ppo_epochs == 1 and (s.minibatch_size or flow.count) >= flow.count
+        kl_in_reward = s.kl_in == "reward" and s.kl_coefficient > 0
+        return is_only_update and not kl_in_reward and step > s.critic_warmup_steps
+
+    def _take(self, batch: Batch, results: list[tuple[Tensor, Tensor, Tensor]]):
+        """Writes (log-probs, entropy, places) of the first pass down, and compares it with the rollout."""
+        mb.write_back(batch, "logprobs", [(logprobs, places) for logprobs, _, places in results])
+        mb.write_back(batch, "entropy", [(entropy, places) for _, entropy, places in results])
+        gap = (batch.rollout_logprobs - batch.logprobs).abs().masked_fill(~batch.response_mask, 0.0).double()
         largest = gap.amax() if len(gap) else gap.sum()
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.place.collection.dp)
-        total, count = self.place.sum_over_lanes(torch.stack([gap.sum(), batch.response_mask.sum()]).double())
+        sums, maxima = correction_sums(
+            batch.logprobs, batch.rollout_logprobs, batch.response_mask, batch.cu_seqlens, self.objective.correction
+        )
+        maxima = torch.cat([largest.view(1), maxima])
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.place.collection.dp)
+        measured = torch.cat([torch.stack([gap.sum(), batch.response_mask.sum().double()]), sums])
+        total, count, *_ = measured = self.place.sum_over_lanes(measured)
         self.metrics = {
-            "rollout/logprob_gap_max": float(largest),
+            "rollout/logprob_gap_max": float(maxima[0]),
             "rollout/logprob_gap_mean": float(total / count.clamp(min=1)),
+            **correction_report(measured[2:], maxima[1:]),
         }
 
     def _forward(self, network, part) -> model.TokenScores:
         return model.token_scores(network, part.tokens, part.lengths, self.settings.temperature, self.vocab_size)
 
-    def update(self, flow: Flow, step: int):
-        """Learns from `advantages` for `--ppo-epochs` epochs of mini-batches; rests while the critic warms up."""
+    def update(self, flow: Flow, step: int, kl_coefficient: float):
+        """Learns from `advantages` for `--ppo-epochs` epochs of mini-batches; rests while the critic warms up.
+
+        `kl_coefficient` is β where the KL stands in the loss.
+        """
         if not self.place.is_member or step <= self.settings.critic_warmup_steps:
             return
         with self.timers.phase(self.name, "update"):
-            batch, results = flow[self.name], []
+            batch, results, first = flow[self.name], [], self._learns_on_policy(flow, step)
             for epoch in range(self.settings.ppo_epochs):
-                for ids in mb.minibatches_of_step(self.settings, step, epoch):
-                    results.append(self._update(batch, mb.members(batch, ids)))
+                for ids in mb.minibatches_of_step(self.settings, flow.count, step, epoch):
+                    results.append(self._update(batch, mb.members(batch, ids), kl_coefficient, first))
             self._summarize(results)
 
-    def _update(self, batch: Batch, places: Tensor):
-        count = self.place.sum_over_lanes(batch.select(places).response_mask.sum().double())
-        low = self.settings.clip_range
-        high = self.settings.clip_range_high or low
+    def _update(self, batch: Batch, places: Tensor, kl_coefficient: float, first: bool):
+        """One update; `first`: no log-probs are known yet, it takes them down."""
+        chosen = batch.select(places)
+        counts = self.place.sum_over_lanes(local_counts(chosen.response_mask, chosen.cu_seqlens))
 
         def loss(scores, part):
-            mask = part.response_mask
-            terms = ppo_clip(scores.logprobs, part.logprobs, part.advantages, low, high)
-            policy, entropy = token_mean(terms.loss, mask, count), token_mean(scores.entropy, mask, count)
-            value = policy - self.settings.entropy_coefficient * entropy
-            others = [masked_sum(x.double(), mask) / count.clamp(min=1) for x in (terms.approx_kl, terms.clipped)]
-            return value, torch.stack([value.detach().double(), entropy.detach().double(), *others]).detach()
+            old_logprobs = scores.logprobs.detach() if first else part.logprobs
+            value, sums = self.objective(scores, part, old_logprobs, counts, kl_coefficient)
+            return value, (sums, scores.logprobs.detach(), scores.entropy.detach()) if first else (sums,)
 
-        sums, applied, norm = self.learner.update(self.learner.microbatches(batch, places), self._forward, loss)
-        return self.place.sum_over_lanes(torch.stack(sums).sum(0)), applied, norm
+        parts = self.learner.microbatches(batch, places)
+        results, applied, norm = self.learner.update(parts, self._forward, loss)
+        if first:
+            self._take(batch, [(*found[1:], where) for found, (_, where) in zip(results, parts, strict=True)])
+        return self.place.sum_over_lanes(torch.stack([found[0] for found in results]).sum(0)), applied, norm
 
     def _summarize(self, results):
         means = torch.stack([sums for sums, _, _ in results]).mean(0).tolist()
+        self.metrics |= dict(zip(NAMES, means, strict=True))
+        if self.settings.kl_in == "reward":
+            del self.metrics["actor/kl_loss"]
         self.metrics |= {
-            "actor/loss": means[0],
-            "actor/entropy": means[1],
-            "actor/ppo_kl": means[2],
-            "actor/ppo_kl_first": results[0][0][2].item(),
-            "actor/clip_fraction": means[3],
+            "actor/ppo_kl_first": results[0][0][NAMES.index("actor/ppo_kl")].item(),
             "actor/grad_norm": sum(norm for _, _, norm in results) / len(results),
             "actor/learning_rate": self.learner.learning_rate(),
             "actor/updates_skipped": sum(not applied for _, applied, _ in results),

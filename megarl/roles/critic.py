@@ -15,11 +15,11 @@ from megarl.world import Place
 
 
 class Critic:
-    """A transformer with a scalar head."""
+    """A transformer with a scalar head; a run whose advantages need no values has none."""
 
     name = "critic"
 
-    def __init__(self, settings: Settings, role: RoleSettings, place: Place, vocab_size: int, timers: Timers):
+    def __init__(self, settings: Settings, role: RoleSettings | None, place: Place, vocab_size: int, timers: Timers):
         self.settings, self.place, self.timers = settings, place, timers
         self.learner = None
         self.metrics: dict[str, float] = {}
@@ -48,7 +48,7 @@ class Critic:
             self.metrics = {"critic/explained_variance": explained_variance(self.place.sum_over_lanes(moments))}
             results = []
             for epoch in range(self.settings.ppo_epochs):
-                for ids in mb.minibatches_of_step(self.settings, step, epoch):
+                for ids in mb.minibatches_of_step(self.settings, flow.count, step, epoch):
                     results.append(self._update(batch, mb.members(batch, ids)))
             self._summarize(results)
 

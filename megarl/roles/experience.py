@@ -1,10 +1,12 @@
-"""Turns what the roles computed into advantages and returns, on the actor's lanes (2203.02155, 1506.02438)."""
+"""Turns what the roles computed into advantages and returns, on the actor's lanes; owns the KL coefficient."""
 
 import torch
+from torch import Tensor
 
-from megarl.algorithms.advantages import gae, token_rewards
+from megarl.algorithms.advantages import token_rewards
+from megarl.algorithms.estimators import AdvantageOptions, Estimator, StepData
 from megarl.algorithms.kl import AdaptiveKLController, FixedKLController, kl_estimate
-from megarl.algorithms.statistics import local_moments, whiten
+from megarl.algorithms.packed import sums_by_sequence
 from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.observe.timers import Timers
@@ -13,38 +15,72 @@ from megarl.world import Place
 
 
 class Experience:
-    """Token rewards with KL, GAE, whitening; owns the KL coefficient."""
+    """Token rewards with KL, then the advantages of the chosen estimator."""
 
-    def __init__(self, settings: Settings, place: Place, timers: Timers):
-        self.settings, self.place, self.timers = settings, place, timers
-        self.metrics: dict[str, float] = {}
-        beta = settings.kl_coefficient
-        self.controller = FixedKLController(beta)
-        if settings.kl_target is not None:
-            self.controller = AdaptiveKLController(beta, settings.kl_target, settings.kl_horizon)
+    def __init__(self, settings: Settings, estimator: Estimator, place: Place, timers: Timers):
+        self.settings, self.estimator, self.place, self.timers = settings, estimator, place, timers
+        s, self.metrics = settings, {}
+        whiten = estimator.whiten if s.whiten_advantages is None else s.whiten_advantages
+        self.options = AdvantageOptions(s.gamma, s.gae_lambda, s.group_std, whiten)
+        self.controller = FixedKLController(s.kl_coefficient)
+        if s.kl_controller == "adaptive":
+            self.controller = AdaptiveKLController(s.kl_coefficient, s.kl_target, s.kl_horizon)
+
+    @property
+    def kl_coefficient(self) -> float:
+        """β of this step."""
+        return self.controller.coefficient
 
     def complete(self, flow: Flow):
-        """Fills `advantages` and `returns` from scores, log-probs and values; moves the KL coefficient on."""
+        """Fills `advantages` and, for a critic, `returns` from scores, log-probs and values."""
         if not self.place.is_member:
             return
         with self.timers.phase(HOME, "advantages"):
-            batch, s = flow[HOME], self.settings
-            kl = kl_estimate(batch.logprobs, batch.reference_logprobs, "k1").masked_fill(~batch.response_mask, 0.0)
-            where = (batch.response_mask, batch.cu_seqlens)
-            rewards = token_rewards(batch.scores, kl, self.controller.coefficient, *where)
-            advantages, batch.returns = gae(rewards, batch.values, *where, s.gamma, s.gae_lambda)
-            if s.whiten_advantages:
-                moments = self.place.sum_over_lanes(local_moments(advantages, batch.response_mask))
-                advantages = whiten(advantages, batch.response_mask, moments)
-            batch.advantages = advantages
-            self._measure(batch, kl)
+            batch = flow[HOME]
+            batch.advantages, returns = self.estimator.function(self._step_data(batch, flow.count), self.options)
+            if returns is not None:
+                batch.returns = returns
 
-    def _measure(self, batch: Batch, kl: torch.Tensor):
-        scores = batch.scores.double()
+    def _step_data(self, batch: Batch, count: int) -> StepData:
+        """What the estimator may look at; facts of a sequence come from all lanes, exactly: one adds, others add 0."""
+        rewards = self._token_rewards(batch)
+        baselines = torch.zeros_like(batch.scores) if batch.baseline_scores is None else batch.baseline_scores
+        of_step = torch.zeros(count, 3, dtype=torch.float64, device=rewards.device)
+        totals = sums_by_sequence(rewards.double(), batch.response_mask, batch.cu_seqlens)
+        of_step[batch.sequence_ids] = torch.stack([totals, batch.response_lengths.double(), baselines.double()], dim=1)
+        of_step = self.place.sum_over_lanes(of_step)
+        return StepData(
+            scores=of_step[:, 0],
+            groups=torch.arange(count, device=rewards.device) // self.settings.samples_per_prompt,
+            response_lengths=of_step[:, 1].long(),
+            baselines=None if batch.baseline_scores is None else of_step[:, 2],
+            sequence_ids=batch.sequence_ids,
+            token_rewards=rewards,
+            values=batch.values,
+            response_mask=batch.response_mask,
+            cu_seqlens=batch.cu_seqlens,
+            total=self.place.sum_over_lanes,
+        )
+
+    def _token_rewards(self, batch: Batch) -> Tensor:
+        beta, penalty = self.kl_coefficient, torch.zeros_like(batch.rollout_logprobs)
+        if self.settings.kl_in == "reward" and beta > 0:
+            penalty = kl_estimate(batch.logprobs, batch.reference_logprobs, self.settings.kl_estimator)
+            penalty = penalty.masked_fill(~batch.response_mask, 0.0)
+        return token_rewards(batch.scores, penalty, beta, batch.response_mask, batch.cu_seqlens)
+
+    def measure(self, flow: Flow):
+        """Takes the step's numbers, when all log-probs are known, and moves the KL coefficient on."""
+        if not self.place.is_member:
+            return
+        batch, scores = flow[HOME], flow[HOME].scores.double()
+        mask, kl = batch.response_mask, torch.zeros_like(batch.logprobs)
+        if batch.reference_logprobs is not None:
+            kl = (batch.logprobs - batch.reference_logprobs).masked_fill(~mask, 0.0)
         sums = torch.stack([
             torch.tensor(len(batch), device=scores.device), scores.sum(), scores.square().sum(), kl.double().sum(),
-            batch.response_lengths.sum(), batch.finished.sum(), batch.correct.sum(), batch.lengths.sum(),
-            batch.entropy.double()[batch.response_mask].sum(),
+            mask.sum(), batch.finished.sum(), batch.correct.sum(), batch.lengths.sum(),
+            batch.entropy.double()[mask].sum(),
         ]).double()  # fmt: skip
         sums = self.place.sum_over_lanes(sums).tolist()
         n, total, squares, kl_sum, written, finished, correct, tokens, entropy = sums
@@ -52,12 +88,11 @@ class Experience:
             "reward/mean": total / n,
             "reward/std": max(squares / n - (total / n) ** 2, 0.0) ** 0.5,
             "reward/accuracy": correct / n,
-            "kl/reference": kl_sum / n,
-            "kl/coefficient": self.controller.coefficient,
-            "rollout/tokens": int(written),
             "rollout/response_length_mean": written / n,
             "rollout/finished_fraction": finished / n,
             "rollout/entropy": entropy / max(written, 1.0),
             "perf/tokens": int(tokens),
         }
-        self.controller.update(kl_sum / n, int(n))
+        if batch.reference_logprobs is not None:
+            self.metrics |= {"kl/reference": kl_sum / n, "kl/coefficient": self.kl_coefficient}
+            self.controller.update(kl_sum / n, int(n))

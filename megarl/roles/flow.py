@@ -11,32 +11,54 @@ SOURCE = "rollout"  # where text is written
 HOME = "actor"  # experience is put together where the policy is
 SHARED = ["tokens", "response_mask", "prompt_ids", "prompt_lengths", "finished"]
 AT_HOME = [*SHARED, "rollout_logprobs"]
+WRITTEN = ["sequence_ids", "lengths", *AT_HOME]  # all that a batch holds when it was written
 
 
 class Flow:
-    """Batches by role. `flow["critic"]` is None on ranks that do not work for the critic."""
+    """Batches by role. `flow["critic"]` is None on ranks that do not work for the critic.
 
-    def __init__(self, world: World, timers: Timers, owners: dict[str, Tensor], rollout: Batch | None):
-        """Starts with what this rank wrote (None where it wrote nothing); `owners` as in `exchange.send`."""
-        self._world, self._timers, self._owners = world, timers, owners
+    A role that the run does not have gets and gives nothing.
+    """
+
+    def __init__(
+        self, world: World, timers: Timers, owners: dict[str, Tensor], rollout: Batch | None,
+        known: tuple[str, ...] = (),
+    ):  # fmt: skip
+        """Starts with what this rank wrote (None where it wrote nothing).
+
+        Args:
+            owners: as in `exchange.send`.
+            known: fields that the rollout has beyond those that writing gives; the same on every rank.
+        """
+        self._world, self._timers, self._owners, self._known = world, timers, owners, known
         self._batches: dict[str, Batch | None] = {SOURCE: rollout}
 
     def __getitem__(self, role: str) -> Batch | None:
         return self._batches.get(role)
 
+    @property
+    def count(self) -> int:
+        """Sequences of the step on all lanes together."""
+        return len(self._owners[SOURCE])
+
     def share(self, roles: list[str]):
         """Hands the rollout to other roles, to each lane its own sequences."""
-        for role in roles:
-            self._batches[role] = self._send(self._nearest(role), role, AT_HOME if role == HOME else SHARED)
+        for role in filter(self._has, roles):
+            names = [*(AT_HOME if role == HOME else SHARED), *self._known]
+            self._batches[role] = self._send(self._nearest(role), role, names)
 
     def collect(self, fields: dict[str, list[str]]):
         """Brings fields that other roles computed home to the actor: `{"critic": ["values"]}`."""
-        for role, names in fields.items():
-            self._take(role, HOME, names)
+        for role in filter(self._has, fields):
+            self._take(role, HOME, fields[role])
 
     def give(self, role: str, names: list[str]):
         """Sends fields computed at home to another role's sequences."""
-        self._take(HOME, role, names)
+        if self._has(role):
+            self._take(HOME, role, names)
+
+    def _has(self, role: str) -> bool:
+        return role in self._world.places
 
     def _nearest(self, role: str) -> str:
         """A role that was served before and holds the very sequences on the very ranks, else the rollout."""

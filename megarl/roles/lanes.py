@@ -46,17 +46,18 @@ def by_work(lengths: Tensor, minibatches: list[Tensor], lanes: int, hidden: int)
 
 
 def balanced(
-    world: World, rollout: Batch | None, minibatches: list[Tensor], samples_per_prompt: int, hidden: int
+    world: World, rollout: Batch | None, written: Tensor, minibatches: list[Tensor], hidden: int
 ) -> dict[str, Tensor]:
-    """Owners for every role: as they were dealt for the rollout, by work for the others. A collective of the world.
+    """Owners for every role: those who wrote it for the rollout, by work for the others. A collective of the world.
 
-    `rollout` is this rank's share of the rollout, None where it has none.
+    Args:
+        rollout: this rank's share of the rollout, None where it has none.
+        written: [N] lane of the rollout that holds each sequence.
     """
-    count = sum(len(ids) for ids in minibatches)
-    lengths = torch.zeros(count, dtype=torch.int64, device=device.device())
+    lengths = torch.zeros(len(written), dtype=torch.int64, device=device.device())
     if world["rollout"].is_leader:
         lengths[rollout.sequence_ids] = rollout.lengths
     dist.all_reduce(lengths)
     found = {n: by_work(lengths, minibatches, n, hidden) for n in {len(p.lanes) for p in world.places.values()}}
     owners = {name: found[len(place.lanes)] for name, place in world.places.items()}
-    return owners | {"rollout": dealt(world, count, samples_per_prompt)["rollout"]}
+    return owners | {"rollout": written}

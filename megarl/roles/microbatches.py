@@ -30,10 +30,9 @@ def minibatch_ids(count: int, size: int | None, seed: int, step: int, epoch: int
     return [part.sort().values for part in order.split(size)]
 
 
-def minibatches_of_step(settings: Settings, step: int, epoch: int) -> list[Tensor]:
-    """The mini-batches of a step of reinforcement learning, as `minibatch_ids` draws them."""
-    total = settings.prompts_per_step * settings.samples_per_prompt
-    return minibatch_ids(total, settings.minibatch_size, settings.seed, step, epoch)
+def minibatches_of_step(settings: Settings, count: int, step: int, epoch: int) -> list[Tensor]:
+    """The mini-batches of the `count` sequences of a step, as `minibatch_ids` draws them."""
+    return minibatch_ids(count, settings.minibatch_size, settings.seed, step, epoch)
 
 
 def members(batch: Batch, ids: Tensor) -> Tensor:

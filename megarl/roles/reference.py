@@ -12,11 +12,11 @@ from megarl.world import Place
 
 
 class Reference:
-    """A frozen language model."""
+    """A frozen language model; a run without KL has none."""
 
     name = "reference"
 
-    def __init__(self, settings: Settings, role: RoleSettings, place: Place, vocab_size: int, timers: Timers):
+    def __init__(self, settings: Settings, role: RoleSettings | None, place: Place, vocab_size: int, timers: Timers):
         self.role = role
         self.settings, self.place, self.timers, self.vocab_size = settings, place, timers, vocab_size
         self.model = None

@@ -12,8 +12,7 @@ from megarl.mcore import device, model
 from megarl.mcore.engine import RolloutEngine
 from megarl.mcore.reshard import WeightTransfer
 from megarl.observe.timers import Timers
-from megarl.roles.actor import Actor
-from megarl.rollout.requests import build_requests, pack_completions
+from megarl.rollout.requests import Drawn, build_requests, pack_completions
 from megarl.rollout.sampling import SamplingSettings
 from megarl.world import World
 
@@ -24,15 +23,18 @@ class Rollout:
     name = "rollout"
 
     def __init__(
-        self, settings: Settings, role: RoleSettings, world: World, actor: Actor, tokenizer: Tokenizer, timers: Timers
-    ):
-        """Takes the actor's module where the two share it, else builds a model and plans the transfer. Collective."""
+        self, settings: Settings, role: RoleSettings, world: World, trained: model.Stages | None, tokenizer: Tokenizer,
+        timers: Timers,
+    ):  # fmt: skip
+        """Takes the actor's module where the two share it, else builds a model and plans the transfer. Collective.
+
+        `trained` is the actor's module on this rank, None outside the actor.
+        """
         self.settings, self.role, self.timers, self.tokenizer = settings, role, timers, tokenizer
         self.world, self.place = world, world["rollout"]
-        self.metrics = {"weights/sync_bytes": 0, "weights/sync_s": 0.0}
+        self.metrics: dict[str, float] = {}
         self.engine = self._transfer = self.model = None
-        trained = actor.learner.model if actor.learner else None
-        if role.host == actor.name:
+        if role.host == "actor":
             self.model = trained
         elif self.place.is_member:
             self.model = model.build_model(role.megatron, tokenizer.vocab_size, self.place.collection)
@@ -56,6 +58,7 @@ class Rollout:
 
         A collective of the actor's and the rollout's ranks. Waiting for the others is no work of either role.
         """
+        self.metrics = {"weights/sync_bytes": 0, "weights/sync_s": 0.0}
         if self._transfer is None:
             return
         roles = [name for name in ("actor", "rollout") if self.world[name].is_member]
@@ -72,9 +75,12 @@ class Rollout:
         self.metrics["weights/sync_s"] = time.perf_counter() - start
 
     def generate(
-        self, prompts: list[tuple[int, list[int]]], samples: int, step: int, greedy: bool = False
+        self, prompts: list[Drawn], samples: int, step: int, temperature: float | None = None
     ) -> Batch | None:
-        """Writes `samples` responses to each prompt (its line, its tokens); this lane's share of them, packed."""
+        """Writes `samples` responses to each prompt; this lane's share of them, packed.
+
+        `temperature` is `--temperature` by default; 0 takes the likeliest token each time.
+        """
         if not self.place.is_member:
             return None
         s = self.settings
@@ -82,6 +88,7 @@ class Rollout:
             ids = torch.arange(len(prompts) * samples)
             ids = ids[lane_of(ids, len(self.place.lanes), samples) == self.place.lane]
             requests = build_requests(ids, prompts, samples, s.seed, step, s.max_response_length)
-            sampling = SamplingSettings(s.temperature, s.top_k, s.top_p, greedy)
+            temperature = s.temperature if temperature is None else temperature
+            sampling = SamplingSettings(temperature or 1.0, s.top_k, s.top_p, greedy=temperature == 0)
             completions = self.engine.generate(requests, self.tokenizer.eos_id, sampling)
             return pack_completions(ids, prompts, samples, requests, completions)

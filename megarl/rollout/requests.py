@@ -1,5 +1,7 @@
 """From prompts to the engine's requests, and from its completions to a packed batch."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,23 +11,32 @@ from megarl.mcore.engine import Completion, Request
 from megarl.rollout.random import stream_keys
 
 
+class Drawn(NamedTuple):
+    """A prompt to be answered."""
+
+    line: int  # in its file
+    tokens: list[int]
+    again: int = 0  # times that the same step drew this line before
+
+
 def build_requests(
-    ids: Tensor, prompts: list[tuple[int, list[int]]], samples: int, seed: int, step: int, max_new_tokens: int
+    ids: Tensor, prompts: list[Drawn], samples: int, seed: int, step: int, max_new_tokens: int
 ) -> list[Request]:
     """One request for each sequence id [N]; id i is sample i mod `samples` of prompt i div `samples`.
 
-    The random stream is named by the prompt's line in its file, not by its place in the step.
+    The random stream is named by the prompt's line in its file, not by its place in the step; a line that a step
+    draws again goes on with the samples behind those that it has.
     """
-    places = (ids // samples).tolist()
-    lines = torch.tensor([prompts[place][0] for place in places], dtype=torch.int64)
-    keys = stream_keys(seed, step, lines, ids % samples).tolist()
-    return [Request(prompts[place][1], key, max_new_tokens) for place, key in zip(places, keys, strict=True)]
+    drawn = [prompts[place] for place in (ids // samples).tolist()]
+    lines = torch.tensor([prompt.line for prompt in drawn], dtype=torch.int64)
+    before = torch.tensor([prompt.again * samples for prompt in drawn], dtype=torch.int64)
+    keys = stream_keys(seed, step, lines, before + ids % samples).tolist()
+    return [Request(prompt.tokens, key, max_new_tokens) for prompt, key in zip(drawn, keys, strict=True)]
 
 
 def pack_completions(
-    ids: Tensor, prompts: list[tuple[int, list[int]]], samples: int, requests: list[Request],
-    completions: list[Completion],
-) -> Batch:  # fmt: skip
+    ids: Tensor, prompts: list[Drawn], samples: int, requests: list[Request], completions: list[Completion]
+) -> Batch:
     """The rollout of a lane as one packed batch, in ascending sequence ids."""
     tokens, mask, logprobs = [], [], []
     for request, completion in zip(requests, completions, strict=True):
@@ -35,7 +46,7 @@ def pack_completions(
         logprobs += [0.0] * prompt + completion.logprobs
     batch = Batch(
         sequence_ids=ids,
-        prompt_ids=torch.tensor([prompts[place][0] for place in (ids // samples).tolist()], dtype=torch.int64),
+        prompt_ids=torch.tensor([prompts[place].line for place in (ids // samples).tolist()], dtype=torch.int64),
         prompt_lengths=torch.tensor([len(r.prompt) for r in requests], dtype=torch.int64),
         finished=torch.tensor([c.finished for c in completions], dtype=torch.bool),
         lengths=torch.tensor(
