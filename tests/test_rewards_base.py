@@ -20,13 +20,13 @@ def prompts_of(tmp_path, *lines):
     return load_prompts(str(path))
 
 
-@pytest.mark.parametrize("response, finished, reward", [
-    ("42", True, 1.0), (" 42\n", True, 1.0), ("42", False, 0.0), ("4 2", True, 0.0), ("", True, 0.0),
-    ("420", True, 0.0),
+@pytest.mark.parametrize("response, finished, reward, extracted", [
+    ("42", True, 1.0, "42"), (" 42\n", True, 1.0, "42"), ("42", False, 0.0, None), ("4 2", True, 0.0, "4 2"),
+    ("", True, 0.0, None), (" ", True, 0.0, None), ("420", True, 0.0, "420"),
 ])
-def test_exact_match(response, finished, reward):
+def test_exact_match(response, finished, reward, extracted):
     score = build_reward("exact-match")(Sample("6*7=", response, "42 ", finished=finished))
-    assert score == Score(reward, bool(reward), {"exact_match": reward})
+    assert score == Score(reward, bool(reward), {"exact_match": reward}, extracted)
 
 
 def test_exact_match_without_an_answer_raises():
@@ -40,19 +40,21 @@ def sums_sample(response, finished=True, answer="15"):
 
 def test_reasoning_gym_scores_with_the_task():
     reward = build_reward("reasoning-gym")
-    assert reward(sums_sample(" 15 ")) == Score(1.0, True, {"reasoning_gym": 1.0})
+    assert reward(sums_sample(" 15 ")) == Score(1.0, True, {"reasoning_gym": 1.0}, "15")
     assert reward(sums_sample("+015.0")).correct
-    assert reward(sums_sample("14")) == Score(0.0, False, {"reasoning_gym": 0.0})
+    assert reward(sums_sample("14")) == Score(0.0, False, {"reasoning_gym": 0.0}, "14")
     # The task pays by the share of the text that is the answer: rewarded, but not correct.
-    assert reward(sums_sample("1500")) == Score(0.5, False, {"reasoning_gym": 0.5})
+    assert reward(sums_sample("1500")) == Score(0.5, False, {"reasoning_gym": 0.5}, "1500")
     assert reward(sums_sample("15", finished=False)) == Score(0.0, False, {"reasoning_gym": 0.0})
 
 
 def test_reasoning_gym_reads_answer_tags():
     reward = build_reward("reasoning-gym")
-    assert reward(sums_sample("so <answer>1</answer> no, <answer> 15\n</answer> done")).correct
-    assert not reward(sums_sample("15 <answer>14</answer>")).correct
+    last = reward(sums_sample("so <answer>1</answer> no, <answer> 15\n</answer> done"))
+    assert last.correct and last.extracted == "15"
+    assert reward(sums_sample("15 <answer>14</answer>")) == Score(0.0, False, {"reasoning_gym": 0.0}, "14")
     assert not reward(sums_sample("<answer>15")).correct
+    assert reward(sums_sample("15 <answer> </answer>")).extracted is None
 
 
 def test_reasoning_gym_text_that_a_scorer_cannot_read_is_wrong():
@@ -60,7 +62,7 @@ def test_reasoning_gym_text_that_a_scorer_cannot_read_is_wrong():
     metadata = {"source_dataset": "prime_factorization", "number": 6, "factors": [2, 3]}
     reward = build_reward("reasoning-gym")
     assert reward(Sample("6", "2 × 3", "2 × 3", metadata)).correct
-    assert reward(Sample("6", "two", "2 × 3", metadata)) == Score(0.0, False, {"reasoning_gym": 0.0})
+    assert reward(Sample("6", "two", "2 × 3", metadata)) == Score(0.0, False, {"reasoning_gym": 0.0}, "two")
 
 
 def test_reasoning_gym_raises_where_the_entry_is_broken():
@@ -125,7 +127,9 @@ def plugin(tmp_path, monkeypatch):
 
 def test_plugin(plugin, tmp_path):
     assert build_reward("my_rewards:scored")(Sample("q", "a")) == Score(0.75, True, {"a": 0.5, "b": 0.25})
-    assert build_reward("my_rewards:length")(Sample("q", "abc")) == Score(3.0, True)
+    # A plain number: the whole response is the answer.
+    assert build_reward("my_rewards:length")(Sample("q", " abc")) == Score(4.0, True, extracted="abc")
+    assert build_reward("my_rewards:length")(Sample("q", "abc", finished=False)) == Score(3.0, True)
     assert build_reward("my_rewards:length")(Sample("q", "")) == Score(0.0, False)
     check_prompts("my_rewards:length", prompts_of(tmp_path, {"prompt": "a"}), scores_here=True)
 
@@ -154,6 +158,7 @@ def test_wrong_reward_names(plugin, name, message):
     (Score("1", True), "reward is '1'"),
     (Score(1.0, True, {"a": math.nan}), "a is nan"),
     (Score(1.0, True, {"a": 0.5}), "do not add up to 1.0"),
+    (Score(1.0, True, extracted=5), "extracted is 5, neither text nor None"),
 ])
 def test_bad_results_name_verifier_and_prompt(result, message):
     reward = Reward("mine", lambda sample: result)

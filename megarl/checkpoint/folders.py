@@ -1,6 +1,10 @@
-"""`DIR/checkpoints/step_%08d/` with a manifest, and `DIR/checkpoints/latest`, which is written last."""
+"""`DIR/checkpoints/step_%08d/` with a manifest; `latest` and `best` beside them name one each and are written last.
+
+A run that is killed at any instant leaves both naming complete checkpoints: what is removed loses its name first.
+"""
 
 import json
+import shutil
 from pathlib import Path
 
 from megarl.errors import UsageError
@@ -8,7 +12,8 @@ from megarl.mcore import checkpoint
 from megarl.observe.files import write_atomically
 
 MANIFEST = "manifest.json"
-LATEST = "latest"
+LATEST, BEST = "latest", "best"
+REMOVED = ".removed-"  # in front of the name of a folder that is being removed
 
 
 def step_folder(run: Path, step: int) -> Path:
@@ -17,25 +22,97 @@ def step_folder(run: Path, step: int) -> Path:
 
 
 def commit(run: Path, step: int, manifest: dict):
-    """Marks a step's folder as complete, then as the latest: a reader never meets a half-written one."""
+    """Marks a step's folder as complete, then as the latest: a reader never meets a half-written one.
+
+    `best` then names the step of `manifest["best"]["step"]`, this one or an earlier one, if that was saved here.
+    """
     folder = step_folder(run, step)
     write_atomically(folder / MANIFEST, json.dumps({"step": step, **manifest}, indent=1, sort_keys=True) + "\n")
-    write_atomically(folder.parent / LATEST, folder.name + "\n")
+    _point(folder.parent, LATEST, folder)
+    best = (manifest.get("best") or {}).get("step")
+    if best is not None and (step_folder(run, best) / MANIFEST).is_file():
+        commit_best(run, best)
+
+
+def commit_best(run: Path, step: int):
+    """Marks a complete checkpoint as the best, then removes those that were kept for having been it.
+
+    These say `"kept_for": "best"` in their manifests; the one that `latest` names stays until there is a later one.
+    """
+    folder = step_folder(run, step)
+    if _named(folder.parent, BEST) != folder:
+        _point(folder.parent, BEST, folder)
+    for other in _complete(folder.parent):
+        if other not in (folder, _named(folder.parent, LATEST)) and _kept_for(other) == "best":
+            _remove(other)
+
+
+def make_room(run: Path, step: int):
+    """An empty folder for a step's checkpoint, in the place of one that is there: half-written, or of an earlier run.
+
+    Before a complete one goes, `latest` names the newest of the others, and `best`, which has no second, nothing.
+    """
+    folder = step_folder(run, step)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for remains in folder.parent.glob(f"{REMOVED}*"):  # of a run that was killed while it removed them
+        shutil.rmtree(remains)
+    if _named(folder.parent, LATEST) == folder:
+        others = [other for other in _complete(folder.parent) if other != folder]
+        _point(folder.parent, LATEST, others[-1] if others else None)
+    if _named(folder.parent, BEST) == folder:
+        _point(folder.parent, BEST, None)
+    if folder.exists():
+        _remove(folder)
+    folder.mkdir()
+
+
+def _complete(checkpoints: Path) -> list[Path]:
+    """The complete checkpoints of a run, oldest first."""
+    return sorted(manifest.parent for manifest in checkpoints.glob(f"step_*/{MANIFEST}"))
+
+
+def _named(checkpoints: Path, pointer: str) -> Path | None:
+    """The folder that `latest` or `best` names; None without such a file."""
+    path = checkpoints / pointer
+    return checkpoints / path.read_text(encoding="utf-8").strip() if path.is_file() else None
+
+
+def _point(checkpoints: Path, pointer: str, folder: Path | None):
+    """Makes `latest` or `best` name a folder, or nothing."""
+    if folder is None:
+        (checkpoints / pointer).unlink()
+    else:
+        write_atomically(checkpoints / pointer, folder.name + "\n")
+
+
+def _kept_for(folder: Path) -> str | None:
+    """What a checkpoint was saved for; None where its manifest does not say."""
+    try:
+        return read_manifest(folder, "--save").get("kept_for")
+    except UsageError:
+        return None
+
+
+def _remove(folder: Path):
+    """Removes a folder, of which nobody ever sees a part."""
+    shutil.rmtree(folder.rename(folder.with_name(f"{REMOVED}{folder.name}")))
 
 
 def find(path: str, flag: str) -> Path:
-    """The checkpoint that a run folder (its latest) or a step's folder means.
+    """The checkpoint that a run folder (its latest), a step's folder, or a file `latest` or `best` means.
 
     Raises:
         UsageError: there is none, or it was not completed.
     """
     folder = Path(path)
-    latest = folder / "checkpoints" / LATEST
     try:
-        if latest.is_file():
-            folder = latest.parent / latest.read_text(encoding="utf-8").strip()
+        pointer = folder / "checkpoints" / LATEST if folder.is_dir() else folder
+        if pointer.is_file() and pointer.name in (LATEST, BEST):
+            folder = _named(pointer.parent, pointer.name)
         if not folder.is_dir():
-            raise UsageError(f"{flag} {path}: no such folder; allowed is a run's folder or one of its checkpoints")
+            raise UsageError(
+                f"{flag} {path}: no such folder; allowed is a run's folder, one of its checkpoints, or checkpoints/best"
+            )
         read_manifest(folder, flag)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{flag} {path}: cannot be read ({error})") from None

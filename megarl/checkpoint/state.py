@@ -1,29 +1,32 @@
 """Saves and restores a whole run: every role's models, optimizers and schedules, random states, data position."""
 
-import shutil
 from pathlib import Path
 
 import torch.distributed as dist
 
 from megarl.checkpoint import folders
 from megarl.mcore import checkpoint
+from megarl.observe.files import write_atomically
 from megarl.world import World
 
 
-def save(run: Path, step: int, world: World, roles: dict, manifest: dict):
+def save(run: Path, step: int, world: World, roles: dict, manifest: dict, files: dict[str, bytes] | None = None):
     """Writes `DIR/checkpoints/step_%08d`; a collective of the world.
 
     Args:
         roles: name -> the role's state on this rank (`Learner.state`), for roles that this rank works for.
-        manifest: facts about the run that the folder should tell.
+        manifest: facts about the run that the folder should tell. Of these, `best` (`Best.state_dict`) says which step
+            `DIR/checkpoints/best` names, and `kept_for` "best" that the next best may remove this one.
+        files: further files of the folder by name, written by rank 0.
     """
     folder = folders.step_folder(run, step)
     if world.rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)  # what an interrupted save of this very step left
-        folder.mkdir(parents=True)
+        folders.make_room(run, step)
     dist.barrier()
     checkpoint.save({**roles, **checkpoint.rank_state()}, folder)
     if world.rank == 0:
+        for name, data in (files or {}).items():
+            write_atomically(folder / name, data)
         folders.commit(run, step, {"world_size": world.size, **manifest})
     dist.barrier()
 

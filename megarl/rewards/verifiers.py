@@ -6,7 +6,7 @@ from typing import Any, Callable
 
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
-from megarl.rewards.base import Sample, Score
+from megarl.rewards.base import Sample, Score, whole_response
 
 # Tasks give 1.0 for a right answer and less for half-right ones (0.01 for a readable wrong one, say).
 _CORRECT_FROM = 0.999
@@ -17,7 +17,7 @@ def exact_match(sample: Sample) -> Score:
     if sample.answer is None:
         raise ValueError("exact-match needs an answer")
     correct = sample.finished and sample.response.strip() == sample.answer.strip()
-    return Score(float(correct), correct, {"exact_match": float(correct)})
+    return Score(float(correct), correct, {"exact_match": float(correct)}, whole_response(sample))
 
 
 def check_exact_match(prompts: PromptSet) -> None:
@@ -38,12 +38,13 @@ def reasoning_gym(sample: Sample) -> Score:
     if not sample.finished:
         return Score(0.0, False, {"reasoning_gym": 0.0})
     entry = {"answer": sample.answer, "metadata": sample.metadata}
+    extracted = _answer_text(sample.response)
     try:
-        score = float(scorer(_answer_text(sample.response), entry))
+        score = float(scorer(extracted, entry))
     except Exception:
         scorer(sample.answer, entry)
         score = 0.0
-    return Score(score, score >= _CORRECT_FROM, {"reasoning_gym": score})
+    return Score(score, score >= _CORRECT_FROM, {"reasoning_gym": score}, extracted or None)
 
 
 def check_reasoning_gym(prompts: PromptSet) -> None:

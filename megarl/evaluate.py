@@ -1,0 +1,118 @@
+"""Evaluation of a checkpoint on held-out prompts: accuracy, pass@k, mean@k and maj@k, by task, greedy or sampled.
+
+Takes the weights of any checkpoint, of reinforcement or supervised training, whatever layout wrote it: `--load RUN`
+(its latest), `RUN/checkpoints/best`, or the folder of a step. Launch it with torchrun or srun:
+
+    torchrun --nproc-per-node 2 -m megarl.evaluate --config model.yaml --load runs/quickstart/ppo/checkpoints/best \
+        --eval-prompts heldout.jsonl --eval-responses 8 --eval-temperature 1 --eval-k 1,4,8 --save runs/evaluation
+"""
+
+import json
+import os
+from pathlib import Path
+
+from megarl.arguments import Program, RoleSettings
+from megarl.checkpoint import folders, state
+from megarl.data.prompts import load_prompts
+from megarl.data.tokenizers import build_tokenizer
+from megarl.errors import UsageError
+from megarl.evaluation import Evaluation
+from megarl.mcore import model, sharded
+from megarl.observe.files import json_line, write_atomically
+from megarl.observe.timers import Timers
+from megarl.rewards.build import build_reward, check_prompts
+from megarl.roles.reward import Reward
+from megarl.roles.rollout import Rollout
+from megarl.run import check_save, create_world, launch
+from megarl.world import Place
+
+SETTINGS = ("eval_prompts", "eval_samples", "eval_responses", "eval_temperature", "top_k", "top_p", "reward",
+            "max_prompt_length", "max_response_length", "seed")  # fmt: skip
+
+
+class Inputs:
+    """Checkpoint, prompts, tokenizer and reward, read and checked before any rank joins another."""
+
+    def __init__(self, program: Program):
+        s, actor = program.settings, program.roles["actor"]
+        given = {"--load": s.load, "--eval-prompts": s.eval_prompts, "--tokenizer-model": s.tokenizer_model}
+        for flag in (flag for flag, value in given.items() if not value):
+            raise UsageError(f"{flag} is missing: it has no default")
+        if other := actor.megatron.pretrained_checkpoint:
+            raise UsageError(f"--pretrained-checkpoint {other}: weights come from --load; leave it out")
+        check_save(s)
+        self.tokenizer = build_tokenizer(s.tokenizer_type, s.tokenizer_model)
+        self.prompts = load_prompts(s.eval_prompts, "--eval-prompts")
+        self.tokens = self.prompts.encode(self.tokenizer, s.max_prompt_length)
+        self.verifier = build_reward(s.reward)
+        rank = int(os.environ.get("RANK", 0))
+        # Rank 0 tells what is wrong.
+        check_prompts(s.reward, self.prompts, scores_here=rank == 0 or rank in program.roles["reward"].ranks)
+        self.checkpoint = folders.find(s.load, "--load")
+        shapes = model.weight_shapes("actor", actor.megatron, self.tokenizer.vocab_size)
+        folders.check_weights(self.checkpoint, "--load", "actor", shapes)
+
+
+def load_policy(role: RoleSettings, place: Place, vocab_size: int, checkpoint: Path) -> model.Stages | None:
+    """The policy with a checkpoint's weights on this rank; None outside the role. Collective of the role."""
+    if not place.is_member:
+        return None
+    policy = model.build_model(role.megatron, vocab_size, place.collection).requires_grad_(False).eval()
+    if role.megatron.use_torch_fsdp2:
+        for chunk in policy:
+            sharded.shard(chunk, place.collection)
+    state.load_weights(checkpoint, policy, place.collection)
+    return policy
+
+
+def evaluate(program: Program, timers: Timers):
+    """Builds the policy, lets it write, scores, prints a table and leaves the results in `--save`."""
+    inputs, s, roles = Inputs(program), program.settings, program.roles
+    if program.check:
+        raise SystemExit(0)
+    world = create_world(program)
+    policy = load_policy(roles["actor"], world["actor"], inputs.tokenizer.vocab_size, inputs.checkpoint)
+    rollout = Rollout(s, roles["rollout"], world, policy, inputs.tokenizer, timers)
+    reward = Reward(s, world["reward"], inputs.tokenizer, inputs.verifier, timers)
+    rollout.refresh()
+    evaluation = Evaluation(s, world, rollout, reward, inputs.prompts, inputs.tokens, timers)
+    metrics = evaluation.run()
+    if metrics is not None:
+        print(table(metrics), flush=True)
+    samples = evaluation.samples() if s.save else None
+    if samples is not None:
+        write_results(Path(s.save), inputs.checkpoint, evaluation, metrics, samples)
+
+
+def table(metrics: dict[str, float]) -> str:
+    """Metrics as text: a line a task, the whole first, a column a metric."""
+    rows: dict[str, dict[str, float]] = {}
+    for name, value in metrics.items():
+        task, _, metric = name.removeprefix("eval/").rpartition("/")
+        rows.setdefault(task or "all", {})[metric] = value
+    names = rows["all"]  # a task without an answer has no maj@k
+    lines = [["task", *names]]
+    lines += [[task, *(f"{found[n]:.4f}" if n in found else "-" for n in names)] for task, found in rows.items()]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    cells = [[cell.rjust(width) for cell, width in zip(line, widths, strict=True)][1:] for line in lines]
+    return "\n".join("  ".join([line[0].ljust(widths[0]), *rest]) for line, rest in zip(lines, cells, strict=True))
+
+
+def write_results(folder: Path, checkpoint: Path, evaluation: Evaluation, metrics: dict, samples: list[dict]):
+    """`DIR/evaluation.json`: what was evaluated, how, and all metrics; `DIR/samples.jsonl`: every response."""
+    manifest = folders.read_manifest(checkpoint, "--load")
+    row = {
+        "checkpoint": str(checkpoint),
+        "program": manifest["program"],
+        "step": manifest["step"],
+        "prompts": len(evaluation.drawn),
+        "settings": {name: getattr(evaluation.settings, name) for name in SETTINGS},
+        "metrics": metrics,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "samples.jsonl", "".join(json_line(sample) + "\n" for sample in samples))
+    write_atomically(folder / "evaluation.json", json.dumps(row, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    launch(evaluate, "evaluate")
