@@ -136,7 +136,8 @@ def test_another_seed_is_another_run(folder):
 # -- resume ------------------------------------------------------------------------------------------------------
 
 RESUMED = f"--kl-controller adaptive --kl-target 0.01 --kl-horizon 50 --lr-decay-iters 4 --weight-decay 0.05 {GRADED}"
-RESUMED += " --prompts-per-step 80 --minibatch-size 30 --samples-per-prompt 1 --max-tokens-per-microbatch 150 --rollout-max-requests 64"
+RESUMED += " --prompts-per-step 80 --minibatch-size 30"
+RESUMED += " --samples-per-prompt 1 --max-tokens-per-microbatch 150 --rollout-max-requests 64"
 
 
 @functools.cache
