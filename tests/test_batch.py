@@ -45,11 +45,12 @@ def assert_dtypes(batch: Batch):
 
 
 def test_offsets_and_lengths():
-    batch = Batch(lengths=torch.tensor([3, 1, 2]), prompt_lengths=torch.tensor([1, 1, 2]))
+    mask = torch.tensor([0, 1, 0, 1, 0, 0, 0]).bool()  # an observation between two turns; two empty responses
+    batch = Batch(lengths=torch.tensor([4, 1, 2]), response_mask=mask)
     assert len(batch) == 3
-    assert batch.cu_seqlens.tolist() == [0, 3, 4, 6] and batch.cu_seqlens.dtype == torch.int64
-    assert batch.response_lengths.tolist() == [2, 0, 0]
-    assert batch.present() == ["prompt_lengths", "lengths"]
+    assert batch.cu_seqlens.tolist() == [0, 4, 5, 7] and batch.cu_seqlens.dtype == torch.int64
+    assert batch.response_lengths.tolist() == [2, 0, 0] and batch.response_lengths.dtype == torch.int64
+    assert batch.present() == ["lengths", "response_mask"]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
