@@ -1,0 +1,138 @@
+"""The recipes: all are there, each says everything that is an algorithm's, and trains with the models that it needs."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megarl import arguments
+from megarl.algorithms.aggregation import AGGREGATIONS
+from megarl.algorithms.estimators import ESTIMATORS
+from megarl.algorithms.policy_losses import POLICY_LOSSES
+from megarl.errors import UsageError
+from tests.programs import ROOT, SHAPE, assert_close, inputs, metrics, samples
+from tests.worlds import run_world
+
+FOLDER = ROOT / "configs" / "recipes"
+MODELS = {  # beside the actor
+    "ppo": ["critic", "reference"], "grpo": ["reference"], "rloo": ["reference"], "remax": ["reference"],
+    "reinforce_plus_plus": ["reference"], "dr_grpo": [], "dapo": [], "gspo": [], "cispo": [], "gmpo": [],
+}  # fmt: skip
+OF_THE_RUN = {"critic-lr", "minibatch-size"}  # a run may give them; recipes that have no use for them take them back
+RUN = (
+    " --prompts-per-step 4 --samples-per-prompt 4 --train-iters 2 --lr 1e-4 --rollout-buffer-gb 0.001"
+    " --rollout-max-requests 16 --seed 5 --reward tests.programs:coarse_reward"
+)
+VARIANTS = {recipe: (recipe, "") for recipe in MODELS} | {
+    "opo, sapo": ("rloo", "--advantage opo --policy-loss sapo"),
+    "reinforce++-baseline, gspo-token": ("rloo", "--advantage reinforce++-baseline --policy-loss gspo-token"),
+}
+LAYOUTS = ("--max-tokens-per-microbatch 20", "--tensor-model-parallel-size 2")  # of two ranks: two lanes, or one
+SAME = ["reward/mean", "actor/loss", "actor/grad_norm", "actor/ppo_kl", "rollout/tokens", "perf/tokens"]
+
+
+def parsed(save: Path, recipe: str, flags: str = "", size: int = 1) -> arguments.Program:
+    """A run of a recipe as a user starts it: the run's own flags, and the recipe's file."""
+    files = {"--prompts": "train.jsonl", "--tokenizer-model": "tokenizer.model", "--pretrained-checkpoint": "sft"}
+    paths = [token for flag, file in files.items() for token in (flag, str(inputs() / file))]
+    config = ["--save", str(save), "--config", str(FOLDER / f"{recipe}.yaml")]
+    return arguments.parse([*(SHAPE + RUN).split(), *paths, *config, *flags.split()], size)
+
+
+def train_and_list_models(rank: int, program: arguments.Program) -> list[bool]:
+    """Trains on this rank; whether each model that was built on it has a value head."""
+    from megarl import run, train_rl
+    from megarl.mcore import model
+    from megarl.observe.timers import Timers
+
+    built, build_model = [], model.build_model
+
+    def build_and_note(args, vocab_size, collection, value_head=False):
+        built.append(value_head)
+        return build_model(args, vocab_size, collection, value_head)
+
+    model.build_model = build_and_note
+    run.write_report = lambda folder: None
+    train_rl.train(program, Timers())
+    return built
+
+
+def check_rows(save: Path, recipe: str):
+    """Both steps learnt something, all numbers are finite, and roles that are not in the run have none."""
+    rows = metrics(save)
+    assert sorted(rows) == [1, 2]
+    for row in rows.values():
+        assert all(value is not None and math.isfinite(value) for value in row.values())
+        assert row["actor/grad_norm"] > 0 and row["actor/updates_skipped"] == 0 and row["steps_skipped"] == 0
+        assert any(name.startswith("critic/") for name in row) == ("critic" in MODELS[recipe])
+        assert ("kl/reference" in row) == ("reference" in MODELS[recipe])
+        assert ("actor/kl_loss" in row) == (recipe == "grpo")
+        assert ("sampling/rounds" in row) == (recipe == "dapo")
+
+
+def test_every_recipe_is_there():
+    assert sorted(path.stem for path in FOLDER.iterdir()) == sorted(MODELS)
+
+
+@pytest.mark.parametrize("recipe", MODELS)
+def test_it_trains_with_the_models_that_it_needs(recipe, tmp_path):
+    program = parsed(tmp_path, recipe)
+    assert [role for role in program.roles if role in ("critic", "reference")] == MODELS[recipe]
+    (built,) = run_world(train_and_list_models, 1, program)
+    assert built == [False] + [name == "critic" for name in MODELS[recipe]]
+    check_rows(tmp_path, recipe)
+
+
+def test_a_role_map_without_a_critic(tmp_path):
+    program = parsed(tmp_path, "grpo", "--role-map actor=0;reward=1;reference=1", size=2)
+    assert run_world(train_and_list_models, 2, program) == [[False], [False]]
+    check_rows(tmp_path, "grpo")
+
+
+def test_the_variants_have_what_no_recipe_has():
+    found = [parsed(Path("none"), recipe, flags).settings for recipe, flags in VARIANTS.values()]
+    assert {settings.policy_loss for settings in found} == set(POLICY_LOSSES)
+    assert {settings.advantage for settings in found} == set(ESTIMATORS)
+    assert {settings.loss_aggregation for settings in found} == set(AGGREGATIONS)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_layout_changes_what_is_learnt(variant, tmp_path):
+    """Two epochs, so that ratios leave 1."""
+    (recipe, flags), rows = VARIANTS[variant], []
+    for number, (size, layout) in enumerate([(1, ""), *((2, layout) for layout in LAYOUTS)]):
+        save = tmp_path / str(number)
+        run_world(train_and_list_models, size, parsed(save, recipe, f"--ppo-epochs 2 {flags} {layout}", size))
+        rows.append(metrics(save))
+    for step in (1, 2):
+        assert rows[0][step]["actor/ppo_kl"] != 0
+        for found in rows[1:]:
+            assert_close(found[step], rows[0][step], SAME, 2e-5)
+
+
+@pytest.mark.parametrize("recipe", MODELS)
+def test_it_replaces_what_an_earlier_file_chose(recipe):
+    """Every recipe names the same flags, null where it has none, so nothing of an earlier one is left."""
+    keys, of_ppo = (set(yaml.safe_load((FOLDER / f"{name}.yaml").read_text())) for name in (recipe, "ppo"))
+    assert keys ^ of_ppo <= OF_THE_RUN
+    files = [ROOT / "configs" / "quickstart.yaml", *(FOLDER / f"{name}.yaml" for name in ("dapo", "ppo", recipe))]
+    stacked = arguments.parse(["--config", *map(str, files)], 1)
+    alone = arguments.parse(["--config", str(files[0]), str(files[-1])], 1)
+    assert stacked.settings == alone.settings and list(stacked.roles) == list(alone.roles)
+
+
+def test_the_plug_ins_of_the_docs_run_as_they_stand(tmp_path, monkeypatch):
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    code, flags = re.findall(r"```python\n(.*?)```\n\n```bash\n\.\.\. (.*?)\n```", text, re.DOTALL)[0]
+    (tmp_path / "my_plugins.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    program = parsed(tmp_path / "run", "dr_grpo", flags)
+    assert run_world(train_and_list_models, 1, program) == [[False]]
+    check_rows(tmp_path / "run", "dr_grpo")
+    graded = [json.loads(row) for row in samples(tmp_path / "run", 2).splitlines()]
+    assert any(0 < row["reward"] < 1 for row in graded)
+    with pytest.raises(UsageError, match="--samples-per-prompt 1: .*above_the_worst compares"):
+        parsed(tmp_path / "run", "dr_grpo", f"{flags} --samples-per-prompt 1")

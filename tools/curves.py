@@ -1,0 +1,263 @@
+"""Learning curves of the algorithms: one warm start, from it a run of every recipe and seed, a picture and a table.
+
+    python tools/curves.py --out runs/curves
+    python tools/curves.py --out runs/curves --recipes gspo gmpo --seeds 1 --steps 60 --warm-start runs/quickstart
+
+The task is the quickstart's: sums of two numbers below 100. `--out` gets data/ and sft/ (prompts, tokenizer and warm
+start, unless `--warm-start` has them), a folder RECIPE/seedN for each run, and curves.png and curves.json. Runs go side
+by side, each on one rank with one thread. What is complete is not run again, so the same command goes on where it was
+stopped; a run whose command or config files have changed is made anew. Exit status 1: a run failed, or some run gained
+less than `--min-gain` points of held-out accuracy; 2: wrong use.
+"""
+
+import argparse
+import concurrent.futures
+import hashlib
+import io
+import itertools
+import json
+import os
+import subprocess
+import sys
+import typing
+from pathlib import Path
+from typing import NamedTuple
+
+from megarl.errors import UsageError
+from megarl.observe.files import write_atomically
+from megarl.observe.metrics import FILE_NAME, read_metrics
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = ROOT / "configs"
+RECIPES = ("ppo", "grpo", "rloo", "reinforce_plus_plus", "dapo")
+START = 2  # seed of prompts and warm start
+DONE = "done.json"  # what a complete step was made from
+SUMS = [
+    "--task", "basic_arithmetic", "--train", "4000", "--heldout", "400",
+    "--prompt-template", "{metadata[expression]} =", "--task-option", 'operators=["+"]',
+    "--task-option", "allow_parentheses=false", "--task-option", "min_terms=2", "--task-option", "max_terms=2",
+    "--task-option", "min_digits=1", "--task-option", "max_digits=2",
+]  # fmt: skip
+
+
+class RunFailed(Exception):
+    """A command did not end well; the message names its folder and its log."""
+
+
+class Curve(NamedTuple):
+    """Evaluations of one run, before the first step and from then on."""
+
+    recipe: str
+    seed: int
+    steps: list[int]
+    accuracy: list[float]  # share of held-out prompts answered right
+    tokens: list[int]  # tokens written until then, filtered ones included
+
+    @property
+    def gain(self) -> float:
+        """Points of accuracy, from the first evaluation to the last."""
+        return 100 * (self.accuracy[-1] - self.accuracy[0])
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> typing.NoReturn:
+        raise UsageError(message)
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    """The command line, checked. Raises UsageError."""
+    names = sorted(path.stem for path in (CONFIGS / "recipes").glob("*.yaml"))
+    parser = _Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder of runs, picture and numbers")
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=names, metavar="NAME",
+                        help=f"of {', '.join(names)}; default {' '.join(RECIPES)}")  # fmt: skip
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="a run of each recipe for each")
+    parser.add_argument("--steps", type=int, help="of a run; default that of the config files")
+    parser.add_argument("--config", nargs="+", metavar="FILE", help="what all runs share, before their recipe",
+                        default=[str(CONFIGS / "quickstart.yaml"), str(CONFIGS / "curves.yaml")])  # fmt: skip
+    parser.add_argument("--warm-start", metavar="DIR", help="folder with data/ and sft/, as a quickstart leaves them")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs side by side; default: all CPUs")
+    parser.add_argument("--min-gain", type=float, default=15.0, help="points that every run has to gain")
+    chosen = parser.parse_args(argv)
+    for flag, value, least in (("jobs", chosen.jobs, 1), ("steps", chosen.steps, 1), ("seeds", min(chosen.seeds), 0)):
+        if value is not None and value < least:
+            raise UsageError(f"--{flag} {value}: must be at least {least}")
+    needed = [("config", file, Path(file)) for file in chosen.config]
+    if chosen.warm_start:
+        needed += [("warm-start", chosen.warm_start, Path(chosen.warm_start) / name) for name in ("data", "sft")]
+    for flag, value, path in needed:
+        if not path.exists():
+            raise UsageError(f"--{flag} {value}: there is no {path}")
+    chosen.config = [str(Path(file).absolute()) for file in chosen.config]  # commands run in the checkout
+    return chosen
+
+
+def ensure(folder: Path, commands: list[list[str]], files: list[str]) -> bool:
+    """Runs commands that fill a folder, unless they did so before; whether they ran.
+
+    Args:
+        commands: arguments of this Python. What they print goes to `folder`.log.
+        files: their config files; when one of them changes, the folder is made anew.
+
+    Raises:
+        RunFailed: a command failed.
+    """
+    sums = {file: hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files}
+    made_from = json.dumps({"commands": commands, "files": sums}, indent=1) + "\n"
+    done = folder / DONE
+    if done.exists() and done.read_text() == made_from:
+        return False
+    done.unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    log = Path(f"{folder}.log")
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with open(log, "w") as output:
+        for command in commands:
+            status = subprocess.call([sys.executable, *command], cwd=ROOT, env=env, stdout=output, stderr=output)
+            if status:
+                raise RunFailed(f"{folder}: its command ended with status {status}; see {log}")
+    write_atomically(done, made_from)
+    return True
+
+
+def program(name: str, *flags: str, ranks: int = 1) -> list[str]:
+    """The command of a program of megarl."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*torchrun, "-m", f"megarl.{name}", *flags]
+
+
+def data_flags(start: Path) -> list[str]:
+    """Where the prompts and the tokenizer of a warm start are."""
+    data = start / "data"
+    names = {"prompts": "train.jsonl", "eval-prompts": "heldout.jsonl", "tokenizer-model": "tokenizer.model"}
+    return [token for flag, name in names.items() for token in (f"--{flag}", str(data / name))]
+
+
+def make_warm_start(start: Path):
+    """What a quickstart of the seed `START` makes before its PPO, in data/ and sft/. Raises RunFailed."""
+    data, sft, config = start / "data", start / "sft", str(CONFIGS / "quickstart_sft.yaml")
+    tokenizer = ["--input", str(data / "train.jsonl"), "--vocab-size", "32", "--out", str(data / "tokenizer")]
+    tools = ROOT / "tools"
+    prompts = [str(tools / "make_prompts.py"), *SUMS, "--seed", str(START), "--out", str(data)]
+    ensure(data, [prompts, [str(tools / "train_tokenizer.py"), *tokenizer]], [])
+    flags = ["--config", config, *data_flags(start), "--seed", str(START), "--save", str(sft)]
+    ensure(sft, [program("train_sft", *flags, ranks=2)], [config])
+
+
+def train(chosen: argparse.Namespace, start: Path, out: Path, recipe: str, seed: int) -> Curve:
+    """One run, if it is not complete, and what came of it. Raises RunFailed."""
+    folder = out / recipe / f"seed{seed}"
+    configs = [*chosen.config, str(CONFIGS / "recipes" / f"{recipe}.yaml")]
+    steps = ["--train-iters", str(chosen.steps), "--lr-decay-iters", str(chosen.steps)] if chosen.steps else []
+    flags = [*data_flags(start), "--pretrained-checkpoint", str(start / "sft"), "--seed", str(seed), *steps]
+    is_new = ensure(folder, [program("train_rl", "--config", *configs, *flags, "--save", str(folder))], configs)
+    curve = read_curve(folder, recipe, seed)
+    told = f"{100 * curve.accuracy[0]:.1f} % -> {100 * curve.accuracy[-1]:.1f} % in {curve.steps[-1]} steps"
+    print(f"{recipe} seed {seed}: {told}{'' if is_new else ' (was there)'}", flush=True)
+    return curve
+
+
+def train_all(chosen: argparse.Namespace, start: Path, out: Path) -> list[Curve]:
+    """All runs, `--jobs` side by side, seed by seed. Raises RunFailed once every run has ended, if one failed."""
+    wanted = dict.fromkeys((recipe, seed) for seed in chosen.seeds for recipe in chosen.recipes)
+    with concurrent.futures.ThreadPoolExecutor(chosen.jobs) as pool:
+        runs = [pool.submit(train, chosen, start, out, *run) for run in wanted]
+    return [run.result() for run in runs]
+
+
+def read_curve(folder: Path, recipe: str, seed: int) -> Curve:
+    """The evaluations in a run's metrics. Raises UsageError when there are fewer than two."""
+    rows = read_metrics(folder / FILE_NAME)
+    written = list(itertools.accumulate(row.get("rollout/tokens", 0) for row in rows))
+    points = [(r["step"], r["eval/accuracy"], n) for r, n in zip(rows, written, strict=True) if "eval/accuracy" in r]
+    if len(points) < 2:
+        raise UsageError(f"{folder / FILE_NAME} has {len(points)} evaluations; a curve needs two")
+    return Curve(recipe, seed, *(list(column) for column in zip(*points, strict=True)))
+
+
+def by_recipe(curves: list[Curve]) -> dict[str, list[Curve]]:
+    """Curves of each recipe in ascending seed, recipes in the order in which they come."""
+    found: dict[str, list[Curve]] = {}
+    for curve in sorted(curves, key=lambda curve: curve.seed):
+        found.setdefault(curve.recipe, []).append(curve)
+    return {recipe: found[recipe] for recipe in dict.fromkeys(curve.recipe for curve in curves)}
+
+
+def table(curves: list[Curve]) -> str:
+    """Markdown: a row a recipe, a column a seed with accuracy before, after and the gain in points."""
+    seeds = sorted({curve.seed for curve in curves})
+    lines = [["algorithm", *(f"seed {seed}" for seed in seeds), "smallest gain"], ["---"] * (len(seeds) + 2)]
+    for recipe, of_seeds in by_recipe(curves).items():
+        cells = {c.seed: f"{100 * c.accuracy[0]:.1f} → {100 * c.accuracy[-1]:.1f} ({c.gain:+.1f})" for c in of_seeds}
+        smallest = min(curve.gain for curve in of_seeds)
+        lines.append([recipe, *(cells.get(seed, "") for seed in seeds), f"{smallest:+.1f}"])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def draw(curves: list[Curve]) -> bytes:
+    """A PNG: accuracy against steps and against tokens written; a colour a recipe, thin its seeds, thick their mean."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 5), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2, sharey=True)
+    abscissae = (("steps", "step", 1), ("tokens", "thousand tokens written", 1000))
+    for axes, (name, title, unit) in zip(panels, abscissae, strict=True):
+        axes.grid(True, alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xlabel(title, fontsize=12)
+        for number, (recipe, of_seeds) in enumerate(by_recipe(curves).items()):
+            color = f"C{number}"
+            lines = [([x / unit for x in getattr(c, name)], [100 * y for y in c.accuracy]) for c in of_seeds]
+            for x, y in lines:
+                axes.plot(x, y, color=color, lw=0.8, alpha=0.45)
+            axes.plot(*(_means(column) for column in zip(*lines, strict=True)), color=color, lw=2.6, label=recipe)
+    panels[0].set_ylabel("held-out accuracy, %", fontsize=12)
+    panels[0].legend(fontsize=11, frameon=False, loc="lower right")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _means(rows: tuple[list[float], ...]) -> list[float]:
+    """Column by column, as far as all rows go."""
+    return [sum(column) / len(rows) for column in zip(*rows, strict=False)]
+
+
+def report(curves: list[Curve], out: Path, min_gain: float) -> int:
+    """Writes picture and numbers, prints the table; the exit status."""
+    write_atomically(out / "curves.png", draw(curves))
+    lines = ",\n".join(json.dumps(curve._asdict()) for curve in curves)
+    write_atomically(out / "curves.json", f"[\n{lines}\n]\n")
+    print(f"\n{table(curves)}\n\n{out / 'curves.png'}, {out / 'curves.json'}")
+    worst = min(curves, key=lambda curve: curve.gain)
+    if worst.gain < min_gain:
+        text = f"{worst.recipe} seed {worst.seed} gained {worst.gain:.1f} points, fewer than --min-gain {min_gain:g}"
+        print(f"curves: {text}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def main(argv: list[str]) -> int:
+    try:
+        chosen = parse_arguments(argv)
+        out = Path(chosen.out).absolute()
+        out.mkdir(parents=True, exist_ok=True)
+        start = Path(chosen.warm_start).absolute() if chosen.warm_start else out
+        if not chosen.warm_start:
+            make_warm_start(start)
+        return report(train_all(chosen, start, out), out, chosen.min_gain)
+    except UsageError as error:
+        print(f"curves: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"curves: --out {chosen.out}: {error}", file=sys.stderr)
+        return 2
+    except RunFailed as error:
+        print(f"curves: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
