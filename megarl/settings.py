@@ -96,7 +96,7 @@ class Settings:
     greedy_baseline: bool = _flag(False, "write and score a greedy response to each prompt, too (ReMax, 2310.10505)",
                                   when="baselines")  # fmt: skip
     # Policy loss.
-    policy_loss: str = _flag("ppo-clip", "ppo-clip, gspo, gspo-token, cispo, gmpo, reinforce, or a plug-in")
+    policy_loss: str = _flag("ppo-clip", "ppo-clip, gspo, gspo-token, cispo, gmpo, sapo, reinforce, or a plug-in")
     ppo_epochs: int = _positive(1, "passes over a step's batch (1707.06347)")
     minibatch_size: int | None = _positive(None, "sequences of an update; default the whole batch")
     clip_range: float = _positive(0.2, "lower clip range ε (1707.06347)", when="loss:low")

@@ -4,6 +4,7 @@ A group, the responses to one prompt, whose rewards are all equal has no advanta
 sampling (DAPO, arXiv 2503.14476 §3.2) writes to more prompts until the batch is full of groups that differ.
 """
 
+import dataclasses
 from collections import Counter
 
 import torch
@@ -26,6 +27,18 @@ from megarl.rollout.requests import Drawn
 from megarl.world import World
 
 FILTERS = {"reward": 0, "correct": 1}  # what must differ in a group: columns of its verdicts
+
+
+@dataclasses.dataclass
+class Tally:
+    """What a step's sampling came to."""
+
+    rounds: int = 0
+    groups: int = 0  # written
+    kept: int = 0  # of them, by the filter
+    rewards: float = 0.0  # of all responses, where a filter wants them
+    tokens: int = 0  # written by this rank's lane
+    rows: list[dict] = dataclasses.field(default_factory=list)  # of the samples file, this rank's
 
 
 class Sampling:
@@ -51,25 +64,30 @@ class Sampling:
         None when the filter left too few groups: none at all, or with dynamic sampling fewer than
         `--prompts-per-step` after `--max-sampling-rounds`. These wait, still on policy since nothing is learnt.
         """
-        s, drawn, kept, rewards, tokens, rows = self.settings, Counter(), 0, 0.0, 0, []
-        for number in range(1, (s.max_sampling_rounds if s.dynamic_sampling else 1) + 1):
-            prompts = self._draw(s.prompts_per_step - len(self.waiting), drawn)
-            batch, written = self._write(prompts, step)
-            is_in = torch.ones(len(prompts), dtype=torch.bool)
-            if self._column is not None:
-                verdicts = self._verdicts(batch, len(prompts), s.samples_per_prompt)
-                _note(batch, verdicts.flatten(0, 1))
-                is_in = _differ(verdicts[..., self._column])
-                rows += self._rows(is_in, before=drawn.total() - len(prompts))
-                rewards += float(verdicts[..., 0].sum())
-            self.waiting.add(batch, is_in)
-            kept, tokens = kept + int(is_in.sum()), tokens + written
+        s, drawn, tally = self.settings, Counter(), Tally()
+        while tally.rounds < (s.max_sampling_rounds if s.dynamic_sampling else 1):
+            self._round(self._draw(s.prompts_per_step - len(self.waiting), drawn), step, tally)
             if len(self.waiting) == s.prompts_per_step:
                 break
-        is_enough = len(self.waiting) == s.prompts_per_step or (len(self.waiting) > 0 and not s.dynamic_sampling)
-        self._measure(number, drawn.total(), kept, rewards, tokens, 0 if is_enough else len(self.waiting))
-        self.reward.rows = rows
+        is_full = len(self.waiting) == s.prompts_per_step
+        is_enough = is_full or (len(self.waiting) > 0 and not s.dynamic_sampling)
+        self._measure(tally, 0 if is_enough else len(self.waiting))
+        self.reward.rows = tally.rows
         return self._flow(step) if is_enough else None
+
+    def _round(self, prompts: list[Drawn], step: int, tally: Tally):
+        """Has prompts answered and takes in the groups that are wanted."""
+        batch, is_in = self._write(prompts, step, tally), torch.ones(len(prompts), dtype=torch.bool)
+        if self._column is not None:
+            verdicts = self._verdicts(batch, len(prompts), self.settings.samples_per_prompt)
+            _note(batch, verdicts.flatten(0, 1))
+            is_in = _differ(verdicts[..., self._column])
+            tally.rewards += float(verdicts[..., 0].sum())
+            tally.rows += self._rows(is_in, tally.groups)
+        self.waiting.add(batch, is_in)
+        tally.rounds += 1
+        tally.groups += len(prompts)
+        tally.kept += int(is_in.sum())
 
     def _draw(self, count: int, drawn: Counter) -> list[Drawn]:
         prompts = []
@@ -78,17 +96,19 @@ class Sampling:
             drawn[line] += 1
         return prompts
 
-    def _write(self, prompts: list[Drawn], step: int) -> tuple[Batch | None, int]:
-        """This rank's share of the responses to these prompts, and how many tokens its lane wrote for them."""
-        samples, written = self.settings.samples_per_prompt, 0
+    def _write(self, prompts: list[Drawn], step: int, tally: Tally) -> Batch | None:
+        """This rank's share of the responses to these prompts."""
+        samples = self.settings.samples_per_prompt
         batch = self.rollout.generate(prompts, samples, step)
         if self.settings.greedy_baseline:
             greedy = self.rollout.generate(prompts, 1, step, temperature=0)
             scores = self._verdicts(greedy, len(prompts), 1)[:, 0, 0].float()
             if batch is not None:
                 batch.baseline_scores = scores[batch.sequence_ids // samples]
-                written = int(greedy.response_mask.sum())
-        return batch, written + (0 if batch is None else int(batch.response_mask.sum()))
+                tally.tokens += int(greedy.response_mask.sum())
+        if batch is not None:
+            tally.tokens += int(batch.response_mask.sum())
+        return batch
 
     def _verdicts(self, batch: Batch | None, groups: int, samples: int) -> Tensor:
         """[groups, samples, 2] float64 scores and verdicts of a round's responses, on every rank. Collective."""
@@ -112,18 +132,17 @@ class Sampling:
             for row in self.reward.rows
         ]
 
-    def _measure(self, rounds: int, groups: int, kept: int, rewards: float, tokens: int, waiting: int):
-        place = self.world[SOURCE]
-        self.metrics = {}
+    def _measure(self, tally: Tally, waiting: int):
+        place, self.metrics = self.world[SOURCE], {}
         if place.is_member:
-            total = place.sum_over_lanes(torch.tensor([tokens], device=device.device()))
-            self.metrics["rollout/tokens"] = int(total)
+            tokens = place.sum_over_lanes(torch.tensor([tally.tokens], device=device.device()))
+            self.metrics["rollout/tokens"] = int(tokens)
         if self._column is not None:
             self.metrics |= {
-                "sampling/rounds": rounds,
-                "sampling/groups": groups,
-                "sampling/kept_fraction": kept / groups,
-                "sampling/reward_mean": rewards / (groups * self.settings.samples_per_prompt),
+                "sampling/rounds": tally.rounds,
+                "sampling/groups": tally.groups,
+                "sampling/kept_fraction": tally.kept / tally.groups,
+                "sampling/reward_mean": tally.rewards / (tally.groups * self.settings.samples_per_prompt),
                 "sampling/waiting_groups": waiting,
             }
 
