@@ -72,10 +72,16 @@ def _own_flags(program: str) -> dict[str, dataclasses.Field]:
 
 def _of_training(program: str) -> Callable[[str], bool]:
     """Which keys of a config file a program passes over: an evaluation takes the file of the run that it evaluates."""
+    if program != "evaluate":
+        return lambda key: False
     own, absent = _own_flags(program), set(role_flags.ROLES_OF["rl"]) - set(role_flags.ROLES_OF[program])
+    from megarl.mcore import flags, supported
+
     names = {name for other in ("rl", "sft") for name in _own_flags(other)} - set(own) | {"pretrained-checkpoint"}
+    options = flags.destinations().items()
+    names |= {option.removeprefix("--") for option, dest in options if dest in supported.training()}
     prefixes = tuple(f"{role}-" for role in absent)
-    return lambda key: program == "evaluate" and (key in names or key.startswith(prefixes))
+    return lambda key: key in names or key.startswith(prefixes)
 
 
 def build_parser(program: str) -> argparse.ArgumentParser:
@@ -130,8 +136,9 @@ def parse(argv: list[str], world_size: int, program: str = "rl") -> Program:
     case = _case(program, settings)
     absent = {r: combinations.reason(case, r) for r in role_flags.ROLES_OF[program] if r not in case.roles}
     ranks = role_flags.parse_role_map(settings.role_map, world_size, case.roles, absent)
-    from megarl.mcore import flags  # imports Megatron: only once megarl's own flags are known to be right
+    from megarl.mcore import flags, supported  # import Megatron: only once megarl's own flags are known to be right
 
+    role_flags.check_learning(rest, program, flags.destinations(), supported.training())
     tokens = role_flags.split(rest, role_flags.ROLES_OF[program], flags.destinations(), [f"--{name}" for name in own])
     given = {f"--{name}": own[name].metadata["when"] for name in values}
     # Flags of a role that is not there have an effect where the condition called like the role holds.

@@ -28,6 +28,7 @@ OF_A_PIPELINE = (
 
 # Roles that each program may have.
 ROLES_OF = {"rl": ROLES, "sft": ("actor",), "evaluate": ("actor", "reward", "rollout")}
+LEARNING = {"rl": ("actor", "critic"), "sft": ("actor",), "evaluate": ()}  # those of them that learn
 
 
 def roles_of(program: str, has_critic: bool, has_reference: bool) -> tuple[str, ...]:
@@ -89,6 +90,22 @@ def with_prefix(tokens: list[str], roles, megatron: dict[str, str]) -> dict[str,
     """Options among the tokens that are for one of these roles alone -> the role."""
     options = (token.split("=", 1)[0] for token in tokens)
     return {option: role for option in options if (role := _role_of(option, roles, megatron))}
+
+
+def check_learning(tokens: list[str], program: str, megatron: dict[str, str], training: frozenset[str]):
+    """UsageError for a flag of training that is for nobody who learns.
+
+    Args:
+        megatron: as in `split`.
+        training: attributes that training alone reads.
+    """
+    for option in (token.split("=", 1)[0] for token in tokens):
+        role = _role_of(option, ROLES_OF[program], megatron)
+        name = option if role is None else "--" + option[len(role) + 3 :]
+        # What a rollout's prefix may set, `split` says.
+        learns = role in (*LEARNING[program], "rollout") if role else bool(LEARNING[program])
+        if megatron.get(name) in training and not learns:
+            raise UsageError(f"{option}: {f'the {role}' if role else 'this program'} does not learn; leave it out")
 
 
 def split(tokens: list[str], roles: tuple[str, ...], megatron: dict[str, str], own: list[str]) -> dict[str, list[str]]:

@@ -131,7 +131,7 @@ TRAINING = "ppo-epochs: 2\ncritic-lr: 1.0e-3\nprompts: p.jsonl\npretrained-check
 
 def test_an_evaluation_takes_the_file_of_a_run(tmp_path):
     """Keys of training are passed over in a file; on the command line they are refused, and so are unknown keys."""
-    text = TRAINING + "eval-responses: 2\neval-temperature: 0.5\nweight-decay: 0.3\n"
+    text = TRAINING + "eval-responses: 2\neval-temperature: 0.5\nweight-decay: 0.3\nlr: 1\n"
     found = from_configs(tmp_path, text, program="evaluate")
     assert found.settings.eval_responses == 2 and found.roles["actor"].megatron.pretrained_checkpoint is None
     for flag in ("--ppo-epochs", "--critic-lr", "--gamma"):

@@ -192,3 +192,22 @@ def test_wrong_rollout_flags_are_refused(flags, says):
 
 def test_fine_tuning_has_no_rollout():
     assert "unknown flag" in refusal(f"--rollout{TP[1:]} 2", program="sft")
+
+
+# -- training ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags, program, says", [
+    ("--reference-lr 1", "rl", "--reference-lr: the reference does not learn"),
+    ("--reward-clip-grad 1", "rl", "--reward-clip-grad: the reward does not learn"),
+    ("--lr 1", "evaluate", "--lr: this program does not learn"),
+    ("--use-distributed-optimizer", "evaluate", "--use-distributed-optimizer: this program does not learn"),
+    ("--actor-lr-warmup-iters=2", "evaluate", "--actor-lr-warmup-iters: the actor does not learn"),
+])  # fmt: skip
+def test_flags_of_training_are_for_those_who_learn(flags, program, says):
+    assert says in refusal(flags, program=program)
+
+
+def test_what_a_model_reads_is_no_flag_of_training():
+    flags = "--reference-use-torch-fsdp2 --reference-bf16 --reference-tensor-model-parallel-size 1 --critic-lr 1 --lr 2"
+    assert roles_of(flags)["reference"].megatron.use_torch_fsdp2

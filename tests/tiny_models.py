@@ -13,17 +13,19 @@ VOCAB = 20  # padded to 32 columns: the padding must never be seen
 SHAPES = {
     "llama": "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --swiglu"
     " --normalization RMSNorm --disable-bias-linear --group-query-attention --num-query-groups 2"
-    " --make-vocab-size-divisible-by 32 --init-method-std 0.1 --lr 1e-3",
+    " --make-vocab-size-divisible-by 32 --init-method-std 0.1",
     "gpt2": "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128"
     " --position-embedding-type learned_absolute --untie-embeddings-and-output-weights"
-    " --make-vocab-size-divisible-by 32 --init-method-std 0.1 --lr 1e-3",
+    " --make-vocab-size-divisible-by 32 --init-method-std 0.1",
 }
 LENGTHS = "--max-prompt-length 24 --max-response-length 24"
+LEARNING = "--lr 1e-3"
 
 
 def parse_roles(flags: str, size: int, shape: str = "llama", program: str = "sft") -> dict:
     """RoleSettings of each role for `size` ranks; program 'sft' has the actor alone."""
-    return arguments.parse(f"{SHAPES[shape]} {LENGTHS} {flags}".split(), size, program).roles
+    learning = "" if program == "evaluate" else LEARNING
+    return arguments.parse(f"{SHAPES[shape]} {LENGTHS} {learning} {flags}".split(), size, program).roles
 
 
 @functools.cache  # one set of groups for all models of a process, as programs have it

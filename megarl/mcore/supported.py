@@ -89,6 +89,14 @@ DEFAULTS = [
 
 
 @functools.cache
+def training() -> frozenset[str]:
+    """Attributes that only a role that learns has a use for: of optimizer, schedule and gradient buffers."""
+    fields = {f.name for config in (OptimizerConfig, DistributedDataParallelConfig) for f in dataclasses.fields(config)}
+    model = {field.name for field in dataclasses.fields(TransformerConfig)} | {"use_torch_fsdp2"}  # a reference shards
+    return frozenset((fields | READ_BY_SCHEDULER | READ_BY_DDP) - model)
+
+
+@functools.cache
 def used() -> frozenset[str]:
     """Attributes that change what megarl does; a flag for any other is refused."""
     configs = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
