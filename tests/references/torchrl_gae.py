@@ -1,21 +1,13 @@
-"""Loads torchrl's file of value functions as an independent reference for GAE, without torchrl's dependencies.
-
-Install it beside verl, apart from the environment, because the wheel brings other top-level folders:
-
-    python -m pip install --no-deps --ignore-requires-python --target "$VENV/references" torchrl==0.14.1
-
-It is looked for in `references` under the prefix of the running interpreter, then on the import path.
-"""
+"""Loads torchrl's file of value functions as an independent reference for GAE, without torchrl's dependencies."""
 
 import functools
-import importlib.metadata
 import importlib.util
-import pathlib
 import sys
 import types
 
+from tests.references.installed import folder_of
+
 VERSION = "0.14.1"
-INSTALL = f'python -m pip install --no-deps --ignore-requires-python --target "$VENV/references" torchrl=={VERSION}'
 
 # The file imports these helpers of its vectorised forms; the plain loop, which is compared with, calls none of them.
 _HELPERS = (
@@ -35,7 +27,7 @@ def load_torchrl() -> types.ModuleType:
     Raises:
         RuntimeError: torchrl is not installed, or in another version.
     """
-    path = _find_torchrl() / "objectives" / "value" / "functional.py"
+    path = folder_of("torchrl", VERSION) / "objectives" / "value" / "functional.py"
     before = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "torchrl"}
     stubs = {name: types.ModuleType(name) for name in _PARENTS}
     stubs["torchrl.objectives.value.utils"] = utils = types.ModuleType("torchrl.objectives.value.utils")
@@ -51,13 +43,3 @@ def load_torchrl() -> types.ModuleType:
             del sys.modules[name]
         sys.modules.update(before)
     return module
-
-
-def _find_torchrl() -> pathlib.Path:
-    places = [str(pathlib.Path(sys.prefix) / "references"), *sys.path]
-    found = list(importlib.metadata.distributions(name="torchrl", path=places))
-    for distribution in found:
-        if distribution.version == VERSION:
-            return pathlib.Path(distribution.locate_file("torchrl"))
-    versions = ", ".join(distribution.version for distribution in found) or "nothing"
-    raise RuntimeError(f"these tests compare with torchrl {VERSION}, found {versions}; install it with: {INSTALL}")

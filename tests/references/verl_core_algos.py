@@ -1,21 +1,17 @@
 """Loads verl's algorithm file as an independent reference, without verl's dependencies and without importing verl.
 
-Install it apart from the environment, because the wheel also brings top-level packages named `tests` and `scripts`:
-
-    python -m pip install --no-deps --ignore-requires-python --target "$VENV/references" verl==0.9.1
-
-It is looked for in `references` under the prefix of the running interpreter, then on the import path.
+The wheel is installed apart because it also brings top-level packages named `tests` and `scripts`.
 """
 
 import functools
-import importlib.metadata
 import importlib.util
 import pathlib
 import sys
 import types
 
+from tests.references.installed import folder_of
+
 VERSION = "0.9.1"
-INSTALL = f'python -m pip install --no-deps --ignore-requires-python --target "$VENV/references" verl=={VERSION}'
 
 # What the loaded files import but the compared functions never call: module -> names it must offer.
 _STUBS = {
@@ -40,7 +36,7 @@ def load_verl() -> types.SimpleNamespace:
     Raises:
         RuntimeError: verl is not installed, or in another version.
     """
-    root = _find_verl()
+    root = folder_of("verl", VERSION)
     before = {name: module for name, module in sys.modules.items() if _is_touched(name)}
     try:
         for name in before:
@@ -59,16 +55,6 @@ def load_verl() -> types.SimpleNamespace:
             del sys.modules[name]
         sys.modules.update(before)
     return types.SimpleNamespace(core_algos=core, torch_functional=functional)
-
-
-def _find_verl() -> pathlib.Path:
-    places = [str(pathlib.Path(sys.prefix) / "references"), *sys.path]
-    found = list(importlib.metadata.distributions(name="verl", path=places))
-    for distribution in found:
-        if distribution.version == VERSION:
-            return pathlib.Path(distribution.locate_file("verl"))
-    versions = ", ".join(distribution.version for distribution in found) or "nothing"
-    raise RuntimeError(f"these tests compare with verl {VERSION}, found {versions}; install it with: {INSTALL}")
 
 
 def _is_touched(name: str) -> bool:
