@@ -5,10 +5,12 @@ touched. Tests of a CUDA device start processes of their own.
 """
 
 import os
+import sys
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: OpenMP reads it once
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 
 torch.set_num_threads(1)
@@ -18,3 +20,13 @@ def pytest_configure(config):
     """Warnings of Megatron about itself are not this project's to heed; pytest's own filters undo megarl's."""
     config.addinivalue_line("filterwarnings", "ignore::Warning:megatron")
     config.addinivalue_line("filterwarnings", "ignore:'type' is deprecated:DeprecationWarning:argparse")
+
+
+@pytest.fixture
+def plug_ins(tmp_path, monkeypatch):
+    """A folder on the import path; what is imported from it is forgotten behind the test."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]

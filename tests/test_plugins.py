@@ -32,11 +32,10 @@ BUILT_IN = {"one": 1, "two": 2}
 
 
 @pytest.fixture(autouse=True)
-def modules(tmp_path, monkeypatch):
-    (tmp_path / "my_plugins.py").write_text(SOURCE)
-    (tmp_path / "broken_plugins.py").write_text("raise ValueError('first\\nsecond')\n")
-    (tmp_path / "leaving_plugins.py").write_text("raise SystemExit(3)\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+def modules(plug_ins):
+    (plug_ins / "my_plugins.py").write_text(SOURCE)
+    (plug_ins / "broken_plugins.py").write_text("raise ValueError('first\\nsecond')\n")
+    (plug_ins / "leaving_plugins.py").write_text("raise SystemExit(3)\n")
 
 
 def program(*flags: str):

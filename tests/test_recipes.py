@@ -30,7 +30,7 @@ VARIANTS = {recipe: (recipe, "") for recipe in MODELS} | {
     "opo, sapo": ("rloo", "--advantage opo --policy-loss sapo"),
     "reinforce++-baseline, gspo-token": ("rloo", "--advantage reinforce++-baseline --policy-loss gspo-token"),
 }
-LAYOUTS = ("--max-tokens-per-microbatch 20", "--tensor-model-parallel-size 2")  # of two ranks: two lanes, or one
+LAYOUTS = ("--max-tokens-per-microbatch 20", "--tensor-model-parallel-size 2")  # of two ranks, in turn: two lanes, one
 SAME = ["reward/mean", "actor/loss", "actor/grad_norm", "actor/ppo_kl", "rollout/tokens", "perf/tokens"]
 
 
@@ -102,15 +102,14 @@ def test_the_variants_have_what_no_recipe_has():
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_layout_changes_what_is_learnt(variant, tmp_path):
     """Two epochs, so that ratios leave 1."""
-    (recipe, flags), rows = VARIANTS[variant], []
-    for number, (size, layout) in enumerate([(1, ""), *((2, layout) for layout in LAYOUTS)]):
-        save = tmp_path / str(number)
-        run_world(train_and_list_models, size, parsed(save, recipe, f"--ppo-epochs 2 {flags} {layout}", size))
-        rows.append(metrics(save))
+    (recipe, flags), layout = VARIANTS[variant], LAYOUTS[list(VARIANTS).index(variant) % 2]
+    for size, its in ((1, ""), (2, layout)):
+        program = parsed(tmp_path / str(size), recipe, f"--ppo-epochs 2 {flags} {its}", size)
+        run_world(train_and_list_models, size, program)
+    one, two = metrics(tmp_path / "1"), metrics(tmp_path / "2")
     for step in (1, 2):
-        assert rows[0][step]["actor/ppo_kl"] != 0
-        for found in rows[1:]:
-            assert_close(found[step], rows[0][step], SAME, 2e-5)
+        assert one[step]["actor/ppo_kl"] != 0
+        assert_close(two[step], one[step], SAME, 2e-5)
 
 
 @pytest.mark.parametrize("recipe", MODELS)
@@ -124,11 +123,10 @@ def test_it_replaces_what_an_earlier_file_chose(recipe):
     assert stacked.settings == alone.settings and list(stacked.roles) == list(alone.roles)
 
 
-def test_the_plug_ins_of_the_docs_run_as_they_stand(tmp_path, monkeypatch):
+def test_the_plug_ins_of_the_docs_run_as_they_stand(tmp_path, plug_ins):
     text = (ROOT / "docs" / "algorithms.md").read_text()
     code, flags = re.findall(r"```python\n(.*?)```\n\n```bash\n\.\.\. (.*?)\n```", text, re.DOTALL)[0]
-    (tmp_path / "my_plugins.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
+    (plug_ins / "my_plugins.py").write_text(code)
     program = parsed(tmp_path / "run", "dr_grpo", flags)
     assert run_world(train_and_list_models, 1, program) == [[False]]
     check_rows(tmp_path / "run", "dr_grpo")
