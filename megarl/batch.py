@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megarl.algorithms.packed import response_tokens
+
 
 def _field(kind: str, dtype: torch.dtype):
     return dataclasses.field(default=None, metadata={"kind": kind, "dtype": dtype})
@@ -57,8 +59,7 @@ class Batch:
     @property
     def response_lengths(self) -> Tensor:
         """[N] int64 tokens that the policy wrote of each sequence; observations between its turns do not count."""
-        sequences = torch.repeat_interleave(self.lengths, output_size=len(self.response_mask))
-        return torch.zeros_like(self.lengths).index_add_(0, sequences, self.response_mask.long())
+        return response_tokens(self.response_mask, self.cu_seqlens).counts
 
     def present(self) -> list[str]:
         """Names of the fields that hold data."""
@@ -94,6 +95,9 @@ class FieldSpec:
     dtype: torch.dtype
 
 
+SHARED = ["tokens", "response_mask", "prompt_ids", "prompt_lengths", "finished"]  # what every role gets of a rollout
+AT_HOME = [*SHARED, "rollout_logprobs"]  # what the actor gets
+WRITTEN = ["sequence_ids", "lengths", *AT_HOME]  # all that a batch holds when it was written
 FIELDS = {f.name: FieldSpec(f.metadata["kind"], f.metadata["dtype"]) for f in dataclasses.fields(Batch)}
 
 

@@ -111,7 +111,7 @@ def rules(case: Case) -> list[Rule]:
 
 
 def _sampling(case: Case) -> list[Rule]:
-    s, sequences = case.settings, case.settings.prompts_per_step * case.settings.samples_per_prompt
+    s, sequences = case.settings, case.settings.sequences_per_step
     return [
         Rule("--minibatch-size", s.minibatch_size, s.minibatch_size is None or s.minibatch_size <= sequences,
              f"allowed is at most --prompts-per-step × --samples-per-prompt = {sequences}"),
@@ -135,7 +135,7 @@ def _advantages(case: Case) -> list[Rule]:
 
 
 def _kl(s: Settings) -> list[Rule]:
-    adapts, sequences = s.kl_controller == "adaptive", s.prompts_per_step * s.samples_per_prompt
+    adapts, sequences = s.kl_controller == "adaptive", s.sequences_per_step
     return [
         Rule("--kl-estimator", s.kl_estimator, s.kl_in == "loss" or not s.kl_estimator.endswith("+"),
              "needs --kl-in loss: it changes the gradient alone, and a reward has none"),

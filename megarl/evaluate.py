@@ -8,7 +8,6 @@ Takes the weights of any checkpoint, of reinforcement or supervised training, wh
 """
 
 import json
-import os
 from pathlib import Path
 
 from megarl.arguments import Program, RoleSettings
@@ -17,13 +16,13 @@ from megarl.data.prompts import load_prompts
 from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
 from megarl.evaluation import Evaluation
-from megarl.mcore import model, sharded
+from megarl.mcore import model
 from megarl.observe.files import json_line, write_atomically
 from megarl.observe.timers import Timers
-from megarl.rewards.build import build_reward, check_prompts
+from megarl.rewards.build import build_reward
 from megarl.roles.reward import Reward
 from megarl.roles.rollout import Rollout
-from megarl.run import check_save, create_world, launch
+from megarl.run import check_given, check_save, check_scoring, create_world, launch
 from megarl.world import Place
 
 SETTINGS = ("eval_prompts", "eval_samples", "eval_responses", "eval_temperature", "top_k", "top_p", "reward",
@@ -35,9 +34,7 @@ class Inputs:
 
     def __init__(self, program: Program):
         s, actor = program.settings, program.roles["actor"]
-        given = {"--load": s.load, "--eval-prompts": s.eval_prompts, "--tokenizer-model": s.tokenizer_model}
-        for flag in (flag for flag, value in given.items() if not value):
-            raise UsageError(f"{flag} is missing: it has no default")
+        check_given({"--load": s.load, "--eval-prompts": s.eval_prompts, "--tokenizer-model": s.tokenizer_model})
         if other := actor.megatron.pretrained_checkpoint:
             raise UsageError(f"--pretrained-checkpoint {other}: weights come from --load; leave it out")
         check_save(s)
@@ -45,9 +42,7 @@ class Inputs:
         self.prompts = load_prompts(s.eval_prompts, "--eval-prompts")
         self.tokens = self.prompts.encode(self.tokenizer, s.max_prompt_length)
         self.verifier = build_reward(s.reward)
-        rank = int(os.environ.get("RANK", 0))
-        # Rank 0 tells what is wrong.
-        check_prompts(s.reward, self.prompts, scores_here=rank == 0 or rank in program.roles["reward"].ranks)
+        check_scoring(program, self.prompts)
         self.checkpoint = folders.find(s.load, "--load")
         shapes = model.weight_shapes("actor", actor.megatron, self.tokenizer.vocab_size)
         folders.check_weights(self.checkpoint, "--load", "actor", shapes)
@@ -57,10 +52,7 @@ def load_policy(role: RoleSettings, place: Place, vocab_size: int, checkpoint: P
     """The policy with a checkpoint's weights on this rank; None outside the role. Collective of the role."""
     if not place.is_member:
         return None
-    policy = model.build_model(role.megatron, vocab_size, place.collection).requires_grad_(False).eval()
-    if role.megatron.use_torch_fsdp2:
-        for chunk in policy:
-            sharded.shard(chunk, place.collection)
+    policy = model.build_frozen(role.megatron, vocab_size, place.collection)
     state.load_weights(checkpoint, policy, place.collection)
     return policy
 

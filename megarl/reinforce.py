@@ -1,7 +1,6 @@
 """Sets a reinforcement-learning run up: checks, roles, warm start, resume; and what surrounds each of its steps."""
 
 import argparse
-import os
 from collections.abc import Iterator
 
 from megarl.arguments import MODELS, Program, RoleSettings, Settings
@@ -13,7 +12,7 @@ from megarl.evaluation import Best, Evaluation
 from megarl.mcore import model
 from megarl.observe.samples import SamplesWriter
 from megarl.observe.timers import Timers
-from megarl.rewards.build import build_reward, check_prompts
+from megarl.rewards.build import build_reward
 from megarl.roles.actor import Actor
 from megarl.roles.critic import Critic
 from megarl.roles.experience import Experience
@@ -22,7 +21,7 @@ from megarl.roles.reference import Reference
 from megarl.roles.reward import Reward
 from megarl.roles.rollout import Rollout
 from megarl.roles.sampling import Sampling
-from megarl.run import Run, check_common, create_world
+from megarl.run import Run, check_common, check_scoring, create_world
 
 SAMPLE_ROWS = 64  # of a step's responses in the samples file
 WAITING = "waiting.pt"  # groups of an unfinished batch, in a checkpoint's folder
@@ -41,10 +40,7 @@ class Inputs:
         self.eval_prompts = load_prompts(s.eval_prompts, "--eval-prompts") if s.eval_prompts else None
         self.eval_tokens = self.eval_prompts.encode(self.tokenizer, s.max_prompt_length) if self.eval_prompts else []
         self.verifier = build_reward(s.reward)
-        rank = int(os.environ.get("RANK", 0))
-        scores_here = rank == 0 or rank in program.roles["reward"].ranks  # rank 0 tells what is wrong
-        for prompts in filter(None, (self.prompts, self.eval_prompts)):
-            check_prompts(s.reward, prompts, scores_here)
+        check_scoring(program, *filter(None, (self.prompts, self.eval_prompts)))
         vocab = self.tokenizer.vocab_size
         self.pretrained = _check_pretrained(program, vocab)
         self.resume = None

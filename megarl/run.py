@@ -14,6 +14,7 @@ import torch
 from megarl import arguments, world
 from megarl.checkpoint import folders
 from megarl.data.order import PromptOrder
+from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.observe.metrics import MetricsWriter
@@ -22,6 +23,7 @@ from megarl.observe.report import write_report
 from megarl.observe.settings import write_settings
 from megarl.observe.timeline import write_timeline
 from megarl.observe.timers import Timers, reduce_times
+from megarl.rewards.build import check_prompts
 
 
 def launch(train, program: str):
@@ -54,9 +56,7 @@ def launch(train, program: str):
 def check_common(program: arguments.Program):
     """What every training program checks of its flags beyond their single values. Raises UsageError."""
     s = program.settings
-    for flag, value in (("--prompts", s.prompts), ("--tokenizer-model", s.tokenizer_model)):
-        if not value:
-            raise UsageError(f"{flag} is missing: it has no default")
+    check_given({"--prompts": s.prompts, "--tokenizer-model": s.tokenizer_model})
     longest = s.max_prompt_length + s.max_response_length
     for role in (program.roles[name] for name in arguments.MODELS if name in program.roles):
         cap = role.max_tokens_per_microbatch
@@ -71,6 +71,21 @@ def check_common(program: arguments.Program):
     if s.save_interval and not s.save:
         raise UsageError(f"--save-interval {s.save_interval}: needs --save")
     check_save(s)
+
+
+def check_given(flags: dict[str, object]):
+    """UsageError for the first of these flags that has no value."""
+    for flag, value in flags.items():
+        if not value:
+            raise UsageError(f"{flag} is missing: it has no default")
+
+
+def check_scoring(program: arguments.Program, *prompts: PromptSet):
+    """UsageError unless `--reward` can score these prompts; the ranks that will, and rank 0, look deeper."""
+    rank = int(os.environ.get("RANK", 0))
+    scores_here = rank == 0 or rank in program.roles["reward"].ranks  # rank 0 tells what is wrong
+    for each in prompts:
+        check_prompts(program.settings.reward, each, scores_here)
 
 
 def check_save(settings: arguments.Settings):

@@ -10,7 +10,9 @@ from collections.abc import Callable
 
 from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.correction import CORRECTIONS, LEVELS
+from megarl.algorithms.estimators import ESTIMATORS
 from megarl.algorithms.kl import KL_KINDS
+from megarl.algorithms.policy_losses import POLICY_LOSSES
 
 MODELS = ("actor", "critic", "reference")  # roles that run a model over packed text
 TRAINING, WRITING, ALL = "rl sft", "rl evaluate", "rl sft evaluate"  # programs that share flags
@@ -86,7 +88,7 @@ class Settings:
     overlong_buffer: int = _not_negative(0, "last tokens of a response over which a penalty grows (2503.14476 eq. 13)")
     overlong_penalty: float = _positive(1.0, "penalty at --max-response-length", when="overlong")
     # Advantages.
-    advantage: str = _flag("gae", "gae, grpo, rloo, opo, reinforce++, reinforce++-baseline, remax, or a plug-in")
+    advantage: str = _flag("gae", f"{', '.join(ESTIMATORS)}, or a plug-in")
     gamma: float = _share(1.0, "discount γ (1506.02438)", when="estimator:gamma")
     gae_lambda: float = _share(0.95, "λ of GAE (1506.02438)", when="estimator:lam")
     group_std: bool = _flag(True, "divide by the group's deviation (2402.03300); false: Dr. GRPO (2503.20783)",
@@ -96,7 +98,7 @@ class Settings:
     greedy_baseline: bool = _flag(False, "write and score a greedy response to each prompt, too (ReMax, 2310.10505)",
                                   when="baselines")  # fmt: skip
     # Policy loss.
-    policy_loss: str = _flag("ppo-clip", "ppo-clip, gspo, gspo-token, cispo, gmpo, sapo, reinforce, or a plug-in")
+    policy_loss: str = _flag("ppo-clip", f"{', '.join(POLICY_LOSSES)}, or a plug-in")
     ppo_epochs: int = _positive(1, "passes over a step's batch (1707.06347)")
     minibatch_size: int | None = _positive(None, "sequences of an update; default the whole batch")
     clip_range: float = _positive(0.2, "lower clip range ε (1707.06347)", when="loss:low")
@@ -142,6 +144,28 @@ class Settings:
     save: str | None = _flag(None, "folder of the run: metrics, samples, report, checkpoints", programs=ALL)
     save_interval: int = _not_negative(0, "steps between checkpoints; 0: only at the end", programs=TRAINING)
     load: str | None = _flag(None, "run folder to go on from, or whose checkpoint is evaluated", programs=ALL)
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Responses in the batch of a step."""
+        return self.prompts_per_step * self.samples_per_prompt
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates in a step whose batch is full."""
+        sequences = self.sequences_per_step
+        return self.ppo_epochs * -(-sequences // (self.minibatch_size or sequences))
+
+    def learns_on_policy(self, sequences: int) -> bool:
+        """Whether a batch's one update is the first to run the actor over it: nothing asks for log-probs before."""
+        is_only_update = self.ppo_epochs == 1 and (self.minibatch_size or sequences) >= sequences
+        return is_only_update and not (self.kl_in == "reward" and self.kl_coefficient > 0)
+
+    @property
+    def sampled_fields(self) -> tuple[str, ...]:
+        """Fields that sampling gives a batch beyond those that writing gives."""
+        verdicts = ("scores", "correct") if self.group_filter != "none" else ()
+        return verdicts + (("baseline_scores",) if self.greedy_baseline else ())
 
     def dict(self) -> dict:
         """Names as in a config file."""

@@ -15,7 +15,7 @@ from megarl.mcore import device, model
 from megarl.observe.timers import Timers
 from megarl.roles import lanes
 from megarl.roles.learner import Learner
-from megarl.run import Run, check_common, create_world
+from megarl.run import Run, check_common, check_given, create_world
 
 SFT_FIELDS = (("loss", "sft/loss", ".4f"), ("eval loss", "eval/loss", ".4f"))
 
@@ -27,8 +27,7 @@ class Inputs:
         s = program.settings
         check_common(program)
         args = program.roles["actor"].megatron
-        if args.global_batch_size is None:
-            raise UsageError("--global-batch-size is missing: it has no default")
+        check_given({"--global-batch-size": args.global_batch_size})
         if s.target_eval_loss and not s.eval_interval:
             raise UsageError(f"--target-eval-loss {s.target_eval_loss}: needs --eval-interval")
         self.tokenizer = build_tokenizer(s.tokenizer_type, s.tokenizer_model)

@@ -22,6 +22,7 @@ from megarl.mcore.flags import transformer_config
 from megarl.mcore.initialization import initialize
 from megarl.mcore.layers import ValueHead, block_spec, moe_layers, virtual_stages
 from megarl.mcore.packing import Packing, pack
+from megarl.mcore.sharded import shard
 from megarl.mcore.tensor_parallel import head_scores
 
 
@@ -91,6 +92,15 @@ def build_model(args, vocab_size: int, collection, value_head: bool = False) -> 
     _seed_everything(args.seed, collection)
     chunks = virtual_stages(args)
     return Stages(_build_chunk(args, config, vocab_size, collection, value_head, chunk) for chunk in chunks)
+
+
+def build_frozen(args, vocab_size: int, collection) -> Stages:
+    """A model as `build_model` gives it that never learns; its parameters sharded where the role's are."""
+    stages = build_model(args, vocab_size, collection).requires_grad_(False).eval()
+    if args.use_torch_fsdp2:
+        for chunk in stages:
+            shard(chunk, collection)
+    return stages
 
 
 def _build_chunk(args, config, vocab_size: int, collection, value_head: bool, virtual_stage: int | None) -> Stage:

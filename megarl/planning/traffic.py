@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
-from megarl.batch import FIELDS
+from megarl.batch import AT_HOME, FIELDS, SHARED
 from megarl.exchange import HEADER
 from megarl.mcore.flags import parallel_sizes
 from megarl.mcore.layers import moe_layers
 from megarl.mcore.model import padded_vocab_size
 from megarl.planning.memory import buffers, plain_bytes, sharded_bytes
 from megarl.planning.parameters import stage_weights
-
-SHARED = ["tokens", "response_mask", "prompt_ids", "prompt_lengths", "finished"]
 
 
 @dataclass(frozen=True)
@@ -58,11 +56,9 @@ class Step:
 def step_of(settings) -> Step:
     """The sizes of a step from megarl's own settings; of dynamic sampling, one round."""
     s = settings
-    sequences = s.prompts_per_step * s.samples_per_prompt
-    updates = s.ppo_epochs * ceil(sequences / (s.minibatch_size or sequences))
-    on_policy = updates == 1 and not (s.kl_in == "reward" and s.kl_coefficient > 0)
-    greedy = s.prompts_per_step if s.greedy_baseline else 0
-    return Step(sequences, s.max_prompt_length, s.max_response_length, s.ppo_epochs, updates, greedy, on_policy)
+    lengths = s.max_prompt_length, s.max_response_length
+    greedy, on_policy = s.prompts_per_step if s.greedy_baseline else 0, s.learns_on_policy(s.sequences_per_step)
+    return Step(s.sequences_per_step, *lengths, s.ppo_epochs, s.updates_per_step, greedy, on_policy)
 
 
 class Move(NamedTuple):
@@ -77,15 +73,13 @@ class Move(NamedTuple):
 
 def moves(settings, roles) -> list[Move]:
     """What a step of a run with these roles sends from role to role, in this order."""
-    step, known, found = step_of(settings), [], []
-    if settings.greedy_baseline:
-        known = ["baseline_scores"]
+    step, known, found = step_of(settings), settings.sampled_fields, []
+    if "baseline_scores" in known:
         found.append(Move("rollout", "reward", SHARED, step.greedy, dealt=True))
-    if settings.group_filter != "none":
-        known = ["scores", "correct", *known]
+    if "scores" in known:
         found.append(Move("rollout", "reward", SHARED, step.sequences, dealt=True))
     batch = [
-        ("rollout", "actor", [*SHARED, "rollout_logprobs", *known]),
+        ("rollout", "actor", [*AT_HOME, *known]),
         *(("rollout", role, [*SHARED, *known]) for role in ("reward", "reference", "critic")),
         ("reward", "actor", ["scores", "correct"]),
         ("reference", "actor", ["reference_logprobs"]),

@@ -13,7 +13,7 @@ from megarl.mcore import model
 from megarl.observe.timers import Timers
 from megarl.roles import microbatches as mb
 from megarl.roles.flow import Flow
-from megarl.roles.learner import Learner, updates_per_step
+from megarl.roles.learner import Learner
 from megarl.roles.objective import NAMES, Objective
 from megarl.world import Place
 
@@ -32,7 +32,7 @@ class Actor:
         self.learner = None
         self.metrics: dict[str, float] = {}
         if place.is_member:
-            self.learner = Learner(role, place, vocab_size, updates_per_step(settings))
+            self.learner = Learner(role, place, vocab_size, settings.updates_per_step)
 
     def logprobs(self, flow: Flow, step: int):
         """Fills `logprobs` (π_old) and `entropy` by the training forward.
@@ -50,11 +50,8 @@ class Actor:
             self._take(batch, [(scores.logprobs, scores.entropy, places) for scores, places in results])
 
     def _learns_on_policy(self, flow: Flow, step: int) -> bool:
-        """Whether the step's one update is the first to run the model, and nothing before it asks for log-probs."""
-        s = self.settings
-        is_only_update = s.ppo_epochs == 1 and (s.minibatch_size or flow.count) >= flow.count
-        kl_in_reward = s.kl_in == "reward" and s.kl_coefficient > 0
-        return is_only_update and not kl_in_reward and step > s.critic_warmup_steps
+        """Whether the step's one update gives the log-probs of the policy that the step began with."""
+        return self.settings.learns_on_policy(flow.count) and step > self.settings.critic_warmup_steps
 
     def _take(self, batch: Batch, results: list[tuple[Tensor, Tensor, Tensor]]):
         """Writes (log-probs, entropy, places) of the first pass down, and compares it with the rollout."""

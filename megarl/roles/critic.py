@@ -10,7 +10,7 @@ from megarl.mcore import model
 from megarl.observe.timers import Timers
 from megarl.roles import microbatches as mb
 from megarl.roles.flow import Flow
-from megarl.roles.learner import Learner, updates_per_step
+from megarl.roles.learner import Learner
 from megarl.world import Place
 
 
@@ -24,7 +24,7 @@ class Critic:
         self.learner = None
         self.metrics: dict[str, float] = {}
         if place.is_member:
-            self.learner = Learner(role, place, vocab_size, updates_per_step(settings), value_head=True)
+            self.learner = Learner(role, place, vocab_size, settings.updates_per_step, value_head=True)
 
     def values(self, flow: Flow):
         """Fills `values`: V of the state before each token, as it was when the text was written."""

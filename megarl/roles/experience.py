@@ -66,7 +66,6 @@ class Experience:
         beta, penalty = self.kl_coefficient, torch.zeros_like(batch.rollout_logprobs)
         if self.settings.kl_in == "reward" and beta > 0:
             penalty = kl_estimate(batch.logprobs, batch.reference_logprobs, self.settings.kl_estimator)
-            penalty = penalty.masked_fill(~batch.response_mask, 0.0)
         return token_rewards(batch.scores, penalty, beta, batch.response_mask, batch.cu_seqlens)
 
     def measure(self, flow: Flow):

@@ -3,15 +3,12 @@
 from torch import Tensor
 
 from megarl import exchange
-from megarl.batch import Batch
+from megarl.batch import AT_HOME, SHARED, Batch
 from megarl.observe.timers import Timers
 from megarl.world import World
 
 SOURCE = "rollout"  # where text is written
 HOME = "actor"  # experience is put together where the policy is
-SHARED = ["tokens", "response_mask", "prompt_ids", "prompt_lengths", "finished"]
-AT_HOME = [*SHARED, "rollout_logprobs"]
-WRITTEN = ["sequence_ids", "lengths", *AT_HOME]  # all that a batch holds when it was written
 
 
 class Flow:

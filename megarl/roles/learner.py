@@ -2,18 +2,12 @@
 
 import torch
 
-from megarl.arguments import RoleSettings, Settings
+from megarl.arguments import RoleSettings
 from megarl.batch import Batch
 from megarl.errors import UsageError
 from megarl.mcore import checkpoint, model, optimizer, pipeline
 from megarl.roles import microbatches as mb
 from megarl.world import Place
-
-
-def updates_per_step(settings: Settings) -> int:
-    """Optimizer updates of one step of reinforcement learning."""
-    sequences = settings.prompts_per_step * settings.samples_per_prompt
-    return settings.ppo_epochs * -(-sequences // (settings.minibatch_size or sequences))
 
 
 def evaluate(stages, parts: list[tuple[Batch, torch.Tensor]], forward, collection) -> list:

@@ -15,21 +15,15 @@ from megarl.mcore.model import TokenScores
 NAMES = ("actor/loss", "actor/entropy", "actor/ppo_kl", "actor/clip_fraction", "actor/kl_loss")
 
 
-def correction_options(settings: Settings) -> CorrectionOptions:
-    """The flags of the rollout correction."""
-    s = settings
-    return CorrectionOptions(
-        s.rollout_correction, s.rollout_correction_level, s.rollout_correction_cap, s.rollout_correction_floor
-    )
-
-
 class Objective:
     """Loss and measures of a micro-batch, each this part's share of the whole mini-batch's."""
 
     def __init__(self, settings: Settings, policy_loss: PolicyLoss):
         s, self.settings, self.policy_loss = settings, settings, policy_loss
         self.clip = ClipOptions(s.clip_range, s.clip_range_high or s.clip_range, s.dual_clip)
-        self.correction = correction_options(s)
+        self.correction = CorrectionOptions(
+            s.rollout_correction, s.rollout_correction_level, s.rollout_correction_cap, s.rollout_correction_floor
+        )
         self.norm = s.loss_norm_length or float(s.max_response_length)
 
     def __call__(

@@ -3,7 +3,7 @@
 import torch
 
 from megarl.arguments import RoleSettings, Settings
-from megarl.mcore import checkpoint, model, sharded
+from megarl.mcore import checkpoint, model
 from megarl.observe.timers import Timers
 from megarl.roles import microbatches as mb
 from megarl.roles.flow import Flow
@@ -21,10 +21,7 @@ class Reference:
         self.settings, self.place, self.timers, self.vocab_size = settings, place, timers, vocab_size
         self.model = None
         if place.is_member:
-            self.model = model.build_model(role.megatron, vocab_size, place.collection).requires_grad_(False)
-            if role.megatron.use_torch_fsdp2:
-                for chunk in self.model:
-                    sharded.shard(chunk, place.collection)
+            self.model = model.build_frozen(role.megatron, vocab_size, place.collection)
 
     def logprobs(self, flow: Flow):
         """Fills `reference_logprobs`, at the temperature of the rollout."""

@@ -37,8 +37,7 @@ class Rollout:
         if role.host == "actor":
             self.model = trained
         elif self.place.is_member:
-            self.model = model.build_model(role.megatron, tokenizer.vocab_size, self.place.collection)
-            self.model.requires_grad_(False).eval()
+            self.model = model.build_frozen(role.megatron, tokenizer.vocab_size, self.place.collection)
         if role.host == self.name and (trained is not None or self.model is not None):
             self._transfer = WeightTransfer(
                 trained, world["actor"].collection, self.model, self.place.collection, world.weights_group

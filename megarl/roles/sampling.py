@@ -54,8 +54,7 @@ class Sampling:
         self.order = PromptOrder(len(prompts), settings.seed)
         self.metrics: dict[str, float] = {}
         self._column = FILTERS.get(settings.group_filter)
-        verdicts, baseline = ("scores", "correct"), ("baseline_scores",)
-        self.known = verdicts * (self._column is not None) + baseline * settings.greedy_baseline
+        self.known = settings.sampled_fields
         self.waiting = Waiting(world, settings.samples_per_prompt, self.known)
 
     def fill(self, step: int) -> Flow | None:

@@ -9,10 +9,10 @@ import io
 import torch
 from torch import Tensor
 
-from megarl.batch import Batch, concatenate, lane_of
+from megarl.batch import WRITTEN, Batch, concatenate, lane_of
 from megarl.errors import UsageError
 from megarl.mcore import device
-from megarl.roles.flow import SOURCE, WRITTEN
+from megarl.roles.flow import SOURCE
 from megarl.world import World
 
 
