@@ -139,10 +139,28 @@ def test_flags_that_megarls_own_layers_would_ignore_are_refused(argv):
 @pytest.mark.parametrize("argv", [
     ["--attention-dropout", "0.1"], ["--hidden-dropout", "0.1"], ["--transformer-impl", "transformer_engine"],
     ["--fp8-format", "hybrid"], ["--multi-latent-attention"], ["--optimizer", "sgd"],
-    ["--position-embedding-type", "mrope"],
+    ["--position-embedding-type", "mrope"], ["--moe-router-fusion"], ["--moe-enable-routing-replay"],
+    ["--moe-input-jitter-eps", "0.1"], ["--moe-expert-capacity-factor", "1"], ["--moe-router-force-biased", "1"],
+    ["--moe-expert-rank-capacity-factor", "1"], ["--moe-router-force-load-balancing"], ["--moe-latent-size", "32"],
 ])  # fmt: skip
 def test_what_this_version_does_not_run_is_refused(argv):
     assert argv[0].removesuffix("-format") in refusal(argv)
+
+
+def test_a_refused_router_flag_says_why():
+    assert "bypasses recording and replay" in refusal(["--moe-router-fusion"])
+    assert "--router-replay says which" in refusal(["--moe-enable-routing-replay"])
+
+
+def test_balancing_losses_are_one_or_a_list():
+    def given(kinds, weights):
+        argv = ["--num-experts", "4", "--moe-router-load-balancing-type", *kinds, "--moe-aux-loss-coeff", *weights]
+        args = parse([*MODEL, *argv], 1).roles["actor"].megatron
+        return args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
+
+    kinds = ["seq_aux_loss", "global_aux_loss"]
+    assert given(kinds[:1], ["0.1"]) == ("seq_aux_loss", 0.1)
+    assert given(kinds, ["0.1", "2"]) == (kinds, [0.1, 2.0])
 
 
 @pytest.mark.parametrize("field", [f for f in FIELDS if f.metadata["check"]], ids=lambda f: f.name)

@@ -12,7 +12,8 @@ MODEL = (
 )
 MOE = "--disable-bias-linear --num-experts 8 --moe-ffn-hidden-size 32 --moe-router-topk 4"
 TP2, PP2, PP4 = (f"--{kind}-model-parallel-size {n}" for kind, n in (("tensor", 2), ("pipeline", 2), ("pipeline", 4)))
-FSDP = "--use-torch-fsdp2"
+FSDP, CP2 = "--use-torch-fsdp2", "--context-parallel-size 2"
+KIND, COEFF, BIAS = "--moe-router-load-balancing-type", "--moe-aux-loss-coeff", "--moe-router-enable-expert-bias"
 
 # Flags beside MODEL, ranks of every role, what the line must say.
 WRONG = {
@@ -82,6 +83,19 @@ WRONG = {
     "groups without choice": (f"{MOE} --moe-router-num-groups 4", 1, "--moe-router-group-topk None: allowed is from 1"),
     "small groups": (f"{MOE} --moe-router-num-groups 4 --moe-router-group-topk 1", 1, "--moe-router-topk 4: allowed is"
                      " a multiple of --moe-router-group-topk 1, at most 2 in each"),
+    "gather over lanes": (f"{MOE} --expert-model-parallel-size 4 {CP2} --moe-token-dispatcher-type allgather", 4,
+                          "--moe-token-dispatcher-type allgather: allowed is alltoall, where"),
+    "sinkhorn": (f"{MOE} {KIND} sinkhorn", 1, "sinkhorn: allowed is seq_aux_loss, global_aux_loss or none: others"),
+    "quantiles": (f"{MOE} {KIND} seq_aux_loss quantile_balancing", 1, "seq_aux_loss quantile_balancing: allowed is"),
+    "a loss twice": (f"{MOE} {KIND} seq_aux_loss seq_aux_loss {COEFF} 1 1", 1, "each name once"),
+    "coefficients for losses": (f"{MOE} {KIND} seq_aux_loss none {COEFF} 0.1", 1, "-coeff 0.1: allowed is as many num"),
+    "negative coefficient": (f"{MOE} {KIND} seq_aux_loss {COEFF} -1", 1, "--moe-aux-loss-coeff -1.0: allowed is 0 or"),
+    "loss of micro-batches": (f"{MOE} {COEFF} 0.01", 1, "--moe-aux-loss-coeff 0.01: allowed is 0 with --moe-router-load"
+                              "-balancing-type aux_loss: allowed losses are seq_aux_loss and global_aux_loss"),
+    "coefficient of nothing": (f"{MOE} {KIND} seq_aux_loss none {COEFF} 0.1 0.2", 1, "coeff 0.1 0.2: allowed is 0 wit"),
+    "negative z-loss": (f"{MOE} --moe-z-loss-coeff -0.1", 1, "--moe-z-loss-coeff -0.1: allowed is 0 or more"),
+    "bias of a softmax": (f"{MOE} {BIAS}", 1, "-bias True: allowed is none with --moe-router-score-function softmax"),
+    "negative bias rate": (f"{MOE} --moe-router-bias-update-rate -1", 1, "--moe-router-bias-update-rate -1.0"),
     "SP without TP": ("--sequence-parallel", 1, "--sequence-parallel True: allowed is none with --tensor-model-parall"),
     "experts and TP without SP": (f"{MOE} {TP2}", 2, "--tensor-model-parallel-size 2: allowed is 1 for a role"),
     "gathers later": ("--overlap-param-gather --use-distributed-optimizer", 1, "--overlap-param-gather True: weights"),
@@ -103,6 +117,10 @@ RIGHT = [
     (f"{MOE} {TP2} --sequence-parallel --expert-model-parallel-size 4 --moe-layer-freq [0]*2+[1]*6", 4),
     (f"{MOE} --moe-router-num-groups 4 --moe-router-group-topk 2", 1), (FSDP, 4), (f"{FSDP} {TP2}", 4),
     ("--use-distributed-optimizer --overlap-grad-reduce", 2),
+    (f"{MOE} {KIND} seq_aux_loss global_aux_loss {COEFF} 0.01 0.02 --moe-z-loss-coeff 1e-3", 1),
+    (f"{MOE} {KIND} seq_aux_loss {COEFF} 0.01", 1), (f"{MOE} {KIND} none {COEFF} 0", 1),
+    (f"{MOE} {KIND} global_aux_loss {COEFF} 1e-2 {BIAS} --moe-router-score-function sigmoid", 1),
+    (f"{MOE} --expert-model-parallel-size 2 {CP2} --moe-token-dispatcher-type allgather", 4),
     ("--num-layers 7 --account-for-loss-in-pipeline-split " + PP2, 2),
 ]  # fmt: skip
 

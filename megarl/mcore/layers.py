@@ -1,5 +1,8 @@
 """What a model is made of: Megatron's local layers with megarl's attention and norms, dense or MoE; the scalar head."""
 
+import dataclasses
+import functools
+
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -11,7 +14,9 @@ from torch import Tensor
 
 from megarl.mcore import device
 from megarl.mcore.attention import PackedAttention, PagedSelfAttention
+from megarl.mcore.experts import Experts, SharedExperts
 from megarl.mcore.norm import Norm
+from megarl.mcore.router import MixtureLayer, Router
 
 
 class ValueHead(torch.nn.Linear):
@@ -55,6 +60,13 @@ def layer_spec(args, is_moe: bool = False) -> ModuleSpec:
     layer.input_layernorm = layer.pre_mlp_layernorm = Norm
     if args.qk_layernorm:
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = Norm
+    if is_moe:
+        spec.module = MixtureLayer
+        parts = layer.mlp.keywords["submodules"]
+        experts = functools.partial(Experts, **parts.experts.keywords)
+        shared = functools.partial(SharedExperts, **parts.shared_experts.keywords)
+        parts = dataclasses.replace(parts, router=Router, experts=experts, shared_experts=shared)
+        layer.mlp = functools.partial(layer.mlp.func, submodules=parts)
     return spec
 
 

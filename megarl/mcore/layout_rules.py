@@ -12,6 +12,7 @@ from megarl.errors import UsageError
 from megarl.mcore import device
 
 TRAINED = ("actor", "critic")  # roles that run backward
+BALANCING_LOSSES = ("seq_aux_loss", "global_aux_loss")  # those that do not depend on micro-batches
 
 
 class Rule(NamedTuple):
@@ -33,7 +34,8 @@ def check(role: str, args):
 def rules(role: str, args) -> list[Rule]:
     """Every rule for a role's namespace as parsed, before Megatron's own validation; always as many."""
     parts = (_sizes(args), _ranges(args), _ranks(args), _attention(args), _pipeline(args), _virtual(args))
-    return [rule for part in (*parts, _experts(args), _training(role, args), _sharding(args)) for rule in part]
+    parts += (_experts(args), _balancing(args), _training(role, args), _sharding(args))
+    return [rule for part in parts for rule in part]
 
 
 def _divides(size: int, whole: int) -> bool:
@@ -183,7 +185,7 @@ def _experts(args) -> list[Rule]:
     ffn = args.moe_ffn_hidden_size or args.ffn_hidden_size
     shared, dense = args.moe_shared_expert_intermediate_size, args.tensor_model_parallel_size
     topk, groups, chosen = args.moe_router_topk, args.moe_router_num_groups, args.moe_router_group_topk
-    pattern, layers = args.moe_layer_freq, args.num_layers
+    pattern, layers, dispatcher = args.moe_layer_freq, args.num_layers, args.moe_token_dispatcher_type
     pattern_fits = pattern > 0 if isinstance(pattern, int) else len(pattern) == layers and set(pattern) <= {0, 1}
     # Groups of experts, as many of them chosen, and as many experts in each: none of the three may be 0.
     in_group, each = experts // groups if groups else 0, topk // chosen if chosen else 0
@@ -195,6 +197,10 @@ def _experts(args) -> list[Rule]:
         Rule("--expert-tensor-parallel-size", tensor, tensor == 1 or experts > 0, "1 without --num-experts"),
         Rule("--expert-tensor-parallel-size", tensor, tensor == 1 or not _runs_on_cpu(),
              "1 on a CPU: gloo has no gather of unequal shares"),
+        Rule("--moe-token-dispatcher-type", dispatcher,
+             dispatcher != "allgather" or _divides(size * tensor, dense * args.context_parallel_size),
+             "alltoall, where --expert-tensor-parallel-size × --expert-model-parallel-size does not divide "
+             "--tensor-model-parallel-size × --context-parallel-size: lanes have unequal numbers of tokens"),
         Rule("--moe-ffn-hidden-size", ffn, not experts or ffn is None or _divides(tensor, ffn),
              f"a multiple of --expert-tensor-parallel-size {tensor}"),
         Rule("--moe-shared-expert-intermediate-size", shared, shared is None or shared > 0 and _divides(dense, shared),
@@ -209,6 +215,34 @@ def _experts(args) -> list[Rule]:
         Rule("--moe-router-topk", topk, not groups or not chosen or _divides(chosen, topk) and each <= in_group,
              f"a multiple of --moe-router-group-topk {chosen}, at most {in_group} in each of the chosen groups"),
     ]  # fmt: skip
+
+
+def _balancing(args) -> list[Rule]:
+    """Losses and the bias that keep experts busy alike; the parser gives one value or a list of them."""
+    kinds, weights = _listed(args.moe_router_load_balancing_type), _listed(args.moe_aux_loss_coeff)
+    flag, factor, per_layer = "--moe-router-load-balancing-type", "--moe-aux-loss-coeff", args.moe_z_loss_coeff
+    names, numbers = " ".join(kinds), " ".join(map(str, weights))
+    idle = [weight for kind, weight in zip(kinds, weights, strict=False) if kind not in BALANCING_LOSSES]
+    bias, rate, scores = (
+        args.moe_router_enable_expert_bias, args.moe_router_bias_update_rate, args.moe_router_score_function
+    )  # fmt: skip
+    return [
+        Rule(flag, names, set(kinds) <= {*BALANCING_LOSSES, "aux_loss", "none"},
+             f"{', '.join(BALANCING_LOSSES)} or none: others route a token by what is batched with it"),
+        Rule(flag, names, len(set(kinds)) == len(kinds), "each name once"),
+        Rule(factor, numbers, len(kinds) == len(weights), f"as many numbers as {flag} has names, {len(kinds)}"),
+        Rule(factor, numbers, all(0 <= weight < math.inf for weight in weights), "0 or more"),
+        Rule(factor, numbers, not any(idle), f"0 with {flag} {names}: allowed losses are "
+             f"{' and '.join(BALANCING_LOSSES)}; aux_loss depends on how tokens fall into micro-batches"),
+        Rule("--moe-z-loss-coeff", per_layer, per_layer is None or 0 <= per_layer < math.inf, "0 or more"),
+        Rule("--moe-router-enable-expert-bias", bias, not bias or scores in ("sigmoid", "sqrtsoftplus"),
+             f"none with --moe-router-score-function {scores}; sigmoid and sqrtsoftplus have one"),
+        Rule("--moe-router-bias-update-rate", rate, 0 <= rate < math.inf, "0 or more"),
+    ]  # fmt: skip
+
+
+def _listed(value) -> list:
+    return value if isinstance(value, list) else [value]
 
 
 def _training(role: str, args) -> list[Rule]:

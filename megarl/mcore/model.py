@@ -17,11 +17,13 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
 from megarl.mcore import device
+from megarl.mcore.balancing import balancing_state
 from megarl.mcore.context_parallel import gather_result
 from megarl.mcore.flags import transformer_config
 from megarl.mcore.initialization import initialize
 from megarl.mcore.layers import ValueHead, block_spec, moe_layers, virtual_stages
 from megarl.mcore.packing import Packing, pack
+from megarl.mcore.routing import Routing
 from megarl.mcore.sharded import shard
 from megarl.mcore.tensor_parallel import head_scores
 
@@ -135,16 +137,28 @@ def _build_chunk(args, config, vocab_size: int, collection, value_head: bool, vi
     return chunk
 
 
-def weight_shapes(role: str, args, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """Global shapes by which a checkpoint's policy is told from another: what the role's flags describe."""
+def weight_shapes(role: str, args, vocab_size: int, resumes: bool = False) -> dict[str, tuple[int, ...] | None]:
+    """Global shapes by which a checkpoint's policy is told from another: what the role's flags describe.
+
+    None: it must not be there. What balances experts starts anew where a policy has none, but not in a run that
+    `resumes`.
+    """
     hidden, layers, attended = args.hidden_size, args.num_layers, args.num_attention_heads * args.kv_channels
     shapes = {f"{role}.embedding.word_embeddings.weight": (padded_vocab_size(args, vocab_size), hidden)}
-    if len(set(moe_layers(args))) > 1:  # layers that differ are saved one by one, others stacked
-        shapes[f"{role}.decoder.layers.{layers - 1}.self_attention.linear_proj.weight"] = (hidden, attended)
-        return shapes
-    shapes[f"{role}.decoder.layers.self_attention.linear_proj.weight"] = (layers, hidden, attended)
+    kinds, stacked = moe_layers(args), (layers,)
+    prefix = moe_prefix = f"{role}.decoder.layers"
+    if len(set(kinds)) > 1:  # layers that differ are saved one by one, others stacked
+        prefix, moe_prefix, stacked = f"{prefix}.{layers - 1}", f"{prefix}.{kinds.index(True)}", ()
+    shapes[f"{prefix}.self_attention.linear_proj.weight"] = (*stacked, hidden, attended)
     if not args.num_experts:
-        shapes[f"{role}.decoder.layers.mlp.linear_fc2.weight"] = (layers, hidden, args.ffn_hidden_size)
+        shapes[f"{prefix}.mlp.linear_fc2.weight"] = (*stacked, hidden, args.ffn_hidden_size)
+        return shapes
+    for name, is_on in balancing_state(args).items():
+        key = f"{moe_prefix}.mlp.router.{name}"
+        if is_on and resumes:
+            shapes[key] = (*stacked, args.num_experts)
+        elif not is_on and name == "expert_bias":  # without it the policy would be another one
+            shapes[key] = None
     return shapes
 
 
@@ -164,13 +178,13 @@ def _whole(local: Tensor, packing: Packing, lengths: Tensor) -> Tensor:
     return _align_to_tokens(local[: packing.tokens], lengths)
 
 
-def _run(chunk, tokens: Tensor, lengths: Tensor, processor):
+def _run(chunk, tokens: Tensor, lengths: Tensor, processor, routing: Routing | None):
     """Hidden states [T', 1, H] of a chunk, or what `processor` makes of the last one's."""
     if InferenceMode.is_active():
         raise RuntimeError("a training forward while the rollout engine is active: suspend the engine first")
     model = chunk.module if hasattr(chunk, "module") else chunk  # under gradient buffers or alone
     groups, sequence_parallel = model.pg_collection, model.config.sequence_parallel
-    packing = pack(lengths, groups.cp, dist.get_world_size(groups.tp) if sequence_parallel else 1)
+    packing = pack(lengths, groups.cp, dist.get_world_size(groups.tp) if sequence_parallel else 1, routing)
     padded = torch.cat([tokens, tokens.new_zeros(packing.padding)])
     following = torch.cat([padded[1:], padded[:1]])
 
@@ -187,7 +201,9 @@ def _run(chunk, tokens: Tensor, lengths: Tensor, processor):
     )
 
 
-def token_scores(chunk, tokens: Tensor, lengths: Tensor, temperature: float, vocab_size: int):
+def token_scores(
+    chunk, tokens: Tensor, lengths: Tensor, temperature: float, vocab_size: int, routing: Routing | None = None
+):
     """Log-probabilities, entropies and Σπ² of packed tokens under a language model.
 
     Args:
@@ -196,6 +212,7 @@ def token_scores(chunk, tokens: Tensor, lengths: Tensor, temperature: float, voc
         lengths: [N] int64, each at least 1.
         temperature: of the softmax, as in the rollout.
         vocab_size: the tokenizer's vocabulary.
+        routing: what the routers do with this micro-batch; None: they choose the experts.
 
     Returns:
         TokenScores from a model's last chunk, hidden states for the next stage from others.
@@ -206,10 +223,10 @@ def token_scores(chunk, tokens: Tensor, lengths: Tensor, temperature: float, voc
         scores = head_scores(hidden, weight, targets, temperature, vocab_size, group, sequence_parallel)
         return TokenScores(*(_whole(score, packing, lengths) for score in scores))
 
-    return _run(chunk, tokens, lengths, processor)
+    return _run(chunk, tokens, lengths, processor, routing)
 
 
-def token_values(chunk, tokens: Tensor, lengths: Tensor) -> Tensor:
+def token_values(chunk, tokens: Tensor, lengths: Tensor, routing: Routing | None = None) -> Tensor:
     """[T] values of the states before each token, 0 at first tokens; hidden states from all but the last chunk."""
 
     def processor(hidden, output_layer, weight, targets, packing, model):
@@ -218,7 +235,7 @@ def token_values(chunk, tokens: Tensor, lengths: Tensor) -> Tensor:
             values = gather_result(values, output_layer.group)
         return _whole(values, packing, lengths)
 
-    return _run(chunk, tokens, lengths, processor)
+    return _run(chunk, tokens, lengths, processor, routing)
 
 
 @contextlib.contextmanager

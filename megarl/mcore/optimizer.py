@@ -13,6 +13,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import to_local_if_dtensor
 from torch.optim.adamw import adamw
 
+from megarl.mcore.balancing import balanced_routers, settle
 from megarl.mcore.sharded import FullySharded
 from megarl.mcore.state import world_is
 
@@ -96,14 +97,21 @@ def build_optimizer(wrapped: list[DistributedDataParallel | FullySharded], args,
     for part in optimizer.chained_optimizers:
         part.init_state_fn(part.optimizer, part.config)  # moments exist before the first update: a save may come first
     wrapped[0].config.grad_scale_func = optimizer.scale_loss
+    optimizer.routers = balanced_routers(wrapped)
     return optimizer
 
 
 def update(optimizer) -> tuple[bool, float]:
-    """Clips and applies the reduced gradients; (whether it did, gradient norm before clipping).
+    """Clips and applies the reduced gradients, and moves what balances experts; (whether it did, norm before clipping).
 
     The norm is the same on every rank of the role, so all skip a non-finite gradient together.
     """
+    applied, norm = _step(optimizer)
+    settle(optimizer.routers, applied)
+    return applied, norm
+
+
+def _step(optimizer) -> tuple[bool, float]:
     overflow = optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
     config = optimizer.config

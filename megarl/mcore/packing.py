@@ -13,6 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megarl.mcore.context_parallel import chunks_of, stream_order
+from megarl.mcore.routing import Routing, Rows
 
 # What makes a token's numbers independent of what it is batched with, so that rollout and training agree to the last
 # bit on a CPU: matrix products of fewer rows take another BLAS kernel, and a softmax row that does not fill whole
@@ -47,6 +48,7 @@ class Packing(PackedSeqParams):
     positions: Tensor | None = None  # [T/c] int64 positions of this rank's tokens in their sequences
     tokens: int = 0  # of the stream without its padding
     padding: int = 0  # tokens behind it, a sequence that counts nowhere
+    routing: Routing | None = None  # of the micro-batch, where the model has experts
 
 
 def _widths(longest: int) -> list[int]:
@@ -93,19 +95,40 @@ def _classes(cut: list[Tensor], is_causal: bool) -> list[Pieces]:
     return [_pieces_of(*(x[kind == i] for x in cut), is_causal) for i in kind.unique().tolist()]
 
 
-def pack(lengths: Tensor, context=None, tensor_ranks: int = 1) -> Packing:
+def _padded_size(tokens: int, context_ranks: int, tensor_ranks: int) -> int:
+    """Tokens of a stream that every rank of its role can hold an equal share of."""
+    unit = (2 * context_ranks if context_ranks > 1 else 1) * tensor_ranks
+    return -(-max(tokens, LEAST_ROWS * context_ranks if context_ranks > 1 else 0) // unit) * unit
+
+
+def routed_rows(lengths: Tensor, collection, sequence_parallel: bool) -> Rows:
+    """The tokens of a micro-batch of sequences [N] that this rank's routers see."""
+    ranks, tensor_ranks = dist.get_world_size(collection.cp), dist.get_world_size(collection.tp)
+    tokens = int(lengths.sum())
+    total = _padded_size(tokens, ranks, tensor_ranks if sequence_parallel else 1)
+    chunks = chunks_of(dist.get_rank(collection.cp), ranks, total)
+    places = torch.cat([torch.arange(a, b, device=lengths.device) for a, b in chunks])
+    if sequence_parallel:
+        places = places.chunk(tensor_ranks)[dist.get_rank(collection.tp)]
+    ends = lengths.cumsum(0)
+    sequence = torch.searchsorted(ends, places, right=True)
+    is_last = places + 1 == ends[sequence.clamp(max=len(lengths) - 1)]
+    return Rows(places, (places < tokens) & ~is_last, sequence, len(lengths))
+
+
+def pack(lengths: Tensor, context=None, tensor_ranks: int = 1, routing: Routing | None = None) -> Packing:
     """Describes sequences of these lengths [N] int64, each at least 1, for this rank of its role.
 
     Args:
         context: the context-parallel group, c ranks; None: one rank.
         tensor_ranks: the t ranks over which sequence parallelism cuts the stream; 1 without it.
+        routing: what the model's routers do with this micro-batch.
 
     The stream is padded to a multiple of 2·c·t tokens: fewer than that for a whole micro-batch, none for c = t = 1.
     """
     device, ranks = lengths.device, 1 if context is None else dist.get_world_size(context)
-    unit = (2 * ranks if ranks > 1 else 1) * tensor_ranks
     tokens = int(lengths.sum())
-    total = -(-max(tokens, LEAST_ROWS * ranks if ranks > 1 else 0) // unit) * unit
+    total = _padded_size(tokens, ranks, tensor_ranks)
     if total > tokens:
         lengths = torch.cat([lengths, lengths.new_tensor([total - tokens])])
     ends = lengths.cumsum(0)
@@ -127,4 +150,5 @@ def pack(lengths: Tensor, context=None, tensor_ranks: int = 1) -> Packing:
         positions=positions[places],
         tokens=tokens,
         padding=total - tokens,
+        routing=routing,
     )
