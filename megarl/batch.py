@@ -47,6 +47,9 @@ class Batch:
     advantages: Tensor = _token(torch.float32)  # [T]
     returns: Tensor = _token(torch.float32)  # [T]
     response_mask: Tensor = _token(torch.bool)  # [T] True where the policy wrote the token
+    routes: Tensor = _token(torch.int16)  # [T], [L, k] each: experts in the MoE layers of the rank that wrote, or −1
+
+    routing = None  # what routers do with the tokens: an attribute of micro-batches alone, no field
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -60,6 +60,7 @@ CONDITIONS: dict[str, Condition] = {
     "correction": Condition(lambda case: case.settings.rollout_correction != "none", "--rollout-correction is none"),
     "icepop": Condition(lambda case: case.settings.rollout_correction == "icepop",
                         "only with --rollout-correction icepop"),
+    "routes": Condition(lambda case: case.settings.router_replay == "rollout", "only with --router-replay rollout"),
     "rounds": Condition(lambda case: case.settings.dynamic_sampling, "only with --dynamic-sampling"),
     "overlong": Condition(lambda case: case.settings.overlong_buffer > 0, "--overlong-buffer is 0"),
     "sampled": Condition(lambda case: case.program != "evaluate" or case.settings.eval_temperature > 0,
@@ -107,7 +108,7 @@ def reason(case: Case, condition: str) -> str:
 def rules(case: Case) -> list[Rule]:
     """Every rule for a run; always as many."""
     s = case.settings
-    return [*_sampling(case), *_advantages(case), *_kl(s), *_correction(s), *_evaluation(s)]
+    return [*_sampling(case), *_advantages(case), *_kl(s), *_correction(s), *_replay(case), *_evaluation(s)]
 
 
 def _sampling(case: Case) -> list[Rule]:
@@ -158,6 +159,14 @@ def _correction(s: Settings) -> list[Rule]:
              "truncates importance weights, which a geometric mean is not; allowed levels are token, sequence"),
         Rule("--rollout-correction-floor", floor, floor is None or floor <= cap,
              f"allowed is at most --rollout-correction-cap {cap}"),
+    ]  # fmt: skip
+
+
+def _replay(case: Case) -> list[Rule]:
+    wants = case.settings.router_replay_reference
+    return [
+        Rule("--router-replay-reference", wants, not wants or "reference" in case.roles,
+             "the run has no reference: --kl-coefficient is 0 and --role-map names none"),
     ]  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from megarl.algorithms.kl import KL_KINDS
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 
 MODELS = ("actor", "critic", "reference")  # roles that run a model over packed text
+REPLAYS = ("none", "old-logprob", "rollout")  # where the routes come from that the actor's training takes
 TRAINING, WRITING, ALL = "rl sft", "rl evaluate", "rl sft evaluate"  # programs that share flags
 
 
@@ -78,6 +79,8 @@ class Settings:
                          "above 0, at most 1", programs=WRITING, when="sampled")  # fmt: skip
     rollout_buffer_gb: float = _positive(0.25, "KV cache of each rollout rank, GiB", programs=WRITING)
     rollout_max_requests: int = _positive(256, "requests decoded together on a lane, at least 4", programs=WRITING)
+    rollout_prefix_caching: bool = _flag(False, "prefill what requests begin with alike once", programs=WRITING)
+    rollout_chunked_prefill: bool = _flag(False, "prefill a long prompt over several steps", programs=WRITING)
     verify_weights: bool = _flag(False, "compare checksums after each transfer of weights to the rollout",
                                  programs=WRITING)  # fmt: skip
     # Which of what was written is learnt from, and its reward.
@@ -125,6 +128,12 @@ class Settings:
     rollout_correction_level: str = _one_of("token", LEVELS, "what the ratio is of, applied or only measured")
     rollout_correction_cap: float = _positive(2.0, "largest ratio", when="correction")
     rollout_correction_floor: float | None = _positive(None, "smallest ratio of icepop", when="icepop")
+    # Routes of mixtures of experts.
+    router_replay: str = _one_of("none", REPLAYS, "experts in the actor's training: those that the first pass (R2), or"
+                                 " the rollout (R3), chose (2510.11370)")  # fmt: skip
+    router_replay_reference: bool = _flag(False, "the reference takes the rollout's routes, too", when="routes")
+    router_probe_interval: int = _not_negative(0, "steps between measurements of the log-prob gap with and without"
+                                               " replay; 0: none", when="routes")  # fmt: skip
     max_tokens_per_microbatch: int = _positive(16384, "most tokens of a micro-batch; per role", programs=TRAINING,
                                                roles=MODELS)  # fmt: skip
     # Evaluation.

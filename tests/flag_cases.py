@@ -13,6 +13,7 @@ HOLDS = {
     "baselines": "--advantage remax", "norm": "--loss-aggregation seq-mean-token-sum-norm",
     "adaptive": "--kl-controller adaptive --kl-target 1", "correction": "--rollout-correction tis",
     "icepop": "--rollout-correction icepop --rollout-correction-floor 0.1",
+    "routes": "--router-replay rollout",
     "rounds": "--dynamic-sampling --group-filter reward", "overlong": "--overlong-buffer 4",
     "sampled": "--eval-prompts x --eval-temperature 1", "evaluation": "--eval-prompts x",
     "best": "--eval-prompts x --eval-interval 1 --save y",
@@ -22,6 +23,7 @@ FAILS = {
     "loss:low": "--policy-loss reinforce", "loss:high": "--policy-loss reinforce", "loss:dual": "--policy-loss gspo",
     "critic": "--advantage grpo", "reference": "--kl-coefficient 0", "kl": "--kl-coefficient 0", "baselines": "",
     "norm": "", "adaptive": "", "correction": "", "icepop": "--rollout-correction mis",
+    "routes": "--router-replay old-logprob",
     "rounds": "--group-filter reward", "overlong": "", "evaluation": "", "best": "--eval-prompts x --eval-interval 1",
 }  # fmt: skip
 
@@ -30,7 +32,7 @@ VALUES = {
     "role_map": "actor=0;critic=1;reward=2;reference=3", "advantage": "grpo", "policy_loss": "gspo", "dual_clip": 3.0,
     "loss_aggregation": "seq-mean-token-sum", "kl_in": "loss", "kl_estimator": "k3", "kl_controller": "adaptive",
     "group_filter": "correct", "rollout_correction": "mis", "rollout_correction_level": "geometric", "eval_k": "1,2",
-    "kl_horizon": 5000.0,
+    "kl_horizon": 5000.0, "router_replay": "rollout",
 }  # fmt: skip
 BESIDE = {
     "dynamic_sampling": "--group-filter reward", "kl_controller": "--kl-target 1",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megarl import batch as batch_module
-from megarl.batch import FIELDS, Batch, concatenate, empty, lane_of
+from megarl.batch import AT_HOME, FIELDS, SHARED, WRITTEN, Batch, concatenate, empty, lane_of
 
 SEEDS = range(25)
 TOKEN_FIELDS = [name for name, spec in FIELDS.items() if spec.kind == "token"]
@@ -126,6 +126,28 @@ def test_the_empty_batch():
     batch = random_batch(6, count=3)
     assert sequences(concatenate([nothing, batch, nothing])) == sequences(batch)
     assert len(concatenate([nothing, nothing])) == 0
+
+
+@pytest.mark.parametrize("layers", [3, 0], ids=["experts", "none on this rank"])
+def test_routes_go_with_their_tokens(layers):
+    batch = random_batch(7, ("tokens",), count=5)
+    batch.routes = torch.arange(len(batch.tokens) * layers * 2, dtype=torch.int16).view(len(batch.tokens), layers, 2)
+    batch.routing = "of a micro-batch"
+    cut = batch.routes.split(batch.lengths.tolist())
+    index = torch.tensor([3, 0, 4])
+    chosen = batch.select(index)
+    assert torch.equal(chosen.routes, torch.cat([cut[i] for i in index.tolist()]))
+    assert_dtypes(chosen)
+    assert torch.equal(chosen.sorted().routes, torch.cat([cut[0], cut[3], cut[4]]))
+    assert torch.equal(concatenate([chosen, batch.select(torch.tensor([2, 1]))]).routes, batch.routes)
+    assert torch.equal(concatenate([batch, batch.select(index[:0])]).routes, batch.routes)
+    assert batch.to("meta").routes.shape == batch.routes.shape and torch.equal(batch.to("cpu").routes, batch.routes)
+    assert batch.present() == ["sequence_ids", "lengths", "tokens", "routes"]
+    assert chosen.routing is None and batch.to("cpu").routing is None and Batch.routing is None
+
+
+def test_routes_are_in_no_exchange():
+    assert "routes" in FIELDS and "routing" not in FIELDS and "routes" not in {*WRITTEN, *AT_HOME, *SHARED}
 
 
 def test_prompts_are_dealt_in_turn_with_all_their_samples():

@@ -145,6 +145,8 @@ WRONG = {
     "truncated means": ("--rollout-correction tis --rollout-correction-level geometric", "--rollout-correction tis: "),
     "floor above cap": ("--rollout-correction icepop --rollout-correction-floor 3", "--rollout-correction-floor 3.0: al"
                         "lowed is at most --rollout-correction-cap 2.0"),
+    "routes without reference": ("--router-replay rollout --router-replay-reference --kl-coefficient 0",
+                                 "--router-replay-reference True: the run has no reference"),
     "equal responses": ("--eval-prompts x --eval-responses 2", "--eval-responses 2: needs --eval-temperature above 0"),
     "large k": ("--eval-prompts x --eval-k 1,2", "--eval-k 1,2: allowed is at most --eval-responses 1"),
 }  # fmt: skip
@@ -163,6 +165,7 @@ RIGHT = [
     "--rollout-correction mis --rollout-correction-level geometric --rollout-correction-cap 1.01",
     "--rollout-correction icepop --rollout-correction-floor 0.5 --rollout-correction-cap 5",
     "--kl-controller adaptive --kl-target 1 --kl-horizon 12.9",
+    "--router-replay rollout --router-replay-reference --router-probe-interval 5", "--router-replay old-logprob",
     "--eval-prompts x --eval-interval 2 --save y --keep-best false --eval-responses 8 --eval-temperature 1 --eval-k 8",
 ]  # fmt: skip
 

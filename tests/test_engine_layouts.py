@@ -12,7 +12,12 @@ from tests.tiny_models import VOCAB, build_stages
 from tests.worlds import run_world
 
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
-EP2, MOE = "--expert-model-parallel-size 2", "--num-experts 4 --moe-router-topk 2 --moe-layer-freq ([0]+[1]*1)"
+EP2 = "--expert-model-parallel-size 2"
+MOE = (
+    "--num-experts 4 --moe-router-topk 2 --moe-layer-freq ([0]+[1]*1) --moe-shared-expert-intermediate-size 32"
+    " --moe-router-score-function sigmoid"
+)
+EXPERTS = "--num-experts 8 --moe-router-topk 4 --moe-ffn-hidden-size 32"
 LAYOUTS = {
     "dp2": (2, ""),
     "dp4": (4, ""),
@@ -28,7 +33,17 @@ MOE_LAYOUTS = {
     "pp2": (2, PP2),
     "ep2": (2, EP2),
     "tp2-ep2-sp": (4, f"{TP2} {EP2} --sequence-parallel"),
+    "tp2-ep2-sp-gather": (2, f"{TP2} {EP2} --sequence-parallel --moe-token-dispatcher-type allgather"),
     "ep2-pp2": (4, f"{EP2} {PP2}"),
+}
+MOE_KINDS = {
+    "softmax": EXPERTS,
+    "softmax of all": f"{EXPERTS} --moe-router-pre-softmax --moe-router-topk-scaling-factor 1.5",
+    "one expert": "--num-experts 8 --moe-router-topk 1 --moe-router-pre-softmax --moe-ffn-hidden-size 32",
+    "sigmoid": f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5",
+    "square root": f"{EXPERTS} --moe-router-score-function sqrtsoftplus --moe-router-enable-expert-bias",
+    "groups": f"{EXPERTS} --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-dtype fp64",
+    "shared, gated": f"{EXPERTS} --moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate",
 }
 
 
@@ -92,7 +107,16 @@ def test_the_text_does_not_depend_on_the_layout(layout, sampling, end):
 @pytest.mark.parametrize("layout", MOE_LAYOUTS)
 def test_experts_write_the_same_text_in_every_layout(layout):
     size, flags = MOE_LAYOUTS[layout]
-    check(size, MOE, flags, {"temperature": 1.2}, 3, 1e-5)
+    check(size, MOE, flags, {"temperature": 1.2}, 3, largest_gap_allowed())
+
+
+def gaps_of_kinds(rank):
+    return {kind: written(rank, flags, {"temperature": 1.2}, 3)[1] for kind, flags in MOE_KINDS.items()}
+
+
+def test_rollout_and_training_agree_on_experts_of_every_kind():
+    (gaps,) = run_world(gaps_of_kinds, 1)
+    assert all(gap <= largest_gap_allowed() for gap in gaps.values()), gaps
 
 
 def test_stages_agree_on_few_requests():

@@ -4,12 +4,14 @@ No copy of the weights: the engine holds the very module that trains. The KV cac
 of unequal length are batched continuously; each draws its tokens from its own random stream.
 """
 
+import contextlib
 import faulthandler
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.inference.config import InferenceConfig
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
@@ -21,7 +23,9 @@ from megatron.core.inference.utils import InferenceMode
 from torch import Tensor
 
 from megarl.mcore import device
+from megarl.mcore.engine_routes import attach_routes
 from megarl.mcore.packing import LEAST_ROWS
+from megarl.mcore.router import moe_layers_of, recording
 from megarl.mcore.tensor_parallel import gathered_logprobs, mask_padding
 from megarl.rollout.random import uniforms
 from megarl.rollout.sampling import SamplingSettings, draw
@@ -46,6 +50,8 @@ class Completion:
     tokens: list[int]
     logprobs: list[float]
     finished: bool
+    # [tokens of prompt and response, L, k] int16: experts in this rank's MoE layers, −1 in the last row.
+    routes: Tensor | None = field(default=None, compare=False)
 
 
 class Context(DynamicInferenceContext):
@@ -62,6 +68,11 @@ class Context(DynamicInferenceContext):
         """Hidden states [1, S, H] -> those of each request's last token [≥ N, H], never fewer rows than training."""
         rows = logits.squeeze(0)[self.active_logit_idxs[: super().num_last_token_logits]]
         return torch.cat([rows, rows[:1].expand(LEAST_ROWS - len(rows), -1)]) if len(rows) < LEAST_ROWS else rows
+
+    def update_requests(self, active_requests_mask: Tensor, *args, **kwargs):
+        """Moves on to the next step; blocks of requests that ended may be others' behind it."""
+        self.kv_block_allocator.take_out(active_requests_mask)
+        return super().update_requests(active_requests_mask, *args, **kwargs)
 
 
 class KeyedSampling(Sampling):
@@ -98,7 +109,10 @@ class _NoTokenizer:
 class RolloutEngine:
     """Continuous-batching generation on the actor's own model; suspended except inside `generate`."""
 
-    def __init__(self, model, collection, vocab_size: int, max_length: int, buffer_gb: float, max_requests: int):
+    def __init__(
+        self, model, collection, vocab_size: int, max_length: int, buffer_gb: float, max_requests: int,
+        prefix_caching: bool = False, chunked_prefill: bool = False, step_tokens: int = 4096,
+    ):  # fmt: skip
         """Reserves the KV cache.
 
         Args:
@@ -108,25 +122,32 @@ class RolloutEngine:
             max_length: longest prompt and response together, tokens.
             buffer_gb: size of the KV cache on this rank, GiB.
             max_requests: most requests decoded together; at least `LEAST_ROWS`.
+            prefix_caching: requests that begin alike share blocks of the cache, within one call of `generate`.
+            chunked_prefill: a prompt for which a step has no room is read over several.
+            step_tokens: most tokens of a step; more where `max_requests` or an unchunked `max_length` need it.
         """
         tensor = dist.get_world_size(collection.tp)
         max_requests = max(max_requests, LEAST_ROWS)
+        least = max_requests + tensor if chunked_prefill else max(max_length, max_requests + tensor)
         config = InferenceConfig(
             block_size_tokens=256 if device.has_cuda() else 16,
             buffer_size_gb=buffer_gb,
             max_requests=-(-max_requests // tensor) * tensor,
-            max_tokens=max(max_length, 4096, max_requests + tensor),
+            max_tokens=max(step_tokens, least),
             max_sequence_length=max_length,
             pg_collection=collection,
+            enable_prefix_caching=prefix_caching,
+            enable_chunked_prefill=chunked_prefill,
             materialize_only_last_token_logits=True,
             logprobs_mode="processed_logprobs",
             use_cuda_graphs_for_non_decode_steps=False,
             offset_sampling_seed_by_dp_rank=False,
         )
-        self.model, self.experts = model, collection.ep
+        self.model, self.experts, self.layers = model, collection.ep, moe_layers_of(model)
         # Its other choice needs symmetric GPU memory; megarl's layers dispatch tokens as in training either way.
         model.config.inference_moe_token_dispatcher_type = "nccl"
         self.context = Context(model.config, config)
+        attach_routes(self.context, self.layers, model.config, collection.tp)
         wrapper = GPTInferenceWrapper(model, self.context)
         self.sampling = KeyedSampling(vocab_size, tensor)
         self.controller = controller = TextGenerationController(wrapper, _NoTokenizer())
@@ -138,22 +159,40 @@ class RolloutEngine:
         self.engine.suspend()
         model.train(was_training)
 
-    def generate(self, requests: list[Request], end_token: int, settings: SamplingSettings) -> list[Completion]:
-        """Writes one completion a request, in their order. A call of all ranks of the lane with the same requests."""
+    @property
+    def no_routes(self) -> Tensor:
+        """[0, L, k] int16: the routes of no token."""
+        return torch.zeros(0, len(self.layers), self.model.config.moe_router_topk, dtype=torch.int16)
+
+    def generate(
+        self, requests: list[Request], end_token: int, settings: SamplingSettings, routes: bool = False
+    ) -> list[Completion]:
+        """Writes one completion a request, in their order. A call of all ranks of the lane with the same requests.
+
+        Args:
+            routes: also return which experts worked for each token (arXiv 2510.11370 §3).
+
+        Raises:
+            RuntimeError: `routes` of some token are missing.
+        """
         was_training = self.model.training
         self.model.eval()
         self.engine.resume()
         try:
-            with torch.inference_mode():
-                return self._generate(requests, end_token, settings)
+            with torch.inference_mode(), recording(self.model) if routes else contextlib.nullcontext():
+                return self._generate(requests, end_token, settings, routes)
         finally:
             self.engine.suspend()
             InferenceMode.unset_active()
+            # Scratch memory of sequence parallelism that was made in inference mode cannot be written to in training.
+            parallel_state.get_global_memory_buffer().buffer.clear()
             self.model.train(was_training)
 
-    def _generate(self, requests, end_token, settings) -> list[Completion]:
-        self.context.reset()  # blocks of an earlier call were computed with older weights
+    def _generate(self, requests, end_token, settings, routes: bool) -> list[Completion]:
+        self.context.reset()  # blocks of an earlier call, prefixes too, were computed with older weights
+        self.context.kv_block_allocator.record(routes)
         self.engine.requests.clear()
+        self.engine.waiting_request_ids.clear()  # of a call that an error ended
         self.sampling.settings = settings
         self.sampling.keys = torch.tensor([r.key for r in requests], dtype=torch.int64)
         for number, request in enumerate(requests):
@@ -164,8 +203,17 @@ class RolloutEngine:
                 self.controller.dummy_forward()  # this rank's experts work for other lanes' tokens
                 continue
             for record in self.engine.step_modern()["finished_request_records"]:
-                done[record.request_id] = _completion(record.merge(), end_token)
+                done[record.request_id] = self._completion(record.merge(), end_token, routes)
         return done
+
+    def _completion(self, request, end_token: int, routes: bool) -> Completion:
+        tokens = [int(t) for t in request.generated_tokens]
+        logprobs = [float(p) for p in request.generated_log_probs]
+        if len(tokens) != len(logprobs):
+            raise RuntimeError(f"the engine returned {len(tokens)} tokens and {len(logprobs)} log-probs for a request")
+        count, blocks = len(request.prompt_tokens) + len(tokens), self.context.kv_block_allocator
+        recorded = blocks.routes_of(request.request_id, count) if routes else None
+        return Completion(tokens, logprobs, bool(tokens) and tokens[-1] == end_token, recorded)
 
     def _any_lane_writes(self) -> bool:
         """Whether a lane that shares experts with this one has requests left: all of them step until none has."""
@@ -184,11 +232,3 @@ def _params(request: Request, end_token: int) -> SamplingParams:
         return_log_probs=True,
         skip_prompt_log_probs=True,
     )
-
-
-def _completion(request, end_token: int) -> Completion:
-    tokens = [int(t) for t in request.generated_tokens]
-    logprobs = [float(p) for p in request.generated_log_probs]
-    if len(tokens) != len(logprobs):
-        raise RuntimeError(f"the engine returned {len(tokens)} tokens and {len(logprobs)} log-probs for a request")
-    return Completion(tokens, logprobs, bool(tokens) and tokens[-1] == end_token)

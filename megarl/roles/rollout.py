@@ -50,7 +50,16 @@ class Rollout:
                 settings.max_prompt_length + settings.max_response_length,
                 settings.rollout_buffer_gb,
                 settings.rollout_max_requests,
+                settings.rollout_prefix_caching,
+                settings.rollout_chunked_prefill,
             )
+
+    @property
+    def recorded_layers(self) -> tuple[int, ...] | None:
+        """Numbers of the MoE layers whose routes this rank records; None in a run that records none."""
+        if self.settings.router_replay != "rollout":
+            return None
+        return self.engine.layers if self.place.is_member else ()
 
     def refresh(self):
         """Brings the actor's present weights to the engine; nothing to do where it runs on the actor's module.
@@ -78,7 +87,8 @@ class Rollout:
     ) -> Batch | None:
         """Writes `samples` responses to each prompt; this lane's share of them, packed.
 
-        `temperature` is `--temperature` by default; 0 takes the likeliest token each time.
+        `temperature` is `--temperature` by default, of text to learn from, and has its routes with
+        `--router-replay rollout`; 0 takes the likeliest token each time.
         """
         if not self.place.is_member:
             return None
@@ -87,7 +97,9 @@ class Rollout:
             ids = torch.arange(len(prompts) * samples)
             ids = ids[lane_of(ids, len(self.place.lanes), samples) == self.place.lane]
             requests = build_requests(ids, prompts, samples, s.seed, step, s.max_response_length)
+            routes = temperature is None and self.recorded_layers is not None
             temperature = s.temperature if temperature is None else temperature
             sampling = SamplingSettings(temperature or 1.0, s.top_k, s.top_p, greedy=temperature == 0)
-            completions = self.engine.generate(requests, self.tokenizer.eos_id, sampling)
-            return pack_completions(ids, prompts, samples, requests, completions)
+            completions = self.engine.generate(requests, self.tokenizer.eos_id, sampling, routes)
+            no_routes = self.engine.no_routes if routes else None
+            return pack_completions(ids, prompts, samples, requests, completions, no_routes)

@@ -55,7 +55,7 @@ class Sampling:
         self.metrics: dict[str, float] = {}
         self._column = FILTERS.get(settings.group_filter)
         self.known = settings.sampled_fields
-        self.waiting = Waiting(world, settings.samples_per_prompt, self.known)
+        self.waiting = Waiting(world, settings.samples_per_prompt, self.known, rollout.recorded_layers)
 
     def fill(self, step: int) -> Flow | None:
         """The step's data. Collective.

@@ -1,12 +1,14 @@
 """Groups that are in a step's batch before it is full: where each is held, and how they survive an interruption.
 
 A group is a prompt with its `--samples-per-prompt` responses. Each sequence stays with the lane of the rollout that
-wrote it; in a checkpoint they are whole, and any layout takes them up.
+wrote it, the routes of each MoE layer with the ranks that hold it; in a checkpoint they are whole, and any layout
+takes them up.
 """
 
 import io
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megarl.batch import WRITTEN, Batch, concatenate, lane_of
@@ -19,9 +21,15 @@ from megarl.world import World
 class Waiting:
     """The groups that are in so far, numbered from 0 in the order in which they came."""
 
-    def __init__(self, world: World, samples_per_prompt: int, known: tuple[str, ...]):
-        """`known`: fields of their sequences beyond those that writing gives."""
-        self.world, self.samples, self.known = world, samples_per_prompt, known
+    def __init__(
+        self, world: World, samples_per_prompt: int, known: tuple[str, ...], layers: tuple[int, ...] | None = None
+    ):
+        """
+        Args:
+            known: fields of their sequences beyond those that writing gives.
+            layers: numbers of the MoE layers whose routes this rank's sequences have; None: they have none.
+        """
+        self.world, self.samples, self.known, self.layers = world, samples_per_prompt, known, layers
         self.clear()
 
     def clear(self):
@@ -49,29 +57,59 @@ class Waiting:
         """What `from_bytes` takes up, on rank 0, None when nothing waits. Collective."""
         if not len(self):
             return None
-        place = self.world[SOURCE]
-        parts = self.world.gather(self.batch.to("cpu") if place.is_leader else None)
+        parts = self.world.gather(self._held())
         if parts is None:
             return None
-        whole, file = concatenate([part for part in parts if part is not None]), io.BytesIO()
-        torch.save({"samples": self.samples, **{n: getattr(whole, n) for n in whole.present()}}, file)
+        lanes = [[part for part in parts if part and part[0] == lane] for lane in range(len(self.world[SOURCE].lanes))]
+        layers = None if self.layers is None else sorted(layer for part in lanes[0] for layer in part[2])
+        whole, file = concatenate([_joined(lane, layers) for lane in lanes]), io.BytesIO()
+        fields = {name: getattr(whole, name) for name in whole.present()}
+        torch.save({"samples": self.samples, "layers": layers, **fields}, file)
         return file.getvalue()
+
+    def _held(self) -> tuple[int, Batch, tuple[int, ...]] | None:
+        """(lane, its batch, layers of the routes therein) of which this rank tells; None: others hold the same.
+
+        One rank of each pipeline stage tells of the routes in its layers, the leader of the rest.
+        """
+        place = self.world[SOURCE]
+        if not place.is_member or dist.get_rank(place.collection.tp) or dist.get_rank(place.collection.cp):
+            return None
+        batch = self.batch.to("cpu")
+        return place.lane, batch if place.is_leader else Batch(routes=batch.routes), self.layers or ()
 
     def from_bytes(self, data: bytes):
         """Takes the groups of a checkpoint up, dealt to the rollout's present lanes.
 
         Raises:
             UsageError: they were sampled for a batch of another kind.
+            RuntimeError: routes of a layer are missing.
         """
         fields = torch.load(io.BytesIO(data), weights_only=True)
-        samples = fields.pop("samples")
-        wanted = {*WRITTEN, *self.known}
+        samples, layers = fields.pop("samples"), fields.pop("layers", None)
+        wanted = {*WRITTEN, *self.known, *(["routes"] if self.layers is not None else [])}
         if samples != self.samples or set(fields) != wanted:
             raise UsageError(
                 f"--load: groups of {samples} responses wait in the checkpoint for their batch to be full; allowed "
-                "are the --samples-per-prompt, --group-filter and --greedy-baseline that they were sampled with"
+                "are the --samples-per-prompt, --group-filter, --greedy-baseline and --router-replay that they were "
+                "sampled with"
             )
         place, whole = self.world[SOURCE], Batch(**fields)
         self.owners = lane_of(whole.sequence_ids, len(place.lanes), samples)
-        if place.is_member:
-            self.batch = whole.select((self.owners == place.lane).nonzero().flatten()).to(device.device())
+        if not place.is_member:
+            return
+        if self.layers is not None:
+            missing = sorted({*self.layers} - {*layers})
+            if missing:
+                raise RuntimeError(f"rollout: groups wait with routes in MoE layers {layers}, without {missing}")
+            whole.routes = whole.routes[:, [layers.index(layer) for layer in self.layers]]
+        self.batch = whole.select((self.owners == place.lane).nonzero().flatten()).to(device.device())
+
+
+def _joined(lane: list[tuple], layers: list[int] | None) -> Batch:
+    """The batch of a lane with the routes in all layers, in their order, from what its ranks tell."""
+    batch = next(batch for _, batch, _ in lane if batch.lengths is not None)
+    if layers is not None:
+        held = [layer for part in lane for layer in part[2]]
+        batch.routes = torch.cat([part[1].routes for part in lane], dim=1)[:, [held.index(layer) for layer in layers]]
+    return batch

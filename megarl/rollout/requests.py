@@ -35,9 +35,13 @@ def build_requests(
 
 
 def pack_completions(
-    ids: Tensor, prompts: list[Drawn], samples: int, requests: list[Request], completions: list[Completion]
-) -> Batch:
-    """The rollout of a lane as one packed batch, in ascending sequence ids."""
+    ids: Tensor, prompts: list[Drawn], samples: int, requests: list[Request], completions: list[Completion],
+    no_routes: Tensor | None = None,
+) -> Batch:  # fmt: skip
+    """The rollout of a lane as one packed batch, in ascending sequence ids.
+
+    `no_routes` [0, L, k]: the shape of the routes that the completions have; None: they have none.
+    """
     tokens, mask, logprobs = [], [], []
     for request, completion in zip(requests, completions, strict=True):
         prompt, written = len(request.prompt), len(completion.tokens)
@@ -55,5 +59,6 @@ def pack_completions(
         tokens=torch.tensor(tokens, dtype=torch.int64),
         rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
         response_mask=torch.tensor(mask, dtype=torch.bool),
+        routes=None if no_routes is None else torch.cat([no_routes, *(c.routes for c in completions)]),
     )
     return batch.to(device.device())
