@@ -60,11 +60,14 @@ class Place:
 class World:
     """All ranks of the program and every role's place, seen from this rank."""
 
-    def __init__(self, places: dict[str, Place], pairs: dict[frozenset, object], weights_group: object | None = None):
+    def __init__(
+        self, places: dict[str, Place], pairs: dict[frozenset, object], routes: dict[frozenset, object],
+        weights_group: object | None = None,
+    ):  # fmt: skip
         self.places = places
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.weights_group = weights_group  # ranks of the actor and of a rollout with a model of its own
-        self._pairs = pairs
+        self._pairs, self._routes = pairs, routes
 
     def __getitem__(self, role: str) -> Place:
         """The place of a role; of one that the run does not have, a place without ranks."""
@@ -79,6 +82,10 @@ class World:
     def leaders_group(self, one: str, other: str):
         """Group of the lane leaders of two roles, over which they exchange batches."""
         return self._pairs[frozenset((one, other))]
+
+    def ranks_group(self, one: str, other: str):
+        """Group of all ranks of the rollout and of the actor, or of the reference: over it routes of experts go."""
+        return self._routes[frozenset((one, other))]
 
     def gather(self, item) -> list | None:
         """One object from each rank, on rank 0 (None elsewhere)."""
@@ -113,7 +120,11 @@ def create(roles: dict, timeout: timedelta) -> World:
     for one, other in itertools.combinations(places, 2):
         leaders = sorted({*places[one].leaders, *places[other].leaders})
         pairs[frozenset((one, other))] = cache.get(leaders)
+    routes = {}
+    for name in ("actor", "reference"):
+        if name in roles and "rollout" in roles:
+            routes[frozenset(("rollout", name))] = cache.get(sorted({*roles["rollout"].ranks, *roles[name].ranks}))
     weights_group = None
     if "rollout" in roles and roles["rollout"].host == "rollout":
         weights_group = cache.get(sorted({*roles["actor"].ranks, *roles["rollout"].ranks}))
-    return World(places, pairs, weights_group)
+    return World(places, pairs, routes, weights_group)

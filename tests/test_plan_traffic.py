@@ -1,18 +1,22 @@
 """Traffic of the plan: against what collectives of real updates send, and against the fields that a step moves."""
 
 import sys
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megarl import arguments, exchange
+from megarl import arguments, exchange, world
 from megarl.arguments import Settings
 from megarl.batch import FIELDS, Batch
-from megarl.planning import traffic
+from megarl.mcore.fake import stage_layers
+from megarl.planning import summary, traffic
 from megarl.roles import flow
 from megarl.roles.actor import Actor
+from megarl.route_exchange import RouteExchange
+from tests.tiny_models import LENGTHS as WRITTEN
 from tests.tiny_models import SHAPES, VOCAB, join_actor, parse_roles, ragged_tokens
 from tests.worlds import run_world
 
@@ -142,7 +146,7 @@ def test_the_moves_are_those_of_the_training_program(flags, roles, monkeypatch):
     recorder = Recorder(roles, sampling.known)
 
     class Run(Anything):
-        actor = critic = reward = reference = rollout = experience = Anything()
+        actor = critic = reward = reference = rollout = replay = experience = Anything()
 
         def batches(self):
             return [(1, recorder)]
@@ -175,6 +179,59 @@ def test_the_payload_is_what_the_exchange_packs(names):
     fields = {n: torch.zeros(size[FIELDS[n].kind], dtype=FIELDS[n].dtype) for n in {*names, "sequence_ids"}}
     packed = exchange.to_bytes(Batch(**{**fields, "lengths": lengths}), [n for n in names])
     assert 8 <= len(packed) - traffic.field_bytes(names, step) < 16  # the count in front, padding behind
+
+
+REPLAYED = f"{MOE} --num-layers 4 --moe-layer-freq [0,1,1,1] --router-replay rollout {WRITTEN}"
+APART = "--role-map actor=0-1;critic=0;reward=0;reference=0;rollout=2"
+ALONE = "--rollout-tensor-model-parallel-size 1 --rollout-pipeline-model-parallel-size 1"
+REFERENCE = "--role-map actor=2;critic=2;reward=2;reference=0-1;rollout=2 --router-replay-reference"
+EACH = 64 * 48 * 2 * 2  # bytes of a MoE layer: sequences, tokens, experts of a token
+SPLIT = "--actor-tensor-model-parallel-size 2 --actor-sequence-parallel"
+
+
+def planned_routes(flags: str, size: int) -> dict[str, int]:
+    """Bytes of routes that all ranks of each role receive in a run that replays."""
+    found = arguments.parse(f"{SHAPES['llama']} {REPLAYED} {flags}".split(), size)
+    moved = traffic.routes(found.roles, summary.create_groups(found.roles, size), found.settings)
+    assert all(move["source"] == "rollout" and 0 <= move["payload"] <= move["sent"] for move in moved)
+    return {move["destination"]: move["sent"] for move in moved}
+
+
+def routes_received(rank: int, flags: str) -> int:
+    """Bytes of routes that this rank receives when it asks for all tokens but the last of each sequence."""
+    roles, layers = arguments.parse(f"{SHAPES['llama']} {REPLAYED} {flags}".split(), 3).roles, {}
+    here = world.create(roles, timedelta(seconds=60))
+    for role in ("actor", "rollout"):
+        place, stages = here[role], stage_layers(roles[role].megatron)
+        if place.is_member:
+            mine = stages[dist.get_rank(place.collection.pp)]
+            layers[role] = tuple(layer + 1 for chunk in mine for layer in chunk if layer)
+    lengths = torch.full((64,), 48)
+    whole = Batch(sequence_ids=torch.arange(64), lengths=lengths, tokens=torch.zeros(64 * 48))
+    whole.routes = torch.tensor([1, 3], dtype=torch.int16).repeat(64 * 48, len(layers.get("rollout", ())), 1)
+    wanted = torch.ones(64 * 48, dtype=torch.bool)
+    wanted[whole.cu_seqlens[1:] - 1] = False
+    routes = RouteExchange(here, layers, 2, 4)
+    routes.send(whole, "actor", whole, wanted, {"rollout": torch.zeros(64, dtype=torch.int64)})
+    return routes.bytes_received
+
+
+def test_routes_move_as_planned():
+    flags = f"{APART} --actor-pipeline-model-parallel-size 2 {ALONE}"
+    received = run_world(routes_received, 3, flags)
+    assert received[1] == 2 * received[0] > received[2] == 0  # a stage has two MoE layers, the other one
+    assert sum(received) * 48 == planned_routes(flags, 3)["actor"] * 47
+
+
+@pytest.mark.parametrize("flags, size, copies", [
+    ("", 1, {"actor": 0}), ("", 2, {"actor": 1}), (f"{SPLIT} {ALONE}", 2, {"actor": 1}),
+    (f"{SPLIT} --rollout-tensor-model-parallel-size 2", 2, {"actor": 0}), (f"{APART} {SPLIT} {ALONE}", 3, {"actor": 1}),
+    (f"{APART} --router-replay-reference", 3, {"actor": 1, "reference": 1}),
+    (f"{REFERENCE} --reference-tensor-model-parallel-size 2", 3, {"actor": 0, "reference": 2}),
+    (f"--actor-pipeline-model-parallel-size 2 {ALONE} --router-replay old-logprob", 2, {}),
+])  # fmt: skip
+def test_routes_that_ranks_write_themselves_do_not_move(flags, size, copies):
+    assert planned_routes(flags, size) == {role: 3 * EACH * number for role, number in copies.items()}
 
 
 def test_sizes_of_a_step():

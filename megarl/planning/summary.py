@@ -78,7 +78,10 @@ def make_plan(program, world_size: int, vocab_size: int) -> Plan:
         step=step,
         roles=roles,
         rank_sets=rank_sets({name: (role.ranks, role.stages) for name, role in roles.items()}, world_size),
-        exchanges=traffic.exchanges(places, program.settings),
+        exchanges=[
+            *traffic.exchanges(places, program.settings),
+            *traffic.routes(program.roles, places, program.settings),
+        ],
         weights_to_rollout=traffic.weights_to_rollout(program.roles, vocab_size),
     )
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from megarl.batch import AT_HOME, FIELDS, SHARED
 from megarl.exchange import HEADER
+from megarl.mcore.fake import stage_layers
 from megarl.mcore.flags import parallel_sizes
 from megarl.mcore.layers import moe_layers
 from megarl.mcore.model import padded_vocab_size
@@ -115,6 +116,35 @@ def exchanges(places: dict, settings) -> list[dict]:
         names = {"source": move.source, "destination": move.destination, "fields": move.fields}
         found.append(names | {"payload": payload, "sent": payload * len(there[0])})
     return found
+
+
+def routes(roles: dict, places: dict, settings) -> list[dict]:
+    """What `--router-replay rollout` moves, as `exchanges` tells it: two bytes a token, MoE layer and expert.
+
+    A route goes to each rank whose router sees the token: with sequence parallelism one of the tensor-parallel ranks,
+    without it all. What a rank writes itself is counted as moved, too, unless the rollout has one lane.
+    """
+    if settings.router_replay != "rollout":
+        return []
+    found, step, source = [], step_of(settings), places["rollout"].lanes
+    held = _moe_layers_of_ranks(roles["rollout"].megatron, source) if len(source) == 1 else {}
+    for name in ("actor", "reference") if settings.router_replay_reference else ("actor",):
+        args, lanes = roles[name].megatron, places[name].lanes
+        share = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+        one = FIELDS["routes"].dtype.itemsize * args.moe_router_topk  # a token's in a layer
+        wanted = _moe_layers_of_ranks(args, lanes)
+        taken = sum(len(layers - held.get(rank, set())) for rank, layers in wanted.items())
+        sent = one * step.of_lane(len(lanes)) * taken // share
+        payload = min(sent, one * step.tokens * sum(moe_layers(args)))
+        names = {"source": "rollout", "destination": name, "fields": ["routes"]}
+        found.append(names | {"payload": payload, "sent": sent})
+    return found
+
+
+def _moe_layers_of_ranks(args, lanes) -> dict[int, set[int]]:
+    kinds, stages = moe_layers(args), stage_layers(args)
+    of_stage = [{layer for chunk in chunks for layer in chunk if kinds[layer]} for chunks in stages]
+    return {rank: of_stage[i * len(stages) // len(lane)] for lane in lanes for i, rank in enumerate(lane)}
 
 
 def passes(role: str, args, step: Step) -> tuple[int, int]:
