@@ -18,6 +18,7 @@ from megarl.roles.critic import Critic
 from megarl.roles.experience import Experience
 from megarl.roles.flow import Flow
 from megarl.roles.reference import Reference
+from megarl.roles.replay import Replay
 from megarl.roles.reward import Reward
 from megarl.roles.rollout import Rollout
 from megarl.roles.sampling import Sampling
@@ -34,6 +35,7 @@ class Inputs:
         s = program.settings
         check_common(program)
         _check_rollout(s, program.roles["rollout"])
+        _check_replay(program)
         self.tokenizer: Tokenizer = build_tokenizer(s.tokenizer_type, s.tokenizer_model)
         self.prompts = load_prompts(s.prompts, "--prompts")
         self.tokens = self.prompts.encode(self.tokenizer, s.max_prompt_length)
@@ -45,13 +47,28 @@ class Inputs:
         self.pretrained = _check_pretrained(program, vocab)
         self.resume = None
         if s.load:
-            shapes = {r: model.weight_shapes(r, program.roles[r].megatron, vocab) for r in MODELS if r in program.roles}
+            models = {name: program.roles[name].megatron for name in MODELS if name in program.roles}
+            shapes = {name: model.weight_shapes(name, args, vocab, resumes=True) for name, args in models.items()}
             self.resume = folders.check_resume(s.load, "train_rl", s.train_iters, shapes)
 
 
 def _check_rollout(s: Settings, rollout: RoleSettings):
     if s.verify_weights and rollout.host != "rollout":
         raise UsageError("--verify-weights: the rollout runs on the actor's own weights, so there is no transfer")
+
+
+def _check_replay(program: Program):
+    replay, kinds = program.settings.router_replay, {}
+    for name in ("actor", "reference") if program.settings.router_replay_reference else ("actor",):
+        args = program.roles[name].megatron
+        kinds[name] = (args.num_experts, args.moe_router_topk, model.moe_layers(args))
+    if replay != "none" and not kinds["actor"][0]:
+        raise UsageError(f"--router-replay {replay}: the actor has no experts; allowed is none, or --num-experts")
+    if kinds.get("reference", kinds["actor"]) != kinds["actor"]:
+        raise UsageError(
+            "--router-replay-reference: the reference takes the actor's routes; allowed are the actor's --num-experts, "
+            "--moe-router-topk and --moe-layer-freq"
+        )
 
 
 def _check_pretrained(program: Program, vocab_size: int) -> dict:
@@ -102,6 +119,8 @@ class Reinforcement(Run):
         self.experience = Experience(s, program.estimator, world["actor"], timers)
         trained = self.actor.learner.model if self.actor.learner else None
         self.rollout = Rollout(s, roles["rollout"], world, trained, self.tokenizer, timers)
+        models = (self.actor, self.critic, self.reference)
+        self.replay = Replay(s, roles["actor"], world, self.rollout, *models, timers)
         writing = (s, world, self.rollout, self.reward)
         hidden = roles["actor"].megatron.hidden_size
         self.sampling = Sampling(*writing, self.prompts, inputs.tokens, hidden, timers)

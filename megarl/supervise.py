@@ -34,13 +34,14 @@ class Inputs:
         limits = (self.tokenizer, s.max_prompt_length, s.max_response_length)
         self.examples = sft_examples(load_prompts(s.prompts, "--prompts"), *limits)
         self.held_out = sft_examples(load_prompts(s.eval_prompts, "--eval-prompts"), *limits) if s.eval_prompts else []
-        shapes = model.weight_shapes("actor", args, self.tokenizer.vocab_size)
+        described = ("actor", args, self.tokenizer.vocab_size)
         self.pretrained = self.resume = None
         if args.pretrained_checkpoint:
             self.pretrained = folders.find(args.pretrained_checkpoint, "--pretrained-checkpoint")
-            folders.check_weights(self.pretrained, "--pretrained-checkpoint", "actor", shapes)
+            folders.check_weights(self.pretrained, "--pretrained-checkpoint", "actor", model.weight_shapes(*described))
         if s.load:
-            self.resume = folders.check_resume(s.load, "train_sft", s.train_iters, {"actor": shapes})
+            shapes = {"actor": model.weight_shapes(*described, resumes=True)}
+            self.resume = folders.check_resume(s.load, "train_sft", s.train_iters, shapes)
 
 
 class Supervision(Run):
@@ -83,7 +84,7 @@ class Supervision(Run):
         return batch.to(device.device())
 
     def _forward(self, network, part) -> model.TokenScores:
-        return model.token_scores(network, part.tokens, part.lengths, 1.0, self.vocab_size)
+        return model.token_scores(network, part.tokens, part.lengths, 1.0, self.vocab_size, part.routing)
 
     def _parts(self, batch: Batch):
         return self.learner.microbatches(batch, torch.arange(len(batch)))
@@ -91,6 +92,7 @@ class Supervision(Run):
     def learn(self, batch: Batch, step: int):
         """One update on the mean negative log-probability of response tokens."""
         with self.timers.phase("actor", "update"):
+            self.learner.routes.begin()
             tokens = torch.stack([batch.response_mask.sum(), batch.lengths.sum()]).double()
             count, total = self.place.sum_over_lanes(tokens)
 
@@ -106,6 +108,7 @@ class Supervision(Run):
                 "sft/learning_rate": self.learner.learning_rate(),
                 "actor/updates_skipped": int(not applied),
                 "perf/tokens": int(total),
+                **self.learner.routes.metrics("router"),
             }
 
     def evaluation_loss(self) -> float:

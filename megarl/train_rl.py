@@ -16,6 +16,7 @@ def train(program, timers):
     actor, critic, reward, reference, experience = run.actor, run.critic, run.reward, run.reference, run.experience
     for step, flow in run.batches():
         flow.share(["actor", "reward", "reference", "critic"])
+        run.replay.share(flow, step)
 
         reward.score(flow, run.prompts)
         reference.logprobs(flow)

@@ -36,7 +36,9 @@ def go_on(rank, flags: str, source, target, value_head: bool):
         return value, value.detach().double()
 
     multiple = dist.get_world_size(place.collection.pp) if len(learner.model) > 1 else 1
-    assert learner.update(parts_of(batch, 2, multiple), forward_of(value_head), loss)[1]
+    parts = parts_of(batch, 2, multiple)
+    learner.routes.attach(batch, parts)
+    assert learner.update(parts, forward_of(value_head), loss)[1]
     if rank == 0:
         target.mkdir()
     dist.barrier()

@@ -117,8 +117,8 @@ def forward_of(value_head: bool):
     from megarl.mcore import model
 
     if value_head:
-        return lambda chunk, part: model.token_values(chunk, part.tokens, part.lengths)
-    return lambda chunk, part: model.token_scores(chunk, part.tokens, part.lengths, 0.8, VOCAB)
+        return lambda chunk, part: model.token_values(chunk, part.tokens, part.lengths, part.routing)
+    return lambda chunk, part: model.token_scores(chunk, part.tokens, part.lengths, 0.8, VOCAB, part.routing)
 
 
 def clipped_loss(scores, part):
@@ -159,7 +159,9 @@ def update(rank, flags: str, parts: int, value_head: bool):
 
     multiple = dist.get_world_size(place.collection.pp) if len(learner.model) > 1 else 1
     parts = parts_of(batch, parts, multiple)
+    learner.routes.attach(batch, parts)
     scores = [out for out, places in learner.evaluate(parts, forward_of(value_head)) if len(places)]
+    learner.routes.attach(batch, parts)
     losses, applied, norm = learner.update(parts, forward_of(value_head), loss)
     assert applied
     total = place.sum_over_lanes(torch.stack(losses).sum())

@@ -95,6 +95,9 @@ FLAGS = {
     "micro-batch too small": ("--max-tokens-per-microbatch 9", 1, ["--max-tokens-per-microbatch 9", "10"]),
     "micro-batch of a role too small": ("--critic-max-tokens-per-microbatch 9", 1,
                                         ["--critic-max-tokens-per-microbatch 9", "10"]),
+    "routes of a dense model": ("--router-replay rollout", 1, ["--router-replay rollout", "no experts"]),
+    "routes of another model": ("--num-experts 4 --router-replay rollout --router-replay-reference"
+                                " --reference-num-experts 8", 1, ["--router-replay-reference", "--num-experts"]),
     "nothing to verify": ("--verify-weights", 1, ["--verify-weights", "no transfer"]),
     "missing checkpoint": ("--load no/such", 1, ["--load no/such", "no such folder"]),
     "missing weights": ("--pretrained-checkpoint no/such", 1, ["--pretrained-checkpoint no/such", "no such folder"]),

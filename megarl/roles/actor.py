@@ -12,6 +12,7 @@ from megarl.batch import Batch
 from megarl.mcore import model
 from megarl.observe.timers import Timers
 from megarl.roles import microbatches as mb
+from megarl.roles import probe
 from megarl.roles.flow import Flow
 from megarl.roles.learner import Learner
 from megarl.roles.objective import NAMES, Objective
@@ -40,14 +41,32 @@ class Actor:
         It runs the very micro-batches of the first epoch, so that before any update each ratio is exactly 1. Where the
         step's only update sees them anyhow, it gives them, and this pass is left out.
         """
-        if not self.place.is_member or self._learns_on_policy(flow, step):
+        if not self.place.is_member:
+            return
+        if self._probes(step):
+            with self.timers.phase(self.name, "probe"):
+                self.metrics |= probe.logprob_gaps(self.learner, flow[self.name], self._forward)
+        if self._learns_on_policy(flow, step):
             return
         with self.timers.phase(self.name, "logprobs"):
-            batch, results = flow[self.name], []
+            batch, results, passed = flow[self.name], [], []
             for ids in mb.minibatches_of_step(self.settings, flow.count, step, epoch=0):
                 parts = self.learner.microbatches(batch, mb.members(batch, ids))
                 results += self.learner.evaluate(parts, self._forward)
+                passed += parts
             self._take(batch, [(scores.logprobs, scores.entropy, places) for scores, places in results])
+            if self.settings.router_replay == "old-logprob":
+                self.learner.routes.table = self.learner.routes.record(batch, passed)
+
+    def passes(self, flow: Flow, step: int) -> list[Tensor]:
+        """Places in this lane's batch of the sequences of each pass of a step."""
+        ids = [probe.probed()] if self._probes(step) else []
+        for epoch in range(self.settings.ppo_epochs):
+            ids += mb.minibatches_of_step(self.settings, flow.count, step, epoch)
+        return [mb.members(flow[self.name], found) for found in ids]
+
+    def _probes(self, step: int) -> bool:
+        return self.settings.router_probe_interval > 0 and step % self.settings.router_probe_interval == 0
 
     def _learns_on_policy(self, flow: Flow, step: int) -> bool:
         """Whether the step's one update gives the log-probs of the policy that the step began with."""
@@ -66,22 +85,29 @@ class Actor:
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.place.collection.dp)
         measured = torch.cat([torch.stack([gap.sum(), batch.response_mask.sum().double()]), sums])
         total, count, *_ = measured = self.place.sum_over_lanes(measured)
-        self.metrics = {
+        self.metrics |= {
             "rollout/logprob_gap_max": float(maxima[0]),
             "rollout/logprob_gap_mean": float(total / count.clamp(min=1)),
             **correction_report(measured[2:], maxima[1:]),
         }
 
     def _forward(self, network, part) -> model.TokenScores:
-        return model.token_scores(network, part.tokens, part.lengths, self.settings.temperature, self.vocab_size)
+        return model.token_scores(
+            network, part.tokens, part.lengths, self.settings.temperature, self.vocab_size, part.routing
+        )
 
     def update(self, flow: Flow, step: int, kl_coefficient: float):
         """Learns from `advantages` for `--ppo-epochs` epochs of mini-batches; rests while the critic warms up.
 
         `kl_coefficient` is β where the KL stands in the loss.
         """
-        if not self.place.is_member or step <= self.settings.critic_warmup_steps:
+        if not self.place.is_member:
             return
+        if step > self.settings.critic_warmup_steps:
+            self._learn(flow, step, kl_coefficient)
+        self.metrics |= self.learner.routes.metrics("router", self.settings.router_replay != "none")
+
+    def _learn(self, flow: Flow, step: int, kl_coefficient: float):
         with self.timers.phase(self.name, "update"):
             batch, results, first = flow[self.name], [], self._learns_on_policy(flow, step)
             for epoch in range(self.settings.ppo_epochs):

@@ -36,7 +36,7 @@ class Critic:
             mb.write_back(batch, "values", self.learner.evaluate(parts, self._forward))
 
     def _forward(self, network, part) -> torch.Tensor:
-        return model.token_values(network, part.tokens, part.lengths)
+        return model.token_values(network, part.tokens, part.lengths, part.routing)
 
     def update(self, flow: Flow, step: int):
         """Learns `returns` for `--ppo-epochs` epochs of mini-batches."""
@@ -74,4 +74,5 @@ class Critic:
             "critic/grad_norm": sum(norm for _, _, norm in results) / len(results),
             "critic/learning_rate": self.learner.learning_rate(),
             "critic/updates_skipped": sum(not applied for _, applied, _ in results),
+            **self.learner.routes.metrics("critic/router"),
         }

@@ -34,6 +34,11 @@ class Flow:
         return self._batches.get(role)
 
     @property
+    def owners(self) -> dict[str, Tensor]:
+        """Role -> [N] int64, the lane that holds each sequence of the step."""
+        return self._owners
+
+    @property
     def count(self) -> int:
         """Sequences of the step on all lanes together."""
         return len(self._owners[SOURCE])

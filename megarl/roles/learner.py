@@ -7,6 +7,7 @@ from megarl.batch import Batch
 from megarl.errors import UsageError
 from megarl.mcore import checkpoint, model, optimizer, pipeline
 from megarl.roles import microbatches as mb
+from megarl.roles.routes import Routes
 from megarl.world import Place
 
 
@@ -36,10 +37,13 @@ class Learner:
         self.wrapped = optimizer.wrap(self.model, role.megatron, place.collection)
         self.optimizer = optimizer.build_optimizer(self.wrapped, role.megatron, place.collection)
         self.scheduler = optimizer.build_scheduler(self.optimizer, role.megatron, updates)
+        self.routes = Routes(role, place, self.model)
 
     def evaluate(self, parts: list[tuple[Batch, torch.Tensor]], forward) -> list:
         """`forward(chunk, micro-batch)` of each micro-batch without gradients: [(result, places)]."""
-        return evaluate(self.model, parts, forward, self.place.collection)
+        results = evaluate(self.model, parts, forward, self.place.collection)
+        self.routes.collect(parts, trained=False)
+        return results
 
     def update(self, parts: list[tuple[Batch, torch.Tensor]], forward, loss) -> tuple[list, bool, float]:
         """One optimizer update over the micro-batches of a mini-batch.
@@ -54,10 +58,12 @@ class Learner:
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        self.routes.train(parts)
         results = pipeline.run_microbatches(
             self.wrapped, parts, lambda chunk, part: forward(chunk, part[0]),
             lambda out, part: loss(out, part[0]), self.place.collection, train=True,
         )  # fmt: skip
+        self.routes.collect(parts, trained=True)
         applied, norm = optimizer.update(self.optimizer)
         if applied:
             self.scheduler.step(1)
@@ -69,7 +75,9 @@ class Learner:
 
     def microbatches(self, batch: Batch, places: torch.Tensor) -> list[tuple[Batch, torch.Tensor]]:
         """This lane's micro-batches of the sequences at `places`, as many as on every other lane."""
-        return mb.of_role(batch, places, self.role, self.place)
+        parts = mb.of_role(batch, places, self.role, self.place)
+        self.routes.attach(batch, parts)
+        return parts
 
     def state(self, extra: dict, loading: bool = False) -> dict:
         """What a checkpoint holds of this role; `extra` is picklable state of the caller."""

@@ -8,6 +8,7 @@ from megarl.observe.timers import Timers
 from megarl.roles import microbatches as mb
 from megarl.roles.flow import Flow
 from megarl.roles.learner import evaluate
+from megarl.roles.routes import Routes
 from megarl.world import Place
 
 
@@ -19,9 +20,10 @@ class Reference:
     def __init__(self, settings: Settings, role: RoleSettings | None, place: Place, vocab_size: int, timers: Timers):
         self.role = role
         self.settings, self.place, self.timers, self.vocab_size = settings, place, timers, vocab_size
-        self.model = None
+        self.model = self.routes = None
         if place.is_member:
             self.model = model.build_frozen(role.megatron, vocab_size, place.collection)
+            self.routes = Routes(role, place, self.model)
 
     def logprobs(self, flow: Flow):
         """Fills `reference_logprobs`, at the temperature of the rollout."""
@@ -30,11 +32,15 @@ class Reference:
         with self.timers.phase(self.name, "logprobs"):
             batch = flow[self.name]
             parts = mb.of_role(batch, torch.arange(len(batch)), self.role, self.place)
+            self.routes.attach(batch, parts)
             results = evaluate(self.model, parts, self._forward, self.place.collection)
+            self.routes.collect(parts, trained=False)
             mb.write_back(batch, "reference_logprobs", [(scores.logprobs, places) for scores, places in results])
 
     def _forward(self, chunk, part) -> model.TokenScores:
-        return model.token_scores(chunk, part.tokens, part.lengths, self.settings.temperature, self.vocab_size)
+        return model.token_scores(
+            chunk, part.tokens, part.lengths, self.settings.temperature, self.vocab_size, part.routing
+        )
 
     def state(self) -> dict:
         """What a checkpoint holds of this role: the run goes on against the policy it started from."""

@@ -1,0 +1,61 @@
+"""Which routes the models of a run take in a step: those that their routers choose, or those of the rollout (R3).
+
+Rollout and training may choose other experts for the same text, where kernels or precision differ; the ratio of their
+probabilities then runs away (arXiv 2510.11370).
+"""
+
+import torch
+
+from megarl.arguments import RoleSettings, Settings
+from megarl.observe.timers import Timers
+from megarl.roles.actor import Actor
+from megarl.roles.critic import Critic
+from megarl.roles.flow import SOURCE, Flow
+from megarl.roles.reference import Reference
+from megarl.roles.rollout import Rollout
+from megarl.route_exchange import RouteExchange
+from megarl.world import World
+
+
+class Replay:
+    """Brings the rollout's routes to the roles that take them."""
+
+    def __init__(
+        self, settings: Settings, policy: RoleSettings, world: World, rollout: Rollout, actor: Actor, critic: Critic,
+        reference: Reference, timers: Timers,
+    ):  # fmt: skip
+        """Collective: with `--router-replay rollout` all ranks learn who holds which layers of the policy."""
+        self.world, self.timers, self._actor = world, timers, actor
+        learners = {"actor": actor.learner, "critic": critic.learner}
+        self._routes = {name: learner.routes for name, learner in learners.items() if learner}
+        if reference.routes is not None:
+            self._routes["reference"] = reference.routes
+        self._exchange = None
+        self._roles = ("actor", "reference") if settings.router_replay_reference else ("actor",)
+        if settings.router_replay == "rollout":
+            layers = {name: self._routes[name].layers for name in self._roles if name in self._routes}
+            if rollout.engine is not None:
+                layers[SOURCE] = rollout.engine.layers
+            self._exchange = RouteExchange(world, layers, policy.megatron.moe_router_topk, policy.megatron.num_experts)
+
+    def share(self, flow: Flow, step: int):
+        """Starts a step of all models; where routes are replayed each rank gets the ones that it will need. Collective.
+
+        These are the routes of the tokens and layers that the rank runs in any pass of the step.
+        """
+        for routes in self._routes.values():
+            routes.begin()
+        for role in self._roles if self._exchange else ():
+            self._share(flow, role, step)
+
+    def _share(self, flow: Flow, role: str, step: int):
+        batch, wanted, place = flow[role], None, self.world[role]
+        host = self.world[SOURCE if self.world[SOURCE].is_member else role].host
+        with self.timers.phase(host, "exchange"):
+            if place.is_member:
+                is_actor = role == self._actor.name
+                passes = self._actor.passes(flow, step) if is_actor else [torch.arange(len(batch))]
+                wanted = self._routes[role].wanted(batch, passes)
+            table = self._exchange.send(flow[SOURCE], role, batch, wanted, flow.owners)
+            if place.is_member:
+                self._routes[role].table = table
