@@ -13,7 +13,8 @@ import pytest
 
 from megarl.errors import UsageError
 from megarl.observe.report import best_index, main, write_report
-from megarl.observe.report_figure import draw_report, series
+from megarl.observe.report_axes import series
+from megarl.observe.report_figure import draw_report
 from megarl.observe.samples import SamplesWriter
 
 FULL = {

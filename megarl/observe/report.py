@@ -16,7 +16,8 @@ from pathlib import Path
 from megarl.errors import UsageError
 from megarl.observe.files import write_atomically
 from megarl.observe.metrics import FILE_NAME, read_metrics
-from megarl.observe.report_figure import draw_report, series
+from megarl.observe.report_axes import series
+from megarl.observe.report_figure import draw_report
 
 SAMPLE_ROWS = 20
 
@@ -25,8 +26,8 @@ HIGHER_IS_BETTER = (
     "reward/mean", "eval/accuracy", "explained_variance", "tokens_per_s", "perf/mfu", "router/replayed_fraction"
 )  # fmt: skip
 LOWER_IS_BETTER = (
-    "critic/loss", "rollout/logprob_gap_max", "rollout/logprob_gap_mean", "router/disagreement", "_s", "_bytes",
-    "idle_fraction", "steps_skipped",
+    "critic/loss", "rollout/logprob_gap_max", "rollout/logprob_gap_mean", "router/disagreement",
+    "router/load_imbalance", "router/gap_live", "router/gap_replayed", "_s", "_bytes", "idle_fraction", "steps_skipped",
 )  # fmt: skip
 
 STYLE = """
