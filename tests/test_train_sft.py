@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.programs import assert_close, in_world, inputs, metrics, program, sft_argv, timeless, torchrun, train
-from tests.worlds import run_world
+from tests.worlds import RankFailed, run_world
 
 STEPS = 5
 NAMES = ["sft/loss", "sft/grad_norm", "sft/learning_rate", "perf/tokens"]
@@ -131,3 +131,24 @@ def test_two_ranks_through_torchrun(tmp_path):
                  "checkpoints/latest", "checkpoints/step_00000003/manifest.json"):  # fmt: skip
         assert (save / name).exists(), name
     assert sorted(metrics(save)) == [1, 2, 3]
+
+
+def test_what_balances_experts_starts_anew_in_a_warm_start_alone(tmp_path):
+    """A policy without a bias may get one; a run that goes on needs its own; a bias is not left out unnoticed."""
+    experts = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-router-score-function sigmoid"
+    balanced = (
+        f"{experts} --moe-router-enable-expert-bias --moe-router-load-balancing-type global_aux_loss"
+        " --moe-aux-loss-coeff 0.01"
+    )
+    plain, warm, steps = tmp_path / "plain", tmp_path / "warm", "--train-iters 3 --lr-decay-iters 9"
+    train("sft", sft_argv(plain, f"{steps} {experts}"))
+    train("sft", sft_argv(warm, f"{steps} {balanced} --pretrained-checkpoint {plain}"))
+    train("sft", sft_argv(tmp_path / "on", f"--train-iters 4 --lr-decay-iters 9 {balanced} --load {warm}"))
+    rows = metrics(tmp_path / "on")
+    assert rows[4]["router/load_imbalance"] > 0 and rows[4]["router/aux_loss"] > 0
+    for flags, message in (
+        (f"{balanced} --load {plain}", "has no actor.decoder.layers.mlp.router.expert_bias, which actor needs"),
+        (f"{experts} --pretrained-checkpoint {warm}", "which the flags of actor leave out"),
+    ):
+        with pytest.raises(RankFailed, match=message):
+            train("sft", sft_argv(tmp_path / "refused", f"--train-iters 5 --lr-decay-iters 9 {flags}"))

@@ -141,10 +141,14 @@ def read_shapes(folder: Path, flag: str) -> dict[str, tuple[int, ...]]:
         raise UsageError(f"{flag} {folder}: unreadable checkpoint ({reason})") from None
 
 
-def check_weights(folder: Path, flag: str, role: str, expected: dict[str, tuple[int, ...]]):
-    """UsageError unless the checkpoint holds the policy's weights in these global shapes (by key)."""
+def check_weights(folder: Path, flag: str, role: str, expected: dict[str, tuple[int, ...] | None]):
+    """UsageError unless the checkpoint holds the policy's weights in these global shapes (by key; None: not at all)."""
     shapes = read_shapes(folder, flag)
     for key, shape in expected.items():
+        if shape is None:
+            if key in shapes:
+                raise UsageError(f"{flag} {folder}: has {key}, which the flags of {role} leave out")
+            continue
         if key not in shapes:
             raise UsageError(f"{flag} {folder}: has no {key}, which {role} needs")
         if shapes[key] != shape:
@@ -153,12 +157,12 @@ def check_weights(folder: Path, flag: str, role: str, expected: dict[str, tuple[
             )
 
 
-def check_resume(path: str, program: str, train_iters: int, expected: dict[str, dict[str, tuple[int, ...]]]) -> Path:
+def check_resume(path: str, program: str, train_iters: int, expected: dict[str, dict]) -> Path:
     """The checkpoint to resume from, checked before any work starts.
 
     Args:
         program: the module that resumes; a checkpoint of another one lacks what it needs.
-        expected: role -> global shapes of the weights that its flags describe.
+        expected: role -> global shapes of the weights that its flags describe, as for `check_weights`.
 
     Raises:
         UsageError: no readable checkpoint of this program and these models, or nothing left to do.

@@ -49,7 +49,9 @@ def load(folder: Path, world: World, roles: dict, flag: str = "--load") -> dict:
 def load_weights(folder: Path, stages, collection, source: str = "actor"):
     """Fills a model with the policy's weights in a checkpoint, whatever layout wrote it; a collective of its role.
 
-    A scalar head, which the policy does not have, keeps its own weights. `source` is the role that was saved.
+    A scalar head, which the policy does not have, keeps its own weights, and what balances its experts starts anew
+    where the policy has no such thing. `source` is the role that was saved.
     """
     wanted = checkpoint.model_state(source, stages, collection, with_value_head=False)
+    checkpoint.leave_out_balancing(wanted, checkpoint.tensor_shapes(folder))
     checkpoint.load_weights(stages, checkpoint.load_role(wanted, folder, collection), strict=False)

@@ -7,6 +7,7 @@ and rank 0 need not belong to the role.
 
 import copy
 import queue
+from collections.abc import Container
 from pathlib import Path
 
 import torch
@@ -90,6 +91,14 @@ def model_state(role: str, stages, collection, with_value_head: bool = True) -> 
             for key in [key for key in state if key.startswith("output_layer.")]:
                 del state[key]
     return _prefixed(own_rows(weights), role)
+
+
+def leave_out_balancing(weights: dict, held: Container[str]):
+    """Takes buffers that balance experts, and that a folder does not hold by their keys, out of a role's weights."""
+    for state in weights.values():
+        for name in [name for name in state if name.endswith((".expert_bias", ".expert_share"))]:
+            if state[name].key not in held:
+                del state[name]
 
 
 def load_weights(stages, state: dict, strict: bool = True):
