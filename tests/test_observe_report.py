@@ -40,7 +40,8 @@ def _panel_texts(rows, monkeypatch):
 
     monkeypatch.setattr(Figure, "savefig", keep)
     png = draw_report(rows, "title")
-    assert png.startswith(b"\x89PNG") and struct.unpack(">II", png[16:24]) == (1650, 990)
+    height = 1485 if any("router/load_imbalance" in row for row in rows) else 990
+    assert png.startswith(b"\x89PNG") and struct.unpack(">II", png[16:24]) == (1650, height)
     panels = {axes.get_title(loc="left"): axes for axes in figures[0].axes}
     return {title: [text.get_text() for text in axes.texts] for title, axes in panels.items() if title}, panels
 
@@ -81,6 +82,20 @@ def test_gap_panel_shows_zeros_and_a_power_of_ten(gaps, monkeypatch):
     assert any(label.startswith("$10^") for label in labels) == (max(gaps) > 0)
     points = axes.lines[0].get_ydata()
     assert len(points) == len(gaps) and all(low < point < high for point in points)
+
+
+def test_experts_have_panels_of_their_own(monkeypatch):
+    """Each layer a line; the probe's gaps where there are some, and "not recorded" without replay."""
+    row = {"router/load_imbalance": 0.5, "router/load_imbalance/layer_002": 0.4, "router/load_imbalance/layer_010": 0.6}
+    texts, panels = _panel_texts([{"step": step, **FULL, **row} for step in (1, 2)], monkeypatch)
+    assert len(panels["Load imbalance"].lines) == 3
+    assert texts["Disagreement"] == texts["Mean log-prob gap"] == ["not recorded"]
+    replay = {"router/disagreement": 0.1, "router/disagreement/layer_002": 0.1}
+    probe = {"router/gap_replayed": 0.0, "router/gap_live": 1e-3}
+    rows = [{"step": 1, **FULL, **row, **replay}, {"step": 2, **FULL, **row, **replay, **probe}]
+    _, panels = _panel_texts(rows, monkeypatch)
+    assert len(panels["Disagreement"].lines) == 2
+    assert [line.get_ydata().tolist() for line in panels["Mean log-prob gap"].lines] == [[0.0], [1e-3]]
 
 
 def test_values_that_were_not_finite_are_left_out():

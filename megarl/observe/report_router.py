@@ -31,21 +31,21 @@ def _by_layer(axes, rows: list[dict], name: str, color: str) -> None:
 
 
 def load(axes, rows: list[dict]) -> None:
-    """How much more than the mean the busiest expert works."""
-    set_title(axes, "Busiest expert over mean − 1")
+    """How much more than the mean the busiest expert works: 0 is even."""
+    set_title(axes, "Load imbalance")
     _by_layer(axes, rows, "router/load_imbalance", LOAD)
 
 
 def disagreement(axes, rows: list[dict]) -> None:
     """Replayed tokens for which the live router chooses other experts."""
-    set_title(axes, "Tokens routed otherwise live")
+    set_title(axes, "Disagreement")
     _by_layer(axes, rows, "router/disagreement", DISAGREEMENT)
 
 
 def gaps(axes, rows: list[dict]) -> None:
     """The mean log-prob gap on probe batches, with the rollout's routes and without."""
     set_title(axes, "Mean log-prob gap")
-    curves = [("replayed", "router/gap_replayed", REPLAYED, "o-"), ("live", "router/gap_live", LIVE, "s--")]
+    curves = [("replayed", "router/gap_replayed", REPLAYED, "-"), ("live", "router/gap_live", LIVE, "--")]
     present = [curve for curve in curves if series(rows, curve[1])[0]]
     if not present:
         return not_recorded(axes)
