@@ -16,6 +16,9 @@ from megarl.mcore import device, flags, groups
 from megarl.role_flags import ROLES
 
 
+WITH_POLICY = (frozenset(("rollout", "actor")), frozenset(("rollout", "reference")))  # pairs of whole roles that talk
+
+
 @dataclass(frozen=True)
 class Place:
     """Where this rank stands in one role; `lane` is None outside the role.
@@ -60,14 +63,10 @@ class Place:
 class World:
     """All ranks of the program and every role's place, seen from this rank."""
 
-    def __init__(
-        self, places: dict[str, Place], pairs: dict[frozenset, object], routes: dict[frozenset, object],
-        weights_group: object | None = None,
-    ):  # fmt: skip
+    def __init__(self, places: dict[str, Place], leaders: dict[frozenset, object], ranks: dict[frozenset, object]):
         self.places = places
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.weights_group = weights_group  # ranks of the actor and of a rollout with a model of its own
-        self._pairs, self._routes = pairs, routes
+        self._leaders, self._ranks = leaders, ranks
 
     def __getitem__(self, role: str) -> Place:
         """The place of a role; of one that the run does not have, a place without ranks."""
@@ -81,11 +80,11 @@ class World:
 
     def leaders_group(self, one: str, other: str):
         """Group of the lane leaders of two roles, over which they exchange batches."""
-        return self._pairs[frozenset((one, other))]
+        return self._leaders[frozenset((one, other))]
 
     def ranks_group(self, one: str, other: str):
-        """Group of all ranks of the rollout and of the actor, or of the reference: over it routes of experts go."""
-        return self._routes[frozenset((one, other))]
+        """Group of all ranks of the rollout and of a role with its policy: weights and routes go over it."""
+        return self._ranks[frozenset((one, other))]
 
     def gather(self, item) -> list | None:
         """One object from each rank, on rank 0 (None elsewhere)."""
@@ -116,15 +115,10 @@ def create(roles: dict, timeout: timedelta) -> World:
         lanes = groups.lane_ranks(role.ranks, sizes)
         lanes = tuple(map(tuple, lanes))
         places[name] = Place(name, role.ranks, lanes, collection, cache.mine(lanes), rank, role.host)
-    pairs = {}
+    leaders, ranks = {}, {}
     for one, other in itertools.combinations(places, 2):
-        leaders = sorted({*places[one].leaders, *places[other].leaders})
-        pairs[frozenset((one, other))] = cache.get(leaders)
-    routes = {}
-    for name in ("actor", "reference"):
-        if name in roles and "rollout" in roles:
-            routes[frozenset(("rollout", name))] = cache.get(sorted({*roles["rollout"].ranks, *roles[name].ranks}))
-    weights_group = None
-    if "rollout" in roles and roles["rollout"].host == "rollout":
-        weights_group = cache.get(sorted({*roles["actor"].ranks, *roles["rollout"].ranks}))
-    return World(places, pairs, routes, weights_group)
+        pair = frozenset((one, other))
+        leaders[pair] = cache.get(sorted({*places[one].leaders, *places[other].leaders}))
+        if pair in WITH_POLICY:
+            ranks[pair] = cache.get(sorted({*places[one].ranks, *places[other].ranks}))
+    return World(places, leaders, ranks)

@@ -126,7 +126,7 @@ def test_a_disjoint_role_map():
 
 def rollout_place(rank, flags):
     here = world.create(parse_roles(flags, dist.get_world_size(), program="rl"), MINUTE)
-    place, group = here["rollout"], here.weights_group
+    place, group = here["rollout"], here.ranks_group("actor", "rollout")
     context = place.collection and dist.get_world_size(place.collection.cp)
     return place.lanes, context, group and dist.get_process_group_ranks(group), here.roles_of(rank)
 
@@ -134,7 +134,7 @@ def rollout_place(rank, flags):
 def test_context_ranks_of_the_actor_are_lanes_of_the_rollout():
     flags = "--tensor-model-parallel-size 2 --context-parallel-size 2"
     everything = ["actor", "critic", "reward", "reference"]  # the rollout counts as the actor
-    assert run_world(rollout_place, 4, flags) == [(((0, 1), (2, 3)), 1, None, everything)] * 4
+    assert run_world(rollout_place, 4, flags) == [(((0, 1), (2, 3)), 1, [0, 1, 2, 3], everything)] * 4
 
 
 def test_a_rollout_of_its_own_has_a_group_with_the_actor():
@@ -182,7 +182,7 @@ def test_embedding_groups_of_a_pipeline():
 def shared_groups(rank):
     here = world.create(parse_roles("--reward-tensor-model-parallel-size 2", 2, program="rl"), MINUTE)
     actor, critic, reward, rollout = (here[name].collection for name in ("actor", "critic", "reward", "rollout"))
-    assert all(getattr(actor, name) is getattr(rollout, name) for name in NAMES) and here.weights_group is None
+    assert all(getattr(actor, name) is getattr(rollout, name) for name in NAMES) and here["rollout"].host == "actor"
     assert all(getattr(actor, name) is getattr(critic, name) for name in NAMES)
     assert actor.dp is reward.tp  # both are ranks 0 and 1
     assert actor.tp is not reward.tp

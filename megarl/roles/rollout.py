@@ -39,8 +39,9 @@ class Rollout:
         elif self.place.is_member:
             self.model = model.build_frozen(role.megatron, tokenizer.vocab_size, self.place.collection)
         if role.host == self.name and (trained is not None or self.model is not None):
+            self._group = world.ranks_group("actor", self.name)
             self._transfer = WeightTransfer(
-                trained, world["actor"].collection, self.model, self.place.collection, world.weights_group
+                trained, world["actor"].collection, self.model, self.place.collection, self._group
             )
         if self.place.is_member:
             self.engine = RolloutEngine(
@@ -71,12 +72,12 @@ class Rollout:
             return
         roles = [name for name in ("actor", "rollout") if self.world[name].is_member]
         with self.timers.phase(roles[-1], "wait"):
-            dist.barrier(group=self.world.weights_group)
+            dist.barrier(group=self._group)
         start = time.perf_counter()
         # A rank of both roles books the time to the rollout.
         with self.timers.phase(roles[0], "sync"), self.timers.phase(roles[-1], "sync"):
             sent = torch.tensor(self._transfer.run(), dtype=torch.int64, device=device.device())
-            dist.all_reduce(sent, group=self.world.weights_group)
+            dist.all_reduce(sent, group=self._group)
             self.metrics = {"weights/sync_bytes": int(sent)}
             if self.settings.verify_weights:
                 self._transfer.verify()
