@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -96,17 +97,29 @@ def test_wrong_use_is_told_in_one_line(flags, says, capsys, tmp_path, monkeypatc
 def test_what_is_complete_is_not_run_again(tmp_path):
     config, folder = tmp_path / "config.yaml", tmp_path / "run"
     config.write_text("lr: 1")
-    count = ["-c", "open('count', 'a').write('x')".replace("count", str(tmp_path / "count"))]
-    assert [curves.ensure(folder, [count], [str(config)]) for _ in range(2)] == [True, False]
+    count = ["bash", "-c", "printf x >> $0", str(tmp_path / "count")]
+    assert [curves.ensure(folder, count, [str(config)]) for _ in range(2)] == [True, False]
     config.write_text("lr: 2")
-    assert [curves.ensure(folder, [count], [str(config)]) for _ in range(2)] == [True, False]
-    assert curves.ensure(folder, [count, count], [str(config)])
-    fails = ["-c", "import sys; print('because'); sys.exit(3)"]
+    assert [curves.ensure(folder, count, [str(config)]) for _ in range(2)] == [True, False]
+    assert [curves.ensure(folder, [*count, "more"], [str(config)]) for _ in range(2)] == [True, False]
+    assert not curves.ensure(folder, ["/bin/bash", *count[1:], "more"], [str(config)])
+    fails = ["bash", "-c", "echo because; exit 3"]
     for _ in range(2):
         with pytest.raises(curves.RunFailed, match="run: its command ended with status 3; see .*run.log"):
-            curves.ensure(folder, [fails], [str(config)])
+            curves.ensure(folder, fails, [str(config)])
         assert Path(f"{folder}.log").read_text() == "because\n"
-    assert (tmp_path / "count").read_text() == "xxxx"
+    assert (tmp_path / "count").read_text() == "xxx"
+
+
+def test_the_warm_start_is_that_of_the_quickstart(tmp_path, monkeypatch):
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "warm_start.sh").write_text('echo "$SAVE $SEED $CONFIG $MEGARL_VENV:$#"\n')
+    monkeypatch.setattr(curves, "ROOT", tmp_path)
+    monkeypatch.setenv("SEED", "9")
+    monkeypatch.delenv("MEGARL_VENV", raising=False)
+    start = tmp_path / "start"
+    curves.make_warm_start(start)
+    assert (start / "sft.log").read_text() == f"{start} {curves.START} quickstart {sys.prefix}:0\n"
 
 
 def test_a_real_run_and_a_second_call_that_only_draws(tmp_path, capfd):

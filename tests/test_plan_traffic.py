@@ -142,7 +142,7 @@ def test_the_moves_are_those_of_the_training_program(flags, roles, monkeypatch):
     from megarl.roles.sampling import Sampling
 
     settings = program(flags).settings
-    sampling = Sampling(settings, {}, None, None, [None] * 3, [], 8, None)
+    sampling = Sampling(settings, {}, Anything(), None, [None] * 3, [], 8, None)
     recorder = Recorder(roles, sampling.known)
 
     class Run(Anything):

@@ -32,12 +32,6 @@ CONFIGS = ROOT / "configs"
 RECIPES = ("ppo", "grpo", "rloo", "reinforce_plus_plus", "dapo")
 START = 2  # seed of prompts and warm start
 DONE = "done.json"  # what a complete step was made from
-SUMS = [
-    "--task", "basic_arithmetic", "--train", "4000", "--heldout", "400",
-    "--prompt-template", "{metadata[expression]} =", "--task-option", 'operators=["+"]',
-    "--task-option", "allow_parentheses=false", "--task-option", "min_terms=2", "--task-option", "max_terms=2",
-    "--task-option", "min_digits=1", "--task-option", "max_digits=2",
-]  # fmt: skip
 
 
 class RunFailed(Exception):
@@ -92,38 +86,32 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     return chosen
 
 
-def ensure(folder: Path, commands: list[list[str]], files: list[str]) -> bool:
-    """Runs commands that fill a folder, unless they did so before; whether they ran.
+def ensure(folder: Path, command: list[str], files: list[str]) -> bool:
+    """Runs a command that fills a folder, unless it did so before; whether it ran.
 
     Args:
-        commands: arguments of this Python. What they print goes to `folder`.log.
-        files: their config files; when one of them changes, the folder is made anew.
+        command: run in the checkout, in the environment of this Python. What it prints goes to `folder`.log.
+        files: its config files and scripts; when one of them changes, the folder is made anew.
 
     Raises:
-        RunFailed: a command failed.
+        RunFailed: the command failed.
     """
     sums = {file: hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files}
-    made_from = json.dumps({"commands": commands, "files": sums}, indent=1) + "\n"
+    # Without the program's own path: an interpreter goes by several names.
+    made_from = json.dumps({"arguments": command[1:], "files": sums}, indent=1) + "\n"
     done = folder / DONE
     if done.exists() and done.read_text() == made_from:
         return False
     done.unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     log = Path(f"{folder}.log")
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {"MEGARL_VENV": sys.prefix, **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with open(log, "w") as output:
-        for command in commands:
-            status = subprocess.call([sys.executable, *command], cwd=ROOT, env=env, stdout=output, stderr=output)
-            if status:
-                raise RunFailed(f"{folder}: its command ended with status {status}; see {log}")
+        status = subprocess.call(command, cwd=ROOT, env=env, stdout=output, stderr=output)
+    if status:
+        raise RunFailed(f"{folder}: its command ended with status {status}; see {log}")
     write_atomically(done, made_from)
     return True
-
-
-def program(name: str, *flags: str, ranks: int = 1) -> list[str]:
-    """The command of a program of megarl."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [*torchrun, "-m", f"megarl.{name}", *flags]
 
 
 def data_flags(start: Path) -> list[str]:
@@ -135,13 +123,9 @@ def data_flags(start: Path) -> list[str]:
 
 def make_warm_start(start: Path):
     """What a quickstart of the seed `START` makes before its PPO, in data/ and sft/. Raises RunFailed."""
-    data, sft, config = start / "data", start / "sft", str(CONFIGS / "quickstart_sft.yaml")
-    tokenizer = ["--input", str(data / "train.jsonl"), "--vocab-size", "32", "--out", str(data / "tokenizer")]
-    tools = ROOT / "tools"
-    prompts = [str(tools / "make_prompts.py"), *SUMS, "--seed", str(START), "--out", str(data)]
-    ensure(data, [prompts, [str(tools / "train_tokenizer.py"), *tokenizer]], [])
-    flags = ["--config", config, *data_flags(start), "--seed", str(START), "--save", str(sft)]
-    ensure(sft, [program("train_sft", *flags, ranks=2)], [config])
+    script, config = ROOT / "launch" / "warm_start.sh", CONFIGS / "quickstart_sft.yaml"
+    variables = [f"SAVE={start}", f"SEED={START}", "CONFIG=quickstart"]
+    ensure(start / "sft", ["env", *variables, "bash", str(script)], [str(script), str(config)])
 
 
 def train(chosen: argparse.Namespace, start: Path, out: Path, recipe: str, seed: int) -> Curve:
@@ -150,7 +134,9 @@ def train(chosen: argparse.Namespace, start: Path, out: Path, recipe: str, seed:
     configs = [*chosen.config, str(CONFIGS / "recipes" / f"{recipe}.yaml")]
     steps = ["--train-iters", str(chosen.steps), "--lr-decay-iters", str(chosen.steps)] if chosen.steps else []
     flags = [*data_flags(start), "--pretrained-checkpoint", str(start / "sft"), "--seed", str(seed), *steps]
-    is_new = ensure(folder, [program("train_rl", "--config", *configs, *flags, "--save", str(folder))], configs)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    program = ["-m", "megarl.train_rl", "--config", *configs, *flags, "--save", str(folder)]
+    is_new = ensure(folder, [*torchrun, *program], configs)
     curve = read_curve(folder, recipe, seed)
     told = f"{100 * curve.accuracy[0]:.1f} % -> {100 * curve.accuracy[-1]:.1f} % in {curve.steps[-1]} steps"
     print(f"{recipe} seed {seed}: {told}{'' if is_new else ' (was there)'}", flush=True)

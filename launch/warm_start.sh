@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# What the quickstarts and tools/curves.py start from: prompts, a tokenizer for them, and a policy that supervised
+# fine-tuning on two ranks taught a part of the task (sums of two numbers below 100).
+#   SAVE=runs/mine bash launch/warm_start.sh [flags of megarl.train_sft]
+#   SAVE=runs/mine CONFIG=moe_quickstart SEED=2 bash launch/warm_start.sh
+# Makes SAVE/data (train.jsonl, heldout.jsonl, tokenizer.model) and SAVE/sft (the policy's checkpoint).
+# Reads: SAVE (folder, no default), CONFIG (the policy is that of configs/CONFIG_sft.yaml, default quickstart), SEED (of
+# prompts and training, default 1), PYTHON and MEGARL_VENV (environment).
+# Exit status: 2 for wrong variables or flags, else that of what failed.
+set -euo pipefail
+
+ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
+SEED=${SEED:-1}
+CONFIG=${CONFIG:-quickstart}
+wrong() { echo "warm_start.sh: $*" >&2 && exit 2; }
+[[ -n ${SAVE:-} ]] || wrong "SAVE is not set: name the folder that gets data/ and sft/"
+[[ $SEED =~ ^[0-9]+$ ]] || wrong "SEED=$SEED: allowed is a whole number"
+[[ -f $ROOT/configs/${CONFIG}_sft.yaml ]] || wrong "CONFIG=$CONFIG: there is no configs/${CONFIG}_sft.yaml"
+PYTHON_BIN=$(bash "$ROOT/launch/setup_env.sh")
+cd "$ROOT"
+export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+
+say() { printf '\nwarm start: %s\n' "$*"; }
+
+say "prompts: sums of two numbers below 100, and a tokenizer for them"
+"$PYTHON_BIN" tools/make_prompts.py --task basic_arithmetic --train 4000 --heldout 400 --seed "$SEED" \
+    --out "$SAVE/data" --prompt-template '{metadata[expression]} =' \
+    --task-option 'operators=["+"]' --task-option allow_parentheses=false \
+    --task-option min_terms=2 --task-option max_terms=2 --task-option min_digits=1 --task-option max_digits=2
+"$PYTHON_BIN" tools/train_tokenizer.py --input "$SAVE/data/train.jsonl" --vocab-size 32 --out "$SAVE/data/tokenizer"
+
+say "supervised fine-tuning on two ranks"
+NPROC=2 bash launch/run.sh train_sft --config "configs/${CONFIG}_sft.yaml" --prompts "$SAVE/data/train.jsonl" \
+    --eval-prompts "$SAVE/data/heldout.jsonl" --tokenizer-model "$SAVE/data/tokenizer.model" --seed "$SEED" \
+    --save "$SAVE/sft" "$@"
