@@ -117,14 +117,27 @@ class BalancedRouter(TopKRouter):
             self.expert_share.copy_(counts.double() / counts.sum())
 
 
-def balancing_state(args) -> dict[str, bool]:
-    """Buffers of a router that change what its model says or learns, and whether a role's flags ask for them."""
+def _kinds_of(args) -> set[str]:
+    """Kinds of auxiliary losses with a coefficient; the parser gives one value or a list of them."""
     kinds, weights = (
         value if isinstance(value, list) else [value]
         for value in (args.moe_router_load_balancing_type, args.moe_aux_loss_coeff)
     )
-    shares = any(kind == "global_aux_loss" and weight for kind, weight in zip(kinds, weights, strict=True))
-    return {"expert_bias": args.moe_router_enable_expert_bias, "expert_share": shares}
+    return {kind for kind, weight in zip(kinds, weights, strict=True) if weight}
+
+
+def losses_of(args) -> list[str]:
+    """Names of the losses that a role's routers have, as in `Routing.losses`."""
+    has = {"aux_loss": bool(_kinds_of(args)), "z_loss": bool(args.moe_z_loss_coeff)}
+    return [name for name, is_on in has.items() if args.num_experts and is_on]
+
+
+def balancing_state(args) -> dict[str, bool]:
+    """Buffers of a router that change what its model says or learns, and whether a role's flags ask for them."""
+    return {
+        "expert_bias": args.moe_router_enable_expert_bias,
+        "expert_share": "global_aux_loss" in _kinds_of(args),
+    }
 
 
 def balanced_routers(stages) -> list[BalancedRouter]:

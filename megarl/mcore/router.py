@@ -111,13 +111,6 @@ def moe_layers_of(stages) -> tuple[int, ...]:
     return tuple(router.layer_number for router in routers_of(stages))
 
 
-def losses_of(args) -> list[str]:
-    """Names of the auxiliary losses of a role's model, as `Routing.losses` has them."""
-    coefficients = args.moe_aux_loss_coeff if isinstance(args.moe_aux_loss_coeff, list) else [args.moe_aux_loss_coeff]
-    has = {"aux_loss": any(coefficients), "z_loss": bool(args.moe_z_loss_coeff)}
-    return [name for name, is_on in has.items() if args.num_experts and is_on]
-
-
 def check_recomputed(stages, role: str):
     """Raises RuntimeError where backward has not recomputed every micro-batch: the next step would take its routes."""
     left = {router.layer_number: len(router.to_recompute) for router in routers_of(stages) if router.to_recompute}

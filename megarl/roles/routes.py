@@ -13,6 +13,7 @@ from torch import Tensor
 from megarl.arguments import RoleSettings
 from megarl.batch import Batch
 from megarl.mcore import device, router
+from megarl.mcore.balancing import losses_of
 from megarl.mcore.packing import routed_rows
 from megarl.mcore.routing import NO_ROUTE, Rows, Routing, Totals
 from megarl.roles.microbatches import of_role
@@ -38,7 +39,7 @@ class Routes:
     def begin(self):
         """Starts a step: nothing is replayed, nothing is measured yet."""
         self.table: RouteTable | None = None  # what passes replay; None: the routers choose
-        shape = (self.role.megatron.num_layers, self.experts, router.losses_of(self.role.megatron), device.device())
+        shape = (self.role.megatron.num_layers, self.experts, losses_of(self.role.megatron), device.device())
         self._forward, self._training = Tally.empty(*shape), Tally.empty(*shape)
 
     def attach(self, batch: Batch, parts: Parts):
