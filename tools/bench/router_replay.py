@@ -4,8 +4,8 @@
 
 Whole runs of megarl.train_rl on the same random weights, prompts and random numbers, one kind after the other, round
 by round; FLAGS are added to each. The first steps of a run count for nothing. The three kinds
-write the same text in the first step and about as much later. Prints medians over all steps, ratios to no replay, and
-the bytes of routes that a token has.
+write the same text in the first step and about as much later. Prints medians over all steps, the median over the rounds
+of each round's ratio to no replay (a machine's speed drifts), and the bytes of routes that a token has.
 """
 
 import argparse
@@ -60,17 +60,22 @@ def step_seconds(folder: Path, kind: str, args: argparse.Namespace) -> list[floa
 
 def measure(args: argparse.Namespace) -> dict:
     """Medians by kind, and their ratio to no replay."""
-    seconds = {kind: [] for kind in KINDS}
+    rounds = {kind: [] for kind in KINDS}  # seconds of the steps of each run
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_inputs(folder)
         for _ in range(args.rounds):
             for kind in KINDS:
-                seconds[kind] += step_seconds(folder, kind, args)
-    medians = {kind: statistics.median(found) for kind, found in seconds.items()}
+                rounds[kind].append(step_seconds(folder, kind, args))
+    medians = {kind: [statistics.median(steps) for steps in found] for kind, found in rounds.items()}
+    ratios = {
+        kind: statistics.median(mine / none for mine, none in zip(found, medians["none"], strict=True))
+        for kind, found in medians.items()
+    }
     return {
-        "step_s": medians,
-        "ratio": {kind: medians[kind] / medians["none"] for kind in KINDS},
+        "step_s": {kind: statistics.median(sum(found, [])) for kind, found in rounds.items()},
+        "ratio": ratios,
+        "rounds_s": medians,
         "bytes_per_token": 2 * TOPK * (LAYERS - 1),
         "ranks": args.ranks,
     }
