@@ -38,9 +38,7 @@ LAYOUTS = {
     "pp2-cp2-recompute": (4, DENSE, f"{PP2} {CP2} --recompute-activations"),
     "sharded-dp2": (2, DENSE, "--use-torch-fsdp2"),
     "tp2-sp-sharded-dp2": (4, DENSE, f"{TP2} {SP} --use-torch-fsdp2"),
-    "ep2": (2, MOE, EP2),
     "tp2-ep2-sp": (4, MOE, f"{TP2} {SP} {EP2}"),
-    "pp2-ep2": (4, MOE, f"{PP2} {EP2}"),
 }
 
 

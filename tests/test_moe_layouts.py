@@ -28,13 +28,11 @@ LAYOUTS = {
     "dp2-distributed-optimizer": (2, "--use-distributed-optimizer"),
     "sharded-dp2": (2, "--use-torch-fsdp2"),
     "ep2-recompute": (2, f"{EP2} {RECOMPUTE}"),
-    "tp2-sp-selective": (2, f"{TP2} {SP} {SELECTIVE}"),
     "tp2-ep2-sp": (2, f"{TP2} {EP2} {SP}"),
     "cp2-ep2": (2, f"{CP2} {EP2}"),
     "cp2-ep2-gather": (2, f"{CP2} {EP2} {GATHER}"),
     "pp2": (2, PP2),
     "pp2-vp2-selective": (2, f"{PP2} {VP2} {SELECTIVE}"),
-    "tp2-ep2-sp-dp2-gather": (4, f"{TP2} {EP2} {SP} {GATHER}"),
     "pp2-vp2-ep2": (4, f"{PP2} {VP2} {EP2}"),
 }
 

@@ -53,13 +53,12 @@ def numbers(row: dict) -> dict:
     return {name: value for name, value in row.items() if "router/" not in name}
 
 
-@pytest.mark.parametrize("size, flags", [(1, ""), (2, PP2)], ids=["one", "pp2"])
-def test_backward_recomputes_with_the_same_routes(size, flags, tmp_path):
+@pytest.mark.parametrize("size, flags, recompute", [(1, "", FULL), (2, PP2, SELECTIVE)], ids=["full", "selective"])
+def test_backward_recomputes_with_the_same_routes(size, flags, recompute, tmp_path):
     """Live routes would differ from the first pass's, and so would the gradient."""
     _, expected = run(tmp_path / "kept", size, f"{flags} {R3}", noisy_from=1)
-    for name, recompute in (("full", FULL), ("selective", SELECTIVE)):
-        seen, rows = run(tmp_path / name, size, f"{flags} {R3} {recompute}", noisy_from=1)
-        assert rows == expected and seen["written"] == seen["updated"]
+    seen, rows = run(tmp_path / "again", size, f"{flags} {R3} {recompute}", noisy_from=1)
+    assert rows == expected and seen["written"] == seen["updated"]
 
 
 @pytest.mark.parametrize("flags", ["", "--kl-coefficient 0"], ids=["pass", "on policy"])
@@ -75,7 +74,7 @@ def test_replaying_the_first_pass_changes_no_bit_of_the_only_update(flags, tmp_p
     assert flags or seen["passed"] == seen["updated"]
 
 
-@pytest.mark.parametrize("layout", ["tp2-sp", "cp2", "dense-first-pp2-vp2"])
+@pytest.mark.parametrize("layout", ["cp2", "dense-first-pp2-vp2"])
 def test_updates_replay_the_first_pass_in_any_cut_into_minibatches(layout, tmp_path):
     """Two epochs of three mini-batches: ranks route other tokens in each. After the first update routers disagree."""
     size, flags = LAYOUTS[layout]
