@@ -70,9 +70,13 @@ class Batch:
 
     def select(self, index: Tensor) -> "Batch":
         """The sequences at these places, in the order given."""
-        rows = _token_rows(self.cu_seqlens, self.lengths, index)
+        rows = self.token_places(index)
         values = {name: getattr(self, name) for name in self.present()}
         return Batch(**{n: v[rows] if FIELDS[n].kind == "token" else v[index] for n, v in values.items()})
+
+    def token_places(self, index: Tensor) -> Tensor:
+        """[T'] int64 places in the batch of the tokens of the sequences at these places, in the order given."""
+        return spans(self.cu_seqlens[:-1][index], self.lengths[index])
 
     def sorted(self) -> "Batch":
         """The same sequences in ascending `sequence_ids`."""
@@ -104,11 +108,10 @@ WRITTEN = ["sequence_ids", "lengths", *AT_HOME]  # all that a batch holds when i
 FIELDS = {f.name: FieldSpec(f.metadata["kind"], f.metadata["dtype"]) for f in dataclasses.fields(Batch)}
 
 
-def _token_rows(cu_seqlens: Tensor, lengths: Tensor, index: Tensor) -> Tensor:
-    chosen = lengths[index]
-    ends = chosen.cumsum(0)
-    starts = torch.repeat_interleave(cu_seqlens[:-1][index] - (ends - chosen), chosen)
-    return starts + torch.arange(int(chosen.sum()), device=starts.device)
+def spans(starts: Tensor, counts: Tensor) -> Tensor:
+    """[Σ counts] int64: from each start on, so many places one after another."""
+    shift = torch.repeat_interleave(starts - (counts.cumsum(0) - counts), counts)
+    return shift + torch.arange(len(shift), device=shift.device)
 
 
 def concatenate(batches: list[Batch]) -> Batch:

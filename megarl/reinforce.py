@@ -120,7 +120,7 @@ class Reinforcement(Run):
         trained = self.actor.learner.model if self.actor.learner else None
         self.rollout = Rollout(s, roles["rollout"], world, trained, self.tokenizer, timers)
         models = (self.actor, self.critic, self.reference)
-        self.replay = Replay(s, roles["actor"], world, self.rollout, *models, timers)
+        self.replay = Replay(s, roles["actor"], world, self.rollout, *models)
         writing = (s, world, self.rollout, self.reward)
         hidden = roles["actor"].megatron.hidden_size
         self.sampling = Sampling(*writing, self.prompts, inputs.tokens, hidden, timers)

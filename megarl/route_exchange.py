@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megarl.batch import Batch
+from megarl.batch import Batch, spans
 from megarl.mcore import device
-from megarl.rollout.routes import Request, RouteTable, Runs, check_rows, spans
+from megarl.rollout.routes import Request, RouteTable, Runs, check_rows
 from megarl.world import World
 
 SOURCE = "rollout"

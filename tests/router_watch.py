@@ -59,7 +59,7 @@ class Watch:
         def sharing(replay, flow, step):
             watch.step, batch = step, flow["rollout"]
             if batch is not None and batch.routes is not None:
-                layers = replay._exchange._holders.layers("rollout", replay.world.rank)
+                layers = replay._exchange._holders.layers("rollout", torch.distributed.get_rank())
                 watch.note("written", batch, torch.arange(len(batch.tokens)), batch.routes, layers)
             share(replay, flow, step)
 

@@ -15,6 +15,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megarl.mcore import device
+from megarl.mcore.layout_rules import listed
 from megarl.mcore.routing import Routing, Rows
 
 
@@ -36,7 +37,8 @@ class BalancedRouter(TopKRouter):
         self.has_share = self.get_aux_loss_coeff("global_aux_loss") > 0
         if self.has_share:
             self.register_buffer("expert_share", torch.full((experts,), 1 / experts, device=where))
-        if self.has_share or self.enable_expert_bias:
+        self.is_moved = self.has_share or self.enable_expert_bias
+        if self.is_moved:
             counts = torch.zeros(experts, dtype=torch.int64, device=where)
             self.register_buffer("expert_counts", counts, persistent=False)  # tokens in this rank's part of the update
 
@@ -102,8 +104,7 @@ class BalancedRouter(TopKRouter):
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None):
         """Counts the experts that worked, replayed ones too, by the map [R, E]."""
-        counts = self.has_share or self.enable_expert_bias
-        routing = self._learnt() if counts else None
+        routing = self._learnt() if self.is_moved else None
         if routing is not None:
             self.expert_counts += (routing_map & routing.rows.counted.unsqueeze(1)).sum(0)
 
@@ -118,11 +119,8 @@ class BalancedRouter(TopKRouter):
 
 
 def _kinds_of(args) -> set[str]:
-    """Kinds of auxiliary losses with a coefficient; the parser gives one value or a list of them."""
-    kinds, weights = (
-        value if isinstance(value, list) else [value]
-        for value in (args.moe_router_load_balancing_type, args.moe_aux_loss_coeff)
-    )
+    """Kinds of auxiliary losses with a coefficient."""
+    kinds, weights = listed(args.moe_router_load_balancing_type), listed(args.moe_aux_loss_coeff)
     return {kind for kind, weight in zip(kinds, weights, strict=True) if weight}
 
 
@@ -143,7 +141,7 @@ def balancing_state(args) -> dict[str, bool]:
 def balanced_routers(stages) -> list[BalancedRouter]:
     """The routers of a model's chunks on this rank that something of an update moves."""
     routers = (module for chunk in stages for module in chunk.modules() if isinstance(module, BalancedRouter))
-    return [router for router in routers if router.has_share or router.enable_expert_bias]
+    return [router for router in routers if router.is_moved]
 
 
 def settle(routers: list[BalancedRouter], applied: bool):

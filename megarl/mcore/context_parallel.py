@@ -19,10 +19,14 @@ def chunks_of(rank: int, ranks: int, tokens: int) -> list[tuple[int, int]]:
     return [(i * size, (i + 1) * size) for i in (rank, 2 * ranks - 1 - rank)]
 
 
+def places_in(chunks: list[tuple[int, int]], device) -> Tensor:
+    """int64 places in the stream of the tokens of chunks."""
+    return torch.cat([torch.arange(start, stop, device=device) for start, stop in chunks])
+
+
 def stream_order(ranks: int, tokens: int, device) -> Tensor:
     """[tokens] int64: where the t-th token of the stream stands when the ranks' tokens are gathered in rank order."""
-    held = [torch.arange(a, b, device=device) for r in range(ranks) for a, b in chunks_of(r, ranks, tokens)]
-    return torch.cat(held).argsort()
+    return torch.cat([places_in(chunks_of(rank, ranks, tokens), device) for rank in range(ranks)]).argsort()
 
 
 def _all_gather(local: Tensor, group) -> Tensor:

@@ -219,7 +219,7 @@ def _experts(args) -> list[Rule]:
 
 def _balancing(args) -> list[Rule]:
     """Losses and the bias that keep experts busy alike; the parser gives one value or a list of them."""
-    kinds, weights = _listed(args.moe_router_load_balancing_type), _listed(args.moe_aux_loss_coeff)
+    kinds, weights = listed(args.moe_router_load_balancing_type), listed(args.moe_aux_loss_coeff)
     flag, factor, per_layer = "--moe-router-load-balancing-type", "--moe-aux-loss-coeff", args.moe_z_loss_coeff
     names, numbers = " ".join(kinds), " ".join(map(str, weights))
     idle = [weight for kind, weight in zip(kinds, weights, strict=False) if kind not in BALANCING_LOSSES]
@@ -241,7 +241,8 @@ def _balancing(args) -> list[Rule]:
     ]  # fmt: skip
 
 
-def _listed(value) -> list:
+def listed(value) -> list:
+    """A flag's values, of which Megatron's parser gives one or a list."""
     return value if isinstance(value, list) else [value]
 
 

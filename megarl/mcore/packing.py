@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megarl.mcore.context_parallel import chunks_of, stream_order
+from megarl.mcore.context_parallel import chunks_of, places_in, stream_order
 from megarl.mcore.routing import Routing, Rows
 
 # What makes a token's numbers independent of what it is batched with, so that rollout and training agree to the last
@@ -106,8 +106,7 @@ def routed_rows(lengths: Tensor, collection, sequence_parallel: bool) -> Rows:
     ranks, tensor_ranks = dist.get_world_size(collection.cp), dist.get_world_size(collection.tp)
     tokens = int(lengths.sum())
     total = _padded_size(tokens, ranks, tensor_ranks if sequence_parallel else 1)
-    chunks = chunks_of(dist.get_rank(collection.cp), ranks, total)
-    places = torch.cat([torch.arange(a, b, device=lengths.device) for a, b in chunks])
+    places = places_in(chunks_of(dist.get_rank(collection.cp), ranks, total), lengths.device)
     if sequence_parallel:
         places = places.chunk(tensor_ranks)[dist.get_rank(collection.tp)]
     ends = lengths.cumsum(0)
@@ -136,7 +135,7 @@ def pack(lengths: Tensor, context=None, tensor_ranks: int = 1, routing: Routing 
     chunks = chunks_of(dist.get_rank(context) if ranks > 1 else 0, ranks, total)
     pieces = _classes(_cut(starts, ends, chunks), ranks == 1)
     held = torch.cat([p.queries.flatten()[p.real] for p in pieces])
-    places = torch.cat([torch.arange(a, b, device=device) for a, b in chunks])
+    places = places_in(chunks, device)
     positions = torch.arange(total, device=device) - torch.repeat_interleave(starts, lengths)
     return Packing(
         qkv_format="thd",  # cumulative lengths stay None: rotary embeddings come by position, see `Stage`

@@ -72,7 +72,11 @@ class Flow:
         if arrived is not None:
             self._batches[destination].update(arrived, names)
 
-    def _send(self, source: str, destination: str, names: list[str]) -> Batch | None:
+    def exchange_phase(self, source: str, destination: str):
+        """Times an exchange, for the role of this rank that takes part in it."""
         me = self._world[source if self._world[source].is_member else destination].host
-        with self._timers.phase(me, "exchange"):
+        return self._timers.phase(me, "exchange")
+
+    def _send(self, source: str, destination: str, names: list[str]) -> Batch | None:
+        with self.exchange_phase(source, destination):
             return exchange.send(self._world, self[source], source, destination, names, self._owners)

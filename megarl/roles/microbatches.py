@@ -138,8 +138,7 @@ def of_role(batch: Batch, places: Tensor, role: RoleSettings, place: Place) -> l
 def write_back(batch: Batch, name: str, pieces: list[tuple[Tensor, Tensor]]):
     """Fills a per-token field from results of micro-batches: (values [T_m], places of their sequences)."""
     field = torch.zeros(len(batch.tokens), dtype=FIELDS[name].dtype, device=batch.tokens.device)
-    index = Batch(lengths=batch.lengths, tokens=torch.arange(len(batch.tokens), device=field.device))
     for values, places in pieces:
         if len(places):
-            field[index.select(places).tokens] = values
+            field[batch.token_places(places)] = values
     setattr(batch, name, field)

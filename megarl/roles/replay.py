@@ -7,7 +7,6 @@ probabilities then runs away (arXiv 2510.11370).
 import torch
 
 from megarl.arguments import RoleSettings, Settings
-from megarl.observe.timers import Timers
 from megarl.roles.actor import Actor
 from megarl.roles.critic import Critic
 from megarl.roles.flow import SOURCE, Flow
@@ -22,10 +21,10 @@ class Replay:
 
     def __init__(
         self, settings: Settings, policy: RoleSettings, world: World, rollout: Rollout, actor: Actor, critic: Critic,
-        reference: Reference, timers: Timers,
+        reference: Reference,
     ):  # fmt: skip
         """Collective: with `--router-replay rollout` all ranks learn who holds which layers of the policy."""
-        self.world, self.timers, self._actor = world, timers, actor
+        self._actor = actor
         learners = {"actor": actor.learner, "critic": critic.learner}
         self._routes = {name: learner.routes for name, learner in learners.items() if learner}
         if reference.routes is not None:
@@ -34,8 +33,7 @@ class Replay:
         self._roles = ("actor", "reference") if settings.router_replay_reference else ("actor",)
         if settings.router_replay == "rollout":
             layers = {name: self._routes[name].layers for name in self._roles if name in self._routes}
-            if rollout.engine is not None:
-                layers[SOURCE] = rollout.engine.layers
+            layers[SOURCE] = rollout.recorded_layers
             self._exchange = RouteExchange(world, layers, policy.megatron.moe_router_topk, policy.megatron.num_experts)
 
     def share(self, flow: Flow, step: int):
@@ -49,13 +47,12 @@ class Replay:
             self._share(flow, role, step)
 
     def _share(self, flow: Flow, role: str, step: int):
-        batch, wanted, place = flow[role], None, self.world[role]
-        host = self.world[SOURCE if self.world[SOURCE].is_member else role].host
-        with self.timers.phase(host, "exchange"):
-            if place.is_member:
+        batch, wanted, routes = flow[role], None, self._routes.get(role)
+        with flow.exchange_phase(SOURCE, role):
+            if routes is not None:
                 is_actor = role == self._actor.name
                 passes = self._actor.passes(flow, step) if is_actor else [torch.arange(len(batch))]
-                wanted = self._routes[role].wanted(batch, passes)
+                wanted = routes.wanted(batch, passes)
             table = self._exchange.send(flow[SOURCE], role, batch, wanted, flow.owners)
-            if place.is_member:
-                self._routes[role].table = table
+            if routes is not None:
+                routes.table = table

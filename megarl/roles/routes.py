@@ -86,7 +86,8 @@ class Routes:
         routings = [part.routing for part, _ in parts]
         for routing in routings:
             routing.check()
-        router.check_recomputed(self.stages, self.role.name)
+        if trained:
+            router.check_recomputed(self.stages, self.role.name)
         (self._training if trained else self._forward).add(routings)
 
     def record(self, batch: Batch, parts: Parts) -> RouteTable:
@@ -127,11 +128,7 @@ class Routes:
 
 def _tokens_of(batch: Batch, places: Tensor, rows: Rows) -> Tensor:
     """[R] int64 place in the batch of each token of a micro-batch that a rank routes; T for what is not in it."""
-    size = len(batch.tokens)
-    if not len(places):  # a lane without work
-        return torch.full_like(rows.places, size)
-    index = Batch(lengths=batch.lengths, tokens=torch.arange(size, device=batch.tokens.device))
-    tokens = torch.cat([index.select(places).tokens, rows.places.new_tensor([size])])
+    tokens = torch.cat([batch.token_places(places), rows.places.new_tensor([len(batch.tokens)])])
     return tokens[rows.places.clamp(max=len(tokens) - 1)]
 
 

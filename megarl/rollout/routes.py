@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megarl.batch import Batch
+from megarl.batch import Batch, spans
 from megarl.mcore.routing import NO_ROUTE
 
 
@@ -33,13 +33,6 @@ class RouteTable:
         last = len(self.index) - 1
         row = torch.where(tokens > last, NO_ROUTE, self.index[tokens.clamp(max=last)])
         return torch.where((row < 0)[:, None, None], NO_ROUTE, self.rows[row.clamp(min=0)])
-
-
-def spans(starts: Tensor, counts: Tensor) -> Tensor:
-    """[Σ counts] int64: from each start on, so many places one after another."""
-    ends = counts.cumsum(0)
-    shift = torch.repeat_interleave(starts - (ends - counts), counts)
-    return shift + torch.arange(len(shift), device=shift.device)
 
 
 class Runs(NamedTuple):
