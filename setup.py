@@ -12,6 +12,9 @@ INSTALL_REQUIRES = [
     "numpy>=2,<3",
     "packaging>=24.2",
     "sentencepiece>=0.2,<0.3",
+    "tokenizers>=0.22,<0.24",  # Hugging Face tokenizer files
+    "jinja2>=3.1.6,<4",  # chat templates
+    "urllib3>=2.2,<3",  # remote rewards
     "pyyaml>=6,<7",
     "tensorboard>=2.19,<3",
     "matplotlib>=3.9,<4",
@@ -20,7 +23,8 @@ INSTALL_REQUIRES = [
 
 EXTRAS = {
     "gpu": ["transformer-engine[pytorch]>=2.10,<3"],
-    "test": ["pytest>=8,<10"],
+    "math": ["math-verify>=0.8,<1"],  # --reward math-verify
+    "test": ["pytest>=8,<10", "hypothesis>=6.100,<7", "math-verify>=0.8,<1"],
     "bench": ["transformers>=5,<6", "trl>=1.16,<2"],
 }
 

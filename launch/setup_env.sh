@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes, completes or reuses the Python environment of megarl.
-#   PYTHON_BIN=$(bash launch/setup_env.sh [EXTRA,EXTRA])   extras of setup.py: gpu, test, bench; default none
+#   PYTHON_BIN=$(bash launch/setup_env.sh [EXTRA,EXTRA])   extras of setup.py: gpu, math, test, bench; default none
 #   bash launch/setup_env.sh --which-python                only print the interpreter that would be used
 # The last line on stdout is the path of the environment's python; every message goes to stderr.
 # Reads: PYTHON (interpreter to use, never replaced by another), MEGARL_VENV (folder, default .venv of this checkout).

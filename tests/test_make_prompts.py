@@ -15,7 +15,8 @@ import pytest
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizers import build_tokenizer
 from megarl.rewards.base import Sample
-from megarl.rewards.build import build_reward, check_prompts
+from megarl.rewards.build import Options, build_rewards, check_prompts
+from megarl.settings import Settings
 
 TOOLS = Path(__file__).parent.parent / "tools"
 SUMS = ["--task", "chain_sum", "--task-option", "max_terms=2", "--task-option", "max_digits=2"]
@@ -47,10 +48,10 @@ def sums(tmp_path_factory):
 def test_files_are_what_training_reads(sums):
     train, heldout = load_prompts(str(sums / "train.jsonl")), load_prompts(str(sums / "heldout.jsonl"))
     assert (len(train), len(heldout)) == (300, 60)
-    reward = build_reward("reasoning-gym")
+    reward = build_rewards(Options.of(Settings()), ["reasoning-gym"])["reasoning-gym"]
     for prompts in (train, heldout):
-        check_prompts("reasoning-gym", prompts, scores_here=True)
-        check_prompts("exact-match", prompts)
+        check_prompts(Settings(reward="reasoning-gym"), prompts, scores_here=True)
+        check_prompts(Settings(reward="exact-match"), prompts)
         for prompt in prompts:
             assert prompt.task == "chain_sum"
             left, operator, right, equals = prompt.prompt.split()

@@ -11,7 +11,16 @@ import pytest
 from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
 from megarl.rewards.base import Reward, Sample, Score
-from megarl.rewards.build import build_reward, check_prompts
+from megarl.rewards.build import Options, build_rewards, build_verifiers, check_prompts
+from megarl.settings import Settings
+
+
+def reward_of(name: str) -> Reward:
+    return build_rewards(Options.of(Settings()), [name])[name]
+
+
+def check(name: str, prompts, scores_here: bool = False):
+    check_prompts(Settings(reward=name), prompts, scores_here)
 
 
 def prompts_of(tmp_path, *lines):
@@ -25,13 +34,13 @@ def prompts_of(tmp_path, *lines):
     ("", True, 0.0, None), (" ", True, 0.0, None), ("420", True, 0.0, "420"),
 ])
 def test_exact_match(response, finished, reward, extracted):
-    score = build_reward("exact-match")(Sample("6*7=", response, "42 ", finished=finished))
+    score = reward_of("exact-match")(Sample("6*7=", response, "42 ", finished=finished))
     assert score == Score(reward, bool(reward), {"exact_match": reward}, extracted)
 
 
 def test_exact_match_without_an_answer_raises():
     with pytest.raises(RuntimeError, match="reward exact-match on prompt 'q': ValueError"):
-        build_reward("exact-match")(Sample("q", "a"))
+        reward_of("exact-match")(Sample("q", "a"))
 
 
 def sums_sample(response, finished=True, answer="15"):
@@ -39,7 +48,7 @@ def sums_sample(response, finished=True, answer="15"):
 
 
 def test_reasoning_gym_scores_with_the_task():
-    reward = build_reward("reasoning-gym")
+    reward = reward_of("reasoning-gym")
     assert reward(sums_sample(" 15 ")) == Score(1.0, True, {"reasoning_gym": 1.0}, "15")
     assert reward(sums_sample("+015.0")).correct
     assert reward(sums_sample("14")) == Score(0.0, False, {"reasoning_gym": 0.0}, "14")
@@ -49,7 +58,7 @@ def test_reasoning_gym_scores_with_the_task():
 
 
 def test_reasoning_gym_reads_answer_tags():
-    reward = build_reward("reasoning-gym")
+    reward = reward_of("reasoning-gym")
     last = reward(sums_sample("so <answer>1</answer> no, <answer> 15\n</answer> done"))
     assert last.correct and last.extracted == "15"
     assert reward(sums_sample("15 <answer>14</answer>")) == Score(0.0, False, {"reasoning_gym": 0.0}, "14")
@@ -60,7 +69,7 @@ def test_reasoning_gym_reads_answer_tags():
 def test_reasoning_gym_text_that_a_scorer_cannot_read_is_wrong():
     # This scorer calls int() on each factor.
     metadata = {"source_dataset": "prime_factorization", "number": 6, "factors": [2, 3]}
-    reward = build_reward("reasoning-gym")
+    reward = reward_of("reasoning-gym")
     assert reward(Sample("6", "2 × 3", "2 × 3", metadata)).correct
     assert reward(Sample("6", "two", "2 × 3", metadata)) == Score(0.0, False, {"reasoning_gym": 0.0}, "two")
 
@@ -69,26 +78,32 @@ def test_reasoning_gym_raises_where_the_entry_is_broken():
     # Not even the reference answer can be scored: the fault is not the policy's.
     metadata = {"source_dataset": "n_queens"}
     with pytest.raises(RuntimeError, match="reward reasoning-gym on prompt 'Q _': KeyError: 'valid_answers'"):
-        build_reward("reasoning-gym")(Sample("Q _", "_ Q", "_ Q", metadata))
+        reward_of("reasoning-gym")(Sample("Q _", "_ Q", "_ Q", metadata))
     with pytest.raises(RuntimeError, match="source_dataset"):
-        build_reward("reasoning-gym")(Sample("6", "5", "5"))
+        reward_of("reasoning-gym")(Sample("6", "5", "5"))
     with pytest.raises(RuntimeError, match="no_such_task"):
-        build_reward("reasoning-gym")(Sample("6", "5", "5", {"source_dataset": "no_such_task"}))
+        reward_of("reasoning-gym")(Sample("6", "5", "5", {"source_dataset": "no_such_task"}))
 
 
-def test_reasoning_gym_is_imported_only_to_score(tmp_path):
+def test_packages_are_imported_only_to_score_and_torch_never(tmp_path):
     prompts_of(tmp_path, {"prompt": "1 + 1 =", "answer": "2", "metadata": {"source_dataset": "chain_sum"}})
     program = """if True:
         import sys
+        from types import SimpleNamespace
         from megarl.data.prompts import load_prompts
-        from megarl.rewards.base import Sample
-        from megarl.rewards.build import build_reward, check_prompts
+        from megarl.rewards.build import build_verifiers, check_prompts
         prompts = load_prompts(sys.argv[1])
-        reward = build_reward("reasoning-gym")
-        check_prompts("reasoning-gym", prompts)
-        assert "reasoning_gym" not in sys.modules
-        check_prompts("reasoning-gym", prompts, scores_here=True)
-        assert "reasoning_gym" in sys.modules
+        flags = dict.fromkeys(("pattern", "format", "url"), "a") | {"length": 1, "retries": 0, "concurrency": 1}
+        flags |= {"memory_mb": 1, "timeout": 9.0, "workers": 1, "fallback": 0.0}
+        settings = SimpleNamespace(**{"reward_" + name: value for name, value in flags.items()})
+        settings.reward = "reasoning-gym+format+length+regex+math-verify+code"
+        build_verifiers(settings)
+        settings.reward = "reasoning-gym+math-verify"
+        check_prompts(settings, prompts)
+        assert not {"reasoning_gym", "sympy", "urllib3"} & set(sys.modules)
+        check_prompts(settings, prompts, scores_here=True)
+        assert {"reasoning_gym", "sympy"} <= set(sys.modules)
+        import megarl.rewards.remote, megarl.rewards.worker
         assert "torch" not in sys.modules
     """
     done = subprocess.run([sys.executable, "-c", program, tmp_path / "p.jsonl"], capture_output=True, text=True)
@@ -97,20 +112,25 @@ def test_reasoning_gym_is_imported_only_to_score(tmp_path):
 
 def test_prompts_must_suit_the_reward(tmp_path):
     good = {"prompt": "a", "answer": "b", "metadata": {"source_dataset": "chain_sum"}}
-    check_prompts("exact-match", prompts_of(tmp_path, good))
-    check_prompts("reasoning-gym", prompts_of(tmp_path, good), scores_here=True)
+    check("exact-match", prompts_of(tmp_path, good))
+    check("reasoning-gym", prompts_of(tmp_path, good), scores_here=True)
     for name, bad, message in [
         ("exact-match", {"prompt": "a"}, "needs an answer"),
         ("exact-match", {"prompt": "a", "answer": " "}, "needs an answer"),
         ("reasoning-gym", {"prompt": "a", "answer": "b"}, "source_dataset"),
         ("reasoning-gym", {"prompt": "a", "metadata": {"source_dataset": 3}}, "source_dataset"),
+        ("math-verify", {"prompt": "a"}, "needs an answer"),
     ]:
         with pytest.raises(UsageError, match=rf"p\.jsonl:2: --reward {name}.*{message}"):
-            check_prompts(name, prompts_of(tmp_path, good, bad))
+            check(name, prompts_of(tmp_path, good, bad))
     unknown = prompts_of(tmp_path, good, {"prompt": "a", "metadata": {"source_dataset": "no_such_task"}})
-    check_prompts("reasoning-gym", unknown)
+    check("reasoning-gym", unknown)
     with pytest.raises(UsageError, match=r"p\.jsonl:2: .*no scorer for task 'no_such_task'"):
-        check_prompts("reasoning-gym", unknown, scores_here=True)
+        check("reasoning-gym", unknown, scores_here=True)
+    unreadable = prompts_of(tmp_path, good, {"prompt": "a", "answer": "x plus"})
+    check("exact-match+math-verify", unreadable)
+    with pytest.raises(UsageError, match=r"p\.jsonl:2: --reward math-verify: cannot read the answer 'x plus'; allowed"):
+        check("exact-match+math-verify", unreadable, scores_here=True)
 
 
 @pytest.fixture
@@ -126,19 +146,19 @@ def plugin(tmp_path, monkeypatch):
 
 
 def test_plugin(plugin, tmp_path):
-    assert build_reward("my_rewards:scored")(Sample("q", "a")) == Score(0.75, True, {"a": 0.5, "b": 0.25})
+    assert reward_of("my_rewards:scored")(Sample("q", "a")) == Score(0.75, True, {"a": 0.5, "b": 0.25})
     # A plain number: the whole response is the answer.
-    assert build_reward("my_rewards:length")(Sample("q", " abc")) == Score(4.0, True, extracted="abc")
-    assert build_reward("my_rewards:length")(Sample("q", "abc", finished=False)) == Score(3.0, True)
-    assert build_reward("my_rewards:length")(Sample("q", "")) == Score(0.0, False)
-    check_prompts("my_rewards:length", prompts_of(tmp_path, {"prompt": "a"}), scores_here=True)
+    assert reward_of("my_rewards:length")(Sample("q", " abc")) == Score(4.0, True, extracted="abc")
+    assert reward_of("my_rewards:length")(Sample("q", "abc", finished=False)) == Score(3.0, True)
+    assert reward_of("my_rewards:length")(Sample("q", "")) == Score(0.0, False)
+    check("my_rewards:length", prompts_of(tmp_path, {"prompt": "a"}), scores_here=True)
 
 
 @pytest.mark.parametrize("name, message", [
-    ("exactmatch", "unknown; allowed: exact-match, reasoning-gym, or a plug-in as package.module:function"),
-    ("", "unknown; allowed"),
-    (":scored", "unknown; allowed"),
-    ("my_rewards:", "unknown; allowed"),
+    ("exactmatch", "exactmatch is unknown; allowed: model, exact-match, regex, math-verify, reasoning-gym, format, "
+     "length, code, remote, or a plug-in as package.module:function"),
+    (":scored", ":scored is unknown; allowed"),
+    ("my_rewards:", "my_rewards: is unknown; allowed"),
     ("no_such_module:f", "cannot import no_such_module: ModuleNotFoundError"),
     ("broken_rewards:f", "cannot import broken_rewards: ZeroDivisionError"),
     ("my_rewards:nothing", "my_rewards has no nothing"),
@@ -146,7 +166,7 @@ def test_plugin(plugin, tmp_path):
 ])
 def test_wrong_reward_names(plugin, name, message):
     with pytest.raises(UsageError) as caught:
-        build_reward(name)
+        build_verifiers(Settings(reward=name))
     assert str(caught.value).startswith(f"--reward {name}: {message}")
 
 

@@ -1,45 +1,134 @@
-"""From the value of --reward to something that scores, and to a check that the prompts suit it."""
+"""From --reward and its options to the verifiers that score, and to a check that the prompts suit them."""
 
-from dataclasses import dataclass
-from typing import Callable
+import dataclasses
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from megarl import plugins
 from megarl.data.prompts import PromptSet
-from megarl.rewards import verifiers
+from megarl.rewards import code, expression, mathematics, tasks, text
 from megarl.rewards.base import Reward, Sample, Score
+from megarl.rewards.pool import Workers
+from megarl.rewards.verifiers import Verifiers
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The `--reward-…` flags of the same names that verifiers read. Small and plain, as workers get it, too."""
+
+    pattern: str | None
+    format: str
+    length: int
+    url: str | None
+    retries: int
+    concurrency: int
+    memory_mb: int
+    timeout: float  # seconds for a sample
+    workers: int
+
+    @classmethod
+    def of(cls, settings) -> "Options":
+        """From `megarl.settings.Settings`, which itself imports far more than a worker needs."""
+        return cls(
+            pattern=settings.reward_pattern,
+            format=settings.reward_format,
+            length=settings.reward_length,
+            url=settings.reward_url,
+            retries=settings.reward_retries,
+            concurrency=settings.reward_concurrency,
+            memory_mb=settings.reward_memory_mb,
+            timeout=settings.reward_timeout,
+            workers=settings.reward_workers,
+        )
+
+
+def _code(options: Options) -> Callable[[Sample], Score]:
+    limits = code.Limits(seconds=options.timeout, memory_mb=options.memory_mb)
+    return lambda sample: code.check(sample, limits)
+
+
+def _remote(options: Options) -> Callable[[Sample], Score | float]:
+    from megarl.rewards.remote import Remote  # the package urllib3 takes a quarter of a second
+
+    return Remote(options.url, options.retries, options.concurrency, options.timeout)
+
+
+@dataclasses.dataclass(frozen=True)
 class _BuiltIn:
-    """`check` looks at the prompts alone; `load` also at what the verifier imports."""
+    """`check` looks at the prompts alone; `load` also at what the verifier imports, `package`.
 
-    verify: Callable[[Sample], Score]
-    check: Callable[[PromptSet], None]
-    load: Callable[[PromptSet], None] | None = None
+    `limited`: it can hang, so it needs a time limit. `threads`: it keeps to its limit itself, and this many may run.
+    """
+
+    make: Callable[[Options], Callable[[Sample], Score | float]]
+    check: Callable[[PromptSet], None] | None = None
+    load: Callable[[PromptSet, Options], None] | None = None
+    package: str | None = None
+    limited: bool = True
+    threads: Callable[[Options], int] | None = None
 
 
 _BUILT_IN = {
-    "exact-match": _BuiltIn(verifiers.exact_match, verifiers.check_exact_match),
-    "reasoning-gym": _BuiltIn(
-        verifiers.reasoning_gym, verifiers.check_reasoning_gym, verifiers.load_reasoning_gym
+    "exact-match": _BuiltIn(
+        lambda _: text.exact_match, lambda prompts: text.check_answers("exact-match", prompts), limited=False
     ),
-}
+    "regex": _BuiltIn(lambda options: text.regex(options.pattern)),
+    "math-verify": _BuiltIn(
+        lambda _: mathematics.math_verify, mathematics.check_mathematics,
+        lambda prompts, options: mathematics.load_mathematics(prompts, options.timeout), "math_verify",
+    ),
+    "reasoning-gym": _BuiltIn(
+        lambda _: tasks.reasoning_gym, tasks.check_tasks, lambda prompts, _: tasks.load_tasks(prompts), "reasoning_gym"
+    ),
+    "format": _BuiltIn(lambda options: text.format_match(options.format)),
+    "length": _BuiltIn(lambda options: text.length(options.length), limited=False),
+    # A program of a response runs in a process of its own, which a thread waits for.
+    "code": _BuiltIn(
+        _code, code.check_code, lambda prompts, _: code.load_code(prompts), limited=False,
+        threads=lambda options: max(1, options.workers),
+    ),
+    "remote": _BuiltIn(_remote, limited=False, threads=lambda options: options.concurrency),
+}  # fmt: skip
+_PLUG_IN = _BuiltIn(make=None)
 
 
-def build_reward(name: str) -> Reward:
-    """The reward called `name`, or the plug-in `package.module:function`, which is imported here.
+def build_verifiers(settings) -> Verifiers:
+    """The verifiers of `--reward`, all terms but `model`; imports plug-ins; workers start with the first call.
 
-    A plug-in maps a `Sample` to a `Score` or a number (see `Reward`). Raises UsageError for anything else.
+    Raises UsageError for a malformed expression, a plug-in that cannot be had, and options that are wrong.
     """
-    return Reward(name, plugins.load("--reward", name, {key: each.verify for key, each in _BUILT_IN.items()}))
+    names = [term.name for term in expression.parse(settings.reward) if term.name != expression.MODEL]
+    options = Options.of(settings)
+    kinds = {name: _BUILT_IN.get(name, _PLUG_IN) for name in names}
+    limited = [name for name in names if kinds[name].limited]
+    threads = {name: kinds[name].threads(options) for name in names if kinds[name].threads}
+    workers = Workers(options.workers, (options, limited)) if options.workers and limited else None
+    rewards = build_rewards(options, names)
+    return Verifiers(rewards, dict.fromkeys(limited, options.timeout), threads, workers, settings.reward_fallback)
 
 
-def check_prompts(name: str, prompts: PromptSet, scores_here: bool = False) -> None:
-    """UsageError with file and line if a prompt lacks what the reward needs; a plug-in may need anything.
+def build_rewards(options: Options, names: Sequence[str]) -> dict[str, Reward]:
+    """The verifiers `names`, built-in or plug-in. Raises UsageError as `build_verifiers`."""
+    made: dict[str, Any] = {name: _BUILT_IN[name].make(options) for name in names if name in _BUILT_IN}
+    return {name: Reward(name, plugins.load("--reward", name, made)) for name in names}
+
+
+def import_packages(names: Sequence[str]):
+    """Imports what the verifiers `names` would import on their first sample, which takes seconds."""
+    for name in names:
+        if name in _BUILT_IN and _BUILT_IN[name].package:
+            importlib.import_module(_BUILT_IN[name].package)
+
+
+def check_prompts(settings, prompts: PromptSet, scores_here: bool = False):
+    """UsageError with file and line if a prompt lacks what a verifier needs; a plug-in may need anything.
 
     `scores_here`: this process is going to score, so also import and build what the prompts call for.
     """
-    if name in _BUILT_IN:
-        _BUILT_IN[name].check(prompts)
-        if scores_here and _BUILT_IN[name].load:
-            _BUILT_IN[name].load(prompts)
+    for _, name in expression.parse(settings.reward):
+        built_in = _BUILT_IN.get(name)
+        if built_in and built_in.check:
+            built_in.check(prompts)
+        if built_in and built_in.load and scores_here:
+            built_in.load(prompts, Options.of(settings))

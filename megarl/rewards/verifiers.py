@@ -1,91 +1,71 @@
-"""The verifiers that come with megarl. A response that was cut by the length limit always scores 0."""
+"""All verifiers of a run at once: where each runs, its time limit, and what a sample gets that one fails on."""
 
-import functools
-import importlib.util
-from typing import Any, Callable
+from concurrent.futures import ThreadPoolExecutor
 
-from megarl.data.prompts import PromptSet
-from megarl.errors import UsageError
-from megarl.rewards.base import Sample, Score, whole_response
-
-# Tasks give 1.0 for a right answer and less for half-right ones (0.01 for a readable wrong one, say).
-_CORRECT_FROM = 0.999
+from megarl.rewards import guard
+from megarl.rewards.base import Job, Reward, Sample, Score, failure
+from megarl.rewards.pool import Workers
 
 
-def exact_match(sample: Sample) -> Score:
-    """1 if the response equals the answer, white space around both ignored; else 0."""
-    if sample.answer is None:
-        raise ValueError("exact-match needs an answer")
-    correct = sample.finished and sample.response.strip() == sample.answer.strip()
-    return Score(float(correct), correct, {"exact_match": float(correct)}, whole_response(sample))
+class Verifiers:
+    """Scores samples with all of `rewards`; `failures` has for each the reasons of the last call, one a failed sample.
 
-
-def check_exact_match(prompts: PromptSet) -> None:
-    """UsageError for the first line without an answer."""
-    for prompt in prompts:
-        if prompt.answer is None or not prompt.answer.strip():
-            raise UsageError(f"{prompts.where(prompt.index)}: --reward exact-match needs an answer on each line")
-
-
-def reasoning_gym(sample: Sample) -> Score:
-    """The score, 0 to 1, that the task's own scorer in reasoning_gym gives; partly right answers earn a part.
-
-    The task is `metadata["source_dataset"]`. Text in the last `<answer>...</answer>` is scored if there is one, else
-    the whole response. Some scorers raise on text that they cannot read: that counts as a wrong answer, provided the
-    same scorer reads the reference answer.
+    Those in `seconds` may hang, and have that long for a sample (a batched one: that times the samples): they run in
+    `workers`, or, without these, here under an alarm. Those in `threads` keep to a limit of their own: beside the
+    others, on that many threads. The rest runs here as it is.
     """
-    scorer = task_scorer(_source_dataset(sample.metadata))
-    if not sample.finished:
-        return Score(0.0, False, {"reasoning_gym": 0.0})
-    entry = {"answer": sample.answer, "metadata": sample.metadata}
-    extracted = _answer_text(sample.response)
-    try:
-        score = float(scorer(extracted, entry))
-    except Exception:
-        scorer(sample.answer, entry)
-        score = 0.0
-    return Score(score, score >= _CORRECT_FROM, {"reasoning_gym": score}, extracted or None)
 
+    def __init__(self, rewards: dict[str, Reward], seconds: dict[str, float], threads: dict[str, int],
+                 workers: Workers | None, fallback: float):  # fmt: skip
+        self.names = tuple(rewards)
+        self.failures: dict[str, list[str]] = {name: [] for name in rewards}
+        self._rewards, self._seconds, self._workers = rewards, seconds, workers
+        self._threads = {name: ThreadPoolExecutor(count, f"reward-{name}") for name, count in threads.items()}
+        self._fallback = Score(fallback, False)
 
-def check_reasoning_gym(prompts: PromptSet) -> None:
-    """UsageError for the first line that does not name its task; does not import reasoning_gym."""
-    if importlib.util.find_spec("reasoning_gym") is None:
-        raise UsageError("--reward reasoning-gym: the package reasoning_gym is not installed")
-    for prompt in prompts:
+    def score(self, samples: list[Sample]) -> dict[str, list[Score]]:
+        """Each verifier's scores of the samples; where it fails on one, the fall-back, and a line in `failures`.
+
+        A verifier fails that raises, takes too long, or gives something else than finite numbers. UsageError where
+        it would need an alarm and there can be none (see `guard`); RuntimeError if a worker cannot start.
+        """
+        beside = {
+            name: [threads.submit(self._rewards[name].outcomes, [sample]) for sample in samples]
+            for name, threads in self._threads.items()
+        }
+        outcomes = self._limited(samples)
+        for name in self.names:
+            if name in beside:
+                outcomes[name] = [future.result()[0] for future in beside[name]]
+            elif name not in outcomes:
+                outcomes[name] = self._rewards[name].outcomes(samples)
+        self.failures = {name: [each for each in outcomes[name] if isinstance(each, str)] for name in self.names}
+        return {
+            name: [self._fallback if isinstance(each, str) else each for each in outcomes[name]] for name in self.names
+        }
+
+    def close(self):
+        """Ends workers and threads; these end with what they are at."""
+        if self._workers is not None:
+            self._workers.close()
+        for threads in self._threads.values():
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _limited(self, samples: list[Sample]) -> dict[str, list[Score | str]]:
+        jobs: list[Job] = []
+        for name, seconds in self._seconds.items():
+            if self._rewards[name].batched and samples:
+                jobs.append(Job(name, samples, seconds * len(samples)))
+            else:
+                jobs += [Job(name, [sample], seconds) for sample in samples]
+        outcomes: dict[str, list[Score | str]] = {name: [] for name in self._seconds}
+        results = self._workers.run(jobs) if self._workers is not None else map(self._run_here, jobs)
+        for job, result in zip(jobs, results, strict=True):
+            outcomes[job.name] += result
+        return outcomes
+
+    def _run_here(self, job: Job) -> list[Score | str]:
         try:
-            _source_dataset(prompt.metadata)
-        except ValueError as error:
-            raise UsageError(f"{prompts.where(prompt.index)}: --reward reasoning-gym: {error}") from None
-
-
-def load_reasoning_gym(prompts: PromptSet) -> None:
-    """Build the scorer of every task in `prompts`; UsageError for a task that reasoning_gym cannot score."""
-    for prompt in prompts:
-        task = _source_dataset(prompt.metadata)
-        try:
-            task_scorer(task)
-        except Exception as error:
-            where = prompts.where(prompt.index)
-            raise UsageError(f"{where}: --reward reasoning-gym: no scorer for task {task!r}: {error}") from None
-
-
-@functools.lru_cache(maxsize=None)
-def task_scorer(task: str) -> Callable[[str | None, dict[str, Any]], float]:
-    """`task`'s scorer, built once; raises what reasoning_gym raises (ValueError for an unknown task)."""
-    # Imported here, as it takes about a second and 80 MB, and only the process that scores needs it.
-    from reasoning_gym import get_score_answer_fn
-
-    return get_score_answer_fn(task)
-
-
-def _source_dataset(metadata: dict[str, Any] | None) -> str:
-    task = (metadata or {}).get("source_dataset")
-    if not isinstance(task, str) or not task:
-        raise ValueError("metadata must hold source_dataset, the name of the reasoning_gym task")
-    return task
-
-
-def _answer_text(response: str) -> str:
-    head, closed, _ = response.rpartition("</answer>")
-    _, opened, inner = head.rpartition("<answer>")
-    return (inner if closed and opened else response).strip()
+            return guard.call(self._rewards[job.name].outcomes, job.samples, job.seconds)
+        except TimeoutError as error:
+            return [failure(job.name, sample, str(error)) for sample in job.samples]

@@ -1,0 +1,77 @@
+"""The value of --reward: a weighted sum of named terms, such as `model+0.2*format+0*reasoning-gym`.
+
+Only the standard library is used here, as flags are parsed before anything else is imported.
+"""
+
+import math
+import re
+from typing import NamedTuple
+
+from megarl.errors import UsageError
+
+MODEL = "model"
+NAMES = (
+    MODEL,
+    "exact-match",
+    "regex",
+    "math-verify",
+    "reasoning-gym",
+    "format",
+    "length",
+    "code",
+    "remote",
+)
+
+_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_TERM = re.compile(rf"\s*(?:(?P<weight>{_NUMBER})\s*\*\s*)?(?P<name>[^\s+*]*)\s*(?P<plus>\+?)")
+
+
+class Term(NamedTuple):
+    """One summand. Weight 0: measured and logged, but no part of the reward."""
+
+    weight: float
+    name: str
+
+
+def parse(text: str) -> tuple[Term, ...]:
+    """The terms of `weight*name+name+…` in order; a weight that is left out is 1.
+
+    A name is one of `NAMES` or a plug-in as `package.module:function`; whether it can be imported is seen later.
+
+    Raises:
+        UsageError: malformed, an unknown name, a name twice, a weight that is not finite, or all weights 0.
+    """
+    terms, place, more = [], 0, True
+    while more:
+        match = _TERM.match(text, place)
+        if not match["name"] or not (match["plus"] or match.end() == len(text)):
+            where = text[place:].strip() or "its end"
+            raise UsageError(f"--reward {text}: malformed at {where}; write weight*name+name+…; allowed: {_allowed()}")
+        terms.append(Term(float(match["weight"] or 1.0), match["name"]))
+        place, more = match.end(), bool(match["plus"])
+    _check(text, terms)
+    return tuple(terms)
+
+
+def is_plugin(name: str) -> bool:
+    """Whether `name` has the shape package.module:function."""
+    module, colon, function = name.partition(":")
+    return bool(colon) and function.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
+def _check(text: str, terms: list[Term]) -> None:
+    seen = set()
+    for weight, name in terms:
+        if name not in NAMES and not is_plugin(name):
+            raise UsageError(f"--reward {text}: {name} is unknown; allowed: {_allowed()}")
+        if name in seen:
+            raise UsageError(f"--reward {text}: {name} appears twice; give each name one weight")
+        if not math.isfinite(weight):
+            raise UsageError(f"--reward {text}: the weight of {name} is not a finite number")
+        seen.add(name)
+    if not any(weight for weight, _ in terms):
+        raise UsageError(f"--reward {text}: every weight is 0; at least one term must count")
+
+
+def _allowed() -> str:
+    return f"{', '.join(NAMES)}, or a plug-in as package.module:function"

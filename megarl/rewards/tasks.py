@@ -1,0 +1,72 @@
+"""The verifier `reasoning-gym`: the scorers that come with the tasks of the package reasoning_gym."""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from megarl.data.prompts import PromptSet
+from megarl.errors import UsageError
+from megarl.rewards.base import Sample, Score
+from megarl.rewards.text import answer_text
+
+# Tasks give 1.0 for a right answer and less for half-right ones (0.01 for a readable wrong one, say).
+_CORRECT_FROM = 0.999
+
+
+def reasoning_gym(sample: Sample) -> Score:
+    """The score, 0 to 1, that the task's own scorer in reasoning_gym gives; partly right answers earn a part.
+
+    The task is `metadata["source_dataset"]`. Text in the last `<answer>...</answer>` is scored if there is one, else
+    the whole response. Some scorers raise on text that they cannot read: that counts as a wrong answer, provided the
+    same scorer reads the reference answer. A response that was cut by the length limit scores 0.
+    """
+    scorer = task_scorer(_source_dataset(sample.metadata))
+    if not sample.finished:
+        return Score(0.0, False, {"reasoning_gym": 0.0})
+    entry = {"answer": sample.answer, "metadata": sample.metadata}
+    extracted = answer_text(sample.response)
+    try:
+        score = float(scorer(extracted, entry))
+    except Exception:
+        scorer(sample.answer, entry)
+        score = 0.0
+    return Score(score, score >= _CORRECT_FROM, {"reasoning_gym": score}, extracted or None)
+
+
+def check_tasks(prompts: PromptSet):
+    """UsageError for the first line that does not name its task; does not import reasoning_gym."""
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise UsageError("--reward reasoning-gym: the package reasoning_gym is not installed")
+    for prompt in prompts:
+        try:
+            _source_dataset(prompt.metadata)
+        except ValueError as error:
+            raise UsageError(f"{prompts.where(prompt.index)}: --reward reasoning-gym: {error}") from None
+
+
+def load_tasks(prompts: PromptSet):
+    """Build the scorer of every task in `prompts`; UsageError for a task that reasoning_gym cannot score."""
+    for prompt in prompts:
+        task = _source_dataset(prompt.metadata)
+        try:
+            task_scorer(task)
+        except Exception as error:
+            where = prompts.where(prompt.index)
+            raise UsageError(f"{where}: --reward reasoning-gym: no scorer for task {task!r}: {error}") from None
+
+
+@functools.lru_cache(maxsize=None)
+def task_scorer(task: str) -> Callable[[str | None, dict[str, Any]], float]:
+    """`task`'s scorer, built once; raises what reasoning_gym raises (ValueError for an unknown task)."""
+    # Imported here, as it takes about a second and 80 MB, and only the process that scores needs it.
+    from reasoning_gym import get_score_answer_fn
+
+    return get_score_answer_fn(task)
+
+
+def _source_dataset(metadata: dict[str, Any] | None) -> str:
+    task = (metadata or {}).get("source_dataset")
+    if not isinstance(task, str) or not task:
+        raise ValueError("metadata must hold source_dataset, the name of the reasoning_gym task")
+    return task

@@ -1,0 +1,96 @@
+"""The verifier of programs: which code is taken, how tests are counted, and what does not pass for a solution."""
+
+import json
+import time
+
+import pytest
+
+from megarl.data.prompts import load_prompts
+from megarl.errors import UsageError
+from megarl.rewards import sandbox
+from megarl.rewards.base import Sample
+from megarl.rewards.code import Limits, check, check_code, load_code, program_of
+
+pytestmark = pytest.mark.sandbox
+DOUBLES = [{"input": f"{n}\n", "output": f"{2 * n}\n"} for n in (1, 2, 30)]
+SQUARE = "assert square(3) == 9\nassert square(-1) == 1"
+
+
+def score(response, limits=Limits(20.0, 256), finished=True, **metadata):
+    return check(Sample("write it", response, metadata=metadata, finished=finished), limits)
+
+
+@pytest.mark.parametrize("response, program", [
+    ("print(1)", "print(1)"),
+    ("Try\n```python\nprint(1)\n```\nor\n```py\nprint(2)\n```\ndone", "print(2)\n"),
+    ("```Python3 \r\nprint(1)\r\n```", "print(1)\r\n"),
+    ("```python\nprint('```')\n```\n", "print('```')\n"),
+    ("```python\nprint(1)\n", "print(1)\n"),
+    ("```python\n```", ""),
+    ("```\nprint(1)\n```", "```\nprint(1)\n```"),
+])  # fmt: skip
+def test_the_last_python_block_is_the_program(response, program):
+    assert program_of(response) == program
+
+
+def test_the_score_is_the_share_of_tests_passed():
+    right = score("```python\nprint(2 * int(input()), end='  \\n\\n')\n```", tests=DOUBLES)
+    assert (right.reward, right.correct, right.parts) == (1.0, True, {"code": 1.0})
+    partly = score("n = int(input())\nprint(2 * n)\nassert n < 30", tests=DOUBLES)
+    assert (partly.reward, partly.correct, partly.parts) == (2 / 3, False, {"code": 2 / 3})
+    assert score("print(2 * int(input()))", tests=DOUBLES, finished=False).reward == 0.0
+    spaced = [{"input": "", "output": "a\n  b\n"}]
+    assert [score(f"print({text!r})", tests=spaced).correct for text in ("a  \n  b\n\n", "a\nb")] == [True, False]
+
+
+@pytest.mark.parametrize("response, passes", [
+    ("def square(x): return x * x", True),
+    ("def square(x): return x * x\nif __name__ == '__main__':\n    print(square(int(input())))", True),
+    ("from __future__ import annotations\nimport dataclasses, pickle\n@dataclasses.dataclass\nclass A:\n    x: int\n"
+     "def square(x): return pickle.loads(pickle.dumps(A(x))).x ** 2", True),
+    ("def square(x): return 9", False),
+    ("import sys; sys.exit(0)", False),
+    ("import os; os._exit(0)", False),
+    ("import atexit, os\natexit.register(os._exit, 0)", False),
+    ("def square(x): exit(0)", False),
+])  # fmt: skip
+def test_asserts_must_be_reached_and_hold(response, passes):
+    assert score(response, test_code=SQUARE).correct is passes
+
+
+def test_asserts_count_as_one_more_test():
+    response = "def square(x): return x * x\nif __name__ == '__main__': print(2 * int(input()))"
+    assert score(response, tests=DOUBLES, test_code=SQUARE).correct
+    assert score(response, tests=DOUBLES, test_code="assert False").reward == 0.75
+
+
+def test_all_tests_share_the_time():
+    started = time.monotonic()
+    slow = score("n = input()\nwhile n == '2': pass\nprint(2 * int(n))", Limits(1.0, 256), tests=DOUBLES)
+    assert slow.reward == pytest.approx(1 / 3) and time.monotonic() - started < 4
+
+
+@pytest.mark.parametrize("metadata, problem", [
+    (None, "metadata must hold tests"),
+    ({"tests": []}, "metadata must hold tests"),
+    ({"tests": {"input": ""}}, "tests must be a list"),
+    ({"tests": [*DOUBLES, {"input": "1"}]}, "test 4 must be an object"),
+    ({"tests": ["1"]}, "test 1 must be an object"),
+    ({"tests": DOUBLES, "test_code": " "}, "test_code must be a string"),
+])  # fmt: skip
+def test_lines_without_tests_are_refused(tmp_path, metadata, problem):
+    path = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": "a", "metadata": {"tests": DOUBLES, "test_code": SQUARE}}, {"prompt": "b"}]
+    lines[1] |= {} if metadata is None else {"metadata": metadata}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(UsageError, match=f"^--prompts {path}:2: --reward code: .*{problem}"):
+        check_code(load_prompts(str(path), "--prompts"))
+    with pytest.raises(ValueError, match=problem):
+        check(Sample("b", "print()", metadata=metadata))
+
+
+def test_a_machine_without_sandbox_is_refused(monkeypatch):
+    load_code(prompts=None)
+    monkeypatch.setattr(sandbox, "available", lambda: "unshare: Operation not permitted")
+    with pytest.raises(UsageError, match="^--reward code: .*unshare: Operation not permitted"):
+        load_code(prompts=None)

@@ -1,0 +1,258 @@
+"""Verifiers that raise, hang or die: the sample gets the fall-back, the others their scores, and nothing is left."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.errors import UsageError
+from megarl.rewards import guard
+from megarl.rewards.base import Sample, Score
+from megarl.rewards.build import build_verifiers
+from megarl.settings import Settings
+
+PLUG_IN = """
+import os, signal, subprocess, sys, time
+from megarl.rewards import Score, batched
+
+def moody(sample):
+    print("noise that must not reach the pipes", sys.stdin.read())
+    match sample.response:
+        case "raise": raise KeyError("x")
+        case "leave": sys.exit(3)
+        case "hang": time.sleep(60)
+        case "hide":
+            while True:
+                try: time.sleep(60)
+                except Exception: pass
+        case "stubborn":
+            try: time.sleep(60)
+            except BaseException: return 1.0
+        case "nan": return float("nan")
+        case "text": return "1"
+        case "crash" if "worker" in sys.argv[0]: os.kill(os.getpid(), signal.SIGSEGV)
+        case "start":
+            print(subprocess.Popen(["sleep", "60"]).pid, file=open(sample.prompt, "w"), flush=True)
+            time.sleep(60)
+        case "who": return Score(os.getpid(), "torch" in sys.modules, extracted=" ".join(sockets()))
+    return 0.5
+
+def sockets():
+    files = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    links = [os.readlink(file) for file in files if os.path.islink(file)]
+    return [link for link in links if link.startswith("socket")]
+
+calls = []
+@batched
+def lengths(samples):
+    calls.append(len(samples))
+    if samples[0].response == "short": return [1.0]
+    if samples[0].response == "hang": time.sleep(60)
+    return [None if sample.response == "raise" else len(sample.response) for sample in samples]
+"""
+FAILED = Score(-2.0, False)
+
+
+@pytest.fixture
+def build(plug_ins):
+    (plug_ins / "moody_rewards.py").write_text(PLUG_IN)
+    built = []
+
+    def make(reward: str, workers: int = 0, timeout: float = 0.4, **flags):
+        flags |= {"reward_workers": workers, "reward_timeout": timeout, "reward_fallback": -2.0}
+        built.append(build_verifiers(Settings(reward=reward, **flags)))
+        return built[-1]
+
+    yield make
+    for verifiers in built:
+        verifiers.close()
+
+
+def samples(*responses: str) -> list[Sample]:
+    return [Sample("q", response, "a") for response in responses]
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_a_failure_costs_its_sample_alone(build, workers, monkeypatch):
+    monkeypatch.setattr("sys.stdin", open(os.devnull))
+    verifiers = build("moody_rewards:moody+0*exact-match+moody_rewards:lengths", workers)
+    assert verifiers.names == ("moody_rewards:moody", "exact-match", "moody_rewards:lengths")
+    responses = ["a", "raise", "b" * 200_000, "hang", "leave", "hide", "stubborn", "nan", "crash", "text", "c"]
+    started = time.monotonic()
+    scores = verifiers.score(samples(*responses))
+    assert time.monotonic() - started < 10
+    reasons = {"raise": "KeyError: 'x'", "hang": "no result within 0.4 s", "leave": "SystemExit: 3",
+               "hide": "no result within 0.4 s", "stubborn": "no result within 0.4 s",
+               "nan": "reward is nan, not a finite number", "text": "gave str, not a Score or a number"}  # fmt: skip
+    if workers:
+        reasons["crash"] = f"its worker process ended with status {-signal.SIGSEGV}"
+    lines = [f"reward moody_rewards:moody on prompt 'q': {reasons[text]}" for text in responses if text in reasons]
+    assert verifiers.failures == {
+        "moody_rewards:moody": lines, "exact-match": [],
+        "moody_rewards:lengths": ["reward moody_rewards:lengths on prompt 'q': gave NoneType, not a Score or a number"],
+    }  # fmt: skip
+    good = [FAILED if text in reasons else Score(0.5, False, extracted=text) for text in responses]
+    assert scores["moody_rewards:moody"] == good
+    assert [score.correct for score in scores["exact-match"]] == [True] + [False] * 10
+    assert [score.reward for score in scores["moody_rewards:lengths"]] == [
+        -2.0 if text == "raise" else len(text) for text in responses
+    ]
+    # The next call finds everything whole again, and has failures of its own.
+    assert verifiers.score(samples("a"))["moody_rewards:moody"] == [Score(0.5, False, extracted="a")]
+    assert not any(verifiers.failures.values())
+    assert verifiers.score([]) == {name: [] for name in verifiers.names}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batched_verifier_is_called_once(build, workers):
+    verifiers = build("moody_rewards:lengths", workers, timeout=0.2)
+    assert [score.reward for score in verifiers.score(samples("a", "bb"))["moody_rewards:lengths"]] == [1.0, 2.0]
+    if not workers:
+        import moody_rewards
+
+        assert moody_rewards.calls == [2]
+    for first, reason in [("short", "ValueError: gave 1 results for 3 samples"), ("hang", "no result within 0.6 s")]:
+        assert verifiers.score(samples(first, "b", "c"))["moody_rewards:lengths"] == [FAILED] * 3
+        line = f"reward moody_rewards:lengths on prompt 'q': {reason}"
+        assert verifiers.failures["moody_rewards:lengths"] == [line] * 3
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_pattern_that_never_ends(build, workers):
+    verifiers = build("regex+format+length", workers, reward_pattern="(a+)+$", reward_format="(a|aa)+", reward_length=5)
+    many = verifiers.score([Sample("q", "a" * 50 + "b", tokens=50), Sample("q", "aa", tokens=6)])
+    assert [score.reward for score in many["regex"]] == [-2.0, 1.0]
+    assert [score.reward for score in many["format"]] == [-2.0, 1.0]
+    assert [score.reward for score in many["length"]] == [0.0, 0.8]
+    assert [len(reasons) for reasons in verifiers.failures.values()] == [1, 1, 0]
+
+
+def test_programs_run_beside_the_others(build):
+    verifiers = build("code+exact-match", timeout=20.0)
+    tests = [{"tests": [{"input": "4", "output": output}]} for output in "56"]
+    lines = [Sample("q", "print(int(input()) + 1)", "a", metadata) for metadata in tests]
+    scores = verifiers.score([*lines, Sample("q", "print(5)", "print(5)")])
+    assert [score.reward for score in scores["code"]] == [1.0, 0.0, -2.0]
+    assert [score.reward for score in scores["exact-match"]] == [0.0, 0.0, 1.0]
+    (reason,) = verifiers.failures["code"]
+    assert "ValueError: metadata must hold tests" in reason
+
+
+def gone(pid: int, seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        status = Path(f"/proc/{pid}/stat")
+        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_workers_share_nothing_and_leave_nothing(build, tmp_path):
+    verifiers = build("moody_rewards:moody", workers=1)
+    left, right = socket.socketpair()
+    left.set_inheritable(True)
+    with left, right:
+        (score,) = verifiers.score(samples("who"))["moody_rewards:moody"]
+    worker = int(score.reward)
+    assert worker != os.getpid() and not score.correct  # torch is here, but not there
+    assert score.extracted == ""  # and neither is a socket
+    assert int(verifiers.score(samples("who"))["moody_rewards:moody"][0].reward) == worker
+    note = tmp_path / "pid"
+    assert verifiers.score([Sample(str(note), "start")])["moody_rewards:moody"] == [FAILED]
+    assert gone(worker) and gone(int(note.read_text()))  # what it had started went with it
+    (again,) = verifiers.score(samples("who"))["moody_rewards:moody"]
+    os.kill(int(again.reward), signal.SIGKILL)  # while it is idle: it has no sample to lose
+    assert gone(int(again.reward))
+    (third,) = verifiers.score(samples("who"))["moody_rewards:moody"]
+    verifiers.close()
+    assert gone(int(third.reward))
+
+
+def test_workers_end_with_their_parent(build, tmp_path):
+    program = f"""if True:
+        import os, sys, threading, time
+        sys.path.insert(0, {str(tmp_path)!r})
+        from megarl.rewards.base import Job, Sample
+        from megarl.rewards.build import Options
+        from megarl.rewards.pool import Workers
+        options = Options(None, "", 1, None, 0, 1, 1, 9.0, 1)
+        workers = Workers(2, (options, ["moody_rewards:moody"]))
+        jobs = [Job("moody_rewards:moody", [Sample("q", text)], 60.0) for text in ("who", "who", "hang")]
+        workers.run(jobs[:2])
+        print(*(worker.process.pid for worker in workers._workers), flush=True)
+        threading.Timer(0.2, os._exit, [0]).start()
+        workers.run(jobs)
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    found = [int(number) for number in done.stdout.split()]
+    assert len(found) == 2 and all(gone(pid) for pid in found), done.stderr  # an idle one, and one in its job
+
+
+def test_a_worker_that_cannot_start(build, plug_ins):
+    (plug_ins / "picky_rewards.py").write_text(
+        f"import os\nif os.getpid() != {os.getpid()}: raise ValueError('not\\nhere')\ndef f(sample): return 1\n"
+    )
+    with pytest.raises(RuntimeError, match="did not start: UsageError: .*cannot import picky_rewards: ValueError: not"):
+        build("picky_rewards:f", workers=2).score(samples("a", "b"))
+
+
+def spin(seconds: float):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+
+def test_an_alarm_leaves_the_earlier_one():
+    rung = []
+    earlier = signal.signal(signal.SIGALRM, lambda *_: rung.append(time.monotonic()))
+    try:
+        started = time.monotonic()
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(TimeoutError, match="no result within 0.1 s"):
+            guard.call(spin, 5.0, 0.1)
+        assert guard.call(len, "abc", 0.1) == 3 and not rung
+        spin(0.3)
+        assert [0.3 <= at - started < 2 for at in rung] == [True]
+        signal.setitimer(signal.ITIMER_REAL, 0.05)  # falls due within: rings right after
+        guard.call(spin, 0.1, 5.0)
+        assert [len(rung), signal.getitimer(signal.ITIMER_REAL)] == [2, (0.0, 0.0)]
+        with pytest.raises(ZeroDivisionError):
+            guard.call(lambda x: 1 / x, 0, 5.0)
+        assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, earlier)
+
+
+def test_no_alarm_is_ever_lost_or_late(monkeypatch):
+    """Alarms at all instants of a call, a repetition of them included: none is seen outside of it."""
+    monkeypatch.setattr(guard, "_REPEAT", 3e-4)
+    late = 0
+    for number in range(2000):
+        try:
+            assert guard.call(sum, range(1000), 1e-6 + number * 2e-8) == 499500
+        except TimeoutError:
+            late += 1
+    assert late and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+
+
+def test_off_the_main_thread_an_alarm_is_refused(build):
+    verifiers, caught = build("moody_rewards:moody"), []
+
+    def score():
+        try:
+            verifiers.score(samples("a"))
+        except UsageError as error:
+            caught.append(str(error))
+
+    thread = threading.Thread(target=score)
+    thread.start()
+    thread.join()
+    assert caught == ["--reward-workers 0: only a main thread can stop a verifier that hangs; allowed: 1 or more"]
