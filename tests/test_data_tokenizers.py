@@ -91,5 +91,7 @@ def test_missing_file_directory_and_no_file(tmp_path):
 
 
 def test_unknown_type_lists_the_known(tmp_path):
-    with pytest.raises(UsageError, match="--tokenizer-type Fancy: unknown; allowed: SentencePieceTokenizer"):
+    with pytest.raises(UsageError, match="--tokenizer-type Fancy: unknown; allowed: HuggingFaceTokenizer, Sent"):
         build_tokenizer("Fancy", str(tmp_path))
+    with pytest.raises(UsageError, match="--reward-tokenizer-type Fancy: unknown"):
+        build_tokenizer("Fancy", str(tmp_path), "reward-")

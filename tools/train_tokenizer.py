@@ -1,27 +1,37 @@
-"""Train a SentencePiece tokenizer (BPE) on the prompts and responses of prompt files.
+"""Train a tokenizer on the texts of prompt files: prompts, responses, conversations and preferences.
 
     python tools/train_tokenizer.py --input data/sums/train.jsonl --vocab-size 32 --out data/tokenizer
+    python tools/train_tokenizer.py --input data/prefs.jsonl --vocab-size 512 --out data/reward-tokenizer --kind bpe \\
+        --special '<|im_start|>' --eos-token '<|im_end|>' --chat-template data/chatml.jinja
 
-Writes PREFIX.model and PREFIX.vocab. Text survives encoding and decoding unchanged, and prompt and response may be
-encoded apart: no normalisation, no added space. Digits stay single. Every character of the input gets a piece; the
-vocabulary ends smaller than asked for where the text has nothing more to merge. The same input gives the same bytes.
+`--kind sentencepiece` (BPE) writes PREFIX.model and PREFIX.vocab; `--kind bpe`, byte-level BPE for Hugging Face
+tokenizers, writes a folder PREFIX with tokenizer.json and tokenizer_config.json. Text survives encoding and decoding
+unchanged, and prompt and response may be encoded apart: no normalisation, no added space. Digits stay single. Every
+character of the input can be spelt; the vocabulary ends smaller than asked for where the text has nothing more to
+merge. The same input gives the same bytes.
 """
 
 import argparse
 import io
+import json
 import os
 import sys
+import tempfile
 import typing
 from pathlib import Path
+from typing import Sequence
 
 import sentencepiece
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megarl.data.prompts import load_prompts
+from megarl.data.conversations import build_encoder
+from megarl.data.prompts import Prompt, load_prompts
 from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
 
 _SPECIAL_IDS = {"pad_id": 0, "unk_id": 1, "bos_id": 2, "eos_id": 3}
 _BYTES = 256
+_TYPES = {"sentencepiece": "SentencePieceTokenizer", "bpe": "HuggingFaceTokenizer"}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -32,33 +42,55 @@ class _Parser(argparse.ArgumentParser):
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = _Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="prompt files (JSON lines)")
-    parser.add_argument("--vocab-size", type=int, required=True, help="upper limit, four special pieces included")
-    parser.add_argument("--out", required=True, metavar="PREFIX", help="writes PREFIX.model and PREFIX.vocab")
+    parser.add_argument("--vocab-size", type=int, required=True, help="upper limit, special tokens included")
+    parser.add_argument("--out", required=True, metavar="PREFIX", help="PREFIX.model and PREFIX.vocab; bpe: a folder")
+    parser.add_argument("--kind", choices=sorted(_TYPES), default="sentencepiece", help="default: %(default)s")
+    parser.add_argument("--bos-token", default="<s>", metavar="TOKEN", help="default: %(default)s")
+    parser.add_argument("--eos-token", default="</s>", metavar="TOKEN", help="default: %(default)s")
+    parser.add_argument("--special", nargs="+", default=[], metavar="TOKEN", help="more tokens for a chat template")
+    parser.add_argument("--chat-template", metavar="FILE", help="bpe: Jinja file that the tokenizer is to bring")
     parser.add_argument(
         "--byte-fallback", action="store_true",
-        help="256 pieces more, so that characters outside the input are spelt as bytes rather than lost",
+        help="256 pieces more, so that characters outside the input are spelt as bytes rather than lost (bpe: always)",
     )
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.kind == "bpe" and arguments.byte_fallback:
+        raise UsageError("--byte-fallback: --kind bpe spells everything in bytes as it is; leave it out")
+    if arguments.kind == "sentencepiece" and arguments.chat_template:
+        raise UsageError(
+            f"--chat-template {arguments.chat_template}: a SentencePiece model has no place for it; give it to the run"
+        )
+    special = ["<pad>", "<unk>", arguments.bos_token, arguments.eos_token, *arguments.special]
+    repeated = next((token for token in special if special.count(token) > 1 or not token), None)
+    if repeated is not None:
+        raise UsageError(f"--special: {repeated!r} is empty or given twice; <pad> and <unk> are always there")
+    return arguments
 
 
 def read_texts(paths: list[str]) -> list[str]:
-    """Prompt and response (or else answer) of every line."""
-    texts = []
-    for path in paths:
-        for prompt in load_prompts(path, "--input"):
-            response = prompt.response if prompt.response is not None else prompt.answer
-            texts += [prompt.prompt, response] if response else [prompt.prompt]
-    return texts
+    """Every text of every line: prompt or messages, response (or else answer), chosen and rejected."""
+    return [text for path in paths for prompt in load_prompts(path, "--input") for text in _texts_of(prompt)]
 
 
-def train(texts: list[str], vocab_size: int, byte_fallback: bool) -> bytes:
+def _texts_of(prompt: Prompt) -> list[str]:
+    messages = prompt.messages if prompt.messages is not None else prompt.conversation
+    response = prompt.response if prompt.response is not None else prompt.answer
+    texts = [message["content"] for message in messages] + [response, prompt.chosen, prompt.rejected]
+    return [text for text in texts if text]
+
+
+def train(
+    texts: list[str], vocab_size: int, byte_fallback: bool, bos: str = "<s>", eos: str = "</s>",
+    special: Sequence[str] = (),
+) -> bytes:  # fmt: skip
     """A serialized SentencePiece model; UsageError where `vocab_size` cannot hold the characters of `texts`."""
     # A space is stored as U+2581 and so always takes one place.
     characters = set("".join(texts).replace(" ", "\u2581"))
-    needed = len(characters) + len(_SPECIAL_IDS) + (_BYTES if byte_fallback else 0)
+    reserved = len(_SPECIAL_IDS) + len(special)
+    needed = len(characters) + reserved + (_BYTES if byte_fallback else 0)
     if vocab_size < needed:
         raise UsageError(
-            f"--vocab-size {vocab_size}: too small; {len(characters)} different characters, {len(_SPECIAL_IDS)} "
+            f"--vocab-size {vocab_size}: too small; {len(characters)} different characters, {reserved} "
             f"special pieces{' and 256 bytes' if byte_fallback else ''} need at least {needed}"
         )
     model = io.BytesIO()
@@ -67,6 +99,7 @@ def train(texts: list[str], vocab_size: int, byte_fallback: bool) -> bytes:
             sentence_iterator=iter(texts), model_writer=model, model_type="bpe", vocab_size=vocab_size,
             hard_vocab_limit=False, character_coverage=1.0, byte_fallback=byte_fallback, split_digits=True,
             normalization_rule_name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False,
+            bos_piece=bos, eos_piece=eos, control_symbols=list(special),
             # Longer texts would be skipped, and their characters with them; 10 is the least it takes.
             max_sentence_length=max(10, *(len(text.encode()) + 1 for text in texts)),
             num_threads=1, minloglevel=2, **_SPECIAL_IDS,
@@ -76,40 +109,92 @@ def train(texts: list[str], vocab_size: int, byte_fallback: bool) -> bytes:
     return model.getvalue()
 
 
-def write_model(model: bytes, prefix: str) -> None:
-    """PREFIX.model and PREFIX.vocab (piece, tab, score), each replaced in one step."""
-    pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
-    vocab = "".join(f"{pieces.id_to_piece(i)}\t{pieces.get_score(i):g}\n" for i in range(pieces.vocab_size()))
-    Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-    for ending, content in ((".vocab", vocab.encode()), (".model", model)):
-        partial = Path(f"{prefix}{ending}.partial")
+def train_bpe(texts: list[str], vocab_size: int, bos: str, eos: str, special: Sequence[str]) -> str:
+    """A tokenizer.json of byte-level BPE; UsageError where `vocab_size` cannot hold the bytes."""
+    special = ["<pad>", bos, eos, *special]
+    if vocab_size < _BYTES + len(special):
+        raise UsageError(
+            f"--vocab-size {vocab_size}: too small; 256 bytes and {len(special)} special tokens need at least "
+            f"{_BYTES + len(special)}"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer.to_str(pretty=True)
+
+
+def make_files(arguments: argparse.Namespace, texts: list[str]) -> dict[str, bytes]:
+    """Ending of the path -> content of all that is to be written."""
+    special = (arguments.bos_token, arguments.eos_token, arguments.special)
+    if arguments.kind == "sentencepiece":
+        model = train(texts, arguments.vocab_size, arguments.byte_fallback, *special)
+        pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
+        vocab = "".join(f"{pieces.id_to_piece(i)}\t{pieces.get_score(i):g}\n" for i in range(pieces.vocab_size()))
+        return {".vocab": vocab.encode(), ".model": model}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": arguments.bos_token,
+        "eos_token": arguments.eos_token, "pad_token": "<pad>", "additional_special_tokens": arguments.special,
+        "clean_up_tokenization_spaces": False,
+    }  # fmt: skip
+    if arguments.chat_template:
+        config["chat_template"] = _read_template(arguments.chat_template)
+    model = train_bpe(texts, arguments.vocab_size, *special)
+    return {
+        "/tokenizer_config.json": (json.dumps(config, ensure_ascii=False, indent=2) + "\n").encode(),
+        "/tokenizer.json": (model + "\n").encode(),
+    }
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--chat-template {path}: cannot be read: {error}") from None
+
+
+def write_files(files: dict[str, bytes], prefix: str) -> None:
+    """Each file replaced in one step, the last one what a run reads first."""
+    for ending, content in files.items():
+        path = Path(f"{prefix}{ending}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.partial")
         partial.write_bytes(content)
-        os.replace(partial, f"{prefix}{ending}")
+        os.replace(partial, path)
 
 
-def check_round_trip(model: bytes, texts: list[str]) -> None:
-    """UsageError for the first text that encoding and decoding would change."""
-    pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
-    for text in texts:
-        if pieces.decode(pieces.encode(text)) != text:
-            raise UsageError(f"--input: SentencePiece cannot represent {text[:60]!r}; remove its unusual characters")
+def check(kind: str, files: dict[str, bytes], texts: list[str], template: str | None) -> int:
+    """The number of tokens; UsageError for a text that encoding and decoding would change, or a useless template."""
+    with tempfile.TemporaryDirectory() as scratch:
+        write_files(files, f"{scratch}/t")
+        tokenizer = build_tokenizer(_TYPES[kind], f"{scratch}/t{'.model' if kind == 'sentencepiece' else ''}")
+    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+        if tokenizer.decode(ids) != text:
+            raise UsageError(f"--input: the tokenizer cannot represent {text[:60]!r}; remove its unusual characters")
+    build_encoder(tokenizer, template)
+    return tokenizer.vocab_size
 
 
 def main(argv: list[str]) -> int:
     try:
         arguments = parse_arguments(argv)
         texts = read_texts(arguments.input)
-        model = train(texts, arguments.vocab_size, arguments.byte_fallback)
-        check_round_trip(model, texts)
-        write_model(model, arguments.out)
+        files = make_files(arguments, texts)
+        size = check(arguments.kind, files, texts, arguments.chat_template)
+        write_files(files, arguments.out)
     except UsageError as error:
         print(f"train_tokenizer: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except OSError as error:
         print(f"train_tokenizer: --out {arguments.out}: cannot be written: {error.strerror}", file=sys.stderr)
         return 2
-    size = build_tokenizer("SentencePieceTokenizer", f"{arguments.out}.model").vocab_size
-    print(f"{arguments.out}.model: {size} pieces from {len(texts)} texts")
+    print(f"{arguments.out}{list(files)[-1]}: {size} pieces from {len(texts)} texts")
     return 0
 
 

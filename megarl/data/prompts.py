@@ -1,36 +1,69 @@
 """Prompt files: JSON lines, checked whole before any work starts.
 
-One object per line: `prompt` (non-empty string) and, where wanted, `answer` (string, the reference answer),
-`task` (string), `metadata` (object, what a verifier needs) and `response` (string, what supervised training imitates).
+One object per line: `prompt` (non-empty string, or a list of messages with `role` and `content`) and, where wanted,
+`answer` (string, the reference answer), `task` (string), `metadata` (object, what a verifier needs), `response`
+(string, what supervised training imitates), `chosen` and `rejected` (strings, the better and the worse response) with
+a `margin` (number >= 0). For supervised training `messages` (a whole conversation) may take the place of `prompt`.
 """
 
+from __future__ import annotations
+
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterator
+from typing import TYPE_CHECKING, Any, Iterator
 
-from megarl.data.tokenizers import Tokenizer
+from megarl.data.messages import Message, conversation_of, message_error, text_of
 from megarl.errors import UsageError
 
-_FIELD_TYPES: dict[str, tuple[type, str]] = {
-    "prompt": (str, "a string"),
+if TYPE_CHECKING:
+    from megarl.data.conversations import Encoder
+
+_FIELD_TYPES: dict[str, tuple[Any, str]] = {
+    "prompt": (str | list, "a string or a list of messages"),
     "answer": (str, "a string"),
     "task": (str, "a string"),
     "metadata": (dict, "an object"),
     "response": (str, "a string"),
+    "messages": (list, "a list of messages"),
+    "chosen": (str, "a string"),
+    "rejected": (str, "a string"),
+    "margin": (int | float, "a number"),
 }
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One line of a prompt file; `index` counts the prompts from 0."""
+    """One line of a prompt file; `index` counts the prompts from 0. `prompt` is "" in a line with `messages`."""
 
     index: int
-    prompt: str
+    prompt: str | list[Message] = ""
     answer: str | None = None
     task: str | None = None
     metadata: dict[str, Any] | None = None
     response: str | None = None
+    messages: list[Message] | None = None
+    chosen: str | None = None
+    rejected: str | None = None
+    margin: float | None = None
+
+    @property
+    def key(self) -> str | tuple[tuple[str, str], ...]:
+        """The prompt as a value that can be looked up: its text, or (role, content) pairs."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        return tuple((message["role"], message["content"]) for message in self.prompt)
+
+    @property
+    def conversation(self) -> list[Message]:
+        """The prompt as messages; a text is what one user says."""
+        return conversation_of(self.key)
+
+    @property
+    def text(self) -> str:
+        """The prompt as a person reads it, for samples and logs."""
+        return text_of(self.conversation)
 
 
 class PromptSet:
@@ -54,17 +87,25 @@ class PromptSet:
         """`--prompts data/train.jsonl:17`, to open an error message about prompt `index`."""
         return f"{self.flag} {self.path}:{index + 1}"
 
-    def encode(self, tokenizer: Tokenizer, max_prompt_length: int) -> list[list[int]]:
-        """Token ids of every prompt (no BOS, no EOS), each of 1 to `max_prompt_length` tokens, or UsageError."""
+    def encode(self, encoder: Encoder, max_prompt_length: int | None = None) -> list[list[int]]:
+        """Tokens of every prompt as the policy reads it, each of 1 to `max_prompt_length` tokens, or UsageError.
+
+        None: of any length, to see whether `encoder` takes every prompt.
+        """
         encoded = []
         for prompt in self._prompts:
-            ids = tokenizer.encode(prompt.prompt)
+            where = self.where(prompt.index)
+            if prompt.messages is not None:
+                raise UsageError(f"{where}: prompt is missing; messages are for supervised training")
+            try:
+                ids = encoder.prompt(prompt)
+            except UsageError as error:
+                raise UsageError(f"{where}: {error}") from None
             if not ids:
-                raise UsageError(f"{self.where(prompt.index)}: the prompt becomes no token at all")
-            if len(ids) > max_prompt_length:
+                raise UsageError(f"{where}: the prompt becomes no token at all")
+            if max_prompt_length is not None and len(ids) > max_prompt_length:
                 raise UsageError(
-                    f"{self.where(prompt.index)}: the prompt has {len(ids)} tokens; "
-                    f"--max-prompt-length allows {max_prompt_length}"
+                    f"{where}: the prompt has {len(ids)} tokens; --max-prompt-length allows {max_prompt_length}"
                 )
             encoded.append(ids)
         return encoded
@@ -118,17 +159,41 @@ def _parse_line(line: str, where: str) -> dict[str, Any]:
     fields = {name: value for name, value in entry.items() if value is not None}
     for name, value in fields.items():
         _check_field(name, value, where)
-    if not fields.get("prompt", "").strip():
-        raise UsageError(f"{where}: prompt is {'empty' if 'prompt' in fields else 'missing'}")
+    if "messages" in fields:
+        _check_whole(fields, where)
+    elif "prompt" not in fields:
+        raise UsageError(f"{where}: prompt is missing")
+    elif not _contents(fields["prompt"]).strip():
+        raise UsageError(f"{where}: prompt is empty")
+    elif isinstance(fields["prompt"], list) and fields["prompt"][-1]["role"] == "assistant":
+        raise UsageError(f"{where}: the prompt's last message must not be the assistant's, who is to answer")
     return fields
+
+
+def _check_whole(fields: dict[str, Any], where: str) -> None:
+    """A line with a whole conversation leaves nothing to add: no prompt, no response."""
+    for name in ("prompt", "response", "answer", "chosen", "rejected", "margin"):
+        if name in fields:
+            raise UsageError(f"{where}: both messages and {name}; messages hold the whole conversation")
+    if all(message["role"] != "assistant" for message in fields["messages"]):
+        raise UsageError(f"{where}: messages hold no message of the assistant, so nothing to learn")
+
+
+def _contents(value: str | list[Message]) -> str:
+    return value if isinstance(value, str) else "".join(message["content"] for message in value)
 
 
 def _check_field(name: str, value: Any, where: str) -> None:
     kind, kind_name = _FIELD_TYPES[name]
-    if not isinstance(value, kind):
+    # JSON's true is a number to Python.
+    if not isinstance(value, kind) or isinstance(value, bool):
         raise UsageError(f"{where}: {name} must be {kind_name}, not {type(value).__name__}")
-    if isinstance(value, str):
+    if isinstance(value, list) and (wrong := message_error(value)):
+        raise UsageError(f"{where}: {name}: {wrong}")
+    if name == "margin" and not (math.isfinite(value) and value >= 0):
+        raise UsageError(f"{where}: margin is {value}; it must be a finite number of at least 0")
+    if isinstance(value, str | list):
         try:
-            value.encode("utf-8")
+            _contents(value).encode("utf-8")
         except UnicodeEncodeError:
             raise UsageError(f"{where}: {name} holds half of a surrogate pair (\\ud800-\\udfff)") from None

@@ -1,33 +1,58 @@
-"""Supervised examples: prompt, reference response and EOS as tokens, with the mask of what is to be learnt."""
+"""Supervised examples: conversations as tokens, with the mask of what is to be learnt."""
 
-from megarl.data.prompts import PromptSet
-from megarl.data.tokenizers import Tokenizer
+from megarl.data.conversations import Encoder
+from megarl.data.prompts import Prompt, PromptSet
 from megarl.errors import UsageError
+
+Example = tuple[list[int], list[bool]]
 
 
 def sft_examples(
-    prompts: PromptSet, tokenizer: Tokenizer, max_prompt_length: int, max_response_length: int
-) -> list[tuple[list[int], list[bool]]]:
-    """`(tokens, response_mask)` per prompt, equally long; the mask covers the response and its EOS.
+    prompts: PromptSet, encoder: Encoder, max_prompt_length: int, max_response_length: int
+) -> list[Example]:
+    """`(tokens, response_mask)` per line, equally long; the mask covers the responses, each with its EOS.
 
-    The response is the line's `response`, or else its `answer`. Lengths are in tokens; `max_response_length` counts
-    the EOS, as it does in a rollout. Raises UsageError with file and line for a line without either, or too long.
+    A line's response is its `response`, or else its `answer`; in a line with `messages` every message of the assistant
+    is one. Lengths are in tokens; `max_response_length` counts the EOS, as it does in a rollout, and a conversation in
+    messages may be as long as both limits together. Raises UsageError with file and line for a line without a
+    response, or too long.
     """
     examples = []
-    for prompt, prompt_ids in zip(prompts, prompts.encode(tokenizer, max_prompt_length), strict=True):
+    for prompt in prompts:
         where = prompts.where(prompt.index)
-        text = prompt.response if prompt.response is not None else prompt.answer
-        if text is None:
-            raise UsageError(f"{where}: supervised training needs a response (or an answer) on each line")
-        response_ids = tokenizer.encode(text)
-        if not response_ids:
-            raise UsageError(f"{where}: the response is empty")
-        response_ids.append(tokenizer.eos_id)
-        if len(response_ids) > max_response_length:
-            raise UsageError(
-                f"{where}: the response has {len(response_ids)} tokens with EOS; "
-                f"--max-response-length allows {max_response_length}"
-            )
-        mask = [False] * len(prompt_ids) + [True] * len(response_ids)
-        examples.append((prompt_ids + response_ids, mask))
+        try:
+            if prompt.messages is not None:
+                examples.append(_conversation(prompt, encoder, max_prompt_length + max_response_length))
+            else:
+                examples.append(_answered(prompt, encoder, max_prompt_length, max_response_length))
+        except UsageError as error:
+            raise UsageError(f"{where}: {error}") from None
     return examples
+
+
+def _answered(prompt: Prompt, encoder: Encoder, max_prompt_length: int, max_response_length: int) -> Example:
+    text = prompt.response if prompt.response is not None else prompt.answer
+    if text is None:
+        raise UsageError("supervised training needs a response (or an answer), or messages, on each line")
+    prompt_ids, response_ids = encoder.prompt(prompt), encoder.response(prompt, text)
+    if not prompt_ids:
+        raise UsageError("the prompt becomes no token at all")
+    if len(prompt_ids) > max_prompt_length:
+        raise UsageError(f"the prompt has {len(prompt_ids)} tokens; --max-prompt-length allows {max_prompt_length}")
+    if len(response_ids) < 2:
+        raise UsageError("the response is empty")
+    if len(response_ids) > max_response_length:
+        raise UsageError(
+            f"the response has {len(response_ids)} tokens with EOS; --max-response-length allows {max_response_length}"
+        )
+    return prompt_ids + response_ids, [False] * len(prompt_ids) + [True] * len(response_ids)
+
+
+def _conversation(prompt: Prompt, encoder: Encoder, longest: int) -> Example:
+    tokens, mask = encoder.conversation(prompt.messages)
+    if len(tokens) > longest:
+        raise UsageError(
+            f"the conversation has {len(tokens)} tokens; --max-prompt-length and --max-response-length allow "
+            f"{longest} together"
+        )
+    return tokens, mask

@@ -2,49 +2,56 @@
 
 import itertools
 from pathlib import Path
-from typing import Protocol, Sequence
+from typing import Mapping, Protocol, Sequence
 
 import sentencepiece
 
+from megarl.data.special_tokens import NO_PIECE, encode_pieces, pattern_of
+from megarl.data.tokenizers_hf import HuggingFaceTokenizer
 from megarl.errors import UsageError
-
-# Stands for an id that has no piece, e.g. a row that only pads the embedding to a round size.
-_NO_PIECE = "\ufffd"
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. Neither direction adds or keeps BOS, EOS or padding."""
+    """Text to ids and back. Neither direction adds or keeps BOS, EOS or padding.
+
+    `special`: the strings that a chat template may write for special tokens, with their ids. `encode` never gives such
+    an id, whatever the text says; `encode_template` gives it wherever the string stands. `template` is the chat
+    template that the tokenizer's files bring, None where they bring none.
+    """
 
     eos_id: int
     bos_id: int | None
     pad_id: int
     vocab_size: int
+    eos_token: str
+    bos_token: str | None
+    special: Mapping[str, int]
+    template: str | None
 
     def encode(self, text: str) -> list[int]: ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
+
+    def encode_template(self, text: str) -> list[int]: ...
+
+    def encode_template_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model file.
+    """A SentencePiece model file; its control pieces are the special tokens.
 
-    `bos_id` is None where the model has none; where it has no padding piece `pad_id` is `eos_id`.
-    Raises UsageError (flag --tokenizer-model) for a missing or unreadable file, or a model without EOS.
+    A user-defined piece is ordinary text: anybody's text may write it. `bos_id` is None where the model has none;
+    where it has no padding piece `pad_id` is `eos_id`. Raises UsageError (naming `flag`) for a missing or unreadable
+    file, or a model without EOS.
     """
 
-    def __init__(self, model_path: str):
-        where = f"--tokenizer-model {model_path}"
-        try:
-            model = Path(model_path).read_bytes()
-        except FileNotFoundError:
-            raise UsageError(f"{where}: no such file") from None
-        except OSError as error:
-            raise UsageError(f"{where}: cannot be read: {error.strerror}") from None
-        self._pieces = sentencepiece.SentencePieceProcessor()
-        try:
-            self._pieces.LoadFromSerializedProto(model)
-        except (RuntimeError, OSError, TypeError):
-            raise UsageError(f"{where}: not a SentencePiece model file") from None
+    template = None
+
+    def __init__(self, model_path: str, flag: str = "--tokenizer-model"):
+        where = f"{flag} {model_path}"
+        self._pieces = _read_pieces(model_path, where)
         self.vocab_size = self._pieces.vocab_size()
         if self.vocab_size == 0:
             raise UsageError(f"{where}: not a SentencePiece model file (it holds no pieces)")
@@ -53,10 +60,27 @@ class SentencePieceTokenizer:
         self.eos_id = self._pieces.eos_id()
         self.bos_id = self._pieces.bos_id() if self._pieces.bos_id() >= 0 else None
         self.pad_id = self._pieces.pad_id() if self._pieces.pad_id() >= 0 else self.eos_id
+        self.eos_token = self._pieces.id_to_piece(self.eos_id)
+        self.bos_token = None if self.bos_id is None else self._pieces.id_to_piece(self.bos_id)
+        control = [i for i in range(self.vocab_size) if self._pieces.is_control(i)]
+        self.special = {self._pieces.id_to_piece(i): i for i in control}
+        self._pattern = pattern_of(self.special)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, without BOS or EOS."""
+        """Ids of `text`, without BOS or EOS; a special token's string is spelt like any other text."""
         return self._pieces.encode(text)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text, on several threads."""
+        return self._pieces.encode(list(texts)) if texts else []
+
+    def encode_template(self, text: str) -> list[int]:
+        """Ids of `text`, in which the string of a special token stands for the token."""
+        return encode_pieces(text, self.special, self._pattern, self._pieces.encode)
+
+    def encode_template_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode_template` of each text."""
+        return [self.encode_template(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; BOS, EOS and padding vanish, an id outside the vocabulary becomes U+FFFD.
@@ -64,18 +88,40 @@ class SentencePieceTokenizer:
         An id without a piece stays visible, so that a verifier never reads a clean answer where there was none.
         """
         runs = itertools.groupby((int(i) for i in ids), key=lambda i: 0 <= i < self.vocab_size)
-        return "".join(self._pieces.decode(list(run)) if known else _NO_PIECE * len(list(run)) for known, run in runs)
+        return "".join(self._pieces.decode(list(run)) if known else NO_PIECE * len(list(run)) for known, run in runs)
+
+
+def _read_pieces(model_path: str, where: str) -> sentencepiece.SentencePieceProcessor:
+    try:
+        model = Path(model_path).read_bytes()
+    except FileNotFoundError:
+        raise UsageError(f"{where}: no such file") from None
+    except OSError as error:
+        raise UsageError(f"{where}: cannot be read: {error.strerror}") from None
+    pieces = sentencepiece.SentencePieceProcessor()
+    try:
+        pieces.LoadFromSerializedProto(model)
+    except (RuntimeError, OSError, TypeError):
+        raise UsageError(f"{where}: not a SentencePiece model file") from None
+    return pieces
 
 
 _TOKENIZERS = {
     "SentencePieceTokenizer": SentencePieceTokenizer,
+    "HuggingFaceTokenizer": HuggingFaceTokenizer,
 }
 
 
-def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None) -> Tokenizer:
-    """The tokenizer of `--tokenizer-type` read from `--tokenizer-model`; UsageError where either is wrong."""
+def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None, flag_prefix: str = "") -> Tokenizer:
+    """The tokenizer of `--tokenizer-type` read from `--tokenizer-model`; UsageError where either is wrong.
+
+    `flag_prefix` is what a role puts before the flags' names in messages, e.g. "reward-".
+    """
     if tokenizer_type not in _TOKENIZERS:
-        raise UsageError(f"--tokenizer-type {tokenizer_type}: unknown; allowed: {', '.join(sorted(_TOKENIZERS))}")
+        raise UsageError(
+            f"--{flag_prefix}tokenizer-type {tokenizer_type}: unknown; allowed: {', '.join(sorted(_TOKENIZERS))}"
+        )
+    flag = f"--{flag_prefix}tokenizer-model"
     if not tokenizer_model:
-        raise UsageError(f"--tokenizer-model: missing; {tokenizer_type} needs a model file")
-    return _TOKENIZERS[tokenizer_type](tokenizer_model)
+        raise UsageError(f"{flag}: missing; {tokenizer_type} needs a model file")
+    return _TOKENIZERS[tokenizer_type](tokenizer_model, flag)

@@ -1,0 +1,212 @@
+"""Hugging Face tokenizers: a tokenizer.json, and the tokenizer_config.json that names its special tokens."""
+
+import functools
+import itertools
+import json
+from pathlib import Path
+from typing import Any, Iterator, Sequence
+
+from tokenizers import AddedToken, Tokenizer
+
+from megarl.data.special_tokens import NO_PIECE, encode_pieces, pattern_of
+from megarl.errors import UsageError
+
+_NAMED = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+_LISTED = ("additional_special_tokens", "extra_special_tokens")
+
+_BATCH = 1024
+
+# What ends a text in a tokenizer.json that comes without a configuration.
+_USUAL_EOS = ("</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "[EOS]")
+
+
+class HuggingFaceTokenizer:
+    """A folder with tokenizer.json and tokenizer_config.json, or a tokenizer.json (its neighbours are read too).
+
+    Special tokens are those that either file calls special; the unknown token is none of them, as plain text yields it.
+    Without a configuration EOS is the one usual name among the special tokens. Never adds what the file's
+    post-processor would (BOS, EOS), never truncates or pads. Raises UsageError (naming `flag`).
+    """
+
+    def __init__(self, model_path: str, flag: str = "--tokenizer-model"):
+        where = f"{flag} {model_path}"
+        path = Path(model_path)
+        file = path / "tokenizer.json" if path.is_dir() else path
+        stored = _parsed(_read(file, where), f"{where}: {file.name}")
+        config_text = _read(file.parent / "tokenizer_config.json", where, missing="{}")
+        config = _parsed(config_text, f"{where}: tokenizer_config.json")
+        named = {name: _content(config[name]) for name in _NAMED if config.get(name)}
+        self._special = _mark_special(stored, {*named.values(), *_listed(config)}, named)
+        self._json = json.dumps(stored)
+        self._plain = self._load(where)
+        self._plain.encode_special_tokens = True
+        vocabulary = self._plain.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise UsageError(f"{where}: {file.name} has an empty vocabulary")
+        for name, token in named.items():
+            if token not in vocabulary:
+                raise UsageError(f"{where}: {name} {token!r} is not in the vocabulary of {file.name}")
+        self._known = frozenset(vocabulary.values())
+        self.vocab_size = max(self._known) + 1
+        self.eos_token = named.get("eos_token") or self._usual_eos(where)
+        self.bos_token = named.get("bos_token")
+        self.eos_id = vocabulary[self.eos_token]
+        self.bos_id = vocabulary[self.bos_token] if self.bos_token else None
+        self.pad_id = vocabulary[named.get("pad_token", self.eos_token)]
+        self.special = {name: vocabulary[name] for name in self._special if name in vocabulary}
+        self._special_ids = frozenset(self.special.values())
+        self._pattern = pattern_of(self.special)
+        template = _read(file.parent / "chat_template.jinja", where, missing="")
+        self.template = template or _default_template(config.get("chat_template"))
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`, without BOS or EOS; a special token's string is spelt like any other text."""
+        return self._spelt(self._plain.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text, on several threads."""
+        return [self._spelt(ids) for ids in _batched(self._plain, texts)]
+
+    def encode_template(self, text: str) -> list[int]:
+        """Ids of `text`, in which the string of a special token stands for the token."""
+        return self._checked(text, self._matching.encode(text, add_special_tokens=False).ids)
+
+    def encode_template_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode_template` of each text, on several threads."""
+        return [self._checked(*each) for each in zip(texts, _batched(self._matching, texts), strict=True)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`; special tokens vanish, an id without a token becomes U+FFFD."""
+        kept = (int(i) for i in ids if int(i) not in self._special_ids)
+        runs = itertools.groupby(kept, key=self._known.__contains__)
+        return "".join(
+            self._plain.decode(list(run), skip_special_tokens=False) if known else NO_PIECE * len(list(run))
+            for known, run in runs
+        )
+
+    def _checked(self, text: str, ids: list[int]) -> list[int]:
+        """`ids`, unless they hold other special tokens than `text` names: then those of its pieces.
+
+        Some models also know a special token as an ordinary piece, and a normalizer may turn other text into it.
+        """
+        if [i for i in ids if i in self._special_ids] == [self.special[name] for name in self._pattern.findall(text)]:
+            return ids
+        return encode_pieces(text, self.special, self._pattern, self.encode)
+
+    def _spelt(self, ids: list[int]) -> list[int]:
+        if self._special_ids.isdisjoint(ids):
+            return ids
+        return [i for each in ids for i in (self._spelling[each] if each in self._special_ids else [each])]
+
+    @functools.cached_property
+    def _spelling(self) -> dict[int, list[int]]:
+        """Special id -> the ids of its string, character by character."""
+        spelt = {
+            number: [token.id for character in name for token in self._plain.model.tokenize(character)]
+            for name, number in self.special.items()
+        }
+        return {number: [i for i in ids if i not in self._special_ids] for number, ids in spelt.items()}
+
+    @functools.cached_property
+    def _matching(self) -> Tokenizer:
+        """A second tokenizer, in which special tokens are matched: only a template needs one."""
+        return self._load("")
+
+    def _load(self, where: str) -> Tokenizer:
+        try:
+            loaded = Tokenizer.from_str(self._json)
+        except Exception as error:
+            raise UsageError(f"{where}: not a tokenizer.json that `tokenizers` can read: {_line(error)}") from None
+        # Those that the model knows as ordinary pieces; the others are special already.
+        added = {token.content for token in loaded.get_added_tokens_decoder().values()}
+        tokens = [name for name in self._special if name not in added and loaded.token_to_id(name) is not None]
+        loaded.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in tokens])
+        loaded.no_truncation()
+        loaded.no_padding()
+        return loaded
+
+    def _usual_eos(self, where: str) -> str:
+        found = [name for name in self._special if name in _USUAL_EOS]
+        if len(found) != 1:
+            raise UsageError(f"{where}: no eos_token; name it in a tokenizer_config.json beside tokenizer.json")
+        return found[0]
+
+
+def _batched(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[list[int]]:
+    """Ids of each text; some texts at a time, as the library holds far more of a text than its ids."""
+    for start in range(0, len(texts), _BATCH):
+        found = tokenizer.encode_batch_fast(list(texts[start : start + _BATCH]), add_special_tokens=False)
+        yield from (each.ids for each in found)
+
+
+def _mark_special(stored: dict[str, Any], names: set[str], named: dict[str, str]) -> list[str]:
+    """The strings of the special tokens; marks them so in `stored`, and takes the unknown token from the added ones.
+
+    They are to be matched in a text as it is, never in what a normalizer makes of it.
+    """
+    ordinary = {_unknown(stored.get("model"))} - {named.get(name) for name in ("bos_token", "eos_token")}
+    added = [token for token in stored.get("added_tokens") or [] if token["content"] not in ordinary]
+    stored["added_tokens"] = added
+    for token in added:
+        if token.get("special") or token["content"] in names:
+            token.update(special=True, normalized=False)
+    found = [token["content"] for token in added if token.get("special")]
+    return found + sorted(names - set(found) - ordinary)
+
+
+def _read(path: Path, where: str, missing: str | None = None) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        if missing is not None:
+            return missing
+        raise UsageError(f"{where}: no such file" + (f": {path.name}" if path.parent.exists() else "")) from None
+    except OSError as error:
+        raise UsageError(f"{where}: {path.name} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{where}: {path.name} is not UTF-8") from None
+
+
+def _parsed(text: str, where: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where}: malformed JSON: {_line(error)}") from None
+    if not isinstance(parsed, dict):
+        raise UsageError(f"{where}: expected a JSON object, not {type(parsed).__name__}")
+    return parsed
+
+
+def _content(token: Any) -> str:
+    """A token of tokenizer_config.json: the string itself, or an object around it."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _listed(config: dict[str, Any]) -> list[str]:
+    """Special tokens of tokenizer_config.json beside the named ones."""
+    decoder = (config.get("added_tokens_decoder") or {}).values()
+    tokens = [token for token in decoder if token.get("special")]
+    for name in _LISTED:
+        listed = config.get(name) or []
+        tokens += listed.values() if isinstance(listed, dict) else listed
+    return [_content(token) for token in tokens]
+
+
+def _unknown(model: Any) -> str | None:
+    """The token that a model gives for what it cannot spell."""
+    if not isinstance(model, dict):
+        return None
+    if model.get("unk_id") is not None:
+        return model["vocab"][model["unk_id"]][0]
+    return model.get("unk_token")
+
+
+def _default_template(stored: str | list[dict[str, str]] | None) -> str | None:
+    """A configuration holds one template, or several by name."""
+    if isinstance(stored, list):
+        return {each["name"]: each["template"] for each in stored}.get("default")
+    return stored
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
