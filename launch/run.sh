@@ -8,12 +8,13 @@
 set -euo pipefail
 
 ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
-[[ $# -gt 0 ]] || { echo "run.sh: name a program: train_rl, train_sft or evaluate" >&2; exit 2; }
+PROGRAMS="train_rl, train_sft, train_reward, evaluate"
+[[ $# -gt 0 ]] || { echo "run.sh: name a program: $PROGRAMS" >&2; exit 2; }
 NAME=$1
 shift
 case $NAME in
-    train_rl | train_sft | evaluate) ;;
-    *) echo "run.sh: no program $NAME; allowed: train_rl, train_sft, evaluate" >&2; exit 2 ;;
+    train_rl | train_sft | train_reward | evaluate) ;;
+    *) echo "run.sh: no program $NAME; allowed: $PROGRAMS" >&2; exit 2 ;;
 esac
 NPROC=${NPROC:-1}
 NNODES=${NNODES:-1}

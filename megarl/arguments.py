@@ -15,6 +15,7 @@ from megarl import combinations, config_files, plugins, role_flags
 from megarl.algorithms.estimators import ESTIMATORS, Estimator, estimator_of
 from megarl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, policy_loss_of
 from megarl.errors import UsageError
+from megarl.rewards import expression
 from megarl.settings import MODELS, Settings
 
 __all__ = ["MODELS", "Program", "RoleSettings", "Settings", "build_parser", "parse"]
@@ -24,14 +25,20 @@ __all__ = ["MODELS", "Program", "RoleSettings", "Settings", "build_parser", "par
 class RoleSettings:
     """One role: its world ranks, its complete, validated Megatron namespace, and what it has of megarl's own flags.
 
-    `host` is the role whose model it runs: itself, or the actor for a rollout without a layout of its own.
+    `host` is the role whose model it runs: itself, or the actor for a rollout without a layout of its own. `has_model`:
+    it runs one at all, which a reward role of verifiers alone does not.
     """
 
     name: str
     ranks: range
     megatron: argparse.Namespace
     max_tokens_per_microbatch: int
+    tokenizer_type: str
+    tokenizer_model: str | None
+    chat_template: str | None
+    offload: bool
     host: str
+    has_model: bool
 
     @property
     def microbatch_multiple(self) -> int:
@@ -77,7 +84,7 @@ def _of_training(program: str) -> Callable[[str], bool]:
     own, absent = _own_flags(program), set(role_flags.ROLES_OF["rl"]) - set(role_flags.ROLES_OF[program])
     from megarl.mcore import flags, supported
 
-    names = {name for other in ("rl", "sft") for name in _own_flags(other)} - set(own) | {"pretrained-checkpoint"}
+    names = {name for other in ("rl", "sft", "reward") for name in _own_flags(other)} - set(own) | {"pretrained-checkpoint"}
     options = flags.destinations().items()
     names |= {option.removeprefix("--") for option, dest in options if dest in supported.training()}
     prefixes = tuple(f"{role}-" for role in absent)
@@ -85,7 +92,7 @@ def _of_training(program: str) -> Callable[[str], bool]:
 
 
 def build_parser(program: str) -> argparse.ArgumentParser:
-    """The parser of megarl's own flags for one program ('rl', 'sft' or 'evaluate')."""
+    """The parser of megarl's own flags for one program ('rl', 'sft', 'reward' or 'evaluate')."""
     name = "megarl.evaluate" if program == "evaluate" else f"megarl.train_{program}"
     parser = _Parser(prog=name, allow_abbrev=False, epilog=(
         "Every other flag is Megatron's; a role prefix (--actor-lr, --critic-lr) sets it for one role."))  # fmt: skip
@@ -114,7 +121,7 @@ def _check_values(chosen: dict, own: dict[str, dataclasses.Field]):
 class Program:
     """What a program was asked to do: settings, the roles of the run, and whether only to check.
 
-    `estimator` and `policy_loss` are what `--advantage` and `--policy-loss` name.
+    `estimator`, `policy_loss` and `rewards` are what `--advantage`, `--policy-loss` and `--reward` name.
     """
 
     settings: Settings
@@ -122,6 +129,11 @@ class Program:
     check: bool
     estimator: Estimator
     policy_loss: PolicyLoss
+    rewards: tuple[expression.Term, ...]
+
+    def with_models(self) -> list[RoleSettings]:
+        """Roles that run a model of their own over packed text."""
+        return [role for name, role in self.roles.items() if name in MODELS and role.has_model]
 
 
 def parse(argv: list[str], world_size: int, program: str = "rl") -> Program:
@@ -139,12 +151,19 @@ def parse(argv: list[str], world_size: int, program: str = "rl") -> Program:
     from megarl.mcore import flags, supported  # import Megatron: only once megarl's own flags are known to be right
 
     role_flags.check_learning(rest, program, flags.destinations(), supported.training())
+    role_flags.check_reward(rest, program, "model" in case.rewards, flags.destinations())
     tokens = role_flags.split(rest, role_flags.ROLES_OF[program], flags.destinations(), [f"--{name}" for name in own])
-    given = {f"--{name}": own[name].metadata["when"] for name in values}
+    given = {f"--{name}": _condition(name, own[name]) for name in values}
     # Flags of a role that is not there have an effect where the condition called like the role holds.
     combinations.check(case, given | role_flags.with_prefix([*given, *rest], absent, flags.destinations()))
-    roles = _role_settings(settings, values, tokens, ranks, program)
-    return Program(settings, roles, chosen.check, case.estimator, case.policy_loss)
+    roles = _role_settings(settings, values, tokens, ranks, case)
+    terms = expression.parse(settings.reward)
+    return Program(settings, roles, chosen.check, case.estimator, case.policy_loss, terms)
+
+
+def _condition(name: str, field: dataclasses.Field) -> str | None:
+    """When a given flag has an effect; what has a value of the reward role's own is its model's."""
+    return "model" if name.startswith("reward-") and "reward" in field.metadata["roles"] else field.metadata["when"]
 
 
 def _case(program: str, settings: Settings) -> combinations.Case:
@@ -152,7 +171,8 @@ def _case(program: str, settings: Settings) -> combinations.Case:
     policy_loss = _named("--policy-loss", settings.policy_loss, POLICY_LOSSES, policy_loss_of)
     has_reference = settings.kl_coefficient > 0 or "reference" in role_flags.named_roles(settings.role_map)
     roles = role_flags.roles_of(program, "values" in estimator.needs, has_reference)
-    return combinations.Case(program, settings, roles, estimator, policy_loss)
+    rewards = tuple(term.name for term in expression.parse(settings.reward))
+    return combinations.Case(program, settings, roles, estimator, policy_loss, rewards)
 
 
 def _named(flag: str, name: str, built_in: dict, wrap):
@@ -165,19 +185,45 @@ def _named(flag: str, name: str, built_in: dict, wrap):
 
 
 def _role_settings(
-    settings: Settings, values: dict, tokens: dict[str, list[str]], ranks: dict[str, range], program: str
+    settings: Settings, values: dict, tokens: dict[str, list[str]], ranks: dict[str, range], case: combinations.Case
 ) -> dict[str, RoleSettings]:
     from megarl.mcore import flags
 
-    own = {
-        "train_iters": settings.train_iters,
-        "seed": settings.seed,
-        "seq_length": settings.max_prompt_length + settings.max_response_length,
+    longest = settings.max_prompt_length + settings.max_response_length
+    own = {"train_iters": settings.train_iters, "seed": settings.seed}
+    lengths = {role: longest for role in ranks} | {"reward": settings.reward_max_length or longest}
+    extra = frozenset({"global_batch_size"}) if case.program in ("sft", "reward") else frozenset()
+    found = {
+        role: flags.parse(role, tokens[role], len(span), own | {"seq_length": lengths[role]}, extra)
+        for role, span in ranks.items()
     }
-    extra = frozenset({"global_batch_size"}) if program == "sft" else frozenset()
-    found = {role: flags.parse(role, tokens[role], len(span), own, extra) for role, span in ranks.items()}
     hosts = {role: role for role in ranks}
-    if ranks.get("rollout") == ranks["actor"] and role_flags.runs_on(found["actor"], found["rollout"]):
-        hosts["rollout"] = "actor"
-    caps = {role: values.get(f"{role}-max-tokens-per-microbatch", settings.max_tokens_per_microbatch) for role in ranks}
-    return {role: RoleSettings(role, ranks[role], found[role], caps[role], hosts[role]) for role in ranks}
+    if "rollout" in ranks and ranks["rollout"] == ranks["actor"]:
+        hosts["rollout"] = "actor" if role_flags.runs_on(found["actor"], found["rollout"]) else "rollout"
+    judges = combinations.CONDITIONS["model"].holds(case)
+    return {
+        role: RoleSettings(role, ranks[role], found[role], host=hosts[role], has_model=role != "reward" or judges,
+                           **_own_of_role(role, settings, values))
+        for role in ranks
+    }  # fmt: skip
+
+
+def _own_of_role(role: str, settings: Settings, values: dict) -> dict:
+    """megarl's own flags that roles have values of their own for: this role's, or the common ones."""
+    fields = [field for field in dataclasses.fields(Settings) if field.metadata["roles"]]
+    return {f.name: values.get(f"{role}-{f.name.replace('_', '-')}", getattr(settings, f.name)) for f in fields}
+
+
+def check_microbatches(program: Program):
+    """UsageError unless each role's micro-batches hold its longest text; in training of a reward model, two of them."""
+    texts = 2 if list(program.roles) == ["reward"] else 1
+    for role in program.with_models():
+        cap, longest = role.max_tokens_per_microbatch, role.megatron.seq_length
+        if cap < texts * longest:
+            prefix = "" if cap == program.settings.max_tokens_per_microbatch else f"{role.name}-"
+            limit = "--reward-max-length" if longest == program.settings.reward_max_length else (
+                "--max-prompt-length + --max-response-length")  # fmt: skip
+            raise UsageError(
+                f"--{prefix}max-tokens-per-microbatch {cap}: must hold {('one sequence', 'a pair')[texts - 1]} of "
+                f"{limit} = {longest} tokens" + " each" * (texts - 1)
+            )

@@ -23,6 +23,7 @@ class Case(NamedTuple):
     roles: tuple[str, ...]
     estimator: Estimator
     policy_loss: PolicyLoss
+    rewards: tuple[str, ...]  # names in --reward
 
 
 class Condition(NamedTuple):
@@ -40,6 +41,10 @@ def _of_loss(option: str) -> Condition:
     return Condition(lambda case: option in case.policy_loss.options, "--policy-loss {policy_loss} does not use them")
 
 
+def _verifier(name: str) -> Condition:
+    return Condition(lambda case: name in case.rewards, f"--reward {{reward}} has no {name}")
+
+
 def _adapts(settings: Settings) -> bool:
     return settings.kl_controller == "adaptive" and settings.kl_coefficient > 0
 
@@ -47,6 +52,15 @@ def _adapts(settings: Settings) -> bool:
 CONDITIONS: dict[str, Condition] = {
     **{f"estimator:{option.name}": _of_estimator(option.name) for option in dataclasses.fields(AdvantageOptions)},
     **{f"loss:{option.name}": _of_loss(option.name) for option in dataclasses.fields(ClipOptions)},
+    **{name: _verifier(name) for name in ("regex", "format", "length", "code", "remote")},
+    "model": Condition(lambda case: case.program == "reward" or "model" in case.rewards,
+                       "--reward {reward} has no model"),
+    "ensemble": Condition(lambda case: "model" in case.rewards and "," in (case.settings.reward_model or ""),
+                          "only with several folders in --reward-model"),
+    "verifiers": Condition(lambda case: set(case.rewards) > {"model"} or "model" not in case.rewards,
+                           "--reward {reward} has no verifier"),
+    "local": Condition(lambda case: bool(set(case.rewards) - {"model", "remote"}),
+                       "--reward {reward} has no verifier that runs here"),
     "critic": Condition(lambda case: "critic" in case.roles, "--advantage {advantage} needs no critic"),
     "reference": Condition(lambda case: "reference" in case.roles,
                            "--kl-coefficient is 0 and --role-map has no reference"),
@@ -108,7 +122,20 @@ def reason(case: Case, condition: str) -> str:
 def rules(case: Case) -> list[Rule]:
     """Every rule for a run; always as many."""
     s = case.settings
-    return [*_sampling(case), *_advantages(case), *_kl(s), *_correction(s), *_replay(case), *_evaluation(s)]
+    parts = (_rewards(case), _sampling(case), _advantages(case), _kl(s), _correction(s), _replay(case), _evaluation(s))
+    return [rule for part in parts for rule in part]
+
+
+def _rewards(case: Case) -> list[Rule]:
+    s, names = case.settings, case.rewards
+    return [
+        Rule("--reward", s.reward, "model" not in names or s.reward_model is not None,
+             "needs --reward-model: the folder of a run of train_reward"),
+        Rule("--greedy-baseline", s.greedy_baseline, not s.greedy_baseline or not (s.reward_normalize or s.reward_clip),
+             "takes plain scores; not with --reward-normalize or --reward-clip"),
+        Rule("--reward", s.reward, "regex" not in names or s.reward_pattern is not None, "needs a --reward-pattern"),
+        Rule("--reward", s.reward, "remote" not in names or s.reward_url is not None, "needs a --reward-url"),
+    ]  # fmt: skip
 
 
 def _sampling(case: Case) -> list[Rule]:

@@ -50,14 +50,7 @@ def check(chosen, program):
             raise UsageError(f"--{flag.replace('_', '-')} {value}: only with --suggest")
     if chosen.suggest and chosen.json:
         raise UsageError(f"--json {chosen.json}: none with --suggest")
-    s = program.settings
-    longest = s.max_prompt_length + s.max_response_length
-    for role in (program.roles[name] for name in arguments.MODELS if name in program.roles):
-        if role.max_tokens_per_microbatch < longest:
-            raise UsageError(
-                f"{role.name}: --max-tokens-per-microbatch {role.max_tokens_per_microbatch}: must hold one sequence of "
-                f"--max-prompt-length + --max-response-length = {longest} tokens"
-            )
+    arguments.check_microbatches(program)
 
 
 def main(argv: list[str]):

@@ -16,6 +16,9 @@ ROLLOUT_LAYOUT = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
     "expert_tensor_parallel_size", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
 )  # fmt: skip
+LANES = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel",
+)  # fmt: skip
 TRAINING_ONLY = (
     "context_parallel_size", "sequence_parallel", "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank", "microbatch_group_size_per_vp_stage", "use_torch_fsdp2",
@@ -27,8 +30,8 @@ OF_A_PIPELINE = (
 
 
 # Roles that each program may have.
-ROLES_OF = {"rl": ROLES, "sft": ("actor",), "evaluate": ("actor", "reward", "rollout")}
-LEARNING = {"rl": ("actor", "critic"), "sft": ("actor",), "evaluate": ()}  # those of them that learn
+ROLES_OF = {"rl": ROLES, "sft": ("actor",), "reward": ("reward",), "evaluate": ("actor", "reward", "rollout")}
+LEARNING = {"rl": ("actor", "critic"), "sft": ("actor",), "reward": ("reward",), "evaluate": ()}  # those that learn
 
 
 def roles_of(program: str, has_critic: bool, has_reference: bool) -> tuple[str, ...]:
@@ -106,6 +109,21 @@ def check_learning(tokens: list[str], program: str, megatron: dict[str, str], tr
         learns = role in (*LEARNING[program], "rollout") if role else bool(LEARNING[program])
         if megatron.get(name) in training and not learns:
             raise UsageError(f"{option}: {f'the {role}' if role else 'this program'} does not learn; leave it out")
+
+
+def check_reward(tokens: list[str], program: str, has_model: bool, megatron: dict[str, str]):
+    """UsageError for a flag of the reward role's model where it has none, and for weights from elsewhere.
+
+    Its ranks and its data-parallel lanes, which follow from its parallel sizes, score text without a model, too.
+    """
+    if program == "reward":
+        return
+    for option in with_prefix(tokens, ("reward",), megatron):
+        name = megatron.get("--" + option.removeprefix("--reward-"))
+        if name == "pretrained_checkpoint":
+            raise UsageError(f"{option}: the weights of the reward role's model come from --reward-model; leave it out")
+        if name is not None and not has_model and name not in LANES:
+            raise UsageError(f"{option}: the reward role has no model (--reward names none); leave it out")
 
 
 def split(tokens: list[str], roles: tuple[str, ...], megatron: dict[str, str], own: list[str]) -> dict[str, list[str]]:

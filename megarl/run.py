@@ -13,8 +13,9 @@ import torch
 
 from megarl import arguments, world
 from megarl.checkpoint import folders
+from megarl.data.conversations import Encoder, build_encoder
 from megarl.data.order import PromptOrder
-from megarl.data.prompts import PromptSet
+from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.observe.metrics import MetricsWriter
@@ -23,7 +24,6 @@ from megarl.observe.report import write_report
 from megarl.observe.settings import write_settings
 from megarl.observe.timeline import write_timeline
 from megarl.observe.timers import Timers, reduce_times
-from megarl.rewards.build import check_prompts
 
 
 def launch(train, program: str):
@@ -56,16 +56,8 @@ def launch(train, program: str):
 def check_common(program: arguments.Program):
     """What every training program checks of its flags beyond their single values. Raises UsageError."""
     s = program.settings
-    check_given({"--prompts": s.prompts, "--tokenizer-model": s.tokenizer_model})
-    longest = s.max_prompt_length + s.max_response_length
-    for role in (program.roles[name] for name in arguments.MODELS if name in program.roles):
-        cap = role.max_tokens_per_microbatch
-        if longest > cap:
-            prefix = "" if cap == s.max_tokens_per_microbatch else f"{role.name}-"
-            raise UsageError(
-                f"--{prefix}max-tokens-per-microbatch {cap}: must hold one sequence of "
-                f"--max-prompt-length + --max-response-length = {longest} tokens"
-            )
+    check_given({"--prompts": s.prompts})
+    arguments.check_microbatches(program)
     if s.eval_interval and not s.eval_prompts:
         raise UsageError(f"--eval-interval {s.eval_interval}: needs --eval-prompts")
     if s.save_interval and not s.save:
@@ -73,19 +65,19 @@ def check_common(program: arguments.Program):
     check_save(s)
 
 
+def encoder_of(role: arguments.RoleSettings, settings: arguments.Settings) -> Encoder:
+    """A role's tokenizer with its chat template; errors name the role's own flags where it has such."""
+    own = (role.tokenizer_type, role.tokenizer_model) != (settings.tokenizer_type, settings.tokenizer_model)
+    tokenizer = build_tokenizer(role.tokenizer_type, role.tokenizer_model, f"{role.name}-" if own else "")
+    prefix = "" if role.chat_template == settings.chat_template else f"{role.name}-"
+    return build_encoder(tokenizer, None if role.chat_template == "none" else role.chat_template, prefix)
+
+
 def check_given(flags: dict[str, object]):
     """UsageError for the first of these flags that has no value."""
     for flag, value in flags.items():
         if not value:
             raise UsageError(f"{flag} is missing: it has no default")
-
-
-def check_scoring(program: arguments.Program, *prompts: PromptSet):
-    """UsageError unless `--reward` can score these prompts; the ranks that will, and rank 0, look deeper."""
-    rank = int(os.environ.get("RANK", 0))
-    scores_here = rank == 0 or rank in program.roles["reward"].ranks  # rank 0 tells what is wrong
-    for each in prompts:
-        check_prompts(program.settings.reward, each, scores_here)
 
 
 def check_save(settings: arguments.Settings):

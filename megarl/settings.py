@@ -6,6 +6,7 @@ have no effect, and is refused.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 from megarl.algorithms.aggregation import AGGREGATIONS
@@ -13,10 +14,15 @@ from megarl.algorithms.correction import CORRECTIONS, LEVELS
 from megarl.algorithms.estimators import ESTIMATORS
 from megarl.algorithms.kl import KL_KINDS
 from megarl.algorithms.policy_losses import POLICY_LOSSES
+from megarl.rewards.expression import NAMES
 
-MODELS = ("actor", "critic", "reference")  # roles that run a model over packed text
+MODELS = ("actor", "critic", "reward", "reference")  # roles that run a model over packed text
+ENSEMBLES = ("mean", "min")
+FORMAT = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
 REPLAYS = ("none", "old-logprob", "rollout")  # where the routes come from that the actor's training takes
-TRAINING, WRITING, ALL = "rl sft", "rl evaluate", "rl sft evaluate"  # programs that share flags
+TRAINING, SUPERVISED, WRITING = "rl sft reward", "sft reward", "rl evaluate"  # programs that share flags
+ALL = "rl sft reward evaluate"
+TOKENIZERS = ("SentencePieceTokenizer", "HuggingFaceTokenizer")
 
 
 def whole_numbers(text: str) -> tuple[int, ...]:
@@ -65,9 +71,48 @@ class Settings:
     role_map: str | None = _flag(None, "ranks of each role: 'actor=0-3;critic=4;…'; default: all", programs=WRITING)
     prompts: str | None = _flag(None, "JSONL of training prompts", programs=TRAINING)
     eval_prompts: str | None = _flag(None, "JSONL of held-out prompts", programs=ALL)
-    tokenizer_type: str = _flag("SentencePieceTokenizer", "kind of tokenizer", programs=ALL)
-    tokenizer_model: str | None = _flag(None, "file of the tokenizer", programs=ALL)
-    reward: str = _flag("exact-match", "exact-match, reasoning-gym, or package.module:function", programs=WRITING)
+    tokenizer_type: str = _one_of("SentencePieceTokenizer", TOKENIZERS, "kind of tokenizer; --reward-…: the reward"
+                                  " model's own", programs=ALL, roles=("reward",))  # fmt: skip
+    tokenizer_model: str | None = _flag(None, "file (SentencePiece) or folder (Hugging Face) of the tokenizer",
+                                        programs=ALL, roles=("reward",))  # fmt: skip
+    chat_template: str | None = _flag(None, "Jinja file, 'tokenizer': the one that it brings, or 'none': plain text",
+                                      programs=ALL, roles=("reward",))  # fmt: skip
+    # Rewards.
+    reward: str = _flag("exact-match", "weighted sum, as 'model+0.2*format' (weight 0: measured only), of "
+                        f"{', '.join(NAMES)}, or package.module:function", programs=WRITING)  # fmt: skip
+    reward_model: str | None = _flag(None, "folder of a run of train_reward; several with commas: an ensemble",
+                                     programs=WRITING, when="model")  # fmt: skip
+    reward_ensemble: str = _one_of("mean", ENSEMBLES, "how the models' scores become one (2310.02743)",
+                                   programs=WRITING, when="ensemble")  # fmt: skip
+    reward_max_length: int | None = _positive(None, "tokens that the reward model reads at most, of the end of a longer"
+                                              " text; default both lengths together", programs=WRITING,
+                                              when="model")  # fmt: skip
+    reward_normalize: bool = _flag(False, "the model's score to mean 0, deviation 1 of all scores so far", when="model")
+    reward_clip: float | None = _positive(None, "largest size of the model's score (1707.06347)", when="model")
+    reward_pattern: str | None = _flag(None, "regex: expression to find in the response; its first group, or all, is"
+                                       " compared with the answer", programs=WRITING, when="regex")  # fmt: skip
+    reward_format: str = _flag(FORMAT, "format: expression that the whole response must match", programs=WRITING,
+                               when="format")  # fmt: skip
+    reward_length: int = _positive(256, "length: tokens of a response up to which it is short", programs=WRITING,
+                                   when="length")  # fmt: skip
+    reward_url: str | None = _flag(None, "remote: address that scores samples by HTTP", programs=WRITING, when="remote")
+    reward_retries: int = _not_negative(3, "remote: further attempts, with back-off", programs=WRITING, when="remote")
+    reward_concurrency: int = _positive(8, "remote: requests at a time", programs=WRITING, when="remote")
+    reward_memory_mb: int = _positive(1024, "code: memory of a checked program, MiB", programs=WRITING, when="code")
+    reward_timeout: float = _positive(30.0, "seconds that a verifier has for a sample", programs=WRITING,
+                                      when="verifiers")  # fmt: skip
+    reward_workers: int = _not_negative(0, "processes of each scoring rank for its verifiers; 0: its own", when="local",
+                                        programs=WRITING)  # fmt: skip
+    reward_fallback: float = _flag(0.0, "score of a sample whose verifier failed", math.isfinite, "a finite number",
+                                   programs=WRITING, when="verifiers")  # fmt: skip
+    reward_max_failures: float = _share(0.1, "share of samples that a verifier may fail on before the run stops",
+                                        programs=WRITING, when="verifiers")  # fmt: skip
+    # Preferences (train_reward).
+    preference_margin: float = _not_negative(0.0, "margin of each pair, added to its own (2307.09288 eq. 2)",
+                                             programs="reward")  # fmt: skip
+    centring_coefficient: float = _not_negative(0.0, "weight of (chosen + rejected)² (2312.09244)", programs="reward")
+    target_eval_accuracy: float | None = _share(None, "end the run once so many held-out pairs are in order",
+                                                programs="reward")  # fmt: skip
     # Writing.
     prompts_per_step: int = _positive(16, "prompts of a step")
     samples_per_prompt: int = _positive(4, "responses sampled for each prompt: a group")
@@ -145,8 +190,10 @@ class Settings:
     eval_k: str | None = _flag(None, "k of pass@k and maj@k, as '1,4,8' (2107.03374)", _are_whole_numbers,
                                "whole numbers above 0 with commas", programs=WRITING, when="evaluation")  # fmt: skip
     keep_best: bool = _flag(True, "save a checkpoint at the best evaluation, too", when="best")
-    target_eval_loss: float | None = _positive(None, "end the run once the evaluation loss is so low", programs="sft")
+    target_eval_loss: float | None = _positive(None, "end the run once the evaluation loss is so low",
+                                               programs=SUPERVISED)  # fmt: skip
     # The run.
+    offload: bool = _flag(False, "keep a role's memory on the host between its turns; per role", roles=MODELS)
     train_iters: int = _positive(100, "steps of the run", programs=TRAINING)
     seed: int = _not_negative(1, "seed of everything random", programs=ALL)
     deterministic: bool = _flag(False, "deterministic kernels; an error where there is none", programs=ALL)

@@ -1,17 +1,18 @@
-"""Supervised fine-tuning of a language model on prompts with responses, with the engine of the other programs.
+"""Supervised fine-tuning of a language model on prompts with responses, or on conversations.
 
-Every rank runs this file from top to bottom; the loss counts response tokens alone. Launch it with torchrun or srun:
+Every rank runs this file from top to bottom; the loss counts response tokens alone, of a conversation all that the
+assistant says. Launch it with torchrun or srun:
 
     torchrun --nproc-per-node 2 -m megarl.train_sft --config configs/quickstart_sft.yaml
 """
 
+from megarl.fine_tuning import FineTuning
 from megarl.run import launch
-from megarl.supervise import Supervision
 
 
 def train(program, timers):
     """One mini-batch a step: forward, loss over response tokens, update."""
-    run = Supervision(program, timers)
+    run = FineTuning(program, timers)
     for step in run.steps():
         run.learn(run.next_examples(), step)
         run.finish()

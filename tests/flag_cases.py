@@ -16,7 +16,10 @@ HOLDS = {
     "routes": "--router-replay rollout",
     "rounds": "--dynamic-sampling --group-filter reward", "overlong": "--overlong-buffer 4",
     "sampled": "--eval-prompts x --eval-temperature 1", "evaluation": "--eval-prompts x",
-    "best": "--eval-prompts x --eval-interval 1 --save y",
+    "best": "--eval-prompts x --eval-interval 1 --save y", "model": "--reward model --reward-model x",
+    "ensemble": "--reward model --reward-model x,y", "regex": "--reward regex --reward-pattern x",
+    "format": "--reward format", "length": "--reward length", "code": "--reward code",
+    "remote": "--reward remote --reward-url http://x", "verifiers": "", "local": "",
 }  # fmt: skip
 FAILS = {
     "estimator:gamma": "--advantage grpo", "estimator:lam": "--advantage reinforce++", "estimator:group_std": "",
@@ -25,6 +28,8 @@ FAILS = {
     "norm": "", "adaptive": "", "correction": "", "icepop": "--rollout-correction mis",
     "routes": "--router-replay old-logprob",
     "rounds": "--group-filter reward", "overlong": "", "evaluation": "", "best": "--eval-prompts x --eval-interval 1",
+    "model": "", "ensemble": "--reward model --reward-model x", "regex": "", "format": "", "length": "", "code": "",
+    "remote": "", "verifiers": "--reward model --reward-model x", "local": "--reward remote --reward-url http://x",
 }  # fmt: skip
 
 # Fields whose value, or company, a test cannot make up from their type and condition.
@@ -32,13 +37,17 @@ VALUES = {
     "role_map": "actor=0;critic=1;reward=2;reference=3", "advantage": "grpo", "policy_loss": "gspo", "dual_clip": 3.0,
     "loss_aggregation": "seq-mean-token-sum", "kl_in": "loss", "kl_estimator": "k3", "kl_controller": "adaptive",
     "group_filter": "correct", "rollout_correction": "mis", "rollout_correction_level": "geometric", "eval_k": "1,2",
-    "kl_horizon": 5000.0, "router_replay": "rollout",
+    "kl_horizon": 5000.0, "router_replay": "rollout", "tokenizer_type": "HuggingFaceTokenizer", "reward": "length",
+    "reward_ensemble": "min", "reward_url": "http://x", "reward_model": "x",
 }  # fmt: skip
 BESIDE = {
+    "reward_model": "--reward model", "reward_pattern": "--reward regex", "reward_url": "--reward remote",
     "dynamic_sampling": "--group-filter reward", "kl_controller": "--kl-target 1",
     "eval_responses": "--eval-prompts x --eval-temperature 1",
     "eval_k": "--eval-prompts x --eval-temperature 1 --eval-responses 2",
 }  # fmt: skip
+
+OUTSIDE = {"reward_fallback": ("nan", "inf")}  # values that are refused, where -1 is not
 
 
 def flag_of(field) -> str:

@@ -30,6 +30,8 @@ RL = (
 )
 CRITIC = " --critic-lr 3e-3"
 SFT = " --global-batch-size 12 --lr 1e-2 --lr-decay-style cosine --lr-warmup-iters 2 --seed 5"
+REWARD = " --global-batch-size 12 --lr 5e-3 --seed 5 --max-tokens-per-microbatch 80"
+REWARD_STEPS = 20
 SFT_STEPS = 40  # enough to end answers, too few to know them
 
 
@@ -74,6 +76,33 @@ def sft_argv(save: Path, flags: str = "") -> list[str]:
     return _sft(inputs(), save, flags.split())
 
 
+@functools.cache
+def preferences() -> Path:
+    """Folder with preferences.jsonl and heldout-preferences.jsonl: of two numbers the even one is chosen."""
+    folder = inputs()
+    for name, lines in (("preferences", "train.jsonl"), ("heldout-preferences", "heldout.jsonl")):
+        rows = map(json.loads, (folder / lines).read_text().splitlines())
+        pairs = [(row["prompt"], int(row["answer"]) // 2 * 2) for row in rows]
+        rows = [{"prompt": prompt, "chosen": str(even), "rejected": str(even + 1)} for prompt, even in pairs]
+        write_lines(folder / f"{name}.jsonl", rows)
+    return folder
+
+
+def reward_argv(save: Path, flags: str = "") -> list[str]:
+    """Command line of a small training of a reward model."""
+    files = ["--prompts", str(preferences() / "preferences.jsonl")]
+    files += ["--tokenizer-model", str(inputs() / "tokenizer.model"), "--save", str(save)]
+    return [*(SHAPE + REWARD).split(), *files, *flags.split()]
+
+
+@functools.cache
+def reward_model() -> Path:
+    """Run folder of a reward model that knows even numbers from odd ones; trained once."""
+    save, held_out = inputs() / "reward", preferences() / "heldout-preferences.jsonl"
+    train("reward", reward_argv(save, f"--train-iters {REWARD_STEPS} --eval-prompts {held_out} --eval-interval 10"))
+    return save
+
+
 def rl_argv(save: Path, flags: str = "", warm_start: bool = True) -> list[str]:
     """Command line of a small run from the warm start, PPO by default; `flags` win over the defaults."""
     shape = SHAPE + RL + CRITIC * ("--advantage" not in flags)
@@ -82,7 +111,7 @@ def rl_argv(save: Path, flags: str = "", warm_start: bool = True) -> list[str]:
 
 
 def program(name: str, argv: list[str], size: int):
-    """The parsed command line of a program ('rl' or 'sft') for a world of that size."""
+    """The parsed command line of a program ('rl', 'sft' or 'reward') for a world of that size."""
     from megarl import arguments
 
     return arguments.parse(argv, size, name)
@@ -90,18 +119,18 @@ def program(name: str, argv: list[str], size: int):
 
 def in_world(rank: int, name: str, parsed) -> str:
     """Runs a program on this rank of a world; what it printed. The report, which has its tests, is not drawn."""
-    from megarl import run, train_rl, train_sft
+    from megarl import run, train_reward, train_rl, train_sft
     from megarl.observe.timers import Timers
 
     run.write_report = lambda folder: None
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        {"rl": train_rl.train, "sft": train_sft.train}[name](parsed, Timers())
+        {"rl": train_rl, "sft": train_sft, "reward": train_reward}[name].train(parsed, Timers())
     return printed.getvalue()
 
 
 def train(name: str, argv: list[str], size: int = 1, timeout: float = 100) -> list[str]:
     """Runs a program in a world of forked ranks; what each rank printed."""
-    from megarl import train_rl, train_sft  # noqa: F401  imported once, before the fork
+    from megarl import train_reward, train_rl, train_sft  # noqa: F401  imported once, before the fork
 
     return run_world(in_world, size, name, program(name, argv, size), timeout=timeout)
 

@@ -8,7 +8,7 @@ import torch
 from megarl.arguments import Settings, build_parser, parse
 from megarl.errors import UsageError
 from megarl.role_flags import ROLES
-from tests.flag_cases import FIELDS, beside, flag_of, value_of
+from tests.flag_cases import FIELDS, OUTSIDE, beside, flag_of, value_of
 from tests.tiny_models import SHAPES
 
 MODEL = SHAPES["llama"].split()
@@ -37,7 +37,8 @@ def test_defaults():
 
 
 def test_a_role_prefix_overrides_the_common_flag_in_any_order():
-    flags = ["--critic-lr", "1e-3", "--lr", "2e-3", "--actor-tensor-model-parallel-size=2", "--reward-num-layers", "4"]
+    flags = ["--critic-lr", "1e-3", "--lr", "2e-3", "--actor-tensor-model-parallel-size=2", "--reward-num-layers", "4",
+             "--reward", "model", "--reward-model", "runs/reward"]  # fmt: skip
     roles = parse(MODEL + flags, 4).roles
     assert {name: role.megatron.lr for name, role in roles.items()} == {
         "actor": 2e-3, "critic": 1e-3, "reward": 2e-3, "reference": 2e-3, "rollout": 2e-3,
@@ -94,12 +95,13 @@ def test_a_switch_needs_no_value():
 
 
 def test_help_has_a_line_for_every_setting():
-    texts = {program: build_parser(program).format_help() for program in ("rl", "sft", "evaluate")}
+    texts = {program: build_parser(program).format_help() for program in ("rl", "sft", "reward", "evaluate")}
     for field in FIELDS:
         for program, text in texts.items():
             assert (flag_of(field) + " " in text) == (program in field.metadata["programs"]), (flag_of(field), program)
         assert field.metadata["help"].split()[0] in texts[field.metadata["programs"][0]]
-    assert [text.split()[1] for text in texts.values()] == ["megarl.train_rl", "megarl.train_sft", "megarl.evaluate"]
+    modules = [text.split()[1] for text in texts.values()]
+    assert modules == ["megarl.train_rl", "megarl.train_sft", "megarl.train_reward", "megarl.evaluate"]
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------
@@ -165,7 +167,8 @@ def test_balancing_losses_are_one_or_a_list():
 
 @pytest.mark.parametrize("field", [f for f in FIELDS if f.metadata["check"]], ids=lambda f: f.name)
 def test_values_outside_what_is_allowed_are_refused(field):
-    for value in ("-1", "-0.5", "nan") if "float" in str(field.type) else ("-1",):
+    usual = ("-1", "-0.5", "nan") if "float" in str(field.type) else ("-1",)
+    for value in OUTSIDE.get(field.name, usual):
         message = refusal([flag_of(field), value], program=field.metadata["programs"][0])
         assert flag_of(field) in message and value in message and field.metadata["allowed"] in message
 

@@ -128,6 +128,11 @@ def test_sampling_flags_have_no_effect_on_greedy_evaluation():
 # -- rules -------------------------------------------------------------------------------------------------------
 
 WRONG = {
+    "no reward model": ("--reward model+format", "--reward model+format: needs --reward-model"),
+    "baseline in other units": ("--reward model --reward-model x --reward-clip 2 --advantage remax --greedy-baseline",
+                                "--greedy-baseline True: takes plain scores"),
+    "no pattern": ("--reward regex", "--reward regex: needs a --reward-pattern"),
+    "no address": ("--reward 0.5*remote", "--reward 0.5*remote: needs a --reward-url"),
     "large mini-batch": ("--minibatch-size 65", "--minibatch-size 65: allowed is at most --prompts-per-step × --sam"),
     "filter of single responses": ("--group-filter reward --samples-per-prompt 1", "--group-filter reward: needs --s"),
     "nothing to fill up": ("--dynamic-sampling", "--dynamic-sampling True: needs a --group-filter"),
@@ -151,6 +156,9 @@ WRONG = {
     "large k": ("--eval-prompts x --eval-k 1,2", "--eval-k 1,2: allowed is at most --eval-responses 1"),
 }  # fmt: skip
 RIGHT = [
+    "--reward model+0*reasoning-gym --reward-model a,b --reward-ensemble min --reward-normalize --reward-clip 5"
+    " --reward-tokenizer-model x --reward-chat-template tokenizer --reward-num-layers 3 --reward-offload",
+    "--reward regex+0.5*remote+length --reward-pattern x --reward-url http://x --reward-timeout 3 --reward-workers 2",
     "--advantage gae --dual-clip 3 --minibatch-size 64 --critic-warmup-steps 3 --critic-lr 1e-3",
     "--advantage grpo --kl-in loss --kl-estimator k3+ --samples-per-prompt 2",
     "--advantage grpo --group-std false --kl-coefficient 0 --loss-aggregation seq-mean-token-sum-norm"
@@ -204,6 +212,6 @@ def test_each_rule_can_be_broken(monkeypatch):
 
 
 def test_reasons_read_settings_that_exist():
-    case = combinations.Case("rl", dataclasses.replace(parsed("").settings, advantage="mine"), (), None, None)
+    case = combinations.Case("rl", dataclasses.replace(parsed("").settings, advantage="mine"), (), None, None, ())
     assert combinations.reason(case, "critic") == "--advantage mine needs no critic"
     assert all("{" not in combinations.reason(case, name) for name in combinations.CONDITIONS)

@@ -85,6 +85,25 @@ def test_work_is_quadratic_and_counted_in_64_bits():
     assert mb.workloads(torch.tensor([12 * 64]), 64) == 2 * (12 * 64) ** 2  # there attention costs what the layers do
 
 
+@pytest.mark.parametrize("count", [1, 5, 30])
+@pytest.mark.parametrize("seed", range(10))
+def test_the_two_of_a_pair_share_a_microbatch(seed, count):
+    lengths = ragged(seed, 4 * seed)
+    groups = mb.pack(lengths, 24, HIDDEN, count, together=2)
+    assert torch.equal(torch.cat([torch.zeros(0).long(), *groups]).sort().values, torch.arange(4 * seed))
+    for group in groups:
+        first, second = group.view(-1, 2).unbind(1)
+        assert (first % 2 == 0).all() and torch.equal(second, first + 1) and (first.diff() > 0).all()
+        assert lengths[group].sum() <= 24
+    # Sequences of the pairs' lengths pack alike: a pair is one thing to pack.
+    assert len(groups) == len(mb.pack(lengths.view(-1, 2).sum(1), 24, HIDDEN, count))
+
+
+def test_one_alone_is_packed_as_ever():
+    lengths = ragged(4, 30)
+    assert all(map(torch.equal, mb.pack(lengths, 24, HIDDEN), mb.pack(lengths, 24, HIDDEN, together=1)))
+
+
 # -- mini-batches ------------------------------------------------------------------------------------------------
 
 
@@ -137,14 +156,14 @@ def test_write_back_puts_values_where_their_sequences_stand():
     assert batch.values.dtype == torch.float32
 
 
-def counts(rank: int, lengths: list[list[int]], multiple: int):
+def counts(rank: int, lengths: list[list[int]], multiple: int, together: int = 1):
     import torch.distributed as dist
 
     mine = torch.tensor(lengths[rank], dtype=torch.int64)
     ids = torch.arange(len(mine))
     batch = Batch(sequence_ids=ids, lengths=mine, tokens=torch.zeros(int(mine.sum()), dtype=torch.int64),
                   response_mask=torch.ones(int(mine.sum()), dtype=torch.bool))  # fmt: skip
-    parts = mb.microbatches(batch, ids, 8, dist.group.WORLD, HIDDEN, multiple)
+    parts = mb.microbatches(batch, ids, 8, dist.group.WORLD, HIDDEN, multiple, together)
     for part, places in parts:
         assert not len(places) or torch.equal(part.lengths, mine[places])
     return [(len(part.tokens), bool(part.response_mask.any()), places.tolist()) for part, places in parts]
@@ -155,6 +174,12 @@ def test_lanes_run_equally_many_microbatches_and_spare_ones_count_nowhere():
     assert one == [(7, True, [0]), (7, True, [1]), (7, True, [2])]
     assert other == [(4, True, [0]), (4, True, [1]), (1, False, [])]
     assert third == [(1, False, [])] * 3
+
+
+def test_a_lane_without_pairs_runs_blank_ones():
+    one, other = run_world(counts, 2, [[3, 4, 1, 2, 5, 3], []], 1, 2)
+    assert sorted(places for _, _, places in one) == [[0, 1], [2, 3], [4, 5]]
+    assert other == [(2, False, [])] * len(one)
 
 
 @pytest.mark.parametrize("multiple, expected", [(2, 4), (3, 3), (4, 4), (8, 8)])

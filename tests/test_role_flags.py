@@ -105,7 +105,7 @@ def test_a_role_may_have_a_cap_of_its_own(tmp_path):
 @pytest.mark.parametrize("flags, program, says", [
     ("--critic-max-tokens-per-microbatch 0", "rl", "--critic-max-tokens-per-microbatch 0: allowed is a number above 0"),
     ("--critic-max-tokens-per-microbatch many", "rl", "--critic-max-tokens-per-microbatch"),
-    ("--reward-max-tokens-per-microbatch 9", "rl", "unknown flag"),
+    ("--reward-max-tokens-per-microbatch 9", "rl", "has no model"),
     ("--rollout-max-tokens-per-microbatch 9", "rl", "unknown flag"),
     ("--critic-max-tokens-per-microbatch 9", "sft", "unknown flag"),
     ("--critic-max-tokens-per-microbtch 9", "rl", "did you mean --critic-max-tokens-per-microbatch?"),

@@ -100,7 +100,7 @@ def test_the_training_loop_fits_on_a_screen():
 
 
 def settings_read_in(tree) -> set[str]:
-    """Attributes read from something called `settings`, or from a name that such a thing was assigned to."""
+    """Attributes read from something called `settings` or `role`, or from a name that `settings` were assigned to."""
 
     def last_name(node):
         return getattr(node, "attr", getattr(node, "id", ""))
@@ -113,11 +113,12 @@ def settings_read_in(tree) -> set[str]:
                 pairs = zip(node.targets[0].elts, node.value.elts, strict=False)
             names |= {last_name(target) for target, value in pairs if last_name(value).endswith("settings")}
     loads = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)]
-    return {n.attr for n in loads if last_name(n.value).endswith("settings") or last_name(n.value) in names}
+    return {n.attr for n in loads if last_name(n.value).endswith(("settings", "role")) or last_name(n.value) in names}
 
 
 def test_the_walk_sees_what_is_read():
-    source = "s, x = program.settings, 1\nprint(s.gamma, self.settings.seed, x.save, settings.load)\nsettings.top_k = 1"
+    source = ("s, x = program.settings, 1\nprint(s.gamma, self.settings.seed, x.save, settings.load)\n"
+              "role.offload, settings.top_k = 1, 2")  # fmt: skip
     assert settings_read_in(ast.parse(source)) == {"gamma", "seed", "load"}
 
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import assert_close, in_world, inputs, metrics, program, sft_argv, timeless, torchrun, train
+from tests.programs import (
+    assert_close, in_world, inputs, metrics, program, sft_argv, timeless, torchrun, train, write_lines,
+)  # fmt: skip
 from tests.worlds import RankFailed, run_world
 
 STEPS = 5
@@ -63,15 +65,15 @@ def own_loss(stages, examples, vocab_size) -> float:
 
 def watched(rank: int, parsed) -> list[tuple[float, float]]:
     """(own, recorded) loss of each step and, last, of the evaluation."""
-    from megarl import supervise, train_sft
+    from megarl import fine_tuning, train_sft
 
     seen = []
 
-    class Watched(supervise.Supervision):
+    class Watched(fine_tuning.FineTuning):
         def next_examples(self):
-            lines = self.order.indices(self.order.position, self.batch_size)
-            seen.append([own_loss(self.learner.model, [self.inputs.examples[i] for i in lines], self.vocab_size)])
-            return super().next_examples()
+            drawn = super().next_examples()
+            seen.append([own_loss(self.learner.model, drawn.examples, self.vocab_size)])
+            return drawn
 
         def finish(self):
             super().finish()
@@ -80,7 +82,7 @@ def watched(rank: int, parsed) -> list[tuple[float, float]]:
                 seen.append([own_loss(self.learner.model, self.inputs.held_out[:7], self.vocab_size)])
                 seen[-1].append(self.metrics["eval/loss"])
 
-    train_sft.Supervision = Watched
+    train_sft.FineTuning = Watched
     in_world(rank, "sft", parsed)
     return seen
 
@@ -96,18 +98,69 @@ def test_the_loss_counts_response_tokens_alone(size, tmp_path):
 
 
 def test_examples_hold_prompt_answer_and_end_and_the_mask_skips_the_prompt():
+    from megarl.data.conversations import Encoder
     from megarl.data.prompts import load_prompts
     from megarl.data.sft import sft_examples
     from megarl.data.tokenizers import build_tokenizer
 
     tokenizer = build_tokenizer("SentencePieceTokenizer", str(inputs() / "tokenizer.model"))
     path = inputs() / "heldout.jsonl"
-    for line, (tokens, mask) in zip(path.read_text().splitlines(),
-                                    sft_examples(load_prompts(str(path)), tokenizer, 6, 4), strict=True):  # fmt: skip
+    examples = sft_examples(load_prompts(str(path)), Encoder(tokenizer), 6, 4)
+    for line, (tokens, mask) in zip(path.read_text().splitlines(), examples, strict=True):
         row = json.loads(line)
         assert tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m]) == row["answer"]
         assert tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if not m]) == row["prompt"]
         assert tokens[-1] == tokenizer.eos_id and mask[-1]
+
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message.content }}{% if message.role == 'assistant' %}{{ eos_token }}"
+    "{% else %}={% endif %}{% endfor %}"
+)
+
+
+def turns(*contents: str) -> dict:
+    """A line of a conversation in which user and assistant take turns."""
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]}
+
+
+def dialogues(folder: Path, last: str) -> str:
+    """Flags of training on sums by turns; each conversation ends with what the user says `last`, to no answer."""
+    rows = [turns(f"{a}+{b}", str(a + b), f"{a}+{a}", str(a + a), last) for a in range(3, 9) for b in range(2)]
+    path, template = write_lines(folder / f"{last}.jsonl", rows), folder / "template.jinja"
+    template.write_text(TEMPLATE)
+    return f"--prompts {path} --chat-template {template} --max-prompt-length 12 --max-response-length 12"
+
+
+@pytest.mark.parametrize("size, layout", [(1, ""), (2, "--context-parallel-size 2")])
+def test_all_that_the_assistant_says_is_learnt_and_nothing_else(size, layout, tmp_path):
+    def flags(last: str) -> list[str]:
+        more = f"--eval-prompts {tmp_path}/7+1.jsonl --eval-samples 7 {layout}"
+        return sft_argv(tmp_path / last, f"--train-iters 3 --global-batch-size 6 {dialogues(tmp_path, last)} {more}")
+
+    if layout:
+        train("sft", flags("7+1"), size)
+    else:
+        for own, recorded in run_world(watched, size, program("sft", flags("7+1"), size))[0]:
+            assert recorded == pytest.approx(own, rel=1e-5)
+    train("sft", flags("0+5"), size)
+    rows, others = metrics(tmp_path / "7+1"), metrics(tmp_path / "0+5")
+    assert sorted(rows) == [1, 2, 3] and rows[3]["eval/loss"] > 0
+    assert {step: timeless(row) for step, row in rows.items()} == {step: timeless(row) for step, row in others.items()}
+
+
+def test_the_mask_of_a_conversation(tmp_path):
+    from megarl.data.tokenizers import build_tokenizer
+    from megarl.fine_tuning import FineTuning
+    from megarl.supervise import Inputs
+
+    parsed = program("sft", sft_argv(tmp_path / "run", dialogues(tmp_path, "7+1")), 1)
+    tokens, mask = Inputs(parsed, FineTuning).examples[1]
+    tokenizer = build_tokenizer("SentencePieceTokenizer", str(inputs() / "tokenizer.model"))
+    assert tokenizer.decode(tokens) == "3+1=43+3=67+1="
+    assert tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m]) == "46"
+    assert [m for t, m in zip(tokens, mask, strict=True) if t == tokenizer.eos_id] == [True, True]
 
 
 @pytest.mark.parametrize("size, layout", [(1, ""), (2, "--use-distributed-optimizer")])
@@ -131,6 +184,14 @@ def test_two_ranks_through_torchrun(tmp_path):
                  "checkpoints/latest", "checkpoints/step_00000003/manifest.json"):  # fmt: skip
         assert (save / name).exists(), name
     assert sorted(metrics(save)) == [1, 2, 3]
+
+
+def test_a_warm_start_lasts_in_half_precision(tmp_path):
+    """The optimizer's copies in full precision start from the same weights, not from those of the seed."""
+    start = f"--bf16 --lr 1e-6 --train-iters 3 --pretrained-checkpoint {inputs()}/sft"
+    train("sft", sft_argv(tmp_path, start))
+    losses = [row["sft/loss"] for row in metrics(tmp_path).values()]
+    assert max(losses) < 0.8 * metrics(inputs() / "sft")[1]["sft/loss"]
 
 
 def test_what_balances_experts_starts_anew_in_a_warm_start_alone(tmp_path):

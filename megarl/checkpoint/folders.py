@@ -132,6 +132,11 @@ def read_manifest(folder: Path, flag: str) -> dict:
     return manifest
 
 
+def source_of(folder: Path, flag: str) -> str:
+    """The role whose model others start from: the reward model in a run of train_reward, the policy in any other."""
+    return "reward" if read_manifest(folder, flag)["program"] == "train_reward" else "actor"
+
+
 def read_shapes(folder: Path, flag: str) -> dict[str, tuple[int, ...]]:
     """Global shapes of a checkpoint's tensors; UsageError when its metadata cannot be read."""
     try:
@@ -142,7 +147,7 @@ def read_shapes(folder: Path, flag: str) -> dict[str, tuple[int, ...]]:
 
 
 def check_weights(folder: Path, flag: str, role: str, expected: dict[str, tuple[int, ...] | None]):
-    """UsageError unless the checkpoint holds the policy's weights in these global shapes (by key; None: not at all)."""
+    """UsageError unless the checkpoint holds a model's weights in these global shapes (by key; None: not at all)."""
     shapes = read_shapes(folder, flag)
     for key, shape in expected.items():
         if shape is None:

@@ -5,7 +5,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megarl.checkpoint import folders
-from megarl.mcore import checkpoint
+from megarl.errors import UsageError
+from megarl.mcore import checkpoint, model
 from megarl.observe.files import write_atomically
 from megarl.world import World
 
@@ -46,12 +47,45 @@ def load(folder: Path, world: World, roles: dict, flag: str = "--load") -> dict:
     return loaded
 
 
-def load_weights(folder: Path, stages, collection, source: str = "actor"):
-    """Fills a model with the policy's weights in a checkpoint, whatever layout wrote it; a collective of its role.
+def find_weights(path: str, flag: str, role: str, args, vocab_size: int, sources: tuple[str, ...] = ("actor",)) -> Path:
+    """The checkpoint that a role's model starts from, checked before any work starts.
 
-    A scalar head, which the policy does not have, keeps its own weights, and what balances its experts starts anew
-    where the policy has no such thing. `source` is the role that was saved.
+    Args:
+        path: what `flag` says, as for `folders.find`.
+        role: the one that starts, for the messages.
+        args: its Megatron namespace.
+        vocab_size: of its tokenizer.
+        sources: what it may start from: "actor", a policy; "reward", a reward model, whose scalar head must be there.
+
+    Raises:
+        UsageError: no readable checkpoint, of another kind, or of a model of other shapes.
     """
-    wanted = checkpoint.model_state(source, stages, collection, with_value_head=False)
-    checkpoint.leave_out_balancing(wanted, checkpoint.tensor_shapes(folder))
+    folder = folders.find(path, flag)
+    source = folders.source_of(folder, flag)
+    if source not in sources:
+        kinds = {"actor": "a policy (of train_sft or train_rl)", "reward": "a reward model (of train_reward)"}
+        allowed = " or ".join(kinds[each] for each in sources)
+        raise UsageError(f"{flag} {path}: holds {kinds[source]}; {role} starts from {allowed}")
+    shapes = model.weight_shapes(source, args, vocab_size, value_head=source == "reward")
+    folders.check_weights(folder, flag, role, shapes)
+    return folder
+
+
+def load_weights(folder: Path, stages, collection, source: str | None = None, optimizer=None):
+    """Fills a model with weights from a checkpoint, whatever layout wrote it; a collective of its role.
+
+    A scalar head takes the one of a reward model or critic and keeps its own weights where the source is a policy; what
+    balances experts starts anew where the source has no such thing.
+
+    Args:
+        source: the role that was saved; None: the one that others start from, as `folders.source_of` tells.
+        optimizer: of the model; it takes the weights up where it has copies of its own in another precision.
+    """
+    shapes = checkpoint.tensor_shapes(folder)
+    source = source or folders.source_of(folder, "--pretrained-checkpoint")
+    has_scalar_head = shapes.get(f"{source}.{model.HEAD}", (0,))[0] == 1
+    wanted = checkpoint.model_state(source, stages, collection, with_value_head=has_scalar_head)
+    checkpoint.leave_out_balancing(wanted, shapes)
     checkpoint.load_weights(stages, checkpoint.load_role(wanted, folder, collection), strict=False)
+    if optimizer is not None:
+        optimizer.reload_model_params()

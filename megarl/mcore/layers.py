@@ -34,9 +34,11 @@ class ValueHead(torch.nn.Linear):
             parameter.sequence_parallel = config.sequence_parallel  # each rank sees its tokens: gradients are summed
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[T, H] -> [T] fp32."""
-        values = torch.nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float())
-        return values.squeeze(-1).clone()  # fully sharded modules return no views
+        """[T, H] -> [T] fp32.
+
+        Not a matrix product of one column: how that sums a row depends on how many rows there are.
+        """
+        return (hidden.float() * self.weight.float()).sum(-1) + self.bias.float()
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
         """Replicated over tensor-parallel ranks."""

@@ -27,6 +27,8 @@ from megarl.mcore.routing import Routing
 from megarl.mcore.sharded import shard
 from megarl.mcore.tensor_parallel import head_scores
 
+HEAD = "output_layer.weight"  # name of what stands behind the last layer: the vocabulary's head, or a scalar one
+
 
 class TokenScores(NamedTuple):
     """What a language model says of packed tokens; all [T] fp32, 0 at each sequence's first token."""
@@ -96,9 +98,9 @@ def build_model(args, vocab_size: int, collection, value_head: bool = False) -> 
     return Stages(_build_chunk(args, config, vocab_size, collection, value_head, chunk) for chunk in chunks)
 
 
-def build_frozen(args, vocab_size: int, collection) -> Stages:
+def build_frozen(args, vocab_size: int, collection, value_head: bool = False) -> Stages:
     """A model as `build_model` gives it that never learns; its parameters sharded where the role's are."""
-    stages = build_model(args, vocab_size, collection).requires_grad_(False).eval()
+    stages = build_model(args, vocab_size, collection, value_head).requires_grad_(False).eval()
     if args.use_torch_fsdp2:
         for chunk in stages:
             shard(chunk, collection)
@@ -137,14 +139,18 @@ def _build_chunk(args, config, vocab_size: int, collection, value_head: bool, vi
     return chunk
 
 
-def weight_shapes(role: str, args, vocab_size: int, resumes: bool = False) -> dict[str, tuple[int, ...] | None]:
-    """Global shapes by which a checkpoint's policy is told from another: what the role's flags describe.
+def weight_shapes(
+    role: str, args, vocab_size: int, resumes: bool = False, value_head: bool = False
+) -> dict[str, tuple[int, ...] | None]:
+    """Global shapes by which a checkpoint's model is told from another: what the role's flags describe.
 
     None: it must not be there. What balances experts starts anew where a policy has none, but not in a run that
-    `resumes`.
+    `resumes`. `value_head`: the scalar head must be there, too.
     """
     hidden, layers, attended = args.hidden_size, args.num_layers, args.num_attention_heads * args.kv_channels
     shapes = {f"{role}.embedding.word_embeddings.weight": (padded_vocab_size(args, vocab_size), hidden)}
+    if value_head:
+        shapes[f"{role}.{HEAD}"] = (1, hidden)
     kinds, stacked = moe_layers(args), (layers,)
     prefix = moe_prefix = f"{role}.decoder.layers"
     if len(set(kinds)) > 1:  # layers that differ are saved one by one, others stacked
@@ -171,11 +177,19 @@ def _align_to_tokens(next_token_values: Tensor, lengths: Tensor) -> Tensor:
     return shifted.masked_fill(first, 0.0)
 
 
-def _whole(local: Tensor, packing: Packing, lengths: Tensor) -> Tensor:
-    """Results at this rank's tokens -> [T] of the lane's micro-batch, aligned to the token they speak about."""
+def _whole(local: Tensor, packing: Packing) -> Tensor:
+    """Results at this rank's tokens -> [T] at those of the lane's micro-batch."""
     if packing.order is not None:
         local = gather_result(local, packing.cp_group)[packing.order]
-    return _align_to_tokens(local[: packing.tokens], lengths)
+    return local[: packing.tokens]
+
+
+def _head_values(hidden: Tensor, head: ValueHead, packing: Packing, model) -> Tensor:
+    """[T] of the scalar head at each token of the lane's micro-batch, from hidden states at this rank's tokens."""
+    values = head(hidden)
+    if model.config.sequence_parallel:
+        values = gather_result(values, head.group)
+    return _whole(values, packing)
 
 
 def _run(chunk, tokens: Tensor, lengths: Tensor, processor, routing: Routing | None):
@@ -221,7 +235,7 @@ def token_scores(
     def processor(hidden, output_layer, weight, targets, packing, model):
         group, sequence_parallel = output_layer.tp_group, model.config.sequence_parallel
         scores = head_scores(hidden, weight, targets, temperature, vocab_size, group, sequence_parallel)
-        return TokenScores(*(_whole(score, packing, lengths) for score in scores))
+        return TokenScores(*(_align_to_tokens(_whole(score, packing), lengths) for score in scores))
 
     return _run(chunk, tokens, lengths, processor, routing)
 
@@ -230,10 +244,17 @@ def token_values(chunk, tokens: Tensor, lengths: Tensor, routing: Routing | None
     """[T] values of the states before each token, 0 at first tokens; hidden states from all but the last chunk."""
 
     def processor(hidden, output_layer, weight, targets, packing, model):
-        values = output_layer(hidden)
-        if model.config.sequence_parallel:
-            values = gather_result(values, output_layer.group)
-        return _whole(values, packing, lengths)
+        return _align_to_tokens(_head_values(hidden, output_layer, packing, model), lengths)
+
+    return _run(chunk, tokens, lengths, processor, routing)
+
+
+def sequence_scores(chunk, tokens: Tensor, lengths: Tensor, routing: Routing | None = None) -> Tensor:
+    """[N] fp32 scores of whole sequences: the scalar head at each one's last token; from others than a model's last
+    chunk hidden states. Arguments as of `token_scores`."""
+
+    def processor(hidden, output_layer, weight, targets, packing, model):
+        return _head_values(hidden, output_layer, packing, model)[lengths.cumsum(0) - 1]
 
     return _run(chunk, tokens, lengths, processor, routing)
 

@@ -12,6 +12,14 @@ RL_FIELDS = (
     ("eval", "eval/accuracy", ".3f"),
     ("kl", "kl/reference", ".4f"),
 )
+SFT_FIELDS = (("loss", "sft/loss", ".4f"), ("eval loss", "eval/loss", ".4f"))
+REWARD_FIELDS = (
+    ("loss", "reward/loss", ".4f"),
+    ("accuracy", "reward/accuracy", ".3f"),
+    ("margin", "reward/margin", ".3f"),
+    ("eval loss", "eval/loss", ".4f"),
+    ("eval accuracy", "eval/accuracy", ".3f"),
+)
 
 
 class Progress:

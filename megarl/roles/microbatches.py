@@ -51,20 +51,27 @@ def workloads(lengths: Tensor, hidden: int) -> Tensor:
     return lengths * (lengths + 12 * hidden)
 
 
-def pack(lengths: Tensor, cap: int, hidden: int, count: int = 1) -> list[Tensor]:
+def pack(lengths: Tensor, cap: int, hidden: int, count: int = 1, together: int = 1) -> list[Tensor]:
     """Places of the sequences of each micro-batch, ascending; at most `cap` tokens each, the dearest one first.
 
     As few micro-batches as best-fit decreasing finds, or `count` of them where that is more and there are sequences
     enough; then levelled to about equal work. A sequence longer than the cap stands alone; programs refuse settings
-    that allow one.
+    that allow one. `together` sequences behind each other, as the two of a pair, share a micro-batch: then all of this
+    is said of them.
     """
-    costs = workloads(lengths, hidden).tolist()
-    lengths = lengths.tolist()
+    groups = _pack(
+        lengths.view(-1, together).sum(1).tolist(), workloads(lengths, hidden).view(-1, together).sum(1).tolist(),
+        cap, count,
+    )  # fmt: skip
+    members = torch.arange(len(lengths)).view(-1, together)
+    return [members[group].flatten() for group in groups]
+
+
+def _pack(lengths: list[int], costs: list[int], cap: int, count: int) -> list[list[int]]:
     order = sorted(range(len(lengths)), key=lambda place: (-lengths[place], place))
     groups = _best_fit(order, lengths, cap)
     groups = _level(order, lengths, costs, cap, max(count, len(groups))) or groups
-    groups = sorted((sorted(group) for group in groups if group), key=lambda g: (-sum(costs[i] for i in g), g))
-    return [torch.tensor(group) for group in groups]
+    return sorted((sorted(group) for group in groups if group), key=lambda g: (-sum(costs[i] for i in g), g))
 
 
 def _best_fit(order: list[int], lengths: list[int], cap: int) -> list[list[int]]:
@@ -99,14 +106,14 @@ def _level(order: list[int], lengths: list[int], costs: list[int], cap: int, cou
     return groups
 
 
-def nothing(fields: list[str], device) -> Batch:
-    """A micro-batch of one token that counts nowhere: it keeps a lane without work in step with the others."""
-    blank = {name: torch.zeros(1, dtype=FIELDS[name].dtype, device=device) for name in fields}
-    return Batch(**{**blank, "lengths": torch.ones(1, dtype=torch.int64, device=device)})
+def nothing(fields: list[str], device, sequences: int = 1) -> Batch:
+    """Sequences of one token that count nowhere: they keep a lane without work in step with the others."""
+    blank = {name: torch.zeros(sequences, dtype=FIELDS[name].dtype, device=device) for name in fields}
+    return Batch(**{**blank, "lengths": torch.ones(sequences, dtype=torch.int64, device=device)})
 
 
 def microbatches(
-    batch: Batch, places: Tensor, cap: int, lanes_group, hidden: int, multiple: int = 1
+    batch: Batch, places: Tensor, cap: int, lanes_group, hidden: int, multiple: int = 1, together: int = 1
 ) -> list[tuple[Batch, Tensor]]:
     """(micro-batch, places of its sequences in `batch`), equally many on every lane; empty ones have no places.
 
@@ -116,23 +123,26 @@ def microbatches(
         lanes_group: this rank and its like on the other lanes; a collective of the group.
         hidden: the model's hidden size, which weighs attention against linear layers.
         multiple: what the number of micro-batches must be a multiple of (the pipeline's size with virtual stages).
+        together: so many sequences behind each other share a micro-batch, as in `pack`.
     """
     lengths = batch.lengths[places]
-    packed = pack(lengths, cap, hidden)
+    packed = pack(lengths, cap, hidden, together=together)
     most = torch.tensor([max(len(packed), 1)], device=lengths.device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=lanes_group)
     count = -(-int(most) // multiple) * multiple
-    packed = pack(lengths, cap, hidden, count) if count > len(packed) else packed
+    packed = pack(lengths, cap, hidden, count, together) if count > len(packed) else packed
     groups = [places[group.to(places.device)] for group in packed]
     parts = [(batch.select(group), group) for group in groups]
-    spare = (nothing(batch.present(), lengths.device), places[:0])
+    spare = (nothing(batch.present(), lengths.device, together), places[:0])
     return parts + [spare] * (count - len(parts))
 
 
-def of_role(batch: Batch, places: Tensor, role: RoleSettings, place: Place) -> list[tuple[Batch, Tensor]]:
+def of_role(
+    batch: Batch, places: Tensor, role: RoleSettings, place: Place, together: int = 1
+) -> list[tuple[Batch, Tensor]]:
     """`microbatches` for a role's model, under its cap, as many as on each of its lanes."""
     cap, hidden = role.max_tokens_per_microbatch, role.megatron.hidden_size
-    return microbatches(batch, places, cap, place.collection.dp, hidden, role.microbatch_multiple)
+    return microbatches(batch, places, cap, place.collection.dp, hidden, role.microbatch_multiple, together)
 
 
 def write_back(batch: Batch, name: str, pieces: list[tuple[Tensor, Tensor]]):

@@ -1,0 +1,23 @@
+"""Training of a reward model: a language model with a scalar head learns which of two responses is preferred.
+
+Every rank runs this file from top to bottom. A line of `--prompts` holds `prompt`, `chosen`, `rejected` and, where one
+is known, the `margin` of the preference; `--global-batch-size` counts pairs. Launch it with torchrun or srun:
+
+    torchrun --nproc-per-node 2 -m megarl.train_reward --config configs/rlhf_reward.yaml
+"""
+
+from megarl.preference_training import PreferenceTraining
+from megarl.run import launch
+
+
+def train(program, timers):
+    """One mini-batch of pairs a step: scores, loss, update."""
+    run = PreferenceTraining(program, timers)
+    for step in run.steps():
+        run.learn(run.next_examples(), step)
+        run.finish()
+    run.close()
+
+
+if __name__ == "__main__":
+    launch(train, "reward")
