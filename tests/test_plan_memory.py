@@ -1,5 +1,6 @@
 """Memory of the plan against real models: parameters, gradients and optimizer states exactly, activations nearly."""
 
+from dataclasses import replace
 from datetime import timedelta
 
 import numpy as np
@@ -225,6 +226,25 @@ def test_a_real_update_holds_what_the_plan_says(ranks, cases):
         for case, (exact, peak, planned) in zip(cases, results, strict=True):
             assert exact, (rank, case)
             assert peak / FACTOR < planned < peak * FACTOR, (rank, case, peak, planned)
+
+
+@pytest.mark.parametrize("flags", [MOE, f"--bf16 {DISTRIBUTED}"])
+def test_offload_leaves_on_the_device_and_on_the_host_what_the_plan_says(flags):
+    from megarl.mcore import fake, offload
+
+    with fake.world(1):
+        role = replace(parse_roles(flags, 1)["actor"], name="critic", host="critic", offload=True)
+        args, _, *built = build(flags, "llama", True)
+        moved = offload.of_learner(*built)
+    (critic,) = memory.stage_memory(role, VOCAB, "value", sum(LENGTHS), 1, 0)
+    tensors = sum(len(block.places) for kind in moved.blocks.values() for block in kind if hasattr(block, "places"))
+    assert critic.resident == 0 and 0 <= moved.bytes - critic.host < 64 * tensors  # each ends at 64 bytes
+    gone = critic.weights + critic.gradients
+    assert critic.total == critic.transient == gone + max(critic.activations + critic.logits, critic.optimizer)
+    (actor,) = memory.stage_memory(replace(role, name="actor", host="actor"), VOCAB, "train", 9, 1, 100)
+    assert actor.resident == actor.weights + 100 and actor.host == actor.optimizer
+    (rollout,) = memory.stage_memory(replace(role, name="rollout", host="rollout"), VOCAB, "write", 9, 1, 100)
+    assert rollout.resident == rollout.weights + 100 and rollout.host == 0
 
 
 def test_sharded_roles_hold_their_rows():

@@ -20,7 +20,10 @@ LEAST_BUCKET, BUCKET_PER_LANE = 40_000_000, 1_000_000  # elements of a bucket wh
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank. The first three and the cache stay from step to step, the last two come and go."""
+    """Bytes of one rank. The first three and the cache stay from step to step, the last two come and go.
+
+    `away` names parts that offload brings to the device for the role's turns alone.
+    """
 
     weights: int = 0
     gradients: int = 0
@@ -28,25 +31,35 @@ class Memory:
     kv_cache: int = 0
     activations: int = 0
     logits: int = 0
+    away: tuple[str, ...] = ()
 
     @property
     def resident(self) -> int:
         """What is there all the time."""
-        return self.weights + self.gradients + self.optimizer + self.kv_cache
+        kept = self.weights + self.gradients + self.optimizer + self.kv_cache
+        return kept - sum(getattr(self, part) for part in self.away)
 
     @property
     def transient(self) -> int:
-        """What exists while the role computes."""
-        return self.activations + self.logits
+        """Most of what exists while the role computes: an optimizer that was away comes once activations are gone."""
+        coming = {part: getattr(self, part) for part in self.away}
+        states = coming.pop("optimizer", 0)
+        return sum(coming.values()) + max(self.activations + self.logits, states)
+
+    @property
+    def host(self) -> int:
+        """Bytes that wait on the host; gradients are dead between updates."""
+        return sum(getattr(self, part) for part in self.away if part != "gradients")
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Most that is on the device."""
         return self.resident + self.transient
 
     def dict(self) -> dict:
-        """Every part, and the sum."""
-        return {f.name: getattr(self, f.name) for f in fields(self)} | {"total": self.total}
+        """Every part, what is on the device at most, and what waits on the host."""
+        parts = {f.name: getattr(self, f.name) for f in fields(self) if f.type is int}
+        return parts | {"total": self.total, "host": self.host}
 
 
 class Buffer(NamedTuple):
@@ -165,7 +178,7 @@ def stage_memory(role, vocab_size: int, kind: str, tokens: int, microbatches: in
         microbatches: of an update, on each lane.
         kv_cache: bytes of the rollout's cache on these ranks.
     """
-    args = role.megatron
+    args, away = role.megatron, _away(role, kind)
     found, stages = [], stage_weights(args, vocab_size, kind == "value")
     for stage, chunks in enumerate(stages):
         moving = activations.of_stage(args, stage, kind, tokens, microbatches)
@@ -173,8 +186,15 @@ def stage_memory(role, vocab_size: int, kind: str, tokens: int, microbatches: in
         if args.use_torch_fsdp2:
             moving += gathered(chunks)
         fixed = _fixed(chunks, args, kind, stage) if role.host == role.name else (0, 0, 0)
-        found.append(Memory(*fixed, kv_cache, moving, logits))
+        found.append(Memory(*fixed, kv_cache, moving, logits, away))
     return found
+
+
+def _away(role, kind: str) -> tuple[str, ...]:
+    """Parts that offload moves: all but the weights that write, the actor's and a rollout's."""
+    if not role.offload or kind == "write":
+        return ()
+    return ("gradients", "optimizer") if kind == "train" else ("weights", "gradients", "optimizer")
 
 
 def _fixed(chunks: list[list[Weight]], args, kind: str, stage: int) -> tuple[int, int, int]:

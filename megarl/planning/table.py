@@ -53,12 +53,13 @@ def _layout(roles: list[RolePlan]) -> list[str]:
 
 
 def _memory(roles: list[RolePlan]) -> list[str]:
-    rows = [["role", "stage", *(name.replace("_", " ") for name in MEMORY), "micro-batches of an update"]]
+    shown = (*MEMORY, "host") if any(role.largest.away for role in roles) else MEMORY
+    rows = [["role", "stage", *(name.replace("_", " ") for name in shown), "micro-batches of an update"]]
     for role in roles:
         if role.parameters is None:
             continue
         largest, note = role.largest, "" if role.host == role.name else f" ({role.host}'s weights)"
-        parts = [f"{largest.dict()[name] / GIB:.2f}" for name in MEMORY]
+        parts = [f"{largest.dict()[name] / GIB:.2f}" for name in shown]
         rows.append([role.name + note, str(role.stages.index(largest)), *parts, str(role.microbatches or "-")])
     return _columns(rows)
 

@@ -1,5 +1,7 @@
 """The actor: recomputes the log-probs of what the policy wrote, and learns from the experience."""
 
+import functools
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -34,6 +36,7 @@ class Actor:
         self.metrics: dict[str, float] = {}
         if place.is_member:
             self.learner = Learner(role, place, vocab_size, settings.updates_per_step)
+            self.learner.offload.timed = functools.partial(timers.phase, self.name, "offload")
 
     def logprobs(self, flow: Flow, step: int):
         """Fills `logprobs` (π_old) and `entropy` by the training forward.
@@ -106,13 +109,15 @@ class Actor:
         if step > self.settings.critic_warmup_steps:
             self._learn(flow, step, kl_coefficient)
         self.metrics |= self.learner.routes.metrics("router", self.settings.router_replay != "none")
+        self.metrics |= self.learner.offload.metrics(self.name)
 
     def _learn(self, flow: Flow, step: int, kl_coefficient: float):
         with self.timers.phase(self.name, "update"):
             batch, results, first = flow[self.name], [], self._learns_on_policy(flow, step)
-            for epoch in range(self.settings.ppo_epochs):
-                for ids in mb.minibatches_of_step(self.settings, flow.count, step, epoch):
-                    results.append(self._update(batch, mb.members(batch, ids), kl_coefficient, first))
+            with self.learner.learning():
+                for epoch in range(self.settings.ppo_epochs):
+                    for ids in mb.minibatches_of_step(self.settings, flow.count, step, epoch):
+                        results.append(self._update(batch, mb.members(batch, ids), kl_coefficient, first))
             self._summarize(results)
 
     def _update(self, batch: Batch, places: Tensor, kl_coefficient: float, first: bool):

@@ -1,5 +1,7 @@
 """The critic: values of states, learnt by the clipped value loss."""
 
+import functools
+
 import torch
 
 from megarl.algorithms.aggregation import masked_sum, token_mean
@@ -25,6 +27,7 @@ class Critic:
         self.metrics: dict[str, float] = {}
         if place.is_member:
             self.learner = Learner(role, place, vocab_size, settings.updates_per_step, value_head=True)
+            self.learner.offload.timed = functools.partial(timers.phase, self.name, "offload")
 
     def values(self, flow: Flow):
         """Fills `values`: V of the state before each token, as it was when the text was written."""
@@ -47,9 +50,10 @@ class Critic:
             moments = explained_variance_moments(batch.values, batch.returns, batch.response_mask)
             self.metrics = {"critic/explained_variance": explained_variance(self.place.sum_over_lanes(moments))}
             results = []
-            for epoch in range(self.settings.ppo_epochs):
-                for ids in mb.minibatches_of_step(self.settings, flow.count, step, epoch):
-                    results.append(self._update(batch, mb.members(batch, ids)))
+            with self.learner.learning():
+                for epoch in range(self.settings.ppo_epochs):
+                    for ids in mb.minibatches_of_step(self.settings, flow.count, step, epoch):
+                        results.append(self._update(batch, mb.members(batch, ids)))
             self._summarize(results)
 
     def _update(self, batch, places):
@@ -75,4 +79,5 @@ class Critic:
             "critic/learning_rate": self.learner.learning_rate(),
             "critic/updates_skipped": sum(not applied for _, applied, _ in results),
             **self.learner.routes.metrics("critic/router"),
+            **self.learner.offload.metrics(self.name),
         }

@@ -1,11 +1,14 @@
 """What the actor and the critic have in common: a trainable model, its optimizer and schedule, and one update."""
 
+from pathlib import Path
+
 import torch
 
 from megarl.arguments import RoleSettings
 from megarl.batch import Batch
+from megarl.checkpoint import state
 from megarl.errors import UsageError
-from megarl.mcore import checkpoint, model, optimizer, pipeline
+from megarl.mcore import checkpoint, model, offload, optimizer, pipeline
 from megarl.roles import microbatches as mb
 from megarl.roles.routes import Routes
 from megarl.world import Place
@@ -38,12 +41,26 @@ class Learner:
         self.optimizer = optimizer.build_optimizer(self.wrapped, role.megatron, place.collection)
         self.scheduler = optimizer.build_scheduler(self.optimizer, role.megatron, updates)
         self.routes = Routes(role, place, self.model)
+        self.offload = offload.Offload({})
+        if role.offload:
+            trained, keeps_weights = (self.model, self.wrapped, self.optimizer), role.name == "actor"  # it writes
+            self.offload = offload.of_learner(*trained, keeps_weights)
 
     def evaluate(self, parts: list[tuple[Batch, torch.Tensor]], forward) -> list:
         """`forward(chunk, micro-batch)` of each micro-batch without gradients: [(result, places)]."""
-        results = evaluate(self.model, parts, forward, self.place.collection)
+        with self.offload.present("weights"):
+            results = evaluate(self.model, parts, forward, self.place.collection)
         self.routes.collect(parts, trained=False)
         return results
+
+    def start_from(self, folder: Path):
+        """Takes the weights of a checkpoint, checked, of which nothing else is wanted. A collective of the role."""
+        with self.offload.present("weights", "optimizer", changed=True):
+            state.load_weights(folder, self.model, self.place.collection, optimizer=self.optimizer)
+
+    def learning(self):
+        """Context of a step's updates: memory that leaves between turns stays from one update to the next."""
+        return self.offload.present("weights", "gradients", changed=True)
 
     def update(self, parts: list[tuple[Batch, torch.Tensor]], forward, loss) -> tuple[list, bool, float]:
         """One optimizer update over the micro-batches of a mini-batch.
@@ -55,16 +72,18 @@ class Learner:
         Returns:
             Results of the micro-batches, whether the update was applied, the gradient norm.
         """
-        for chunk in self.wrapped:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        self.routes.train(parts)
-        results = pipeline.run_microbatches(
-            self.wrapped, parts, lambda chunk, part: forward(chunk, part[0]),
-            lambda out, part: loss(out, part[0]), self.place.collection, train=True,
-        )  # fmt: skip
-        self.routes.collect(parts, trained=True)
-        applied, norm = optimizer.update(self.optimizer)
+        with self.learning():
+            for chunk in self.wrapped:
+                chunk.zero_grad_buffer()
+            self.routes.train(parts)
+            results = pipeline.run_microbatches(
+                self.wrapped, parts, lambda chunk, part: forward(chunk, part[0]),
+                lambda out, part: loss(out, part[0]), self.place.collection, train=True,
+            )  # fmt: skip
+            self.routes.collect(parts, trained=True)
+            with self.offload.present("optimizer", changed=True):
+                applied, norm = optimizer.update(self.optimizer)
+            self.optimizer.zero_grad()  # what it made of the gradients is dead as they are
         if applied:
             self.scheduler.step(1)
         return results, applied, norm
@@ -82,14 +101,17 @@ class Learner:
     def state(self, extra: dict, loading: bool = False) -> dict:
         """What a checkpoint holds of this role; `extra` is picklable state of the caller."""
         plain = {"scheduler": self.scheduler.state_dict(), **extra}
-        return checkpoint.role_state(
-            self.role.name, self.model, self.optimizer, plain, self.place.collection, self.role.ranks, loading
-        )
+        with self.offload.present("weights", "optimizer"):  # a distributed optimizer gathers its states
+            state = checkpoint.role_state(
+                self.role.name, self.model, self.optimizer, plain, self.place.collection, self.role.ranks, loading
+            )
+        return self.offload.on_host(state)
 
     def restore(self, loaded: dict) -> dict:
         """Takes up what `state(..., loading=True)` was filled with; returns the caller's part."""
-        checkpoint.load_weights(self.model, loaded["model"])
-        self.optimizer.load_state_dict(checkpoint.optimizer_state(loaded, self.optimizer))
+        with self.offload.present("weights", "optimizer", changed=True):
+            checkpoint.load_weights(self.model, loaded["model"])
+            self.optimizer.load_state_dict(checkpoint.optimizer_state(loaded, self.optimizer))
         try:
             self.scheduler.load_state_dict(loaded["plain"].pop("scheduler"))
         except AssertionError as error:
