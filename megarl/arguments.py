@@ -197,14 +197,18 @@ def _role_settings(
         role: flags.parse(role, tokens[role], len(span), own | {"seq_length": lengths[role]}, extra)
         for role, span in ranks.items()
     }
+    judges = combinations.CONDITIONS["model"].holds(case)
+    chosen = {role: _own_of_role(role, settings, values) for role in ranks}
+    for role in (name for name in ranks if name in MODELS and chosen[name]["offload"]):
+        if found[role].use_torch_fsdp2:
+            raise UsageError(f"--{role}-offload: not with --use-torch-fsdp2: sharded parameters stay where they are")
     hosts = {role: role for role in ranks}
     if "rollout" in ranks and ranks["rollout"] == ranks["actor"]:
         hosts["rollout"] = "actor" if role_flags.runs_on(found["actor"], found["rollout"]) else "rollout"
-    judges = combinations.CONDITIONS["model"].holds(case)
     return {
-        role: RoleSettings(role, ranks[role], found[role], host=hosts[role], has_model=role != "reward" or judges,
-                           **_own_of_role(role, settings, values))
-        for role in ranks
+        role: RoleSettings(role, span, found[role], host=hosts[role], has_model=role != "reward" or judges,
+                           **chosen[role])
+        for role, span in ranks.items()
     }  # fmt: skip
 
 

@@ -13,16 +13,14 @@ from pathlib import Path
 from megarl.arguments import Program, RoleSettings
 from megarl.checkpoint import folders, state
 from megarl.data.prompts import load_prompts
-from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
 from megarl.evaluation import Evaluation
 from megarl.mcore import model
 from megarl.observe.files import json_line, write_atomically
 from megarl.observe.timers import Timers
-from megarl.rewards.build import build_reward
-from megarl.roles.reward import Reward
 from megarl.roles.rollout import Rollout
-from megarl.run import check_given, check_save, check_scoring, create_world, launch
+from megarl.run import check_given, check_save, create_world, encoder_of, launch
+from megarl.scoring import Scoring
 from megarl.world import Place
 
 SETTINGS = ("eval_prompts", "eval_samples", "eval_responses", "eval_temperature", "top_k", "top_p", "reward",
@@ -38,14 +36,12 @@ class Inputs:
         if other := actor.megatron.pretrained_checkpoint:
             raise UsageError(f"--pretrained-checkpoint {other}: weights come from --load; leave it out")
         check_save(s)
-        self.tokenizer = build_tokenizer(s.tokenizer_type, s.tokenizer_model)
+        encoder = encoder_of(actor, s)
+        self.tokenizer = encoder.tokenizer
         self.prompts = load_prompts(s.eval_prompts, "--eval-prompts")
-        self.tokens = self.prompts.encode(self.tokenizer, s.max_prompt_length)
-        self.verifier = build_reward(s.reward)
-        check_scoring(program, self.prompts)
-        self.checkpoint = folders.find(s.load, "--load")
-        shapes = model.weight_shapes("actor", actor.megatron, self.tokenizer.vocab_size)
-        folders.check_weights(self.checkpoint, "--load", "actor", shapes)
+        self.tokens = self.prompts.encode(encoder, s.max_prompt_length)
+        self.scoring = Scoring(program, self.prompts)
+        self.checkpoint = state.find_weights(s.load, "--load", "actor", actor.megatron, self.tokenizer.vocab_size)
 
 
 def load_policy(role: RoleSettings, place: Place, vocab_size: int, checkpoint: Path) -> model.Stages | None:
@@ -65,10 +61,11 @@ def evaluate(program: Program, timers: Timers):
     world = create_world(program)
     policy = load_policy(roles["actor"], world["actor"], inputs.tokenizer.vocab_size, inputs.checkpoint)
     rollout = Rollout(s, roles["rollout"], world, policy, inputs.tokenizer, timers)
-    reward = Reward(s, world["reward"], inputs.tokenizer, inputs.verifier, timers)
+    reward = inputs.scoring.role(world["reward"], inputs.tokenizer, timers)
     rollout.refresh()
     evaluation = Evaluation(s, world, rollout, reward, inputs.prompts, inputs.tokens, timers)
     metrics = evaluation.run()
+    reward.verifiers.close()
     if metrics is not None:
         print(table(metrics), flush=True)
     samples = evaluation.samples() if s.save else None

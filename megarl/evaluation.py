@@ -47,6 +47,8 @@ def prompt_metrics(rows: list[dict], ks: Sequence[int]) -> dict[str, float]:
     found |= {f"mean@{k}": mean_at_k(correct, k) for k in ks}
     if any(answer is not None for answer in answers):
         found |= {f"maj@{k}": maj_at_k(answers, correct, k) for k in ks}
+    values = [row["reward_values"] for row in rows]
+    found |= {f"reward/{term}": fmean(value[term] for value in values) for term in values[0] if len(values[0]) > 1}
     return found | {
         "reward": fmean(row["reward"] for row in rows),
         "response_length_mean": fmean(row["length"] for row in rows),
@@ -75,6 +77,7 @@ class Evaluation:
         self.settings, self.world, self.timers = settings, world, timers
         self.rollout, self.reward, self.prompts = rollout, reward, prompts
         self.ks = attempts(settings)
+        self.reward.prepare(prompts, list(range(min(len(tokens), settings.eval_samples))))
         self.drawn = [Drawn(line, ids) for line, ids in enumerate(tokens[: settings.eval_samples])]
 
     def run(self) -> dict[str, float] | None:
@@ -86,7 +89,7 @@ class Evaluation:
         rollout = self.rollout.generate(self.drawn, n, EVAL_STEP, temperature=s.eval_temperature)
         flow = Flow(self.world, self.timers, lanes.dealt(self.world, len(self.drawn) * n, n), rollout)
         flow.share(["reward"])
-        self.reward.score(flow, self.prompts)
+        self.reward.score(flow, self.prompts, learnt=False)
         by_prompt = itertools.groupby(self._rows(), lambda row: row["sequence"] // n)
         found = self._gather([(line, prompt_metrics(list(rows), self.ks)) for line, rows in by_prompt])
         return None if found is None else self._by_task([metrics for _, metrics in found])

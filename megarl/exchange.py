@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megarl.batch import FIELDS, Batch, concatenate, empty
 from megarl.mcore import device
-from megarl.world import World
+from megarl.world import Place, World
 
 HEADER = ["sequence_ids", "lengths"]  # always sent: they say what the other fields belong to
 
@@ -56,15 +56,18 @@ def _all_to_all(parts: list[Tensor], group) -> list[Tensor]:
     return list(received.split(arriving.tolist()))
 
 
-def _broadcast_in_lane(batch: Batch | None, names: list[str], leader: int, group) -> Batch:
-    """Every rank of a lane gets the batch of its leader."""
-    mine = dist.get_rank() == leader
-    buffer = to_bytes(batch, names) if mine else None
-    size = torch.tensor([len(buffer) if mine else 0], dtype=torch.int64, device=device.device())
-    dist.broadcast(size, leader, group=group)
-    if not mine:
+def broadcast_in_lane(batch: Batch | None, names: list[str], place: Place) -> Batch:
+    """Every rank of a lane gets the header and these fields of its leader's batch; others' batches are ignored."""
+    lane = place.lanes[place.lane]
+    if len(lane) == 1:
+        return batch
+    names = list(dict.fromkeys(HEADER + names))
+    buffer = to_bytes(batch, names) if place.is_leader else None
+    size = torch.tensor([len(buffer) if place.is_leader else 0], dtype=torch.int64, device=device.device())
+    dist.broadcast(size, lane[0], group=place.lane_group)
+    if not place.is_leader:
         buffer = torch.empty(int(size), dtype=torch.uint8, device=device.device())
-    dist.broadcast(buffer, leader, group=group)
+    dist.broadcast(buffer, lane[0], group=place.lane_group)
     return from_bytes(buffer, names)
 
 
@@ -93,10 +96,7 @@ def send(
     if here.is_leader or there.is_leader:
         group = world.leaders_group(source, destination)
         received = _exchange(batch if here.is_leader else None, there, names, owners[destination], group)
-    if not there.is_member:
-        return None
-    lane = there.lanes[there.lane]
-    return received if len(lane) == 1 else _broadcast_in_lane(received, names, lane[0], there.lane_group)
+    return broadcast_in_lane(received, names, there) if there.is_member else None
 
 
 def _exchange(batch: Batch | None, there, names: list[str], owners: Tensor, group) -> Batch:

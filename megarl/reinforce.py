@@ -3,51 +3,50 @@
 import argparse
 from collections.abc import Iterator
 
-from megarl.arguments import MODELS, Program, RoleSettings, Settings
+from megarl.arguments import Program, RoleSettings, Settings
 from megarl.checkpoint import folders, state
 from megarl.data.prompts import load_prompts
-from megarl.data.tokenizers import Tokenizer, build_tokenizer
 from megarl.errors import UsageError
 from megarl.evaluation import Best, Evaluation
 from megarl.mcore import model
 from megarl.observe.samples import SamplesWriter
 from megarl.observe.timers import Timers
-from megarl.rewards.build import build_reward
 from megarl.roles.actor import Actor
 from megarl.roles.critic import Critic
 from megarl.roles.experience import Experience
 from megarl.roles.flow import Flow
 from megarl.roles.reference import Reference
 from megarl.roles.replay import Replay
-from megarl.roles.reward import Reward
 from megarl.roles.rollout import Rollout
 from megarl.roles.sampling import Sampling
-from megarl.run import Run, check_common, check_scoring, create_world
+from megarl.run import Run, check_common, create_world, encoder_of
+from megarl.scoring import Scoring
 
+SAVED = ("actor", "critic", "reference")  # roles whose models a checkpoint holds: the reward role's are in their own
 SAMPLE_ROWS = 64  # of a step's responses in the samples file
 WAITING = "waiting.pt"  # groups of an unfinished batch, in a checkpoint's folder
 
 
 class Inputs:
-    """Prompts, tokenizer and reward, read and checked before any rank joins another."""
+    """Prompts, tokenizers and rewards, read and checked before any rank joins another."""
 
     def __init__(self, program: Program):
         s = program.settings
         check_common(program)
         _check_rollout(s, program.roles["rollout"])
         _check_replay(program)
-        self.tokenizer: Tokenizer = build_tokenizer(s.tokenizer_type, s.tokenizer_model)
+        encoder = encoder_of(program.roles["actor"], s)
+        self.tokenizer = encoder.tokenizer
         self.prompts = load_prompts(s.prompts, "--prompts")
-        self.tokens = self.prompts.encode(self.tokenizer, s.max_prompt_length)
+        self.tokens = self.prompts.encode(encoder, s.max_prompt_length)
         self.eval_prompts = load_prompts(s.eval_prompts, "--eval-prompts") if s.eval_prompts else None
-        self.eval_tokens = self.eval_prompts.encode(self.tokenizer, s.max_prompt_length) if self.eval_prompts else []
-        self.verifier = build_reward(s.reward)
-        check_scoring(program, *filter(None, (self.prompts, self.eval_prompts)))
+        self.eval_tokens = self.eval_prompts.encode(encoder, s.max_prompt_length) if self.eval_prompts else []
+        self.scoring = Scoring(program, *filter(None, (self.prompts, self.eval_prompts)))
         vocab = self.tokenizer.vocab_size
         self.pretrained = _check_pretrained(program, vocab)
         self.resume = None
         if s.load:
-            models = {name: program.roles[name].megatron for name in MODELS if name in program.roles}
+            models = {name: program.roles[name].megatron for name in SAVED if name in program.roles}
             shapes = {name: model.weight_shapes(name, args, vocab, resumes=True) for name, args in models.items()}
             self.resume = folders.check_resume(s.load, "train_rl", s.train_iters, shapes)
 
@@ -72,13 +71,14 @@ def _check_replay(program: Program):
 
 
 def _check_pretrained(program: Program, vocab_size: int) -> dict:
+    """Checkpoint of each role that starts from one; a critic may start from a reward model, which has its head."""
     found = {}
-    for name in filter(program.roles.get, MODELS):
+    for name in filter(program.roles.get, SAVED):
         args: argparse.Namespace = program.roles[name].megatron
         if args.pretrained_checkpoint:
-            flag = "--pretrained-checkpoint"
-            found[name] = folders.find(args.pretrained_checkpoint, flag)
-            folders.check_weights(found[name], flag, name, model.weight_shapes("actor", args, vocab_size))
+            sources = ("actor", "reward") if name == "critic" else ("actor",)
+            flag, path = "--pretrained-checkpoint", args.pretrained_checkpoint
+            found[name] = state.find_weights(path, flag, name, args, vocab_size, sources)
     return found
 
 
@@ -114,7 +114,7 @@ class Reinforcement(Run):
         vocab = self.tokenizer.vocab_size
         self.actor = Actor(s, roles["actor"], world["actor"], vocab, program.policy_loss, timers)
         self.critic = Critic(s, roles.get("critic"), world["critic"], vocab, timers)
-        self.reward = Reward(s, world["reward"], self.tokenizer, inputs.verifier, timers)
+        self.reward = inputs.scoring.role(world["reward"], self.tokenizer, timers)
         self.reference = Reference(s, roles.get("reference"), world["reference"], vocab, timers)
         self.experience = Experience(s, program.estimator, world["actor"], timers)
         trained = self.actor.learner.model if self.actor.learner else None
@@ -129,13 +129,10 @@ class Reinforcement(Run):
             self.evaluation = Evaluation(*writing, inputs.eval_prompts, inputs.eval_tokens, timers)
 
     def _warm_start(self):
-        learners = {"actor": self.actor.learner, "critic": self.critic.learner}
-        models = {name: learner.model for name, learner in learners.items() if learner}
-        if self.reference.model is not None:
-            models["reference"] = self.reference.model
-        for name, network in models.items():
-            if name in self.inputs.pretrained:
-                state.load_weights(self.inputs.pretrained[name], network, self.world[name].collection)
+        starting = {"actor": self.actor.learner, "critic": self.critic.learner, "reference": self.reference}
+        for name, folder in self.inputs.pretrained.items():
+            if self.world[name].is_member:
+                starting[name].start_from(folder)
 
     def batches(self) -> Iterator[tuple[int, Flow]]:
         """Number and data of each step that is left. Collective.
@@ -143,6 +140,7 @@ class Reinforcement(Run):
         A step whose batch could not be filled ends here: nothing is learnt, what it has waits for the next one.
         """
         for step in self.steps():
+            self.reward.begin()
             for role in self._measuring():
                 role.metrics = {}
             flow = self.sampling.fill(step)
@@ -152,14 +150,14 @@ class Reinforcement(Run):
                 yield step, flow
 
     def _measuring(self) -> list:
-        return [self.sampling, self.actor, self.critic, self.experience, self.rollout]
+        return [self.sampling, self.actor, self.critic, self.reference, self.experience, self.rollout]
 
     def finish(self, flow: Flow | None):
         """Ends a step: samples, evaluation, metrics, checkpoint; `flow` is None without a batch. Collective."""
         if flow is not None:
             self.experience.measure(flow)
         self._write_samples()
-        metrics = {name: value for role in self._measuring() for name, value in role.metrics.items()}
+        metrics = {name: value for role in (*self._measuring(), self.reward) for name, value in role.metrics.items()}
         s, is_best = self.settings, False
         if self.evaluation and self.is_due(s.eval_interval):
             found = self.evaluation.run()
@@ -175,6 +173,7 @@ class Reinforcement(Run):
     def close(self):
         """Ends the run: time line, report, and how far it got. Collective."""
         super().close()
+        self.reward.verifiers.close()
         if self._accuracy_after is not None:
             before = "" if self._accuracy_before is None else f"{self._accuracy_before:.4f} before, "
             print(f"held-out accuracy: {before}{self._accuracy_after:.4f} after {self.step} steps", flush=True)
@@ -199,9 +198,15 @@ class Reinforcement(Run):
             states["reference"] = self.reference.state()
         return states
 
+    def _moments(self) -> dict | None:
+        """The reward role's running moments, on rank 0. Collective."""
+        leader = self.world["reward"].is_leader
+        gathered = self.world.gather(self.reward.moments.state_dict() if leader else None)
+        return gathered and next(filter(None, gathered))
+
     def _save(self, kept_for: str):
         facts = self.facts("train_rl", self.tokenizer.vocab_size, self.sampling.order)
-        facts |= {"best": self.best.state_dict(), "kept_for": kept_for}
+        facts |= {"best": self.best.state_dict(), "kept_for": kept_for, "reward": self._moments()}
         with self.timers.phase("actor", "save"):
             waiting = self.sampling.waiting.to_bytes()
             files = {} if waiting is None else {WAITING: waiting}
@@ -213,6 +218,8 @@ class Reinforcement(Run):
         manifest = self.take_up(folder, self.sampling.order)
         if "best" in manifest:
             self.best.load_state_dict(manifest["best"])
+        if manifest.get("reward"):
+            self.reward.moments.load_state_dict(manifest["reward"])
         if (folder / WAITING).exists():
             self.sampling.waiting.from_bytes((folder / WAITING).read_bytes())
         if "critic" in loaded:

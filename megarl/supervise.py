@@ -55,8 +55,7 @@ class Supervision(Run, abc.ABC):
         self.order = PromptOrder(len(inputs.examples), self.settings.seed)
         self.metrics: dict[str, float] = {}
         if inputs.pretrained:
-            network, collection = self.learner.model, self.place.collection
-            state.load_weights(inputs.pretrained, network, collection, optimizer=self.learner.optimizer)
+            self.learner.start_from(inputs.pretrained)
         if inputs.resume:
             self._resume()
         self.open(resumed=bool(inputs.resume))

@@ -173,3 +173,12 @@ def test_command_line(tmp_path, capsys):
     _metrics_file(tmp_path, [{"step": 1, **FULL}])
     assert main([str(tmp_path)]) == 0
     assert capsys.readouterr().out.split() == [str(tmp_path / "report.png"), str(tmp_path / "report.html")]
+
+
+def test_terms_of_a_reward_have_lines_of_their_own(monkeypatch):
+    rows = [{**FULL, "step": step, "reward/model/mean": 1.5, "reward/m:f/mean": 0.5} for step in range(3)]
+    _, panels = _panel_texts(rows, monkeypatch)
+    labels = [text.get_text() for text in panels["Reward (mean ± standard deviation)"].get_legend().get_texts()]
+    assert labels == ["reward", "m:f", "model"]
+    alone = [{**FULL, "step": step, "reward/exact-match/mean": 0.5} for step in range(3)]
+    assert _panel_texts(alone, monkeypatch)[1]["Reward (mean ± standard deviation)"].get_legend() is None

@@ -121,6 +121,23 @@ def test_virtual_stages_want_a_multiple_of_the_pipeline(flags, expected):
     assert roles_of(flags)["critic"].microbatch_multiple == expected
 
 
+def test_roles_have_tokenizers_templates_and_offload_of_their_own():
+    judge = "--reward model --reward-model x --reward-tokenizer-type HuggingFaceTokenizer --reward-chat-template none"
+    roles = roles_of(f"{judge} --tokenizer-model y --chat-template z --offload --critic-offload false")
+    found = {name: (role.tokenizer_type[:4], role.tokenizer_model, role.chat_template, role.offload, role.has_model)
+             for name, role in roles.items() if name in ("actor", "critic", "reward")}  # fmt: skip
+    assert found == {"actor": ("Sent", "y", "z", True, True), "critic": ("Sent", "y", "z", False, True),
+                     "reward": ("Hugg", "y", "none", True, True)}  # fmt: skip
+    assert not roles_of("")["reward"].has_model
+    assert refusal("--critic-use-torch-fsdp2 --critic-offload").startswith("--critic-offload: not with --use-torch-fsd")
+
+
+@pytest.mark.parametrize("flag", ["--reward-num-layers 3", "--reward-offload", "--reward-tokenizer-model x"])
+def test_a_reward_role_of_verifiers_has_no_model_to_describe(flag):
+    assert "has no model" in refusal(flag)
+    assert roles_of("--reward-tensor-model-parallel-size 2")["reward"].megatron.data_parallel_size == 2
+
+
 # -- rollout -----------------------------------------------------------------------------------------------------
 
 

@@ -107,6 +107,14 @@ FLAGS = {
     "group of one": ("--advantage reinforce++-baseline --samples-per-prompt 1 --minibatch-size 6", 1,
                      ["--samples-per-prompt 1", "--advantage reinforce++-baseline"]),
     "unknown estimator": ("--advantage gea", 1, ["--advantage gea", "gae, grpo", "package.module:function"]),
+    "missing reward model": ("--reward model --reward-model no/such", 1, ["--reward-model no/such", "no such folder"]),
+    "missing reward tokenizer": ("--reward model --reward-model x --reward-tokenizer-model no/such", 1,
+                                 ["--reward-tokenizer-model no/such", "no such file"]),
+    "missing template": ("--chat-template no/such.jinja", 1, ["--chat-template no/such.jinja"]),
+    "flag of a model that is not there": ("--reward-num-layers 3", 1, ["--reward-num-layers", "no model"]),
+    "weights of the reward model": ("--reward model --reward-model x --reward-pretrained-checkpoint y", 1,
+                                    ["--reward-pretrained-checkpoint", "--reward-model"]),
+    "pattern without an end": ("--reward regex --reward-pattern (", 1, ["--reward-pattern ("]),
     "missing config": ("--config no/such.yaml", 1, ["--config no/such.yaml"]),
 }  # fmt: skip
 
@@ -128,6 +136,11 @@ def test_only_rank_0_speaks(tmp_path):
 def test_a_check_of_right_input_says_nothing_and_joins_nobody(tmp_path):
     flags = f"--check --actor-tensor-model-parallel-size 2 --role-map {DISJOINT.format(3)}"
     assert launch(tmp_path, rl_argv(tmp_path / "run", flags), size=4) == (0, "", "")
+
+
+def test_a_policy_is_no_reward_model(checkpoint, tmp_path):
+    flags = f"--reward model --reward-model {checkpoint}"
+    assert "holds a policy" in refusal(launch(tmp_path, rl_argv(tmp_path / "run", flags)))
 
 
 # -- files -------------------------------------------------------------------------------------------------------

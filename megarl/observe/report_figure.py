@@ -1,6 +1,7 @@
 """The figure of a run's report: panels drawn from the lines of metrics.jsonl."""
 
 import io
+import re
 from math import ceil, floor, log10
 
 from megarl.observe import report_router
@@ -9,6 +10,8 @@ from megarl.observe.report_axes import GREY, legend, line, not_recorded, series,
 REWARD, ACCURACY, KL, LENGTH, ACTOR, CRITIC, GAP = (
     "tab:blue", "tab:green", "tab:purple", "tab:brown", "tab:blue", "tab:orange", "tab:red"
 )  # fmt: skip
+TERM = re.compile("reward/(.+)/mean")  # value of a term of --reward, before its weight
+TERMS = ("tab:green", "tab:orange", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")
 
 
 def draw_report(rows: list[dict], title: str) -> bytes:
@@ -56,7 +59,12 @@ def _reward(axes, rows: list[dict]) -> None:
         [row["reward/mean"] + row["reward/std"] for row in both],
         color=REWARD, alpha=0.15, linewidth=0,
     )  # fmt: skip
-    line(axes, rows, "reward/mean", REWARD)
+    lines = [line(axes, rows, "reward/mean", REWARD, "reward")]
+    terms = sorted({name for row in rows for name in row if TERM.fullmatch(name)})
+    for name, color in zip(terms, TERMS, strict=False) if len(terms) > 1 else ():
+        lines.append(line(axes, rows, name, color, TERM.fullmatch(name)[1], "--"))
+    if len(lines) > 1:
+        legend(axes, lines)
 
 
 def _accuracy(axes, rows: list[dict]) -> None:
@@ -107,7 +115,10 @@ def _length(axes, rows: list[dict]) -> None:
 
 def _losses(axes, rows: list[dict]) -> None:
     set_title(axes, "Losses")
-    curves = [("actor", "actor/loss", ACTOR), ("critic", "critic/loss", CRITIC)]
+    curves = [
+        ("actor", "actor/loss", ACTOR), ("critic", "critic/loss", CRITIC), ("training", "sft/loss", ACTOR),
+        ("training", "reward/loss", ACTOR), ("held out", "eval/loss", CRITIC),
+    ]  # fmt: skip
     present = [curve for curve in curves if series(rows, curve[1])[0]]
     if not present:
         return not_recorded(axes)

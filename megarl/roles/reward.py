@@ -1,43 +1,126 @@
-"""The reward role: scores responses with a verifier, each lane its own."""
+"""The reward role: scores responses with verifiers and a reward model, each lane its own."""
 
 import dataclasses
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from megarl.algorithms.normalization import RunningMoments, clip
 from megarl.algorithms.shaping import overlong_penalty
 from megarl.arguments import Settings
 from megarl.batch import Batch
-from megarl.data.prompts import PromptSet
+from megarl.data.prompts import Prompt, PromptSet
 from megarl.data.tokenizers import Tokenizer
 from megarl.observe.timers import Timers
-from megarl.rewards.base import Reward as Verifier
 from megarl.rewards.base import Sample, Score
+from megarl.rewards.build import Verifiers
+from megarl.rewards.composition import compose
+from megarl.rewards.expression import MODEL, Term
 from megarl.roles.flow import Flow
+from megarl.roles.judge import Judge
+from megarl.roles.reward_metrics import Tally
 from megarl.world import Place
 
 
 class Reward:
-    """Scores text; keeps the rows of the samples file of the last call."""
+    """Scores text; keeps the rows of the samples file of the last call.
+
+    The leader of each lane reads and scores the lane's responses; a reward model runs on all ranks.
+    """
 
     name = "reward"
 
-    def __init__(self, settings: Settings, place: Place, tokenizer: Tokenizer, verifier: Verifier, timers: Timers):
-        self.settings, self.place, self.timers = settings, place, timers
-        self.tokenizer, self.verifier = tokenizer, verifier
+    def __init__(
+        self, settings: Settings, terms: tuple[Term, ...], place: Place, tokenizer: Tokenizer, verifiers: Verifiers,
+        judge: Judge | None, timers: Timers,
+    ):  # fmt: skip
+        """`tokenizer`: the policy's. `judge`: of a run whose `terms` name the model, on the role's ranks."""
+        self.settings, self.terms, self.place, self.timers = settings, terms, place, timers
+        self.tokenizer, self.verifiers, self.judge = tokenizer, verifiers, judge
+        self.moments = RunningMoments()  # of the model's scores of text to learn from
         self.rows: list[dict] = []
+        self.begin()
 
-    def score(self, flow: Flow, prompts: PromptSet):
-        """Fills `scores` and `correct` where the sampling has not done it already."""
+    def begin(self):
+        """Starts a step: nothing is measured yet."""
+        self._tally = Tally(self.place, self.terms)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the step's text to learn from, term by term."""
+        return self._tally.metrics() | (self.judge.metrics() if self.judge else {})
+
+    def prepare(self, prompts: PromptSet, lines: list[int]):
+        """Reads prompts that are about to be answered; where the role has ranks of its own, while others write."""
+        if self.judge:
+            with self.timers.phase(self.name, "read"):
+                self.judge.prepare([prompts[line] for line in dict.fromkeys(lines)])
+
+    def score(self, flow: Flow, prompts: PromptSet, learnt: bool = True):
+        """Fills `scores` and `correct` where the sampling has not done it already.
+
+        `learnt`: text to learn from. Other text leaves the running moments alone and gets the model's score as it is.
+
+        Raises:
+            RuntimeError: a verifier failed on a larger share of all lanes' samples than `--reward-max-failures`.
+        """
         if not self.place.is_member or flow[self.name].scores is not None:
             return
         with self.timers.phase(self.name, "score"):
             batch = flow[self.name]
-            samples = self._samples(batch, prompts)
-            scores = self._shaped([self.verifier(sample) for sample in samples], batch)
-            batch.scores = torch.tensor([s.reward for s in scores], dtype=torch.float32, device=batch.tokens.device)
-            batch.correct = torch.tensor([s.correct for s in scores], dtype=torch.bool, device=batch.tokens.device)
-            self.rows = [self._row(*item) for item in zip(batch.sequence_ids.tolist(), samples, scores,
-                                                          batch.response_lengths.tolist(), strict=True)]  # fmt: skip
+            texts = self._texts(batch, prompts) if self.place.is_leader else None
+            judged = self._judged(texts, batch, flow.count, learnt)
+            found = torch.zeros(len(batch), 2, dtype=torch.float64, device=batch.tokens.device)
+            if self.place.is_leader:
+                scores = self._scores(texts, judged, batch, flow.count, learnt)
+                told = [(score.reward, score.correct) for score in scores]
+                found[:] = torch.tensor(told, dtype=found.dtype).reshape(len(batch), 2)
+            if len(self.place.lanes[self.place.lane]) > 1:
+                dist.broadcast(found, self.place.lanes[self.place.lane][0], group=self.place.lane_group)
+            batch.scores, batch.correct = found[:, 0].float(), found[:, 1] > 0
+
+    def _texts(self, batch: Batch, prompts: PromptSet) -> list[tuple[Prompt, str]]:
+        pieces = zip(batch.tokens.cpu().split(batch.lengths.tolist()), batch.prompt_lengths.tolist(), strict=True)
+        responses = [self.tokenizer.decode(tokens[start:].tolist()) for tokens, start in pieces]
+        return list(zip((prompts[line] for line in batch.prompt_ids.tolist()), responses, strict=True))
+
+    def _judged(self, texts, batch: Batch, count: int, learnt: bool) -> Tensor | None:
+        """[2, N] the model's scores of the lane's responses, as they are and as they count. Collective."""
+        if not self.judge:
+            return None
+        members = self.judge.scores(texts)
+        raw = self.judge.combined(members)
+        if learnt:
+            self._tally.add_ensemble(members, self.judge.cut)
+        counts = raw
+        if learnt and self.settings.reward_normalize:
+            self.moments.update(self._of_step(raw, batch, count))
+            counts = self.moments.normalize(raw)
+        return torch.stack([raw, clip(counts, self.settings.reward_clip) if learnt else counts])
+
+    def _of_step(self, values: Tensor, batch: Batch, count: int) -> Tensor:
+        """[N] of this lane -> [count] of all lanes, in the order of the sequences; exactly: one adds, others add 0."""
+        found = torch.zeros(count, dtype=torch.float64, device=values.device)
+        found[batch.sequence_ids] = values
+        return self.place.sum_over_lanes(found)
+
+    def _scores(self, texts, judged: Tensor | None, batch: Batch, count: int, learnt: bool) -> list[Score]:
+        """Scores of the lane's responses; a collective of the lanes' leaders."""
+        samples, places = self._samples(texts, batch), range(len(batch))
+        columns = self.verifiers.score(samples)
+        self._tally.check_failures(self.verifiers.failures, count, self.settings.reward_max_failures)
+        values = {name: [score.reward for score in column] for name, column in columns.items()}
+        if judged is not None:
+            values[MODEL], counts = judged.tolist()
+            columns[MODEL] = [Score(x, plain > 0) for x, plain in zip(counts, values[MODEL], strict=True)]
+        if learnt:
+            self._tally.add(values)
+        scores = [compose(self.terms, {name: column[i] for name, column in columns.items()}) for i in places]
+        scores = self._shaped(scores, batch)
+        told = [{name: column[i] for name, column in values.items()} for i in places]
+        self.rows = [_row(*item) for item in zip(batch.sequence_ids.tolist(), samples, scores, told, strict=True)]
+        return scores
 
     def _shaped(self, scores: list[Score], batch: Batch) -> list[Score]:
         """The scores with the penalty of `--overlong-buffer` as a part of their own."""
@@ -49,27 +132,28 @@ class Reward:
         )
         return [_with_part(*item) for item in zip(scores, penalties.tolist(), strict=True)]
 
-    def _samples(self, batch, prompts: PromptSet) -> list[Sample]:
-        responses = zip(batch.tokens.cpu().split(batch.lengths.tolist()), batch.prompt_lengths.tolist(), strict=True)
-        texts = [self.tokenizer.decode(tokens[start:].tolist()) for tokens, start in responses]
-        found = zip(batch.prompt_ids.tolist(), texts, batch.finished.tolist(), strict=True)
+    def _samples(self, texts: list[tuple[Prompt, str]], batch: Batch) -> list[Sample]:
+        found = zip(texts, batch.finished.tolist(), batch.response_lengths.tolist(), strict=True)
         return [
-            Sample(prompts[i].prompt, text, prompts[i].answer, prompts[i].metadata, done) for i, text, done in found
+            Sample(prompt.text, response, prompt.answer, prompt.metadata, done, prompt.conversation, tokens)
+            for (prompt, response), done, tokens in found
         ]
 
-    def _row(self, number: int, sample: Sample, score, length: int) -> dict:
-        return {
-            "sequence": number,
-            "prompt": sample.prompt,
-            "response": sample.response,
-            "answer": sample.answer,
-            "reward": score.reward,
-            "correct": score.correct,
-            "reward_parts": score.parts,
-            "extracted": score.extracted,
-            "length": length,
-            "finished": sample.finished,
-        }
+
+def _row(number: int, sample: Sample, score: Score, values: dict[str, float]) -> dict:
+    return {
+        "sequence": number,
+        "prompt": sample.prompt,
+        "response": sample.response,
+        "answer": sample.answer,
+        "reward": score.reward,
+        "correct": score.correct,
+        "reward_parts": score.parts,
+        "reward_values": values,
+        "extracted": score.extracted,
+        "length": sample.tokens,
+        "finished": sample.finished,
+    }
 
 
 def _with_part(score: Score, penalty: float) -> Score:

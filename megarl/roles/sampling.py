@@ -98,10 +98,11 @@ class Sampling:
     def _write(self, prompts: list[Drawn], step: int, tally: Tally) -> Batch | None:
         """This rank's share of the responses to these prompts."""
         samples = self.settings.samples_per_prompt
+        self.reward.prepare(self.prompts, [drawn.line for drawn in prompts])
         batch = self.rollout.generate(prompts, samples, step)
         if self.settings.greedy_baseline:
             greedy = self.rollout.generate(prompts, 1, step, temperature=0)
-            scores = self._verdicts(greedy, len(prompts), 1)[:, 0, 0].float()
+            scores = self._verdicts(greedy, len(prompts), 1, learnt=False)[:, 0, 0].float()
             if batch is not None:
                 batch.baseline_scores = scores[batch.sequence_ids // samples]
                 tally.tokens += int(greedy.response_mask.sum())
@@ -109,12 +110,12 @@ class Sampling:
             tally.tokens += int(batch.response_mask.sum())
         return batch
 
-    def _verdicts(self, batch: Batch | None, groups: int, samples: int) -> Tensor:
+    def _verdicts(self, batch: Batch | None, groups: int, samples: int, learnt: bool = True) -> Tensor:
         """[groups, samples, 2] float64 scores and verdicts of a round's responses, on every rank. Collective."""
         count = groups * samples
         flow = Flow(self.world, self.timers, lanes.dealt(self.world, count, samples), batch)
         flow.share(["reward"])
-        self.reward.score(flow, self.prompts)
+        self.reward.score(flow, self.prompts, learnt)
         found = torch.zeros(count, 2, dtype=torch.float64, device=device.device())
         if self.world["reward"].is_leader:
             scored = flow["reward"]

@@ -1,0 +1,98 @@
+"""A reward model, or an ensemble of them: reads what was written with its own template and tokenizer, and scores it."""
+
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megarl import exchange
+from megarl.algorithms.normalization import combine
+from megarl.arguments import RoleSettings, Settings
+from megarl.batch import Batch
+from megarl.checkpoint import state
+from megarl.data.conversations import Encoder
+from megarl.data.prompts import Prompt
+from megarl.mcore import device, model, offload
+from megarl.mcore.offload import Offload
+from megarl.observe.timers import Timers
+from megarl.roles import microbatches as mb
+from megarl.roles.learner import evaluate
+from megarl.roles.routes import Routes
+from megarl.world import Place
+
+READ = ["tokens"]  # of a batch of texts, beside their numbers and lengths
+
+
+class Judge:
+    """Frozen models with a scalar head over the ranks of the reward role, in whatever layout it has."""
+
+    def __init__(
+        self, settings: Settings, role: RoleSettings, place: Place, encoder: Encoder, folders: list[Path],
+        timers: Timers,
+    ):  # fmt: skip
+        """Builds a model for each folder, with its weights. A collective of the role.
+
+        `folders`: checkpoints of train_reward, checked.
+        """
+        self.settings, self.role, self.place, self.encoder = settings, role, place, encoder
+        self.cut = 0  # texts of the last call, on this lane, that had to be cut
+        self.members = []
+        for folder in folders:
+            vocab = encoder.tokenizer.vocab_size
+            stages = model.build_frozen(role.megatron, vocab, place.collection, value_head=True)
+            state.load_weights(folder, stages, place.collection)
+            routes = Routes(role, place, stages)
+            away = offload.of_frozen(stages) if role.offload else Offload({})
+            away.timed = functools.partial(timers.phase, role.name, "offload")
+            self.members.append((stages, routes, away))
+
+    def prepare(self, prompts: list[Prompt]):
+        """Encodes prompts ahead of their responses, while other ranks write these."""
+        for prompt in prompts if self.place.is_leader else ():
+            self.encoder.prompt(prompt)
+
+    def scores(self, texts: list[tuple[Prompt, str]] | None) -> Tensor:
+        """[K, N] fp64 scores of the lane's texts by each model, on every rank of the lane. A collective of the role.
+
+        `texts`: prompts and responses, on the lane's leader; it tokenizes them once for all.
+        """
+        batch = exchange.broadcast_in_lane(self._read(texts), READ, self.place)
+        return torch.stack([self._scores(batch, *member) for member in self.members])
+
+    def _read(self, texts: list[tuple[Prompt, str]] | None) -> Batch | None:
+        if texts is None:
+            return None
+        read = self.encoder.scored_batch(texts, self.role.megatron.seq_length)
+        self.cut = sum(cut > 0 for _, cut in read)
+        batch = Batch(
+            sequence_ids=torch.arange(len(read)),
+            lengths=torch.tensor([len(ids) for ids, _ in read], dtype=torch.int64),
+            tokens=torch.tensor([token for ids, _ in read for token in ids], dtype=torch.int64),
+        )
+        return batch.to(device.device())
+
+    def _scores(self, batch: Batch, stages: model.Stages, routes: Routes, away: Offload) -> Tensor:
+        parts = mb.of_role(batch, torch.arange(len(batch)), self.role, self.place)
+        routes.attach(batch, parts)
+        with away.present("weights"):
+            results = evaluate(stages, parts, _forward, self.place.collection)
+        routes.collect(parts, trained=False)
+        found = torch.zeros(len(batch), dtype=torch.float64, device=batch.tokens.device)
+        for scores, places in results:
+            if len(places):
+                found[places] = scores.double()
+        return found
+
+    def metrics(self) -> dict[str, int]:
+        """Host memory of offloaded models."""
+        found = [away.metrics(self.role.name) for _, _, away in self.members]
+        return {name: sum(each[name] for each in found) for name in found[0]}
+
+    def combined(self, scores: Tensor) -> Tensor:
+        """[K, N] -> [N] by `--reward-ensemble`."""
+        return combine(scores, self.settings.reward_ensemble)
+
+
+def _forward(chunk, part: Batch) -> Tensor:
+    return model.sequence_scores(chunk, part.tokens, part.lengths, part.routing)

@@ -1,0 +1,45 @@
+"""Running moments against torch on all values at once, clipping, ensembles."""
+
+import json
+
+import pytest
+import torch
+
+from megarl.algorithms.normalization import RunningMoments, clip, combine
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e6])
+def test_moments_of_batches_are_those_of_all_values(offset):
+    values, moments = torch.randn(1000, dtype=torch.float64, generator=torch.manual_seed(3)) * 3 + offset, RunningMoments()
+    for part in values.split([1, 0, 2, 500, 497]):
+        moments.update(part)
+    assert moments.count == 1000
+    assert moments.mean == pytest.approx(float(values.mean()), rel=1e-14)
+    assert moments.deviation == pytest.approx(float(values.std()), rel=1e-9)
+    normal = moments.normalize(values)
+    assert abs(float(normal.mean())) < 1e-8 and float(normal.std()) == pytest.approx(1.0, rel=1e-9)
+
+
+def test_equal_values_become_zero():
+    moments = RunningMoments()
+    assert moments.deviation == 0.0
+    moments.update(torch.full((5,), 0.1))
+    assert moments.normalize(torch.full((2,), 0.1)).tolist() == [0.0, 0.0]
+
+
+def test_a_file_keeps_moments_to_the_last_bit():
+    first, second = RunningMoments(), RunningMoments()
+    first.update(torch.rand(7))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    more = torch.rand(5)
+    first.update(more)
+    second.update(more)
+    assert vars(first) == vars(second)
+
+
+def test_clip_and_ensembles():
+    scores = torch.tensor([[1.0, -4.0], [3.0, 2.0]])
+    assert clip(scores, 2.5).tolist() == [[1.0, -2.5], [2.5, 2.0]] and clip(scores, None) is scores
+    assert combine(scores, "mean").tolist() == [2.0, -1.0] and combine(scores, "min").tolist() == [1.0, -4.0]
+    with pytest.raises(ValueError, match="'max'"):
+        combine(scores, "max")
