@@ -34,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def vocabulary(chosen, settings) -> int:
-    """Tokens of the vocabulary, from `--vocab-size` or the tokenizer."""
+    """Tokens of the vocabulary, from `--vocab-size` or the tokenizer of the settings or of a role."""
     if chosen.vocab_size is None and not settings.tokenizer_model:
         raise UsageError("--vocab-size is missing: it has no default without --tokenizer-model")
     return chosen.vocab_size or build_tokenizer(settings.tokenizer_type, settings.tokenizer_model).vocab_size
@@ -67,7 +67,10 @@ def main(argv: list[str]):
     with fake.world(chosen.world_size):
         program = arguments.parse(rest, chosen.world_size)
     check(chosen, program)
-    plan = summary.make_plan(program, chosen.world_size, vocabulary(chosen, program.settings))
+    sizes = [vocabulary(chosen, program.settings)]
+    if program.roles["reward"].has_model:
+        sizes.append(vocabulary(chosen, program.roles["reward"]))
+    plan = summary.make_plan(program, chosen.world_size, *sizes)
     print(table.text(plan))
     if chosen.json:
         Path(chosen.json).write_text(json.dumps(table.data(plan), indent=2), encoding="utf-8")

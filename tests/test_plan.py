@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megarl import arguments, plan, world
 from megarl.errors import UsageError
 from megarl.mcore import fake
+from megarl.mcore.model import padded_vocab_size
 from megarl.planning import suggest, summary
 from tests.tiny_models import LENGTHS, SHAPES
 
@@ -178,6 +179,19 @@ def test_a_greedy_baseline_costs_writing_and_no_critic_costs_nothing(tmp_path):
     assert reinforce[1] == remax[1] < ppo[1]
 
 
+def test_a_reward_model_is_a_critic_that_never_learns():
+    judged = ["--reward", "model", "--reward-model", "one,two", "--reward-max-length", "40"]
+    with fake.world(4):
+        program = arguments.parse([*SMALL[2:], *judged], 4)
+    found = summary.make_plan(program, 4, 20).roles
+    larger = summary.make_plan(program, 4, 20, 2000).roles["reward"]
+    reward, critic = found["reward"], found["critic"]
+    assert reward.parameters == critic.parameters and reward.largest.weights == 2 * critic.largest.weights
+    assert reward.largest.gradients == reward.largest.optimizer == reward.largest.logits == 0
+    rows = [padded_vocab_size(program.roles["reward"].megatron, size) for size in (20, 2000)]
+    assert larger.parameters.total - reward.parameters.total == 64 * (rows[1] - rows[0]) > 0
+
+
 WRONG = {
     "no world": ([], "--world-size"),
     "empty world": (["--world-size", "0"], "--world-size 0: allowed is a number above 0"),
@@ -186,11 +200,13 @@ WRONG = {
                "critic: --num-layers 2: allowed is a multiple of --pipeline-model-parallel-size 4"),
     "rank outside": (["--world-size", "4", *SMALL, "--role-map", "actor=0-4;critic=0;reward=0;reference=0"], "rank 4"),
     "unknown flag": (["--world-size", "4", *SMALL, "--worldsize", "5"], "--worldsize: unknown flag"),
-    "cap": (["--world-size", "4", *SMALL, "--critic-max-tokens-per-microbatch", "47"], "critic: --max-tokens-per"),
+    "cap": (["--world-size", "4", *SMALL, "--critic-max-tokens-per-microbatch", "47"], "--critic-max-tokens-per"),
     "layout to choose": (["--world-size", "4", *SMALL, "--suggest", "--tensor-model-parallel-size", "2"],
                          "--tensor-model-parallel-size: --suggest chooses it"),
     "map to choose": (["--world-size", "4", *SMALL, "--suggest", "--role-map", "actor=0;critic=1;reward=2;reference=3"],
                       "--role-map: --suggest chooses it"),
+    "reward model to place": (["--world-size", "4", *SMALL, "--suggest", "--reward", "model", "--reward-model", "x"],
+                              "--suggest places no reward models"),
     "no memory": (["--world-size", "4", *SMALL, "--suggest", "--gpu-memory-gb", "0.0001"], "--gpu-memory-gb 0.0001"),
     "file of suggestions": (["--world-size", "4", *SMALL, "--suggest", "--json", "x"], "--json x: none with --suggest"),
     "GPU of a plan": (["--world-size", "4", *SMALL, "--gpu-memory-gb", "40"], "--gpu-memory-gb 40.0: only with --sug"),

@@ -12,6 +12,7 @@ from megarl.mcore.flags import parallel_sizes
 from megarl.mcore.layers import moe_layers
 from megarl.mcore.model import padded_vocab_size
 from megarl.mcore.tensor_parallel import row_chunks
+from megarl.planning.parameters import SCALAR_HEAD
 
 PIECES = 1.2
 
@@ -110,7 +111,7 @@ def of_stage(args, stage: int, kind: str, tokens: int, microbatches: int, fused:
     last = stage == args.pipeline_model_parallel_size - 1
     if kind not in ("train", "value"):
         return int(max((of_layer(args, kinds[i], tokens, fused) for chunk in chunks for i in chunk), default=0))
-    sizes = [of_chunk(args, c, tokens, last and c == chunks[-1], kind == "value", fused) for c in chunks]
+    sizes = [of_chunk(args, c, tokens, last and c == chunks[-1], kind in SCALAR_HEAD, fused) for c in chunks]
     kept = in_flight(args, stage, microbatches) * sum(kept for kept, _ in sizes) / len(sizes)
     return int(kept + max(working for _, working in sizes))
 
@@ -119,7 +120,7 @@ def of_logits(args, vocab_size: int, kind: str, tokens: int) -> int:
     """Bytes of the chunk of logits that is alive: two fp32 buffers of C·V/t, one of b bytes, and, when training, the
     fp32 gradient of the head, V/t·H.
     """
-    if kind == "value":
+    if kind in SCALAR_HEAD:
         return 0
     columns = padded_vocab_size(args, vocab_size) // parallel_sizes(args).tensor
     rows = row_chunks(max(tokens // args.context_parallel_size, 4), columns)[0]

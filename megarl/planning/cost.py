@@ -67,7 +67,7 @@ def price(role, kind: str, model: Model, step: traffic.Step, node: int, max_requ
     count = step.microbatches(lanes, role.max_tokens_per_microbatch)
     bubble = 1 + (sizes.pipeline - 1) / count
     score = forward * bubble + _links(args, tokens, 1, 0, node, ranks)
-    if kind == "score":
+    if kind in ("score", "judge"):
         return Price(score=score)
     score = 0.0 if kind == "train" and step.on_policy else score
     again = step.epochs if args.recompute_granularity == "full" else 0

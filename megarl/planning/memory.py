@@ -11,7 +11,7 @@ import numpy as np
 
 from megarl.mcore.flags import parallel_sizes
 from megarl.planning import activations
-from megarl.planning.parameters import Weight, is_half, stage_weights
+from megarl.planning.parameters import SCALAR_HEAD, Weight, is_half, stage_weights
 
 GIB = 2**30
 ALIGNMENT, BUCKET_ALIGNMENT = 64, 128  # elements to which the distributed optimizer pads weights and buckets
@@ -173,13 +173,14 @@ def stage_memory(role, vocab_size: int, kind: str, tokens: int, microbatches: in
 
     Args:
         role: its RoleSettings; a role that another hosts has that one's weights, and none of its own.
-        kind: 'train', 'value' (trains a scalar head), 'score' (forward alone) or 'write' (rollout).
+        kind: 'train', 'value' (trains a scalar head), 'score' (forward alone), 'judge' (that with a scalar head) or
+            'write' (rollout).
         tokens: most that go through the model at a time.
         microbatches: of an update, on each lane.
         kv_cache: bytes of the rollout's cache on these ranks.
     """
     args, away = role.megatron, _away(role, kind)
-    found, stages = [], stage_weights(args, vocab_size, kind == "value")
+    found, stages = [], stage_weights(args, vocab_size, kind in SCALAR_HEAD)
     for stage, chunks in enumerate(stages):
         moving = activations.of_stage(args, stage, kind, tokens, microbatches)
         logits = activations.of_logits(args, vocab_size, kind, tokens) if stage == len(stages) - 1 else 0

@@ -15,6 +15,9 @@ from megarl.mcore.layers import moe_layers
 from megarl.mcore.model import padded_vocab_size
 
 
+SCALAR_HEAD = ("value", "judge")  # kinds of models whose head gives one number, as `memory.stage_memory` names kinds
+
+
 class Weight(NamedTuple):
     """One parameter tensor of a rank: its first dimension, its elements, and how it is kept and reduced."""
 

@@ -17,7 +17,7 @@ from megarl.mcore.flags import parallel_sizes
 from megarl.planning import summary, traffic
 from megarl.planning.cost import Model, Price, price
 from megarl.planning.memory import GIB
-from megarl.planning.parameters import counts
+from megarl.planning.parameters import SCALAR_HEAD, counts
 from megarl.role_flags import ROLES
 
 ROOM = 0.8  # of a GPU's memory: the rest is left to what no estimate sees
@@ -56,9 +56,9 @@ class Search:
         self.argv, self.program, self.vocab_size = argv, program, vocab_size
         self.limit, self.node, self.step = memory * 1e9 * ROOM, node, traffic.step_of(program.settings)
         self.models = {
-            kind: Model(*counts(program.roles[name].megatron, vocab_size, kind == "value"))
+            kind: Model(*counts(program.roles[name].megatron, vocab_size, kind in SCALAR_HEAD))
             for name, kind in summary.KINDS.items()
-            if name in program.roles
+            if name in program.roles and program.roles[name].has_model
         }
         self._blocks: dict[tuple, Block | None] = {}
 
@@ -208,6 +208,8 @@ def _check_free(program):
     """The search chooses layouts: flags that name one must not be given."""
     if program.settings.role_map is not None:
         raise UsageError("--role-map: --suggest chooses it; leave it out")
+    if program.roles["reward"].has_model:
+        raise UsageError("--reward model: --suggest places no reward models; plan a role map of your own")
     for role in program.roles.values():
         given = [name for name in CHOSEN if getattr(role.megatron, name) != 1]
         given += ["sequence_parallel"] * role.megatron.sequence_parallel

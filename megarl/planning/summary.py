@@ -1,6 +1,6 @@
 """The plan of a role map: every role's sizes, parameters, memory and traffic, and what the ranks hold together."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import numpy as np
@@ -12,10 +12,10 @@ from megarl.mcore.flags import parallel_sizes
 from megarl.mcore.model import padded_vocab_size
 from megarl.planning import traffic
 from megarl.planning.memory import GIB, Memory, stage_memory
-from megarl.planning.parameters import Totals, totals
+from megarl.planning.parameters import SCALAR_HEAD, Totals, totals
 
-# What each role does with its model; the reward role scores text with a verifier and holds none.
-KINDS = {"actor": "train", "critic": "value", "reference": "score", "rollout": "write"}
+# What each role does with its model, where it has one: a reward role of verifiers alone has none.
+KINDS = {"actor": "train", "critic": "value", "reward": "judge", "reference": "score", "rollout": "write"}
 PREFILL = 4096  # tokens that the rollout engine takes at a time, at least
 
 
@@ -62,15 +62,18 @@ class Plan:
     weights_to_rollout: int
 
 
-def make_plan(program, world_size: int, vocab_size: int) -> Plan:
+def make_plan(program, world_size: int, vocab_size: int, reward_vocab_size: int | None = None) -> Plan:
     """The plan of a parsed program; its groups have been created on a pretended rank of every role. No GPU is asked.
+
+    `reward_vocab_size`: of a reward model with a tokenizer of its own.
 
     Raises:
         RuntimeError: a group with other members than its sizes say, which would be a bug.
     """
     places = create_groups(program.roles, world_size)
     step = traffic.step_of(program.settings)
-    roles = {name: _role(role, program.settings, vocab_size, step) for name, role in program.roles.items()}
+    sizes = dict.fromkeys(program.roles, vocab_size) | {"reward": reward_vocab_size or vocab_size}
+    roles = {name: _role(role, program.settings, sizes[name], step) for name, role in program.roles.items()}
     return Plan(
         world_size=world_size,
         vocab_size=vocab_size,
@@ -114,7 +117,7 @@ def _check_groups(role, place, rank: int):
 
 
 def _role(role, settings, vocab_size: int, step: traffic.Step) -> RolePlan:
-    args, kind = role.megatron, KINDS.get(role.name)
+    args, kind = role.megatron, _kind(role)
     sizes, ranks = parallel_sizes(args), len(role.ranks)
     shown = {
         "tensor": sizes.tensor, "pipeline": sizes.pipeline, "virtual": args.virtual_pipeline_model_parallel_size or 1,
@@ -126,21 +129,29 @@ def _role(role, settings, vocab_size: int, step: traffic.Step) -> RolePlan:
     if kind is None:
         return RolePlan(role.name, role.ranks, role.host, shown, None, stages, 0, {})
     count = step.microbatches(sizes.data(ranks), role.max_tokens_per_microbatch) if kind in ("train", "value") else 0
+    if kind == "judge":  # it reads other tokens of the same text
+        step = replace(step, prompt=max(args.seq_length - step.response, 0))
     moved = traffic.within_role(role, kind, vocab_size, step)
-    counted = totals(args, vocab_size, kind == "value")
+    counted = totals(args, vocab_size, kind in SCALAR_HEAD)
     return RolePlan(role.name, role.ranks, role.host, shown, counted, stages, count, moved)
+
+
+def _kind(role) -> str | None:
+    return KINDS[role.name] if role.has_model else None
 
 
 def memory_of(role, settings, vocab_size: int) -> list[Memory]:
     """Memory of a role on the ranks of each of its pipeline stages; nothing where it holds no model."""
-    kind, step, tokens, cache = KINDS.get(role.name), traffic.step_of(settings), role.max_tokens_per_microbatch, 0
+    kind, step, tokens, cache = _kind(role), traffic.step_of(settings), role.max_tokens_per_microbatch, 0
     sizes = parallel_sizes(role.megatron)
     if kind is None:
         return [Memory()] * sizes.pipeline
     if kind == "write":
         cache, tokens = int(settings.rollout_buffer_gb * GIB), max(step.prompt + step.response, PREFILL)
     count = step.microbatches(sizes.data(len(role.ranks)), role.max_tokens_per_microbatch)
-    return stage_memory(role, vocab_size, kind, tokens, count, cache)
+    found = stage_memory(role, vocab_size, kind, tokens, count, cache)
+    models = len(settings.reward_model.split(",")) if kind == "judge" else 1  # an ensemble has one beside the other
+    return [replace(memory, weights=models * memory.weights) for memory in found]
 
 
 def rank_sets(held: dict[str, tuple[range, list[Memory]]], world_size: int) -> list[RankSet]:

@@ -17,7 +17,7 @@ from megarl.mcore.flags import parallel_sizes
 from megarl.mcore.layers import moe_layers
 from megarl.mcore.model import padded_vocab_size
 from megarl.planning.memory import buffers, plain_bytes, sharded_bytes
-from megarl.planning.parameters import stage_weights
+from megarl.planning.parameters import SCALAR_HEAD, stage_weights
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def gradients(role, kind: str, vocab_size: int, step: Step, forwards: int, backw
     Tied embeddings of a pipeline's first and last stage are summed besides.
     """
     args = role.megatron
-    stages, size = stage_weights(args, vocab_size, kind == "value"), parallel_sizes(args)
+    stages, size = stage_weights(args, vocab_size, kind in SCALAR_HEAD), parallel_sizes(args)
     dense = size.data(len(role.ranks)) * size.context
     total, in_fp32 = 0.0, args.accumulate_allreduce_grads_in_fp32
     for number, chunks in enumerate(stages):
