@@ -15,8 +15,8 @@ from tests.worlds import run_world
 
 def row(extracted: str | None, correct: bool, length: int = 3, reward: float | None = None) -> dict:
     reward = float(correct) if reward is None else reward
-    finished = extracted is not None
-    return {"extracted": extracted, "correct": correct, "reward": reward, "length": length, "finished": finished}
+    found = {"extracted": extracted, "correct": correct, "reward": reward, "length": length}
+    return found | {"finished": extracted is not None, "reward_values": {"exact-match": reward}}
 
 
 def test_metrics_of_a_prompt():
@@ -26,6 +26,12 @@ def test_metrics_of_a_prompt():
         "maj@1": 0.5, "maj@2": 0.75, "maj@4": 1.0, "reward": 0.25, "response_length_mean": 2.5,
         "finished_fraction": 0.75,
     }  # fmt: skip
+
+
+def test_several_terms_are_reported_one_by_one():
+    rows = [row("7", True) | {"reward_values": {"model": value, "format": 1.0}} for value in (-1.0, 4.0)]
+    found = prompt_metrics(rows, ())
+    assert (found["reward/model"], found["reward/format"]) == (1.5, 1.0)
 
 
 def test_without_answers_there_is_no_majority():

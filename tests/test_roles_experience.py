@@ -5,15 +5,13 @@ from datetime import timedelta
 import pytest
 import torch
 
-from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizers import build_tokenizer
 from megarl.observe.timers import Timers
-from megarl.rewards.base import Reward as Verifier
 from megarl.rewards.base import Score
+from megarl.rewards.build import build_verifiers
 from megarl.roles.reward import Reward
-from megarl.world import Place
 from tests.programs import program, rl_argv, write_lines
 from tests.test_roles import SEQUENCES, Held, experience
 from tests.worlds import run_world
@@ -24,15 +22,34 @@ from tools.train_tokenizer import train as train_tokenizer
 WORDS = [("Wie heißt du?", "Zoë"), ("数は？", "七")]
 
 
-def text_reward(folder, byte_fallback: bool):
-    """(reward role, tokenizer, prompts) over text outside ASCII."""
+def partly_right(sample) -> Score:
+    """A plug-in without parts."""
+    is_right = sample.response == sample.answer
+    return Score(0.5 if is_right else -0.25, is_right)
+
+
+def tokenizer_of(folder, byte_fallback: bool):
+    """A tokenizer of text outside ASCII; its prompts lie beside it."""
     texts = [text for pair in WORDS for text in pair]
     (folder / "t.model").write_bytes(train_tokenizer(texts, 300 if byte_fallback else 40, byte_fallback))
-    path = write_lines(folder / "p.jsonl", [{"prompt": prompt, "answer": answer} for prompt, answer in WORDS])
-    tokenizer = build_tokenizer("SentencePieceTokenizer", str(folder / "t.model"))
-    verifier = Verifier("v", lambda s: Score(0.5 if s.response == s.answer else -0.25, s.response == s.answer, {}))
-    place = Place("reward", range(1), ((0,),), None, None, 0, "reward")
-    return Reward(Settings(), place, tokenizer, verifier, Timers()), tokenizer, load_prompts(str(path))
+    write_lines(folder / "p.jsonl", [{"prompt": prompt, "answer": answer} for prompt, answer in WORDS])
+    return build_tokenizer("SentencePieceTokenizer", str(folder / "t.model"))
+
+
+def scored(folder, tokenizer, responses: list[tuple[int, list[int]]]) -> tuple[Batch, list[dict]]:
+    """Batch and rows of responses to prompt lines, scored in a world of one rank."""
+    parsed = program("rl", rl_argv(folder, "--reward tests.test_roles_experience:partly_right"), 1)
+    return run_world(score, 1, parsed, tokenizer, str(folder / "p.jsonl"), responses)[0]
+
+
+def score(rank: int, parsed, tokenizer, prompts: str, responses: list) -> tuple[Batch, list[dict]]:
+    from megarl import world
+
+    place = world.create(parsed.roles, timedelta(seconds=60))["reward"]
+    reward = Reward(parsed.settings, parsed.rewards, place, tokenizer, build_verifiers(parsed.settings), None, Timers())
+    batch = written(tokenizer, responses)
+    reward.score(Held(reward=batch), load_prompts(prompts))
+    return batch, reward.rows
 
 
 def written(tokenizer, responses: list[tuple[int, list[int]]]) -> Batch:
@@ -50,30 +67,31 @@ def written(tokenizer, responses: list[tuple[int, list[int]]]) -> Batch:
 
 @pytest.mark.parametrize("byte_fallback", [False, True])
 def test_scores_and_rows_are_those_of_the_text(byte_fallback, tmp_path):
-    reward, tokenizer, prompts = text_reward(tmp_path, byte_fallback)
+    tokenizer = tokenizer_of(tmp_path, byte_fallback)
     zoe, seven = tokenizer.encode("Zoë"), tokenizer.encode("七")
     end = [tokenizer.eos_id]
-    batch = written(tokenizer, [(0, zoe + end), (0, seven + end), (1, seven + end), (1, zoe[:1]), (1, [])])
-    reward.score({"reward": batch}, prompts)
+    responses = [(0, zoe + end), (0, seven + end), (1, seven + end), (1, zoe[:1]), (1, [])]
+    batch, rows = scored(tmp_path, tokenizer, responses)
     assert batch.scores.tolist() == [0.5, -0.25, 0.5, -0.25, -0.25] and batch.scores.dtype == torch.float32
     assert batch.correct.tolist() == [True, False, True, False, False]
-    assert [row["response"] for row in reward.rows] == ["Zoë", "七", "七", tokenizer.decode(zoe[:1]), ""]
-    assert reward.rows[2] == {
+    assert [row["response"] for row in rows] == ["Zoë", "七", "七", tokenizer.decode(zoe[:1]), ""]
+    assert rows[2] == {
         "sequence": 6, "prompt": "数は？", "response": "七", "answer": "七", "reward": 0.5, "correct": True,
-        "reward_parts": {}, "extracted": None, "length": len(seven) + 1, "finished": True,
+        "reward_parts": {}, "reward_values": {"tests.test_roles_experience:partly_right": 0.5}, "extracted": None,
+        "length": len(seven) + 1, "finished": True,
     }  # fmt: skip
-    assert [row["finished"] for row in reward.rows] == [True, True, True, False, False]
+    assert [row["finished"] for row in rows] == [True, True, True, False, False]
 
 
 def test_a_character_that_was_cut_can_be_shown_and_is_not_the_answer(tmp_path):
     from megarl.observe.samples import SamplesWriter
 
-    reward, tokenizer, prompts = text_reward(tmp_path, byte_fallback=True)
+    tokenizer = tokenizer_of(tmp_path, byte_fallback=True)
     spelt = tokenizer.encode("é")  # outside the tokenizer's text: spelt in bytes
     assert len(spelt) == 2
-    reward.score({"reward": written(tokenizer, [(0, spelt[:1])])}, prompts)
-    assert reward.rows[0]["response"] == "\ufffd" and not reward.rows[0]["correct"]
-    SamplesWriter(tmp_path).write(1, reward.rows)
+    _, rows = scored(tmp_path, tokenizer, [(0, spelt[:1])])
+    assert rows[0]["response"] == "\ufffd" and not rows[0]["correct"]
+    SamplesWriter(tmp_path).write(1, rows)
     assert "\ufffd" in (tmp_path / "samples" / "step_00000001.jsonl").read_text(encoding="utf-8")
 
 
