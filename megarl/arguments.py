@@ -11,12 +11,12 @@ import types
 import typing
 from collections.abc import Callable
 
-from megarl import combinations, config_files, plugins, role_flags
 from megarl.algorithms.estimators import ESTIMATORS, Estimator, estimator_of
 from megarl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, policy_loss_of
 from megarl.errors import UsageError
+from megarl.flags import combinations, config_files, plugins, role_flags
+from megarl.flags.settings import MODELS, Settings
 from megarl.rewards import expression
-from megarl.settings import MODELS, Settings
 
 __all__ = ["MODELS", "Program", "RoleSettings", "Settings", "build_parser", "parse"]
 
@@ -84,7 +84,8 @@ def _of_training(program: str) -> Callable[[str], bool]:
     own, absent = _own_flags(program), set(role_flags.ROLES_OF["rl"]) - set(role_flags.ROLES_OF[program])
     from megarl.mcore import flags, supported
 
-    names = {name for other in ("rl", "sft", "reward") for name in _own_flags(other)} - set(own) | {"pretrained-checkpoint"}
+    others = (_own_flags(other) for other in ("rl", "sft", "reward"))
+    names = {name for other in others for name in other} - set(own) | {"pretrained-checkpoint"}
     options = flags.destinations().items()
     names |= {option.removeprefix("--") for option, dest in options if dest in supported.training()}
     prefixes = tuple(f"{role}-" for role in absent)

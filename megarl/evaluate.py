@@ -14,13 +14,13 @@ from megarl.arguments import Program, RoleSettings
 from megarl.checkpoint import folders, state
 from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
-from megarl.evaluation import Evaluation
 from megarl.mcore import model
 from megarl.observe.files import json_line, write_atomically
 from megarl.observe.timers import Timers
 from megarl.roles.rollout import Rollout
-from megarl.run import check_given, check_save, create_world, encoder_of, launch
-from megarl.scoring import Scoring
+from megarl.runtime.evaluation import Evaluation
+from megarl.runtime.run import check_given, check_save, create_world, encoder_of, launch
+from megarl.runtime.scoring import Scoring
 from megarl.world import Place
 
 SETTINGS = ("eval_prompts", "eval_samples", "eval_responses", "eval_temperature", "top_k", "top_p", "reward",

@@ -6,8 +6,8 @@ is known, the `margin` of the preference; `--global-batch-size` counts pairs. La
     torchrun --nproc-per-node 2 -m megarl.train_reward --config configs/rlhf_reward.yaml
 """
 
-from megarl.preference_training import PreferenceTraining
-from megarl.run import launch
+from megarl.runtime.preference_training import PreferenceTraining
+from megarl.runtime.run import launch
 
 
 def train(program, timers):

@@ -6,8 +6,8 @@ elsewhere. Launch it with torchrun or srun:
     torchrun --nproc-per-node 4 -m megarl.train_rl --config configs/quickstart.yaml
 """
 
-from megarl.reinforce import Reinforcement
-from megarl.run import launch
+from megarl.runtime.reinforce import Reinforcement
+from megarl.runtime.run import launch
 
 
 def train(program, timers):

@@ -6,8 +6,8 @@ assistant says. Launch it with torchrun or srun:
     torchrun --nproc-per-node 2 -m megarl.train_sft --config configs/quickstart_sft.yaml
 """
 
-from megarl.fine_tuning import FineTuning
-from megarl.run import launch
+from megarl.runtime.fine_tuning import FineTuning
+from megarl.runtime.run import launch
 
 
 def train(program, timers):

@@ -12,9 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megarl.flags.role_flags import ROLES
 from megarl.mcore import device, flags, groups
-from megarl.role_flags import ROLES
-
 
 WITH_POLICY = (frozenset(("rollout", "actor")), frozenset(("rollout", "reference")))  # pairs of whole roles that talk
 

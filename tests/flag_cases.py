@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from megarl.settings import Settings
+from megarl.flags.settings import Settings
 
 FIELDS = dataclasses.fields(Settings)
 

@@ -119,8 +119,9 @@ def program(name: str, argv: list[str], size: int):
 
 def in_world(rank: int, name: str, parsed) -> str:
     """Runs a program on this rank of a world; what it printed. The report, which has its tests, is not drawn."""
-    from megarl import run, train_reward, train_rl, train_sft
+    from megarl import train_reward, train_rl, train_sft
     from megarl.observe.timers import Timers
+    from megarl.runtime import run
 
     run.write_report = lambda folder: None
     with contextlib.redirect_stdout(io.StringIO()) as printed:

@@ -10,7 +10,8 @@ from megarl.algorithms.normalization import RunningMoments, clip, combine
 
 @pytest.mark.parametrize("offset", [0.0, 1e6])
 def test_moments_of_batches_are_those_of_all_values(offset):
-    values, moments = torch.randn(1000, dtype=torch.float64, generator=torch.manual_seed(3)) * 3 + offset, RunningMoments()
+    values = torch.randn(1000, dtype=torch.float64, generator=torch.manual_seed(3)) * 3 + offset
+    moments = RunningMoments()
     for part in values.split([1, 0, 2, 500, 497]):
         moments.update(part)
     assert moments.count == 1000

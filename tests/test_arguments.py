@@ -7,7 +7,7 @@ import torch
 
 from megarl.arguments import Settings, build_parser, parse
 from megarl.errors import UsageError
-from megarl.role_flags import ROLES
+from megarl.flags.role_flags import ROLES
 from tests.flag_cases import FIELDS, OUTSIDE, beside, flag_of, value_of
 from tests.tiny_models import SHAPES
 

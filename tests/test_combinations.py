@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from megarl import combinations
 from megarl.algorithms.estimators import ESTIMATORS
 from megarl.arguments import parse
 from megarl.errors import UsageError
+from megarl.flags import combinations
 from tests.flag_cases import FAILS, FIELDS, HOLDS, beside, flag_of, value_of
 from tests.tiny_models import SHAPES
 

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from megarl.evaluation import attempts, mean_metrics, prompt_metrics
-from megarl.settings import Settings
+from megarl.flags.settings import Settings
+from megarl.runtime.evaluation import attempts, mean_metrics, prompt_metrics
 from tests.programs import inputs, write_lines
 from tests.test_evaluate import argv, run
 from tests.tiny_models import parse_roles
@@ -72,7 +72,7 @@ def test_tasks_are_reported_where_there_are_several(tmp_path):
 def ranked(rank: int) -> tuple:
     """Verdicts and state of a run of evaluations, resumed in the middle."""
     from megarl import world
-    from megarl.evaluation import Best
+    from megarl.runtime.evaluation import Best
 
     here = world.create(parse_roles("", 2), datetime.timedelta(seconds=60))
     best, verdicts = Best(here), []

@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from tests.programs import (
-    addition, assert_close, coarse_reward, in_world, metrics, program, rl_argv, samples, timeless, train, write_lines,
+    addition,
+    assert_close,
+    coarse_reward,
+    in_world,
+    metrics,
+    program,
+    rl_argv,
+    samples,
+    timeless,
+    train,
+    write_lines,
 )  # fmt: skip
 from tests.worlds import RankFailed, run_world
 
@@ -139,10 +149,10 @@ def test_a_line_drawn_twice_in_a_step_is_answered_anew(tmp_path):
 def baselines(rank: int, parsed) -> tuple[list, list]:
     """(baseline of each sequence in the step's data, reward of the greedy answer to its prompt) on this rank."""
     from megarl.observe.timers import Timers
-    from megarl.reinforce import Reinforcement
     from megarl.rewards.base import Sample
     from megarl.rollout.requests import Drawn, build_requests
     from megarl.rollout.sampling import SamplingSettings
+    from megarl.runtime.reinforce import Reinforcement
 
     run = Reinforcement(parsed, Timers())
     for _, flow in run.batches():

@@ -5,7 +5,19 @@ import torch
 import torch.distributed as dist
 
 from tests.test_layouts import (
-    CP2, DENSE, EP2, MOE, PP2, SP, TP2, VP2, batch_of, clipped_loss, forward_of, parts_of, whole_weights,
+    CP2,
+    DENSE,
+    EP2,
+    MOE,
+    PP2,
+    SP,
+    TP2,
+    VP2,
+    batch_of,
+    clipped_loss,
+    forward_of,
+    parts_of,
+    whole_weights,
 )  # fmt: skip
 from tests.tiny_models import VOCAB, join_actor, parse_roles
 from tests.worlds import run_world

@@ -14,9 +14,9 @@ import pytest
 
 from megarl.data.prompts import load_prompts
 from megarl.data.tokenizers import build_tokenizer
+from megarl.flags.settings import Settings
 from megarl.rewards.base import Sample
 from megarl.rewards.build import Options, build_rewards, check_prompts
-from megarl.settings import Settings
 
 TOOLS = Path(__file__).parent.parent / "tools"
 SUMS = ["--task", "chain_sum", "--task-option", "max_terms=2", "--task-option", "max_digits=2"]

@@ -44,9 +44,10 @@ def parsed(save: Path, recipe: str, flags: str = "", size: int = 1) -> arguments
 
 def train_and_list_models(rank: int, program: arguments.Program) -> list[bool]:
     """Trains on this rank; whether each model that was built on it has a value head."""
-    from megarl import run, train_rl
+    from megarl import train_rl
     from megarl.mcore import model
     from megarl.observe.timers import Timers
+    from megarl.runtime import run
 
     built, build_model = [], model.build_model
 

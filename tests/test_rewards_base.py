@@ -10,9 +10,9 @@ import pytest
 
 from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
+from megarl.flags.settings import Settings
 from megarl.rewards.base import Reward, Sample, Score
 from megarl.rewards.build import Options, build_rewards, build_verifiers, check_prompts
-from megarl.settings import Settings
 
 
 def reward_of(name: str) -> Reward:

@@ -9,9 +9,9 @@ from collections import Counter
 import pytest
 
 from megarl.errors import UsageError
+from megarl.flags.settings import Settings
 from megarl.rewards.base import Sample, Score
 from megarl.rewards.build import build_verifiers
-from megarl.settings import Settings
 
 ANSWERS = {  # the response asked about -> status, body and headers of the first and of later answers
     "number": [(200, {"scores": [0.25]}, {})],

@@ -3,10 +3,10 @@
 import pytest
 
 from megarl.errors import UsageError
+from megarl.flags.settings import Settings
 from megarl.rewards.base import Sample, Score
 from megarl.rewards.mathematics import math_verify
 from megarl.rewards.text import format_match, length, regex
-from megarl.settings import Settings
 
 
 @pytest.mark.parametrize("pattern, response, answer, reward, extracted", [

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import UsageError
+from megarl.flags.settings import Settings
 from megarl.rewards import guard
 from megarl.rewards.base import Sample, Score
 from megarl.rewards.build import build_verifiers
-from megarl.settings import Settings
 
 PLUG_IN = """
 import os, signal, subprocess, sys, time

@@ -4,7 +4,7 @@ import pytest
 
 from megarl.arguments import parse
 from megarl.errors import UsageError
-from megarl.role_flags import named_roles, parse_role_map, with_prefix
+from megarl.flags.role_flags import named_roles, parse_role_map, with_prefix
 from tests.tiny_models import SHAPES
 
 MODEL = SHAPES["llama"].split()

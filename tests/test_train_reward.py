@@ -11,9 +11,23 @@ import torch
 
 from megarl.errors import UsageError
 from tests.programs import (
-    REWARD_STEPS as STEPS, assert_close, in_world, inputs, metrics, preferences, program, reward_argv, reward_model,
-    rl_argv, sft_argv, timeless, train, write_lines,
+    REWARD_STEPS as STEPS,
 )  # fmt: skip
+from tests.programs import (
+    assert_close,
+    in_world,
+    inputs,
+    metrics,
+    preferences,
+    program,
+    reward_argv,
+    reward_model,
+    rl_argv,
+    sft_argv,
+    timeless,
+    train,
+    write_lines,
+)
 from tests.worlds import run_world
 
 NAMES = ["reward/loss", "reward/accuracy", "reward/margin", "reward/mean", "reward/grad_norm", "perf/tokens"]
@@ -81,7 +95,8 @@ def own_means(network, pairs, margin: float, centring: float) -> list[float]:
 
 def watched(rank: int, parsed) -> list[tuple[list, list]]:
     """(own, recorded) means of each step and, last, of the evaluation."""
-    from megarl import preference_training, train_reward
+    from megarl import train_reward
+    from megarl.runtime import preference_training
 
     seen, options = [], (parsed.settings.preference_margin, parsed.settings.centring_coefficient)
 
@@ -176,8 +191,8 @@ def started(rank: int, parsed, pairs):
 
 @pytest.mark.parametrize("size, flags", [(1, ""), (2, "--tensor-model-parallel-size 2"), (1, "--bf16")])
 def test_the_critic_starts_as_the_reward_model(size, flags, tmp_path):
-    from megarl.preference_training import PreferenceTraining
-    from megarl.supervise import Inputs
+    from megarl.runtime.preference_training import PreferenceTraining
+    from megarl.runtime.supervise import Inputs
 
     pairs = Inputs(program("reward", reward_argv(tmp_path, held_out()), 1), PreferenceTraining).held_out
     parsed = program("rl", rl_argv(tmp_path, f"{flags} --weight-decay 0", warm_start=False), size)
@@ -219,8 +234,8 @@ def test_wrong_input(case, tmp_path):
 
 
 def test_a_policy_does_not_start_from_a_reward_model(tmp_path):
-    from megarl.fine_tuning import FineTuning
-    from megarl.supervise import Inputs
+    from megarl.runtime.fine_tuning import FineTuning
+    from megarl.runtime.supervise import Inputs
 
     parsed = program("sft", sft_argv(tmp_path, f"--pretrained-checkpoint {reward_model()}"), 1)
     with pytest.raises(UsageError, match="holds a reward model"):

@@ -9,7 +9,16 @@ import torch
 
 from tests.exactness import largest_gap_allowed
 from tests.programs import (
-    assert_close, in_world, inputs, metrics, program, rl_argv, samples, timeless, torchrun, train,
+    assert_close,
+    in_world,
+    inputs,
+    metrics,
+    program,
+    rl_argv,
+    samples,
+    timeless,
+    torchrun,
+    train,
 )  # fmt: skip
 from tests.worlds import RankFailed, run_world
 
@@ -212,7 +221,8 @@ def test_ppo_learns_what_is_paid_for(tmp_path):
 
 def watched(rank: int, parsed) -> list[tuple[dict, dict]]:
     """(actor's, critic's) weights before the first step and behind each."""
-    from megarl import reinforce, train_rl
+    from megarl import train_rl
+    from megarl.runtime import reinforce
 
     seen = []
 

@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from tests.programs import (
-    assert_close, in_world, inputs, metrics, program, sft_argv, timeless, torchrun, train, write_lines,
+    assert_close,
+    in_world,
+    inputs,
+    metrics,
+    program,
+    sft_argv,
+    timeless,
+    torchrun,
+    train,
+    write_lines,
 )  # fmt: skip
 from tests.worlds import RankFailed, run_world
 
@@ -65,7 +74,8 @@ def own_loss(stages, examples, vocab_size) -> float:
 
 def watched(rank: int, parsed) -> list[tuple[float, float]]:
     """(own, recorded) loss of each step and, last, of the evaluation."""
-    from megarl import fine_tuning, train_sft
+    from megarl import train_sft
+    from megarl.runtime import fine_tuning
 
     seen = []
 
@@ -152,8 +162,8 @@ def test_all_that_the_assistant_says_is_learnt_and_nothing_else(size, layout, tm
 
 def test_the_mask_of_a_conversation(tmp_path):
     from megarl.data.tokenizers import build_tokenizer
-    from megarl.fine_tuning import FineTuning
-    from megarl.supervise import Inputs
+    from megarl.runtime.fine_tuning import FineTuning
+    from megarl.runtime.supervise import Inputs
 
     parsed = program("sft", sft_argv(tmp_path / "run", dialogues(tmp_path, "7+1")), 1)
     tokens, mask = Inputs(parsed, FineTuning).examples[1]

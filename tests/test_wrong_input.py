@@ -23,7 +23,8 @@ def _child(folder: Path, name: str, argv: list[str], variables: dict):
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
     os.environ.update(variables)
     sys.argv = [name, *argv]
-    from megarl import run, train_rl, train_sft
+    from megarl import train_rl, train_sft
+    from megarl.runtime import run
 
     try:
         run.launch({"rl": train_rl.train, "sft": train_sft.train}[name], name)
@@ -111,7 +112,6 @@ FLAGS = {
     "missing reward tokenizer": ("--reward model --reward-model x --reward-tokenizer-model no/such", 1,
                                  ["--reward-tokenizer-model no/such", "no such file"]),
     "missing template": ("--chat-template no/such.jinja", 1, ["--chat-template no/such.jinja"]),
-    "flag of a model that is not there": ("--reward-num-layers 3", 1, ["--reward-num-layers", "no model"]),
     "weights of the reward model": ("--reward model --reward-model x --reward-pretrained-checkpoint y", 1,
                                     ["--reward-pretrained-checkpoint", "--reward-model"]),
     "pattern without an end": ("--reward regex --reward-pattern (", 1, ["--reward-pattern ("]),

@@ -26,7 +26,8 @@ HIGHER_IS_BETTER = (
     "/mean", "accuracy", "reward/margin", "explained_variance", "tokens_per_s", "perf/mfu", "router/replayed_fraction"
 )  # fmt: skip
 LOWER_IS_BETTER = (
-    "critic/loss", "sft/loss", "reward/loss", "eval/loss", "/failures", "cut_fraction", "rollout/logprob_gap_max", "rollout/logprob_gap_mean", "router/disagreement",
+    "critic/loss", "sft/loss", "reward/loss", "eval/loss", "/failures", "cut_fraction", "rollout/logprob_gap_max",
+    "rollout/logprob_gap_mean", "router/disagreement",
     "router/load_imbalance", "router/gap_live", "router/gap_replayed", "_s", "_bytes", "idle_fraction", "steps_skipped",
 )  # fmt: skip
 

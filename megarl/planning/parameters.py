@@ -14,7 +14,6 @@ from megarl.mcore.groups import ParallelSizes
 from megarl.mcore.layers import moe_layers
 from megarl.mcore.model import padded_vocab_size
 
-
 SCALAR_HEAD = ("value", "judge")  # kinds of models whose head gives one number, as `memory.stage_memory` names kinds
 
 

@@ -12,13 +12,13 @@ import itertools
 
 from megarl import arguments
 from megarl.errors import UsageError
+from megarl.flags.role_flags import ROLES
 from megarl.mcore import fake, layout_rules
 from megarl.mcore.flags import parallel_sizes
 from megarl.planning import summary, traffic
 from megarl.planning.cost import Model, Price, price
 from megarl.planning.memory import GIB
 from megarl.planning.parameters import SCALAR_HEAD, counts
-from megarl.role_flags import ROLES
 
 ROOM = 0.8  # of a GPU's memory: the rest is left to what no estimate sees
 MOST, TRIED = 5, 40  # suggestions; layouts of a block whose memory is worked out

@@ -5,8 +5,8 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megarl import plugins
 from megarl.data.prompts import PromptSet
+from megarl.flags import plugins
 from megarl.rewards import code, expression, mathematics, tasks, text
 from megarl.rewards.base import Reward, Sample, Score
 from megarl.rewards.pool import Workers
@@ -29,7 +29,7 @@ class Options:
 
     @classmethod
     def of(cls, settings) -> "Options":
-        """From `megarl.settings.Settings`, which itself imports far more than a worker needs."""
+        """From `megarl.flags.settings.Settings`, which itself imports far more than a worker needs."""
         return cls(
             pattern=settings.reward_pattern,
             format=settings.reward_format,

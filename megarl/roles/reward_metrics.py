@@ -25,7 +25,7 @@ class Tally:
             self._sums[name] += torch.stack([torch.tensor(float(len(column))), column.sum(), column.square().sum()])
 
     def add_ensemble(self, scores: Tensor, cut: int):
-        """Takes in the models' scores [K, N] of this lane's texts, `cut` of which lost the beginning of their prompt."""
+        """Takes in the models' scores [K, N] of this lane's texts, `cut` of which lost the start of their prompt."""
         spread = float(scores.std(0, correction=0).sum())
         self._model += torch.tensor([scores.shape[1], cut, spread], dtype=torch.float64)
 

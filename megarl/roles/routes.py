@@ -15,7 +15,7 @@ from megarl.batch import Batch
 from megarl.mcore import device, router
 from megarl.mcore.balancing import losses_of
 from megarl.mcore.packing import routed_rows
-from megarl.mcore.routing import NO_ROUTE, Rows, Routing, Totals
+from megarl.mcore.routing import NO_ROUTE, Routing, Rows, Totals
 from megarl.roles.microbatches import of_role
 from megarl.roles.routing_metrics import Tally, router_metrics
 from megarl.rollout.routes import RouteTable

@@ -9,7 +9,7 @@ from megarl.data.prompts import PromptSet
 from megarl.data.sft import sft_examples
 from megarl.mcore import device, model
 from megarl.observe.progress import SFT_FIELDS
-from megarl.supervise import Drawn, Kind, Supervision
+from megarl.runtime.supervise import Drawn, Kind, Supervision
 
 
 class FineTuning(Supervision):

@@ -6,7 +6,7 @@ from pathlib import Path
 import yaml
 
 from megarl.errors import UsageError
-from megarl.role_flags import OFF
+from megarl.flags.role_flags import OFF
 
 
 def read(paths: list[str], own: dict[str, type], is_other: Callable[[str], bool] = lambda key: False) -> list[str]:

@@ -7,7 +7,6 @@ from megarl.arguments import Program, RoleSettings, Settings
 from megarl.checkpoint import folders, state
 from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
-from megarl.evaluation import Best, Evaluation
 from megarl.mcore import model
 from megarl.observe.samples import SamplesWriter
 from megarl.observe.timers import Timers
@@ -19,8 +18,9 @@ from megarl.roles.reference import Reference
 from megarl.roles.replay import Replay
 from megarl.roles.rollout import Rollout
 from megarl.roles.sampling import Sampling
-from megarl.run import Run, check_common, create_world, encoder_of
-from megarl.scoring import Scoring
+from megarl.runtime.evaluation import Best, Evaluation
+from megarl.runtime.run import Run, check_common, create_world, encoder_of
+from megarl.runtime.scoring import Scoring
 
 SAVED = ("actor", "critic", "reference")  # roles whose models a checkpoint holds: the reward role's are in their own
 SAMPLE_ROWS = 64  # of a step's responses in the samples file

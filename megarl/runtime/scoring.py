@@ -12,7 +12,7 @@ from megarl.observe.timers import Timers
 from megarl.rewards.build import build_verifiers, check_prompts
 from megarl.roles.judge import Judge
 from megarl.roles.reward import Reward
-from megarl.run import encoder_of
+from megarl.runtime.run import encoder_of
 from megarl.world import Place
 
 FLAG = "--reward-model"

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from megarl.algorithms.evaluation import maj_at_k, mean_at_k, pass_at_k
 from megarl.arguments import Settings
 from megarl.data.prompts import PromptSet
+from megarl.flags.settings import whole_numbers
 from megarl.observe.timers import Timers
 from megarl.roles import lanes
 from megarl.roles.flow import Flow
 from megarl.roles.reward import Reward
 from megarl.roles.rollout import Rollout
 from megarl.rollout.requests import Drawn
-from megarl.settings import whole_numbers
 from megarl.world import World
 
 EVAL_STEP = 2**31  # names random streams that no training step draws from

@@ -18,7 +18,7 @@ from megarl.observe.timers import Timers
 from megarl.roles import lanes
 from megarl.roles import microbatches as mb
 from megarl.roles.learner import Learner
-from megarl.run import Run, check_common, check_given, create_world, encoder_of
+from megarl.runtime.run import Run, check_common, check_given, create_world, encoder_of
 
 
 class Kind(NamedTuple):

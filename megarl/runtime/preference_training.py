@@ -13,7 +13,7 @@ from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
 from megarl.mcore import device, model
 from megarl.observe.progress import REWARD_FIELDS
-from megarl.supervise import Drawn, Kind, Supervision
+from megarl.runtime.supervise import Drawn, Kind, Supervision
 
 NAMES = ("loss", "accuracy", "margin", "mean")  # what is measured of pairs, in the order of `_measure`
 

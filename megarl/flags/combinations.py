@@ -12,7 +12,7 @@ from megarl.algorithms.estimators import AdvantageOptions, Estimator
 from megarl.algorithms.policy_loss import ClipOptions
 from megarl.algorithms.policy_losses import PolicyLoss
 from megarl.errors import UsageError
-from megarl.settings import Settings, whole_numbers
+from megarl.flags.settings import Settings, whole_numbers
 
 
 class Case(NamedTuple):

@@ -1,0 +1,1 @@
+"""What surrounds the programs' loops: checks, set-up, steps, evaluation, files, the end."""
