@@ -1,0 +1,187 @@
+"""Write preference pairs from what a policy wrote, ranked by reasoning_gym's scorers; held-out ones provably disjoint.
+
+    python tools/make_preferences.py --prompts data/train.jsonl --samples runs/train/samples.jsonl \\
+        --heldout-prompts data/heldout.jsonl --heldout-samples runs/heldout/samples.jsonl --out data/preferences
+
+Samples are what `megarl.evaluate --save` leaves, several responses to a prompt; those that the length limit cut are
+left out. DIR gets train.jsonl, heldout.jsonl (a line: prompt, chosen, rejected, task, metadata) and prompts.json (how
+they were made, and their SHA-256). Of two responses to a prompt the one with the higher score is chosen. Besides, right
+answers are set against copies with a few characters changed. Two wrong responses of about the same score make no pair.
+The same arguments give the same bytes. No question of `--heldout-prompts` may be in `--prompts`, which is all that
+training draws from: exit status 1.
+"""
+
+import argparse
+import itertools
+import json
+import random
+import sys
+import typing
+from pathlib import Path
+
+from megarl.data.prompts import Prompt, PromptSet, load_prompts
+from megarl.errors import UsageError
+from megarl.rewards.base import Sample
+from megarl.rewards.tasks import check_tasks, load_tasks, reasoning_gym
+from tools.make_prompts import normalise, write_files
+
+MOST_EDITS = 2  # characters changed in a corrupted answer
+TRIES = 10  # for each corrupted answer: a change may undo another
+FIELDS = {"prompt": str, "response": str, "finished": bool}  # read of a sample
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> typing.NoReturn:
+        raise UsageError(message)
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    """The command line, checked. Raises UsageError."""
+    parser = _Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    for prefix, kind in (("", "training"), ("heldout-", "held-out")):
+        parser.add_argument(f"--{prefix}prompts", required=True, metavar="FILE", help=f"all {kind} prompts")
+        parser.add_argument(f"--{prefix}samples", required=True, metavar="FILE", help=f"responses to {kind} prompts")
+    parser.add_argument("--sampled-pairs", type=int, default=4, help="pairs of a prompt's responses, at most")
+    parser.add_argument("--corrupted-pairs", type=int, default=2, help="pairs of its answer and a corrupted one")
+    parser.add_argument("--min-gap", type=float, default=0.25, help="least difference between two wrong responses")
+    parser.add_argument("--seed", type=int, default=1, help="which pairs, and how answers are corrupted")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the three files")
+    chosen = parser.parse_args(argv)
+    for name in ("sampled_pairs", "corrupted_pairs", "min_gap", "seed"):
+        if (value := getattr(chosen, name)) < 0:
+            raise UsageError(f"--{name.replace('_', '-')} {value}: must not be negative")
+    return chosen
+
+
+def read_prompts(path: str, flag: str) -> PromptSet:
+    """Prompts that reasoning_gym can score, no two of the same text. Raises UsageError."""
+    prompts = load_prompts(path, flag)
+    check_tasks(prompts)
+    load_tasks(prompts)
+    first: dict[str, int] = {}
+    for prompt in prompts:
+        if first.setdefault(prompt.text, prompt.index) != prompt.index:
+            raise UsageError(f"{prompts.where(prompt.index)}: the prompt of line {first[prompt.text] + 1} once more")
+    return prompts
+
+
+def read_samples(path: str, flag: str, prompts: PromptSet) -> dict[int, list[str]]:
+    """Different finished responses, sorted, by index of their prompt. Raises UsageError with file and line."""
+    indices = {prompt.text: prompt.index for prompt in prompts}
+    found: dict[int, set[str]] = {}
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")[:-1]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{flag} {path}: cannot be read: {error}") from None
+    for number, line in enumerate(lines, start=1):
+        where = f"{flag} {path}:{number}"
+        try:
+            sample = json.loads(line)
+        except ValueError as error:
+            raise UsageError(f"{where}: malformed JSON: {error}") from None
+        if not isinstance(sample, dict) or any(not isinstance(sample.get(key), kind) for key, kind in FIELDS.items()):
+            raise UsageError(f"{where}: not a sample; allowed is an object with {', '.join(FIELDS)}")
+        if sample["prompt"] not in indices:
+            raise UsageError(f"{where}: {prompts.flag} {prompts.path} has no such prompt: {sample['prompt'][:60]!r}")
+        if sample["finished"]:
+            found.setdefault(indices[sample["prompt"]], set()).add(sample["response"])
+    return {index: sorted(found[index]) for index in sorted(found)}
+
+
+def score(prompt: Prompt, response: str) -> float:
+    """What the scorer of the prompt's task gives, 0 to 1."""
+    return reasoning_gym(Sample(prompt.text, response, prompt.answer, prompt.metadata)).reward
+
+
+def corrupted(answer: str, alphabet: str, draw: random.Random) -> str:
+    """`answer` with 1 to `MOST_EDITS` characters swapped with the next, lost, doubled or replaced."""
+    text = list(answer)
+    for _ in range(draw.randint(1, MOST_EDITS)):
+        edit, at = draw.choice(("swap", "lose", "double", "replace")), draw.randrange(len(text)) if text else 0
+        if not text or edit == "double":
+            text[at:at] = text[at : at + 1]
+        elif edit == "swap":
+            text[at : at + 2] = reversed(text[at : at + 2])
+        else:
+            text[at : at + 1] = draw.choice(alphabet) if edit == "replace" else ""
+    return "".join(text)
+
+
+def pairs_of(prompt: Prompt, responses: list[str], alphabet: str, chosen: argparse.Namespace) -> list[dict]:
+    """Lines of the preference file for one prompt: of its responses first, then of its answer and corrupted ones."""
+    draw = random.Random(f"{chosen.seed}/{prompt.text}")
+    scores = {response: score(prompt, response) for response in responses}
+    best = score(prompt, prompt.answer) if prompt.answer else 0.0  # of a right answer
+    found = [
+        (better, worse)
+        for better, worse in itertools.permutations(responses, 2)
+        if scores[better] - scores[worse] >= chosen.min_gap or scores[worse] < scores[better] == best
+    ]
+    draw.shuffle(found)
+    found = found[: chosen.sampled_pairs]
+    wrong: dict[str, None] = {}
+    for _ in range(TRIES * chosen.corrupted_pairs if prompt.answer else 0):
+        text = corrupted(prompt.answer, alphabet, draw)
+        if len(wrong) < chosen.corrupted_pairs and text not in wrong and score(prompt, text) < best:
+            wrong[text] = None
+    found += [(prompt.answer, text) for text in wrong]
+    return [_line(prompt, *pair) for pair in found]
+
+
+def _line(prompt: Prompt, chosen: str, rejected: str) -> dict:
+    kept = {key: prompt.metadata[key] for key in ("question_id", "source_dataset") if key in prompt.metadata}
+    scores = {"chosen_score": score(prompt, chosen), "rejected_score": score(prompt, rejected)}
+    line = {"prompt": prompt.prompt, "chosen": chosen, "rejected": rejected, "metadata": kept | scores}
+    return line | ({"task": prompt.task} if prompt.task else {})
+
+
+def make_pairs(chosen: argparse.Namespace, prefix: str = "") -> tuple[PromptSet, list[dict]]:
+    """Prompts of one side (`prefix`: of its flags), and their pairs in order of the prompts. Raises UsageError."""
+    flags = {name: f"--{prefix}{name}" for name in ("prompts", "samples")}
+    paths = {name: getattr(chosen, flag[2:].replace("-", "_")) for name, flag in flags.items()}
+    prompts = read_prompts(paths["prompts"], flags["prompts"])
+    samples = read_samples(paths["samples"], flags["samples"], prompts)
+    alphabet = "".join(sorted({letter for prompt in prompts for letter in prompt.answer or ""}))
+    pairs = [line for index, found in samples.items() for line in pairs_of(prompts[index], found, alphabet, chosen)]
+    if not pairs:
+        raise UsageError(f"{flags['samples']} {paths['samples']}: no two responses to one prompt differ in their score")
+    return prompts, pairs
+
+
+def questions(prompts: typing.Iterable[Prompt]) -> dict[str, str]:
+    """What makes two prompts the same question, normalised text or `question_id`, with the text of such a prompt."""
+    found = {}
+    for prompt in prompts:
+        found |= {normalise(prompt.text): prompt.text}
+        if "question_id" in (prompt.metadata or {}):
+            found |= {f"question_id {prompt.metadata['question_id']}": prompt.text}
+    return found
+
+
+def main(argv: list[str]) -> int:
+    try:
+        chosen = parse_arguments(argv)
+        prompts, train = make_pairs(chosen)
+        heldout_prompts, heldout = make_pairs(chosen, "heldout-")
+        made_from = {name: value for name, value in sorted(vars(chosen).items()) if name != "out"}
+        folder = Path(chosen.out)
+        write_files(folder, train, heldout, made_from)
+    except UsageError as error:
+        print(f"make_preferences: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"make_preferences: --out {chosen.out}: cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
+    # What was written is read back, and set against all that training may see, not only the prompts of its pairs.
+    trained = questions(prompts)
+    held_out = questions([*heldout_prompts, *load_prompts(str(folder / "heldout.jsonl"), "--out")])
+    if shared := {trained[key] for key in trained.keys() & held_out.keys()}:
+        told = f"{len(shared)} held-out questions are trained on, e.g. {min(shared)!r}"
+        print(f"make_preferences: {told}", file=sys.stderr)
+        return 1
+    print(f"{folder}: {len(train)} training and {len(heldout)} held-out pairs, no prompt of these in {prompts.path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
