@@ -8,6 +8,7 @@ Takes the weights of any checkpoint, of reinforcement or supervised training, wh
 """
 
 import json
+import re
 from pathlib import Path
 
 from megarl.arguments import Program, RoleSettings
@@ -25,6 +26,8 @@ from megarl.world import Place
 
 SETTINGS = ("eval_prompts", "eval_samples", "eval_responses", "eval_temperature", "top_k", "top_p", "reward",
             "max_prompt_length", "max_response_length", "seed")  # fmt: skip
+
+METRIC = re.compile("eval/(?:(.+?)/)??(reward/[^/]+|[^/]+)")  # task, metric; a term of --reward is a metric
 
 
 class Inputs:
@@ -77,7 +80,7 @@ def table(metrics: dict[str, float]) -> str:
     """Metrics as text: a line a task, the whole first, a column a metric."""
     rows: dict[str, dict[str, float]] = {}
     for name, value in metrics.items():
-        task, _, metric = name.removeprefix("eval/").rpartition("/")
+        task, metric = METRIC.fullmatch(name).groups()
         rows.setdefault(task or "all", {})[metric] = value
     names = rows["all"]  # a task without an answer has no maj@k
     lines = [["task", *names]]

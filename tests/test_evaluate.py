@@ -228,3 +228,14 @@ def test_a_check_joins_nobody(capsys):
     with pytest.raises(SystemExit) as ended:
         evaluate(program("evaluate", argv(flags="--check --tensor-model-parallel-size 2"), 4), Timers())
     assert ended.value.code == 0 and capsys.readouterr().out == ""
+
+
+def test_the_table_has_a_line_a_task_and_a_column_a_metric():
+    from megarl.evaluate import table
+
+    found = {"accuracy": 0.5, "reward": 1.0, "reward/model": 2.0, "a/b/accuracy": 0.25, "a/b/reward/model": -1.0}
+    lines = [line.split() for line in table({f"eval/{name}": value for name, value in found.items()}).splitlines()]
+    assert lines == [
+        ["task", "accuracy", "reward", "reward/model"], ["all", "0.5000", "1.0000", "2.0000"],
+        ["a/b", "0.2500", "-", "-1.0000"],
+    ]  # fmt: skip

@@ -57,6 +57,13 @@ def test_reasoning_gym_scores_with_the_task():
     assert reward(sums_sample("15", finished=False)) == Score(0.0, False, {"reasoning_gym": 0.0})
 
 
+def test_reasoning_gym_calls_nothing_correct_that_is_only_nearly_so():
+    # A word's share of right letters is a sum of sixths here: 0.9999999999999999.
+    word = Sample("Q", "redrooms", "redroo", {"source_dataset": "spell_backward"})
+    score = reward_of("reasoning-gym")(word)
+    assert 0.999 < score.reward < 1 and not score.correct
+
+
 def test_reasoning_gym_reads_answer_tags():
     reward = reward_of("reasoning-gym")
     last = reward(sums_sample("so <answer>1</answer> no, <answer> 15\n</answer> done"))

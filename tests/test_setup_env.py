@@ -221,7 +221,7 @@ def test_two_calls_at_once_install_once(machine):
     assert results == [(f"{machine.venv}/bin/python\n", 0)] * 2 and len(machine.pip_calls()) == 1
 
 
-@pytest.mark.parametrize("arguments, line", [(["tset"], "unknown extra 'tset', allowed: gpu, test, bench"),
+@pytest.mark.parametrize("arguments, line", [(["tset"], "unknown extra 'tset', allowed: gpu, math, test, bench"),
                                              (["test", "gpu"], "usage:"), (["--all"], "usage:")])
 def test_wrong_arguments(machine, arguments, line):
     machine.python("python3", "3.12.1")

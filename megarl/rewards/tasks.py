@@ -10,8 +10,9 @@ from megarl.errors import UsageError
 from megarl.rewards.base import Sample, Score
 from megarl.rewards.text import answer_text
 
-# Tasks give 1.0 for a right answer and less for half-right ones (0.01 for a readable wrong one, say).
-_CORRECT_FROM = 0.999
+# Every task gives exactly 1.0 for a right answer. Less is for half-right ones: 0.01 for a readable wrong one, say, or
+# 0.9999999999999999 for a word spelt backward with letters behind it.
+_CORRECT_FROM = 1.0
 
 
 def reasoning_gym(sample: Sample) -> Score:
