@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Runs the tests in the environment of launch/setup_env.sh, from any folder; arguments go to pytest:
 #   bash tests/run.sh -k exchange
-# Without a CUDA device the tests marked `gpu` are left out. The exit status is pytest's.
+# Without a CUDA device the tests marked `gpu` are left out. The whole suite runs in two processes, each with every other
+# file: most tests keep one core busy, and worlds of ranks wait much of their time. The exit status is pytest's.
 set -euo pipefail
 
 ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -16,7 +17,25 @@ export OMP_NUM_THREADS=1
 select=()
 "$PYTHON_BIN" tools/check_env.py --has-cuda || select=(-m "not gpu")
 
+whole=true
+for argument in "$@"; do [[ $argument == --durations=* ]] || whole=false; done
+
 status=0
-"$PYTHON_BIN" -m pytest "${select[@]}" "$@" || status=$?
+if $whole; then
+    halves=("" "")
+    files=(tests/test_*.py)
+    for i in "${!files[@]}"; do halves[i % 2]+=" ${files[i]}"; done
+    printed=$(mktemp)
+    trap 'kill "${other:-}" 2>/dev/null || true; rm -f "$printed"' EXIT
+    # shellcheck disable=SC2086  # each half is a list of words
+    "$PYTHON_BIN" -m pytest -p no:cacheprovider "${select[@]}" "$@" ${halves[1]} >"$printed" 2>&1 &
+    other=$!
+    # shellcheck disable=SC2086
+    "$PYTHON_BIN" -m pytest -p no:cacheprovider "${select[@]}" "$@" ${halves[0]} || status=$?
+    wait "$other" || status=$?
+    cat "$printed"
+else
+    "$PYTHON_BIN" -m pytest "${select[@]}" "$@" || status=$?
+fi
 echo "tests/run.sh: $SECONDS s in all" >&2
 exit "$status"

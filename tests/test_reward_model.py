@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megarl.data.prompts import Prompt
 from megarl.data.tokenizers import build_tokenizer
 from tests.programs import inputs, metrics, program, reward_argv, rl_argv, samples, timeless, train
 from tests.worlds import run_world
@@ -108,6 +109,31 @@ def by_hand(rank: int, texts: list) -> list[float]:
         with torch.no_grad():
             scores.append(float(model.sequence_scores(network[0], tokens, torch.tensor([len(tokens)]))[0]))
     return scores
+
+
+def test_a_broken_reward_model_ends_the_run():
+    assert run_world(broken_scores, 1) == ["--reward-model: 1 of 2 scores are no finite numbers"]
+
+
+def broken_scores(rank: int) -> str:
+    """What scoring two texts says after weights of one token have become NaN."""
+    from datetime import timedelta
+
+    from megarl import world
+    from megarl.observe.timers import Timers
+    from megarl.roles.judge import Judge
+    from megarl.runtime.run import encoder_of
+
+    parsed = program("reward", reward_argv(Path("x"), reads(models(), "")), 1)
+    role, folder = parsed.roles["reward"], models() / "one" / "checkpoints" / "step_00000006"
+    place, encoder = world.create(parsed.roles, timedelta(minutes=1))["reward"], encoder_of(role, parsed.settings)
+    judge = Judge(parsed.settings, role, place, encoder, [folder], Timers())
+    texts = [(Prompt(0, "1+1="), "2"), (Prompt(1, "1+3="), "4")]
+    (token,) = set(encoder.response(*texts[1])) - set(encoder.response(*texts[0]))
+    judge.members[0][0][0].embedding.word_embeddings.weight.data[token] = float("nan")
+    with pytest.raises(RuntimeError) as caught:
+        judge.scores(texts)
+    return str(caught.value)
 
 
 def test_normalized_clipped_ensembles_resume_to_the_bit(tmp_path):

@@ -56,9 +56,16 @@ class Judge:
         """[K, N] fp64 scores of the lane's texts by each model, on every rank of the lane. A collective of the role.
 
         `texts`: prompts and responses, on the lane's leader; it tokenizes them once for all.
+
+        Raises:
+            RuntimeError: a score that is no finite number: weights that are broken, which no fall-back would mend.
         """
         batch = exchange.broadcast_in_lane(self._read(texts), READ, self.place)
-        return torch.stack([self._scores(batch, *member) for member in self.members])
+        found = torch.stack([self._scores(batch, *member) for member in self.members])
+        if not found.isfinite().all():
+            broken = int((~found.isfinite()).sum())
+            raise RuntimeError(f"--reward-model: {broken} of {found.numel()} scores are no finite numbers")
+        return found
 
     def _read(self, texts: list[tuple[Prompt, str]] | None) -> Batch | None:
         if texts is None:
