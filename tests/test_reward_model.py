@@ -112,10 +112,10 @@ def by_hand(rank: int, texts: list) -> list[float]:
 
 
 def test_a_broken_reward_model_ends_the_run():
-    assert run_world(broken_scores, 1) == ["--reward-model: 1 of 2 scores are no finite numbers"]
+    assert run_world(broken_scores, 1, models()) == ["--reward-model: 1 of 2 scores are no finite numbers"]
 
 
-def broken_scores(rank: int) -> str:
+def broken_scores(rank: int, folder: Path) -> str:
     """What scoring two texts says after weights of one token have become NaN."""
     from datetime import timedelta
 
@@ -124,10 +124,10 @@ def broken_scores(rank: int) -> str:
     from megarl.roles.judge import Judge
     from megarl.runtime.run import encoder_of
 
-    parsed = program("reward", reward_argv(Path("x"), reads(models(), "")), 1)
-    role, folder = parsed.roles["reward"], models() / "one" / "checkpoints" / "step_00000006"
+    parsed = program("reward", reward_argv(Path("x"), reads(folder, "")), 1)
+    role, weights = parsed.roles["reward"], folder / "one" / "checkpoints" / "step_00000006"
     place, encoder = world.create(parsed.roles, timedelta(minutes=1))["reward"], encoder_of(role, parsed.settings)
-    judge = Judge(parsed.settings, role, place, encoder, [folder], Timers())
+    judge = Judge(parsed.settings, role, place, encoder, [weights], Timers())
     texts = [(Prompt(0, "1+1="), "2"), (Prompt(1, "1+3="), "4")]
     (token,) = set(encoder.response(*texts[1])) - set(encoder.response(*texts[0]))
     judge.members[0][0][0].embedding.word_embeddings.weight.data[token] = float("nan")
