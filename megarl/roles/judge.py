@@ -13,6 +13,7 @@ from megarl.batch import Batch
 from megarl.checkpoint import state
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import Prompt
+from megarl.errors import UsageError
 from megarl.mcore import device, model, offload
 from megarl.mcore.offload import Offload
 from megarl.observe.timers import Timers
@@ -70,7 +71,10 @@ class Judge:
     def _read(self, texts: list[tuple[Prompt, str]] | None) -> Batch | None:
         if texts is None:
             return None
-        read = self.encoder.scored_batch(texts, self.role.megatron.seq_length)
+        try:
+            read = self.encoder.scored_batch(texts, self.role.megatron.seq_length)
+        except UsageError as error:  # the template took every prompt at the start, and now refuses a response
+            raise RuntimeError(str(error)) from error
         self.cut = sum(cut > 0 for _, cut in read)
         batch = Batch(
             sequence_ids=torch.arange(len(read)),
