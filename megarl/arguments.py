@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from megarl.algorithms.estimators import ESTIMATORS, Estimator, estimator_of
 from megarl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, policy_loss_of
-from megarl.errors import UsageError
+from megarl.errors import ArgumentParser, UsageError
 from megarl.flags import combinations, config_files, plugins, role_flags
 from megarl.flags.settings import MODELS, Settings
 from megarl.rewards import expression
@@ -45,11 +45,6 @@ class RoleSettings:
         """What Megatron's interleaved schedule wants the number of micro-batches to be a multiple of."""
         has_virtual_stages = self.megatron.virtual_pipeline_model_parallel_size is not None
         return self.megatron.pipeline_model_parallel_size if has_virtual_stages else 1
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise UsageError(message)
 
 
 def _type_of(annotation):
@@ -95,7 +90,7 @@ def _of_training(program: str) -> Callable[[str], bool]:
 def build_parser(program: str) -> argparse.ArgumentParser:
     """The parser of megarl's own flags for one program ('rl', 'sft', 'reward' or 'evaluate')."""
     name = "megarl.evaluate" if program == "evaluate" else f"megarl.train_{program}"
-    parser = _Parser(prog=name, allow_abbrev=False, epilog=(
+    parser = ArgumentParser(prog=name, allow_abbrev=False, epilog=(
         "Every other flag is Megatron's; a role prefix (--actor-lr, --critic-lr) sets it for one role."))  # fmt: skip
     parser.add_argument("--config", nargs="+", action="extend", default=[], metavar="FILE", help=(
         "YAML files with the same names; later ones win, null takes a key back; the command line wins"))  # fmt: skip
@@ -158,8 +153,7 @@ def parse(argv: list[str], world_size: int, program: str = "rl") -> Program:
     # Flags of a role that is not there have an effect where the condition called like the role holds.
     combinations.check(case, given | role_flags.with_prefix([*given, *rest], absent, flags.destinations()))
     roles = _role_settings(settings, values, tokens, ranks, case)
-    terms = expression.parse(settings.reward)
-    return Program(settings, roles, chosen.check, case.estimator, case.policy_loss, terms)
+    return Program(settings, roles, chosen.check, case.estimator, case.policy_loss, case.terms)
 
 
 def _condition(name: str, field: dataclasses.Field) -> str | None:
@@ -172,8 +166,8 @@ def _case(program: str, settings: Settings) -> combinations.Case:
     policy_loss = _named("--policy-loss", settings.policy_loss, POLICY_LOSSES, policy_loss_of)
     has_reference = settings.kl_coefficient > 0 or "reference" in role_flags.named_roles(settings.role_map)
     roles = role_flags.roles_of(program, "values" in estimator.needs, has_reference)
-    rewards = tuple(term.name for term in expression.parse(settings.reward))
-    return combinations.Case(program, settings, roles, estimator, policy_loss, rewards)
+    terms = expression.parse(settings.reward)
+    return combinations.Case(program, settings, roles, estimator, policy_loss, terms)
 
 
 def _named(flag: str, name: str, built_in: dict, wrap):

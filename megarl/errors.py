@@ -1,4 +1,7 @@
-"""The one exception for input that a user can mend."""
+"""The one exception for input that a user can mend, and the parser that raises it."""
+
+import argparse
+import typing
 
 
 class UsageError(Exception):
@@ -11,3 +14,10 @@ class UsageError(Exception):
     def __init__(self, message: str, speaker: int = 0):
         super().__init__(message)
         self.speaker = speaker
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse's, which says what is wrong by a UsageError instead of leaving the process."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        raise UsageError(message)

@@ -13,17 +13,12 @@ from pathlib import Path
 
 from megarl import arguments
 from megarl.data.tokenizers import build_tokenizer
-from megarl.errors import UsageError
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise UsageError(message)
+from megarl.errors import ArgumentParser, UsageError
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The program's own flags; all others are those of train_rl."""
-    parser = _Parser(prog="megarl.plan", allow_abbrev=False, epilog="Every other flag is one of train_rl.")
+    parser = ArgumentParser(prog="megarl.plan", allow_abbrev=False, epilog="Every other flag is one of train_rl.")
     parser.add_argument("--world-size", type=int, required=True, help="ranks of the run")
     parser.add_argument("--vocab-size", type=int, help="tokens of the vocabulary; default: --tokenizer-model's")
     parser.add_argument("--json", help="file that the plan is written to as JSON, too")

@@ -130,7 +130,7 @@ def broken_scores(rank: int, folder: Path) -> str:
     judge = Judge(parsed.settings, role, place, encoder, [weights], Timers())
     texts = [(Prompt(0, "1+1="), "2"), (Prompt(1, "1+3="), "4")]
     (token,) = set(encoder.response(*texts[1])) - set(encoder.response(*texts[0]))
-    judge.members[0][0][0].embedding.word_embeddings.weight.data[token] = float("nan")
+    judge.members[0].model[0].embedding.word_embeddings.weight.data[token] = float("nan")
     with pytest.raises(RuntimeError) as caught:
         judge.scores(texts)
     return str(caught.value)

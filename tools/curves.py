@@ -19,11 +19,10 @@ import json
 import os
 import subprocess
 import sys
-import typing
 from pathlib import Path
 from typing import NamedTuple
 
-from megarl.errors import UsageError
+from megarl.errors import ArgumentParser, UsageError
 from megarl.observe.files import write_atomically
 from megarl.observe.metrics import FILE_NAME, read_metrics
 
@@ -53,15 +52,10 @@ class Curve(NamedTuple):
         return 100 * (self.accuracy[-1] - self.accuracy[0])
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> typing.NoReturn:
-        raise UsageError(message)
-
-
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """The command line, checked. Raises UsageError."""
     names = sorted(path.stem for path in (CONFIGS / "recipes").glob("*.yaml"))
-    parser = _Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    parser = ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of runs, picture and numbers")
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=names, metavar="NAME",
                         help=f"of {', '.join(names)}; default {' '.join(RECIPES)}")  # fmt: skip

@@ -20,7 +20,7 @@ import typing
 from pathlib import Path
 
 from megarl.data.prompts import Prompt, PromptSet, load_prompts
-from megarl.errors import UsageError
+from megarl.errors import ArgumentParser, UsageError
 from megarl.rewards.base import Sample
 from megarl.rewards.tasks import check_tasks, load_tasks, reasoning_gym
 from tools.make_prompts import normalise, write_files
@@ -30,14 +30,9 @@ TRIES = 10  # for each corrupted answer: a change may undo another
 FIELDS = {"prompt": str, "response": str, "finished": bool}  # read of a sample
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> typing.NoReturn:
-        raise UsageError(message)
-
-
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """The command line, checked. Raises UsageError."""
-    parser = _Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    parser = ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     for prefix, kind in (("", "training"), ("heldout-", "held-out")):
         parser.add_argument(f"--{prefix}prompts", required=True, metavar="FILE", help=f"all {kind} prompts")
         parser.add_argument(f"--{prefix}samples", required=True, metavar="FILE", help=f"responses to {kind} prompts")

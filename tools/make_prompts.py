@@ -29,7 +29,7 @@ from typing import Any, Callable
 
 import yaml
 
-from megarl.errors import UsageError
+from megarl.errors import ArgumentParser, UsageError
 
 # Entries to try for each wanted question before giving up: small tasks repeat themselves.
 _TRIES_PER_QUESTION = 30
@@ -38,13 +38,8 @@ _EXTRA_TRIES = 1000
 _OWN_FIELDS = {"seed", "size"}
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> typing.NoReturn:
-        raise UsageError(message)
-
-
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = _Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    parser = ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--task", required=True, help="name of a reasoning_gym task, e.g. chain_sum")
     parser.add_argument("--train", type=int, required=True, help="number of training prompts")
     parser.add_argument("--heldout", type=int, required=True, help="number of held-out prompts")

@@ -12,13 +12,12 @@ import argparse
 import io
 import json
 import sys
-import typing
 from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from megarl.errors import UsageError
+from megarl.errors import ArgumentParser, UsageError
 from megarl.observe.files import write_atomically
 from megarl.observe.metrics import FILE_NAME, read_metrics
 from megarl.observe.report_axes import GREY, legend, line, not_recorded, series, set_title, start_at_zero
@@ -39,14 +38,9 @@ class Row(NamedTuple):
     is_kept: bool
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> typing.NoReturn:
-        raise UsageError(message)
-
-
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """The command line, checked. Raises UsageError."""
-    parser = _Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    parser = ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("folder", type=Path, metavar="DIR", help="what launch/rlhf_pipeline.sh calls SAVE")
     parser.add_argument("--min-accuracy", type=float, required=True, help="held-out pairs in order, at least")
     parser.add_argument("--max-kl", type=float, required=True, help="KL per response in any step of PPO, at most")

@@ -17,7 +17,6 @@ import json
 import os
 import sys
 import tempfile
-import typing
 from pathlib import Path
 from typing import Sequence
 
@@ -27,20 +26,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from megarl.data.conversations import build_encoder
 from megarl.data.prompts import Prompt, load_prompts
 from megarl.data.tokenizers import build_tokenizer
-from megarl.errors import UsageError
+from megarl.errors import ArgumentParser, UsageError
 
 _SPECIAL_IDS = {"pad_id": 0, "unk_id": 1, "bos_id": 2, "eos_id": 3}
 _BYTES = 256
 _TYPES = {"sentencepiece": "SentencePieceTokenizer", "bpe": "HuggingFaceTokenizer"}
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> typing.NoReturn:
-        raise UsageError(message)
-
-
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = _Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    parser = ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="prompt files (JSON lines)")
     parser.add_argument("--vocab-size", type=int, required=True, help="upper limit, special tokens included")
     parser.add_argument("--out", required=True, metavar="PREFIX", help="PREFIX.model and PREFIX.vocab; bpe: a folder")

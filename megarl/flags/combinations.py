@@ -13,6 +13,7 @@ from megarl.algorithms.policy_loss import ClipOptions
 from megarl.algorithms.policy_losses import PolicyLoss
 from megarl.errors import UsageError
 from megarl.flags.settings import Settings, whole_numbers
+from megarl.rewards.expression import Term
 
 
 class Case(NamedTuple):
@@ -23,7 +24,12 @@ class Case(NamedTuple):
     roles: tuple[str, ...]
     estimator: Estimator
     policy_loss: PolicyLoss
-    rewards: tuple[str, ...]  # names in --reward
+    terms: tuple[Term, ...]  # of --reward
+
+    @property
+    def rewards(self) -> set[str]:
+        """Names in `--reward`."""
+        return {term.name for term in self.terms}
 
 
 class Condition(NamedTuple):
@@ -57,9 +63,9 @@ CONDITIONS: dict[str, Condition] = {
                        "--reward {reward} has no model"),
     "ensemble": Condition(lambda case: "model" in case.rewards and "," in (case.settings.reward_model or ""),
                           "only with several folders in --reward-model"),
-    "verifiers": Condition(lambda case: set(case.rewards) > {"model"} or "model" not in case.rewards,
+    "verifiers": Condition(lambda case: bool(case.rewards - {"model"}),
                            "--reward {reward} has no verifier"),
-    "local": Condition(lambda case: bool(set(case.rewards) - {"model", "remote"}),
+    "local": Condition(lambda case: bool(case.rewards - {"model", "remote"}),
                        "--reward {reward} has no verifier that runs here"),
     "critic": Condition(lambda case: "critic" in case.roles, "--advantage {advantage} needs no critic"),
     "reference": Condition(lambda case: "reference" in case.roles,

@@ -11,20 +11,15 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.training.arguments import add_megatron_arguments, core_transformer_config_from_args, validate_args
 
-from megarl.errors import UsageError
+from megarl.errors import ArgumentParser, UsageError
 from megarl.mcore import device, layout_rules
 from megarl.mcore.groups import ParallelSizes
 from megarl.mcore.supported import DEFAULTS, ONLY, used
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise UsageError(message)
-
-
 @functools.cache
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="megatron", allow_abbrev=False, add_help=False)
+    parser = ArgumentParser(prog="megatron", allow_abbrev=False, add_help=False)
     add_megatron_arguments(parser)
     return parser
 

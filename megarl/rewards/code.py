@@ -11,6 +11,7 @@ from megarl.errors import UsageError
 from megarl.rewards import sandbox
 from megarl.rewards.base import Sample, Score
 from megarl.rewards.sandbox import Limits
+from megarl.rewards.text import check_metadata
 
 _FENCE = re.compile(r"^```(?:python3?|py)[ \t]*\r?\n(.*?)(?:^```|\Z)", re.MULTILINE | re.DOTALL | re.IGNORECASE)
 
@@ -77,11 +78,7 @@ def program_of(response: str) -> str:
 
 def check_code(prompts: PromptSet):
     """UsageError for the first line whose metadata holds no tests, or tests that cannot be read."""
-    for prompt in prompts:
-        try:
-            _tests(prompt.metadata)
-        except ValueError as error:
-            raise UsageError(f"{prompts.where(prompt.index)}: --reward code: {error}") from None
+    check_metadata("code", prompts, _tests)
 
 
 def load_code(prompts: PromptSet):

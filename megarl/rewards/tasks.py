@@ -8,7 +8,7 @@ from typing import Any
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
 from megarl.rewards.base import Sample, Score
-from megarl.rewards.text import answer_text
+from megarl.rewards.text import answer_text, check_metadata
 
 # Every task gives exactly 1.0 for a right answer. Less is for half-right ones: 0.01 for a readable wrong one, say, or
 # 0.9999999999999999 for a word spelt backward with letters behind it.
@@ -39,11 +39,7 @@ def check_tasks(prompts: PromptSet):
     """UsageError for the first line that does not name its task; does not import reasoning_gym."""
     if importlib.util.find_spec("reasoning_gym") is None:
         raise UsageError("--reward reasoning-gym: the package reasoning_gym is not installed")
-    for prompt in prompts:
-        try:
-            _source_dataset(prompt.metadata)
-        except ValueError as error:
-            raise UsageError(f"{prompts.where(prompt.index)}: --reward reasoning-gym: {error}") from None
+    check_metadata("reasoning-gym", prompts, _source_dataset)
 
 
 def load_tasks(prompts: PromptSet):

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
@@ -21,6 +22,15 @@ def check_answers(name: str, prompts: PromptSet):
     for prompt in prompts:
         if prompt.answer is None or not prompt.answer.strip():
             raise UsageError(f"{prompts.where(prompt.index)}: --reward {name} needs an answer on each line")
+
+
+def check_metadata(name: str, prompts: PromptSet, read: Callable[[dict[str, Any] | None], object]):
+    """UsageError for the first line whose metadata the verifier `name` cannot `read` (it raises ValueError)."""
+    for prompt in prompts:
+        try:
+            read(prompt.metadata)
+        except ValueError as error:
+            raise UsageError(f"{prompts.where(prompt.index)}: --reward {name}: {error}") from None
 
 
 def regex(pattern: str) -> Callable[[Sample], Score]:

@@ -1,6 +1,5 @@
 """A reward model, or an ensemble of them: reads what was written with its own template and tokenizer, and scores it."""
 
-import functools
 from pathlib import Path
 
 import torch
@@ -10,16 +9,12 @@ from megarl import exchange
 from megarl.algorithms.normalization import combine
 from megarl.arguments import RoleSettings, Settings
 from megarl.batch import Batch
-from megarl.checkpoint import state
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import Prompt
 from megarl.errors import UsageError
-from megarl.mcore import device, model, offload
-from megarl.mcore.offload import Offload
+from megarl.mcore import device, model
 from megarl.observe.timers import Timers
-from megarl.roles import microbatches as mb
-from megarl.roles.learner import evaluate
-from megarl.roles.routes import Routes
+from megarl.roles.frozen import Frozen
 from megarl.world import Place
 
 READ = ["tokens"]  # of a batch of texts, beside their numbers and lengths
@@ -38,15 +33,11 @@ class Judge:
         """
         self.settings, self.role, self.place, self.encoder = settings, role, place, encoder
         self.cut = 0  # texts of the last call, on this lane, that had to be cut
-        self.members = []
+        self.members: list[Frozen] = []
         for folder in folders:
-            vocab = encoder.tokenizer.vocab_size
-            stages = model.build_frozen(role.megatron, vocab, place.collection, value_head=True)
-            state.load_weights(folder, stages, place.collection)
-            routes = Routes(role, place, stages)
-            away = offload.of_frozen(stages) if role.offload else Offload({})
-            away.timed = functools.partial(timers.phase, role.name, "offload")
-            self.members.append((stages, routes, away))
+            member = Frozen(role, place, encoder.tokenizer.vocab_size, timers, value_head=True)
+            member.start_from(folder)
+            self.members.append(member)
 
     def prepare(self, prompts: list[Prompt]):
         """Encodes prompts ahead of their responses, while other ranks write these."""
@@ -62,7 +53,7 @@ class Judge:
             RuntimeError: a score that is no finite number: weights that are broken, which no fall-back would mend.
         """
         batch = exchange.broadcast_in_lane(self._read(texts), READ, self.place)
-        found = torch.stack([self._scores(batch, *member) for member in self.members])
+        found = torch.stack([_scores(batch, member) for member in self.members])
         if not found.isfinite().all():
             broken = int((~found.isfinite()).sum())
             raise RuntimeError(f"--reward-model: {broken} of {found.numel()} scores are no finite numbers")
@@ -83,26 +74,23 @@ class Judge:
         )
         return batch.to(device.device())
 
-    def _scores(self, batch: Batch, stages: model.Stages, routes: Routes, away: Offload) -> Tensor:
-        parts = mb.of_role(batch, torch.arange(len(batch)), self.role, self.place)
-        routes.attach(batch, parts)
-        with away.present("weights"):
-            results = evaluate(stages, parts, _forward, self.place.collection)
-        routes.collect(parts, trained=False)
-        found = torch.zeros(len(batch), dtype=torch.float64, device=batch.tokens.device)
-        for scores, places in results:
-            if len(places):
-                found[places] = scores.double()
-        return found
-
     def metrics(self) -> dict[str, int]:
         """Host memory of offloaded models."""
-        found = [away.metrics(self.role.name) for _, _, away in self.members]
+        found = [member.offload.metrics(self.role.name) for member in self.members]
         return {name: sum(each[name] for each in found) for name in found[0]}
 
     def combined(self, scores: Tensor) -> Tensor:
         """[K, N] -> [N] by `--reward-ensemble`."""
         return combine(scores, self.settings.reward_ensemble)
+
+
+def _scores(batch: Batch, member: Frozen) -> Tensor:
+    """[N] fp64 scores of a batch of texts by one model."""
+    found = torch.zeros(len(batch), dtype=torch.float64, device=batch.tokens.device)
+    for scores, places in member.evaluate(batch, _forward):
+        if len(places):
+            found[places] = scores.double()
+    return found
 
 
 def _forward(chunk, part: Batch) -> Tensor:

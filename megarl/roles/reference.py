@@ -1,18 +1,11 @@
 """The reference role: log-probs of the policy that the run started from."""
 
-import functools
-from pathlib import Path
-
-import torch
-
 from megarl.arguments import RoleSettings, Settings
-from megarl.checkpoint import state
-from megarl.mcore import checkpoint, model, offload
+from megarl.mcore import checkpoint, model
 from megarl.observe.timers import Timers
 from megarl.roles import microbatches as mb
 from megarl.roles.flow import Flow
-from megarl.roles.learner import evaluate
-from megarl.roles.routes import Routes
+from megarl.roles.frozen import Frozen
 from megarl.world import Place
 
 
@@ -24,19 +17,8 @@ class Reference:
     def __init__(self, settings: Settings, role: RoleSettings | None, place: Place, vocab_size: int, timers: Timers):
         self.role = role
         self.settings, self.place, self.timers, self.vocab_size = settings, place, timers, vocab_size
-        self.model = self.routes = None
-        self.offload, self.metrics = offload.Offload({}), {}
-        if place.is_member:
-            self.model = model.build_frozen(role.megatron, vocab_size, place.collection)
-            self.routes = Routes(role, place, self.model)
-            if role.offload:
-                self.offload = offload.of_frozen(self.model)
-            self.offload.timed = functools.partial(timers.phase, self.name, "offload")
-
-    def start_from(self, folder: Path):
-        """Takes the weights of a checkpoint, checked. A collective of the role."""
-        with self.offload.present("weights", changed=True):
-            state.load_weights(folder, self.model, self.place.collection)
+        self.frozen = Frozen(role, place, vocab_size, timers) if place.is_member else None
+        self.metrics: dict[str, float] = {}
 
     def logprobs(self, flow: Flow):
         """Fills `reference_logprobs`, at the temperature of the rollout."""
@@ -44,13 +26,9 @@ class Reference:
             return
         with self.timers.phase(self.name, "logprobs"):
             batch = flow[self.name]
-            parts = mb.of_role(batch, torch.arange(len(batch)), self.role, self.place)
-            self.routes.attach(batch, parts)
-            with self.offload.present("weights"):
-                results = evaluate(self.model, parts, self._forward, self.place.collection)
-            self.routes.collect(parts, trained=False)
+            results = self.frozen.evaluate(batch, self._forward)
             mb.write_back(batch, "reference_logprobs", [(scores.logprobs, places) for scores, places in results])
-            self.metrics = self.offload.metrics(self.name)
+            self.metrics = self.frozen.offload.metrics(self.name)
 
     def _forward(self, chunk, part) -> model.TokenScores:
         return model.token_scores(
@@ -59,10 +37,10 @@ class Reference:
 
     def state(self) -> dict:
         """What a checkpoint holds of this role: the run goes on against the policy it started from."""
-        state = checkpoint.role_state(self.name, self.model, None, {}, self.place.collection, self.role.ranks)
-        return self.offload.on_host(state)
+        state = checkpoint.role_state(self.name, self.frozen.model, None, {}, self.place.collection, self.role.ranks)
+        return self.frozen.offload.on_host(state)
 
     def restore(self, loaded: dict):
         """Takes up what `state()` was filled with."""
-        with self.offload.present("weights", changed=True):
-            checkpoint.load_weights(self.model, loaded["model"])
+        with self.frozen.offload.present("weights", changed=True):
+            checkpoint.load_weights(self.frozen.model, loaded["model"])

@@ -27,8 +27,8 @@ class Replay:
         self._actor = actor
         learners = {"actor": actor.learner, "critic": critic.learner}
         self._routes = {name: learner.routes for name, learner in learners.items() if learner}
-        if reference.routes is not None:
-            self._routes["reference"] = reference.routes
+        if reference.frozen:
+            self._routes["reference"] = reference.frozen.routes
         self._exchange = None
         self._roles = ("actor", "reference") if settings.router_replay_reference else ("actor",)
         if settings.router_replay == "rollout":

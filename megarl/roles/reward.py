@@ -55,7 +55,7 @@ class Reward:
         """Reads prompts that are about to be answered; where the role has ranks of its own, while others write."""
         if self.judge:
             with self.timers.phase(self.name, "read"):
-                self.judge.prepare([prompts[line] for line in dict.fromkeys(lines)])
+                self.judge.prepare([prompts[line] for line in lines])
 
     def score(self, flow: Flow, prompts: PromptSet, learnt: bool = True):
         """Fills `scores` and `correct` where the sampling has not done it already.

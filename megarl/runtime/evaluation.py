@@ -77,7 +77,6 @@ class Evaluation:
         self.settings, self.world, self.timers = settings, world, timers
         self.rollout, self.reward, self.prompts = rollout, reward, prompts
         self.ks = attempts(settings)
-        self.reward.prepare(prompts, list(range(min(len(tokens), settings.eval_samples))))
         self.drawn = [Drawn(line, ids) for line, ids in enumerate(tokens[: settings.eval_samples])]
 
     def run(self) -> dict[str, float] | None:
@@ -86,6 +85,7 @@ class Evaluation:
         A collective of the world. Prompts without a task count in the whole only.
         """
         n, s = self.settings.eval_responses, self.settings
+        self.reward.prepare(self.prompts, [drawn.line for drawn in self.drawn])
         rollout = self.rollout.generate(self.drawn, n, EVAL_STEP, temperature=s.eval_temperature)
         flow = Flow(self.world, self.timers, lanes.dealt(self.world, len(self.drawn) * n, n), rollout)
         flow.share(["reward"])

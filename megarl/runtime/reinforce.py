@@ -129,7 +129,7 @@ class Reinforcement(Run):
             self.evaluation = Evaluation(*writing, inputs.eval_prompts, inputs.eval_tokens, timers)
 
     def _warm_start(self):
-        starting = {"actor": self.actor.learner, "critic": self.critic.learner, "reference": self.reference}
+        starting = {"actor": self.actor.learner, "critic": self.critic.learner, "reference": self.reference.frozen}
         for name, folder in self.inputs.pretrained.items():
             if self.world[name].is_member:
                 starting[name].start_from(folder)
@@ -194,7 +194,7 @@ class Reinforcement(Run):
             states["actor"] = self.actor.learner.state(extra, loading)
         if self.critic.learner:
             states["critic"] = self.critic.learner.state({}, loading)
-        if self.reference.model is not None:
+        if self.reference.frozen:
             states["reference"] = self.reference.state()
         return states
 
