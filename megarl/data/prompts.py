@@ -98,17 +98,21 @@ class PromptSet:
             if prompt.messages is not None:
                 raise UsageError(f"{where}: prompt is missing; messages are for supervised training")
             try:
-                ids = encoder.prompt(prompt)
+                ids = prompt_tokens(prompt, encoder, max_prompt_length)
             except UsageError as error:
                 raise UsageError(f"{where}: {error}") from None
-            if not ids:
-                raise UsageError(f"{where}: the prompt becomes no token at all")
-            if max_prompt_length is not None and len(ids) > max_prompt_length:
-                raise UsageError(
-                    f"{where}: the prompt has {len(ids)} tokens; --max-prompt-length allows {max_prompt_length}"
-                )
             encoded.append(ids)
         return encoded
+
+
+def prompt_tokens(prompt: Prompt, encoder: Encoder, max_prompt_length: int | None = None) -> list[int]:
+    """Tokens of one prompt, 1 to `max_prompt_length` of them (None: of any number), or UsageError."""
+    ids = encoder.prompt(prompt)
+    if not ids:
+        raise UsageError("the prompt becomes no token at all")
+    if max_prompt_length is not None and len(ids) > max_prompt_length:
+        raise UsageError(f"the prompt has {len(ids)} tokens; --max-prompt-length allows {max_prompt_length}")
+    return ids
 
 
 def load_prompts(path: str, flag: str = "--prompts") -> PromptSet:

@@ -1,7 +1,7 @@
 """Supervised examples: conversations as tokens, with the mask of what is to be learnt."""
 
 from megarl.data.conversations import Encoder
-from megarl.data.prompts import Prompt, PromptSet
+from megarl.data.prompts import Prompt, PromptSet, prompt_tokens
 from megarl.errors import UsageError
 
 Example = tuple[list[int], list[bool]]
@@ -34,11 +34,8 @@ def _answered(prompt: Prompt, encoder: Encoder, max_prompt_length: int, max_resp
     text = prompt.response if prompt.response is not None else prompt.answer
     if text is None:
         raise UsageError("supervised training needs a response (or an answer), or messages, on each line")
-    prompt_ids, response_ids = encoder.prompt(prompt), encoder.response(prompt, text)
-    if not prompt_ids:
-        raise UsageError("the prompt becomes no token at all")
-    if len(prompt_ids) > max_prompt_length:
-        raise UsageError(f"the prompt has {len(prompt_ids)} tokens; --max-prompt-length allows {max_prompt_length}")
+    prompt_ids = prompt_tokens(prompt, encoder, max_prompt_length)
+    response_ids = encoder.response(prompt, text)
     if len(response_ids) < 2:
         raise UsageError("the response is empty")
     if len(response_ids) > max_response_length:
