@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+ENSEMBLES = ("mean", "min")  # ways in which the scores of several models become one
 SMALLEST = 1e-8  # deviation below which scores count as equal
 
 
@@ -52,6 +53,6 @@ def combine(scores: Tensor, how: str) -> Tensor:
     Raises:
         ValueError: another way than 'mean' or 'min'.
     """
-    if how not in ("mean", "min"):
-        raise ValueError(f"how {how!r}: allowed are mean and min")
+    if how not in ENSEMBLES:
+        raise ValueError(f"how {how!r}: allowed are {' and '.join(ENSEMBLES)}")
     return scores.mean(0) if how == "mean" else torch.amin(scores, 0)

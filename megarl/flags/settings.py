@@ -13,11 +13,11 @@ from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.correction import CORRECTIONS, LEVELS
 from megarl.algorithms.estimators import ESTIMATORS
 from megarl.algorithms.kl import KL_KINDS
+from megarl.algorithms.normalization import ENSEMBLES
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.rewards.expression import NAMES
 
 MODELS = ("actor", "critic", "reward", "reference")  # roles that run a model over packed text
-ENSEMBLES = ("mean", "min")
 FORMAT = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
 REPLAYS = ("none", "old-logprob", "rollout")  # where the routes come from that the actor's training takes
 TRAINING, SUPERVISED, WRITING = "rl sft reward", "sft reward", "rl evaluate"  # programs that share flags
