@@ -98,11 +98,13 @@ def main() -> int:
 
 def _watch(child: int, caller: int, seconds: float, memory: int) -> int:
     """Wait for process 1, `child` out here, or kill it where a limit is reached; nothing of it is left then."""
-    events, verdict = select.poll(), None
-    ended = os.pidfd_open(child)
-    events.register(ended, select.POLLIN)
-    events.register(0, select.POLLIN)
-    deadline = time.monotonic() + seconds
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, -10)  # a look must not wait behind what it looks at
+    except OSError:
+        pass  # Others than root may not.
+    events, verdict, deadline = select.poll(), None, time.monotonic() + seconds
+    for descriptor in (ended := os.pidfd_open(child), 0):
+        events.register(descriptor, select.POLLIN)
     while verdict is None:
         left = (deadline - time.monotonic()) * 1000
         ready = [descriptor for descriptor, _ in events.poll(max(0, min(_TICK_MS, left)))]
