@@ -13,22 +13,20 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.inference.config import InferenceConfig
-from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
-from megatron.core.inference.sampling.base import Sampling
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 from megatron.core.inference.utils import InferenceMode
 from torch import Tensor
 
 from megarl.mcore import device
+from megarl.mcore.engine_context import Context
 from megarl.mcore.engine_routes import attach_routes
+from megarl.mcore.engine_sampling import KeyedSampling
 from megarl.mcore.packing import LEAST_ROWS
 from megarl.mcore.router import moe_layers_of, recording
-from megarl.mcore.tensor_parallel import gathered_logprobs, mask_padding
-from megarl.rollout.random import uniforms
-from megarl.rollout.sampling import SamplingSettings, draw
+from megarl.rollout.sampling import SamplingSettings
 
 for _signal in (signal.SIGTERM, signal.SIGINT):
     faulthandler.unregister(_signal)  # Megatron's coordinator, imported with the engine, prints a stack at every exit
@@ -52,51 +50,6 @@ class Completion:
     finished: bool
     # [tokens of prompt and response, L, k] int16: experts in this rank's MoE layers, −1 in the last row.
     routes: Tensor | None = field(default=None, compare=False)
-
-
-class Context(DynamicInferenceContext):
-    """Megatron's context; on a CPU a decode step is not rounded up to 64 tokens, which costs more than it saves."""
-
-    TOKEN_ROUNDER = DynamicInferenceContext.TOKEN_ROUNDER if device.has_cuda() else LEAST_ROWS
-
-    @property
-    def num_last_token_logits(self) -> int:
-        """Rows of `last_token_logits`: pipeline stages agree on it before they pass logits on."""
-        return max(super().num_last_token_logits, LEAST_ROWS)
-
-    def last_token_logits(self, logits: Tensor) -> Tensor:
-        """Hidden states [1, S, H] -> those of each request's last token [≥ N, H], never fewer rows than training."""
-        rows = logits.squeeze(0)[self.active_logit_idxs[: super().num_last_token_logits]]
-        return torch.cat([rows, rows[:1].expand(LEAST_ROWS - len(rows), -1)]) if len(rows) < LEAST_ROWS else rows
-
-    def update_requests(self, active_requests_mask: Tensor, *args, **kwargs):
-        """Moves on to the next step; blocks of requests that ended may be others' behind it."""
-        self.kv_block_allocator.take_out(active_requests_mask)
-        return super().update_requests(active_requests_mask, *args, **kwargs)
-
-
-class KeyedSampling(Sampling):
-    """Draws the token at a position of a request from one number of the request's stream."""
-
-    def __init__(self, vocab_size: int, tensor_ranks: int):
-        self.vocab_size, self.tensor_ranks = vocab_size, tensor_ranks
-        self.settings = SamplingSettings()
-        self.keys = torch.zeros(0, dtype=torch.int64)  # by request id
-
-    def sample_kernel(self, logits, n, context, *, gather_indices=None, output=None, **_):
-        """Tokens of the n active requests, from logits [≥ n, V]; the contract of Megatron's sampling backends."""
-        rows = logits[:n] if gather_indices is None else logits[gather_indices[:n]]
-        active = slice(context.paused_request_count, context.total_request_count)
-        ids = context.request_ids[active].long().cpu()
-        positions = (context.request_kv_length_offsets[active] + context.request_query_lengths[active]).long().cpu()
-        numbers = uniforms(self.keys[ids], positions).to(rows.device)
-        tokens = draw(mask_padding(rows.float(), self.vocab_size, 0), numbers, self.settings)
-        return tokens if output is None else output.copy_(tokens)
-
-    def log_probs_kernel(self, logits, context, *, token_to_request_index=None):
-        """[rows, V] log-probs of the temperature-scaled policy, the same that training recomputes."""
-        scaled = mask_padding(logits.float() / self.settings.temperature, self.vocab_size, 0)
-        return gathered_logprobs(scaled, self.tensor_ranks)
 
 
 class _NoTokenizer:
