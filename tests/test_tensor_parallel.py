@@ -1,6 +1,7 @@
 """Log-probabilities, entropy and Σπ² over a split vocabulary against log_softmax of the whole in float64."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -11,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from megarl.mcore import tensor_parallel
+from megarl.mcore.linear import product
 from megarl.mcore.packing import LEAST_ROWS
-from megarl.mcore.tensor_parallel import HeadScores, gathered_logprobs, head_scores, mask_padding, row_chunks
+from megarl.mcore.tensor_parallel import GatheredPolicy, HeadScores, head_scores, row_chunks
 from tests.exactness import largest_gap_allowed
 from tests.worlds import run_world
 
@@ -157,29 +159,6 @@ def test_the_formulas_of_the_gradients(used):
     assert run_world(check_gradients, 1, used) == [True]
 
 
-def one_sided(rank):
-    """Gradients when only one input wants one, and what autograd keeps between forward and backward."""
-    hidden, weight, targets = problem()
-    both = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
-        scores = head_scores(*both, targets, 1.0, V, dist.group.WORLD)
-    wanted = torch.autograd.grad(weighted(scores), both)
-    alone = []
-    for i in (0, 1):
-        inputs = [x if j == i else x.detach() for j, x in enumerate(both)]
-        scores = head_scores(*inputs, targets, 1.0, V, dist.group.WORLD)
-        alone.append(torch.autograd.grad(weighted(scores), both[i])[0])
-    with torch.no_grad():
-        silent = head_scores(*both, targets, 1.0, V, dist.group.WORLD)
-    return all(map(torch.equal, [*silent, *alone], [*scores, *wanted])), sum(kept)
-
-
-def test_only_what_is_wanted_is_computed_and_only_inputs_are_kept():
-    same, kept = run_world(one_sided, 1)[0]
-    assert same and kept <= T * H + PADDED * H + 5 * T
-
-
 def many_and_few(rank):
     """Rows of a large batch against the same rows alone and in other chunks; against the rollout's log-probs."""
     size, allowed = dist.get_world_size(), largest_gap_allowed()
@@ -192,8 +171,8 @@ def many_and_few(rank):
         return head_scores(hidden[rows], share, targets[rows], temperature, 61, dist.group.WORLD)
 
     whole = score(slice(None))
-    rollout = gathered_logprobs(mask_padding((hidden @ weight.T).float() / 0.7, 61, 0), size)
-    assert (rollout.gather(1, targets.unsqueeze(1)).squeeze(1) - whole.logprobs).abs().max() <= allowed
+    rollout = GatheredPolicy(product(hidden, weight), 0.7, 61, size)
+    assert (rollout.logprobs(targets) - whole.logprobs).abs().max() <= allowed
     assert all(map(torch.equal, score(slice(None), torch.full((300,), 0.7)), whole))
     for count in (0, 1, 2, 3, 4, 5, 9, 31):
         for part, all_of_them in zip(score(slice(7, 7 + count)), whole, strict=True):
@@ -279,10 +258,11 @@ def test_chunks_are_even_and_within_the_budget(rows, columns):
 
 def test_padded_columns_have_probability_zero():
     logits = torch.full((2, 6), 100.0)
-    masked = mask_padding(logits, 10, 8)
-    assert (logits == 100.0).all() and (masked[:, :2] == 100.0).all() and (masked[:, 2:] == -1e30).all()
-    assert torch.equal(mask_padding(logits, 10, 0), logits)
-    assert torch.equal(gathered_logprobs(masked, 2)[:, 2:].exp(), torch.zeros(2, 4))
+    logits[:, 2:] = 300.0
+    before = logits.clone()
+    policy = GatheredPolicy(logits, 1.0, 2, 2)
+    assert policy.weights.tolist() == [[1, 1, 0, 0, 0, 0]] * 2 and torch.equal(logits, before)
+    assert policy.logprobs(torch.tensor([0, 1])).tolist() == pytest.approx([-math.log(2)] * 2)
 
 
 def test_peak_memory_is_at_most_a_tenth_of_the_naive_computations(tmp_path):

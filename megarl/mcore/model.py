@@ -22,7 +22,7 @@ from megarl.mcore.context_parallel import gather_result
 from megarl.mcore.flags import transformer_config
 from megarl.mcore.initialization import initialize
 from megarl.mcore.layers import ValueHead, block_spec, moe_layers, virtual_stages
-from megarl.mcore.packing import Packing, pack
+from megarl.mcore.packing import LEAST_ROWS, Packing, pack
 from megarl.mcore.routing import Routing
 from megarl.mcore.sharded import shard
 from megarl.mcore.tensor_parallel import head_scores
@@ -31,11 +31,10 @@ HEAD = "output_layer.weight"  # name of what stands behind the last layer: the v
 
 
 class TokenScores(NamedTuple):
-    """What a language model says of packed tokens; all [T] fp32, 0 at each sequence's first token."""
+    """What a language model says of packed tokens; both [T] fp32, 0 where nothing was asked."""
 
     logprobs: Tensor
     entropy: Tensor
-    square_sum: Tensor  # Σπ² over the vocabulary
 
 
 class Stage(GPTModel):
@@ -215,10 +214,20 @@ def _run(chunk, tokens: Tensor, lengths: Tensor, processor, routing: Routing | N
     )
 
 
+def _scored(mask: Tensor, packing: Packing) -> Tensor | None:
+    """[n] places among this rank's tokens of those whose next token is in the mask, and the first few; None: all."""
+    following = torch.cat([mask, mask.new_zeros(packing.padding)]).roll(-1)[packing.places]
+    if len(following) <= LEAST_ROWS:
+        return None
+    following[:LEAST_ROWS] = True
+    return following.nonzero().flatten()
+
+
 def token_scores(
-    chunk, tokens: Tensor, lengths: Tensor, temperature: float, vocab_size: int, routing: Routing | None = None
-):
-    """Log-probabilities, entropies and Σπ² of packed tokens under a language model.
+    chunk, tokens: Tensor, lengths: Tensor, temperature: float, vocab_size: int, routing: Routing | None = None,
+    mask: Tensor | None = None,
+):  # fmt: skip
+    """Log-probabilities and entropies of packed tokens under a language model.
 
     Args:
         chunk: one of a model's `Stages`, or its gradient-buffer wrapper.
@@ -227,6 +236,7 @@ def token_scores(
         temperature: of the softmax, as in the rollout.
         vocab_size: the tokenizer's vocabulary.
         routing: what the routers do with this micro-batch; None: they choose the experts.
+        mask: [T] bool, the tokens of which scores are wanted; None: of all but each sequence's first.
 
     Returns:
         TokenScores from a model's last chunk, hidden states for the next stage from others.
@@ -234,8 +244,19 @@ def token_scores(
 
     def processor(hidden, output_layer, weight, targets, packing, model):
         group, sequence_parallel = output_layer.tp_group, model.config.sequence_parallel
-        scores = head_scores(hidden, weight, targets, temperature, vocab_size, group, sequence_parallel)
-        return TokenScores(*(_align_to_tokens(_whole(score, packing), lengths) for score in scores))
+        places = None if mask is None else _scored(mask, packing)
+        asked = targets if places is None else targets[places]
+        logprobs, entropy, _ = head_scores(
+            hidden, weight, asked, temperature, vocab_size, group, sequence_parallel, places, squares=False
+        )
+
+        def aligned(score: Tensor) -> Tensor:
+            if places is not None:
+                score = score.new_zeros(len(targets)).index_copy(0, places, score)
+            score = _align_to_tokens(_whole(score, packing), lengths)
+            return score if mask is None else score.masked_fill(~mask, 0.0)
+
+        return TokenScores(aligned(logprobs), aligned(entropy))
 
     return _run(chunk, tokens, lengths, processor, routing)
 

@@ -11,7 +11,7 @@ from megarl.mcore.fake import stage_layers
 from megarl.mcore.flags import parallel_sizes
 from megarl.mcore.layers import moe_layers
 from megarl.mcore.model import padded_vocab_size
-from megarl.mcore.tensor_parallel import row_chunks
+from megarl.mcore.tensor_parallel import LARGEST_KEPT, row_chunks
 from megarl.planning.parameters import SCALAR_HEAD
 
 PIECES = 1.2
@@ -24,8 +24,9 @@ def _tokens(args, tokens: int) -> tuple[int, int]:
 
 
 def _norm(args, width: int, fused: bool) -> int:
-    """Bytes a token that a norm keeps: its input; an unfused RMSNorm (a CPU's) an input and a result in fp32."""
-    return width * (8 if args.normalization == "RMSNorm" and not fused else args.params_dtype.itemsize)
+    """Bytes a token that a norm keeps: its input; an RMSNorm of 16 bits on a CPU an input and a result in fp32."""
+    is_torchs = args.normalization == "RMSNorm" and not fused and args.params_dtype != torch.float32
+    return width * (8 if is_torchs else args.params_dtype.itemsize)
 
 
 def of_layer(args, is_moe: bool, tokens: int, fused: bool = True) -> float:
@@ -118,12 +119,16 @@ def of_stage(args, stage: int, kind: str, tokens: int, microbatches: int, fused:
 
 def of_logits(args, vocab_size: int, kind: str, tokens: int) -> int:
     """Bytes of the chunk of logits that is alive: two fp32 buffers of C·V/t, one of b bytes, and, when training, the
-    fp32 gradient of the head, V/t·H.
+    fp32 gradient of the head, V/t·H, and all logits of a micro-batch where these are few enough to be kept.
     """
     if kind in SCALAR_HEAD:
         return 0
     columns = padded_vocab_size(args, vocab_size) // parallel_sizes(args).tensor
-    rows = row_chunks(max(tokens // args.context_parallel_size, 4), columns)[0]
+    scored = max(tokens // args.context_parallel_size, 4)
+    rows = row_chunks(scored, columns)[0]
     size = args.params_dtype.itemsize
     logits = (rows.stop - rows.start) * columns * (8 if args.params_dtype == torch.float32 else 8 + size)
-    return logits + (4 * columns * args.hidden_size if kind == "train" else 0)
+    if kind != "train":
+        return logits
+    kept = scored * columns if scored * columns <= LARGEST_KEPT else 0
+    return logits + 4 * (columns * args.hidden_size + kept)

@@ -51,7 +51,9 @@ class Objective:
         losses = terms.loss
         if self.correction.kind != "none":
             losses = losses * correction_weights(old, rollout, *where, self.correction)
-        value, kl = whole(losses) - s.entropy_coefficient * whole(scores.entropy), torch.zeros(())
+        value, kl = whole(losses), torch.zeros(())
+        if s.entropy_coefficient:  # else its gradient, which costs a pass over all logits, is not asked for
+            value = value - s.entropy_coefficient * whole(scores.entropy)
         if s.kl_in == "loss" and kl_coefficient > 0:
             reference = part.reference_logprobs.masked_fill(~mask, 0.0)
             kl = whole(kl_estimate(scores.logprobs, reference, s.kl_estimator, log_ratio_limit=20.0))

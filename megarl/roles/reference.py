@@ -22,18 +22,19 @@ class Reference:
 
     def logprobs(self, flow: Flow):
         """Fills `reference_logprobs`, at the temperature of the rollout."""
-        if not self.place.is_member:
+        batch = flow.lacking(self.name, "reference_logprobs")
+        if batch is None:
             return
         with self.timers.phase(self.name, "logprobs"):
-            batch = flow[self.name]
             results = self.frozen.evaluate(batch, self._forward)
             mb.write_back(batch, "reference_logprobs", [(scores.logprobs, places) for scores, places in results])
             self.metrics = self.frozen.offload.metrics(self.name)
 
     def _forward(self, chunk, part) -> model.TokenScores:
         return model.token_scores(
-            chunk, part.tokens, part.lengths, self.settings.temperature, self.vocab_size, part.routing
-        )
+            chunk, part.tokens, part.lengths, self.settings.temperature, self.vocab_size, part.routing,
+            part.response_mask,
+        )  # fmt: skip
 
     def state(self) -> dict:
         """What a checkpoint holds of this role: the run goes on against the policy it started from."""

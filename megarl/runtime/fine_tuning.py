@@ -29,7 +29,9 @@ class FineTuning(Supervision):
         return [example]
 
     def _forward(self, network, part) -> model.TokenScores:
-        return model.token_scores(network, part.tokens, part.lengths, 1.0, self.vocab_size, part.routing)
+        return model.token_scores(
+            network, part.tokens, part.lengths, 1.0, self.vocab_size, part.routing, part.response_mask
+        )
 
     def learn(self, drawn: Drawn, step: int):
         """One update on the mean negative log-probability of response tokens."""

@@ -63,7 +63,7 @@ def _resident(kind: str) -> int:
     return int(re.search(rf"{kind}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
 
-def _measured(work):
+def measured(work):
     """(bytes at the peak of work() above those before, seconds, its result)."""
     on_cuda = device.has_cuda()
     if on_cuda:
@@ -92,7 +92,7 @@ def run_side(side: str, tokens: int, vocab: int, hidden: int, out: str):
         place = device.device()
         forward_backward(function, *problem(64, 100, hidden, place))  # libraries load, thread pools start
         inputs = problem(tokens, vocab, hidden, place)
-        peak, seconds, results = _measured(lambda: forward_backward(function, *inputs))
+        peak, seconds, results = measured(lambda: forward_backward(function, *inputs))
         results = {kind: result.cpu() for kind, result in zip(KINDS, results, strict=True)}
         torch.save({"peak": peak, "seconds": seconds, "results": results}, out)
         dist.destroy_process_group()

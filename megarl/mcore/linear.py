@@ -1,0 +1,96 @@
+"""Matrix products of linear layers and heads, and what Megatron's parallel linear layers compute with them on a CPU.
+
+In fp32 on a CPU products with weights go through oneDNN's inner product where this torch has it: with few rows, as in
+a decode step, it takes half the time of the BLAS library's, and a row's numbers do not depend on how many rows there
+are, from two on. Rollout and training use the same one, so that they agree to the last bit. Elsewhere these are
+torch's own.
+"""
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+HAS_INNER_PRODUCT = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+_inner_product = torch.ops.mkldnn._linear_pointwise.default if HAS_INNER_PRODUCT else None
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """[…, K] and weight [N, K] -> […, N] = x · weightᵀ + bias [N]. Not differentiable: see `linear`."""
+    if HAS_INNER_PRODUCT and x.dtype is torch.float32 is weight.dtype and weight.device.type == "cpu":
+        return _inner_product(x, weight, bias, "none", [], "")
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
+    """Gradient […, N] of a product's result -> […, K] = grad · weight, of its input."""
+    return product(grad, weight.t())
+
+
+def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """Gradient […, N] of a product's result and its input […, K] -> [N, K] = gradᵀ · x, of its weight."""
+    return grad.flatten(0, -2).t() @ x.flatten(0, -2)  # the BLAS library's is the faster one here
+
+
+def _gathered(x: Tensor, group) -> Tensor:
+    """[T/t, …] of this rank -> [T, …] of the group's t ranks."""
+    whole = x.new_empty(len(x) * dist.get_world_size(group), *x.shape[1:])
+    dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
+    return whole
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer; with a group one whose weight is split over tensor-parallel ranks (1909.08053 §3, 2205.05198)."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, group, sums_input_gradient, sequence_parallel):
+        """Under sequence parallelism x is this rank's [T/t, …] and gathered, here and, not to be kept, in backward."""
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.group, ctx.sums_input_gradient, ctx.sequence_parallel = group, sums_input_gradient, sequence_parallel
+        return product(_gathered(x, group) if sequence_parallel else x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        """The collective of the input's gradient runs while the weight's is computed."""
+        x, weight = ctx.saved_tensors
+        to_x, to_weight, to_bias, handle = None, None, None, None
+        if ctx.needs_input_grad[0]:
+            to_x = whole = input_gradient(grad, weight)
+            if ctx.sequence_parallel:
+                to_x = whole.new_empty(len(whole) // dist.get_world_size(ctx.group), *whole.shape[1:])
+                handle = dist.reduce_scatter_tensor(to_x, whole, group=ctx.group, async_op=True)
+            elif ctx.sums_input_gradient:
+                handle = dist.all_reduce(to_x, group=ctx.group, async_op=True)
+        if ctx.needs_input_grad[1]:
+            to_weight = weight_gradient(grad, _gathered(x, ctx.group) if ctx.sequence_parallel else x)
+        if ctx.needs_input_grad[2]:
+            to_bias = grad.flatten(0, -2).sum(0)
+        if handle is not None:
+            handle.wait()
+        return to_x, to_weight, to_bias, None, None, None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`product` that is differentiable, once."""
+    return _Linear.apply(x, weight, bias, None, False, False)
+
+
+def parallel_linear(
+    layer, input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group,
+    grad_output_buffer=None, wgrad_deferral_limit=None, gtp_remat_size=1,
+):  # fmt: skip
+    """`_forward_impl` of Megatron's column- and row-parallel linear layers on a CPU, trained, frozen, or in rollout.
+
+    input […, K], under `sequence_parallel` this rank's [T/t, …, K]; weight [N, K] -> […, N]. `allreduce_dgrad`: the
+    gradient of the input is summed over the group. What needs CUDA kernels stays Megatron's.
+    """
+    if gradient_accumulation_fusion or grad_output_buffer is not None or gtp_remat_size > 1:
+        return linear_with_grad_accumulation_and_async_allreduce(
+            input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, grad_output_buffer,
+            wgrad_deferral_limit, tp_group, gtp_remat_size,
+        )  # fmt: skip
+    if torch.is_grad_enabled():
+        return _Linear.apply(input, weight, bias, tp_group, allreduce_dgrad, sequence_parallel)
+    return product(_gathered(input, tp_group) if sequence_parallel else input, weight, bias)
