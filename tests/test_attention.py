@@ -7,7 +7,8 @@ import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from megarl.mcore.attention import PackedAttention, PagedSelfAttention, paged_attention
+from megarl.mcore import paged
+from megarl.mcore.attention import PackedAttention
 from megarl.mcore.packing import pack
 
 D = 8  # channels of a head
@@ -82,40 +83,52 @@ def test_a_sequence_does_not_see_its_neighbours():
 
 
 class _Cache:
-    """Requests in a block cache with randomly chosen blocks; rows that hold no key are NaN, as stale memory may be."""
+    """Requests in a block cache with randomly chosen blocks. Rows of their blocks that hold no key are other numbers,
+    and blocks of nobody NaN, as memory of something else may be."""
 
     def __init__(self, requests, block, heads, groups, seed, dtype=torch.float32):
         """requests: (new tokens, keys in all) of each; new ones are the last of the keys."""
         draw = random.Random(seed)
-        pages = [-(-keys // block) for _, keys in requests]
-        total = sum(pages) + 3
+        counts = [-(-keys // block) for _, keys in requests]
+        total = sum(counts) + 4
         free = draw.sample(range(total), total)
+        spare = free.pop()
         self.query = [random_heads(new, heads, dtype, seed + 10 * i) for i, (new, _) in enumerate(requests)]
         self.keys = [random_heads(keys, groups, dtype, seed + 10 * i + 1) for i, (_, keys) in enumerate(requests)]
         self.values = [random_heads(keys, groups, dtype, seed + 10 * i + 2) for i, (_, keys) in enumerate(requests)]
-        self.table = torch.full((len(requests), max(pages) + 2), -1, dtype=torch.int32)
+        self.pages = torch.full((len(requests), max(counts) + 2), spare)
         self.key_cache = torch.full((total, block, groups, D), float("nan"), dtype=dtype)
         self.value_cache = self.key_cache.clone()
+        for cache in (self.key_cache, self.value_cache):
+            cache[spare] = 7.0
         for i, (_, keys) in enumerate(requests):
-            for page in range(pages[i]):
+            for page in range(counts[i]):
                 place = free.pop()
-                self.table[i, page] = place
+                self.pages[i, page] = place
                 rows = slice(page * block, min(keys, (page + 1) * block))
-                self.key_cache[place, : rows.stop - rows.start] = self.keys[i][rows]
-                self.value_cache[place, : rows.stop - rows.start] = self.values[i][rows]
-        lengths = torch.tensor([[new, keys] for new, keys in requests], dtype=torch.int32)
-        self.cu_query = torch.cat([lengths.new_zeros(1), lengths[:, 0].cumsum(0)]).int()
-        self.lengths = lengths[:, 1]
-        self.widest, self.longest = int(lengths[:, 0].max()), int(lengths[:, 1].max())
+                for cache, values in ((self.key_cache, self.keys), (self.value_cache, self.values)):
+                    cache[place] = 9.0
+                    cache[place, : rows.stop - rows.start] = values[i][rows]
+        self.queries, self.lengths = torch.tensor(requests).unbind(1)
 
     def attend(self, padding=0, scale=None):
         query = torch.cat([*self.query, self.query[0].new_full((padding, *self.query[0].shape[1:]), 5.0)])
-        return paged_attention(query, self.key_cache, self.value_cache, self.cu_query, self.lengths, self.table,
-                               self.widest, self.longest, scale)  # fmt: skip
+        reads = paged.plan_reads(self.queries, self.lengths, self.pages, len(query), self.key_cache)
+        grouped = query.unflatten(1, (self.key_cache.shape[2], -1))
+        return paged.PagedAttention()(grouped, self.key_cache, self.value_cache, reads, scale).view_as(query)
 
     def expected(self, scale=None):
         parts = zip(self.query, self.keys, self.values, strict=True)
         return torch.cat([naive(*part, scale=scale) for part in parts])
+
+    def packed(self):
+        """The new tokens' rows of the training forward, over whole sequences."""
+        parts = []
+        for query, key, value in zip(self.query, self.keys, self.values, strict=True):
+            whole = torch.cat([query.new_zeros(len(key) - len(query), *query.shape[1:]), query])
+            out = packed_attention()(whole, key, value, None, packed_seq_params=pack(torch.tensor([len(key)])))
+            parts.append(out[len(key) - len(query) :].view_as(query))
+        return torch.cat(parts)
 
 
 MIXES = {
@@ -124,6 +137,7 @@ MIXES = {
     "mixed": [(1, 12), (7, 7), (1, 33), (4, 4)],
     "chunked prefill": [(3, 11), (8, 16), (1, 2)],
     "one": [(1, 1)],
+    "far apart": [(1, 400), (1, 3), (40, 40), (1, 170), (2, 390), (3, 3), (1, 5)],
 }
 
 
@@ -138,28 +152,25 @@ def test_paged_is_each_request_alone(mix, heads, groups, block, seed):
     assert torch.equal(out[len(expected) :], torch.zeros(3, heads, D))
 
 
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (4, 1), (6, 2), (6, 1), (8, 1)])
+@pytest.mark.parametrize("scratch", [1, 2**15, paged.SCRATCH])
+def test_paged_has_the_bits_of_the_training_forward(mix, heads, groups, scratch, monkeypatch):
+    """For any number of query heads a group, and wherever requests are cut into calls."""
+    monkeypatch.setattr(paged, "SCRATCH", scratch)
+    cache = _Cache(MIXES[mix], 16, heads, groups, 4)
+    assert torch.equal(cache.attend(), cache.packed())
+
+
+def test_scratch_bounds_what_is_gathered(monkeypatch):
+    monkeypatch.setattr(paged, "SCRATCH", 200 * 2 * D * 4)  # bytes of 200 keys of 2 groups
+    cache = _Cache(MIXES["far apart"], 16, 4, 2, 6)
+    reads = paged.plan_reads(cache.queries, cache.lengths, cache.pages, 48, cache.key_cache)
+    widths = [(len(part.mask), part.mask.shape[-1]) for part in reads.decoding]
+    assert widths == [(2, 16), (1, 176), (1, 400)]  # the short ones together, the longest alone
+    assert sorted(tuple(pieces.keys.shape) for pieces in reads.prompts) == [(1, 16), (1, 48), (1, 400)]
+
+
 def test_paged_in_float64_and_with_a_scale():
     cache = _Cache(MIXES["mixed"], 4, 4, 2, 7, torch.float64)
     assert (cache.attend(scale=0.3) - cache.expected(scale=0.3)).abs().max() <= 1e-12
-
-
-def test_paged_kernel_stands_in_megatrons_place():
-    cache = _Cache(MIXES["mixed"], 4, 4, 2, 5)
-    query = torch.cat(cache.query).unsqueeze(1)
-    attention = SimpleNamespace(softmax_scale=None, config=SimpleNamespace(softmax_scale=None))
-    out = PagedSelfAttention.flash_decode_and_prefill(
-        attention, query, cache.key_cache, cache.value_cache, cache.widest, cache.longest, cache.cu_query, None,
-        cache.lengths, cache.table, True,
-    )  # fmt: skip
-    assert out.shape == query.shape
-    assert (out.squeeze(1) - cache.expected()).abs().max() <= 1e-6
-
-
-def test_megatron_hands_the_kernel_what_it_takes():
-    import inspect
-
-    from megatron.core.transformer.attention import Attention
-
-    theirs = list(inspect.signature(Attention.flash_decode_and_prefill).parameters)
-    ours = [n for n in inspect.signature(PagedSelfAttention.flash_decode_and_prefill).parameters if n not in "__"]
-    assert theirs[: len(ours)] == ours

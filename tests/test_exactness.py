@@ -8,11 +8,11 @@ H, G, D, BLOCK = 4, 2, 16, 16
 
 
 def cached(key, value, cu_seqlens):
-    """Keys and values of packed sequences in a block cache: (key cache, value cache, block table)."""
+    """Keys and values of packed sequences in a block cache: (key cache, value cache, blocks of each sequence)."""
     lengths = cu_seqlens.diff().tolist()
     blocks = [-(-length // BLOCK) for length in lengths]
-    table = torch.full((len(lengths), max(blocks)), -1, dtype=torch.int32)
-    caches = torch.full((2, sum(blocks), BLOCK, G, D), float("nan"))  # what the memory held before
+    table = torch.zeros(len(lengths), max(blocks), dtype=torch.int64)  # behind a sequence's last block: any
+    caches = torch.full((2, sum(blocks), BLOCK, G, D), 100.0)  # what the memory held before
     first = 0
     for row, (start, length, count) in enumerate(zip(cu_seqlens.tolist(), lengths, blocks, strict=False)):
         table[row, :count] = torch.arange(first, first + count)
@@ -23,7 +23,7 @@ def cached(key, value, cu_seqlens):
 
 
 def test_prefill_and_decode_are_the_packed_attention():
-    from megarl.mcore import attention
+    from megarl.mcore import attention, paged
     from megarl.mcore.packing import pack
 
     generator = torch.Generator().manual_seed(3)
@@ -40,14 +40,8 @@ def test_prefill_and_decode_are_the_packed_attention():
     for rows in ([0], [3, 4], [9], [5, 7, 12], list(range(len(lengths)))):
         count = lengths[rows]
         tokens = torch.cat([torch.arange(int(cu_seqlens[r]), int(cu_seqlens[r + 1])) for r in rows])
-        starts = torch.cat([torch.zeros(1, dtype=torch.int64), count.cumsum(0)])
-        longest = int(count.max())
-        whole = attention.paged_attention(
-            query[tokens], key_cache, value_cache, starts, count, table[rows], longest, longest
-        )
-        assert (whole - packed[tokens]).abs().max() <= largest_gap_allowed()
-
         last = cu_seqlens[1:][rows] - 1
-        ones = torch.arange(len(rows) + 1)
-        step = attention.paged_attention(query[last], key_cache, value_cache, ones, count, table[rows], 1, longest)
-        assert (step - packed[last]).abs().max() <= largest_gap_allowed()
+        for places, new in ((tokens, count), (last, torch.ones_like(count))):
+            reads = paged.plan_reads(new, count, table[rows], len(places), key_cache)
+            out = paged.PagedAttention()(query[places].unflatten(1, (G, -1)), key_cache, value_cache, reads)
+            assert (out.view(-1, H, D) - packed[places]).abs().max() <= largest_gap_allowed()

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from megarl.rollout import sampling
 from megarl.rollout.random import GAMMA, _signed, splitmix64, stream_keys, uniforms
-from megarl.rollout.sampling import SamplingSettings, distribution, draw
+from megarl.rollout.sampling import SamplingSettings, narrow, pick
 
 M64 = (1 << 64) - 1
 BELOW_ONE = 1 - 2.0**-53
@@ -111,6 +112,14 @@ def test_every_part_of_the_name_counts():
 # -- tokens ------------------------------------------------------------------------------------------------------
 
 
+def distribution(logits, settings):
+    return narrow((logits / settings.temperature).softmax(-1), settings)
+
+
+def draw(logits, numbers, settings):
+    return sampling.draw(logits, (logits / settings.temperature).softmax(-1), numbers, settings)
+
+
 def naive_kept(logits, settings) -> set:
     """Tokens that top-k, then top-p leave, from sorted lists."""
     p = (logits.double() / settings.temperature).softmax(-1).tolist()
@@ -200,3 +209,23 @@ def test_logits_are_not_changed():
     before = logits.clone()
     draw(logits, torch.full((4,), 0.5).double(), SamplingSettings(top_k=3, top_p=0.5, temperature=0.5))
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("size", [64, 96, 512, 768, 1000, 4096 + 32])
+def test_tokens_found_by_blocks_are_those_of_the_whole_cumulative_distribution(size):
+    """Where no number comes within rounding of a border between two tokens."""
+    generator = torch.Generator().manual_seed(size)
+    weights = (3 * torch.randn(200, size, generator=generator)).softmax(-1) * 7
+    weights[::2, : size // 2], weights[1::2, size // 2 :] = 0.0, 0.0  # whole blocks without mass
+    numbers = torch.rand(200, generator=generator, dtype=torch.float64)
+    shares = weights.double() / weights.double().sum(-1, keepdim=True)
+    cumulative = shares.cumsum(-1)
+    tokens = pick(weights, numbers)
+    above = cumulative.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    below = above - shares.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    assert (numbers < above + 1e-6).all() and (numbers > below - 1e-6).all()
+    edges = torch.tensor([0.0, 1.0]).double()
+    for row in weights[:4]:
+        kept = row.nonzero().flatten().tolist()
+        assert pick(row.expand(2, -1), edges).tolist() == [kept[0], kept[-1]]
+    assert [pick(weights[i : i + 1], numbers[i : i + 1]).item() for i in range(200)] == tokens.tolist()

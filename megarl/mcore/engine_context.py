@@ -1,17 +1,92 @@
 """What a step of the rollout engine is about: its requests, their cache, which logits are wanted of it."""
 
+import math
+from collections.abc import Callable
+
 import torch
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 from torch import Tensor
 
 from megarl.mcore import device
+from megarl.mcore.decode import Rotation, StepPlan
 from megarl.mcore.packing import LEAST_ROWS
+from megarl.mcore.paged import PagedAttention, plan_reads
 
 
 class Context(DynamicInferenceContext):
     """Megatron's context; on a CPU a decode step is not rounded up to 64 tokens, which costs more than it saves."""
 
     TOKEN_ROUNDER = DynamicInferenceContext.TOKEN_ROUNDER if device.has_cuda() else LEAST_ROWS
+
+    def __init__(self, model_config, inference_config, memory: Callable[[int], Tensor] | None = None):
+        """`memory`: gives so many bytes for the cache, whatever they hold; None: the cache has its own."""
+        self._memory = memory
+        self._plan: StepPlan | None = None
+        self._frequencies: Tensor | None = None
+        self._rotation: Rotation | None = None
+        self._attend = PagedAttention()
+        super().__init__(model_config, inference_config)
+
+    def _allocate_memory_buffer(self):
+        """[2, L, blocks, tokens of a block, G, D] keys and values."""
+        if self._memory is None:
+            super()._allocate_memory_buffer()
+            return
+        shape = (
+            2, self.num_attention_layers, self.kv_block_allocator.total_count, self.block_size_tokens,
+            self.num_attention_heads_per_partition, self.hidden_size_per_attention_head,
+        )  # fmt: skip
+        memory = self._memory(math.prod(shape) * self.params_dtype.itemsize)
+        self.memory_buffer = memory.view(self.params_dtype).view(shape)
+
+    def initialize_attention_state(self, **kwargs):
+        """Begins a step, whose layers share a plan of their own."""
+        self._plan = None
+        return super().initialize_attention_state(**kwargs)
+
+    def plan(self, frequencies: Tensor | None) -> StepPlan:
+        """The step's plan, made for its first layer; `frequencies` [P, 1, 1, r] of rotary positions, None: without."""
+        if self._plan is None:
+            tokens = slice(self.padded_active_token_count)
+            view = self.gpu_view
+            places = view.token_to_block_idx[tokens].long() * self.block_size_tokens
+            places += view.token_to_local_position_within_kv_block[tokens]
+            rotation = self._rotation_of(frequencies)
+            keys, values = self.memory_buffer
+            self._plan = StepPlan(
+                places,
+                rotation and rotation.at(view.token_to_position_in_request[tokens].long()),
+                self._reads(),
+                keys.unbind(),
+                values.unbind(),
+                self._attend,
+            )
+        return self._plan
+
+    def _rotation_of(self, frequencies: Tensor | None) -> Rotation | None:
+        """Of all positions: computed once."""
+        if frequencies is not self._frequencies:
+            self._frequencies, self._rotation = frequencies, Rotation.of(frequencies, self.params_dtype)
+        return self._rotation
+
+    def _reads(self):
+        active = slice(self.paused_request_count, self.total_request_count)
+        queries = self.request_query_lengths[active].long()
+        keys = self.request_kv_length_offsets[active] + queries
+        pages = self.request_to_kv_block_ids[active].long()
+        spare, total = self.kv_block_allocator.dummy_block_idx, self.padded_active_token_count
+        pages.masked_fill_(pages < 0, spare)
+        if self.is_decode_only() and total > len(queries):  # padding tokens read what they wrote themselves
+            missing = total - len(queries)
+            queries = torch.cat([queries, queries.new_ones(missing)])
+            keys = torch.cat([keys, keys.new_ones(missing)])
+            pages = torch.cat([pages, pages.new_full((missing, pages.shape[1]), spare)])
+        return plan_reads(queries, keys, pages, total, self.memory_buffer[0, 0])
+
+    def reset(self, *args, **kwargs):
+        """Forgets all requests. The spare block holds numbers from here on: padding reads it."""
+        super().reset(*args, **kwargs)
+        self.memory_buffer[:, :, self.kv_block_allocator.dummy_block_idx].zero_()
 
     @property
     def num_last_token_logits(self) -> int:
@@ -22,6 +97,10 @@ class Context(DynamicInferenceContext):
         """Hidden states [1, S, H] -> those of each request's last token [≥ N, H], never fewer rows than training."""
         rows = logits.squeeze(0)[self.active_logit_idxs[: super().num_last_token_logits]]
         return torch.cat([rows, rows[:1].expand(LEAST_ROWS - len(rows), -1)]) if len(rows) < LEAST_ROWS else rows
+
+    def calculate_log_probs(self, logits, new_tokens, only_last_token_logits=False, sampling=None):
+        """The log-probs of the tokens that `sampling` just drew, a list of one for each request."""
+        return [[logprob] for logprob in sampling.log_probs(new_tokens).tolist()], None
 
     def update_requests(self, active_requests_mask: Tensor, *args, **kwargs):
         """Moves on to the next step; blocks of requests that ended may be others' behind it."""

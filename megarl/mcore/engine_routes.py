@@ -64,10 +64,15 @@ class RoutedBlocks(KVBlockAllocator):
             self.routes = torch.empty(size, dtype=torch.int16, device="cpu")
 
     def allocate_memory_blocks(self, num_blocks: int) -> Tensor | None:
-        """[num_blocks] blocks, without the routes of whoever had them; None where too few are free."""
+        """[num_blocks] blocks, without keys and routes of whoever had them; None where too few are free.
+
+        Attention reads whole blocks: memory that was something else's may hold what is no number.
+        """
         blocks = super().allocate_memory_blocks(num_blocks)
-        if blocks is not None and self.is_recording:
-            self.routes[blocks.long()] = NO_ROUTE
+        if blocks is not None and num_blocks:
+            self.context.memory_buffer[:, :, blocks.long()] = 0
+            if self.is_recording:
+                self.routes[blocks.long()] = NO_ROUTE
         return blocks
 
     def store_routing_per_block(self, flat_routing):

@@ -13,7 +13,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megarl.mcore import device
-from megarl.mcore.attention import PackedAttention, PagedSelfAttention
+from megarl.mcore.attention import PackedAttention
+from megarl.mcore.decode import Layer, PagedSelfAttention
 from megarl.mcore.experts import Experts, SharedExperts
 from megarl.mcore.norm import Norm
 from megarl.mcore.router import MixtureLayer, Router
@@ -57,13 +58,13 @@ def layer_spec(args, is_moe: bool = False) -> ModuleSpec:
         qk_layernorm=args.qk_layernorm,
     )
     layer, attention = spec.submodules, spec.submodules.self_attention
+    spec.module = MixtureLayer if is_moe else Layer
     attention.module = PagedSelfAttention
     attention.submodules.core_attention = PackedAttention
     layer.input_layernorm = layer.pre_mlp_layernorm = Norm
     if args.qk_layernorm:
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = Norm
     if is_moe:
-        spec.module = MixtureLayer
         parts = layer.mlp.keywords["submodules"]
         experts = functools.partial(Experts, **parts.experts.keywords)
         shared = functools.partial(SharedExperts, **parts.shared_experts.keywords)

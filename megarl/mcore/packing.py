@@ -51,7 +51,7 @@ class Packing(PackedSeqParams):
     routing: Routing | None = None  # of the micro-batch, where the model has experts
 
 
-def _widths(longest: int) -> list[int]:
+def class_widths(longest: int) -> list[int]:
     """Upper limits of classes of piece sizes, so that padding within a class is at most half of the real."""
     widths, width = [], VECTOR
     while width < longest:
@@ -91,7 +91,7 @@ def _cut(starts: Tensor, ends: Tensor, chunks: list[tuple[int, int]]) -> list[Te
 
 def _classes(cut: list[Tensor], is_causal: bool) -> list[Pieces]:
     keys = cut[3]
-    kind = torch.searchsorted(torch.tensor(_widths(int(keys.max())), device=keys.device), keys)
+    kind = torch.searchsorted(torch.tensor(class_widths(int(keys.max())), device=keys.device), keys)
     return [_pieces_of(*(x[kind == i] for x in cut), is_causal) for i in kind.unique().tolist()]
 
 

@@ -10,12 +10,12 @@ from collections import deque
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn.functional import pad
 
 from megarl.mcore import device
 from megarl.mcore.balancing import BalancedRouter
+from megarl.mcore.decode import Layer
 from megarl.mcore.packing import VECTOR
 from megarl.mcore.routing import Routing
 
@@ -91,7 +91,7 @@ class Router(BalancedRouter):
             self.router_replay.routing = None
 
 
-class MixtureLayer(TransformerLayer):
+class MixtureLayer(Layer):
     """A layer with experts; it hands the routing of its micro-batch to its router."""
 
     def forward(self, *args, packed_seq_params=None, **kwargs):

@@ -1,9 +1,12 @@
 """From logits and uniform numbers to tokens: temperature, top-k, top-p, inverse distribution function."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+BLOCK = 256  # tokens of the vocabulary whose weights are summed up before one of them is looked for
 
 
 @dataclass(frozen=True)
@@ -17,27 +20,45 @@ class SamplingSettings:
     greedy: bool = False
 
 
-def distribution(logits: Tensor, settings: SamplingSettings) -> Tensor:
-    """[N, V] raw logits -> [N, V] probabilities, not renormalised after top-k and top-p."""
-    probabilities = (logits.float() / settings.temperature).softmax(-1)
-    if 0 < settings.top_k < logits.shape[-1]:
+def narrow(weights: Tensor, settings: SamplingSettings) -> Tensor:
+    """[N, V] probabilities, or any multiple of them -> the same, 0 outside of top-k and top-p."""
+    if 0 < settings.top_k < weights.shape[-1]:
         # A stable order keeps exactly k tokens where probabilities tie, as those of 16-bit logits often do.
-        order = probabilities.sort(dim=-1, descending=True, stable=True).indices
-        probabilities = probabilities.scatter(-1, order[:, settings.top_k :], 0.0)
+        order = weights.sort(dim=-1, descending=True, stable=True).indices
+        weights = weights.scatter(-1, order[:, settings.top_k :], 0.0)
     if settings.top_p < 1.0:
-        ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+        ordered, order = weights.sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(-1) - ordered
         outside = before >= settings.top_p * ordered.sum(-1, keepdim=True)  # the token that crosses the mass stays
-        probabilities = probabilities.masked_fill(outside.scatter(-1, order, outside), 0.0)
-    return probabilities
+        weights = weights.masked_fill(outside.scatter(-1, order, outside), 0.0)
+    return weights
 
 
-def draw(logits: Tensor, numbers: Tensor, settings: SamplingSettings) -> Tensor:
-    """[N] tokens: the first whose cumulative probability exceeds its uniform number [N] float64."""
-    if settings.greedy:
-        return logits.argmax(-1)
-    cumulative = distribution(logits, settings).double().cumsum(-1)
-    wanted = numbers.unsqueeze(-1) * cumulative[:, -1:]
-    # A wanted mass is below the total, but rounding may reach it: the last token with mass is the answer then.
-    last = (cumulative < cumulative[:, -1:]).sum(-1)
-    return torch.searchsorted(cumulative, wanted, right=True).squeeze(-1).minimum(last)
+def _first_above(masses: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Of [N, M] masses the first place whose cumulative mass exceeds wanted [N, 1], and the mass before it."""
+    cumulative = masses.double().cumsum(-1)
+    # A wanted mass is below the total, but rounding may reach it: the last place with mass is the answer then.
+    last = (cumulative < cumulative[:, -1:]).sum(-1, keepdim=True)
+    place = torch.searchsorted(cumulative, wanted, right=True).minimum(last)
+    return place, cumulative.gather(-1, place) - masses.gather(-1, place)
+
+
+def pick(weights: Tensor, numbers: Tensor) -> Tensor:
+    """[N] tokens: the first whose cumulative share of the weights [N, V] exceeds its uniform number [N] float64.
+
+    First the block of the vocabulary, then the token in it: what is summed up in double precision stays small.
+    """
+    width = math.gcd(weights.shape[-1], BLOCK)
+    blocks = weights.unflatten(-1, (-1, width if width >= BLOCK // 8 else weights.shape[-1]))
+    masses = blocks.sum(-1)
+    wanted = numbers.unsqueeze(-1) * masses.double().sum(-1, keepdim=True)
+    block, before = _first_above(masses, wanted)
+    within = blocks.take_along_dim(block.unsqueeze(-1), 1).squeeze(1)
+    token, _ = _first_above(within, wanted - before)
+    return (block * within.shape[-1] + token).squeeze(-1)
+
+
+def draw(logits: Tensor, weights: Tensor, numbers: Tensor, settings: SamplingSettings) -> Tensor:
+    """[N] tokens from logits [N, V] and `weights`, the exponentials of the scaled ones up to a factor a row; [N, ≥ V],
+    0 in columns behind the vocabulary."""
+    return logits.argmax(-1) if settings.greedy else pick(narrow(weights, settings), numbers)

@@ -1,0 +1,124 @@
+"""What runs inside a step of the rollout engine: layers that do the training forward's work and no more.
+
+Whatever depends on the step alone is computed once, into a `StepPlan` that all layers share: rotations, places of the
+new keys in the cache, which keys each token reads. A layer then is what one reads in `Layer.step`: no dropout, no
+masks, no rotations made anew, nothing that waits for the device. Numbers are the training forward's, to the last bit.
+Shapes: T tokens of the step, G key/value groups of R query heads each, D channels per head.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from megarl.mcore.paged import PagedAttention, Reads
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Cosines and sines of positions, [P, 1, 1, r] for the first r channels of a head (2104.09864 §3.4.2)."""
+
+    cosines: Tensor
+    sines: Tensor  # negative in the first half, where the second half's channels come
+
+    @classmethod
+    def of(cls, frequencies: Tensor, dtype: torch.dtype) -> "Rotation":
+        """From Megatron's frequencies [P, 1, 1, r] of all positions."""
+        sines = frequencies.sin()
+        sines[..., : sines.shape[-1] // 2].neg_()
+        return cls(frequencies.cos().to(dtype), sines.to(dtype))
+
+    def at(self, positions: Tensor) -> "Rotation":
+        """Those of positions [T]."""
+        return Rotation(self.cosines[positions], self.sines[positions])
+
+    def __call__(self, heads: Tensor) -> Tensor:
+        """[T, G, heads, D] -> the same turned; the operations of Megatron's, whose results training has."""
+        width = self.cosines.shape[-1]
+        turning = heads[..., :width]
+        swapped = torch.cat((turning[..., width // 2 :], turning[..., : width // 2]), dim=-1)
+        turned = (turning * self.cosines).add_(swapped.mul_(self.sines))
+        return turned if width == heads.shape[-1] else torch.cat((turned, heads[..., width:]), dim=-1)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What all layers of a step share."""
+
+    places: Tensor  # [T] int64 rows of the flattened caches for the new keys and values
+    rotation: Rotation | None  # of the step's tokens
+    reads: Reads
+    keys: tuple[Tensor, ...]  # [blocks, block, G, D] of each layer of this rank
+    values: tuple[Tensor, ...]
+    attend: PagedAttention
+
+    def extend(self, layer: int, key: Tensor, value: Tensor):
+        """Writes the new keys and values [T, G, D] of a layer, numbered from 0 on this rank."""
+        for cache, new in ((self.keys[layer], key), (self.values[layer], value)):
+            cache.flatten(0, 1).index_copy_(0, self.places, new)
+
+
+class PagedSelfAttention(SelfAttention):
+    """Megatron's self-attention, which in rollout attends over the engine's cache."""
+
+    def forward(self, hidden_states, attention_mask, *args, inference_context=None, rotary_pos_emb=None, **kwargs):
+        """As Megatron's; the engine's context is a `megarl.mcore.engine_context.Context`."""
+        if inference_context is not None:
+            return self.step(hidden_states, inference_context.plan(rotary_pos_emb))
+        return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
+
+    @functools.cached_property
+    def _cache(self) -> int:
+        """Which of this rank's caches is this layer's."""
+        return self.layer_number - self._get_pp_layer_offset_for_inference() - 1
+
+    def step(self, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
+        """[T, 1, H], under sequence parallelism this rank's, -> the same, and a bias that is still to be added."""
+        heads, value = self._heads(hidden)
+        unturned = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
+        if plan.rotation is not None and not unturned:
+            heads = plan.rotation(heads)
+        query, key = heads[:, :, :-1], heads[:, :, -1]
+        plan.extend(self._cache, key, value)
+        keys, values = plan.keys[self._cache], plan.values[self._cache]
+        attended = plan.attend(query, keys, values, plan.reads, self.core_attention.softmax_scale)
+        return self.linear_proj(attended.unsqueeze(1))
+
+    def _heads(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Query heads and behind them the key of each group [T, G, R + 1, D]; values [T, G, D]."""
+        if self.q_layernorm is not None or self.config.num_query_groups < self.world_size:
+            query, key, value = self.get_query_key_value_tensors(hidden)
+            grouped = query.unflatten(2, (key.shape[2], -1))
+            return torch.cat([grouped, key.unsqueeze(3)], dim=3).squeeze(1), value.squeeze(1)
+        projected, _ = self.linear_qkv(hidden)
+        heads = projected.view(
+            len(projected), self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head
+        )
+        return heads[:, :, :-1], heads[:, :, -1]
+
+
+class Layer(TransformerLayer):
+    """Megatron's layer with a short way for the engine."""
+
+    def forward(self, hidden_states, *args, inference_context=None, rotary_pos_emb=None, **kwargs):
+        """As Megatron's layer: hidden states and the context of cross-attention, which is not there."""
+        if inference_context is not None and self.config.mlp_chunks_for_prefill == 1:
+            return self.step(hidden_states, inference_context.plan(rotary_pos_emb)), None
+        return super().forward(
+            hidden_states, *args, inference_context=inference_context, rotary_pos_emb=rotary_pos_emb, **kwargs
+        )
+
+    def step(self, hidden: Tensor, plan: StepPlan) -> Tensor:
+        """[T, 1, H], under sequence parallelism this rank's, through attention and MLP or experts."""
+        hidden = self._add(hidden, *self.self_attention.step(self.input_layernorm(hidden), plan))
+        return self._add(hidden, *self.mlp(self.pre_mlp_layernorm(hidden)))
+
+    def _add(self, residual: Tensor, change: Tensor, bias: Tensor | None) -> Tensor:
+        """Residual + (change + bias), rounded as in training."""
+        if self.config.fp32_residual_connection:
+            residual, change = residual.float(), change.float()
+            bias = bias if bias is None else bias.float()
+        return (change if bias is None else change + bias).add_(residual)

@@ -1,0 +1,165 @@
+"""Attention over the paged cache of the rollout engine: how the new tokens of a step find their keys.
+
+Requests with one new token, in most steps all of them, are read page by page through a scratch that stays in the
+processor's cache; requests with more, prompts, go the way of a packed micro-batch. The engine's memory must hold
+finite numbers wherever a page that is read has no key yet: such keys are masked, but 0 · NaN would still be NaN.
+Shapes: N requests, T tokens of the step, G key/value groups of R query heads each, D channels per head.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from megarl.mcore.attention import attend_pieces
+from megarl.mcore.packing import LEAST_ROWS, Pieces, class_widths, key_width
+
+SCRATCH = 2**22  # bytes of keys, and as many of values, that are gathered at once
+
+
+class Decoding(NamedTuple):
+    """Requests with one new token each, n of them, that one call of the kernel takes."""
+
+    tokens: slice | Tensor  # [n] places of their tokens in the step
+    pages: Tensor  # [n·P] int64 blocks of the cache
+    mask: Tensor  # [n, 1, 1, K] of the queries' type: 0 where a key is seen, −∞ elsewhere
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What the new tokens of a step read, the same for all layers."""
+
+    decoding: list[Decoding]
+    prompts: list[Pieces]
+    total: int  # T
+
+
+def plan_reads(queries: Tensor, keys: Tensor, pages: Tensor, total: int, cache: Tensor) -> Reads:
+    """Reads of a step; arguments on the host, but for the cache.
+
+    Args:
+        queries: [N] int64 new tokens of each request, behind each other in the step.
+        keys: [N] int64 keys of each, new ones included: query i of q sees keys 0 … k − q + i.
+        pages: [N, P] int64 blocks of each request; any block of finite numbers behind its last.
+        total: T; tokens behind the requests' are padding, their results zeros.
+        cache: [blocks, block, G, D] of some layer, whose device and type reads are for.
+    """
+    first = queries.cumsum(0) - queries
+    single = queries == 1
+    if bool(single.all()):
+        return Reads(_decodings(None, keys, pages, cache), [], total)
+    alone = single.nonzero().flatten()
+    decoding = _decodings(first[alone], keys[alone], pages[alone], cache) if len(alone) else []
+    rest = (~single).nonzero().flatten()
+    return Reads(decoding, _prompts(first[rest], queries[rest], keys[rest], pages[rest], cache), total)
+
+
+def _decodings(tokens: Tensor | None, keys: Tensor, pages: Tensor, cache: Tensor) -> list[Decoding]:
+    """Cuts n requests into calls of at most `SCRATCH` bytes, of similar lengths where they differ much.
+
+    `tokens` [n]: places of their tokens; None: 0 … n − 1.
+    """
+    device, block = cache.device, cache.shape[1]
+    row = cache[0, 0].numel() * cache.element_size()
+    longest = int(keys.max())
+    if len(keys) * longest * row > SCRATCH and len(keys) * longest > 1.25 * int(keys.sum()):
+        order = keys.argsort(stable=True)
+        tokens, keys, pages = order if tokens is None else tokens[order], keys[order], pages[order]
+    lengths, found, start = keys.tolist(), [], 0
+    while start < len(lengths):
+        end, longest = start, 0
+        while end < len(lengths):
+            wide = max(longest, lengths[end])
+            if end > start and (end + 1 - start) * wide * row > SCRATCH:
+                break
+            end, longest = end + 1, wide
+        width = key_width(longest, device)
+        used = min(-(-width // block), pages.shape[1])
+        width = min(width, used * block)
+        unseen = torch.arange(width) >= keys[start:end].unsqueeze(1)
+        mask = torch.zeros(unseen.shape, dtype=cache.dtype).masked_fill_(unseen, -math.inf)[:, None, None, :]
+        places = slice(start, end) if tokens is None else tokens[start:end].to(device)
+        found.append(Decoding(places, pages[start:end, :used].flatten().to(device), mask.to(device)))
+        start = end
+    return found
+
+
+def _prompts(first: Tensor, queries: Tensor, keys: Tensor, pages: Tensor, cache: Tensor) -> list[Pieces]:
+    """Pieces of n requests with several new tokens, whose keys are rows of the flattened cache."""
+    device, block, found = cache.device, cache.shape[1], []
+    row = cache[0, 0].numel() * cache.element_size()
+    # Keys read by way of pages, and queries that see all of their own prompt: the classes of packed training.
+    widths = torch.tensor(class_widths(int(keys.max())))
+    sizes = [torch.searchsorted(widths, lengths) for lengths in (queries, keys)]
+    kinds = torch.stack([(queries == keys).long(), *sizes], dim=1)
+    for kind in kinds.unique(dim=0):
+        members = (kinds == kind).all(1).nonzero().flatten()
+        most = max(1, SCRATCH // (row * int(keys[members].max())))
+        for part in members.split(most):
+            wide = key_width(int(keys[part].max()), device)
+            column = torch.arange(wide).minimum(keys[part].unsqueeze(1) - 1)
+            places = pages[part].gather(1, column // block) * block + column % block
+            found.append(_piece(first[part], queries[part], keys[part], places, bool(kind[0]), device))
+    return found
+
+
+def _piece(first: Tensor, queries: Tensor, keys: Tensor, places: Tensor, is_causal: bool, device) -> Pieces:
+    """One call's pieces, `places` [n, K] of their keys."""
+    wide_k = places.shape[1]
+    wide_q = wide_k if is_causal else -(-int(queries.max()) // LEAST_ROWS) * LEAST_ROWS
+    row = torch.arange(wide_q).minimum(queries.unsqueeze(1) - 1)
+    mask = None
+    if not is_causal:
+        last_seen = (keys - queries).unsqueeze(1) + row
+        mask = (torch.arange(wide_k) <= last_seen.unsqueeze(2)).unsqueeze(1).to(device)
+    real = (torch.arange(wide_q) < queries.unsqueeze(1)).flatten().nonzero().flatten()
+    return Pieces((first.unsqueeze(1) + row).to(device), places.to(device), mask, real.to(device))
+
+
+class PagedAttention:
+    """Attends through scratch memory that all layers and steps share."""
+
+    def __init__(self):
+        self.scratch: dict[int, Tensor] = {}
+
+    def _pages(self, which: int, cache: Tensor, pages: Tensor, width: int, count: int) -> Tensor:
+        """[blocks, block, G, D] -> [n, G, K, D]: the first K keys of the pages [n·P]; a view of scratch memory."""
+        need = len(pages) * cache[0].numel()
+        memory = self.scratch.get(which)
+        if memory is None or memory.numel() < need or memory.dtype != cache.dtype or memory.device != cache.device:
+            memory = self.scratch[which] = cache.new_empty(need)
+        rows = memory[:need].view(len(pages), -1)
+        torch.index_select(cache.flatten(1), 0, pages, out=rows)
+        return rows.view(count, -1, *cache.shape[2:])[:, :width].transpose(1, 2)
+
+    def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, reads: Reads, scale=None) -> Tensor:
+        """query [T, G, R, D] and a layer's caches [blocks, block, G, D], new keys included -> [T, G·R·D]."""
+        if len(reads.decoding) == 1 and isinstance(reads.decoding[0].tokens, slice) and not reads.prompts:
+            part = reads.decoding[0]
+            out = self._decode(query[part.tokens], key_cache, value_cache, part, scale)
+            if len(out) == reads.total:
+                return out.flatten(1)
+        result = query.new_zeros(query.shape)
+        for part in reads.decoding:
+            result[part.tokens] = self._decode(query[part.tokens], key_cache, value_cache, part, scale)
+        heads = query.flatten(1, 2) if reads.prompts else None
+        for pieces in reads.prompts:
+            out = attend_pieces(heads, key_cache.flatten(0, 1), value_cache.flatten(0, 1), pieces, scale)
+            result[pieces.queries.flatten()[pieces.real]] = out.view(-1, *query.shape[1:])
+        return result.flatten(1)
+
+    def _decode(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, part: Decoding, scale) -> Tensor:
+        """[n, G, R, D] -> [n, G, R, D]. The heads of a group are rows of one product with the group's keys."""
+        count, groups, heads, channels = query.shape
+        # A product of fewer rows takes another kernel: the rows stand there several times.
+        copies = LEAST_ROWS // math.gcd(heads, LEAST_ROWS)
+        if copies > 1:
+            query = query.unsqueeze(2).expand(-1, -1, copies, -1, -1).reshape(count, groups, -1, channels)
+            query = query.contiguous()  # one head's copies would be views of one row
+        width = part.mask.shape[-1]
+        key = self._pages(0, key_cache, part.pages, width, count)
+        value = self._pages(1, value_cache, part.pages, width, count)
+        return sdpa(query, key, value, part.mask, scale=scale)[:, :, :heads]
