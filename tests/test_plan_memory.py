@@ -245,6 +245,12 @@ def test_offload_leaves_on_the_device_and_on_the_host_what_the_plan_says(flags):
     assert actor.resident == actor.weights + 100 and actor.host == actor.optimizer
     (rollout,) = memory.stage_memory(replace(role, name="rollout", host="rollout"), VOCAB, "write", 9, 1, 100)
     assert rollout.resident == rollout.weights + 100 and rollout.host == 0
+    with fake.world(1):
+        wrapped = build(flags, "llama", False)[3]
+    largest = max(b.grad_data.nbytes for w in wrapped for b in w.buffers + w.expert_parallel_buffers)
+    for cache in (100, 2**30):  # on the actor's module: what its gradients have no room for
+        (hosted,) = memory.stage_memory(replace(role, name="rollout", host="actor"), VOCAB, "write", 9, 1, cache)
+        assert hosted.kv_cache == cache and hosted.resident == max(0, cache - largest)
 
 
 def test_sharded_roles_hold_their_rows():

@@ -1,13 +1,15 @@
 """Offload: a role's weights, gradients and optimizer states are on the device in their turns alone.
 
 Weights and optimizer states wait on the host; gradients are dead between updates and wait nowhere. Buffers of a model,
-a few numbers for each expert, stay. What moves, and that it stays valid, is `memory`'s.
+a few numbers for each expert, stay. What moves, and that it stays valid, is `memory`'s. With or without offload the
+bytes of dead gradients hold the rollout's cache.
 """
 
 import contextlib
 from collections.abc import Callable
 from operator import methodcaller
 
+import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 from torch import Tensor
@@ -76,6 +78,36 @@ class Offload:
         return state
 
 
+class Loan:
+    """Bytes of gradients for what is dead while they live: the cache of a rollout on the module that learns."""
+
+    def __init__(self, wrapped, offload: Offload):
+        """`wrapped`: the chunks with gradient buffers, `optimizer.wrap`; each update must zero them first."""
+        self._buffers, self.offload = _buffers(wrapped), offload
+
+    def present(self):
+        """Context in which the bytes are there; what they held before is forgotten where gradients are offloaded."""
+        return self.offload.present("gradients")
+
+    def memory(self, size: int) -> Tensor:
+        """[size] bytes on the largest buffer, which grows to them where it has less; the same at each call."""
+        with self.present():
+            buffer = max(self._buffers, key=lambda buffer: buffer.grad_data.nbytes)
+            storage = buffer.grad_data.untyped_storage()
+            if storage.nbytes() < size:
+                storage.resize_(0)  # else the old and the new bytes would be there together
+                storage.resize_(size)
+                buffer.grad_data.zero_()
+            for block in self.offload.blocks.get("gradients", ()):
+                if block.storage._cdata == storage._cdata:
+                    block.size = storage.nbytes()
+            return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (size,))
+
+
+def _buffers(wrapped) -> list:
+    return [buffer for chunk in wrapped for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+
+
 def of_frozen(stages) -> Offload:
     """The weights of a model that never learns; they are on the host from now on."""
     return _guarded(stages, {"weights": _weights(stages, [])})
@@ -89,7 +121,7 @@ def of_learner(stages, wrapped, optimizer, keeps_weights: bool = False) -> Offlo
         wrapped: the chunks with gradient buffers, `optimizer.wrap`.
         optimizer: `optimizer.build_optimizer`, its states created.
     """
-    buffers = [buffer for chunk in wrapped for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+    buffers = _buffers(wrapped)
     weights = [] if keeps_weights else _weights(stages, [b.param_data for b in buffers if b.param_data is not None])
     blocks = {
         "weights": weights,

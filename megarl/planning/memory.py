@@ -22,7 +22,8 @@ LEAST_BUCKET, BUCKET_PER_LANE = 40_000_000, 1_000_000  # elements of a bucket wh
 class Memory:
     """Bytes of one rank. The first three and the cache stay from step to step, the last two come and go.
 
-    `away` names parts that offload brings to the device for the role's turns alone.
+    `away` names parts that offload brings to the device for the role's turns alone. `lent`: of the cache, what lies in
+    the actor's gradients; where these are away the actor's turn, which brings them, too, takes more than the rollout's.
     """
 
     weights: int = 0
@@ -32,11 +33,12 @@ class Memory:
     activations: int = 0
     logits: int = 0
     away: tuple[str, ...] = ()
+    lent: int = 0
 
     @property
     def resident(self) -> int:
         """What is there all the time."""
-        kept = self.weights + self.gradients + self.optimizer + self.kv_cache
+        kept = self.weights + self.gradients + self.optimizer + self.kv_cache - self.lent
         return kept - sum(getattr(self, part) for part in self.away)
 
     @property
@@ -187,8 +189,17 @@ def stage_memory(role, vocab_size: int, kind: str, tokens: int, microbatches: in
         if args.use_torch_fsdp2:
             moving += gathered(chunks)
         fixed = _fixed(chunks, args, kind, stage) if role.host == role.name else (0, 0, 0)
-        found.append(Memory(*fixed, kv_cache, moving, logits, away))
+        lent = min(kv_cache, _largest_buffer(chunks, args, stage)) if role.host != role.name else 0
+        found.append(Memory(*fixed, kv_cache, moving, logits, away, lent))
     return found
+
+
+def _largest_buffer(chunks: list[list[Weight]], args, stage: int) -> int:
+    """Bytes of the largest gradient buffer of a stage; sharded gradients have none."""
+    if args.use_torch_fsdp2:
+        return 0
+    parts = [buffer for weights in chunks for buffer in buffers(weights, args, stage == 0)]
+    return max(part.elements * (4 if args.accumulate_allreduce_grads_in_fp32 else part.itemsize) for part in parts)
 
 
 def _away(role, kind: str) -> tuple[str, ...]:

@@ -45,6 +45,8 @@ class Learner:
         if role.offload:
             trained, keeps_weights = (self.model, self.wrapped, self.optimizer), role.name == "actor"  # it writes
             self.offload = offload.of_learner(*trained, keeps_weights)
+        # Sharded gradients have no buffer that stays.
+        self.loan = None if role.megatron.use_torch_fsdp2 else offload.Loan(self.wrapped, self.offload)
 
     def evaluate(self, parts: list[tuple[Batch, torch.Tensor]], forward) -> list:
         """`forward(chunk, micro-batch)` of each micro-batch without gradients: [(result, places)]."""

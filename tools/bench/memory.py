@@ -1,0 +1,109 @@
+"""Memory: the most that a colocated PPO step holds, rollout included, against the most that learning alone holds.
+
+    PYTHONPATH=. python tools/bench/memory.py [--steps 2] [--json FILE] [--markdown]
+
+Whole runs of megarl.train_rl on one rank: actor, critic and reference of 31 M parameters each, fp32. ppo has a cache as
+large as the actor's gradients, which its requests nearly fill; its number is the peak of all phases. training has a
+cache of 16 MiB, in which requests take turns; its number is the peak of the updates. Steps behind the first count. On
+CUDA the bytes are torch's count; on a CPU the process's resident bytes, less those of a run with models of a few kB and
+the same text.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from megarl.mcore import device
+from tools.bench.offload import ENVIRONMENT, NOTHING, run_step
+
+MIB, LAYERS, HIDDEN, FFN = 2**20, 16, 384, 1152
+PARAMETERS = LAYERS * HIDDEN * (4 * HIDDEN + 3 * FFN)  # without embeddings and norms, which are a thousandth
+MODEL = (
+    f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads 8 --ffn-hidden-size {FFN} --swiglu"
+    " --normalization RMSNorm --disable-bias-linear --make-vocab-size-divisible-by 32 --max-prompt-length 96"
+    " --max-response-length 8 --max-tokens-per-microbatch 208 --lr 1e-5 --kl-coefficient 0.01 --reward exact-match"
+    " --prompts-per-step 6 --samples-per-prompt 4 --minibatch-size 24"
+)
+SMALL = "--rollout-buffer-gb 0.016"
+SIDES = {
+    "nothing": f"{NOTHING} --num-query-groups 2 {SMALL}", "training": SMALL,
+    "ppo": f"--rollout-buffer-gb {4 * PARAMETERS / 2**30}",
+}  # fmt: skip
+
+
+def make_inputs(folder: Path) -> list[str]:
+    """Prompts of random digits, a token each, and their tokenizer; the flags that name them."""
+    digits = random.Random(1)
+    rows = [{"prompt": "".join(digits.choices("0123456789", k=94)), "answer": str(i)} for i in range(64)]
+    prompts, tools = folder / "train.jsonl", Path(__file__).parents[1]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [sys.executable, str(tools / "train_tokenizer.py"), "--input", str(prompts), "--vocab-size", "16"]
+    subprocess.run([*command, "--out", str(folder / "tokenizer")], check=True, capture_output=True)
+    return ["--prompts", str(prompts), "--tokenizer-model", str(folder / "tokenizer.model")]
+
+
+def peaks_of(side: str, inputs: list[str], steps: int, out: Path) -> dict[str, int]:
+    """Most bytes in each phase of a run in a process of its own."""
+    flags = [*MODEL.split(), *SIDES[side].split(), *inputs, "--train-iters", str(steps)]
+    done = subprocess.run([sys.executable, __file__, "--out", str(out), "--", *flags], env=ENVIRONMENT,
+                          capture_output=True, text=True)  # fmt: skip
+    if done.returncode:
+        raise SystemExit(done.stdout + done.stderr)
+    return json.loads(out.read_text())
+
+
+def measure(steps: int) -> dict:
+    """All sides, one after the other."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        inputs = make_inputs(folder)
+        peaks = {side: peaks_of(side, inputs, steps, folder / side) for side in SIDES}
+    on_cuda = device.has_cuda()
+    none = {} if on_cuda else peaks["nothing"]
+    held = {side: {phase: size - none.get(phase, 0) for phase, size in peaks[side].items()} for side in SIDES}
+    updates = [size for phase, size in held["training"].items() if phase.endswith("/update")]
+    found = {"training": max(updates), "ppo": max(held["ppo"].values())}
+    return {
+        "device": device.device().type, "parameters": PARAMETERS, "cache_bytes": 4 * PARAMETERS, "phases": held,
+        "peak_bytes": found, "ratio": found["ppo"] / found["training"],
+    }  # fmt: skip
+
+
+def table(found: dict, markdown: bool) -> str:
+    """Peaks of learning alone and of PPO, the ratio, the cache."""
+    names = ["training", "ppo", "ratio", "cache"]
+    sizes = [found["peak_bytes"]["training"], found["peak_bytes"]["ppo"], found["cache_bytes"]]
+    mib = [f"{size / MIB:.0f} MiB" for size in sizes]
+    lines = [names, [*mib[:2], f"{found['ratio']:.3f}", mib[2]]]
+    if markdown:
+        lines.insert(1, ["---"] * len(names))
+        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join("".join(f"{cell:>12}" for cell in line) for line in lines)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--steps", type=int, default=2, help="of each run; the first does not count")
+    parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the numbers")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="run FLAGS in this process, peaks into FILE")
+    parser.add_argument("flags", nargs="*", metavar="FLAGS", help="with --out: of megarl.train_rl")
+    args = parser.parse_args(argv)
+    if args.steps < 2:
+        parser.error(f"--steps {args.steps}: must be at least 2")
+    if args.out:
+        run_step(args.flags, args.out)
+        return 0
+    found = measure(args.steps)
+    print(table(found, args.markdown))
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
