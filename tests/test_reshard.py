@@ -208,38 +208,48 @@ def test_megatrons_resharding_gives_the_same_bits(flags):
 # -- one plan ----------------------------------------------------------------------------------------------------
 
 
-def again(rank, bucket_bytes):
-    """Largest buffer of each of two transfers with one plan, and how many there were."""
+def again(rank, bucket_bytes, large):
+    """Two transfers with one plan: most bytes that a round sends or receives, messages, bytes that were packed."""
+    from megarl.mcore import reshard
+
+    reshard.LARGE = large
     pair = Pair(roles("0-1", [EP2], "1-2", [], EXPERTS))
     transfer = pair.transfer(bucket_bytes=bucket_bytes)
-    buffers, original = [], dist.all_to_all_single
+    rounds, original = [], dist.batch_isend_irecv
 
-    def seen(arriving, leaving, *args, **kwargs):
-        buffers.append(max(arriving.nbytes, leaving.nbytes))
-        return original(arriving, leaving, *args, **kwargs)
+    def seen(operations):
+        assert all(o.tensor.dim() == 1 and o.tensor.is_contiguous() for o in operations)
+        rounds.append([[o.tensor.nbytes for o in operations if o.op is op] for op in (dist.isend, dist.irecv)])
+        return original(operations)
 
     def no_gathering(*args, **kwargs):
         raise AssertionError("a plan is built once")
 
-    gather, dist.all_to_all_single, dist.all_gather_object = dist.all_gather_object, seen, no_gathering
+    gather, dist.batch_isend_irecv, dist.all_gather_object = dist.all_gather_object, seen, no_gathering
     first = transfer.run()
     pair.check()
+    memory = {side: buffer.data_ptr() for side, buffer in transfer._staging.items()}
     for chunk in pair.source or ():
         chunk._apply(torch.clone)  # as an offload would: parameters have other memory, buffers are other tensors
     for tensor in tensors(pair.source).values():
         tensor.mul_(3).add_(0.5)
-    assert transfer.run() == first
+    assert transfer.run() == first == sum(map(sum, (sends for sends, _ in rounds))) / 2
+    assert memory == {side: buffer.data_ptr() for side, buffer in transfer._staging.items()}
     pair.check(lambda tensor: tensor * 3 + 0.5)
     dist.all_gather_object = gather
     transfer.verify()
-    return max(buffers), len(buffers)
+    packed = sum(buffer.nbytes for buffer in transfer._staging.values())
+    return max(max(map(sum, turn)) for turn in rounds), sum(len(side) for turn in rounds for side in turn), packed
 
 
-@pytest.mark.parametrize("bucket_bytes", [2**20, 400])  # a row has 256 bytes, of which 200 fit for each of two peers
-def test_a_plan_serves_again_with_buffers_as_small_as_wanted(bucket_bytes):
-    largest, numbers = zip(*run_world(again, 3, bucket_bytes, timeout=120), strict=True)
-    assert 300 < max(largest) <= bucket_bytes and len(set(numbers)) == 1
-    assert (numbers[0] == 2) == (bucket_bytes == 2**20)
+# A row has 256 bytes, of which 200 fit for each of two peers.
+@pytest.mark.parametrize("bucket_bytes, large", [(2**20, 2**16), (400, 2**16), (2**20, 128), (400, 128)])
+def test_a_plan_serves_again_with_buffers_as_small_as_wanted(bucket_bytes, large):
+    largest, messages, packed = zip(*run_world(again, 3, bucket_bytes, large, timeout=120), strict=True)
+    assert 300 < max(largest) <= bucket_bytes and max(packed) <= 2 * bucket_bytes
+    if bucket_bytes == 2**20:  # one round: a message each way between two ranks, or one for each large box
+        assert (max(messages) <= 8) == (large == 2**16)
+        assert large == 2**16 or max(packed) < max(largest) / 4  # most boxes lie together in both models
 
 
 def narrowed(rank):

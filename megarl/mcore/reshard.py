@@ -1,7 +1,8 @@
 """Moves weights from one model to another of any layout on any ranks, by collectives over the ranks of both.
 
-The plan is built once. A transfer is a few rounds of one all-to-all: each rank packs what the others need into one
-buffer, already in the destination's dtype, and unpacks what arrives; what it needs of its own it copies.
+The plan is built once. A transfer is a few rounds of messages. A large box goes as it lies in memory from the one
+model's tensor into the other's; small ones to the same rank are packed together, in the destination's dtype, as are
+boxes with gaps. What a rank needs of its own it copies.
 """
 
 import math
@@ -17,17 +18,24 @@ from megarl.mcore.reshard_plan import LocalWeights, Piece, Shard, check, cut, me
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 ELEMENTS_AT_ONCE = 2**18  # of a checksum: its 64-bit numbers fit into a cache, twenty times faster than without
+LARGE = 2**16  # bytes of a box that is worth a message
 NAMED = 5  # keys in an error message
 
 
+class _Message(NamedTuple):
+    """Pieces between this rank and a peer, behind each other: a large one alone, or small ones."""
+
+    peer: int
+    pieces: list[Piece]
+    size: int  # elements
+
+
 class _Round(NamedTuple):
-    """What this rank exchanges in one all-to-all: pieces in the order of the peers, and the bytes for and from each."""
+    """What this rank sends and receives at a time."""
 
     dtype: torch.dtype
-    sends: list[Piece]
-    receives: list[Piece]
-    leaving: list[int]
-    arriving: list[int]
+    sends: list[_Message]
+    receives: list[_Message]
 
 
 class WeightTransfer:
@@ -59,15 +67,15 @@ class WeightTransfer:
         pieces = pieces_of(self.rank, sources, destinations)
         self.local = [piece for piece in pieces if piece.sender == piece.receiver]
         self.rounds = self._rounds([piece for piece in pieces if piece.sender != piece.receiver], bucket_bytes)
-        self.bytes_sent = sum(self._bytes(piece) for turn in self.rounds for piece in turn.sends)
+        self.bytes_sent = sum(m.size * turn.dtype.itemsize for turn in self.rounds for m in turn.sends)
+        self._staging: dict[str, Tensor] = {}
 
     def run(self) -> int:
         """Moves the weights; returns the bytes that this rank sent to others."""
         for piece in self.local:
             self._target(piece).copy_(self._origin(piece))
-        leaving, arriving = (self._memory(side) for side in ("leaving", "arriving"))
         for turn in self.rounds:
-            self._exchange(turn, leaving, arriving)
+            self._exchange(turn)
         return self.bytes_sent
 
     def verify(self):
@@ -91,9 +99,6 @@ class WeightTransfer:
 
     def _dtype(self, piece: Piece) -> torch.dtype:
         return self.dtypes[piece.destination.key]
-
-    def _bytes(self, piece: Piece) -> int:
-        return math.prod(piece.shape) * self._dtype(piece).itemsize
 
     def _largest(self, numbers: list[int]) -> list[int]:
         """The largest of each number over the group."""
@@ -122,30 +127,60 @@ class WeightTransfer:
 
     def _round(self, dtype: torch.dtype, dealt: dict, number: int) -> _Round:
         """This rank's part of a round."""
-        turn = _Round(dtype, [], [], *([0] * dist.get_world_size(self.group) for _ in range(2)))
+        turn = _Round(dtype, [], [])
         for (sender, receiver), hands in sorted(dealt.items()):
             hand = hands[number] if number < len(hands) else []
-            size = sum(map(self._bytes, hand))
-            if sender == self.rank:
-                turn.sends.extend(hand)
-                turn.leaving[receiver] = size
-            else:
-                turn.receives.extend(hand)
-                turn.arriving[sender] = size
+            side, peer = (turn.sends, receiver) if sender == self.rank else (turn.receives, sender)
+            side.extend(_messages(peer, hand, dtype))
         return turn
 
-    def _memory(self, side: str) -> Tensor:
-        """One buffer for all rounds: fresh memory for each would cost more time than the copies into it."""
-        most = max((sum(getattr(turn, side)) for turn in self.rounds), default=0)
-        return torch.empty(most, dtype=torch.uint8, device=device.device())
+    def _exchange(self, turn: _Round):
+        """A round: whoever is the peer does the same in its own, and in the same order."""
+        operations, staged, used = [], [], 0
+        for message in turn.receives:
+            target = self._target(message.pieces[0])
+            if not _goes_as_it_is(message, target, turn.dtype):
+                target = self._stage("receives", turn.dtype)[used : used + message.size]
+                used += message.size
+                staged.append((target, message.pieces))
+            operations.append(dist.P2POp(dist.irecv, target.view(-1), group=self.group, group_peer=message.peer))
+        used = 0
+        for message in turn.sends:
+            origin = self._origin(message.pieces[0])
+            if not _goes_as_it_is(message, origin, turn.dtype):
+                origin = self._stage("sends", turn.dtype)[used : used + message.size]
+                used += message.size
+                for piece, part in zip(message.pieces, _split(origin, message.pieces), strict=True):
+                    part.copy_(self._origin(piece))
+            operations.append(dist.P2POp(dist.isend, origin.view(-1), group=self.group, group_peer=message.peer))
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+        for memory, pieces in staged:
+            for piece, part in zip(pieces, _split(memory, pieces), strict=True):
+                self._target(piece).copy_(part)
 
-    def _exchange(self, turn: _Round, leaving: Tensor, arriving: Tensor):
-        leaving, arriving = leaving[: sum(turn.leaving)], arriving[: sum(turn.arriving)]
-        for piece, part in zip(turn.sends, _split(leaving.view(turn.dtype), turn.sends), strict=True):
-            part.copy_(self._origin(piece))
-        dist.all_to_all_single(arriving, leaving, turn.arriving, turn.leaving, group=self.group)
-        for piece, part in zip(turn.receives, _split(arriving.view(turn.dtype), turn.receives), strict=True):
-            self._target(piece).copy_(part)
+    def _stage(self, side: str, dtype: torch.dtype) -> Tensor:
+        """One buffer a side for all rounds and transfers, with room for what a round has to pack."""
+        if side not in self._staging:
+            view = self._origin if side == "sends" else self._target
+            most = 0
+            for turn in self.rounds:
+                packed = (m for m in getattr(turn, side) if not _goes_as_it_is(m, view(m.pieces[0]), turn.dtype))
+                most = max(most, sum(m.size for m in packed) * turn.dtype.itemsize)
+            self._staging[side] = torch.empty(most, dtype=torch.uint8, device=device.device())
+        return self._staging[side][: self._staging[side].nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
+
+
+def _messages(peer: int, hand: list[Piece], dtype: torch.dtype) -> list[_Message]:
+    """Large pieces of a hand, each in a message, and the others in one."""
+    sizes = {piece: math.prod(piece.shape) for piece in hand}
+    small = [piece for piece in hand if sizes[piece] * dtype.itemsize < LARGE]
+    alone = [_Message(peer, [piece], sizes[piece]) for piece in hand if sizes[piece] * dtype.itemsize >= LARGE]
+    return alone + ([_Message(peer, small, sum(map(sizes.get, small)))] if small else [])
+
+
+def _goes_as_it_is(message: _Message, memory: Tensor, dtype: torch.dtype) -> bool:
+    return len(message.pieces) == 1 and memory.dtype == dtype and memory.is_contiguous()
 
 
 def _deal(pieces: list[Piece], quota: int) -> list[list[Piece]]:
