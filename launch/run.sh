@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Starts a program of megarl on this node's ranks: checks its flags first, then hands over to torchrun.
+# Starts a program of megarl on this node's ranks: checks its flags first, then forks them, or hands over to torchrun.
 #   NPROC=4 bash launch/run.sh train_rl --config configs/quickstart.yaml
 # Reads: NPROC (ranks of this node, default 1); for several nodes NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, the
 # same command on each node; PYTHON and MEGARL_VENV (environment). Under srun start the program itself with
 # `python -m megarl.train_rl`, one task a rank, with RANK, LOCAL_RANK and WORLD_SIZE set from Slurm's variables.
-# Exit status: 2 for wrong flags, told in one line, which torchrun would wrap in a report of its own; else torchrun's.
+# Exit status: 2 for wrong flags, told in one line, which torchrun would wrap in a report of its own; else that of the
+# rank that failed, or torchrun's (with CUDA, and on several nodes).
 set -euo pipefail
 
 ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -27,12 +28,10 @@ PYTHON_BIN=$(bash "$ROOT/launch/setup_env.sh")
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # ranks share the cores: more threads than cores spin against each other
 
-WORLD_SIZE=$((NPROC * NNODES)) "$PYTHON_BIN" -m "megarl.$NAME" "$@" --check
-if [[ $NNODES -eq 1 ]]; then
-    where=(--standalone) # a free port of the launcher's choosing: nobody else's job is joined
-else
+where=()
+if [[ $NNODES -gt 1 ]]; then
     where=(--nnodes "$NNODES" --node-rank "${NODE_RANK:?run.sh: NODE_RANK is not set}"
         --master-addr "${MASTER_ADDR:?run.sh: MASTER_ADDR is not set}"
         --master-port "${MASTER_PORT:?run.sh: MASTER_PORT is not set}")
 fi
-exec "$PYTHON_BIN" -m torch.distributed.run "${where[@]}" --nproc-per-node "$NPROC" -m "megarl.$NAME" "$@"
+exec "$PYTHON_BIN" -m megarl.runtime.start "${where[@]}" --nproc-per-node "$NPROC" "$NAME" "$@"

@@ -1,0 +1,158 @@
+"""Starts a program on this node's ranks: checks its flags, then forks the ranks or hands over to torchrun.
+
+    python -m megarl.runtime.start --nproc-per-node 4 train_rl --config configs/quickstart.yaml
+
+Importing torch and Megatron costs a process seconds. Here one process imports them, checks the flags, and the ranks are
+forked from it. A fork must not inherit a CUDA context or threads, and knows this machine alone: with either, on other
+systems than Linux, and on several nodes, torchrun takes over. The ranks see the same variables in both ways.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import os
+import runpy
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from multiprocessing import connection, get_context
+from multiprocessing.context import ForkProcess as Process
+from pathlib import Path
+
+GRACE = 10  # seconds that ranks have to end when another has failed
+PR_SET_PDEATHSIG = 1
+THREADS = Path("/proc/self/task")
+
+
+def main(argv: list[str]) -> int:
+    """Runs a program; the exit status is 2 for wrong flags, told in one line, else that of the first rank to fail."""
+    options = _parser().parse_args(argv)
+    module, ranks = f"megarl.{options.program}", options.nproc_per_node
+    os.environ["WORLD_SIZE"] = str(ranks * options.nnodes)
+    if status := run(module, [*options.flags, "--check"]):
+        return status
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if options.nnodes == 1 and can_fork():
+        return run_ranks(lambda: run(module, options.flags), ranks)
+    del os.environ["WORLD_SIZE"]
+    os.execv(sys.executable, [sys.executable, *torchrun(options)])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megarl.runtime.start", allow_abbrev=False)
+    parser.add_argument("--nproc-per-node", type=int, default=1, help="ranks of this node")
+    parser.add_argument("--nnodes", type=int, default=1, help="nodes; of several, torchrun wants the next three")
+    parser.add_argument("--node-rank")
+    parser.add_argument("--master-addr")
+    parser.add_argument("--master-port")
+    parser.add_argument("program", help="train_rl, train_sft, train_reward or evaluate")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="the program's")
+    return parser
+
+
+def torchrun(options: argparse.Namespace) -> list[str]:
+    """Python's arguments that start the same by torchrun."""
+    where = ["--standalone"]  # a free port of torchrun's choosing: nobody else's job is joined
+    if options.nnodes > 1:
+        names = ("nnodes", "node_rank", "master_addr", "master_port")
+        where = [text for name in names for text in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
+    ranks = ["--nproc-per-node", str(options.nproc_per_node)]
+    return ["-m", "torch.distributed.run", *where, *ranks, "-m", f"megarl.{options.program}", *options.flags]
+
+
+def run(module: str, flags: list[str]) -> int:
+    """A module as `python -m` runs it; its exit status."""
+    sys.argv = [module, *flags]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
+
+
+def can_fork() -> bool:
+    """Whether this process is one thread without CUDA, so that a forked rank can do all that a fresh one could."""
+    import torch
+
+    return not torch.cuda.is_available() and THREADS.exists() and len(list(THREADS.iterdir())) == 1
+
+
+def run_ranks(function: Callable[[], int], ranks: int) -> int:
+    """Forks ranks that meet at a store of this process; exit status 0, or that of the first rank to fail.
+
+    When one fails the others are ended: by SIGTERM, and after `GRACE` seconds by SIGKILL. SIGTERM is passed on to all.
+    When this process is killed they end with it.
+
+    Args:
+        function: what each rank runs, with the variables of torch's `env://`; returns its exit status.
+    """
+    door, fork = socket.create_server(("127.0.0.1", 0), backlog=ranks), get_context("fork").Process
+    processes = [fork(target=_rank, args=(rank, ranks, door, function)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    with _forwarding(processes), _serving(door, ranks):
+        return _wait(processes)
+
+
+def _rank(rank: int, ranks: int, door: socket.socket, function: Callable[[], int]):
+    """Makes this process that rank, as torchrun would, and runs it."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(door.getsockname()[1]), TORCHELASTIC_USE_AGENT_STORE="True",
+    )  # fmt: skip
+    door.close()
+    sys.exit(function())
+
+
+@contextlib.contextmanager
+def _serving(door: socket.socket, ranks: int):
+    """The store at which the ranks meet; it has threads, so it comes after the forks. Who knocks before it waits."""
+    from torch.distributed import TCPStore
+
+    host, port = door.getsockname()
+    store = TCPStore(host, port, ranks, is_master=True, wait_for_workers=False, master_listen_fd=door.detach())
+    yield
+    del store
+
+
+@contextlib.contextmanager
+def _forwarding(processes: list[Process]):
+    """SIGTERM goes on to the ranks; an alarm ends those that are left."""
+    handlers = {signal.SIGTERM: Process.terminate, signal.SIGALRM: Process.kill}
+    before = {got: signal.signal(got, lambda *_, end=end: list(map(end, processes))) for got, end in handlers.items()}
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        for got, handler in before.items():
+            signal.signal(got, handler)
+
+
+def _wait(processes: list[Process]) -> int:
+    """Waits for all; the exit status of the first that failed."""
+    failed, left = 0, {process.sentinel: rank for rank, process in enumerate(processes)}
+    while left:
+        try:
+            ended = connection.wait(list(left))
+        except KeyboardInterrupt:  # the terminal has sent it to the ranks, too
+            ended, failed = [], failed or 128 + signal.SIGINT
+            signal.alarm(GRACE)
+        for rank in map(left.pop, ended):
+            processes[rank].join()
+            status = processes[rank].exitcode
+            if status and not failed:
+                failed = status if status > 0 else 128 - status
+                if status < 0:
+                    name = signal.Signals(-status).name
+                    print(f"megarl: rank {rank} was ended by {name}", file=sys.stderr, flush=True)
+                for process in processes:
+                    process.terminate()
+                signal.alarm(GRACE)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,113 @@
+"""Ranks forked from a warm process: they meet, failures and signals end all of them, and when torchrun takes over."""
+
+import os
+import signal
+import threading
+import time
+from multiprocessing import get_context
+
+import torch
+import torch.distributed as dist
+
+from megarl.runtime import start
+from tests.test_worlds import wait_until_gone
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def note_pid(folder):
+    (folder / str(rank())).write_text(str(os.getpid()))
+
+
+def pids(folder, count: int) -> list[int]:
+    """Waits for the pids that `count` ranks note."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        found = [path.read_text() for path in folder.iterdir()]
+        if len(found) == count and all(found):
+            return list(map(int, found))
+        time.sleep(0.02)
+    raise AssertionError(f"{count} ranks did not start")
+
+
+def test_ranks_meet_and_end_with_status_0(tmp_path):
+    def meet() -> int:
+        dist.init_process_group("gloo")
+        total = torch.tensor([rank() + 1])
+        dist.all_reduce(total)
+        names = ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        (tmp_path / str(rank())).write_text(" ".join([str(int(total)), *map(os.environ.get, names)]))
+        return 0
+
+    before = signal.getsignal(signal.SIGTERM)
+    assert start.run_ranks(meet, 3) == 0
+    assert [(tmp_path / str(i)).read_text() for i in range(3)] == [f"6 {i} 3 3" for i in range(3)]
+    assert signal.getsignal(signal.SIGTERM) == before and start.can_fork()
+
+
+def test_a_failing_rank_ends_the_others_and_gives_the_status(tmp_path, monkeypatch, capfd):
+    def fail() -> int:
+        if rank() == 2:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        note_pid(tmp_path)
+        if rank() == 1:
+            pids(tmp_path, 3)
+            return 3
+        time.sleep(60)
+
+    monkeypatch.setattr(start, "GRACE", 1)
+    began = time.monotonic()
+    assert start.run_ranks(fail, 3) == 3
+    assert time.monotonic() - began < 8 and wait_until_gone(pids(tmp_path, 3))
+    assert capfd.readouterr().err == ""  # the rank itself has said why
+
+
+def test_a_killed_rank_is_named(capfd):
+    def die() -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert start.run_ranks(die, 1) == 128 + signal.SIGKILL
+    assert capfd.readouterr().err == "megarl: rank 0 was ended by SIGKILL\n"
+
+
+def test_sigterm_reaches_all_ranks(tmp_path):
+    def stop() -> int:
+        note_pid(tmp_path)
+        dist.init_process_group("gloo")  # the launcher serves the store once it can pass signals on
+        if rank() == 0:
+            os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(60)
+
+    assert start.run_ranks(stop, 2) == 128 + signal.SIGTERM
+    assert wait_until_gone(pids(tmp_path, 2))
+
+
+def test_ranks_end_with_their_launcher(tmp_path):
+    def stay() -> int:
+        note_pid(tmp_path)
+        time.sleep(60)
+
+    launcher = get_context("fork").Process(target=start.run_ranks, args=(stay, 2))
+    launcher.start()
+    found = pids(tmp_path, 2)
+    launcher.kill()
+    launcher.join()
+    assert wait_until_gone(found)
+
+
+def test_threads_and_nodes_call_for_torchrun():
+    release = threading.Event()
+    thread = threading.Thread(target=release.wait)
+    thread.start()
+    try:
+        assert not start.can_fork()
+    finally:
+        release.set()
+        thread.join()
+    nodes = "--nnodes 2 --node-rank 1 --master-addr here --master-port 29".split()
+    for given, where in ([], ["--standalone"]), (nodes, nodes):
+        options = start._parser().parse_args([*given, "--nproc-per-node", "3", "train_sft", "--lr", "1", "--nnodes"])
+        wanted = ["--nproc-per-node", "3", "-m", "megarl.train_sft", "--lr", "1", "--nnodes"]
+        assert start.torchrun(options) == ["-m", "torch.distributed.run", *where, *wanted]
