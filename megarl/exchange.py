@@ -2,7 +2,8 @@
 
 All fields of all sequences for one destination lane go into one byte buffer; one all-to-all for sizes, one for
 payload, over the lane leaders of the two roles; then a broadcast inside the destination lane where it has more than
-one rank. Roles whose lanes hold the same sequences on the same ranks hand the batch over without a copy.
+one rank. Roles whose lanes hold the same sequences on the same ranks hand the batch over without a copy. A rank that
+only gives need not wait until it is taken.
 """
 
 import torch
@@ -46,14 +47,42 @@ def from_bytes(buffer: Tensor, names: list[str]) -> Batch:
     return Batch(**fields)
 
 
-def _all_to_all(parts: list[Tensor], group) -> list[Tensor]:
-    """Sends parts[i] to the i-th rank of the group; returns what each rank of the group sent here."""
-    sizes = torch.tensor([len(part) for part in parts], dtype=torch.int64, device=parts[0].device)
-    arriving = torch.empty_like(sizes)
+class Pending:
+    """What this rank gave and was not taken yet: its buffers stay until `wait`."""
+
+    def __init__(self):
+        self._held: list[tuple] = []
+
+    def hold(self, work: dist.Work, *buffers: Tensor):
+        """Keeps a collective that was started, and its memory."""
+        self._held.append((work, buffers))
+
+    def wait(self):
+        """Returns when all was taken."""
+        for work, _ in self._held:
+            work.wait()
+        self._held.clear()
+
+
+def _all_to_all(parts: list[Tensor], group, pending: Pending | None) -> list[Tensor]:
+    """Sends parts[i] to the i-th rank of the group; returns what each rank of the group sent here.
+
+    With `pending`, to which it is left to wait, nothing comes: this rank need not even know that.
+    """
+    counts = [len(part) for part in parts]
+    sizes, payload = torch.tensor(counts, dtype=torch.int64, device=parts[0].device), torch.cat(parts)
+    arriving = torch.zeros_like(sizes)
+    if pending is not None:
+        pending.hold(dist.all_to_all_single(arriving, sizes, group=group, async_op=True), arriving, sizes)
+        received, none = payload[:0], [0] * len(parts)
+        work = dist.all_to_all_single(received, payload, none, counts, group=group, async_op=True)
+        pending.hold(work, received, payload)
+        return []
     dist.all_to_all_single(arriving, sizes, group=group)
-    received = torch.empty(int(arriving.sum()), dtype=torch.uint8, device=sizes.device)
-    dist.all_to_all_single(received, torch.cat(parts), arriving.tolist(), sizes.tolist(), group=group)
-    return list(received.split(arriving.tolist()))
+    arriving = arriving.tolist()
+    received = torch.empty(sum(arriving), dtype=torch.uint8, device=sizes.device)
+    dist.all_to_all_single(received, payload, arriving, counts, group=group)
+    return list(received.split(arriving))
 
 
 def broadcast_in_lane(batch: Batch | None, names: list[str], place: Place) -> Batch:
@@ -76,9 +105,15 @@ def is_in_place(world: World, source: str, destination: str, owners: dict[str, T
     return world[source].lanes == world[destination].lanes and torch.equal(owners[source], owners[destination])
 
 
+def are_apart(world: World, one: str, other: str) -> bool:
+    """Whether no rank works for both roles."""
+    return set(world[one].ranks).isdisjoint(world[other].ranks)
+
+
 def send(
-    world: World, batch: Batch | None, source: str, destination: str, names: list[str], owners: dict[str, Tensor]
-) -> Batch | None:
+    world: World, batch: Batch | None, source: str, destination: str, names: list[str], owners: dict[str, Tensor],
+    pending: Pending | None = None,
+) -> Batch | None:  # fmt: skip
     """Moves fields of a batch from the lanes of one role to the lanes of another.
 
     A collective of the two roles' ranks; others return at once. Returns this rank's share of the destination with the
@@ -87,6 +122,8 @@ def send(
     Args:
         batch: this rank's on the source's ranks (all ranks of a lane hold it), ignored elsewhere.
         owners: role -> [N] int64, the lane of each sequence id; the same on every rank.
+        pending: where the source's ranks leave the waiting; the same choice on every rank, of roles that are apart.
+            All calls between the two roles must come in one order on all their ranks.
     """
     here, there = world[source], world[destination]
     names = list(dict.fromkeys(HEADER + names))
@@ -95,17 +132,19 @@ def send(
     received = None
     if here.is_leader or there.is_leader:
         group = world.leaders_group(source, destination)
-        received = _exchange(batch if here.is_leader else None, there, names, owners[destination], group)
+        given = batch if here.is_leader else None
+        received = _exchange(given, there, names, owners[destination], group, pending if here.is_leader else None)
     return broadcast_in_lane(received, names, there) if there.is_member else None
 
 
-def _exchange(batch: Batch | None, there, names: list[str], owners: Tensor, group) -> Batch:
+def _exchange(
+    batch: Batch | None, there: Place, names: list[str], owners: Tensor, group, pending: Pending | None
+) -> Batch:  # fmt: skip
     ranks = dist.get_process_group_ranks(group)
-    nothing = to_bytes(empty(names, device.device()), names)
-    parts = dict.fromkeys(ranks, nothing)
+    parts = dict.fromkeys(ranks, torch.empty(0, dtype=torch.uint8, device=device.device()))
     if batch is not None:
         lanes = owners.to(batch.sequence_ids.device)[batch.sequence_ids]
         for lane, leader in enumerate(there.leaders):
             parts[leader] = to_bytes(batch.select((lanes == lane).nonzero().flatten()), names)
-    arrived = _all_to_all([parts[rank] for rank in ranks], group)
-    return concatenate([from_bytes(part, names) for part in arrived])
+    arrived = filter(len, _all_to_all([parts[rank] for rank in ranks], group, pending))
+    return concatenate([from_bytes(part, names) for part in arrived] or [empty(names, device.device())])

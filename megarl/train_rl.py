@@ -15,18 +15,20 @@ def train(program, timers):
     run = Reinforcement(program, timers)
     actor, critic, reward, reference, experience = run.actor, run.critic, run.reward, run.reference, run.experience
     for step, flow in run.batches():
-        flow.share(["actor", "reward", "reference", "critic"])
-        run.replay.share(flow, step)
+        for part in flow.parts():
+            part.share(["actor", "reward", "reference", "critic"])
+            run.replay.share(part, step)
+            reward.score(part, run.prompts)
+            reference.logprobs(part)
+            critic.values(part)
 
-        reward.score(flow, run.prompts)
-        reference.logprobs(flow)
-        critic.values(flow)
         actor.logprobs(flow, step)
 
         flow.collect({"reward": ["scores", "correct"], "reference": ["reference_logprobs"], "critic": ["values"]})
         experience.complete(flow)
         flow.give("critic", ["returns"])
 
+        run.sampling.write_ahead(step + 1)
         critic.update(flow, step)
         actor.update(flow, step, experience.kl_coefficient)
         run.rollout.refresh()

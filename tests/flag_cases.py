@@ -38,11 +38,13 @@ VALUES = {
     "loss_aggregation": "seq-mean-token-sum", "kl_in": "loss", "kl_estimator": "k3", "kl_controller": "adaptive",
     "group_filter": "correct", "rollout_correction": "mis", "rollout_correction_level": "geometric", "eval_k": "1,2",
     "kl_horizon": 5000.0, "router_replay": "rollout", "tokenizer_type": "HuggingFaceTokenizer", "reward": "length",
-    "reward_ensemble": "min", "reward_url": "http://x", "reward_model": "x",
+    "reward_ensemble": "min", "reward_url": "http://x", "reward_model": "x", "rollout_dispatch": "static",
+    "over_sampling": 1.5,
 }  # fmt: skip
 BESIDE = {
     "reward_model": "--reward model", "reward_pattern": "--reward regex", "reward_url": "--reward remote",
-    "dynamic_sampling": "--group-filter reward", "kl_controller": "--kl-target 1",
+    "dynamic_sampling": "--group-filter reward", "one_step_off": "--rollout-correction tis",
+    "kl_controller": "--kl-target 1",
     "eval_responses": "--eval-prompts x --eval-temperature 1",
     "eval_k": "--eval-prompts x --eval-temperature 1 --eval-responses 2",
 }  # fmt: skip

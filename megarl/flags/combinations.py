@@ -128,7 +128,8 @@ def reason(case: Case, condition: str) -> str:
 def rules(case: Case) -> list[Rule]:
     """Every rule for a run; always as many."""
     s = case.settings
-    parts = (_rewards(case), _sampling(case), _advantages(case), _kl(s), _correction(s), _replay(case), _evaluation(s))
+    of_case = (_rewards(case), _sampling(case), _advantages(case), _replay(case))
+    parts = (*of_case, _overlap(s), _kl(s), _correction(s), _evaluation(s))
     return [rule for part in parts for rule in part]
 
 
@@ -153,8 +154,30 @@ def _sampling(case: Case) -> list[Rule]:
              "needs --samples-per-prompt 2 or more: a group of one has nothing to differ from"),
         Rule("--dynamic-sampling", s.dynamic_sampling, not s.dynamic_sampling or s.group_filter != "none",
              "needs a --group-filter, which says what the batch is filled with"),
+        Rule("--over-sampling", s.over_sampling, s.over_sampling == 1 or not (s.one_step_off or s.rollout_chunks > 1),
+             "not with --one-step-off or --rollout-chunks: which groups come first is known at the end of all"),
         Rule("--overlong-buffer", s.overlong_buffer, s.overlong_buffer <= s.max_response_length,
              f"allowed is at most --max-response-length {s.max_response_length}"),
+    ]  # fmt: skip
+
+
+def _overlap(s: Settings) -> list[Rule]:
+    chunks, ahead = s.rollout_chunks, s.one_step_off
+    verdicts = {"--group-filter": s.group_filter != "none", "--greedy-baseline": s.greedy_baseline}
+    whole = [name for name, wants in (verdicts | {"--reward-normalize": s.reward_normalize}).items() if wants]
+    written = [name for name, wants in verdicts.items() if wants]
+    return [
+        Rule("--rollout-chunks", chunks, chunks <= s.prompts_per_step,
+             f"allowed is at most --prompts-per-step {s.prompts_per_step}: a chunk holds whole groups"),
+        Rule("--rollout-chunks", chunks, chunks == 1 or not whole, f"not with {', '.join(whole)}: it asks for the"
+             " rewards of all groups together"),
+        Rule("--rollout-chunks", chunks, chunks == 1 or not ahead,
+             "not with --one-step-off: a batch that was written ahead is there as a whole"),
+        Rule("--one-step-off", ahead, not ahead or s.rollout_correction != "none",
+             "needs a --rollout-correction: the policy that writes is one step behind the one that learns"),
+        Rule("--one-step-off", ahead, not ahead or not written, f"not with {', '.join(written)}: nobody scores what is"
+             " being written ahead"),
+        Rule("--one-step-off", ahead, not ahead or not s.critic_warmup_steps, "not with --critic-warmup-steps"),
     ]  # fmt: skip
 
 

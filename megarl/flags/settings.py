@@ -124,13 +124,19 @@ class Settings:
                          "above 0, at most 1", programs=WRITING, when="sampled")  # fmt: skip
     rollout_buffer_gb: float = _positive(0.25, "KV cache of each rollout rank, GiB", programs=WRITING)
     rollout_max_requests: int = _positive(256, "requests decoded together on a lane, at least 4", programs=WRITING)
+    rollout_dispatch: str = _one_of("dynamic", ("static", "dynamic"), "requests are dealt to lanes before, or each lane"
+                                    " takes the next as it has room", programs=WRITING)  # fmt: skip
     rollout_prefix_caching: bool = _flag(False, "prefill what requests begin with alike once", programs=WRITING)
     rollout_chunked_prefill: bool = _flag(False, "prefill a long prompt over several steps", programs=WRITING)
+    rollout_chunks: int = _positive(1, "hand a step's groups over in so many chunks, each as soon as it is written")
+    one_step_off: bool = _flag(False, "the rollout writes a step's batch while the step before is learnt")
     verify_weights: bool = _flag(False, "compare checksums after each transfer of weights to the rollout",
                                  programs=WRITING)  # fmt: skip
     # Which of what was written is learnt from, and its reward.
     group_filter: str = _one_of("none", ("none", "reward", "correct"),
                                 "drop groups whose rewards, or verdicts, are all equal (2503.14476 §3.2)")  # fmt: skip
+    over_sampling: float = _flag(1.0, "begin so many times the prompts, keep the groups whose longest response is the"
+                                 " shortest, stop there", lambda v: 1 <= v < math.inf, "1 or more")  # fmt: skip
     dynamic_sampling: bool = _flag(False, "write to more prompts until the batch is full (DAPO, 2503.14476 §3.2)")
     max_sampling_rounds: int = _positive(10, "at most so many rounds a step; then the batch waits", when="rounds")
     overlong_buffer: int = _not_negative(0, "last tokens of a response over which a penalty grows (2503.14476 eq. 13)")

@@ -7,7 +7,10 @@ of unequal length are batched continuously; each draws its tokens from its own r
 import contextlib
 import faulthandler
 import signal
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,9 +27,12 @@ from megarl.mcore import device
 from megarl.mcore.engine_context import Context
 from megarl.mcore.engine_routes import attach_routes
 from megarl.mcore.engine_sampling import KeyedSampling
+from megarl.mcore.offload import Loan
 from megarl.mcore.packing import LEAST_ROWS
 from megarl.mcore.router import moe_layers_of, recording
 from megarl.rollout.sampling import SamplingSettings
+
+POLL = 16  # steps between two questions how long responses may be
 
 for _signal in (signal.SIGTERM, signal.SIGINT):
     faulthandler.unregister(_signal)  # Megatron's coordinator, imported with the engine, prints a stack at every exit
@@ -52,6 +58,31 @@ class Completion:
     routes: Tensor | None = field(default=None, compare=False)
 
 
+class Source(Protocol):
+    """Where the engine's requests come from. All ranks of a lane ask at the same times and get the same answers."""
+
+    def take(self, room: int) -> list[tuple[int, Request]]:
+        """At most `room` more requests, each with its number; none where there are none for now."""
+
+    def is_empty(self) -> bool:
+        """Whether no request will come any more."""
+
+
+class Listed:
+    """A source of requests that are known, each with its number."""
+
+    def __init__(self, requests: Iterable[tuple[int, Request]]):
+        self._left = deque(requests)
+
+    def take(self, room: int) -> list[tuple[int, Request]]:
+        """The next ones."""
+        return [self._left.popleft() for _ in range(min(room, len(self._left)))]
+
+    def is_empty(self) -> bool:
+        """Whether all were taken."""
+        return not self._left
+
+
 class _NoTokenizer:
     """The engine's tokenizer: requests are token ids and stay so; the end token comes with each request."""
 
@@ -60,11 +91,11 @@ class _NoTokenizer:
 
 
 class RolloutEngine:
-    """Continuous-batching generation on the actor's own model; suspended except inside `generate`."""
+    """Continuous-batching generation on the actor's own model; suspended except inside `stream`."""
 
     def __init__(
         self, model, collection, vocab_size: int, max_length: int, buffer_gb: float, max_requests: int,
-        prefix_caching: bool = False, chunked_prefill: bool = False, step_tokens: int = 4096,
+        prefix_caching: bool = False, chunked_prefill: bool = False, step_tokens: int = 4096, loan: Loan | None = None,
     ):  # fmt: skip
         """Reserves the KV cache.
 
@@ -75,9 +106,10 @@ class RolloutEngine:
             max_length: longest prompt and response together, tokens.
             buffer_gb: size of the KV cache on this rank, GiB.
             max_requests: most requests decoded together; at least `LEAST_ROWS`.
-            prefix_caching: requests that begin alike share blocks of the cache, within one call of `generate`.
+            prefix_caching: requests that begin alike share blocks of the cache, within one call.
             chunked_prefill: a prompt for which a step has no room is read over several.
             step_tokens: most tokens of a step; more where `max_requests` or an unchunked `max_length` need it.
+            loan: the bytes that hold the cache; by default it has its own.
         """
         tensor = dist.get_world_size(collection.tp)
         max_requests = max(max_requests, LEAST_ROWS)
@@ -97,9 +129,17 @@ class RolloutEngine:
             offset_sampling_seed_by_dp_rank=False,
         )
         self.model, self.experts, self.layers = model, collection.ep, moe_layers_of(model)
+        self.is_coupled = dist.get_world_size(collection.ep) > 1  # lanes that share experts step together
+        self.most = config.max_requests  # requests in the engine at a time
         # Its other choice needs symmetric GPU memory; megarl's layers dispatch tokens as in training either way.
         model.config.inference_moe_token_dispatcher_type = "nccl"
-        self.context = Context(model.config, config)
+        self._present = loan.present if loan else contextlib.nullcontext  # of the cache
+        with self._present():
+            self._build(config, collection, vocab_size, loan)
+
+    def _build(self, config: InferenceConfig, collection, vocab_size: int, loan: Loan | None):
+        model, tensor = self.model, dist.get_world_size(collection.tp)
+        self.context = Context(model.config, config, loan and loan.memory)
         attach_routes(self.context, self.layers, model.config, collection.tp)
         wrapper = GPTInferenceWrapper(model, self.context)
         self.sampling = KeyedSampling(vocab_size, tensor)
@@ -128,50 +168,113 @@ class RolloutEngine:
         Raises:
             RuntimeError: `routes` of some token are missing.
         """
+        done = dict(self.stream(Listed(enumerate(requests)), end_token, settings, routes))
+        return [done[number] for number in range(len(requests))]
+
+    def stream(
+        self, source: Source, end_token: int, settings: SamplingSettings, routes: bool = False, most: int | None = None,
+        longest: Callable[[], int | None] | None = None,
+    ) -> Iterator[tuple[int, Completion]]:  # fmt: skip
+        """Writes all that a source has: (request's number, completion) of each as it ends.
+
+        The engine wakes with the first and sleeps after the last, or when the iterator is closed; what is unfinished
+        then is lost. In between other models of this rank may run, and this one, but not learn; and no collective may
+        wait for a lane that shares experts with this one, whose engine waits for this one's.
+
+        Args:
+            source: gives the same requests to all ranks of a lane.
+            routes: as in `generate`.
+            most: requests in the engine at a time; default as many as it can hold.
+            longest: asked every `POLL` steps how many tokens a response may have from now on, None: as many as its
+                request says. It may say less than before. Responses with more end soon, with what they have.
+        """
         was_training = self.model.training
         self.model.eval()
         self.engine.resume()
         try:
-            with torch.inference_mode(), recording(self.model) if routes else contextlib.nullcontext():
-                return self._generate(requests, end_token, settings, routes)
+            with self._present():
+                self._begin(settings, routes)
+                self._longest, self._bound = longest, None
+                while ended := self._write_on(source, end_token, routes, min(most or self.most, self.most)):
+                    yield from ended
         finally:
             self.engine.suspend()
-            InferenceMode.unset_active()
-            # Scratch memory of sequence parallelism that was made in inference mode cannot be written to in training.
-            parallel_state.get_global_memory_buffer().buffer.clear()
             self.model.train(was_training)
 
-    def _generate(self, requests, end_token, settings, routes: bool) -> list[Completion]:
+    def _begin(self, settings: SamplingSettings, routes: bool):
         self.context.reset()  # blocks of an earlier call, prefixes too, were computed with older weights
         self.context.kv_block_allocator.record(routes)
         self.engine.requests.clear()
-        self.engine.waiting_request_ids.clear()  # of a call that an error ended
-        self.sampling.settings = settings
-        self.sampling.keys = torch.tensor([r.key for r in requests], dtype=torch.int64)
-        for number, request in enumerate(requests):
-            self.engine.add_request(number, request.prompt, _params(request, end_token))
-        done = [None] * len(requests)
-        while self._any_lane_writes():
-            if not self.engine.has_unfinished_requests():
-                self.controller.dummy_forward()  # this rank's experts work for other lanes' tokens
-                continue
-            for record in self.engine.step_modern()["finished_request_records"]:
-                done[record.request_id] = self._completion(record.merge(), end_token, routes)
-        return done
+        self.engine.waiting_request_ids.clear()  # of a call that was not finished
+        self.sampling.settings, self.sampling.keys = settings, torch.zeros(self.most, dtype=torch.int64)
+        self._numbers: dict[int, int] = {}  # the engine's number of each request in it -> its source's
+        self._entered = self._steps = 0
+        self._prompts = torch.zeros_like(self.sampling.keys)  # length of each request's prompt, as it came
+        InferenceMode.unset_active()
 
-    def _completion(self, request, end_token: int, routes: bool) -> Completion:
+    def _write_on(self, source: Source, end_token: int, routes: bool, most: int) -> list[tuple[int, Completion]]:
+        """What ends with the next step in which something ends; nothing when all is written."""
+        with torch.inference_mode(), self._at_work(routes):
+            while True:
+                self._steps += 1
+                if self._longest and self._steps % POLL == 0:
+                    self._bound = self._longest()
+                self._cut(self._bound)
+                self._take(source, end_token, most)
+                if not self._any_lane_writes(source):
+                    return []
+                if not self.engine.has_unfinished_requests():
+                    if self.is_coupled:
+                        self.controller.dummy_forward()  # this rank's experts work for other lanes' tokens
+                elif records := self.engine.step_modern()["finished_request_records"]:
+                    return [self._completion(record.merge(), end_token, routes) for record in records]
+
+    @contextlib.contextmanager
+    def _at_work(self, routes: bool):
+        InferenceMode.set_active()
+        try:
+            with recording(self.model) if routes else contextlib.nullcontext():
+                yield
+        finally:
+            InferenceMode.unset_active()
+            # Scratch memory of sequence parallelism that was made in inference mode cannot be written to in training.
+            parallel_state.get_global_memory_buffer().buffer.clear()
+
+    def _take(self, source: Source, end_token: int, most: int):
+        """Fills the engine up. A lane whose cache is full takes nothing: what waits in it no other lane can begin."""
+        room = 0 if self.engine.waiting_request_ids else most - len(self._numbers)
+        if room <= 0 or source.is_empty():
+            return
+        for number, request in source.take(room):
+            self._numbers[self._entered] = number
+            if self._entered == len(self._prompts):
+                more = torch.zeros_like(self._prompts)
+                self.sampling.keys, self._prompts = (torch.cat([x, more]) for x in (self.sampling.keys, self._prompts))
+            self.sampling.keys[self._entered], self._prompts[self._entered] = request.key, len(request.prompt)
+            self.engine.add_request(self._entered, request.prompt, _params(request, end_token))
+            self._entered += 1
+
+    def _cut(self, longest: int | None):
+        """Ends the responses in the cache that have so many tokens with the next step, others when they have."""
+        if longest is not None:
+            c, inside = self.context, slice(self.context.total_request_count)
+            bounds = self._prompts[c.request_ids[inside].long()] + longest
+            c.request_output_lengths[inside] = c.request_output_lengths[inside].minimum(bounds)
+
+    def _completion(self, request, end_token: int, routes: bool) -> tuple[int, Completion]:
         tokens = [int(t) for t in request.generated_tokens]
         logprobs = [float(p) for p in request.generated_log_probs]
         if len(tokens) != len(logprobs):
             raise RuntimeError(f"the engine returned {len(tokens)} tokens and {len(logprobs)} log-probs for a request")
         count, blocks = len(request.prompt_tokens) + len(tokens), self.context.kv_block_allocator
         recorded = blocks.routes_of(request.request_id, count) if routes else None
-        return Completion(tokens, logprobs, bool(tokens) and tokens[-1] == end_token, recorded)
+        completion = Completion(tokens, logprobs, bool(tokens) and tokens[-1] == end_token, recorded)
+        return self._numbers.pop(request.request_id), completion
 
-    def _any_lane_writes(self) -> bool:
+    def _any_lane_writes(self, source: Source) -> bool:
         """Whether a lane that shares experts with this one has requests left: all of them step until none has."""
-        mine = self.engine.has_unfinished_requests()
-        if dist.get_world_size(self.experts) == 1:
+        mine = self.engine.has_unfinished_requests() or not source.is_empty()
+        if not self.is_coupled:
             return mine
         left = torch.tensor([mine], dtype=torch.int32, device=device.device())
         dist.all_reduce(left, op=dist.ReduceOp.MAX, group=self.experts)

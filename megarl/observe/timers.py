@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from megarl.observe.timeline import MAX_EVENTS, STEP_CATEGORY, TraceEvent
@@ -90,29 +90,27 @@ class Timers:
 
 
 def reduce_times(
-    times: Mapping[tuple[str, str], float],
+    times_of_rank: Sequence[Mapping[tuple[str, str], float]],
     roles_of_rank: Sequence[Collection[str]],
-    all_gather_object: Callable[[object], list],
     idle_phases: Collection[str] = IDLE_PHASES,
 ) -> dict[str, float]:
-    """Metrics of one step from the times of all ranks; a collective: every rank calls it and gets the same dict.
+    """Metrics of one step from the times of all ranks.
 
-    times              what `Timers.end_step` gave on this rank.
+    times_of_rank      what `Timers.end_step` gave on each rank.
     roles_of_rank      for every rank of the job, the roles that it is a member of.
-    all_gather_object  takes this rank's object, returns those of all ranks in rank order.
     idle_phases        names of phases in which a rank only waits.
 
     `time/<role>/<phase>_s`      maximum over the role's ranks.
     `time/<role>/idle_fraction`  mean over the role's ranks of 1 - busy / step. Busy is the time in any phase that is
                                  not idle of any role of that rank: a rank that serves another role meanwhile works.
-    `time/step_s`                maximum over all ranks.
+    `time/idle_fraction`         the same over all ranks: the share of the machine's time in which nothing is done.
+    `time/step_s`                maximum over all ranks; a rank's step ends when it has nothing left to do in it.
     What a rank records for a role that it is no member of is waiting, and is left out.
     """
-    times_of_rank = all_gather_object(dict(times))
     if len(times_of_rank) != len(roles_of_rank):
-        raise ValueError(f"times of {len(times_of_rank)} ranks gathered, roles of {len(roles_of_rank)} ranks given")
+        raise ValueError(f"times of {len(times_of_rank)} ranks, roles of {len(roles_of_rank)} ranks given")
     reduced = {"time/step_s": max(rank_times[STEP] for rank_times in times_of_rank)}
-    idle_fractions = defaultdict(list)
+    idle_fractions, of_all = defaultdict(list), []
     for rank, rank_times in enumerate(times_of_rank):
         busy = 0.0
         for (role, phase), seconds in rank_times.items():
@@ -122,8 +120,10 @@ def reduce_times(
                 busy += 0.0 if phase in idle_phases else seconds
         step_seconds = rank_times[STEP]
         idle = max(0.0, 1.0 - busy / step_seconds) if step_seconds > 0 else 0.0
+        of_all.append(idle)
         for role in roles_of_rank[rank]:
             idle_fractions[role].append(idle)
     for role, fractions in idle_fractions.items():
         reduced[f"time/{role}/idle_fraction"] = sum(fractions) / len(fractions)
+    reduced["time/idle_fraction"] = sum(of_all) / len(of_all)
     return reduced

@@ -31,10 +31,10 @@ class Critic:
 
     def values(self, flow: Flow):
         """Fills `values`: V of the state before each token, as it was when the text was written."""
-        if not self.place.is_member:
+        batch = flow.lacking(self.name, "values")
+        if batch is None:
             return
         with self.timers.phase(self.name, "values"):
-            batch = flow[self.name]
             parts = self.learner.microbatches(batch, torch.arange(len(batch)))
             mb.write_back(batch, "values", self.learner.evaluate(parts, self._forward))
 

@@ -46,18 +46,26 @@ def by_work(lengths: Tensor, minibatches: list[Tensor], lanes: int, hidden: int)
 
 
 def balanced(
-    world: World, rollout: Batch | None, written: Tensor, minibatches: list[Tensor], hidden: int
+    world: World, lengths: Tensor, written: Tensor, minibatches: list[Tensor], hidden: int
 ) -> dict[str, Tensor]:
-    """Owners for every role: those who wrote it for the rollout, by work for the others. A collective of the world.
+    """Owners for every role: those who wrote it for the rollout, by work for the others.
 
     Args:
-        rollout: this rank's share of the rollout, None where it has none.
+        lengths: [N] tokens of each sequence, known to every rank (`lengths_of`).
         written: [N] lane of the rollout that holds each sequence.
     """
-    lengths = torch.zeros(len(written), dtype=torch.int64, device=device.device())
-    if world["rollout"].is_leader:
-        lengths[rollout.sequence_ids] = rollout.lengths
-    dist.all_reduce(lengths)
     found = {n: by_work(lengths, minibatches, n, hidden) for n in {len(p.lanes) for p in world.places.values()}}
     owners = {name: found[len(place.lanes)] for name, place in world.places.items()}
     return owners | {"rollout": written}
+
+
+def lengths_of(world: World, rollout: Batch | None, count: int, group=None) -> Tensor:
+    """[N] int64 tokens of each of `count` sequences, from this rank's share of the rollout (None where it has none).
+
+    A collective of the group: the world, or one that all ranks of the rollout are in.
+    """
+    lengths = torch.zeros(count, dtype=torch.int64, device=device.device())
+    if world["rollout"].is_leader:
+        lengths[rollout.sequence_ids] = rollout.lengths
+    dist.all_reduce(lengths, group=group)
+    return lengths

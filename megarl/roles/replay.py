@@ -36,14 +36,18 @@ class Replay:
             layers[SOURCE] = rollout.recorded_layers
             self._exchange = RouteExchange(world, layers, policy.megatron.moe_router_topk, policy.megatron.num_experts)
 
-    def share(self, flow: Flow, step: int):
-        """Starts a step of all models; where routes are replayed each rank gets the ones that it will need. Collective.
-
-        These are the routes of the tokens and layers that the rank runs in any pass of the step.
-        """
+    def begin(self):
+        """Starts a step of all models: nothing is replayed, nothing is measured yet."""
         for routes in self._routes.values():
             routes.begin()
-        for role in self._roles if self._exchange else ():
+
+    def share(self, flow: Flow, step: int):
+        """Where routes are replayed, each rank gets the ones that it will need. Collective.
+
+        These are the routes of the tokens and layers that the rank runs in any pass of the step. Roles that replay run
+        no chunks.
+        """
+        for role in self._roles if self._exchange and not flow.is_chunk else ():
             self._share(flow, role, step)
 
     def _share(self, flow: Flow, role: str, step: int):

@@ -24,7 +24,7 @@ from megarl.world import Place
 
 
 class Reward:
-    """Scores text; keeps the rows of the samples file of the last call.
+    """Scores text; keeps the rows of the samples file of the last call, of chunks those of all since `begin`.
 
     The leader of each lane reads and scores the lane's responses; a reward model runs on all ranks.
     """
@@ -39,12 +39,12 @@ class Reward:
         self.settings, self.terms, self.place, self.timers = settings, terms, place, timers
         self.tokenizer, self.verifiers, self.judge = tokenizer, verifiers, judge
         self.moments = RunningMoments()  # of the model's scores of text to learn from
-        self.rows: list[dict] = []
+        self.rows: list[dict]
         self.begin()
 
     def begin(self):
         """Starts a step: nothing is measured yet."""
-        self._tally = Tally(self.place, self.terms)
+        self._tally, self.rows = Tally(self.place, self.terms), []
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -65,10 +65,10 @@ class Reward:
         Raises:
             RuntimeError: a verifier failed on a larger share of all lanes' samples than `--reward-max-failures`.
         """
-        if not self.place.is_member or flow[self.name].scores is not None:
+        batch, before = flow.lacking(self.name, "scores"), self.rows if flow.is_chunk else []
+        if batch is None:
             return
         with self.timers.phase(self.name, "score"):
-            batch = flow[self.name]
             texts = self._texts(batch, prompts) if self.place.is_leader else None
             judged = self._judged(texts, batch, flow.count, learnt)
             found = torch.zeros(len(batch), 2, dtype=torch.float64, device=batch.tokens.device)
@@ -76,6 +76,7 @@ class Reward:
                 scores = self._scores(texts, judged, batch, flow.count, learnt)
                 told = [(score.reward, score.correct) for score in scores]
                 found[:] = torch.tensor(told, dtype=found.dtype).reshape(len(batch), 2)
+                self.rows = before + self.rows
             if len(self.place.lanes[self.place.lane]) > 1:
                 dist.broadcast(found, self.place.lanes[self.place.lane][0], group=self.place.lane_group)
             batch.scores, batch.correct = found[:, 0].float(), found[:, 1] > 0

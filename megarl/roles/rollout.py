@@ -4,14 +4,17 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megarl.arguments import RoleSettings, Settings
 from megarl.batch import Batch, lane_of
 from megarl.data.tokenizers import Tokenizer
 from megarl.mcore import device, model
-from megarl.mcore.engine import RolloutEngine
+from megarl.mcore.engine import Completion, Listed, Request, RolloutEngine
+from megarl.mcore.offload import Loan
 from megarl.mcore.reshard import WeightTransfer
 from megarl.observe.timers import Timers
+from megarl.rollout.dispatch import NEVER, Race, Shared, first_groups
 from megarl.rollout.requests import Drawn, build_requests, pack_completions
 from megarl.rollout.sampling import SamplingSettings
 from megarl.world import World
@@ -24,11 +27,12 @@ class Rollout:
 
     def __init__(
         self, settings: Settings, role: RoleSettings, world: World, trained: model.Stages | None, tokenizer: Tokenizer,
-        timers: Timers,
+        timers: Timers, loan: Loan | None = None,
     ):  # fmt: skip
         """Takes the actor's module where the two share it, else builds a model and plans the transfer. Collective.
 
-        `trained` is the actor's module on this rank, None outside the actor.
+        `trained` is the actor's module on this rank, None outside the actor. `loan`: the bytes of its gradients, in
+        which the cache lives where the two share a module.
         """
         self.settings, self.role, self.timers, self.tokenizer = settings, role, timers, tokenizer
         self.world, self.place = world, world["rollout"]
@@ -53,6 +57,7 @@ class Rollout:
                 settings.rollout_max_requests,
                 settings.rollout_prefix_caching,
                 settings.rollout_chunked_prefill,
+                loan=loan if role.host == "actor" else None,
             )
 
     @property
@@ -84,23 +89,73 @@ class Rollout:
         self.metrics["weights/sync_s"] = time.perf_counter() - start
 
     def generate(
-        self, prompts: list[Drawn], samples: int, step: int, temperature: float | None = None
-    ) -> Batch | None:
+        self, prompts: list[Drawn], samples: int, step: int, temperature: float | None = None,
+        wanted: int | None = None,
+    ) -> Batch | None:  # fmt: skip
         """Writes `samples` responses to each prompt; this lane's share of them, packed.
 
         `temperature` is `--temperature` by default, of text to learn from, and has its routes with
-        `--router-replay rollout`; 0 takes the likeliest token each time.
+        `--router-replay rollout`; 0 takes the likeliest token each time. With `wanted` writing stops once it is sure
+        which so many groups come `first`; responses of others may lack their end.
         """
         if not self.place.is_member:
             return None
         s = self.settings
         with self.timers.phase(self.place.host, "rollout"):
             ids = torch.arange(len(prompts) * samples)
-            ids = ids[lane_of(ids, len(self.place.lanes), samples) == self.place.lane]
             requests = build_requests(ids, prompts, samples, s.seed, step, s.max_response_length)
             routes = temperature is None and self.recorded_layers is not None
             temperature = s.temperature if temperature is None else temperature
             sampling = SamplingSettings(temperature or 1.0, s.top_k, s.top_p, greedy=temperature == 0)
-            completions = self.engine.generate(requests, self.tokenizer.eos_id, sampling, routes)
+            is_race = wanted is not None and wanted < len(prompts)
+            race = Race(wanted, samples, s.max_response_length, self.place) if is_race else None
+            done = self._write(requests, samples, sampling, routes, race)
+            ids, completions = torch.tensor(sorted(done), dtype=torch.int64), [done[i] for i in sorted(done)]
             no_routes = self.engine.no_routes if routes else None
-            return pack_completions(ids, prompts, samples, requests, completions, no_routes)
+            return pack_completions(ids, prompts, samples, [requests[i] for i in sorted(done)], completions, no_routes)
+
+    def _write(
+        self, requests: list[Request], samples: int, sampling: SamplingSettings, routes: bool, race: Race | None
+    ) -> dict[int, Completion]:
+        """What this lane wrote of the requests of all lanes, by their place in the list."""
+        end, lanes, most, done = self.tokenizer.eos_id, len(self.place.lanes), None, {}
+        if self.settings.rollout_dispatch == "static" or lanes == 1:
+            owners = lane_of(torch.arange(len(requests)), lanes, samples).tolist()
+            source = Listed((i, request) for i, request in enumerate(requests) if owners[i] == self.place.lane)
+        else:
+            # A prompt's samples stay together where they share its cache, or where a lane must know when they are done.
+            source = Shared(requests, samples if self.settings.rollout_prefix_caching or race else 1, self.place)
+            most = source.share
+        for number, done[number] in self.engine.stream(source, end, sampling, routes, most, race and race.longest):
+            if race:
+                race.ended(number, done[number])
+        for board in (source, race):
+            if isinstance(board, (Shared, Race)):
+                board.close()
+        return done
+
+    def first(self, batch: Batch | None, groups: int, samples: int, wanted: int) -> Tensor:
+        """[wanted] ascending numbers of the groups that come first of those that `generate` was given.
+
+        Those whose longest response is the shortest, of equal ones the first; all their responses have their end.
+        `batch`: this rank's share. A collective of the world.
+        """
+        longest = torch.full((groups * samples,), 0, dtype=torch.int64, device=device.device())
+        if self.place.is_leader:
+            lengths, whole = batch.response_lengths, batch.finished.clone()
+            whole |= lengths == self.settings.max_response_length
+            longest[batch.sequence_ids] = lengths.masked_fill(~whole, NEVER)
+        dist.all_reduce(longest)
+        return first_groups(longest.view(groups, samples).amax(1).cpu(), wanted)
+
+    def owners(self, batch: Batch | None, count: int, group=None) -> Tensor:
+        """[count] int64: the lane that wrote each sequence; `batch`: this rank's share.
+
+        A collective of the group: the world, or one that all ranks of the rollout are in.
+        """
+        owners = torch.zeros(count, dtype=torch.int64, device=device.device())
+        if len(self.place.lanes) > 1:
+            if self.place.is_leader:
+                owners[batch.sequence_ids] = self.place.lane
+            dist.all_reduce(owners, group=group)
+        return owners.cpu()

@@ -5,6 +5,7 @@ sampling (DAPO, arXiv 2503.14476 §3.2) writes to more prompts until the batch i
 """
 
 import dataclasses
+import math
 from collections import Counter
 
 import torch
@@ -17,11 +18,12 @@ from megarl.data.order import PromptOrder
 from megarl.data.prompts import PromptSet
 from megarl.mcore import device
 from megarl.observe.timers import Timers
-from megarl.roles import lanes
+from megarl.roles import lanes, streaming
 from megarl.roles import microbatches as mb
 from megarl.roles.flow import SOURCE, Flow
 from megarl.roles.reward import Reward
 from megarl.roles.rollout import Rollout
+from megarl.roles.streaming import Streamed
 from megarl.roles.waiting import Waiting
 from megarl.rollout.requests import Drawn
 from megarl.world import World
@@ -64,19 +66,37 @@ class Sampling:
         `--prompts-per-step` after `--max-sampling-rounds`. These wait, still on policy since nothing is learnt.
         """
         s, drawn, tally = self.settings, Counter(), Tally()
-        while tally.rounds < (s.max_sampling_rounds if s.dynamic_sampling else 1):
-            self._round(self._draw(s.prompts_per_step - len(self.waiting), drawn), step, tally)
-            if len(self.waiting) == s.prompts_per_step:
-                break
+        if s.rollout_chunks > 1:
+            return self._streamed(step)
+        is_stale = len(self.waiting) == s.prompts_per_step  # written ahead
+        most = s.max_sampling_rounds if s.dynamic_sampling else 1
+        while len(self.waiting) < s.prompts_per_step and tally.rounds < most:
+            self._round(s.prompts_per_step - len(self.waiting), drawn, step, tally)
         is_full = len(self.waiting) == s.prompts_per_step
         is_enough = is_full or (len(self.waiting) > 0 and not s.dynamic_sampling)
         self._measure(tally, 0 if is_enough else len(self.waiting))
+        if s.one_step_off:
+            self.metrics["rollout/staleness"] = int(is_stale)
         self.reward.rows = tally.rows
         return self._flow(step) if is_enough else None
 
-    def _round(self, prompts: list[Drawn], step: int, tally: Tally):
-        """Has prompts answered and takes in the groups that are wanted."""
-        batch, is_in = self._write(prompts, step, tally), torch.ones(len(prompts), dtype=torch.bool)
+    def write_ahead(self, step: int):
+        """With `--one-step-off` writes the batch of a coming step by the policy at hand; it waits for `fill`.
+
+        Ranks outside the rollout go on at once.
+        """
+        if not self.settings.one_step_off:
+            return
+        tally, prompts = Tally(), self._draw(self.settings.prompts_per_step, Counter())
+        _, batch = self._write(prompts, step, tally, len(prompts))
+        self.waiting.add(batch, torch.ones(len(prompts), dtype=torch.bool))
+        self._measure_tokens(tally)
+
+    def _round(self, wanted: int, drawn: Counter, step: int, tally: Tally):
+        """Has `wanted` prompts answered, the first of more with `--over-sampling`, and takes in the right groups."""
+        begun = self._draw(math.ceil(round(wanted * self.settings.over_sampling, 6)), drawn)
+        prompts, batch = self._write(begun, step, tally, wanted)
+        is_in = torch.ones(len(prompts), dtype=torch.bool)
         if self._column is not None:
             verdicts = self._verdicts(batch, len(prompts), self.settings.samples_per_prompt)
             _note(batch, verdicts.flatten(0, 1))
@@ -95,11 +115,18 @@ class Sampling:
             drawn[line] += 1
         return prompts
 
-    def _write(self, prompts: list[Drawn], step: int, tally: Tally) -> Batch | None:
-        """This rank's share of the responses to these prompts."""
+    def _write(
+        self, prompts: list[Drawn], step: int, tally: Tally, wanted: int
+    ) -> tuple[list[Drawn], Batch | None]:
+        """(the `wanted` prompts that are answered first, this rank's share of the responses to them)."""
         samples = self.settings.samples_per_prompt
         self.reward.prepare(self.prompts, [drawn.line for drawn in prompts])
-        batch = self.rollout.generate(prompts, samples, step)
+        batch = self.rollout.generate(prompts, samples, step, wanted=wanted)
+        if wanted < len(prompts):
+            with self.timers.phase(self.world[SOURCE].host, "exchange"):
+                first = self.rollout.first(batch, len(prompts), samples, wanted)
+            prompts = [prompts[i] for i in first.tolist()]
+            batch = None if batch is None else _groups(batch, first, samples)
         if self.settings.greedy_baseline:
             greedy = self.rollout.generate(prompts, 1, step, temperature=0)
             scores = self._verdicts(greedy, len(prompts), 1, learnt=False)[:, 0, 0].float()
@@ -108,12 +135,14 @@ class Sampling:
                 tally.tokens += int(greedy.response_mask.sum())
         if batch is not None:
             tally.tokens += int(batch.response_mask.sum())
-        return batch
+        return prompts, batch
 
     def _verdicts(self, batch: Batch | None, groups: int, samples: int, learnt: bool = True) -> Tensor:
         """[groups, samples, 2] float64 scores and verdicts of a round's responses, on every rank. Collective."""
         count = groups * samples
-        flow = Flow(self.world, self.timers, lanes.dealt(self.world, count, samples), batch)
+        with self.timers.phase(self.world[SOURCE].host, "exchange"):
+            owners = lanes.dealt(self.world, count, samples) | {SOURCE: self.rollout.owners(batch, count)}
+        flow = Flow(self.world, self.timers, owners, batch)
         flow.share(["reward"])
         self.reward.score(flow, self.prompts, learnt)
         found = torch.zeros(count, 2, dtype=torch.float64, device=device.device())
@@ -132,11 +161,31 @@ class Sampling:
             for row in self.reward.rows
         ]
 
+    def _streamed(self, step: int) -> Streamed:
+        """The step's data, still to be written: chunk by chunk when they are asked for."""
+        s, samples = self.settings, self.settings.samples_per_prompt
+        prompts = self._draw(s.prompts_per_step, Counter())
+        self.reward.prepare(self.prompts, [drawn.line for drawn in prompts])
+        bounds = streaming.bounds_of(len(prompts), samples, s.rollout_chunks)
+        minibatches = mb.minibatches_of_step(s, bounds[-1], step, epoch=0)
+
+        def chunks():
+            tally = Tally()
+            for batch in streaming.written(self.rollout, prompts, samples, step, bounds):
+                tally.tokens += 0 if batch is None else int(batch.response_mask.sum())
+                yield batch
+            self._measure(tally, 0)
+
+        def share_out(lengths: Tensor, written: Tensor) -> dict[str, Tensor]:
+            return lanes.balanced(self.world, lengths, written, minibatches, self.hidden)
+
+        judges = streaming.beside(self.world, s.router_replay_reference)
+        owners = self.rollout.owners
+        return Streamed(self.world, self.timers, samples, bounds, chunks(), judges, owners, share_out)
+
     def _measure(self, tally: Tally, waiting: int):
-        place, self.metrics = self.world[SOURCE], {}
-        if place.is_member:
-            tokens = place.sum_over_lanes(torch.tensor([tally.tokens], device=device.device()))
-            self.metrics["rollout/tokens"] = int(tokens)
+        self.metrics = {}
+        self._measure_tokens(tally)
         if self._column is not None:
             self.metrics |= {
                 "sampling/rounds": tally.rounds,
@@ -146,14 +195,31 @@ class Sampling:
                 "sampling/waiting_groups": waiting,
             }
 
+    def _measure_tokens(self, tally: Tally):
+        """Counts what was written in a step, whichever step learns it."""
+        place = self.world[SOURCE]
+        if place.is_member:
+            tokens = place.sum_over_lanes(torch.tensor([tally.tokens], device=device.device()))
+            self.metrics["rollout/tokens"] = int(tokens) + self.metrics.get("rollout/tokens", 0)
+
     def _flow(self, step: int) -> Flow:
         """The batch, handed over; lanes share its work out evenly."""
-        rollout, written = self.waiting.batch, self.waiting.owners
+        rollout, count = self.waiting.batch, len(self.waiting) * self.settings.samples_per_prompt
         self.waiting.clear()
-        minibatches = mb.minibatches_of_step(self.settings, len(written), step, epoch=0)
+        minibatches = mb.minibatches_of_step(self.settings, count, step, epoch=0)
         with self.timers.phase(self.world[SOURCE].host, "exchange"):
-            owners = lanes.balanced(self.world, rollout, written, minibatches, self.hidden)
+            lengths, written = lanes.lengths_of(self.world, rollout, count), self.rollout.owners(rollout, count)
+        owners = lanes.balanced(self.world, lengths, written, minibatches, self.hidden)
         return Flow(self.world, self.timers, owners, rollout, self.known)
+
+
+def _groups(batch: Batch, groups: Tensor, samples: int) -> Batch:
+    """The sequences of these groups (ascending numbers), numbered anew."""
+    groups = groups.to(batch.sequence_ids.device)
+    mine = (batch.sequence_ids // samples).unsqueeze(1) == groups  # [N, groups]
+    part = batch.select(mine.any(1).nonzero().flatten())
+    part.sequence_ids = mine.nonzero()[:, 1] * samples + part.sequence_ids % samples
+    return part
 
 
 def _differ(values: Tensor) -> Tensor:

@@ -35,17 +35,16 @@ class Waiting:
     def clear(self):
         """Forgets all groups."""
         self.batch: Batch | None = None  # this rank's sequences
-        self.owners = torch.zeros(0, dtype=torch.int64)  # lane of the rollout that holds each sequence
+        self.groups = 0  # of all lanes
 
     def __len__(self) -> int:
-        return len(self.owners) // self.samples
+        return self.groups
 
     def add(self, batch: Batch | None, is_in: Tensor):
         """Takes groups of a round in: this rank's share of the round, which of its groups [G] bool are wanted."""
         wanted = is_in.repeat_interleave(self.samples)
-        numbers = wanted.cumsum(0) - 1 + len(self.owners)
-        ids = wanted.nonzero().flatten()
-        self.owners = torch.cat([self.owners, lane_of(ids, len(self.world[SOURCE].lanes), self.samples)])
+        numbers = wanted.cumsum(0) - 1 + self.groups * self.samples
+        self.groups += int(is_in.sum())
         if batch is None:
             return
         where = batch.sequence_ids.device
@@ -95,7 +94,7 @@ class Waiting:
                 "sampled with"
             )
         place, whole = self.world[SOURCE], Batch(**fields)
-        self.owners = lane_of(whole.sequence_ids, len(place.lanes), samples)
+        self.groups = len(whole) // samples
         if not place.is_member:
             return
         if self.layers is not None:
@@ -103,7 +102,8 @@ class Waiting:
             if missing:
                 raise RuntimeError(f"rollout: groups wait with routes in MoE layers {layers}, without {missing}")
             whole.routes = whole.routes[:, [layers.index(layer) for layer in self.layers]]
-        self.batch = whole.select((self.owners == place.lane).nonzero().flatten()).to(device.device())
+        owners = lane_of(whole.sequence_ids, len(place.lanes), samples)
+        self.batch = whole.select((owners == place.lane).nonzero().flatten()).to(device.device())
 
 
 def _joined(lane: list[tuple], layers: list[int] | None) -> Batch:

@@ -16,7 +16,7 @@ from megarl.data.prompts import PromptSet
 from megarl.flags.settings import whole_numbers
 from megarl.observe.timers import Timers
 from megarl.roles import lanes
-from megarl.roles.flow import Flow
+from megarl.roles.flow import SOURCE, Flow
 from megarl.roles.reward import Reward
 from megarl.roles.rollout import Rollout
 from megarl.rollout.requests import Drawn
@@ -87,7 +87,9 @@ class Evaluation:
         n, s = self.settings.eval_responses, self.settings
         self.reward.prepare(self.prompts, [drawn.line for drawn in self.drawn])
         rollout = self.rollout.generate(self.drawn, n, EVAL_STEP, temperature=s.eval_temperature)
-        flow = Flow(self.world, self.timers, lanes.dealt(self.world, len(self.drawn) * n, n), rollout)
+        count = len(self.drawn) * n
+        owners = lanes.dealt(self.world, count, n) | {SOURCE: self.rollout.owners(rollout, count)}
+        flow = Flow(self.world, self.timers, owners, rollout)
         flow.share(["reward"])
         self.reward.score(flow, self.prompts, learnt=False)
         by_prompt = itertools.groupby(self._rows(), lambda row: row["sequence"] // n)

@@ -8,7 +8,6 @@ from megarl.checkpoint import folders, state
 from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
 from megarl.mcore import model
-from megarl.observe.samples import SamplesWriter
 from megarl.observe.timers import Timers
 from megarl.roles.actor import Actor
 from megarl.roles.critic import Critic
@@ -18,6 +17,7 @@ from megarl.roles.reference import Reference
 from megarl.roles.replay import Replay
 from megarl.roles.rollout import Rollout
 from megarl.roles.sampling import Sampling
+from megarl.roles.streaming import JUDGES
 from megarl.runtime.evaluation import Best, Evaluation
 from megarl.runtime.run import Run, check_common, create_world, encoder_of
 from megarl.runtime.scoring import Scoring
@@ -33,7 +33,7 @@ class Inputs:
     def __init__(self, program: Program):
         s = program.settings
         check_common(program)
-        _check_rollout(s, program.roles["rollout"])
+        _check_rollout(s, program.roles)
         _check_replay(program)
         encoder = encoder_of(program.roles["actor"], s)
         self.tokenizer = encoder.tokenizer
@@ -51,9 +51,18 @@ class Inputs:
             self.resume = folders.check_resume(s.load, "train_rl", s.train_iters, shapes)
 
 
-def _check_rollout(s: Settings, rollout: RoleSettings):
+def _check_rollout(s: Settings, roles: dict[str, RoleSettings]):
+    rollout, ranks = roles["rollout"], set(roles["rollout"].ranks)
     if s.verify_weights and rollout.host != "rollout":
         raise UsageError("--verify-weights: the rollout runs on the actor's own weights, so there is no transfer")
+    if s.one_step_off and not ranks.isdisjoint(roles["actor"].ranks):
+        raise UsageError("--one-step-off: needs a rollout in --role-map that shares no ranks with the actor")
+    judges = [roles[name].ranks for name in JUDGES if name in roles]
+    if s.rollout_chunks > 1 and not any(map(ranks.isdisjoint, judges)):
+        raise UsageError(
+            f"--rollout-chunks {s.rollout_chunks}: critic, reward and reference share ranks with the rollout, so none "
+            "of them can begin before it ends"
+        )
 
 
 def _check_replay(program: Program):
@@ -104,7 +113,7 @@ class Reinforcement(Run):
             found = self.evaluation.run()
             if found is not None:
                 self._accuracy_before = found["eval/accuracy"]
-                self.write(found)
+                self.write(0, found)
                 print(f"held-out accuracy before training: {self._accuracy_before:.4f}", flush=True)
         timers.end_step(0)
 
@@ -117,8 +126,9 @@ class Reinforcement(Run):
         self.reward = inputs.scoring.role(world["reward"], self.tokenizer, timers)
         self.reference = Reference(s, roles.get("reference"), world["reference"], vocab, timers)
         self.experience = Experience(s, program.estimator, world["actor"], timers)
-        trained = self.actor.learner.model if self.actor.learner else None
-        self.rollout = Rollout(s, roles["rollout"], world, trained, self.tokenizer, timers)
+        learner = self.actor.learner
+        trained, loan = (learner.model, learner.loan) if learner else (None, None)
+        self.rollout = Rollout(s, roles["rollout"], world, trained, self.tokenizer, timers, loan)
         models = (self.actor, self.critic, self.reference)
         self.replay = Replay(s, roles["actor"], world, self.rollout, *models)
         writing = (s, world, self.rollout, self.reward)
@@ -141,9 +151,11 @@ class Reinforcement(Run):
         """
         for step in self.steps():
             self.reward.begin()
+            self.replay.begin()
             for role in self._measuring():
                 role.metrics = {}
             flow = self.sampling.fill(step)
+            self.flush(wait=False)
             if flow is None:
                 self.finish(None)
             else:
@@ -155,17 +167,18 @@ class Reinforcement(Run):
     def finish(self, flow: Flow | None):
         """Ends a step: samples, evaluation, metrics, checkpoint; `flow` is None without a batch. Collective."""
         if flow is not None:
+            flow.settle()
             self.experience.measure(flow)
-        self._write_samples()
         metrics = {name: value for role in (*self._measuring(), self.reward) for name, value in role.metrics.items()}
-        s, is_best = self.settings, False
+        s, is_best, rows = self.settings, False, self.reward.rows if self.world["reward"].is_leader else []
+        samples = [row for row in rows if row["sequence"] < SAMPLE_ROWS]
         if self.evaluation and self.is_due(s.eval_interval):
             found = self.evaluation.run()
             is_best = bool(s.keep_best and self.folder) and self.best.update(found, self.step)
             if found is not None:
                 metrics |= found
                 self._accuracy_after = found["eval/accuracy"]
-        self.record(metrics)
+        self.record(metrics, samples)
         is_due = self.is_due(s.save_interval)
         if self.folder and (is_due or is_best):
             self._save(kept_for="interval" if is_due else "best")
@@ -177,15 +190,6 @@ class Reinforcement(Run):
         if self._accuracy_after is not None:
             before = "" if self._accuracy_before is None else f"{self._accuracy_before:.4f} before, "
             print(f"held-out accuracy: {before}{self._accuracy_after:.4f} after {self.step} steps", flush=True)
-
-    def _write_samples(self):
-        if not self.folder:
-            return
-        first = [row for row in self.reward.rows if row["sequence"] < SAMPLE_ROWS]
-        gathered = self.world.gather(first if self.world["reward"].is_leader else [])
-        if gathered is not None:
-            rows = sorted((row for part in gathered for row in part), key=lambda row: row["sequence"])
-            SamplesWriter(self.folder).write(self.step, rows)
 
     def _states(self, loading: bool) -> dict:
         states = {}
@@ -221,7 +225,7 @@ class Reinforcement(Run):
         if manifest.get("reward"):
             self.reward.moments.load_state_dict(manifest["reward"])
         if (folder / WAITING).exists():
-            self.sampling.waiting.from_bytes((folder / WAITING).read_bytes())
+            self._take_up_waiting((folder / WAITING).read_bytes())
         if "critic" in loaded:
             self.critic.learner.restore(loaded["critic"])
         if "reference" in loaded:
@@ -229,3 +233,13 @@ class Reinforcement(Run):
         if "actor" in loaded:
             extra = self.actor.learner.restore(loaded["actor"])
             self.experience.controller.load_state_dict(extra["kl_controller"])
+
+    def _take_up_waiting(self, data: bytes):
+        """Groups of a batch that is not full, or of one that was written ahead."""
+        s, waiting = self.settings, self.sampling.waiting
+        waiting.from_bytes(data)
+        if len(waiting) >= s.prompts_per_step if not s.one_step_off else len(waiting) != s.prompts_per_step:
+            raise UsageError(
+                f"--load: a batch of {len(waiting)} groups was written ahead; allowed are --one-step-off and "
+                f"--prompts-per-step {len(waiting)}"
+            )

@@ -21,9 +21,11 @@ from megarl.mcore import device
 from megarl.observe.metrics import MetricsWriter
 from megarl.observe.progress import RL_FIELDS, Progress
 from megarl.observe.report import write_report
+from megarl.observe.samples import SamplesWriter
 from megarl.observe.settings import write_settings
 from megarl.observe.timeline import write_timeline
 from megarl.observe.timers import Timers, reduce_times
+from megarl.runtime.ledger import Ledger
 
 
 def launch(train, program: str):
@@ -114,6 +116,8 @@ class Run:
         self._fields = fields
         self._writer = self._progress = None
         self._started = time.perf_counter()
+        minutes = next(iter(program.roles.values())).megatron.distributed_timeout_minutes
+        self._ledger = Ledger(ranks, timedelta(minutes=minutes))
 
     @property
     def folder(self) -> Path | None:
@@ -155,6 +159,7 @@ class Run:
 
     def facts(self, program: str, vocab_size: int, order: PromptOrder) -> dict:
         """What the manifest of a checkpoint tells of the run besides its step; `take_up` reads it back."""
+        self.flush()  # steps that were skipped are counted where they are written
         return {
             "program": program,
             "seed": self.settings.seed,
@@ -170,45 +175,51 @@ class Run:
         order.load_state_dict(manifest["prompt_order"])
         return manifest
 
-    def record(self, metrics: dict[str, float]):
-        """Ends a step: gathers metrics and times of all ranks, writes and prints them. Collective.
+    def record(self, metrics: dict[str, float], samples: list[dict] = ()):
+        """Ends a step on this rank, and tells of it; no rank waits for another.
 
         `metrics` are this rank's; where several ranks give the same name they give the same number, except for
-        memory, of which the largest counts.
+        memory, of which the largest counts. `samples`: rows of the samples file of which this rank speaks.
         """
         if (peak := device.peak_bytes()) is not None:
             metrics = metrics | {f"memory/{role}/peak_bytes": peak for role in self.world.roles_of(self.world.rank)}
-        roles_of_ranks = [self.world.roles_of(rank) for rank in range(self.world.size)]
-        times = reduce_times(self.timers.end_step(self.step), roles_of_ranks, self._all_gather)
-        gathered = self.world.gather(metrics)
         seconds, self._started = time.perf_counter() - self._started, time.perf_counter()
-        if gathered is None:
-            return
-        row = {name: value for part in reversed(gathered) for name, value in part.items()}
+        self._ledger.tell(self.step, (metrics, self.timers.end_step(self.step), seconds, samples))
+        self.flush(wait=self.step == self.last_step)
+
+    def flush(self, wait: bool = True):
+        """Writes and prints steps that all ranks have ended, on rank 0; all that it has ended itself when it waits."""
+        for step, told in self._ledger.read(wait):
+            self._write_step(step, *zip(*told, strict=True))
+
+    def _write_step(self, step: int, metrics: tuple, times: tuple, seconds: tuple, samples: tuple):
+        """Each argument is of all ranks, in their order."""
+        row = {name: value for part in reversed(metrics) for name, value in part.items()}
         for name in (name for name in row if name.startswith("memory/")):
-            row[name] = max(part.get(name, 0) for part in gathered)
+            row[name] = max(part.get(name, 0) for part in metrics)
         self.skipped += any(value for name, value in row.items() if name.endswith("/updates_skipped"))
+        roles_of_ranks = [self.world.roles_of(rank) for rank in range(self.world.size)]
+        times = reduce_times(times, roles_of_ranks)
         row |= times | {"steps_skipped": self.skipped}
         if "perf/tokens" in row:
-            row["perf/tokens_per_s"] = row["perf/tokens"] / seconds
+            row["perf/tokens_per_s"] = row["perf/tokens"] / seconds[0]
         if "rollout/tokens" in row:
             seconds_writing = times[f"time/{self.world['rollout'].host}/rollout_s"]
             row["rollout/tokens_per_s"] = row["rollout/tokens"] / max(seconds_writing, 1e-9)
-        self.write(row)
-        self._progress.line(self.step, row, seconds)
+        rows = sorted((row for part in samples for row in part), key=lambda row: row["sequence"])
+        if rows and self.folder:
+            SamplesWriter(self.folder).write(step, rows)
+        self.write(step, row)
+        self._progress.line(step, row, seconds[0])
 
-    def write(self, row: dict[str, float]):
-        """Appends a line of metrics for the present step; rank 0 only."""
+    def write(self, step: int, row: dict[str, float]):
+        """Appends a line of metrics for a step; rank 0 only."""
         if self._writer:
-            self._writer.write(self.step, row)
-
-    def _all_gather(self, item) -> list:
-        items = [None] * self.world.size
-        torch.distributed.all_gather_object(items, item)
-        return items
+            self._writer.write(step, row)
 
     def close(self):
-        """Writes the time line and the report. Collective."""
+        """Writes what is left of the steps, the time line and the report. Collective."""
+        self.flush()
         events = self.world.gather(self.timers.events())
         if events is None or self._writer is None:
             return

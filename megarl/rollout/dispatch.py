@@ -1,0 +1,153 @@
+"""What the rollout's lanes tell each other while they write: who takes the next requests, and when enough is written.
+
+Lengths of responses are not known before, so lanes that were dealt the same number of requests end at different times.
+The text does not depend on who writes it: each request has its own random stream.
+"""
+
+import array
+import itertools
+from collections import deque
+
+import torch
+import torch.distributed as dist
+
+from megarl.mcore import device
+from megarl.mcore.engine import Completion, Request
+from megarl.world import Place
+
+NEVER = 1 << 40  # tokens of a response without an end
+_calls = itertools.count()  # of this process; ranks of one rollout make the same calls in the same order
+
+
+class Board:
+    """One entry in the store by which the ranks met, for one call of the rollout; the lanes' first ranks use it."""
+
+    def __init__(self, place: Place):
+        self.place = place
+        self.store, self.key = dist.distributed_c10d._get_default_store(), f"megarl/rollout/{next(_calls)}"
+
+    def in_lane(self, number: int) -> int:
+        """The number of the lane's first rank, on all of its ranks. A collective of the lane."""
+        lane = self.place.lanes[self.place.lane]
+        if len(lane) == 1:
+            return number
+        told = torch.tensor([number], dtype=torch.int64, device=device.device())
+        dist.broadcast(told, lane[0], group=self.place.lane_group)
+        return int(told)
+
+    def close(self):
+        """Takes the entry away, once every lane is done with it."""
+        if self.place.is_leader and self.store.add(f"{self.key}/done", 1) == len(self.place.lanes):
+            self.store.delete_key(self.key)
+            self.store.delete_key(f"{self.key}/done")
+
+
+class Shared:
+    """The requests of all lanes in one order, longest first. A `Source` of the engine, one object on each rank.
+
+    Lanes draw places in the order from a counter: one addition, no waiting. A lane's first rank draws for all of them.
+    """
+
+    def __init__(self, requests: list[Request], unit: int, place: Place):
+        """
+        Args:
+            requests: all of them, the same on every rank.
+            unit: so many that follow each other go to one lane: a prompt's samples where they share its cache.
+            place: of this rank in the rollout.
+        """
+        self.requests, self.unit, self.board = requests, unit, Board(place)
+        starts = range(0, len(requests), unit)
+        self._order = sorted(starts, key=lambda first: (-len(requests[first].prompt), first))
+        self._mine: deque[int] = deque()  # drawn and not yet taken
+        self._is_drawn = not requests
+
+    @property
+    def share(self) -> int:
+        """Requests that a lane begins at most at a time: were it more, the first would leave nothing to the last."""
+        return -(-len(self._order) // len(self.board.place.lanes)) * self.unit
+
+    def take(self, room: int) -> list[tuple[int, Request]]:
+        """At most `room` requests, each with its place in the list."""
+        missing = room - len(self._mine)
+        if missing > 0 and not self._is_drawn:
+            self._draw(-(-missing // self.unit))
+        return [(i, self.requests[i]) for i in (self._mine.popleft() for _ in range(min(room, len(self._mine))))]
+
+    def is_empty(self) -> bool:
+        """Whether all requests were taken, as far as this lane knows."""
+        return self._is_drawn and not self._mine
+
+    def close(self):
+        """Every lane says so, behind its last request."""
+        self.board.close()
+
+    def _draw(self, units: int):
+        board = self.board
+        first = board.in_lane(board.store.add(board.key, units) - units if board.place.is_leader else 0)
+        self._is_drawn = first + units >= len(self._order)
+        for start in self._order[first : first + units]:
+            self._mine.extend(range(start, start + self.unit))
+
+
+class Race:
+    """The groups that come in first: those whose longest response is the shortest, of equal ones the first numbers.
+
+    This says nothing of when or where they were written, so it is the same in every layout. The entry in the store
+    holds the best so far, as longest · 2³² + number; once there are enough of them, nobody needs to write more tokens
+    than the last of them has.
+    """
+
+    def __init__(self, wanted: int, samples: int, limit: int, place: Place):
+        """`wanted`: how many come in. `limit`: tokens at which a response ends without an end token."""
+        self.wanted, self.samples, self.limit, self.board = wanted, samples, limit, Board(place)
+        self._ended: dict[int, list[int]] = {}  # lengths of the whole responses of each group of this lane
+
+    def ended(self, number: int, completion: Completion):
+        """Hears of a response; all of a group are written by one lane."""
+        length = len(completion.tokens)
+        if not completion.finished and length < self.limit:
+            return  # it was cut
+        group = number // self.samples
+        lengths = self._ended.setdefault(group, [])
+        lengths.append(length)
+        if len(lengths) == self.samples and self.board.place.is_leader:
+            self._enter(max(lengths) << 32 | group)
+
+    def longest(self) -> int | None:
+        """Tokens that a response needs at most to be in a group that comes in. A collective of the lane."""
+        known = self._known() if self.board.place.is_leader else b""
+        found = array.array("q", known)
+        return self.board.in_lane(found[-1] >> 32 if len(found) == self.wanted else 0) or None
+
+    def close(self):
+        """Every lane says so, when its engine rests."""
+        self.board.close()
+
+    def _known(self) -> bytes:
+        store, key = self.board.store, self.board.key
+        return bytes.fromhex(store.get(key).decode()) if store.check([key]) else b""
+
+    def _enter(self, result: int):
+        known = self._known()
+        while True:
+            best = array.array("q", sorted([*array.array("q", known), result])[: self.wanted]).tobytes()
+            if result not in array.array("q", best):
+                return
+            now = bytes.fromhex(self.board.store.compare_set(self.board.key, known.hex(), best.hex()).decode())
+            if now == best:
+                return
+            known = now
+
+
+def first_groups(lengths: torch.Tensor, wanted: int) -> torch.Tensor:
+    """[wanted] ascending numbers of the groups that come in, of the longest response's tokens of each group [G].
+
+    What `Race` stops for; at least `NEVER` for a group that has a response without an end.
+
+    Raises:
+        RuntimeError: fewer groups are whole.
+    """
+    order = sorted((length, group) for group, length in enumerate(lengths.tolist()) if length < NEVER)
+    if len(order) < wanted:
+        raise RuntimeError(f"rollout: {len(order)} groups were written, {wanted} are wanted")
+    return torch.tensor(sorted(group for _, group in order[:wanted]), dtype=torch.int64)

@@ -1,0 +1,127 @@
+"""Requests handed out to lanes while they write: nothing lost or written twice, and no text that depends on it."""
+
+import functools
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.programs import metrics, rl_argv, samples, timeless, train
+from tests.test_engine import NEVER, make_requests, settings_of
+from tests.tiny_models import VOCAB, build_stages
+from tests.worlds import run_world
+
+END, COUNT = 3, 24
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
+
+
+def taken(rank: int, flags: str, unit: int, slow: float = 0.0, caching: bool = False, end: int = END):
+    """(this rank's lane, what it wrote by request, keys left in the store) of requests that all lanes share."""
+    from megarl.mcore.engine import RolloutEngine
+    from megarl.rollout.dispatch import Shared
+
+    stages, _, place = build_stages(flags)
+    engine = RolloutEngine(stages[0], place.collection, VOCAB, 48, 0.005, 4, caching)
+    step = engine.engine.step_modern
+
+    def slowly():
+        time.sleep(slow if place.lane == 0 else 0.0)
+        return step()
+
+    engine.engine.step_modern = slowly
+    source = Shared(make_requests(count=COUNT), unit, place)
+    routes = "experts" in flags
+    done = dict(engine.stream(source, end, settings_of(), routes, source.share))
+    source.close()
+    dist.barrier()
+    board = source.board
+    return place.lane, done, [key for key in (board.key, f"{board.key}/done") if board.store.check([key])]
+
+
+def merged(results: list) -> dict:
+    """Completions of all lanes by request; ranks of one lane agree, lanes have nothing in common, no key is left."""
+    lanes: dict[int, dict] = {}
+    for lane, done, keys in results:
+        assert lanes.setdefault(lane, done) == done and not keys
+    whole = {number: completion for done in lanes.values() for number, completion in done.items()}
+    assert len(whole) == sum(map(len, lanes.values())) and sorted(whole) == list(range(COUNT))
+    return whole
+
+
+@functools.cache
+def alone(flags: str = "") -> dict:
+    return merged(run_world(taken, 1, flags, 1))
+
+
+def assert_same(found: dict, expected: dict):
+    for number, completion in found.items():
+        assert completion == expected[number]  # tokens, log-probs and how it ended, bit by bit
+        if completion.routes is not None:
+            assert torch.equal(completion.routes, expected[number].routes)
+
+
+@pytest.mark.parametrize("size, flags, unit, caching", [
+    (2, "", 1, False), (2, "--tensor-model-parallel-size 2", 1, False),
+    (4, "--pipeline-model-parallel-size 2", 3, True), (2, f"{EXPERTS} --expert-model-parallel-size 2", 4, False),
+], ids=["two lanes", "one of two ranks", "two of two, by groups", "sharing experts"])  # fmt: skip
+def test_no_lane_changes_what_is_written(size, flags, unit, caching):
+    whole = merged(run_world(taken, size, flags, unit, 0.0, caching))
+    if "tensor" in flags:  # sums of another order
+        expected = alone()
+        assert {n: c.tokens for n, c in whole.items()} == {n: c.tokens for n, c in expected.items()}
+    else:
+        assert_same(whole, alone(EXPERTS if "experts" in flags else ""))
+    assert len({len(c.tokens) for c in whole.values()}) > 4, "ragged"
+
+
+def test_a_slow_lane_takes_less():
+    results = run_world(functools.partial(taken, end=NEVER), 2, "", 2, 0.1)
+    merged(results)
+    (slow, fast) = (len(done) for _, done, _ in results)
+    assert slow % 2 == fast % 2 == 0 and slow < fast
+
+
+# -- what samples share -----------------------------------------------------------------------------------------
+
+
+def tokens_read(rank: int, caching: bool) -> dict[int, list[int]]:
+    """Tokens that the engine reads of each of four samples of a prompt, by the prompt's length."""
+    from megarl.mcore.engine import Request, RolloutEngine
+
+    stages, _, place = build_stages()
+    found = {}
+    for length in (8, 17, 24, 40, 48):
+        engine = RolloutEngine(stages[0], place.collection, VOCAB, 60, 0.005, 8, caching)
+        context, counts = engine.context, found.setdefault(length, [])
+        add = context.add_request
+
+        def counted(*args, **kwargs):
+            before = context.active_token_count
+            add(*args, **kwargs)
+            counts.append(context.active_token_count - before)
+
+        context.add_request = counted
+        engine.generate([Request([i % VOCAB for i in range(length)], key, 3) for key in range(4)], NEVER, settings_of())
+    return found
+
+
+def test_a_prompt_is_read_once_for_all_its_samples():
+    alone, shared = (run_world(tokens_read, 1, caching)[0] for caching in (False, True))
+    assert alone == {length: [length] * 4 for length in alone}
+    assert shared == {8: [8] * 4, 17: [17] * 4, 24: [24, 8, 8, 8], 40: [40, 8, 8, 8], 48: [48, 16, 16, 16]}
+
+
+# -- a whole run -------------------------------------------------------------------------------------------------
+
+MIXTURE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --router-replay rollout --kl-coefficient 0"
+RUN = f"{MIXTURE} --advantage grpo --train-iters 2 --rollout-max-requests 4 --samples-per-prompt 3"
+
+
+def test_a_run_is_the_same_bit_by_bit(tmp_path):
+    for name in ("static", "dynamic"):
+        train("rl", rl_argv(tmp_path / name, f"{RUN} --rollout-dispatch {name}", warm_start=False), 2)
+    for step in (1, 2):
+        assert samples(tmp_path / "dynamic", step) == samples(tmp_path / "static", step)
+        assert timeless(metrics(tmp_path / "dynamic")[step]) == timeless(metrics(tmp_path / "static")[step])
+        assert metrics(tmp_path / "dynamic")[step]["router/replayed_fraction"] == 1

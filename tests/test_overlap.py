@@ -1,0 +1,166 @@
+"""Roles that work at the same time: chunks of a step, a batch written ahead, exchanges and records without waiting."""
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl import exchange
+from megarl.batch import lane_of
+from megarl.errors import UsageError
+from megarl.mcore.engine import Request
+from megarl.rollout.turns import InTurn
+from megarl.runtime.ledger import Ledger
+from megarl.runtime.reinforce import Inputs
+from megarl.world import Place
+from tests.exactness import largest_gap_allowed
+from tests.programs import metrics, program, rl_argv, samples, timeless, train
+from tests.test_batch import random_batch, sequences
+from tests.test_exchange import create_world
+from tests.worlds import RankFailed, run_world
+from tools.bench import overlap
+
+GRADED = "--reward tests.programs:graded_reward"
+
+
+def assert_same_step(one, other, step: int):
+    """Two runs agree in a step to the bit, in samples and metrics; moments of a reward's terms but for rounding."""
+    first, second = (timeless(metrics(save)[step]) for save in (one, other))
+    differ = {name for name in first | second if first.get(name) != second.get(name)} - {"weights/sync_s"}
+    assert samples(one, step) == samples(other, step) and differ <= {"reward/tests.programs:graded_reward/std"}
+    assert all(first[name] == pytest.approx(second[name], rel=1e-12) for name in differ)
+
+
+# -- chunks ------------------------------------------------------------------------------------------------------
+
+
+def test_the_number_of_chunks_changes_nothing(tmp_path):
+    # Lanes take what is next; the critic has several; the reference shares the rollout's ranks, and so comes last.
+    layout = "--role-map actor=0-1;critic=2-3;reward=2;reference=0-1 --rollout-prefix-caching"
+    for chunks in (1, 4):
+        flags = f"--train-iters 2 {GRADED} {layout} --rollout-chunks {chunks} --rollout-max-requests 4"
+        train("rl", rl_argv(tmp_path / str(chunks), flags), 4)
+    for step in (1, 2):
+        assert_same_step(tmp_path / "1", tmp_path / "4", step)
+    assert metrics(tmp_path / "4")[1]["rollout/logprob_gap_max"] <= largest_gap_allowed()
+
+
+def test_requests_of_a_chunk_come_before_those_of_the_next():
+    requests = [Request([number], number, 1) for number in range(12)]
+    place = Place("rollout", range(2), ((0,), (1,)), None, None, 0, "rollout")  # lane 0 of two
+    source = InTurn(requests, [4, 10, 12], place, is_dealt=True, samples=2, unit=1)
+    assert source.most is None and not source.is_over(0)
+    assert [number for number, _ in source.take(3)] == [0, 1, 4]  # prompts 0, 2, 4 of six are this lane's
+    assert [(number, request.key) for number, request in source.take(9)] == [(5, 5), (8, 8), (9, 9)]
+    assert source.is_empty() and source.is_over(2) and not source.is_over(0)  # the last chunk has nothing for it
+    for number in (1, 9, 0):
+        source.ended(number)
+    assert source.is_over(0) and not source.is_over(1)
+
+
+# -- one step off ------------------------------------------------------------------------------------------------
+
+AHEAD = f"{GRADED} --role-map actor=0;critic=0;reward=1;reference=1;rollout=1 --rollout-correction tis"
+AHEAD += " --lr-decay-iters 3"
+
+
+def test_a_batch_that_was_written_ahead_survives_an_interruption(tmp_path):
+    whole, resumed, plain = (tmp_path / name for name in ("whole", "resumed", "plain"))
+    train("rl", rl_argv(whole, f"--train-iters 3 --save-interval 2 {AHEAD} --one-step-off"), 2)
+    start = whole / "checkpoints" / "step_00000002"
+    train("rl", rl_argv(resumed, f"--train-iters 3 {AHEAD} --one-step-off --load {start}"), 2)
+    assert_same_step(whole, resumed, 3)
+    rows = metrics(whole)
+    assert [rows[step]["rollout/staleness"] for step in (1, 2, 3)] == [0, 1, 1]
+    assert rows[1]["rollout/logprob_gap_max"] <= largest_gap_allowed() < 1e-3 < rows[2]["rollout/logprob_gap_max"]
+    assert all(row["actor/ppo_kl_first"] == 0 for row in rows.values())
+    train("rl", rl_argv(plain, f"--train-iters 1 {AHEAD}"), 2)
+    assert samples(plain, 1) == samples(whole, 1) and samples(whole, 2) != samples(whole, 3)
+    for name in ("actor/loss", "critic/loss", "actor/grad_norm", "kl/reference"):
+        assert metrics(plain)[1][name] == rows[1][name]
+    with pytest.raises(RankFailed, match="--load: a batch of 6 groups was written ahead; allowed are --one-step-off"):
+        train("rl", rl_argv(tmp_path / "refused", f"--train-iters 3 {AHEAD} --load {start}"), 2)
+
+
+# -- flags -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags, needle", [
+    ("--rollout-chunks 2", "--rollout-chunks 2: critic, reward and reference share ranks with the rollout"),
+    ("--one-step-off --rollout-correction tis", "--one-step-off: needs a rollout in --role-map that shares no ranks"),
+])  # fmt: skip
+def test_overlap_needs_ranks_that_are_apart(flags, needle, tmp_path):
+    with pytest.raises(UsageError) as caught:
+        Inputs(program("rl", rl_argv(tmp_path, flags), 4))
+    assert str(caught.value).startswith(needle) and "\n" not in str(caught.value)
+
+
+# -- nobody waits ------------------------------------------------------------------------------------------------
+
+
+def store_of_ranks() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def give_and_go_on(rank: int):
+    world, store = create_world("--role-map actor=0;critic=1;reward=1;reference=1"), store_of_ranks()
+    owners = {role: lane_of(torch.arange(6), 1, 2) for role in ("actor", "critic")}
+    parts, pending = [random_batch(number, ["tokens"], ids=torch.arange(6)) for number in (1, 2, 3)], exchange.Pending()
+    if rank == 1:
+        store.wait(["gone on"], timedelta(seconds=20))  # the giver must not need this rank to get here
+    mine = parts if rank == 0 else [None] * 3
+    taken = [exchange.send(world, part, "actor", "critic", ["tokens"], owners, pending) for part in mine]
+    if rank == 0:
+        store.set("gone on", "1")
+    pending.wait()
+    return [sequences(part) for part in parts] if rank == 0 else [sequences(batch) for batch in taken]
+
+
+def test_who_gives_does_not_wait_for_who_takes():
+    given, taken = run_world(give_and_go_on, 2)
+    assert given == taken
+
+
+def tell(rank: int):
+    from megarl.world import World
+
+    store, ledger = store_of_ranks(), Ledger(World({}, {}, {}), timedelta(seconds=20))
+    ledger.tell(1, ("one", rank))
+    if rank == 1:
+        store.wait(["half"], timedelta(seconds=20))
+        ledger.tell(2, ("two", rank))
+        return ledger.read(wait=True)
+    store.wait(["megarl/told/1/1"], timedelta(seconds=20))
+    ledger.tell(2, ("two", rank))
+    half = ledger.read(wait=False)
+    store.set("half", "1")
+    return half, ledger.read(wait=True), ledger.read(wait=True)
+
+
+def test_rank_0_reads_what_all_ranks_told_of_a_step():
+    (half, rest, nothing), other = run_world(tell, 2)
+    assert half == [(1, [("one", 0), ("one", 1)])] and rest == [(2, [("two", 0), ("two", 1)])]
+    assert nothing == other == []
+
+
+# -- the benchmark -----------------------------------------------------------------------------------------------
+
+
+def test_the_benchmark_knows_its_sides_and_tells_of_them(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["overlap.py", "--sides", "chunks,nothing"])
+    with pytest.raises(SystemExit) as caught:
+        overlap.main()
+    assert caught.value.code == 2 and "--sides nothing: allowed are before, chunks, " in capsys.readouterr().err
+    sides = {
+        name: {"idle": {"time/idle_fraction": idle, "time/critic/idle_fraction": 0.5}, "step_s": 2.0}
+        for name, idle in (("before", 0.4), ("ahead", 0.1))
+    }
+    lines = overlap.table({"sides": sides, "idle_ratio": {"ahead": 0.25}}, markdown=False).splitlines()
+    assert lines == [
+        "before  40.0% idle  critic 50%  2.00 s a step  ",
+        "ahead  10.0% idle  critic 50%  2.00 s a step  0.25 × as idle",
+    ]
+    for flags in overlap.SIDES.values():
+        Inputs(program("rl", rl_argv(Path("unused"), flags), overlap.RANKS))
