@@ -22,20 +22,12 @@ from megarl.algorithms.aggregation import token_mean
 from megarl.batch import Batch
 from megarl.mcore import device, model
 from megarl.roles.learner import Learner
+from tools.bench.common import log_normal_lengths
 
 SHAPE = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --group-query-attention --num-query-groups 4"
     " --ffn-hidden-size 768 --swiglu --normalization RMSNorm --disable-bias-linear --lr 1e-4"
 )
-
-
-def log_normal_lengths(count: int, longest: int, deviation: float) -> torch.Tensor:
-    """[count] int64 lengths, 2 … longest, of a log-normal distribution with median longest / 8; one is the longest."""
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.exp(torch.randn(count, generator=generator) * deviation) * longest / 8
-    lengths = drawn.round().long().clamp(2, longest)
-    lengths[0] = longest
-    return lengths
 
 
 def batch_of(lengths: torch.Tensor, vocab_size: int) -> Batch:

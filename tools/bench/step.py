@@ -1,0 +1,199 @@
+"""A whole GRPO step: seconds of megarl.train_rl against TRL's GRPOTrainer, same first weights, prompts and work.
+
+    PYTHONPATH=. python tools/bench/step.py --case fixed|ragged [--rounds 3] [--steps 3] [--json FILE] [--markdown]
+        [--trl-batch 64] [--trl-continuous]
+
+A step: 8 prompts of 16–22 tokens, 8 responses to each at temperature 1, a reward (how many different words there are),
+GRPO's advantages without KL, and one AdamW update on all 64 responses: one forward and backward over each, the
+clipped loss as a mean over tokens, its gradient clipped at norm 1, fp32, no recomputation. fixed: vocabulary 4,096, 64
+tokens each, as the end token is none that the model can write. ragged: vocabulary 64, at most 256 tokens, the end token
+one of the 64, so that random weights end after 60 or so.
+
+Each round starts a process a side on one rank with all cores. What counts is the time from the end of a step to the end
+of the next, behind the first step. --trl-batch is TRL's per_device_train_batch_size: with less than 64, it accumulates.
+With --trl-continuous it writes by Hugging Face's continuous batching in place of `generate`.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from tools.bench import common
+
+PROMPTS, SAMPLES, WARM_UP, RATE = 8, 8, 1, 1e-6
+PEERS = {"trl": "trl"}
+PAGED = {"page_size": 32, "num_blocks": 640, "max_batch_tokens": 4096}  # room for all responses of either case
+SPECIAL = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A vocabulary, the most new tokens, and whether the end token is one that the model can write."""
+
+    vocab: int
+    new_tokens: int
+    ends: bool
+
+    @property
+    def shape(self) -> common.Shape:
+        return common.Shape(layers=4, hidden=256, ffn=768, vocab=self.vocab)
+
+
+CASES = {"fixed": Case(4096, 64, ends=False), "ragged": Case(64, 256, ends=True)}
+
+
+def make_inputs(folder: Path, case: Case):
+    """Prompts, and a tokenizer whose every id is a word: w3, w4, …"""
+    words = {word: number for number, word in enumerate([*SPECIAL.values(), *(f"w{i}" for i in range(3, case.vocab))])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<pad>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "padding_side": "left"} | SPECIAL
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    prompts = common.random_prompts([16 + i % 7 for i in range(PROMPTS)], case.vocab)
+    rows = [{"prompt": " ".join(f"w{token}" for token in prompt)} for prompt in prompts]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def distinct(text: str) -> float:
+    """The reward: a share of the different words among 64."""
+    return len(set(text.split())) / 64
+
+
+def reward(sample) -> float:
+    """megarl's plug-in."""
+    return distinct(sample.response)
+
+
+def megarl_flags(folder: Path, case: Case, steps: int) -> list[str]:
+    """Command line of megarl.train_rl, the model's flags included."""
+    text = (
+        f"--prompts {folder}/prompts.jsonl --tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}"
+        f" --reward tools.bench.step:reward --prompts-per-step {PROMPTS} --samples-per-prompt {SAMPLES}"
+        f" --max-prompt-length 32 --max-response-length {case.new_tokens} --advantage grpo --kl-coefficient 0"
+        f" --rollout-prefix-caching true --lr {RATE} --lr-decay-style constant --weight-decay 0 --clip-grad 1"
+        f" --train-iters {steps} --save {folder}/run"
+    )
+    return [*case.shape.flags(), *text.split()]
+
+
+def run_megarl(folder: Path, case: Case, steps: int) -> list[float]:
+    """Seconds of each step of a run in this process."""
+    from megarl import arguments, train_rl
+    from megarl.data.tokenizers import HuggingFaceTokenizer
+    from megarl.observe.timers import Timers
+
+    if not case.ends:
+        HuggingFaceTokenizer.eos_id = property(lambda self: -1, lambda self, value: None)
+    train_rl.train(arguments.parse(megarl_flags(folder, case, steps), 1, "rl"), Timers())
+    torch.distributed.destroy_process_group()
+    rows = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(row)["time/step_s"] for row in rows]
+
+
+def run_trl(folder: Path, case: Case, steps: int, batch: int, continuous: bool) -> list[float]:
+    """Seconds of each step of TRL's trainer in this process."""
+    import datasets
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    ends = []
+
+    class Clock(TrainerCallback):
+        """Notes when training begins and when each step ends."""
+
+        def on_train_begin(self, *_, **__):
+            ends.append(time.perf_counter())
+
+        def on_step_end(self, *_, **__):
+            ends.append(time.perf_counter())
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    if not case.ends:
+        tokenizer.add_special_tokens({"eos_token": "<end>"})  # an id behind those of the model
+    count = PROMPTS * SAMPLES
+    config = GRPOConfig(
+        output_dir=str(folder / "trl"), per_device_train_batch_size=batch, gradient_accumulation_steps=count // batch,
+        num_generations=SAMPLES, max_completion_length=case.new_tokens, max_steps=steps, learning_rate=RATE,
+        lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0, beta=0.0, temperature=1.0, top_k=0,
+        bf16=False, gradient_checkpointing=False, use_cpu=not torch.cuda.is_available(), logging_strategy="no",
+        report_to=[], save_strategy="no", disable_tqdm=True, use_transformers_continuous_batching=continuous,
+        transformers_continuous_batching_config=PAGED if continuous else None,
+    )  # fmt: skip
+    GRPOTrainer(
+        model=LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
+        reward_funcs=lambda completions, **_: [distinct(text) for text in completions],
+        args=config,
+        train_dataset=datasets.load_dataset("json", data_files=str(folder / "prompts.jsonl"), split="train"),
+        processing_class=tokenizer,
+        callbacks=[Clock()],
+    ).train()
+    return [end - start for start, end in zip(ends, ends[1:], strict=False)]
+
+
+def in_process(side: str, name: str, folder: Path, args: argparse.Namespace) -> list[float]:
+    """Seconds of the steps that count, of one side in a process of its own."""
+    out = folder / "seconds.json"
+    command = [sys.executable, __file__, "--case", name, "--steps", str(args.steps), "--trl-batch", str(args.trl_batch)]
+    command += ["--trl-continuous"] * args.trl_continuous
+    environment = {"OMP_NUM_THREADS": str(os.cpu_count()), "HF_HUB_OFFLINE": "1", **os.environ}
+    done = subprocess.run(
+        [*command, "--side", side, "--folder", str(folder)], env=environment, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise common.Unusable(f"{side} failed:\n{done.stdout}{done.stderr}")
+    return json.loads(out.read_text())[WARM_UP:]
+
+
+def measure(args: argparse.Namespace) -> dict:
+    """Runs the sides in turn, each round in new processes."""
+    case, sides = CASES[args.case], [common.OURS, *PEERS]
+    steps = {side: [] for side in sides}
+
+    def clock(side: str, folder: Path) -> float:
+        steps[side].append(in_process(side, args.case, folder, args))
+        return sum(steps[side][-1]) / len(steps[side][-1])
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_inputs(folder, case)
+        chunk, _, namespace = common.build(case.shape, (32, case.new_tokens))
+        common.export(chunk, case.shape, namespace, 32 + case.new_tokens).save_pretrained(folder / "model")
+        common.alternate({side: lambda side=side: clock(side, folder) for side in sides}, args.rounds)
+    seconds = {side: sum(found, []) for side, found in steps.items()}
+    trl = {"trl_batch": args.trl_batch, "trl_continuous": args.trl_continuous}
+    return common.report(args.case, seconds, {"responses": PROMPTS * SAMPLES}, **trl)
+
+
+def main(argv: list[str] | None = None):
+    """Parses flags, measures, prints."""
+    made = common.parser(__doc__, CASES, rounds=3)
+    made.add_argument("--steps", type=int, default=3, help="steps of each round that count")
+    made.add_argument("--trl-batch", type=int, default=64, help="responses of one of TRL's forward passes")
+    made.add_argument("--trl-continuous", action="store_true", help="TRL writes by continuous batching")
+    made.add_argument("--side", choices=[common.OURS, *PEERS], help="run this side alone, in --folder")
+    made.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    args = common.parsed(made, argv)
+    if args.side:
+        steps, case = WARM_UP + args.steps, CASES[args.case]
+        run, *more = {common.OURS: (run_megarl,), "trl": (run_trl, args.trl_batch, args.trl_continuous)}[args.side]
+        (args.folder / "seconds.json").write_text(json.dumps(run(args.folder, case, steps, *more)))
+        return
+    common.installed(PEERS)
+    found = measure(args)
+    common.publish(found, args, CASES[args.case].shape)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
