@@ -125,7 +125,7 @@ class Recorder(flow.Flow):
     def _nearest(self, role):
         return "rollout"
 
-    def _send(self, source, destination, names):
+    def _send(self, source, destination, names, pending=None):
         self.moves.append((source, destination, list(names)))
 
 
@@ -146,7 +146,7 @@ def test_the_moves_are_those_of_the_training_program(flags, roles, monkeypatch):
     recorder = Recorder(roles, sampling.known)
 
     class Run(Anything):
-        actor = critic = reward = reference = rollout = replay = experience = Anything()
+        actor = critic = reward = reference = rollout = replay = sampling = experience = Anything()
 
         def batches(self):
             return [(1, recorder)]

@@ -8,6 +8,7 @@ import torch
 from megarl.batch import Batch, lane_of
 from megarl.data.tokenizers import build_tokenizer
 from megarl.observe.timers import Timers
+from megarl.roles.flow import Flow
 from tests.programs import program, rl_argv
 from tests.worlds import run_world
 
@@ -43,7 +44,7 @@ def experience(lane: int, lanes: int) -> Batch:
 class Held(dict):
     """A step's data, at the roles already."""
 
-    count = SEQUENCES
+    count, is_chunk, lacking = SEQUENCES, False, Flow.lacking
 
 
 def role_of(name: str, parsed):
