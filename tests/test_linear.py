@@ -133,3 +133,23 @@ def test_parallel_layers_compute_what_megatron_s_do():
 def test_megatron_s_layers_call_it():
     assert layers.ColumnParallelLinear._forward_impl is linear.parallel_linear
     assert layers.RowParallelLinear._forward_impl is linear.parallel_linear
+
+
+def held_in_blocks(rank: int) -> list[bool]:
+    """Of each linear's weight: whether products read a copy inside, get the same bits, and read none behind it."""
+    from tests.tiny_models import build
+
+    model, _, _ = build()
+    found = []
+    weights = [layer.weight for layer in model.modules() if isinstance(layer, layers.RowParallelLinear)]
+    xs = [matrices((9, weight.shape[1]))[0] for weight in weights]
+    plain = [linear.product(x, weight) for x, weight in zip(xs, weights, strict=True)]
+    with torch.no_grad(), linear.packed(model):
+        found += [id(weight) in linear._in_blocks for weight in weights]
+        found += [torch.equal(linear.product(x, w), y) for x, w, y in zip(xs, weights, plain, strict=True)]
+    return [*found, not linear._in_blocks]
+
+
+def test_weights_in_blocks_give_the_same_bits_and_go():
+    (found,) = run_world(held_in_blocks, 1)
+    assert len(found) > 3 and all(found) if linear.HAS_INNER_PRODUCT else found[-1]

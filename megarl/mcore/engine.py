@@ -27,6 +27,7 @@ from megarl.mcore import device
 from megarl.mcore.engine_context import Context
 from megarl.mcore.engine_routes import attach_routes
 from megarl.mcore.engine_sampling import KeyedSampling
+from megarl.mcore.linear import packed
 from megarl.mcore.offload import Loan
 from megarl.mcore.packing import LEAST_ROWS
 from megarl.mcore.router import moe_layers_of, recording
@@ -192,7 +193,7 @@ class RolloutEngine:
         self.model.eval()
         self.engine.resume()
         try:
-            with self._present():
+            with self._present(), packed(self.model):
                 self._begin(settings, routes)
                 self._longest, self._bound = longest, None
                 while ended := self._write_on(source, end_token, routes, min(most or self.most, self.most)):

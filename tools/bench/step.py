@@ -81,7 +81,7 @@ def megarl_flags(folder: Path, case: Case, steps: int) -> list[str]:
         f"--prompts {folder}/prompts.jsonl --tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}"
         f" --reward tools.bench.step:reward --prompts-per-step {PROMPTS} --samples-per-prompt {SAMPLES}"
         f" --max-prompt-length 32 --max-response-length {case.new_tokens} --advantage grpo --kl-coefficient 0"
-        f" --rollout-prefix-caching true --lr {RATE} --lr-decay-style constant --weight-decay 0 --clip-grad 1"
+        f" --lr {RATE} --lr-decay-style constant --weight-decay 0 --clip-grad 1"
         f" --train-iters {steps} --save {folder}/run"
     )
     return [*case.shape.flags(), *text.split()]
