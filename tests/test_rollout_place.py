@@ -194,3 +194,8 @@ def test_disjoint_roles_work_at_the_same_time_and_idle_time_is_what_is_left(tmp_
         assert row["time/actor/idle_fraction"] == row["time/critic/idle_fraction"]  # one rank, busy with both
     shortest = min(row["time/step_s"] for row in colocated)
     assert min(row["time/step_s"] for row in disjoint) < shortest - 0.5 * NAP
+
+
+def test_a_cache_that_holds_no_whole_text_is_refused(tmp_path):
+    with pytest.raises(RankFailed, match="UsageError: --rollout-buffer-gb 1.6e-05: the cache holds one text of .*is 64"):
+        train("rl", rl_argv(tmp_path, "--rollout-buffer-gb 1.6e-5 --max-response-length 58 --max-tokens-per-microbatch 64"))

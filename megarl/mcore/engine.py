@@ -154,6 +154,11 @@ class RolloutEngine:
         model.train(was_training)
 
     @property
+    def capacity(self) -> int:
+        """Tokens of the longest prompt and response together that the cache can hold."""
+        return self.context.kv_block_allocator.active_count * self.context.block_size_tokens
+
+    @property
     def no_routes(self) -> Tensor:
         """[0, L, k] int16: the routes of no token."""
         return torch.zeros(0, len(self.layers), self.model.config.moe_router_topk, dtype=torch.int16)

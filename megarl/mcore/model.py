@@ -243,6 +243,7 @@ def token_scores(
     """
 
     def processor(hidden, output_layer, weight, targets, packing, model):
+        """TokenScores of the lane's micro-batch from hidden states at this rank's tokens."""
         group, sequence_parallel = output_layer.tp_group, model.config.sequence_parallel
         places = None if mask is None else _scored(mask, packing)
         asked = targets if places is None else targets[places]

@@ -9,6 +9,7 @@ from torch import Tensor
 from megarl.arguments import RoleSettings, Settings
 from megarl.batch import Batch, lane_of
 from megarl.data.tokenizers import Tokenizer
+from megarl.errors import UsageError
 from megarl.mcore import device, model
 from megarl.mcore.engine import Completion, Listed, Request, RolloutEngine
 from megarl.mcore.offload import Loan
@@ -58,6 +59,17 @@ class Rollout:
                 settings.rollout_prefix_caching,
                 settings.rollout_chunked_prefill,
                 loan=loan if role.host == "actor" else None,
+            )
+            self._check_capacity()
+
+    def _check_capacity(self):
+        s, capacity = self.settings, self.engine.capacity
+        longest = s.max_prompt_length + s.max_response_length
+        if capacity < longest:
+            raise UsageError(
+                f"--rollout-buffer-gb {s.rollout_buffer_gb}: the cache holds one text of {capacity} tokens; "
+                f"--max-prompt-length + --max-response-length is {longest}",
+                speaker=self.place.ranks.start,
             )
 
     @property
