@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.worlds import run_world
-from tools.bench import common, logprob, rollout, step
+from tools.bench import common, logprob, rollout, step, tables
 
 SMALL = common.Shape(layers=2, hidden=32, ffn=48, vocab=40, heads=4, groups=2)
 
@@ -180,3 +180,9 @@ def test_a_benchmark_without_any_peer_says_what_to_install(bench, monkeypatch):
     with pytest.raises(common.Unusable, match=r"pip install megarl\[bench\]"):
         bench.main([])
     assert "transformers" not in sys.modules
+
+
+def test_whole_tables():
+    lines = [["case", "ratio"], ["move", "1.12"]]
+    assert tables.whole_table(lines, markdown=False, width=6) == "  case ratio\n  move  1.12"
+    assert tables.whole_table(lines, markdown=True, width=6) == "| case | ratio |\n| --- | --- |\n| move | 1.12 |"

@@ -79,6 +79,11 @@ class Rollout:
             return None
         return self.engine.layers if self.place.is_member else ()
 
+    @property
+    def is_dealt(self) -> bool:
+        """Whether lanes know their requests before anything is written; else they draw them as they have room."""
+        return self.settings.rollout_dispatch == "static" or len(self.place.lanes) == 1
+
     def refresh(self):
         """Brings the actor's present weights to the engine; nothing to do where it runs on the actor's module.
 
@@ -131,7 +136,7 @@ class Rollout:
     ) -> dict[int, Completion]:
         """What this lane wrote of the requests of all lanes, by their place in the list."""
         end, lanes, most, done = self.tokenizer.eos_id, len(self.place.lanes), None, {}
-        if self.settings.rollout_dispatch == "static" or lanes == 1:
+        if self.is_dealt:
             owners = lane_of(torch.arange(len(requests)), lanes, samples).tolist()
             source = Listed((i, request) for i, request in enumerate(requests) if owners[i] == self.place.lane)
         else:

@@ -48,8 +48,7 @@ def written(rollout: Rollout, prompts: list[Drawn], samples: int, step: int, bou
         return
     requests = build_requests(torch.arange(bounds[-1]), prompts, samples, s.seed, step, s.max_response_length)
     routes = rollout.recorded_layers is not None
-    is_dealt = s.rollout_dispatch == "static" or len(place.lanes) == 1
-    source = InTurn(requests, bounds, place, is_dealt, samples, samples if s.rollout_prefix_caching else 1)
+    source = InTurn(requests, bounds, place, rollout.is_dealt, samples, samples if s.rollout_prefix_caching else 1)
     sampling = SamplingSettings(s.temperature, s.top_k, s.top_p)
     stream = rollout.engine.stream(source, rollout.tokenizer.eos_id, sampling, routes, source.most)
     no_routes, done = rollout.engine.no_routes if routes else None, {}

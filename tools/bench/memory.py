@@ -19,6 +19,7 @@ from pathlib import Path
 
 from megarl.mcore import device
 from tools.bench.offload import ENVIRONMENT, NOTHING, run_step
+from tools.bench.tables import add_output_flags, whole_table
 
 MIB, LAYERS, HIDDEN, FFN = 2**20, 16, 384, 1152
 PARAMETERS = LAYERS * HIDDEN * (4 * HIDDEN + 3 * FFN)  # without embeddings and norms, which are a thousandth
@@ -79,17 +80,13 @@ def table(found: dict, markdown: bool) -> str:
     sizes = [found["peak_bytes"]["training"], found["peak_bytes"]["ppo"], found["cache_bytes"]]
     mib = [f"{size / MIB:.0f} MiB" for size in sizes]
     lines = [names, [*mib[:2], f"{found['ratio']:.3f}", mib[2]]]
-    if markdown:
-        lines.insert(1, ["---"] * len(names))
-        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return "\n".join("".join(f"{cell:>12}" for cell in line) for line in lines)
+    return whole_table(lines, markdown, 12)
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=2, help="of each run; the first does not count")
-    parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the numbers")
+    add_output_flags(parser)
     parser.add_argument("--out", type=Path, metavar="FILE", help="run FLAGS in this process, peaks into FILE")
     parser.add_argument("flags", nargs="*", metavar="FLAGS", help="with --out: of megarl.train_rl")
     args = parser.parse_args(argv)

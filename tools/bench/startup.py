@@ -19,6 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from tools.bench.tables import add_output_flags, whole_table
+
 ROOT = Path(__file__).parents[2]
 LAYOUTS = {1: [], 2: ["--actor-tensor-model-parallel-size", "2"], 4: [
     "--role-map", "actor=0-1;critic=2;reward=3;reference=3", "--actor-tensor-model-parallel-size", "2",
@@ -125,18 +127,14 @@ def table(rows: list[dict], markdown: bool) -> str:
         seconds = [parts["environment_s"], parts["import_all_s"], parts["check_s"], *ours.values()]
         seconds.append(row["torchrun"]["first_rollout_s"])
         lines.append([str(row["ranks"]), *(f"{each:.2f} s" for each in seconds), f"{row['ratio']:.2f}"])
-    if markdown:
-        lines.insert(1, ["---"] * len(lines[0]))
-        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return "\n".join("".join(f"{cell:>15}" for cell in line) for line in lines)
+    return whole_table(lines, markdown, 15)
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--ranks", default="1,2,4", help="which of 1, 2 and 4")
     parser.add_argument("--rounds", type=int, default=3, help="starts of each side")
-    parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the numbers")
+    add_output_flags(parser)
     args = parser.parse_args(argv)
     wanted = [text.strip() for text in args.ranks.split(",")]
     if args.rounds < 1 or not set(wanted) <= {str(ranks) for ranks in LAYOUTS}:

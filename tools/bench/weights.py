@@ -25,6 +25,7 @@ from megarl import arguments, world
 from megarl.mcore import model
 from megarl.mcore.reshard import WeightTransfer
 from megarl.runtime.start import run_ranks
+from tools.bench.tables import add_output_flags, whole_table
 
 VOCAB = 32_000
 MODEL = (
@@ -108,18 +109,14 @@ def table(rows: list[dict], markdown: bool) -> str:
         seconds = [f"{row['median_s'][side]:.3f} s" for side in ("transfer", "broadcast")]
         size = f"{row['model_bytes'] / 1e6:.0f} MB"
         lines.append([row["case"], str(row["ranks"]), size, *seconds, f"{row['ratio']:.2f}"])
-    if markdown:
-        lines.insert(1, ["---"] * len(lines[0]))
-        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return "\n".join("".join(f"{cell:>13}" for cell in line) for line in lines)
+    return whole_table(lines, markdown, 13)
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--cases", default=",".join(CASES), help="which of them")
     parser.add_argument("--rounds", type=int, default=7, help="transfers and broadcasts that count")
-    parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the numbers")
+    add_output_flags(parser)
     args = parser.parse_args(argv)
     names = args.cases.split(",")
     if args.rounds < 1 or not set(names) <= set(CASES):
