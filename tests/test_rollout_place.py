@@ -185,7 +185,8 @@ def test_disjoint_roles_work_at_the_same_time_and_idle_time_is_what_is_left(tmp_
         assert NAP <= row["time/step_s"]
         critic = row["time/critic/values_s"] + row["time/critic/update_s"]
         assert row["time/critic/idle_fraction"] == pytest.approx(1 - critic / row["time/step_s"], abs=0.1)
-        assert row["time/actor/idle_fraction"] < 0.5 and row["time/critic/idle_fraction"] < 0.5
+        # One after the other they would be idle for more than the step together, however slow the machine is.
+        assert row["time/actor/idle_fraction"] + row["time/critic/idle_fraction"] < 0.9
         # The rank that writes waits for the updates: that is no time of the transfer.
         assert row["time/rollout/wait_s"] > 0.5 * NAP > row["time/rollout/sync_s"]
         assert row["time/rollout/idle_fraction"] > 0.4
@@ -197,5 +198,6 @@ def test_disjoint_roles_work_at_the_same_time_and_idle_time_is_what_is_left(tmp_
 
 
 def test_a_cache_that_holds_no_whole_text_is_refused(tmp_path):
+    flags = "--rollout-buffer-gb 1.6e-5 --max-response-length 58 --max-tokens-per-microbatch 64"
     with pytest.raises(RankFailed, match="UsageError: --rollout-buffer-gb 1.6e-05: the cache holds one text of .*is 64"):
-        train("rl", rl_argv(tmp_path, "--rollout-buffer-gb 1.6e-5 --max-response-length 58 --max-tokens-per-microbatch 64"))
+        train("rl", rl_argv(tmp_path, flags))
