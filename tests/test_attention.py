@@ -97,25 +97,23 @@ class _Cache:
         self.keys = [random_heads(keys, groups, dtype, seed + 10 * i + 1) for i, (_, keys) in enumerate(requests)]
         self.values = [random_heads(keys, groups, dtype, seed + 10 * i + 2) for i, (_, keys) in enumerate(requests)]
         self.pages = torch.full((len(requests), max(counts) + 2), spare)
-        self.key_cache = torch.full((total, block, groups, D), float("nan"), dtype=dtype)
-        self.value_cache = self.key_cache.clone()
-        for cache in (self.key_cache, self.value_cache):
-            cache[spare] = 7.0
+        self.cache = torch.full((total, block, groups, 2, D), float("nan"), dtype=dtype)
+        self.cache[spare] = 7.0
         for i, (_, keys) in enumerate(requests):
             for page in range(counts[i]):
                 place = free.pop()
                 self.pages[i, page] = place
                 rows = slice(page * block, min(keys, (page + 1) * block))
-                for cache, values in ((self.key_cache, self.keys), (self.value_cache, self.values)):
-                    cache[place] = 9.0
-                    cache[place, : rows.stop - rows.start] = values[i][rows]
+                self.cache[place] = 9.0
+                both = torch.stack([self.keys[i][rows], self.values[i][rows]], dim=2)
+                self.cache[place, : rows.stop - rows.start] = both
         self.queries, self.lengths = torch.tensor(requests).unbind(1)
 
     def attend(self, padding=0, scale=None):
         query = torch.cat([*self.query, self.query[0].new_full((padding, *self.query[0].shape[1:]), 5.0)])
-        reads = paged.plan_reads(self.queries, self.lengths, self.pages, len(query), self.key_cache)
-        grouped = query.unflatten(1, (self.key_cache.shape[2], -1))
-        return paged.PagedAttention()(grouped, self.key_cache, self.value_cache, reads, scale).view_as(query)
+        reads = paged.plan_reads(self.queries, self.lengths, self.pages, len(query), self.cache)
+        grouped = query.unflatten(1, (self.cache.shape[2], -1))
+        return paged.PagedAttention()(grouped, self.cache, reads, scale).view_as(query)
 
     def expected(self, scale=None):
         parts = zip(self.query, self.keys, self.values, strict=True)
@@ -163,9 +161,9 @@ def test_paged_has_the_bits_of_the_training_forward(mix, heads, groups, scratch,
 
 
 def test_scratch_bounds_what_is_gathered(monkeypatch):
-    monkeypatch.setattr(paged, "SCRATCH", 200 * 2 * D * 4)  # bytes of 200 keys of 2 groups
+    monkeypatch.setattr(paged, "SCRATCH", 200 * 2 * 2 * D * 4)  # bytes of 200 keys and values of 2 groups
     cache = _Cache(MIXES["far apart"], 16, 4, 2, 6)
-    reads = paged.plan_reads(cache.queries, cache.lengths, cache.pages, 48, cache.key_cache)
+    reads = paged.plan_reads(cache.queries, cache.lengths, cache.pages, 48, cache.cache)
     widths = [(len(part.mask), part.mask.shape[-1]) for part in reads.decoding]
     assert widths == [(2, 16), (1, 176), (1, 400)]  # the short ones together, the longest alone
     assert sorted(tuple(pieces.keys.shape) for pieces in reads.prompts) == [(1, 16), (1, 48), (1, 400)]

@@ -8,18 +8,18 @@ H, G, D, BLOCK = 4, 2, 16, 16
 
 
 def cached(key, value, cu_seqlens):
-    """Keys and values of packed sequences in a block cache: (key cache, value cache, blocks of each sequence)."""
+    """Keys and values of packed sequences in a block cache: (the cache, blocks of each sequence)."""
     lengths = cu_seqlens.diff().tolist()
     blocks = [-(-length // BLOCK) for length in lengths]
     table = torch.zeros(len(lengths), max(blocks), dtype=torch.int64)  # behind a sequence's last block: any
-    caches = torch.full((2, sum(blocks), BLOCK, G, D), 100.0)  # what the memory held before
+    cache = torch.full((sum(blocks), BLOCK, G, 2, D), 100.0)  # what the memory held before
+    both = torch.stack([key, value], dim=2)
     first = 0
     for row, (start, length, count) in enumerate(zip(cu_seqlens.tolist(), lengths, blocks, strict=False)):
         table[row, :count] = torch.arange(first, first + count)
-        for cache, packed in zip(caches, (key, value), strict=True):
-            cache[first : first + count].view(-1, G, D)[:length] = packed[start : start + length]
+        cache[first : first + count].view(-1, G, 2, D)[:length] = both[start : start + length]
         first += count
-    return caches[0], caches[1], table
+    return cache, table
 
 
 def test_prefill_and_decode_are_the_packed_attention():
@@ -36,12 +36,12 @@ def test_prefill_and_decode_are_the_packed_attention():
     module.softmax_scale = None
     packed = module(query, key, value, None, packed_seq_params=pack(lengths)).view(-1, H, D)
 
-    key_cache, value_cache, table = cached(key, value, cu_seqlens)
+    cache, table = cached(key, value, cu_seqlens)
     for rows in ([0], [3, 4], [9], [5, 7, 12], list(range(len(lengths)))):
         count = lengths[rows]
         tokens = torch.cat([torch.arange(int(cu_seqlens[r]), int(cu_seqlens[r + 1])) for r in rows])
         last = cu_seqlens[1:][rows] - 1
         for places, new in ((tokens, count), (last, torch.ones_like(count))):
-            reads = paged.plan_reads(new, count, table[rows], len(places), key_cache)
-            out = paged.PagedAttention()(query[places].unflatten(1, (G, -1)), key_cache, value_cache, reads)
+            reads = paged.plan_reads(new, count, table[rows], len(places), cache)
+            out = paged.PagedAttention()(query[places].unflatten(1, (G, -1)), cache, reads)
             assert (out.view(-1, H, D) - packed[places]).abs().max() <= largest_gap_allowed()

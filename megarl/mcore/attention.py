@@ -14,16 +14,16 @@ from megarl.mcore.context_parallel import gather_for_attention
 from megarl.mcore.packing import Pieces
 
 
-def _take(tokens: Tensor, places: Tensor) -> Tensor:
-    """[T, heads, D] and places [n, L] -> [n, heads, L, D]."""
+def take(tokens: Tensor, places: Tensor) -> Tensor:
+    """[T, heads, …] and places [n, L] -> [n, heads, L, …]."""
     return tokens.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
 
 
-def attend_pieces(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float | None) -> Tensor:
-    """Results [m, H, D] of the pieces' real queries behind each other; query [T, H, D], key and value [·, G, D]."""
-    query = _take(query, pieces.queries)
-    key, value = _take(key, pieces.keys), _take(value, pieces.keys)
-    out = sdpa(query, key, value, pieces.mask, is_causal=pieces.mask is None, scale=scale, enable_gqa=True)
+def attend(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float | None) -> Tensor:
+    """Results [m, H, D] of the pieces' real queries behind each other; query [T, H, D], the pieces' own keys and values
+    [n, G, K, D]."""
+    query, is_causal = take(query, pieces.queries), pieces.mask is None
+    out = sdpa(query, key, value, pieces.mask, is_causal=is_causal, scale=scale, enable_gqa=True)
     return out.transpose(1, 2).flatten(0, 1)[pieces.real]
 
 
@@ -41,5 +41,8 @@ class PackedAttention(MegatronModule):
         if packing.order is not None:
             both = gather_for_attention(torch.cat([key, value], dim=1), packing.order, packing.cp_group)
             key, value = both.chunk(2, dim=1)
-        results = [attend_pieces(query, key, value, pieces, self.softmax_scale) for pieces in packing.pieces]
+        results = [
+            attend(query, take(key, pieces.keys), take(value, pieces.keys), pieces, self.softmax_scale)
+            for pieces in packing.pieces
+        ]
         return torch.cat(results)[packing.restore].flatten(1)

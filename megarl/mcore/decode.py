@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from megarl.mcore.linear import through
 from megarl.mcore.paged import PagedAttention, Reads
 
 
@@ -35,13 +37,12 @@ class Rotation:
         """Those of positions [T]."""
         return Rotation(self.cosines[positions], self.sines[positions])
 
-    def __call__(self, heads: Tensor) -> Tensor:
-        """[T, G, heads, D] -> the same turned; the operations of Megatron's, whose results training has."""
+    def turn_(self, heads: Tensor):
+        """Turns [T, G, heads, D] in place; the operations of Megatron's, whose results training has."""
         width = self.cosines.shape[-1]
         turning = heads[..., :width]
         swapped = torch.cat((turning[..., width // 2 :], turning[..., : width // 2]), dim=-1)
-        turned = (turning * self.cosines).add_(swapped.mul_(self.sines))
-        return turned if width == heads.shape[-1] else torch.cat((turned, heads[..., width:]), dim=-1)
+        turning.mul_(self.cosines).add_(swapped.mul_(self.sines))
 
 
 @dataclass(frozen=True)
@@ -51,14 +52,8 @@ class StepPlan:
     places: Tensor  # [T] int64 rows of the flattened caches for the new keys and values
     rotation: Rotation | None  # of the step's tokens
     reads: Reads
-    keys: tuple[Tensor, ...]  # [blocks, block, G, D] of each layer of this rank
-    values: tuple[Tensor, ...]
+    caches: tuple[Tensor, ...]  # [blocks, block, G, 2, D] keys and values of each layer of this rank
     attend: PagedAttention
-
-    def extend(self, layer: int, key: Tensor, value: Tensor):
-        """Writes the new keys and values [T, G, D] of a layer, numbered from 0 on this rank."""
-        for cache, new in ((self.keys[layer], key), (self.values[layer], value)):
-            cache.flatten(0, 1).index_copy_(0, self.places, new)
 
 
 class PagedSelfAttention(SelfAttention):
@@ -77,27 +72,23 @@ class PagedSelfAttention(SelfAttention):
 
     def step(self, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
         """[T, 1, H], under sequence parallelism this rank's, -> the same, and a bias that is still to be added."""
-        heads, value = self._heads(hidden)
+        heads, cache = self._heads(hidden), plan.caches[self._cache]
         unturned = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
         if plan.rotation is not None and not unturned:
-            heads = plan.rotation(heads)
-        query, key = heads[:, :, :-1], heads[:, :, -1]
-        plan.extend(self._cache, key, value)
-        keys, values = plan.keys[self._cache], plan.values[self._cache]
-        attended = plan.attend(query, keys, values, plan.reads, self.core_attention.softmax_scale)
-        return self.linear_proj(attended.unsqueeze(1))
+            plan.rotation.turn_(heads[:, :, :-1])
+        cache.flatten(0, 1).index_copy_(0, plan.places, heads[:, :, -2:])
+        attended = plan.attend(heads[:, :, :-2], cache, plan.reads, self.core_attention.softmax_scale)
+        return through(self.linear_proj, attended.unsqueeze(1))
 
-    def _heads(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Query heads and behind them the key of each group [T, G, R + 1, D]; values [T, G, D]."""
+    def _heads(self, hidden: Tensor) -> Tensor:
+        """[T, G, R + 2, D], which nobody else holds: query heads of each group, and behind them its key and value."""
         if self.q_layernorm is not None or self.config.num_query_groups < self.world_size:
             query, key, value = self.get_query_key_value_tensors(hidden)
             grouped = query.unflatten(2, (key.shape[2], -1))
-            return torch.cat([grouped, key.unsqueeze(3)], dim=3).squeeze(1), value.squeeze(1)
-        projected, _ = self.linear_qkv(hidden)
-        heads = projected.view(
-            len(projected), self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head
-        )
-        return heads[:, :, :-1], heads[:, :, -1]
+            return torch.cat([grouped, key.unsqueeze(3), value.unsqueeze(3)], dim=3).squeeze(1)
+        projected, _ = through(self.linear_qkv, hidden)
+        groups, channels = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        return projected.view(len(projected), groups, -1, channels)
 
 
 class Layer(TransformerLayer):
@@ -122,3 +113,17 @@ class Layer(TransformerLayer):
             residual, change = residual.float(), change.float()
             bias = bias if bias is None else bias.float()
         return (change if bias is None else change + bias).add_(residual)
+
+
+def run_layers(block: TransformerBlock, hidden: Tensor | None, context, frequencies: Tensor | None) -> Tensor:
+    """[T, 1, H] behind a chunk's layers and the last one's norm.
+
+    Args:
+        hidden: the step's embedded tokens; None: the chunk takes what the stage before sent.
+        context: the engine's `megarl.mcore.engine_context.Context`.
+        frequencies: of all positions, None without rotary embeddings.
+    """
+    hidden = hidden if block.pre_process else block.input_tensor
+    for layer in block.layers:
+        hidden, _ = layer(hidden_states=hidden, inference_context=context, rotary_pos_emb=frequencies)
+    return hidden if block.final_layernorm is None else block.final_layernorm(hidden)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 from torch import Tensor
 
@@ -22,26 +23,29 @@ class Context(DynamicInferenceContext):
         """`memory`: gives so many bytes for the cache, whatever they hold; None: the cache has its own."""
         self._memory = memory
         self._plan: StepPlan | None = None
+        self._goes_on = False  # the next step is the last one's requests with one more token each
         self._frequencies: Tensor | None = None
         self._rotation: Rotation | None = None
         self._attend = PagedAttention()
         super().__init__(model_config, inference_config)
+        self._is_coupled = dist.get_world_size(inference_config.pg_collection.ep) > 1
 
     def _allocate_memory_buffer(self):
-        """[2, L, blocks, tokens of a block, G, D] keys and values."""
-        if self._memory is None:
-            super()._allocate_memory_buffer()
-            return
+        """[L, blocks, tokens of a block, G, 2, D]: a token's key and value lie together and are read together."""
         shape = (
-            2, self.num_attention_layers, self.kv_block_allocator.total_count, self.block_size_tokens,
-            self.num_attention_heads_per_partition, self.hidden_size_per_attention_head,
+            self.num_attention_layers, self.kv_block_allocator.total_count, self.block_size_tokens,
+            self.num_attention_heads_per_partition, 2, self.hidden_size_per_attention_head,
         )  # fmt: skip
-        memory = self._memory(math.prod(shape) * self.params_dtype.itemsize)
+        size, kind = math.prod(shape) * self.params_dtype.itemsize, {"dtype": torch.uint8, "device": device.device()}
+        memory = torch.empty(size, **kind) if self._memory is None else self._memory(size)
         self.memory_buffer = memory.view(self.params_dtype).view(shape)
 
     def initialize_attention_state(self, **kwargs):
         """Begins a step, whose layers share a plan of their own."""
-        self._plan = None
+        goes_on = self._goes_on and self.num_prefill_requests == 0
+        self._plan, self._goes_on = None, False
+        if goes_on:
+            return self.transfer_bookkeeping_to_gpu()
         return super().initialize_attention_state(**kwargs)
 
     def plan(self, frequencies: Tensor | None) -> StepPlan:
@@ -52,13 +56,11 @@ class Context(DynamicInferenceContext):
             places = view.token_to_block_idx[tokens].long() * self.block_size_tokens
             places += view.token_to_local_position_within_kv_block[tokens]
             rotation = self._rotation_of(frequencies)
-            keys, values = self.memory_buffer
             self._plan = StepPlan(
                 places,
                 rotation and rotation.at(view.token_to_position_in_request[tokens].long()),
                 self._reads(),
-                keys.unbind(),
-                values.unbind(),
+                self.memory_buffer.unbind(),
                 self._attend,
             )
         return self._plan
@@ -81,12 +83,13 @@ class Context(DynamicInferenceContext):
             queries = torch.cat([queries, queries.new_ones(missing)])
             keys = torch.cat([keys, keys.new_ones(missing)])
             pages = torch.cat([pages, pages.new_full((missing, pages.shape[1]), spare)])
-        return plan_reads(queries, keys, pages, total, self.memory_buffer[0, 0])
+        return plan_reads(queries, keys, pages, total, self.memory_buffer[0])
 
     def reset(self, *args, **kwargs):
         """Forgets all requests. The spare block holds numbers from here on: padding reads it."""
+        self._goes_on = False
         super().reset(*args, **kwargs)
-        self.memory_buffer[:, :, self.kv_block_allocator.dummy_block_idx].zero_()
+        self.memory_buffer[:, self.kv_block_allocator.dummy_block_idx].zero_()
 
     @property
     def num_last_token_logits(self) -> int:
@@ -102,7 +105,42 @@ class Context(DynamicInferenceContext):
         """The log-probs of the tokens that `sampling` just drew, a list of one for each request."""
         return [[logprob] for logprob in sampling.log_probs(new_tokens).tolist()], None
 
-    def update_requests(self, active_requests_mask: Tensor, *args, **kwargs):
-        """Moves on to the next step; blocks of requests that ended may be others' behind it."""
+    def update_requests(self, active_requests_mask: Tensor, new_tokens: Tensor, *args, **kwargs):
+        """Moves on to the next step; blocks of requests that ended may be others' behind it.
+
+        Most steps only give each request one more token. Megarl moves on from these itself: Megatron's way, made for
+        requests that come, go and wait, takes as long as a small layer.
+        """
+        self._goes_on = self._is_simple and bool(active_requests_mask.all()) and self._advance(new_tokens)
+        if self._goes_on:
+            return {"newly_paused_request_ids": None, "evict_request_ids": None}
         self.kv_block_allocator.take_out(active_requests_mask)
-        return super().update_requests(active_requests_mask, *args, **kwargs)
+        return super().update_requests(active_requests_mask, new_tokens, *args, **kwargs)
+
+    @property
+    def _is_simple(self) -> bool:
+        """Whether the step decoded one token of each request, none of which waits, shares blocks, or has its next
+        steps agreed on with other lanes."""
+        waits = self.paused_request_count or self.chunked_prefill_request_id != -1
+        shares = self.kv_block_allocator.enable_prefix_caching or self._is_coupled
+        return self.num_prefill_requests == 0 and not waits and not shares
+
+    def _advance(self, new_tokens: Tensor) -> bool:
+        """Gives each request its new token, and a block where its last is full; False, and nothing: none are left."""
+        inside, blocks = slice(self.total_request_count), self.kv_block_allocator
+        offsets = self.request_last_kv_block_offset[inside]
+        full = (offsets == self.block_size_tokens - 1).nonzero().flatten()
+        if len(full):
+            if min(blocks.get_active_avail(), blocks.total_avail) < len(full):
+                return False
+            fresh = blocks.allocate_memory_blocks(len(full))
+            self.request_to_kv_block_ids[full, self.request_kv_block_counts[full].long()] = fresh
+            self.request_kv_block_counts[full] += 1
+            self.request_last_kv_block_id[full], self.token_to_block_idx[full] = fresh, fresh.long()
+            offsets[full] = -1
+        offsets += 1
+        self.token_to_local_position_within_kv_block[inside] = offsets
+        for positions in (self.request_kv_length_offsets, self.token_to_pos_ids, self.token_to_position_in_request):
+            positions[inside] += 1
+        self.token_to_input_ids[inside] = new_tokens
+        return True

@@ -70,7 +70,7 @@ class RoutedBlocks(KVBlockAllocator):
         """
         blocks = super().allocate_memory_blocks(num_blocks)
         if blocks is not None and num_blocks:
-            self.context.memory_buffer[:, :, blocks.long()] = 0
+            self.context.memory_buffer.index_fill_(1, blocks.long(), 0)
             if self.is_recording:
                 self.routes[blocks.long()] = NO_ROUTE
         return blocks

@@ -16,6 +16,7 @@ from megarl.mcore import device
 from megarl.mcore.attention import PackedAttention
 from megarl.mcore.decode import Layer, PagedSelfAttention
 from megarl.mcore.experts import Experts, SharedExperts
+from megarl.mcore.feed_forward import FeedForward
 from megarl.mcore.norm import Norm
 from megarl.mcore.router import MixtureLayer, Router
 
@@ -64,7 +65,9 @@ def layer_spec(args, is_moe: bool = False) -> ModuleSpec:
     layer.input_layernorm = layer.pre_mlp_layernorm = Norm
     if args.qk_layernorm:
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = Norm
-    if is_moe:
+    if not is_moe:
+        layer.mlp = functools.partial(FeedForward.as_mlp_submodule, **layer.mlp.keywords)
+    else:
         parts = layer.mlp.keywords["submodules"]
         experts = functools.partial(Experts, **parts.experts.keywords)
         shared = functools.partial(SharedExperts, **parts.shared_experts.keywords)

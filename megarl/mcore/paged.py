@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from megarl.mcore.attention import attend_pieces
+from megarl.mcore.attention import attend, take
 from megarl.mcore.packing import LEAST_ROWS, Pieces, class_widths, key_width
 
-SCRATCH = 2**22  # bytes of keys, and as many of values, that are gathered at once
+SCRATCH = 2**23  # bytes of keys and values that are gathered at once
 
 
 class Decoding(NamedTuple):
@@ -45,7 +45,7 @@ def plan_reads(queries: Tensor, keys: Tensor, pages: Tensor, total: int, cache: 
         keys: [N] int64 keys of each, new ones included: query i of q sees keys 0 … k − q + i.
         pages: [N, P] int64 blocks of each request; any block of finite numbers behind its last.
         total: T; tokens behind the requests' are padding, their results zeros.
-        cache: [blocks, block, G, D] of some layer, whose device and type reads are for.
+        cache: [blocks, block, G, 2, D] of some layer, whose device and type reads are for.
     """
     first = queries.cumsum(0) - queries
     single = queries == 1
@@ -123,35 +123,35 @@ class PagedAttention:
     """Attends through scratch memory that all layers and steps share."""
 
     def __init__(self):
-        self.scratch: dict[int, Tensor] = {}
+        self._scratch: Tensor | None = None
 
-    def _pages(self, which: int, cache: Tensor, pages: Tensor, width: int, count: int) -> Tensor:
-        """[blocks, block, G, D] -> [n, G, K, D]: the first K keys of the pages [n·P]; a view of scratch memory."""
-        need = len(pages) * cache[0].numel()
-        memory = self.scratch.get(which)
+    def _pages(self, cache: Tensor, pages: Tensor, width: int, count: int) -> tuple[Tensor, Tensor]:
+        """[blocks, block, G, 2, D] -> keys and values [n, G, K, D], the first K of the pages [n·P]; views of scratch
+        memory."""
+        need, memory = len(pages) * cache[0].numel(), self._scratch
         if memory is None or memory.numel() < need or memory.dtype != cache.dtype or memory.device != cache.device:
-            memory = self.scratch[which] = cache.new_empty(need)
+            memory = self._scratch = cache.new_empty(need)
         rows = memory[:need].view(len(pages), -1)
         torch.index_select(cache.flatten(1), 0, pages, out=rows)
-        return rows.view(count, -1, *cache.shape[2:])[:, :width].transpose(1, 2)
+        return rows.view(count, -1, *cache.shape[2:])[:, :width].transpose(1, 2).unbind(3)
 
-    def __call__(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, reads: Reads, scale=None) -> Tensor:
-        """query [T, G, R, D] and a layer's caches [blocks, block, G, D], new keys included -> [T, G·R·D]."""
+    def __call__(self, query: Tensor, cache: Tensor, reads: Reads, scale: float | None = None) -> Tensor:
+        """query [T, G, R, D] and a layer's cache [blocks, block, G, 2, D], new keys included -> [T, G·R·D]."""
         if len(reads.decoding) == 1 and isinstance(reads.decoding[0].tokens, slice) and not reads.prompts:
             part = reads.decoding[0]
-            out = self._decode(query[part.tokens], key_cache, value_cache, part, scale)
+            out = self._decode(query[part.tokens], cache, part, scale)
             if len(out) == reads.total:
                 return out.flatten(1)
         result = query.new_zeros(query.shape)
         for part in reads.decoding:
-            result[part.tokens] = self._decode(query[part.tokens], key_cache, value_cache, part, scale)
-        heads = query.flatten(1, 2) if reads.prompts else None
+            result[part.tokens] = self._decode(query[part.tokens], cache, part, scale)
         for pieces in reads.prompts:
-            out = attend_pieces(heads, key_cache.flatten(0, 1), value_cache.flatten(0, 1), pieces, scale)
+            both = take(cache.flatten(0, 1), pieces.keys)  # [n, G, K, 2, D]
+            out = attend(query.flatten(1, 2), *both.unbind(3), pieces, scale)
             result[pieces.queries.flatten()[pieces.real]] = out.view(-1, *query.shape[1:])
         return result.flatten(1)
 
-    def _decode(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, part: Decoding, scale) -> Tensor:
+    def _decode(self, query: Tensor, cache: Tensor, part: Decoding, scale: float | None) -> Tensor:
         """[n, G, R, D] -> [n, G, R, D]. The heads of a group are rows of one product with the group's keys."""
         count, groups, heads, channels = query.shape
         # A product of fewer rows takes another kernel: the rows stand there several times.
@@ -159,7 +159,5 @@ class PagedAttention:
         if copies > 1:
             query = query.unsqueeze(2).expand(-1, -1, copies, -1, -1).reshape(count, groups, -1, channels)
             query = query.contiguous()  # one head's copies would be views of one row
-        width = part.mask.shape[-1]
-        key = self._pages(0, key_cache, part.pages, width, count)
-        value = self._pages(1, value_cache, part.pages, width, count)
+        key, value = self._pages(cache, part.pages, part.mask.shape[-1], count)
         return sdpa(query, key, value, part.mask, scale=scale)[:, :, :heads]
