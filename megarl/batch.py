@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.algorithms.packed import response_tokens
+from megarl.algorithms.packed import response_counts
 
 
 def _field(kind: str, dtype: torch.dtype):
@@ -47,9 +47,11 @@ class Batch:
     advantages: Tensor = _token(torch.float32)  # [T]
     returns: Tensor = _token(torch.float32)  # [T]
     response_mask: Tensor = _token(torch.bool)  # [T] True where the policy wrote the token
+    versions: Tensor = _token(torch.int32)  # [T] batches learnt before, by the policy that wrote the token
     routes: Tensor = _token(torch.int16)  # [T], [L, k] each: experts in the MoE layers of the rank that wrote, or −1
 
     routing = None  # what routers do with the tokens: an attribute of micro-batches alone, no field
+    on_host = None  # `OnHost` of a micro-batch, likewise
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -62,7 +64,7 @@ class Batch:
     @property
     def response_lengths(self) -> Tensor:
         """[N] int64 tokens that the policy wrote of each sequence; observations between its turns do not count."""
-        return response_tokens(self.response_mask, self.cu_seqlens).counts
+        return response_counts(self.response_mask, self.cu_seqlens)
 
     def present(self) -> list[str]:
         """Names of the fields that hold data."""
@@ -70,7 +72,10 @@ class Batch:
 
     def select(self, index: Tensor) -> "Batch":
         """The sequences at these places, in the order given."""
-        rows = self.token_places(index)
+        return self.take(index, self.token_places(index))
+
+    def take(self, index: Tensor, rows: Tensor) -> "Batch":
+        """`select` where the places of the sequences' tokens (`token_places`) are known already."""
         values = {name: getattr(self, name) for name in self.present()}
         return Batch(**{n: v[rows] if FIELDS[n].kind == "token" else v[index] for n, v in values.items()})
 
@@ -92,6 +97,14 @@ class Batch:
     def to(self, device) -> "Batch":
         """The batch on another device."""
         return Batch(**{name: getattr(self, name).to(device) for name in self.present()})
+
+
+@dataclass(frozen=True)
+class OnHost:
+    """What the shapes of a micro-batch's pass follow from, on the host: no pass waits for the device to tell."""
+
+    lengths: Tensor  # [N] int64
+    response_mask: Tensor | None  # [T] bool; None where the batch has none
 
 
 @dataclass(frozen=True)

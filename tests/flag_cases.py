@@ -14,6 +14,7 @@ HOLDS = {
     "adaptive": "--kl-controller adaptive --kl-target 1", "correction": "--rollout-correction tis",
     "icepop": "--rollout-correction icepop --rollout-correction-floor 0.1",
     "routes": "--router-replay rollout",
+    "partial": "--partial-rollouts --over-sampling 2 --rollout-correction tis",
     "rounds": "--dynamic-sampling --group-filter reward", "overlong": "--overlong-buffer 4",
     "sampled": "--eval-prompts x --eval-temperature 1", "evaluation": "--eval-prompts x",
     "best": "--eval-prompts x --eval-interval 1 --save y", "model": "--reward model --reward-model x",
@@ -27,6 +28,7 @@ FAILS = {
     "critic": "--advantage grpo", "reference": "--kl-coefficient 0", "kl": "--kl-coefficient 0", "baselines": "",
     "norm": "", "adaptive": "", "correction": "", "icepop": "--rollout-correction mis",
     "routes": "--router-replay old-logprob",
+    "partial": "--over-sampling 2",
     "rounds": "--group-filter reward", "overlong": "", "evaluation": "", "best": "--eval-prompts x --eval-interval 1",
     "model": "", "ensemble": "--reward model --reward-model x", "regex": "", "format": "", "length": "", "code": "",
     "remote": "", "verifiers": "--reward model --reward-model x", "local": "--reward remote --reward-url http://x",
@@ -43,6 +45,7 @@ VALUES = {
 }  # fmt: skip
 BESIDE = {
     "reward_model": "--reward model", "reward_pattern": "--reward regex", "reward_url": "--reward remote",
+    "partial_rollouts": "--over-sampling 2 --rollout-correction tis",
     "dynamic_sampling": "--group-filter reward", "one_step_off": "--rollout-correction tis",
     "kl_controller": "--kl-target 1",
     "eval_responses": "--eval-prompts x --eval-temperature 1",

@@ -86,8 +86,9 @@ def raced(rank: int, parsed, wanted: int | None):
     engine, steps = rollout.engine.engine, []
     step = engine.step_modern
     engine.step_modern = lambda: steps.append(0) or step()
-    batch = rollout.generate([Drawn(i, [1 + i, 2, 3]) for i in range(10)], 2, 0, wanted=wanted)
-    first = rollout.first(batch, 10, 2, wanted or 3)
+    prompts = [Drawn(i, [1 + i, 2, 3]) for i in range(10)]
+    batch = rollout.generate(prompts, 2, 0, wanted=wanted)
+    first, _ = rollout.first(batch, prompts, 2, wanted or 3)
     return len(steps), dict(zip(batch.sequence_ids.tolist(), batch.response_lengths.tolist())), first.tolist()
 
 

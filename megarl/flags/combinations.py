@@ -82,6 +82,7 @@ CONDITIONS: dict[str, Condition] = {
                         "only with --rollout-correction icepop"),
     "routes": Condition(lambda case: case.settings.router_replay == "rollout", "only with --router-replay rollout"),
     "rounds": Condition(lambda case: case.settings.dynamic_sampling, "only with --dynamic-sampling"),
+    "partial": Condition(lambda case: case.settings.partial_rollouts, "only with --partial-rollouts"),
     "overlong": Condition(lambda case: case.settings.overlong_buffer > 0, "--overlong-buffer is 0"),
     "sampled": Condition(lambda case: case.program != "evaluate" or case.settings.eval_temperature > 0,
                          "--eval-temperature 0 is greedy"),
@@ -146,7 +147,7 @@ def _rewards(case: Case) -> list[Rule]:
 
 
 def _sampling(case: Case) -> list[Rule]:
-    s, sequences = case.settings, case.settings.sequences_per_step
+    s, sequences, partial = case.settings, case.settings.sequences_per_step, case.settings.partial_rollouts
     return [
         Rule("--minibatch-size", s.minibatch_size, s.minibatch_size is None or s.minibatch_size <= sequences,
              f"allowed is at most --prompts-per-step × --samples-per-prompt = {sequences}"),
@@ -156,6 +157,10 @@ def _sampling(case: Case) -> list[Rule]:
              "needs a --group-filter, which says what the batch is filled with"),
         Rule("--over-sampling", s.over_sampling, s.over_sampling == 1 or not (s.one_step_off or s.rollout_chunks > 1),
              "not with --one-step-off or --rollout-chunks: which groups come first is known at the end of all"),
+        Rule("--partial-rollouts", partial, not partial or s.over_sampling > 1,
+             "needs --over-sampling above 1: else every group of a round is written to its end"),
+        Rule("--partial-rollouts", partial, not partial or s.rollout_correction != "none",
+             "needs a --rollout-correction: the policies that wrote a part are behind the one that learns"),
         Rule("--overlong-buffer", s.overlong_buffer, s.overlong_buffer <= s.max_response_length,
              f"allowed is at most --max-response-length {s.max_response_length}"),
     ]  # fmt: skip

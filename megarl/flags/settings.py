@@ -137,6 +137,9 @@ class Settings:
                                 "drop groups whose rewards, or verdicts, are all equal (2503.14476 §3.2)")  # fmt: skip
     over_sampling: float = _flag(1.0, "begin so many times the prompts, keep the groups whose longest response is the"
                                  " shortest, stop there", lambda v: 1 <= v < math.inf, "1 or more")  # fmt: skip
+    partial_rollouts: bool = _flag(False, "groups that over-sampling stops go on in the next round (2501.12599 §2.6)")
+    max_staleness: int = _not_negative(0, "most steps that tokens of a group may be behind when it goes on, else it is"
+                                       " dropped; 0: no limit", when="partial")  # fmt: skip
     dynamic_sampling: bool = _flag(False, "write to more prompts until the batch is full (DAPO, 2503.14476 §3.2)")
     max_sampling_rounds: int = _positive(10, "at most so many rounds a step; then the batch waits", when="rounds")
     overlong_buffer: int = _not_negative(0, "last tokens of a response over which a penalty grows (2503.14476 eq. 13)")

@@ -14,9 +14,10 @@ from megarl.mcore import device, model
 from megarl.mcore.engine import Completion, Listed, Request, RolloutEngine
 from megarl.mcore.offload import Loan
 from megarl.mcore.reshard import WeightTransfer
+from megarl.mcore.routing import NO_ROUTE
 from megarl.observe.timers import Timers
 from megarl.rollout.dispatch import NEVER, Race, Shared, first_groups
-from megarl.rollout.requests import Drawn, build_requests, pack_completions
+from megarl.rollout.requests import Drawn, Part, build_requests, pack_completions, parts_of, still_open
 from megarl.rollout.sampling import SamplingSettings
 from megarl.world import World
 
@@ -113,7 +114,8 @@ class Rollout:
 
         `temperature` is `--temperature` by default, of text to learn from, and has its routes with
         `--router-replay rollout`; 0 takes the likeliest token each time. With `wanted` writing stops once it is sure
-        which so many groups come `first`; responses of others may lack their end.
+        which so many groups come `first`; responses of others may lack their end. Responses that were begun before go
+        on; what there was of them stands in the prompts of the batch.
         """
         if not self.place.is_member:
             return None
@@ -121,12 +123,14 @@ class Rollout:
         with self.timers.phase(self.place.host, "rollout"):
             ids = torch.arange(len(prompts) * samples)
             requests = build_requests(ids, prompts, samples, s.seed, step, s.max_response_length)
+            requests = requests if wanted is None else still_open(requests, samples, wanted)
             routes = temperature is None and self.recorded_layers is not None
             temperature = s.temperature if temperature is None else temperature
             sampling = SamplingSettings(temperature or 1.0, s.top_k, s.top_p, greedy=temperature == 0)
-            is_race = wanted is not None and wanted < len(prompts)
-            race = Race(wanted, samples, s.max_response_length, self.place) if is_race else None
+            is_race = wanted is not None and wanted < len(prompts) and any(r.max_new_tokens for r in requests)
+            race = Race(wanted, samples, requests, self.place) if is_race else None
             done = self._write(requests, samples, sampling, routes, race)
+            done |= self._not_written(requests, parts_of(ids, prompts, samples), samples, routes)
             ids, completions = torch.tensor(sorted(done), dtype=torch.int64), [done[i] for i in sorted(done)]
             no_routes = self.engine.no_routes if routes else None
             return pack_completions(ids, prompts, samples, [requests[i] for i in sorted(done)], completions, no_routes)
@@ -138,7 +142,8 @@ class Rollout:
         end, lanes, most, done = self.tokenizer.eos_id, len(self.place.lanes), None, {}
         if self.is_dealt:
             owners = lane_of(torch.arange(len(requests)), lanes, samples).tolist()
-            source = Listed((i, request) for i, request in enumerate(requests) if owners[i] == self.place.lane)
+            mine = [(i, request) for i, request in enumerate(requests) if owners[i] == self.place.lane]
+            source = Listed((i, request) for i, request in mine if request.max_new_tokens)
         else:
             # A prompt's samples stay together where they share its cache, or where a lane must know when they are done.
             source = Shared(requests, samples if self.settings.rollout_prefix_caching or race else 1, self.place)
@@ -151,19 +156,54 @@ class Rollout:
                 board.close()
         return done
 
-    def first(self, batch: Batch | None, groups: int, samples: int, wanted: int) -> Tensor:
-        """[wanted] ascending numbers of the groups that come first of those that `generate` was given.
+    def _not_written(
+        self, requests: list[Request], parts: list[Part], samples: int, routes: bool
+    ) -> dict[int, Completion]:
+        """Responses that get no more tokens; they are dealt to the lanes. Their routes are unknown."""
+        owners, done = lane_of(torch.arange(len(requests)), len(self.place.lanes), samples).tolist(), {}
+        none = self.engine.no_routes
+        for i, request in enumerate(requests):
+            if not request.max_new_tokens and owners[i] == self.place.lane:
+                unknown = none.new_full((len(request.prompt), *none.shape[1:]), NO_ROUTE) if routes else None
+                done[i] = Completion([], [], parts[i].has_end, unknown)
+        return done
 
-        Those whose longest response is the shortest, of equal ones the first; all their responses have their end.
-        `batch`: this rank's share. A collective of the world.
+    def read_again(self, batch: Batch | None, prompts: list[Drawn], samples: int):
+        """Has the engine read responses that were whole before `generate`, for their routes under the present policy.
+
+        `batch`: this rank's share of the responses to `prompts`, as they were given to `generate`.
         """
-        longest = torch.full((groups * samples,), 0, dtype=torch.int64, device=device.device())
+        limit, every = self.settings.max_response_length, torch.arange(len(prompts) * samples)
+        is_whole = torch.tensor([not part.left(limit) for part in parts_of(every, prompts, samples)])
+        if batch is None or self.recorded_layers is None or not is_whole.any():
+            return
+        with self.timers.phase(self.place.host, "rollout"):
+            places = is_whole[batch.sequence_ids.cpu()].nonzero().flatten().tolist()
+            texts, bounds = batch.tokens.split(batch.lengths.tolist()), batch.cu_seqlens.tolist()
+            # The last token has no route: the engine draws one in its place.
+            requests = [Request(texts[i][:-1].tolist(), 0, 1) for i in places]
+            done = self.engine.generate(requests, self.tokenizer.eos_id, SamplingSettings(), routes=True)
+            for i, completion in zip(places, done, strict=True):
+                batch.routes[bounds[i] : bounds[i + 1]] = completion.routes.to(batch.routes.device)
+
+    def first(self, batch: Batch | None, prompts: list[Drawn], samples: int, wanted: int) -> tuple[Tensor, int]:
+        """([wanted] ascending numbers of the groups that come first of those that `generate` was given, their longest
+        response).
+
+        Those whose longest response is the shortest, in new tokens, of equal ones the first; all their responses have
+        their end. `batch`: this rank's share. A collective of the world.
+        """
+        ids = torch.arange(len(prompts) * samples)
+        longest = torch.zeros_like(ids, device=device.device())
         if self.place.is_leader:
-            lengths, whole = batch.response_lengths, batch.finished.clone()
-            whole |= lengths == self.settings.max_response_length
-            longest[batch.sequence_ids] = lengths.masked_fill(~whole, NEVER)
+            left = [part.left(self.settings.max_response_length) for part in parts_of(ids, prompts, samples)]
+            lengths = batch.response_lengths
+            is_whole = batch.finished | (lengths == longest.new_tensor(left)[batch.sequence_ids])
+            longest[batch.sequence_ids] = lengths.masked_fill(~is_whole, NEVER)
         dist.all_reduce(longest)
-        return first_groups(longest.view(groups, samples).amax(1).cpu(), wanted)
+        longest = longest.view(-1, samples).amax(1).cpu()
+        first = first_groups(longest, wanted)
+        return first, int(longest[first].max())
 
     def owners(self, batch: Batch | None, count: int, group=None) -> Tensor:
         """[count] int64: the lane that wrote each sequence; `batch`: this rank's share.

@@ -21,6 +21,7 @@ from megarl.observe.timers import Timers
 from megarl.roles import lanes, streaming
 from megarl.roles import microbatches as mb
 from megarl.roles.flow import SOURCE, Flow
+from megarl.roles.parts import VERSIONS, Parts
 from megarl.roles.reward import Reward
 from megarl.roles.rollout import Rollout
 from megarl.roles.streaming import Streamed
@@ -57,7 +58,9 @@ class Sampling:
         self.metrics: dict[str, float] = {}
         self._column = FILTERS.get(settings.group_filter)
         self.known = settings.sampled_fields
-        self.waiting = Waiting(world, settings.samples_per_prompt, self.known, rollout.recorded_layers)
+        self.parts = Parts(world, settings)
+        known = (*self.known, *([VERSIONS] if settings.partial_rollouts else []))
+        self.waiting = Waiting(world, settings.samples_per_prompt, known, rollout.recorded_layers)
 
     def fill(self, step: int) -> Flow | None:
         """The step's data. Collective.
@@ -94,7 +97,7 @@ class Sampling:
 
     def _round(self, wanted: int, drawn: Counter, step: int, tally: Tally):
         """Has `wanted` prompts answered, the first of more with `--over-sampling`, and takes in the right groups."""
-        begun = self._draw(math.ceil(round(wanted * self.settings.over_sampling, 6)), drawn)
+        begun = self._begin(wanted, drawn)
         prompts, batch = self._write(begun, step, tally, wanted)
         is_in = torch.ones(len(prompts), dtype=torch.bool)
         if self._column is not None:
@@ -107,6 +110,13 @@ class Sampling:
         tally.rounds += 1
         tally.groups += len(prompts)
         tally.kept += int(is_in.sum())
+
+    def _begin(self, wanted: int, drawn: Counter) -> list[Drawn]:
+        """The prompts of a round: of groups that go on, then new ones unless enough of the former are whole."""
+        count = math.ceil(round(wanted * self.settings.over_sampling, 6))
+        begun, limit = self.parts.take(count), self.settings.max_response_length
+        whole = sum(not any(part.left(limit) for part in prompt.parts) for prompt in begun)
+        return begun if whole >= wanted else begun + self._draw(count - len(begun), drawn)
 
     def _draw(self, count: int, drawn: Counter) -> list[Drawn]:
         prompts = []
@@ -122,20 +132,33 @@ class Sampling:
         samples = self.settings.samples_per_prompt
         self.reward.prepare(self.prompts, [drawn.line for drawn in prompts])
         batch = self.rollout.generate(prompts, samples, step, wanted=wanted)
-        if wanted < len(prompts):
-            with self.timers.phase(self.world[SOURCE].host, "exchange"):
-                first = self.rollout.first(batch, len(prompts), samples, wanted)
-            prompts = [prompts[i] for i in first.tolist()]
-            batch = None if batch is None else _groups(batch, first, samples)
+        prompts, batch = self._first(prompts, batch, step, tally, wanted)
         if self.settings.greedy_baseline:
-            greedy = self.rollout.generate(prompts, 1, step, temperature=0)
+            greedy = self.rollout.generate([drawn._replace(parts=()) for drawn in prompts], 1, step, temperature=0)
             scores = self._verdicts(greedy, len(prompts), 1, learnt=False)[:, 0, 0].float()
             if batch is not None:
                 batch.baseline_scores = scores[batch.sequence_ids // samples]
                 tally.tokens += int(greedy.response_mask.sum())
-        if batch is not None:
-            tally.tokens += int(batch.response_mask.sum())
         return prompts, batch
+
+    def _first(
+        self, prompts: list[Drawn], batch: Batch | None, step: int, tally: Tally, wanted: int
+    ) -> tuple[list[Drawn], Batch | None]:
+        """Of a round's groups those that come in; the others go on in the next, or are dropped."""
+        samples, first, longest = self.settings.samples_per_prompt, torch.arange(len(prompts)), None
+        with self.timers.phase(self.world[SOURCE].host, "exchange"):
+            if wanted < len(prompts):
+                first, longest = self.rollout.first(batch, prompts, samples, wanted)
+            if self.settings.partial_rollouts:
+                batch, new = self.parts.settle(batch, prompts, step, first, longest)
+                tally.tokens += new
+        if batch is not None and wanted < len(prompts):
+            batch = _groups(batch, first, samples)
+        if self.settings.partial_rollouts:
+            self.rollout.read_again(batch, [prompts[i] for i in first.tolist()], samples)
+        if batch is not None and not self.settings.partial_rollouts:
+            tally.tokens += int(batch.response_mask.sum())
+        return [prompts[i] for i in first.tolist()], batch
 
     def _verdicts(self, batch: Batch | None, groups: int, samples: int, learnt: bool = True) -> Tensor:
         """[groups, samples, 2] float64 scores and verdicts of a round's responses, on every rank. Collective."""
@@ -186,6 +209,8 @@ class Sampling:
     def _measure(self, tally: Tally, waiting: int):
         self.metrics = {}
         self._measure_tokens(tally)
+        if self.settings.partial_rollouts:
+            self.metrics |= self.parts.measures()
         if self._column is not None:
             self.metrics |= {
                 "sampling/rounds": tally.rounds,
@@ -205,6 +230,8 @@ class Sampling:
     def _flow(self, step: int) -> Flow:
         """The batch, handed over; lanes share its work out evenly."""
         rollout, count = self.waiting.batch, len(self.waiting) * self.settings.samples_per_prompt
+        if self.settings.partial_rollouts:
+            self.metrics |= self.parts.learn(rollout, step)
         self.waiting.clear()
         minibatches = mb.minibatches_of_step(self.settings, count, step, epoch=0)
         with self.timers.phase(self.world[SOURCE].host, "exchange"):

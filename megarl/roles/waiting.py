@@ -90,8 +90,8 @@ class Waiting:
         if samples != self.samples or set(fields) != wanted:
             raise UsageError(
                 f"--load: groups of {samples} responses wait in the checkpoint for their batch to be full; allowed "
-                "are the --samples-per-prompt, --group-filter, --greedy-baseline and --router-replay that they were "
-                "sampled with"
+                "are the --samples-per-prompt, --group-filter, --greedy-baseline, --partial-rollouts and "
+                "--router-replay that they were sampled with"
             )
         place, whole = self.world[SOURCE], Batch(**fields)
         self.groups = len(whole) // samples

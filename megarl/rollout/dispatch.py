@@ -6,7 +6,8 @@ The text does not depend on who writes it: each request has its own random strea
 
 import array
 import itertools
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -51,15 +52,15 @@ class Shared:
     def __init__(self, requests: list[Request], unit: int, place: Place):
         """
         Args:
-            requests: all of them, the same on every rank.
+            requests: all of them, the same on every rank; those with nothing left to write are passed over.
             unit: so many that follow each other go to one lane: a prompt's samples where they share its cache.
             place: of this rank in the rollout.
         """
         self.requests, self.unit, self.board = requests, unit, Board(place)
-        starts = range(0, len(requests), unit)
-        self._order = sorted(starts, key=lambda first: (-len(requests[first].prompt), first))
+        units = (_open(requests, range(len(requests))[first : first + unit]) for first in range(0, len(requests), unit))
+        self._order = sorted(filter(None, units), key=lambda mine: (-max(len(requests[i].prompt) for i in mine), mine))
         self._mine: deque[int] = deque()  # drawn and not yet taken
-        self._is_drawn = not requests
+        self._is_drawn = not self._order
 
     @property
     def share(self) -> int:
@@ -85,33 +86,40 @@ class Shared:
         board = self.board
         first = board.in_lane(board.store.add(board.key, units) - units if board.place.is_leader else 0)
         self._is_drawn = first + units >= len(self._order)
-        for start in self._order[first : first + units]:
-            self._mine.extend(range(start, start + self.unit))
+        self._mine.extend(itertools.chain.from_iterable(self._order[first : first + units]))
+
+
+def _open(requests: list[Request], places: Iterable[int]) -> list[int]:
+    """Those places whose requests have something left to write."""
+    return [i for i in places if requests[i].max_new_tokens > 0]
 
 
 class Race:
     """The groups that come in first: those whose longest response is the shortest, of equal ones the first numbers.
 
-    This says nothing of when or where they were written, so it is the same in every layout. The entry in the store
-    holds the best so far, as longest · 2³² + number; once there are enough of them, nobody needs to write more tokens
-    than the last of them has.
+    Of a response that goes on, new tokens count; groups that are whole before take no part. This says nothing of when
+    or where they were written, so it is the same in every layout. The entry in the store holds the best so far, as
+    longest · 2³² + number; once there are enough of them, nobody needs to write more tokens than the last of them has.
     """
 
-    def __init__(self, wanted: int, samples: int, limit: int, place: Place):
-        """`wanted`: how many come in. `limit`: tokens at which a response ends without an end token."""
-        self.wanted, self.samples, self.limit, self.board = wanted, samples, limit, Board(place)
-        self._ended: dict[int, list[int]] = {}  # lengths of the whole responses of each group of this lane
+    def __init__(self, wanted: int, samples: int, requests: list[Request], place: Place):
+        """`wanted`: how many come in, whole ones among them, which are fewer. `requests`: of all lanes."""
+        self.samples, self.board = samples, Board(place)
+        self._limits = [request.max_new_tokens for request in requests]
+        self._left = Counter(i // samples for i, limit in enumerate(self._limits) if limit)  # responses without an end
+        self._longest = dict.fromkeys(self._left, 0)  # response of each group of this lane
+        self.wanted = wanted - (len(requests) // samples - len(self._left))
 
     def ended(self, number: int, completion: Completion):
         """Hears of a response; all of a group are written by one lane."""
         length = len(completion.tokens)
-        if not completion.finished and length < self.limit:
+        if not completion.finished and length < self._limits[number]:
             return  # it was cut
         group = number // self.samples
-        lengths = self._ended.setdefault(group, [])
-        lengths.append(length)
-        if len(lengths) == self.samples and self.board.place.is_leader:
-            self._enter(max(lengths) << 32 | group)
+        self._left[group] -= 1
+        self._longest[group] = max(self._longest[group], length)
+        if not self._left[group] and self.board.place.is_leader:
+            self._enter(self._longest[group] << 32 | group)
 
     def longest(self) -> int | None:
         """Tokens that a response needs at most to be in a group that comes in. A collective of the lane."""

@@ -1,5 +1,6 @@
 """From prompts to the engine's requests, and from its completions to a packed batch."""
 
+import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -11,12 +12,25 @@ from megarl.mcore.engine import Completion, Request
 from megarl.rollout.random import stream_keys
 
 
+class Part(NamedTuple):
+    """What there is of a response that goes on."""
+
+    tokens: list[int] = []
+    has_end: bool = False  # its end token was written
+
+    def left(self, limit: int) -> int:
+        """Tokens that can come behind it in a response of at most `limit`."""
+        return 0 if self.has_end else limit - len(self.tokens)
+
+
 class Drawn(NamedTuple):
     """A prompt to be answered."""
 
     line: int  # in its file
     tokens: list[int]
     again: int = 0  # times that the same step drew this line before
+    step: int | None = None  # that drew it; None: the one that has it answered
+    parts: tuple[Part, ...] = ()  # of all its responses, in their order, where they were begun before
 
 
 def build_requests(
@@ -24,14 +38,36 @@ def build_requests(
 ) -> list[Request]:
     """One request for each sequence id [N]; id i is sample i mod `samples` of prompt i div `samples`.
 
-    The random stream is named by the prompt's line in its file, not by its place in the step; a line that a step
-    draws again goes on with the samples behind those that it has.
+    The random stream is named by the prompt's line in its file and by the step that drew it, not by its place in the
+    step; a line that a step draws again goes on with the samples behind those that it has. A response that was begun
+    before goes on behind its part, which the engine reads like a prompt; one with `max_new_tokens` 0 is whole.
     """
     drawn = [prompts[place] for place in (ids // samples).tolist()]
     lines = torch.tensor([prompt.line for prompt in drawn], dtype=torch.int64)
-    before = torch.tensor([prompt.again * samples for prompt in drawn], dtype=torch.int64)
-    keys = stream_keys(seed, step, lines, before + ids % samples).tolist()
-    return [Request(prompt.tokens, key, max_new_tokens) for prompt, key in zip(drawn, keys, strict=True)]
+    streams = torch.tensor([prompt.again * samples for prompt in drawn], dtype=torch.int64) + ids % samples
+    steps = torch.tensor([step if prompt.step is None else prompt.step for prompt in drawn], dtype=torch.int64)
+    keys = torch.empty_like(lines)
+    for each in steps.unique().tolist():
+        mine = steps == each
+        keys[mine] = stream_keys(seed, each, lines[mine], streams[mine])
+    return [
+        Request(prompt.tokens + part.tokens, key, part.left(max_new_tokens))
+        for prompt, key, part in zip(drawn, keys.tolist(), parts_of(ids, prompts, samples), strict=True)
+    ]
+
+
+def parts_of(ids: Tensor, prompts: list[Drawn], samples: int) -> list[Part]:
+    """What there was of each sequence before it was asked for; ids as in `build_requests`."""
+    nothing = (Part(),) * samples
+    return [(prompts[i // samples].parts or nothing)[i % samples] for i in ids.tolist()]
+
+
+def still_open(requests: list[Request], samples: int, wanted: int) -> list[Request]:
+    """What is to be written where `wanted` groups are: nothing when so many are whole already."""
+    is_open = torch.tensor([request.max_new_tokens > 0 for request in requests]).view(-1, samples).any(1)
+    if len(is_open) - int(is_open.sum()) < wanted:
+        return requests
+    return [dataclasses.replace(request, max_new_tokens=0) for request in requests]
 
 
 def pack_completions(

@@ -25,6 +25,7 @@ from megarl.runtime.scoring import Scoring
 SAVED = ("actor", "critic", "reference")  # roles whose models a checkpoint holds: the reward role's are in their own
 SAMPLE_ROWS = 64  # of a step's responses in the samples file
 WAITING = "waiting.pt"  # groups of an unfinished batch, in a checkpoint's folder
+PARTS = "parts.pt"  # groups that are half written
 
 
 class Inputs:
@@ -214,6 +215,8 @@ class Reinforcement(Run):
         with self.timers.phase("actor", "save"):
             waiting = self.sampling.waiting.to_bytes()
             files = {} if waiting is None else {WAITING: waiting}
+            if self.settings.partial_rollouts:
+                files[PARTS] = self.sampling.parts.to_bytes()
             state.save(self.folder, self.step, self.world, self._states(loading=False), facts, files)
 
     def _resume(self):
@@ -226,6 +229,8 @@ class Reinforcement(Run):
             self.reward.moments.load_state_dict(manifest["reward"])
         if (folder / WAITING).exists():
             self._take_up_waiting((folder / WAITING).read_bytes())
+        if (folder / PARTS).exists():
+            self.sampling.parts.from_bytes((folder / PARTS).read_bytes())
         if "critic" in loaded:
             self.critic.learner.restore(loaded["critic"])
         if "reference" in loaded:
