@@ -2,8 +2,9 @@
 # Starts a program of megarl on this node's ranks: checks its flags first, then forks them, or hands over to torchrun.
 #   NPROC=4 bash launch/run.sh train_rl --config configs/quickstart.yaml
 # Reads: NPROC (ranks of this node, default 1); for several nodes NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, the
-# same command on each node; PYTHON and MEGARL_VENV (environment). Under srun start the program itself with
-# `python -m megarl.train_rl`, one task a rank, with RANK, LOCAL_RANK and WORLD_SIZE set from Slurm's variables.
+# same command on each node; OMP_NUM_THREADS (threads of a rank; default: the ranks share the node's cores out); PYTHON
+# and MEGARL_VENV (environment). Under srun start the program itself with `python -m megarl.train_rl`, one task a rank,
+# with RANK, LOCAL_RANK and WORLD_SIZE set from Slurm's variables.
 # Exit status: 2 for wrong flags, told in one line, which torchrun would wrap in a report of its own; else that of the
 # rank that failed, or torchrun's (with CUDA, and on several nodes).
 set -euo pipefail
@@ -26,7 +27,6 @@ PYTHON_BIN=$(bash "$ROOT/launch/setup_env.sh")
 
 # This checkout's code comes first, also in an environment that several checkouts share.
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # ranks share the cores: more threads than cores spin against each other
 
 where=()
 if [[ $NNODES -gt 1 ]]; then

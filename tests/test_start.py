@@ -1,15 +1,21 @@
 """Ranks forked from a warm process: they meet, failures and signals end all of them, and when torchrun takes over."""
 
+import gc
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from multiprocessing import get_context
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from megarl.runtime import start
+from tests.programs import environment
 from tests.test_worlds import wait_until_gone
 
 
@@ -95,6 +101,45 @@ def test_ranks_end_with_their_launcher(tmp_path):
     launcher.kill()
     launcher.join()
     assert wait_until_gone(found)
+
+
+def test_cores_are_those_of_the_container(tmp_path, monkeypatch):
+    bound = len(os.sched_getaffinity(0))
+    for text, count in (("max 100000", bound), ("50000 100000", 1), ("100000 100000", 1), ("6400000 100000", bound)):
+        (tmp_path / "cpu.max").write_text(text)
+        monkeypatch.setattr(start, "QUOTA", tmp_path / "cpu.max")
+        assert start.cores() == count, text
+    monkeypatch.setattr(start, "QUOTA", tmp_path / "none")
+    assert start.cores() == bound
+
+
+@pytest.mark.parametrize("given, threads", [("", 3), ("2", 2)])
+def test_ranks_share_the_cores_out_and_garbage_is_looked_for_in_ranks_alone(given, threads, monkeypatch):
+    seen, collects = [], gc.isenabled()
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.setattr(start, "cores", lambda: 7)
+    monkeypatch.setattr(start, "run", lambda module, flags: seen.append((module, flags, gc.isenabled())) or 0)
+    monkeypatch.setattr(start, "run_ranks", lambda function, ranks: function() or seen.append(ranks) or 0)
+    for name in ("WORLD_SIZE", "OPENBLAS_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    assert start.main(["--nproc-per-node", "2", "evaluate", "--seed", "1"]) == 0
+    module = "megarl.evaluate"
+    assert seen == [(module, ["--seed", "1", "--check"], False), (module, ["--seed", "1"], True), 2]
+    assert os.environ["OMP_NUM_THREADS"] == str(threads) and gc.isenabled() == collects and not gc.get_freeze_count()
+
+
+LIST = """import json, sys, megarl.train_rl, megarl.train_sft, megarl.evaluate
+print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules} | {'torch._dynamo'} & sys.modules.keys())))"""
+
+
+def test_programs_do_not_import_what_a_run_may_not_need():
+    done = subprocess.run([sys.executable, "-c", LIST], env=environment(), capture_output=True, text=True, check=True)
+    found = set(json.loads(done.stdout))
+    assert {"torch", "megatron", "megarl"} <= found
+    assert not found & {
+        "torch._dynamo", "reasoning_gym", "matplotlib", "pandas", "scipy", "transformers", "datasets", "sklearn",
+        "fastapi", "aiohttp", "math_verify", "antlr4", "wandb", "trl", "vllm", "IPython",
+    }  # fmt: skip
 
 
 def test_threads_and_nodes_call_for_torchrun():

@@ -5,11 +5,16 @@
 Importing torch and Megatron costs a process seconds. Here one process imports them, checks the flags, and the ranks are
 forked from it. A fork must not inherit a CUDA context or threads, and knows this machine alone: with either, on other
 systems than Linux, and on several nodes, torchrun takes over. The ranks see the same variables in both ways.
+
+Where OMP_NUM_THREADS is not set the ranks of a node share its cores out. torchrun gives each one thread, since more
+threads than cores wait for each other; with fewer ranks than cores that leaves cores idle.
 """
 
 import argparse
 import contextlib
 import ctypes
+import gc
+import importlib
 import os
 import runpy
 import signal
@@ -23,6 +28,7 @@ from pathlib import Path
 GRACE = 10  # seconds that ranks have to end when another has failed
 PR_SET_PDEATHSIG = 1
 THREADS = Path("/proc/self/task")
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of processor time in so many of the clock, or max
 
 
 def main(argv: list[str]) -> int:
@@ -30,12 +36,21 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     module, ranks = f"megarl.{options.program}", options.nproc_per_node
     os.environ["WORLD_SIZE"] = str(ranks * options.nnodes)
+    os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // ranks))
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's, which has little to do, would forbid the fork
+    gc.disable()  # imports leave half a million objects: to look for garbage among them takes a fifth of the time
     if status := run(module, [*options.flags, "--check"]):
         return status
     sys.stdout.flush()
     sys.stderr.flush()
     if options.nnodes == 1 and can_fork():
-        return run_ranks(lambda: run(module, options.flags), ranks)
+        if options.program != "evaluate":
+            importlib.import_module("torch._dynamo")  # half a second, in every rank, where torch makes an optimizer
+        gc.freeze()  # and so in the ranks, for good: what all of them have is never looked through again
+        gc.enable()
+        status = run_ranks(lambda: run(module, options.flags), ranks)
+        gc.unfreeze()  # triton's bindings report what is left behind
+        return status
     del os.environ["WORLD_SIZE"]
     os.execv(sys.executable, [sys.executable, *torchrun(options)])
 
@@ -60,6 +75,15 @@ def torchrun(options: argparse.Namespace) -> list[str]:
         where = [text for name in names for text in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
     ranks = ["--nproc-per-node", str(options.nproc_per_node)]
     return ["-m", "torch.distributed.run", *where, *ranks, "-m", f"megarl.{options.program}", *options.flags]
+
+
+def cores() -> int:
+    """Cores that this process may use: those that it is bound to, and no more than its container is given."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):
+        given, period = map(int, QUOTA.read_text().split())
+        return max(1, min(bound, given // period))
+    return bound
 
 
 def run(module: str, flags: list[str]) -> int:

@@ -172,8 +172,10 @@ def alternate(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, l
     return seconds
 
 
-def report(case: str, seconds: dict[str, list[float]], work: dict[str, float], **facts) -> dict:
-    """What is written and printed: medians, work a second, and how many times faster megarl is than each side.
+def report(
+    case: str, seconds: dict[str, list[float]], work: dict[str, float], ours: str = OURS, **facts
+) -> dict:  # fmt: skip
+    """What is written and printed: medians, work a second, and how many times faster `ours` is than each other side.
 
     `work`: what a round does, by unit (tokens, …); `facts` go into the file as they are.
     """
@@ -185,7 +187,7 @@ def report(case: str, seconds: dict[str, list[float]], work: dict[str, float], *
     }
     return {
         "case": case, "device": str(device.device()), "threads": torch.get_num_threads(), "work": work, "sides": sides,
-        "ratio": {name: median / medians[OURS] for name, median in medians.items() if name != OURS},
+        "ratio": {name: median / medians[ours] for name, median in medians.items() if name != ours},
     } | facts  # fmt: skip
 
 

@@ -1,12 +1,13 @@
 """Idle ranks: a step of the quickstart on four ranks of disjoint roles, before and after the roles' work overlaps.
 
-    PYTHONPATH=. python tools/bench/overlap.py [--rounds 3] [--steps 6] [--sides before,ahead] [--json FILE]
+    PYTHONPATH=. python tools/bench/overlap.py [--rounds 3] [--steps 6] [--sides placed,ahead] [--json FILE]
         [--markdown] [-- FLAGS …]
 
-Whole runs of megarl.train_rl with configs/quickstart.yaml from random weights, FLAGS added to each. before: the
-quickstart's own role map, each phase after the other. chunks: the same ranks, and reward, reference and critic work
-while the actor still writes. placed: chunks, and ranks by work: three for the actor, one for all who judge. ahead: the
-quickstart's map with a rollout on the last rank, which writes a batch while the one before is learnt.
+Whole runs of megarl.train_rl with configs/quickstart.yaml from random weights, FLAGS added to each. before: two ranks
+for the actor, one for the critic, one for reward and reference, each phase after the other. chunks: the same ranks, and
+the others work while the actor still writes. lanes: as before, with two ranks for the actor and two for all others,
+each a data-parallel lane. placed: lanes and chunks, as launch/quickstart.sh has it. ahead: the ranks of before, with a
+rollout on the last one, which writes a batch while the one before is learnt.
 
 Idle is the share of ranks × seconds in which a rank waits for others (`time/idle_fraction`), the median over steps
 behind the first two, then over rounds. Ranks that share cores slow each other down when they work at the same time:
@@ -26,14 +27,14 @@ from tools.bench import common
 
 ROOT = Path(__file__).parents[2]
 RANKS, WARM_UP, BEFORE = 4, 2, "before"
-MAP, TWO = "--role-map actor=0-1;critic=2;reward=3;reference=3", "--actor-tensor-model-parallel-size 2"
-CHUNKS = "--rollout-chunks 4 --rollout-max-requests 64"
+SPLIT = "--role-map actor=0-1;critic=2;reward=3;reference=3{} --actor-tensor-model-parallel-size 2"
+LANES = "--role-map actor=0-1;critic=2-3;reward=2-3;reference=2-3"
+CHUNKS = " --rollout-chunks 2 --rollout-max-requests 64"
+AHEAD = " --rollout-tensor-model-parallel-size 1 --one-step-off --rollout-correction tis"
 SIDES = {
-    BEFORE: f"{MAP} {TWO}",
-    "chunks": f"{MAP} {TWO} {CHUNKS}",
-    "placed": f"--role-map actor=0-2;critic=3;reward=3;reference=3 {CHUNKS}",
-    "ahead": f"{MAP};rollout=3 {TWO} --rollout-tensor-model-parallel-size 1 --one-step-off --rollout-correction tis",
-}
+    BEFORE: SPLIT.format(""), "chunks": SPLIT.format("") + CHUNKS.replace("64", "128"), "lanes": LANES,
+    "placed": LANES + CHUNKS, "ahead": SPLIT.format(";rollout=3") + AHEAD,
+}  # fmt: skip
 # Of the quickstart's config: the data are made here, weights are random, and nothing but steps is timed.
 NOTHING = ("pretrained-checkpoint", "eval-prompts", "eval-interval", "eval-samples", "save-interval")
 DATA = (
@@ -63,7 +64,7 @@ def make_inputs(folder: Path) -> list[str]:
 
 def run(flags: list[str], steps: int, save: Path) -> dict[str, float]:
     """One run; medians over its steps of the idle share, of all and of each role, and of the seconds of a step."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), "-m", "megarl.train_rl"]
+    launcher = ["-m", "megarl.runtime.start", "--nproc-per-node", str(RANKS), "train_rl"]
     started([*launcher, *flags, "--train-iters", str(WARM_UP + steps), "--save", str(save)])
     rows = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
     names = [name for name in rows[-1] if name.endswith("idle_fraction")] + ["time/step_s"]

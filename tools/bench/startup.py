@@ -23,17 +23,19 @@ from tools.bench.tables import add_output_flags, whole_table
 
 ROOT = Path(__file__).parents[2]
 LAYOUTS = {1: [], 2: ["--actor-tensor-model-parallel-size", "2"], 4: [
-    "--role-map", "actor=0-1;critic=2;reward=3;reference=3", "--actor-tensor-model-parallel-size", "2",
+    "--role-map", "actor=0-1;critic=2-3;reward=2-3;reference=2-3", "--rollout-chunks", "2",
+    "--rollout-max-requests", "64",
 ]}  # fmt: skip
+CHOSEN = ("PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS")
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of a user's shell: this interpreter, one thread a rank, and compiled modules that are kept."""
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    """Of a user's shell: this interpreter, threads as the launchers choose them, compiled modules that are kept."""
+    kept = {name: value for name, value in os.environ.items() if name not in CHOSEN}
     # Empty: the variables of the scripts in launch/ that this shell may have for something else.
     own = dict.fromkeys(("CONFIG", "NNODES", "PYTHON"), "")
-    return kept | own | {"MEGARL_VENV": sys.prefix, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | more
+    return kept | own | {"MEGARL_VENV": sys.prefix, "PYTHONPATH": str(ROOT)} | more
 
 
 def timed(command: list[str], **variables: str) -> float:
