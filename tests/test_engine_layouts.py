@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from tests.exactness import largest_gap_allowed
 from tests.test_engine import NEVER, make_requests, settings_of, texts
-from tests.tiny_models import VOCAB, build_stages
+from tests.tiny_models import VOCAB, build_stages, whole_part
 from tests.worlds import run_world
 
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
@@ -66,9 +66,10 @@ def written(rank, flags: str, sampling: dict, end: int, count: int = 20):
     dist.all_gather_object(everyone, list(zip(requests, done, strict=True)), group=place.collection.cp)
     pairs = [pair for part in everyone for pair in part]
     rows = [request.prompt + completion.tokens for request, completion in pairs]
-    parts = [((torch.tensor(sum(rows, [])), torch.tensor([len(row) for row in rows])), torch.arange(len(rows)))]
-    forward = lambda chunk, part: model.token_scores(chunk, *part, settings.temperature, VOCAB)  # noqa: E731
-    ((scores, _),) = evaluate(stages, parts, forward, place.collection)
+    forward = lambda chunk, part: model.token_scores(  # noqa: E731
+        chunk, part.tokens, part.lengths, settings.temperature, VOCAB
+    )
+    ((scores, _),) = evaluate(stages, whole_part(rows), forward, place.collection)
     recomputed = scores.logprobs.split([len(row) for row in rows])
     gaps = [
         (row[len(r.prompt) :] - torch.tensor(c.logprobs)).abs().max()

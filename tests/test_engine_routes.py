@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.test_engine import NEVER, make_requests, settings_of
-from tests.tiny_models import VOCAB, build_stages
+from tests.tiny_models import VOCAB, build_stages, whole_part
 from tests.worlds import run_world
 
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
@@ -50,12 +50,12 @@ def trained_routes(stages, args, place, requests, completions):
     from megarl.roles.learner import evaluate
 
     rows = [request.prompt + completion.tokens for request, completion in zip(requests, completions, strict=True)]
-    tokens, lengths = torch.tensor(sum(rows, [])), torch.tensor([len(row) for row in rows])
-    seen = routed_rows(lengths, place.collection, args.sequence_parallel)
+    ((part, places),) = whole_part(rows)
+    seen = routed_rows(part.lengths, place.collection, args.sequence_parallel)
     routing = Routing("actor", moe_layers_of(stages), args.num_experts, seen)
-    forward = lambda chunk, part: model.token_scores(chunk, *part, 1.2, VOCAB, routing)  # noqa: E731
-    evaluate(stages, [((tokens, lengths), torch.arange(len(rows)))], forward, place.collection)
-    real = seen.places < len(tokens)
+    forward = lambda chunk, part: model.token_scores(chunk, part.tokens, part.lengths, 1.2, VOCAB, routing)  # noqa: E731
+    evaluate(stages, [(part, places)], forward, place.collection)
+    real = seen.places < len(part.tokens)
     return seen.places[real], routing.recorded(args.moe_router_topk)[real]
 
 

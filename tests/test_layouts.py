@@ -69,12 +69,13 @@ def batch_of(place):
 
 def parts_of(batch, count: int, multiple: int):
     """The lane's sequences in `count` micro-batches, empty ones where they run out."""
-    from megarl.roles.microbatches import nothing
+    from megarl.roles import microbatches as mb
 
     count = -(-count // multiple) * multiple
     places = [torch.arange(len(batch))[i::count] for i in range(count)]
-    spare = nothing(batch.present(), batch.lengths.device)
-    return [(batch.select(p) if len(p) else spare, p) for p in places]
+    spare = mb.nothing(batch.present(), batch.lengths.device)
+    parts = mb.parts_of(batch, [p for p in places if len(p)])
+    return parts + [(spare, places[-1])] * (count - len(parts))
 
 
 def whole_weights(stages, collection) -> dict:

@@ -196,9 +196,11 @@ def shares(rank):
 
 def parts_of_batch():
     from megarl.batch import Batch
+    from megarl.roles import microbatches as mb
 
-    tokens, lengths = ragged_tokens(LENGTHS)
-    return [Batch(sequence_ids=torch.arange(len(lengths)), tokens=tokens, lengths=lengths)]
+    (tokens, lengths), everything = ragged_tokens(LENGTHS), torch.arange(len(LENGTHS))
+    batch = Batch(sequence_ids=everything, tokens=tokens, lengths=lengths)
+    return [part for part, _ in mb.parts_of(batch, [everything])]
 
 
 def scores(chunk, part):

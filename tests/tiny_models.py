@@ -92,6 +92,16 @@ def ragged_tokens(lengths, seed: int = 0):
     return torch.randint(0, VOCAB, (int(lengths.sum()),), generator=generator), lengths
 
 
+def whole_part(rows: list[list[int]]):
+    """Sequences of tokens in one micro-batch, in the form of `microbatches`."""
+    from megarl.batch import Batch
+    from megarl.roles.microbatches import parts_of
+
+    tokens, lengths = torch.tensor(sum(rows, [])), torch.tensor([len(row) for row in rows])
+    everything = torch.arange(len(rows))
+    return parts_of(Batch(sequence_ids=everything, lengths=lengths, tokens=tokens), [everything])
+
+
 def farthest(one, other) -> float:
     """Largest difference of two tensors, of numbers above 1 relative to them: what rounding in float32 leaves."""
     return float(((one - other).abs() / other.abs().clamp_min(1)).max())

@@ -7,7 +7,7 @@ is the same everywhere does not: the sum of all parts is the loss of the whole m
 import torch
 from torch import Tensor
 
-from megarl.algorithms.packed import require_same_shape, response_tokens, sums_by_sequence
+from megarl.algorithms.packed import require_same_shape, response_counts, sums_by_sequence
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 
@@ -49,7 +49,7 @@ def local_counts(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
 
     Additive over parts that cut no sequence. `mask` [T] bool, `cu_seqlens` [N+1]; ValueError when they do not fit.
     """
-    counts = response_tokens(mask, cu_seqlens).counts
+    counts = response_counts(mask, cu_seqlens)
     return torch.stack([counts.sum(), (counts > 0).sum()]).double()
 
 
@@ -85,7 +85,7 @@ def aggregate(
     require_same_shape(losses=losses, mask=mask)
     sums = sums_by_sequence(losses, mask, cu_seqlens)
     if mode == "seq-mean-token-mean":
-        sums = sums / response_tokens(mask, cu_seqlens).counts.clamp(min=1)
+        sums = sums / response_counts(mask, cu_seqlens).clamp(min=1)
     if mode == "seq-mean-token-sum-norm":
         if norm is None or not norm > 0:
             raise ValueError(f"loss aggregation {mode} needs a norm > 0, got {norm}")

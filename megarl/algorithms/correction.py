@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megarl.algorithms.aggregation import masked_sum
 from megarl.algorithms.kl import kl_estimate
-from megarl.algorithms.packed import require_same_shape, response_tokens, spread, sums_by_sequence
+from megarl.algorithms.packed import require_same_shape, response_counts, spread, sums_by_sequence
 
 CORRECTIONS = ("none", "tis", "mis", "icepop")
 LEVELS = ("token", "sequence", "geometric")
@@ -87,7 +87,7 @@ def correction_sums(
 ) -> CorrectionSums:
     """Sums for `correction_report`, of one part of the batch; arguments as `correction_weights`."""
     weights = _level_weights(old_logprobs, rollout_logprobs, mask, cu_seqlens, options.level)
-    counted = mask if options.level == "token" else response_tokens(mask, cu_seqlens).counts > 0
+    counted = mask if options.level == "token" else response_counts(mask, cu_seqlens) > 0
     weights = weights[counted]
     applied = _applied(weights, options)
     old, rollout = old_logprobs.double(), rollout_logprobs.double()
@@ -137,7 +137,7 @@ def _level_weights(old: Tensor, rollout: Tensor, mask: Tensor, cu_seqlens: Tenso
     if level != "token":
         log_weights = sums_by_sequence(log_weights, mask, cu_seqlens)
     if level == "geometric":
-        log_weights = log_weights / response_tokens(mask, cu_seqlens).counts.clamp(min=1)
+        log_weights = log_weights / response_counts(mask, cu_seqlens).clamp(min=1)
     return log_weights.clamp(-LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT).exp()
 
 

@@ -29,6 +29,33 @@ def require_same_shape(**fields: Tensor) -> None:
         raise ValueError(f"per-token fields must have one shape, got {shapes}")
 
 
+def _require_packed(response_mask: Tensor, cu_seqlens: Tensor) -> None:
+    """ValueError where shapes or types show that these are not a mask and borders; no number is read."""
+    if response_mask.dtype != torch.bool or response_mask.dim() != 1:
+        raise ValueError(f"response_mask must be bool [T], got {response_mask.dtype} {list(response_mask.shape)}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
+        raise ValueError(f"cu_seqlens must be [N+1], got shape {list(cu_seqlens.shape)}")
+
+
+def _sequences(response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[T] int64: the sequence of each token.
+
+    Losses come here in every micro-batch: nothing in it depends on numbers that a device would have to be asked for.
+    """
+    _require_packed(response_mask, cu_seqlens)
+    tokens = torch.arange(response_mask.numel(), device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens[1:].long(), tokens, right=True)  # an empty sequence ends where it begins
+
+
+def response_counts(response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[N] int64 response tokens of each sequence; arguments as of `response_tokens`.
+
+    Raises:
+        ValueError: shapes do not fit together.
+    """
+    return sums_by_sequence(response_mask.long(), response_mask, cu_seqlens)
+
+
 def response_tokens(response_mask: Tensor, cu_seqlens: Tensor) -> ResponseTokens:
     """Find the response tokens of every sequence; masked tokens between them (observations) are passed over.
 
@@ -39,21 +66,16 @@ def response_tokens(response_mask: Tensor, cu_seqlens: Tensor) -> ResponseTokens
     Raises:
         ValueError: the mask is not bool, or cu_seqlens is not [N+1] borders of T tokens.
     """
+    _require_packed(response_mask, cu_seqlens)
     total = response_mask.numel()
-    if response_mask.dtype != torch.bool or response_mask.dim() != 1:
-        raise ValueError(f"response_mask must be bool [T], got {response_mask.dtype} {list(response_mask.shape)}")
-    if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
-        raise ValueError(f"cu_seqlens must be [N+1], got shape {list(cu_seqlens.shape)}")
     cu_seqlens = cu_seqlens.long()  # attention kernels want int32 borders; index arithmetic stays in int64
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
     borders_fit = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == total) & (lengths >= 0).all()
     if not borders_fit:
         raise ValueError(f"cu_seqlens must rise from 0 to T={total}, got {cu_seqlens.tolist()}")
 
-    number = lengths.numel()
-    sequence_of_token = torch.repeat_interleave(torch.arange(number, device=lengths.device), lengths, output_size=total)
     positions = response_mask.nonzero().squeeze(1)
-    sequences = sequence_of_token[positions]
+    sequences = _sequences(response_mask, cu_seqlens)[positions]
     counts = torch.zeros_like(lengths).index_add_(0, sequences, torch.ones_like(sequences))
     first = counts.cumsum(0) - counts
     ranks = torch.arange(positions.numel(), device=positions.device) - first[sequences]
@@ -66,10 +88,11 @@ def spread(values: Tensor, response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     Raises:
         ValueError: shapes do not fit together.
     """
-    response = response_tokens(response_mask, cu_seqlens)
-    if values.shape != response.counts.shape:
-        raise ValueError(f"values must be [{response.counts.numel()}], one a sequence, got {list(values.shape)}")
-    return values.new_zeros(response_mask.shape).index_put((response.positions,), values[response.sequences])
+    number = cu_seqlens.numel() - 1
+    sequences = _sequences(response_mask, cu_seqlens)
+    if values.shape != (number,):
+        raise ValueError(f"values must be [{number}], one a sequence, got {list(values.shape)}")
+    return values.index_select(0, sequences).masked_fill(~response_mask, 0)
 
 
 def sums_by_sequence(field: Tensor, response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -81,6 +104,5 @@ def sums_by_sequence(field: Tensor, response_mask: Tensor, cu_seqlens: Tensor) -
         ValueError: shapes do not fit together.
     """
     require_same_shape(field=field, response_mask=response_mask)
-    response = response_tokens(response_mask, cu_seqlens)
-    sums = field.new_zeros(response.counts.shape)
-    return sums.index_add(0, response.sequences, field[response.positions])
+    sequences = _sequences(response_mask, cu_seqlens)
+    return field.new_zeros(cu_seqlens.numel() - 1).index_add(0, sequences, field.masked_fill(~response_mask, 0))

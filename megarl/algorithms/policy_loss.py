@@ -113,7 +113,7 @@ def sapo(
     """
     log_ratio, advantages = tokens.logprobs - tokens.old_logprobs.detach(), tokens.advantages.detach()
     ratio = log_ratio.clamp(-log_ratio_limit, log_ratio_limit).exp()
-    tau = torch.where(advantages > 0, ratio.new_tensor(tau_positive), ratio.new_tensor(tau_negative))
+    tau = torch.where(advantages > 0, ratio.new_full((), tau_positive), ratio.new_full((), tau_negative))
     # Not torch.sigmoid: on a CPU its bits depend on where in the batch a token stands. r ≥ 0, so exp is ≤ exp(τ).
     gate = 4 / (tau * (1 + torch.exp(-tau * (ratio - 1))))
     loss = -advantages * gate

@@ -8,7 +8,7 @@ ratio does not depend on what else is in the micro-batch.
 import torch
 from torch import Tensor
 
-from megarl.algorithms.packed import response_tokens, spread, sums_by_sequence
+from megarl.algorithms.packed import response_counts, spread, sums_by_sequence
 from megarl.algorithms.policy_loss import ClipOptions, PolicyTerms, PolicyTokens, clipped_surrogate
 
 
@@ -64,7 +64,7 @@ def gmpo(tokens: PolicyTokens, clip: ClipOptions, log_ratio_limit: float = 20.0)
 
 def _response_mean(values: Tensor, tokens: PolicyTokens) -> Tensor:
     """[N] float64 mean of `values` [T] over the response tokens of each sequence; 0 for an empty response."""
-    counts = response_tokens(tokens.response_mask, tokens.cu_seqlens).counts
+    counts = response_counts(tokens.response_mask, tokens.cu_seqlens)
     return sums_by_sequence(values.double(), tokens.response_mask, tokens.cu_seqlens) / counts.clamp(min=1)
 
 

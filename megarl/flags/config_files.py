@@ -56,6 +56,6 @@ def _tokens(key: str, value, own: dict[str, type]) -> list[str]:
         return []
     if value is None or isinstance(value, bool) and own.get(key) is not bool:
         # Megatron's switches are set by naming them; what is off or taken back still has to be a flag that exists.
-        return [f"--{key}"] if value else [OFF + key]
+        return [f"--{key}"] if value else [OFF + key + "=false" * (value is False)]
     values = value if isinstance(value, list) else [value]
     return [f"--{key}", *map(str, values)]

@@ -9,7 +9,7 @@ import difflib
 from megarl.errors import UsageError
 
 ROLES = ("actor", "critic", "reward", "reference", "rollout")
-OFF = "--off:"  # marks a switch that a config file turns off, so that its name is checked before it is dropped
+OFF = "--off:"  # marks a switch that a config file turns off or takes back: its name is checked, its opposite is set
 
 # What a --rollout-… prefix may set: how the policy's weights are split. Everything else is the actor's.
 ROLLOUT_LAYOUT = (
@@ -138,8 +138,8 @@ def split(tokens: list[str], roles: tuple[str, ...], megatron: dict[str, str], o
     """
     common, prefixed, target = [], {role: [] for role in roles}, None
     for token in tokens:
-        off = token.startswith(OFF)
-        token = "--" + token.removeprefix(OFF) if off else token
+        off, is_false = token.startswith(OFF), token.endswith("=false")
+        token = "--" + token.removeprefix(OFF).removesuffix("=false") if off else token
         option = token.split("=", 1)[0]
         if option.startswith("--"):
             role = _role_of(option, roles, megatron)
@@ -150,8 +150,11 @@ def split(tokens: list[str], roles: tuple[str, ...], megatron: dict[str, str], o
                 _check_rollout(option, token.split("=", 1)[0], megatron)
         elif target is None:
             raise UsageError(f"{token!r}: not a flag; flags start with --")
+        opposite = "--no-" + token[2:]
         if not off:
             target.append(token)
+        elif is_false and megatron[token] == megatron.get(opposite):
+            target.append(opposite)
     found = {role: common + prefixed[role] for role in roles}
     if "rollout" in roles:
         found["rollout"] = _inherited(found["actor"], prefixed["rollout"], megatron) + prefixed["rollout"]

@@ -6,6 +6,7 @@ Chunks may begin and end anywhere in a sequence: sequences of one token need no 
 gathers keys and values and keeps its own queries (2407.21783, §3.3.2); with grouped queries that is little data.
 """
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,14 +20,14 @@ def chunks_of(rank: int, ranks: int, tokens: int) -> list[tuple[int, int]]:
     return [(i * size, (i + 1) * size) for i in (rank, 2 * ranks - 1 - rank)]
 
 
-def places_in(chunks: list[tuple[int, int]], device) -> Tensor:
+def places_in(chunks: list[tuple[int, int]]) -> np.ndarray:
     """int64 places in the stream of the tokens of chunks."""
-    return torch.cat([torch.arange(start, stop, device=device) for start, stop in chunks])
+    return np.concatenate([np.arange(start, stop) for start, stop in chunks])
 
 
-def stream_order(ranks: int, tokens: int, device) -> Tensor:
+def stream_order(ranks: int, tokens: int) -> np.ndarray:
     """[tokens] int64: where the t-th token of the stream stands when the ranks' tokens are gathered in rank order."""
-    return torch.cat([places_in(chunks_of(rank, ranks, tokens), device) for rank in range(ranks)]).argsort()
+    return np.concatenate([places_in(chunks_of(rank, ranks, tokens)) for rank in range(ranks)]).argsort()
 
 
 def _all_gather(local: Tensor, group) -> Tensor:

@@ -10,9 +10,11 @@ import warnings
 import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.training.arguments import add_megatron_arguments, core_transformer_config_from_args, validate_args
+from torch.nn import functional
 
 from megarl.errors import ArgumentParser, UsageError
 from megarl.mcore import device, layout_rules
+from megarl.mcore.activation import silu
 from megarl.mcore.groups import ParallelSizes
 from megarl.mcore.supported import DEFAULTS, ONLY, used
 
@@ -21,6 +23,9 @@ from megarl.mcore.supported import DEFAULTS, ONLY, used
 def _parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(prog="megatron", allow_abbrev=False, add_help=False)
     add_megatron_arguments(parser)
+    # On unless switched off, where there is something to reduce: `_overlaps`.
+    parser.set_defaults(overlap_grad_reduce=None)
+    parser.add_argument("--no-overlap-grad-reduce", dest="overlap_grad_reduce", action="store_false", default=None)
     return parser
 
 
@@ -53,6 +58,11 @@ def _one_line(error: BaseException) -> str:
     return text or (traceback.extract_tb(error.__traceback__)[-1].line or type(error).__name__)
 
 
+def _overlaps(args, ranks: int) -> bool:
+    """Whether gradients are reduced while backward still runs: where several ranks hold whole gradients to be added."""
+    return ranks > args.tensor_model_parallel_size * args.pipeline_model_parallel_size and not args.use_torch_fsdp2
+
+
 def parse(role: str, argv: list[str], ranks: int, own: dict, extra: frozenset[str] = frozenset()):
     """Megatron's namespace of one role, validated for that many ranks.
 
@@ -82,6 +92,8 @@ def parse(role: str, argv: list[str], ranks: int, own: dict, extra: frozenset[st
         if not getattr(args, flag):
             raise UsageError(f"{role}: --{flag.replace('_', '-')} is missing: the model's shape has no default")
     layout_rules.check(role, args)
+    if args.overlap_grad_reduce is None:
+        args.overlap_grad_reduce = _overlaps(args, ranks)
     # Megatron wants a sequence length that context parallelism divides; megarl's cut of the packed stream does not.
     args.seq_length, args.encoder_seq_length = None, args.seq_length
     args = _validated(role, args)
@@ -119,7 +131,10 @@ def _validated(role: str, args):
 
 def transformer_config(args) -> TransformerConfig:
     """Megatron's model config; weights start the same for every tensor-parallel size on the CPU path."""
-    return core_transformer_config_from_args(args)
+    config = core_transformer_config_from_args(args)
+    if config.activation_func is functional.silu:
+        config.activation_func = silu
+    return config
 
 
 def parallel_sizes(args) -> ParallelSizes:

@@ -19,10 +19,11 @@ from torch import Tensor
 from megarl.mcore import device
 from megarl.mcore.balancing import balancing_state
 from megarl.mcore.context_parallel import gather_result
+from megarl.mcore.decode import run_layers
 from megarl.mcore.flags import transformer_config
 from megarl.mcore.initialization import initialize
 from megarl.mcore.layers import ValueHead, block_spec, moe_layers, virtual_stages
-from megarl.mcore.packing import LEAST_ROWS, Packing, pack
+from megarl.mcore.packing import LEAST_ROWS, Packing, pack, scored
 from megarl.mcore.routing import Routing
 from megarl.mcore.sharded import shard
 from megarl.mcore.tensor_parallel import head_scores
@@ -39,6 +40,15 @@ class TokenScores(NamedTuple):
 
 class Stage(GPTModel):
     """Megatron's model whose rotary embeddings come by each token's position: a packed stream may be cut anywhere."""
+
+    def forward(self, input_ids, position_ids, attention_mask, inference_context=None, **kwargs):
+        """As Megatron's; a step of the rollout engine goes from layer to layer without what only others need."""
+        if inference_context is None:
+            return super().forward(input_ids, position_ids, attention_mask, **kwargs)
+        embedded, frequencies, *_ = self._preprocess(input_ids, position_ids, inference_context=inference_context)
+        hidden = run_layers(self.decoder, embedded.unwrap(), inference_context, frequencies)
+        where = {"inference_context": inference_context, **kwargs}
+        return self._postprocess(hidden, input_ids, position_ids, None, frequencies, None, None, **where)
 
     def _preprocess(self, *args, packed_seq_params=None, **kwargs):
         found = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
@@ -92,6 +102,7 @@ def build_model(args, vocab_size: int, collection, value_head: bool = False) -> 
     config = transformer_config(args)
     config.perform_initialization = False
     config.variable_seq_lengths = True  # of the tensors between pipeline stages: micro-batches are packed
+    config.batch_p2p_sync = False  # the host would wait for each of them, against a race of a PyTorch that is long gone
     _seed_everything(args.seed, collection)
     chunks = virtual_stages(args)
     return Stages(_build_chunk(args, config, vocab_size, collection, value_head, chunk) for chunk in chunks)
@@ -167,13 +178,10 @@ def weight_shapes(
     return shapes
 
 
-def _align_to_tokens(next_token_values: Tensor, lengths: Tensor) -> Tensor:
+def _align_to_tokens(next_token_values: Tensor, packing: Packing) -> Tensor:
     """[T] values that speak about the following token -> aligned to that token, 0 at each sequence's first token."""
-    starts = lengths.cumsum(0) - lengths
     shifted = torch.cat([next_token_values.new_zeros(1), next_token_values[:-1]])
-    first = torch.zeros_like(shifted, dtype=torch.bool)
-    first[starts] = True
-    return shifted.masked_fill(first, 0.0)
+    return shifted.index_fill(0, packing.first, 0.0)
 
 
 def _whole(local: Tensor, packing: Packing) -> Tensor:
@@ -214,15 +222,6 @@ def _run(chunk, tokens: Tensor, lengths: Tensor, processor, routing: Routing | N
     )
 
 
-def _scored(mask: Tensor, packing: Packing) -> Tensor | None:
-    """[n] places among this rank's tokens of those whose next token is in the mask, and the first few; None: all."""
-    following = torch.cat([mask, mask.new_zeros(packing.padding)]).roll(-1)[packing.places]
-    if len(following) <= LEAST_ROWS:
-        return None
-    following[:LEAST_ROWS] = True
-    return following.nonzero().flatten()
-
-
 def token_scores(
     chunk, tokens: Tensor, lengths: Tensor, temperature: float, vocab_size: int, routing: Routing | None = None,
     mask: Tensor | None = None,
@@ -232,11 +231,11 @@ def token_scores(
     Args:
         chunk: one of a model's `Stages`, or its gradient-buffer wrapper.
         tokens: [T] int64, sequences behind each other.
-        lengths: [N] int64, each at least 1.
+        lengths: [N] int64, each at least 1, on the host.
         temperature: of the softmax, as in the rollout.
         vocab_size: the tokenizer's vocabulary.
         routing: what the routers do with this micro-batch; None: they choose the experts.
-        mask: [T] bool, the tokens of which scores are wanted; None: of all but each sequence's first.
+        mask: [T] bool on the host, the tokens of which scores are wanted; None: of all but each sequence's first.
 
     Returns:
         TokenScores from a model's last chunk, hidden states for the next stage from others.
@@ -245,17 +244,18 @@ def token_scores(
     def processor(hidden, output_layer, weight, targets, packing, model):
         """TokenScores of the lane's micro-batch from hidden states at this rank's tokens."""
         group, sequence_parallel = output_layer.tp_group, model.config.sequence_parallel
-        places = None if mask is None else _scored(mask, packing)
+        chosen = None if mask is None else scored(mask, packing)
+        places = None if chosen is None or len(targets) <= LEAST_ROWS else chosen.places
         asked = targets if places is None else targets[places]
         logprobs, entropy, _ = head_scores(
             hidden, weight, asked, temperature, vocab_size, group, sequence_parallel, places, squares=False
         )
 
         def aligned(score: Tensor) -> Tensor:
-            if places is not None:
-                score = score.new_zeros(len(targets)).index_copy(0, places, score)
-            score = _align_to_tokens(_whole(score, packing), lengths)
-            return score if mask is None else score.masked_fill(~mask, 0.0)
+            if chosen is not None:
+                asked_for = score.index_select(0, chosen.inside)
+                score = score.new_zeros(len(targets)).index_copy(0, chosen.wanted, asked_for)
+            return _align_to_tokens(_whole(score, packing), packing)
 
         return TokenScores(aligned(logprobs), aligned(entropy))
 
@@ -266,7 +266,7 @@ def token_values(chunk, tokens: Tensor, lengths: Tensor, routing: Routing | None
     """[T] values of the states before each token, 0 at first tokens; hidden states from all but the last chunk."""
 
     def processor(hidden, output_layer, weight, targets, packing, model):
-        return _align_to_tokens(_head_values(hidden, output_layer, packing, model), lengths)
+        return _align_to_tokens(_head_values(hidden, output_layer, packing, model), packing)
 
     return _run(chunk, tokens, lengths, processor, routing)
 
@@ -276,7 +276,7 @@ def sequence_scores(chunk, tokens: Tensor, lengths: Tensor, routing: Routing | N
     chunk hidden states. Arguments as of `token_scores`."""
 
     def processor(hidden, output_layer, weight, targets, packing, model):
-        return _head_values(hidden, output_layer, packing, model)[lengths.cumsum(0) - 1]
+        return _head_values(hidden, output_layer, packing, model)[packing.last]
 
     return _run(chunk, tokens, lengths, processor, routing)
 

@@ -3,15 +3,22 @@
 Sequences are cut from the stream as context parallelism wants it (`context_parallel`); what a rank holds of a sequence
 is a piece: q consecutive queries whose keys are the k tokens from the sequence's start to the last query. Attention
 kernels for dense tensors take pieces of similar size together, padded to the longest of them.
+
+All of it follows from the lengths, which the host knows: it plans there and sends the plan in one copy, so that no
+micro-batch waits for the device.
 """
 
+import itertools
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megarl.mcore import device
 from megarl.mcore.context_parallel import chunks_of, places_in, stream_order
 from megarl.mcore.routing import Routing, Rows
 
@@ -46,9 +53,23 @@ class Packing(PackedSeqParams):
     restore: Tensor | None = None  # [T/c] int64: where each of this rank's queries stands in the pieces' results
     places: Tensor | None = None  # [T/c] int64 places in the padded stream of this rank's tokens
     positions: Tensor | None = None  # [T/c] int64 positions of this rank's tokens in their sequences
+    first: Tensor | None = None  # [N] int64 places in the stream of the sequences' first tokens
+    last: Tensor | None = None  # [N] int64, and of their last ones
+    host_places: np.ndarray | None = None  # `places` on the host
     tokens: int = 0  # of the stream without its padding
     padding: int = 0  # tokens behind it, a sequence that counts nowhere
     routing: Routing | None = None  # of the micro-batch, where the model has experts
+
+
+class Scored(NamedTuple):
+    """Which tokens of a rank are scored: those whose next token was asked for, and, to be enough rows, the first few.
+
+    All int64, among the rank's tokens.
+    """
+
+    places: Tensor  # [n] of the scored ones, n at least `LEAST_ROWS` where the rank has so many tokens
+    inside: Tensor  # [m] where among these n those stand that were asked for
+    wanted: Tensor  # [m] places of those that were asked for
 
 
 def class_widths(longest: int) -> list[int]:
@@ -60,39 +81,44 @@ def class_widths(longest: int) -> list[int]:
     return [*widths, width]
 
 
-def _pieces_of(first: Tensor, keys_first: Tensor, queries: Tensor, keys: Tensor, is_causal: bool) -> Pieces:
-    """One class of pieces; arguments [n]: place of the first query and key, numbers of queries and keys."""
-    device = first.device
-    wide_q, wide_k = int(queries.max()), key_width(int(keys.max()), device)
+def _piece(first, keys_first, queries, keys, is_causal: bool) -> list[np.ndarray]:
+    """One class of pieces; arguments [n]: place of the first query and key, numbers of queries and keys.
+
+    Queries [n, Q], keys [n, K], real [m] of `Pieces`, and, if not causal, the last key [n, Q] that each query sees.
+    """
+    wide_q, wide_k = int(queries.max()), key_width(int(keys.max()), device.device())
     wide_q = wide_k if is_causal else -(-wide_q // LEAST_ROWS) * LEAST_ROWS
-    row, column = torch.arange(wide_q, device=device), torch.arange(wide_k, device=device)
-    q_index = first.unsqueeze(1) + row.minimum(queries.unsqueeze(1) - 1)
-    k_index = keys_first.unsqueeze(1) + column.minimum(keys.unsqueeze(1) - 1)
-    real = (row < queries.unsqueeze(1)).flatten().nonzero().flatten()
-    mask = None
-    if not is_causal:
-        # Padded queries see what the last real one sees: a row without a key would be NaN.
-        last_seen = (keys - queries).unsqueeze(1) + row.minimum(queries.unsqueeze(1) - 1)
-        mask = (column <= last_seen.unsqueeze(2)).unsqueeze(1)
-    return Pieces(q_index, k_index, mask, real)
+    row = np.minimum(np.arange(wide_q), queries[:, None] - 1)
+    column = np.minimum(np.arange(wide_k), keys[:, None] - 1)
+    real = np.flatnonzero(np.arange(wide_q) < queries[:, None])
+    found = [first[:, None] + row, keys_first[:, None] + column, real]
+    # Padded queries see what the last real one sees: a row without a key would be NaN.
+    return found if is_causal else [*found, (keys - queries)[:, None] + row]
 
 
-def _cut(starts: Tensor, ends: Tensor, chunks: list[tuple[int, int]]) -> list[Tensor]:
+def _on_device(queries: Tensor, keys: Tensor, real: Tensor, last_seen: Tensor | None = None) -> Pieces:
+    if last_seen is None:
+        return Pieces(queries, keys, None, real)
+    column = torch.arange(keys.shape[1], device=keys.device)
+    return Pieces(queries, keys, (column <= last_seen.unsqueeze(2)).unsqueeze(1), real)
+
+
+def _cut(starts, ends, chunks: list[tuple[int, int]]) -> list[np.ndarray]:
     """Pieces of sequences [starts, ends) within chunks: [n] first query held, first key, queries, keys."""
     found, held = [], 0
     for a, b in chunks:
-        first, last = starts.clamp(min=a), ends.clamp(max=b)
+        first, last = starts.clip(min=a), ends.clip(max=b)
         here = first < last
         first, last, start = first[here], last[here], starts[here]
         found.append((held + first - a, start, last - first, last - start))
         held += b - a
-    return [torch.cat(column) for column in zip(*found, strict=True)]
+    return [np.concatenate(column) for column in zip(*found, strict=True)]
 
 
-def _classes(cut: list[Tensor], is_causal: bool) -> list[Pieces]:
+def _classes(cut: list[np.ndarray], is_causal: bool) -> list[list[np.ndarray]]:
     keys = cut[3]
-    kind = torch.searchsorted(torch.tensor(class_widths(int(keys.max())), device=keys.device), keys)
-    return [_pieces_of(*(x[kind == i] for x in cut), is_causal) for i in kind.unique().tolist()]
+    kind = np.searchsorted(class_widths(int(keys.max())), keys)
+    return [_piece(*(x[kind == i] for x in cut), is_causal) for i in np.unique(kind)]
 
 
 def _padded_size(tokens: int, context_ranks: int, tensor_ranks: int) -> int:
@@ -101,52 +127,72 @@ def _padded_size(tokens: int, context_ranks: int, tensor_ranks: int) -> int:
     return -(-max(tokens, LEAST_ROWS * context_ranks if context_ranks > 1 else 0) // unit) * unit
 
 
-def routed_rows(lengths: Tensor, collection, sequence_parallel: bool) -> Rows:
-    """The tokens of a micro-batch of sequences [N] that this rank's routers see."""
+def rows_of(lengths: Tensor, collection, sequence_parallel: bool) -> int:
+    """Rows of the hidden states of a micro-batch of sequences [N], lengths on the host, on each rank of its role."""
     ranks, tensor_ranks = dist.get_world_size(collection.cp), dist.get_world_size(collection.tp)
-    tokens = int(lengths.sum())
-    total = _padded_size(tokens, ranks, tensor_ranks if sequence_parallel else 1)
-    places = places_in(chunks_of(dist.get_rank(collection.cp), ranks, total), lengths.device)
+    tensor_ranks = tensor_ranks if sequence_parallel else 1
+    return _padded_size(int(lengths.sum()), ranks, tensor_ranks) // (ranks * tensor_ranks)
+
+
+def routed_rows(lengths: Tensor, collection, sequence_parallel: bool) -> Rows:
+    """The tokens of a micro-batch of sequences [N], lengths on the host, that this rank's routers see."""
+    ranks, tensor_ranks = dist.get_world_size(collection.cp), dist.get_world_size(collection.tp)
+    ends = lengths.numpy().cumsum()
+    total = _padded_size(int(ends[-1]), ranks, tensor_ranks if sequence_parallel else 1)
+    places = places_in(chunks_of(dist.get_rank(collection.cp), ranks, total))
     if sequence_parallel:
-        places = places.chunk(tensor_ranks)[dist.get_rank(collection.tp)]
-    ends = lengths.cumsum(0)
-    sequence = torch.searchsorted(ends, places, right=True)
-    is_last = places + 1 == ends[sequence.clamp(max=len(lengths) - 1)]
-    return Rows(places, (places < tokens) & ~is_last, sequence, len(lengths))
+        places = places.reshape(tensor_ranks, -1)[dist.get_rank(collection.tp)]
+    sequence = np.searchsorted(ends, places, side="right")
+    is_last = places + 1 == ends[sequence.clip(max=len(ends) - 1)]
+    counted = (places < ends[-1]) & ~is_last
+    places, sequence, counted = device.send([places, sequence, counted.astype(np.int64)])
+    return Rows(places, counted.bool(), sequence, len(ends))
+
+
+def scored(mask: Tensor, packing: Packing) -> Scored:
+    """Which of this rank's tokens are scored where those in a mask [T] of the host are asked for."""
+    following = np.roll(np.append(mask.numpy(), np.zeros(packing.padding, bool)), -1)[packing.host_places]
+    places = following.copy()
+    places[:LEAST_ROWS] = True
+    inside, wanted = np.flatnonzero(following[places]), np.flatnonzero(following)
+    return Scored(*device.send([np.flatnonzero(places), inside, wanted]))
 
 
 def pack(lengths: Tensor, context=None, tensor_ranks: int = 1, routing: Routing | None = None) -> Packing:
     """Describes sequences of these lengths [N] int64, each at least 1, for this rank of its role.
 
     Args:
+        lengths: on the host, which plans with them: nothing is read from the device.
         context: the context-parallel group, c ranks; None: one rank.
         tensor_ranks: the t ranks over which sequence parallelism cuts the stream; 1 without it.
         routing: what the model's routers do with this micro-batch.
 
     The stream is padded to a multiple of 2·c·t tokens: fewer than that for a whole micro-batch, none for c = t = 1.
     """
-    device, ranks = lengths.device, 1 if context is None else dist.get_world_size(context)
-    tokens = int(lengths.sum())
+    ranks, lengths = 1 if context is None else dist.get_world_size(context), lengths.numpy()
+    tokens, count = int(lengths.sum()), len(lengths)
     total = _padded_size(tokens, ranks, tensor_ranks)
     if total > tokens:
-        lengths = torch.cat([lengths, lengths.new_tensor([total - tokens])])
-    ends = lengths.cumsum(0)
+        lengths = np.append(lengths, total - tokens)
+    ends = lengths.cumsum()
     starts = ends - lengths
     chunks = chunks_of(dist.get_rank(context) if ranks > 1 else 0, ranks, total)
-    pieces = _classes(_cut(starts, ends, chunks), ranks == 1)
-    held = torch.cat([p.queries.flatten()[p.real] for p in pieces])
-    places = places_in(chunks, device)
-    positions = torch.arange(total, device=device) - torch.repeat_interleave(starts, lengths)
+    classes = _classes(_cut(starts, ends, chunks), ranks == 1)
+    restore = np.concatenate([queries.ravel()[real] for queries, _, real, *_ in classes]).argsort()
+    places = places_in(chunks)
+    positions = (np.arange(total) - np.repeat(starts, lengths))[places]
+    order = [stream_order(ranks, total)] if ranks > 1 else []
+    arrays = [restore, places, positions, starts[:count], ends[:count] - 1, *order]
+    sent = device.send([*arrays, *itertools.chain(*classes)])
+    pieces, each = sent[len(arrays) :], len(classes[0])
     return Packing(
         qkv_format="thd",  # cumulative lengths stay None: rotary embeddings come by position, see `Stage`
         max_seqlen_q=int(lengths.max()),
         max_seqlen_kv=int(lengths.max()),
         cp_group=context,
-        pieces=pieces,
-        order=stream_order(ranks, total, device) if ranks > 1 else None,
-        restore=held.argsort(),
-        places=places,
-        positions=positions[places],
+        pieces=[_on_device(*pieces[i : i + each]) for i in range(0, len(pieces), each)],
+        **dict(zip(("restore", "places", "positions", "first", "last", "order"), sent[: len(arrays)], strict=False)),
+        host_places=places,
         tokens=tokens,
         padding=total - tokens,
         routing=routing,

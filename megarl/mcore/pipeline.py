@@ -9,13 +9,39 @@ from megatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
     forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
+    get_schedule_table,
 )
 from torch.utils import _pytree as pytree
 
 from megarl.mcore import device
 
 
-def run_microbatches(stages, microbatches: list, forward: Callable, loss: Callable, collection, train: bool) -> list:
+class Communicator(P2PCommunicator):
+    """Megatron's, between stages that know how long every micro-batch is.
+
+    Else each tensor is announced by its shape, for which the host would wait, with all that the device has to do.
+    """
+
+    def __init__(self, group, config, rows: list[int], chunks: int):
+        """`rows`: of the hidden states of each micro-batch on a rank; `chunks`: of the model on a rank."""
+        super().__init__(group, config)
+        table = [(i, 0) for i in range(len(rows))]
+        if chunks > 1:
+            table = get_schedule_table(len(rows), chunks, config.microbatch_group_size_per_vp_stage)
+        # The first chunk of all receives nothing in forward, the last of all nothing in backward, which begins with it.
+        shapes = [([rows[i], 1, config.hidden_size], bool(chunk)) for i, chunk in table]
+        self._before = iter([shape for shape, comes in shapes if comes or not self.is_pp_first_stage])
+        self._behind = iter([shape for shape, comes in shapes if comes or not self.is_pp_last_stage])
+
+    def _communicate_shapes(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next):
+        """(shape of what comes from the stage before, from the one behind)."""
+        return next(self._before) if recv_prev else None, next(self._behind) if recv_next else None
+
+
+def run_microbatches(
+    stages, microbatches: list, forward: Callable, loss: Callable, collection, train: bool,
+    rows: list[int] | None = None,
+) -> list:  # fmt: skip
     """Forward (and backward) of every micro-batch; gradients are accumulated and reduced behind the last one.
 
     Args:
@@ -25,6 +51,7 @@ def run_microbatches(stages, microbatches: list, forward: Callable, loss: Callab
         loss: (output, micro-batch) -> (scalar loss, result); the loss is a local sum over a global count, so that
             the gradient is the same for every split into micro-batches. Called on the last chunk alone.
         train: whether to run backward and reduce gradients.
+        rows: of the hidden states of each micro-batch on this rank; None: pipeline stages ask each other.
 
     Returns:
         The results (tensors, or tuples of them), in the order of the micro-batches, on every rank of the lane.
@@ -45,7 +72,9 @@ def run_microbatches(stages, microbatches: list, forward: Callable, loss: Callab
         schedule = forward_backward_pipelining_without_interleaving
         if len(chunks) > 1:
             schedule = forward_backward_pipelining_with_interleaving
-        pipeline = {"p2p_communicator": P2PCommunicator(collection.pp, chunks[0].config)}
+        between = (collection.pp, chunks[0].config)
+        communicator = P2PCommunicator(*between) if rows is None else Communicator(*between, rows, len(chunks))
+        pipeline = {"p2p_communicator": communicator}
     several = len(chunks) > 1
     results = schedule(
         forward_step_func=forward_step,

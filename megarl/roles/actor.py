@@ -96,8 +96,8 @@ class Actor:
 
     def _forward(self, network, part) -> model.TokenScores:
         return model.token_scores(
-            network, part.tokens, part.lengths, self.settings.temperature, self.vocab_size, part.routing,
-            part.response_mask,
+            network, part.tokens, part.on_host.lengths, self.settings.temperature, self.vocab_size, part.routing,
+            part.on_host.response_mask,
         )
 
     def update(self, flow: Flow, step: int, kl_coefficient: float):

@@ -94,4 +94,4 @@ def _scores(batch: Batch, member: Frozen) -> Tensor:
 
 
 def _forward(chunk, part: Batch) -> Tensor:
-    return model.sequence_scores(chunk, part.tokens, part.lengths, part.routing)
+    return model.sequence_scores(chunk, part.tokens, part.on_host.lengths, part.routing)

@@ -8,19 +8,24 @@ from megarl.arguments import RoleSettings
 from megarl.batch import Batch
 from megarl.checkpoint import state
 from megarl.errors import UsageError
-from megarl.mcore import checkpoint, model, offload, optimizer, pipeline
+from megarl.mcore import checkpoint, model, offload, optimizer, packing, pipeline
 from megarl.roles import microbatches as mb
 from megarl.roles.routes import Routes
 from megarl.world import Place
 
 
+def _run(stages, parts: list[tuple[Batch, torch.Tensor]], forward, loss, collection, train: bool) -> list:
+    is_cut = stages[0].config.sequence_parallel
+    return pipeline.run_microbatches(
+        stages, [part for part, _ in parts], forward, loss, collection, train,
+        rows=[packing.rows_of(part.on_host.lengths, collection, is_cut) for part, _ in parts],
+    )  # fmt: skip
+
+
 def evaluate(stages, parts: list[tuple[Batch, torch.Tensor]], forward, collection) -> list:
     """`forward(chunk, micro-batch)` of each micro-batch without gradients: [(result, places)] on every rank."""
     with model.evaluating(stages):
-        results = pipeline.run_microbatches(
-            stages, parts, lambda chunk, part: forward(chunk, part[0]),
-            lambda out, part: (torch.zeros(()), out), collection, train=False,
-        )  # fmt: skip
+        results = _run(stages, parts, forward, lambda out, part: (torch.zeros(()), out), collection, train=False)
     return [(result, places) for result, (_, places) in zip(results, parts, strict=True)]
 
 
@@ -78,10 +83,7 @@ class Learner:
             for chunk in self.wrapped:
                 chunk.zero_grad_buffer()
             self.routes.train(parts)
-            results = pipeline.run_microbatches(
-                self.wrapped, parts, lambda chunk, part: forward(chunk, part[0]),
-                lambda out, part: loss(out, part[0]), self.place.collection, train=True,
-            )  # fmt: skip
+            results = _run(self.wrapped, parts, forward, loss, self.place.collection, train=True)
             self.routes.collect(parts, trained=True)
             with self.offload.present("optimizer", changed=True):
                 applied, norm = optimizer.update(self.optimizer)

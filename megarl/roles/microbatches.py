@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.arguments import RoleSettings, Settings
-from megarl.batch import FIELDS, Batch
+from megarl.batch import FIELDS, Batch, OnHost, spans
+from megarl.mcore import device
 from megarl.rollout.random import stream_keys, uniforms
 from megarl.world import Place
 
@@ -109,7 +110,23 @@ def _level(order: list[int], lengths: list[int], costs: list[int], cap: int, cou
 def nothing(fields: list[str], device, sequences: int = 1) -> Batch:
     """Sequences of one token that count nowhere: they keep a lane without work in step with the others."""
     blank = {name: torch.zeros(sequences, dtype=FIELDS[name].dtype, device=device) for name in fields}
-    return Batch(**{**blank, "lengths": torch.ones(sequences, dtype=torch.int64, device=device)})
+    found = Batch(**{**blank, "lengths": torch.ones(sequences, dtype=torch.int64, device=device)})
+    found.on_host = OnHost(torch.ones(sequences, dtype=torch.int64), torch.zeros(sequences, dtype=torch.bool))
+    return found
+
+
+def parts_of(batch: Batch, groups: list[Tensor]) -> list[tuple[Batch, Tensor]]:
+    """The micro-batches of sequences at these places, on the host; what the host must know, it asks for once."""
+    lengths, mask = batch.lengths.cpu(), batch.response_mask
+    mask = None if mask is None else mask.cpu()
+    starts, found = lengths.cumsum(0) - lengths, []
+    for group in groups:
+        rows = spans(starts[group], lengths[group])
+        places, tokens = device.send([group.numpy(), rows.numpy()])
+        part = batch.take(places, tokens)
+        part.on_host = OnHost(lengths[group], None if mask is None else mask[rows])
+        found.append((part, places))
+    return found
 
 
 def microbatches(
@@ -125,15 +142,15 @@ def microbatches(
         multiple: what the number of micro-batches must be a multiple of (the pipeline's size with virtual stages).
         together: so many sequences behind each other share a micro-batch, as in `pack`.
     """
-    lengths = batch.lengths[places]
+    where, places = batch.lengths.device, places.cpu()
+    lengths = batch.lengths.cpu()[places]
     packed = pack(lengths, cap, hidden, together=together)
-    most = torch.tensor([max(len(packed), 1)], device=lengths.device)
+    most = torch.tensor([max(len(packed), 1)], device=where)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=lanes_group)
     count = -(-int(most) // multiple) * multiple
     packed = pack(lengths, cap, hidden, count, together) if count > len(packed) else packed
-    groups = [places[group.to(places.device)] for group in packed]
-    parts = [(batch.select(group), group) for group in groups]
-    spare = (nothing(batch.present(), lengths.device, together), places[:0])
+    parts = parts_of(batch, [places[group] for group in packed])
+    spare = (nothing(batch.present(), where, together), places[:0].to(where))
     return parts + [spare] * (count - len(parts))
 
 
@@ -148,7 +165,8 @@ def of_role(
 def write_back(batch: Batch, name: str, pieces: list[tuple[Tensor, Tensor]]):
     """Fills a per-token field from results of micro-batches: (values [T_m], places of their sequences)."""
     field = torch.zeros(len(batch.tokens), dtype=FIELDS[name].dtype, device=batch.tokens.device)
-    for values, places in pieces:
-        if len(places):
-            field[batch.token_places(places)] = values
+    pieces = [(values, places) for values, places in pieces if len(places)]
+    if pieces:
+        values, places = map(torch.cat, zip(*pieces, strict=True))
+        field[batch.token_places(places)] = values
     setattr(batch, name, field)

@@ -51,7 +51,7 @@ class Objective:
         losses = terms.loss
         if self.correction.kind != "none":
             losses = losses * correction_weights(old, rollout, *where, self.correction)
-        value, kl = whole(losses), torch.zeros(())
+        value, kl = whole(losses), losses.new_zeros(())
         if s.entropy_coefficient:  # else its gradient, which costs a pass over all logits, is not asked for
             value = value - s.entropy_coefficient * whole(scores.entropy)
         if s.kl_in == "loss" and kl_coefficient > 0:

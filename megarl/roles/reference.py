@@ -32,8 +32,8 @@ class Reference:
 
     def _forward(self, chunk, part) -> model.TokenScores:
         return model.token_scores(
-            chunk, part.tokens, part.lengths, self.settings.temperature, self.vocab_size, part.routing,
-            part.response_mask,
+            chunk, part.tokens, part.on_host.lengths, self.settings.temperature, self.vocab_size, part.routing,
+            part.on_host.response_mask,
         )  # fmt: skip
 
     def state(self) -> dict:

@@ -63,7 +63,7 @@ class Routes:
             )
 
     def _rows(self, part: Batch) -> Rows:
-        return routed_rows(part.lengths, self.place.collection, self.role.megatron.sequence_parallel)
+        return routed_rows(part.on_host.lengths, self.place.collection, self.role.megatron.sequence_parallel)
 
     def train(self, parts: Parts):
         """Tells the micro-batches of a mini-batch the counts by which auxiliary losses are divided. Collective."""
@@ -115,7 +115,8 @@ class Routes:
         for places in passes:
             for part, members in of_role(batch, places, self.role, self.place):
                 rows = self._rows(part)
-                found[_tokens_of(batch, members, rows)[rows.counted]] = True
+                tokens = _tokens_of(batch, members, rows)
+                found[tokens] = found[tokens] | rows.counted
         return found[:-1]
 
     def metrics(self, prefix: str, replays: bool = False) -> dict[str, float]:

@@ -30,7 +30,7 @@ class FineTuning(Supervision):
 
     def _forward(self, network, part) -> model.TokenScores:
         return model.token_scores(
-            network, part.tokens, part.lengths, 1.0, self.vocab_size, part.routing, part.response_mask
+            network, part.tokens, part.on_host.lengths, 1.0, self.vocab_size, part.routing, part.on_host.response_mask
         )
 
     def learn(self, drawn: Drawn, step: int):

@@ -47,7 +47,7 @@ class PreferenceTraining(Supervision):
         return super().is_reached() or target is not None and self.metrics["eval/accuracy"] >= target
 
     def _forward(self, network, part) -> Tensor:
-        return model.sequence_scores(network, part.tokens, part.lengths, part.routing)
+        return model.sequence_scores(network, part.tokens, part.on_host.lengths, part.routing)
 
     def _margins(self, pairs: list[Pair]) -> Tensor:
         margins = [pair.margin + self.settings.preference_margin for pair in pairs]

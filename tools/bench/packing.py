@@ -54,7 +54,7 @@ def one_update(learner: Learner, batch: Batch, vocab_size: int) -> float:
 
     parts = learner.microbatches(batch, torch.arange(len(batch)))
     losses, *_ = learner.update(
-        parts, lambda chunk, part: model.token_scores(chunk, part.tokens, part.lengths, 1.0, vocab_size), loss
+        parts, lambda chunk, part: model.token_scores(chunk, part.tokens, part.on_host.lengths, 1.0, vocab_size), loss
     )
     float(sum(losses))  # waits for the device
     return time.perf_counter() - started

@@ -1,0 +1,113 @@
+"""bf16 against fp32: seconds of a rollout, of scoring its text and of an update on it, the same work in both.
+
+    PYTHONPATH=. python tools/bench/precision.py [--case rollout|scores|update] [--rounds 5] [--json FILE] [--markdown]
+
+6 layers, hidden 512, vocabulary 32,000, random weights. rollout: 32 prompts of 16–22 tokens, 64 new ones each, without
+end token. scores: log-probs of 32 texts of 83 tokens without gradients. update: forward, backward and Adam on them, for
+which bf16 has fp32 copies of the weights and of the moments, and fp32 gradients (`--bf16`). Sides take turns; a short
+call of each before the first round counts for nothing. `ratio`: the time of fp32 over bf16's.
+"""
+
+import time
+from datetime import timedelta
+
+import torch
+
+from megarl import arguments, world
+from megarl.batch import Batch
+from megarl.mcore import device, model
+from megarl.mcore.engine import Request, RolloutEngine
+from megarl.roles.learner import Learner
+from megarl.rollout.sampling import SamplingSettings
+from tools.bench import common
+
+SHAPE = common.Shape(layers=6, hidden=512, ffn=1536, vocab=32_000)
+PROMPTS, NEW, LENGTH = [16 + i % 7 for i in range(32)], 64, 83
+SIDES = {"fp32": "", "bf16": "--bf16"}
+NO_END = -1  # a token that is never written
+FLAGS = f"--max-prompt-length 22 --max-response-length {NEW} --lr 1e-5 --max-tokens-per-microbatch 1400"
+
+
+def learners(shape: common.Shape) -> dict[str, Learner]:
+    """A trainable model of each precision, on one rank; joins a world of one."""
+    found, place = {}, None
+    for name, flags in SIDES.items():
+        roles = arguments.parse([*shape.flags(), *FLAGS.split(), *flags.split()], 1, "sft").roles
+        place = place or world.create(roles, timedelta(minutes=10))["actor"]
+        found[name] = Learner(roles["actor"], place, shape.vocab, updates=1)
+    return found
+
+
+def rollouts(learner: Learner, vocab: int):
+    """() -> completions of the prompts; with an argument, of that many tokens."""
+    gigabytes = 0.2 * learner.model[0].config.params_dtype.itemsize / 4
+    engine = RolloutEngine(
+        learner.model[0], learner.place.collection, vocab, max(PROMPTS) + NEW, gigabytes, len(PROMPTS)
+    )
+    prompts = common.random_prompts(PROMPTS, vocab)
+
+    def write(new: int = NEW):
+        requests = [Request(prompt, key, new) for key, prompt in enumerate(prompts)]
+        return engine.generate(requests, NO_END, SamplingSettings())
+
+    return write
+
+
+def passes(learner: Learner, vocab: int, trains: bool):
+    """() -> results of the micro-batches of all texts; with an argument, of that many texts."""
+    generator, mask = torch.Generator().manual_seed(1), torch.ones(len(PROMPTS), LENGTH, dtype=torch.bool)
+    mask[:, 0] = False
+    batch = Batch(
+        sequence_ids=torch.arange(len(PROMPTS)), lengths=torch.full((len(PROMPTS),), LENGTH),
+        tokens=torch.randint(vocab, (mask.numel(),), generator=generator), response_mask=mask.flatten(),
+    ).to(device.device())  # fmt: skip
+
+    def forward(chunk, part):
+        known = part.on_host
+        return model.token_scores(chunk, part.tokens, known.lengths, 1.0, vocab, None, known.response_mask)
+
+    def loss(scores, part):
+        return -scores.logprobs.sum() / mask.sum().item(), scores.logprobs.detach()
+
+    def run(count: int = len(PROMPTS)):
+        parts = learner.microbatches(batch, torch.arange(count))
+        return learner.update(parts, forward, loss)[0] if trains else learner.evaluate(parts, forward)
+
+    return run
+
+
+CASES = {
+    "rollout": (rollouts, len(PROMPTS) * NEW),
+    "scores": (lambda *known: passes(*known, trains=False), len(PROMPTS) * LENGTH),
+    "update": (lambda *known: passes(*known, trains=True), len(PROMPTS) * LENGTH),
+}
+
+
+def seconds_of(work) -> float:
+    """Seconds of a call, to the end of what it asked of the device."""
+    started = time.perf_counter()
+    work()
+    if device.has_cuda():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def measure(case: str, rounds: int, shape: common.Shape = SHAPE) -> dict:
+    """Both sides in turn; `common.report` with the ratio of fp32 to bf16."""
+    make, tokens = CASES[case]
+    work = {name: make(learner, shape.vocab) for name, learner in learners(shape).items()}
+    for each in work.values():
+        each(4)
+    seconds = common.alternate({name: lambda each=each: seconds_of(each) for name, each in work.items()}, rounds)
+    return common.report(case, seconds, {"tokens": tokens}, ours="bf16")
+
+
+def main(argv: list[str] | None = None):
+    """Parses flags, measures, prints."""
+    args = common.parsed(common.parser(__doc__, CASES, rounds=5), argv)
+    common.publish(measure(args.case, args.rounds), args, SHAPE)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
