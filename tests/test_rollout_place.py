@@ -199,5 +199,5 @@ def test_disjoint_roles_work_at_the_same_time_and_idle_time_is_what_is_left(tmp_
 
 def test_a_cache_that_holds_no_whole_text_is_refused(tmp_path):
     flags = "--rollout-buffer-gb 1.6e-5 --max-response-length 58 --max-tokens-per-microbatch 64"
-    with pytest.raises(RankFailed, match="UsageError: --rollout-buffer-gb 1.6e-05: the cache holds one text of .*is 64"):
+    with pytest.raises(RankFailed, match="--rollout-buffer-gb 1.6e-05: the cache holds one text of .*is 64"):
         train("rl", rl_argv(tmp_path, flags))

@@ -1,7 +1,7 @@
 """A whole GRPO step: seconds of megarl.train_rl against TRL's GRPOTrainer, same first weights, prompts and work.
 
     PYTHONPATH=. python tools/bench/step.py --case fixed|ragged [--rounds 3] [--steps 3] [--json FILE] [--markdown]
-        [--trl-batch 64] [--trl-continuous]
+        [--ranks 1] [--trl-batch 64] [--trl-continuous]
 
 A step: 8 prompts of 16–22 tokens, 8 responses to each at temperature 1, a reward (how many different words there are),
 GRPO's advantages without KL, and one AdamW update on all 64 responses: one forward and backward over each, the
@@ -9,9 +9,10 @@ clipped loss as a mean over tokens, its gradient clipped at norm 1, fp32, no rec
 tokens each, as the end token is none that the model can write. ragged: vocabulary 64, at most 256 tokens, the end token
 one of the 64, so that random weights end after 60 or so.
 
-Each round starts a process a side on one rank with all cores. What counts is the time from the end of a step to the end
-of the next, behind the first step. --trl-batch is TRL's per_device_train_batch_size: with less than 64, it accumulates.
-With --trl-continuous it writes by Hugging Face's continuous batching in place of `generate`.
+Each round starts a process a side on one rank with all cores, or --ranks data-parallel ones that share them, over gloo.
+What counts is the time from the end of a step to the end of the next, behind the first step. --trl-batch is how many
+responses TRL passes through its models together, of all ranks: with less than 64, it accumulates. With --trl-continuous
+it writes by Hugging Face's continuous batching in place of `generate`.
 """
 
 import argparse
@@ -87,6 +88,11 @@ def megarl_flags(folder: Path, case: Case, steps: int) -> list[str]:
     return [*case.shape.flags(), *text.split()]
 
 
+def world_size() -> int:
+    """Ranks of this side, as torchrun tells them."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
 def run_megarl(folder: Path, case: Case, steps: int) -> list[float]:
     """Seconds of each step of a run in this process."""
     from megarl import arguments, train_rl
@@ -95,7 +101,7 @@ def run_megarl(folder: Path, case: Case, steps: int) -> list[float]:
 
     if not case.ends:
         HuggingFaceTokenizer.eos_id = property(lambda self: -1, lambda self, value: None)
-    train_rl.train(arguments.parse(megarl_flags(folder, case, steps), 1, "rl"), Timers())
+    train_rl.train(arguments.parse(megarl_flags(folder, case, steps), world_size(), "rl"), Timers())
     torch.distributed.destroy_process_group()
     rows = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     return [json.loads(row)["time/step_s"] for row in rows]
@@ -123,7 +129,8 @@ def run_trl(folder: Path, case: Case, steps: int, batch: int, continuous: bool) 
         tokenizer.add_special_tokens({"eos_token": "<end>"})  # an id behind those of the model
     count = PROMPTS * SAMPLES
     config = GRPOConfig(
-        output_dir=str(folder / "trl"), per_device_train_batch_size=batch, gradient_accumulation_steps=count // batch,
+        output_dir=str(folder / "trl"), per_device_train_batch_size=batch // world_size(),
+        gradient_accumulation_steps=count // batch,
         num_generations=SAMPLES, max_completion_length=case.new_tokens, max_steps=steps, learning_rate=RATE,
         lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0, beta=0.0, temperature=1.0, top_k=0,
         bf16=False, gradient_checkpointing=False, use_cpu=not torch.cuda.is_available(), logging_strategy="no",
@@ -144,9 +151,12 @@ def run_trl(folder: Path, case: Case, steps: int, batch: int, continuous: bool) 
 def in_process(side: str, name: str, folder: Path, args: argparse.Namespace) -> list[float]:
     """Seconds of the steps that count, of one side in a process of its own."""
     out = folder / "seconds.json"
-    command = [sys.executable, __file__, "--case", name, "--steps", str(args.steps), "--trl-batch", str(args.trl_batch)]
+    command = [__file__, "--case", name, "--steps", str(args.steps), "--trl-batch", str(args.trl_batch)]
     command += ["--trl-continuous"] * args.trl_continuous
-    environment = {"OMP_NUM_THREADS": str(os.cpu_count()), "HF_HUB_OFFLINE": "1", **os.environ}
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
+    command = [sys.executable, *launcher * (args.ranks > 1), *command]
+    threads = max(1, os.cpu_count() // args.ranks)
+    environment = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", **os.environ}
     done = subprocess.run(
         [*command, "--side", side, "--folder", str(folder)], env=environment, capture_output=True, text=True
     )
@@ -171,14 +181,15 @@ def measure(args: argparse.Namespace) -> dict:
         common.export(chunk, case.shape, namespace, 32 + case.new_tokens).save_pretrained(folder / "model")
         common.alternate({side: lambda side=side: clock(side, folder) for side in sides}, args.rounds)
     seconds = {side: sum(found, []) for side, found in steps.items()}
-    trl = {"trl_batch": args.trl_batch, "trl_continuous": args.trl_continuous}
-    return common.report(args.case, seconds, {"responses": PROMPTS * SAMPLES}, **trl)
+    how = {"ranks": args.ranks, "trl_batch": args.trl_batch, "trl_continuous": args.trl_continuous}
+    return common.report(args.case, seconds, {"responses": PROMPTS * SAMPLES}, **how)
 
 
 def main(argv: list[str] | None = None):
     """Parses flags, measures, prints."""
     made = common.parser(__doc__, CASES, rounds=3)
     made.add_argument("--steps", type=int, default=3, help="steps of each round that count")
+    made.add_argument("--ranks", type=int, default=1, help="data-parallel ranks of each side")
     made.add_argument("--trl-batch", type=int, default=64, help="responses of one of TRL's forward passes")
     made.add_argument("--trl-continuous", action="store_true", help="TRL writes by continuous batching")
     made.add_argument("--side", choices=[common.OURS, *PEERS], help="run this side alone, in --folder")
@@ -187,7 +198,9 @@ def main(argv: list[str] | None = None):
     if args.side:
         steps, case = WARM_UP + args.steps, CASES[args.case]
         run, *more = {common.OURS: (run_megarl,), "trl": (run_trl, args.trl_batch, args.trl_continuous)}[args.side]
-        (args.folder / "seconds.json").write_text(json.dumps(run(args.folder, case, steps, *more)))
+        seconds = json.dumps(run(args.folder, case, steps, *more))
+        if int(os.environ.get("RANK", 0)) == 0:
+            (args.folder / "seconds.json").write_text(seconds)
         return
     common.installed(PEERS)
     found = measure(args)
