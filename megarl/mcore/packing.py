@@ -9,6 +9,7 @@ micro-batch waits for the device.
 """
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,6 +43,14 @@ class Pieces:
     keys: Tensor  # [n, K] int64 places in the stream; padding repeats the last key
     mask: Tensor | None  # [n, 1, Q, K] bool, True where seen; None: causal, the i-th query sees keys 0 … i
     real: Tensor  # [m] int64 places in [n·Q] of the queries that are no padding
+
+    @classmethod
+    def of(cls, queries: Tensor, keys: Tensor, real: Tensor, last_seen: Tensor | None = None) -> "Pieces":
+        """From what `plan_pieces` planned, sent to the device."""
+        if last_seen is None:
+            return cls(queries, keys, None, real)
+        column = torch.arange(keys.shape[1], device=keys.device)
+        return cls(queries, keys, (column <= last_seen.unsqueeze(2)).unsqueeze(1), real)
 
 
 @dataclass
@@ -81,26 +90,22 @@ def class_widths(longest: int) -> list[int]:
     return [*widths, width]
 
 
-def _piece(first, keys_first, queries, keys, is_causal: bool) -> list[np.ndarray]:
-    """One class of pieces; arguments [n]: place of the first query and key, numbers of queries and keys.
+def plan_pieces(first, queries, keys, is_causal: bool, key_places: Callable) -> list[np.ndarray]:
+    """What `Pieces.of` takes, on the host: queries [n, Q], keys [n, K] and real [m] of `Pieces`, and, if not causal,
+    the last key [n, Q] that each query sees.
 
-    Queries [n, Q], keys [n, K], real [m] of `Pieces`, and, if not causal, the last key [n, Q] that each query sees.
+    Args:
+        first, queries, keys: [n] place of the first query, numbers of queries and keys.
+        key_places: from the numbers [n, K] of keys in their pieces to their places.
     """
     wide_q, wide_k = int(queries.max()), key_width(int(keys.max()), device.device())
     wide_q = wide_k if is_causal else -(-wide_q // LEAST_ROWS) * LEAST_ROWS
     row = np.minimum(np.arange(wide_q), queries[:, None] - 1)
     column = np.minimum(np.arange(wide_k), keys[:, None] - 1)
     real = np.flatnonzero(np.arange(wide_q) < queries[:, None])
-    found = [first[:, None] + row, keys_first[:, None] + column, real]
+    found = [first[:, None] + row, key_places(column), real]
     # Padded queries see what the last real one sees: a row without a key would be NaN.
     return found if is_causal else [*found, (keys - queries)[:, None] + row]
-
-
-def _on_device(queries: Tensor, keys: Tensor, real: Tensor, last_seen: Tensor | None = None) -> Pieces:
-    if last_seen is None:
-        return Pieces(queries, keys, None, real)
-    column = torch.arange(keys.shape[1], device=keys.device)
-    return Pieces(queries, keys, (column <= last_seen.unsqueeze(2)).unsqueeze(1), real)
 
 
 def _cut(starts, ends, chunks: list[tuple[int, int]]) -> list[np.ndarray]:
@@ -116,9 +121,11 @@ def _cut(starts, ends, chunks: list[tuple[int, int]]) -> list[np.ndarray]:
 
 
 def _classes(cut: list[np.ndarray], is_causal: bool) -> list[list[np.ndarray]]:
-    keys = cut[3]
-    kind = np.searchsorted(class_widths(int(keys.max())), keys)
-    return [_piece(*(x[kind == i] for x in cut), is_causal) for i in np.unique(kind)]
+    kind, found = np.searchsorted(class_widths(int(cut[3].max())), cut[3]), []
+    for i in np.unique(kind):
+        first, start, queries, keys = (x[kind == i] for x in cut)
+        found.append(plan_pieces(first, queries, keys, is_causal, lambda column, start=start: start[:, None] + column))
+    return found
 
 
 def _padded_size(tokens: int, context_ranks: int, tensor_ranks: int) -> int:
@@ -190,7 +197,7 @@ def pack(lengths: Tensor, context=None, tensor_ranks: int = 1, routing: Routing 
         max_seqlen_q=int(lengths.max()),
         max_seqlen_kv=int(lengths.max()),
         cp_group=context,
-        pieces=[_on_device(*pieces[i : i + each]) for i in range(0, len(pieces), each)],
+        pieces=[Pieces.of(*pieces[i : i + each]) for i in range(0, len(pieces), each)],
         **dict(zip(("restore", "places", "positions", "first", "last", "order"), sent[: len(arrays)], strict=False)),
         host_places=places,
         tokens=tokens,

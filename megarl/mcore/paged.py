@@ -10,12 +10,14 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from megarl.mcore import device
 from megarl.mcore.attention import attend, take
-from megarl.mcore.packing import LEAST_ROWS, Pieces, class_widths, key_width
+from megarl.mcore.packing import LEAST_ROWS, Pieces, class_widths, key_width, plan_pieces
 
 SCRATCH = 2**23  # bytes of keys and values that are gathered at once
 
@@ -89,34 +91,22 @@ def _decodings(tokens: Tensor | None, keys: Tensor, pages: Tensor, cache: Tensor
 
 def _prompts(first: Tensor, queries: Tensor, keys: Tensor, pages: Tensor, cache: Tensor) -> list[Pieces]:
     """Pieces of n requests with several new tokens, whose keys are rows of the flattened cache."""
-    device, block, found = cache.device, cache.shape[1], []
-    row = cache[0, 0].numel() * cache.element_size()
+    first, queries, keys, pages = (x.numpy() for x in (first, queries, keys, pages))
+    row, block, found = cache[0, 0].numel() * cache.element_size(), cache.shape[1], []
     # Keys read by way of pages, and queries that see all of their own prompt: the classes of packed training.
-    widths = torch.tensor(class_widths(int(keys.max())))
-    sizes = [torch.searchsorted(widths, lengths) for lengths in (queries, keys)]
-    kinds = torch.stack([(queries == keys).long(), *sizes], dim=1)
-    for kind in kinds.unique(dim=0):
-        members = (kinds == kind).all(1).nonzero().flatten()
+    widths = class_widths(int(keys.max()))
+    kinds = np.stack([queries == keys, *(np.searchsorted(widths, lengths) for lengths in (queries, keys))], axis=1)
+    for kind in np.unique(kinds, axis=0):
+        members = np.flatnonzero((kinds == kind).all(1))
         most = max(1, SCRATCH // (row * int(keys[members].max())))
-        for part in members.split(most):
-            wide = key_width(int(keys[part].max()), device)
-            column = torch.arange(wide).minimum(keys[part].unsqueeze(1) - 1)
-            places = pages[part].gather(1, column // block) * block + column % block
-            found.append(_piece(first[part], queries[part], keys[part], places, bool(kind[0]), device))
+        for part in np.split(members, range(most, len(members), most)):
+
+            def places(column, mine=pages[part]):
+                return np.take_along_axis(mine, column // block, 1) * block + column % block
+
+            planned = plan_pieces(first[part], queries[part], keys[part], bool(kind[0]), places)
+            found.append(Pieces.of(*device.send(planned)))
     return found
-
-
-def _piece(first: Tensor, queries: Tensor, keys: Tensor, places: Tensor, is_causal: bool, device) -> Pieces:
-    """One call's pieces, `places` [n, K] of their keys."""
-    wide_k = places.shape[1]
-    wide_q = wide_k if is_causal else -(-int(queries.max()) // LEAST_ROWS) * LEAST_ROWS
-    row = torch.arange(wide_q).minimum(queries.unsqueeze(1) - 1)
-    mask = None
-    if not is_causal:
-        last_seen = (keys - queries).unsqueeze(1) + row
-        mask = (torch.arange(wide_k) <= last_seen.unsqueeze(2)).unsqueeze(1).to(device)
-    real = (torch.arange(wide_q) < queries.unsqueeze(1)).flatten().nonzero().flatten()
-    return Pieces((first.unsqueeze(1) + row).to(device), places.to(device), mask, real.to(device))
 
 
 class PagedAttention:

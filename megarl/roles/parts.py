@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.arguments import Settings
-from megarl.batch import FIELDS, WRITTEN, Batch, concatenate, spans
+from megarl.batch import WRITTEN, Batch, concatenate, spans
 from megarl.errors import UsageError
 from megarl.exchange import from_bytes, to_bytes
 from megarl.mcore import device
@@ -202,7 +202,7 @@ def _numbered(*batches: Batch | None) -> Batch | None:
 def _cut(batch: Batch, longest: int) -> Batch:
     """The same with at most so many tokens of each response; those that lose some lose their end, too."""
     lengths = batch.lengths.minimum(batch.prompt_lengths + longest)
-    rows = spans(batch.cu_seqlens[:-1], lengths)
-    fields = {name: getattr(batch, name) for name in batch.present()}
-    cut = {n: value[rows] if FIELDS[n].kind == "token" else value for n, value in fields.items()}
-    return Batch(**cut | {"lengths": lengths, "finished": batch.finished & (lengths == batch.lengths)})
+    every = torch.arange(len(batch), device=lengths.device)
+    cut = batch.take(every, spans(batch.cu_seqlens[:-1], lengths))
+    cut.lengths, cut.finished = lengths, batch.finished & (lengths == batch.lengths)
+    return cut

@@ -131,9 +131,7 @@ class Rollout:
             race = Race(wanted, samples, requests, self.place) if is_race else None
             done = self._write(requests, samples, sampling, routes, race)
             done |= self._not_written(requests, parts_of(ids, prompts, samples), samples, routes)
-            ids, completions = torch.tensor(sorted(done), dtype=torch.int64), [done[i] for i in sorted(done)]
-            no_routes = self.engine.no_routes if routes else None
-            return pack_completions(ids, prompts, samples, [requests[i] for i in sorted(done)], completions, no_routes)
+            return pack_completions(done, prompts, samples, requests, self.engine.no_routes if routes else None)
 
     def _write(
         self, requests: list[Request], samples: int, sampling: SamplingSettings, routes: bool, race: Race | None

@@ -58,9 +58,8 @@ def written(rollout: Rollout, prompts: list[Drawn], samples: int, step: int, bou
             while (bound == bounds[-1] or not source.is_over(chunk)) and (ended := next(stream, None)):
                 number, done[number] = ended
                 source.ended(number)
-            ids = sorted(number for number in done if number < bound)
-            mine, found = [requests[i] for i in ids], [done.pop(i) for i in ids]
-            batch = pack_completions(torch.tensor(ids, dtype=torch.int64), prompts, samples, mine, found, no_routes)
+            part = {number: done.pop(number) for number in list(done) if number < bound}
+            batch = pack_completions(part, prompts, samples, requests, no_routes)
         yield batch
     source.close()
 

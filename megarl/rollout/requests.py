@@ -71,13 +71,18 @@ def still_open(requests: list[Request], samples: int, wanted: int) -> list[Reque
 
 
 def pack_completions(
-    ids: Tensor, prompts: list[Drawn], samples: int, requests: list[Request], completions: list[Completion],
+    done: dict[int, Completion], prompts: list[Drawn], samples: int, requests: list[Request],
     no_routes: Tensor | None = None,
 ) -> Batch:  # fmt: skip
-    """The rollout of a lane as one packed batch, in ascending sequence ids.
+    """What a lane wrote as one packed batch, in ascending sequence ids.
 
-    `no_routes` [0, L, k]: the shape of the routes that the completions have; None: they have none.
+    Args:
+        done: by sequence id.
+        prompts, samples, requests: of all lanes, as of `build_requests`.
+        no_routes: [0, L, k], the shape of the routes that the completions have; None: they have none.
     """
+    ids = torch.tensor(sorted(done), dtype=torch.int64)
+    requests, completions = [requests[i] for i in sorted(done)], [done[i] for i in sorted(done)]
     tokens, mask, logprobs = [], [], []
     for request, completion in zip(requests, completions, strict=True):
         prompt, written = len(request.prompt), len(completion.tokens)
