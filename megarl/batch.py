@@ -100,11 +100,20 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Shared:
+    """Sequences that begin with tokens which another one of them holds. Both int64 [N], on the host."""
+
+    owners: Tensor  # who holds each one's beginning: itself, or a sequence that shares nothing of another's
+    tokens: Tensor  # of the beginning: fewer than the sequence has, and than its owner has; 0 for owners
+
+
+@dataclass(frozen=True)
 class OnHost:
     """What the shapes of a micro-batch's pass follow from, on the host: no pass waits for the device to tell."""
 
     lengths: Tensor  # [N] int64
     response_mask: Tensor | None  # [T] bool; None where the batch has none
+    shared: Shared | None = None  # None: nothing is
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from megarl.observe.timeline import TraceEvent, write_timeline
 from tests.programs import ROOT
 from tests.test_bench import SMALL
 from tests.worlds import run_world
-from tools.bench import common, logprob, memory, offload, overlap, startup, weights
+from tools.bench import common, logprob, memory, offload, overlap, shared_prompts, startup, weights
 
 TINY = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 96 --swiglu --normalization RMSNorm"
@@ -149,3 +149,15 @@ def test_megarl_scores_every_token_but_the_first():
     ((found),) = run_world(megarl_scores, 1)
     for together, alone in found:
         assert together == pytest.approx(alone, abs=1e-6) and alone < -1
+
+
+def test_shared_prompts():
+    (found,) = run_world(measured_prompts, 1)
+    assert found["left"] == 1 - 2 * 3 * 15 / (8 * 20)
+    assert {side: len(times) for side, times in found["seconds"].items()} == {"shared": 3, "alone": 3}
+    assert found["ratio"] == found["medians"]["alone"] / found["medians"]["shared"]
+
+
+def measured_prompts(rank: int) -> dict:
+    sizes = {"prompts": 2, "prompt_length": 16, "samples": 4, "response_length": 4, "cap": 200, "rounds": 2}
+    return shared_prompts.measure(SimpleNamespace(**sizes))

@@ -55,10 +55,12 @@ def on_device(mode: FakeTensorMode):
     from megarl.roles import microbatches as mb
 
     total, mask = sum(LENGTHS), torch.rand(sum(LENGTHS)) > 0.4
+    mask[25:28] = False
     batch = Batch(sequence_ids=torch.arange(len(LENGTHS)), lengths=torch.tensor(LENGTHS), response_mask=mask,
                   tokens=torch.randint(0, VOCAB, (total,)), **{n: torch.randn(total) for n in FIELDS})  # fmt: skip
-    found = []
-    for part, places in mb.parts_of(batch, [torch.tensor([0, 2, 3]), torch.tensor([1, 4, 5])]):
+    batch.tokens[25:27] = batch.tokens[21:23]
+    prompts, found = mb.Prompts(torch.tensor([0, 1, 2, 3, 4, 4]), torch.full((6,), 2)), []  # the last two begin alike
+    for part, places in mb.parts_of(batch, [torch.tensor([0, 2, 3]), torch.tensor([1, 4, 5])], prompts):
         there = Batch(**{name: mode.from_tensor(getattr(part, name)) for name in part.present()})
         there.on_host = part.on_host
         found.append((there, places))
@@ -107,11 +109,13 @@ def run(rank: int, flags: str, most: int, spoils: dict) -> tuple[int, list[str]]
     counts = mode.from_tensor(torch.tensor([20.0, 6.0], dtype=torch.float64))
 
     def scores(chunk, part):
-        mask = part.on_host.response_mask
-        return model.token_scores(chunk, part.tokens, part.on_host.lengths, 0.9, VOCAB, None, mask)
+        known = part.on_host
+        return model.token_scores(
+            chunk, part.tokens, known.lengths, 0.9, VOCAB, None, known.response_mask, known.shared
+        )
 
     def values(chunk, part):
-        return model.token_values(chunk, part.tokens, part.on_host.lengths)
+        return model.token_values(chunk, part.tokens, part.on_host.lengths, shared=part.on_host.shared)
 
     def judged(chunk, part):
         return model.sequence_scores(chunk, part.tokens, part.on_host.lengths)

@@ -20,9 +20,12 @@ PLAIN = "--adam-eps 1 --lr 0.05 --weight-decay 0 --lr-decay-style constant"
 
 
 def experience(lane: int, lanes: int) -> Batch:
-    """A lane's share of a step that is the same for every number of lanes; one sequence has no response."""
+    """A lane's share of a step that is the same for every number of lanes; one sequence has no response.
+
+    Two and two answer a prompt.
+    """
     generator = torch.Generator().manual_seed(1)
-    prompts = torch.randint(2, 7, (SEQUENCES,), generator=generator)
+    prompts = torch.randint(2, 7, (SEQUENCES // 2,), generator=generator).repeat_interleave(2)
     responses = torch.randint(1, 5, (SEQUENCES,), generator=generator)
     responses[3] = 0
     lengths = prompts + responses
@@ -32,10 +35,13 @@ def experience(lane: int, lanes: int) -> Batch:
     noise = {name: torch.randn(total, generator=generator) * mask for name in names.split()}
     noise["logprobs"] = -2.7 + 0.1 * noise["logprobs"]
     noise["rollout_logprobs"] = noise["logprobs"] + 0.2 * noise["rollout_logprobs"]
-    ids = torch.arange(SEQUENCES)
+    ids, starts = torch.arange(SEQUENCES), lengths.cumsum(0) - lengths
+    tokens = torch.randint(0, 16, (total,), generator=generator)
+    for first, second, count in zip(starts[::2].tolist(), starts[1::2].tolist(), prompts[::2].tolist(), strict=True):
+        tokens[second : second + count] = tokens[first : first + count]
     batch = Batch(
         sequence_ids=ids, lengths=lengths, prompt_lengths=prompts, prompt_ids=ids // 2, response_mask=mask,
-        tokens=torch.randint(0, 16, (total,), generator=generator), finished=ids % 3 > 0, correct=ids % 2 > 0,
+        tokens=tokens, finished=ids % 3 > 0, correct=ids % 2 > 0,
         scores=torch.randn(SEQUENCES, generator=generator), **noise,
     )  # fmt: skip
     return batch.select((lane_of(ids, lanes, 2) == lane).nonzero().flatten())

@@ -16,6 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor
 
+from megarl.batch import Shared
 from megarl.mcore import device
 from megarl.mcore.balancing import balancing_state
 from megarl.mcore.context_parallel import gather_result
@@ -179,33 +180,36 @@ def weight_shapes(
 
 
 def _align_to_tokens(next_token_values: Tensor, packing: Packing) -> Tensor:
-    """[T] values that speak about the following token -> aligned to that token, 0 at each sequence's first token."""
+    """Values that speak about the following token of the stream -> [T], aligned to that token of the sequences, 0 at
+    each one's first."""
     shifted = torch.cat([next_token_values.new_zeros(1), next_token_values[:-1]])
-    return shifted.index_fill(0, packing.first, 0.0)
+    aligned = shifted.index_fill(0, packing.first, 0.0)
+    return aligned if packing.source is None else aligned.index_select(0, packing.source)
 
 
 def _whole(local: Tensor, packing: Packing) -> Tensor:
-    """Results at this rank's tokens -> [T] at those of the lane's micro-batch."""
+    """Results at this rank's tokens -> at those of the whole stream, without its padding."""
     if packing.order is not None:
         local = gather_result(local, packing.cp_group)[packing.order]
     return local[: packing.tokens]
 
 
 def _head_values(hidden: Tensor, head: ValueHead, packing: Packing, model) -> Tensor:
-    """[T] of the scalar head at each token of the lane's micro-batch, from hidden states at this rank's tokens."""
+    """Of the scalar head at each token of the whole stream, from hidden states at this rank's tokens."""
     values = head(hidden)
     if model.config.sequence_parallel:
         values = gather_result(values, head.group)
     return _whole(values, packing)
 
 
-def _run(chunk, tokens: Tensor, lengths: Tensor, processor, routing: Routing | None):
+def _run(chunk, tokens: Tensor, lengths: Tensor, processor, routing: Routing | None, shared: Shared | None = None):
     """Hidden states [T', 1, H] of a chunk, or what `processor` makes of the last one's."""
     if InferenceMode.is_active():
         raise RuntimeError("a training forward while the rollout engine is active: suspend the engine first")
     model = chunk.module if hasattr(chunk, "module") else chunk  # under gradient buffers or alone
     groups, sequence_parallel = model.pg_collection, model.config.sequence_parallel
-    packing = pack(lengths, groups.cp, dist.get_world_size(groups.tp) if sequence_parallel else 1, routing)
+    packing = pack(lengths, groups.cp, dist.get_world_size(groups.tp) if sequence_parallel else 1, routing, shared)
+    tokens = tokens if packing.held is None else tokens.index_select(0, packing.held)
     padded = torch.cat([tokens, tokens.new_zeros(packing.padding)])
     following = torch.cat([padded[1:], padded[:1]])
 
@@ -224,7 +228,7 @@ def _run(chunk, tokens: Tensor, lengths: Tensor, processor, routing: Routing | N
 
 def token_scores(
     chunk, tokens: Tensor, lengths: Tensor, temperature: float, vocab_size: int, routing: Routing | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | None = None, shared: Shared | None = None,
 ):  # fmt: skip
     """Log-probabilities and entropies of packed tokens under a language model.
 
@@ -236,6 +240,7 @@ def token_scores(
         vocab_size: the tokenizer's vocabulary.
         routing: what the routers do with this micro-batch; None: they choose the experts.
         mask: [T] bool on the host, the tokens of which scores are wanted; None: of all but each sequence's first.
+        shared: which sequences begin alike: what they share is computed once, the same to the last bit.
 
     Returns:
         TokenScores from a model's last chunk, hidden states for the next stage from others.
@@ -259,16 +264,18 @@ def token_scores(
 
         return TokenScores(aligned(logprobs), aligned(entropy))
 
-    return _run(chunk, tokens, lengths, processor, routing)
+    return _run(chunk, tokens, lengths, processor, routing, shared)
 
 
-def token_values(chunk, tokens: Tensor, lengths: Tensor, routing: Routing | None = None) -> Tensor:
+def token_values(
+    chunk, tokens: Tensor, lengths: Tensor, routing: Routing | None = None, shared: Shared | None = None
+) -> Tensor:
     """[T] values of the states before each token, 0 at first tokens; hidden states from all but the last chunk."""
 
     def processor(hidden, output_layer, weight, targets, packing, model):
         return _align_to_tokens(_head_values(hidden, output_layer, packing, model), packing)
 
-    return _run(chunk, tokens, lengths, processor, routing)
+    return _run(chunk, tokens, lengths, processor, routing, shared)
 
 
 def sequence_scores(chunk, tokens: Tensor, lengths: Tensor, routing: Routing | None = None) -> Tensor:

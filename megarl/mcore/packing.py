@@ -4,6 +4,9 @@ Sequences are cut from the stream as context parallelism wants it (`context_para
 is a piece: q consecutive queries whose keys are the k tokens from the sequence's start to the last query. Attention
 kernels for dense tensors take pieces of similar size together, padded to the longest of them.
 
+Sequences that begin alike, as the responses to a prompt do, need not hold that beginning each: where one does, it is
+the others' too (`Shared`). Linear layers then see its tokens once; attention finds them where they are.
+
 All of it follows from the lengths, which the host knows: it plans there and sends the plan in one copy, so that no
 micro-batch waits for the device.
 """
@@ -19,6 +22,7 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megarl.batch import Shared
 from megarl.mcore import device
 from megarl.mcore.context_parallel import chunks_of, places_in, stream_order
 from megarl.mcore.routing import Routing, Rows
@@ -62,8 +66,11 @@ class Packing(PackedSeqParams):
     restore: Tensor | None = None  # [T/c] int64: where each of this rank's queries stands in the pieces' results
     places: Tensor | None = None  # [T/c] int64 places in the padded stream of this rank's tokens
     positions: Tensor | None = None  # [T/c] int64 positions of this rank's tokens in their sequences
-    first: Tensor | None = None  # [N] int64 places in the stream of the sequences' first tokens
+    first: Tensor | None = None  # [N] int64 places in the stream of the first tokens that the sequences hold
     last: Tensor | None = None  # [N] int64, and of their last ones
+    held: Tensor | None = None  # [tokens] int64: which of the sequences' tokens each of the stream's is; None: itself
+    source: Tensor | None = None  # [T] int64: where in the stream each of the sequences' tokens is held, or spoken of
+    host_held: np.ndarray | None = None  # `held` on the host
     host_places: np.ndarray | None = None  # `places` on the host
     tokens: int = 0  # of the stream without its padding
     padding: int = 0  # tokens behind it, a sequence that counts nowhere
@@ -108,23 +115,80 @@ def plan_pieces(first, queries, keys, is_causal: bool, key_places: Callable) -> 
     return found if is_causal else [*found, (keys - queries)[:, None] + row]
 
 
-def _cut(starts, ends, chunks: list[tuple[int, int]]) -> list[np.ndarray]:
-    """Pieces of sequences [starts, ends) within chunks: [n] first query held, first key, queries, keys."""
-    found, held = [], 0
+class _Stream(NamedTuple):
+    """What each sequence holds of the stream, [start, end), and the beginning that it shares with its owner; all [N].
+
+    Padding is one more sequence, behind the others.
+    """
+
+    starts: np.ndarray
+    ends: np.ndarray
+    owners: np.ndarray
+    shared: np.ndarray
+
+    @classmethod
+    def of(cls, lengths: np.ndarray, shared: Shared | None, ranks: int, tensor_ranks: int) -> "_Stream":
+        """Of sequences of these lengths [N], padded for ranks of context and tensor parallelism."""
+        owners, begins = np.arange(len(lengths)), np.zeros(len(lengths), np.int64)
+        if shared is not None:
+            owners, begins = shared.owners.numpy(), shared.tokens.numpy()
+        held = lengths - begins
+        padding = _padded_size(int(held.sum()), ranks, tensor_ranks) - int(held.sum())
+        if padding:
+            held, owners, begins = (np.append(x, more) for x, more in ((held, padding), (owners, 0), (begins, 0)))
+        ends = held.cumsum()
+        return cls(ends - held, ends, owners, begins)
+
+    def positions(self) -> np.ndarray:
+        """[stream] of its tokens in their sequences."""
+        return np.arange(self.ends[-1]) - np.repeat(self.starts - self.shared, self.ends - self.starts)
+
+
+class _Cut(NamedTuple):
+    """Pieces, all [n] int64: place of the first query among the rank's tokens, numbers of queries and keys; the keys'
+    places in the stream: the first `shared` ones from `owner` on, the others from `start` on."""
+
+    first: np.ndarray
+    queries: np.ndarray
+    keys: np.ndarray
+    start: np.ndarray
+    shared: np.ndarray
+    owner: np.ndarray
+
+    def key_places(self, column):
+        """From the numbers [n, K] of keys in their pieces to their places in the stream."""
+        start, shared, owner = (x[:, None] for x in (self.start, self.shared, self.owner))
+        return np.where(column < shared, owner, start - shared) + column
+
+
+def _cut(stream: _Stream, chunks: list[tuple[int, int]]) -> _Cut:
+    """Pieces within chunks of what sequences hold."""
+    found, held, owner = [], 0, stream.starts[stream.owners]
     for a, b in chunks:
-        first, last = starts.clip(min=a), ends.clip(max=b)
-        here = first < last
-        first, last, start = first[here], last[here], starts[here]
-        found.append((held + first - a, start, last - first, last - start))
+        first, last = stream.starts.clip(min=a), stream.ends.clip(max=b)
+        keys, here = stream.shared + last - stream.starts, first < last
+        columns = (held + first - a, last - first, keys, stream.starts, stream.shared, owner)
+        found.append([column[here] for column in columns])
         held += b - a
-    return [np.concatenate(column) for column in zip(*found, strict=True)]
+    return _Cut(*map(np.concatenate, zip(*found, strict=True)))
 
 
-def _classes(cut: list[np.ndarray], is_causal: bool) -> list[list[np.ndarray]]:
-    kind, found = np.searchsorted(class_widths(int(cut[3].max())), cut[3]), []
-    for i in np.unique(kind):
-        first, start, queries, keys = (x[kind == i] for x in cut)
-        found.append(plan_pieces(first, queries, keys, is_causal, lambda column, start=start: start[:, None] + column))
+def _classes(cut: _Cut, is_whole: bool) -> list[list[np.ndarray]]:
+    """Plans of pieces of similar sizes together. `is_whole`: queries stand as keys do, no sequence is cut.
+
+    Where more than half of a sequence is queries, those of a beginning that another one holds are there again, and
+    dropped: causal kernels are the faster ones. Where less is, a mask costs less than such queries.
+    """
+    is_square = is_whole & (2 * cut.queries > cut.keys)
+    kinds = [np.searchsorted(class_widths(int(cut.keys.max())), x) for x in (cut.queries * ~is_square, cut.keys)]
+    kinds, found = np.stack([is_square, *kinds], axis=1), []
+    for kind in np.unique(kinds, axis=0):
+        piece = _Cut(*(x[(kinds == kind).all(1)] for x in cut))
+        if not kind[0]:
+            found.append(plan_pieces(*piece[:3], False, piece.key_places))
+            continue
+        _, keys, real = plan_pieces(piece.first, piece.keys, piece.keys, True, piece.key_places)
+        found.append([keys, keys, real[real % keys.shape[1] >= piece.shared[real // keys.shape[1]]]])
     return found
 
 
@@ -134,11 +198,12 @@ def _padded_size(tokens: int, context_ranks: int, tensor_ranks: int) -> int:
     return -(-max(tokens, LEAST_ROWS * context_ranks if context_ranks > 1 else 0) // unit) * unit
 
 
-def rows_of(lengths: Tensor, collection, sequence_parallel: bool) -> int:
+def rows_of(lengths: Tensor, shared: Shared | None, collection, sequence_parallel: bool) -> int:
     """Rows of the hidden states of a micro-batch of sequences [N], lengths on the host, on each rank of its role."""
+    tokens = int(lengths.sum()) - (0 if shared is None else int(shared.tokens.sum()))
     ranks, tensor_ranks = dist.get_world_size(collection.cp), dist.get_world_size(collection.tp)
     tensor_ranks = tensor_ranks if sequence_parallel else 1
-    return _padded_size(int(lengths.sum()), ranks, tensor_ranks) // (ranks * tensor_ranks)
+    return _padded_size(tokens, ranks, tensor_ranks) // (ranks * tensor_ranks)
 
 
 def routed_rows(lengths: Tensor, collection, sequence_parallel: bool) -> Rows:
@@ -157,15 +222,34 @@ def routed_rows(lengths: Tensor, collection, sequence_parallel: bool) -> Rows:
 
 
 def scored(mask: Tensor, packing: Packing) -> Scored:
-    """Which of this rank's tokens are scored where those in a mask [T] of the host are asked for."""
-    following = np.roll(np.append(mask.numpy(), np.zeros(packing.padding, bool)), -1)[packing.host_places]
+    """Which of this rank's tokens are scored where those in a mask [T] of the host are asked for.
+
+    What sequences share is scored where it is asked for of its owner.
+    """
+    asked = mask.numpy() if packing.host_held is None else mask.numpy()[packing.host_held]
+    following = np.roll(np.append(asked, np.zeros(packing.padding, bool)), -1)[packing.host_places]
     places = following.copy()
     places[:LEAST_ROWS] = True
     inside, wanted = np.flatnonzero(following[places]), np.flatnonzero(following)
     return Scored(*device.send([np.flatnonzero(places), inside, wanted]))
 
 
-def pack(lengths: Tensor, context=None, tensor_ranks: int = 1, routing: Routing | None = None) -> Packing:
+def _holding(lengths: np.ndarray, stream: _Stream) -> tuple[np.ndarray, np.ndarray]:
+    """`held` and `source` of a `Packing`.
+
+    What is said of a token comes from the one before it, which the first that a sequence holds has not beside it: of
+    that one, too, the owner's tell.
+    """
+    sequence = np.repeat(np.arange(len(lengths)), lengths)
+    position = np.arange(len(sequence)) - np.repeat(lengths.cumsum() - lengths, lengths)
+    shared = stream.shared[sequence]
+    own, owners = stream.starts[sequence] - shared, stream.starts[stream.owners[sequence]]
+    return np.flatnonzero(position >= shared), np.where(position > shared, own, owners) + position
+
+
+def pack(
+    lengths: Tensor, context=None, tensor_ranks: int = 1, routing: Routing | None = None, shared: Shared | None = None
+) -> Packing:
     """Describes sequences of these lengths [N] int64, each at least 1, for this rank of its role.
 
     Args:
@@ -173,33 +257,37 @@ def pack(lengths: Tensor, context=None, tensor_ranks: int = 1, routing: Routing 
         context: the context-parallel group, c ranks; None: one rank.
         tensor_ranks: the t ranks over which sequence parallelism cuts the stream; 1 without it.
         routing: what the model's routers do with this micro-batch.
+        shared: which sequences begin alike.
 
     The stream is padded to a multiple of 2·c·t tokens: fewer than that for a whole micro-batch, none for c = t = 1.
     """
     ranks, lengths = 1 if context is None else dist.get_world_size(context), lengths.numpy()
-    tokens, count = int(lengths.sum()), len(lengths)
-    total = _padded_size(tokens, ranks, tensor_ranks)
-    if total > tokens:
-        lengths = np.append(lengths, total - tokens)
-    ends = lengths.cumsum()
-    starts = ends - lengths
+    stream, count = _Stream.of(lengths, shared, ranks, tensor_ranks), len(lengths)
+    total, tokens = int(stream.ends[-1]), int(stream.ends[count - 1])
     chunks = chunks_of(dist.get_rank(context) if ranks > 1 else 0, ranks, total)
-    classes = _classes(_cut(starts, ends, chunks), ranks == 1)
-    restore = np.concatenate([queries.ravel()[real] for queries, _, real, *_ in classes]).argsort()
-    places = places_in(chunks)
-    positions = (np.arange(total) - np.repeat(starts, lengths))[places]
-    order = [stream_order(ranks, total)] if ranks > 1 else []
-    arrays = [restore, places, positions, starts[:count], ends[:count] - 1, *order]
-    sent = device.send([*arrays, *itertools.chain(*classes)])
-    pieces, each = sent[len(arrays) :], len(classes[0])
+    classes, places = _classes(_cut(stream, chunks), ranks == 1), places_in(chunks)
+    arrays = {
+        "restore": np.concatenate([queries.ravel()[real] for queries, _, real, *_ in classes]).argsort(),
+        "places": places,
+        "positions": stream.positions()[places],
+        "first": stream.starts[:count],
+        "last": stream.ends[:count] - 1,
+    }
+    if ranks > 1:
+        arrays["order"] = stream_order(ranks, total)
+    if shared is not None:
+        arrays["held"], arrays["source"] = _holding(lengths, stream)
+    sent = device.send([*arrays.values(), *itertools.chain(*classes)])
+    pieces = iter(sent[len(arrays) :])
     return Packing(
         qkv_format="thd",  # cumulative lengths stay None: rotary embeddings come by position, see `Stage`
-        max_seqlen_q=int(lengths.max()),
-        max_seqlen_kv=int(lengths.max()),
+        max_seqlen_q=max(int(lengths.max()), total - tokens),
+        max_seqlen_kv=max(int(lengths.max()), total - tokens),
         cp_group=context,
-        pieces=[Pieces.of(*pieces[i : i + each]) for i in range(0, len(pieces), each)],
-        **dict(zip(("restore", "places", "positions", "first", "last", "order"), sent[: len(arrays)], strict=False)),
+        pieces=[Pieces.of(*itertools.islice(pieces, len(planned))) for planned in classes],
+        **dict(zip(arrays, sent, strict=False)),
         host_places=places,
+        host_held=arrays.get("held"),
         tokens=tokens,
         padding=total - tokens,
         routing=routing,

@@ -97,7 +97,7 @@ class Actor:
     def _forward(self, network, part) -> model.TokenScores:
         return model.token_scores(
             network, part.tokens, part.on_host.lengths, self.settings.temperature, self.vocab_size, part.routing,
-            part.on_host.response_mask,
+            part.on_host.response_mask, part.on_host.shared,
         )
 
     def update(self, flow: Flow, step: int, kl_coefficient: float):

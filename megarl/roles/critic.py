@@ -39,7 +39,7 @@ class Critic:
             mb.write_back(batch, "values", self.learner.evaluate(parts, self._forward))
 
     def _forward(self, network, part) -> torch.Tensor:
-        return model.token_values(network, part.tokens, part.on_host.lengths, part.routing)
+        return model.token_values(network, part.tokens, part.on_host.lengths, part.routing, part.on_host.shared)
 
     def update(self, flow: Flow, step: int):
         """Learns `returns` for `--ppo-epochs` epochs of mini-batches."""

@@ -15,10 +15,10 @@ from megarl.world import Place
 
 
 def _run(stages, parts: list[tuple[Batch, torch.Tensor]], forward, loss, collection, train: bool) -> list:
-    is_cut = stages[0].config.sequence_parallel
+    is_cut, known = stages[0].config.sequence_parallel, [part.on_host for part, _ in parts]
     return pipeline.run_microbatches(
         stages, [part for part, _ in parts], forward, loss, collection, train,
-        rows=[packing.rows_of(part.on_host.lengths, collection, is_cut) for part, _ in parts],
+        rows=[packing.rows_of(found.lengths, found.shared, collection, is_cut) for found in known],
     )  # fmt: skip
 
 

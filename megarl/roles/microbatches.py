@@ -3,17 +3,22 @@
 Mini-batches are sets of sequence ids drawn from (seed, step, epoch), the same whatever the layout. Within one, each
 lane packs its own sequences under a token cap that is a real cap, few micro-batches of about equal work; all lanes run
 the same number of micro-batches, and a lane with nothing left runs an empty one that weighs nothing.
+
+Responses to the same prompt stand in the same micro-batch where they can: dense models compute what they begin with
+once. The cap counts it for each of them, so that memory is what it would be without.
 """
 
 import bisect
 import heapq
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megarl.arguments import RoleSettings, Settings
-from megarl.batch import FIELDS, Batch, OnHost, spans
+from megarl.batch import FIELDS, Batch, OnHost, Shared, spans
 from megarl.mcore import device
 from megarl.rollout.random import stream_keys, uniforms
 from megarl.world import Place
@@ -52,20 +57,53 @@ def workloads(lengths: Tensor, hidden: int) -> Tensor:
     return lengths * (lengths + 12 * hidden)
 
 
-def pack(lengths: Tensor, cap: int, hidden: int, count: int = 1, together: int = 1) -> list[Tensor]:
+class Prompts(NamedTuple):
+    """What sequences begin with; both [N] int64, on the host."""
+
+    ids: Tensor  # equal where the prompt is
+    shared: Tensor  # tokens of it that one sequence may hold for all
+
+
+def pack(
+    lengths: Tensor, cap: int, hidden: int, count: int = 1, together: int = 1, prompts: Prompts | None = None
+) -> list[Tensor]:
     """Places of the sequences of each micro-batch, ascending; at most `cap` tokens each, the dearest one first.
 
     As few micro-batches as best-fit decreasing finds, or `count` of them where that is more and there are sequences
     enough; then levelled to about equal work. A sequence longer than the cap stands alone; programs refuse settings
     that allow one. `together` sequences behind each other, as the two of a pair, share a micro-batch: then all of this
-    is said of them.
+    is said of them. So do those behind each other that have a prompt in common, as far as the cap and `count` allow;
+    its work counts once for each such run.
     """
+    units = torch.arange(len(lengths)).view(-1, together)
+    sizes, work = (x.view(-1, together).sum(1).tolist() for x in (lengths, workloads(lengths, hidden)))
+    runs, spared = [[unit] for unit in range(len(units))], [0] * len(units)
+    if prompts is not None:
+        runs, spared = _runs(sizes, cap, count, prompts), (12 * hidden * prompts.shared).tolist()
     groups = _pack(
-        lengths.view(-1, together).sum(1).tolist(), workloads(lengths, hidden).view(-1, together).sum(1).tolist(),
+        [sum(sizes[unit] for unit in run) for run in runs],
+        [sum(work[unit] for unit in run) - sum(spared[unit] for unit in run[1:]) for run in runs],
         cap, count,
     )  # fmt: skip
-    members = torch.arange(len(lengths)).view(-1, together)
-    return [members[group].flatten() for group in groups]
+    return [units[sorted(unit for run in group for unit in runs[run])].flatten() for group in groups]
+
+
+def _runs(lengths: list[int], cap: int, count: int, prompts: Prompts) -> list[list[int]]:
+    """Sequences behind each other with the same prompt, together under the cap; `count` runs if there can be."""
+    runs, ids, tokens = [], prompts.ids.tolist(), 0
+    for place, length in enumerate(lengths):
+        if place and ids[place] == ids[place - 1] and tokens + length <= cap:
+            runs[-1].append(place)
+            tokens += length
+        else:
+            runs.append([place])
+            tokens = length
+    while len(runs) < min(count, len(lengths)):
+        longest = max(runs, key=len)
+        half = len(longest) // 2
+        runs.append(longest[half:])
+        del longest[half:]
+    return runs
 
 
 def _pack(lengths: list[int], costs: list[int], cap: int, count: int) -> list[list[int]]:
@@ -115,8 +153,14 @@ def nothing(fields: list[str], device, sequences: int = 1) -> Batch:
     return found
 
 
-def parts_of(batch: Batch, groups: list[Tensor]) -> list[tuple[Batch, Tensor]]:
-    """The micro-batches of sequences at these places, on the host; what the host must know, it asks for once."""
+def parts_of(batch: Batch, groups: list[Tensor], prompts: Prompts | None = None) -> list[tuple[Batch, Tensor]]:
+    """The micro-batches of sequences at these places, on the host; what the host must know, it asks for once.
+
+    `prompts`: of the batch's sequences; None: nothing is shared.
+
+    Raises:
+        RuntimeError: sequences with the same prompt, by its number, begin with other tokens.
+    """
     lengths, mask = batch.lengths.cpu(), batch.response_mask
     mask = None if mask is None else mask.cpu()
     starts, found = lengths.cumsum(0) - lengths, []
@@ -124,14 +168,45 @@ def parts_of(batch: Batch, groups: list[Tensor]) -> list[tuple[Batch, Tensor]]:
         rows = spans(starts[group], lengths[group])
         places, tokens = device.send([group.numpy(), rows.numpy()])
         part = batch.take(places, tokens)
-        part.on_host = OnHost(lengths[group], None if mask is None else mask[rows])
+        shared = None if prompts is None else _shared(prompts.ids[group].numpy(), prompts.shared[group])
+        part.on_host = OnHost(lengths[group], None if mask is None else mask[rows], shared)
         found.append((part, places))
+    _check_beginnings([part for part, _ in found])
     return found
 
 
+def _check_beginnings(parts: list[Batch]):
+    unlike = []
+    for part in parts:
+        if (shared := part.on_host.shared) is not None:
+            starts = part.on_host.lengths.cumsum(0) - part.on_host.lengths
+            own, owners = (spans(where, shared.tokens) for where in (starts, starts[shared.owners]))
+            own, owners = device.send([own.numpy(), owners.numpy()])
+            unlike.append((part.tokens[own] != part.tokens[owners]).sum())
+    if unlike and int(count := torch.stack(unlike).sum()):
+        raise RuntimeError(f"{int(count)} tokens of prompts differ between responses to a prompt of the same number")
+
+
+def _shared(ids: np.ndarray, tokens: Tensor) -> Shared | None:
+    """The first sequence of each prompt holds it for the others; None where each has another."""
+    _, first, prompt = np.unique(ids, return_index=True, return_inverse=True)
+    owners = torch.from_numpy(first[prompt])
+    tokens = tokens.masked_fill(owners == torch.arange(len(owners)), 0)
+    return Shared(owners, tokens) if bool(tokens.any()) else None
+
+
+def prompts_of(batch: Batch) -> Prompts | None:
+    """Of a batch whose sequences are responses to prompts. A prompt's last token, whose successor is each one's own,
+    is not shared."""
+    if batch.prompt_ids is None or batch.prompt_lengths is None:
+        return None
+    return Prompts(batch.prompt_ids.cpu(), batch.prompt_lengths.cpu() - 1)
+
+
 def microbatches(
-    batch: Batch, places: Tensor, cap: int, lanes_group, hidden: int, multiple: int = 1, together: int = 1
-) -> list[tuple[Batch, Tensor]]:
+    batch: Batch, places: Tensor, cap: int, lanes_group, hidden: int, multiple: int = 1, together: int = 1,
+    prompts: Prompts | None = None,
+) -> list[tuple[Batch, Tensor]]:  # fmt: skip
     """(micro-batch, places of its sequences in `batch`), equally many on every lane; empty ones have no places.
 
     Args:
@@ -141,15 +216,17 @@ def microbatches(
         hidden: the model's hidden size, which weighs attention against linear layers.
         multiple: what the number of micro-batches must be a multiple of (the pipeline's size with virtual stages).
         together: so many sequences behind each other share a micro-batch, as in `pack`.
+        prompts: of the batch's sequences, to be computed once where they stand in a micro-batch.
     """
     where, places = batch.lengths.device, places.cpu()
     lengths = batch.lengths.cpu()[places]
-    packed = pack(lengths, cap, hidden, together=together)
+    of_places = None if prompts is None else Prompts(*(each[places] for each in prompts))
+    packed = pack(lengths, cap, hidden, 1, together, of_places)
     most = torch.tensor([max(len(packed), 1)], device=where)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=lanes_group)
     count = -(-int(most) // multiple) * multiple
-    packed = pack(lengths, cap, hidden, count, together) if count > len(packed) else packed
-    parts = parts_of(batch, [places[group] for group in packed])
+    packed = pack(lengths, cap, hidden, count, together, of_places) if count > len(packed) else packed
+    parts = parts_of(batch, [places[group] for group in packed], prompts)
     spare = (nothing(batch.present(), where, together), places[:0].to(where))
     return parts + [spare] * (count - len(parts))
 
@@ -157,9 +234,15 @@ def microbatches(
 def of_role(
     batch: Batch, places: Tensor, role: RoleSettings, place: Place, together: int = 1
 ) -> list[tuple[Batch, Tensor]]:
-    """`microbatches` for a role's model, under its cap, as many as on each of its lanes."""
-    cap, hidden = role.max_tokens_per_microbatch, role.megatron.hidden_size
-    return microbatches(batch, places, cap, place.collection.dp, hidden, role.microbatch_multiple, together)
+    """`microbatches` for a role's model, under its cap, as many as on each of its lanes.
+
+    A model with experts computes each prompt for each response: what balances experts counts every token.
+    """
+    cap, args = role.max_tokens_per_microbatch, role.megatron
+    return microbatches(
+        batch, places, cap, place.collection.dp, args.hidden_size, role.microbatch_multiple, together,
+        None if args.num_experts else prompts_of(batch),
+    )  # fmt: skip
 
 
 def write_back(batch: Batch, name: str, pieces: list[tuple[Tensor, Tensor]]):

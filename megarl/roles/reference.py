@@ -33,7 +33,7 @@ class Reference:
     def _forward(self, chunk, part) -> model.TokenScores:
         return model.token_scores(
             chunk, part.tokens, part.on_host.lengths, self.settings.temperature, self.vocab_size, part.routing,
-            part.on_host.response_mask,
+            part.on_host.response_mask, part.on_host.shared,
         )  # fmt: skip
 
     def state(self) -> dict:

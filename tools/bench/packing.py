@@ -52,10 +52,12 @@ def one_update(learner: Learner, batch: Batch, vocab_size: int) -> float:
         value = token_mean(-scores.logprobs, part.response_mask, count)
         return value, value.detach()
 
-    parts = learner.microbatches(batch, torch.arange(len(batch)))
-    losses, *_ = learner.update(
-        parts, lambda chunk, part: model.token_scores(chunk, part.tokens, part.on_host.lengths, 1.0, vocab_size), loss
-    )
+    def forward(chunk, part):
+        known = part.on_host
+        mask, shared = known.response_mask, known.shared
+        return model.token_scores(chunk, part.tokens, known.lengths, 1.0, vocab_size, mask=mask, shared=shared)
+
+    losses, *_ = learner.update(learner.microbatches(batch, torch.arange(len(batch))), forward, loss)
     float(sum(losses))  # waits for the device
     return time.perf_counter() - started
 
