@@ -97,7 +97,7 @@ def llama_logprobs(weights: dict, tokens: torch.Tensor, shape: common.Shape, eps
 
 
 def export_differs_by(rank: int) -> tuple[float, list]:
-    from megarl.mcore import model
+    from megarl.mcore import passes
 
     chunk, _, args = common.build(SMALL, (16, 16), "--init-method-std 0.2")
     with torch.no_grad():
@@ -107,7 +107,7 @@ def export_differs_by(rank: int) -> tuple[float, list]:
     weights = common.llama_weights(chunk, SMALL)
     (tokens,) = map(torch.tensor, common.random_prompts([20], SMALL.vocab))
     with torch.no_grad():
-        ours = model.token_scores(chunk, tokens, torch.tensor([20]), 1.0, SMALL.vocab).logprobs[1:]
+        ours = passes.token_scores(chunk, tokens, torch.tensor([20]), 1.0, SMALL.vocab).logprobs[1:]
         theirs = llama_logprobs(weights, tokens, SMALL, chunk.config.layernorm_epsilon)
     return float((ours - theirs).abs().max()), sorted((name, tuple(value.shape)) for name, value in weights.items())
 

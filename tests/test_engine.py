@@ -42,7 +42,7 @@ def settings_of(**kwargs):
 
 def largest_gap(model, requests, completions, temperature) -> float:
     """Largest difference of the engine's log-probs from those of the training forward."""
-    from megarl.mcore.model import evaluating, token_scores
+    from megarl.mcore.passes import evaluating, token_scores
 
     rows = [r.prompt + c.tokens for r, c in zip(requests, completions, strict=True)]
     lengths = torch.tensor([len(row) for row in rows])
@@ -141,7 +141,7 @@ def test_samples_of_one_prompt_follow_their_keys():
 
 
 def greedy_both_ways(rank, shape):
-    from megarl.mcore.model import evaluating, token_scores
+    from megarl.mcore.passes import evaluating, token_scores
 
     engine, model, _ = make_engine(shape=shape)
     requests = make_requests(count=6)
@@ -259,7 +259,7 @@ def test_the_cache_is_one_buffer_and_what_it_held_before_does_not_matter():
 
 
 def training_inside_and_after(rank):
-    from megarl.mcore.model import token_scores
+    from megarl.mcore.passes import token_scores
 
     engine, model, _ = make_engine()
     messages, original = [], engine.sampling.sample_kernel

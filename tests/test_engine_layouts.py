@@ -49,7 +49,7 @@ MOE_KINDS = {
 
 def written(rank, flags: str, sampling: dict, end: int, count: int = 20):
     """(number, completion, gap to the training forward) of the requests that this rank's lane writes."""
-    from megarl.mcore import model
+    from megarl.mcore import passes
     from megarl.mcore.engine import RolloutEngine
     from megarl.roles.learner import evaluate
 
@@ -66,7 +66,7 @@ def written(rank, flags: str, sampling: dict, end: int, count: int = 20):
     dist.all_gather_object(everyone, list(zip(requests, done, strict=True)), group=place.collection.cp)
     pairs = [pair for part in everyone for pair in part]
     rows = [request.prompt + completion.tokens for request, completion in pairs]
-    forward = lambda chunk, part: model.token_scores(  # noqa: E731
+    forward = lambda chunk, part: passes.token_scores(  # noqa: E731
         chunk, part.tokens, part.lengths, settings.temperature, VOCAB
     )
     ((scores, _),) = evaluate(stages, whole_part(rows), forward, place.collection)

@@ -43,7 +43,7 @@ def engine_of(model, place, buffer_gb=0.01, max_requests=32, **options):
 
 def trained_routes(stages, args, place, requests, completions):
     """([R] places, [R, L, k] routes) of the training forward over what was written, at this rank's tokens."""
-    from megarl.mcore import model
+    from megarl.mcore import passes
     from megarl.mcore.packing import routed_rows
     from megarl.mcore.router import moe_layers_of
     from megarl.mcore.routing import Routing
@@ -53,7 +53,7 @@ def trained_routes(stages, args, place, requests, completions):
     ((part, places),) = whole_part(rows)
     seen = routed_rows(part.lengths, place.collection, args.sequence_parallel)
     routing = Routing("actor", moe_layers_of(stages), args.num_experts, seen)
-    forward = lambda chunk, part: model.token_scores(chunk, part.tokens, part.lengths, 1.2, VOCAB, routing)  # noqa: E731
+    forward = lambda chunk, part: passes.token_scores(chunk, part.tokens, part.lengths, 1.2, VOCAB, routing)  # noqa: E731
     evaluate(stages, [(part, places)], forward, place.collection)
     real = seen.places < len(part.tokens)
     return seen.places[real], routing.recorded(args.moe_router_topk)[real]

@@ -100,7 +100,7 @@ def run(rank: int, flags: str, most: int, spoils: dict) -> tuple[int, list[str]]
     """
     from megarl.algorithms.aggregation import token_mean
     from megarl.algorithms.value_loss import clipped_value_loss
-    from megarl.mcore import model, pipeline
+    from megarl.mcore import passes, pipeline
     from megarl.roles.learner import evaluate
 
     mode, losses = FakeTensorMode(), objectives()[:most]
@@ -110,15 +110,15 @@ def run(rank: int, flags: str, most: int, spoils: dict) -> tuple[int, list[str]]
 
     def scores(chunk, part):
         known = part.on_host
-        return model.token_scores(
+        return passes.token_scores(
             chunk, part.tokens, known.lengths, 0.9, VOCAB, None, known.response_mask, known.shared
         )
 
     def values(chunk, part):
-        return model.token_values(chunk, part.tokens, part.on_host.lengths, shared=part.on_host.shared)
+        return passes.token_values(chunk, part.tokens, part.on_host.lengths, shared=part.on_host.shared)
 
     def judged(chunk, part):
-        return model.sequence_scores(chunk, part.tokens, part.on_host.lengths)
+        return passes.sequence_scores(chunk, part.tokens, part.on_host.lengths)
 
     def surrogate(out, part):
         return sum(loss(out, part, part.logprobs, counts, 0.1)[0] for loss in losses), out.logprobs.detach()

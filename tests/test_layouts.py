@@ -113,11 +113,11 @@ def whole_weights(stages, collection) -> dict:
 
 def forward_of(value_head: bool):
     """The role's forward: (chunk, micro-batch) -> values or scores."""
-    from megarl.mcore import model
+    from megarl.mcore import passes
 
     if value_head:
-        return lambda chunk, part: model.token_values(chunk, part.tokens, part.lengths, part.routing)
-    return lambda chunk, part: model.token_scores(chunk, part.tokens, part.lengths, 0.8, VOCAB, part.routing)
+        return lambda chunk, part: passes.token_values(chunk, part.tokens, part.lengths, part.routing)
+    return lambda chunk, part: passes.token_scores(chunk, part.tokens, part.lengths, 0.8, VOCAB, part.routing)
 
 
 def clipped_loss(scores, part):

@@ -13,7 +13,7 @@ TEMPERATURE = 0.8
 
 def scores_of(rank, flags, shape):
     """Packed and one-by-one scores of a model, with all its parameters put together."""
-    from megarl.mcore.model import evaluating, token_scores
+    from megarl.mcore.passes import evaluating, token_scores
 
     model, args, place = build(flags, shape)
     tokens, lengths = ragged_tokens(LENGTHS)
@@ -46,7 +46,7 @@ def test_one_rank_equals_two_and_packed_equals_alone(shape):
 
 def naive_scores(rank, shape):
     """token_scores against the log_softmax of the whole logits, from the decoder's output."""
-    from megarl.mcore.model import evaluating, token_scores
+    from megarl.mcore.passes import evaluating, token_scores
 
     model, _, _ = build("", shape)
     tokens, lengths = ragged_tokens([8])
@@ -73,7 +73,7 @@ def test_scores_speak_about_the_token_they_stand_at(shape):
 
 
 def causality(rank, shape):
-    from megarl.mcore.model import evaluating, token_scores
+    from megarl.mcore.passes import evaluating, token_scores
 
     model, _, _ = build("", shape)
     tokens, lengths = ragged_tokens([6, 7])
@@ -93,7 +93,7 @@ def test_a_token_changes_what_stands_behind_it_alone(shape):
 
 
 def values_of(rank, flags):
-    from megarl.mcore.model import evaluating, token_values
+    from megarl.mcore.passes import evaluating, token_values
 
     model, _, _ = build(flags, value_head=True)
     tokens, lengths = ragged_tokens(LENGTHS)
@@ -147,7 +147,7 @@ def test_data_parallel_lanes_start_with_the_same_weights():
 def refuses_while_writing(rank):
     from megatron.core.inference.utils import InferenceMode
 
-    from megarl.mcore.model import token_scores
+    from megarl.mcore.passes import token_scores
 
     model, _, _ = build()
     tokens, lengths = ragged_tokens([3])
@@ -165,7 +165,7 @@ def test_a_forward_while_the_engine_writes_is_refused():
 
 
 def restored(rank):
-    from megarl.mcore.model import evaluating
+    from megarl.mcore.passes import evaluating
 
     model, _, _ = build()
     try:

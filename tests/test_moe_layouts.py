@@ -52,12 +52,12 @@ def learner_of(flags: str, value_head: bool = False):
 
 def step(learner, place, count: int, value_head: bool = False, spoil: float = 0.0):
     """(loss over all lanes, whether applied, gradient norm) of an update in `count` micro-batches."""
-    from megarl.mcore import model
+    from megarl.mcore import passes
 
     def forward(chunk, part):
         if value_head:
-            return model.token_values(chunk, part.tokens, part.lengths, part.routing)
-        return model.token_scores(chunk, part.tokens, part.lengths, 0.8, VOCAB, part.routing)
+            return passes.token_values(chunk, part.tokens, part.lengths, part.routing)
+        return passes.token_scores(chunk, part.tokens, part.lengths, 0.8, VOCAB, part.routing)
 
     batch = batch_of(place)
     total = place.sum_over_lanes(batch.response_mask.sum().double())
@@ -150,7 +150,8 @@ def test_a_skipped_update_leaves_no_trace():
 
 def together(rank):
     """Actor and critic of one process, and a frozen model with the actor's flags."""
-    from megarl.mcore.model import build_frozen, token_scores
+    from megarl.mcore.model import build_frozen
+    from megarl.mcore.passes import token_scores
 
     (actor, place), (critic, _) = learner_of(FULL), learner_of(FULL, value_head=True)
     reference = build_frozen(actor.role.megatron, VOCAB, place.collection)

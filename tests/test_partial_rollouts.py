@@ -43,7 +43,7 @@ def rows_of(batch) -> list[dict]:
 
 def gap_of(run, version: int, rows: list[dict]) -> float:
     """Largest difference of the log-probs of a version's tokens from those of the training forward."""
-    from megarl.mcore.model import evaluating, token_scores
+    from megarl.mcore.passes import evaluating, token_scores
 
     model, lengths = run.actor.learner.model[0], torch.tensor([len(r["prompt"] + r["response"]) for r in rows])
     tokens = torch.tensor([token for row in rows for token in row["prompt"] + row["response"]])

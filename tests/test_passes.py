@@ -87,7 +87,7 @@ def test_scores_of_some_tokens_are_those_that_all_tokens_give(size, sequence_par
 
 def masked_scores(rank):
     """Scores of a mask's tokens against those of all tokens, at a mask's edges."""
-    from megarl.mcore.model import evaluating, token_scores
+    from megarl.mcore.passes import evaluating, token_scores
 
     model, _, _ = build("", "llama")
     tokens, lengths = ragged_tokens([8, 1, 5, 3])

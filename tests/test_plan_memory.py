@@ -156,13 +156,13 @@ def local(tensor):
 
 def sharded_step(rank: int, flags: list[str]) -> list:
     """(real, planned) bytes of weights, gradients and states of a sharded role; of the first rank, which has most."""
-    from megarl.mcore import model, pipeline
+    from megarl.mcore import passes, pipeline
 
     found = []
     for text in flags:
         args, collection, stages, wrapped, optimizer = build(f"{SHARDED} {text}", "llama", False)
         pipeline.run_microbatches(
-            wrapped, [ragged_tokens(LENGTHS)], lambda chunk, part: model.token_scores(chunk, *part, 1.0, VOCAB),
+            wrapped, [ragged_tokens(LENGTHS)], lambda chunk, part: passes.token_scores(chunk, *part, 1.0, VOCAB),
             lambda out, part: (out.logprobs.sum(), torch.zeros(1)), collection, train=True,
         )  # fmt: skip
         weights = [local(p) for p in stages.parameters()]
@@ -179,7 +179,7 @@ def sharded_step(rank: int, flags: list[str]) -> list:
 
 def step_of_rank(rank: int, cases: list):
     """For each case: real and planned bytes of this rank, and real and planned peak of activations of an update."""
-    from megarl.mcore import model, pipeline
+    from megarl.mcore import passes, pipeline
 
     found = []
     for flags, shape, value_head, count in cases:
@@ -189,7 +189,7 @@ def step_of_rank(rank: int, cases: list):
         meter = Meter(stages)
 
         def forward(chunk, part, value_head=value_head):
-            return model.token_values(chunk, *part) if value_head else model.token_scores(chunk, *part, 1.0, VOCAB)
+            return passes.token_values(chunk, *part) if value_head else passes.token_scores(chunk, *part, 1.0, VOCAB)
 
         def loss(out, part):
             return (out if torch.is_tensor(out) else out.logprobs).sum(), torch.zeros(1)

@@ -69,7 +69,7 @@ def count_sent(sent: list[float]):
 
 def sent_by_rank(rank: int, layouts: list[str]) -> list[tuple[float, dict]]:
     """What this rank sends in one update of each layout, and what the plan says."""
-    from megarl.mcore import model, optimizer, pipeline
+    from megarl.mcore import model, optimizer, passes, pipeline
 
     found, sent = [], [0.0]
     count_sent(sent)
@@ -82,7 +82,7 @@ def sent_by_rank(rank: int, layouts: list[str]) -> list[tuple[float, dict]]:
         parts = [ragged_tokens(LENGTHS, seed) for seed in range(2)]
         sent[0] = 0.0
         pipeline.run_microbatches(
-            wrapped, parts, lambda chunk, part: model.token_scores(chunk, *part, 1.0, VOCAB),
+            wrapped, parts, lambda chunk, part: passes.token_scores(chunk, *part, 1.0, VOCAB),
             lambda out, part: (out.logprobs.sum(), torch.zeros(1)), place.collection, train=True,
         )  # fmt: skip
         optimizer.update(built)

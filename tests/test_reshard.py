@@ -160,7 +160,7 @@ def test_the_gathered_model_is_the_gathered_source():
 
 def sharded(rank, flags):
     """A source whose parameters are sharded over its lanes; its chunks have gathered and freed them once."""
-    from megarl.mcore.model import token_scores
+    from megarl.mcore.passes import token_scores
     from megarl.mcore.sharded import shard
 
     pair = Pair(flags)

@@ -95,7 +95,7 @@ def by_hand(rank: int, texts: list) -> list[float]:
 
     from megarl import world
     from megarl.checkpoint import state
-    from megarl.mcore import model
+    from megarl.mcore import model, passes
 
     role = program("reward", reward_argv(Path("x"), reads(models(), "")), 1).roles["reward"]
     place = world.create({"reward": role}, timedelta(minutes=1))["reward"]
@@ -107,7 +107,7 @@ def by_hand(rank: int, texts: list) -> list[float]:
         plain = f"[user] {prompt}[assistant] "
         tokens = torch.tensor([*tokenizer.encode(plain), *tokenizer.encode(response), tokenizer.eos_id])
         with torch.no_grad():
-            scores.append(float(model.sequence_scores(network[0], tokens, torch.tensor([len(tokens)]))[0]))
+            scores.append(float(passes.sequence_scores(network[0], tokens, torch.tensor([len(tokens)]))[0]))
     return scores
 
 

@@ -73,7 +73,7 @@ def test_gates_of_replayed_experts_are_live_and_learn(scoring):
 
 def tokens_without_routes(rank):
     """Per layer: whether routes were taken, experts a token, tokens routed live, and the load of the experts."""
-    from megarl.mcore.model import evaluating, token_scores
+    from megarl.mcore.passes import evaluating, token_scores
 
     model, _, place = build(MOE)
     tokens, lengths = ragged_tokens(LENGTHS)
@@ -129,7 +129,7 @@ def test_every_token_is_routed_on_one_rank(flags, size, lengths):
 
 def out_of_step(rank):
     """Messages of the errors that routes of other tokens, layers or passes give."""
-    from megarl.mcore.model import token_scores
+    from megarl.mcore.passes import token_scores
     from megarl.mcore.router import check_recomputed, routers_of
 
     model, _, place = build(MOE)

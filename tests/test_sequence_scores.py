@@ -48,7 +48,7 @@ def frozen(flags: str):
 def scores(rank, flags: str) -> list:
     """[N] scores of the sequences, in 1 and in 5 micro-batches, some of them blank."""
     from megarl.batch import Batch
-    from megarl.mcore.model import sequence_scores
+    from megarl.mcore.passes import sequence_scores
     from megarl.roles.learner import evaluate
 
     stages, place = frozen(flags)
@@ -84,7 +84,7 @@ def test_scores_do_not_depend_on_layout_and_packing(layout):
 
 def plain(rank):
     """Each sequence alone: the head, in float64, on what the decoder says at its last token."""
-    from megarl.mcore.model import sequence_scores, token_values
+    from megarl.mcore.passes import sequence_scores, token_values
 
     stages, _ = frozen(DENSE)
     (chunk,), captured = stages, {}

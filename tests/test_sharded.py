@@ -47,10 +47,12 @@ def microbatches(place, count: int) -> list:
 
 def step(found, count: int = 2, value_head: bool = False, spoil: float = 0.0):
     """(loss over all lanes, whether applied, gradient norm) of one update; `spoil` is added to this lane's loss."""
-    from megarl.mcore import model, optimizer, pipeline
+    from megarl.mcore import optimizer, passes, pipeline
 
     def forward(chunk, part):
-        return model.token_values(chunk, *part[:2]) if value_head else model.token_scores(chunk, *part[:2], 0.9, VOCAB)
+        if value_head:
+            return passes.token_values(chunk, *part[:2])
+        return passes.token_scores(chunk, *part[:2], 0.9, VOCAB)
 
     def loss(out, part):
         if value_head:
@@ -204,7 +206,7 @@ def parts_of_batch():
 
 
 def scores(chunk, part):
-    from megarl.mcore.model import token_scores
+    from megarl.mcore.passes import token_scores
 
     return token_scores(chunk, part.tokens, part.lengths, 0.9, VOCAB)
 
@@ -219,12 +221,12 @@ def test_a_rank_holds_its_share_and_a_gathered_layer_is_freed_again(size):
 
 def scoring(rank):
     """Whether a frozen model scores alike when it is sharded; the part of its bytes that a rank still holds."""
-    from megarl.mcore import model, sharded
+    from megarl.mcore import model, passes, sharded
 
     args, place = join_actor()
     stages = model.build_model(args, VOCAB, place.collection).requires_grad_(False)
     (batch,) = parts_of_batch()
-    with model.evaluating(stages):
+    with passes.evaluating(stages):
         plain = scores(stages[0], batch)
         sharded.shard(stages[0], place.collection)
         same = all(map(torch.equal, plain, scores(stages[0], batch)))

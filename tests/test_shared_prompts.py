@@ -88,7 +88,7 @@ def test_prompts_of_one_number_that_are_two_are_no_ones():
 
 def one_rank(rank, shape: str, value_head: bool):
     """[(with sharing, without)] of what a pass gives, and of the gradients, with every token asked for and without."""
-    from megarl.mcore.model import token_scores, token_values
+    from megarl.mcore.passes import token_scores, token_values
 
     model, *_ = build("", shape, value_head)
     if value_head:
@@ -125,7 +125,7 @@ def test_sharing_changes_no_bit_of_a_pass(shape, value_head):
 def update(rank, flags: str, share: bool):
     """(log-probs [T] of the whole batch, loss, gradient norm) of an update over two micro-batches a lane."""
     from megarl.algorithms.aggregation import token_mean
-    from megarl.mcore import model
+    from megarl.mcore import passes
     from megarl.roles.learner import Learner
 
     role = parse_roles(f"{flags} --max-tokens-per-microbatch 150", dist.get_world_size())["actor"]
@@ -139,7 +139,7 @@ def update(rank, flags: str, share: bool):
 
     def forward(chunk, part):
         known = part.on_host
-        return model.token_scores(
+        return passes.token_scores(
             chunk, part.tokens, known.lengths, 0.8, VOCAB, part.routing, known.response_mask, known.shared
         )
 

@@ -79,7 +79,7 @@ def test_updates_are_the_same_in_every_layout(size, shape, layout, folder):
 
 def own_means(network, pairs, margin: float, centring: float) -> list[float]:
     """Loss, accuracy, margin and mean score of pairs, each text alone through a model of one chunk, in float64."""
-    from megarl.mcore.model import evaluating, sequence_scores
+    from megarl.mcore.passes import evaluating, sequence_scores
 
     def score(tokens):
         return float(sequence_scores(network, torch.tensor(tokens), torch.tensor([len(tokens)])))
@@ -164,7 +164,7 @@ def started(rank: int, parsed, pairs):
     """Scores of a frozen reward model, values of a critic that started from it, and the critic's after an update."""
     from megarl import world
     from megarl.checkpoint import state
-    from megarl.mcore import model, optimizer
+    from megarl.mcore import model, optimizer, passes
     from megarl.roles.learner import Learner
 
     here = world.create(parsed.roles, timedelta(seconds=60))
@@ -180,8 +180,8 @@ def started(rank: int, parsed, pairs):
     with torch.no_grad():
         for tokens in texts:
             whole, longer = torch.tensor(tokens), torch.tensor([*tokens, 3])
-            scores.append(float(model.sequence_scores(judge[0], whole, torch.tensor([len(whole)]))))
-            values.append(float(model.token_values(critic.model[0], longer, torch.tensor([len(longer)]))[-1]))
+            scores.append(float(passes.sequence_scores(judge[0], whole, torch.tensor([len(whole)]))))
+            values.append(float(passes.token_values(critic.model[0], longer, torch.tensor([len(longer)]))[-1]))
     before = [p.detach().clone() for p in critic.model.parameters()]
     critic.wrapped[0].zero_grad_buffer()
     assert optimizer.update(critic.optimizer)[0]  # no gradient: nothing but its own copies could move the weights

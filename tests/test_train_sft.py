@@ -61,7 +61,7 @@ def own_loss(stages, examples, vocab_size) -> float:
     """Mean −log p of response tokens, each example alone through a model of one chunk."""
     import torch
 
-    from megarl.mcore.model import evaluating, token_scores
+    from megarl.mcore.passes import evaluating, token_scores
 
     total, count = 0.0, 0
     with evaluating(stages):

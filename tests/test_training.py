@@ -37,7 +37,7 @@ def microbatches_of(place, parts: int):
 
 
 def forward_and_loss(value_head: bool):
-    from megarl.mcore.model import token_scores, token_values
+    from megarl.mcore.passes import token_scores, token_values
 
     if value_head:
         return (
@@ -132,7 +132,7 @@ def test_gradients_are_those_of_plain_autograd():
     """Gradient buffers and schedule against backward() of the whole loss on the bare model."""
 
     def compare(rank):
-        from megarl.mcore.model import token_scores
+        from megarl.mcore.passes import token_scores
 
         model, wrapped, adam, _, place = learner(SGD_LIKE)
         bare, *_ = build(SGD_LIKE)
@@ -151,7 +151,7 @@ def test_gradients_are_those_of_plain_autograd():
 
 def forward_only(rank):
     from megarl.mcore import pipeline
-    from megarl.mcore.model import evaluating
+    from megarl.mcore.passes import evaluating
 
     model, _, _, _, place = learner(SGD_LIKE)
     forward, loss = forward_and_loss(False)

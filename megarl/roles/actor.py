@@ -11,7 +11,7 @@ from megarl.algorithms.correction import correction_report, correction_sums
 from megarl.algorithms.policy_losses import PolicyLoss
 from megarl.arguments import RoleSettings, Settings
 from megarl.batch import Batch
-from megarl.mcore import model
+from megarl.mcore.passes import TokenScores, token_scores
 from megarl.observe.timers import Timers
 from megarl.roles import microbatches as mb
 from megarl.roles import probe
@@ -94,8 +94,8 @@ class Actor:
             **correction_report(measured[2:], maxima[1:]),
         }
 
-    def _forward(self, network, part) -> model.TokenScores:
-        return model.token_scores(
+    def _forward(self, network, part) -> TokenScores:
+        return token_scores(
             network, part.tokens, part.on_host.lengths, self.settings.temperature, self.vocab_size, part.routing,
             part.on_host.response_mask, part.on_host.shared,
         )

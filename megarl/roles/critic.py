@@ -8,7 +8,7 @@ from megarl.algorithms.aggregation import masked_sum, token_mean
 from megarl.algorithms.statistics import explained_variance, explained_variance_moments
 from megarl.algorithms.value_loss import clipped_value_loss
 from megarl.arguments import RoleSettings, Settings
-from megarl.mcore import model
+from megarl.mcore import passes
 from megarl.observe.timers import Timers
 from megarl.roles import microbatches as mb
 from megarl.roles.flow import Flow
@@ -39,7 +39,7 @@ class Critic:
             mb.write_back(batch, "values", self.learner.evaluate(parts, self._forward))
 
     def _forward(self, network, part) -> torch.Tensor:
-        return model.token_values(network, part.tokens, part.on_host.lengths, part.routing, part.on_host.shared)
+        return passes.token_values(network, part.tokens, part.on_host.lengths, part.routing, part.on_host.shared)
 
     def update(self, flow: Flow, step: int):
         """Learns `returns` for `--ppo-epochs` epochs of mini-batches."""

@@ -12,7 +12,7 @@ from megarl.batch import Batch
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import Prompt
 from megarl.errors import UsageError
-from megarl.mcore import device, model
+from megarl.mcore import device, passes
 from megarl.observe.timers import Timers
 from megarl.roles.frozen import Frozen
 from megarl.world import Place
@@ -94,4 +94,4 @@ def _scores(batch: Batch, member: Frozen) -> Tensor:
 
 
 def _forward(chunk, part: Batch) -> Tensor:
-    return model.sequence_scores(chunk, part.tokens, part.on_host.lengths, part.routing)
+    return passes.sequence_scores(chunk, part.tokens, part.on_host.lengths, part.routing)

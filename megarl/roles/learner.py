@@ -8,7 +8,7 @@ from megarl.arguments import RoleSettings
 from megarl.batch import Batch
 from megarl.checkpoint import state
 from megarl.errors import UsageError
-from megarl.mcore import checkpoint, model, offload, optimizer, packing, pipeline
+from megarl.mcore import checkpoint, model, offload, optimizer, packing, passes, pipeline
 from megarl.roles import microbatches as mb
 from megarl.roles.routes import Routes
 from megarl.world import Place
@@ -24,7 +24,7 @@ def _run(stages, parts: list[tuple[Batch, torch.Tensor]], forward, loss, collect
 
 def evaluate(stages, parts: list[tuple[Batch, torch.Tensor]], forward, collection) -> list:
     """`forward(chunk, micro-batch)` of each micro-batch without gradients: [(result, places)] on every rank."""
-    with model.evaluating(stages):
+    with passes.evaluating(stages):
         results = _run(stages, parts, forward, lambda out, part: (torch.zeros(()), out), collection, train=False)
     return [(result, places) for result, (_, places) in zip(results, parts, strict=True)]
 

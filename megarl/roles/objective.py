@@ -10,7 +10,7 @@ from megarl.algorithms.policy_loss import ClipOptions, PolicyTokens
 from megarl.algorithms.policy_losses import PolicyLoss
 from megarl.arguments import Settings
 from megarl.batch import Batch
-from megarl.mcore.model import TokenScores
+from megarl.mcore.passes import TokenScores
 
 NAMES = ("actor/loss", "actor/entropy", "actor/ppo_kl", "actor/clip_fraction", "actor/kl_loss")
 

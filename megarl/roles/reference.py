@@ -1,7 +1,7 @@
 """The reference role: log-probs of the policy that the run started from."""
 
 from megarl.arguments import RoleSettings, Settings
-from megarl.mcore import checkpoint, model
+from megarl.mcore import checkpoint, passes
 from megarl.observe.timers import Timers
 from megarl.roles import microbatches as mb
 from megarl.roles.flow import Flow
@@ -30,8 +30,8 @@ class Reference:
             mb.write_back(batch, "reference_logprobs", [(scores.logprobs, places) for scores, places in results])
             self.metrics = self.frozen.offload.metrics(self.name)
 
-    def _forward(self, chunk, part) -> model.TokenScores:
-        return model.token_scores(
+    def _forward(self, chunk, part) -> passes.TokenScores:
+        return passes.token_scores(
             chunk, part.tokens, part.on_host.lengths, self.settings.temperature, self.vocab_size, part.routing,
             part.on_host.response_mask, part.on_host.shared,
         )  # fmt: skip

@@ -7,7 +7,7 @@ from megarl.arguments import Program
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
 from megarl.data.sft import sft_examples
-from megarl.mcore import device, model
+from megarl.mcore import device, passes
 from megarl.observe.progress import SFT_FIELDS
 from megarl.runtime.supervise import Drawn, Kind, Supervision
 
@@ -28,8 +28,8 @@ class FineTuning(Supervision):
         """The example is one sequence."""
         return [example]
 
-    def _forward(self, network, part) -> model.TokenScores:
-        return model.token_scores(
+    def _forward(self, network, part) -> passes.TokenScores:
+        return passes.token_scores(
             network, part.tokens, part.on_host.lengths, 1.0, self.vocab_size, part.routing, part.on_host.response_mask
         )
 

@@ -11,7 +11,7 @@ from megarl.data.conversations import Encoder
 from megarl.data.preferences import Pair, preference_pairs
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
-from megarl.mcore import device, model
+from megarl.mcore import device, passes
 from megarl.observe.progress import REWARD_FIELDS
 from megarl.runtime.supervise import Drawn, Kind, Supervision
 
@@ -47,7 +47,7 @@ class PreferenceTraining(Supervision):
         return super().is_reached() or target is not None and self.metrics["eval/accuracy"] >= target
 
     def _forward(self, network, part) -> Tensor:
-        return model.sequence_scores(network, part.tokens, part.on_host.lengths, part.routing)
+        return passes.sequence_scores(network, part.tokens, part.on_host.lengths, part.routing)
 
     def _margins(self, pairs: list[Pair]) -> Tensor:
         margins = [pair.margin + self.settings.preference_margin for pair in pairs]

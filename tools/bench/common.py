@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megarl import arguments, world
-from megarl.mcore import device, model
+from megarl.mcore import device, model, passes
 
 TOLERANCE = 1e-3  # of a log-prob; what rounding leaves is a hundredth of it
 OURS = "megarl"
@@ -136,7 +136,7 @@ def difference(chunk, peer, shape: Shape) -> float:
     lengths = [33, 7, 64]
     rows = [torch.tensor(row, device=device.device()) for row in random_prompts(lengths, shape.vocab)]
     with torch.no_grad():
-        scores = model.token_scores(chunk, torch.cat(rows), torch.tensor(lengths), 1.0, shape.vocab)
+        scores = passes.token_scores(chunk, torch.cat(rows), torch.tensor(lengths), 1.0, shape.vocab)
         logits = [peer(row[None]).logits[0, :-1].log_softmax(-1) for row in rows]
     theirs = [each.gather(-1, row[1:, None])[:, 0] for each, row in zip(logits, rows, strict=True)]
     ours = [each[1:] for each in scores.logprobs.split(lengths)]

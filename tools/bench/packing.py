@@ -20,7 +20,7 @@ import torch
 from megarl import arguments, world
 from megarl.algorithms.aggregation import token_mean
 from megarl.batch import Batch
-from megarl.mcore import device, model
+from megarl.mcore import device, passes
 from megarl.roles.learner import Learner
 from tools.bench.common import log_normal_lengths
 
@@ -55,7 +55,7 @@ def one_update(learner: Learner, batch: Batch, vocab_size: int) -> float:
     def forward(chunk, part):
         known = part.on_host
         mask, shared = known.response_mask, known.shared
-        return model.token_scores(chunk, part.tokens, known.lengths, 1.0, vocab_size, mask=mask, shared=shared)
+        return passes.token_scores(chunk, part.tokens, known.lengths, 1.0, vocab_size, mask=mask, shared=shared)
 
     losses, *_ = learner.update(learner.microbatches(batch, torch.arange(len(batch))), forward, loss)
     float(sum(losses))  # waits for the device

@@ -15,7 +15,7 @@ import torch
 
 from megarl import arguments, world
 from megarl.batch import Batch
-from megarl.mcore import device, model
+from megarl.mcore import device, passes
 from megarl.mcore.engine import Request, RolloutEngine
 from megarl.roles.learner import Learner
 from megarl.rollout.sampling import SamplingSettings
@@ -53,7 +53,7 @@ def rollouts(learner: Learner, vocab: int):
     return write
 
 
-def passes(learner: Learner, vocab: int, trains: bool):
+def scoring(learner: Learner, vocab: int, trains: bool):
     """() -> results of the micro-batches of all texts; with an argument, of that many texts."""
     generator, mask = torch.Generator().manual_seed(1), torch.ones(len(PROMPTS), LENGTH, dtype=torch.bool)
     mask[:, 0] = False
@@ -64,7 +64,7 @@ def passes(learner: Learner, vocab: int, trains: bool):
 
     def forward(chunk, part):
         known = part.on_host
-        return model.token_scores(chunk, part.tokens, known.lengths, 1.0, vocab, None, known.response_mask)
+        return passes.token_scores(chunk, part.tokens, known.lengths, 1.0, vocab, None, known.response_mask)
 
     def loss(scores, part):
         return -scores.logprobs.sum() / mask.sum().item(), scores.logprobs.detach()
@@ -78,8 +78,8 @@ def passes(learner: Learner, vocab: int, trains: bool):
 
 CASES = {
     "rollout": (rollouts, len(PROMPTS) * NEW),
-    "scores": (lambda *known: passes(*known, trains=False), len(PROMPTS) * LENGTH),
-    "update": (lambda *known: passes(*known, trains=True), len(PROMPTS) * LENGTH),
+    "scores": (lambda *known: scoring(*known, trains=False), len(PROMPTS) * LENGTH),
+    "update": (lambda *known: scoring(*known, trains=True), len(PROMPTS) * LENGTH),
 }
 
 
