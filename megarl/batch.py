@@ -6,6 +6,7 @@ value of the state before tokens[t]. A sequence's first token has neither: 0 the
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -134,6 +135,20 @@ def spans(starts: Tensor, counts: Tensor) -> Tensor:
     """[Σ counts] int64: from each start on, so many places one after another."""
     shift = torch.repeat_interleave(starts - (counts.cumsum(0) - counts), counts)
     return shift + torch.arange(len(shift), device=shift.device)
+
+
+def common_beginnings(rows: Sequence[Sequence[int]], ids: Tensor) -> Tensor:
+    """[N] int64: how many tokens all rows with the number `ids` [N] of a row begin with."""
+    groups = {}
+    for row, number in zip(rows, ids.tolist(), strict=True):
+        groups.setdefault(number, []).append(row)
+    alike = {number: _alike(min(group), max(group)) for number, group in groups.items()}  # others lie between these
+    return torch.tensor([alike[number] for number in ids.tolist()], dtype=torch.int64)
+
+
+def _alike(one: Sequence[int], other: Sequence[int]) -> int:
+    shorter = min(len(one), len(other))
+    return next((place for place in range(shorter) if one[place] != other[place]), shorter)
 
 
 def concatenate(batches: list[Batch]) -> Batch:

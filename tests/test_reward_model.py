@@ -121,6 +121,7 @@ def broken_scores(rank: int, folder: Path) -> str:
 
     from megarl import world
     from megarl.observe.timers import Timers
+    from megarl.roles import microbatches as mb
     from megarl.roles.judge import Judge
     from megarl.runtime.run import encoder_of
 
@@ -128,6 +129,9 @@ def broken_scores(rank: int, folder: Path) -> str:
     role, weights = parsed.roles["reward"], folder / "one" / "checkpoints" / "step_00000006"
     place, encoder = world.create(parsed.roles, timedelta(minutes=1))["reward"], encoder_of(role, parsed.settings)
     judge = Judge(parsed.settings, role, place, encoder, [weights], Timers())
+    alike = judge._read([(Prompt(0, "1+1="), answer) for answer in "23"])
+    ((part, _),) = mb.of_role(alike, torch.arange(2), role, place)
+    assert part.on_host.shared.owners.tolist() == [0, 0] and part.on_host.shared.tokens[1] > 3  # read once
     texts = [(Prompt(0, "1+1="), "2"), (Prompt(1, "1+3="), "4")]
     (token,) = set(encoder.response(*texts[1])) - set(encoder.response(*texts[0]))
     judge.members[0].model[0].embedding.word_embeddings.weight.data[token] = float("nan")

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.batch import Batch, Shared
+from megarl.batch import Batch, Shared, common_beginnings
 from megarl.roles import microbatches as mb
 from tests.test_layouts import DENSE, LAYOUTS, clipped_loss
 from tests.tiny_models import VOCAB, build, join_actor, parse_roles
@@ -79,7 +79,7 @@ def test_the_first_of_a_prompt_holds_it_for_the_others():
 def test_prompts_of_one_number_that_are_two_are_no_ones():
     batch = batch_of_groups([(3, [1, 2])])
     batch.tokens[4] += 1
-    with pytest.raises(RuntimeError, match="1 tokens of prompts differ between responses to a prompt of the same"):
+    with pytest.raises(RuntimeError, match="1 tokens of prompts differ between sequences whose prompt has"):
         shared_of(batch)
 
 
@@ -87,8 +87,9 @@ def test_prompts_of_one_number_that_are_two_are_no_ones():
 
 
 def one_rank(rank, shape: str, value_head: bool):
-    """[(with sharing, without)] of what a pass gives, and of the gradients, with every token asked for and without."""
-    from megarl.mcore.passes import token_scores, token_values
+    """[(with sharing, without)] of what a pass gives, and of the gradients: scores of all tokens and of responses, or
+    values of tokens and scores of sequences."""
+    from megarl.mcore.passes import sequence_scores, token_scores, token_values
 
     model, *_ = build("", shape, value_head)
     if value_head:
@@ -96,16 +97,18 @@ def one_rank(rank, shape: str, value_head: bool):
     found = []
     for groups in (GROUPS, [(2, [0, 1])], [(30, [2] * 6)]):
         batch = batch_of_groups(groups)
-        weight = torch.randn(len(batch.tokens), generator=torch.Generator().manual_seed(1)) * batch.response_mask
+        weight = torch.randn(len(batch.tokens), generator=torch.Generator().manual_seed(1))
         for mask in (None, batch.response_mask):
             results = []
             for shared in (shared_of(batch), None):
                 model.zero_grad()
-                if value_head:
+                if value_head and mask is None:
                     out = (token_values(model, batch.tokens, batch.lengths, shared=shared),)
+                elif value_head:
+                    out = (sequence_scores(model, batch.tokens, batch.lengths, shared=shared),)
                 else:
                     out = token_scores(model, batch.tokens, batch.lengths, 0.7, VOCAB, mask=mask, shared=shared)
-                sum((part * weight).sum() for part in out).backward()
+                sum((part * weight[: len(part)]).sum() for part in out).backward()
                 gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
                 results.append(([part.detach() for part in out], gradients))
             found.append(results)
@@ -189,6 +192,12 @@ def with_experts(rank):
 def test_experts_see_every_prompt_of_every_response():
     (found,) = run_world(with_experts, 1)
     assert found == [None]
+
+
+def test_rows_of_one_number_begin_alike():
+    rows, ids = [[1, 2, 3], [5], [1, 2], [1, 2, 4, 4], [], [7, 8]], torch.tensor([0, 1, 0, 0, 2, 2])
+    assert common_beginnings(rows, ids).tolist() == [2, 1, 2, 2, 0, 0]
+    assert common_beginnings([], ids[:0]).tolist() == []
 
 
 # -- micro-batches ----------------------------------------------------------------------------------------------------

@@ -104,6 +104,7 @@ def watched(rank: int, parsed) -> list[tuple[list, list]]:
         def next_examples(self):
             drawn = super().next_examples()
             seen.append((own_means(self.learner.model[0], drawn.examples, *options), []))
+            assert all(part.on_host.shared for part, places in self.parts(drawn.batch) if len(places))
             return drawn
 
         def finish(self):

@@ -49,7 +49,7 @@ def _head_values(hidden: Tensor, head: ValueHead, packing: Packing, model) -> Te
     return _whole(values, packing)
 
 
-def _run(chunk, tokens: Tensor, lengths: Tensor, processor, routing: Routing | None, shared: Shared | None = None):
+def _run(chunk, tokens: Tensor, lengths: Tensor, processor, routing: Routing | None, shared: Shared | None):
     """Hidden states [T', 1, H] of a chunk, or what `processor` makes of the last one's."""
     if InferenceMode.is_active():
         raise RuntimeError("a training forward while the rollout engine is active: suspend the engine first")
@@ -125,14 +125,16 @@ def token_values(
     return _run(chunk, tokens, lengths, processor, routing, shared)
 
 
-def sequence_scores(chunk, tokens: Tensor, lengths: Tensor, routing: Routing | None = None) -> Tensor:
+def sequence_scores(
+    chunk, tokens: Tensor, lengths: Tensor, routing: Routing | None = None, shared: Shared | None = None
+) -> Tensor:
     """[N] fp32 scores of whole sequences: the scalar head at each one's last token; from others than a model's last
     chunk hidden states. Arguments as of `token_scores`."""
 
     def processor(hidden, output_layer, weight, targets, packing, model):
         return _head_values(hidden, output_layer, packing, model)[packing.last]
 
-    return _run(chunk, tokens, lengths, processor, routing)
+    return _run(chunk, tokens, lengths, processor, routing, shared)
 
 
 @contextlib.contextmanager

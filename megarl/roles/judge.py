@@ -8,7 +8,7 @@ from torch import Tensor
 from megarl import exchange
 from megarl.algorithms.normalization import combine
 from megarl.arguments import RoleSettings, Settings
-from megarl.batch import Batch
+from megarl.batch import Batch, common_beginnings
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import Prompt
 from megarl.errors import UsageError
@@ -17,7 +17,7 @@ from megarl.observe.timers import Timers
 from megarl.roles.frozen import Frozen
 from megarl.world import Place
 
-READ = ["tokens"]  # of a batch of texts, beside their numbers and lengths
+READ = ["tokens", "prompt_ids", "prompt_lengths"]  # of a batch of texts, beside their numbers and lengths
 
 
 class Judge:
@@ -67,8 +67,11 @@ class Judge:
         except UsageError as error:  # the template took every prompt at the start, and now refuses a response
             raise RuntimeError(str(error)) from error
         self.cut = sum(cut > 0 for _, cut in read)
+        prompts = torch.tensor([prompt.index for prompt, _ in texts], dtype=torch.int64)
         batch = Batch(
             sequence_ids=torch.arange(len(read)),
+            prompt_ids=prompts,
+            prompt_lengths=common_beginnings([ids for ids, _ in read], prompts),
             lengths=torch.tensor([len(ids) for ids, _ in read], dtype=torch.int64),
             tokens=torch.tensor([token for ids, _ in read for token in ids], dtype=torch.int64),
         )
@@ -94,4 +97,4 @@ def _scores(batch: Batch, member: Frozen) -> Tensor:
 
 
 def _forward(chunk, part: Batch) -> Tensor:
-    return passes.sequence_scores(chunk, part.tokens, part.on_host.lengths, part.routing)
+    return passes.sequence_scores(chunk, part.tokens, part.on_host.lengths, part.routing, part.on_host.shared)

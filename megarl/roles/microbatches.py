@@ -75,35 +75,37 @@ def pack(
     is said of them. So do those behind each other that have a prompt in common, as far as the cap and `count` allow;
     its work counts once for each such run.
     """
-    units = torch.arange(len(lengths)).view(-1, together)
-    sizes, work = (x.view(-1, together).sum(1).tolist() for x in (lengths, workloads(lengths, hidden)))
-    runs, spared = [[unit] for unit in range(len(units))], [0] * len(units)
+    if not len(lengths):
+        return []
+    ids = None if prompts is None else prompts.ids[::together].tolist()
+    starts = together * np.array(_run_starts(lengths.view(-1, together).sum(1).tolist(), cap, count, ids))
+    work, spared = workloads(lengths, hidden).numpy(), np.zeros(len(lengths), np.int64)
     if prompts is not None:
-        runs, spared = _runs(sizes, cap, count, prompts), (12 * hidden * prompts.shared).tolist()
-    groups = _pack(
-        [sum(sizes[unit] for unit in run) for run in runs],
-        [sum(work[unit] for unit in run) - sum(spared[unit] for unit in run[1:]) for run in runs],
-        cap, count,
-    )  # fmt: skip
-    return [units[sorted(unit for run in group for unit in runs[run])].flatten() for group in groups]
+        spared = 12 * hidden * prompts.shared.numpy()
+    tokens, costs = np.add.reduceat(lengths.numpy(), starts), np.add.reduceat(work - spared, starts) + spared[starts]
+    runs = np.split(np.arange(len(lengths)), starts[1:])
+    groups = _pack(tokens.tolist(), costs.tolist(), cap, count)
+    return [torch.from_numpy(np.concatenate([runs[run] for run in group])) for group in groups]
 
 
-def _runs(lengths: list[int], cap: int, count: int, prompts: Prompts) -> list[list[int]]:
-    """Sequences behind each other with the same prompt, together under the cap; `count` runs if there can be."""
-    runs, ids, tokens = [], prompts.ids.tolist(), 0
+def _run_starts(lengths: list[int], cap: int, count: int, ids: list[int] | None) -> list[int]:
+    """Ascending places where runs begin of what has the same number behind each other, together under the cap.
+
+    At least `count` of them, if there can be. None: each is a run.
+    """
+    if ids is None:
+        return list(range(len(lengths)))
+    starts, tokens = [], cap
     for place, length in enumerate(lengths):
-        if place and ids[place] == ids[place - 1] and tokens + length <= cap:
-            runs[-1].append(place)
-            tokens += length
-        else:
-            runs.append([place])
+        tokens += length
+        if not place or ids[place] != ids[place - 1] or tokens > cap:
+            starts.append(place)
             tokens = length
-    while len(runs) < min(count, len(lengths)):
-        longest = max(runs, key=len)
-        half = len(longest) // 2
-        runs.append(longest[half:])
-        del longest[half:]
-    return runs
+    while len(starts) < min(count, len(lengths)):  # the longest one becomes two
+        ends = [*starts[1:], len(lengths)]
+        longest = max(range(len(starts)), key=lambda run: ends[run] - starts[run])
+        starts.insert(longest + 1, (starts[longest] + ends[longest]) // 2)
+    return starts
 
 
 def _pack(lengths: list[int], costs: list[int], cap: int, count: int) -> list[list[int]]:
@@ -184,7 +186,7 @@ def _check_beginnings(parts: list[Batch]):
             own, owners = device.send([own.numpy(), owners.numpy()])
             unlike.append((part.tokens[own] != part.tokens[owners]).sum())
     if unlike and int(count := torch.stack(unlike).sum()):
-        raise RuntimeError(f"{int(count)} tokens of prompts differ between responses to a prompt of the same number")
+        raise RuntimeError(f"{int(count)} tokens of prompts differ between sequences whose prompt has the same number")
 
 
 def _shared(ids: np.ndarray, tokens: Tensor) -> Shared | None:
@@ -196,11 +198,11 @@ def _shared(ids: np.ndarray, tokens: Tensor) -> Shared | None:
 
 
 def prompts_of(batch: Batch) -> Prompts | None:
-    """Of a batch whose sequences are responses to prompts. A prompt's last token, whose successor is each one's own,
-    is not shared."""
+    """Of a batch that tells its sequences' prompts. A prompt's last token, whose successor is each one's own, is not
+    shared."""
     if batch.prompt_ids is None or batch.prompt_lengths is None:
         return None
-    return Prompts(batch.prompt_ids.cpu(), batch.prompt_lengths.cpu() - 1)
+    return Prompts(batch.prompt_ids.cpu(), (batch.prompt_lengths.cpu() - 1).clamp_(min=0))
 
 
 def microbatches(

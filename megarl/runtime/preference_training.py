@@ -47,7 +47,8 @@ class PreferenceTraining(Supervision):
         return super().is_reached() or target is not None and self.metrics["eval/accuracy"] >= target
 
     def _forward(self, network, part) -> Tensor:
-        return passes.sequence_scores(network, part.tokens, part.on_host.lengths, part.routing)
+        known = part.on_host
+        return passes.sequence_scores(network, part.tokens, known.lengths, part.routing, known.shared)
 
     def _margins(self, pairs: list[Pair]) -> Tensor:
         margins = [pair.margin + self.settings.preference_margin for pair in pairs]

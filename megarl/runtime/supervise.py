@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megarl.arguments import Program, Settings
-from megarl.batch import Batch
+from megarl.batch import Batch, common_beginnings
 from megarl.checkpoint import folders, state
 from megarl.data.conversations import Encoder
 from megarl.data.order import PromptOrder
@@ -100,12 +100,16 @@ class Supervision(Run, abc.ABC):
         # What an example costs is reckoned as if its sequences were one.
         owners = lanes.by_work(whole, everything, len(self.place.lanes), self.role.megatron.hidden_size)
         ids = torch.arange(len(texts)).view(-1, together)[owners == self.place.lane].flatten()
-        mine = [texts[i] for i in ids.tolist()]
+        mine, prompts = [texts[i] for i in ids.tolist()], {}
+        if together > 1:
+            alike = common_beginnings([tokens for tokens, _ in mine], ids // together)
+            prompts = {"prompt_ids": ids // together, "prompt_lengths": alike}
         batch = Batch(
             sequence_ids=ids,
             lengths=lengths[ids],
             tokens=torch.tensor([t for tokens, _ in mine for t in tokens], dtype=torch.int64),
             response_mask=torch.tensor([m for _, mask in mine for m in mask], dtype=torch.bool),
+            **prompts,
         )
         return Drawn(examples, batch.to(device.device()))
 
