@@ -185,6 +185,7 @@ def test_without_save_nothing_is_written(tmp_path, monkeypatch):
 REFUSALS = {
     "no checkpoint": ("--load {none}", "--load .*none: no such folder"),
     "no best": ("--load {sft}/checkpoints/best", "--load .*best: no such folder; allowed .* checkpoints/best"),
+    "experts": ("--num-experts 4 --moe-router-topk 2", r"--load .*: has no actor.*router.weight, which actor needs"),
     "other shape": ("--hidden-size 64", r"--load .*: .* shape \[32, 32\]; the flags of actor describe \[32, 64\]"),
     "no prompts": ("--eval-prompts {none}", "--eval-prompts .*none: no such file"),
     "no tokenizer": ("--tokenizer-model {none}", "--tokenizer-model .*none: no such file"),

@@ -23,25 +23,28 @@ from tests.worlds import RankFailed, run_world
 from tools.bench import overlap
 
 GRADED = "--reward tests.programs:graded_reward"
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 
 
 def assert_same_step(one, other, step: int):
     """Two runs agree in a step to the bit, in samples and metrics; moments of a reward's terms but for rounding."""
     first, second = (timeless(metrics(save)[step]) for save in (one, other))
     differ = {name for name in first | second if first.get(name) != second.get(name)} - {"weights/sync_s"}
-    assert samples(one, step) == samples(other, step) and differ <= {"reward/tests.programs:graded_reward/std"}
+    moments = {f"reward/tests.programs:graded_reward/{name}" for name in ("mean", "std")}
+    assert samples(one, step) == samples(other, step) and differ <= moments
     assert all(first[name] == pytest.approx(second[name], rel=1e-12) for name in differ)
 
 
 # -- chunks ------------------------------------------------------------------------------------------------------
 
 
-def test_the_number_of_chunks_changes_nothing(tmp_path):
+@pytest.mark.parametrize("model", ["", EXPERTS], ids=["dense", "experts"])
+def test_the_number_of_chunks_changes_nothing(model, tmp_path):
     # Lanes take what is next; the critic has several; the reference shares the rollout's ranks, and so comes last.
     layout = "--role-map actor=0-1;critic=2-3;reward=2;reference=0-1 --rollout-prefix-caching"
     for chunks in (1, 4):
-        flags = f"--train-iters 2 {GRADED} {layout} --rollout-chunks {chunks} --rollout-max-requests 4"
-        train("rl", rl_argv(tmp_path / str(chunks), flags), 4)
+        flags = f"--train-iters 2 {GRADED} {layout} {model} --rollout-chunks {chunks} --rollout-max-requests 4"
+        train("rl", rl_argv(tmp_path / str(chunks), flags, warm_start=not model), 4)
     for step in (1, 2):
         assert_same_step(tmp_path / "1", tmp_path / "4", step)
     assert metrics(tmp_path / "4")[1]["rollout/logprob_gap_max"] <= largest_gap_allowed()
@@ -66,22 +69,24 @@ AHEAD = f"{GRADED} --role-map actor=0;critic=0;reward=1;reference=1;rollout=1 --
 AHEAD += " --lr-decay-iters 3"
 
 
-def test_a_batch_that_was_written_ahead_survives_an_interruption(tmp_path):
+@pytest.mark.parametrize("model", ["", EXPERTS], ids=["dense", "experts"])
+def test_a_batch_that_was_written_ahead_survives_an_interruption(model, tmp_path):
     whole, resumed, plain = (tmp_path / name for name in ("whole", "resumed", "plain"))
-    train("rl", rl_argv(whole, f"--train-iters 3 --save-interval 2 {AHEAD} --one-step-off"), 2)
+    ahead, warm_start = f"{AHEAD} {model}", not model
+    train("rl", rl_argv(whole, f"--train-iters 3 --save-interval 2 {ahead} --one-step-off", warm_start), 2)
     start = whole / "checkpoints" / "step_00000002"
-    train("rl", rl_argv(resumed, f"--train-iters 3 {AHEAD} --one-step-off --load {start}"), 2)
+    train("rl", rl_argv(resumed, f"--train-iters 3 {ahead} --one-step-off --load {start}", warm_start), 2)
     assert_same_step(whole, resumed, 3)
     rows = metrics(whole)
     assert [rows[step]["rollout/staleness"] for step in (1, 2, 3)] == [0, 1, 1]
     assert rows[1]["rollout/logprob_gap_max"] <= largest_gap_allowed() < 1e-3 < rows[2]["rollout/logprob_gap_max"]
     assert all(row["actor/ppo_kl_first"] == 0 for row in rows.values())
-    train("rl", rl_argv(plain, f"--train-iters 1 {AHEAD}"), 2)
+    train("rl", rl_argv(plain, f"--train-iters 1 {ahead}", warm_start), 2)
     assert samples(plain, 1) == samples(whole, 1) and samples(whole, 2) != samples(whole, 3)
     for name in ("actor/loss", "critic/loss", "actor/grad_norm", "kl/reference"):
         assert metrics(plain)[1][name] == rows[1][name]
     with pytest.raises(RankFailed, match="--load: a batch of 6 groups was written ahead; allowed are --one-step-off"):
-        train("rl", rl_argv(tmp_path / "refused", f"--train-iters 3 {AHEAD} --load {start}"), 2)
+        train("rl", rl_argv(tmp_path / "refused", f"--train-iters 3 {ahead} --load {start}", warm_start), 2)
 
 
 # -- flags -------------------------------------------------------------------------------------------------------

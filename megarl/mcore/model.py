@@ -152,6 +152,7 @@ def weight_shapes(
     if not args.num_experts:
         shapes[f"{prefix}.mlp.linear_fc2.weight"] = (*stacked, hidden, args.ffn_hidden_size)
         return shapes
+    shapes[f"{moe_prefix}.mlp.router.weight"] = (*stacked, args.num_experts, hidden)
     for name, is_on in balancing_state(args).items():
         key = f"{moe_prefix}.mlp.router.{name}"
         if is_on and resumes:
