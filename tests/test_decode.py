@@ -41,9 +41,9 @@ def with_prompts_in_between(rank, limit):
     kinds, plan = set(), engine.context._reads
 
     def watched():
-        reads = plan()
+        twins, reads = plan()
         kinds.add((bool(reads.decoding), bool(reads.prompts)))
-        return reads
+        return twins, reads
 
     engine.context._reads = watched
     engine.context.memory_buffer.fill_(float("nan"))
@@ -59,20 +59,25 @@ def test_prompts_and_single_tokens_share_steps():
 
 
 def with_megatrons_bookkeeping(rank, is_own, limits):
-    """What the engine writes, and how many steps moved on by themselves; else all go Megatron's way."""
+    """What the engine writes, how many steps moved on by themselves, and how many went Megarl's way; else all go
+    Megatron's."""
     buffer_gb, most = limits
     engine, model, _ = make_engine(buffer_gb=buffer_gb, max_requests=most)
-    context, moved = engine.context, []
-    advance = type(context)._advance
+    context, moved, theirs = engine.context, [], []
+    advance, step = type(context)._advance, engine.engine.async_step
 
     def watched(new_tokens):
         moved.append(is_own and advance(context, new_tokens))
         return moved[-1]
 
-    context._advance = watched
+    def counted():
+        theirs.append(1)
+        return step()
+
+    context._advance, engine.engine.async_step = watched, counted
     done = engine.generate(make_requests(), NEVER, settings_of())
-    free = context.kv_block_allocator.total_avail
-    return texts(done), [c.logprobs for c in done], sum(moved), free, largest_gap(model, make_requests(), done, 1.0)
+    free, gap = context.kv_block_allocator.total_avail, largest_gap(model, make_requests(), done, 1.0)
+    return texts(done), [c.logprobs for c in done], sum(moved), free, gap, len(theirs)
 
 
 @pytest.mark.parametrize("limits", [(0.005, 32), (0.00005, 32), (0.005, 4)])
@@ -82,3 +87,52 @@ def test_steps_that_only_go_on_are_megatrons_steps(limits):
     assert own[2] > 0 == theirs[2]
     assert own[:2] == theirs[:2] and own[3] == theirs[3]  # no block is lost
     assert own[4] <= largest_gap_allowed()
+    assert own[5] < theirs[5]  # some steps did not ask Megatron's engine at all
+
+
+def with_twins(rank, may_share, shape, flags):
+    """What the engine writes for prompts that come several times, and rows of its steps that were computed once."""
+    engine, model, _ = make_engine(flags, shape, max_requests=16)
+    context, saved = engine.context, []
+    plan, context._may_share = context._reads, context._may_share and may_share
+
+    def watched():
+        twins, reads = plan()
+        saved.append(0 if twins is None else len(twins.source) - len(twins.kept))
+        return twins, reads
+
+    context._reads = watched
+    context.memory_buffer.fill_(float("nan"))
+    some = make_requests()
+    requests = [type(r)(some[i // 3].prompt, r.key, 1 + i % 5) for i, r in enumerate(some)]
+    done = engine.generate(requests, NEVER, settings_of())
+    gap = 0.0 if flags else largest_gap(model, requests, done, 1.0)
+    return texts(done), [c.logprobs for c in done], sum(saved), gap
+
+
+@pytest.mark.parametrize("shape", ["llama", "gpt2"])
+def test_prompts_that_come_several_times_are_read_once(shape):
+    once, alone = (run_world(with_twins, 1, may_share, shape, "")[0] for may_share in (True, False))
+    assert once[2] > 100 > 0 == alone[2]
+    assert once[:2] == alone[:2]
+    assert once[3] <= largest_gap_allowed()
+
+
+def test_each_stage_reads_them_once():
+    stages = run_world(with_twins, 2, True, "llama", "--pipeline-model-parallel-size 2")
+    assert all(texts_and_more[:3] == run_world(with_twins, 1, True, "llama", "")[0][:3] for texts_and_more in stages)
+
+
+def test_twins_are_whole_prompts_of_the_same_text():
+    """A request with older keys is nobody's twin; padding keeps its rows; too few rows are no rows to save."""
+    from megarl.mcore.paged import find_twins
+
+    text = torch.tensor([7, 8, 9, 7, 8, 9, 7, 8, 9, 5, 0, 0])
+    queries, keys = torch.tensor([3, 3, 3, 1]), torch.tensor([3, 9, 3, 1])
+    found = find_twins(text, queries, keys)
+    assert found.requests.tolist() == [0, 1, 3]
+    assert found.kept.tolist() == [0, 1, 2, 3, 4, 5, 9, 10, 11]
+    assert found.source.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 6, 7, 8]
+    assert torch.equal(text[found.kept][found.source], text)
+    assert find_twins(text[:9], queries[:3], torch.tensor([3, 9, 8])) is None
+    assert find_twins(torch.tensor([4] * 6), torch.ones(6).long(), torch.ones(6).long()) is None

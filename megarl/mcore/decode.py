@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megarl.mcore.linear import through
-from megarl.mcore.paged import PagedAttention, Reads
+from megarl.mcore.paged import PagedAttention, Reads, Twins
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class StepPlan:
     """What all layers of a step share."""
 
     places: Tensor  # [T] int64 rows of the flattened caches for the new keys and values
-    rotation: Rotation | None  # of the step's tokens
+    twins: Twins | None  # whose tokens are computed once; on the device; None: all are
+    rotation: Rotation | None  # of the tokens that are computed
     reads: Reads
     caches: tuple[Tensor, ...]  # [blocks, block, G, 2, D] keys and values of each layer of this rank
     attend: PagedAttention
@@ -76,7 +77,8 @@ class PagedSelfAttention(SelfAttention):
         unturned = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
         if plan.rotation is not None and not unturned:
             plan.rotation.turn_(heads[:, :, :-1])
-        cache.flatten(0, 1).index_copy_(0, plan.places, heads[:, :, -2:])
+        both = heads[:, :, -2:] if plan.twins is None else heads[:, :, -2:].index_select(0, plan.twins.source)
+        cache.flatten(0, 1).index_copy_(0, plan.places, both)
         attended = plan.attend(heads[:, :, :-2], cache, plan.reads, self.core_attention.softmax_scale)
         return through(self.linear_proj, attended.unsqueeze(1))
 
@@ -123,7 +125,9 @@ def run_layers(block: TransformerBlock, hidden: Tensor | None, context, frequenc
         context: the engine's `megarl.mcore.engine_context.Context`.
         frequencies: of all positions, None without rotary embeddings.
     """
-    hidden = hidden if block.pre_process else block.input_tensor
+    hidden, twins = hidden if block.pre_process else block.input_tensor, context.plan(frequencies).twins
+    hidden = hidden if twins is None else hidden.index_select(0, twins.kept)
     for layer in block.layers:
         hidden, _ = layer(hidden_states=hidden, inference_context=context, rotary_pos_emb=frequencies)
-    return hidden if block.final_layernorm is None else block.final_layernorm(hidden)
+    hidden = hidden if block.final_layernorm is None else block.final_layernorm(hidden)
+    return hidden if twins is None else hidden.index_select(0, twins.source)

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.inference.config import InferenceConfig
-from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
@@ -27,6 +26,7 @@ from megarl.mcore import device
 from megarl.mcore.engine_context import Context
 from megarl.mcore.engine_routes import attach_routes
 from megarl.mcore.engine_sampling import KeyedSampling
+from megarl.mcore.engine_steps import Engine
 from megarl.mcore.linear import packed
 from megarl.mcore.offload import Loan
 from megarl.mcore.packing import LEAST_ROWS
@@ -149,7 +149,7 @@ class RolloutEngine:
         was_training = model.training
         wrapper.prep_model_for_inference()
         with torch.no_grad():
-            self.engine = DynamicInferenceEngine(controller, self.context)
+            self.engine = Engine(controller, self.context)
         self.engine.suspend()
         model.train(was_training)
 

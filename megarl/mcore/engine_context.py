@@ -11,7 +11,7 @@ from torch import Tensor
 from megarl.mcore import device
 from megarl.mcore.decode import Rotation, StepPlan
 from megarl.mcore.packing import LEAST_ROWS
-from megarl.mcore.paged import PagedAttention, plan_reads
+from megarl.mcore.paged import PagedAttention, Reads, Twins, find_twins, plan_reads
 
 
 class Context(DynamicInferenceContext):
@@ -23,12 +23,14 @@ class Context(DynamicInferenceContext):
         """`memory`: gives so many bytes for the cache, whatever they hold; None: the cache has its own."""
         self._memory = memory
         self._plan: StepPlan | None = None
-        self._goes_on = False  # the next step is the last one's requests with one more token each
+        self.goes_on = False  # the next step is the last one's requests with one more token each
         self._frequencies: Tensor | None = None
         self._rotation: Rotation | None = None
         self._attend = PagedAttention()
         super().__init__(model_config, inference_config)
         self._is_coupled = dist.get_world_size(inference_config.pg_collection.ep) > 1
+        # Where layers count on the rows that the step says, twins are read one by one.
+        self._may_share = not model_config.sequence_parallel and model_config.num_moe_experts is None
 
     def _allocate_memory_buffer(self):
         """[L, blocks, tokens of a block, G, 2, D]: a token's key and value lie together and are read together."""
@@ -42,8 +44,8 @@ class Context(DynamicInferenceContext):
 
     def initialize_attention_state(self, **kwargs):
         """Begins a step, whose layers share a plan of their own."""
-        goes_on = self._goes_on and self.num_prefill_requests == 0
-        self._plan, self._goes_on = None, False
+        goes_on = self.goes_on and self.num_prefill_requests == 0
+        self._plan, self.goes_on = None, False
         if goes_on:
             return self.transfer_bookkeeping_to_gpu()
         return super().initialize_attention_state(**kwargs)
@@ -55,11 +57,14 @@ class Context(DynamicInferenceContext):
             view = self.gpu_view
             places = view.token_to_block_idx[tokens].long() * self.block_size_tokens
             places += view.token_to_local_position_within_kv_block[tokens]
-            rotation = self._rotation_of(frequencies)
+            twins, reads = self._reads()
+            twins = twins and Twins(*(x.to(places.device) for x in twins))
+            positions, rotation = view.token_to_position_in_request[tokens].long(), self._rotation_of(frequencies)
             self._plan = StepPlan(
                 places,
-                rotation and rotation.at(view.token_to_position_in_request[tokens].long()),
-                self._reads(),
+                twins,
+                rotation and rotation.at(positions if twins is None else positions[twins.kept]),
+                reads,
                 self.memory_buffer.unbind(),
                 self._attend,
             )
@@ -71,7 +76,7 @@ class Context(DynamicInferenceContext):
             self._frequencies, self._rotation = frequencies, Rotation.of(frequencies, self.params_dtype)
         return self._rotation
 
-    def _reads(self):
+    def _reads(self) -> tuple[Twins | None, Reads]:
         active = slice(self.paused_request_count, self.total_request_count)
         queries = self.request_query_lengths[active].long()
         keys = self.request_kv_length_offsets[active] + queries
@@ -83,11 +88,16 @@ class Context(DynamicInferenceContext):
             queries = torch.cat([queries, queries.new_ones(missing)])
             keys = torch.cat([keys, keys.new_ones(missing)])
             pages = torch.cat([pages, pages.new_full((missing, pages.shape[1]), spare)])
-        return plan_reads(queries, keys, pages, total, self.memory_buffer[0])
+        may_share = self._may_share and self.num_prefill_requests > 1
+        twins = find_twins(self.token_to_input_ids[:total], queries, keys) if may_share else None
+        if twins is not None:
+            queries, keys, pages = (x[twins.requests] for x in (queries, keys, pages))
+            total = len(twins.kept)
+        return twins, plan_reads(queries, keys, pages, total, self.memory_buffer[0])
 
     def reset(self, *args, **kwargs):
         """Forgets all requests. The spare block holds numbers from here on: padding reads it."""
-        self._goes_on = False
+        self.goes_on = False
         super().reset(*args, **kwargs)
         self.memory_buffer[:, self.kv_block_allocator.dummy_block_idx].zero_()
 
@@ -111,11 +121,21 @@ class Context(DynamicInferenceContext):
         Most steps only give each request one more token. Megarl moves on from these itself: Megatron's way, made for
         requests that come, go and wait, takes as long as a small layer.
         """
-        self._goes_on = self._is_simple and bool(active_requests_mask.all()) and self._advance(new_tokens)
-        if self._goes_on:
+        self.goes_on = self._is_simple and bool(active_requests_mask.all()) and self._advance(new_tokens)
+        if self.goes_on:
             return {"newly_paused_request_ids": None, "evict_request_ids": None}
         self.kv_block_allocator.take_out(active_requests_mask)
         return super().update_requests(active_requests_mask, new_tokens, *args, **kwargs)
+
+    def go_on(self, new_tokens: Tensor) -> bool:
+        """Moves on from a step that `goes_on`; False, and nothing: a request ends with its new token, or no block is
+        left."""
+        inside = slice(self.total_request_count)
+        lengths = self.request_kv_length_offsets[inside] + self.request_query_lengths[inside] + 1
+        ends = new_tokens == self.active_request_metadata["termination_id"][inside]
+        ends |= lengths >= self.request_output_lengths[inside]
+        self.goes_on = not ends.any() and self._advance(new_tokens)
+        return self.goes_on
 
     @property
     def _is_simple(self) -> bool:

@@ -39,6 +39,36 @@ class Reads:
     total: int  # T
 
 
+class Twins(NamedTuple):
+    """Prompts of a step that come several times, as a group's samples do, are read once, for all."""
+
+    requests: Tensor  # [N'] those that are read
+    kept: Tensor  # [T'] tokens of theirs, and padding
+    source: Tensor  # [T] where among these each token of the step finds its numbers
+
+
+def find_twins(tokens: Tensor, queries: Tensor, keys: Tensor) -> Twins | None:
+    """None where no two prompts are alike, or fewer rows were left than matrix products need.
+
+    Args:
+        tokens: [T] new tokens of the step and its padding, on the host.
+        queries, keys: [N] as of `plan_reads`; only a request without older keys may be another's twin.
+    """
+    written, sizes = tokens.tolist(), queries.tolist()
+    starts, is_whole = (queries.cumsum(0) - queries).tolist(), (queries == keys).tolist()
+    texts = [tuple(written[a : a + n]) if whole else i for i, (a, n, whole) in enumerate(zip(starts, sizes, is_whole))]
+    leaders = {text: i for i, text in reversed(list(enumerate(texts)))}  # the first of each
+    requests = torch.tensor(sorted(leaders.values()))
+    left, padding = int(queries[requests].sum()), len(tokens) - int(queries.sum())
+    if len(requests) == len(queries) or left + padding < LEAST_ROWS:
+        return None
+    places = dict(zip(requests.tolist(), (queries[requests].cumsum(0) - queries[requests]).tolist(), strict=True))
+    found = [torch.arange(places[leaders[text]], places[leaders[text]] + n) for text, n in zip(texts, sizes)]
+    kept = [torch.arange(starts[i], starts[i] + sizes[i]) for i in requests.tolist()]
+    kept.append(torch.arange(len(tokens) - padding, len(tokens)))
+    return Twins(requests, torch.cat(kept), torch.cat([*found, torch.arange(left, left + padding)]))
+
+
 def plan_reads(queries: Tensor, keys: Tensor, pages: Tensor, total: int, cache: Tensor) -> Reads:
     """Reads of a step; arguments on the host, but for the cache.
 

@@ -35,12 +35,11 @@ def narrow(weights: Tensor, settings: SamplingSettings) -> Tensor:
 
 
 def _first_above(masses: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Of [N, M] masses the first place whose cumulative mass exceeds wanted [N, 1], and the mass before it."""
+    """Of [N, M] masses the first place [N, 1] whose cumulative mass exceeds wanted [N, 1], and cumulative masses."""
     cumulative = masses.double().cumsum(-1)
     # A wanted mass is below the total, but rounding may reach it: the last place with mass is the answer then.
     last = (cumulative < cumulative[:, -1:]).sum(-1, keepdim=True)
-    place = torch.searchsorted(cumulative, wanted, right=True).minimum(last)
-    return place, cumulative.gather(-1, place) - masses.gather(-1, place)
+    return torch.searchsorted(cumulative, wanted, right=True).minimum(last), cumulative
 
 
 def pick(weights: Tensor, numbers: Tensor) -> Tensor:
@@ -52,7 +51,10 @@ def pick(weights: Tensor, numbers: Tensor) -> Tensor:
     blocks = weights.unflatten(-1, (-1, width if width >= BLOCK // 8 else weights.shape[-1]))
     masses = blocks.sum(-1)
     wanted = numbers.unsqueeze(-1) * masses.double().sum(-1, keepdim=True)
-    block, before = _first_above(masses, wanted)
+    if blocks.shape[1] == 1:
+        return _first_above(weights, wanted)[0].squeeze(-1)
+    block, cumulative = _first_above(masses, wanted)
+    before = cumulative.gather(-1, block) - masses.gather(-1, block)
     within = blocks.take_along_dim(block.unsqueeze(-1), 1).squeeze(1)
     token, _ = _first_above(within, wanted - before)
     return (block * within.shape[-1] + token).squeeze(-1)
