@@ -11,7 +11,7 @@ from megarl.observe.timeline import TraceEvent, write_timeline
 from tests.programs import ROOT
 from tests.test_bench import SMALL
 from tests.worlds import run_world
-from tools.bench import common, logprob, memory, offload, overlap, shared_prompts, startup, weights
+from tools.bench import common, logprob, memory, offload, operators, overlap, rollout, shared_prompts, startup, weights
 
 TINY = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 96 --swiglu --normalization RMSNorm"
@@ -161,3 +161,13 @@ def test_shared_prompts():
 def measured_prompts(rank: int) -> dict:
     sizes = {"prompts": 2, "prompt_length": 16, "samples": 4, "response_length": 4, "cap": 200, "rounds": 2}
     return shared_prompts.measure(SimpleNamespace(**sizes))
+
+
+def test_operators():
+    (found,) = run_world(measured_operators, 1)
+    assert found["milliseconds"].keys() == {"engine", "operators"} and len(found["milliseconds"]["engine"]) == 2
+    assert found["share"] == found["medians"]["operators"] / found["medians"]["engine"] > 0
+
+
+def measured_operators(rank: int) -> dict:
+    return operators.measure(1, SMALL, rollout.Case(common.random_prompts([9, 5] * 3, SMALL.vocab), 1, [8] * 6))

@@ -1,0 +1,115 @@
+"""A decode step of the engine against the operators that it cannot do without, called one after another.
+
+    PYTHONPATH=. python tools/bench/operators.py [--rounds 3] [--json FILE]
+
+The model and the requests of `rollout.py --case plain`. `engine` is the median step of a call that writes 64 tokens for
+each request, the one that reads the prompts left out. `operators` calls products with weights in blocks, norms, the
+gathering of keys and values, attention, SwiGLU, and what sampling needs of the logits, on tensors of the sizes of the
+middle step: no rotary positions, no cache to be written, no token drawn, no bookkeeping. Their share of the engine's
+step says how much a better engine could win with the same operators.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from megarl.mcore import linear
+from megarl.mcore.engine import RolloutEngine
+from megarl.mcore.feed_forward import swiglu
+from megarl.mcore.packing import LEAST_ROWS
+from megarl.rollout.sampling import SamplingSettings
+from tools.bench import common, rollout
+
+
+def engine_step(engine: RolloutEngine, case: rollout.Case) -> float:
+    """Seconds of the median step of a call of the engine."""
+    ends, step = [], engine.engine.step_modern
+
+    def timed():
+        found = step()
+        ends.append(time.perf_counter())
+        return found
+
+    engine.engine.step_modern = timed
+    engine.generate(case.requests(), rollout.NO_END, SamplingSettings())
+    engine.engine.step_modern = step
+    return statistics.median(later - earlier for earlier, later in zip(ends, ends[1:], strict=False))
+
+
+class Operators:
+    """A step's operators with a model's weights."""
+
+    def __init__(self, chunk, shape: common.Shape, case: rollout.Case):
+        self.chunk, self.count = chunk, len(case.new_tokens)
+        self.groups, self.channels = shape.groups, shape.hidden // shape.heads
+        keys = case.longest - max(case.new_tokens) // 2
+        pages = self.count * -(-keys // 16)
+        self.caches = torch.randn(shape.layers, pages + 1, 16, shape.groups, 2, self.channels)
+        self.pages, self.scratch = torch.randperm(pages), torch.empty(pages, self.caches[0, 0].numel())
+        self.query = torch.randn(self.count, shape.groups, LEAST_ROWS, self.channels)
+        self.heads, self.tokens = shape.heads // shape.groups, torch.randn(self.count, 1, shape.hidden)
+        self.mask = torch.zeros(self.count, 1, 1, pages // self.count * 16)
+
+    def step(self):
+        """All layers and the head; the numbers mean nothing."""
+        x = self.tokens
+        for layer, cache in zip(self.chunk.decoder.layers, self.caches, strict=True):
+            attention, mlp = layer.self_attention, layer.mlp
+            linear.product(layer.input_layernorm(x), attention.linear_qkv.weight)
+            torch.index_select(cache.flatten(1), 0, self.pages, out=self.scratch)
+            both = self.scratch.view(self.count, -1, self.groups, 2, self.channels).transpose(1, 2)
+            attended = sdpa(self.query, *both.unbind(3), self.mask)[:, :, : self.heads].reshape(self.count, 1, -1)
+            x = linear.product(attended, attention.linear_proj.weight).add_(x)
+            wide = linear.product(layer.pre_mlp_layernorm(x), mlp.linear_fc1.weight)
+            x = linear.product(swiglu(wide), mlp.linear_fc2.weight).add_(x)
+        logits = linear.product(self.chunk.decoder.final_layernorm(x), self.chunk.output_layer.weight)
+        return (logits - logits.amax(-1, keepdim=True)).exp_().sum(-1)
+
+    @torch.no_grad()
+    def median(self, steps: int) -> float:
+        """Seconds of the median of some steps."""
+        seconds = []
+        with linear.packed(self.chunk):
+            for _ in range(steps):
+                started = time.perf_counter()
+                self.step()
+                seconds.append(time.perf_counter() - started)
+        return statistics.median(seconds)
+
+
+def measure(rounds: int, shape: common.Shape, case: rollout.Case) -> dict:
+    """Medians of both sides in milliseconds, alternating, and the operators' share; the first round does not count."""
+    chunk, collection, _ = common.build(shape, (max(map(len, case.prompts)), max(case.new_tokens)))
+    engine = RolloutEngine(chunk, collection, shape.vocab, case.longest, rollout.buffer_gb(case), len(case.prompts))
+    sides = {"engine": lambda: engine_step(engine, case), "operators": lambda: Operators(chunk, shape, case).median(32)}
+    found = {name: [] for name in sides}
+    for _ in range(rounds + 1):
+        for name, side in sides.items():
+            found[name].append(1e3 * side())
+    medians = {name: statistics.median(times[1:]) for name, times in found.items()}
+    share = medians["operators"] / medians["engine"]
+    return {"threads": torch.get_num_threads(), "milliseconds": found, "medians": medians, "share": share}
+
+
+def main():
+    """Parses flags, measures, prints."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    found = measure(args.rounds, rollout.SHAPE, rollout.CASES["plain"]())
+    for name, each in found["medians"].items():
+        print(f"{name}: {each:.1f} ms a step (median of {args.rounds})")
+    print(f"operators alone: {found['share']:.2f} of the engine's step")
+    if args.json:
+        args.json.write_text(json.dumps(found) + "\n")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
