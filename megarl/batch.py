@@ -101,7 +101,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Shared:
+class Beginnings:
     """Sequences that begin with tokens which another one of them holds. Both int64 [N], on the host."""
 
     owners: Tensor  # who holds each one's beginning: itself, or a sequence that shares nothing of another's
@@ -114,7 +114,7 @@ class OnHost:
 
     lengths: Tensor  # [N] int64
     response_mask: Tensor | None  # [T] bool; None where the batch has none
-    shared: Shared | None = None  # None: nothing is
+    shared: Beginnings | None = None  # None: nothing is
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import functools
 import torch
 
 from megarl.mcore.linear import product
-from megarl.mcore.packing import LEAST_ROWS
+from megarl.mcore.pieces import LEAST_ROWS
 
 
 @functools.cache

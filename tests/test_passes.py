@@ -7,7 +7,7 @@ from torch.testing import assert_close
 
 from megarl.mcore import tensor_parallel
 from megarl.mcore.norm import RMSNorm
-from megarl.mcore.packing import LEAST_ROWS
+from megarl.mcore.pieces import LEAST_ROWS
 from megarl.mcore.tensor_parallel import head_scores
 from tests.exactness import largest_gap_allowed
 from tests.test_tensor_parallel import PADDED, PER_TOKEN, H, T, V, cut_chunks, problem, weighted

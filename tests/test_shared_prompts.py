@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.batch import Batch, Shared, common_beginnings
+from megarl.batch import Batch, Beginnings, common_beginnings
 from megarl.roles import microbatches as mb
 from tests.test_layouts import DENSE, LAYOUTS, clipped_loss
 from tests.tiny_models import VOCAB, build, join_actor, parse_roles
@@ -37,7 +37,7 @@ def batch_of_groups(groups=GROUPS, seed: int = 0) -> Batch:
     )  # fmt: skip
 
 
-def shared_of(batch: Batch) -> Shared | None:
+def shared_of(batch: Batch) -> Beginnings | None:
     """Of a micro-batch of all sequences."""
     ((part, _),) = mb.parts_of(batch, [torch.arange(len(batch))], mb.prompts_of(batch))
     return part.on_host.shared

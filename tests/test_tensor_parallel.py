@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megarl.mcore import tensor_parallel
 from megarl.mcore.linear import product
-from megarl.mcore.packing import LEAST_ROWS
+from megarl.mcore.pieces import LEAST_ROWS
 from megarl.mcore.tensor_parallel import GatheredPolicy, HeadScores, head_scores, row_chunks
 from tests.exactness import largest_gap_allowed
 from tests.worlds import run_world

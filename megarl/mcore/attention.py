@@ -11,12 +11,18 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from megarl.mcore.context_parallel import gather_for_attention
-from megarl.mcore.packing import Pieces
+from megarl.mcore.pieces import Pieces
 
 
 def take(tokens: Tensor, places: Tensor) -> Tensor:
-    """[T, heads, …] and places [n, L] -> [n, heads, L, …]."""
-    return tokens.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
+    """[T, heads, …] and places [n, L] -> [n, heads, L, …].
+
+    A token may be several pieces' key. On CUDA backward of a selection adds their gradients in no fixed order, that of
+    an index in one that is.
+    """
+    flat = places.flatten()
+    rows = tokens[flat] if tokens.is_cuda else tokens.index_select(0, flat)
+    return rows.unflatten(0, places.shape).transpose(1, 2)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float | None) -> Tensor:

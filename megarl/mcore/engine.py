@@ -29,7 +29,7 @@ from megarl.mcore.engine_sampling import KeyedSampling
 from megarl.mcore.engine_steps import Engine
 from megarl.mcore.linear import packed
 from megarl.mcore.offload import Loan
-from megarl.mcore.packing import LEAST_ROWS
+from megarl.mcore.pieces import LEAST_ROWS
 from megarl.mcore.router import moe_layers_of, recording
 from megarl.rollout.sampling import SamplingSettings
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megarl.mcore import device
 from megarl.mcore.decode import Rotation, StepPlan
-from megarl.mcore.packing import LEAST_ROWS
 from megarl.mcore.paged import PagedAttention, Reads, Twins, find_twins, plan_reads
+from megarl.mcore.pieces import LEAST_ROWS
 
 
 class Context(DynamicInferenceContext):

@@ -7,7 +7,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 
 from megarl.mcore import device
-from megarl.mcore.packing import LEAST_ROWS
+from megarl.mcore.pieces import LEAST_ROWS
 
 
 class Experts(SequentialMLP):

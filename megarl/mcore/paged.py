@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from megarl.mcore import device
 from megarl.mcore.attention import attend, take
-from megarl.mcore.packing import LEAST_ROWS, Pieces, class_widths, key_width, plan_pieces
+from megarl.mcore.pieces import LEAST_ROWS, Pieces, class_widths, key_width, plan_pieces
 
 SCRATCH = 2**23  # bytes of keys and values that are gathered at once
 

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from megatron.core.inference.utils import InferenceMode
 from torch import Tensor
 
-from megarl.batch import Shared
+from megarl.batch import Beginnings
 from megarl.mcore.context_parallel import gather_result
 from megarl.mcore.layers import ValueHead
-from megarl.mcore.packing import LEAST_ROWS, Packing, pack, scored
+from megarl.mcore.packing import Packing, pack, scored
+from megarl.mcore.pieces import LEAST_ROWS
 from megarl.mcore.routing import Routing
 from megarl.mcore.tensor_parallel import head_scores
 
@@ -49,7 +50,7 @@ def _head_values(hidden: Tensor, head: ValueHead, packing: Packing, model) -> Te
     return _whole(values, packing)
 
 
-def _run(chunk, tokens: Tensor, lengths: Tensor, processor, routing: Routing | None, shared: Shared | None):
+def _run(chunk, tokens: Tensor, lengths: Tensor, processor, routing: Routing | None, shared: Beginnings | None):
     """Hidden states [T', 1, H] of a chunk, or what `processor` makes of the last one's."""
     if InferenceMode.is_active():
         raise RuntimeError("a training forward while the rollout engine is active: suspend the engine first")
@@ -75,7 +76,7 @@ def _run(chunk, tokens: Tensor, lengths: Tensor, processor, routing: Routing | N
 
 def token_scores(
     chunk, tokens: Tensor, lengths: Tensor, temperature: float, vocab_size: int, routing: Routing | None = None,
-    mask: Tensor | None = None, shared: Shared | None = None,
+    mask: Tensor | None = None, shared: Beginnings | None = None,
 ):  # fmt: skip
     """Log-probabilities and entropies of packed tokens under a language model.
 
@@ -115,7 +116,7 @@ def token_scores(
 
 
 def token_values(
-    chunk, tokens: Tensor, lengths: Tensor, routing: Routing | None = None, shared: Shared | None = None
+    chunk, tokens: Tensor, lengths: Tensor, routing: Routing | None = None, shared: Beginnings | None = None
 ) -> Tensor:
     """[T] values of the states before each token, 0 at first tokens; hidden states from all but the last chunk."""
 
@@ -126,7 +127,7 @@ def token_values(
 
 
 def sequence_scores(
-    chunk, tokens: Tensor, lengths: Tensor, routing: Routing | None = None, shared: Shared | None = None
+    chunk, tokens: Tensor, lengths: Tensor, routing: Routing | None = None, shared: Beginnings | None = None
 ) -> Tensor:
     """[N] fp32 scores of whole sequences: the scalar head at each one's last token; from others than a model's last
     chunk hidden states. Arguments as of `token_scores`."""

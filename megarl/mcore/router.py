@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from megarl.mcore import device
 from megarl.mcore.balancing import BalancedRouter
 from megarl.mcore.decode import Layer
-from megarl.mcore.packing import VECTOR
+from megarl.mcore.pieces import VECTOR
 from megarl.mcore.routing import Routing
 
 

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from megarl.mcore import linear
-from megarl.mcore.packing import LEAST_ROWS
+from megarl.mcore.pieces import LEAST_ROWS
 
 PADDING = -1e30  # logit of a padded column; finite: 0 · (−1e30) in the entropy is 0, not NaN
 

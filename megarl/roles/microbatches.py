@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.arguments import RoleSettings, Settings
-from megarl.batch import FIELDS, Batch, OnHost, Shared, spans
+from megarl.batch import FIELDS, Batch, Beginnings, OnHost, spans
 from megarl.mcore import device
 from megarl.rollout.random import stream_keys, uniforms
 from megarl.world import Place
@@ -189,12 +189,12 @@ def _check_beginnings(parts: list[Batch]):
         raise RuntimeError(f"{int(count)} tokens of prompts differ between sequences whose prompt has the same number")
 
 
-def _shared(ids: np.ndarray, tokens: Tensor) -> Shared | None:
+def _shared(ids: np.ndarray, tokens: Tensor) -> Beginnings | None:
     """The first sequence of each prompt holds it for the others; None where each has another."""
     _, first, prompt = np.unique(ids, return_index=True, return_inverse=True)
     owners = torch.from_numpy(first[prompt])
     tokens = tokens.masked_fill(owners == torch.arange(len(owners)), 0)
-    return Shared(owners, tokens) if bool(tokens.any()) else None
+    return Beginnings(owners, tokens) if bool(tokens.any()) else None
 
 
 def prompts_of(batch: Batch) -> Prompts | None:

@@ -17,7 +17,7 @@ from megarl.mcore.reshard import WeightTransfer
 from megarl.mcore.routing import NO_ROUTE
 from megarl.observe.timers import Timers
 from megarl.rollout.dispatch import NEVER, Race, Shared, first_groups
-from megarl.rollout.requests import Drawn, Part, build_requests, pack_completions, parts_of, still_open
+from megarl.rollout.requests import Drawn, Part, begun_parts, build_requests, pack_completions, still_open
 from megarl.rollout.sampling import SamplingSettings
 from megarl.world import World
 
@@ -130,7 +130,7 @@ class Rollout:
             is_race = wanted is not None and wanted < len(prompts) and any(r.max_new_tokens for r in requests)
             race = Race(wanted, samples, requests, self.place) if is_race else None
             done = self._write(requests, samples, sampling, routes, race)
-            done |= self._not_written(requests, parts_of(ids, prompts, samples), samples, routes)
+            done |= self._not_written(requests, begun_parts(ids, prompts, samples), samples, routes)
             return pack_completions(done, prompts, samples, requests, self.engine.no_routes if routes else None)
 
     def _write(
@@ -172,7 +172,7 @@ class Rollout:
         `batch`: this rank's share of the responses to `prompts`, as they were given to `generate`.
         """
         limit, every = self.settings.max_response_length, torch.arange(len(prompts) * samples)
-        is_whole = torch.tensor([not part.left(limit) for part in parts_of(every, prompts, samples)])
+        is_whole = torch.tensor([not part.left(limit) for part in begun_parts(every, prompts, samples)])
         if batch is None or self.recorded_layers is None or not is_whole.any():
             return
         with self.timers.phase(self.place.host, "rollout"):
@@ -194,7 +194,7 @@ class Rollout:
         ids = torch.arange(len(prompts) * samples)
         longest = torch.zeros_like(ids, device=device.device())
         if self.place.is_leader:
-            left = [part.left(self.settings.max_response_length) for part in parts_of(ids, prompts, samples)]
+            left = [part.left(self.settings.max_response_length) for part in begun_parts(ids, prompts, samples)]
             lengths = batch.response_lengths
             is_whole = batch.finished | (lengths == longest.new_tensor(left)[batch.sequence_ids])
             longest[batch.sequence_ids] = lengths.masked_fill(~is_whole, NEVER)

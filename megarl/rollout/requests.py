@@ -52,11 +52,11 @@ def build_requests(
         keys[mine] = stream_keys(seed, each, lines[mine], streams[mine])
     return [
         Request(prompt.tokens + part.tokens, key, part.left(max_new_tokens))
-        for prompt, key, part in zip(drawn, keys.tolist(), parts_of(ids, prompts, samples), strict=True)
+        for prompt, key, part in zip(drawn, keys.tolist(), begun_parts(ids, prompts, samples), strict=True)
     ]
 
 
-def parts_of(ids: Tensor, prompts: list[Drawn], samples: int) -> list[Part]:
+def begun_parts(ids: Tensor, prompts: list[Drawn], samples: int) -> list[Part]:
     """What there was of each sequence before it was asked for; ids as in `build_requests`."""
     nothing = (Part(),) * samples
     return [(prompts[i // samples].parts or nothing)[i % samples] for i in ids.tolist()]

@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from megarl.mcore import linear
 from megarl.mcore.engine import RolloutEngine
 from megarl.mcore.feed_forward import swiglu
-from megarl.mcore.packing import LEAST_ROWS
+from megarl.mcore.pieces import LEAST_ROWS
 from megarl.rollout.sampling import SamplingSettings
 from tools.bench import common, rollout
 
