@@ -128,6 +128,7 @@ def pack(
     ranks, lengths = 1 if context is None else dist.get_world_size(context), lengths.numpy()
     stream, count = Stream.of(lengths, shared, lambda tokens: _padded_size(tokens, ranks, tensor_ranks)), len(lengths)
     total, tokens = int(stream.ends[-1]), int(stream.ends[count - 1])
+    longest = max(int(lengths.max()), total - tokens)
     chunks = chunks_of(dist.get_rank(context) if ranks > 1 else 0, ranks, total)
     classes, places = plan_classes(cut_stream(stream, chunks), ranks == 1), places_in(chunks)
     arrays = {
@@ -145,8 +146,8 @@ def pack(
     pieces = iter(sent[len(arrays) :])
     return Packing(
         qkv_format="thd",  # cumulative lengths stay None: rotary embeddings come by position, see `Stage`
-        max_seqlen_q=max(int(lengths.max()), total - tokens),
-        max_seqlen_kv=max(int(lengths.max()), total - tokens),
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
         cp_group=context,
         pieces=[Pieces.of(*itertools.islice(pieces, len(planned))) for planned in classes],
         **dict(zip(arrays, sent, strict=False)),

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from megarl.batch import spans
 from megarl.mcore import device
 from megarl.mcore.attention import attend, take
-from megarl.mcore.pieces import LEAST_ROWS, Pieces, class_widths, key_width, plan_pieces
+from megarl.mcore.pieces import LEAST_ROWS, Pieces, key_width, plan_pieces, similar
 
 SCRATCH = 2**23  # bytes of keys and values that are gathered at once
 
@@ -54,19 +55,19 @@ def find_twins(tokens: Tensor, queries: Tensor, keys: Tensor) -> Twins | None:
         tokens: [T] new tokens of the step and its padding, on the host.
         queries, keys: [N] as of `plan_reads`; only a request without older keys may be another's twin.
     """
-    written, sizes = tokens.tolist(), queries.tolist()
-    starts, is_whole = (queries.cumsum(0) - queries).tolist(), (queries == keys).tolist()
-    texts = [tuple(written[a : a + n]) if whole else i for i, (a, n, whole) in enumerate(zip(starts, sizes, is_whole))]
-    leaders = {text: i for i, text in reversed(list(enumerate(texts)))}  # the first of each
-    requests = torch.tensor(sorted(leaders.values()))
-    left, padding = int(queries[requests].sum()), len(tokens) - int(queries.sum())
-    if len(requests) == len(queries) or left + padding < LEAST_ROWS:
+    starts, is_whole = queries.cumsum(0) - queries, queries == keys
+    written, leaders = tokens.tolist(), {}  # text -> the first request that has it
+    bounds = zip(starts.tolist(), queries.tolist(), is_whole.tolist(), strict=True)
+    texts = [tuple(written[a : a + n]) if whole else i for i, (a, n, whole) in enumerate(bounds)]
+    owners = torch.tensor([leaders.setdefault(text, i) for i, text in enumerate(texts)])
+    requests = owners.unique()
+    sizes, padding = queries[requests], torch.arange(int(queries.sum()), len(tokens))
+    left = int(sizes.sum())
+    if len(requests) == len(queries) or left + len(padding) < LEAST_ROWS:
         return None
-    places = dict(zip(requests.tolist(), (queries[requests].cumsum(0) - queries[requests]).tolist(), strict=True))
-    found = [torch.arange(places[leaders[text]], places[leaders[text]] + n) for text, n in zip(texts, sizes)]
-    kept = [torch.arange(starts[i], starts[i] + sizes[i]) for i in requests.tolist()]
-    kept.append(torch.arange(len(tokens) - padding, len(tokens)))
-    return Twins(requests, torch.cat(kept), torch.cat([*found, torch.arange(left, left + padding)]))
+    found = (sizes.cumsum(0) - sizes)[torch.searchsorted(requests, owners)]
+    kept = torch.cat([spans(starts[requests], sizes), padding])
+    return Twins(requests, kept, torch.cat([spans(found, queries), left + torch.arange(len(padding))]))
 
 
 def plan_reads(queries: Tensor, keys: Tensor, pages: Tensor, total: int, cache: Tensor) -> Reads:
@@ -124,17 +125,14 @@ def _prompts(first: Tensor, queries: Tensor, keys: Tensor, pages: Tensor, cache:
     first, queries, keys, pages = (x.numpy() for x in (first, queries, keys, pages))
     row, block, found = cache[0, 0].numel() * cache.element_size(), cache.shape[1], []
     # Keys read by way of pages, and queries that see all of their own prompt: the classes of packed training.
-    widths = class_widths(int(keys.max()))
-    kinds = np.stack([queries == keys, *(np.searchsorted(widths, lengths) for lengths in (queries, keys))], axis=1)
-    for kind in np.unique(kinds, axis=0):
-        members = np.flatnonzero((kinds == kind).all(1))
+    for is_causal, members in similar(queries == keys, queries, keys):
         most = max(1, SCRATCH // (row * int(keys[members].max())))
         for part in np.split(members, range(most, len(members), most)):
 
             def places(column, mine=pages[part]):
                 return np.take_along_axis(mine, column // block, 1) * block + column % block
 
-            planned = plan_pieces(first[part], queries[part], keys[part], bool(kind[0]), places)
+            planned = plan_pieces(first[part], queries[part], keys[part], is_causal, places)
             found.append(Pieces.of(*device.send(planned)))
     return found
 

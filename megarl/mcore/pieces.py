@@ -5,7 +5,7 @@ to the last query. A kernel takes pieces of similar size together, padded to the
 alike and one holds that beginning for the others (`megarl.batch.Beginnings`), their keys are found there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,6 +53,17 @@ def class_widths(longest: int) -> list[int]:
         widths.append(width)
         width = max(width + VECTOR, (width * 3 // 2) // VECTOR * VECTOR)
     return [*widths, width]
+
+
+def similar(is_causal: np.ndarray, queries: np.ndarray, keys: np.ndarray) -> Iterator[tuple[bool, np.ndarray]]:
+    """(Whether they are causal, which of the n pieces) of those that one call of a kernel takes: of similar sizes.
+
+    `is_causal` [n]: pieces with as many queries as keys, once padded; others go by numbers of queries [n], too.
+    """
+    widths = class_widths(int(keys.max()))
+    kinds = np.stack([is_causal, *(np.searchsorted(widths, x) for x in (queries * ~is_causal, keys))], axis=1)
+    for kind in np.unique(kinds, axis=0):
+        yield bool(kind[0]), np.flatnonzero((kinds == kind).all(1))
 
 
 def plan_pieces(first, queries, keys, is_causal: bool, key_places: Callable) -> list[np.ndarray]:
@@ -137,12 +148,10 @@ def plan_classes(cut: Cut, is_whole: bool) -> list[list[np.ndarray]]:
     Where more than half of a sequence is queries, those of a beginning that another one holds are there again, and
     dropped: causal kernels are the faster ones. Where less is, a mask costs less than such queries.
     """
-    is_square = is_whole & (2 * cut.queries > cut.keys)
-    kinds = [np.searchsorted(class_widths(int(cut.keys.max())), x) for x in (cut.queries * ~is_square, cut.keys)]
-    kinds, found = np.stack([is_square, *kinds], axis=1), []
-    for kind in np.unique(kinds, axis=0):
-        piece = Cut(*(x[(kinds == kind).all(1)] for x in cut))
-        if not kind[0]:
+    is_square, found = is_whole & (2 * cut.queries > cut.keys), []
+    for is_causal, members in similar(is_square, cut.queries, cut.keys):
+        piece = Cut(*(x[members] for x in cut))
+        if not is_causal:
             found.append(plan_pieces(*piece[:3], False, piece.key_places))
             continue
         _, keys, real = plan_pieces(piece.first, piece.keys, piece.keys, True, piece.key_places)

@@ -83,17 +83,14 @@ class Operators:
 
 
 def measure(rounds: int, shape: common.Shape, case: rollout.Case) -> dict:
-    """Medians of both sides in milliseconds, alternating, and the operators' share; the first round does not count."""
+    """Medians of both sides in seconds, alternating, and the operators' share; the first round does not count."""
     chunk, collection, _ = common.build(shape, (max(map(len, case.prompts)), max(case.new_tokens)))
     engine = RolloutEngine(chunk, collection, shape.vocab, case.longest, rollout.buffer_gb(case), len(case.prompts))
     sides = {"engine": lambda: engine_step(engine, case), "operators": lambda: Operators(chunk, shape, case).median(32)}
-    found = {name: [] for name in sides}
-    for _ in range(rounds + 1):
-        for name, side in sides.items():
-            found[name].append(1e3 * side())
-    medians = {name: statistics.median(times[1:]) for name, times in found.items()}
+    seconds = common.alternate(sides, rounds + 1)
+    medians = {name: statistics.median(times[1:]) for name, times in seconds.items()}
     share = medians["operators"] / medians["engine"]
-    return {"threads": torch.get_num_threads(), "milliseconds": found, "medians": medians, "share": share}
+    return {"threads": torch.get_num_threads(), "seconds": seconds, "medians": medians, "share": share}
 
 
 def main():
@@ -104,7 +101,7 @@ def main():
     args = parser.parse_args()
     found = measure(args.rounds, rollout.SHAPE, rollout.CASES["plain"]())
     for name, each in found["medians"].items():
-        print(f"{name}: {each:.1f} ms a step (median of {args.rounds})")
+        print(f"{name}: {1e3 * each:.1f} ms a step (median of {args.rounds})")
     print(f"operators alone: {found['share']:.2f} of the engine's step")
     if args.json:
         args.json.write_text(json.dumps(found) + "\n")

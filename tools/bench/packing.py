@@ -22,7 +22,7 @@ from megarl.algorithms.aggregation import token_mean
 from megarl.batch import Batch
 from megarl.mcore import device, passes
 from megarl.roles.learner import Learner
-from tools.bench.common import log_normal_lengths
+from tools.bench import common
 
 SHAPE = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --group-query-attention --num-query-groups 4"
@@ -69,17 +69,13 @@ def measure(args: argparse.Namespace) -> dict:
     role = arguments.parse(flags.split(), 1, "sft").roles["actor"]
     place = world.create({"actor": role}, timedelta(minutes=5))["actor"]
     learner = Learner(role, place, args.vocab, updates=1)
-    lengths = log_normal_lengths(args.sequences, args.max_length, args.deviation)
+    lengths = common.log_normal_lengths(args.sequences, args.max_length, args.deviation)
     batches = {
         "packed": batch_of(lengths, args.vocab),
         "padded": batch_of(torch.full_like(lengths, args.max_length), args.vocab),
     }
-    seconds = {side: [] for side in batches}
-    for round_number in range(args.rounds + 1):
-        for side, batch in batches.items():
-            taken = one_update(learner, batch, args.vocab)
-            if round_number:
-                seconds[side].append(taken)
+    clocks = {side: lambda batch=batch: one_update(learner, batch, args.vocab) for side, batch in batches.items()}
+    seconds = {side: times[1:] for side, times in common.alternate(clocks, args.rounds + 1).items()}
     real = int(lengths.sum())
     speed = {side: real / statistics.median(times) for side, times in seconds.items()}
     return {

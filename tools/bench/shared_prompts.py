@@ -19,6 +19,7 @@ from megarl import arguments, world
 from megarl.batch import Batch
 from megarl.mcore import device
 from megarl.roles.learner import Learner
+from tools.bench import common
 from tools.bench.packing import SHAPE, one_update
 
 VOCAB = 4096
@@ -48,10 +49,8 @@ def measure(args: argparse.Namespace) -> dict:
     learner = Learner(role, world.create({"actor": role}, timedelta(minutes=5))["actor"], VOCAB, updates=1)
     sides = {"shared": batch_of(args), "alone": batch_of(args)}
     sides["alone"].prompt_ids = None
-    seconds = {side: [] for side in sides}
-    for _ in range(args.rounds + 1):
-        for side, batch in sides.items():
-            seconds[side].append(one_update(learner, batch, VOCAB))
+    clocks = {side: lambda batch=batch: one_update(learner, batch, VOCAB) for side, batch in sides.items()}
+    seconds = common.alternate(clocks, args.rounds + 1)
     medians = {side: statistics.median(times[1:]) for side, times in seconds.items()}
     parts = [part for part, _ in learner.microbatches(sides["shared"], torch.arange(len(sides["shared"])))]
     spared = sum(int(part.on_host.shared.tokens.sum()) for part in parts if part.on_host.shared is not None)
