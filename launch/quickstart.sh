@@ -13,10 +13,10 @@ export SEED=${SEED:-1} CONFIG=${CONFIG:-quickstart}
 export SAVE=${SAVE:-runs/$CONFIG}
 case $CONFIG in
     quickstart)
-        # Two lanes for the actor and two for the others, which begin with the first half of the text while the second
-        # is written: every rank has about the same work (docs/overlap.md).
+        # Two data-parallel replicas of the actor, and two of all the others: every rank has about the same work
+        # (docs/overlap.md).
         where="actor on ranks 0-1, critic, reward and reference on ranks 2-3"
-        roles=(--role-map "actor=0-1;critic=2-3;reward=2-3;reference=2-3" --rollout-chunks 2 --rollout-max-requests 64)
+        roles=(--role-map "actor=0-1;critic=2-3;reward=2-3;reference=2-3")
         ;;
     moe_quickstart)
         where="actor on ranks 0-1, critic on rank 2, reward and reference on rank 3"

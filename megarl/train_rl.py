@@ -15,13 +15,11 @@ def train(program, timers):
     run = Reinforcement(program, timers)
     actor, critic, reward, reference, experience = run.actor, run.critic, run.reward, run.reference, run.experience
     for step, flow in run.batches():
-        for part in flow.parts():
-            part.share(["actor", "reward", "reference", "critic"])
-            run.replay.share(part, step)
-            reward.score(part, run.prompts)
-            reference.logprobs(part)
-            critic.values(part)
-
+        flow.share(["actor", "reward", "reference", "critic"])
+        run.replay.share(flow, step)
+        reward.score(flow, run.prompts)
+        reference.logprobs(flow)
+        critic.values(flow)
         actor.logprobs(flow, step)
 
         flow.collect({"reward": ["scores", "correct"], "reference": ["reference_logprobs"], "critic": ["values"]})

@@ -90,7 +90,7 @@ def test_starts_take_turns(monkeypatch, tmp_path):
 
 
 def test_overlap_compares_with_before(monkeypatch):
-    idle = {"before": [0.3, 0.5, 0.4], "placed": [0.1, 0.2, 0.1]}
+    idle = {"before": [0.3, 0.5, 0.4], "replicas": [0.1, 0.2, 0.1]}
     saved = []
 
     def run(flags, steps, save):
@@ -102,17 +102,17 @@ def test_overlap_compares_with_before(monkeypatch):
 
     monkeypatch.setattr(overlap, "run", run)
     monkeypatch.setattr(overlap, "make_inputs", lambda folder: ["inputs"])
-    found = overlap.measure(SimpleNamespace(sides=["before", "placed"], flags=["--last"], steps=6, rounds=3))
-    assert saved == ["before0", "placed0", "placed1", "before1", "before2", "placed2"]
+    found = overlap.measure(SimpleNamespace(sides=["before", "replicas"], flags=["--last"], steps=6, rounds=3))
+    assert saved == ["before0", "replicas0", "replicas1", "before1", "before2", "replicas2"]
     assert found["sides"]["before"]["idle"] == {"time/idle_fraction": 0.4, "time/critic/idle_fraction": 0.8}
-    assert found["idle_ratio"] == {"placed": 0.25} and found["step_ratio"] == {"placed": 4}
+    assert found["idle_ratio"] == {"replicas": 0.25} and found["step_ratio"] == {"replicas": 4}
 
 
 def test_the_quickstart_is_placed_as_the_benchmarks_say():
     text = (ROOT / "launch" / "quickstart.sh").read_text()
-    (line,) = [line for line in text.splitlines() if "--rollout-chunks" in line]
+    (line,) = [line for line in text.splitlines() if "critic=2-3" in line]
     placed = line.partition("roles=(")[2].rstrip(")").replace('"', "")
-    assert placed == overlap.SIDES["placed"] == " ".join(startup.LAYOUTS[4])
+    assert placed == overlap.SIDES["replicas"] == " ".join(startup.LAYOUTS[4])
 
 
 class Bigrams(torch.nn.Embedding):

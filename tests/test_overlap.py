@@ -1,4 +1,4 @@
-"""Roles that work at the same time: chunks of a step, a batch written ahead, exchanges and records without waiting."""
+"""Roles that work at the same time: a batch written ahead, exchanges and records without waiting."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -10,11 +10,8 @@ import torch.distributed as dist
 from megarl import exchange
 from megarl.batch import lane_of
 from megarl.errors import UsageError
-from megarl.mcore.engine import Request
-from megarl.rollout.turns import InTurn
 from megarl.runtime.ledger import Ledger
 from megarl.runtime.reinforce import Inputs
-from megarl.world import Place
 from tests.exactness import largest_gap_allowed
 from tests.programs import metrics, program, rl_argv, samples, timeless, train
 from tests.test_batch import random_batch, sequences
@@ -27,40 +24,10 @@ EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 
 
 def assert_same_step(one, other, step: int):
-    """Two runs agree in a step to the bit, in samples and metrics; moments of a reward's terms but for rounding."""
+    """Two runs agree in a step to the bit, in samples and metrics."""
     first, second = (timeless(metrics(save)[step]) for save in (one, other))
-    differ = {name for name in first | second if first.get(name) != second.get(name)} - {"weights/sync_s"}
-    moments = {f"reward/tests.programs:graded_reward/{name}" for name in ("mean", "std")}
-    assert samples(one, step) == samples(other, step) and differ <= moments
-    assert all(first[name] == pytest.approx(second[name], rel=1e-12) for name in differ)
-
-
-# -- chunks ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("model", ["", EXPERTS], ids=["dense", "experts"])
-def test_the_number_of_chunks_changes_nothing(model, tmp_path):
-    # Lanes take what is next; the critic has several; the reference shares the rollout's ranks, and so comes last.
-    layout = "--role-map actor=0-1;critic=2-3;reward=2;reference=0-1 --rollout-prefix-caching"
-    for chunks in (1, 4):
-        flags = f"--train-iters 2 {GRADED} {layout} {model} --rollout-chunks {chunks} --rollout-max-requests 4"
-        train("rl", rl_argv(tmp_path / str(chunks), flags, warm_start=not model), 4)
-    for step in (1, 2):
-        assert_same_step(tmp_path / "1", tmp_path / "4", step)
-    assert metrics(tmp_path / "4")[1]["rollout/logprob_gap_max"] <= largest_gap_allowed()
-
-
-def test_requests_of_a_chunk_come_before_those_of_the_next():
-    requests = [Request([number], number, 1) for number in range(12)]
-    place = Place("rollout", range(2), ((0,), (1,)), None, None, 0, "rollout")  # lane 0 of two
-    source = InTurn(requests, [4, 10, 12], place, is_dealt=True, samples=2, unit=1)
-    assert source.most is None and not source.is_over(0)
-    assert [number for number, _ in source.take(3)] == [0, 1, 4]  # prompts 0, 2, 4 of six are this lane's
-    assert [(number, request.key) for number, request in source.take(9)] == [(5, 5), (8, 8), (9, 9)]
-    assert source.is_empty() and source.is_over(2) and not source.is_over(0)  # the last chunk has nothing for it
-    for number in (1, 9, 0):
-        source.ended(number)
-    assert source.is_over(0) and not source.is_over(1)
+    assert {name for name in first | second if first.get(name) != second.get(name)} <= {"weights/sync_s"}
+    assert samples(one, step) == samples(other, step)
 
 
 # -- one step off ------------------------------------------------------------------------------------------------
@@ -93,7 +60,6 @@ def test_a_batch_that_was_written_ahead_survives_an_interruption(model, tmp_path
 
 
 @pytest.mark.parametrize("flags, needle", [
-    ("--rollout-chunks 2", "--rollout-chunks 2: critic, reward and reference share ranks with the rollout"),
     ("--one-step-off --rollout-correction tis", "--one-step-off: needs a rollout in --role-map that shares no ranks"),
 ])  # fmt: skip
 def test_overlap_needs_ranks_that_are_apart(flags, needle, tmp_path):
@@ -154,10 +120,10 @@ def test_rank_0_reads_what_all_ranks_told_of_a_step():
 
 
 def test_the_benchmark_knows_its_sides_and_tells_of_them(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["overlap.py", "--sides", "chunks,nothing"])
+    monkeypatch.setattr("sys.argv", ["overlap.py", "--sides", "ahead,nothing"])
     with pytest.raises(SystemExit) as caught:
         overlap.main()
-    assert caught.value.code == 2 and "--sides nothing: allowed are before, chunks, " in capsys.readouterr().err
+    assert caught.value.code == 2 and "--sides nothing: allowed are before, replicas, " in capsys.readouterr().err
     sides = {
         name: {"idle": {"time/idle_fraction": idle, "time/critic/idle_fraction": 0.5}, "step_s": 2.0}
         for name, idle in (("before", 0.4), ("ahead", 0.1))

@@ -1,7 +1,5 @@
 """A step's data on one rank: this rank's batch for every role it works for, and the moves between them."""
 
-from collections.abc import Iterator
-
 from torch import Tensor
 
 from megarl import exchange
@@ -18,8 +16,6 @@ class Flow:
 
     A role that the run does not have gets and gives nothing.
     """
-
-    is_chunk = False  # of a step that is judged piece by piece
 
     def __init__(
         self, world: World, timers: Timers, owners: dict[str, Tensor], rollout: Batch | None,
@@ -47,10 +43,6 @@ class Flow:
     def count(self) -> int:
         """Sequences of the step on all lanes together."""
         return len(self._owners[SOURCE])
-
-    def parts(self) -> Iterator["Flow"]:
-        """What is judged one after the other; here everything at once."""
-        yield self
 
     def lacking(self, role: str, field: str) -> Batch | None:
         """This rank's batch of a role where it has none of a field yet; None: nothing to do."""

@@ -44,10 +44,9 @@ class Replay:
     def share(self, flow: Flow, step: int):
         """Where routes are replayed, each rank gets the ones that it will need. Collective.
 
-        These are the routes of the tokens and layers that the rank runs in any pass of the step. Roles that replay run
-        no chunks.
+        These are the routes of the tokens and layers that the rank runs in any pass of the step.
         """
-        for role in self._roles if self._exchange and not flow.is_chunk else ():
+        for role in self._roles if self._exchange else ():
             self._share(flow, role, step)
 
     def _share(self, flow: Flow, role: str, step: int):

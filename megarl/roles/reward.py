@@ -24,7 +24,7 @@ from megarl.world import Place
 
 
 class Reward:
-    """Scores text; keeps the rows of the samples file of the last call, of chunks those of all since `begin`.
+    """Scores text; keeps the rows of the samples file of the last call.
 
     The leader of each lane reads and scores the lane's responses; a reward model runs on all ranks.
     """
@@ -65,7 +65,7 @@ class Reward:
         Raises:
             RuntimeError: a verifier failed on a larger share of all lanes' samples than `--reward-max-failures`.
         """
-        batch, before = flow.lacking(self.name, "scores"), self.rows if flow.is_chunk else []
+        batch = flow.lacking(self.name, "scores")
         if batch is None:
             return
         with self.timers.phase(self.name, "score"):
@@ -76,7 +76,6 @@ class Reward:
                 scores = self._scores(texts, judged, batch, flow.count, learnt)
                 told = [(score.reward, score.correct) for score in scores]
                 found[:] = torch.tensor(told, dtype=found.dtype).reshape(len(batch), 2)
-                self.rows = before + self.rows
             if len(self.place.lanes[self.place.lane]) > 1:
                 dist.broadcast(found, self.place.lanes[self.place.lane][0], group=self.place.lane_group)
             batch.scores, batch.correct = found[:, 0].float(), found[:, 1] > 0

@@ -18,13 +18,12 @@ from megarl.data.order import PromptOrder
 from megarl.data.prompts import PromptSet
 from megarl.mcore import device
 from megarl.observe.timers import Timers
-from megarl.roles import lanes, streaming
+from megarl.roles import lanes
 from megarl.roles import microbatches as mb
 from megarl.roles.flow import SOURCE, Flow
 from megarl.roles.parts import VERSIONS, Parts
 from megarl.roles.reward import Reward
 from megarl.roles.rollout import Rollout
-from megarl.roles.streaming import Streamed
 from megarl.roles.waiting import Waiting
 from megarl.rollout.requests import Drawn
 from megarl.world import World
@@ -69,8 +68,6 @@ class Sampling:
         `--prompts-per-step` after `--max-sampling-rounds`. These wait, still on policy since nothing is learnt.
         """
         s, drawn, tally = self.settings, Counter(), Tally()
-        if s.rollout_chunks > 1:
-            return self._streamed(step)
         is_stale = len(self.waiting) == s.prompts_per_step  # written ahead
         most = s.max_sampling_rounds if s.dynamic_sampling else 1
         while len(self.waiting) < s.prompts_per_step and tally.rounds < most:
@@ -183,28 +180,6 @@ class Sampling:
             row | {"sequence": row["sequence"] + before * samples, "kept": kept[row["sequence"] // samples]}
             for row in self.reward.rows
         ]
-
-    def _streamed(self, step: int) -> Streamed:
-        """The step's data, still to be written: chunk by chunk when they are asked for."""
-        s, samples = self.settings, self.settings.samples_per_prompt
-        prompts = self._draw(s.prompts_per_step, Counter())
-        self.reward.prepare(self.prompts, [drawn.line for drawn in prompts])
-        bounds = streaming.bounds_of(len(prompts), samples, s.rollout_chunks)
-        minibatches = mb.minibatches_of_step(s, bounds[-1], step, epoch=0)
-
-        def chunks():
-            tally = Tally()
-            for batch in streaming.written(self.rollout, prompts, samples, step, bounds):
-                tally.tokens += 0 if batch is None else int(batch.response_mask.sum())
-                yield batch
-            self._measure(tally, 0)
-
-        def share_out(lengths: Tensor, written: Tensor) -> dict[str, Tensor]:
-            return lanes.balanced(self.world, lengths, written, minibatches, self.hidden)
-
-        judges = streaming.beside(self.world, s.router_replay_reference)
-        owners = self.rollout.owners
-        return Streamed(self.world, self.timers, samples, bounds, chunks(), judges, owners, share_out)
 
     def _measure(self, tally: Tally, waiting: int):
         self.metrics = {}

@@ -17,7 +17,6 @@ from megarl.roles.reference import Reference
 from megarl.roles.replay import Replay
 from megarl.roles.rollout import Rollout
 from megarl.roles.sampling import Sampling
-from megarl.roles.streaming import JUDGES
 from megarl.runtime.evaluation import Best, Evaluation
 from megarl.runtime.run import Run, check_common, create_world, encoder_of
 from megarl.runtime.scoring import Scoring
@@ -58,12 +57,6 @@ def _check_rollout(s: Settings, roles: dict[str, RoleSettings]):
         raise UsageError("--verify-weights: the rollout runs on the actor's own weights, so there is no transfer")
     if s.one_step_off and not ranks.isdisjoint(roles["actor"].ranks):
         raise UsageError("--one-step-off: needs a rollout in --role-map that shares no ranks with the actor")
-    judges = [roles[name].ranks for name in JUDGES if name in roles]
-    if s.rollout_chunks > 1 and not any(map(ranks.isdisjoint, judges)):
-        raise UsageError(
-            f"--rollout-chunks {s.rollout_chunks}: critic, reward and reference share ranks with the rollout, so none "
-            "of them can begin before it ends"
-        )
 
 
 def _check_replay(program: Program):

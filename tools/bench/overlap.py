@@ -1,13 +1,12 @@
 """Idle ranks: a step of the quickstart on four ranks of disjoint roles, before and after the roles' work overlaps.
 
-    PYTHONPATH=. python tools/bench/overlap.py [--rounds 3] [--steps 6] [--sides placed,ahead] [--json FILE]
+    PYTHONPATH=. python tools/bench/overlap.py [--rounds 3] [--steps 6] [--sides replicas,ahead] [--json FILE]
         [--markdown] [-- FLAGS …]
 
 Whole runs of megarl.train_rl with configs/quickstart.yaml from random weights, FLAGS added to each. before: two ranks
-for the actor, one for the critic, one for reward and reference, each phase after the other. chunks: the same ranks, and
-the others work while the actor still writes. lanes: as before, with two ranks for the actor and two for all others,
-each a data-parallel lane. placed: lanes and chunks, as launch/quickstart.sh has it. ahead: the ranks of before, with a
-rollout on the last one, which writes a batch while the one before is learnt.
+for the actor, one for the critic, one for reward and reference. replicas: two ranks for the actor and two for all
+others, each a data-parallel replica, as launch/quickstart.sh has it. ahead: the ranks of before, with a rollout on the
+last one, which generates a batch while the policy is updated on the one before.
 
 Idle is the share of ranks × seconds in which a rank waits for others (`time/idle_fraction`), the median over steps
 behind the first two, then over rounds. Ranks that share cores slow each other down when they work at the same time:
@@ -28,12 +27,10 @@ from tools.bench import common
 ROOT = Path(__file__).parents[2]
 RANKS, WARM_UP, BEFORE = 4, 2, "before"
 SPLIT = "--role-map actor=0-1;critic=2;reward=3;reference=3{} --actor-tensor-model-parallel-size 2"
-LANES = "--role-map actor=0-1;critic=2-3;reward=2-3;reference=2-3"
-CHUNKS = " --rollout-chunks 2 --rollout-max-requests 64"
+REPLICAS = "--role-map actor=0-1;critic=2-3;reward=2-3;reference=2-3"
 AHEAD = " --rollout-tensor-model-parallel-size 1 --one-step-off --rollout-correction tis"
 SIDES = {
-    BEFORE: SPLIT.format(""), "chunks": SPLIT.format("") + CHUNKS.replace("64", "128"), "lanes": LANES,
-    "placed": LANES + CHUNKS, "ahead": SPLIT.format(";rollout=3") + AHEAD,
+    BEFORE: SPLIT.format(""), "replicas": REPLICAS, "ahead": SPLIT.format(";rollout=3") + AHEAD,
 }  # fmt: skip
 # Of the quickstart's config: the data are made here, weights are random, and nothing but steps is timed.
 NOTHING = ("pretrained-checkpoint", "eval-prompts", "eval-interval", "eval-samples", "save-interval")

@@ -23,8 +23,7 @@ from tools.bench.tables import add_output_flags, whole_table
 
 ROOT = Path(__file__).parents[2]
 LAYOUTS = {1: [], 2: ["--actor-tensor-model-parallel-size", "2"], 4: [
-    "--role-map", "actor=0-1;critic=2-3;reward=2-3;reference=2-3", "--rollout-chunks", "2",
-    "--rollout-max-requests", "64",
+    "--role-map", "actor=0-1;critic=2-3;reward=2-3;reference=2-3",
 ]}  # fmt: skip
 CHOSEN = ("PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS")
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
