@@ -136,16 +136,11 @@ WRONG = {
     "large mini-batch": ("--minibatch-size 65", "--minibatch-size 65: allowed is at most --prompts-per-step × --sam"),
     "filter of single responses": ("--group-filter reward --samples-per-prompt 1", "--group-filter reward: needs --s"),
     "nothing to fill up": ("--dynamic-sampling", "--dynamic-sampling True: needs a --group-filter"),
-    "a race ahead": ("--over-sampling 2 --rollout-chunks 2", "--over-sampling 2.0: not with --one-step-off or --roll"),
+    "a race ahead": ("--over-sampling 2 --one-step-off --rollout-correction tis", "--over-sampling 2.0: not with --one-step"),
     "parts of nothing": ("--partial-rollouts", "--partial-rollouts True: needs --over-sampling above 1"),
     "parts without correction": ("--partial-rollouts --over-sampling 2", "--partial-rollouts True: needs a --rollout"),
     "penalty longer than a response": ("--overlong-buffer 9 --max-response-length 8", "--overlong-buffer 9: allowed is "
                                        "at most --max-response-length 8"),
-    "more chunks than groups": ("--rollout-chunks 17", "--rollout-chunks 17: allowed is at most --prompts-per-step 16"),
-    "chunks and verdicts": ("--rollout-chunks 2 --group-filter reward --reward model --reward-model x"
-                            " --reward-normalize", "--rollout-chunks 2: not with --group-filter, --reward-normalize"),
-    "chunks of what is there": ("--rollout-chunks 2 --one-step-off --rollout-correction tis",
-                                "--rollout-chunks 2: not with --one-step-off"),
     "stale without correction": ("--one-step-off", "--one-step-off True: needs a --rollout-correction"),
     "verdicts ahead": ("--one-step-off --rollout-correction tis --group-filter correct",
                        "--one-step-off True: not with --group-filter"),
@@ -182,7 +177,7 @@ RIGHT = [
     "--advantage reinforce++ --samples-per-prompt 1 --gamma 0.99", "--advantage reinforce++-baseline",
     "--advantage remax --greedy-baseline --samples-per-prompt 1",
     "--policy-loss gspo --clip-range 3e-4 --clip-range-high 4e-4", "--policy-loss gmpo",
-    "--rollout-chunks 16", "--one-step-off --rollout-correction tis",
+    "--one-step-off --rollout-correction tis",
     "--over-sampling 1.5 --partial-rollouts --max-staleness 2 --rollout-correction icepop"
     " --rollout-correction-floor 0.5 --group-filter reward --dynamic-sampling --router-replay rollout",
     "--rollout-correction-level sequence", "--rollout-correction tis --rollout-correction-level sequence",

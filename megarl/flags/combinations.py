@@ -155,8 +155,8 @@ def _sampling(case: Case) -> list[Rule]:
              "needs --samples-per-prompt 2 or more: a group of one has nothing to differ from"),
         Rule("--dynamic-sampling", s.dynamic_sampling, not s.dynamic_sampling or s.group_filter != "none",
              "needs a --group-filter, which says what the batch is filled with"),
-        Rule("--over-sampling", s.over_sampling, s.over_sampling == 1 or not (s.one_step_off or s.rollout_chunks > 1),
-             "not with --one-step-off or --rollout-chunks: which groups come first is known at the end of all"),
+        Rule("--over-sampling", s.over_sampling, s.over_sampling == 1 or not s.one_step_off,
+             "not with --one-step-off: which groups come first is known at the end of all"),
         Rule("--partial-rollouts", partial, not partial or s.over_sampling > 1,
              "needs --over-sampling above 1: else every group of a round is written to its end"),
         Rule("--partial-rollouts", partial, not partial or s.rollout_correction != "none",
@@ -167,17 +167,10 @@ def _sampling(case: Case) -> list[Rule]:
 
 
 def _overlap(s: Settings) -> list[Rule]:
-    chunks, ahead = s.rollout_chunks, s.one_step_off
+    ahead = s.one_step_off
     verdicts = {"--group-filter": s.group_filter != "none", "--greedy-baseline": s.greedy_baseline}
-    whole = [name for name, wants in (verdicts | {"--reward-normalize": s.reward_normalize}).items() if wants]
     written = [name for name, wants in verdicts.items() if wants]
     return [
-        Rule("--rollout-chunks", chunks, chunks <= s.prompts_per_step,
-             f"allowed is at most --prompts-per-step {s.prompts_per_step}: a chunk holds whole groups"),
-        Rule("--rollout-chunks", chunks, chunks == 1 or not whole, f"not with {', '.join(whole)}: it asks for the"
-             " rewards of all groups together"),
-        Rule("--rollout-chunks", chunks, chunks == 1 or not ahead,
-             "not with --one-step-off: a batch that was written ahead is there as a whole"),
         Rule("--one-step-off", ahead, not ahead or s.rollout_correction != "none",
              "needs a --rollout-correction: the policy that writes is one step behind the one that learns"),
         Rule("--one-step-off", ahead, not ahead or not written, f"not with {', '.join(written)}: nobody scores what is"

@@ -128,7 +128,6 @@ class Settings:
                                     " takes the next as it has room", programs=WRITING)  # fmt: skip
     rollout_prefix_caching: bool = _flag(False, "prefill what requests begin with alike once", programs=WRITING)
     rollout_chunked_prefill: bool = _flag(False, "prefill a long prompt over several steps", programs=WRITING)
-    rollout_chunks: int = _positive(1, "hand a step's groups over in so many chunks, each as soon as it is written")
     one_step_off: bool = _flag(False, "the rollout writes a step's batch while the step before is learnt")
     verify_weights: bool = _flag(False, "compare checksums after each transfer of weights to the rollout",
                                  programs=WRITING)  # fmt: skip
