@@ -11,10 +11,11 @@ import types
 import typing
 from collections.abc import Callable
 
+from megarl import plugins
 from megarl.algorithms.estimators import ESTIMATORS, Estimator, estimator_of
 from megarl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, policy_loss_of
 from megarl.errors import ArgumentParser, UsageError
-from megarl.flags import combinations, config_files, plugins, role_flags
+from megarl.flags import combinations, config_files, role_flags
 from megarl.flags.settings import MODELS, Settings
 from megarl.rewards import expression
 

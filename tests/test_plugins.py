@@ -2,9 +2,9 @@
 
 import pytest
 
+from megarl import plugins
 from megarl.arguments import parse
 from megarl.errors import UsageError
-from megarl.flags import plugins
 from tests.tiny_models import SHAPES
 
 SOURCE = """

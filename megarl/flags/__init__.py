@@ -1,1 +1,1 @@
-"""megarl's own flags: what there is, config files, what goes together, roles' prefixes, functions of users."""
+"""megarl's own flags: what there is, config files, what goes together, roles' prefixes."""

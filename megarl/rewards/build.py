@@ -5,8 +5,8 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megarl import plugins
 from megarl.data.prompts import PromptSet
-from megarl.flags import plugins
 from megarl.rewards import code, expression, mathematics, tasks, text
 from megarl.rewards.base import Reward, Sample, Score
 from megarl.rewards.pool import Workers
