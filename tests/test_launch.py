@@ -24,7 +24,7 @@ def launch(arguments: list[str], name: str = "run", root: Path = ROOT, **variabl
     own = dict.fromkeys(("CONFIG", "SEED", "SAVE", "NPROC", "NNODES", "PYTHON"), "")
     env = environment(MEGARL_VENV=sys.prefix, **own | variables)
     command = ["bash", str(root / "launch" / f"{name}.sh"), *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.parametrize("arguments, variables, says", [

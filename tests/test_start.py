@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from multiprocessing import get_context
+from multiprocessing.context import ForkProcess as Process
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ import torch.distributed as dist
 from megarl.runtime import start
 from tests.programs import environment
 from tests.test_worlds import wait_until_gone
+
+
+PATIENCE = 300  # seconds of a wait that should be short; the tests are about order and outcome, not about time
 
 
 def rank() -> int:
@@ -29,7 +33,7 @@ def note_pid(folder):
 
 def pids(folder, count: int) -> list[int]:
     """Waits for the pids that `count` ranks note."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         found = [path.read_text() for path in folder.iterdir()]
         if len(found) == count and all(found):
@@ -53,21 +57,25 @@ def test_ranks_meet_and_end_with_status_0(tmp_path):
     assert signal.getsignal(signal.SIGTERM) == before and start.can_fork()
 
 
-def test_a_failing_rank_ends_the_others_and_gives_the_status(tmp_path, monkeypatch, capfd):
+def test_a_failing_rank_ends_the_others_and_gives_the_status(tmp_path, capfd):
     def fail() -> int:
-        if rank() == 2:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         note_pid(tmp_path)
+        pids(tmp_path, 3)
         if rank() == 1:
-            pids(tmp_path, 3)
             return 3
-        time.sleep(60)
+        time.sleep(PATIENCE)
 
-    monkeypatch.setattr(start, "GRACE", 1)
-    began = time.monotonic()
     assert start.run_ranks(fail, 3) == 3
-    assert time.monotonic() - began < 8 and wait_until_gone(pids(tmp_path, 3))
+    assert wait_until_gone(pids(tmp_path, 3))
     assert capfd.readouterr().err == ""  # the rank itself has said why
+
+
+def test_a_rank_that_raises_tells_why(capfd):
+    def fail() -> int:
+        raise ValueError("of this rank")
+
+    assert start.run_ranks(fail, 1) == 1
+    assert capfd.readouterr().err.splitlines()[-1] == "ValueError: of this rank"
 
 
 def test_a_killed_rank_is_named(capfd):
@@ -84,19 +92,43 @@ def test_sigterm_reaches_all_ranks(tmp_path):
         dist.init_process_group("gloo")  # the launcher serves the store once it can pass signals on
         if rank() == 0:
             os.kill(os.getppid(), signal.SIGTERM)
-        time.sleep(60)
+        time.sleep(PATIENCE)
 
     assert start.run_ranks(stop, 2) == 128 + signal.SIGTERM
+    assert wait_until_gone(pids(tmp_path, 2))
+
+
+def in_launcher(function, ranks: int) -> Process:
+    """Starts a process that runs `start.run_ranks` and exits with its status."""
+    launcher = get_context("fork").Process(target=lambda: sys.exit(start.run_ranks(function, ranks)))
+    launcher.start()
+    return launcher
+
+
+def test_after_an_interrupt_stuck_ranks_are_killed(tmp_path, monkeypatch):
+    def stop() -> int:
+        note_pid(tmp_path)
+        if rank() == 1:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        dist.init_process_group("gloo")
+        if rank() == 0:  # as a terminal does
+            for pid in (os.getppid(), *pids(tmp_path, 2)):
+                os.kill(pid, signal.SIGINT)
+        time.sleep(PATIENCE)
+
+    monkeypatch.setattr(start, "GRACE", 0.5)
+    launcher = in_launcher(stop, 2)
+    launcher.join(PATIENCE)
+    assert launcher.exitcode == 128 + signal.SIGINT
     assert wait_until_gone(pids(tmp_path, 2))
 
 
 def test_ranks_end_with_their_launcher(tmp_path):
     def stay() -> int:
         note_pid(tmp_path)
-        time.sleep(60)
+        time.sleep(PATIENCE)
 
-    launcher = get_context("fork").Process(target=start.run_ranks, args=(stay, 2))
-    launcher.start()
+    launcher = in_launcher(stay, 2)
     found = pids(tmp_path, 2)
     launcher.kill()
     launcher.join()

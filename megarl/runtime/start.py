@@ -15,17 +15,18 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import logging
 import os
 import runpy
 import signal
 import socket
 import sys
+import time
+import traceback
 from collections.abc import Callable
-from multiprocessing import connection, get_context
-from multiprocessing.context import ForkProcess as Process
 from pathlib import Path
 
-GRACE = 10  # seconds that ranks have to end when another has failed
+GRACE = 10  # seconds that ranks have to end after Ctrl-C
 PR_SET_PDEATHSIG = 1
 THREADS = Path("/proc/self/task")
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of processor time in so many of the clock, or max
@@ -106,76 +107,68 @@ def can_fork() -> bool:
 def run_ranks(function: Callable[[], int], ranks: int) -> int:
     """Forks ranks that meet at a store of this process; exit status 0, or that of the first rank to fail.
 
-    When one fails the others are ended: by SIGTERM, and after `GRACE` seconds by SIGKILL. SIGTERM is passed on to all.
-    When this process is killed they end with it.
+    When one fails torch ends the others: by SIGTERM, and by SIGKILL those that are still there 30 s later. SIGTERM is
+    passed on to all ranks. When this process is killed they end with it.
 
     Args:
         function: what each rank runs, with the variables of torch's `env://`; returns its exit status.
     """
-    door, fork = socket.create_server(("127.0.0.1", 0), backlog=ranks), get_context("fork").Process
-    processes = [fork(target=_rank, args=(rank, ranks, door, function)) for rank in range(ranks)]
-    for process in processes:
-        process.start()
-    with _forwarding(processes), _serving(door, ranks):
-        return _wait(processes)
+    from torch.multiprocessing import ProcessExitedException, start_processes
+
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it warns of each rank that it ends
+    listener = socket.create_server(("127.0.0.1", 0), backlog=ranks)
+    context = start_processes(_rank, (ranks, listener, function), ranks, join=False, start_method="fork")
+    before = signal.signal(signal.SIGTERM, lambda *_: [process.terminate() for process in context.processes])
+    try:
+        with _serving(listener, ranks):
+            while not context.join():
+                pass
+    except ProcessExitedException as failure:
+        if failure.signal_name:
+            print(f"megarl: rank {failure.error_index} was ended by {failure.signal_name}", file=sys.stderr, flush=True)
+        return abs(failure.exit_code) + 128 * (failure.exit_code < 0)
+    except KeyboardInterrupt:  # the terminal has sent it to the ranks, too; torch would wait for stuck ones for ever
+        deadline = time.monotonic() + GRACE
+        try:
+            for process in context.processes:
+                process.join(max(0, deadline - time.monotonic()))
+        finally:
+            for process in context.processes:
+                process.kill()
+        return 128 + signal.SIGINT
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return 0
 
 
-def _rank(rank: int, ranks: int, door: socket.socket, function: Callable[[], int]):
+def _rank(rank: int, ranks: int, listener: socket.socket, function: Callable[[], int]):
     """Makes this process that rank, as torchrun would, and runs it."""
+    # Against torch's SIGINT, which a rank inside a collective does not act on.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(door.getsockname()[1]), TORCHELASTIC_USE_AGENT_STORE="True",
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(listener.getsockname()[1]), TORCHELASTIC_USE_AGENT_STORE="True",
     )  # fmt: skip
-    door.close()
-    sys.exit(function())
+    listener.close()
+    try:
+        status = function()
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
+    except Exception:  # torch would tell of the first rank alone, once all have ended
+        traceback.print_exc()
+        status = 1
+    sys.exit(status)
 
 
 @contextlib.contextmanager
-def _serving(door: socket.socket, ranks: int):
-    """The store at which the ranks meet; it has threads, so it comes after the forks. Who knocks before it waits."""
+def _serving(listener: socket.socket, ranks: int):
+    """The store at which the ranks meet. It has threads, so it comes after the forks; early ranks wait to connect."""
     from torch.distributed import TCPStore
 
-    host, port = door.getsockname()
-    store = TCPStore(host, port, ranks, is_master=True, wait_for_workers=False, master_listen_fd=door.detach())
+    host, port = listener.getsockname()
+    store = TCPStore(host, port, ranks, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     yield
     del store
-
-
-@contextlib.contextmanager
-def _forwarding(processes: list[Process]):
-    """SIGTERM goes on to the ranks; an alarm ends those that are left."""
-    handlers = {signal.SIGTERM: Process.terminate, signal.SIGALRM: Process.kill}
-    before = {got: signal.signal(got, lambda *_, end=end: list(map(end, processes))) for got, end in handlers.items()}
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        for got, handler in before.items():
-            signal.signal(got, handler)
-
-
-def _wait(processes: list[Process]) -> int:
-    """Waits for all; the exit status of the first that failed."""
-    failed, left = 0, {process.sentinel: rank for rank, process in enumerate(processes)}
-    while left:
-        try:
-            ended = connection.wait(list(left))
-        except KeyboardInterrupt:  # the terminal has sent it to the ranks, too
-            ended, failed = [], failed or 128 + signal.SIGINT
-            signal.alarm(GRACE)
-        for rank in map(left.pop, ended):
-            processes[rank].join()
-            status = processes[rank].exitcode
-            if status and not failed:
-                failed = status if status > 0 else 128 - status
-                if status < 0:
-                    name = signal.Signals(-status).name
-                    print(f"megarl: rank {rank} was ended by {name}", file=sys.stderr, flush=True)
-                for process in processes:
-                    process.terminate()
-                signal.alarm(GRACE)
-    return failed
 
 
 if __name__ == "__main__":
