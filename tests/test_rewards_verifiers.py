@@ -27,20 +27,20 @@ def moody(sample):
     match sample.response:
         case "raise": raise KeyError("x")
         case "leave": sys.exit(3)
-        case "hang": time.sleep(60)
+        case "hang": time.sleep(600)
         case "hide":
             while True:
-                try: time.sleep(60)
+                try: time.sleep(600)
                 except Exception: pass
         case "stubborn":
-            try: time.sleep(60)
+            try: time.sleep(600)
             except BaseException: return 1.0
         case "nan": return float("nan")
         case "text": return "1"
         case "crash" if "worker" in sys.argv[0]: os.kill(os.getpid(), signal.SIGSEGV)
         case "start":
-            print(subprocess.Popen(["sleep", "60"]).pid, file=open(sample.prompt, "w"), flush=True)
-            time.sleep(60)
+            print(subprocess.Popen(["sleep", "600"]).pid, file=open(sample.prompt, "w"), flush=True)
+            time.sleep(600)
         case "who": return Score(os.getpid(), "torch" in sys.modules, extracted=" ".join(sockets()))
     return 0.5
 
@@ -54,10 +54,11 @@ calls = []
 def lengths(samples):
     calls.append(len(samples))
     if samples[0].response == "short": return [1.0]
-    if samples[0].response == "hang": time.sleep(60)
+    if samples[0].response == "hang": time.sleep(600)
     return [None if sample.response == "raise" else len(sample.response) for sample in samples]
 """
 FAILED = Score(-2.0, False)
+PATIENCE = 300  # seconds of a wait that should be short
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def build(plug_ins):
     (plug_ins / "moody_rewards.py").write_text(PLUG_IN)
     built = []
 
-    def make(reward: str, workers: int = 0, timeout: float = 0.4, **flags):
+    def make(reward: str, workers: int = 0, timeout: float = 1.0, **flags):
         flags |= {"reward_workers": workers, "reward_timeout": timeout, "reward_fallback": -2.0}
         built.append(build_verifiers(Settings(reward=reward, **flags)))
         return built[-1]
@@ -85,11 +86,9 @@ def test_a_failure_costs_its_sample_alone(build, workers, monkeypatch):
     verifiers = build("moody_rewards:moody+0*exact-match+moody_rewards:lengths", workers)
     assert verifiers.names == ("moody_rewards:moody", "exact-match", "moody_rewards:lengths")
     responses = ["a", "raise", "b" * 200_000, "hang", "leave", "hide", "stubborn", "nan", "crash", "text", "c"]
-    started = time.monotonic()
     scores = verifiers.score(samples(*responses))
-    assert time.monotonic() - started < 10
-    reasons = {"raise": "KeyError: 'x'", "hang": "no result within 0.4 s", "leave": "SystemExit: 3",
-               "hide": "no result within 0.4 s", "stubborn": "no result within 0.4 s",
+    reasons = {"raise": "KeyError: 'x'", "hang": "no result within 1 s", "leave": "SystemExit: 3",
+               "hide": "no result within 1 s", "stubborn": "no result within 1 s",
                "nan": "reward is nan, not a finite number", "text": "gave str, not a Score or a number"}  # fmt: skip
     if workers:
         reasons["crash"] = f"its worker process ended with status {-signal.SIGSEGV}"
@@ -112,13 +111,13 @@ def test_a_failure_costs_its_sample_alone(build, workers, monkeypatch):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_batched_verifier_is_called_once(build, workers):
-    verifiers = build("moody_rewards:lengths", workers, timeout=0.2)
+    verifiers = build("moody_rewards:lengths", workers, timeout=0.5)
     assert [score.reward for score in verifiers.score(samples("a", "bb"))["moody_rewards:lengths"]] == [1.0, 2.0]
     if not workers:
         import moody_rewards
 
         assert moody_rewards.calls == [2]
-    for first, reason in [("short", "ValueError: gave 1 results for 3 samples"), ("hang", "no result within 0.6 s")]:
+    for first, reason in [("short", "ValueError: gave 1 results for 3 samples"), ("hang", "no result within 1.5 s")]:
         assert verifiers.score(samples(first, "b", "c"))["moody_rewards:lengths"] == [FAILED] * 3
         line = f"reward moody_rewards:lengths on prompt 'q': {reason}"
         assert verifiers.failures["moody_rewards:lengths"] == [line] * 3
@@ -135,7 +134,7 @@ def test_a_pattern_that_never_ends(build, workers):
 
 
 def test_programs_run_beside_the_others(build):
-    verifiers = build("code+exact-match", timeout=20.0)
+    verifiers = build("code+exact-match", timeout=100.0)
     tests = [{"tests": [{"input": "4", "output": output}]} for output in "56"]
     lines = [Sample("q", "print(int(input()) + 1)", "a", metadata) for metadata in tests]
     scores = verifiers.score([*lines, Sample("q", "print(5)", "print(5)")])
@@ -145,8 +144,9 @@ def test_programs_run_beside_the_others(build):
     assert "ValueError: metadata must hold tests" in reason
 
 
-def gone(pid: int, seconds: float = 5.0) -> bool:
-    end = time.monotonic() + seconds
+def gone(pid: int) -> bool:
+    """Whether that process ends (a zombie has)."""
+    end = time.monotonic() + PATIENCE
     while time.monotonic() < end:
         status = Path(f"/proc/{pid}/stat")
         if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
@@ -161,9 +161,10 @@ def test_workers_share_nothing_and_leave_nothing(build, tmp_path):
     left.set_inheritable(True)
     with left, right:
         (score,) = verifiers.score(samples("who"))["moody_rewards:moody"]
+        assert os.readlink(f"/proc/self/fd/{left.fileno()}") not in score.extracted.split()
     worker = int(score.reward)
     assert worker != os.getpid() and not score.correct  # torch is here, but not there
-    assert score.extracted == ""  # and neither is a socket
+    assert len(score.extracted.split()) == 1  # the one that its jobs come from
     assert int(verifiers.score(samples("who"))["moody_rewards:moody"][0].reward) == worker
     note = tmp_path / "pid"
     assert verifiers.score([Sample(str(note), "start")])["moody_rewards:moody"] == [FAILED]
@@ -185,13 +186,13 @@ def test_workers_end_with_their_parent(build, tmp_path):
         from megarl.rewards.pool import Workers
         options = Options(None, "", 1, None, 0, 1, 1, 9.0, 1)
         workers = Workers(2, (options, ["moody_rewards:moody"]))
-        jobs = [Job("moody_rewards:moody", [Sample("q", text)], 60.0) for text in ("who", "who", "hang")]
+        jobs = [Job("moody_rewards:moody", [Sample("q", text)], 600.0) for text in ("who", "who", "hang")]
         workers.run(jobs[:2])
         print(*(worker.process.pid for worker in workers._workers), flush=True)
         threading.Timer(0.2, os._exit, [0]).start()
         workers.run(jobs)
     """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE)
     found = [int(number) for number in done.stdout.split()]
     assert len(found) == 2 and all(gone(pid) for pid in found), done.stderr  # an idle one, and one in its job
 
@@ -212,20 +213,18 @@ def spin(seconds: float):
 
 def test_an_alarm_leaves_the_earlier_one():
     rung = []
-    earlier = signal.signal(signal.SIGALRM, lambda *_: rung.append(time.monotonic()))
+    earlier = signal.signal(signal.SIGALRM, lambda *_: rung.append("earlier"))
     try:
-        started = time.monotonic()
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        signal.setitimer(signal.ITIMER_REAL, PATIENCE)
         with pytest.raises(TimeoutError, match="no result within 0.1 s"):
-            guard.call(spin, 5.0, 0.1)
-        assert guard.call(len, "abc", 0.1) == 3 and not rung
-        spin(0.3)
-        assert [0.3 <= at - started < 2 for at in rung] == [True]
+            guard.call(spin, PATIENCE, 0.1)
+        assert guard.call(len, "abc", PATIENCE) == 3 and not rung
+        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= PATIENCE - 0.1  # less the time spent
         signal.setitimer(signal.ITIMER_REAL, 0.05)  # falls due within: rings right after
-        guard.call(spin, 0.1, 5.0)
-        assert [len(rung), signal.getitimer(signal.ITIMER_REAL)] == [2, (0.0, 0.0)]
+        guard.call(spin, 0.1, PATIENCE)
+        assert (rung, signal.getitimer(signal.ITIMER_REAL)) == (["earlier"], (0.0, 0.0))
         with pytest.raises(ZeroDivisionError):
-            guard.call(lambda x: 1 / x, 0, 5.0)
+            guard.call(lambda x: 1 / x, 0, PATIENCE)
         assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
