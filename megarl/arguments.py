@@ -1,21 +1,22 @@
 """Flags -> one frozen settings object for the program and one complete Megatron namespace a role.
 
-megarl's own flags are the fields of `Settings`. All other flags are Megatron's, parsed by Megatron's parser; any of
-them may carry a role prefix (`--critic-lr 1e-5`). `--config FILE.yaml …` holds the same names; a flag on the command
-line wins. Nothing is accepted and ignored: what has no effect in a run is refused (`combinations`).
+megarl's own flags are the fields of `Settings` and the options of the policy losses. All other flags are Megatron's,
+parsed by Megatron's parser; any of them may carry a role prefix (`--critic-lr 1e-5`). `--config FILE.yaml …` holds the
+same names; a flag on the command line wins. What is unknown or wrong is refused; a flag that has no effect beside the
+others is dropped, and a warning says so (`combinations`).
 """
 
 import argparse
 import dataclasses
-import types
-import typing
-from collections.abc import Callable
+import functools
 
 from megarl import plugins
 from megarl.algorithms.estimators import ESTIMATORS, Estimator, estimator_of
-from megarl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, policy_loss_of
-from megarl.errors import ArgumentParser, UsageError
-from megarl.flags import combinations, config_files, role_flags
+from megarl.algorithms.policy_loss import PolicyLoss
+from megarl.algorithms.policy_losses import POLICY_LOSSES, policy_loss_of
+from megarl.errors import UsageError
+from megarl.flags import combinations, config_files, parser, role_flags
+from megarl.flags.parser import build_parser
 from megarl.flags.settings import MODELS, Settings
 from megarl.rewards import expression
 
@@ -48,77 +49,12 @@ class RoleSettings:
         return self.megatron.pipeline_model_parallel_size if has_virtual_stages else 1
 
 
-def _type_of(annotation):
-    if isinstance(annotation, types.UnionType):
-        return next(t for t in typing.get_args(annotation) if t is not type(None))
-    return annotation
-
-
-def _yes_or_no(text: str) -> bool:
-    if text.lower() in ("true", "yes", "1"):
-        return True
-    if text.lower() in ("false", "no", "0"):
-        return False
-    raise argparse.ArgumentTypeError(f"{text!r}: allowed true or false")
-
-
-def _own_flags(program: str) -> dict[str, dataclasses.Field]:
-    """megarl's own flags of one program, without dashes in front: `gamma`, `critic-max-tokens-per-microbatch`."""
-    roles, found = role_flags.ROLES_OF[program], {}
-    for field in dataclasses.fields(Settings):
-        if program in field.metadata["programs"]:
-            name = field.name.replace("_", "-")
-            found[name] = field
-            found |= {f"{role}-{name}": field for role in field.metadata["roles"] if role in roles}
-    return found
-
-
-def _of_training(program: str) -> Callable[[str], bool]:
-    """Which keys of a config file a program passes over: an evaluation takes the file of the run that it evaluates."""
-    if program != "evaluate":
-        return lambda key: False
-    own, absent = _own_flags(program), set(role_flags.ROLES_OF["rl"]) - set(role_flags.ROLES_OF[program])
-    from megarl.mcore import flags, supported
-
-    others = (_own_flags(other) for other in ("rl", "sft", "reward"))
-    names = {name for other in others for name in other} - set(own) | {"pretrained-checkpoint"}
-    options = flags.destinations().items()
-    names |= {option.removeprefix("--") for option, dest in options if dest in supported.training()}
-    prefixes = tuple(f"{role}-" for role in absent)
-    return lambda key: key in names or key.startswith(prefixes)
-
-
-def build_parser(program: str) -> argparse.ArgumentParser:
-    """The parser of megarl's own flags for one program ('rl', 'sft', 'reward' or 'evaluate')."""
-    name = "megarl.evaluate" if program == "evaluate" else f"megarl.train_{program}"
-    parser = ArgumentParser(prog=name, allow_abbrev=False, epilog=(
-        "Every other flag is Megatron's; a role prefix (--actor-lr, --critic-lr) sets it for one role."))  # fmt: skip
-    parser.add_argument("--config", nargs="+", action="extend", default=[], metavar="FILE", help=(
-        "YAML files with the same names; later ones win, null takes a key back; the command line wins"))  # fmt: skip
-    parser.add_argument("--check", action="store_true", help="check everything for WORLD_SIZE ranks, then leave")
-    group = parser.add_argument_group("megarl")
-    for name, field in _own_flags(program).items():
-        kind, common = _type_of(field.type), field.name.replace("_", "-")
-        extra = {"nargs": "?", "const": True, "type": _yes_or_no} if kind is bool else {"type": kind}
-        text = field.metadata["help"] + ("" if field.default is None else f" (default {field.default})")
-        if name != common:
-            text = f"--{common} of this role"
-        group.add_argument(f"--{name}", dest=name, default=argparse.SUPPRESS, help=text.replace("%", "%%"), **extra)
-    return parser
-
-
-def _check_values(chosen: dict, own: dict[str, dataclasses.Field]):
-    for name, value in chosen.items():
-        check = own[name].metadata["check"]
-        if check is not None and not check(value):
-            raise UsageError(f"--{name} {value}: allowed is {own[name].metadata['allowed']}")
-
-
 @dataclasses.dataclass(frozen=True)
 class Program:
     """What a program was asked to do: settings, the roles of the run, and whether only to check.
 
-    `estimator`, `policy_loss` and `rewards` are what `--advantage`, `--policy-loss` and `--reward` name.
+    `estimator`, `policy_loss` (with its options) and `rewards` are what `--advantage`, `--policy-loss` and `--reward`
+    name. `warnings`: lines that whoever starts the program should read.
     """
 
     settings: Settings
@@ -127,6 +63,12 @@ class Program:
     estimator: Estimator
     policy_loss: PolicyLoss
     rewards: tuple[expression.Term, ...]
+    warnings: tuple[str, ...]
+
+    def own_settings(self) -> dict[str, object]:
+        """megarl's own flags, also the policy loss's options, with their values; names with underscores."""
+        options = {flag.replace("-", "_"): value for flag, value in self.policy_loss.values().items()}
+        return dataclasses.asdict(self.settings) | options
 
     def with_models(self) -> list[RoleSettings]:
         """Roles that run a model of their own over packed text."""
@@ -135,40 +77,65 @@ class Program:
 
 def parse(argv: list[str], world_size: int, program: str = "rl") -> Program:
     """Everything a program needs to know, from its command line alone. Raises UsageError before any work starts."""
-    parser, own = build_parser(program), _own_flags(program)
-    chosen, _ = parser.parse_known_args(argv)
-    kinds = {name: _type_of(field.type) for name, field in own.items()}
-    chosen, rest = parser.parse_known_args(config_files.read(chosen.config, kinds, _of_training(program)) + argv)
-    values = {k: v for k, v in vars(chosen).items() if k not in ("config", "check")}
-    _check_values(values, own)
-    settings = Settings(**{own[k].name: v for k, v in values.items() if k == own[k].name.replace("_", "-")})
-    case = _case(program, settings)
+    chosen, rest, own = _read(argv, program)
+    values = {name: value for name, value in vars(chosen).items() if name in own}
+    parser.check_values(values, own)
+    case = _case(program, _settings(values, own))
     absent = {r: combinations.reason(case, r) for r in role_flags.ROLES_OF[program] if r not in case.roles}
-    ranks = role_flags.parse_role_map(settings.role_map, world_size, case.roles, absent)
+    ranks = role_flags.parse_role_map(case.settings.role_map, world_size, case.roles, absent)
     from megarl.mcore import flags, supported  # import Megatron: only once megarl's own flags are known to be right
 
-    role_flags.check_learning(rest, program, flags.destinations(), supported.training())
-    role_flags.check_reward(rest, program, "model" in case.rewards, flags.destinations())
-    tokens = role_flags.split(rest, role_flags.ROLES_OF[program], flags.destinations(), [f"--{name}" for name in own])
-    given = {f"--{name}": _condition(name, own[name]) for name in values}
+    megatron = flags.destinations()
+    role_flags.check_learning(rest, program, megatron, supported.training())
+    given = {f"--{name}": own[name].condition for name in values}
+    given |= dict.fromkeys(role_flags.of_reward_model(rest, program, megatron), "model")
     # Flags of a role that is not there have an effect where the condition called like the role holds.
-    combinations.check(case, given | role_flags.with_prefix([*given, *rest], absent, flags.destinations()))
-    roles = _role_settings(settings, values, tokens, ranks, case)
-    return Program(settings, roles, chosen.check, case.estimator, case.policy_loss, case.terms)
+    idle = combinations.without_effect(case, given | role_flags.with_prefix([*given, *rest], absent, megatron))
+    tokens = role_flags.split(rest, role_flags.ROLES_OF[program], megatron, [f"--{name}" for name in own], idle)
+    values = {name: value for name, value in values.items() if f"--{name}" not in idle}
+    case = _case(program, _settings(values, own))
+    combinations.check(case)
+    return Program(
+        settings=case.settings,
+        roles=_role_settings(case.settings, values, tokens, ranks, case),
+        check=chosen.check,
+        estimator=case.estimator,
+        policy_loss=_with_options(case, values),
+        rewards=case.terms,
+        warnings=(combinations.warning(idle),) if idle else (),
+    )
 
 
-def _condition(name: str, field: dataclasses.Field) -> str | None:
-    """When a given flag has an effect; what has a value of the reward role's own is its model's."""
-    return "model" if name.startswith("reward-") and "reward" in field.metadata["roles"] else field.metadata["when"]
+def _read(argv: list[str], program: str) -> tuple[argparse.Namespace, list[str], dict[str, parser.Flag]]:
+    """What megarl's own flags were given, config files read; the tokens that are not megarl's; and its flags."""
+    own = parser.own_flags(program)
+    chosen, rest = _parse_own(argv, program, own)
+    name = vars(chosen).get("policy-loss", next(iter(POLICY_LOSSES)))
+    if name not in POLICY_LOSSES:  # a plug-in, which may bring flags of its own
+        own = parser.own_flags(program, _policy_loss(name))
+        chosen, rest = _parse_own(argv, program, own)
+    return chosen, rest, own
+
+
+def _parse_own(argv: list[str], program: str, own: dict[str, parser.Flag]) -> tuple[argparse.Namespace, list[str]]:
+    """As argparse's `parse_known_args`, with the flags of the config files in front of the command line's."""
+    its_parser = parser.build_parser(program, own)
+    files = config_files.read(its_parser.parse_known_args(argv)[0].config)
+    is_other = parser.keys_of_training(program, str(files.get("policy-loss", "")))
+    kinds = {name: flag.kind for name, flag in own.items()}
+    return its_parser.parse_known_args(config_files.tokens(files, kinds, is_other) + argv)
+
+
+def _settings(values: dict[str, object], own: dict[str, parser.Flag]) -> Settings:
+    return Settings(**{own[name].setting: value for name, value in values.items() if own[name].setting})
 
 
 def _case(program: str, settings: Settings) -> combinations.Case:
     estimator = _named("--advantage", settings.advantage, ESTIMATORS, estimator_of)
-    policy_loss = _named("--policy-loss", settings.policy_loss, POLICY_LOSSES, policy_loss_of)
     has_reference = settings.kl_coefficient > 0 or "reference" in role_flags.named_roles(settings.role_map)
     roles = role_flags.roles_of(program, "values" in estimator.needs, has_reference)
     terms = expression.parse(settings.reward)
-    return combinations.Case(program, settings, roles, estimator, policy_loss, terms)
+    return combinations.Case(program, settings, roles, estimator, _policy_loss(settings.policy_loss), terms)
 
 
 def _named(flag: str, name: str, built_in: dict, wrap):
@@ -178,6 +145,18 @@ def _named(flag: str, name: str, built_in: dict, wrap):
         return found if name in built_in else wrap(found)
     except ValueError as error:
         raise UsageError(f"{flag} {name}: {error}") from None
+
+
+def _policy_loss(name: str) -> PolicyLoss:
+    """The policy loss of a name with its default options."""
+    return _named("--policy-loss", name, POLICY_LOSSES, functools.partial(policy_loss_of, name.rpartition(":")[2]))
+
+
+def _with_options(case: combinations.Case, values: dict[str, object]) -> PolicyLoss:
+    try:
+        return case.policy_loss.with_options(values)
+    except ValueError as error:
+        raise UsageError(f"--policy-loss {case.settings.policy_loss}: {error}") from None
 
 
 def _role_settings(

@@ -1,7 +1,11 @@
-"""The one exception for input that a user can mend, and the parser that raises it."""
+"""The one exception for input that a user can mend, the parser that raises it, and warnings."""
 
 import argparse
+import sys
 import typing
+from collections.abc import Iterable
+
+WARNED = "MEGARL_WARNED"  # environment variable that a launcher sets once it has printed the warnings of its ranks
 
 
 class UsageError(Exception):
@@ -21,3 +25,9 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> typing.NoReturn:
         raise UsageError(message)
+
+
+def warn(warnings: Iterable[str]):
+    """Prints each warning as a line on stderr."""
+    for text in warnings:
+        print(f"megarl: warning: {text}", file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ FIELDS = dataclasses.fields(Settings)
 # Condition of `combinations.CONDITIONS` -> flags under which it holds, and flags under which it does not.
 HOLDS = {
     "estimator:gamma": "", "estimator:lam": "", "estimator:group_std": "--advantage grpo", "estimator:whiten": "",
-    "loss:low": "", "loss:high": "", "loss:dual": "", "critic": "", "reference": "", "kl": "",
+    "critic": "", "reference": "", "kl": "",
     "baselines": "--advantage remax", "norm": "--loss-aggregation seq-mean-token-sum-norm",
     "adaptive": "--kl-controller adaptive --kl-target 1", "correction": "--rollout-correction tis",
     "icepop": "--rollout-correction icepop --rollout-correction-floor 0.1",
@@ -24,7 +24,6 @@ HOLDS = {
 }  # fmt: skip
 FAILS = {
     "estimator:gamma": "--advantage grpo", "estimator:lam": "--advantage reinforce++", "estimator:group_std": "",
-    "loss:low": "--policy-loss reinforce", "loss:high": "--policy-loss reinforce", "loss:dual": "--policy-loss gspo",
     "critic": "--advantage grpo", "reference": "--kl-coefficient 0", "kl": "--kl-coefficient 0", "baselines": "",
     "norm": "", "adaptive": "", "correction": "", "icepop": "--rollout-correction mis",
     "routes": "--router-replay old-logprob",
@@ -36,7 +35,7 @@ FAILS = {
 
 # Fields whose value, or company, a test cannot make up from their type and condition.
 VALUES = {
-    "role_map": "actor=0;critic=1;reward=2;reference=3", "advantage": "grpo", "policy_loss": "gspo", "dual_clip": 3.0,
+    "role_map": "actor=0;critic=1;reward=2;reference=3", "advantage": "grpo", "policy_loss": "gspo",
     "loss_aggregation": "seq-mean-token-sum", "kl_in": "loss", "kl_estimator": "k3", "kl_controller": "adaptive",
     "group_filter": "correct", "rollout_correction": "mis", "rollout_correction_level": "geometric", "eval_k": "1,2",
     "kl_horizon": 5000.0, "router_replay": "rollout", "tokenizer_type": "HuggingFaceTokenizer", "reward": "length",

@@ -9,8 +9,9 @@ import torch
 
 from megarl.algorithms.aggregation import AGGREGATIONS, aggregate, local_counts, masked_sum, token_mean
 from megarl.algorithms.kl import kl_estimate
-from megarl.algorithms.policy_loss import ClipOptions, PolicyTokens, ppo_clip
+from megarl.algorithms.policy_loss import ClipOptions, PolicyTokens
 from megarl.algorithms.policy_losses import POLICY_LOSSES
+from megarl.algorithms.policy_losses.ppo_clip import ppo_clip
 from megarl.algorithms.value_loss import clipped_value_loss
 from tests.references.ragged import ragged_batches
 from tests.references.verl_core_algos import load_verl
@@ -87,9 +88,12 @@ def test_no_loss_depends_on_micro_batches_and_ranks():
         logprobs = (old + batch.normal(0.3)).requires_grad_()
         counts = local_counts(batch.mask, batch.cu_seqlens)
 
+        loss_of, options = POLICY_LOSSES[name].function, POLICY_LOSSES[name].options
+        options = CLIP if isinstance(CLIP, type(options)) else options
+
         def terms(places, borders):
             fields = [field[places] for field in (logprobs, old, advantages, batch.mask)]
-            return POLICY_LOSSES[name].function(PolicyTokens(*fields, borders), CLIP).loss, fields[-1], borders
+            return loss_of(PolicyTokens(*fields, borders), options).loss, fields[-1], borders
 
         parts = [terms(*part) for part in split_by_sequence(batch, random.Random(case))]
         whole = terms(slice(None), batch.cu_seqlens)

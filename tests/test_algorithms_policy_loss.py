@@ -5,7 +5,11 @@ import math
 import pytest
 import torch
 
-from megarl.algorithms.policy_loss import ClipOptions, PolicyTokens, cispo, ppo_clip, reinforce, sapo
+from megarl.algorithms.policy_loss import ClipOptions, NoOptions, PolicyTokens
+from megarl.algorithms.policy_losses.cispo import cispo
+from megarl.algorithms.policy_losses.ppo_clip import ppo_clip
+from megarl.algorithms.policy_losses.reinforce import reinforce
+from megarl.algorithms.policy_losses.sapo import SapoOptions, sapo
 from tests.references.ragged import ragged_batches
 from tests.references.verl_policy_losses import policy_tokens, verl_loss
 
@@ -85,7 +89,7 @@ def test_cispo_without_a_lower_bound():
 
 def test_reinforce_equals_verl():
     for batch, tokens, clip in cases():
-        terms = reinforce(tokens, clip)
+        terms = reinforce(tokens, NoOptions())
         theirs, metrics = verl_loss("reinforce", batch, tokens, clip)
         assert_same(terms.loss, theirs, tokens.logprobs)
         assert not terms.clipped.any() and terms.clipped.shape == tokens.logprobs.shape
@@ -96,7 +100,7 @@ def test_reinforce_equals_verl():
 def test_sapo_equals_verl():
     for case, (batch, tokens, clip) in enumerate(cases()):
         tau_pos, tau_neg = ((1.0, 1.05), (0.3, 2.0), (5.0, 5.0))[case % 3]
-        terms = sapo(tokens, clip, tau_pos, tau_neg)
+        terms = sapo(tokens, SapoOptions(tau_pos, tau_neg))
         theirs, _ = verl_loss("sapo", batch, tokens, clip, tau_pos=tau_pos, tau_neg=tau_neg)
         assert_same(terms.loss, theirs, tokens.logprobs)
         assert not terms.clipped.any()
@@ -104,7 +108,7 @@ def test_sapo_equals_verl():
 
 def test_sapo_starts_with_the_gradient_of_the_plain_ratio():
     logprobs, advantages = (-torch.rand(50)).requires_grad_(), torch.randn(50)
-    terms = sapo(one_response(logprobs, logprobs.detach().clone(), advantages), ClipOptions(0.2, 0.2))
+    terms = sapo(one_response(logprobs, logprobs.detach().clone(), advantages), SapoOptions())
     terms.loss.sum().backward()
     torch.testing.assert_close(logprobs.grad, -advantages)
     torch.testing.assert_close(terms.loss, -advantages * torch.where(advantages > 0, 2.0, 2.0 / 1.05))

@@ -1,13 +1,17 @@
 """What every policy loss of the table keeps to: exact zeros, finite numbers, gradients, no neighbours, no old graph."""
 
+import dataclasses
 import itertools
+import re
+import sys
 
 import pytest
 import torch
 
+from megarl.algorithms import policy_losses
 from megarl.algorithms.aggregation import AGGREGATIONS, aggregate, local_counts
-from megarl.algorithms.policy_loss import ClipOptions, PolicyTerms, PolicyTokens
-from megarl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, policy_loss_of
+from megarl.algorithms.policy_loss import ClipOptions, PolicyLoss, PolicyTerms, PolicyTokens
+from megarl.algorithms.policy_losses import POLICY_LOSSES, option_kinds, policy_loss_of
 from tests.references.ragged import ragged_batches
 from tests.references.verl_policy_losses import policy_tokens
 
@@ -15,29 +19,47 @@ EVERY_LOSS = pytest.mark.parametrize("name", POLICY_LOSSES)
 CLIP = ClipOptions(0.2, 0.3, dual=2.0)
 
 
-def test_the_table_names_what_each_loss_reads():
-    assert {name: sorted(loss.options) for name, loss in POLICY_LOSSES.items()} == {
-        "ppo-clip": ["dual", "high", "low"],
-        "gspo": ["high", "low"],
-        "gspo-token": ["high", "low"],
-        "cispo": ["high", "low"],
-        "gmpo": ["high", "low"],
+# Option of any loss -> another value than in `options_of`, or in the defaults.
+OTHERS = {"low": 0.4, "high": 0.6, "dual": None, "tau_positive": 0.5, "tau_negative": 2.0}
+
+
+def options_of(name, clip=CLIP):
+    """A clip for the losses that have one, the default options for the others."""
+    default = POLICY_LOSSES[name].options
+    return clip if isinstance(clip, type(default)) else default
+
+
+def test_the_losses_and_their_flags():
+    clip = ["clip-range", "clip-range-high"]
+    assert {name: list(loss.flags()) for name, loss in POLICY_LOSSES.items()} == {
+        "ppo-clip": [*clip, "dual-clip"],
+        "gspo": clip,
+        "gspo-token": clip,
+        "cispo": clip,
+        "gmpo": clip,
         "reinforce": [],
-        "sapo": [],
+        "sapo": ["sapo-tau-positive", "sapo-tau-negative"],
     }
+    assert all(loss.name == name for name, loss in POLICY_LOSSES.items())
 
 
 @EVERY_LOSS
-def test_the_options_named_are_those_read(name):
-    """Each option changes some loss; what is not named changes none."""
-    function, changed = POLICY_LOSSES[name].function, set()
-    others = {"low": ClipOptions(0.4, 0.3, 2.0), "high": ClipOptions(0.2, 0.6, 2.0), "dual": ClipOptions(0.2, 0.3)}
-    for batch in ragged_batches()[:20]:
-        old = batch.normal()
-        tokens = policy_tokens(batch, old + batch.normal(), old, batch.normal())
-        plain = function(tokens, CLIP).loss
-        changed |= {key for key, clip in others.items() if not plain.equal(function(tokens, clip).loss)}
-    assert changed == POLICY_LOSSES[name].options
+def test_every_option_is_read(name):
+    """Each one changes the loss."""
+    function, default = POLICY_LOSSES[name].function, options_of(name)
+    for field in dataclasses.fields(POLICY_LOSSES[name].options):
+        other, changed = dataclasses.replace(default, **{field.name: OTHERS[field.name]}), False
+        for batch in ragged_batches()[:20]:
+            old = batch.normal()
+            tokens = policy_tokens(batch, old + batch.normal(), old, batch.normal())
+            changed |= not function(tokens, default).loss.equal(function(tokens, other).loss)
+        assert changed, field.name
+
+
+def test_the_upper_clip_range_is_the_lower_one_unless_given():
+    loss = POLICY_LOSSES["gspo"]
+    assert loss.options.high == 0.2 and loss.with_options({"clip-range": 0.4}).options.high == 0.4
+    assert loss.with_options({"clip-range-high": 0.3}).values() == {"clip-range": 0.2, "clip-range-high": 0.3}
 
 
 @EVERY_LOSS
@@ -48,7 +70,7 @@ def test_before_any_update_the_ratio_is_exactly_one(name):
     logprobs = (-30 * torch.rand(10)).requires_grad_()
     advantages = torch.tensor([0.5, -2.0, 0.0]).repeat_interleave(lengths)
     tokens = PolicyTokens(logprobs, logprobs.detach().clone(), advantages, mask, borders)
-    terms = POLICY_LOSSES[name].function(tokens, CLIP)
+    terms = POLICY_LOSSES[name].function(tokens, options_of(name))
     assert torch.equal(terms.approx_kl, torch.zeros(10)) and not terms.clipped.any()
     assert not terms.approx_kl.requires_grad and terms.loss.dtype == torch.float32
     of_logprob = name in ("cispo", "reinforce")
@@ -74,7 +96,7 @@ def test_extreme_ratios_give_finite_losses_and_gradients(name, dtype):
         logprobs = differences.clone().requires_grad_()
         mask = torch.ones(len(rows), dtype=torch.bool)
         tokens = PolicyTokens(logprobs, torch.zeros(len(rows), dtype=dtype), advantages, mask, borders)
-        terms = POLICY_LOSSES[name].function(tokens, ClipOptions(0.2, 0.3))
+        terms = POLICY_LOSSES[name].function(tokens, options_of(name, ClipOptions(0.2, 0.3)))
         terms.loss.sum().backward()
         assert all(field.isfinite().all() for field in (terms.loss, logprobs.grad, terms.approx_kl))
 
@@ -88,7 +110,7 @@ def test_empty_responses_give_nothing(name, mode):
         logprobs = torch.randn(5, requires_grad=True)
         tokens = PolicyTokens(logprobs, torch.randn(5), torch.randn(5), mask, borders)
         counts = local_counts(mask, borders)
-        loss = aggregate(POLICY_LOSSES[name].function(tokens, CLIP).loss, mask, borders, mode, counts, norm=7.0)
+        loss = aggregate(POLICY_LOSSES[name].function(tokens, options_of(name)).loss, mask, borders, mode, counts, norm=7.0)
         loss.backward()
         assert loss.isfinite() and logprobs.grad.isfinite().all() and not logprobs.grad[~mask].any()
         assert counts.tolist() == [mask.sum(), mask.any()]
@@ -101,10 +123,10 @@ def test_no_sequence_sees_its_neighbours(name):
     for case, batch in enumerate(ragged_batches()[:100]):
         old = batch.normal()
         fields = [old + batch.normal((0.1, 1.0, 30.0)[case % 3]), old, batch.normal(), batch.mask]
-        whole = POLICY_LOSSES[name].function(PolicyTokens(*fields, batch.cu_seqlens), CLIP)
+        whole = POLICY_LOSSES[name].function(PolicyTokens(*fields, batch.cu_seqlens), options_of(name))
         for start, stop in itertools.pairwise(batch.cu_seqlens.tolist()):
             alone = PolicyTokens(*(field[start:stop] for field in fields), torch.tensor([0, stop - start]))
-            terms = POLICY_LOSSES[name].function(alone, CLIP)
+            terms = POLICY_LOSSES[name].function(alone, options_of(name))
             kept = batch.mask[start:stop]
             assert all(torch.equal(a[kept], b[start:stop][kept]) for a, b in zip(terms, whole))
 
@@ -113,7 +135,7 @@ def test_no_sequence_sees_its_neighbours(name):
 def test_old_logprobs_and_advantages_are_constants(name):
     fields = [torch.randn(8, requires_grad=True) for _ in range(3)]
     mask, borders = torch.ones(8, dtype=torch.bool), torch.tensor([0, 5, 8])
-    terms = POLICY_LOSSES[name].function(PolicyTokens(*fields, mask, borders), CLIP)
+    terms = POLICY_LOSSES[name].function(PolicyTokens(*fields, mask, borders), options_of(name))
     terms.loss.sum().backward()
     assert fields[0].grad is not None and fields[1].grad is None and fields[2].grad is None
     assert not terms.approx_kl.requires_grad
@@ -148,7 +170,7 @@ def frozen(name, tokens):
 
     def plain(x):
         fields = (tokens.old_logprobs, tokens.advantages, tokens.response_mask, tokens.cu_seqlens)
-        return POLICY_LOSSES[name].function(PolicyTokens(x, *fields), CLIP).loss
+        return POLICY_LOSSES[name].function(PolicyTokens(x, *fields), options_of(name)).loss
 
     return {"cispo": cispo, "gspo-token": gspo_token}.get(name, plain)
 
@@ -169,7 +191,7 @@ def test_gradcheck(name, mode):
     logprobs = tokens.logprobs.clone().requires_grad_()
     assert torch.autograd.gradcheck(lambda x: total(function(x)), logprobs)
     inputs = PolicyTokens(logprobs, tokens.old_logprobs, tokens.advantages, mask, borders)
-    losses = total(POLICY_LOSSES[name].function(inputs, CLIP).loss), total(function(logprobs))
+    losses = total(POLICY_LOSSES[name].function(inputs, options_of(name)).loss), total(function(logprobs))
     torch.testing.assert_close(*losses, rtol=1e-12, atol=1e-14)
     gradients = [torch.autograd.grad(loss, logprobs)[0] for loss in losses]
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-14)
@@ -187,9 +209,80 @@ def test_gradcheck_stands_clear_of_the_kinks():
     assert all(outside), "every side of the clip is there"
 
 
-def test_a_loss_from_outside_may_read_every_option():
-    def halved(tokens, clip):
-        terms = POLICY_LOSSES["ppo-clip"].function(tokens, clip)
-        return PolicyTerms(0.5 * terms.loss, terms.clipped, terms.approx_kl)
+# -- losses from outside -----------------------------------------------------------------------------------------
 
-    assert policy_loss_of(halved) == PolicyLoss(halved, frozenset({"low", "high", "dual"}))
+
+def halved(tokens, clip):
+    terms = POLICY_LOSSES["ppo-clip"].function(tokens, clip)
+    return PolicyTerms(0.5 * terms.loss, terms.clipped, terms.approx_kl)
+
+
+def with_options(**fields):
+    """`halved` with options of its own: name=(annotation, default…)."""
+
+    def function(tokens, options):
+        return halved(tokens, options)
+
+    function.options = dataclasses.make_dataclass("Options", [
+        (name, kind, *(dataclasses.field(default=value) for value in default))
+        for name, (kind, *default) in fields.items()
+    ], frozen=True)  # fmt: skip
+    return function
+
+
+def test_a_loss_from_outside_takes_the_clip():
+    loss = policy_loss_of("halved", halved)
+    assert loss == PolicyLoss("halved", halved, ClipOptions())
+    assert list(loss.flags()) == ["clip-range", "clip-range-high", "dual-clip"]
+
+
+def test_a_loss_from_outside_may_have_options_of_its_own():
+    loss = policy_loss_of("my_loss", with_options(weight=(float, 2.0), kind=(str | None, None), is_on=(bool, True)))
+    assert option_kinds(loss) == {"my-loss-weight": float, "my-loss-kind": str, "my-loss-is-on": bool}
+    chosen = loss.with_options({"my-loss-weight": 3.0, "gamma": 0.5})
+    assert chosen.values() == {"my-loss-weight": 3.0, "my-loss-kind": None, "my-loss-is-on": True}
+    assert chosen.function is loss.function and loss.options.weight == 2.0
+
+
+@pytest.mark.parametrize("fields, says", [
+    ({"weight": (float,)}, "options of f need defaults: weight"),
+    ({"weights": (list[int], ())}, "option weights of f is list"),
+    ({"weight": (int | float, 1)}, "option weight of f is int | float; allowed: int, float, bool, str"),
+])  # fmt: skip
+def test_options_that_cannot_be_flags(fields, says):
+    with pytest.raises(ValueError, match="^" + re.escape(says)):
+        policy_loss_of("f", with_options(**fields))
+    halved_with_a_table = with_options()
+    halved_with_a_table.options = {"weight": 1.0}
+    with pytest.raises(ValueError, match="options of f must be a dataclass"):
+        policy_loss_of("f", halved_with_a_table)
+
+
+# -- files -------------------------------------------------------------------------------------------------------
+
+SOURCE = """
+from megarl.algorithms.policy_loss import NoOptions, PolicyLoss
+LOSSES = (PolicyLoss({name!r}, print, NoOptions()),)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(policy_losses, "__path__", [*policy_losses.__path__, str(tmp_path)])
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    return tmp_path
+
+
+def test_a_file_is_found_by_being_there(folder):
+    (folder / "squared.py").write_text(SOURCE.format(name="squared"))
+    assert set(policy_losses.discover()) == {*POLICY_LOSSES, "squared"}
+
+
+@pytest.mark.parametrize("text, says", [
+    ("", "nothing_there.py: defines no LOSSES"),
+    (SOURCE.format(name="gspo"), "there is a policy loss called gspo already"),
+])  # fmt: skip
+def test_files_that_are_no_losses(folder, text, says):
+    (folder / "nothing_there.py").write_text(text)
+    with pytest.raises(ValueError, match=says):
+        policy_losses.discover()

@@ -9,7 +9,8 @@ import torch
 from megarl.algorithms.aggregation import aggregate, local_counts
 from megarl.algorithms.packed import spread
 from megarl.algorithms.policy_loss import ClipOptions, PolicyTokens
-from megarl.algorithms.sequence_loss import gmpo, gspo, gspo_token
+from megarl.algorithms.policy_losses.gmpo import gmpo
+from megarl.algorithms.policy_losses.gspo import gspo, gspo_token
 from tests.references.ragged import ragged_batches
 from tests.references.verl_policy_losses import policy_tokens, verl_loss
 

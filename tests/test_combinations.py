@@ -81,27 +81,56 @@ def test_every_condition_is_used_and_tried():
 
 
 @pytest.mark.parametrize("field", [f for f in FIELDS if f.metadata["when"] in FAILS], ids=lambda f: f.name)
-def test_a_flag_without_effect_is_refused_even_at_its_default(field):
+def test_a_flag_without_effect_is_dropped_with_a_warning_even_at_its_default(field):
     program, when = field.metadata["programs"][0], field.metadata["when"]
-    parsed(f"{' '.join(beside(field))} {flag_of(field)} {value_of(field)}", program)
+    assert parsed(f"{' '.join(beside(field))} {flag_of(field)} {value_of(field)}", program).warnings == ()
+    without = parsed(FAILS[when], program)
     for value in {value_of(field), field.default} - {None}:
-        line = refused(f"{FAILS[when]} {flag_of(field)} {value}", program)
-        assert line.startswith(f"flags without effect: {flag_of(field)} ("), line
+        found = parsed(f"{FAILS[when]} {flag_of(field)} {value}", program)
+        assert len(found.warnings) == 1 and found.warnings[0].startswith(f"without effect: {flag_of(field)} (")
+        assert found.settings == without.settings
 
 
 def test_all_flags_without_effect_stand_in_one_line_with_their_reasons(tmp_path):
     (tmp_path / "c.yaml").write_text("gae-lambda: 0.9\ncritic-lr: 1.0e-3\nreference-num-layers: 3\n")
-    line = refused(
+    flags = (
         f"--config {tmp_path}/c.yaml --advantage grpo --policy-loss gspo --kl-coefficient 0 --dual-clip 3 --kl-in loss"
         " --critic-max-tokens-per-microbatch 5 --critic-warmup-steps=2 --critic-tensor-model-parallel-size=2"
     )
-    assert line == (
-        "flags without effect: --gae-lambda (--advantage grpo does not use them); --dual-clip (--policy-loss gspo does"
-        " not use them); --kl-in (--kl-coefficient is 0); --critic-max-tokens-per-microbatch, --critic-warmup-steps,"
-        " --critic-lr, --critic-tensor-model-parallel-size (--advantage grpo needs no critic); --reference-num-layers"
-        " (--kl-coefficient is 0 and --role-map has no reference); leave them out (a later config file takes one back"
-        " by null)"
+    program = parsed(flags)
+    assert program.warnings == (
+        "without effect: --gae-lambda (--advantage grpo does not use them); --dual-clip (--policy-loss gspo does not use"
+        " them); --kl-in (--kl-coefficient is 0); --critic-max-tokens-per-microbatch, --critic-warmup-steps, --critic-lr,"
+        " --critic-tensor-model-parallel-size (--advantage grpo needs no critic); --reference-num-layers"
+        " (--kl-coefficient is 0 and --role-map has no reference)",
     )
+    plain = parsed("--advantage grpo --policy-loss gspo --kl-coefficient 0")
+    assert (program.settings, program.policy_loss, program.roles) == (plain.settings, plain.policy_loss, plain.roles)
+
+
+def test_a_dropped_flag_breaks_no_rule():
+    """What has no effect is in nobody's way: a switch of another algorithm neither runs nor is refused."""
+    assert parsed("--advantage rloo --greedy-baseline --reward-normalize").settings.greedy_baseline is False
+    assert parsed("--one-step-off --rollout-correction tis --advantage grpo --critic-warmup-steps 1").warnings
+    assert refused("--one-step-off --rollout-correction tis --critic-warmup-steps 1").startswith("--one-step-off True")
+
+
+def test_wrong_values_and_unknown_flags_are_refused_also_where_they_would_have_no_effect():
+    assert refused("--advantage grpo --gae-lambda 2").startswith("--gae-lambda 2.0: allowed is")
+    assert refused("--policy-loss reinforce --dual-clip 1").startswith("--dual-clip 1.0: allowed is above 1")
+    assert refused("--advantage grpo --critic-max-tokens-per-microbatch 0").startswith("--critic-max-tokens-per-micro")
+
+
+def test_flags_of_a_reward_model_that_is_not_there():
+    flags = "--reward-num-layers 3 --reward-tensor-model-parallel-size 2 --reward-offload --reward-hidden-size=65"
+    found = parsed(flags)
+    assert found.warnings == (
+        "without effect: --reward-offload, --reward-num-layers, --reward-hidden-size (--reward exact-match has no model)",
+    )
+    args = found.roles["reward"].megatron
+    assert (args.num_layers, args.hidden_size, args.tensor_model_parallel_size) == (2, 64, 2)
+    assert not found.roles["reward"].offload
+    assert "come from --reward-model" in refused("--reward-pretrained-checkpoint x")
 
 
 def test_null_takes_flags_without_effect_back(tmp_path):
@@ -112,7 +141,7 @@ def test_null_takes_flags_without_effect_back(tmp_path):
         "advantage: grpo\ngae-lambda: null\ncritic-lr: null\ncritic-qk-layernorm: false\ncritic-weight-decay: null\n"
     )
     program = parsed(f"--config {tmp_path}/ppo.yaml {tmp_path}/grpo.yaml")
-    assert program.settings.advantage == "grpo" and program.roles["actor"].megatron.weight_decay == 0.2
+    assert not program.warnings and program.settings.advantage == "grpo" and program.roles["actor"].megatron.weight_decay == 0.2
 
 
 def test_an_unknown_flag_of_an_absent_role_is_unknown():
@@ -120,9 +149,10 @@ def test_an_unknown_flag_of_an_absent_role_is_unknown():
 
 
 def test_sampling_flags_have_no_effect_on_greedy_evaluation():
-    assert "--top-k, --top-p (--eval-temperature 0 is greedy)" in refused("--top-k 3 --top-p 0.5", "evaluate")
-    parsed("--top-k 3 --top-p 0.5 --eval-temperature 0.5", "evaluate")
-    parsed("--top-k 3")
+    greedy = parsed("--top-k 3 --top-p 0.5", "evaluate")
+    assert greedy.warnings == ("without effect: --top-k, --top-p (--eval-temperature 0 is greedy)",)
+    assert not parsed("--top-k 3 --top-p 0.5 --eval-temperature 0.5", "evaluate").warnings
+    assert not parsed("--top-k 3").warnings
 
 
 # -- rules -------------------------------------------------------------------------------------------------------
@@ -202,7 +232,7 @@ def test_group_estimators_need_groups(name):
 
 @pytest.mark.parametrize("flags", RIGHT)
 def test_right_combinations(flags):
-    parsed(flags)
+    assert parsed(flags).warnings == ()
 
 
 def test_each_rule_can_be_broken(monkeypatch):

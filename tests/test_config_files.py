@@ -27,7 +27,7 @@ def refused(tmp_path, *texts: str) -> str:
 def test_a_config_file_holds_the_same_names_and_the_command_line_wins(tmp_path):
     text = "weight-decay: 0.2\ncritic-weight-decay: 0.3\ngamma: 0.5\nclip-range: 0.3\nprompts: a b.jsonl\n"
     program = from_configs(tmp_path, text, argv=["--gamma", "0.25", "--critic-weight-decay", "0.4"])
-    assert (program.settings.gamma, program.settings.clip_range) == (0.25, 0.3)
+    assert (program.settings.gamma, program.policy_loss.options.low) == (0.25, 0.3)
     assert program.settings.prompts == "a b.jsonl"
     assert program.roles["critic"].megatron.weight_decay == 0.4
     assert program.roles["actor"].megatron.weight_decay == 0.2

@@ -94,6 +94,6 @@ def test_a_policy_loss_may_read_every_option():
     assert loss.function("tokens", "clip") == ("tokens", "clip")
 
 
-@pytest.mark.parametrize("flag, first", [("--advantage", "gae, grpo"), ("--policy-loss", "ppo-clip, gspo")])
+@pytest.mark.parametrize("flag, first", [("--advantage", "gae, grpo"), ("--policy-loss", "cispo, gmpo, gspo, gspo-token")])
 def test_unknown_names_list_what_is_there(flag, first):
     assert refused(flag, "nothing").startswith(f"{flag} nothing: unknown; allowed: {first}")

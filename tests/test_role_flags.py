@@ -105,7 +105,6 @@ def test_a_role_may_have_a_cap_of_its_own(tmp_path):
 @pytest.mark.parametrize("flags, program, says", [
     ("--critic-max-tokens-per-microbatch 0", "rl", "--critic-max-tokens-per-microbatch 0: allowed is a number above 0"),
     ("--critic-max-tokens-per-microbatch many", "rl", "--critic-max-tokens-per-microbatch"),
-    ("--reward-max-tokens-per-microbatch 9", "rl", "has no model"),
     ("--rollout-max-tokens-per-microbatch 9", "rl", "unknown flag"),
     ("--critic-max-tokens-per-microbatch 9", "sft", "unknown flag"),
     ("--critic-max-tokens-per-microbtch 9", "rl", "did you mean --critic-max-tokens-per-microbatch?"),
@@ -132,9 +131,15 @@ def test_roles_have_tokenizers_templates_and_offload_of_their_own():
     assert refusal("--critic-use-torch-fsdp2 --critic-offload").startswith("--critic-offload: not with --use-torch-fsd")
 
 
-@pytest.mark.parametrize("flag", ["--reward-num-layers 3", "--reward-offload", "--reward-tokenizer-model x"])
+@pytest.mark.parametrize("flag", [
+    "--reward-num-layers 3", "--reward-offload", "--reward-tokenizer-model x", "--reward-max-tokens-per-microbatch 9",
+])  # fmt: skip
 def test_a_reward_role_of_verifiers_has_no_model_to_describe(flag):
-    assert "has no model" in refusal(flag)
+    program = parse([*MODEL, *flag.split()], 4)
+    assert program.warnings == (f"without effect: {flag.split()[0]} (--reward exact-match has no model)",)
+    plain = roles_of("")["reward"]
+    assert vars(program.roles["reward"]) | {"megatron": None} == vars(plain) | {"megatron": None}
+    assert vars(program.roles["reward"].megatron) == vars(plain.megatron)
     assert roles_of("--reward-tensor-model-parallel-size 2")["reward"].megatron.data_parallel_size == 2
 
 

@@ -103,7 +103,6 @@ FLAGS = {
     "missing checkpoint": ("--load no/such", 1, ["--load no/such", "no such folder"]),
     "missing weights": ("--pretrained-checkpoint no/such", 1, ["--pretrained-checkpoint no/such", "no such folder"]),
     "other shape": ("--hidden-size 64", 1, ["--pretrained-checkpoint", "[32, 32]", "[32, 64]"]),
-    "no effect": ("--advantage grpo --gae-lambda 0.9 --critic-lr 1e-3", 1, ["--gae-lambda (", "--critic-lr ("]),
     "critic in the map": (f"--advantage rloo --role-map {DISJOINT.format(3)}", 4, ["--role-map", "'critic'"]),
     "group of one": ("--advantage reinforce++-baseline --samples-per-prompt 1 --minibatch-size 6", 1,
                      ["--samples-per-prompt 1", "--advantage reinforce++-baseline"]),

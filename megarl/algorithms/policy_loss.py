@@ -1,12 +1,18 @@
-"""Policy losses of single tokens, before aggregation, and what every policy loss takes and gives."""
+"""What every policy loss takes and gives, and what several share: options and their flags, the clip, means.
+
+A loss is a file of `policy_losses/`. Only response tokens count in the statistics of a response; observation tokens
+between the turns of it do not. Means over a response are taken in float64: a response of many thousand tokens then
+loses no digits of its ratio, and the ratio does not depend on what else is in the micro-batch.
+"""
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megarl.algorithms.packed import require_same_shape
+from megarl.algorithms.packed import require_same_shape, response_counts, spread, sums_by_sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,21 +34,6 @@ class PolicyTokens:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class ClipOptions:
-    """How far a policy loss lets the ratio go; each loss says what it reads. ValueError for a bound out of range."""
-
-    low: float  # ε_low ≥ 0
-    high: float  # ε_high ≥ 0
-    dual: float | None = None  # c > 1, or None for none
-
-    def __post_init__(self):
-        if not (self.low >= 0 and self.high >= 0):
-            raise ValueError(f"clip range must be >= 0 on both sides, got low {self.low}, high {self.high}")
-        if self.dual is not None and not self.dual > 1:
-            raise ValueError(f"dual_clip must be > 1 or None, got {self.dual}")
-
-
 class PolicyTerms(NamedTuple):
     """Per-token terms of a policy loss. Entries outside the response mask mean nothing: the aggregation skips them."""
 
@@ -51,27 +42,82 @@ class PolicyTerms(NamedTuple):
     approx_kl: Tensor  # [T] old − new log-probability (k1), no gradient; exactly 0 where both are the same number
 
 
-def ppo_clip(tokens: PolicyTokens, clip: ClipOptions, log_ratio_limit: float = 20.0) -> PolicyTerms:
-    """Clipped surrogate max(−A·r, −A·clip(r, 1−low, 1+high)) with r = exp(logprobs − old_logprobs).
+class PolicyLoss(NamedTuple):
+    """A policy loss, the name that `--policy-loss` gives it, and its options."""
 
-    PPO (arXiv 1707.06347, eq. 7), negated to be minimised; high > low is DAPO's clip-higher (arXiv 2503.14476).
-    `clip.dual` c bounds tokens with A < 0 by −c·A (arXiv 1912.09729, eq. 5).
+    name: str
+    function: Callable[[PolicyTokens, object], PolicyTerms]
+    options: object  # an instance of a frozen dataclass; `function` takes it
+
+    def flags(self) -> dict[str, dataclasses.Field]:
+        """The flags that set its options, without dashes in front, and the fields that they set.
+
+        A field's flag is `<loss>-<field>`, unless it names one of its own (`option`).
+        """
+        fields = dataclasses.fields(self.options)
+        return {f.metadata.get("flag") or f"{self.name}-{f.name}".replace("_", "-"): f for f in fields}
+
+    def with_options(self, values: dict[str, object]) -> "PolicyLoss":
+        """The loss with options from flags, without dashes in front; ValueError for what its options refuse."""
+        return self._replace(options=type(self.options)(**{f.name: values[flag] for flag, f in self.flags().items()
+                                                           if flag in values}))  # fmt: skip
+
+    def values(self) -> dict[str, object]:
+        """Value of each flag's option."""
+        return {flag: getattr(self.options, field.name) for flag, field in self.flags().items()}
+
+
+def option(default, text: str, check: Callable | None = None, allowed: str = "", flag: str | None = None):
+    """A field of a loss's options, with what the parser makes a flag of.
 
     Args:
-        log_ratio_limit: the log-ratio is clamped to ± this (20: a ratio of 4.9e8). Without it exp overflows, and a
-            token whose ratio is infinite gets the gradient 0·inf = NaN even where the loss is clipped.
+        text: the flag's line of help; numbers in it are arXiv papers.
+        check: whether a value is allowed.
+        allowed: that, in words.
+        flag: its name without dashes in front, for options that several losses share; else `<loss>-<field>`.
     """
-    log_ratio, advantages = tokens.logprobs - tokens.old_logprobs.detach(), tokens.advantages.detach()
-    ratio = log_ratio.clamp(-log_ratio_limit, log_ratio_limit).exp()
-    loss, clipped = clipped_surrogate(ratio, advantages, clip)
-    if clip.dual is not None:
-        floor = -advantages * clip.dual
-        beyond = (advantages < 0) & (loss > floor)
-        loss, clipped = torch.where(beyond, floor, loss), clipped | beyond
-    return PolicyTerms(loss, clipped, -log_ratio.detach())
+    return dataclasses.field(default=default, metadata={"help": text, "check": check, "allowed": allowed, "flag": flag})
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip: ClipOptions) -> tuple[Tensor, Tensor]:
+def positive(default: float | None, text: str, flag: str | None = None):
+    """An `option` that is a number above 0."""
+    return option(default, text, lambda value: value > 0, "a number above 0", flag)
+
+
+@dataclasses.dataclass(frozen=True)
+class NoOptions:
+    """For a loss that has none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ClipRange:
+    """How far a loss lets the ratio go; each loss says how. ValueError for a bound out of range."""
+
+    low: float = positive(0.2, "lower clip range ε (1707.06347)", "clip-range")
+    # None becomes `low`.
+    high: float | None = positive(None, "upper clip range (DAPO, 2503.14476); default --clip-range", "clip-range-high")
+
+    def __post_init__(self):
+        if self.high is None:
+            object.__setattr__(self, "high", self.low)
+        if not (self.low >= 0 and self.high >= 0):
+            raise ValueError(f"clip range must be >= 0 on both sides, got low {self.low}, high {self.high}")
+
+
+@dataclasses.dataclass(frozen=True)
+class ClipOptions(ClipRange):
+    """A clip range with PPO's dual clip. ValueError for a bound out of range."""
+
+    dual: float | None = option(None, "bound c of the loss where the advantage is negative (1912.09729 eq. 5)",
+                                lambda value: value > 1, "above 1", "dual-clip")  # fmt: skip
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.dual is not None and not self.dual > 1:
+            raise ValueError(f"dual_clip must be > 1 or None, got {self.dual}")
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip: ClipRange) -> tuple[Tensor, Tensor]:
     """max(−A·r, −A·clip(r, 1−low, 1+high)), and where (bool) the second one is the larger. Any one shape."""
     plain = -advantages * ratio
     bounded = -advantages * ratio.clamp(1 - clip.low, 1 + clip.high)
@@ -80,41 +126,12 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip: ClipOptions) -> t
     return torch.where(clipped, bounded, plain), clipped
 
 
-def cispo(tokens: PolicyTokens, clip: ClipOptions, log_ratio_limit: float = 20.0) -> PolicyTerms:
-    """−sg[clip(r, 1−low, 1+high)]·A·log π_θ: the ratio only weighs, so a clipped token still gives its gradient.
-
-    CISPO of MiniMax-M1 (arXiv 2506.13585, eq. 4 and 5). The paper bounds the ratio above alone: that is low ≥ 1.
-    `clipped` says where the bound replaced the ratio. `log_ratio_limit` as in `ppo_clip`.
-    """
-    log_ratio = (tokens.logprobs - tokens.old_logprobs).detach()
-    ratio = log_ratio.clamp(-log_ratio_limit, log_ratio_limit).exp()
-    weights = ratio.clamp(1 - clip.low, 1 + clip.high)
-    return PolicyTerms(-weights * tokens.advantages.detach() * tokens.logprobs, weights != ratio, -log_ratio)
+def response_mean(values: Tensor, tokens: PolicyTokens) -> Tensor:
+    """[N] float64 mean of `values` [T] over the response tokens of each sequence; 0 for an empty response."""
+    counts = response_counts(tokens.response_mask, tokens.cu_seqlens)
+    return sums_by_sequence(values.double(), tokens.response_mask, tokens.cu_seqlens) / counts.clamp(min=1)
 
 
-def reinforce(tokens: PolicyTokens, clip: ClipOptions) -> PolicyTerms:
-    """−A·log π_θ (Williams, 1992): no ratio, nothing clipped, `clip` is not read. Right for a single update a step."""
-    loss = -tokens.advantages.detach() * tokens.logprobs
-    approx_kl = (tokens.old_logprobs - tokens.logprobs).detach()
-    return PolicyTerms(loss, torch.zeros_like(tokens.response_mask), approx_kl)
-
-
-def sapo(
-    tokens: PolicyTokens,
-    clip: ClipOptions,
-    tau_positive: float = 1.0,
-    tau_negative: float = 1.05,
-    log_ratio_limit: float = 20.0,
-) -> PolicyTerms:
-    """−A·σ(τ·(r − 1))·4/τ: a soft gate in place of the clip; `clip` is not read and nothing counts as clipped.
-
-    SAPO (arXiv 2511.20347). τ is `tau_positive` where A > 0, else `tau_negative`, both > 0; the defaults are the
-    paper's. At r = 1 the gradient is that of −A·r. `log_ratio_limit` as in `ppo_clip`.
-    """
-    log_ratio, advantages = tokens.logprobs - tokens.old_logprobs.detach(), tokens.advantages.detach()
-    ratio = log_ratio.clamp(-log_ratio_limit, log_ratio_limit).exp()
-    tau = torch.where(advantages > 0, ratio.new_full((), tau_positive), ratio.new_full((), tau_negative))
-    # Not torch.sigmoid: on a CPU its bits depend on where in the batch a token stands. r ≥ 0, so exp is ≤ exp(τ).
-    gate = 4 / (tau * (1 + torch.exp(-tau * (ratio - 1))))
-    loss = -advantages * gate
-    return PolicyTerms(loss, torch.zeros_like(tokens.response_mask), -log_ratio.detach())
+def on_tokens(values: Tensor, tokens: PolicyTokens) -> Tensor:
+    """[N] -> [T] in the dtype of the log-probabilities."""
+    return spread(values, tokens.response_mask, tokens.cu_seqlens).to(tokens.logprobs.dtype)

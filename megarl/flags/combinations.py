@@ -1,7 +1,7 @@
 """Which flags go together: flags without effect in a run, and combinations that make no sense, each with its reason.
 
-Both are data. A flag has an effect where the condition that its field of `Settings` names holds (`CONDITIONS`). `rules`
-gives all rules, in one order, whatever the flags.
+Both are data. A flag has an effect where its condition holds (`condition`); where it does not, the flag is dropped with
+a warning. `rules` gives all rules, in one order, whatever the flags; a run that breaks one is refused.
 """
 
 import dataclasses
@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from megarl.algorithms.estimators import AdvantageOptions, Estimator
-from megarl.algorithms.policy_loss import ClipOptions
-from megarl.algorithms.policy_losses import PolicyLoss
+from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.errors import UsageError
 from megarl.flags.settings import Settings, whole_numbers
 from megarl.rewards.expression import Term
@@ -43,8 +42,8 @@ def _of_estimator(option: str) -> Condition:
     return Condition(lambda case: option in case.estimator.options, "--advantage {advantage} does not use them")
 
 
-def _of_loss(option: str) -> Condition:
-    return Condition(lambda case: option in case.policy_loss.options, "--policy-loss {policy_loss} does not use them")
+def _of_loss(flag: str) -> Condition:
+    return Condition(lambda case: flag in case.policy_loss.flags(), "--policy-loss {policy_loss} does not use them")
 
 
 def _verifier(name: str) -> Condition:
@@ -57,7 +56,6 @@ def _adapts(settings: Settings) -> bool:
 
 CONDITIONS: dict[str, Condition] = {
     **{f"estimator:{option.name}": _of_estimator(option.name) for option in dataclasses.fields(AdvantageOptions)},
-    **{f"loss:{option.name}": _of_loss(option.name) for option in dataclasses.fields(ClipOptions)},
     **{name: _verifier(name) for name in ("regex", "format", "length", "code", "remote")},
     "model": Condition(lambda case: case.program == "reward" or "model" in case.rewards,
                        "--reward {reward} has no model"),
@@ -103,27 +101,42 @@ class Rule(NamedTuple):
     reason: str
 
 
-def check(case: Case, given: dict[str, str | None]):
-    """Raises UsageError with all flags that have no effect, or else with the first rule that is broken.
+def condition(name: str) -> Condition:
+    """One of `CONDITIONS`, or `loss:<flag>`: the policy loss has an option that the flag sets."""
+    return _of_loss(name.removeprefix("loss:")) if name.startswith("loss:") else CONDITIONS[name]
 
-    `given`: the flags that somebody gave, on the command line or in a config file, each with the condition under which
-    it has an effect, if there is one.
+
+def without_effect(case: Case, given: dict[str, str | None]) -> dict[str, str]:
+    """Flags that have no effect in a run -> why.
+
+    `given`: the flags that somebody gave, on the command line or in a config file, each with the name of the condition
+    under which it has an effect, if there is one.
     """
-    idle: dict[str, list[str]] = {}
-    for flag, condition in given.items():
-        if condition is not None and not CONDITIONS[condition].holds(case):
-            idle.setdefault(reason(case, condition), []).append(flag)
-    if idle:
-        parts = "; ".join(f"{', '.join(flags)} ({why})" for why, flags in idle.items())
-        raise UsageError(f"flags without effect: {parts}; leave them out (a later config file takes one back by null)")
+    return {
+        flag: reason(case, name)
+        for flag, name in given.items()
+        if name is not None and not condition(name).holds(case)
+    }
+
+
+def warning(idle: dict[str, str]) -> str:
+    """One line that says which flags have no effect, those with one reason together."""
+    together: dict[str, list[str]] = {}
+    for flag, why in idle.items():
+        together.setdefault(why, []).append(flag)
+    return "without effect: " + "; ".join(f"{', '.join(flags)} ({why})" for why, flags in together.items())
+
+
+def check(case: Case):
+    """Raises UsageError with the first rule that is broken."""
     for rule in rules(case):
         if not rule.holds:
             raise UsageError(f"{rule.flag} {rule.value}: {rule.reason}")
 
 
-def reason(case: Case, condition: str) -> str:
+def reason(case: Case, name: str) -> str:
     """Why flags that need a condition have no effect."""
-    return CONDITIONS[condition].reason.format_map(vars(case.settings))
+    return condition(name).reason.format_map(vars(case.settings))
 
 
 def rules(case: Case) -> list[Rule]:

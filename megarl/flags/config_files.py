@@ -9,12 +9,8 @@ from megarl.errors import UsageError
 from megarl.flags.role_flags import OFF
 
 
-def read(paths: list[str], own: dict[str, type], is_other: Callable[[str], bool] = lambda key: False) -> list[str]:
-    """The files' flags as tokens. A later file wins over an earlier one; `key: null` takes an earlier key back.
-
-    Args:
-        own: megarl's own flags without dashes in front, and the types of their values.
-        is_other: keys that are for other programs, to be passed over.
+def read(paths: list[str]) -> dict[str, object]:
+    """What the files say together: a later file wins over an earlier one.
 
     Raises:
         UsageError: a file that cannot be read, or is no mapping of flag names to values.
@@ -24,7 +20,17 @@ def read(paths: list[str], own: dict[str, type], is_other: Callable[[str], bool]
         for key, value in _content(path).items():
             merged.pop(key, None)
             merged[key] = value
-    return [token for key, value in merged.items() if not is_other(key) for token in _tokens(key, value, own)]
+    return merged
+
+
+def tokens(values: dict[str, object], own: dict[str, type], is_other: Callable[[str], bool]) -> list[str]:
+    """The same as on a command line; a key whose value is null is taken back.
+
+    Args:
+        own: megarl's own flags without dashes in front, and the types of their values.
+        is_other: keys that are for other programs, to be passed over.
+    """
+    return [token for key, value in values.items() if not is_other(key) for token in _tokens(key, value, own)]
 
 
 def _content(path: str) -> dict[str, object]:

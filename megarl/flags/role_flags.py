@@ -5,6 +5,7 @@ have ranks and model-parallel sizes of its own.
 """
 
 import difflib
+from collections.abc import Collection
 
 from megarl.errors import UsageError
 
@@ -111,27 +112,27 @@ def check_learning(tokens: list[str], program: str, megatron: dict[str, str], tr
             raise UsageError(f"{option}: {f'the {role}' if role else 'this program'} does not learn; leave it out")
 
 
-def check_reward(tokens: list[str], program: str, has_model: bool, megatron: dict[str, str]):
-    """UsageError for a flag of the reward role's model where it has none, and for weights from elsewhere.
+def of_reward_model(tokens: list[str], program: str, megatron: dict[str, str]) -> list[str]:
+    """Options among the tokens that the reward role's model alone reads; UsageError for weights from elsewhere.
 
     Its ranks and its data-parallel lanes, which follow from its parallel sizes, score text without a model, too.
     """
-    if program == "reward":
-        return
-    for option in with_prefix(tokens, ("reward",), megatron):
-        name = megatron.get("--" + option.removeprefix("--reward-"))
-        if name == "pretrained_checkpoint":
-            raise UsageError(f"{option}: the weights of the reward role's model come from --reward-model; leave it out")
-        if name is not None and not has_model and name not in LANES:
-            raise UsageError(f"{option}: the reward role has no model (--reward names none); leave it out")
+    options = [] if program == "reward" else with_prefix(tokens, ("reward",), megatron)
+    names = {option: megatron.get("--" + option.removeprefix("--reward-")) for option in options}
+    for option in (option for option, name in names.items() if name == "pretrained_checkpoint"):
+        raise UsageError(f"{option}: the weights of the reward role's model come from --reward-model; leave it out")
+    return [option for option, name in names.items() if name is not None and name not in LANES]
 
 
-def split(tokens: list[str], roles: tuple[str, ...], megatron: dict[str, str], own: list[str]) -> dict[str, list[str]]:
+def split(
+    tokens: list[str], roles: tuple[str, ...], megatron: dict[str, str], own: list[str], idle: Collection[str] = ()
+) -> dict[str, list[str]]:
     """Megatron's tokens of each role: the common ones first, then those with the role's prefix, prefix removed.
 
     Args:
         megatron: Megatron's option strings and the attribute each one sets.
         own: megarl's option strings, for suggestions.
+        idle: options to leave out, with their values.
 
     Raises:
         UsageError: an option that nobody knows, or one of the rollout's that is not its own to set.
@@ -148,6 +149,8 @@ def split(tokens: list[str], roles: tuple[str, ...], megatron: dict[str, str], o
             _check_known(option, token.split("=", 1)[0], megatron, own)
             if role == "rollout":
                 _check_rollout(option, token.split("=", 1)[0], megatron)
+            if option in idle and not off:
+                target = []
         elif target is None:
             raise UsageError(f"{token!r}: not a flag; flags start with --")
         opposite = "--no-" + token[2:]

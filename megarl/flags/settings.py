@@ -1,8 +1,8 @@
 """megarl's own flags: one place for name, type, default, help, allowed values, programs, and when a flag has an effect.
 
 A field `kl_target` of `Settings` is the flag `--kl-target` and the key `kl-target` of a config file. Numbers in help
-texts are arXiv papers. `when` names one of `combinations.CONDITIONS`: a flag that is given where it does not hold would
-have no effect, and is refused.
+texts are arXiv papers. `when` names one of `combinations.CONDITIONS`: a flag that is given where it does not hold has no
+effect, which a warning says.
 """
 
 import dataclasses
@@ -153,15 +153,10 @@ class Settings:
                                            when="estimator:whiten")  # fmt: skip
     greedy_baseline: bool = _flag(False, "write and score a greedy response to each prompt, too (ReMax, 2310.10505)",
                                   when="baselines")  # fmt: skip
-    # Policy loss.
+    # Policy loss; the options of each stand in its file (`algorithms.policy_losses`).
     policy_loss: str = _flag("ppo-clip", f"{', '.join(POLICY_LOSSES)}, or a plug-in")
     ppo_epochs: int = _positive(1, "passes over a step's batch (1707.06347)")
     minibatch_size: int | None = _positive(None, "sequences of an update; default the whole batch")
-    clip_range: float = _positive(0.2, "lower clip range ε (1707.06347)", when="loss:low")
-    clip_range_high: float | None = _positive(None, "upper clip range (DAPO, 2503.14476); default --clip-range",
-                                              when="loss:high")  # fmt: skip
-    dual_clip: float | None = _flag(None, "bound c of the loss where the advantage is negative (1912.09729 eq. 5)",
-                                    lambda v: v > 1, "above 1", when="loss:dual")  # fmt: skip
     loss_aggregation: str = _one_of("token-mean", AGGREGATIONS, "how token losses become one number")
     loss_norm_length: float | None = _positive(None, "length that a sum is divided by (Dr. GRPO, 2503.20783);"
                                                " default --max-response-length", when="norm")  # fmt: skip
@@ -230,7 +225,3 @@ class Settings:
         """Fields that sampling gives a batch beyond those that writing gives."""
         verdicts = ("scores", "correct") if self.group_filter != "none" else ()
         return verdicts + (("baseline_scores",) if self.greedy_baseline else ())
-
-    def dict(self) -> dict:
-        """Names as in a config file."""
-        return {name.replace("_", "-"): value for name, value in dataclasses.asdict(self).items()}

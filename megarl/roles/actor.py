@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megarl.algorithms.aggregation import local_counts
 from megarl.algorithms.correction import correction_report, correction_sums
-from megarl.algorithms.policy_losses import PolicyLoss
+from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.arguments import RoleSettings, Settings
 from megarl.batch import Batch
 from megarl.mcore.passes import TokenScores, token_scores

@@ -6,8 +6,7 @@ from torch import Tensor
 from megarl.algorithms.aggregation import aggregate, masked_sum
 from megarl.algorithms.correction import CorrectionOptions, correction_weights
 from megarl.algorithms.kl import kl_estimate
-from megarl.algorithms.policy_loss import ClipOptions, PolicyTokens
-from megarl.algorithms.policy_losses import PolicyLoss
+from megarl.algorithms.policy_loss import PolicyLoss, PolicyTokens
 from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.mcore.passes import TokenScores
@@ -20,7 +19,6 @@ class Objective:
 
     def __init__(self, settings: Settings, policy_loss: PolicyLoss):
         s, self.settings, self.policy_loss = settings, settings, policy_loss
-        self.clip = ClipOptions(s.clip_range, s.clip_range_high or s.clip_range, s.dual_clip)
         self.correction = CorrectionOptions(
             s.rollout_correction, s.rollout_correction_level, s.rollout_correction_cap, s.rollout_correction_floor
         )
@@ -47,7 +45,8 @@ class Objective:
         def whole(losses: Tensor) -> Tensor:
             return aggregate(losses, *where, s.loss_aggregation, counts, self.norm)
 
-        terms = self.policy_loss.function(PolicyTokens(scores.logprobs, old, advantages, *where), self.clip)
+        tokens = PolicyTokens(scores.logprobs, old, advantages, *where)
+        terms = self.policy_loss.function(tokens, self.policy_loss.options)
         losses = terms.loss
         if self.correction.kind != "none":
             losses = losses * correction_weights(old, rollout, *where, self.correction)

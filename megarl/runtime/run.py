@@ -1,6 +1,5 @@
 """What the programs share around their loops: start, refusal of wrong input, files of the run, steps, the end."""
 
-import dataclasses
 import os
 import sys
 import time
@@ -16,7 +15,7 @@ from megarl.checkpoint import folders
 from megarl.data.conversations import Encoder, build_encoder
 from megarl.data.order import PromptOrder
 from megarl.data.tokenizers import build_tokenizer
-from megarl.errors import UsageError
+from megarl.errors import WARNED, UsageError, warn
 from megarl.mcore import device
 from megarl.observe.metrics import MetricsWriter
 from megarl.observe.progress import RL_FIELDS, Progress
@@ -37,7 +36,10 @@ def launch(train, program: str):
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     timers = Timers()
     try:
-        train(arguments.parse(sys.argv[1:], size, program), timers)
+        parsed = arguments.parse(sys.argv[1:], size, program)
+        if rank == 0 and not os.environ.get(WARNED):
+            warn(parsed.warnings)
+        train(parsed, timers)
     except UsageError as error:
         if rank == error.speaker:
             print(f"megarl: error: {error}", file=sys.stderr, flush=True)
@@ -144,7 +146,7 @@ class Run:
             for name, role in self.program.roles.items()
             if role.host == name  # a rollout on the actor's own module has no settings of its own
         }
-        return {"megarl": dataclasses.asdict(self.settings), "world_size": self.world.size, "roles": roles}
+        return {"megarl": self.program.own_settings(), "world_size": self.world.size, "roles": roles}
 
     def steps(self) -> Iterator[int]:
         """Numbers of the steps that are left: 1 … `--train-iters`."""

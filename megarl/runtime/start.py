@@ -26,6 +26,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from megarl.errors import WARNED
+
 GRACE = 10  # seconds that ranks have to end after Ctrl-C
 PR_SET_PDEATHSIG = 1
 THREADS = Path("/proc/self/task")
@@ -40,8 +42,10 @@ def main(argv: list[str]) -> int:
     os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // ranks))
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's, which has little to do, would forbid the fork
     gc.disable()  # imports leave half a million objects: to look for garbage among them takes a fifth of the time
+    os.environ[WARNED] = "" if options.node_rank in (None, "0") else "1"  # the first node's launcher prints them
     if status := run(module, [*options.flags, "--check"]):
         return status
+    os.environ[WARNED] = "1"  # not once more by the ranks, which read the flags again
     sys.stdout.flush()
     sys.stderr.flush()
     if options.nnodes == 1 and can_fork():

@@ -1,0 +1,18 @@
+"""CISPO: the clipped ratio as a weight that no gradient flows to."""
+
+from megarl.algorithms.policy_loss import ClipRange, PolicyLoss, PolicyTerms, PolicyTokens
+
+
+def cispo(tokens: PolicyTokens, clip: ClipRange, log_ratio_limit: float = 20.0) -> PolicyTerms:
+    """−sg[clip(r, 1−low, 1+high)]·A·log π_θ: the ratio only weighs, so a clipped token still gives its gradient.
+
+    CISPO of MiniMax-M1 (arXiv 2506.13585, eq. 4 and 5). The paper bounds the ratio above alone: that is low ≥ 1.
+    `clipped` says where the bound replaced the ratio. `log_ratio_limit` as in `ppo_clip`.
+    """
+    log_ratio = (tokens.logprobs - tokens.old_logprobs).detach()
+    ratio = log_ratio.clamp(-log_ratio_limit, log_ratio_limit).exp()
+    weights = ratio.clamp(1 - clip.low, 1 + clip.high)
+    return PolicyTerms(-weights * tokens.advantages.detach() * tokens.logprobs, weights != ratio, -log_ratio)
+
+
+LOSSES = (PolicyLoss("cispo", cispo, ClipRange()),)

@@ -1,0 +1,15 @@
+"""REINFORCE: the plain policy gradient."""
+
+import torch
+
+from megarl.algorithms.policy_loss import NoOptions, PolicyLoss, PolicyTerms, PolicyTokens
+
+
+def reinforce(tokens: PolicyTokens, options: NoOptions) -> PolicyTerms:
+    """−A·log π_θ (Williams, 1992): no ratio, nothing clipped. Right for a single update a step."""
+    loss = -tokens.advantages.detach() * tokens.logprobs
+    approx_kl = (tokens.old_logprobs - tokens.logprobs).detach()
+    return PolicyTerms(loss, torch.zeros_like(tokens.response_mask), approx_kl)
+
+
+LOSSES = (PolicyLoss("reinforce", reinforce, NoOptions()),)

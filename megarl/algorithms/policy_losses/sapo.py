@@ -1,0 +1,39 @@
+"""SAPO: a soft gate on the ratio."""
+
+import dataclasses
+import math
+
+import torch
+
+from megarl.algorithms.policy_loss import PolicyLoss, PolicyTerms, PolicyTokens, option
+
+
+def _tau(default: float, text: str):
+    return option(default, text, lambda value: 0 < value < math.inf, "a finite number above 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class SapoOptions:
+    """How fast the gate closes as the ratio leaves 1; the defaults are the paper's."""
+
+    tau_positive: float = _tau(1.0, "τ of the gate where the advantage is above 0 (2511.20347)")
+    tau_negative: float = _tau(1.05, "τ of the gate elsewhere (2511.20347)")
+
+
+def sapo(tokens: PolicyTokens, options: SapoOptions, log_ratio_limit: float = 20.0) -> PolicyTerms:
+    """−A·σ(τ·(r − 1))·4/τ: a soft gate in place of the clip; nothing counts as clipped.
+
+    SAPO (arXiv 2511.20347). τ is `tau_positive` where A > 0, else `tau_negative`. At r = 1 the gradient is that of
+    −A·r. `log_ratio_limit` as in `ppo_clip`.
+    """
+    log_ratio, advantages = tokens.logprobs - tokens.old_logprobs.detach(), tokens.advantages.detach()
+    ratio = log_ratio.clamp(-log_ratio_limit, log_ratio_limit).exp()
+    above, below = (ratio.new_full((), tau) for tau in (options.tau_positive, options.tau_negative))
+    tau = torch.where(advantages > 0, above, below)
+    # Not torch.sigmoid: on a CPU its bits depend on where in the batch a token stands. r ≥ 0, so exp is ≤ exp(τ).
+    gate = 4 / (tau * (1 + torch.exp(-tau * (ratio - 1))))
+    loss = -advantages * gate
+    return PolicyTerms(loss, torch.zeros_like(tokens.response_mask), -log_ratio.detach())
+
+
+LOSSES = (PolicyLoss("sapo", sapo, SapoOptions()),)

@@ -1,0 +1,143 @@
+"""megarl's own flags as a parser knows them: fields of `Settings`, and the options of the policy losses.
+
+The options of a loss stand in its file, and those of a plug-in are known once it is named; so the flags of a run are a
+dictionary that `own_flags` makes, not a class.
+"""
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Callable
+
+from megarl.algorithms import policy_losses
+from megarl.algorithms.policy_loss import PolicyLoss
+from megarl.errors import ArgumentParser, UsageError
+from megarl.flags import role_flags
+from megarl.flags.settings import Settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """One of megarl's own flags. `common` is the flag of all roles where this one is a role's."""
+
+    name: str  # without dashes in front: gamma, critic-max-tokens-per-microbatch
+    kind: type
+    default: object
+    text: str
+    check: Callable | None  # whether a given value is allowed
+    allowed: str  # that, in words
+    condition: str | None  # name of the condition under which it has an effect (`combinations.condition`)
+    common: str
+    setting: str | None  # field of `Settings` that it sets, None for options of a loss
+
+
+def own_flags(program: str, plug_in: PolicyLoss | None = None) -> dict[str, Flag]:
+    """megarl's own flags of one program ('rl', 'sft', 'reward' or 'evaluate') by name.
+
+    Args:
+        plug_in: a policy loss that is not built in, whose options are flags, too.
+
+    Raises:
+        UsageError: an option of a loss would be a flag that exists.
+    """
+    roles, found = role_flags.ROLES_OF[program], {}
+    for field in dataclasses.fields(Settings):
+        if program in field.metadata["programs"]:
+            flag = _of_setting(field)
+            found[flag.name] = flag
+            for role in field.metadata["roles"]:
+                if role in roles:
+                    found[f"{role}-{flag.name}"] = _of_role(flag, role)
+    if program == "rl":
+        for loss in (*policy_losses.POLICY_LOSSES.values(), *([plug_in] if plug_in else [])):
+            for flag in _of_loss(loss):
+                if found.get(flag.name, flag) != flag:
+                    raise UsageError(f"--{flag.name}: an option of the policy loss {loss.name}, but there is such a flag "
+                                     "already; rename the option")  # fmt: skip
+                found[flag.name] = flag
+    return found
+
+
+def _of_setting(field: dataclasses.Field) -> Flag:
+    name, meta = field.name.replace("_", "-"), field.metadata
+    kind, check, allowed = _kind_of(field.type), meta["check"], meta["allowed"]
+    return Flag(name, kind, field.default, meta["help"], check, allowed, meta["when"], name, field.name)
+
+
+def _of_role(flag: Flag, role: str) -> Flag:
+    """What has a value of the reward role's own is its model's."""
+    condition = "model" if role == "reward" else flag.condition
+    return dataclasses.replace(flag, name=f"{role}-{flag.name}", condition=condition, setting=None)
+
+
+def _of_loss(loss: PolicyLoss) -> list[Flag]:
+    kinds, found = policy_losses.option_kinds(loss), []
+    for name, field in loss.flags().items():
+        text, check, allowed = (field.metadata.get(key) for key in ("help", "check", "allowed"))
+        text = text or f"option of --policy-loss {loss.name}"
+        default = None if field.default is dataclasses.MISSING else field.default
+        found.append(Flag(name, kinds[name], default, text, check, allowed, f"loss:{name}", name, None))
+    return found
+
+
+def _kind_of(annotation) -> type:
+    if isinstance(annotation, types.UnionType):
+        return next(t for t in typing.get_args(annotation) if t is not type(None))
+    return annotation
+
+
+def _yes_or_no(text: str) -> bool:
+    if text.lower() in ("true", "yes", "1"):
+        return True
+    if text.lower() in ("false", "no", "0"):
+        return False
+    raise argparse.ArgumentTypeError(f"{text!r}: allowed true or false")
+
+
+def build_parser(program: str, own: dict[str, Flag] | None = None) -> argparse.ArgumentParser:
+    """The parser of megarl's own flags for one program; `own` are those of `own_flags` unless given."""
+    name = "megarl.evaluate" if program == "evaluate" else f"megarl.train_{program}"
+    parser = ArgumentParser(prog=name, allow_abbrev=False, epilog=(
+        "Every other flag is Megatron's; a role prefix (--actor-lr, --critic-lr) sets it for one role."))  # fmt: skip
+    parser.add_argument("--config", nargs="+", action="extend", default=[], metavar="FILE", help=(
+        "YAML files with the same names; later ones win, null takes a key back; the command line wins"))  # fmt: skip
+    parser.add_argument("--check", action="store_true", help="check everything for WORLD_SIZE ranks, then leave")
+    group = parser.add_argument_group("megarl")
+    for flag in (own_flags(program) if own is None else own).values():
+        extra = {"nargs": "?", "const": True, "type": _yes_or_no} if flag.kind is bool else {"type": flag.kind}
+        text = flag.text + ("" if flag.default is None else f" (default {flag.default})")
+        if flag.name != flag.common:
+            text = f"--{flag.common} of this role"
+        help_text = text.replace("%", "%%")
+        group.add_argument(f"--{flag.name}", dest=flag.name, default=argparse.SUPPRESS, help=help_text, **extra)
+    return parser
+
+
+def check_values(values: dict[str, object], own: dict[str, Flag]):
+    """UsageError for a value that its flag does not allow."""
+    for name, value in values.items():
+        check = own[name].check
+        if check is not None and not check(value):
+            allowed = f": allowed is {own[name].allowed}" if own[name].allowed else ": is not allowed"
+            raise UsageError(f"--{name} {value}{allowed}")
+
+
+def keys_of_training(program: str, policy_loss: str) -> Callable[[str], bool]:
+    """Which keys of a config file a program passes over: an evaluation takes the file of the run that it evaluates.
+
+    `policy_loss`: what the files name; a plug-in's options are flags of the training, too.
+    """
+    if program != "evaluate":
+        return lambda key: False
+    own, absent = own_flags(program), set(role_flags.ROLES_OF["rl"]) - set(role_flags.ROLES_OF[program])
+    from megarl.mcore import flags, supported
+
+    others = (own_flags(other) for other in ("rl", "sft", "reward"))
+    names = {name for other in others for name in other} - set(own) | {"pretrained-checkpoint"}
+    options = flags.destinations().items()
+    names |= {option.removeprefix("--") for option, dest in options if dest in supported.training()}
+    prefixes = [f"{role}-" for role in absent]
+    if ":" in policy_loss:
+        prefixes.append(policy_loss.rpartition(":")[2].replace("_", "-") + "-")
+    return lambda key: key in names or key not in own and key.startswith(tuple(prefixes))
