@@ -1,4 +1,4 @@
-"""The recipes: all are there, each says everything that is an algorithm's, and trains with the models that it needs."""
+"""The recipes: all are there, each is its paper's algorithm and no more, and trains with the models that it needs."""
 
 import json
 import math
@@ -21,7 +21,37 @@ MODELS = {  # beside the actor
     "ppo": ["critic", "reference"], "grpo": ["reference"], "rloo": ["reference"], "remax": ["reference"],
     "reinforce_plus_plus": ["reference"], "dr_grpo": [], "dapo": [], "gspo": [], "cispo": [], "gmpo": [],
 }  # fmt: skip
-OF_THE_RUN = {"critic-lr", "minibatch-size"}  # a run may give them; recipes that have no use for them take them back
+PAPERS = {
+    "ppo": "1707.06347", "grpo": "2402.03300", "rloo": "2402.14740", "remax": "2310.10505", "dapo": "2503.14476",
+    "reinforce_plus_plus": "2501.03262", "dr_grpo": "2503.20783", "gspo": "2507.18071", "cispo": "2506.13585",
+    "gmpo": "2507.20673",
+}  # fmt: skip
+GROUPS, NO_KL = {"advantage": "grpo", "group-std": True}, {"kl-coefficient": 0}
+IN_REWARD = {"kl-in": "reward", "kl-estimator": "k1", "kl-controller": "fixed"}
+BY_TOKEN, BY_RESPONSE, SUM = (
+    {"loss-aggregation": name} for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
+)
+VALUES = {
+    "ppo": {"advantage": "gae", "gamma": 1.0, "gae-lambda": 0.95, "whiten-advantages": True, "policy-loss": "ppo-clip",
+            "clip-range": 0.2, "value-clip-range": 0.2, **BY_TOKEN, "kl-coefficient": 0.02, **IN_REWARD},
+    "grpo": {**GROUPS, "policy-loss": "ppo-clip", "clip-range": 0.2, **BY_RESPONSE, "kl-coefficient": 0.04,
+             "kl-in": "loss", "kl-estimator": "k3", "kl-controller": "fixed"},
+    "dr_grpo": {**GROUPS, "group-std": False, "policy-loss": "ppo-clip", "clip-range": 0.2,
+                "loss-aggregation": "seq-mean-token-sum-norm", **NO_KL},
+    "dapo": {**GROUPS, "policy-loss": "ppo-clip", "clip-range": 0.2, "clip-range-high": 0.28, **BY_TOKEN, **NO_KL,
+             "group-filter": "correct", "dynamic-sampling": True, "max-sampling-rounds": 10, "overlong-buffer": 1,
+             "overlong-penalty": 1.0},
+    "rloo": {"advantage": "rloo", "policy-loss": "reinforce", "minibatch-size": None, **SUM, "kl-coefficient": 0.03,
+             **IN_REWARD},
+    "remax": {"advantage": "remax", "greedy-baseline": True, "policy-loss": "reinforce", "minibatch-size": None, **SUM,
+              "kl-coefficient": 0.05, **IN_REWARD},
+    "reinforce_plus_plus": {"advantage": "reinforce++", "gamma": 1.0, "whiten-advantages": True,
+                            "policy-loss": "ppo-clip", "clip-range": 0.2, **BY_TOKEN, "kl-coefficient": 0.01,
+                            **IN_REWARD},
+    "gspo": {**GROUPS, "policy-loss": "gspo", "clip-range": 0.0003, "clip-range-high": 0.0004, **BY_RESPONSE, **NO_KL},
+    "cispo": {**GROUPS, "policy-loss": "cispo", "clip-range": 1.0, "clip-range-high": 4.0, **BY_TOKEN, **NO_KL},
+    "gmpo": {**GROUPS, "policy-loss": "gmpo", "clip-range": 0.4, "clip-range-high": 0.4, **BY_RESPONSE, **NO_KL},
+}  # fmt: skip
 RUN = (
     " --prompts-per-step 4 --samples-per-prompt 4 --train-iters 2 --lr 1e-4 --rollout-buffer-gb 0.001"
     " --rollout-max-requests 16 --seed 5 --reward tests.programs:coarse_reward"
@@ -113,15 +143,37 @@ def test_no_layout_changes_what_is_learnt(variant, tmp_path):
         assert_close(two[step], one[step], SAME, 2e-5)
 
 
+def values_of(program: arguments.Program) -> dict:
+    """What the program runs with, by the names of a config file."""
+    return {name.replace("_", "-"): value for name, value in program.own_settings().items()}
+
+
 @pytest.mark.parametrize("recipe", MODELS)
-def test_it_replaces_what_an_earlier_file_chose(recipe):
-    """Every recipe names the same flags, null where it has none, so nothing of an earlier one is left."""
-    keys, of_ppo = (set(yaml.safe_load((FOLDER / f"{name}.yaml").read_text())) for name in (recipe, "ppo"))
-    assert keys ^ of_ppo <= OF_THE_RUN
-    files = [ROOT / "configs" / "quickstart.yaml", *(FOLDER / f"{name}.yaml" for name in ("dapo", "ppo", recipe))]
-    stacked = arguments.parse(["--config", *map(str, files)], 1)
-    alone = arguments.parse(["--config", str(files[0]), str(files[-1])], 1)
-    assert stacked.settings == alone.settings and list(stacked.roles) == list(alone.roles)
+def test_it_has_the_values_of_its_paper_and_nothing_else(recipe):
+    text = (FOLDER / f"{recipe}.yaml").read_text()
+    chosen = yaml.safe_load(text)
+    assert PAPERS[recipe] in text.splitlines()[0]
+    assert {name for name, value in chosen.items() if value is None} <= {"minibatch-size"}
+    program = parsed(Path("none"), recipe)
+    assert program.warnings == ()  # every key has an effect
+    assert chosen == VALUES[recipe] | {"ppo-epochs": 1}
+    assert chosen.items() <= values_of(program).items()
+
+
+@pytest.mark.parametrize("recipe", MODELS)
+def test_it_runs_after_the_quickstarts_file(recipe):
+    """What the quickstart's file has for PPO alone is dropped, and a warning names it."""
+    quickstart = ROOT / "configs" / "quickstart.yaml"
+    program = arguments.parse(["--config", str(quickstart), str(FOLDER / f"{recipe}.yaml")], 1)
+    ours = yaml.safe_load((FOLDER / f"{recipe}.yaml").read_text())
+    assert ours.items() <= values_of(program).items()
+    assert [role for role in program.roles if role in ("critic", "reference")] == MODELS[recipe]
+    named = set(re.findall(r"--([a-z-]+)(?=, | \()", " ".join(program.warnings))) - {"advantage", "policy-loss"}
+    idle = {"value-clip-range", "critic-lr"} if "critic" not in MODELS[recipe] else set()
+    idle |= {"gae-lambda"} if ours["advantage"] != "gae" else set()
+    idle |= {"gamma"} if "gamma" not in ours else set()
+    idle |= {"clip-range"} if ours["policy-loss"] == "reinforce" else set()
+    assert named == idle
 
 
 def test_the_plug_ins_of_the_docs_run_as_they_stand(tmp_path, plug_ins):
