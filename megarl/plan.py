@@ -1,9 +1,8 @@
-"""Checks a role map and a model at any world size without a GPU: layout, memory, traffic; and suggests role maps.
+"""Checks a role map and a model at any world size without a GPU: layout, memory and traffic.
 
 It takes the flags of train_rl. One process pretends to be every rank that matters: the groups are really created.
 
     python -m megarl.plan --world-size 4096 --vocab-size 129280 --config my_run.yaml
-    python -m megarl.plan --world-size 64 --vocab-size 32000 --suggest --gpu-memory-gb 80 --config my_run.yaml
 """
 
 import argparse
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from megarl import arguments
 from megarl.data.tokenizers import build_tokenizer
-from megarl.errors import ArgumentParser, UsageError
+from megarl.errors import ArgumentParser, UsageError, warn
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -22,9 +21,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--world-size", type=int, required=True, help="ranks of the run")
     parser.add_argument("--vocab-size", type=int, help="tokens of the vocabulary; default: --tokenizer-model's")
     parser.add_argument("--json", help="file that the plan is written to as JSON, too")
-    parser.add_argument("--suggest", action="store_true", help="search role maps and layouts that fit")
-    parser.add_argument("--gpu-memory-gb", type=float, help="with --suggest: memory of a GPU, GB (default 80)")
-    parser.add_argument("--gpus-per-node", type=int, help="with --suggest: GPUs that fast links join (default 8)")
     return parser
 
 
@@ -35,33 +31,19 @@ def vocabulary(chosen, settings) -> int:
     return chosen.vocab_size or build_tokenizer(settings.tokenizer_type, settings.tokenizer_model).vocab_size
 
 
-def check(chosen, program):
-    """What the flags must be beyond their single values. Raises UsageError."""
-    for flag in ("world_size", "vocab_size", "gpu_memory_gb", "gpus_per_node"):
-        value = getattr(chosen, flag)
-        if value is not None and value <= 0:
-            raise UsageError(f"--{flag.replace('_', '-')} {value}: allowed is a number above 0")
-        if value is not None and flag.startswith("gpu") and not chosen.suggest:
-            raise UsageError(f"--{flag.replace('_', '-')} {value}: only with --suggest")
-    if chosen.suggest and chosen.json:
-        raise UsageError(f"--json {chosen.json}: none with --suggest")
-    arguments.check_microbatches(program)
-
-
 def main(argv: list[str]):
-    """Prints the plan, or suggestions; UsageError for wrong input."""
+    """Prints the plan; UsageError for wrong input."""
     chosen, rest = build_parser().parse_known_args(argv)
-    if chosen.world_size < 1:
-        raise UsageError(f"--world-size {chosen.world_size}: allowed is a number above 0")
+    for flag, value in (("--world-size", chosen.world_size), ("--vocab-size", chosen.vocab_size)):
+        if value is not None and value < 1:
+            raise UsageError(f"{flag} {value}: allowed is a number above 0")
     from megarl.mcore import fake  # imports Megatron: only once the program's own flags are known to be right
-    from megarl.planning import suggest, summary, table
+    from megarl.planning import summary, table
 
-    if chosen.suggest:
-        print(suggest.report(rest, chosen, vocabulary, check))
-        return
     with fake.world(chosen.world_size):
         program = arguments.parse(rest, chosen.world_size)
-    check(chosen, program)
+    warn(program.warnings)
+    arguments.check_microbatches(program)
     sizes = [vocabulary(chosen, program.settings)]
     if program.roles["reward"].has_model:
         sizes.append(vocabulary(chosen, program.roles["reward"]))

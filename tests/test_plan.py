@@ -1,9 +1,8 @@
-"""The plan program: layouts and groups at any world size, the table, refusals, suggestions."""
+"""The plan program: layouts and groups at any world size, the table, refusals."""
 
 import contextlib
 import io
 import json
-import time
 from datetime import timedelta
 
 import numpy as np
@@ -14,7 +13,7 @@ from megarl import arguments, plan, world
 from megarl.errors import UsageError
 from megarl.mcore import fake
 from megarl.mcore.model import padded_vocab_size
-from megarl.planning import suggest, summary
+from megarl.planning import summary
 from tests.tiny_models import LENGTHS, SHAPES
 
 SMALL = f"--vocab-size 20 {SHAPES['llama']} {LENGTHS} --max-tokens-per-microbatch 48".split()
@@ -55,9 +54,7 @@ def expected_parameters() -> tuple[int, int]:
 
 
 def test_a_671b_model_on_4096_ranks(tmp_path):
-    started = time.process_time()
     text = run(["--world-size", "4096", "--vocab-size", "129280", "--json", str(tmp_path / "plan.json"), *LARGE])
-    assert time.process_time() - started < 15
     found = json.loads((tmp_path / "plan.json").read_text())
     total, active = expected_parameters()
     assert 6.7e11 < total < 6.8e11
@@ -137,13 +134,13 @@ def test_colocated_roles_add_up_and_disjoint_ones_do_not(tmp_path):
 
     together, found = largest()
     resident = sum(m["total"] - m["activations"] - m["logits"] for r in found["roles"].values() for m in r["stages"])
-    assert found["roles"]["rollout"]["stages"][0]["weights"] == 0  # the actor's own module writes
+    assert found["roles"]["rollout"]["stages"][0]["weights"] == 0  # the actor's own module generates
     assert found["roles"]["rollout"]["stages"][0]["kv_cache"] == 2**28
     assert resident < together < resident + 2**25
     apart, found = largest("--role-map", "actor=0;critic=1;reference=2;reward=3")
     assert len(found["rank_sets"]) == 4 and apart < together
     moved = {(m["source"], m["destination"]): m["payload"] for m in found["exchanges"]}
-    assert moved[("rollout", "actor")] == 0 and moved[("rollout", "critic")] > 0  # one lane of the actor: in place
+    assert moved[("rollout", "actor")] == 0 and moved[("rollout", "critic")] > 0  # one replica of the actor: in place
     _, found = largest("--role-map", "actor=0-1;critic=2;reference=2;reward=3;rollout=3")
     assert found["weights_to_rollout"] == found["roles"]["rollout"]["stages"][0]["weights"] > 0
     moved = {(m["source"], m["destination"]): m["payload"] for m in found["exchanges"]}
@@ -180,9 +177,9 @@ def test_a_greedy_baseline_costs_writing_and_no_critic_costs_nothing(tmp_path):
 
 
 def test_a_reward_model_is_a_critic_that_never_learns():
-    judged = ["--reward", "model", "--reward-model", "one,two", "--reward-max-length", "40"]
+    flags = ["--reward", "model", "--reward-model", "one,two", "--reward-max-length", "40"]
     with fake.world(4):
-        program = arguments.parse([*SMALL[2:], *judged], 4)
+        program = arguments.parse([*SMALL[2:], *flags], 4)
     found = summary.make_plan(program, 4, 20).roles
     larger = summary.make_plan(program, 4, 20, 2000).roles["reward"]
     reward, critic = found["reward"], found["critic"]
@@ -201,20 +198,10 @@ WRONG = {
     "rank outside": (["--world-size", "4", *SMALL, "--role-map", "actor=0-4;critic=0;reward=0;reference=0"], "rank 4"),
     "unknown flag": (["--world-size", "4", *SMALL, "--worldsize", "5"], "--worldsize: unknown flag"),
     "cap": (["--world-size", "4", *SMALL, "--critic-max-tokens-per-microbatch", "47"], "--critic-max-tokens-per"),
-    "layout to choose": (["--world-size", "4", *SMALL, "--suggest", "--tensor-model-parallel-size", "2"],
-                         "--tensor-model-parallel-size: --suggest chooses it"),
-    "map to choose": (["--world-size", "4", *SMALL, "--suggest", "--role-map", "actor=0;critic=1;reward=2;reference=3"],
-                      "--role-map: --suggest chooses it"),
-    "reward model to place": (["--world-size", "4", *SMALL, "--suggest", "--reward", "model", "--reward-model", "x"],
-                              "--suggest places no reward models"),
-    "no memory": (["--world-size", "4", *SMALL, "--suggest", "--gpu-memory-gb", "0.0001"], "--gpu-memory-gb 0.0001"),
-    "file of suggestions": (["--world-size", "4", *SMALL, "--suggest", "--json", "x"], "--json x: none with --suggest"),
-    "GPU of a plan": (["--world-size", "4", *SMALL, "--gpu-memory-gb", "40"], "--gpu-memory-gb 40.0: only with --sug"),
-    "no effect": (["--world-size", "4", *SMALL, "--advantage", "grpo", "--gae-lambda", "1"], "effect: --gae-lambda ("),
     "group of one": (["--world-size", "4", *SMALL, "--advantage", "opo", "--samples-per-prompt", "1"], "prompt 1: --"),
     "critic in a map": (["--world-size", "4", *SMALL, "--advantage", "opo", "--role-map", "actor=0;critic=1;reward=2"],
                         "'critic' has nothing to do"),
-    "negative memory": (["--world-size", "4", *SMALL, "--suggest", "--gpu-memory-gb", "-1"], "--gpu-memory-gb -1.0"),
+    "empty vocabulary": (["--world-size", "4", *SMALL, "--vocab-size", "0"], "--vocab-size 0: allowed is"),
 }  # fmt: skip
 
 
@@ -233,57 +220,3 @@ def test_the_program_leaves_with_status_2(capsys):
     assert left.value.code == 2 and printed.out == ""
     assert printed.err.startswith("megarl: error: actor: --tensor-model-parallel-size 2")
     assert printed.err.count("\n") == 1
-
-
-def suggestions(text: str) -> list[tuple[float, list[str]]]:
-    """(GiB of the fullest rank, flags) of each."""
-    lines = text.splitlines()
-    heads = [i for i, line in enumerate(lines) if line[:1].isdigit()]
-    return [(float(lines[i].split("rank ")[1].split(" GiB")[0]), lines[i + 1].replace("'", "").split()) for i in heads]
-
-
-@pytest.mark.parametrize("memory, flags", [
-    (80, []), (1.4, ["--num-layers", "30", "--hidden-size", "1024", "--bf16"]),
-    (2, ["--num-experts", "16", "--moe-ffn-hidden-size", "2048", "--hidden-size", "512", "--moe-router-topk", "2"]),
-])  # fmt: skip
-def test_suggestions_fit_and_can_be_run(memory, flags):
-    base = ["--world-size", "16", *SMALL, *flags]
-    text = run([*base, "--suggest", "--gpu-memory-gb", str(memory)])
-    found = suggestions(text)
-    assert 1 <= len(found) <= suggest.MOST and run([*base, "--suggest", "--gpu-memory-gb", str(memory)]) == text
-    assert any("--role-map" in flags for _, flags in found)
-    for fullest, chosen in found:
-        assert fullest * 2**30 <= 0.8 * memory * 1e9 + 2**27
-        table = run([*base, *chosen])
-        sets = table.split("Memory of the fullest rank of each set")[1].split("\n\n")[0].splitlines()[2:]
-        assert abs(max(float(line.split()[-1]) for line in sets) - fullest) < 0.1
-
-
-def test_less_memory_gives_other_layouts():
-    base = ["--world-size", "16", *SMALL, "--num-layers", "32", "--hidden-size", "1024", "--suggest", "--gpu-memory-gb"]
-    roomy, first = suggestions(run([*base, "80"]))[0]
-    memory = 0.9 * roomy * 2**30 / 1e9 / suggest.ROOM  # nine tenths of what the cheapest one needs
-    tight, second = suggestions(run([*base, str(memory)]))[0]
-    assert first != second and tight <= 0.9 * roomy + 0.1
-
-
-@pytest.mark.parametrize("flags, sets", [
-    ("--advantage grpo", {"actor+reference", "actor", "reference"}), ("--advantage grpo --kl-coefficient 0", {"actor"}),
-    ("--kl-coefficient 0", {"actor+critic", "actor", "critic"}),
-])  # fmt: skip
-def test_suggestions_for_runs_without_critic_or_reference(flags, sets):
-    base = ["--world-size", "16", *SMALL, *flags.split()]
-    text = run([*base, "--suggest"])
-    blocks = {name.split(" on ")[0] for line in text.splitlines() if line[:1].isdigit()
-              for name in line.split("GiB: ")[1].split(", ")}  # fmt: skip
-    assert blocks == sets
-    for _, chosen in suggestions(text):
-        assert "Layout" in run([*base, *chosen])
-
-
-def test_maps_without_absent_roles_are_tried_once():
-    for roles in (["actor"], ["actor", "critic"], ["actor", "reference"], ["actor", "critic", "reference"]):
-        found = [blocks for blocks, _ in suggest.maps_of(roles)]
-        assert len(found) == {1: 1, 2: 2, 3: 4}[len(roles)]
-        assert all(sorted(role for block in blocks for role in block) == sorted(roles) for blocks in found)
-        assert all(len(blocks) == len(shares) for blocks, divisions in suggest.maps_of(roles) for shares in divisions)

@@ -108,7 +108,7 @@ def test_totals_count_each_weight_once(flags, shape, value_head, ranks):
     for rank in range(ranks):
         with fake.world(ranks, rank):
             args, place = join_actor(flags, shape)
-            counted = parameters.totals(args, VOCAB, value_head)
+            counted = parameters.parameter_totals(args, VOCAB, value_head)
             stages = model.build_model(args, VOCAB, place.collection, value_head)
             held.append(sum(p.numel() for p in stages.parameters()))
     assert counted.total == sum(real.values())
@@ -177,7 +177,7 @@ def sharded_step(rank: int, flags: list[str]) -> list:
     return found
 
 
-def step_of_rank(rank: int, cases: list):
+def update_of_rank(rank: int, cases: list):
     """For each case: real and planned bytes of this rank, and real and planned peak of activations of an update."""
     from megarl.mcore import passes, pipeline
 
@@ -222,7 +222,7 @@ PAIR = [
 
 @pytest.mark.parametrize("ranks, cases", [(1, ALONE), (2, PAIR)])
 def test_a_real_update_holds_what_the_plan_says(ranks, cases):
-    for rank, results in enumerate(run_world(step_of_rank, ranks, cases, timeout=240)):
+    for rank, results in enumerate(run_world(update_of_rank, ranks, cases, timeout=240)):
         for case, (exact, peak, planned) in zip(cases, results, strict=True):
             assert exact, (rank, case)
             assert peak / FACTOR < planned < peak * FACTOR, (rank, case, peak, planned)
@@ -243,13 +243,13 @@ def test_offload_leaves_on_the_device_and_on_the_host_what_the_plan_says(flags):
     assert critic.total == critic.transient == gone + max(critic.activations + critic.logits, critic.optimizer)
     (actor,) = memory.stage_memory(replace(role, name="actor", host="actor"), VOCAB, "train", 9, 1, 100)
     assert actor.resident == actor.weights + 100 and actor.host == actor.optimizer
-    (rollout,) = memory.stage_memory(replace(role, name="rollout", host="rollout"), VOCAB, "write", 9, 1, 100)
+    (rollout,) = memory.stage_memory(replace(role, name="rollout", host="rollout"), VOCAB, "generate", 9, 1, 100)
     assert rollout.resident == rollout.weights + 100 and rollout.host == 0
     with fake.world(1):
         wrapped = build(flags, "llama", False)[3]
     largest = max(b.grad_data.nbytes for w in wrapped for b in w.buffers + w.expert_parallel_buffers)
     for cache in (100, 2**30):  # on the actor's module: what its gradients have no room for
-        (hosted,) = memory.stage_memory(replace(role, name="rollout", host="actor"), VOCAB, "write", 9, 1, cache)
+        (hosted,) = memory.stage_memory(replace(role, name="rollout", host="actor"), VOCAB, "generate", 9, 1, cache)
         assert hosted.kv_cache == cache and hosted.resident == max(0, cache - largest)
 
 

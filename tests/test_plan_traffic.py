@@ -90,7 +90,7 @@ def sent_by_rank(rank: int, layouts: list[str]) -> list[tuple[float, dict]]:
         forwards = 2 if args.recompute_granularity else 1
         planned = {kind: getattr(traffic, kind)(args, n, forwards, 1) for kind in ("tensor", "context", "expert")}
         planned["pipeline"] = traffic.pipeline(args, n, forwards, 1)
-        planned["gradients"] = traffic.gradients(role, "train", VOCAB, traffic.Step(14, 36, 0, 1, 1), forwards, 1)
+        planned["gradients"] = traffic.gradients(role, "train", VOCAB, traffic.StepSizes(14, 36, 0, 1, 1), forwards, 1)
         found.append((sent[0], planned))
     return found
 
@@ -153,7 +153,7 @@ def test_the_moves_are_those_of_the_training_program(flags, roles, monkeypatch):
 
     monkeypatch.setattr(train_rl, "Reinforcement", lambda *_: Run())
     train_rl.train(None, None)
-    planned = [move for move in traffic.moves(settings, roles) if not move.dealt]
+    planned = [move for move in traffic.moves(settings, roles) if not move.round_robin]
     assert sorted(recorder.moves) == sorted((move.source, move.destination, move.fields) for move in planned)
     assert {move.sequences for move in planned} == {64}
 
@@ -163,9 +163,9 @@ def test_the_moves_are_those_of_the_training_program(flags, roles, monkeypatch):
     ("--advantage remax --greedy-baseline --group-filter reward --dynamic-sampling", [16, 64]),
 ])  # fmt: skip
 def test_what_is_scored_while_the_batch_is_filled_moves_to_the_reward(flags, sequences):
-    dealt = [move for move in traffic.moves(program(flags).settings, ALL) if move.dealt]
-    assert [move.sequences for move in dealt] == sequences
-    assert all(move[:3] == ("rollout", "reward", flow.SHARED) for move in dealt)
+    in_turn = [move for move in traffic.moves(program(flags).settings, ALL) if move.round_robin]
+    assert [move.sequences for move in in_turn] == sequences
+    assert all(move[:3] == ("rollout", "reward", flow.SHARED) for move in in_turn)
 
 
 PACKED = [*(move.fields for move in traffic.moves(Settings(), ALL)), ["scores", "baseline_scores"]]
@@ -174,11 +174,11 @@ PACKED = [*(move.fields for move in traffic.moves(Settings(), ALL)), ["scores", 
 @pytest.mark.parametrize("names", PACKED)
 def test_the_payload_is_what_the_exchange_packs(names):
     lengths = torch.full((6,), 48)
-    step = traffic.Step(sequences=6, prompt=20, response=28, epochs=1, updates=1)
+    step = traffic.StepSizes(sequences=6, prompt=20, response=28, epochs=1, updates=1)
     size = {"token": 6 * 48, "sequence": 6}
     fields = {n: torch.zeros(size[FIELDS[n].kind], dtype=FIELDS[n].dtype) for n in {*names, "sequence_ids"}}
     packed = exchange.to_bytes(Batch(**{**fields, "lengths": lengths}), [n for n in names])
-    assert 8 <= len(packed) - traffic.field_bytes(names, step) < 16  # the count in front, padding behind
+    assert 8 <= len(packed) - traffic.field_bytes(names, step) < 16  # the count in front, padding after
 
 
 REPLAYED = f"{MOE} --num-layers 4 --moe-layer-freq [0,1,1,1] --router-replay rollout {WRITTEN}"
@@ -235,9 +235,9 @@ def test_routes_that_ranks_write_themselves_do_not_move(flags, size, copies):
 
 
 def test_sizes_of_a_step():
-    step = traffic.Step(sequences=12, prompt=6, response=4, epochs=2, updates=6)  # mini-batches of 4 sequences
-    assert (step.tokens, step.of_lane(4), step.of_lane(5)) == (120, 30, 30)
-    assert [step.microbatches(lanes, 10) for lanes in (1, 2, 4, 8)] == [4, 2, 1, 1]
+    step = traffic.StepSizes(sequences=12, prompt=6, response=4, epochs=2, updates=6)  # mini-batches of 4 sequences
+    assert (step.tokens, step.tokens_of_replica(4), step.tokens_of_replica(5)) == (120, 30, 30)
+    assert [step.microbatches(replicas, 10) for replicas in (1, 2, 4, 8)] == [4, 2, 1, 1]
     assert [step.microbatches(1, cap) for cap in (10, 20, 39, 40)] == [4, 2, 2, 1]
 
 
@@ -249,9 +249,9 @@ def test_sizes_of_a_step():
 ])  # fmt: skip
 def test_the_step_that_flags_ask_for(flags, updates, greedy, on_policy):
     found = program(flags)
-    step = traffic.step_of(found.settings)
+    step = traffic.step_sizes(found.settings)
     assert (step.sequences, step.updates, step.greedy, step.on_policy) == (64, updates, greedy, on_policy)
-    assert step.written().sequences == 64 + greedy
+    assert step.with_greedy().sequences == 64 + greedy
     of_actor = Actor._learns_on_policy(SimpleNamespace(settings=found.settings), SimpleNamespace(count=64), step=1)
     assert of_actor == on_policy
     forwards, backwards = traffic.passes("actor", found.roles["actor"].megatron, step)

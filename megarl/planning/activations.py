@@ -59,7 +59,7 @@ def _mlp(args, ffn: float) -> float:
 
 
 def _moe(args, s: int) -> float:
-    """Router's choice, k copies of each token, (6 or 3)·k·F/x channels; the shared expert over all of this lane's."""
+    """Router's choice, k copies of each token, (6 or 3)·k·F/x channels; the shared expert for all n tokens."""
     k, x, b = args.moe_router_topk, args.expert_tensor_parallel_size, args.params_dtype.itemsize
     inner = (6 if args.swiglu else 3) * args.moe_ffn_hidden_size * b
     total = s * (28 * k + k * x * args.hidden_size * b + k * inner)

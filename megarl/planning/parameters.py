@@ -14,7 +14,7 @@ from megarl.mcore.groups import ParallelSizes
 from megarl.mcore.layers import moe_layers
 from megarl.mcore.model import padded_vocab_size
 
-SCALAR_HEAD = ("value", "judge")  # kinds of models whose head gives one number, as `memory.stage_memory` names kinds
+SCALAR_HEAD = ("value", "reward model")  # kinds of roles, as `memory.stage_memory` names them, with one output a token
 
 
 class Weight(NamedTuple):
@@ -42,29 +42,24 @@ def stage_weights(args, vocab_size: int, value_head: bool) -> list[list[list[Wei
     ]
 
 
-def counts(args, vocab_size: int, value_head: bool) -> tuple[int, int]:
-    """(all parameters, those of routed experts among them) of the whole model."""
-    alone, kinds = ParallelSizes(), moe_layers(args)
-    weights = [(1, _chunk(args, vocab_size, value_head, range(0), True, True, alone))]
-    weights += [(kinds.count(is_moe), _layer(args, alone, is_moe)) for is_moe in set(kinds)]
-    total = sum(times * w.elements for times, held in weights for w in held)
-    return total, sum(times * w.elements for times, held in weights for w in held if w.is_routed)
-
-
-class Totals(NamedTuple):
-    """Parameters of a whole model, those that one token meets, and the most that one rank holds."""
+class ParameterTotals(NamedTuple):
+    """Parameters of a whole model, those that one token uses, and the most that one rank holds."""
 
     total: int
     active: int
     largest_rank: int
 
 
-def totals(args, vocab_size: int, value_head: bool) -> Totals:
+def parameter_totals(args, vocab_size: int, value_head: bool) -> ParameterTotals:
     """Counts of a role's model: total = all weights; active = total − (1 − k/E) · routed experts."""
-    total, routed = counts(args, vocab_size, value_head)
+    unsplit, kinds = ParallelSizes(), moe_layers(args)
+    weights = [(1, _chunk(args, vocab_size, value_head, range(0), True, True, unsplit))]
+    weights += [(kinds.count(is_moe), _layer(args, unsplit, is_moe)) for is_moe in set(kinds)]
+    total = sum(times * w.elements for times, held in weights for w in held)
+    routed = sum(times * w.elements for times, held in weights for w in held if w.is_routed)
     idle = routed * (args.num_experts - args.moe_router_topk) // args.num_experts if routed else 0
     ranks = [sum(w.elements for c in chunks for w in c) for chunks in stage_weights(args, vocab_size, value_head)]
-    return Totals(total, total - idle, max(ranks))
+    return ParameterTotals(total, total - idle, max(ranks))
 
 
 def _chunk(args, vocab_size: int, value_head: bool, layers: range, first: bool, last: bool, sizes) -> list[Weight]:

@@ -12,10 +12,10 @@ from megarl.mcore.flags import parallel_sizes
 from megarl.mcore.model import padded_vocab_size
 from megarl.planning import traffic
 from megarl.planning.memory import GIB, Memory, stage_memory
-from megarl.planning.parameters import SCALAR_HEAD, Totals, totals
+from megarl.planning.parameters import SCALAR_HEAD, ParameterTotals, parameter_totals
 
 # What each role does with its model, where it has one: a reward role of verifiers alone has none.
-KINDS = {"actor": "train", "critic": "value", "reward": "judge", "reference": "score", "rollout": "write"}
+KINDS = {"actor": "train", "critic": "value", "reward": "reward model", "reference": "score", "rollout": "generate"}
 PREFILL = 4096  # tokens that the rollout engine takes at a time, at least
 
 
@@ -27,9 +27,9 @@ class RolePlan:
     ranks: range
     host: str
     sizes: dict[str, int | bool]
-    parameters: Totals | None
+    parameters: ParameterTotals | None
     stages: list[Memory]
-    microbatches: int  # of an update, on each lane
+    microbatches: int  # of an update, on each data-parallel replica
     traffic: dict[str, int]
 
     @property
@@ -50,12 +50,12 @@ class RankSet:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that `python -m megarl.plan` tells."""
+    """All that `python -m megarl.plan` reports."""
 
     world_size: int
     vocab_size: int
     padded_vocab_size: int
-    step: traffic.Step
+    step: traffic.StepSizes
     roles: dict[str, RolePlan]
     rank_sets: list[RankSet]
     exchanges: list[dict]
@@ -71,7 +71,7 @@ def make_plan(program, world_size: int, vocab_size: int, reward_vocab_size: int 
         RuntimeError: a group with other members than its sizes say, which would be a bug.
     """
     places = create_groups(program.roles, world_size)
-    step = traffic.step_of(program.settings)
+    step = traffic.step_sizes(program.settings)
     sizes = dict.fromkeys(program.roles, vocab_size) | {"reward": reward_vocab_size or vocab_size}
     roles = {name: _role(role, program.settings, sizes[name], step) for name, role in program.roles.items()}
     return Plan(
@@ -101,10 +101,10 @@ def create_groups(roles: dict, world_size: int) -> dict:
 
 
 def _check_groups(role, place, rank: int):
-    """Every lane has its size, every rank of the role is in one, and this rank's groups are as large as they should."""
+    """Checks the sizes of all replicas and of this rank's groups, and that every rank of the role is in a replica."""
     sizes, ranks = parallel_sizes(role.megatron), len(role.ranks)
-    fine = sorted(r for lane in place.lanes for r in lane) == list(role.ranks)
-    fine = fine and {len(lane) for lane in place.lanes} == {sizes.lane_size()}
+    fine = sorted(r for replica in place.lanes for r in replica) == list(role.ranks)
+    fine = fine and {len(replica) for replica in place.lanes} == {sizes.lane_size()}
     if rank in role.ranks:
         wanted = {
             "tp": sizes.tensor, "pp": sizes.pipeline, "cp": sizes.context, "dp": sizes.data(ranks),
@@ -116,7 +116,7 @@ def _check_groups(role, place, rank: int):
         raise RuntimeError(f"{role.name}: groups seen from rank {rank} do not have the sizes of the role's flags")
 
 
-def _role(role, settings, vocab_size: int, step: traffic.Step) -> RolePlan:
+def _role(role, settings, vocab_size: int, step: traffic.StepSizes) -> RolePlan:
     args, kind = role.megatron, _kind(role)
     sizes, ranks = parallel_sizes(args), len(role.ranks)
     shown = {
@@ -129,10 +129,10 @@ def _role(role, settings, vocab_size: int, step: traffic.Step) -> RolePlan:
     if kind is None:
         return RolePlan(role.name, role.ranks, role.host, shown, None, stages, 0, {})
     count = step.microbatches(sizes.data(ranks), role.max_tokens_per_microbatch) if kind in ("train", "value") else 0
-    if kind == "judge":  # it reads other tokens of the same text
+    if kind == "reward model":  # its tokenizer gives other tokens for the same text
         step = replace(step, prompt=max(args.seq_length - step.response, 0))
     moved = traffic.within_role(role, kind, vocab_size, step)
-    counted = totals(args, vocab_size, kind in SCALAR_HEAD)
+    counted = parameter_totals(args, vocab_size, kind in SCALAR_HEAD)
     return RolePlan(role.name, role.ranks, role.host, shown, counted, stages, count, moved)
 
 
@@ -142,20 +142,20 @@ def _kind(role) -> str | None:
 
 def memory_of(role, settings, vocab_size: int) -> list[Memory]:
     """Memory of a role on the ranks of each of its pipeline stages; nothing where it holds no model."""
-    kind, step, tokens, cache = _kind(role), traffic.step_of(settings), role.max_tokens_per_microbatch, 0
+    kind, step, tokens, cache = _kind(role), traffic.step_sizes(settings), role.max_tokens_per_microbatch, 0
     sizes = parallel_sizes(role.megatron)
     if kind is None:
         return [Memory()] * sizes.pipeline
-    if kind == "write":
+    if kind == "generate":
         cache, tokens = int(settings.rollout_buffer_gb * GIB), max(step.prompt + step.response, PREFILL)
     count = step.microbatches(sizes.data(len(role.ranks)), role.max_tokens_per_microbatch)
     found = stage_memory(role, vocab_size, kind, tokens, count, cache)
-    models = len(settings.reward_model.split(",")) if kind == "judge" else 1  # an ensemble has one beside the other
+    models = len(settings.reward_model.split(",")) if kind == "reward model" else 1  # an ensemble holds all of them
     return [replace(memory, weights=models * memory.weights) for memory in found]
 
 
 def rank_sets(held: dict[str, tuple[range, list[Memory]]], world_size: int) -> list[RankSet]:
-    """What stays of all roles of a rank, and the largest of what comes and goes: roles of a rank take turns.
+    """Sets of ranks with the same roles; bytes: resident of all roles, and the largest transient of one, in turn.
 
     `held`: each role's ranks and the memory of its pipeline stages.
     """

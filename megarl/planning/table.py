@@ -53,7 +53,7 @@ def _layout(roles: list[RolePlan]) -> list[str]:
 
 
 def _memory(roles: list[RolePlan]) -> list[str]:
-    shown = (*MEMORY, "host") if any(role.largest.away for role in roles) else MEMORY
+    shown = (*MEMORY, "host") if any(role.largest.offloaded for role in roles) else MEMORY
     rows = [["role", "stage", *(name.replace("_", " ") for name in shown), "micro-batches of an update"]]
     for role in roles:
         if role.parameters is None:
@@ -90,7 +90,7 @@ def text(plan: Plan) -> str:
         rows.append([names, str(found.ranks), str(found.fullest), f"{found.bytes / GIB:.2f}"])
     lines += [*_columns(rows), "", "Bytes that a rank sends in a step, at most (mean of the role's ranks)"]
     lines += [*_traffic(roles), "", "Batch fields that move between roles in a step, at most"]
-    rows = [["from", "to", "payload", "with broadcasts in lanes", "fields"]]
+    rows = [["from", "to", "payload", "with broadcasts in replicas", "fields"]]
     for move in plan.exchanges:
         sizes = [bytes_of(move["payload"]), bytes_of(move["sent"])] if move["payload"] else ["in place", "-"]
         rows.append([move["source"], move["destination"], *sizes, ",".join(move["fields"])])

@@ -21,10 +21,11 @@ from megarl.planning.parameters import SCALAR_HEAD, stage_weights
 
 
 @dataclass(frozen=True)
-class Step:
-    """Sizes of a step: sequences, the longest one, passes over the batch that learn, and the actor's updates.
+class StepSizes:
+    """Sizes of a step: sequences, the longest prompt and response in tokens, PPO epochs, and the actor's updates.
 
-    `greedy` responses are written and scored besides. `on_policy`: one update, which gives π_old's log-probs itself.
+    `greedy` responses (ReMax's baseline) are generated and scored in addition. `on_policy`: there is one update, whose
+    forward gives the old log-probs, too.
     """
 
     sequences: int
@@ -37,48 +38,51 @@ class Step:
 
     @property
     def tokens(self) -> int:
-        """Of all sequences, at their longest."""
+        """Tokens of all sequences, each at its longest."""
         return self.sequences * (self.prompt + self.response)
 
-    def written(self) -> "Step":
-        """The same with the greedy responses among its sequences."""
+    def with_greedy(self) -> "StepSizes":
+        """These sizes with the greedy responses among the sequences: what the rollout generates."""
         return dataclasses.replace(self, sequences=self.sequences + self.greedy)
 
-    def of_lane(self, lanes: int) -> int:
-        """Tokens of a lane's share."""
-        return ceil(self.sequences / lanes) * (self.prompt + self.response)
+    def tokens_of_replica(self, replicas: int) -> int:
+        """Tokens of one of so many data-parallel replicas."""
+        return ceil(self.sequences / replicas) * (self.prompt + self.response)
 
-    def microbatches(self, lanes: int, cap: int) -> int:
-        """Of one update on a lane, at most."""
+    def microbatches(self, replicas: int, cap: int) -> int:
+        """Micro-batches of one update on a data-parallel replica, at most; `cap` is in tokens."""
         size = ceil(self.sequences * self.epochs / self.updates)
-        return max(1, ceil(ceil(size / lanes) * (self.prompt + self.response) / cap))
+        return max(1, ceil(ceil(size / replicas) * (self.prompt + self.response) / cap))
 
 
-def step_of(settings) -> Step:
+def step_sizes(settings) -> StepSizes:
     """The sizes of a step from megarl's own settings; of dynamic sampling, one round."""
     s = settings
     lengths = s.max_prompt_length, s.max_response_length
     greedy, on_policy = s.prompts_per_step if s.greedy_baseline else 0, s.learns_on_policy(s.sequences_per_step)
-    return Step(s.sequences_per_step, *lengths, s.ppo_epochs, s.updates_per_step, greedy, on_policy)
+    return StepSizes(s.sequences_per_step, *lengths, s.ppo_epochs, s.updates_per_step, greedy, on_policy)
 
 
-class Move(NamedTuple):
-    """Fields that go from role to role for so many sequences; `dealt` in turn, as these are written, or by work."""
+class FieldMove(NamedTuple):
+    """Batch fields that one role sends to another.
+
+    `round_robin`: sequences go to replicas in turn, as they are generated; else they are balanced by work.
+    """
 
     source: str
     destination: str
     fields: list[str]
     sequences: int
-    dealt: bool = False
+    round_robin: bool = False
 
 
-def moves(settings, roles) -> list[Move]:
+def moves(settings, roles) -> list[FieldMove]:
     """What a step of a run with these roles sends from role to role, in this order."""
-    step, known, found = step_of(settings), settings.sampled_fields, []
+    step, known, found = step_sizes(settings), settings.sampled_fields, []
     if "baseline_scores" in known:
-        found.append(Move("rollout", "reward", SHARED, step.greedy, dealt=True))
+        found.append(FieldMove("rollout", "reward", SHARED, step.greedy, round_robin=True))
     if "scores" in known:
-        found.append(Move("rollout", "reward", SHARED, step.sequences, dealt=True))
+        found.append(FieldMove("rollout", "reward", SHARED, step.sequences, round_robin=True))
     batch = [
         ("rollout", "actor", [*AT_HOME, *known]),
         *(("rollout", role, [*SHARED, *known]) for role in ("reward", "reference", "critic")),
@@ -87,11 +91,11 @@ def moves(settings, roles) -> list[Move]:
         ("critic", "actor", ["values"]),
         ("actor", "critic", ["returns"]),
     ]
-    found += [Move(*move, step.sequences) for move in batch]
+    found += [FieldMove(*move, step.sequences) for move in batch]
     return [move for move in found if move.source in roles and move.destination in roles]
 
 
-def field_bytes(names: list[str], step: Step) -> int:
+def field_bytes(names: list[str], step: StepSizes) -> int:
     """Bytes of these fields of a step's whole batch, with the header that says which sequences they belong to."""
     names = dict.fromkeys(HEADER + names)
     items = {"token": step.tokens, "sequence": step.sequences}
@@ -99,19 +103,19 @@ def field_bytes(names: list[str], step: Step) -> int:
 
 
 def exchanges(places: dict, settings) -> list[dict]:
-    """Each move of a step: payload between lane leaders, and all bytes sent, broadcasts within lanes included.
+    """Each move of a step: payload between the first ranks of replicas, and all bytes sent, broadcasts included.
 
-    Roles with the same lanes hold the same sequences, and hand them over without a copy. The rollout's are dealt out
-    otherwise: unless there is one lane, those of the batch move, and only what is scored as it was dealt does not.
+    Roles with the same replicas hold the same sequences and need no copy. The rollout's replicas hold others: unless
+    there is one replica, sequences move after generation, except where they are scored in the rollout's own order.
     """
     found, served = [], {}
     for move in moves(settings, places):
         here, there = places[move.source].lanes, places[move.destination].lanes
-        is_free = here == there and (move.source != "rollout" or move.dealt or len(here) == 1)
-        if move.source == "rollout" and not move.dealt:
+        is_free = here == there and (move.source != "rollout" or move.round_robin or len(here) == 1)
+        if move.source == "rollout" and not move.round_robin:
             is_free = is_free or there in served.values()
             served[move.destination] = there
-        step = dataclasses.replace(step_of(settings), sequences=move.sequences)
+        step = dataclasses.replace(step_sizes(settings), sequences=move.sequences)
         payload = 0 if is_free else field_bytes(move.fields, step)
         names = {"source": move.source, "destination": move.destination, "fields": move.fields}
         found.append(names | {"payload": payload, "sent": payload * len(there[0])})
@@ -122,32 +126,33 @@ def routes(roles: dict, places: dict, settings) -> list[dict]:
     """What `--router-replay rollout` moves, as `exchanges` tells it: two bytes a token, MoE layer and expert.
 
     A route goes to each rank whose router sees the token: with sequence parallelism one of the tensor-parallel ranks,
-    without it all. What a rank writes itself is counted as moved, too, unless the rollout has one lane.
+    without it all. Tokens that a rank generates itself are counted as moved, too, unless the rollout has one replica.
     """
     if settings.router_replay != "rollout":
         return []
-    found, step, source = [], step_of(settings), places["rollout"].lanes
+    found, step, source = [], step_sizes(settings), places["rollout"].lanes
     held = _moe_layers_of_ranks(roles["rollout"].megatron, source) if len(source) == 1 else {}
     for name in ("actor", "reference") if settings.router_replay_reference else ("actor",):
-        args, lanes = roles[name].megatron, places[name].lanes
+        args, replicas = roles[name].megatron, places[name].lanes
         share = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
         one = FIELDS["routes"].dtype.itemsize * args.moe_router_topk  # a token's in a layer
-        wanted = _moe_layers_of_ranks(args, lanes)
+        wanted = _moe_layers_of_ranks(args, replicas)
         taken = sum(len(layers - held.get(rank, set())) for rank, layers in wanted.items())
-        sent = one * step.of_lane(len(lanes)) * taken // share
+        sent = one * step.tokens_of_replica(len(replicas)) * taken // share
         payload = min(sent, one * step.tokens * sum(moe_layers(args)))
         names = {"source": "rollout", "destination": name, "fields": ["routes"]}
         found.append(names | {"payload": payload, "sent": sent})
     return found
 
 
-def _moe_layers_of_ranks(args, lanes) -> dict[int, set[int]]:
+def _moe_layers_of_ranks(args, replicas) -> dict[int, set[int]]:
+    """The MoE layers that each rank of these replicas holds."""
     kinds, stages = moe_layers(args), stage_layers(args)
     of_stage = [{layer for chunk in chunks for layer in chunk if kinds[layer]} for chunks in stages]
-    return {rank: of_stage[i * len(stages) // len(lane)] for lane in lanes for i, rank in enumerate(lane)}
+    return {rank: of_stage[i * len(stages) // len(ranks)] for ranks in replicas for i, rank in enumerate(ranks)}
 
 
-def passes(role: str, args, step: Step) -> tuple[int, int]:
+def passes(role: str, args, step: StepSizes) -> tuple[int, int]:
     """(forwards, backwards) of a step's batch through a role's model; full recomputation repeats forwards."""
     if role not in ("actor", "critic"):
         return 1, 0
@@ -156,12 +161,12 @@ def passes(role: str, args, step: Step) -> tuple[int, int]:
     return scoring + step.epochs * (2 if again else 1), step.epochs
 
 
-def within_role(role, kind: str, vocab_size: int, step: Step) -> dict[str, int]:
+def within_role(role, kind: str, vocab_size: int, step: StepSizes) -> dict[str, int]:
     """Bytes that a rank of the role sends in a step, by kind of parallelism."""
     args = role.megatron
     sizes, forwards, backwards = parallel_sizes(args), *passes(role.name, args, step)
-    step = step.written() if kind == "write" else step
-    n = step.of_lane(sizes.data(len(role.ranks))) // sizes.context
+    step = step.with_greedy() if kind == "generate" else step
+    n = step.tokens_of_replica(sizes.data(len(role.ranks))) // sizes.context
     found = {
         "tensor": tensor(args, n, forwards, backwards),
         "context": context(args, n, forwards, backwards),
@@ -169,7 +174,7 @@ def within_role(role, kind: str, vocab_size: int, step: Step) -> dict[str, int]:
         "expert": expert(args, n, forwards, backwards),
         "gradients": 0.0,
     }
-    if kind == "write":
+    if kind == "generate":
         share = step.response / (step.prompt + step.response)
         found["tensor"] += _gathered_logits(args, vocab_size, n * share)
     if kind in ("train", "value") or args.use_torch_fsdp2:
@@ -201,7 +206,7 @@ def _gathered_logits(args, vocab_size: int, tokens: float) -> float:
 
 
 def context(args, n: int, forwards: int, backwards: int) -> float:
-    """Each layer gathers keys and values of n tokens from every rank, and scatters their gradients back."""
+    """Each layer gathers keys and values of n tokens from every rank, and reduce-scatters their gradients."""
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     width = 2 * groups * args.kv_channels / args.tensor_model_parallel_size
     layers = args.num_layers / args.pipeline_model_parallel_size
@@ -209,12 +214,12 @@ def context(args, n: int, forwards: int, backwards: int) -> float:
 
 
 def pipeline(args, n: int, forwards: int, backwards: int) -> float:
-    """Hidden states s·H·b cross p·v − 1 borders, gradients cross them back; recomputation crosses none."""
+    """Hidden states s·H·b are sent over p·v − 1 stage boundaries, gradients back; recomputation sends nothing."""
     stages = args.pipeline_model_parallel_size
-    borders = (stages * (args.virtual_pipeline_model_parallel_size or 1) - 1) / stages
+    boundaries = (stages * (args.virtual_pipeline_model_parallel_size or 1) - 1) / stages
     s = n / args.tensor_model_parallel_size if args.sequence_parallel else n
     again = backwards if args.recompute_granularity == "full" else 0
-    return (forwards - again + backwards) * borders * s * args.hidden_size * args.params_dtype.itemsize
+    return (forwards - again + backwards) * boundaries * s * args.hidden_size * args.params_dtype.itemsize
 
 
 def expert(args, n: int, forwards: int, backwards: int) -> float:
@@ -225,7 +230,7 @@ def expert(args, n: int, forwards: int, backwards: int) -> float:
     return (forwards + backwards) * sum(moe_layers(args)) / stages * copies
 
 
-def gradients(role, kind: str, vocab_size: int, step: Step, forwards: int, backwards: int) -> float:
+def gradients(role, kind: str, vocab_size: int, step: StepSizes, forwards: int, backwards: int) -> float:
     """Each update all-reduces gradients; the distributed optimizer scatters them and gathers weights instead.
 
     Fully sharded, every micro-batch gathers the weights for each pass and scatters the gradients of each backward.
