@@ -9,6 +9,7 @@ others is dropped, and a warning says so (`combinations`).
 import argparse
 import dataclasses
 import functools
+from collections.abc import Callable
 
 from megarl import plugins
 from megarl.algorithms.estimators import ESTIMATORS, Estimator, estimator_of
@@ -110,8 +111,8 @@ def _read(argv: list[str], program: str) -> tuple[argparse.Namespace, list[str],
     """What megarl's own flags were given, config files read; the tokens that are not megarl's; and its flags."""
     own = parser.own_flags(program)
     chosen, rest = _parse_own(argv, program, own)
-    name = vars(chosen).get("policy-loss", next(iter(POLICY_LOSSES)))
-    if name not in POLICY_LOSSES:  # a plug-in, which may bring flags of its own
+    name = vars(chosen).get("policy-loss")
+    if name is not None and name not in POLICY_LOSSES:  # a plug-in, which may bring flags of its own
         own = parser.own_flags(program, _policy_loss(name))
         chosen, rest = _parse_own(argv, program, own)
     return chosen, rest, own
@@ -121,9 +122,29 @@ def _parse_own(argv: list[str], program: str, own: dict[str, parser.Flag]) -> tu
     """As argparse's `parse_known_args`, with the flags of the config files in front of the command line's."""
     its_parser = parser.build_parser(program, own)
     files = config_files.read(its_parser.parse_known_args(argv)[0].config)
-    is_other = parser.keys_of_training(program, str(files.get("policy-loss", "")))
+    is_other = _of_training(program, str(files.get("policy-loss", "")))
     kinds = {name: flag.kind for name, flag in own.items()}
     return its_parser.parse_known_args(config_files.tokens(files, kinds, is_other) + argv)
+
+
+def _of_training(program: str, policy_loss: str) -> Callable[[str], bool]:
+    """Which keys of a config file a program passes over: an evaluation takes the file of the run that it evaluates.
+
+    `policy_loss`: what the files name; a plug-in's options are flags of the training, too.
+    """
+    if program != "evaluate":
+        return lambda key: False
+    own, absent = parser.own_flags(program), set(role_flags.ROLES_OF["rl"]) - set(role_flags.ROLES_OF[program])
+    from megarl.mcore import flags, supported
+
+    others = (parser.own_flags(other) for other in ("rl", "sft", "reward"))
+    names = {name for other in others for name in other} - set(own) | {"pretrained-checkpoint"}
+    options = flags.destinations().items()
+    names |= {option.removeprefix("--") for option, dest in options if dest in supported.training()}
+    prefixes = [f"{role}-" for role in absent]
+    if ":" in policy_loss:
+        prefixes.append(policy_loss.rpartition(":")[2].replace("_", "-") + "-")
+    return lambda key: key in names or key not in own and key.startswith(tuple(prefixes))
 
 
 def _settings(values: dict[str, object], own: dict[str, parser.Flag]) -> Settings:

@@ -1,14 +1,18 @@
 """Options of policy losses as flags: those of a new file, of a plug-in, and of another loss than the chosen one."""
 
+import math
+import re
 import sys
 
 import pytest
+import torch
 import yaml
 
 from megarl.algorithms import policy_losses
+from megarl.algorithms.policy_loss import PolicyTokens
 from megarl.arguments import build_parser, parse
 from megarl.errors import UsageError
-from tests.programs import metrics, rl_argv, train
+from tests.programs import ROOT, metrics, rl_argv, train
 from tests.tiny_models import SHAPES
 
 MODEL = SHAPES["llama"].split()
@@ -202,3 +206,22 @@ def test_options_are_what_is_learnt_with_and_what_is_recorded(plug_in, tmp_path)
     assert norms[1] == pytest.approx(2 * norms[0], rel=1e-5) and norms[0] > 0
     record = yaml.safe_load((tmp_path / "2" / "settings.yaml").read_text())["megarl"]
     assert record["scaled_scale"] == 2.0 and record["policy_loss"] == "my_losses:scaled"
+
+
+# -- the documentation -------------------------------------------------------------------------------------------
+
+
+def test_the_file_of_the_docs_works_as_it_stands(tmp_path, monkeypatch):
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    (code,) = re.findall(r"### A new policy loss in megarl\n.*?```python\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "squared.py").write_text(code)
+    monkeypatch.setattr(policy_losses, "__path__", [*policy_losses.__path__, str(tmp_path)])
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    monkeypatch.setitem(policy_losses.POLICY_LOSSES, "squared", policy_losses.discover()["squared"])
+    loss = parsed("--policy-loss squared --squared-weight 3 --clip-range 0.5").policy_loss
+    assert loss.values() == {"clip-range": 0.5, "clip-range-high": 0.5, "squared-weight": 3.0}
+    logprobs = torch.tensor([0.0, math.log(2), math.log(0.25)], requires_grad=True)
+    mask, borders = torch.ones(3, dtype=torch.bool), torch.tensor([0, 3])
+    terms = loss.function(PolicyTokens(logprobs, torch.zeros(3), torch.tensor([1.0, 2.0, 4.0]), mask, borders), loss.options)
+    torch.testing.assert_close(terms.loss, torch.tensor([-1.0, -4.0 + 3 * 0.25, -1.0 + 3 * 0.0625]))
+    assert terms.clipped.tolist() == [False, True, True]

@@ -122,9 +122,19 @@ def test_the_walk_sees_what_is_read():
     assert settings_read_in(ast.parse(source)) == {"gamma", "seed", "load"}
 
 
-def test_every_setting_is_read_somewhere():
+def settings_that_nothing_reads(files, names) -> list[str]:
+    read = set().union(*(settings_read_in(ast.parse(path.read_text())) for path in files))
+    return [name for name in names if name not in read]
+
+
+def test_every_setting_is_read_somewhere(tmp_path):
     """What only a check or a plan reads has no effect on a run."""
-    aside = {PACKAGE / "combinations.py", *under("planning")}
-    read = set().union(*(settings_read_in(ast.parse(p.read_text())) for p in FILES if p not in aside))
-    dead = [field.name for field in dataclasses.fields(Settings) if field.name not in read]
+    aside = {PACKAGE / "flags" / "combinations.py", *under("planning")}
+    assert aside < set(FILES), "what is left aside has moved"
+    names = [field.name for field in dataclasses.fields(Settings)]
+    dead = settings_that_nothing_reads(set(FILES) - aside, names)
     assert not dead, f"flags that nothing reads: {dead}"
+    (tmp_path / "checks.py").write_text("def check(case):\n    return case.settings.only_checked > 0\n")
+    files = {*FILES, tmp_path / "checks.py"}
+    assert settings_that_nothing_reads(files, [*names, "only_checked", "never_read"]) == ["never_read"]
+    assert settings_that_nothing_reads(files - {tmp_path / "checks.py"}, ["only_checked"]) == ["only_checked"]

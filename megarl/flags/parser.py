@@ -121,23 +121,3 @@ def check_values(values: dict[str, object], own: dict[str, Flag]):
         if check is not None and not check(value):
             allowed = f": allowed is {own[name].allowed}" if own[name].allowed else ": is not allowed"
             raise UsageError(f"--{name} {value}{allowed}")
-
-
-def keys_of_training(program: str, policy_loss: str) -> Callable[[str], bool]:
-    """Which keys of a config file a program passes over: an evaluation takes the file of the run that it evaluates.
-
-    `policy_loss`: what the files name; a plug-in's options are flags of the training, too.
-    """
-    if program != "evaluate":
-        return lambda key: False
-    own, absent = own_flags(program), set(role_flags.ROLES_OF["rl"]) - set(role_flags.ROLES_OF[program])
-    from megarl.mcore import flags, supported
-
-    others = (own_flags(other) for other in ("rl", "sft", "reward"))
-    names = {name for other in others for name in other} - set(own) | {"pretrained-checkpoint"}
-    options = flags.destinations().items()
-    names |= {option.removeprefix("--") for option, dest in options if dest in supported.training()}
-    prefixes = [f"{role}-" for role in absent]
-    if ":" in policy_loss:
-        prefixes.append(policy_loss.rpartition(":")[2].replace("_", "-") + "-")
-    return lambda key: key in names or key not in own and key.startswith(tuple(prefixes))
