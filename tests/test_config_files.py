@@ -10,7 +10,7 @@ MODEL = SHAPES["llama"].split()
 
 
 def from_configs(tmp_path, *texts: str, argv=(), program: str = "rl"):
-    """A program parsed from files with these texts, in this order, and from flags behind them."""
+    """A program parsed from files with these texts, in this order, and from flags after them."""
     paths = [tmp_path / f"{number}.yaml" for number in range(len(texts))]
     for path, text in zip(paths, texts, strict=True):
         path.write_text(text)
@@ -33,7 +33,7 @@ def test_a_config_file_holds_the_same_names_and_the_command_line_wins(tmp_path):
     assert program.roles["actor"].megatron.weight_decay == 0.2
 
 
-def test_a_config_file_before_or_behind_the_flags_is_the_same(tmp_path):
+def test_a_config_file_before_or_after_the_flags_is_the_same(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("gamma: 0.5\n")
     config = ["--config", str(path)]
