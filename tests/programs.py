@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.worlds import run_world
+from tests.worlds import SAFETY_SECONDS, run_world
 from tools.train_tokenizer import train as train_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -129,11 +129,11 @@ def in_world(rank: int, name: str, parsed) -> str:
     return printed.getvalue()
 
 
-def train(name: str, argv: list[str], size: int = 1, timeout: float = 100) -> list[str]:
+def train(name: str, argv: list[str], size: int = 1) -> list[str]:
     """Runs a program in a world of forked ranks; what each rank printed."""
     from megarl import train_reward, train_rl, train_sft  # noqa: F401  imported once, before the fork
 
-    return run_world(in_world, size, name, program(name, argv, size), timeout=timeout)
+    return run_world(in_world, size, name, program(name, argv, size))
 
 
 def digit_reward(sample) -> float:
@@ -141,10 +141,11 @@ def digit_reward(sample) -> float:
     return sample.response.count("7") / 4 + len(sample.response) / 100
 
 
-def torchrun(module: str, argv: list[str], size: int, timeout: float = 100) -> subprocess.CompletedProcess:
+def torchrun(module: str, argv: list[str], size: int) -> subprocess.CompletedProcess:
     """Runs a program as users do; output as text."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), "-m"]
-    return subprocess.run([*command, module, *argv], env=environment(), capture_output=True, text=True, timeout=timeout)
+    command += [module, *argv]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=SAFETY_SECONDS)
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -172,9 +173,9 @@ def samples(save: Path, step: int) -> bytes:
 
 
 def assert_close(found: dict, expected: dict, names: list[str], tolerance: float):
-    """Metrics agree within a relative tolerance (absolute below 1e-2, where float32 has no more to give)."""
+    """Metrics agree within a relative tolerance, absolute below 0.2: a small sum has the rounding of its terms."""
     for name in names:
-        assert found[name] == pytest.approx(expected[name], rel=tolerance, abs=tolerance * 1e-2), name
+        assert found[name] == pytest.approx(expected[name], rel=tolerance, abs=tolerance * 0.2), name
 
 
 def broken_reward(sample) -> float:

@@ -61,7 +61,7 @@ def test_straight_through_forms_have_the_mean_gradient_of_the_true_kl():
     for kind in ("k2", "k1+", "k3+"):
         gradient = mean_gradient(lambda policy, kind=kind: kl_estimate(policy, reference, kind))
         torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-15)
-    assert mean_gradient(lambda policy: kl_estimate(policy, reference, "k1")).abs().max() < 1e-15
+    assert mean_gradient(lambda policy: kl_estimate(policy, reference, "k1")).abs().max() < 1e-14
     reverse = mean_gradient(lambda policy: -(reference.exp() / policy.exp().detach()) * policy)
     torch.testing.assert_close(mean_gradient(lambda policy: kl_estimate(policy, reference, "k3")), reverse)
     assert (reverse - expected).abs().max() > 1e-2

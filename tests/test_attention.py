@@ -40,7 +40,7 @@ def random_heads(total, heads, dtype, seed):
 
 
 LENGTHS = [[1], [7], [1, 1, 1], [5, 1, 9, 2], [3, 12, 1, 12], [33, 2]]
-TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -146,7 +146,7 @@ def test_paged_is_each_request_alone(mix, heads, groups, block, seed):
     cache = _Cache(MIXES[mix], block, heads, groups, seed)
     out = cache.attend(padding=3)
     expected = cache.expected()
-    assert (out[: len(expected)] - expected).abs().max() <= 1e-6
+    assert (out[: len(expected)] - expected).abs().max() <= TOLERANCE[torch.float32]
     assert torch.equal(out[len(expected) :], torch.zeros(3, heads, D))
 
 

@@ -116,9 +116,9 @@ def check_formula(name: str, replays: bool = False):
     hidden, weight = (x.detach().double().requires_grad_() for x in (case.hidden, case.router.weight))
     loss = formula(hidden @ weight.T, case, kind)
     expected = torch.autograd.grad(0.5 * loss, (hidden, weight))
-    assert float(case.routing.losses[key]) == pytest.approx(float(loss), rel=1e-6)
+    assert float(case.routing.losses[key]) == pytest.approx(float(loss), rel=1e-5)
     for gradient, exact in zip(found, expected, strict=True):
-        torch.testing.assert_close(gradient.double(), exact, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradient.double(), exact, rtol=1e-4, atol=1e-5)
         assert float(exact.abs().max()) > 1e-3
     assert not found[0][~case.rows.counted].any()
 
@@ -132,10 +132,10 @@ def several(rank):
     found = case.gradients()
     hidden, weight = (x.detach().double().requires_grad_() for x in (case.hidden, case.router.weight))
     parts = [formula(hidden @ weight.T, case, "softmax") for formula in (z_loss, global_loss, sequence_loss)]
-    assert float(case.routing.losses["aux_loss"]) == pytest.approx(float(parts[1] + parts[2]), rel=1e-6)
+    assert float(case.routing.losses["aux_loss"]) == pytest.approx(float(parts[1] + parts[2]), rel=1e-5)
     expected = torch.autograd.grad(0.5 * parts[0] + 0.25 * parts[1] + 0.125 * parts[2], (hidden, weight))
     for gradient, exact in zip(found, expected, strict=True):
-        torch.testing.assert_close(gradient.double(), exact, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradient.double(), exact, rtol=1e-4, atol=1e-5)
 
 
 def test_several_losses_add_up_with_their_own_coefficients():
@@ -158,8 +158,8 @@ def against_megatron(rank):
             case.router.expert_share.copy_(chosen.sum(0) / chosen.sum())
         expected = switch_load_balancing_loss_func(scores, chosen.sum(0), len(logits), TOPK, EXPERTS, 1.0)
         case.run()
-        assert float(case.routing.losses["aux_loss"]) == pytest.approx(float(expected), rel=1e-6)
-        assert float(case.routing.losses["z_loss"]) == pytest.approx(float(z_loss_func(logits, 1.0)), rel=1e-6)
+        assert float(case.routing.losses["aux_loss"]) == pytest.approx(float(expected), rel=1e-5)
+        assert float(case.routing.losses["z_loss"]) == pytest.approx(float(z_loss_func(logits, 1.0)), rel=1e-5)
 
 
 def test_losses_are_megatrons_where_they_mean_the_same():

@@ -114,7 +114,7 @@ def export_differs_by(rank: int) -> tuple[float, list]:
 
 def test_exported_weights_are_those_of_a_llama():
     ((found, shapes),) = run_world(export_differs_by, 1)
-    assert found < 1e-5
+    assert found < 5e-5
     assert dict(shapes)["lm_head.weight"] == (40, 32)  # without the padding of the vocabulary
     assert len(shapes) == 3 + 2 * 9
 

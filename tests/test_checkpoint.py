@@ -1,7 +1,6 @@
 """Checkpoints: exact in every layout, roles apart, the policy's weights alone, committed last, refused when half."""
 
 import json
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from megarl.errors import UsageError
 from tests.programs import inputs, program, rl_argv, sft_argv
 from tests.tiny_models import whole_tensor
-from tests.worlds import run_world
+from tests.worlds import SAFETY, run_world
 
 VOCAB = 16
 TP2 = "--tensor-model-parallel-size 2"
@@ -22,7 +21,7 @@ def learners(parsed, names=("actor",)):
     from megarl import world
     from megarl.roles.learner import Learner
 
-    here = world.create(parsed.roles, timedelta(seconds=60))
+    here = world.create(parsed.roles, SAFETY)
     return here, {
         name: Learner(parsed.roles[name], here[name], VOCAB, updates=2, value_head=name == "critic")
         for name in names

@@ -3,14 +3,15 @@
 import importlib
 import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import megarl.mcore  # noqa: F401  installs the shim
 from megarl.mcore import device
+from tests.worlds import SAFETY_SECONDS
 
 CPU = torch.device("cpu")
 
@@ -67,12 +68,12 @@ def test_random_state_is_the_cpu_generators():
     assert torch.equal(torch.rand(4), first)
 
 
-def test_events_measure_the_clock():
+def test_events_measure_the_clock(monkeypatch):
+    monkeypatch.setattr(device, "time", SimpleNamespace(perf_counter=iter((7.0, 7.25)).__next__))
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
-    time.sleep(0.02)
     end.record(torch.cuda.current_stream())
-    assert 20 <= start.elapsed_time(end) < 2000
+    assert start.elapsed_time(end) == 250.0
     assert end.query() is True
     assert start.synchronize() is None and start.wait() is None
 
@@ -189,7 +190,7 @@ sys.meta_path.insert(0, Watch())
 import megarl.mcore
 import megarl.mcore.flags
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=SAFETY_SECONDS)
     assert done.returncode == 0, done.stderr
     assert "seen" in done.stdout
 
@@ -212,5 +213,5 @@ assert device.has_cuda() and device.backend() == "nccl"
 assert [names(space) for space in spaces] == before, "install() changed torch"
 assert not any(name.split(".")[0] == "megatron" for name in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=SAFETY_SECONDS)
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,7 @@
 """Requests handed out to lanes while they write: nothing lost or written twice, and no text that depends on it."""
 
 import functools
-import time
+import itertools
 
 import pytest
 import torch
@@ -10,14 +10,17 @@ import torch.distributed as dist
 from tests.programs import metrics, rl_argv, samples, timeless, train
 from tests.test_engine import NEVER, make_requests, settings_of
 from tests.tiny_models import VOCAB, build_stages
-from tests.worlds import run_world
+from tests.worlds import SAFETY, run_world
 
 END, COUNT = 3, 24
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 
 
-def taken(rank: int, flags: str, unit: int, slow: float = 0.0, caching: bool = False, end: int = END):
-    """(this rank's lane, what it wrote by request, keys left in the store) of requests that all lanes share."""
+def taken(rank: int, flags: str, unit: int, slow: bool = False, caching: bool = False, end: int = END):
+    """(this rank's lane, what it wrote by request, keys left in the store) of requests that all lanes share.
+
+    `slow`: of two lanes the first makes its next step only when the other one has made three more or has ended.
+    """
     from megarl.mcore.engine import RolloutEngine
     from megarl.rollout.dispatch import Shared
 
@@ -25,14 +28,23 @@ def taken(rank: int, flags: str, unit: int, slow: float = 0.0, caching: bool = F
     engine = RolloutEngine(stages[0], place.collection, VOCAB, 48, 0.005, 4, caching)
     step = engine.engine.step_modern
 
-    def slowly():
-        time.sleep(slow if place.lane == 0 else 0.0)
+    store, waited_for = dist.distributed_c10d._get_default_store(), itertools.count(3, 3)
+
+    def paced():
+        if place.lane == 0:
+            store.wait([f"step {next(waited_for)}"], SAFETY)
+        else:
+            store.set(f"step {store.add('steps', 1)}", b"")
         return step()
 
-    engine.engine.step_modern = slowly
+    if slow:
+        engine.engine.step_modern = paced
     source = Shared(make_requests(count=COUNT), unit, place)
     routes = "experts" in flags
     done = dict(engine.stream(source, end, settings_of(), routes, source.share))
+    if slow and place.lane == 1:
+        for number in range(1000):
+            store.set(f"step {number}", b"")
     source.close()
     dist.barrier()
     board = source.board
@@ -66,7 +78,7 @@ def assert_same(found: dict, expected: dict):
     (4, "--pipeline-model-parallel-size 2", 3, True), (2, f"{EXPERTS} --expert-model-parallel-size 2", 4, False),
 ], ids=["two lanes", "one of two ranks", "two of two, by groups", "sharing experts"])  # fmt: skip
 def test_no_lane_changes_what_is_written(size, flags, unit, caching):
-    whole = merged(run_world(taken, size, flags, unit, 0.0, caching))
+    whole = merged(run_world(taken, size, flags, unit, False, caching))
     if "tensor" in flags:  # sums of another order
         expected = alone()
         assert {n: c.tokens for n, c in whole.items()} == {n: c.tokens for n, c in expected.items()}
@@ -76,7 +88,7 @@ def test_no_lane_changes_what_is_written(size, flags, unit, caching):
 
 
 def test_a_slow_lane_takes_less():
-    results = run_world(functools.partial(taken, end=NEVER), 2, "", 2, 0.1)
+    results = run_world(functools.partial(taken, end=NEVER), 2, "", 2, True)
     merged(results)
     (slow, fast) = (len(done) for _, done, _ in results)
     assert slow % 2 == fast % 2 == 0 and slow < fast

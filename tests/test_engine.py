@@ -100,7 +100,7 @@ def test_two_tensor_ranks_write_the_same_text(shape):
     for completions, gap in run_world(written, 2, "--tensor-model-parallel-size 2", shape):
         assert texts(completions) == texts(one) and gap <= largest_gap_allowed()
         for mine, other in zip(completions, one, strict=True):
-            assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+            assert mine.logprobs == pytest.approx(other.logprobs, abs=5e-5)
 
 
 def test_lanes_write_their_own_requests():

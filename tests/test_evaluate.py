@@ -39,7 +39,7 @@ def run(command: list[str], size: int = 1) -> list[str]:
     """Runs the program in a world of forked ranks; what each printed."""
     import megarl.evaluate  # noqa: F401  imported once, before the fork
 
-    return run_world(in_world, size, program("evaluate", command, size), timeout=100)
+    return run_world(in_world, size, program("evaluate", command, size))
 
 
 @functools.cache

@@ -1,6 +1,5 @@
 """What an evaluation reports: metrics of a prompt, means over prompts and tasks, and which evaluation was the best."""
 
-import datetime
 import json
 
 import pytest
@@ -10,7 +9,7 @@ from megarl.runtime.evaluation import attempts, mean_metrics, prompt_metrics
 from tests.programs import inputs, write_lines
 from tests.test_evaluate import argv, run
 from tests.tiny_models import parse_roles
-from tests.worlds import run_world
+from tests.worlds import SAFETY, run_world
 
 
 def row(extracted: str | None, correct: bool, length: int = 3, reward: float | None = None) -> dict:
@@ -74,7 +73,7 @@ def ranked(rank: int) -> tuple:
     from megarl import world
     from megarl.runtime.evaluation import Best
 
-    here = world.create(parse_roles("", 2), datetime.timedelta(seconds=60))
+    here = world.create(parse_roles("", 2), SAFETY)
     best, verdicts = Best(here), []
     before = best.state_dict()
     for step, accuracy in enumerate([0.0, 0.25, 0.25, 0.125, 0.5, 0.25], 1):

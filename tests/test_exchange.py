@@ -11,7 +11,7 @@ from megarl.batch import FIELDS, concatenate, empty, lane_of
 from megarl.exchange import HEADER, from_bytes, to_bytes
 from tests.test_batch import random_batch, sequences
 from tests.tiny_models import parse_roles
-from tests.worlds import run_world
+from tests.worlds import SAFETY, run_world
 
 SAMPLES = 2  # per prompt: sequences 2p and 2p + 1 belong together
 OTHERS = [name for name in FIELDS if name not in HEADER]
@@ -81,11 +81,9 @@ ALL = {
 
 
 def create_world(flags):
-    from datetime import timedelta
-
     from megarl import world
 
-    return world.create(parse_roles(flags, dist.get_world_size(), program="rl"), timedelta(seconds=30))
+    return world.create(parse_roles(flags, dist.get_world_size(), program="rl"), SAFETY)
 
 
 def owners_of(world, count, seed=None):

@@ -12,7 +12,7 @@ from tests.programs import environment, metrics, rl_argv, samples, timeless, tor
 def test_ppo_on_a_cuda_device(tmp_path, monkeypatch):
     argv = rl_argv(tmp_path, "--train-iters 3 --reward exact-match")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")  # the test process hides the device from itself
-    done = torchrun("megarl.train_rl", argv, 1, timeout=300)
+    done = torchrun("megarl.train_rl", argv, 1)
     assert done.returncode == 0, done.stderr
     rows = metrics(tmp_path)
     assert sorted(step for step in rows if step) == [1, 2, 3]
@@ -27,7 +27,7 @@ def test_the_rollouts_routes_are_replayed_on_a_cuda_device(tmp_path, monkeypatch
     experts = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32 --bf16"
     replay = "--router-replay rollout --router-probe-interval 1 --train-iters 2 --reward exact-match"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    done = torchrun("megarl.train_rl", rl_argv(tmp_path, f"{experts} {replay}", warm_start=False), 1, timeout=300)
+    done = torchrun("megarl.train_rl", rl_argv(tmp_path, f"{experts} {replay}", warm_start=False), 1)
     assert done.returncode == 0, done.stderr
     rows = metrics(tmp_path)
     for step in (1, 2):

@@ -188,7 +188,7 @@ def test_an_update_does_not_depend_on_the_layout(layout):
             one_loss, one_norm, one_checked, one_before, one_after = single(shape)[1, head]
             assert before.keys() == one_before.keys()
             assert all(torch.equal(before[key], weight) for key, weight in one_before.items())
-            assert checked == pytest.approx(one_checked, rel=1e-6)
-            assert loss == pytest.approx(one_loss, rel=1e-5)
+            assert checked == pytest.approx(one_checked, rel=1e-5)
+            assert loss == pytest.approx(one_loss, rel=1e-5, abs=2e-6)  # a mean of terms of about 1
             assert norm == pytest.approx(one_norm, rel=1e-5)
             assert max(float((after[key] - weight).abs().max()) for key, weight in one_after.items()) <= 1e-6

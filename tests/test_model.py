@@ -9,6 +9,7 @@ from tests.worlds import run_world
 
 LENGTHS = [5, 1, 9, 12, 2]
 TEMPERATURE = 0.8
+ROUNDING = 2e-5  # of float32 numbers of about 1, whose sums have other orders on other processors
 
 
 def scores_of(rank, flags, shape):
@@ -32,14 +33,14 @@ def test_one_rank_equals_two_and_packed_equals_alone(shape):
     starts = torch.tensor(LENGTHS).cumsum(0) - torch.tensor(LENGTHS)
     for column, one_by_one in zip(packed, alone, strict=True):
         assert column.dtype == torch.float32 and column.shape == (sum(LENGTHS),)
-        assert farthest(one_by_one, column) <= 1e-6
+        assert farthest(one_by_one, column) <= ROUNDING
         assert (column[starts] == 0).all() and (column != 0).sum() == sum(LENGTHS) - len(LENGTHS)
     others = run_world(scores_of, 2, "--tensor-model-parallel-size 2", shape)
     for scores, _, gathered in others:
         assert gathered.keys() == weights.keys()
         assert all(torch.equal(gathered[name], weight) for name, weight in weights.items())
         for column, expected in zip(scores, packed, strict=True):
-            assert farthest(column, expected) <= 1e-6
+            assert farthest(column, expected) <= ROUNDING
     for one, two in zip(others[0][0], others[1][0], strict=True):
         assert torch.equal(one, two)
 
@@ -61,8 +62,8 @@ def naive_scores(rank, shape):
     logp = logits.log_softmax(-1)
     chosen = logp[torch.arange(7), tokens[1:]]
     entropy = -(logp.exp() * logp).sum(-1)[:7]
-    assert farthest(scores.logprobs[1:], chosen) <= 1e-6
-    assert farthest(scores.entropy[1:], entropy) <= 1e-6
+    assert farthest(scores.logprobs[1:], chosen) <= ROUNDING
+    assert farthest(scores.entropy[1:], entropy) <= ROUNDING
     assert head.shape[0] == 32 and VOCAB == 20
     return True
 
@@ -109,7 +110,7 @@ def values_of(rank, flags):
         other_last = tokens.clone()
         other_last[-1] = (tokens[-1] + 1) % VOCAB
         assert torch.equal(token_values(model, other_last, lengths)[-1], packed[-1])  # the state before the token
-    assert farthest(packed, alone) <= 1e-6
+    assert farthest(packed, alone) <= ROUNDING
     return packed, [name for name, p in model.named_parameters() if VOCAB <= p.shape[0] <= 32]
 
 
@@ -120,7 +121,7 @@ def test_values_start_at_zero_and_speak_about_the_state_before_the_token():
     assert (packed != 0).sum() == sum(LENGTHS) - len(LENGTHS)
     assert vocabulary == ["embedding.word_embeddings.weight"]  # the vocabulary's head is gone
     for values, _ in run_world(values_of, 2, "--tensor-model-parallel-size 2"):
-        assert farthest(values, packed) <= 1e-6
+        assert farthest(values, packed) <= ROUNDING
 
 
 def weights_for_seed(rank, flags):

@@ -92,8 +92,8 @@ def single(value_head: bool = False):
 def compare(found, value_head: bool = False):
     """What `updates` gives, with what it gives on a single rank."""
     expected = single(value_head)
-    for i in range(3):
-        assert found[i] == pytest.approx(expected[i], rel=1e-5)
+    for i in range(3):  # a loss may be the small rest of terms of about 1: it has their rounding
+        assert found[i] == pytest.approx(expected[i], rel=2e-5, abs=1e-5)
     compare_weights(found[3], expected[3])
 
 
@@ -103,7 +103,7 @@ def compare_weights(weights: dict, one_weights: dict):
     for key, weight in one_weights.items():
         if "expert_bias" in key or "expert_share" in key:
             assert torch.equal(weights[key], weight), key
-        assert float((weights[key] - weight).abs().max()) <= 2e-6, key  # each loss moves some of them by 1e-2
+        assert float((weights[key] - weight).abs().max()) <= 1e-5, key  # each loss moves some of them by 1e-2
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -91,15 +91,17 @@ def test_end_step_inside_a_phase_is_refused():
 
 
 def test_real_clock_measures_wall_seconds():
+    begin = time.time_ns()
     timers = Timers()
     before = time.time_ns()
     with timers.phase("actor", "rollout"):
         time.sleep(0.02)
     after = time.time_ns()
     times = timers.end_step()
-    assert 0.02 <= times["actor", "rollout"] <= times[STEP] < 5
+    assert 0.02 <= times["actor", "rollout"] <= times[STEP]
     event = timers.events()[0]
-    slack = 50_000_000  # the two clocks may drift apart a little
+    # The two clocks may drift apart a little, and were read one after the other.
+    slack = 50_000_000 + before - begin
     assert before - slack <= event.start_ns and event.start_ns + event.duration_ns <= after + slack
 
 

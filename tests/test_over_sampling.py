@@ -2,14 +2,13 @@
 
 import functools
 import json
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from tests.programs import metrics, program, rl_argv, samples, timeless, train
 from tests.test_engine import NEVER, make_engine, make_requests, settings_of
-from tests.worlds import run_world
+from tests.worlds import SAFETY, run_world
 
 LONG = (
     "--advantage grpo --kl-coefficient 0 --lr 1e-4 --temperature 1 --max-response-length 60 --rollout-max-requests 6"
@@ -79,7 +78,7 @@ def raced(rank: int, parsed, wanted: int | None):
     from megarl.roles.rollout import Rollout
     from megarl.rollout.requests import Drawn
 
-    here = world.create(parsed.roles, timedelta(seconds=60))
+    here = world.create(parsed.roles, SAFETY)
     tokenizer = build_tokenizer("SentencePieceTokenizer", parsed.settings.tokenizer_model)
     stages = build_model(parsed.roles["actor"].megatron, tokenizer.vocab_size, here["actor"].collection)
     rollout = Rollout(parsed.settings, parsed.roles["rollout"], here, stages, tokenizer, Timers())

@@ -1,13 +1,12 @@
 """Weights from one layout to another: every tensor exact on every rank, one plan, bytes counted, faults named."""
 
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.tiny_models import VOCAB, draw_vectors, gather_parameters, parse_roles
-from tests.worlds import run_world
+from tests.worlds import SAFETY, run_world
 
 DEEP = "--num-layers 4"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-router-score-function sigmoid"
@@ -30,7 +29,7 @@ class Pair:
         from megarl import world
 
         settings = parse_roles(flags, dist.get_world_size(), shape, "rl")
-        places = world.create(settings, timedelta(seconds=60))
+        places = world.create(settings, SAFETY)
         self.places = {role: places[role] for role in ("actor", "reference")}
         self.args = {role: settings[role].megatron for role in self.places}
         for args in self.args.values():  # a persistent buffer, which as a flag is refused while nothing trains it
@@ -245,7 +244,7 @@ def again(rank, bucket_bytes, large):
 # A row has 256 bytes, of which 200 fit for each of two peers.
 @pytest.mark.parametrize("bucket_bytes, large", [(2**20, 2**16), (400, 2**16), (2**20, 128), (400, 128)])
 def test_a_plan_serves_again_with_buffers_as_small_as_wanted(bucket_bytes, large):
-    largest, messages, packed = zip(*run_world(again, 3, bucket_bytes, large, timeout=120), strict=True)
+    largest, messages, packed = zip(*run_world(again, 3, bucket_bytes, large), strict=True)
     assert 300 < max(largest) <= bucket_bytes and max(packed) <= 2 * bucket_bytes
     if bucket_bytes == 2**20:  # one round: a message each way between two ranks, or one for each large box
         assert (max(messages) <= 8) == (large == 2**16)

@@ -1,22 +1,24 @@
 """The verifier of programs: which code is taken, how tests are counted, and what does not pass for a solution."""
 
 import json
-import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
-from megarl.rewards import sandbox
+from megarl.rewards import code, sandbox
 from megarl.rewards.base import Sample
 from megarl.rewards.code import Limits, check, check_code, load_code, program_of
 
 pytestmark = pytest.mark.sandbox
 DOUBLES = [{"input": f"{n}\n", "output": f"{2 * n}\n"} for n in (1, 2, 30)]
+EASY = Limits(60.0, 256)  # for programs that end by themselves
 SQUARE = "assert square(3) == 9\nassert square(-1) == 1"
 
 
-def score(response, limits=Limits(20.0, 256), finished=True, **metadata):
+def score(response, limits=EASY, finished=True, **metadata):
     return check(Sample("write it", response, metadata=metadata, finished=finished), limits)
 
 
@@ -64,10 +66,22 @@ def test_asserts_count_as_one_more_test():
     assert score(response, tests=DOUBLES, test_code="assert False").reward == 0.75
 
 
-def test_all_tests_share_the_time():
-    started = time.monotonic()
-    slow = score("n = input()\nwhile n == '2': pass\nprint(2 * int(n))", Limits(1.0, 256), tests=DOUBLES)
-    assert slow.reward == pytest.approx(1 / 3) and time.monotonic() - started < 4
+def test_all_tests_share_the_time(monkeypatch):
+    """By a clock that says 10 s in the first test and what it had left in the second, which has that as its limit."""
+    now, given = 100.0, []
+
+    def run(program, stdin, limits):
+        nonlocal now
+        given.append(limits)
+        now += 10.0 if stdin == "1\n" else limits.seconds
+        # The limit that the program has is for the second test alone: it never ends.
+        return real(program, stdin, replace(limits, seconds=EASY.seconds if stdin == "1\n" else 0.5))
+
+    real = sandbox.run
+    monkeypatch.setattr(sandbox, "run", run)
+    monkeypatch.setattr(code, "time", SimpleNamespace(monotonic=lambda: now))
+    slow = score("n = input()\nwhile n == '2': pass\nprint(2 * int(n))", Limits(25.0, 256), tests=DOUBLES)
+    assert slow.reward == pytest.approx(1 / 3) and given == [Limits(25.0, 256), Limits(15.0, 256)]
 
 
 @pytest.mark.parametrize("metadata, problem", [

@@ -10,16 +10,18 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megarl.rewards import jail, sandbox
 from megarl.rewards.sandbox import Limits, run
+from tests.worlds import wait_until
 
 pytestmark = pytest.mark.sandbox
 ROOT = Path(__file__).parents[1]
-EASY = Limits(20.0, 256, 1 << 16)  # for programs that end by themselves
+EASY = Limits(60.0, 256, 1 << 16)  # for programs that end by themselves
 TIGHT = Limits(0.4, 96, 1 << 16)
 
 
@@ -116,14 +118,14 @@ def test_a_program_sees_and_reaches_nothing_outside(monkeypatch, tmp_path):
     assert not set(seen["root"]) & {"proc", "sys", "home", "outside", "content", "work"} and seen["here"] == []
     assert seen["files"] == [0, 1, 2] and seen["ids"] == [1, 0, False] and seen["host"] == "sandbox"
     assert seen["secret"] is False and seen["sockets"] == [1] * 5 and seen["calls"] == [1] * 8
-    assert seen["limits"] == [[20, 20], [256 << 20] * 2, [0, 0]]
+    assert seen["limits"] == [[60, 60], [256 << 20] * 2, [0, 0]]
     assert set(seen["write"]) <= {13, 30} and seen["mine"] == [marker]
     assert not os.path.exists(f"/tmp/{marker}") and not os.path.exists(os.path.expanduser(f"~/{marker}"))
 
 
 @pytest.mark.parametrize("status, source", [
     ("timeout", "while True: pass"),
-    ("timeout", "import os, time\nos.close(1); os.close(2)\ntime.sleep(99)"),
+    ("timeout", "import os, time\nos.close(1); os.close(2)\ntime.sleep(9999)"),
     ("timeout", "import os, signal\nif os.fork():\n    os.wait()\nos.kill(os.getpid(), signal.SIGSTOP)"),
     ("output", "import sys\nfor _ in range(1024): sys.stdout.write('x' * (1 << 20))"),
     ("output", "import sys\nwhile True: sys.stderr.write('x' * 1000)"),
@@ -133,14 +135,13 @@ def test_a_program_sees_and_reaches_nothing_outside(monkeypatch, tmp_path):
     ("error", "import sys\nsys.setrecursionlimit(10**9)\nx = []\nfor _ in range(10**5): x = [x]\nrepr(x)"),
     ("error", "import os\nwhile True: os.pipe()"),
     ("ok", "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP); os.kill(os.getppid(), signal.SIGKILL)"),
-    ("ok", "import subprocess\nsubprocess.Popen(['sleep', '99'], start_new_session=True)"),
-    ("ok", "import os, time\nif os.fork() == 0:\n    os.setsid()\n    os.fork()\n    time.sleep(99)"),
+    ("ok", "import subprocess\nsubprocess.Popen(['sleep', 'infinity'], start_new_session=True)"),
+    ("ok", "import os, time\nif os.fork() == 0:\n    os.setsid()\n    os.fork()\n    time.sleep(9999)"),
 ])  # fmt: skip
 def test_limits(status, source):
-    started = time.monotonic()
-    outcome = run(source, limits=TIGHT if status in ("timeout", "output") else Limits(10.0, 96, 1 << 16))
+    # What never ends by itself would give "timeout" here if it were not the limit in question that ended it.
+    outcome = run(source, limits=TIGHT if status == "timeout" else replace(EASY, memory_mb=96))
     assert outcome.status == status, outcome
-    assert time.monotonic() - started < 5
     assert (len(outcome.stdout + outcome.stderr) == 1 << 16) == (status == "output")
 
 
@@ -171,19 +172,47 @@ def anonymous_kib(pid):
     return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem")))
 
 
-def test_a_fork_bomb_stays_small():
-    bomb = "import os\nos.fork()\nwhile True:\n    try:\n        os.fork(); os.setsid()\n    except OSError: pass"
-    outcome, processes, _ = watched(bomb, Limits(0.5, 512, 1 << 16))
-    assert outcome.status == "timeout"
-    assert 8 < processes <= jail.PROCESSES
+@pytest.mark.parametrize("status, refused, limits", [
+    ("timeout", "pass", Limits(0.5, 512, 1 << 16)),
+    ("output", "os.write(1, b'no more\\n')", Limits(60.0, 512, 1 << 16)),
+])  # fmt: skip
+def test_a_fork_bomb_stays_small(status, refused, limits, monkeypatch):
+    """Where it ends by its output, nothing of that is read before the bomb has been seen with many processes."""
+    bomb = f"import os\nos.fork()\nwhile True:\n    try:\n        os.fork(); os.setsid()\n    except OSError: {refused}"
+    read, before = sandbox._read, set(descendants(os.getpid()))
+
+    def read_when_large(*args):
+        assert wait_until(lambda: len(set(descendants(os.getpid())) - before) - 1 > 8)
+        return read(*args)
+
+    if status == "output":
+        monkeypatch.setattr(sandbox, "_read", read_when_large)
+    outcome, processes, _ = watched(bomb, limits)
+    assert outcome.status == status and processes <= jail.PROCESSES
 
 
-@pytest.mark.parametrize("store", ["bytearray(40 << 20)", "mmap.mmap(-1, 40 << 20)"])
+CHILDREN = """
+else:
+    print(number + 1, "children", flush=True)
+    os.write(begin, bytes(20))
+    time.sleep(9999)
+os.read(hold, 1)
+x = {store}
+for place in range(0, 12 << 20, 4096): x[place] = 1
+time.sleep(9999)
+"""
+
+
+@pytest.mark.parametrize("store", ["bytearray(12 << 20)", "mmap.mmap(-1, 12 << 20)"])
 def test_many_children_share_one_limit_of_memory(store):
-    source = "import mmap, os, time\nfor _ in range(20):\n    if os.fork() == 0: break\n"
-    source += f"x = {store}\nfor place in range(0, 40 << 20, 4096): x[place] = 1\ntime.sleep(99)"
-    outcome, processes, mebibytes = watched(source, Limits(10.0, 200, 1 << 16))
-    assert outcome.status == "memory" and processes > 8
+    """Each of 20 takes 12 MiB and keeps them, so it is their sum that is over the limit, and less than twice as much.
+
+    They begin when all of them are there: how fast they are and how often the watcher looks do not count.
+    """
+    source = "import mmap, os, time\nhold, begin = os.pipe()\nfor number in range(20):\n    if os.fork() == 0: break"
+    source += CHILDREN.format(store=store)
+    outcome, _, mebibytes = watched(source, replace(EASY, memory_mb=200))
+    assert outcome.status == "memory" and outcome.stdout == "20 children\n"
     assert mebibytes < 400  # each of them alone may have 200
 
 
@@ -195,20 +224,20 @@ def runs(pid):
 
 
 def test_the_sandbox_dies_with_its_caller():
-    script = "from megarl.rewards.sandbox import run\nrun('import os, time\\nos.fork()\\ntime.sleep(99)')"
+    script = "from megarl.rewards.sandbox import Limits, run\n"
+    script += "run('import os, time\\nos.fork()\\ntime.sleep(9999)', limits=Limits(9999.0))"
     caller = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
-    deadline = time.monotonic() + 20
-    inside = []
+    seen = [[], []]
+
+    def is_up():
+        seen[:] = seen[1], descendants(caller.pid)
+        return len(seen[0]) == 3 and seen[0] == seen[1]
+
     # The watcher, process 1 and its child, for two looks: not the many of the probe that comes first.
-    while len(inside) != 3 or inside != descendants(caller.pid):
-        assert time.monotonic() < deadline
-        inside = descendants(caller.pid)
-        time.sleep(0.03)
+    assert wait_until(is_up)
     caller.kill()
     caller.wait()
-    while any(map(runs, inside)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert wait_until(lambda: not any(map(runs, seen[1])))
 
 
 def test_an_alarm_in_the_caller_leaves_nothing():
@@ -218,12 +247,21 @@ def test_an_alarm_in_the_caller_leaves_nothing():
     def ring(*_):
         raise Alarm
 
+    before = set(descendants(os.getpid()))
+
+    def ring_when_it_runs():
+        """Three processes are there only once the program is handed over: the watcher, process 1 and its child."""
+        if wait_until(lambda: len(set(descendants(os.getpid())) - before) == 3):
+            os.kill(os.getpid(), signal.SIGALRM)
+
     earlier = signal.signal(signal.SIGALRM, ring)
+    watcher = threading.Thread(target=ring_when_it_runs)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        watcher.start()
         with pytest.raises(Alarm):
-            run("import time\ntime.sleep(99)", limits=EASY)
+            run("import os, time\nos.fork()\ntime.sleep(9999)", limits=EASY)
     finally:
+        watcher.join()
         signal.signal(signal.SIGALRM, earlier)
 
 

@@ -1,6 +1,5 @@
 """Roles that learn: the same update in every split into micro-batches and in every number of lanes."""
 
-from datetime import timedelta
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from megarl.data.tokenizers import build_tokenizer
 from megarl.observe.timers import Timers
 from megarl.roles.flow import Flow
 from tests.programs import program, rl_argv
-from tests.worlds import run_world
+from tests.worlds import SAFETY, run_world
 
 # -- updates -----------------------------------------------------------------------------------------------------
 
@@ -59,7 +58,7 @@ def role_of(name: str, parsed):
     from megarl.roles.actor import Actor
     from megarl.roles.critic import Critic
 
-    here = world.create(parsed.roles, timedelta(seconds=60))
+    here = world.create(parsed.roles, SAFETY)
     tokenizer = build_tokenizer("SentencePieceTokenizer", parsed.settings.tokenizer_model)
     if name == "actor":
         vocab = tokenizer.vocab_size
@@ -107,7 +106,7 @@ def test_the_gradient_does_not_depend_on_the_split(split, name, tmp_path):
     assert largest > 1e-3
     for found, its_weights, its_numbers, _ in update(tmp_path, name, f"{whole} {flags}", size):
         for key, gradient in expected.items():
-            assert (found[key] - gradient).abs().max() <= 1e-6 * max(largest, 1), key
+            assert (found[key] - gradient).abs().max() <= 2e-6 * max(largest, 1), key
             assert (its_weights[key] - weights[key]).abs().max() <= 1e-6, key
         assert its_numbers == pytest.approx(numbers, rel=1e-5, abs=1e-7)
 

@@ -1,6 +1,5 @@
 """What the learning roles are given: scores and rows of real text, advantages and returns that no layout changes."""
 
-from datetime import timedelta
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from megarl.rewards.build import build_verifiers
 from megarl.roles.reward import Reward
 from tests.programs import program, rl_argv, write_lines
 from tests.test_roles import SEQUENCES, Held, experience
-from tests.worlds import run_world
+from tests.worlds import SAFETY, run_world
 from tools.train_tokenizer import train as train_tokenizer
 
 # -- reward ------------------------------------------------------------------------------------------------------
@@ -45,7 +44,7 @@ def scored(folder, tokenizer, responses: list[tuple[int, list[int]]]) -> tuple[B
 def score(rank: int, parsed, tokenizer, prompts: str, responses: list) -> tuple[Batch, list[dict]]:
     from megarl import world
 
-    place = world.create(parsed.roles, timedelta(seconds=60))["reward"]
+    place = world.create(parsed.roles, SAFETY)["reward"]
     reward = Reward(parsed.settings, parsed.rewards, place, tokenizer, build_verifiers(parsed.settings), None, Timers())
     batch = written(tokenizer, responses)
     reward.score(Held(reward=batch), load_prompts(prompts))
@@ -103,7 +102,7 @@ def completed(rank: int, parsed):
     from megarl import world
     from megarl.roles.experience import Experience
 
-    place = world.create(parsed.roles, timedelta(seconds=60))["actor"]
+    place = world.create(parsed.roles, SAFETY)["actor"]
     batch = experience(place.lane, len(place.lanes))
     role = Experience(parsed.settings, parsed.estimator, place, Timers())
     batch.advantages = batch.returns = None

@@ -1,16 +1,20 @@
 """The rollout on a layout of its own: the same text and the same learning, weights moved and checked, time kept."""
 
+import contextlib
 import functools
-import time
+import itertools
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 import yaml
 
 from tests.exactness import largest_gap_allowed
 from tests.programs import assert_close, in_world, inputs, metrics, program, rl_argv, samples, train
 from tests.test_train_rl import GRADED, PLACED, timeless_rows
-from tests.worlds import RankFailed, run_world
+from tests.worlds import SAFETY, RankFailed, run_world
 
 TP2, PP2 = ("-tensor-model-parallel-size 2", "-pipeline-model-parallel-size 2")
 ONE_RANK_EACH = "--role-map actor=0;critic=1;reward=2;reference=2"
@@ -154,47 +158,88 @@ def test_lanes_without_sequences(layout, folder, tmp_path):
 
 # -- time --------------------------------------------------------------------------------------------------------
 
-NAP = 0.6  # seconds of each update, far above what else a step takes
+STEPS = 3
 
 
-def slow(rank: int, parsed):
-    """A run whose updates take NAP seconds longer."""
+def on_one_clock(rank: int, parsed, together: bool):
+    """A run by a clock that all ranks share and that each look at it moves by a second; the rank's trace.
+
+    So times tell what came before what, on every machine. `together`: an update of the actor begins only when the
+    critic's has begun, and the other way round; and the actor's ends only when the rollout waits for its weights.
+    Where one of them comes first, the run does not end.
+    """
+    from megarl.observe import timers
     from megarl.roles.learner import Learner
 
-    update = Learner.update
+    store, updates, waits = dist.distributed_c10d._get_default_store(), Counter(), itertools.count(1)
+    timers.time = SimpleNamespace(time_ns=lambda: 0, perf_counter_ns=lambda: 0)
+    mine, update = timers.Timers(), Learner.update
+    timers.time.perf_counter_ns = lambda: store.add("seconds", 1) * 10**9
+    timers.Timers, phase = lambda: mine, mine.phase
 
-    def sleepy(self, *args):
-        time.sleep(NAP)
-        return update(self, *args)
+    @contextlib.contextmanager
+    def noted(role: str, name: str):
+        with phase(role, name):
+            if (role, name) == ("rollout", "wait"):
+                store.set(f"wait {next(waits)}", b"")
+            yield
 
-    Learner.update = sleepy
-    return in_world(rank, "rl", parsed)
+    def met(self, *args):
+        me, step = self.role.name, updates[self.role.name] + 1
+        updates[me] = step
+        if not together:
+            return update(self, *args)
+        store.set(f"{me} {step}", b"")
+        store.wait([f"{'critic' if me == 'actor' else 'actor'} {step}"], SAFETY)
+        result = update(self, *args)
+        if me == "actor":
+            store.wait([f"wait {step + 1}"], SAFETY)
+        return result
+
+    mine.phase, Learner.update = noted, met
+    in_world(rank, "rl", parsed)
+    return mine.events()
 
 
-def slow_run(folder: Path, layout: str) -> list[dict]:
-    """Rows of the steps behind the first, in which everything is warm."""
-    flags = f"--train-iters 3 --minibatch-size 12 --ppo-epochs 1 {GRADED} {layout}"
-    run_world(slow, 3, program("rl", rl_argv(folder, flags), 3))
-    return [metrics(folder)[step] for step in (2, 3)]
+def run_on_one_clock(folder: Path, layout: str, together: bool) -> tuple[list[dict], list[dict]]:
+    """Metrics of the clock of each step, and of each rank (begin, end) of its phases and of its steps, by name."""
+    flags = f"--train-iters {STEPS} --minibatch-size 12 --ppo-epochs 1 {GRADED} {layout}"
+    spans = []
+    for events in run_world(on_one_clock, 3, program("rl", rl_argv(folder, flags), 3), together):
+        spans.append({})
+        for event in events:
+            begin = event.start_ns // 10**9
+            spans[-1].setdefault(event.name, []).append((begin, begin + event.duration_ns // 10**9))
+    rows = [metrics(folder)[step] for step in range(1, STEPS + 1)]
+    return [{name.removeprefix("time/"): row[name] for name in row if name.startswith("time/")} for row in rows], spans
 
 
 def test_disjoint_roles_work_at_the_same_time_and_idle_time_is_what_is_left(tmp_path):
-    disjoint = slow_run(tmp_path / "disjoint", f"{ONE_RANK_EACH};rollout=2")
-    colocated = slow_run(tmp_path / "colocated", "--role-map actor=0;critic=0;reward=1;reference=1;rollout=2")
-    for row in disjoint:
-        assert NAP <= row["time/step_s"]
-        critic = row["time/critic/values_s"] + row["time/critic/update_s"]
-        assert row["time/critic/idle_fraction"] == pytest.approx(1 - critic / row["time/step_s"], abs=0.1)
-        # One after the other they would be idle for more than the step together, however slow the machine is.
-        assert row["time/actor/idle_fraction"] + row["time/critic/idle_fraction"] < 0.9
-        # The rank that writes waits for the updates: that is no time of the transfer.
-        assert row["time/rollout/wait_s"] > 0.5 * NAP > row["time/rollout/sync_s"]
-        assert row["time/rollout/idle_fraction"] > 0.4
-    for row in colocated:
-        assert 2 * NAP <= row["time/step_s"]
-        assert row["time/actor/idle_fraction"] == row["time/critic/idle_fraction"]  # one rank, busy with both
-    shortest = min(row["time/step_s"] for row in colocated)
-    assert min(row["time/step_s"] for row in disjoint) < shortest - 0.5 * NAP
+    rows, (actor, critic, rollout) = run_on_one_clock(tmp_path / "disjoint", f"{ONE_RANK_EACH};rollout=2", True)
+    assert len(actor["actor/update"]) == len(critic["critic/update"]) == STEPS
+    for (begin, end), (its_begin, its_end) in zip(actor["actor/update"], critic["critic/update"], strict=True):
+        assert begin < its_end and its_begin < end
+    # The rank that writes waits for the updates: that is no time of the transfer.
+    # The first weights come before all steps. A rank of the rollout alone is twice in the phase of a transfer.
+    waits, transfers = rollout["rollout/wait"][1:], rollout["rollout/sync"][2::2]
+    for (_, end), wait, transfer in zip(actor["actor/update"], waits, transfers, strict=True):
+        assert wait[0] < end < wait[1] < transfer[0]
+    for step, row in enumerate(rows, 1):
+        (own,) = critic[f"step {step}"]
+        busy, idle = row["critic/values_s"] + row["critic/update_s"], row["critic/idle_fraction"]
+        assert 0 < idle < 1 and idle == pytest.approx(1 - busy / (own[1] - own[0]), rel=1e-9)
+        (own,) = rollout[f"step {step}"]
+        assert row["rollout/wait_s"] / (own[1] - own[0]) <= row["rollout/idle_fraction"]
+        assert row["rollout/wait_s"] > 0 and row["rollout/sync_s"] > 0
+
+
+def test_roles_of_one_rank_work_one_after_the_other(tmp_path):
+    layout = "--role-map actor=0;critic=0;reward=1;reference=1;rollout=2"
+    rows, (learner, *_) = run_on_one_clock(tmp_path, layout, False)
+    updates = zip(learner["actor/update"], learner["critic/update"], strict=True)
+    assert all(end < its_begin or its_end < begin for (begin, end), (its_begin, its_end) in updates)
+    for row in rows:  # one rank, busy with both
+        assert row["actor/idle_fraction"] == row["critic/idle_fraction"]
 
 
 def test_a_cache_that_holds_no_whole_text_is_refused(tmp_path):

@@ -2,7 +2,6 @@
 
 import functools
 import operator
-from datetime import timedelta
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ import torch.distributed as dist
 
 from megarl.errors import UsageError
 from tests.programs import program, rl_argv
-from tests.worlds import run_world
+from tests.worlds import SAFETY, run_world
 
 # -- the rollout ---------------------------------------------------------------------------------------------------
 
@@ -24,7 +23,7 @@ def passes(rank, parsed):
     from megarl.roles.rollout import Rollout
     from megarl.rollout.requests import Drawn
 
-    here, role = world.create(parsed.roles, timedelta(seconds=60)), parsed.roles["rollout"]
+    here, role = world.create(parsed.roles, SAFETY), parsed.roles["rollout"]
     tokenizer = build_tokenizer("SentencePieceTokenizer", parsed.settings.tokenizer_model)
     stages = build_model(parsed.roles["actor"].megatron, tokenizer.vocab_size, here["actor"].collection)
     rollout = Rollout(parsed.settings, role, here, stages, tokenizer, Timers())

@@ -17,11 +17,11 @@ LAYOUTS = {  # ranks, shape, layout, largest difference to one rank: other order
     "one": (1, DENSE, "", 0.0),
     "pp2": (2, DENSE, PP2, 0.0),
     "sharded-dp2": (2, DENSE, FSDP, 0.0),
-    "tp2-sp": (2, DENSE, f"{TP2} {SP}", 1e-5),
-    "cp2": (2, DENSE, CP2, 1e-5),
-    "tp2-pp2-vp2": (4, DENSE, f"{TP2} {PP2} {VP2}", 1e-5),
+    "tp2-sp": (2, DENSE, f"{TP2} {SP}", 3e-5),
+    "cp2": (2, DENSE, CP2, 3e-5),
+    "tp2-pp2-vp2": (4, DENSE, f"{TP2} {PP2} {VP2}", 3e-5),
     "ep2": (2, MOE, EP2, 0.0),
-    "tp2-ep2-sp": (2, MOE, f"{TP2} {SP} {EP2}", 1e-5),
+    "tp2-ep2-sp": (2, MOE, f"{TP2} {SP} {EP2}", 3e-5),
 }
 
 
@@ -94,7 +94,7 @@ def plain(rank):
     for part, score in zip(tokens.split(LENGTHS), packed, strict=True):
         alone = sequence_scores(chunk, part, torch.tensor([len(part)]))
         weight, last = chunk.output_layer.weight[0].double(), captured["hidden"][-1, 0].double()
-        assert float((last @ weight + 0.5 - score).abs()) <= 1e-6
+        assert float((last @ weight + 0.5 - score).abs()) <= 1e-5
         assert farthest(alone, score) <= largest_gap_allowed()
         # A critic says it of the state before the token that would follow.
         longer = torch.cat([part, torch.tensor([3])])

@@ -8,6 +8,8 @@ from pathlib import Path
 import packaging
 import pytest
 
+from tests.worlds import SAFETY_SECONDS
+
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = "bash sh cat cp cut dirname find flock grep kill mkdir mv paste rm sha256sum sleep sort tail touch wc".split()
 
@@ -60,7 +62,7 @@ class Machine:
     def setup(self, *arguments, **variables):
         """(exit status, stdout, stderr)"""
         process = self.start(*arguments, **variables)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=SAFETY_SECONDS)
         return process.returncode, out, err
 
     def state(self):
@@ -217,7 +219,7 @@ def test_folders_that_the_script_did_not_make_are_never_cleared(machine):
 def test_two_calls_at_once_install_once(machine):
     machine.python("python3", "3.12.1", pip="sleep 0.5")
     processes = [machine.start() for _ in range(2)]
-    results = [(process.communicate(timeout=60)[0], process.returncode) for process in processes]
+    results = [(process.communicate(timeout=SAFETY_SECONDS)[0], process.returncode) for process in processes]
     assert results == [(f"{machine.venv}/bin/python\n", 0)] * 2 and len(machine.pip_calls()) == 1
 
 
@@ -254,7 +256,8 @@ class Site:
 
     def check(self, *arguments):
         command = [sys.executable, "-S", str(ROOT / "tools/check_env.py"), *arguments]
-        return subprocess.run(command, env={"PYTHONPATH": str(self.folder)}, capture_output=True, text=True, timeout=60)
+        env = {"PYTHONPATH": str(self.folder)}
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=SAFETY_SECONDS)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import functools
 import json
 import math
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,7 @@ from tests.programs import (
     train,
     write_lines,
 )
-from tests.worlds import run_world
+from tests.worlds import SAFETY, run_world
 
 NAMES = ["reward/loss", "reward/accuracy", "reward/margin", "reward/mean", "reward/grad_norm", "perf/tokens"]
 EVALUATED = ["eval/loss", "eval/accuracy", "eval/margin", "eval/mean"]
@@ -42,7 +41,7 @@ def held_out() -> str:
 
 def test_held_out_pairs_come_to_stand_in_order():
     rows = metrics(reward_model())
-    assert rows[1]["reward/loss"] == pytest.approx(math.log(2), abs=1e-8)  # a head of zeros: all scores are 0
+    assert rows[1]["reward/loss"] == pytest.approx(math.log(2), abs=2e-6)  # a head of zeros: all scores are 0
     assert [rows[1][f"reward/{name}"] for name in ("margin", "mean", "accuracy")] == [0.0, 0.0, 0.0]
     assert rows[10]["eval/loss"] > rows[STEPS]["eval/loss"] and rows[STEPS]["eval/accuracy"] >= 0.9
     assert all(row["reward/grad_norm"] > 0 and row["steps_skipped"] == 0 for row in rows.values())
@@ -154,7 +153,7 @@ def test_a_reward_model_starts_from_a_policy(tmp_path):
     train("reward", reward_argv(tmp_path / "policy", f"--train-iters 1 --pretrained-checkpoint {inputs()}/sft"))
     train("reward", reward_argv(tmp_path / "scratch", "--train-iters 1"))
     one, other = metrics(tmp_path / "policy")[1], metrics(tmp_path / "scratch")[1]
-    assert one["reward/loss"] == other["reward/loss"] == pytest.approx(math.log(2), abs=1e-8)
+    assert one["reward/loss"] == other["reward/loss"] == pytest.approx(math.log(2), abs=2e-6)
     assert one["reward/grad_norm"] != pytest.approx(other["reward/grad_norm"], rel=0.01)  # of other hidden states
 
 
@@ -168,7 +167,7 @@ def started(rank: int, parsed, pairs):
     from megarl.mcore import model, optimizer, passes
     from megarl.roles.learner import Learner
 
-    here = world.create(parsed.roles, timedelta(seconds=60))
+    here = world.create(parsed.roles, SAFETY)
     role, place = parsed.roles["critic"], here["critic"]
     described = ("--pretrained-checkpoint", "critic", role.megatron, 16, ("actor", "reward"))
     folder = state.find_weights(str(reward_model()), *described)

@@ -190,8 +190,8 @@ def test_resuming_in_another_layout(size, layout, folder, tmp_path):
     train("rl", rl_argv(tmp_path, f"--train-iters 4 --load {step} {RESUMED} {layout}"), size)
     assert samples(tmp_path, 3) == samples(whole, 3)
     names = [*PLACED, "kl/coefficient", "actor/learning_rate", "critic/learning_rate"]
-    assert_close(metrics(tmp_path)[3], metrics(whole)[3], names, 1e-5)
-    assert_close(metrics(tmp_path)[4], metrics(whole)[4], names, 1e-4)
+    assert_close(metrics(tmp_path)[3], metrics(whole)[3], names, 2e-5)
+    assert_close(metrics(tmp_path)[4], metrics(whole)[4], names, 2e-4)
 
 
 def test_another_schedule_is_refused_unless_wanted(tmp_path):

@@ -116,8 +116,8 @@ def test_an_update_is_the_same_in_every_layout(layout, shape, value_head):
         assert abs(its_norm - norm) <= 1e-5 * norm
         assert updated.keys() == weights.keys()
         for name, gradient in gradients.items():
-            assert found is None or (found[name] - gradient).abs().max() <= 1e-5 * largest, name
-            assert farthest(updated[name], weights[name]) <= 1e-6, name
+            assert found is None or (found[name] - gradient).abs().max() <= 2e-5 * largest, name
+            assert farthest(updated[name], weights[name]) <= 1e-5, name
 
 
 @pytest.mark.parametrize("shape, value_head", [("llama", False), ("gpt2", False), ("llama", True)])
@@ -234,7 +234,7 @@ def test_adam_is_torchs(decoupled):
             rates.param_groups[0]["lr"] *= 0.9
         assert one.param_groups[0]["step"] == step + 1
         for p, q in zip(ours, theirs, strict=True):
-            assert (p - q).abs().max() <= 1e-7
+            assert (p - q).abs().max() <= 1e-6
     assert all(set(state) == {"exp_avg", "exp_avg_sq"} for state in one.state.values())
 
 

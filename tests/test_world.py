@@ -1,7 +1,6 @@
 """Places and process groups: sizes and members for several layouts, lanes, sharing between roles."""
 
 import itertools
-from datetime import timedelta
 
 import pytest
 import torch
@@ -10,10 +9,9 @@ import torch.distributed as dist
 from megarl import world
 from megarl.mcore.groups import DENSE, EXPERT, GroupCache, ParallelSizes, lane_ranks
 from tests.tiny_models import parse_roles
-from tests.worlds import run_world
+from tests.worlds import SAFETY, run_world
 
 NAMES = [*DENSE, *EXPERT, "embd", "pos_embd"]
-MINUTE = timedelta(seconds=60)
 
 
 # -- lanes -------------------------------------------------------------------------------------------------------
@@ -58,7 +56,7 @@ def test_sizes_of_expert_data_parallelism():
 def describe(rank, flags, program):
     """{role: {group: world ranks}} on this rank, with what a `Place` says."""
     roles = parse_roles(flags, dist.get_world_size(), program=program)
-    here = world.create(roles, MINUTE)
+    here = world.create(roles, SAFETY)
     assert (here.rank, here.size) == (rank, dist.get_world_size())
     found = {}
     for name, place in here.places.items():
@@ -125,7 +123,7 @@ def test_a_disjoint_role_map():
 
 
 def rollout_place(rank, flags):
-    here = world.create(parse_roles(flags, dist.get_world_size(), program="rl"), MINUTE)
+    here = world.create(parse_roles(flags, dist.get_world_size(), program="rl"), SAFETY)
     place, group = here["rollout"], here.ranks_group("actor", "rollout")
     context = place.collection and dist.get_world_size(place.collection.cp)
     return place.lanes, context, group and dist.get_process_group_ranks(group), here.roles_of(rank)
@@ -149,7 +147,7 @@ def test_a_rollout_of_its_own_has_a_group_with_the_actor():
 
 
 def absent_role(rank):
-    here = world.create(parse_roles("--advantage grpo --kl-coefficient 0", 2, program="rl"), MINUTE)
+    here = world.create(parse_roles("--advantage grpo --kl-coefficient 0", 2, program="rl"), SAFETY)
     for name in ("critic", "reference"):
         place = here[name]
         assert name not in here.places and place.role == place.host == name and place.rank == rank
@@ -168,7 +166,7 @@ def test_a_role_that_the_run_has_not_is_nowhere():
 def pipeline_groups(rank):
     from megarl.mcore.groups import create_groups
 
-    collection = create_groups(range(4), ParallelSizes(pipeline=4), GroupCache(MINUTE))
+    collection = create_groups(range(4), ParallelSizes(pipeline=4), GroupCache(SAFETY))
     return {g: getattr(collection, g) and dist.get_process_group_ranks(getattr(collection, g)) for g in NAMES}
 
 
@@ -180,7 +178,7 @@ def test_embedding_groups_of_a_pipeline():
 
 
 def shared_groups(rank):
-    here = world.create(parse_roles("--reward-tensor-model-parallel-size 2", 2, program="rl"), MINUTE)
+    here = world.create(parse_roles("--reward-tensor-model-parallel-size 2", 2, program="rl"), SAFETY)
     actor, critic, reward, rollout = (here[name].collection for name in ("actor", "critic", "reward", "rollout"))
     assert all(getattr(actor, name) is getattr(rollout, name) for name in NAMES) and here["rollout"].host == "actor"
     assert all(getattr(actor, name) is getattr(critic, name) for name in NAMES)
@@ -198,7 +196,7 @@ def test_a_cache_creates_a_group_once():
     def count(rank):
         calls, original = [], dist.new_group
         dist.new_group = lambda ranks, **kwargs: calls.append(ranks) or original(ranks, **kwargs)
-        cache = GroupCache(MINUTE)
+        cache = GroupCache(SAFETY)
         assert cache.get([0, 1]) is cache.get((0, 1))
         mine = cache.mine([[0], [1]])
         assert dist.get_process_group_ranks(mine) == [rank]
@@ -210,7 +208,7 @@ def test_a_cache_creates_a_group_once():
 
 def test_sums_and_gathers():
     def talk(rank):
-        here = world.create(parse_roles("--tensor-model-parallel-size 2", 4, program="rl"), MINUTE)
+        here = world.create(parse_roles("--tensor-model-parallel-size 2", 4, program="rl"), SAFETY)
         place = here["actor"]
         total = place.sum_over_lanes(torch.tensor([float(place.lane + 1), float(dist.get_rank(place.collection.tp))]))
         pair = here.leaders_group("actor", "critic")
@@ -227,7 +225,7 @@ def test_sums_and_gathers():
 def test_joining_twice_is_joining_once():
     def again(rank):
         group = dist.group.WORLD
-        world.join(MINUTE)
+        world.join(SAFETY)
         return dist.group.WORLD is group
 
     assert run_world(again, 2) == [True, True]
@@ -239,7 +237,7 @@ def test_joining_without_a_launcher_is_a_world_of_one():
 
         dist.destroy_process_group()
         del os.environ["RANK"]
-        world.join(MINUTE)
+        world.join(SAFETY)
         return dist.get_world_size(), dist.get_backend()
 
     assert run_world(alone, 1) == [(1, "gloo")]
@@ -251,7 +249,7 @@ def test_joining_what_a_launcher_describes():
 
         dist.destroy_process_group()
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        world.join(MINUTE)
+        world.join(SAFETY)
         total = torch.tensor(rank + 1)
         dist.all_reduce(total)
         return dist.get_rank(), dist.get_world_size(), total.item()

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.programs import environment, inputs, rl_argv, sft_argv, train
-
-SECONDS = 20
+from tests.worlds import SAFETY_SECONDS
 
 
 def _child(folder: Path, name: str, argv: list[str], variables: dict):
@@ -43,11 +42,11 @@ def launch(folder: Path, argv: list[str], name: str = "rl", rank: int = 0, size:
     variables = {"RANK": str(rank), "WORLD_SIZE": str(size)} if size > 1 else {}
     process = get_context("fork").Process(target=_child, args=(folder, name, argv, variables))
     process.start()
-    process.join(SECONDS)
+    process.join(SAFETY_SECONDS)
     if process.is_alive():
         process.kill()
         process.join()
-        pytest.fail(f"still running after {SECONDS} s: {(folder / 'err').read_text()}")
+        pytest.fail(f"still running after {SAFETY_SECONDS:g} s: {(folder / 'err').read_text()}")
     return process.exitcode, (folder / "out").read_text(), (folder / "err").read_text()
 
 
@@ -287,7 +286,7 @@ def test_the_program_itself(flags, needle, tmp_path, checkpoint):
     copy = damaged(tmp_path, checkpoint, lambda step: (step / ".metadata").write_bytes(b"garbage"))
     argv = rl_argv(tmp_path / "run", flags.format(damaged=copy))
     command = [sys.executable, "-m", "megarl.train_rl", *argv]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=SAFETY_SECONDS)
     assert needle in refusal((done.returncode, done.stdout, done.stderr))
 
 

@@ -2,12 +2,12 @@
 
 import functools
 import zlib
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from megarl import arguments, world
+from tests.worlds import SAFETY
 
 VOCAB = 20  # padded to 32 columns: the padding must never be seen
 SHAPES = {
@@ -32,7 +32,7 @@ def parse_roles(flags: str, size: int, shape: str = "llama", program: str = "sft
 def join_actor(flags: str = "", shape: str = "llama"):
     """The actor's Megatron namespace and its place, on every rank of the world that runs."""
     roles = parse_roles(flags, dist.get_world_size(), shape)
-    return roles["actor"].megatron, world.create(roles, timedelta(seconds=60))["actor"]
+    return roles["actor"].megatron, world.create(roles, SAFETY)["actor"]
 
 
 def build(flags: str = "", shape: str = "llama", value_head: bool = False):
