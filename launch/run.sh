@@ -34,4 +34,4 @@ if [[ $NNODES -gt 1 ]]; then
         --master-addr "${MASTER_ADDR:?run.sh: MASTER_ADDR is not set}"
         --master-port "${MASTER_PORT:?run.sh: MASTER_PORT is not set}")
 fi
-exec "$PYTHON_BIN" -m megarl.runtime.start "${where[@]}" --nproc-per-node "$NPROC" "$NAME" "$@"
+exec "$PYTHON_BIN" -m megarl.launcher "${where[@]}" --nproc-per-node "$NPROC" "$NAME" "$@"

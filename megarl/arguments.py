@@ -21,7 +21,7 @@ from megarl.flags.parser import build_parser
 from megarl.flags.settings import MODELS, Settings
 from megarl.rewards import expression
 
-__all__ = ["MODELS", "Program", "RoleSettings", "Settings", "build_parser", "parse"]
+__all__ = ["MODELS", "RunConfig", "RoleSettings", "Settings", "build_parser", "parse"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class RoleSettings:
     tokenizer_model: str | None
     chat_template: str | None
     offload: bool
-    host: str
+    model_role: str
     has_model: bool
 
     @property
@@ -51,7 +51,7 @@ class RoleSettings:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class RunConfig:
     """What a program was asked to do: settings, the roles of the run, and whether only to check.
 
     `estimator`, `policy_loss` (with its options) and `rewards` are what `--advantage`, `--policy-loss` and `--reward`
@@ -76,7 +76,7 @@ class Program:
         return [role for name, role in self.roles.items() if name in MODELS and role.has_model]
 
 
-def parse(argv: list[str], world_size: int, program: str = "rl") -> Program:
+def parse(argv: list[str], world_size: int, program: str = "rl") -> RunConfig:
     """Everything a program needs to know, from its command line alone. Raises UsageError before any work starts."""
     chosen, rest, own = _read(argv, program)
     values = {name: value for name, value in vars(chosen).items() if name in own}
@@ -84,10 +84,13 @@ def parse(argv: list[str], world_size: int, program: str = "rl") -> Program:
     case = _case(program, _settings(values, own))
     absent = {r: combinations.reason(case, r) for r in role_flags.ROLES_OF[program] if r not in case.roles}
     ranks = role_flags.parse_role_map(case.settings.role_map, world_size, case.roles, absent)
-    from megarl.mcore import flags, supported  # import Megatron: only once megarl's own flags are known to be right
+    from megarl.mcore.config import (  # import Megatron: only once megarl's own flags are known to be right
+        megatron_flags,
+        supported_flags,
+    )
 
-    megatron = flags.destinations()
-    role_flags.check_learning(rest, program, megatron, supported.training())
+    megatron = megatron_flags.destinations()
+    role_flags.check_learning(rest, program, megatron, supported_flags.training())
     given = {f"--{name}": own[name].condition for name in values}
     given |= dict.fromkeys(role_flags.of_reward_model(rest, program, megatron), "model")
     # Flags of a role that is not there have an effect where the condition called like the role holds.
@@ -96,7 +99,7 @@ def parse(argv: list[str], world_size: int, program: str = "rl") -> Program:
     values = {name: value for name, value in values.items() if f"--{name}" not in idle}
     case = _case(program, _settings(values, own))
     combinations.check(case)
-    return Program(
+    return RunConfig(
         settings=case.settings,
         roles=_role_settings(case.settings, values, tokens, ranks, case),
         check=chosen.check,
@@ -135,12 +138,12 @@ def _of_training(program: str, policy_loss: str) -> Callable[[str], bool]:
     if program != "evaluate":
         return lambda key: False
     own, absent = parser.own_flags(program), set(role_flags.ROLES_OF["rl"]) - set(role_flags.ROLES_OF[program])
-    from megarl.mcore import flags, supported
+    from megarl.mcore.config import megatron_flags, supported_flags
 
     others = (parser.own_flags(other) for other in ("rl", "sft", "reward"))
     names = {name for other in others for name in other} - set(own) | {"pretrained-checkpoint"}
-    options = flags.destinations().items()
-    names |= {option.removeprefix("--") for option, dest in options if dest in supported.training()}
+    options = megatron_flags.destinations().items()
+    names |= {option.removeprefix("--") for option, dest in options if dest in supported_flags.training()}
     prefixes = [f"{role}-" for role in absent]
     if ":" in policy_loss:
         prefixes.append(policy_loss.rpartition(":")[2].replace("_", "-") + "-")
@@ -151,12 +154,12 @@ def _settings(values: dict[str, object], own: dict[str, parser.Flag]) -> Setting
     return Settings(**{own[name].setting: value for name, value in values.items() if own[name].setting})
 
 
-def _case(program: str, settings: Settings) -> combinations.Case:
+def _case(program: str, settings: Settings) -> combinations.FlagContext:
     estimator = _named("--advantage", settings.advantage, ESTIMATORS, estimator_of)
     has_reference = settings.kl_coefficient > 0 or "reference" in role_flags.named_roles(settings.role_map)
     roles = role_flags.roles_of(program, "values" in estimator.needs, has_reference)
     terms = expression.parse(settings.reward)
-    return combinations.Case(program, settings, roles, estimator, _policy_loss(settings.policy_loss), terms)
+    return combinations.FlagContext(program, settings, roles, estimator, _policy_loss(settings.policy_loss), terms)
 
 
 def _named(flag: str, name: str, built_in: dict, wrap):
@@ -173,7 +176,7 @@ def _policy_loss(name: str) -> PolicyLoss:
     return _named("--policy-loss", name, POLICY_LOSSES, functools.partial(policy_loss_of, name.rpartition(":")[2]))
 
 
-def _with_options(case: combinations.Case, values: dict[str, object]) -> PolicyLoss:
+def _with_options(case: combinations.FlagContext, values: dict[str, object]) -> PolicyLoss:
     try:
         return case.policy_loss.with_options(values)
     except ValueError as error:
@@ -181,28 +184,32 @@ def _with_options(case: combinations.Case, values: dict[str, object]) -> PolicyL
 
 
 def _role_settings(
-    settings: Settings, values: dict, tokens: dict[str, list[str]], ranks: dict[str, range], case: combinations.Case
+    settings: Settings,
+    values: dict,
+    tokens: dict[str, list[str]],
+    ranks: dict[str, range],
+    case: combinations.FlagContext,
 ) -> dict[str, RoleSettings]:
-    from megarl.mcore import flags
+    from megarl.mcore.config import megatron_flags
 
     longest = settings.max_prompt_length + settings.max_response_length
     own = {"train_iters": settings.train_iters, "seed": settings.seed}
     lengths = {role: longest for role in ranks} | {"reward": settings.reward_max_length or longest}
     extra = frozenset({"global_batch_size"}) if case.program in ("sft", "reward") else frozenset()
     found = {
-        role: flags.parse(role, tokens[role], len(span), own | {"seq_length": lengths[role]}, extra)
+        role: megatron_flags.parse(role, tokens[role], len(span), own | {"seq_length": lengths[role]}, extra)
         for role, span in ranks.items()
     }
-    judges = combinations.CONDITIONS["model"].holds(case)
+    scoring_roles = combinations.CONDITIONS["model"].holds(case)
     chosen = {role: _own_of_role(role, settings, values) for role in ranks}
     for role in (name for name in ranks if name in MODELS and chosen[name]["offload"]):
         if found[role].use_torch_fsdp2:
             raise UsageError(f"--{role}-offload: not with --use-torch-fsdp2: sharded parameters stay where they are")
-    hosts = {role: role for role in ranks}
+    model_roles = {role: role for role in ranks}
     if "rollout" in ranks and ranks["rollout"] == ranks["actor"]:
-        hosts["rollout"] = "actor" if role_flags.runs_on(found["actor"], found["rollout"]) else "rollout"
+        model_roles["rollout"] = "actor" if role_flags.runs_on(found["actor"], found["rollout"]) else "rollout"
     return {
-        role: RoleSettings(role, span, found[role], host=hosts[role], has_model=role != "reward" or judges,
+        role: RoleSettings(role, span, found[role], model_role=model_roles[role], has_model=role != "reward" or scoring_roles,
                            **chosen[role])
         for role, span in ranks.items()
     }  # fmt: skip
@@ -214,7 +221,7 @@ def _own_of_role(role: str, settings: Settings, values: dict) -> dict:
     return {f.name: values.get(f"{role}-{f.name.replace('_', '-')}", getattr(settings, f.name)) for f in fields}
 
 
-def check_microbatches(program: Program):
+def check_microbatches(program: RunConfig):
     """UsageError unless each role's micro-batches hold its longest text; in training of a reward model, two of them."""
     texts = 2 if list(program.roles) == ["reward"] else 1
     for role in program.with_models():

@@ -52,7 +52,7 @@ class Batch:
     routes: Tensor = _token(torch.int16)  # [T], [L, k] each: experts in the MoE layers of the rank that wrote, or −1
 
     routing = None  # what routers do with the tokens: an attribute of micro-batches alone, no field
-    on_host = None  # `OnHost` of a micro-batch, likewise
+    host_metadata = None  # `HostMetadata` of a micro-batch, likewise
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -82,7 +82,7 @@ class Batch:
 
     def token_places(self, index: Tensor) -> Tensor:
         """[T'] int64 places in the batch of the tokens of the sequences at these places, in the order given."""
-        return spans(self.cu_seqlens[:-1][index], self.lengths[index])
+        return expand_ranges(self.cu_seqlens[:-1][index], self.lengths[index])
 
     def sorted(self) -> "Batch":
         """The same sequences in ascending `sequence_ids`."""
@@ -101,20 +101,20 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Beginnings:
+class SharedPrefix:
     """Sequences that begin with tokens which another one of them holds. Both int64 [N], on the host."""
 
-    owners: Tensor  # who holds each one's beginning: itself, or a sequence that shares nothing of another's
+    holders: Tensor  # who holds each one's beginning: itself, or a sequence that shares nothing of another's
     tokens: Tensor  # of the beginning: fewer than the sequence has, and than its owner has; 0 for owners
 
 
 @dataclass(frozen=True)
-class OnHost:
+class HostMetadata:
     """What the shapes of a micro-batch's pass follow from, on the host: no pass waits for the device to tell."""
 
     lengths: Tensor  # [N] int64
     response_mask: Tensor | None  # [T] bool; None where the batch has none
-    shared: Beginnings | None = None  # None: nothing is
+    shared: SharedPrefix | None = None  # None: nothing is
 
 
 @dataclass(frozen=True)
@@ -125,28 +125,36 @@ class FieldSpec:
     dtype: torch.dtype
 
 
-SHARED = ["tokens", "response_mask", "prompt_ids", "prompt_lengths", "finished"]  # what every role gets of a rollout
-AT_HOME = [*SHARED, "rollout_logprobs"]  # what the actor gets
-WRITTEN = ["sequence_ids", "lengths", *AT_HOME]  # all that a batch holds when it was written
+RESPONSE_FIELDS = [
+    "tokens",
+    "response_mask",
+    "prompt_ids",
+    "prompt_lengths",
+    "finished",
+]  # what every role gets of a rollout
+ACTOR_FIELDS = [*RESPONSE_FIELDS, "rollout_logprobs"]  # what the actor gets
+GENERATED_FIELDS = ["sequence_ids", "lengths", *ACTOR_FIELDS]  # all that a batch holds when it was written
 FIELDS = {f.name: FieldSpec(f.metadata["kind"], f.metadata["dtype"]) for f in dataclasses.fields(Batch)}
 
 
-def spans(starts: Tensor, counts: Tensor) -> Tensor:
+def expand_ranges(starts: Tensor, counts: Tensor) -> Tensor:
     """[Σ counts] int64: from each start on, so many places one after another."""
     shift = torch.repeat_interleave(starts - (counts.cumsum(0) - counts), counts)
     return shift + torch.arange(len(shift), device=shift.device)
 
 
-def common_beginnings(rows: Sequence[Sequence[int]], ids: Tensor) -> Tensor:
+def common_prefix_lengths(rows: Sequence[Sequence[int]], ids: Tensor) -> Tensor:
     """[N] int64: how many tokens all rows with the number `ids` [N] of a row begin with."""
     groups = {}
     for row, number in zip(rows, ids.tolist(), strict=True):
         groups.setdefault(number, []).append(row)
-    alike = {number: _alike(min(group), max(group)) for number, group in groups.items()}  # others lie between these
+    alike = {
+        number: _common_prefix_length(min(group), max(group)) for number, group in groups.items()
+    }  # others lie between these
     return torch.tensor([alike[number] for number in ids.tolist()], dtype=torch.int64)
 
 
-def _alike(one: Sequence[int], other: Sequence[int]) -> int:
+def _common_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
     shorter = min(len(one), len(other))
     return next((place for place in range(shorter) if one[place] != other[place]), shorter)
 
@@ -157,11 +165,11 @@ def concatenate(batches: list[Batch]) -> Batch:
     return Batch(**{name: torch.cat([getattr(b, name) for b in batches]) for name in names}).sorted()
 
 
-def empty(names: list[str], device) -> Batch:
+def empty_batch(names: list[str], device) -> Batch:
     """A batch of no sequences with these fields."""
     return Batch(**{name: torch.zeros(0, dtype=FIELDS[name].dtype, device=device) for name in names})
 
 
-def lane_of(sequence_ids: Tensor, lanes: int, samples_per_prompt: int) -> Tensor:
+def round_robin(sequence_ids: Tensor, replicas: int, samples_per_prompt: int) -> Tensor:
     """The lane that owns each sequence: prompts dealt in turn, all samples of a prompt together."""
-    return (sequence_ids // samples_per_prompt) % lanes
+    return (sequence_ids // samples_per_prompt) % replicas

@@ -11,18 +11,18 @@ import json
 import re
 from pathlib import Path
 
-from megarl.arguments import Program, RoleSettings
-from megarl.checkpoint import folders, state
+from megarl.arguments import RoleSettings, RunConfig
+from megarl.checkpoint import folders, run_state
+from megarl.comm.role_mesh import RoleGroups
 from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
-from megarl.mcore import model
+from megarl.mcore.model import gpt
 from megarl.observe.files import json_line, write_atomically
 from megarl.observe.timers import Timers
-from megarl.roles.rollout import Rollout
-from megarl.runtime.evaluation import Evaluation
-from megarl.runtime.run import check_given, check_save, create_world, encoder_of, launch
-from megarl.runtime.scoring import Scoring
-from megarl.world import Place
+from megarl.rollout.rollout import Rollout
+from megarl.trainers.evaluator import Evaluator
+from megarl.trainers.reward_factory import RewardFactory
+from megarl.trainers.trainer import build_role_encoder, check_required, check_save, create_role_mesh, launch
 
 SETTINGS = ("eval_prompts", "eval_samples", "eval_responses", "eval_temperature", "top_k", "top_p", "reward",
             "max_prompt_length", "max_response_length", "seed")  # fmt: skip
@@ -30,44 +30,46 @@ SETTINGS = ("eval_prompts", "eval_samples", "eval_responses", "eval_temperature"
 METRIC = re.compile("eval/(?:(.+?)/)??(reward/[^/]+|[^/]+)")  # task, metric; a term of --reward is a metric
 
 
-class Inputs:
+class EvaluationInputs:
     """Checkpoint, prompts, tokenizer and reward, read and checked before any rank joins another."""
 
-    def __init__(self, program: Program):
+    def __init__(self, program: RunConfig):
         s, actor = program.settings, program.roles["actor"]
-        check_given({"--load": s.load, "--eval-prompts": s.eval_prompts, "--tokenizer-model": s.tokenizer_model})
+        check_required({"--load": s.load, "--eval-prompts": s.eval_prompts, "--tokenizer-model": s.tokenizer_model})
         if other := actor.megatron.pretrained_checkpoint:
             raise UsageError(f"--pretrained-checkpoint {other}: weights come from --load; leave it out")
         check_save(s)
-        encoder = encoder_of(actor, s)
+        encoder = build_role_encoder(actor, s)
         self.tokenizer = encoder.tokenizer
         self.prompts = load_prompts(s.eval_prompts, "--eval-prompts")
         self.tokens = self.prompts.encode(encoder, s.max_prompt_length)
-        self.scoring = Scoring(program, self.prompts)
-        self.checkpoint = state.find_weights(s.load, "--load", "actor", actor.megatron, self.tokenizer.vocab_size)
+        self.scoring = RewardFactory(program, self.prompts)
+        self.checkpoint = run_state.find_weights(s.load, "--load", "actor", actor.megatron, self.tokenizer.vocab_size)
 
 
-def load_policy(role: RoleSettings, place: Place, vocab_size: int, checkpoint: Path) -> model.Stages | None:
+def load_policy(
+    role: RoleSettings, role_groups: RoleGroups, vocab_size: int, checkpoint: Path
+) -> gpt.ModelChunks | None:
     """The policy with a checkpoint's weights on this rank; None outside the role. Collective of the role."""
-    if not place.is_member:
+    if not role_groups.is_member:
         return None
-    policy = model.build_frozen(role.megatron, vocab_size, place.collection)
-    state.load_weights(checkpoint, policy, place.collection)
+    policy = gpt.build_frozen_model(role.megatron, vocab_size, role_groups.pg_collection)
+    run_state.load_weights(checkpoint, policy, role_groups.pg_collection)
     return policy
 
 
-def evaluate(program: Program, timers: Timers):
+def evaluate(program: RunConfig, timers: Timers):
     """Builds the policy, lets it write, scores, prints a table and leaves the results in `--save`."""
-    inputs, s, roles = Inputs(program), program.settings, program.roles
+    inputs, s, roles = EvaluationInputs(program), program.settings, program.roles
     if program.check:
         raise SystemExit(0)
-    world = create_world(program)
-    policy = load_policy(roles["actor"], world["actor"], inputs.tokenizer.vocab_size, inputs.checkpoint)
-    rollout = Rollout(s, roles["rollout"], world, policy, inputs.tokenizer, timers)
-    reward = inputs.scoring.role(world["reward"], inputs.tokenizer, timers)
-    rollout.refresh()
-    evaluation = Evaluation(s, world, rollout, reward, inputs.prompts, inputs.tokens, timers)
-    metrics = evaluation.run()
+    mesh = create_role_mesh(program)
+    policy = load_policy(roles["actor"], mesh["actor"], inputs.tokenizer.vocab_size, inputs.checkpoint)
+    rollout = Rollout(s, roles["rollout"], mesh, policy, inputs.tokenizer, timers)
+    reward = inputs.scoring.role(mesh["reward"], inputs.tokenizer, timers)
+    rollout.sync_weights()
+    evaluation = Evaluator(s, mesh, rollout, reward, inputs.prompts, inputs.tokens, timers)
+    metrics = evaluation.evaluate()
     reward.verifiers.close()
     if metrics is not None:
         print(table(metrics), flush=True)
@@ -90,7 +92,7 @@ def table(metrics: dict[str, float]) -> str:
     return "\n".join("  ".join([line[0].ljust(widths[0]), *rest]) for line, rest in zip(lines, cells, strict=True))
 
 
-def write_results(folder: Path, checkpoint: Path, evaluation: Evaluation, metrics: dict, samples: list[dict]):
+def write_results(folder: Path, checkpoint: Path, evaluation: Evaluator, metrics: dict, samples: list[dict]):
     """`DIR/evaluation.json`: what was evaluated, how, and all metrics; `DIR/samples.jsonl`: every response."""
     manifest = folders.read_manifest(checkpoint, "--load")
     row = {

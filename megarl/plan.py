@@ -37,10 +37,12 @@ def main(argv: list[str]):
     for flag, value in (("--world-size", chosen.world_size), ("--vocab-size", chosen.vocab_size)):
         if value is not None and value < 1:
             raise UsageError(f"{flag} {value}: allowed is a number above 0")
-    from megarl.mcore import fake  # imports Megatron: only once the program's own flags are known to be right
+    from megarl.mcore.parallel import (
+        fake_world,  # imports Megatron: only once the program's own flags are known to be right
+    )
     from megarl.planning import summary, table
 
-    with fake.world(chosen.world_size):
+    with fake_world.fake_world(chosen.world_size):
         program = arguments.parse(rest, chosen.world_size)
     warn(program.warnings)
     arguments.check_microbatches(program)

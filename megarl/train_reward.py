@@ -6,13 +6,13 @@ is known, the `margin` of the preference; `--global-batch-size` counts pairs. La
     torchrun --nproc-per-node 2 -m megarl.train_reward --config configs/rlhf_reward.yaml
 """
 
-from megarl.runtime.preference_training import PreferenceTraining
-from megarl.runtime.run import launch
+from megarl.trainers.preferences_trainer import RewardModelTrainer
+from megarl.trainers.trainer import launch
 
 
 def train(program, timers):
     """One mini-batch of pairs a step: scores, loss, update."""
-    run = PreferenceTraining(program, timers)
+    run = RewardModelTrainer(program, timers)
     for step in run.steps():
         run.learn(run.next_examples(), step)
         run.finish()

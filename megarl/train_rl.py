@@ -6,30 +6,30 @@ elsewhere. Launch it with torchrun or srun:
     torchrun --nproc-per-node 4 -m megarl.train_rl --config configs/quickstart.yaml
 """
 
-from megarl.runtime.reinforce import Reinforcement
-from megarl.runtime.run import launch
+from megarl.trainers.rl import RLTrainer
+from megarl.trainers.trainer import launch
 
 
 def train(program, timers):
     """The whole algorithm: write, score, judge, learn."""
-    run = Reinforcement(program, timers)
+    run = RLTrainer(program, timers)
     actor, critic, reward, reference, experience = run.actor, run.critic, run.reward, run.reference, run.experience
     for step, flow in run.batches():
-        flow.share(["actor", "reward", "reference", "critic"])
+        flow.dispatch(["actor", "reward", "reference", "critic"])
         run.replay.share(flow, step)
         reward.score(flow, run.prompts)
         reference.logprobs(flow)
         critic.values(flow)
         actor.logprobs(flow, step)
 
-        flow.collect({"reward": ["scores", "correct"], "reference": ["reference_logprobs"], "critic": ["values"]})
-        experience.complete(flow)
-        flow.give("critic", ["returns"])
+        flow.gather({"reward": ["scores", "correct"], "reference": ["reference_logprobs"], "critic": ["values"]})
+        experience.compute(flow)
+        flow.scatter("critic", ["returns"])
 
-        run.sampling.write_ahead(step + 1)
+        run.sampling.prefetch(step + 1)
         critic.update(flow, step)
         actor.update(flow, step, experience.kl_coefficient)
-        run.rollout.refresh()
+        run.rollout.sync_weights()
         run.finish(flow)
     run.close()
 

@@ -6,13 +6,13 @@ assistant says. Launch it with torchrun or srun:
     torchrun --nproc-per-node 2 -m megarl.train_sft --config configs/quickstart_sft.yaml
 """
 
-from megarl.runtime.fine_tuning import FineTuning
-from megarl.runtime.run import launch
+from megarl.trainers.sft import SFTTrainer
+from megarl.trainers.trainer import launch
 
 
 def train(program, timers):
     """One mini-batch a step: forward, loss over response tokens, update."""
-    run = FineTuning(program, timers)
+    run = SFTTrainer(program, timers)
     for step in run.steps():
         run.learn(run.next_examples(), step)
         run.finish()

@@ -23,7 +23,7 @@ for argument in "$@"; do [[ $argument == --durations=* ]] || whole=false; done
 status=0
 if $whole; then
     halves=("" "")
-    files=(tests/test_*.py)
+    mapfile -t files < <(find tests -name "test_*.py" | sort)
     for i in "${!files[@]}"; do halves[i % 2]+=" ${files[i]}"; done
     printed=$(mktemp)
     trap 'kill "${other:-}" 2>/dev/null || true; rm -f "$printed"' EXIT

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from megarl.errors import ArgumentParser, UsageError
 from megarl.observe.files import write_atomically
-from megarl.observe.metrics import FILE_NAME, read_metrics
+from megarl.observe.metrics_file import FILE_NAME, read_metrics
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"

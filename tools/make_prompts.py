@@ -46,11 +46,15 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="which questions, and which of them are held out")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the three files")
     parser.add_argument(
-        "--task-option", action="append", default=[], metavar="NAME=VALUE",
+        "--task-option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
         help="a field of the task's configuration, its value in YAML, e.g. max_digits=2 or 'operators=[\"+\"]'",
     )
     parser.add_argument(
-        "--prompt-template", default="{question}",
+        "--prompt-template",
+        default="{question}",
         help="text of a prompt; {question} and {metadata[FIELD]} are filled in from the entry",
     )
     arguments = parser.parse_args(argv)

@@ -99,8 +99,10 @@ def reward_model(work: Path, save: Path, extra: str):
 
 def _rlhf_stages(folder: Path, data: Path):
     python = shlex.quote(sys.executable)
-    shell(f"{python} tools/make_prompts.py --task spell_backward --train 600 --heldout 100 --seed 1 --out {data} "
-          "--prompt-template '{metadata[word]} backward:' --task-option min_word_len=3 --task-option max_word_len=6")
+    shell(
+        f"{python} tools/make_prompts.py --task spell_backward --train 600 --heldout 100 --seed 1 --out {data} "
+        "--prompt-template '{metadata[word]} backward:' --task-option min_word_len=3 --task-option max_word_len=6"
+    )
     shell(f"{python} tools/train_tokenizer.py --input {data}/train.jsonl --vocab-size 72 --out {data}/tokenizer")
     shell(f"{python} tools/train_tokenizer.py --input {data}/train.jsonl --vocab-size 328 --kind bpe "
           "--eos-token '<|end|>' --special '<|user|>' '<|assistant|>' --chat-template configs/rlhf_chat.jinja "
@@ -111,9 +113,11 @@ def _rlhf_stages(folder: Path, data: Path):
     for part in ("train", "heldout"):
         program(2, "evaluate", f"--config configs/rlhf_samples.yaml {policy} --eval-prompts {data}/{part}.jsonl "
                 f"--load {folder}/sft --eval-samples 600 --save {folder}/samples/{part}")  # fmt: skip
-    shell(f"{python} tools/make_preferences.py --seed 1 --out {folder}/preferences --min-gap 0.05 --corrupted-pairs 3 "
-          f"--prompts {data}/train.jsonl --samples {folder}/samples/train/samples.jsonl "
-          f"--heldout-prompts {data}/heldout.jsonl --heldout-samples {folder}/samples/heldout/samples.jsonl")
+    shell(
+        f"{python} tools/make_preferences.py --seed 1 --out {folder}/preferences --min-gap 0.05 --corrupted-pairs 3 "
+        f"--prompts {data}/train.jsonl --samples {folder}/samples/train/samples.jsonl "
+        f"--heldout-prompts {data}/heldout.jsonl --heldout-samples {folder}/samples/heldout/samples.jsonl"
+    )
     fresh = folder / "fresh.yaml"  # the reward model starts from random weights
     fresh.write_text("pretrained-checkpoint: null\n", encoding="utf-8")
     program(2, "train_reward", f"--config configs/rlhf_reward.yaml {fresh} --tokenizer-model {data}/reward-tokenizer "

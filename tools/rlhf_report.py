@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from megarl.errors import ArgumentParser, UsageError
 from megarl.observe.files import write_atomically
-from megarl.observe.metrics import FILE_NAME, read_metrics
+from megarl.observe.metrics_file import FILE_NAME, read_metrics
 from megarl.observe.report_axes import GREY, legend, line, not_recorded, series, set_title, start_at_zero
 
 STAGES = ("sft", "reward", "ppo")

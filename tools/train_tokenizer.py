@@ -44,7 +44,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--special", nargs="+", default=[], metavar="TOKEN", help="more tokens for a chat template")
     parser.add_argument("--chat-template", metavar="FILE", help="bpe: Jinja file that the tokenizer is to bring")
     parser.add_argument(
-        "--byte-fallback", action="store_true",
+        "--byte-fallback",
+        action="store_true",
         help="256 pieces more, so that characters outside the input are spelt as bytes rather than lost (bpe: always)",
     )
     arguments = parser.parse_args(argv)
@@ -90,13 +91,25 @@ def train(
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts), model_writer=model, model_type="bpe", vocab_size=vocab_size,
-            hard_vocab_limit=False, character_coverage=1.0, byte_fallback=byte_fallback, split_digits=True,
-            normalization_rule_name="identity", add_dummy_prefix=False, remove_extra_whitespaces=False,
-            bos_piece=bos, eos_piece=eos, control_symbols=list(special),
+            sentence_iterator=iter(texts),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            hard_vocab_limit=False,
+            character_coverage=1.0,
+            byte_fallback=byte_fallback,
+            split_digits=True,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            bos_piece=bos,
+            eos_piece=eos,
+            control_symbols=list(special),
             # Longer texts would be skipped, and their characters with them; 10 is the least it takes.
             max_sentence_length=max(10, *(len(text.encode()) + 1 for text in texts)),
-            num_threads=1, minloglevel=2, **_SPECIAL_IDS,
+            num_threads=1,
+            minloglevel=2,
+            **_SPECIAL_IDS,
         )
     except (RuntimeError, OSError) as error:
         raise UsageError(f"--input: SentencePiece cannot train on this text: {error}") from None

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from megarl.errors import UsageError
-from megarl.mcore import checkpoint
+from megarl.mcore.weights import dist_checkpoint
 from megarl.observe.files import write_atomically
 
 MANIFEST = "manifest.json"
@@ -140,7 +140,7 @@ def source_of(folder: Path, flag: str) -> str:
 def read_shapes(folder: Path, flag: str) -> dict[str, tuple[int, ...]]:
     """Global shapes of a checkpoint's tensors; UsageError when its metadata cannot be read."""
     try:
-        return checkpoint.tensor_shapes(folder)
+        return dist_checkpoint.tensor_shapes(folder)
     except Exception as error:  # a damaged pickle can raise anything
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise UsageError(f"{flag} {folder}: unreadable checkpoint ({reason})") from None

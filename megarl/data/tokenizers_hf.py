@@ -46,8 +46,8 @@ class HuggingFaceTokenizer:
         for name, token in named.items():
             if token not in vocabulary:
                 raise UsageError(f"{where}: {name} {token!r} is not in the vocabulary of {file.name}")
-        self._known = frozenset(vocabulary.values())
-        self.vocab_size = max(self._known) + 1
+        self._extra_fields = frozenset(vocabulary.values())
+        self.vocab_size = max(self._extra_fields) + 1
         self.eos_token = named.get("eos_token") or self._usual_eos(where)
         self.bos_token = named.get("bos_token")
         self.eos_id = vocabulary[self.eos_token]
@@ -78,7 +78,7 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`; special tokens vanish, an id without a token becomes U+FFFD."""
         kept = (int(i) for i in ids if int(i) not in self._special_ids)
-        runs = itertools.groupby(kept, key=self._known.__contains__)
+        runs = itertools.groupby(kept, key=self._extra_fields.__contains__)
         return "".join(
             self._plain.decode(list(run), skip_special_tokens=False) if known else NO_PIECE * len(list(run))
             for known, run in runs

@@ -15,7 +15,7 @@ from megarl.flags.settings import Settings, whole_numbers
 from megarl.rewards.expression import Term
 
 
-class Case(NamedTuple):
+class FlagContext(NamedTuple):
     """A run as its flags describe it, before any model is built."""
 
     program: str
@@ -34,7 +34,7 @@ class Case(NamedTuple):
 class Condition(NamedTuple):
     """When it holds, and why flags that need it have no effect where it does not; {fields} of the settings in it."""
 
-    holds: Callable[[Case], bool]
+    holds: Callable[[FlagContext], bool]
     reason: str
 
 
@@ -92,7 +92,7 @@ CONDITIONS: dict[str, Condition] = {
 }  # fmt: skip
 
 
-class Rule(NamedTuple):
+class FlagRule(NamedTuple):
     """A flag, its value, whether the combination is fine, and what is wrong with it otherwise."""
 
     flag: str
@@ -106,40 +106,38 @@ def condition(name: str) -> Condition:
     return _of_loss(name.removeprefix("loss:")) if name.startswith("loss:") else CONDITIONS[name]
 
 
-def without_effect(case: Case, given: dict[str, str | None]) -> dict[str, str]:
+def without_effect(case: FlagContext, given: dict[str, str | None]) -> dict[str, str]:
     """Flags that have no effect in a run -> why.
 
     `given`: the flags that somebody gave, on the command line or in a config file, each with the name of the condition
     under which it has an effect, if there is one.
     """
     return {
-        flag: reason(case, name)
-        for flag, name in given.items()
-        if name is not None and not condition(name).holds(case)
+        flag: reason(case, name) for flag, name in given.items() if name is not None and not condition(name).holds(case)
     }
 
 
 def warning(idle: dict[str, str]) -> str:
     """One line that says which flags have no effect, those with one reason together."""
-    together: dict[str, list[str]] = {}
+    sequences_per_example: dict[str, list[str]] = {}
     for flag, why in idle.items():
-        together.setdefault(why, []).append(flag)
-    return "without effect: " + "; ".join(f"{', '.join(flags)} ({why})" for why, flags in together.items())
+        sequences_per_example.setdefault(why, []).append(flag)
+    return "without effect: " + "; ".join(f"{', '.join(flags)} ({why})" for why, flags in sequences_per_example.items())
 
 
-def check(case: Case):
+def check(case: FlagContext):
     """Raises UsageError with the first rule that is broken."""
     for rule in rules(case):
         if not rule.holds:
             raise UsageError(f"{rule.flag} {rule.value}: {rule.reason}")
 
 
-def reason(case: Case, name: str) -> str:
+def reason(case: FlagContext, name: str) -> str:
     """Why flags that need a condition have no effect."""
     return condition(name).reason.format_map(vars(case.settings))
 
 
-def rules(case: Case) -> list[Rule]:
+def rules(case: FlagContext) -> list[FlagRule]:
     """Every rule for a run; always as many."""
     s = case.settings
     of_case = (_rewards(case), _sampling(case), _advantages(case), _replay(case))
@@ -147,100 +145,100 @@ def rules(case: Case) -> list[Rule]:
     return [rule for part in parts for rule in part]
 
 
-def _rewards(case: Case) -> list[Rule]:
+def _rewards(case: FlagContext) -> list[FlagRule]:
     s, names = case.settings, case.rewards
     return [
-        Rule("--reward", s.reward, "model" not in names or s.reward_model is not None,
+        FlagRule("--reward", s.reward, "model" not in names or s.reward_model is not None,
              "needs --reward-model: the folder of a run of train_reward"),
-        Rule("--greedy-baseline", s.greedy_baseline, not s.greedy_baseline or not (s.reward_normalize or s.reward_clip),
+        FlagRule("--greedy-baseline", s.greedy_baseline, not s.greedy_baseline or not (s.reward_normalize or s.reward_clip),
              "takes plain scores; not with --reward-normalize or --reward-clip"),
-        Rule("--reward", s.reward, "regex" not in names or s.reward_pattern is not None, "needs a --reward-pattern"),
-        Rule("--reward", s.reward, "remote" not in names or s.reward_url is not None, "needs a --reward-url"),
+        FlagRule("--reward", s.reward, "regex" not in names or s.reward_pattern is not None, "needs a --reward-pattern"),
+        FlagRule("--reward", s.reward, "remote" not in names or s.reward_url is not None, "needs a --reward-url"),
     ]  # fmt: skip
 
 
-def _sampling(case: Case) -> list[Rule]:
+def _sampling(case: FlagContext) -> list[FlagRule]:
     s, sequences, partial = case.settings, case.settings.sequences_per_step, case.settings.partial_rollouts
     return [
-        Rule("--minibatch-size", s.minibatch_size, s.minibatch_size is None or s.minibatch_size <= sequences,
+        FlagRule("--minibatch-size", s.minibatch_size, s.minibatch_size is None or s.minibatch_size <= sequences,
              f"allowed is at most --prompts-per-step × --samples-per-prompt = {sequences}"),
-        Rule("--group-filter", s.group_filter, s.group_filter == "none" or s.samples_per_prompt > 1,
+        FlagRule("--group-filter", s.group_filter, s.group_filter == "none" or s.samples_per_prompt > 1,
              "needs --samples-per-prompt 2 or more: a group of one has nothing to differ from"),
-        Rule("--dynamic-sampling", s.dynamic_sampling, not s.dynamic_sampling or s.group_filter != "none",
+        FlagRule("--dynamic-sampling", s.dynamic_sampling, not s.dynamic_sampling or s.group_filter != "none",
              "needs a --group-filter, which says what the batch is filled with"),
-        Rule("--over-sampling", s.over_sampling, s.over_sampling == 1 or not s.one_step_off,
+        FlagRule("--over-sampling", s.over_sampling, s.over_sampling == 1 or not s.one_step_off,
              "not with --one-step-off: which groups come first is known at the end of all"),
-        Rule("--partial-rollouts", partial, not partial or s.over_sampling > 1,
+        FlagRule("--partial-rollouts", partial, not partial or s.over_sampling > 1,
              "needs --over-sampling above 1: else every group of a round is written to its end"),
-        Rule("--partial-rollouts", partial, not partial or s.rollout_correction != "none",
+        FlagRule("--partial-rollouts", partial, not partial or s.rollout_correction != "none",
              "needs a --rollout-correction: the policies that wrote a part are behind the one that learns"),
-        Rule("--overlong-buffer", s.overlong_buffer, s.overlong_buffer <= s.max_response_length,
+        FlagRule("--overlong-buffer", s.overlong_buffer, s.overlong_buffer <= s.max_response_length,
              f"allowed is at most --max-response-length {s.max_response_length}"),
     ]  # fmt: skip
 
 
-def _overlap(s: Settings) -> list[Rule]:
+def _overlap(s: Settings) -> list[FlagRule]:
     ahead = s.one_step_off
     verdicts = {"--group-filter": s.group_filter != "none", "--greedy-baseline": s.greedy_baseline}
     written = [name for name, wants in verdicts.items() if wants]
     return [
-        Rule("--one-step-off", ahead, not ahead or s.rollout_correction != "none",
+        FlagRule("--one-step-off", ahead, not ahead or s.rollout_correction != "none",
              "needs a --rollout-correction: the policy that writes is one step behind the one that learns"),
-        Rule("--one-step-off", ahead, not ahead or not written, f"not with {', '.join(written)}: nobody scores what is"
+        FlagRule("--one-step-off", ahead, not ahead or not written, f"not with {', '.join(written)}: nobody scores what is"
              " being written ahead"),
-        Rule("--one-step-off", ahead, not ahead or not s.critic_warmup_steps, "not with --critic-warmup-steps"),
+        FlagRule("--one-step-off", ahead, not ahead or not s.critic_warmup_steps, "not with --critic-warmup-steps"),
     ]  # fmt: skip
 
 
-def _advantages(case: Case) -> list[Rule]:
+def _advantages(case: FlagContext) -> list[FlagRule]:
     s, needs = case.settings, case.estimator.needs
     return [
-        Rule("--samples-per-prompt", s.samples_per_prompt, "groups" not in needs or s.samples_per_prompt > 1,
+        FlagRule("--samples-per-prompt", s.samples_per_prompt, "groups" not in needs or s.samples_per_prompt > 1,
              f"--advantage {s.advantage} compares the responses to one prompt; allowed is 2 or more"),
-        Rule("--advantage", s.advantage, "baselines" not in needs or s.greedy_baseline,
+        FlagRule("--advantage", s.advantage, "baselines" not in needs or s.greedy_baseline,
              "needs --greedy-baseline: the reward of a greedy response is subtracted"),
     ]  # fmt: skip
 
 
-def _kl(s: Settings) -> list[Rule]:
+def _kl(s: Settings) -> list[FlagRule]:
     adapts, sequences = s.kl_controller == "adaptive", s.sequences_per_step
     return [
-        Rule("--kl-estimator", s.kl_estimator, s.kl_in == "loss" or not s.kl_estimator.endswith("+"),
+        FlagRule("--kl-estimator", s.kl_estimator, s.kl_in == "loss" or not s.kl_estimator.endswith("+"),
              "needs --kl-in loss: it changes the gradient alone, and a reward has none"),
-        Rule("--kl-controller", s.kl_controller, not adapts or s.kl_target is not None, "needs a --kl-target"),
+        FlagRule("--kl-controller", s.kl_controller, not adapts or s.kl_target is not None, "needs a --kl-target"),
         # β must stay above 0: the largest step down is the factor 1 − 0.2·n/horizon.
-        Rule("--kl-horizon", s.kl_horizon, not adapts or s.kl_horizon > 0.2 * sequences,
+        FlagRule("--kl-horizon", s.kl_horizon, not adapts or s.kl_horizon > 0.2 * sequences,
              f"allowed is more than 0.2 × {sequences} responses of a step"),
     ]  # fmt: skip
 
 
-def _correction(s: Settings) -> list[Rule]:
+def _correction(s: Settings) -> list[FlagRule]:
     kind, level, cap, floor = (
         s.rollout_correction, s.rollout_correction_level, s.rollout_correction_cap, s.rollout_correction_floor,
     )  # fmt: skip
     return [
-        Rule("--rollout-correction", kind, kind != "icepop" or floor is not None, "needs a --rollout-correction-floor"),
-        Rule("--rollout-correction", kind, kind != "icepop" or level == "token",
+        FlagRule("--rollout-correction", kind, kind != "icepop" or floor is not None, "needs a --rollout-correction-floor"),
+        FlagRule("--rollout-correction", kind, kind != "icepop" or level == "token",
              f"masks single tokens; not with --rollout-correction-level {level}"),
-        Rule("--rollout-correction", kind, kind != "tis" or level != "geometric",
+        FlagRule("--rollout-correction", kind, kind != "tis" or level != "geometric",
              "truncates importance weights, which a geometric mean is not; allowed levels are token, sequence"),
-        Rule("--rollout-correction-floor", floor, floor is None or floor <= cap,
+        FlagRule("--rollout-correction-floor", floor, floor is None or floor <= cap,
              f"allowed is at most --rollout-correction-cap {cap}"),
     ]  # fmt: skip
 
 
-def _replay(case: Case) -> list[Rule]:
+def _replay(case: FlagContext) -> list[FlagRule]:
     wants = case.settings.router_replay_reference
     return [
-        Rule("--router-replay-reference", wants, not wants or "reference" in case.roles,
+        FlagRule("--router-replay-reference", wants, not wants or "reference" in case.roles,
              "the run has no reference: --kl-coefficient is 0 and --role-map names none"),
     ]  # fmt: skip
 
 
-def _evaluation(s: Settings) -> list[Rule]:
+def _evaluation(s: Settings) -> list[FlagRule]:
     responses, largest = s.eval_responses, max(whole_numbers(s.eval_k)) if s.eval_k else 1
     return [
-        Rule("--eval-responses", responses, responses == 1 or s.eval_temperature > 0,
+        FlagRule("--eval-responses", responses, responses == 1 or s.eval_temperature > 0,
              "needs --eval-temperature above 0: greedy responses are all equal"),
-        Rule("--eval-k", s.eval_k, largest <= responses, f"allowed is at most --eval-responses {responses}"),
+        FlagRule("--eval-k", s.eval_k, largest <= responses, f"allowed is at most --eval-responses {responses}"),
     ]  # fmt: skip

@@ -10,11 +10,11 @@ import math
 from collections.abc import Callable
 
 from megarl.algorithms.aggregation import AGGREGATIONS
-from megarl.algorithms.correction import CORRECTIONS, LEVELS
 from megarl.algorithms.estimators import ESTIMATORS
 from megarl.algorithms.kl import KL_KINDS
 from megarl.algorithms.normalization import ENSEMBLES
 from megarl.algorithms.policy_losses import POLICY_LOSSES
+from megarl.algorithms.rollout_correction import CORRECTIONS, LEVELS
 from megarl.rewards.expression import NAMES
 
 MODELS = ("actor", "critic", "reward", "reference")  # roles that run a model over packed text
@@ -215,7 +215,7 @@ class Settings:
         sequences = self.sequences_per_step
         return self.ppo_epochs * -(-sequences // (self.minibatch_size or sequences))
 
-    def learns_on_policy(self, sequences: int) -> bool:
+    def updates_on_policy(self, sequences: int) -> bool:
         """Whether a batch's one update is the first to run the actor over it: nothing asks for log-probs before."""
         is_only_update = self.ppo_epochs == 1 and (self.minibatch_size or sequences) >= sequences
         return is_only_update and not (self.kl_in == "reward" and self.kl_coefficient > 0)

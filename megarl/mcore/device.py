@@ -77,7 +77,7 @@ class CpuEvent:
 
 
 class CpuStream:
-    """A `torch.cuda.Stream` on a device without queues."""
+    """A `torch.cuda.TokenStream` on a device without queues."""
 
     cuda_stream = 0
 
@@ -221,10 +221,12 @@ def _patch_megatron():
     import megatron.core.transformer.attention as attention
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
-    from megarl.mcore.linear import parallel_linear
+    from megarl.mcore.kernels.linear import parallel_linear
 
     layers.ColumnParallelLinear._forward_impl = layers.RowParallelLinear._forward_impl = parallel_linear
-    attention.is_fa_min_version = lambda *_: True  # the check only guards the kernel that mcore/attention.py replaces
+    attention.is_fa_min_version = lambda *_: (
+        True
+    )  # the check only guards the kernel that mcore/attention/packed_attention.py replaces
     dynamic_context.triton_append_key_value_cache = None
     communication._is_cuda = _nothing()
     # "On the CPU already" leaves split sizes as tensors, which all_to_all_single does not take.

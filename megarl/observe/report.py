@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megarl.errors import UsageError
 from megarl.observe.files import write_atomically
-from megarl.observe.metrics import FILE_NAME, read_metrics
+from megarl.observe.metrics_file import FILE_NAME, read_metrics
 from megarl.observe.report_axes import series
 from megarl.observe.report_figure import draw_report
 

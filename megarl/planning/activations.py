@@ -7,11 +7,11 @@ that of its pieces, for which `PIECES` is a typical surcharge. Experts are taken
 
 import torch
 
-from megarl.mcore.fake import stage_layers
-from megarl.mcore.flags import parallel_sizes
-from megarl.mcore.layers import moe_layers
-from megarl.mcore.model import padded_vocab_size
-from megarl.mcore.tensor_parallel import LARGEST_KEPT, row_chunks
+from megarl.mcore.config.megatron_flags import parallel_sizes
+from megarl.mcore.kernels.vocab_parallel_logprobs import LARGEST_KEPT, row_chunks
+from megarl.mcore.model.gpt import padded_vocab_size
+from megarl.mcore.model.layer_specs import moe_layer_pattern
+from megarl.mcore.parallel.fake_world import stage_layers
 from megarl.planning.parameters import SCALAR_HEAD
 
 PIECES = 1.2
@@ -77,7 +77,7 @@ def of_chunk(args, layers: range, tokens: int, last: bool, value_head: bool = Fa
     when that of the others is over.
     """
     n, s = _tokens(args, tokens)
-    kinds, b = moe_layers(args), args.params_dtype.itemsize
+    kinds, b = moe_layer_pattern(args), args.params_dtype.itemsize
     sizes = [of_layer(args, kinds[layer], tokens, fused) for layer in layers]
     kept, working = sum(sizes), 0.0
     if args.recompute_granularity == "full" and sizes:
@@ -108,7 +108,7 @@ def of_stage(args, stage: int, kind: str, tokens: int, microbatches: int, fused:
 
     Interleaved, each chunk holds the same share of the micro-batches in flight.
     """
-    chunks, kinds = stage_layers(args)[stage], moe_layers(args)
+    chunks, kinds = stage_layers(args)[stage], moe_layer_pattern(args)
     last = stage == args.pipeline_model_parallel_size - 1
     if kind not in ("train", "value"):
         return int(max((of_layer(args, kinds[i], tokens, fused) for chunk in chunks for i in chunk), default=0))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megarl.mcore.flags import parallel_sizes
+from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.planning import activations
 from megarl.planning.parameters import SCALAR_HEAD, Weight, is_half, stage_weights
 
@@ -50,7 +50,7 @@ class Memory:
         return sum(loaded.values()) + max(self.activations + self.logits, states)
 
     @property
-    def host(self) -> int:
+    def model_role(self) -> int:
         """Bytes of offloaded parts in host memory; gradients are not kept between updates."""
         return sum(getattr(self, part) for part in self.offloaded if part != "gradients")
 
@@ -62,7 +62,7 @@ class Memory:
     def dict(self) -> dict:
         """Every part, the peak on the device, and what is in host memory."""
         parts = {f.name: getattr(self, f.name) for f in fields(self) if f.type is int}
-        return parts | {"total": self.total, "host": self.host}
+        return parts | {"total": self.total, "host": self.model_role}
 
 
 class GradientBuffer(NamedTuple):
@@ -189,8 +189,8 @@ def stage_memory(role, vocab_size: int, kind: str, tokens: int, microbatches: in
         logits = activations.of_logits(args, vocab_size, kind, tokens) if stage == len(stages) - 1 else 0
         if args.use_torch_fsdp2:
             held += gathered(chunks)
-        persistent = _persistent(chunks, args, kind, stage) if role.host == role.name else (0, 0, 0)
-        shared = min(kv_cache, _largest_buffer(chunks, args, stage)) if role.host != role.name else 0
+        persistent = _persistent(chunks, args, kind, stage) if role.model_role == role.name else (0, 0, 0)
+        shared = min(kv_cache, _largest_buffer(chunks, args, stage)) if role.model_role != role.name else 0
         found.append(Memory(*persistent, kv_cache, held, logits, offloaded, shared))
     return found
 

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.mcore.fake import stage_layers
-from megarl.mcore.flags import parallel_sizes
-from megarl.mcore.groups import ParallelSizes
-from megarl.mcore.layers import moe_layers
-from megarl.mcore.model import padded_vocab_size
+from megarl.mcore.config.megatron_flags import parallel_sizes
+from megarl.mcore.model.gpt import padded_vocab_size
+from megarl.mcore.model.layer_specs import moe_layer_pattern
+from megarl.mcore.parallel.fake_world import stage_layers
+from megarl.mcore.parallel.process_groups import ParallelSizes
 
 SCALAR_HEAD = ("value", "reward model")  # kinds of roles, as `memory.stage_memory` names them, with one output a token
 
@@ -52,7 +52,7 @@ class ParameterTotals(NamedTuple):
 
 def parameter_totals(args, vocab_size: int, value_head: bool) -> ParameterTotals:
     """Counts of a role's model: total = all weights; active = total − (1 − k/E) · routed experts."""
-    unsplit, kinds = ParallelSizes(), moe_layers(args)
+    unsplit, kinds = ParallelSizes(), moe_layer_pattern(args)
     weights = [(1, _chunk(args, vocab_size, value_head, range(0), True, True, unsplit))]
     weights += [(kinds.count(is_moe), _layer(args, unsplit, is_moe)) for is_moe in set(kinds)]
     total = sum(times * w.elements for times, held in weights for w in held)
@@ -73,7 +73,7 @@ def _chunk(args, vocab_size: int, value_head: bool, layers: range, first: bool, 
         if args.position_embedding_type == "learned_absolute":
             rows = args.max_position_embeddings
             found.append(Weight("embedding.position_embeddings.weight", rows, rows * hidden, size))
-    kinds = moe_layers(args)
+    kinds = moe_layer_pattern(args)
     for number, layer in enumerate(layers):
         own = _layer(args, sizes, kinds[layer])
         found += [w._replace(name=f"decoder.layers.{number}.{w.name}") for w in own]

@@ -6,10 +6,10 @@ from datetime import timedelta
 import numpy as np
 import torch.distributed as dist
 
-from megarl import world
-from megarl.mcore import fake
-from megarl.mcore.flags import parallel_sizes
-from megarl.mcore.model import padded_vocab_size
+from megarl.comm import role_mesh
+from megarl.mcore.config.megatron_flags import parallel_sizes
+from megarl.mcore.model.gpt import padded_vocab_size
+from megarl.mcore.parallel import fake_world
 from megarl.planning import traffic
 from megarl.planning.memory import GIB, Memory, stage_memory
 from megarl.planning.parameters import SCALAR_HEAD, ParameterTotals, parameter_totals
@@ -25,7 +25,7 @@ class RolePlan:
 
     name: str
     ranks: range
-    host: str
+    model_role: str
     sizes: dict[str, int | bool]
     parameters: ParameterTotals | None
     stages: list[Memory]
@@ -93,25 +93,27 @@ def create_groups(roles: dict, world_size: int) -> dict:
     """Places of all roles, their groups created as the programs do, as the first rank of each role sees them."""
     places = {}
     for rank in sorted({role.ranks.start for role in roles.values()}):
-        with fake.world(world_size, rank):
-            places = world.create(roles, timedelta(minutes=1)).places
+        with fake_world.fake_world(world_size, rank):
+            places = role_mesh.create_mesh(roles, timedelta(minutes=1)).places
             for name, role in roles.items():
                 _check_groups(role, places[name], rank)
     return places
 
 
-def _check_groups(role, place, rank: int):
+def _check_groups(role, role_groups, rank: int):
     """Checks the sizes of all replicas and of this rank's groups, and that every rank of the role is in a replica."""
     sizes, ranks = parallel_sizes(role.megatron), len(role.ranks)
-    fine = sorted(r for replica in place.lanes for r in replica) == list(role.ranks)
-    fine = fine and {len(replica) for replica in place.lanes} == {sizes.lane_size()}
+    fine = sorted(r for replica in role_groups.replicas for r in replica) == list(role.ranks)
+    fine = fine and {len(replica) for replica in role_groups.replicas} == {sizes.replica_size()}
     if rank in role.ranks:
         wanted = {
             "tp": sizes.tensor, "pp": sizes.pipeline, "cp": sizes.context, "dp": sizes.data(ranks),
             "ep": sizes.expert, "expt_tp": sizes.expert_tensor, "expt_dp": sizes.expert_data(ranks),
             "intra_dist_opt": ranks,
         }  # fmt: skip
-        fine = fine and all(dist.get_world_size(getattr(place.collection, n)) == size for n, size in wanted.items())
+        fine = fine and all(
+            dist.get_world_size(getattr(role_groups.pg_collection, n)) == size for n, size in wanted.items()
+        )
     if not fine:
         raise RuntimeError(f"{role.name}: groups seen from rank {rank} do not have the sizes of the role's flags")
 
@@ -127,13 +129,13 @@ def _role(role, settings, vocab_size: int, step: traffic.StepSizes) -> RolePlan:
     }  # fmt: skip
     stages = memory_of(role, settings, vocab_size)
     if kind is None:
-        return RolePlan(role.name, role.ranks, role.host, shown, None, stages, 0, {})
+        return RolePlan(role.name, role.ranks, role.model_role, shown, None, stages, 0, {})
     count = step.microbatches(sizes.data(ranks), role.max_tokens_per_microbatch) if kind in ("train", "value") else 0
     if kind == "reward model":  # its tokenizer gives other tokens for the same text
         step = replace(step, prompt=max(args.seq_length - step.response, 0))
     moved = traffic.within_role(role, kind, vocab_size, step)
     counted = parameter_totals(args, vocab_size, kind in SCALAR_HEAD)
-    return RolePlan(role.name, role.ranks, role.host, shown, counted, stages, count, moved)
+    return RolePlan(role.name, role.ranks, role.model_role, shown, counted, stages, count, moved)
 
 
 def _kind(role) -> str | None:

@@ -58,7 +58,7 @@ def _memory(roles: list[RolePlan]) -> list[str]:
     for role in roles:
         if role.parameters is None:
             continue
-        largest, note = role.largest, "" if role.host == role.name else f" ({role.host}'s weights)"
+        largest, note = role.largest, "" if role.model_role == role.name else f" ({role.model_role}'s weights)"
         parts = [f"{largest.dict()[name] / GIB:.2f}" for name in shown]
         rows.append([role.name + note, str(role.stages.index(largest)), *parts, str(role.microbatches or "-")])
     return _columns(rows)

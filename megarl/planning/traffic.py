@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
-from megarl.batch import AT_HOME, FIELDS, SHARED
-from megarl.exchange import HEADER
-from megarl.mcore.fake import stage_layers
-from megarl.mcore.flags import parallel_sizes
-from megarl.mcore.layers import moe_layers
-from megarl.mcore.model import padded_vocab_size
+from megarl.batch import ACTOR_FIELDS, FIELDS, RESPONSE_FIELDS
+from megarl.comm.exchange import HEADER
+from megarl.mcore.config.megatron_flags import parallel_sizes
+from megarl.mcore.model.gpt import padded_vocab_size
+from megarl.mcore.model.layer_specs import moe_layer_pattern
+from megarl.mcore.parallel.fake_world import stage_layers
 from megarl.planning.memory import buffers, plain_bytes, sharded_bytes
 from megarl.planning.parameters import SCALAR_HEAD, stage_weights
 
@@ -59,7 +59,7 @@ def step_sizes(settings) -> StepSizes:
     """The sizes of a step from megarl's own settings; of dynamic sampling, one round."""
     s = settings
     lengths = s.max_prompt_length, s.max_response_length
-    greedy, on_policy = s.prompts_per_step if s.greedy_baseline else 0, s.learns_on_policy(s.sequences_per_step)
+    greedy, on_policy = s.prompts_per_step if s.greedy_baseline else 0, s.updates_on_policy(s.sequences_per_step)
     return StepSizes(s.sequences_per_step, *lengths, s.ppo_epochs, s.updates_per_step, greedy, on_policy)
 
 
@@ -80,12 +80,12 @@ def moves(settings, roles) -> list[FieldMove]:
     """What a step of a run with these roles sends from role to role, in this order."""
     step, known, found = step_sizes(settings), settings.sampled_fields, []
     if "baseline_scores" in known:
-        found.append(FieldMove("rollout", "reward", SHARED, step.greedy, round_robin=True))
+        found.append(FieldMove("rollout", "reward", RESPONSE_FIELDS, step.greedy, round_robin=True))
     if "scores" in known:
-        found.append(FieldMove("rollout", "reward", SHARED, step.sequences, round_robin=True))
+        found.append(FieldMove("rollout", "reward", RESPONSE_FIELDS, step.sequences, round_robin=True))
     batch = [
-        ("rollout", "actor", [*AT_HOME, *known]),
-        *(("rollout", role, [*SHARED, *known]) for role in ("reward", "reference", "critic")),
+        ("rollout", "actor", [*ACTOR_FIELDS, *known]),
+        *(("rollout", role, [*RESPONSE_FIELDS, *known]) for role in ("reward", "reference", "critic")),
         ("reward", "actor", ["scores", "correct"]),
         ("reference", "actor", ["reference_logprobs"]),
         ("critic", "actor", ["values"]),
@@ -110,7 +110,7 @@ def exchanges(places: dict, settings) -> list[dict]:
     """
     found, served = [], {}
     for move in moves(settings, places):
-        here, there = places[move.source].lanes, places[move.destination].lanes
+        here, there = places[move.source].replicas, places[move.destination].replicas
         is_free = here == there and (move.source != "rollout" or move.round_robin or len(here) == 1)
         if move.source == "rollout" and not move.round_robin:
             is_free = is_free or there in served.values()
@@ -130,16 +130,16 @@ def routes(roles: dict, places: dict, settings) -> list[dict]:
     """
     if settings.router_replay != "rollout":
         return []
-    found, step, source = [], step_sizes(settings), places["rollout"].lanes
+    found, step, source = [], step_sizes(settings), places["rollout"].replicas
     held = _moe_layers_of_ranks(roles["rollout"].megatron, source) if len(source) == 1 else {}
     for name in ("actor", "reference") if settings.router_replay_reference else ("actor",):
-        args, replicas = roles[name].megatron, places[name].lanes
+        args, replicas = roles[name].megatron, places[name].replicas
         share = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
         one = FIELDS["routes"].dtype.itemsize * args.moe_router_topk  # a token's in a layer
         wanted = _moe_layers_of_ranks(args, replicas)
         taken = sum(len(layers - held.get(rank, set())) for rank, layers in wanted.items())
         sent = one * step.tokens_of_replica(len(replicas)) * taken // share
-        payload = min(sent, one * step.tokens * sum(moe_layers(args)))
+        payload = min(sent, one * step.tokens * sum(moe_layer_pattern(args)))
         names = {"source": "rollout", "destination": name, "fields": ["routes"]}
         found.append(names | {"payload": payload, "sent": sent})
     return found
@@ -147,7 +147,7 @@ def routes(roles: dict, places: dict, settings) -> list[dict]:
 
 def _moe_layers_of_ranks(args, replicas) -> dict[int, set[int]]:
     """The MoE layers that each rank of these replicas holds."""
-    kinds, stages = moe_layers(args), stage_layers(args)
+    kinds, stages = moe_layer_pattern(args), stage_layers(args)
     of_stage = [{layer for chunk in chunks for layer in chunk if kinds[layer]} for chunks in stages]
     return {rank: of_stage[i * len(stages) // len(ranks)] for ranks in replicas for i, rank in enumerate(ranks)}
 
@@ -190,7 +190,7 @@ def tensor(args, n: int, forwards: int, backwards: int) -> float:
     """
     t, x, wide = args.tensor_model_parallel_size, args.expert_tensor_parallel_size, args.hidden_size
     b, stages = args.params_dtype.itemsize, args.pipeline_model_parallel_size
-    layers, experts = args.num_layers / stages, sum(moe_layers(args)) / stages
+    layers, experts = args.num_layers / stages, sum(moe_layer_pattern(args)) / stages
     dense = 2 * layers - (0 if args.moe_shared_expert_intermediate_size else experts)
     both = forwards + backwards
     rounds = dense * (2 * both + (backwards if args.sequence_parallel else 0)) + 2 * both / stages
@@ -227,7 +227,7 @@ def expert(args, n: int, forwards: int, backwards: int) -> float:
     ranks, stages = args.expert_model_parallel_size, args.pipeline_model_parallel_size
     s = n / args.tensor_model_parallel_size if args.sequence_parallel else n
     copies = 2 * args.moe_router_topk * s * args.hidden_size * args.params_dtype.itemsize * (ranks - 1) / ranks
-    return (forwards + backwards) * sum(moe_layers(args)) / stages * copies
+    return (forwards + backwards) * sum(moe_layer_pattern(args)) / stages * copies
 
 
 def gradients(role, kind: str, vocab_size: int, step: StepSizes, forwards: int, backwards: int) -> float:
@@ -259,7 +259,7 @@ def gradients(role, kind: str, vocab_size: int, step: StepSizes, forwards: int, 
 def weights_to_rollout(roles: dict, vocab_size: int) -> int:
     """Bytes that all ranks of a rollout with a model of its own receive after each update; 0 without one."""
     rollout = roles["rollout"]
-    if rollout.host != "rollout":
+    if rollout.model_role != "rollout":
         return 0
     stages = stage_weights(rollout.megatron, vocab_size, False)
     each = len(rollout.ranks) // len(stages)

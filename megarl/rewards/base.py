@@ -65,7 +65,7 @@ def failure(name: str, sample: Sample, problem: object) -> str:
     return f"reward {name} on prompt {shown!r}: {problem}"
 
 
-class Reward:
+class Verifier:
     """A verifier under its name, its results checked.
 
     The verifier maps a Sample to a Score, or to a plain number x: short for Score(x, correct=x >= 1), the answer being

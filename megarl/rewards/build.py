@@ -8,9 +8,9 @@ from typing import Any
 from megarl import plugins
 from megarl.data.prompts import PromptSet
 from megarl.rewards import code, expression, mathematics, tasks, text
-from megarl.rewards.base import Reward, Sample, Score
+from megarl.rewards.base import Sample, Score, Verifier
 from megarl.rewards.pool import Workers
-from megarl.rewards.verifiers import Verifiers
+from megarl.rewards.verifiers import VerifierSet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ _BUILT_IN = {
 _PLUG_IN = _BuiltIn(make=None)
 
 
-def build_verifiers(settings) -> Verifiers:
+def build_verifiers(settings) -> VerifierSet:
     """The verifiers of `--reward`, all terms but `model`; imports plug-ins; workers start with the first call.
 
     Raises UsageError for a malformed expression, a plug-in that cannot be had, and options that are wrong.
@@ -104,14 +104,14 @@ def build_verifiers(settings) -> Verifiers:
     limited = [name for name in names if kinds[name].limited]
     threads = {name: kinds[name].threads(options) for name in names if kinds[name].threads}
     workers = Workers(options.workers, (options, limited)) if options.workers and limited else None
-    rewards = build_rewards(options, names)
-    return Verifiers(rewards, dict.fromkeys(limited, options.timeout), threads, workers, settings.reward_fallback)
+    rewards = build_named_verifiers(options, names)
+    return VerifierSet(rewards, dict.fromkeys(limited, options.timeout), threads, workers, settings.reward_fallback)
 
 
-def build_rewards(options: Options, names: Sequence[str]) -> dict[str, Reward]:
+def build_named_verifiers(options: Options, names: Sequence[str]) -> dict[str, Verifier]:
     """The verifiers `names`, built-in or plug-in. Raises UsageError as `build_verifiers`."""
     made: dict[str, Any] = {name: _BUILT_IN[name].make(options) for name in names if name in _BUILT_IN}
-    return {name: Reward(name, plugins.load("--reward", name, made)) for name in names}
+    return {name: Verifier(name, plugins.load("--reward", name, made)) for name in names}
 
 
 def import_packages(names: Sequence[str]):

@@ -8,7 +8,7 @@ from megarl.rewards.expression import MODEL, Term
 FORMS = ("format", "length")  # of the text; whether an answer is right they cannot tell
 
 
-def judge_of(terms: Sequence[Term]) -> str:
+def correctness_term(terms: Sequence[Term]) -> str:
     """The term that says whether a response is correct: the first verifier of answers, else the model, else the first.
 
     A model calls a response correct whose score is above 0, where train_reward centres its scores.
@@ -34,5 +34,5 @@ def compose(terms: Sequence[Term], scores: dict[str, Score]) -> Score:
             parts |= {f"{name}/{part}": weight * value for part, value in shares.items()}
         else:
             parts[name] = weight * scores[name].reward
-    judge = scores[judge_of(terms)]
-    return Score(sum(parts.values()), judge.correct, parts, judge.extracted)
+    correctness = scores[correctness_term(terms)]
+    return Score(sum(parts.values()), correctness.correct, parts, correctness.extracted)

@@ -24,7 +24,7 @@ class Workers:
         self._workers: list[_Worker] = []
 
     def run(self, jobs: Sequence[Job]) -> list[list[Score | str]]:
-        """For each job, in order, what `Reward.outcomes` gives: a Score or a reason for each sample.
+        """For each job, in order, what `Verifier.outcomes` gives: a Score or a reason for each sample.
 
         A job that takes longer than its seconds, or whose process dies, has reasons alone; no other job notices.
         RuntimeError if a worker cannot start at all.

@@ -3,11 +3,11 @@
 from concurrent.futures import ThreadPoolExecutor
 
 from megarl.rewards import guard
-from megarl.rewards.base import Job, Reward, Sample, Score, failure
+from megarl.rewards.base import Job, Sample, Score, Verifier, failure
 from megarl.rewards.pool import Workers
 
 
-class Verifiers:
+class VerifierSet:
     """Scores samples with all of `rewards`; `failures` has for each the reasons of the last call, one a failed sample.
 
     Those in `seconds` may hang, and have that long for a sample (a batched one: that times the samples): they run in
@@ -15,7 +15,7 @@ class Verifiers:
     others, on that many threads. The rest runs here as it is.
     """
 
-    def __init__(self, rewards: dict[str, Reward], seconds: dict[str, float], threads: dict[str, int],
+    def __init__(self, rewards: dict[str, Verifier], seconds: dict[str, float], threads: dict[str, int],
                  workers: Workers | None, fallback: float):  # fmt: skip
         self.names = tuple(rewards)
         self.failures: dict[str, list[str]] = {name: [] for name in rewards}

@@ -29,10 +29,10 @@ def _serve(connection: Connection):
     options, names = connection.recv()
     rewards = {}
     try:
-        from megarl.rewards.build import build_rewards, import_packages
+        from megarl.rewards.build import build_named_verifiers, import_packages
 
         import_packages(names)
-        rewards = build_rewards(options, names)
+        rewards = build_named_verifiers(options, names)
         answer = "ready"
     except BaseException as error:
         answer = f"{type(error).__name__}: {error}"

@@ -7,18 +7,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.algorithms.aggregation import local_counts
-from megarl.algorithms.correction import correction_report, correction_sums
 from megarl.algorithms.policy_loss import PolicyLoss
+from megarl.algorithms.rollout_correction import correction_report, correction_sums
 from megarl.arguments import RoleSettings, Settings
 from megarl.batch import Batch
-from megarl.mcore.passes import TokenScores, token_scores
+from megarl.comm import microbatches as mb
+from megarl.comm.role_mesh import RoleGroups
+from megarl.comm.step_batch import StepBatch
+from megarl.mcore.model.forward_pass import TokenScores, token_scores
 from megarl.observe.timers import Timers
-from megarl.roles import microbatches as mb
-from megarl.roles import probe
-from megarl.roles.flow import Flow
-from megarl.roles.learner import Learner
-from megarl.roles.objective import NAMES, Objective
-from megarl.world import Place
+from megarl.roles.actor_loss import METRIC_NAMES, ActorLoss
+from megarl.roles.trainable_model import TrainableModel
+from megarl.router_replay import probe
 
 
 class Actor:
@@ -27,53 +27,53 @@ class Actor:
     name = "actor"
 
     def __init__(
-        self, settings: Settings, role: RoleSettings, place: Place, vocab_size: int, policy_loss: PolicyLoss,
+        self, settings: Settings, role: RoleSettings, role_groups: RoleGroups, vocab_size: int, policy_loss: PolicyLoss,
         timers: Timers,
     ):  # fmt: skip
-        self.settings, self.place, self.timers, self.vocab_size = settings, place, timers, vocab_size
-        self.objective = Objective(settings, policy_loss)
-        self.learner = None
+        self.settings, self.role_groups, self.timers, self.vocab_size = settings, role_groups, timers, vocab_size
+        self.objective = ActorLoss(settings, policy_loss)
+        self.trainable_model = None
         self.metrics: dict[str, float] = {}
-        if place.is_member:
-            self.learner = Learner(role, place, vocab_size, settings.updates_per_step)
-            self.learner.offload.timed = functools.partial(timers.phase, self.name, "offload")
+        if role_groups.is_member:
+            self.trainable_model = TrainableModel(role, role_groups, vocab_size, settings.updates_per_step)
+            self.trainable_model.offload.timed = functools.partial(timers.phase, self.name, "offload")
 
-    def logprobs(self, flow: Flow, step: int):
+    def logprobs(self, flow: StepBatch, step: int):
         """Fills `logprobs` (π_old) and `entropy` by the training forward.
 
         It runs the very micro-batches of the first epoch, so that before any update each ratio is exactly 1. Where the
         step's only update sees them anyhow, it gives them, and this pass is left out.
         """
-        if not self.place.is_member:
+        if not self.role_groups.is_member:
             return
         if self._probes(step):
             with self.timers.phase(self.name, "probe"):
-                self.metrics |= probe.logprob_gaps(self.learner, flow[self.name], self._forward)
-        if self._learns_on_policy(flow, step):
+                self.metrics |= probe.logprob_gaps(self.trainable_model, flow[self.name], self._forward)
+        if self._updates_on_policy(flow, step):
             return
         with self.timers.phase(self.name, "logprobs"):
             batch, results, passed = flow[self.name], [], []
             for ids in mb.minibatches_of_step(self.settings, flow.count, step, epoch=0):
-                parts = self.learner.microbatches(batch, mb.members(batch, ids))
-                results += self.learner.evaluate(parts, self._forward)
+                parts = self.trainable_model.microbatches(batch, mb.positions_of(batch, ids))
+                results += self.trainable_model.forward_only(parts, self._forward)
                 passed += parts
             self._take(batch, [(scores.logprobs, scores.entropy, places) for scores, places in results])
             if self.settings.router_replay == "old-logprob":
-                self.learner.routes.table = self.learner.routes.record(batch, passed)
+                self.trainable_model.routes.table = self.trainable_model.routes.record(batch, passed)
 
-    def passes(self, flow: Flow, step: int) -> list[Tensor]:
+    def passes(self, flow: StepBatch, step: int) -> list[Tensor]:
         """Places in this lane's batch of the sequences of each pass of a step."""
-        ids = [probe.probed()] if self._probes(step) else []
+        ids = [probe.probed_ids()] if self._probes(step) else []
         for epoch in range(self.settings.ppo_epochs):
             ids += mb.minibatches_of_step(self.settings, flow.count, step, epoch)
-        return [mb.members(flow[self.name], found) for found in ids]
+        return [mb.positions_of(flow[self.name], found) for found in ids]
 
     def _probes(self, step: int) -> bool:
         return self.settings.router_probe_interval > 0 and step % self.settings.router_probe_interval == 0
 
-    def _learns_on_policy(self, flow: Flow, step: int) -> bool:
+    def _updates_on_policy(self, flow: StepBatch, step: int) -> bool:
         """Whether the step's one update gives the log-probs of the policy that the step began with."""
-        return self.settings.learns_on_policy(flow.count) and step > self.settings.critic_warmup_steps
+        return self.settings.updates_on_policy(flow.count) and step > self.settings.critic_warmup_steps
 
     def _take(self, batch: Batch, results: list[tuple[Tensor, Tensor, Tensor]]):
         """Writes (log-probs, entropy, places) of the first pass down, and compares it with the rollout."""
@@ -85,9 +85,9 @@ class Actor:
             batch.logprobs, batch.rollout_logprobs, batch.response_mask, batch.cu_seqlens, self.objective.correction
         )
         maxima = torch.cat([largest.view(1), maxima])
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.place.collection.dp)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.role_groups.pg_collection.dp)
         measured = torch.cat([torch.stack([gap.sum(), batch.response_mask.sum().double()]), sums])
-        total, count, *_ = measured = self.place.sum_over_lanes(measured)
+        total, count, *_ = measured = self.role_groups.dp_all_reduce(measured)
         self.metrics |= {
             "rollout/logprob_gap_max": float(maxima[0]),
             "rollout/logprob_gap_mean": float(total / count.clamp(min=1)),
@@ -96,55 +96,61 @@ class Actor:
 
     def _forward(self, network, part) -> TokenScores:
         return token_scores(
-            network, part.tokens, part.on_host.lengths, self.settings.temperature, self.vocab_size, part.routing,
-            part.on_host.response_mask, part.on_host.shared,
+            network,
+            part.tokens,
+            part.host_metadata.lengths,
+            self.settings.temperature,
+            self.vocab_size,
+            part.routing,
+            part.host_metadata.response_mask,
+            part.host_metadata.shared,
         )
 
-    def update(self, flow: Flow, step: int, kl_coefficient: float):
+    def update(self, flow: StepBatch, step: int, kl_coefficient: float):
         """Learns from `advantages` for `--ppo-epochs` epochs of mini-batches; rests while the critic warms up.
 
         `kl_coefficient` is β where the KL stands in the loss.
         """
-        if not self.place.is_member:
+        if not self.role_groups.is_member:
             return
         if step > self.settings.critic_warmup_steps:
             self._learn(flow, step, kl_coefficient)
-        self.metrics |= self.learner.routes.metrics("router", self.settings.router_replay != "none")
-        self.metrics |= self.learner.offload.metrics(self.name)
+        self.metrics |= self.trainable_model.routes.metrics("router", self.settings.router_replay != "none")
+        self.metrics |= self.trainable_model.offload.metrics(self.name)
 
-    def _learn(self, flow: Flow, step: int, kl_coefficient: float):
+    def _learn(self, flow: StepBatch, step: int, kl_coefficient: float):
         with self.timers.phase(self.name, "update"):
-            batch, results, first = flow[self.name], [], self._learns_on_policy(flow, step)
-            with self.learner.learning():
+            batch, results, first = flow[self.name], [], self._updates_on_policy(flow, step)
+            with self.trainable_model.on_device_for_updates():
                 for epoch in range(self.settings.ppo_epochs):
                     for ids in mb.minibatches_of_step(self.settings, flow.count, step, epoch):
-                        results.append(self._update(batch, mb.members(batch, ids), kl_coefficient, first))
+                        results.append(self._update(batch, mb.positions_of(batch, ids), kl_coefficient, first))
             self._summarize(results)
 
     def _update(self, batch: Batch, places: Tensor, kl_coefficient: float, first: bool):
         """One update; `first`: no log-probs are known yet, it takes them down."""
         chosen = batch.select(places)
-        counts = self.place.sum_over_lanes(local_counts(chosen.response_mask, chosen.cu_seqlens))
+        counts = self.role_groups.dp_all_reduce(local_counts(chosen.response_mask, chosen.cu_seqlens))
 
         def loss(scores, part):
             old_logprobs = scores.logprobs.detach() if first else part.logprobs
             value, sums = self.objective(scores, part, old_logprobs, counts, kl_coefficient)
             return value, (sums, scores.logprobs.detach(), scores.entropy.detach()) if first else (sums,)
 
-        parts = self.learner.microbatches(batch, places)
-        results, applied, norm = self.learner.update(parts, self._forward, loss)
+        parts = self.trainable_model.microbatches(batch, places)
+        results, applied, norm = self.trainable_model.update(parts, self._forward, loss)
         if first:
             self._take(batch, [(*found[1:], where) for found, (_, where) in zip(results, parts, strict=True)])
-        return self.place.sum_over_lanes(torch.stack([found[0] for found in results]).sum(0)), applied, norm
+        return self.role_groups.dp_all_reduce(torch.stack([found[0] for found in results]).sum(0)), applied, norm
 
     def _summarize(self, results):
         means = torch.stack([sums for sums, _, _ in results]).mean(0).tolist()
-        self.metrics |= dict(zip(NAMES, means, strict=True))
+        self.metrics |= dict(zip(METRIC_NAMES, means, strict=True))
         if self.settings.kl_in == "reward":
             del self.metrics["actor/kl_loss"]
         self.metrics |= {
-            "actor/ppo_kl_first": results[0][0][NAMES.index("actor/ppo_kl")].item(),
+            "actor/ppo_kl_first": results[0][0][METRIC_NAMES.index("actor/ppo_kl")].item(),
             "actor/grad_norm": sum(norm for _, _, norm in results) / len(results),
-            "actor/learning_rate": self.learner.learning_rate(),
+            "actor/learning_rate": self.trainable_model.learning_rate(),
             "actor/updates_skipped": sum(not applied for _, applied, _ in results),
         }

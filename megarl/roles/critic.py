@@ -8,12 +8,12 @@ from megarl.algorithms.aggregation import masked_sum, token_mean
 from megarl.algorithms.statistics import explained_variance, explained_variance_moments
 from megarl.algorithms.value_loss import clipped_value_loss
 from megarl.arguments import RoleSettings, Settings
-from megarl.mcore import passes
+from megarl.comm import microbatches as mb
+from megarl.comm.role_mesh import RoleGroups
+from megarl.comm.step_batch import StepBatch
+from megarl.mcore.model import forward_pass
 from megarl.observe.timers import Timers
-from megarl.roles import microbatches as mb
-from megarl.roles.flow import Flow
-from megarl.roles.learner import Learner
-from megarl.world import Place
+from megarl.roles.trainable_model import TrainableModel
 
 
 class Critic:
@@ -21,44 +21,50 @@ class Critic:
 
     name = "critic"
 
-    def __init__(self, settings: Settings, role: RoleSettings | None, place: Place, vocab_size: int, timers: Timers):
-        self.settings, self.place, self.timers = settings, place, timers
-        self.learner = None
+    def __init__(
+        self, settings: Settings, role: RoleSettings | None, role_groups: RoleGroups, vocab_size: int, timers: Timers
+    ):
+        self.settings, self.role_groups, self.timers = settings, role_groups, timers
+        self.trainable_model = None
         self.metrics: dict[str, float] = {}
-        if place.is_member:
-            self.learner = Learner(role, place, vocab_size, settings.updates_per_step, value_head=True)
-            self.learner.offload.timed = functools.partial(timers.phase, self.name, "offload")
+        if role_groups.is_member:
+            self.trainable_model = TrainableModel(
+                role, role_groups, vocab_size, settings.updates_per_step, value_head=True
+            )
+            self.trainable_model.offload.timed = functools.partial(timers.phase, self.name, "offload")
 
-    def values(self, flow: Flow):
+    def values(self, flow: StepBatch):
         """Fills `values`: V of the state before each token, as it was when the text was written."""
-        batch = flow.lacking(self.name, "values")
+        batch = flow.batch_without(self.name, "values")
         if batch is None:
             return
         with self.timers.phase(self.name, "values"):
-            parts = self.learner.microbatches(batch, torch.arange(len(batch)))
-            mb.write_back(batch, "values", self.learner.evaluate(parts, self._forward))
+            parts = self.trainable_model.microbatches(batch, torch.arange(len(batch)))
+            mb.write_back(batch, "values", self.trainable_model.forward_only(parts, self._forward))
 
     def _forward(self, network, part) -> torch.Tensor:
-        return passes.token_values(network, part.tokens, part.on_host.lengths, part.routing, part.on_host.shared)
+        return forward_pass.token_values(
+            network, part.tokens, part.host_metadata.lengths, part.routing, part.host_metadata.shared
+        )
 
-    def update(self, flow: Flow, step: int):
+    def update(self, flow: StepBatch, step: int):
         """Learns `returns` for `--ppo-epochs` epochs of mini-batches."""
-        if not self.place.is_member:
+        if not self.role_groups.is_member:
             return
         with self.timers.phase(self.name, "update"):
             batch = flow[self.name]
             moments = explained_variance_moments(batch.values, batch.returns, batch.response_mask)
-            self.metrics = {"critic/explained_variance": explained_variance(self.place.sum_over_lanes(moments))}
+            self.metrics = {"critic/explained_variance": explained_variance(self.role_groups.dp_all_reduce(moments))}
             results = []
-            with self.learner.learning():
+            with self.trainable_model.on_device_for_updates():
                 for epoch in range(self.settings.ppo_epochs):
                     for ids in mb.minibatches_of_step(self.settings, flow.count, step, epoch):
-                        results.append(self._update(batch, mb.members(batch, ids)))
+                        results.append(self._update(batch, mb.positions_of(batch, ids)))
             self._summarize(results)
 
     def _update(self, batch, places):
         mask = batch.select(places).response_mask
-        count = self.place.sum_over_lanes(mask.sum().double())
+        count = self.role_groups.dp_all_reduce(mask.sum().double())
 
         def loss(values, part):
             terms = clipped_value_loss(values, part.values, part.returns, self.settings.value_clip_range)
@@ -66,9 +72,9 @@ class Critic:
             clipped = masked_sum(terms.clipped.double(), part.response_mask) / count.clamp(min=1)
             return value, torch.stack([value.detach().double(), clipped])
 
-        parts = self.learner.microbatches(batch, places)
-        sums, applied, norm = self.learner.update(parts, self._forward, loss)
-        return self.place.sum_over_lanes(torch.stack(sums).sum(0)), applied, norm
+        parts = self.trainable_model.microbatches(batch, places)
+        sums, applied, norm = self.trainable_model.update(parts, self._forward, loss)
+        return self.role_groups.dp_all_reduce(torch.stack(sums).sum(0)), applied, norm
 
     def _summarize(self, results):
         means = torch.stack([sums for sums, _, _ in results]).mean(0).tolist()
@@ -76,8 +82,8 @@ class Critic:
             "critic/loss": means[0],
             "critic/clip_fraction": means[1],
             "critic/grad_norm": sum(norm for _, _, norm in results) / len(results),
-            "critic/learning_rate": self.learner.learning_rate(),
+            "critic/learning_rate": self.trainable_model.learning_rate(),
             "critic/updates_skipped": sum(not applied for _, applied, _ in results),
-            **self.learner.routes.metrics("critic/router"),
-            **self.learner.offload.metrics(self.name),
+            **self.trainable_model.routes.metrics("critic/router"),
+            **self.trainable_model.offload.metrics(self.name),
         }

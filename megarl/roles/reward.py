@@ -10,17 +10,17 @@ from megarl.algorithms.normalization import RunningMoments, clip
 from megarl.algorithms.shaping import overlong_penalty
 from megarl.arguments import Settings
 from megarl.batch import Batch
+from megarl.comm.role_mesh import RoleGroups
+from megarl.comm.step_batch import StepBatch
 from megarl.data.prompts import Prompt, PromptSet
 from megarl.data.tokenizers import Tokenizer
 from megarl.observe.timers import Timers
 from megarl.rewards.base import Sample, Score
-from megarl.rewards.build import Verifiers
+from megarl.rewards.build import VerifierSet
 from megarl.rewards.composition import compose
 from megarl.rewards.expression import MODEL, Term
-from megarl.roles.flow import Flow
-from megarl.roles.judge import Judge
-from megarl.roles.reward_metrics import Tally
-from megarl.world import Place
+from megarl.roles.reward_metrics import RewardStatistics
+from megarl.roles.reward_model import RewardModel
 
 
 class Reward:
@@ -32,32 +32,32 @@ class Reward:
     name = "reward"
 
     def __init__(
-        self, settings: Settings, terms: tuple[Term, ...], place: Place, tokenizer: Tokenizer, verifiers: Verifiers,
-        judge: Judge | None, timers: Timers,
+        self, settings: Settings, terms: tuple[Term, ...], role_groups: RoleGroups, tokenizer: Tokenizer, verifiers: VerifierSet,
+        reward_model: RewardModel | None, timers: Timers,
     ):  # fmt: skip
-        """`tokenizer`: the policy's. `judge`: of a run whose `terms` name the model, on the role's ranks."""
-        self.settings, self.terms, self.place, self.timers = settings, terms, place, timers
-        self.tokenizer, self.verifiers, self.judge = tokenizer, verifiers, judge
+        """`tokenizer`: the policy's. `reward_model`: of a run whose `terms` name the model, on the role's ranks."""
+        self.settings, self.terms, self.role_groups, self.timers = settings, terms, role_groups, timers
+        self.tokenizer, self.verifiers, self.reward_model = tokenizer, verifiers, reward_model
         self.moments = RunningMoments()  # of the model's scores of text to learn from
         self.rows: list[dict]
         self.begin()
 
     def begin(self):
         """Starts a step: nothing is measured yet."""
-        self._tally, self.rows = Tally(self.place, self.terms), []
+        self._tally, self.rows = RewardStatistics(self.role_groups, self.terms), []
 
     @property
     def metrics(self) -> dict[str, float]:
         """Of the step's text to learn from, term by term."""
-        return self._tally.metrics() | (self.judge.metrics() if self.judge else {})
+        return self._tally.metrics() | (self.reward_model.metrics() if self.reward_model else {})
 
     def prepare(self, prompts: PromptSet, lines: list[int]):
         """Reads prompts that are about to be answered; where the role has ranks of its own, while others write."""
-        if self.judge:
+        if self.reward_model:
             with self.timers.phase(self.name, "read"):
-                self.judge.prepare([prompts[line] for line in lines])
+                self.reward_model.prepare([prompts[line] for line in lines])
 
-    def score(self, flow: Flow, prompts: PromptSet, learnt: bool = True):
+    def score(self, flow: StepBatch, prompts: PromptSet, learnt: bool = True):
         """Fills `scores` and `correct` where the sampling has not done it already.
 
         `learnt`: text to learn from. Other text leaves the running moments alone and gets the model's score as it is.
@@ -65,19 +65,21 @@ class Reward:
         Raises:
             RuntimeError: a verifier failed on a larger share of all lanes' samples than `--reward-max-failures`.
         """
-        batch = flow.lacking(self.name, "scores")
+        batch = flow.batch_without(self.name, "scores")
         if batch is None:
             return
         with self.timers.phase(self.name, "score"):
-            texts = self._texts(batch, prompts) if self.place.is_leader else None
+            texts = self._texts(batch, prompts) if self.role_groups.is_leader else None
             judged = self._judged(texts, batch, flow.count, learnt)
             found = torch.zeros(len(batch), 2, dtype=torch.float64, device=batch.tokens.device)
-            if self.place.is_leader:
+            if self.role_groups.is_leader:
                 scores = self._scores(texts, judged, batch, flow.count, learnt)
                 told = [(score.reward, score.correct) for score in scores]
                 found[:] = torch.tensor(told, dtype=found.dtype).reshape(len(batch), 2)
-            if len(self.place.lanes[self.place.lane]) > 1:
-                dist.broadcast(found, self.place.lanes[self.place.lane][0], group=self.place.lane_group)
+            if len(self.role_groups.replicas[self.role_groups.dp_rank]) > 1:
+                dist.broadcast(
+                    found, self.role_groups.replicas[self.role_groups.dp_rank][0], group=self.role_groups.replica_group
+                )
             batch.scores, batch.correct = found[:, 0].float(), found[:, 1] > 0
 
     def _texts(self, batch: Batch, prompts: PromptSet) -> list[tuple[Prompt, str]]:
@@ -87,12 +89,12 @@ class Reward:
 
     def _judged(self, texts, batch: Batch, count: int, learnt: bool) -> Tensor | None:
         """[2, N] the model's scores of the lane's responses, as they are and as they count. Collective."""
-        if not self.judge:
+        if not self.reward_model:
             return None
-        members = self.judge.scores(texts)
-        raw = self.judge.combined(members)
+        members = self.reward_model.scores(texts)
+        raw = self.reward_model.combined(members)
         if learnt:
-            self._tally.add_ensemble(members, self.judge.cut)
+            self._tally.add_ensemble(members, self.reward_model.cut)
         counts = raw
         if learnt and self.settings.reward_normalize:
             self.moments.update(self._of_step(raw, batch, count))
@@ -103,7 +105,7 @@ class Reward:
         """[N] of this lane -> [count] of all lanes, in the order of the sequences; exactly: one adds, others add 0."""
         found = torch.zeros(count, dtype=torch.float64, device=values.device)
         found[batch.sequence_ids] = values
-        return self.place.sum_over_lanes(found)
+        return self.role_groups.dp_all_reduce(found)
 
     def _scores(self, texts, judged: Tensor | None, batch: Batch, count: int, learnt: bool) -> list[Score]:
         """Scores of the lane's responses; a collective of the lanes' leaders."""

@@ -4,16 +4,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.comm.role_mesh import RoleGroups
 from megarl.mcore import device
 from megarl.rewards.expression import MODEL, Term
-from megarl.world import Place
 
 
-class Tally:
+class RewardStatistics:
     """Counts and sums of this lane since the step began; the lanes' leaders keep it."""
 
-    def __init__(self, place: Place, terms: tuple[Term, ...]):
-        self.place, self.names = place, [term.name for term in terms]
+    def __init__(self, role_groups: RoleGroups, terms: tuple[Term, ...]):
+        self.role_groups, self.names = role_groups, [term.name for term in terms]
         self._sums = {name: torch.zeros(3, dtype=torch.float64) for name in self.names}  # count, values, squares
         self._failures = dict.fromkeys((name for name in self.names if name != MODEL), 0)
         self._model = torch.zeros(3, dtype=torch.float64)  # texts, texts cut, deviations between the ensemble's models
@@ -42,8 +42,8 @@ class Tally:
         for name, share in zip(self._failures, self._shares(failures, count), strict=True):
             self._failures[name] += round(share * count)
             if share > allowed:
-                reasons = [None] * len(self.place.lanes)
-                dist.all_gather_object(reasons, failures.get(name, [])[:1], group=self.place.collection.dp)
+                reasons = [None] * len(self.role_groups.replicas)
+                dist.all_gather_object(reasons, failures.get(name, [])[:1], group=self.role_groups.pg_collection.dp)
                 told = " | ".join(dict.fromkeys(reason for part in reasons for reason in part))
                 raise RuntimeError(
                     f"reward {name} failed on {round(share * count)} of {count} samples; --reward-max-failures allows "
@@ -54,14 +54,14 @@ class Tally:
         found = torch.tensor([len(failures.get(name, [])) for name in self._failures], dtype=torch.float64)
         if not self._failures:
             return []
-        return (self.place.sum_over_lanes(found.to(device.device())) / max(count, 1)).tolist()
+        return (self.role_groups.dp_all_reduce(found.to(device.device())) / max(count, 1)).tolist()
 
     def metrics(self) -> dict[str, float]:
         """`reward/<term>/mean` and so on, where this rank leads a lane. A collective of the lanes' leaders."""
-        if not self.place.is_leader:
+        if not self.role_groups.is_leader:
             return {}
         rows = torch.stack([*self._sums.values(), self._model]).to(device.device())
-        *sums, (texts, cut, spread) = self.place.sum_over_lanes(rows).tolist()
+        *sums, (texts, cut, spread) = self.role_groups.dp_all_reduce(rows).tolist()
         found = {}
         for name, (n, total, squares) in zip(self.names, sums, strict=True):
             if n:

@@ -6,36 +6,36 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megarl.algorithms.counter_rng import stream_keys
 from megarl.batch import Batch
 from megarl.mcore import device
-from megarl.mcore.engine import Completion, Request
-from megarl.rollout.random import stream_keys
+from megarl.mcore.inference.engine import Completion, GenerationRequest
 
 
-class Part(NamedTuple):
+class PartialResponse(NamedTuple):
     """What there is of a response that goes on."""
 
     tokens: list[int] = []
-    has_end: bool = False  # its end token was written
+    is_finished: bool = False  # its end token was written
 
-    def left(self, limit: int) -> int:
+    def remaining(self, limit: int) -> int:
         """Tokens that can come behind it in a response of at most `limit`."""
-        return 0 if self.has_end else limit - len(self.tokens)
+        return 0 if self.is_finished else limit - len(self.tokens)
 
 
-class Drawn(NamedTuple):
+class PromptRequest(NamedTuple):
     """A prompt to be answered."""
 
     line: int  # in its file
     tokens: list[int]
     again: int = 0  # times that the same step drew this line before
     step: int | None = None  # that drew it; None: the one that has it answered
-    parts: tuple[Part, ...] = ()  # of all its responses, in their order, where they were begun before
+    parts: tuple[PartialResponse, ...] = ()  # of all its responses, in their order, where they were begun before
 
 
 def build_requests(
-    ids: Tensor, prompts: list[Drawn], samples: int, seed: int, step: int, max_new_tokens: int
-) -> list[Request]:
+    ids: Tensor, prompts: list[PromptRequest], samples: int, seed: int, step: int, max_new_tokens: int
+) -> list[GenerationRequest]:
     """One request for each sequence id [N]; id i is sample i mod `samples` of prompt i div `samples`.
 
     The random stream is named by the prompt's line in its file and by the step that drew it, not by its place in the
@@ -51,18 +51,20 @@ def build_requests(
         mine = steps == each
         keys[mine] = stream_keys(seed, each, lines[mine], streams[mine])
     return [
-        Request(prompt.tokens + part.tokens, key, part.left(max_new_tokens))
-        for prompt, key, part in zip(drawn, keys.tolist(), begun_parts(ids, prompts, samples), strict=True)
+        GenerationRequest(prompt.tokens + part.tokens, key, part.remaining(max_new_tokens))
+        for prompt, key, part in zip(drawn, keys.tolist(), partial_responses_of(ids, prompts, samples), strict=True)
     ]
 
 
-def begun_parts(ids: Tensor, prompts: list[Drawn], samples: int) -> list[Part]:
+def partial_responses_of(ids: Tensor, prompts: list[PromptRequest], samples: int) -> list[PartialResponse]:
     """What there was of each sequence before it was asked for; ids as in `build_requests`."""
-    nothing = (Part(),) * samples
+    nothing = (PartialResponse(),) * samples
     return [(prompts[i // samples].parts or nothing)[i % samples] for i in ids.tolist()]
 
 
-def still_open(requests: list[Request], samples: int, wanted: int) -> list[Request]:
+def skip_if_enough_are_finished(
+    requests: list[GenerationRequest], samples: int, wanted: int
+) -> list[GenerationRequest]:
     """What is to be written where `wanted` groups are: nothing when so many are whole already."""
     is_open = torch.tensor([request.max_new_tokens > 0 for request in requests]).view(-1, samples).any(1)
     if len(is_open) - int(is_open.sum()) < wanted:
@@ -70,8 +72,8 @@ def still_open(requests: list[Request], samples: int, wanted: int) -> list[Reque
     return [dataclasses.replace(request, max_new_tokens=0) for request in requests]
 
 
-def pack_completions(
-    done: dict[int, Completion], prompts: list[Drawn], samples: int, requests: list[Request],
+def completions_to_batch(
+    done: dict[int, Completion], prompts: list[PromptRequest], samples: int, requests: list[GenerationRequest],
     no_routes: Tensor | None = None,
 ) -> Batch:  # fmt: skip
     """What a lane wrote as one packed batch, in ascending sequence ids.

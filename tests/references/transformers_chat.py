@@ -1,4 +1,4 @@
-"""What `transformers` makes of conversations: writes transformers_chat.json, which tests/test_chat_reference.py reads.
+"""What `transformers` makes of conversations: writes transformers_chat.json, which tests/unit/data/test_chat_against_transformers.py reads.
 
     python -m venv scratch && scratch/bin/pip install transformers==5.23.0 sentencepiece==0.2.3
     PYTHONPATH=. scratch/bin/python tests/references/transformers_chat.py tests/references/transformers_chat.json
@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.small_tokenizers import HUGGING_FACE
+from tests.helpers.small_tokenizers import HUGGING_FACE
 
 CONVERSATIONS = [
     [("user", "Hello world")],

@@ -16,8 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megarl import arguments, world
-from megarl.mcore import device, model, passes
+from megarl import arguments
+from megarl.comm import role_mesh
+from megarl.mcore import device
+from megarl.mcore.model import forward_pass, gpt
 
 TOLERANCE = 1e-3  # of a log-prob; what rounding leaves is a hundredth of it
 OURS = "megarl"
@@ -57,10 +59,10 @@ def build(shape: Shape, lengths: tuple[int, int], more: str = ""):
     prompt, response = lengths
     flags = f"--max-prompt-length {prompt} --max-response-length {response} --lr 1e-5 {more}"
     roles = arguments.parse([*shape.flags(), *flags.split()], 1, "sft").roles
-    collection = world.create(roles, timedelta(minutes=10))["actor"].collection
+    pg_collection = role_mesh.create_mesh(roles, timedelta(minutes=10))["actor"].pg_collection
     args = roles["actor"].megatron
-    (chunk,) = model.build_model(args, shape.vocab, collection)
-    return chunk, collection, args
+    (chunk,) = gpt.build_model(args, shape.vocab, pg_collection)
+    return chunk, pg_collection, args
 
 
 def log_normal_lengths(count: int, longest: int, deviation: float) -> Tensor:
@@ -136,7 +138,7 @@ def difference(chunk, peer, shape: Shape) -> float:
     lengths = [33, 7, 64]
     rows = [torch.tensor(row, device=device.device()) for row in random_prompts(lengths, shape.vocab)]
     with torch.no_grad():
-        scores = passes.token_scores(chunk, torch.cat(rows), torch.tensor(lengths), 1.0, shape.vocab)
+        scores = forward_pass.token_scores(chunk, torch.cat(rows), torch.tensor(lengths), 1.0, shape.vocab)
         logits = [peer(row[None]).logits[0, :-1].log_softmax(-1) for row in rows]
     theirs = [each.gather(-1, row[1:, None])[:, 0] for each, row in zip(logits, rows, strict=True)]
     ours = [each[1:] for each in scores.logprobs.split(lengths)]
@@ -173,11 +175,11 @@ def alternate(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, l
 
 
 def report(
-    case: str, seconds: dict[str, list[float]], work: dict[str, float], ours: str = OURS, **facts
+    case: str, seconds: dict[str, list[float]], work: dict[str, float], ours: str = OURS, **manifest_entries
 ) -> dict:  # fmt: skip
     """What is written and printed: medians, work a second, and how many times faster `ours` is than each other side.
 
-    `work`: what a round does, by unit (tokens, …); `facts` go into the file as they are.
+    `work`: what a round does, by unit (tokens, …); `manifest_entries` go into the file as they are.
     """
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     sides = {
@@ -188,7 +190,7 @@ def report(
     return {
         "case": case, "device": str(device.device()), "threads": torch.get_num_threads(), "work": work, "sides": sides,
         "ratio": {name: median / medians[ours] for name, median in medians.items() if name != ours},
-    } | facts  # fmt: skip
+    } | manifest_entries  # fmt: skip
 
 
 def table(found: dict, markdown: bool) -> str:

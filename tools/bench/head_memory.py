@@ -45,7 +45,7 @@ def naive(hidden, weight, targets):
 
 def chunked(hidden, weight, targets):
     """The same from megarl's function."""
-    from megarl.mcore.tensor_parallel import head_scores
+    from megarl.mcore.kernels.vocab_parallel_logprobs import head_scores
 
     return head_scores(hidden, weight, targets, 1.0, len(weight), dist.group.WORLD)[:2]
 

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from megarl.mcore import device, passes
+from megarl.mcore import device
+from megarl.mcore.model import forward_pass
 from tools.bench import common
 from tools.bench.head_memory import ENVIRONMENT, measured
 
@@ -53,7 +54,7 @@ CASES = {
 def megarl_side(chunk, rows: list[Tensor]) -> Tensor:
     """Log-probs of all tokens but the first of each sequence, behind each other."""
     lengths = torch.tensor([len(row) for row in rows])
-    scores = passes.token_scores(chunk, torch.cat(rows), lengths.cpu(), 1.0, SHAPE.vocab)
+    scores = forward_pass.token_scores(chunk, torch.cat(rows), lengths.cpu(), 1.0, SHAPE.vocab)
     return torch.cat([part[1:] for part in scores.logprobs.split(lengths.tolist())])
 
 

@@ -90,7 +90,7 @@ def run_step(flags: list[str], out: Path):
 
 def run_rounds(payload: int, rounds: int = 5) -> dict:
     """Moves four matrices of together about `payload` bytes; what the host holds, and seconds of each way."""
-    from megarl.mcore import offload
+    from megarl.mcore.memory import offload
 
     before = resident("VmRSS")
     forget_peak()
@@ -99,7 +99,7 @@ def run_rounds(payload: int, rounds: int = 5) -> dict:
     for number, weight in enumerate(stages.parameters()):
         weight.fill_(number)
     payload = sum(weight.nbytes for weight in stages.parameters())
-    moved, seconds = offload.of_frozen(stages), []
+    moved, seconds = offload.offload_frozen(stages), []
     for _ in range(rounds):
         marks = [time.perf_counter()]
         with moved.present("weights", changed=True):
@@ -173,10 +173,10 @@ def measure(args: argparse.Namespace) -> dict:
             command = ["--side", "step", "--", *MODEL.split(), *STEP.split(), *more]
             peaks = child(TORCHRUN, *command, out=folder / f"{side}.json")
             rows = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
-            host = sum(value for key, value in rows[-1].items() if key.endswith("/offloaded_bytes"))
+            model_role = sum(value for key, value in rows[-1].items() if key.endswith("/offloaded_bytes"))
             found[side] = {
                 "peak_bytes": {p: peak for p, peak in peaks.items() if not p.endswith(("/save", "/offload"))},
-                "host_bytes": host,
+                "host_bytes": model_role,
                 "step_s": statistics.median(row["time/step_s"] for row in rows),
                 "moving_s": statistics.median(
                     sum(value for key, value in row.items() if key.endswith("/offload_s")) for row in rows

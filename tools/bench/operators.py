@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from megarl.mcore import linear
-from megarl.mcore.engine import RolloutEngine
-from megarl.mcore.feed_forward import swiglu
-from megarl.mcore.pieces import LEAST_ROWS
-from megarl.rollout.sampling import SamplingSettings
+from megarl.algorithms.token_sampling import SamplingSettings
+from megarl.mcore.attention.segments import MIN_ROWS
+from megarl.mcore.inference.engine import RolloutEngine
+from megarl.mcore.kernels import linear
+from megarl.mcore.kernels.swiglu_mlp import swiglu
 from tools.bench import common, rollout
 
 
@@ -51,7 +51,7 @@ class Operators:
         pages = self.count * -(-keys // 16)
         self.caches = torch.randn(shape.layers, pages + 1, 16, shape.groups, 2, self.channels)
         self.pages, self.scratch = torch.randperm(pages), torch.empty(pages, self.caches[0, 0].numel())
-        self.query = torch.randn(self.count, shape.groups, LEAST_ROWS, self.channels)
+        self.query = torch.randn(self.count, shape.groups, MIN_ROWS, self.channels)
         self.heads, self.tokens = shape.heads // shape.groups, torch.randn(self.count, 1, shape.hidden)
         self.mask = torch.zeros(self.count, 1, 1, pages // self.count * 16)
 
@@ -60,21 +60,21 @@ class Operators:
         x = self.tokens
         for layer, cache in zip(self.chunk.decoder.layers, self.caches, strict=True):
             attention, mlp = layer.self_attention, layer.mlp
-            linear.product(layer.input_layernorm(x), attention.linear_qkv.weight)
+            linear.matmul(layer.input_layernorm(x), attention.linear_qkv.weight)
             torch.index_select(cache.flatten(1), 0, self.pages, out=self.scratch)
             both = self.scratch.view(self.count, -1, self.groups, 2, self.channels).transpose(1, 2)
             attended = sdpa(self.query, *both.unbind(3), self.mask)[:, :, : self.heads].reshape(self.count, 1, -1)
-            x = linear.product(attended, attention.linear_proj.weight).add_(x)
-            wide = linear.product(layer.pre_mlp_layernorm(x), mlp.linear_fc1.weight)
-            x = linear.product(swiglu(wide), mlp.linear_fc2.weight).add_(x)
-        logits = linear.product(self.chunk.decoder.final_layernorm(x), self.chunk.output_layer.weight)
+            x = linear.matmul(attended, attention.linear_proj.weight).add_(x)
+            wide = linear.matmul(layer.pre_mlp_layernorm(x), mlp.linear_fc1.weight)
+            x = linear.matmul(swiglu(wide), mlp.linear_fc2.weight).add_(x)
+        logits = linear.matmul(self.chunk.decoder.final_layernorm(x), self.chunk.output_layer.weight)
         return (logits - logits.amax(-1, keepdim=True)).exp_().sum(-1)
 
     @torch.no_grad()
     def median(self, steps: int) -> float:
         """Seconds of the median of some steps."""
         seconds = []
-        with linear.packed(self.chunk):
+        with linear.prepacked_weights(self.chunk):
             for _ in range(steps):
                 started = time.perf_counter()
                 self.step()
@@ -84,8 +84,8 @@ class Operators:
 
 def measure(rounds: int, shape: common.Shape, case: rollout.Case) -> dict:
     """Medians of both sides in seconds, alternating, and the operators' share; the first round does not count."""
-    chunk, collection, _ = common.build(shape, (max(map(len, case.prompts)), max(case.new_tokens)))
-    engine = RolloutEngine(chunk, collection, shape.vocab, case.longest, rollout.buffer_gb(case), len(case.prompts))
+    chunk, pg_collection, _ = common.build(shape, (max(map(len, case.prompts)), max(case.new_tokens)))
+    engine = RolloutEngine(chunk, pg_collection, shape.vocab, case.longest, rollout.buffer_gb(case), len(case.prompts))
     sides = {"engine": lambda: engine_step(engine, case), "operators": lambda: Operators(chunk, shape, case).median(32)}
     seconds = common.alternate(sides, rounds + 1)
     medians = {name: statistics.median(times[1:]) for name, times in seconds.items()}

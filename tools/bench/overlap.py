@@ -61,7 +61,7 @@ def make_inputs(folder: Path) -> list[str]:
 
 def run(flags: list[str], steps: int, save: Path) -> dict[str, float]:
     """One run; medians over its steps of the idle share, of all and of each role, and of the seconds of a step."""
-    launcher = ["-m", "megarl.runtime.start", "--nproc-per-node", str(RANKS), "train_rl"]
+    launcher = ["-m", "megarl.launcher", "--nproc-per-node", str(RANKS), "train_rl"]
     started([*launcher, *flags, "--train-iters", str(WARM_UP + steps), "--save", str(save)])
     rows = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
     names = [name for name in rows[-1] if name.endswith("idle_fraction")] + ["time/step_s"]

@@ -17,11 +17,13 @@ from pathlib import Path
 
 import torch
 
-from megarl import arguments, world
+from megarl import arguments
 from megarl.algorithms.aggregation import token_mean
 from megarl.batch import Batch
-from megarl.mcore import device, passes
-from megarl.roles.learner import Learner
+from megarl.comm import role_mesh
+from megarl.mcore import device
+from megarl.mcore.model import forward_pass
+from megarl.roles.trainable_model import TrainableModel
 from tools.bench import common
 
 SHAPE = (
@@ -44,7 +46,7 @@ def batch_of(lengths: torch.Tensor, vocab_size: int) -> Batch:
     return batch.to(device.device())
 
 
-def one_update(learner: Learner, batch: Batch, vocab_size: int) -> float:
+def one_update(trainable_model: TrainableModel, batch: Batch, vocab_size: int) -> float:
     """Seconds of one update on the batch."""
     started, count = time.perf_counter(), batch.response_mask.sum().double()
 
@@ -53,11 +55,11 @@ def one_update(learner: Learner, batch: Batch, vocab_size: int) -> float:
         return value, value.detach()
 
     def forward(chunk, part):
-        known = part.on_host
+        known = part.host_metadata
         mask, shared = known.response_mask, known.shared
-        return passes.token_scores(chunk, part.tokens, known.lengths, 1.0, vocab_size, mask=mask, shared=shared)
+        return forward_pass.token_scores(chunk, part.tokens, known.lengths, 1.0, vocab_size, mask=mask, shared=shared)
 
-    losses, *_ = learner.update(learner.microbatches(batch, torch.arange(len(batch))), forward, loss)
+    losses, *_ = trainable_model.update(trainable_model.microbatches(batch, torch.arange(len(batch))), forward, loss)
     float(sum(losses))  # waits for the device
     return time.perf_counter() - started
 
@@ -67,14 +69,16 @@ def measure(args: argparse.Namespace) -> dict:
     flags = f"{SHAPE} --max-prompt-length {args.max_length // 2} --max-response-length {args.max_length // 2}"
     flags += f" --max-tokens-per-microbatch {args.cap}"
     role = arguments.parse(flags.split(), 1, "sft").roles["actor"]
-    place = world.create({"actor": role}, timedelta(minutes=5))["actor"]
-    learner = Learner(role, place, args.vocab, updates=1)
+    place = role_mesh.create_mesh({"actor": role}, timedelta(minutes=5))["actor"]
+    trainable_model = TrainableModel(role, place, args.vocab, updates=1)
     lengths = common.log_normal_lengths(args.sequences, args.max_length, args.deviation)
     batches = {
         "packed": batch_of(lengths, args.vocab),
         "padded": batch_of(torch.full_like(lengths, args.max_length), args.vocab),
     }
-    clocks = {side: lambda batch=batch: one_update(learner, batch, args.vocab) for side, batch in batches.items()}
+    clocks = {
+        side: lambda batch=batch: one_update(trainable_model, batch, args.vocab) for side, batch in batches.items()
+    }
     seconds = {side: times[1:] for side, times in common.alternate(clocks, args.rounds + 1).items()}
     real = int(lengths.sum())
     speed = {side: real / statistics.median(times) for side, times in seconds.items()}

@@ -13,12 +13,14 @@ from datetime import timedelta
 
 import torch
 
-from megarl import arguments, world
+from megarl import arguments
+from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.batch import Batch
-from megarl.mcore import device, passes
-from megarl.mcore.engine import Request, RolloutEngine
-from megarl.roles.learner import Learner
-from megarl.rollout.sampling import SamplingSettings
+from megarl.comm import role_mesh
+from megarl.mcore import device
+from megarl.mcore.inference.engine import GenerationRequest, RolloutEngine
+from megarl.mcore.model import forward_pass
+from megarl.roles.trainable_model import TrainableModel
 from tools.bench import common
 
 SHAPE = common.Shape(layers=6, hidden=512, ffn=1536, vocab=32_000)
@@ -28,32 +30,37 @@ NO_END = -1  # a token that is never written
 FLAGS = f"--max-prompt-length 22 --max-response-length {NEW} --lr 1e-5 --max-tokens-per-microbatch 1400"
 
 
-def learners(shape: common.Shape) -> dict[str, Learner]:
+def learners(shape: common.Shape) -> dict[str, TrainableModel]:
     """A trainable model of each precision, on one rank; joins a world of one."""
     found, place = {}, None
     for name, flags in SIDES.items():
         roles = arguments.parse([*shape.flags(), *FLAGS.split(), *flags.split()], 1, "sft").roles
-        place = place or world.create(roles, timedelta(minutes=10))["actor"]
-        found[name] = Learner(roles["actor"], place, shape.vocab, updates=1)
+        place = place or role_mesh.create_mesh(roles, timedelta(minutes=10))["actor"]
+        found[name] = TrainableModel(roles["actor"], place, shape.vocab, updates=1)
     return found
 
 
-def rollouts(learner: Learner, vocab: int):
+def rollouts(trainable_model: TrainableModel, vocab: int):
     """() -> completions of the prompts; with an argument, of that many tokens."""
-    gigabytes = 0.2 * learner.model[0].config.params_dtype.itemsize / 4
+    gigabytes = 0.2 * trainable_model.model[0].config.params_dtype.itemsize / 4
     engine = RolloutEngine(
-        learner.model[0], learner.place.collection, vocab, max(PROMPTS) + NEW, gigabytes, len(PROMPTS)
+        trainable_model.model[0],
+        trainable_model.role_groups.pg_collection,
+        vocab,
+        max(PROMPTS) + NEW,
+        gigabytes,
+        len(PROMPTS),
     )
     prompts = common.random_prompts(PROMPTS, vocab)
 
     def write(new: int = NEW):
-        requests = [Request(prompt, key, new) for key, prompt in enumerate(prompts)]
+        requests = [GenerationRequest(prompt, key, new) for key, prompt in enumerate(prompts)]
         return engine.generate(requests, NO_END, SamplingSettings())
 
     return write
 
 
-def scoring(learner: Learner, vocab: int, trains: bool):
+def scoring(trainable_model: TrainableModel, vocab: int, trains: bool):
     """() -> results of the micro-batches of all texts; with an argument, of that many texts."""
     generator, mask = torch.Generator().manual_seed(1), torch.ones(len(PROMPTS), LENGTH, dtype=torch.bool)
     mask[:, 0] = False
@@ -63,15 +70,17 @@ def scoring(learner: Learner, vocab: int, trains: bool):
     ).to(device.device())  # fmt: skip
 
     def forward(chunk, part):
-        known = part.on_host
-        return passes.token_scores(chunk, part.tokens, known.lengths, 1.0, vocab, None, known.response_mask)
+        known = part.host_metadata
+        return forward_pass.token_scores(chunk, part.tokens, known.lengths, 1.0, vocab, None, known.response_mask)
 
     def loss(scores, part):
         return -scores.logprobs.sum() / mask.sum().item(), scores.logprobs.detach()
 
     def run(count: int = len(PROMPTS)):
-        parts = learner.microbatches(batch, torch.arange(count))
-        return learner.update(parts, forward, loss)[0] if trains else learner.evaluate(parts, forward)
+        parts = trainable_model.microbatches(batch, torch.arange(count))
+        return (
+            trainable_model.update(parts, forward, loss)[0] if trains else trainable_model.forward_only(parts, forward)
+        )
 
     return run
 
@@ -95,7 +104,7 @@ def seconds_of(work) -> float:
 def measure(case: str, rounds: int, shape: common.Shape = SHAPE) -> dict:
     """Both sides in turn; `common.report` with the ratio of fp32 to bf16."""
     make, tokens = CASES[case]
-    work = {name: make(learner, shape.vocab) for name, learner in learners(shape).items()}
+    work = {name: make(trainable_model, shape.vocab) for name, trainable_model in learners(shape).items()}
     for each in work.values():
         each(4)
     seconds = common.alternate({name: lambda each=each: seconds_of(each) for name, each in work.items()}, rounds)

@@ -26,9 +26,9 @@ from pathlib import Path
 
 import torch
 
+from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.mcore import device
-from megarl.mcore.engine import Request, RolloutEngine
-from megarl.rollout.sampling import SamplingSettings
+from megarl.mcore.inference.engine import GenerationRequest, RolloutEngine
 from tools.bench import common
 
 SHAPE = common.Shape(layers=12, hidden=512, ffn=1536, vocab=32_000)
@@ -50,10 +50,13 @@ class Case:
         """Longest prompt and response together, tokens."""
         return max(map(len, self.prompts)) + max(self.new_tokens)
 
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[GenerationRequest]:
         """Those of a sample behind each other, as the rollout of a step has them."""
         texts = [prompt for prompt in self.prompts for _ in range(self.samples)]
-        return [Request(text, key, new) for key, (text, new) in enumerate(zip(texts, self.new_tokens, strict=True))]
+        return [
+            GenerationRequest(text, key, new)
+            for key, (text, new) in enumerate(zip(texts, self.new_tokens, strict=True))
+        ]
 
 
 def _short(count: int) -> list[int]:
@@ -69,12 +72,12 @@ CASES = {
 }
 
 
-def shorten(requests: list[Request]) -> list[Request]:
+def shorten(requests: list[GenerationRequest]) -> list[GenerationRequest]:
     """A few of them with a few tokens: libraries load, threads start."""
     return [replace(request, max_new_tokens=4) for request in requests[:4]]
 
 
-def timed(work, requests: list[Request]) -> float:
+def timed(work, requests: list[GenerationRequest]) -> float:
     """Seconds in which `work` answers the requests with lists of tokens. RuntimeError where lengths are wrong."""
     started = time.perf_counter()
     found = work(requests)
@@ -84,11 +87,11 @@ def timed(work, requests: list[Request]) -> float:
     return seconds
 
 
-def megarl_side(chunk, collection, case: Case):
+def megarl_side(chunk, pg_collection, case: Case):
     """The engine as the rollout of a training run has it."""
     count = len(case.new_tokens)
     engine = RolloutEngine(
-        chunk, collection, SHAPE.vocab, case.longest, buffer_gb(case), count, prefix_caching=case.samples > 1
+        chunk, pg_collection, SHAPE.vocab, case.longest, buffer_gb(case), count, prefix_caching=case.samples > 1
     )
     return lambda requests: [c.tokens for c in engine.generate(requests, NO_END, SamplingSettings())]
 
@@ -187,10 +190,10 @@ def measure(args: argparse.Namespace, peers: list[str]) -> dict:
     """Runs the sides in turn."""
     case = CASES[args.case]()
     requests = case.requests()
-    chunk, collection, namespace = common.build(SHAPE, (max(map(len, case.prompts)), max(case.new_tokens)))
+    chunk, pg_collection, namespace = common.build(SHAPE, (max(map(len, case.prompts)), max(case.new_tokens)))
     peer = common.export(chunk, SHAPE, namespace, case.longest).eval()
     make = {"hf": lambda: hf_side(peer), "hf-batch": lambda: hf_batch_side(peer, case)}
-    sides = {common.OURS: megarl_side(chunk, collection, case)} | {name: make[name]() for name in peers}
+    sides = {common.OURS: megarl_side(chunk, pg_collection, case)} | {name: make[name]() for name in peers}
     for work in sides.values():
         timed(work, shorten(requests))
     clocks = {side: lambda work=work: timed(work, requests) for side, work in sides.items()}
@@ -200,8 +203,12 @@ def measure(args: argparse.Namespace, peers: list[str]) -> dict:
             stack.callback(clocks["vllm"].close)
         seconds = common.alternate(clocks, args.rounds)
     tokens = sum(case.new_tokens)
-    facts = {"mean_length": tokens / len(requests), "longest_length": max(case.new_tokens), "requests": len(requests)}
-    return common.report(args.case, seconds, {"tokens": tokens}, **facts)
+    manifest_entries = {
+        "mean_length": tokens / len(requests),
+        "longest_length": max(case.new_tokens),
+        "requests": len(requests),
+    }
+    return common.report(args.case, seconds, {"tokens": tokens}, **manifest_entries)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

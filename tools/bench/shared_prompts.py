@@ -15,10 +15,11 @@ from pathlib import Path
 
 import torch
 
-from megarl import arguments, world
+from megarl import arguments
 from megarl.batch import Batch
+from megarl.comm import role_mesh
 from megarl.mcore import device
-from megarl.roles.learner import Learner
+from megarl.roles.trainable_model import TrainableModel
 from tools.bench import common
 from tools.bench.packing import SHAPE, one_update
 
@@ -46,14 +47,16 @@ def measure(args: argparse.Namespace) -> dict:
     """Runs both sides in turn; seconds, their ratio, and the share of tokens that sharing leaves."""
     flags = f"{SHAPE} --max-prompt-length {args.prompt_length} --max-response-length {args.response_length}"
     role = arguments.parse(f"{flags} --max-tokens-per-microbatch {args.cap}".split(), 1, "sft").roles["actor"]
-    learner = Learner(role, world.create({"actor": role}, timedelta(minutes=5))["actor"], VOCAB, updates=1)
+    trainable_model = TrainableModel(
+        role, role_mesh.create_mesh({"actor": role}, timedelta(minutes=5))["actor"], VOCAB, updates=1
+    )
     sides = {"shared": batch_of(args), "alone": batch_of(args)}
     sides["alone"].prompt_ids = None
-    clocks = {side: lambda batch=batch: one_update(learner, batch, VOCAB) for side, batch in sides.items()}
+    clocks = {side: lambda batch=batch: one_update(trainable_model, batch, VOCAB) for side, batch in sides.items()}
     seconds = common.alternate(clocks, args.rounds + 1)
     medians = {side: statistics.median(times[1:]) for side, times in seconds.items()}
-    parts = [part for part, _ in learner.microbatches(sides["shared"], torch.arange(len(sides["shared"])))]
-    spared = sum(int(part.on_host.shared.tokens.sum()) for part in parts if part.on_host.shared is not None)
+    parts = [part for part, _ in trainable_model.microbatches(sides["shared"], torch.arange(len(sides["shared"])))]
+    spared = sum(int(part.host_metadata.shared.tokens.sum()) for part in parts if part.host_metadata.shared is not None)
     return {
         "device": str(device.device()),
         "threads": torch.get_num_threads(),

@@ -21,10 +21,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megarl import arguments, world
-from megarl.mcore import model
-from megarl.mcore.reshard import WeightTransfer
-from megarl.runtime.start import run_ranks
+from megarl import arguments
+from megarl.comm import role_mesh
+from megarl.launcher import run_ranks
+from megarl.mcore.model import gpt
+from megarl.mcore.weights.reshard import WeightTransfer
 from tools.bench.tables import add_output_flags, whole_table
 
 VOCAB = 32_000
@@ -56,14 +57,16 @@ def measure(case: str, rounds: int) -> dict:
     """This rank's part of a case; the same numbers on every rank."""
     ranks, flags = CASES[case]
     roles = arguments.parse([*MODEL.split(), *flags.split()], ranks).roles
-    here = world.create(roles, timedelta(minutes=5))
+    here = role_mesh.create_mesh(roles, timedelta(minutes=5))
     models = {
-        name: model.build_frozen(roles[name].megatron, VOCAB, here[name].collection) if here[name].is_member else None
+        name: gpt.build_frozen_model(roles[name].megatron, VOCAB, here[name].pg_collection)
+        if here[name].is_member
+        else None
         for name in ("actor", "rollout")
     }
     group = here.ranks_group("actor", "rollout")
     began = time.perf_counter()
-    collections = {name: here[name].collection for name in models}
+    collections = {name: here[name].pg_collection for name in models}
     transfer = WeightTransfer(models["actor"], collections["actor"], models["rollout"], collections["rollout"], group)
     planning = time.perf_counter() - began
     size = torch.tensor(sum(p.nbytes for p in models["rollout"].parameters()) if models["rollout"] else 0)

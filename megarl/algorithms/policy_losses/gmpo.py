@@ -2,7 +2,14 @@
 
 import torch
 
-from megarl.algorithms.policy_loss import ClipRange, PolicyLoss, PolicyTerms, PolicyTokens, on_tokens, response_mean
+from megarl.algorithms.policy_loss import (
+    ClipRange,
+    PolicyLoss,
+    PolicyTerms,
+    PolicyTokens,
+    on_tokens,
+    response_mean,
+)
 
 
 def gmpo(tokens: PolicyTokens, clip: ClipRange, log_ratio_limit: float = 20.0) -> PolicyTerms:

@@ -2,7 +2,13 @@
 
 from megarl.algorithms.packed import spread
 from megarl.algorithms.policy_loss import (
-    ClipRange, PolicyLoss, PolicyTerms, PolicyTokens, clipped_surrogate, on_tokens, response_mean,
+    ClipRange,
+    PolicyLoss,
+    PolicyTerms,
+    PolicyTokens,
+    clipped_surrogate,
+    on_tokens,
+    response_mean,
 )  # fmt: skip
 
 

@@ -1,0 +1,287 @@
+"""Rules on a role's flags that Megatron checks late, in other words, or not at all: sizes that must divide, ranges.
+
+A rule is data: `rules` gives all of them, in one order, whatever the flags; `check` raises the first that is broken.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from megarl.errors import UsageError
+from megarl.mcore import device
+
+TRAINED = ("actor", "critic")  # roles that run backward
+BALANCING_LOSSES = ("seq_aux_loss", "global_aux_loss")  # those that do not depend on micro-batches
+
+
+class LayoutRule(NamedTuple):
+    """A flag, its value, whether that is fine, and what is allowed, in words."""
+
+    flag: str
+    value: object
+    holds: bool
+    allowed: str
+
+
+def check(role: str, args):
+    """Raises UsageError with the first rule that a role's parsed flags break; `args.world_size` is the role's."""
+    for rule in rules(role, args):
+        if not rule.holds:
+            raise UsageError(f"{role}: {rule.flag} {rule.value}: allowed is {rule.allowed}")
+
+
+def rules(role: str, args) -> list[LayoutRule]:
+    """Every rule for a role's namespace as parsed, before Megatron's own validation; always as many."""
+    parts = (_sizes(args), _ranges(args), _ranks(args), _attention(args), _pipeline(args), _virtual(args))
+    parts += (_experts(args), _balancing(args), _training(role, args), _sharding(args))
+    return [rule for part in parts for rule in part]
+
+
+def _divides(size: int, whole: int) -> bool:
+    return size > 0 and whole % size == 0
+
+
+def _least(flag: str, value, least: int = 1) -> LayoutRule:
+    return LayoutRule(flag, value, value is None or value >= least, f"{least} or more")
+
+
+def _sizes(args) -> list[LayoutRule]:
+    return [
+        _least("--num-layers", args.num_layers),
+        _least("--hidden-size", args.hidden_size),
+        _least("--num-attention-heads", args.num_attention_heads),
+        _least("--num-query-groups", _groups(args)),
+        _least("--kv-channels", args.kv_channels),
+        _least("--ffn-hidden-size", args.ffn_hidden_size),
+        _least("--moe-ffn-hidden-size", args.moe_ffn_hidden_size),
+        _least("--num-experts", args.num_experts, 0),
+        _least("--make-vocab-size-divisible-by", args.make_vocab_size_divisible_by),
+        _least("--tensor-model-parallel-size", args.tensor_model_parallel_size),
+        _least("--pipeline-model-parallel-size", args.pipeline_model_parallel_size),
+        _least("--context-parallel-size", args.context_parallel_size),
+        _least("--expert-model-parallel-size", args.expert_model_parallel_size),
+        _least("--expert-tensor-parallel-size", args.expert_tensor_parallel_size),
+    ]
+
+
+def _ranges(args) -> list[LayoutRule]:
+    lr, floor, decay = args.lr, args.min_lr, args.lr_decay_iters or args.train_iters
+    return [
+        LayoutRule("--lr", lr, 0 <= lr < math.inf, "0 or more"),
+        LayoutRule("--min-lr", floor, 0 <= floor <= lr, f"from 0 to --lr {lr}"),
+        LayoutRule("--clip-grad", args.clip_grad, args.clip_grad >= 0, "0 (off) or more"),
+        LayoutRule("--weight-decay", args.weight_decay, args.weight_decay >= 0, "0 or more"),
+        LayoutRule("--adam-beta1", args.adam_beta1, 0 <= args.adam_beta1 < 1, "from 0 to below 1"),
+        LayoutRule("--adam-beta2", args.adam_beta2, 0 <= args.adam_beta2 < 1, "from 0 to below 1"),
+        LayoutRule("--adam-eps", args.adam_eps, args.adam_eps > 0, "above 0"),
+        LayoutRule("--max-position-embeddings", args.max_position_embeddings, args.max_position_embeddings >= args.seq_length,
+             f"--max-prompt-length + --max-response-length = {args.seq_length} or more"),
+        LayoutRule("--lr-warmup-iters", args.lr_warmup_iters, args.lr_warmup_iters < decay,
+             f"below --lr-decay-iters, or else --train-iters, {decay}"),
+    ]  # fmt: skip
+
+
+def _product(flags: dict[str, int], ranks: int) -> LayoutRule:
+    """The flags' product divides the role's ranks; the message names those that are above 1."""
+    *others, last = [item for item in flags.items() if item[1] > 1] or list(flags.items())[:1]
+    name = "".join(f"{flag} {size} × " for flag, size in others) + last[0]
+    several = "a product that divides" if others else "a divisor of"
+    return LayoutRule(
+        name, last[1], _divides(math.prod(flags.values()), ranks), f"{several} the role's {ranks} rank(s)"
+    )
+
+
+def _ranks(args) -> list[LayoutRule]:
+    pipeline = {"--pipeline-model-parallel-size": args.pipeline_model_parallel_size}
+    dense = {"--tensor-model-parallel-size": args.tensor_model_parallel_size, **pipeline,
+             "--context-parallel-size": args.context_parallel_size}  # fmt: skip
+    expert = {"--expert-tensor-parallel-size": args.expert_tensor_parallel_size,
+              "--expert-model-parallel-size": args.expert_model_parallel_size, **pipeline}  # fmt: skip
+    return [_product(dense, args.world_size), _product(expert, args.world_size)]
+
+
+def _attention(args) -> list[LayoutRule]:
+    tensor, heads, groups = args.tensor_model_parallel_size, args.num_attention_heads, _groups(args)
+    multiple, ffn = f"a multiple of --tensor-model-parallel-size {tensor}", args.ffn_hidden_size
+    divisor, hidden = args.make_vocab_size_divisible_by, args.hidden_size
+    channels = args.kv_channels or hidden // max(heads, 1)
+    return [
+        LayoutRule("--num-attention-heads", heads, _divides(tensor, heads), multiple),
+        LayoutRule("--num-query-groups", groups, groups is None or _divides(tensor, groups), multiple),
+        LayoutRule("--num-query-groups", groups, groups is None or _divides(groups, heads),
+             f"a divisor of --num-attention-heads {heads}"),
+        LayoutRule("--hidden-size", hidden, bool(args.kv_channels) or _divides(heads, hidden),
+             f"a multiple of --num-attention-heads {heads}, or --kv-channels beside it"),
+        LayoutRule("--kv-channels", channels, args.position_embedding_type != "rope" or channels % 2 == 0,
+             "an even number with --position-embedding-type rope"),
+        LayoutRule("--make-vocab-size-divisible-by", divisor, _divides(tensor, divisor), multiple),
+        LayoutRule("--ffn-hidden-size", ffn, ffn is None or not _has_dense_layers(args) or _divides(tensor, ffn), multiple),
+    ]  # fmt: skip
+
+
+def _pipeline(args) -> list[LayoutRule]:
+    """Even stages, or first and last ones of their own sizes; a written layout is Megatron's to judge."""
+    stages, layers = args.pipeline_model_parallel_size, args.num_layers
+    written = args.pipeline_model_parallel_layout is not None
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    own, counted = _end_stages(args), _counted_layers(args)
+    inner, inner_stages = layers - sum(own), stages - len(own)
+    fits = inner == 0 if inner_stages == 0 else inner > 0 and _divides(inner_stages, inner)
+    several = "from 1 to below --num-layers, with --pipeline-model-parallel-size above 1"
+    ends = "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
+    return [
+        LayoutRule("--decoder-first-pipeline-num-layers", first, first is None or stages > 1 and 0 < first < layers, several),
+        LayoutRule("--decoder-last-pipeline-num-layers", last, last is None or stages > 1 and 0 < last < layers, several),
+        LayoutRule("--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split", True,
+             counted == layers or not own, f"none of them beside {ends}"),
+        LayoutRule("--num-layers", layers, written or bool(own) or _divides(stages, counted),
+             f"a multiple of --pipeline-model-parallel-size {stages} "
+             f"(layers counted: {counted}), or {ends} beside it"),
+        LayoutRule("--num-layers", layers, written or not own or fits,
+             f"what leaves equal shares: {inner} layer(s) are left for {inner_stages} stage(s) between {ends}"),
+    ]  # fmt: skip
+
+
+def _end_stages(args) -> list[int]:
+    """Layers of the first and of the last stage, where they have sizes of their own."""
+    return [x for x in (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers) if x is not None]
+
+
+def _counted_layers(args) -> int:
+    """Layers to be shared out, embedding and loss among them where flags say that they count as one each."""
+    return args.num_layers + args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
+
+
+def _stage_sizes(args) -> list[int]:
+    """Layers of the stages, as far as they differ; no sense where the flags make none, which other rules say."""
+    own = _end_stages(args)
+    stages = args.pipeline_model_parallel_size - len(own)
+    return own + ([(_counted_layers(args) - sum(own)) // stages] if stages > 0 else [])
+
+
+def _virtual(args) -> list[LayoutRule]:
+    stages, sizes = args.pipeline_model_parallel_size, _stage_sizes(args)
+    per_stage, number = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
+    first, second = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
+    is_uneven = len(sizes) > 1 or args.decoder_first_pipeline_num_layers or args.decoder_last_pipeline_num_layers
+    least = 2 if args.overlap_p2p_comm else 3
+    flag, value = (first, per_stage) if number is None else (second, number)
+    return [
+        _least(first, per_stage),
+        _least(second, number),
+        LayoutRule(second, number, None in (per_stage, number), f"one of it and {first}"),
+        LayoutRule(flag, value, value is None or value == 1 and flag == second or stages >= least,
+             f"none with --pipeline-model-parallel-size {stages}: virtual stages need {least} or more"
+             + ("" if least == 2 else " without overlapped communication")),
+        LayoutRule(first, per_stage, per_stage is None or not is_uneven, f"{second} instead, where stages differ in size"),
+        LayoutRule(first, per_stage, per_stage is None or all(_divides(per_stage, size) for size in sizes),
+             f"a divisor of the {sizes[0] if sizes else 0} layers of a stage"),
+        LayoutRule(second, number, number is None or all(_divides(number, size) for size in sizes),
+             f"a divisor of the layers of every stage ({', '.join(map(str, sizes))})"),
+    ]  # fmt: skip
+
+
+def _experts(args) -> list[LayoutRule]:
+    experts, size, tensor = args.num_experts or 0, args.expert_model_parallel_size, args.expert_tensor_parallel_size
+    ffn = args.moe_ffn_hidden_size or args.ffn_hidden_size
+    shared, dense = args.moe_shared_expert_intermediate_size, args.tensor_model_parallel_size
+    topk, groups, chosen = args.moe_router_topk, args.moe_router_num_groups, args.moe_router_group_topk
+    pattern, layers, dispatcher = args.moe_layer_freq, args.num_layers, args.moe_token_dispatcher_type
+    pattern_fits = pattern > 0 if isinstance(pattern, int) else len(pattern) == layers and set(pattern) <= {0, 1}
+    # Groups of experts, as many of them chosen, and as many experts in each: none of the three may be 0.
+    in_group, each = experts // groups if groups else 0, topk // chosen if chosen else 0
+    return [
+        LayoutRule("--num-experts", experts, not experts or not args.add_bias_linear,
+             "0 without --disable-bias-linear: biases of experts cannot be trained"),
+        LayoutRule("--expert-model-parallel-size", size, size == 1 or experts > 0 and _divides(size, experts),
+             f"a divisor of --num-experts {experts}" if experts else "1 without --num-experts"),
+        LayoutRule("--expert-tensor-parallel-size", tensor, tensor == 1 or experts > 0, "1 without --num-experts"),
+        LayoutRule("--expert-tensor-parallel-size", tensor, tensor == 1 or not _runs_on_cpu(),
+             "1 on a CPU: gloo has no gather of unequal shares"),
+        LayoutRule("--moe-token-dispatcher-type", dispatcher,
+             dispatcher != "allgather" or _divides(size * tensor, dense * args.context_parallel_size),
+             "alltoall, where --expert-tensor-parallel-size × --expert-model-parallel-size does not divide "
+             "--tensor-model-parallel-size × --context-parallel-size: lanes have unequal numbers of tokens"),
+        LayoutRule("--moe-ffn-hidden-size", ffn, not experts or ffn is None or _divides(tensor, ffn),
+             f"a multiple of --expert-tensor-parallel-size {tensor}"),
+        LayoutRule("--moe-shared-expert-intermediate-size", shared, shared is None or shared > 0 and _divides(dense, shared),
+             f"a multiple, above 0, of --tensor-model-parallel-size {dense}"),
+        LayoutRule("--moe-router-topk", topk, not experts or 0 < topk <= experts, f"from 1 to --num-experts {experts}"),
+        LayoutRule("--moe-layer-freq", pattern, not experts or pattern_fits,
+             f"a number above 0, or a pattern of {layers} zeros and ones, one for each of --num-layers"),
+        LayoutRule("--moe-router-num-groups", groups, groups is None or experts > 0 and _divides(groups, experts),
+             f"a divisor of --num-experts {experts}"),
+        LayoutRule("--moe-router-group-topk", chosen, (groups is None) == (chosen is None) and (
+             chosen is None or 0 < chosen <= groups), f"from 1 to --moe-router-num-groups {groups}, both or neither"),
+        LayoutRule("--moe-router-topk", topk, not groups or not chosen or _divides(chosen, topk) and each <= in_group,
+             f"a multiple of --moe-router-group-topk {chosen}, at most {in_group} in each of the chosen groups"),
+    ]  # fmt: skip
+
+
+def _balancing(args) -> list[LayoutRule]:
+    """Losses and the bias that keep experts busy alike; the parser gives one value or a list of them."""
+    kinds, weights = listed(args.moe_router_load_balancing_type), listed(args.moe_aux_loss_coeff)
+    flag, factor, per_layer = "--moe-router-load-balancing-type", "--moe-aux-loss-coeff", args.moe_z_loss_coeff
+    names, numbers = " ".join(kinds), " ".join(map(str, weights))
+    idle = [weight for kind, weight in zip(kinds, weights, strict=False) if kind not in BALANCING_LOSSES]
+    bias, rate, scores = (
+        args.moe_router_enable_expert_bias, args.moe_router_bias_update_rate, args.moe_router_score_function
+    )  # fmt: skip
+    return [
+        LayoutRule(flag, names, set(kinds) <= {*BALANCING_LOSSES, "aux_loss", "none"},
+             f"{', '.join(BALANCING_LOSSES)} or none: others route a token by what is batched with it"),
+        LayoutRule(flag, names, len(set(kinds)) == len(kinds), "each name once"),
+        LayoutRule(factor, numbers, len(kinds) == len(weights), f"as many numbers as {flag} has names, {len(kinds)}"),
+        LayoutRule(factor, numbers, all(0 <= weight < math.inf for weight in weights), "0 or more"),
+        LayoutRule(factor, numbers, not any(idle), f"0 with {flag} {names}: allowed losses are "
+             f"{' and '.join(BALANCING_LOSSES)}; aux_loss depends on how tokens fall into micro-batches"),
+        LayoutRule("--moe-z-loss-coeff", per_layer, per_layer is None or 0 <= per_layer < math.inf, "0 or more"),
+        LayoutRule("--moe-router-enable-expert-bias", bias, not bias or scores in ("sigmoid", "sqrtsoftplus"),
+             f"none with --moe-router-score-function {scores}; sigmoid and sqrtsoftplus have one"),
+        LayoutRule("--moe-router-bias-update-rate", rate, 0 <= rate < math.inf, "0 or more"),
+    ]  # fmt: skip
+
+
+def listed(value) -> list:
+    """A flag's values, of which Megatron's parser gives one or a list."""
+    return value if isinstance(value, list) else [value]
+
+
+def _training(role: str, args) -> list[LayoutRule]:
+    tensor = args.tensor_model_parallel_size
+    needs = args.num_experts and tensor > 1 and role in TRAINED
+    return [
+        LayoutRule("--sequence-parallel", args.sequence_parallel, not args.sequence_parallel or tensor > 1,
+             f"none with --tensor-model-parallel-size {tensor}: it splits over tensor-parallel ranks"),
+        LayoutRule("--tensor-model-parallel-size", tensor, not needs or args.sequence_parallel,
+             "1 for a role that trains experts, or --sequence-parallel beside it"),
+    ]  # fmt: skip
+
+
+def _sharding(args) -> list[LayoutRule]:
+    """What sharded parameters exclude: all are split over the data- and context-parallel ranks, experts among them."""
+    on, flag, tensor = args.use_torch_fsdp2, "--use-torch-fsdp2", args.tensor_model_parallel_size
+    pipeline, expert = args.pipeline_model_parallel_size, args.expert_model_parallel_size
+    return [
+        LayoutRule(flag, on, not on or pipeline == 1, f"none with --pipeline-model-parallel-size {pipeline}"),
+        LayoutRule(flag, on, not on or expert == 1, f"none with --expert-model-parallel-size {expert}"),
+        LayoutRule(flag, on, not on or not args.use_distributed_optimizer, "none with --use-distributed-optimizer"),
+        LayoutRule(flag, on, not on or not args.num_experts or tensor == 1,
+             f"none with --num-experts {args.num_experts} and --tensor-model-parallel-size {tensor}"),
+        LayoutRule(flag, on, not on or not args.fp16, "none with --fp16"),
+    ]  # fmt: skip
+
+
+def _runs_on_cpu() -> bool:
+    """Whether ranks talk over gloo: not in a world that is only planned."""
+    return device.backend() == "gloo" and not (dist.is_initialized() and dist.get_backend() == "fake")
+
+
+def _groups(args):
+    return args.num_query_groups if args.group_query_attention else None
+
+
+def _has_dense_layers(args) -> bool:
+    pattern = args.moe_layer_freq
+    return not args.num_experts or (pattern != 1 if isinstance(pattern, int) else 0 in pattern)

@@ -1,0 +1,149 @@
+"""Megatron's flags: its own parser and checks, one validated namespace a role, every flag used or refused."""
+
+import argparse
+import contextlib
+import functools
+import io
+import traceback
+import warnings
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.training.arguments import add_megatron_arguments, core_transformer_config_from_args, validate_args
+from torch.nn import functional
+
+from megarl.errors import ArgumentParser, UsageError
+from megarl.mcore import device
+from megarl.mcore.config import layout_rules
+from megarl.mcore.config.supported_flags import DEFAULTS, ONLY, used
+from megarl.mcore.kernels.silu import silu
+from megarl.mcore.parallel.process_groups import ParallelSizes
+
+
+@functools.cache
+def _parser() -> argparse.ArgumentParser:
+    parser = ArgumentParser(prog="megatron", allow_abbrev=False, add_help=False)
+    add_megatron_arguments(parser)
+    # On unless switched off, where there is something to reduce: `_overlaps`.
+    parser.set_defaults(overlap_grad_reduce=None)
+    parser.add_argument("--no-overlap-grad-reduce", dest="overlap_grad_reduce", action="store_false", default=None)
+    return parser
+
+
+@functools.cache
+def destinations() -> dict[str, str]:
+    """Every option string of Megatron's parser -> the attribute it sets."""
+    return {option: action.dest for action in _parser()._actions for option in action.option_strings}
+
+
+def _refuse_unused(role: str, argv: list[str], extra: frozenset[str]):
+    for token in argv:
+        option = token.split("=", 1)[0]
+        dest = destinations().get(option)
+        if dest is not None and dest not in used() | extra:
+            raise UsageError(f"{role}: {option} is a Megatron flag that megarl does not use; remove it")
+
+
+def _check_only(role: str, args):
+    for dest, (allowed, reason) in ONLY.items():
+        value = getattr(args, dest, None)
+        choices = allowed if isinstance(allowed, tuple) else (allowed,)
+        if value not in choices and value is not None:
+            flag = next(option for option, name in destinations().items() if name == dest)
+            raise UsageError(f"{role}: {flag} {value}: {reason} (allowed: {', '.join(map(str, choices))})")
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    # A bare assertion says nothing: quote the condition that failed.
+    return text or (traceback.extract_tb(error.__traceback__)[-1].line or type(error).__name__)
+
+
+def _overlaps(args, ranks: int) -> bool:
+    """Whether gradients are reduced while backward still runs: where several ranks hold whole gradients to be added."""
+    return ranks > args.tensor_model_parallel_size * args.pipeline_model_parallel_size and not args.use_torch_fsdp2
+
+
+def parse(role: str, argv: list[str], ranks: int, own: dict, extra: frozenset[str] = frozenset()):
+    """Megatron's namespace of one role, validated for that many ranks.
+
+    Args:
+        argv: the role's Megatron flags, common ones first, its own behind them.
+        own: attributes that megarl decides (train_iters, seed, seq_length …); they win.
+        extra: attributes that the calling program reads besides those in `used()`.
+
+    Raises:
+        UsageError: an unknown, unused or wrong flag; one line that names role, flag, value and what is allowed.
+    """
+    _refuse_unused(role, argv, extra)
+    try:
+        args = _parser().parse_args(DEFAULTS + argv)
+    except UsageError as error:
+        raise UsageError(f"{role}: {error}") from None
+    batch, args.global_batch_size = args.global_batch_size, None  # megarl's batches need no divisibility
+    if batch is not None and batch < 1:
+        raise UsageError(f"{role}: --global-batch-size {batch}: allowed is 1 or more")
+    args.rank, args.world_size = 0, ranks
+    for name, value in own.items():
+        setattr(args, name, value)
+    if args.max_position_embeddings is None:
+        args.max_position_embeddings = args.seq_length
+    _check_only(role, args)
+    for flag in ("num_layers", "hidden_size", "num_attention_heads"):
+        if not getattr(args, flag):
+            raise UsageError(f"{role}: --{flag.replace('_', '-')} is missing: the model's shape has no default")
+    layout_rules.check(role, args)
+    if args.overlap_grad_reduce is None:
+        args.overlap_grad_reduce = _overlaps(args, ranks)
+    # Megatron wants a sequence length that context parallelism divides; megarl's cut of the packed stream does not.
+    args.seq_length, args.encoder_seq_length = None, args.seq_length
+    args = _validated(role, args)
+    args.global_batch_size = batch  # None where it was not given: megarl has no default that depends on the layout
+    return args
+
+
+@contextlib.contextmanager
+def _not_sharded(args):
+    """Megatron's rules for its own sharded parameters do not hold for ours (`mcore/parallel/fsdp.py`; `layout_rules`).
+
+    It wants untied embeddings, and several launch queues where tensor parallelism wants one. One is right for both:
+    with sharded parameters it only costs overlap.
+    """
+    args.use_torch_fsdp2, sharded = False, args.use_torch_fsdp2
+    try:
+        yield
+    finally:
+        args.use_torch_fsdp2 = sharded
+
+
+def _validated(role: str, args):
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(), _not_sharded(args):
+            warnings.simplefilter("ignore")
+            validate_args(args)
+            args.use_cpu_initialization = args.use_cpu_initialization or not device.has_cuda()
+            transformer_config(args)
+    except (AssertionError, ValueError, TypeError, RuntimeError, SystemExit) as error:
+        raise UsageError(f"{role}: Megatron refuses these flags: {_one_line(error)}") from None
+    if not args.bf16 and not args.fp16:
+        args.params_dtype = torch.float32
+    return args
+
+
+def transformer_config(args) -> TransformerConfig:
+    """Megatron's model config; weights start the same for every tensor-parallel size on the CPU path."""
+    config = core_transformer_config_from_args(args)
+    if config.activation_func is functional.silu:
+        config.activation_func = silu
+    return config
+
+
+def parallel_sizes(args) -> ParallelSizes:
+    """The role's parallel sizes, for `create_groups`."""
+    return ParallelSizes(
+        tensor=args.tensor_model_parallel_size,
+        pipeline=args.pipeline_model_parallel_size,
+        context=args.context_parallel_size,
+        expert=args.expert_model_parallel_size,
+        expert_tensor=args.expert_tensor_parallel_size or 1,
+    )

@@ -1,0 +1,38 @@
+"""How the rollout engine draws tokens: from keyed random numbers, with the log-probs that training recomputes."""
+
+import torch
+from megatron.core.inference.sampling.base import Sampling
+from torch import Tensor
+
+from megarl.algorithms.counter_rng import uniforms
+from megarl.algorithms.token_sampling import SamplingSettings, sample_tokens
+from megarl.mcore.kernels.vocab_parallel_logprobs import GatheredPolicy
+
+
+class KeyedSampling(Sampling):
+    """Draws the token at a position of a request from one number of the request's stream."""
+
+    def __init__(self, vocab_size: int, tensor_ranks: int):
+        self.vocab_size, self.tensor_ranks = vocab_size, tensor_ranks
+        self.settings = SamplingSettings()
+        self.keys = torch.zeros(0, dtype=torch.int64)  # by request id
+        self._policy: GatheredPolicy | None = None
+
+    def sample_kernel(self, logits, n, context, *, gather_indices=None, output=None, **_):
+        """Tokens of the n active requests, from logits [≥ n, V]; the contract of Megatron's sampling backends."""
+        rows = logits[:n] if gather_indices is None else logits[gather_indices[:n]]
+        active = slice(context.paused_request_count, context.total_request_count)
+        positions = context.request_kv_length_offsets[active] + context.request_query_lengths[active]
+        numbers = uniforms(self.keys[context.request_ids[active].long()], positions.long()).to(rows.device)
+        self._policy = GatheredPolicy(rows, self.settings.temperature, self.vocab_size, self.tensor_ranks)
+        tokens = sample_tokens(rows[:, : self.vocab_size], self._policy.weights, numbers, self.settings)
+        return tokens if output is None else output.copy_(tokens)
+
+    def log_probs(self, tokens: Tensor) -> Tensor:
+        """[n] log-probs of the tokens [n] that were just drawn, under the temperature-scaled policy over the whole
+        vocabulary: the numbers that training recomputes."""
+        return self._policy.logprobs(tokens)
+
+    def log_probs_kernel(self, logits, context, *, token_to_request_index=None):
+        """Megarl's context asks for the drawn tokens' log-probs alone."""
+        raise NotImplementedError("log-probs of all tokens of the vocabulary")

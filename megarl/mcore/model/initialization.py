@@ -1,0 +1,72 @@
+"""Weights drawn from the seed and their own name: the same numbers in every layout, for a model of any parallel sizes.
+
+Megatron's own initialization draws one matrix behind the other, so that a rank of a later pipeline stage, or with
+other experts, starts from other numbers. Here each matrix has a generator of its own, named by layer and expert; a
+rank draws the whole matrix, one at a time, and keeps its slice.
+"""
+
+import hashlib
+import re
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+SCALED = ("linear_proj.weight", "linear_fc2.weight")  # their deviation falls with depth (1909.08053 §3, as GPT-2's)
+
+
+def initialize(chunk, seed: int, pg_collection):
+    """Draws every weight of a model chunk: matrices by the config's methods, biases 0; norms stay as they are made."""
+    for name, parameter in chunk.named_parameters():
+        if parameter.dim() > 1 and not _is_scalar_head(name, parameter):
+            _draw(global_name(name, chunk, pg_collection), name, parameter, chunk.config, seed, pg_collection)
+        elif name.endswith(".bias") and "layernorm" not in name:
+            torch.nn.init.zeros_(parameter)
+
+
+def _is_scalar_head(name: str, parameter: Tensor) -> bool:
+    return name == "output_layer.weight" and parameter.shape[0] == 1
+
+
+def global_name(name: str, chunk, pg_collection) -> str:
+    """A parameter's name in the whole model: layers and experts numbered over all stages and ranks, from 0."""
+    if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+        return "embedding.word_embeddings.weight"  # a later stage's copy of the first stage's embedding
+
+    def layer(match: re.Match) -> str:
+        return f"decoder.layers.{chunk.decoder.layers[int(match[1])].layer_number - 1}."
+
+    def expert(match: re.Match) -> str:
+        local = chunk.config.num_moe_experts // dist.get_world_size(pg_collection.ep)
+        return f"local_experts.{dist.get_rank(pg_collection.ep) * local + int(match[1])}."
+
+    return re.sub(r"local_experts\.(\d+)\.", expert, re.sub(r"decoder\.layers\.(\d+)\.", layer, name))
+
+
+def _seed(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest())
+
+
+def _method(name: str, config):
+    if name.endswith(SCALED):
+        return config.output_layer_init_method
+    return config.embedding_init_method if name.startswith("embedding.") else config.init_method
+
+
+@torch.no_grad()
+def _draw(whole_name: str, name: str, parameter: Tensor, config, seed: int, pg_collection):
+    is_expert = ".local_experts." in name
+    group = pg_collection.expt_tp if is_expert else pg_collection.tp
+    is_split = getattr(parameter, "tensor_model_parallel", False)
+    parts, shape = dist.get_world_size(group) if is_split else 1, list(parameter.shape)
+    axis = parameter.partition_dim if is_split else 0
+    shape[axis] *= parts
+    whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+    devices = [parameter.device] if parameter.is_cuda else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(_seed(seed, whole_name))
+        _method(whole_name, config)(whole)
+    # A gated layer's rank holds a share of the gates, then the same share of the ups.
+    halves = 2 if name.endswith("linear_fc1.weight") and config.gated_linear_unit else 1
+    rank = dist.get_rank(group) if is_split else 0
+    parameter.copy_(torch.cat([half.chunk(parts, axis)[rank] for half in whole.chunk(halves, axis)], axis))

@@ -1,0 +1,113 @@
+"""Process groups of one role: a `ProcessGroupCollection` on a range of ranks, without Megatron's global state.
+
+Creating a group is a duty of the whole world: every rank calls `create_groups` for every role in the same order,
+members or not. Groups with the same ranks are created once and shared, within a role and between colocated roles.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from megatron.core.hyper_comm_grid import HyperCommGrid
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+# Attribute of the collection -> dimensions of the dense grid (tp fastest, pp slowest: Megatron's order).
+DENSE = {
+    "tp": ["tp"],
+    "cp": ["cp"],
+    "dp": ["dp"],
+    "pp": ["pp"],
+    "mp": ["tp", "pp"],
+    "tp_cp": ["tp", "cp"],
+    "dp_cp": ["cp", "dp"],
+    "tp_dp_cp": ["tp", "cp", "dp"],
+    "intra_dp_cp": ["cp", "dp"],
+    "intra_dist_opt": ["tp", "cp", "dp", "pp"],
+}
+EXPERT = {
+    "expt_tp": ["expt_tp"],
+    "ep": ["ep"],
+    "expt_dp": ["expt_dp"],
+    "intra_expt_dp": ["expt_dp"],
+    "tp_ep": ["expt_tp", "ep"],
+    "tp_ep_pp": ["expt_tp", "ep", "pp"],
+}
+
+
+@dataclass(frozen=True)
+class ParallelSizes:
+    """Sizes of a role's parallel dimensions; data parallelism is what remains of its ranks."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+
+    def replica_size(self) -> int:
+        """Ranks that together hold one replica of the model and one share of the batch."""
+        return self.tensor * self.pipeline * self.context
+
+    def data(self, ranks: int) -> int:
+        """Data-parallel lanes on that many ranks."""
+        return ranks // self.replica_size()
+
+    def expert_data(self, ranks: int) -> int:
+        """Data-parallel replicas of each expert on that many ranks."""
+        return ranks // (self.expert_tensor * self.expert * self.pipeline)
+
+
+class GroupCache:
+    """Groups of this process by their ranks; the same on every rank because every rank asks in the same order."""
+
+    def __init__(self, timeout: timedelta | None = None):
+        self._groups = {}
+        self._timeout = timeout
+
+    def get(self, ranks: list[int]):
+        """The group of exactly these world ranks, created at the first request (a collective call of the world)."""
+        key = tuple(ranks)
+        if key not in self._groups:
+            self._groups[key] = dist.new_group(list(ranks), timeout=self._timeout)
+        return self._groups[key]
+
+    def mine(self, enumeration: list[list[int]]):
+        """Creates every group of a dimension and returns the one that holds this rank (None outside)."""
+        groups = [(ranks, self.get(ranks)) for ranks in enumeration]
+        return next((group for ranks, group in groups if dist.get_rank() in ranks), None)
+
+
+def _grid(ranks: range, sizes: ParallelSizes) -> HyperCommGrid:
+    shape = [sizes.tensor, sizes.context, sizes.data(len(ranks)), sizes.pipeline]
+    grid = HyperCommGrid(shape, ["tp", "cp", "dp", "pp"], rank_offset=ranks.start)
+    expert = [sizes.expert_tensor, sizes.expert, sizes.expert_data(len(ranks)), sizes.pipeline]
+    grid.register_view("expert", expert, ["expt_tp", "ep", "expt_dp", "pp"], shared_dims=["pp"])
+    return grid
+
+
+def replica_ranks(ranks: range, sizes: ParallelSizes) -> list[list[int]]:
+    """World ranks of each data-parallel lane, in lane order; the first of each holds the first pipeline stage."""
+    width = sizes.tensor * sizes.context
+    data = sizes.data(len(ranks))
+    return [
+        [ranks.start + (stage * data + dp_rank) * width + i for stage in range(sizes.pipeline) for i in range(width)]
+        for dp_rank in range(data)
+    ]
+
+
+def create_groups(ranks: range, sizes: ParallelSizes, cache: GroupCache) -> ProcessGroupCollection | None:
+    """Creates all groups of a role; returns its collection on members and None elsewhere. Collective over the world.
+
+    The position-embedding group holds the first stage alone: with the last stage in it `finalize_model_grads` fails.
+    """
+    grid = _grid(ranks, sizes)
+    pg_collection = ProcessGroupCollection()
+    for name, dims in DENSE.items():
+        setattr(pg_collection, name, cache.mine(grid.get_rank_enum(dims)))
+    for name, dims in EXPERT.items():
+        setattr(pg_collection, name, cache.mine(grid.get_rank_enum(dims, view="expert")))
+    stages = grid.get_rank_enum(["pp"])
+    pg_collection.embd = cache.mine([list(dict.fromkeys((s[0], s[-1]))) for s in stages])
+    pg_collection.pos_embd = cache.mine([[s[0]] for s in stages])
+    pg_collection.inter_dist_opt = None
+    return pg_collection if dist.get_rank() in ranks else None

@@ -1,0 +1,148 @@
+"""Optimizer, gradient buffers and learning-rate schedule of a role: Megatron's, with an Adam for plain PyTorch."""
+
+import dataclasses
+import math
+
+import megatron.core.optimizer as megatron_optimizer
+import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.utils import to_local_if_dtensor
+from torch.optim.adamw import adamw
+
+from megarl.mcore.moe.balancing import balanced_routers, finish_update
+from megarl.mcore.parallel.default_group import override_default_group
+from megarl.mcore.parallel.fsdp import FullyShardedDataParallel
+
+
+class Adam(torch.optim.Optimizer):
+    """Adam (1412.6980) or AdamW (1711.05101) with FusedAdam's interface: the step counter lives in the param group.
+
+    torch's AdamW keeps a step in every parameter's state, which a distributed-optimizer checkpoint cannot load.
+    Where Transformer Engine or Apex is installed Megatron takes their FusedAdam and this class is not used.
+    """
+
+    def __init__(self, params, lr, weight_decay, betas, eps, adam_w_mode=True, capturable=False):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
+        self.adam_w_mode = adam_w_mode
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One update of every parameter that has a gradient."""
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                self._update(group, params)
+
+    def _update(self, group: dict, params: list):
+        for p in params:
+            if not self.state[p]:
+                self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        columns = [(p, p.grad, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]) for p in params]
+        # Each rank updates the rows that it holds of a sharded parameter.
+        weights, grads, first, second = [list(map(to_local_if_dtensor, c)) for c in zip(*columns, strict=True)]
+        decay = group["weight_decay"]
+        if not self.adam_w_mode:
+            grads, decay = [g.add(p, alpha=decay) for g, p in zip(grads, weights, strict=True)], 0.0
+        adamw(
+            weights, grads, first, second,
+            [], [torch.tensor(group["step"] - 1.0, device=p.device) for p in weights], fused=True, amsgrad=False,
+            beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"], weight_decay=decay, eps=group["eps"],
+            maximize=False,
+        )  # fmt: skip
+
+
+if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
+    megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = Adam, False
+    # The distributed optimizer asks once more which Adam it holds; ours keeps its step where FusedAdam does.
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+
+
+def _fields(config_class, args) -> dict:
+    return {f.name: getattr(args, f.name) for f in dataclasses.fields(config_class) if hasattr(args, f.name)}
+
+
+def wrap_for_training(stages, args, pg_collection) -> list[DistributedDataParallel | FullyShardedDataParallel]:
+    """Each chunk with gradients in contiguous buffers or shards, summed over data- and context-parallel ranks."""
+    settings = _fields(DistributedDataParallelConfig, args)
+    settings |= {
+        "grad_reduce_in_fp32": args.accumulate_allreduce_grads_in_fp32,
+        "check_for_nan_in_grad": False,  # a step with a non-finite gradient is skipped and counted, not fatal
+        "bucket_size": args.ddp_bucket_size,
+        "average_in_collective": False,
+    }
+    config = DistributedDataParallelConfig(**settings)
+    wrapper = FullyShardedDataParallel if args.use_torch_fsdp2 else DistributedDataParallel
+    wrapped = [wrapper(chunk.config, config, chunk, pg_collection=pg_collection) for chunk in stages]
+
+    def finalize(models, num_tokens=None, **_):
+        # Losses are already local sums over global counts, so no division by tokens follows the reduction.
+        finalize_model_grads(models, None, pg_collection=pg_collection)
+
+    shared = wrapped[0].config  # all chunks have one config
+    shared.finalize_model_grads_func = finalize
+    shared.no_sync_func = [w.no_sync for w in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+    return wrapped
+
+
+def build_optimizer(wrapped: list[DistributedDataParallel | FullyShardedDataParallel], args, pg_collection):
+    """Megatron's optimizer over the wrapped chunks' parameters."""
+    config = OptimizerConfig(**_fields(OptimizerConfig, args))
+    with override_default_group(pg_collection.intra_dist_opt):
+        optimizer = get_megatron_optimizer(config, wrapped, use_gloo_process_groups=False, pg_collection=pg_collection)
+    for part in optimizer.chained_optimizers:
+        part.init_state_fn(part.optimizer, part.config)  # moments exist before the first update: a save may come first
+    wrapped[0].config.grad_scale_func = optimizer.scale_loss
+    optimizer.routers = balanced_routers(wrapped)
+    return optimizer
+
+
+def update(optimizer) -> tuple[bool, float]:
+    """Clips and applies the reduced gradients, and moves what balances experts; (whether it did, norm before clipping).
+
+    The norm is the same on every rank of the role, so all skip a non-finite gradient together.
+    """
+    applied, norm = _step(optimizer)
+    finish_update(optimizer.routers, applied)
+    return applied, norm
+
+
+def _step(optimizer) -> tuple[bool, float]:
+    overflow = optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    config = optimizer.config
+    if overflow or not math.isfinite(norm) or norm > config.grad_norm_skip_threshold:
+        return False, norm
+    if config.clip_grad > 0:
+        for part in optimizer.chained_optimizers:
+            clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=config.clip_grad, total_norm=norm)
+    return optimizer.step_with_ready_grads(), norm
+
+
+def build_scheduler(optimizer, args, updates_per_iteration: int) -> OptimizerParamScheduler:
+    """Megatron's schedule, stepped once an update; `--lr-warmup-iters` and the like count iterations of the run."""
+    decay = (args.lr_decay_iters or args.train_iters) * updates_per_iteration
+    warmup = (args.lr_warmup_iters or 0) * updates_per_iteration
+    if args.lr_warmup_fraction is not None:
+        warmup = args.lr_warmup_fraction * decay
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=args.lr_warmup_init,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.weight_decay if args.start_weight_decay is None else args.start_weight_decay,
+        end_wd=args.weight_decay if args.end_weight_decay is None else args.end_weight_decay,
+        wd_incr_steps=decay,
+        wd_incr_style=args.weight_decay_incr_style,
+        wsd_decay_steps=args.lr_wsd_decay_iters and args.lr_wsd_decay_iters * updates_per_iteration,
+        lr_wsd_decay_style=args.lr_wsd_decay_style,
+        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=args.override_opt_param_scheduler,
+    )

@@ -1,0 +1,97 @@
+"""Turns what the roles computed into advantages and returns, on the actor's lanes; owns the KL coefficient."""
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.advantages import token_rewards
+from megarl.algorithms.estimators import AdvantageOptions, Estimator, StepData
+from megarl.algorithms.kl import AdaptiveKLController, FixedKLController, kl_estimate
+from megarl.algorithms.packed import sums_by_sequence
+from megarl.arguments import Settings
+from megarl.batch import Batch
+from megarl.comm.role_mesh import RoleGroups
+from megarl.comm.step_batch import ACTOR, StepBatch
+from megarl.observe.timers import Timers
+
+
+class AdvantageComputer:
+    """Token rewards with KL, then the advantages of the chosen estimator."""
+
+    def __init__(self, settings: Settings, estimator: Estimator, role_groups: RoleGroups, timers: Timers):
+        self.settings, self.estimator, self.role_groups, self.timers = settings, estimator, role_groups, timers
+        s, self.metrics = settings, {}
+        whiten = estimator.whiten if s.whiten_advantages is None else s.whiten_advantages
+        self.options = AdvantageOptions(s.gamma, s.gae_lambda, s.group_std, whiten)
+        self.controller = FixedKLController(s.kl_coefficient)
+        if s.kl_controller == "adaptive":
+            self.controller = AdaptiveKLController(s.kl_coefficient, s.kl_target, s.kl_horizon)
+
+    @property
+    def kl_coefficient(self) -> float:
+        """β of this step."""
+        return self.controller.coefficient
+
+    def compute(self, flow: StepBatch):
+        """Fills `advantages` and, for a critic, `returns` from scores, log-probs and values."""
+        if not self.role_groups.is_member:
+            return
+        with self.timers.phase(ACTOR, "advantages"):
+            batch = flow[ACTOR]
+            batch.advantages, returns = self.estimator.function(self._step_data(batch, flow.count), self.options)
+            if returns is not None:
+                batch.returns = returns
+
+    def _step_data(self, batch: Batch, count: int) -> StepData:
+        """What the estimator may look at; facts of a sequence come from all lanes, exactly: one adds, others add 0."""
+        rewards = self._token_rewards(batch)
+        baselines = torch.zeros_like(batch.scores) if batch.baseline_scores is None else batch.baseline_scores
+        of_step = torch.zeros(count, 3, dtype=torch.float64, device=rewards.device)
+        totals = sums_by_sequence(rewards.double(), batch.response_mask, batch.cu_seqlens)
+        of_step[batch.sequence_ids] = torch.stack([totals, batch.response_lengths.double(), baselines.double()], dim=1)
+        of_step = self.role_groups.dp_all_reduce(of_step)
+        return StepData(
+            scores=of_step[:, 0],
+            groups=torch.arange(count, device=rewards.device) // self.settings.samples_per_prompt,
+            response_lengths=of_step[:, 1].long(),
+            baselines=None if batch.baseline_scores is None else of_step[:, 2],
+            sequence_ids=batch.sequence_ids,
+            token_rewards=rewards,
+            values=batch.values,
+            response_mask=batch.response_mask,
+            cu_seqlens=batch.cu_seqlens,
+            total=self.role_groups.dp_all_reduce,
+        )
+
+    def _token_rewards(self, batch: Batch) -> Tensor:
+        beta, penalty = self.kl_coefficient, torch.zeros_like(batch.rollout_logprobs)
+        if self.settings.kl_in == "reward" and beta > 0:
+            penalty = kl_estimate(batch.logprobs, batch.reference_logprobs, self.settings.kl_estimator)
+        return token_rewards(batch.scores, penalty, beta, batch.response_mask, batch.cu_seqlens)
+
+    def measure(self, flow: StepBatch):
+        """Takes the step's numbers, when all log-probs are known, and moves the KL coefficient on."""
+        if not self.role_groups.is_member:
+            return
+        batch, scores = flow[ACTOR], flow[ACTOR].scores.double()
+        mask, kl = batch.response_mask, torch.zeros_like(batch.logprobs)
+        if batch.reference_logprobs is not None:
+            kl = (batch.logprobs - batch.reference_logprobs).masked_fill(~mask, 0.0)
+        sums = torch.stack([
+            torch.tensor(len(batch), device=scores.device), scores.sum(), scores.square().sum(), kl.double().sum(),
+            mask.sum(), batch.finished.sum(), batch.correct.sum(), batch.lengths.sum(),
+            batch.entropy.double()[mask].sum(),
+        ]).double()  # fmt: skip
+        sums = self.role_groups.dp_all_reduce(sums).tolist()
+        n, total, squares, kl_sum, written, finished, correct, tokens, entropy = sums
+        self.metrics = {
+            "reward/mean": total / n,
+            "reward/std": max(squares / n - (total / n) ** 2, 0.0) ** 0.5,
+            "reward/accuracy": correct / n,
+            "rollout/response_length_mean": written / n,
+            "rollout/finished_fraction": finished / n,
+            "rollout/entropy": entropy / max(written, 1.0),
+            "perf/tokens": int(tokens),
+        }
+        if batch.reference_logprobs is not None:
+            self.metrics |= {"kl/reference": kl_sum / n, "kl/coefficient": self.kl_coefficient}
+            self.controller.update(kl_sum / n, int(n))

@@ -1,0 +1,103 @@
+"""Training of a reward model on pairs of responses: the loss of Bradley and Terry, accuracy on held-out pairs."""
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.aggregation import masked_sum
+from megarl.algorithms.preference_loss import bradley_terry
+from megarl.arguments import RunConfig, Settings
+from megarl.batch import Batch
+from megarl.data.conversations import Encoder
+from megarl.data.preferences import Pair, preference_pairs
+from megarl.data.prompts import PromptSet
+from megarl.errors import UsageError
+from megarl.mcore import device
+from megarl.mcore.model import forward_pass
+from megarl.observe.progress import REWARD_FIELDS
+from megarl.trainers.supervised import ExampleBatch, SupervisedTrainer, TaskSpec
+
+METRIC_NAMES = ("loss", "accuracy", "margin", "mean")  # what is measured of pairs, in the order of `_measure`
+
+
+class RewardModelTrainer(SupervisedTrainer):
+    """A language model with a scalar head learns to score the chosen response above the rejected one."""
+
+    kind = TaskSpec("train_reward", "reward", value_head=True, sequences_per_example=2, sources=("actor", "reward"))
+    fields = REWARD_FIELDS
+
+    @staticmethod
+    def read(prompts: PromptSet, encoder: Encoder, program: RunConfig) -> list:
+        """The pair of each line."""
+        return preference_pairs(prompts, encoder, program.roles["reward"].megatron.seq_length)
+
+    @staticmethod
+    def check(settings: Settings):
+        """As in every supervised run; and a target accuracy needs evaluations."""
+        SupervisedTrainer.check(settings)
+        if settings.target_eval_accuracy is not None and not settings.eval_interval:
+            raise UsageError(f"--target-eval-accuracy {settings.target_eval_accuracy}: needs --eval-interval")
+
+    def texts(self, example: Pair) -> list[tuple[list[int], list[bool]]]:
+        """The chosen and the rejected text; their last tokens count, at which they are scored."""
+        texts = (example.chosen, example.rejected)
+        return [(tokens, [False] * (len(tokens) - 1) + [True]) for tokens in texts]
+
+    def is_reached(self) -> bool:
+        """As of every supervised run, or so many held-out pairs are in order."""
+        target = self.settings.target_eval_accuracy
+        return super().is_reached() or target is not None and self.metrics["eval/accuracy"] >= target
+
+    def _forward(self, network, part) -> Tensor:
+        known = part.host_metadata
+        return forward_pass.sequence_scores(network, part.tokens, known.lengths, part.routing, known.shared)
+
+    def _margins(self, pairs: list[Pair]) -> Tensor:
+        margins = [pair.margin + self.settings.preference_margin for pair in pairs]
+        return torch.tensor(margins, dtype=torch.float32, device=device.device())
+
+    def _measure(self, scores: Tensor, part: Batch, margins: Tensor) -> tuple[Tensor, Tensor]:
+        """(sum of the pairs' losses, float64 [4] sums of what `NAMES` says), of a micro-batch.
+
+        Args:
+            scores: [N] of its sequences, two and two of a pair.
+            margins: [P] of all pairs that were drawn.
+        """
+        chosen, rejected = scores.view(-1, 2).unbind(1)
+        is_pair = part.response_mask[part.cu_seqlens[1:] - 1].view(-1, 2)[:, 0]  # nothing counts in a blank one
+        margin = margins[part.sequence_ids[::2] // 2]
+        terms = bradley_terry(chosen, rejected, margin, self.settings.centring_coefficient)
+        chosen, rejected = chosen.detach().double(), rejected.detach().double()
+        measured = (terms.detach().double(), (chosen > rejected).double(), chosen - rejected, (chosen + rejected) / 2)
+        return masked_sum(terms, is_pair), torch.stack([masked_sum(each, is_pair) for each in measured])
+
+    def learn(self, drawn: ExampleBatch, step: int):
+        """One update on the mean loss of the pairs."""
+        with self.timers.phase("reward", "update"):
+            self.trainable_model.routes.begin()
+            count, margins = len(drawn.examples), self._margins(drawn.examples)
+
+            def loss(scores, part):
+                total, sums = self._measure(scores, part, margins)
+                return total / count, sums / count
+
+            means, applied, norm = self.trainable_model.update(self.parts(drawn.batch), self._forward, loss)
+            tokens = drawn.batch.lengths.sum().double().view(1)
+            *means, tokens = self.role_groups.dp_all_reduce(torch.cat([torch.stack(means).sum(0), tokens])).tolist()
+            self.metrics = {
+                **{f"reward/{name}": mean for name, mean in zip(METRIC_NAMES, means, strict=True)},
+                "reward/grad_norm": norm,
+                "reward/learning_rate": self.trainable_model.learning_rate(),
+                "reward/updates_skipped": int(not applied),
+                "perf/tokens": int(tokens),
+                **self.trainable_model.routes.metrics("router"),
+            }
+
+    def evaluate(self, drawn: ExampleBatch) -> dict[str, float]:
+        """Loss, accuracy, margin and mean score of held-out pairs. Collective."""
+        sums = torch.zeros(len(METRIC_NAMES), dtype=torch.float64, device=device.device())
+        margins = self._margins(drawn.examples)
+        for scores, places in self.trainable_model.forward_only(self.parts(drawn.batch), self._forward):
+            if len(places):
+                sums += self._measure(scores, drawn.batch.select(places), margins)[1]
+        means = (self.role_groups.dp_all_reduce(sums) / len(drawn.examples)).tolist()
+        return {f"eval/{name}": mean for name, mean in zip(METRIC_NAMES, means, strict=True)}

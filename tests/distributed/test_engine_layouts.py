@@ -1,0 +1,130 @@
+"""Rollout in every layout writes the same text, greedy and sampled, with the log-probs of that layout's training."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.tiny_models import VOCAB, build_stages, whole_part
+from tests.helpers.worlds import run_world
+from tests.unit.mcore.inference.test_engine import NEVER, make_requests, settings_of, texts
+
+TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+EP2 = "--expert-model-parallel-size 2"
+MOE = (
+    "--num-experts 4 --moe-router-topk 2 --moe-layer-freq ([0]+[1]*1) --moe-shared-expert-intermediate-size 32"
+    " --moe-router-score-function sigmoid"
+)
+EXPERTS = "--num-experts 8 --moe-router-topk 4 --moe-ffn-hidden-size 32"
+LAYOUTS = {
+    "dp2": (2, ""),
+    "dp4": (4, ""),
+    "tp2": (2, TP2),
+    "pp2": (2, PP2),
+    "cp2": (2, "--context-parallel-size 2"),
+    "tp2-sp": (2, f"{TP2} --sequence-parallel"),
+    "tp2-pp2": (4, f"{TP2} {PP2}"),
+    "pp2-untied": (2, f"{PP2} --untie-embeddings-and-output-weights"),
+}
+MOE_LAYOUTS = {
+    "tp2-sp": (2, f"{TP2} --sequence-parallel"),
+    "pp2": (2, PP2),
+    "ep2": (2, EP2),
+    "tp2-ep2-sp": (4, f"{TP2} {EP2} --sequence-parallel"),
+    "tp2-ep2-sp-gather": (2, f"{TP2} {EP2} --sequence-parallel --moe-token-dispatcher-type allgather"),
+    "ep2-pp2": (4, f"{EP2} {PP2}"),
+}
+MOE_KINDS = {
+    "softmax": EXPERTS,
+    "softmax of all": f"{EXPERTS} --moe-router-pre-softmax --moe-router-topk-scaling-factor 1.5",
+    "one expert": "--num-experts 8 --moe-router-topk 1 --moe-router-pre-softmax --moe-ffn-hidden-size 32",
+    "sigmoid": f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5",
+    "square root": f"{EXPERTS} --moe-router-score-function sqrtsoftplus --moe-router-enable-expert-bias",
+    "groups": f"{EXPERTS} --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-dtype fp64",
+    "shared, gated": f"{EXPERTS} --moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate",
+}
+
+
+def written(rank, flags: str, sampling: dict, end: int, count: int = 20):
+    """(number, completion, gap to the training forward) of the requests that this rank's lane writes."""
+    from megarl.mcore.inference.engine import RolloutEngine
+    from megarl.mcore.model import forward_pass
+    from megarl.roles.trainable_model import forward_only
+
+    stages, args, place = build_stages(flags)
+    replicas = (
+        len(place.replicas) * args.context_parallel_size
+    )  # context ranks hold the same weights: lanes of their own
+    dp_rank = place.dp_rank * args.context_parallel_size + dist.get_rank(place.pg_collection.cp)
+    engine = RolloutEngine(stages[0], place.pg_collection, VOCAB, 48, 0.005, 32)
+    numbers = list(range(count))[dp_rank::replicas]
+    requests = [make_requests()[i] for i in numbers]
+    settings = settings_of(**sampling)
+    done = engine.generate(requests, end, settings)
+
+    everyone = [None] * args.context_parallel_size
+    dist.all_gather_object(everyone, list(zip(requests, done, strict=True)), group=place.pg_collection.cp)
+    pairs = [pair for part in everyone for pair in part]
+    rows = [request.prompt + completion.tokens for request, completion in pairs]
+    forward = lambda chunk, part: forward_pass.token_scores(  # noqa: E731
+        chunk, part.tokens, part.lengths, settings.temperature, VOCAB
+    )
+    ((scores, _),) = forward_only(stages, whole_part(rows), forward, place.pg_collection)
+    recomputed = scores.logprobs.split([len(row) for row in rows])
+    gaps = [
+        (row[len(r.prompt) :] - torch.tensor(c.logprobs)).abs().max()
+        for row, (r, c) in zip(recomputed, pairs, strict=True)
+    ]
+    return dict(zip(numbers, done, strict=True)), float(torch.stack(gaps).max())
+
+
+@functools.cache
+def single(flags: str, sampling: tuple, end: int):
+    return run_world(written, 1, flags, dict(sampling), end)[0][0]
+
+
+def check(size: int, shape: str, flags: str, sampling: dict, end: int, allowed: float):
+    expected, found = single(shape, tuple(sampling.items()), end), {}
+    for completions, gap in run_world(written, size, f"{shape} {flags}", sampling, end):
+        assert gap <= allowed
+        for number, completion in completions.items():
+            assert texts([found.setdefault(number, completion)]) == texts([completion])  # ranks of a lane agree
+    assert found.keys() == expected.keys()
+    for number, completion in expected.items():
+        assert found[number].tokens == completion.tokens
+        assert found[number].logprobs == pytest.approx(completion.logprobs, abs=5e-5)
+
+
+@pytest.mark.parametrize(
+    "sampling, end", [({"greedy": True}, NEVER), ({"temperature": 1.2}, 3)], ids=["greedy", "sampled"]
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_text_does_not_depend_on_the_layout(layout, sampling, end):
+    size, flags = LAYOUTS[layout]
+    untied = "--untie-embeddings-and-output-weights" if "untied" in layout else ""
+    check(size, untied, flags, sampling, end, largest_gap_allowed())
+
+
+@pytest.mark.parametrize("layout", MOE_LAYOUTS)
+def test_experts_write_the_same_text_in_every_layout(layout):
+    size, flags = MOE_LAYOUTS[layout]
+    check(size, MOE, flags, {"temperature": 1.2}, 3, largest_gap_allowed())
+
+
+def gaps_of_kinds(rank):
+    return {kind: written(rank, flags, {"temperature": 1.2}, 3)[1] for kind, flags in MOE_KINDS.items()}
+
+
+def test_rollout_and_training_agree_on_experts_of_every_kind():
+    (gaps,) = run_world(gaps_of_kinds, 1)
+    assert all(gap <= largest_gap_allowed() for gap in gaps.values()), gaps
+
+
+def test_stages_agree_on_few_requests():
+    """Fewer requests than the rows that a matrix product is given at least."""
+    expected = single("", (("greedy", True),), NEVER)
+    for completions, gap in run_world(written, 2, PP2, {"greedy": True}, NEVER, 3):
+        assert gap <= largest_gap_allowed()
+        assert {n: c.tokens for n, c in completions.items()} == {n: expected[n].tokens for n in range(3)}

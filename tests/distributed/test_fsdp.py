@@ -1,0 +1,303 @@
+"""Fully sharded parameters: one update, memory, scoring, transfers and checkpoints as without sharding."""
+
+import functools
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from tests.helpers.tiny_models import VOCAB, farthest, join_actor, parse_roles, ragged_tokens, whole_tensor
+from tests.helpers.worlds import run_world
+
+LENGTHS = [7, 2, 11, 1, 4, 9, 3]
+COUNT = sum(LENGTHS)
+SGD_LIKE = "--adam-eps 1 --lr 0.05 --weight-decay 0.1 --clip-grad 1"  # no division by tiny second moments
+SHARDED, TP2 = "--use-torch-fsdp2", "--tensor-model-parallel-size 2"
+BAD = float("nan")
+
+
+def trainable_model(flags: str, value_head: bool = False):
+    """A role's learner on this rank; a value head's weights are drawn, for 0 would stop gradients."""
+    from megarl.roles.trainable_model import TrainableModel
+
+    _, place = join_actor(flags)
+    found = TrainableModel(parse_roles(flags, dist.get_world_size())["actor"], place, VOCAB, 1, value_head)
+    if value_head:
+        weight = found.model[0].output_layer.weight
+        drawn = torch.linspace(-0.2, 0.3, weight.numel()).reshape(weight.shape)
+        is_sharded = isinstance(weight, DTensor)
+        with torch.no_grad():
+            weight.copy_(distribute_tensor(drawn, weight.device_mesh, weight.placements) if is_sharded else drawn)
+    return found
+
+
+def microbatches(role_groups, count: int) -> list:
+    """This lane's sequences (every lanes-th) in `count` micro-batches of (tokens, lengths, weights); some are empty."""
+    tokens, lengths = ragged_tokens(LENGTHS)
+    rows = list(zip(tokens.split(LENGTHS), torch.linspace(-1, 2, COUNT).split(LENGTHS), strict=True))
+    groups = [rows[role_groups.dp_rank :: len(role_groups.replicas)][i::count] for i in range(count)]
+    nothing = [(torch.zeros(1, dtype=torch.int64), torch.zeros(1))]
+    return [
+        (torch.cat([t for t, _ in group]), torch.tensor([len(t) for t, _ in group]), torch.cat([w for _, w in group]))
+        for group in (g or nothing for g in groups)
+    ]
+
+
+def step(found, count: int = 2, value_head: bool = False, spoil: float = 0.0):
+    """(loss over all lanes, whether applied, gradient norm) of one update; `spoil` is added to this lane's loss."""
+    from megarl.mcore.model import forward_pass
+    from megarl.mcore.parallel import pipeline
+    from megarl.mcore.training import optimizer
+
+    def forward(chunk, part):
+        if value_head:
+            return forward_pass.token_values(chunk, *part[:2])
+        return forward_pass.token_scores(chunk, *part[:2], 0.9, VOCAB)
+
+    def loss(out, part):
+        if value_head:
+            terms = (out - part[2]) ** 2 * (part[2] != 0)
+        else:
+            terms = -part[2] * out.logprobs - 0.1 * out.entropy * (part[2] != 0)
+        value = (terms.sum() + spoil * terms.sum()) / COUNT
+        return value, value.detach().double()
+
+    for chunk in found.wrapped:
+        chunk.zero_grad_buffer()
+    found.optimizer.zero_grad()
+    parts = microbatches(found.role_groups, count)
+    losses = pipeline.run_microbatches(found.wrapped, parts, forward, loss, found.role_groups.pg_collection, True)
+    applied, norm = optimizer.update(found.optimizer)
+    found.scheduler.step(1)
+    return float(found.role_groups.dp_all_reduce(torch.stack(losses).sum())), applied, norm
+
+
+def whole(found, tensors: dict) -> dict:
+    """{name: parameter or moment} as one rank would hold them."""
+    parameters, group = dict(found.model[0].named_parameters()), found.role_groups.pg_collection.tp
+    full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+    return {name: whole_tensor(name, parameters[name.split("/")[0]], t, group, True) for name, t in full.items()}
+
+
+def weights(found) -> dict:
+    return whole(found, {name: p.detach() for name, p in found.model[0].named_parameters()})
+
+
+def contents(found) -> dict:
+    """Weights, moments and step counters."""
+    (part,) = found.optimizer.chained_optimizers
+    state = {name: part.optimizer.state[p] for name, p in found.model[0].named_parameters()}
+    moments = {f"{name}/{moment}": t for name, one in state.items() for moment, t in one.items()}
+    steps = torch.tensor([group.get("step", 0) for group in part.optimizer.param_groups])
+    return {**weights(found), **whole(found, moments), "steps": steps}
+
+
+# -- one update --------------------------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "2": (2, ""),
+    "4": (4, ""),
+    "3, which divide nothing": (3, ""),
+    "tp2 and sharded 2": (4, TP2),
+    "tp2 with sequence parallelism and sharded 2": (4, f"{TP2} --sequence-parallel"),
+    "cp2 alone": (2, "--context-parallel-size 2"),
+    "untied": (2, "--untie-embeddings-and-output-weights"),
+    "full recompute": (2, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    "clipped": (2, "--clip-grad 0.01"),
+}
+CASES = [(layout, parts, head) for layout in ("2", "4") for parts in (1, 2, 5) for head in (False, True)]
+CASES += [(layout, 2, head) for layout in list(LAYOUTS)[2:] for head in (False, True)]
+
+
+def one_update(rank, flags: str, parts: int, value_head: bool):
+    found = trainable_model(f"{SGD_LIKE} {flags}", value_head)
+    assert all(isinstance(p, DTensor) == (SHARDED in flags) for p in found.model.parameters())
+    before = weights(found)
+    loss, applied, norm = step(found, parts, value_head)
+    assert applied
+    return loss, norm, before, weights(found)
+
+
+@functools.cache
+def reference(flags: str, value_head: bool):
+    return run_world(one_update, 1, flags, 1, value_head)[0]
+
+
+@pytest.mark.parametrize("layout, parts, value_head", CASES)
+def test_an_update_is_that_of_one_rank(layout, parts, value_head):
+    size, flags = LAYOUTS[layout]
+    same = flags if layout in ("untied", "clipped") else ""
+    loss, norm, before, after = reference(same, value_head)
+    for its_loss, its_norm, drawn, updated in run_world(one_update, size, f"{SHARDED} {flags}", parts, value_head):
+        assert its_loss == pytest.approx(loss, rel=1e-5)
+        assert its_norm == pytest.approx(norm, rel=1e-5)
+        assert updated.keys() == after.keys()
+        assert all(torch.equal(drawn[name], weight) for name, weight in before.items())
+        assert max(farthest(updated[name], weight) for name, weight in after.items()) <= 1e-6
+        assert max(farthest(updated[name], weight) for name, weight in before.items()) > 1e-4
+
+
+def norm_in_half_precision(rank, flags: str):
+    return step(trainable_model(f"{SGD_LIKE} --bf16 {flags}", True), 5, True)[2]
+
+
+def test_gradients_of_half_precision_are_added_up_in_single_precision():
+    """Over micro-batches and over ranks, in a model with a scalar head."""
+    (norm, _), (found, _) = (run_world(norm_in_half_precision, 2, flags) for flags in ("", SHARDED))
+    assert found == pytest.approx(norm, rel=1e-5)
+
+
+def skipping(rank):
+    found = trainable_model(f"{SGD_LIKE} {SHARDED}")
+    before = weights(found)
+    skipped = step(found, spoil=BAD if rank == 1 else 0.0)[1]
+    same = all(torch.equal(weight, before[name]) for name, weight in weights(found).items())
+    return skipped, same, step(found)[1]
+
+
+def test_all_ranks_skip_a_loss_that_is_not_finite_on_one():
+    assert run_world(skipping, 2) == [(False, True, True)] * 2
+
+
+# -- memory and scoring ------------------------------------------------------------------------------------------
+
+
+def alive() -> int:
+    """Bytes behind all tensors of this process, each memory counted once."""
+    gc.collect()
+    kinds = (torch.Tensor, torch.nn.Parameter)  # a sharded tensor is seen by its local one
+    tensors = [item for item in gc.get_objects() if type(item) in kinds]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def held(tensors) -> int:
+    """Bytes of memory behind sharded tensors."""
+    local = [t.to_local() for t in tensors]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in local}.values())
+
+
+def shares(rank):
+    """Bytes of the whole model; here of parameters, gradients, moments; which layers are sharded; left by scoring."""
+    found = trainable_model(SHARDED)
+    (part,), parameters = found.optimizer.chained_optimizers, list(found.model.parameters())
+    first, second = found.model[0].decoder.layers
+    seen = []
+
+    def see(*_):
+        seen.append([isinstance(next(layer.parameters()), DTensor) for layer in (first, second)])
+
+    handle = second.mlp.register_forward_pre_hook(see)
+    step(found)
+    handle.remove()
+    moments = [t for state in part.optimizer.state.values() for t in state.values()]
+    bytes_here = held(parameters), held([p.grad for p in parameters]), held(moments)
+    before = alive()
+    found.evaluate([(part, None) for part in parts_of_batch()], scores)
+    return sum(p.numel() * 4 for p in parameters), bytes_here, seen, alive() - before
+
+
+def parts_of_batch():
+    from megarl.batch import Batch
+    from megarl.comm import microbatches as mb
+
+    (tokens, lengths), everything = ragged_tokens(LENGTHS), torch.arange(len(LENGTHS))
+    batch = Batch(sequence_ids=everything, tokens=tokens, lengths=lengths)
+    return [part for part, _ in mb.build_microbatches(batch, [everything])]
+
+
+def scores(chunk, part):
+    from megarl.mcore.model.forward_pass import token_scores
+
+    return token_scores(chunk, part.tokens, part.lengths, 0.9, VOCAB)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_holds_its_share_and_a_gathered_layer_is_freed_again(size):
+    for model_bytes, bytes_here, seen, left in run_world(shares, size):
+        assert bytes_here == (model_bytes // size, model_bytes // size, 2 * model_bytes // size)
+        assert seen == [[True, False]] * 2  # within the second layer: the first one's shares, its own whole weights
+        assert left < model_bytes // 50
+
+
+def scoring(rank):
+    """Whether a frozen model scores alike when it is sharded; the part of its bytes that a rank still holds."""
+    from megarl.mcore.model import forward_pass, gpt
+    from megarl.mcore.parallel import fsdp
+
+    args, place = join_actor()
+    stages = gpt.build_model(args, VOCAB, place.pg_collection).requires_grad_(False)
+    (batch,) = parts_of_batch()
+    with forward_pass.inference_mode(stages):
+        plain = scores(stages[0], batch)
+        fsdp.shard(stages[0], place.pg_collection)
+        same = all(map(torch.equal, plain, scores(stages[0], batch)))
+        return same, held(stages.parameters()) / sum(p.numel() * 4 for p in stages.parameters())
+
+
+def test_a_frozen_model_is_sharded_for_scoring_alone():
+    assert run_world(scoring, 2) == [(True, 0.5)] * 2
+
+
+def transferred(rank):
+    """Whether a model that is not sharded has an actor's updated weights behind a transfer."""
+    from megarl.mcore.model.gpt import build_model
+    from megarl.mcore.weights.reshard import WeightTransfer
+
+    found = trainable_model(f"{SGD_LIKE} {SHARDED}")
+    groups = found.role_groups.pg_collection
+    other = build_model(found.role.megatron, VOCAB, groups)
+    transfer = WeightTransfer(found.model, groups, other, groups, groups.intra_dist_opt)
+    step(found)
+    transfer.run()
+    transfer.verify()
+    return all(torch.equal(p, weights(found)[name]) for name, p in other[0].named_parameters())
+
+
+def test_a_rollout_model_is_filled_from_the_shares():
+    assert run_world(transferred, 2) == [True] * 2
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------
+
+
+def relay(rank, flags: str, value_head: bool, source, target, updates: int):
+    """Loads (or not), updates, saves (or not): contents before and behind the updates."""
+    from megarl.mcore.weights import dist_checkpoint
+
+    found = trainable_model(f"--lr 1e-2 {flags}", value_head)
+    if source:
+        found.restore(dist_checkpoint.load({"r": found.state({}, loading=True)}, source)["r"])
+    before = contents(found)
+    for _ in range(updates):
+        assert step(found, value_head=value_head)[1]
+    if target:
+        dist_checkpoint.save({"r": found.state({})}, target)
+    return before, contents(found)
+
+
+def assert_same(found: dict, expected: dict):
+    assert found.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+
+
+@pytest.mark.parametrize("value_head", [False, True])
+def test_a_checkpoint_of_any_layout_is_loaded_by_any_other(value_head, tmp_path):
+    """A value head has one row and one bias: some ranks hold nothing of it."""
+    layouts = [(2, SHARDED), (3, SHARDED), (1, ""), (4, f"{SHARDED} {TP2}"), (2, TP2), (4, SHARDED), (2, "")]
+    folders = [tmp_path / str(i) for i in range(len(layouts))]
+    for folder in folders:
+        folder.mkdir()
+    saved = run_world(relay, 2, SHARDED, value_head, None, folders[0], 2)[0][1]
+    assert int(saved["steps"].max()) == 2 and any(name.endswith("/exp_avg_sq") for name in saved)
+    for (size, flags), source, target in zip(layouts[1:], folders, folders[1:], strict=False):
+        for before, _ in run_world(relay, size, flags, value_head, source, target, 0):
+            assert_same(before, saved)
+
+
+def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path):
+    straight = run_world(relay, 2, SHARDED, False, None, None, 4)
+    run_world(relay, 2, SHARDED, False, None, tmp_path, 2)
+    for (_, found), (_, expected) in zip(run_world(relay, 2, SHARDED, False, tmp_path, None, 2), straight, strict=True):
+        assert_same(found, expected)

@@ -1,0 +1,99 @@
+"""A checkpoint of any layout goes on in any other: the same weights, moments and counters, the same next update."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.test_layouts import (
+    CP2,
+    DENSE,
+    EP2,
+    MOE,
+    PP2,
+    SP,
+    TP2,
+    VP2,
+    batch_of,
+    clipped_loss,
+    forward_of,
+    parts_of,
+    whole_weights,
+)  # fmt: skip
+from tests.helpers.tiny_models import VOCAB, join_actor, parse_roles
+from tests.helpers.worlds import run_world
+
+
+def go_on(rank, flags: str, source, target, value_head: bool):
+    """Loads (or not), updates once as `test_layouts` does, saves: whole weights before and behind."""
+    from megarl.algorithms.aggregation import token_mean
+    from megarl.mcore.weights import dist_checkpoint
+    from megarl.roles.trainable_model import TrainableModel
+
+    roles = parse_roles(flags, dist.get_world_size())
+    _, place = join_actor(flags)
+    trainable_model = TrainableModel(roles["actor"], place, VOCAB, 1, value_head)
+    if source:
+        state = trainable_model.state({"count": 0}, loading=True)
+        assert trainable_model.restore(dist_checkpoint.load_role(state, source, place.pg_collection)) == {"count": 3}
+    before = whole_weights(trainable_model.model, place.pg_collection)
+    batch = batch_of(place)
+    count = place.dp_all_reduce(batch.response_mask.sum().double())
+
+    def loss(out, part):
+        if value_head:
+            terms = out * part.advantages
+        else:
+            terms = clipped_loss(out, part)
+        value = token_mean(terms, part.response_mask, count)
+        return value, value.detach().double()
+
+    multiple = dist.get_world_size(place.pg_collection.pp) if len(trainable_model.model) > 1 else 1
+    parts = parts_of(batch, 2, multiple)
+    trainable_model.routes.attach(batch, parts)
+    assert trainable_model.update(parts, forward_of(value_head), loss)[1]
+    if rank == 0:
+        target.mkdir()
+    dist.barrier()
+    dist_checkpoint.save(trainable_model.state({"count": 3}), target)
+    return before, whole_weights(trainable_model.model, place.pg_collection)
+
+
+DENSE_ROUTE = [
+    (1, ""), (4, f"{TP2} {PP2}"), (2, f"{PP2} {VP2}"), (2, CP2), (2, "--use-torch-fsdp2"), (2, f"{TP2} {SP}"), (1, ""),
+]  # fmt: skip
+DISTRIBUTED_ROUTE = [(2, ""), (4, f"{TP2} {PP2}"), (2, f"{PP2} {VP2}"), (1, "")]
+EXPERT_ROUTE = [(1, ""), (2, EP2), (4, f"{TP2} {SP} {EP2}"), (4, f"{PP2} {EP2}"), (1, "")]
+
+
+def travel(folder, shape: str, route, value_head: bool = False):
+    """Goes through the layouts, an update in each, beside a run that stays on one rank."""
+    stay = here = arrived = None
+    for leg, (size, flags) in enumerate(route):
+        still, moved = folder / f"stay{leg}", folder / f"move{leg}"
+        ((before, expected),) = run_world(go_on, 1, shape, stay, still, value_head)
+        for start, found in run_world(go_on, size, f"{shape} {flags}", here, moved, value_head):
+            assert start.keys() == before.keys()
+            assert arrived is None or all(torch.equal(start[key], arrived[key]) for key in start)
+            assert max(float((found[key] - weight).abs().max()) for key, weight in expected.items()) <= 2e-6 * (leg + 1)
+        stay, here, arrived = still, moved, found
+
+
+def test_a_dense_model_travels(tmp_path):
+    travel(tmp_path, DENSE, DENSE_ROUTE)
+
+
+def test_a_distributed_optimizer_travels(tmp_path):
+    travel(tmp_path, f"{DENSE} --use-distributed-optimizer", DISTRIBUTED_ROUTE)
+
+
+@pytest.mark.parametrize("precision", ["", "--bf16"])
+def test_a_critic_is_saved_in_any_precision(tmp_path, precision):
+    first, second = tmp_path / "first", tmp_path / "second"
+    ((_, saved),) = run_world(go_on, 1, f"{DENSE} {precision}", None, first, True)
+    for before, _ in run_world(go_on, 2, f"{DENSE} {precision} {TP2}", first, second, True):
+        assert all(torch.equal(before[key], weight) for key, weight in saved.items())
+
+
+@pytest.mark.parametrize("flags, route", [("", EXPERT_ROUTE), ("--use-distributed-optimizer", EXPERT_ROUTE[:2])])
+def test_experts_travel(tmp_path, flags, route):
+    travel(tmp_path, f"{MOE} {flags}", route)

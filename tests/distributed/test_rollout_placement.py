@@ -1,0 +1,248 @@
+"""The rollout on a layout of its own: the same text and the same learning, weights moved and checked, time kept."""
+
+import contextlib
+import functools
+import itertools
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+import yaml
+
+from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.programs import assert_close, in_world, inputs, metrics, program, rl_argv, samples, train
+from tests.helpers.worlds import SAFETY, RankFailed, run_world
+from tests.programs.test_train_rl import GRADED, PLACED, timeless_rows
+
+TP2, PP2 = ("-tensor-model-parallel-size 2", "-pipeline-model-parallel-size 2")
+ONE_RANK_EACH = "--role-map actor=0;critic=1;reward=2;reference=2"
+LAYOUTS = {
+    "TP2 beside DP2": (2, f"--rollout{TP2}"),
+    "DP2 beside TP2": (2, f"--actor{TP2} --rollout-tensor-model-parallel-size 1"),
+    "PP2 beside DP2": (2, f"--rollout{PP2}"),
+    "one rank beside PP2": (2, f"--actor{PP2} --rollout-pipeline-model-parallel-size 1"),
+    "TP2 beside CP2": (4, f"--context-parallel-size 2 --rollout{TP2}"),
+    "disjoint": (3, f"{ONE_RANK_EACH};rollout=2"),
+    "disjoint, TP2 to DP2": (4, "--role-map actor=0-1;critic=0-1;reward=2;reference=3;rollout=2-3"
+                                f" --actor{TP2} --rollout-tensor-model-parallel-size 1"),
+    "partly overlapping": (3, "--role-map actor=0-1;critic=0-1;reward=2;reference=2;rollout=1-2"
+                              f" --actor-use-distributed-optimizer --rollout{TP2}"),
+}  # fmt: skip
+SAME_ARITHMETIC = ("disjoint",)  # one rank writes and one rank trains: the gap is exactly 0
+
+
+@functools.cache
+def run_of(folder: Path, size: int = 1, layout: str = "") -> Path:
+    """Run folder of three steps with an evaluation; a rate at which Adam does not blow rounding up."""
+    save = folder / f"{size} {layout[:60]}"
+    flags = f"--train-iters 3 --lr 1e-4 --critic-lr 1e-3 {GRADED} --eval-prompts {inputs()}/heldout.jsonl"
+    train("rl", rl_argv(save, f"{flags} {layout}"), size)
+    return save
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("rollout")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_where_text_is_written_does_not_change_the_run(name, folder):
+    size, layout = LAYOUTS[name]
+    expected, found = run_of(folder), run_of(folder, size, f"{layout} --verify-weights")
+    assert samples(found, 1) == samples(expected, 1)
+    rows, reference = metrics(found), metrics(expected)
+    for step in (1, 2, 3):
+        assert_close(rows[step], reference[step], PLACED, 2e-5)
+        allowed = largest_gap_allowed() if name in SAME_ARITHMETIC else 1e-5
+        assert rows[step]["rollout/logprob_gap_max"] <= allowed and rows[step]["actor/ppo_kl_first"] == 0
+        assert rows[step]["weights/sync_s"] > 0 and rows[step]["rollout/tokens_per_s"] > 0
+        assert rows[step]["time/rollout/rollout_s"] > 0 and rows[step]["time/rollout/idle_fraction"] >= 0
+        assert rows[step]["time/actor/sync_s"] >= 0 and "time/actor/rollout_s" not in rows[step]
+    assert [rows[step]["eval/accuracy"] for step in (0, 3)] == [reference[step]["eval/accuracy"] for step in (0, 3)]
+    settings = yaml.safe_load((found / "settings.yaml").read_text())
+    assert set(settings["roles"]) == {"actor", "critic", "reward", "reference", "rollout"}
+    assert "rollout" not in yaml.safe_load((expected / "settings.yaml").read_text())["roles"]
+
+
+MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
+VP2 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+OTHER_MODELS = {
+    "virtual stages": ("--num-layers 4", 2, VP2, 0.0),
+    "virtual stages, whole rollout": ("--num-layers 4", 2, f"{VP2} --rollout-pipeline-model-parallel-size 1", 0.0),
+    "sharded": ("--untie-embeddings-and-output-weights", 2, "--actor-use-torch-fsdp2", 0.0),
+    "experts spread for writing alone": (MOE, 2, "--rollout-expert-model-parallel-size 2", 1e-5),
+    "experts": (MOE, 4, "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"
+                        " --rollout-tensor-model-parallel-size 1", 1e-5),
+}  # fmt: skip
+
+
+@functools.cache
+def fresh_run_of(folder: Path, size: int, flags: str) -> Path:
+    """Run folder of two steps of a model that starts from drawn weights."""
+    save = folder / f"{size} {flags[:100]}"
+    flags = f"--train-iters 2 --lr 1e-4 --critic-lr 1e-3 {GRADED} {flags}"
+    train("rl", rl_argv(save, flags, warm_start=False), size)
+    return save
+
+
+@pytest.mark.parametrize("name", OTHER_MODELS)
+def test_other_models_come_to_the_rollout_whole(name, folder):
+    model, size, layout, allowed = OTHER_MODELS[name]
+    expected, found = fresh_run_of(folder, 1, model), fresh_run_of(folder, size, f"{model} {layout} --verify-weights")
+    assert samples(found, 1) == samples(expected, 1)
+    for step in (1, 2):
+        row = metrics(found)[step]
+        assert_close(row, metrics(expected)[step], PLACED, 2e-5)
+        assert row["rollout/logprob_gap_max"] <= max(allowed, largest_gap_allowed()) and row["actor/ppo_kl_first"] == 0
+
+
+@pytest.mark.parametrize("name, moved", [("TP2 beside DP2", False), ("disjoint", True)])
+def test_what_is_moved_is_counted(name, moved, folder):
+    """A rank that trains with whole weights has its share of them already; another one gets every byte."""
+    rows = metrics(run_of(folder, LAYOUTS[name][0], f"{LAYOUTS[name][1]} --verify-weights"))
+    parameters = 2 * (32 * (32 + 2 * 16) + 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32 + 32 * 32  # tied embeddings
+    largest = parameters * 4 * 1.2  # fp32, and the checkpoint's view of what is stored twice
+    for step in (1, 2, 3):
+        sent = rows[step]["weights/sync_bytes"]
+        assert parameters * 4 <= sent <= largest if moved else sent == 0
+
+
+def test_a_run_goes_on_with_another_place_of_writing(folder, tmp_path):
+    flags = f"--train-iters 4 --lr-decay-iters 4 --save-interval 2 {GRADED}"
+    train("rl", rl_argv(folder / "whole", flags))
+    load = f"{flags} --load {folder}/whole/checkpoints/step_00000002"
+    train("rl", rl_argv(tmp_path, f"{load} {ONE_RANK_EACH};rollout=2"), 3)
+    assert samples(tmp_path, 3) == samples(folder / "whole", 3)
+    found, expected = (timeless_rows(save, (3, 4)) for save in (tmp_path, folder / "whole"))
+    for step in (3, 4):
+        assert_close(found[step], expected[step], PLACED, 2e-5)
+
+
+def spoilt(rank: int, parsed):
+    """A run whose transfers change one number on the rollout's side."""
+    from megarl.mcore.weights.reshard import WeightTransfer
+
+    run = WeightTransfer.run
+
+    def wrong(self):
+        sent = run(self)
+        shard = next(iter(self.destination.description()[1]), None)
+        if shard is not None:
+            self.destination.view(shard).view(-1)[0] += 1
+        return sent
+
+    WeightTransfer.run = wrong
+    return in_world(rank, "rl", parsed)
+
+
+def test_a_transfer_that_went_wrong_is_found_when_asked_for(tmp_path):
+    layout = f"--train-iters 1 {ONE_RANK_EACH};rollout=2"
+    run_world(spoilt, 3, program("rl", rl_argv(tmp_path, layout), 3))
+    assert metrics(tmp_path)[1]["rollout/logprob_gap_max"] > 1e-3
+    with pytest.raises(RankFailed, match="weights differ after their transfer"):
+        run_world(spoilt, 3, program("rl", rl_argv(tmp_path / "verified", f"{layout} --verify-weights"), 3))
+
+
+@pytest.mark.parametrize("layout", ["", "--role-map actor=0-2;critic=1-3;reward=3;reference=2-3;rollout=0-3"])
+def test_lanes_without_sequences(layout, folder, tmp_path):
+    """One prompt on four lanes: most write nothing, and half of them learn from nothing."""
+    flags = f"--train-iters 2 --prompts-per-step 1 --minibatch-size 1 --lr 1e-4 --critic-lr 1e-3 {GRADED}"
+    train("rl", rl_argv(tmp_path / "one", flags))
+    train("rl", rl_argv(tmp_path / "four", f"{flags} {layout}"), 4)
+    assert samples(tmp_path / "four", 1) == samples(tmp_path / "one", 1)
+    for step in (1, 2):
+        assert_close(metrics(tmp_path / "four")[step], metrics(tmp_path / "one")[step], PLACED, 2e-5)
+
+
+# -- time --------------------------------------------------------------------------------------------------------
+
+STEPS = 3
+
+
+def on_one_clock(rank: int, parsed, sequences_per_example: bool):
+    """A run by a clock that all ranks share and that each look at it moves by a second; the rank's trace.
+
+    So times tell what came before what, on every machine. `sequences_per_example`: an update of the actor begins only when the
+    critic's has begun, and the other way round; and the actor's ends only when the rollout waits for its weights.
+    Where one of them comes first, the run does not end.
+    """
+    from megarl.observe import timers
+    from megarl.roles.trainable_model import TrainableModel
+
+    store, updates, waits = dist.distributed_c10d._get_default_store(), Counter(), itertools.count(1)
+    timers.time = SimpleNamespace(time_ns=lambda: 0, perf_counter_ns=lambda: 0)
+    mine, update = timers.Timers(), TrainableModel.update
+    timers.time.perf_counter_ns = lambda: store.add("seconds", 1) * 10**9
+    timers.Timers, phase = lambda: mine, mine.phase
+
+    @contextlib.contextmanager
+    def noted(role: str, name: str):
+        with phase(role, name):
+            if (role, name) == ("rollout", "wait"):
+                store.set(f"wait {next(waits)}", b"")
+            yield
+
+    def met(self, *args):
+        me, step = self.role.name, updates[self.role.name] + 1
+        updates[me] = step
+        if not sequences_per_example:
+            return update(self, *args)
+        store.set(f"{me} {step}", b"")
+        store.wait([f"{'critic' if me == 'actor' else 'actor'} {step}"], SAFETY)
+        result = update(self, *args)
+        if me == "actor":
+            store.wait([f"wait {step + 1}"], SAFETY)
+        return result
+
+    mine.phase, TrainableModel.update = noted, met
+    in_world(rank, "rl", parsed)
+    return mine.events()
+
+
+def run_on_one_clock(folder: Path, layout: str, sequences_per_example: bool) -> tuple[list[dict], list[dict]]:
+    """Metrics of the clock of each step, and of each rank (begin, end) of its phases and of its steps, by name."""
+    flags = f"--train-iters {STEPS} --minibatch-size 12 --ppo-epochs 1 {GRADED} {layout}"
+    spans = []
+    for events in run_world(on_one_clock, 3, program("rl", rl_argv(folder, flags), 3), sequences_per_example):
+        spans.append({})
+        for event in events:
+            begin = event.start_ns // 10**9
+            spans[-1].setdefault(event.name, []).append((begin, begin + event.duration_ns // 10**9))
+    rows = [metrics(folder)[step] for step in range(1, STEPS + 1)]
+    return [{name.removeprefix("time/"): row[name] for name in row if name.startswith("time/")} for row in rows], spans
+
+
+def test_disjoint_roles_work_at_the_same_time_and_idle_time_is_what_is_left(tmp_path):
+    rows, (actor, critic, rollout) = run_on_one_clock(tmp_path / "disjoint", f"{ONE_RANK_EACH};rollout=2", True)
+    assert len(actor["actor/update"]) == len(critic["critic/update"]) == STEPS
+    for (begin, end), (its_begin, its_end) in zip(actor["actor/update"], critic["critic/update"], strict=True):
+        assert begin < its_end and its_begin < end
+    # The rank that writes waits for the updates: that is no time of the transfer.
+    # The first weights come before all steps. A rank of the rollout alone is twice in the phase of a transfer.
+    waits, transfers = rollout["rollout/wait"][1:], rollout["rollout/sync"][2::2]
+    for (_, end), wait, transfer in zip(actor["actor/update"], waits, transfers, strict=True):
+        assert wait[0] < end < wait[1] < transfer[0]
+    for step, row in enumerate(rows, 1):
+        (own,) = critic[f"step {step}"]
+        busy, idle = row["critic/values_s"] + row["critic/update_s"], row["critic/idle_fraction"]
+        assert 0 < idle < 1 and idle == pytest.approx(1 - busy / (own[1] - own[0]), rel=1e-9)
+        (own,) = rollout[f"step {step}"]
+        assert row["rollout/wait_s"] / (own[1] - own[0]) <= row["rollout/idle_fraction"]
+        assert row["rollout/wait_s"] > 0 and row["rollout/sync_s"] > 0
+
+
+def test_roles_of_one_rank_work_one_after_the_other(tmp_path):
+    layout = "--role-map actor=0;critic=0;reward=1;reference=1;rollout=2"
+    rows, (trainable_model, *_) = run_on_one_clock(tmp_path, layout, False)
+    updates = zip(trainable_model["actor/update"], trainable_model["critic/update"], strict=True)
+    assert all(end < its_begin or its_end < begin for (begin, end), (its_begin, its_end) in updates)
+    for row in rows:  # one rank, busy with both
+        assert row["actor/idle_fraction"] == row["critic/idle_fraction"]
+
+
+def test_a_cache_that_holds_no_whole_text_is_refused(tmp_path):
+    flags = "--rollout-buffer-gb 1.6e-5 --max-response-length 58 --max-tokens-per-microbatch 64"
+    with pytest.raises(RankFailed, match="--rollout-buffer-gb 1.6e-05: the cache holds one text of .*is 64"):
+        train("rl", rl_argv(tmp_path, flags))

@@ -1,0 +1,67 @@
+"""PPO on one CUDA device over NCCL: dense, with experts, with offload; needs one, so CI without a GPU leaves it out."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.programs import environment, metrics, rl_argv, samples, timeless, torchrun
+
+
+@pytest.mark.gpu
+def test_ppo_on_a_cuda_device(tmp_path, monkeypatch):
+    argv = rl_argv(tmp_path, "--train-iters 3 --reward exact-match")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")  # the test process hides the device from itself
+    done = torchrun("megarl.train_rl", argv, 1)
+    assert done.returncode == 0, done.stderr
+    rows = metrics(tmp_path)
+    assert sorted(step for step in rows if step) == [1, 2, 3]
+    for step in (1, 2, 3):
+        assert rows[step]["memory/actor/peak_bytes"] > 0
+        assert rows[step]["actor/ppo_kl_first"] == 0.0
+        assert rows[step]["rollout/logprob_gap_max"] <= 1e-4  # fp32 kernels with other tilings
+
+
+@pytest.mark.gpu
+def test_the_rollouts_routes_are_replayed_on_a_cuda_device(tmp_path, monkeypatch):
+    experts = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32 --bf16"
+    replay = "--router-replay rollout --router-probe-interval 1 --train-iters 2 --reward exact-match"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    done = torchrun("megarl.train_rl", rl_argv(tmp_path, f"{experts} {replay}", warm_start=False), 1)
+    assert done.returncode == 0, done.stderr
+    rows = metrics(tmp_path)
+    for step in (1, 2):
+        assert rows[step]["router/replayed_fraction"] == 1.0
+        assert rows[step]["router/gap_replayed"] <= rows[step]["router/gap_live"] + 1e-3
+
+
+@pytest.mark.gpu
+def test_offload_gives_the_same_run_in_less_device_memory(tmp_path, monkeypatch):
+    wide = "--hidden-size 512 --ffn-hidden-size 1024 --deterministic --train-iters 2 --reward exact-match"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    for name, offload in (("kept", ""), ("moved", "--offload")):
+        done = torchrun("megarl.train_rl", rl_argv(tmp_path / name, f"{wide} {offload}", warm_start=False), 1, 300)
+        assert done.returncode == 0, done.stderr
+    kept, moved = metrics(tmp_path / "kept"), metrics(tmp_path / "moved")
+    for step in (1, 2):
+        assert timeless(moved[step]) == timeless(kept[step])
+        assert samples(tmp_path / "moved", step) == samples(tmp_path / "kept", step)
+    gone = kept[2]["memory/actor/peak_bytes"] - moved[2]["memory/actor/peak_bytes"]
+    assert gone > moved[2]["memory/critic/offloaded_bytes"] / 2
+
+
+@pytest.mark.gpu
+def test_moves_on_a_cuda_device_are_exact_and_from_locked_memory(monkeypatch):
+    """In a process of its own: the test process hides the device from itself."""
+    script = (
+        "import torch; from megarl.mcore import memory\n"
+        "tensors = [torch.randn(1000, 1001, device='cuda').to(t) for t in (torch.float32, torch.bfloat16)]\n"
+        "copies = [t.clone() for t in tensors]; arena = memory.Arena(lambda: tensors); assert arena.twin.is_pinned()\n"
+        "for _ in range(3):\n"
+        "    assert not arena.storage.nbytes(); arena.arrive(); arena.is_changed = True\n"
+        "    [t.add_(1) for t in (*tensors, *copies)]; arena.leave(); noise = torch.randn(3000, 1001, device='cuda')\n"
+        "arena.arrive(); assert all(map(torch.equal, tensors, copies))\n"
+    )
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    done = subprocess.run([sys.executable, "-c", script], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

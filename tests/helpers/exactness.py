@@ -1,0 +1,22 @@
+"""How close rollout and training must be on this machine: to the bit where its products give a row the same numbers in
+every matrix of at least `LEAST_ROWS` rows, which is what megarl's exactness rests on (docs/exactness.md)."""
+
+import functools
+
+import torch
+
+from megarl.mcore.attention.segments import MIN_ROWS
+from megarl.mcore.kernels.linear import matmul
+
+
+@functools.cache
+def largest_gap_allowed(dtype: torch.dtype = torch.float32) -> float:
+    """0.0 on a machine whose matrix products do not depend on the number of rows, else 1e-5; of bf16 else 0.1."""
+    generator = torch.Generator().manual_seed(0)
+    for inner, outer in ((32, 64), (32, 128), (64, 32), (128, 352), (352, 128)):
+        rows, weight = (torch.randn(count, inner, generator=generator).to(dtype) for count in (300, outer))
+        whole = matmul(rows, weight)
+        parts = [matmul(rows[:count], weight) for count in (MIN_ROWS, 5, 8, 13, 64, 100)]
+        if not all(torch.equal(part, whole[: len(part)]) for part in parts):
+            return 1e-5 if dtype == torch.float32 else 0.1
+    return 0.0

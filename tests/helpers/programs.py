@@ -1,0 +1,198 @@
+"""Small runs of the real programs for tests: data, tokenizer and warm start made once, command lines, results."""
+
+import atexit
+import contextlib
+import functools
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.worlds import SAFETY_SECONDS, run_world
+from tools.train_tokenizer import train as train_tokenizer
+
+ROOT = Path(__file__).parents[2]
+SHAPE = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --swiglu --normalization RMSNorm"
+    " --disable-bias-linear --group-query-attention --num-query-groups 2 --make-vocab-size-divisible-by 32"
+    " --max-prompt-length 6 --max-response-length 4 --max-tokens-per-microbatch 40"
+)
+RL = (
+    " --prompts-per-step 6 --samples-per-prompt 2 --minibatch-size 4 --ppo-epochs 2 --lr 1e-3"
+    " --kl-coefficient 0.05 --entropy-coefficient 0.01 --temperature 0.9 --rollout-buffer-gb 0.001"
+    " --rollout-max-requests 8 --seed 5"
+)
+CRITIC = " --critic-lr 3e-3"
+SFT = " --global-batch-size 12 --lr 1e-2 --lr-decay-style cosine --lr-warmup-iters 2 --seed 5"
+REWARD = " --global-batch-size 12 --lr 5e-3 --seed 5 --max-tokens-per-microbatch 80"
+REWARD_STEPS = 20
+SFT_STEPS = 40  # enough to end answers, too few to know them
+
+
+def addition(first: int, second: int) -> dict:
+    """A prompt of four or five tokens with an answer of one or two."""
+    return {"prompt": f"{first}+{second}=", "answer": str(first + second)}
+
+
+def write_lines(path: Path, rows: list) -> Path:
+    """A JSONL file."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@functools.cache
+def inputs() -> Path:
+    """Folder with train.jsonl, heldout.jsonl, tokenizer.model and the warm start `sft`; made once, removed at exit."""
+    folder = Path(tempfile.mkdtemp(prefix="megarl-tests-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    rows = [addition(first, second) for first in range(30) for second in range(10)]
+    held_out = rows[7::19]
+    write_lines(folder / "heldout.jsonl", held_out)
+    write_lines(folder / "train.jsonl", [row for row in rows if row not in held_out])
+    texts = [text for row in rows for text in (row["prompt"], row["answer"])]
+    (folder / "tokenizer.model").write_bytes(train_tokenizer(texts, 16, False))
+    sft = _sft(folder, folder / "sft", ["--train-iters", str(SFT_STEPS)])
+    train("sft", sft)
+    return folder
+
+
+def _files(folder: Path) -> list[str]:
+    files = {"--prompts": "train.jsonl", "--tokenizer-model": "tokenizer.model"}
+    return [token for flag, name in files.items() for token in (flag, str(folder / name))]
+
+
+def _sft(folder: Path, save: Path, more: list[str]) -> list[str]:
+    return [*(SHAPE + SFT).split(), *_files(folder), "--save", str(save), *more]
+
+
+def sft_argv(save: Path, flags: str = "") -> list[str]:
+    """Command line of a small supervised run."""
+    return _sft(inputs(), save, flags.split())
+
+
+@functools.cache
+def preferences() -> Path:
+    """Folder with preferences.jsonl and heldout-preferences.jsonl: of two numbers the even one is chosen."""
+    folder = inputs()
+    for name, lines in (("preferences", "train.jsonl"), ("heldout-preferences", "heldout.jsonl")):
+        rows = map(json.loads, (folder / lines).read_text().splitlines())
+        pairs = [(row["prompt"], int(row["answer"]) // 2 * 2) for row in rows]
+        rows = [{"prompt": prompt, "chosen": str(even), "rejected": str(even + 1)} for prompt, even in pairs]
+        write_lines(folder / f"{name}.jsonl", rows)
+    return folder
+
+
+def reward_argv(save: Path, flags: str = "") -> list[str]:
+    """Command line of a small training of a reward model."""
+    files = ["--prompts", str(preferences() / "preferences.jsonl")]
+    files += ["--tokenizer-model", str(inputs() / "tokenizer.model"), "--save", str(save)]
+    return [*(SHAPE + REWARD).split(), *files, *flags.split()]
+
+
+@functools.cache
+def reward_model() -> Path:
+    """Run folder of a reward model that knows even numbers from odd ones; trained once."""
+    save, held_out = inputs() / "reward", preferences() / "heldout-preferences.jsonl"
+    train("reward", reward_argv(save, f"--train-iters {REWARD_STEPS} --eval-prompts {held_out} --eval-interval 10"))
+    return save
+
+
+def rl_argv(save: Path, flags: str = "", warm_start: bool = True) -> list[str]:
+    """Command line of a small run from the warm start, PPO by default; `flags` win over the defaults."""
+    shape = SHAPE + RL + CRITIC * ("--advantage" not in flags)
+    start = ["--pretrained-checkpoint", str(inputs() / "sft")] if warm_start else []
+    return [*shape.split(), *_files(inputs()), "--save", str(save), *start, *flags.split()]
+
+
+def program(name: str, argv: list[str], size: int):
+    """The parsed command line of a program ('rl', 'sft' or 'reward') for a world of that size."""
+    from megarl import arguments
+
+    return arguments.parse(argv, size, name)
+
+
+def in_world(rank: int, name: str, parsed) -> str:
+    """Runs a program on this rank of a world; what it printed. The report, which has its tests, is not drawn."""
+    from megarl import train_reward, train_rl, train_sft
+    from megarl.observe.timers import Timers
+    from megarl.trainers import trainer
+
+    trainer.write_report = lambda folder: None
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        {"rl": train_rl, "sft": train_sft, "reward": train_reward}[name].train(parsed, Timers())
+    return printed.getvalue()
+
+
+def train(name: str, argv: list[str], size: int = 1) -> list[str]:
+    """Runs a program in a world of forked ranks; what each rank printed."""
+    from megarl import train_reward, train_rl, train_sft  # noqa: F401  imported once, before the fork
+
+    return run_world(in_world, size, name, program(name, argv, size))
+
+
+def digit_reward(sample) -> float:
+    """A plug-in: the share of sevens in a response, and a little for its length, so that rewards differ."""
+    return sample.response.count("7") / 4 + len(sample.response) / 100
+
+
+def torchrun(module: str, argv: list[str], size: int) -> subprocess.CompletedProcess:
+    """Runs a program as users do; output as text."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), "-m"]
+    command += [module, *argv]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=SAFETY_SECONDS)
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The environment of a program that a test starts."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
+def metrics(save: Path) -> dict[int, dict]:
+    """Rows of metrics.jsonl by step."""
+    return {row["step"]: row for row in map(json.loads, (save / "metrics.jsonl").read_text().splitlines())}
+
+
+def timeless(row: dict) -> dict:
+    """A row without what depends on the clock and on the process: times, speeds, memory."""
+    return {
+        name: value
+        for name, value in row.items()
+        if not name.startswith(("time/", "memory/", "perf/tokens_per_s")) and name != "rollout/tokens_per_s"
+    }
+
+
+def samples(save: Path, step: int) -> bytes:
+    """A step's samples file."""
+    return (save / "samples" / f"step_{step:08d}.jsonl").read_bytes()
+
+
+def assert_close(found: dict, expected: dict, names: list[str], tolerance: float):
+    """Metrics agree within a relative tolerance, absolute below 0.2: a small sum has the rounding of its terms."""
+    for name in names:
+        assert found[name] == pytest.approx(expected[name], rel=tolerance, abs=tolerance * 0.2), name
+
+
+def broken_reward(sample) -> float:
+    """A plug-in whose result is no number."""
+    return float("nan")
+
+
+def graded_reward(sample) -> float:
+    """A plug-in: another reward for almost every response."""
+    return sum(int(c) + 1 for c in sample.response if c.isdigit()) / 20 - 0.3 * (not sample.finished)
+
+
+def coarse_reward(sample) -> float:
+    """A plug-in: right or wrong, about half of the time, so that the rewards of a group are often all equal."""
+    return float(sum(map(ord, sample.prompt + sample.response)) % 2)
+
+
+def never_right(sample) -> float:
+    """A plug-in: a reward that differs, but never one of a right answer."""
+    return 0.1 * len(sample.response)

@@ -1,0 +1,96 @@
+"""Whole runs under watch: which experts worked for which token where, and routers of training that are disturbed."""
+
+import torch
+
+from tests.helpers.programs import in_world
+
+NOISE = 0.02  # most that router logits of training are moved; their standard deviation is about 0.1
+
+
+class Watch:
+    """What the ranks of a run did: {(kind, step, sequence, position, layer): experts}.
+
+    Kinds: `written` by the rollout, `passed` and `updated` by the actor, `judged` by the reference. Who saw the same
+    token in the same layer twice must have seen the same.
+    """
+
+    def __init__(self, noisy_from: int, replays: bool):
+        """From step `noisy_from` on router logits of every pass but the rollout's are perturbed.
+
+        `replays`: the run takes the rollout's routes.
+        """
+        self.seen, self.step, self.noisy_from, self.replays = {}, 0, noisy_from, replays
+        self._watch_routers()
+        self._watch_rollout()
+        self._watch_actor()
+
+    def note(self, kind: str, batch, tokens, routes, layers):
+        """Takes down routes [R, L, k] of tokens [R] of a batch; places behind its end and rows of −1 are none."""
+        ends = batch.lengths.cumsum(0)
+        for token, row in zip(tokens.tolist(), routes.tolist(), strict=True):
+            if token >= len(batch.tokens) or not row or row[0][0] < 0:
+                continue
+            place = int(torch.searchsorted(ends, token, right=True))
+            where = (int(batch.sequence_ids[place]), token - int(ends[place] - batch.lengths[place]))
+            for layer, experts in zip(layers, row, strict=True):
+                assert self.seen.setdefault((kind, self.step, *where, layer), experts) == experts
+
+    def _watch_routers(self):
+        from megatron.core.inference.utils import InferenceMode
+
+        from megarl.mcore.moe.router import Router
+
+        gating, watch = Router.gating, self
+
+        def disturbed(router, hidden):
+            logits = gating(router, hidden)
+            if watch.step < watch.noisy_from or InferenceMode.is_active():
+                return logits
+            # The same wherever and whenever a token is routed, backward's recomputation too.
+            return logits + NOISE * torch.sin(1e4 * logits)
+
+        Router.gating = disturbed
+
+    def _watch_rollout(self):
+        from megarl.router_replay.replay import RoutingReplay
+
+        share, watch = RoutingReplay.share, self
+
+        def sharing(replay, flow, step):
+            watch.step, batch = step, flow["rollout"]
+            if batch is not None and batch.routes is not None:
+                layers = replay._exchange._holders.layers("rollout", torch.distributed.get_rank())
+                watch.note("written", batch, torch.arange(len(batch.tokens)), batch.routes, layers)
+            share(replay, flow, step)
+
+        RoutingReplay.share = sharing
+
+    def _watch_actor(self):
+        from megarl.router_replay import router_state
+        from megarl.router_replay.router_state import RouterState
+
+        attach, collect, watch = RouterState.attach, RouterState.collect, self
+
+        def attaching(self, batch, parts):
+            attach(self, batch, parts)
+            for part, places in parts:
+                part.watched = (batch, places)
+
+        def collecting(self, parts, trained):
+            collect(self, parts, trained)
+            if self.role.name == "critic" or (watch.replays and self.table is None):  # a probe with live routers
+                return
+            for part, _ in parts:
+                batch, places = part.watched
+                tokens = router_state._tokens_of(batch, places, part.routing.rows)
+                kind = "judged" if self.role.name == "reference" else "updated" if trained else "passed"
+                watch.note(kind, batch, tokens, part.routing.recorded(self.topk), self.layers)
+
+        RouterState.attach, RouterState.collect = attaching, collecting
+
+
+def watched(rank: int, parsed, noisy_from: int) -> dict:
+    """Runs train_rl on this rank; what was seen."""
+    watch = Watch(noisy_from, parsed.settings.router_replay == "rollout")
+    in_world(rank, "rl", parsed)
+    return watch.seen

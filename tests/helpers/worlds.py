@@ -1,0 +1,153 @@
+"""Worlds of ranks for tests: a function runs on several processes, forked from the warm test process, over gloo."""
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import pickle
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+PR_SET_PDEATHSIG = 1
+# When to give up what should have ended: so late that no slow or busy machine gets there. For all tests.
+SAFETY_SECONDS = 600.0
+SAFETY = timedelta(seconds=SAFETY_SECONDS)
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or did not answer in time; the message names the rank and says where."""
+
+
+def wait_until(condition) -> bool:
+    """Looks again and again until `condition()` holds; False when it still does not after SAFETY_SECONDS."""
+    deadline = time.monotonic() + SAFETY_SECONDS
+    while not condition():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def run_world(function, size: int, *args, timeout: float = SAFETY_SECONDS) -> list:
+    """Runs `function(rank, *args)` on `size` ranks that share a gloo group; returns its results by rank.
+
+    The ranks are forked: importing torch and Megatron costs seconds, a fork milliseconds. Arguments are inherited,
+    results are pickled (tensors on the CPU are fine). Every process is killed before the call returns. What ranks wait
+    for in collectives has SAFETY as its limit, whatever `timeout` says.
+
+    Raises:
+        RankFailed: a rank raised (with its traceback), ended early, or had no result after `timeout` seconds (with
+            the stacks of all that had none). The first failure counts; the other ranks are killed.
+    """
+    _warm()
+    if dist.is_initialized():
+        raise RuntimeError("the test process is in a distributed group: worlds cannot be forked from it")
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = []
+        try:
+            for rank in range(size):
+                ranks.append(_Rank(rank, size, Path(folder), function, args))
+            return _collect(ranks, time.monotonic() + timeout)
+        finally:
+            for rank in ranks:
+                rank.kill()
+
+
+def _warm():
+    """Imports once what every rank would import again: Megatron, and what torch's checkpoint loads when first used."""
+    import torch._dynamo  # noqa: F401
+
+
+class _Rank:
+    """The parent's end of one rank."""
+
+    def __init__(self, rank: int, size: int, folder: Path, function, args):
+        self.name = f"rank {rank} of {size}"
+        self.stack = folder / f"stack-{rank}"
+        self.reader, writer = connection.Pipe(duplex=False)
+        target = (writer, rank, size, folder, function, args)
+        self.process = get_context("fork").Process(target=_child, args=target)
+        self.process.start()
+        writer.close()  # before the next fork: a sibling that holds it would hide this rank's end
+        with contextlib.suppress(OSError):
+            os.setpgid(self.process.pid, self.process.pid)  # the child does it, too: whoever comes first
+
+    def result(self):
+        """What the rank sent. RankFailed when it raised or ended."""
+        try:
+            raised, payload = pickle.loads(self.reader.recv_bytes())
+        except EOFError:
+            self.process.join(SAFETY_SECONDS)
+            raise RankFailed(f"{self.name} ended with exit code {self.process.exitcode}") from None
+        if raised:
+            raise RankFailed(f"{self.name} raised:\n{payload}")
+        return payload
+
+    def where(self) -> str:
+        """Stack of a rank that does not answer."""
+        os.kill(self.process.pid, signal.SIGUSR1)
+        # A stack ends with its outermost frame, which is the parent's, too, or with dots where it is very deep.
+        last = (f" in {traceback.extract_stack()[0].name}\n", "  ...\n")
+        wait_until(lambda: self.stack.read_text().endswith(last) or not self.process.is_alive())
+        return f"{self.name}:\n{self.stack.read_text()}"
+
+    def kill(self):
+        """Ends the rank with all processes that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+        self.reader.close()
+
+
+def _collect(ranks: list[_Rank], deadline: float) -> list:
+    results, waiting = {}, {rank.reader: rank for rank in ranks}
+    while waiting:
+        ready = connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            stacks = "\n".join(rank.where() for rank in waiting.values())
+            raise RankFailed(f"no result in time from {len(waiting)} rank(s):\n{stacks}")
+        for reader in ready:
+            rank = waiting.pop(reader)
+            results[rank] = rank.result()
+    return [results[rank] for rank in ranks]
+
+
+def _child(writer, rank: int, size: int, folder: Path, function, args):
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
+    if sys.platform == "linux":  # end with the test process, however that ends
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    with open(folder / f"stack-{rank}", "w") as stack:
+        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+        try:
+            answer = (False, _run(rank, size, folder, function, args))
+            message = pickle.dumps(answer)
+        except BaseException as error:
+            if isinstance(error, SystemExit):
+                raise
+            message = pickle.dumps((True, traceback.format_exc()))
+        writer.send_bytes(message)
+        # The parent kills this rank when all are done: until then siblings may still talk to it.
+        signal.pause()
+
+
+def _run(rank: int, size: int, folder: Path, function, args):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    random.seed(0)
+    store = dist.FileStore(str(folder / "store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=SAFETY)
+    return function(rank, *args)

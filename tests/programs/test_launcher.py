@@ -1,0 +1,189 @@
+"""Ranks forked from a warm process: they meet, failures and signals end all of them, and when torchrun takes over."""
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing import get_context
+from multiprocessing.context import ForkProcess as Process
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl import launcher
+from tests.helpers.programs import environment
+from tests.unit.helpers.test_worlds import wait_until_gone
+
+PATIENCE = 300  # seconds of a wait that should be short; the tests are about order and outcome, not about time
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def note_pid(folder):
+    (folder / str(rank())).write_text(str(os.getpid()))
+
+
+def pids(folder, count: int) -> list[int]:
+    """Waits for the pids that `count` ranks note."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        found = [path.read_text() for path in folder.iterdir()]
+        if len(found) == count and all(found):
+            return list(map(int, found))
+        time.sleep(0.02)
+    raise AssertionError(f"{count} ranks did not start")
+
+
+def test_ranks_meet_and_end_with_status_0(tmp_path):
+    def meet() -> int:
+        dist.init_process_group("gloo")
+        total = torch.tensor([rank() + 1])
+        dist.all_reduce(total)
+        names = ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        (tmp_path / str(rank())).write_text(" ".join([str(int(total)), *map(os.environ.get, names)]))
+        return 0
+
+    before = signal.getsignal(signal.SIGTERM)
+    assert launcher.run_ranks(meet, 3) == 0
+    assert [(tmp_path / str(i)).read_text() for i in range(3)] == [f"6 {i} 3 3" for i in range(3)]
+    assert signal.getsignal(signal.SIGTERM) == before and launcher.can_fork()
+
+
+def test_a_failing_rank_ends_the_others_and_gives_the_status(tmp_path, capfd):
+    def fail() -> int:
+        note_pid(tmp_path)
+        pids(tmp_path, 3)
+        if rank() == 1:
+            return 3
+        time.sleep(PATIENCE)
+
+    assert launcher.run_ranks(fail, 3) == 3
+    assert wait_until_gone(pids(tmp_path, 3))
+    assert capfd.readouterr().err == ""  # the rank itself has said why
+
+
+def test_a_rank_that_raises_tells_why(capfd):
+    def fail() -> int:
+        raise ValueError("of this rank")
+
+    assert launcher.run_ranks(fail, 1) == 1
+    assert capfd.readouterr().err.splitlines()[-1] == "ValueError: of this rank"
+
+
+def test_a_killed_rank_is_named(capfd):
+    def die() -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert launcher.run_ranks(die, 1) == 128 + signal.SIGKILL
+    assert capfd.readouterr().err == "megarl: rank 0 was ended by SIGKILL\n"
+
+
+def test_sigterm_reaches_all_ranks(tmp_path):
+    def stop() -> int:
+        note_pid(tmp_path)
+        dist.init_process_group("gloo")  # the launcher serves the store once it can pass signals on
+        if rank() == 0:
+            os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(PATIENCE)
+
+    assert launcher.run_ranks(stop, 2) == 128 + signal.SIGTERM
+    assert wait_until_gone(pids(tmp_path, 2))
+
+
+def in_launcher(function, ranks: int) -> Process:
+    """Starts a process that runs `start.run_ranks` and exits with its status."""
+    launcher = get_context("fork").Process(target=lambda: sys.exit(launcher.run_ranks(function, ranks)))
+    launcher.start()
+    return launcher
+
+
+def test_after_an_interrupt_stuck_ranks_are_killed(tmp_path, monkeypatch):
+    def stop() -> int:
+        note_pid(tmp_path)
+        if rank() == 1:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        dist.init_process_group("gloo")
+        if rank() == 0:  # as a terminal does
+            for pid in (os.getppid(), *pids(tmp_path, 2)):
+                os.kill(pid, signal.SIGINT)
+        time.sleep(PATIENCE)
+
+    monkeypatch.setattr(launcher, "GRACE", 0.5)
+    launcher = in_launcher(stop, 2)
+    launcher.join(PATIENCE)
+    assert launcher.exitcode == 128 + signal.SIGINT
+    assert wait_until_gone(pids(tmp_path, 2))
+
+
+def test_ranks_end_with_their_launcher(tmp_path):
+    def stay() -> int:
+        note_pid(tmp_path)
+        time.sleep(PATIENCE)
+
+    launcher = in_launcher(stay, 2)
+    found = pids(tmp_path, 2)
+    launcher.kill()
+    launcher.join()
+    assert wait_until_gone(found)
+
+
+def test_cores_are_those_of_the_container(tmp_path, monkeypatch):
+    bound = len(os.sched_getaffinity(0))
+    for text, count in (("max 100000", bound), ("50000 100000", 1), ("100000 100000", 1), ("6400000 100000", bound)):
+        (tmp_path / "cpu.max").write_text(text)
+        monkeypatch.setattr(launcher, "QUOTA", tmp_path / "cpu.max")
+        assert launcher.cores() == count, text
+    monkeypatch.setattr(launcher, "QUOTA", tmp_path / "none")
+    assert launcher.cores() == bound
+
+
+@pytest.mark.parametrize("given, threads", [("", 3), ("2", 2)])
+def test_ranks_share_the_cores_out_and_garbage_is_looked_for_in_ranks_alone(given, threads, monkeypatch):
+    seen, collects = [], gc.isenabled()
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.setattr(launcher, "cores", lambda: 7)
+    monkeypatch.setattr(launcher, "run", lambda module, flags: seen.append((module, flags, gc.isenabled())) or 0)
+    monkeypatch.setattr(launcher, "run_ranks", lambda function, ranks: function() or seen.append(ranks) or 0)
+    for name in ("WORLD_SIZE", "OPENBLAS_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    assert launcher.main(["--nproc-per-node", "2", "evaluate", "--seed", "1"]) == 0
+    module = "megarl.evaluate"
+    assert seen == [(module, ["--seed", "1", "--check"], False), (module, ["--seed", "1"], True), 2]
+    assert os.environ["OMP_NUM_THREADS"] == str(threads) and gc.isenabled() == collects and not gc.get_freeze_count()
+
+
+LIST = """import json, sys, megarl.train_rl, megarl.train_sft, megarl.evaluate
+print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules} | {'torch._dynamo'} & sys.modules.keys())))"""
+
+
+def test_programs_do_not_import_what_a_run_may_not_need():
+    done = subprocess.run([sys.executable, "-c", LIST], env=environment(), capture_output=True, text=True, check=True)
+    found = set(json.loads(done.stdout))
+    assert {"torch", "megatron", "megarl"} <= found
+    assert not found & {
+        "torch._dynamo", "reasoning_gym", "matplotlib", "pandas", "scipy", "transformers", "datasets", "sklearn",
+        "fastapi", "aiohttp", "math_verify", "antlr4", "wandb", "trl", "vllm", "IPython",
+    }  # fmt: skip
+
+
+def test_threads_and_nodes_call_for_torchrun():
+    release = threading.Event()
+    thread = threading.Thread(target=release.wait)
+    thread.start()
+    try:
+        assert not launcher.can_fork()
+    finally:
+        release.set()
+        thread.join()
+    nodes = "--nnodes 2 --node-rank 1 --master-addr here --master-port 29".split()
+    for given, where in ([], ["--standalone"]), (nodes, nodes):
+        options = launcher._parser().parse_args([*given, "--nproc-per-node", "3", "train_sft", "--lr", "1", "--nnodes"])
+        wanted = ["--nproc-per-node", "3", "-m", "megarl.train_sft", "--lr", "1", "--nnodes"]
+        assert launcher.torchrun(options) == ["-m", "torch.distributed.run", *where, *wanted]

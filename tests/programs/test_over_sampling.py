@@ -1,0 +1,125 @@
+"""Over-sampling: of more groups than are wanted those with the shortest longest response, and writing that stops."""
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.programs import metrics, program, rl_argv, samples, timeless, train
+from tests.helpers.worlds import SAFETY, run_world
+from tests.unit.mcore.inference.test_engine import NEVER, make_engine, make_requests, settings_of
+
+LONG = (
+    "--advantage grpo --kl-coefficient 0 --lr 1e-4 --temperature 1 --max-response-length 60 --rollout-max-requests 6"
+    " --max-tokens-per-microbatch 200"
+)
+TWICE = f"{LONG} --over-sampling 2 --prompts-per-step 4 --minibatch-size 4 --train-iters 2 --save-interval 1"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("over_sampling")
+
+
+@functools.cache
+def run_of(folder: Path, flags: str, size: int = 1) -> Path:
+    save = folder / f"run{len(list(folder.iterdir()))}"
+    train("rl", rl_argv(save, flags, warm_start=False), size)  # random weights end after 16 tokens on average
+    return save
+
+
+def groups_of(save: Path, step: int) -> list[list[dict]]:
+    rows = [json.loads(line) for line in samples(save, step).splitlines()]
+    return [rows[i : i + 2] for i in range(0, len(rows), 2)]
+
+
+def essence(groups: list) -> list:
+    return [[(row["prompt"], row["response"], row["length"]) for row in group] for group in groups]
+
+
+def test_the_groups_that_end_first_are_kept(folder):
+    everything = groups_of(run_of(folder, f"{LONG} --prompts-per-step 8 --minibatch-size 8 --train-iters 1"), 1)
+    longest = [max(row["length"] for row in group) for group in everything]
+    assert len(set(longest)) > 3 and max(longest) > 16
+    first = sorted(sorted(range(8), key=lambda i: (longest[i], i))[:4])
+    kept = groups_of(run_of(folder, TWICE), 1)
+    assert essence(kept) == essence([everything[i] for i in first])
+    assert metrics(run_of(folder, TWICE))[1]["rollout/tokens"] == sum(row["length"] for group in kept for row in group)
+
+
+@pytest.mark.parametrize("size, flags", [
+    (2, ""), (2, "--rollout-dispatch static"), (2, "--tensor-model-parallel-size 2 --rollout-prefix-caching"),
+])  # fmt: skip
+def test_no_layout_changes_which_they_are(size, flags, folder):
+    found, expected = run_of(folder, f"{TWICE} {flags}", size), run_of(folder, TWICE)
+    assert samples(found, 1) == samples(expected, 1)
+    if "tensor" not in flags:
+        other = run_of(folder, f"{TWICE} --rollout-dispatch static", 2)
+        assert timeless(metrics(found)[2]) == timeless(metrics(other)[2]) and samples(found, 2) == samples(other, 2)
+
+
+def test_a_resumed_run_goes_on_as_if_nothing_had_been(folder):
+    whole = run_of(folder, TWICE)
+    resumed = run_of(folder, f"{TWICE} --load {whole / 'checkpoints' / 'step_00000001'}")
+    assert samples(resumed, 2) == samples(whole, 2)
+    assert timeless(metrics(resumed)[2]) == timeless(metrics(whole)[2])
+
+
+# -- the race ----------------------------------------------------------------------------------------------------
+
+
+def raced(rank: int, parsed, wanted: int | None):
+    """(steps of this rank's engine, lengths that it wrote by sequence, groups that come first)."""
+    from megarl.comm import role_mesh
+    from megarl.data.tokenizers import build_tokenizer
+    from megarl.mcore.model.gpt import build_model
+    from megarl.observe.timers import Timers
+    from megarl.rollout.requests import PromptRequest
+    from megarl.rollout.rollout import Rollout
+
+    here = role_mesh.create_mesh(parsed.roles, SAFETY)
+    tokenizer = build_tokenizer("SentencePieceTokenizer", parsed.settings.tokenizer_model)
+    stages = build_model(parsed.roles["actor"].megatron, tokenizer.vocab_size, here["actor"].pg_collection)
+    rollout = Rollout(parsed.settings, parsed.roles["rollout"], here, stages, tokenizer, Timers())
+    engine, steps = rollout.engine.engine, []
+    step = engine.step_modern
+    engine.step_modern = lambda: steps.append(0) or step()
+    prompts = [PromptRequest(i, [1 + i, 2, 3]) for i in range(10)]
+    batch = rollout.generate(prompts, 2, 0, wanted=wanted)
+    first, _ = rollout.earliest_groups(batch, prompts, 2, wanted or 3)
+    return len(steps), dict(zip(batch.sequence_ids.tolist(), batch.response_lengths.tolist())), first.tolist()
+
+
+def test_writing_stops_when_the_rest_cannot_come_first(tmp_path):
+    parsed = program("rl", rl_argv(tmp_path / "run", f"{LONG} --max-response-length 120 --rollout-max-requests 20"), 2)
+    whole, short = run_world(raced, 2, parsed, None), run_world(raced, 2, parsed, 3)
+    lengths = {i: n for _, mine, _ in whole for i, n in mine.items()}
+    longest = [max(lengths[2 * g], lengths[2 * g + 1]) for g in range(10)]
+    expected = sorted(sorted(range(10), key=lambda g: (longest[g], g))[:3])
+    needed = max(longest[g] for g in expected)
+    assert all(first == expected for _, _, first in whole + short) and max(longest) > 2 * needed
+    written = {i: n for _, mine, _ in short for i, n in mine.items()}
+    bound = needed + 2 * 16 + 1  # lanes ask at every 16th step, each for itself
+    assert max(steps for steps, _, _ in short) <= bound < max(steps for steps, _, _ in whole)
+    assert all(n <= lengths[i] for i, n in written.items()) and sum(written.values()) < sum(lengths.values())
+
+
+def cut(rank: int):
+    """Completions with a bound that falls while they are written, and of all tokens."""
+    from megarl.mcore.inference.engine import RequestList
+
+    engine, _, _ = make_engine(max_requests=8)
+    bounds = iter([None, *[9] * 100])
+    requests, s = make_requests(limit=20), settings_of()
+    found = dict(engine.stream(RequestList(enumerate(requests)), NEVER, s, longest=lambda: next(bounds)))
+    return [found[i] for i in range(len(requests))], engine.generate(requests, NEVER, s)
+
+
+def test_a_bound_cuts_responses_and_nothing_else():
+    ((found, whole),) = run_world(cut, 1)
+    for short, long in zip(found, whole, strict=True):
+        assert short.tokens == long.tokens[: len(short.tokens)] and short.logprobs == long.logprobs[: len(short.tokens)]
+    lengths = [len(c.tokens) for c in found]
+    # The bound comes before step 32: the first eight have ended, the next have 11 tokens and end with one more.
+    assert lengths == [20] * 8 + [12] * 8 + [9] * 4

@@ -1,0 +1,292 @@
+"""Partial rollouts: groups that were stopped go on in the next round as if nothing had been."""
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.programs import metrics, program, rl_argv, samples, timeless, train
+from tests.helpers.worlds import RankFailed, run_world
+from tests.unit.mcore.inference.test_engine import NEVER, make_requests, settings_of
+
+STEPS = 4
+FLAGS = (
+    "--advantage grpo --kl-coefficient 0 --temperature 1 --max-response-length 60 --max-tokens-per-microbatch 200"
+    " --prompts-per-step 4 --minibatch-size 4 --over-sampling 2 --partial-rollouts --rollout-correction tis --lr 1e-4"
+)
+
+
+ROUNDS = "--reward tests.helpers.programs:coarse_reward --group-filter reward --dynamic-sampling"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("partial")
+
+
+def rows_of(batch) -> list[dict]:
+    """Each sequence of a batch in plain numbers."""
+    names = ("tokens", "response_mask", "rollout_logprobs", "versions")
+    columns = [getattr(batch, name).split(batch.lengths.tolist()) for name in names]
+    manifest_entries = zip(
+        batch.sequence_ids.tolist(), batch.prompt_ids.tolist(), batch.finished.tolist(), *columns, strict=True
+    )
+    return [
+        {
+            "id": i, "line": line, "finished": finished, "prompt": tokens[~mask].tolist(),
+            "response": tokens[mask].tolist(), "logprobs": logprobs[mask].tolist(), "versions": versions[mask].tolist(),
+        }
+        for i, line, finished, tokens, mask, logprobs, versions in manifest_entries
+    ]  # fmt: skip
+
+
+def gap_of(run, version: int, rows: list[dict]) -> float:
+    """Largest difference of the log-probs of a version's tokens from those of the training forward."""
+    from megarl.mcore.model.forward_pass import inference_mode, token_scores
+
+    model, lengths = run.actor.trainable_model.model[0], torch.tensor([len(r["prompt"] + r["response"]) for r in rows])
+    tokens = torch.tensor([token for row in rows for token in row["prompt"] + row["response"]])
+    with inference_mode(model):
+        scores = token_scores(model, tokens, lengths, 1.0, run.tokenizer.vocab_size).logprobs
+    gaps = [0.0]
+    for row, found in zip(rows, scores.split(lengths.tolist()), strict=True):
+        mine = torch.tensor(row["versions"]) == version
+        gaps += (found[len(row["prompt"]) :] - torch.tensor(row["logprobs"])).abs()[mine].tolist()
+    return max(gaps)
+
+
+def filled(rank: int, parsed, moves: bool):
+    """Steps that are filled with no update between them; `moves`: with other weights each.
+
+    (rows of this rank of each step, metrics of each step, step that drew each line, largest gap (of one rank alone),
+    tokens that wait).
+    """
+    from megarl.observe.timers import Timers
+    from megarl.trainers.rl import RLTrainer
+
+    run = RLTrainer(parsed, Timers())
+    sampling, model = run.sampling, run.actor.trainable_model.model[0]
+    drawn, draw, found, measured, weights = {}, run.sampling._draw, [], [], []
+
+    def noted(count, counter):
+        prompts = draw(count, counter)
+        drawn.update({prompt.line: step for prompt in prompts})
+        return prompts
+
+    sampling._draw = noted
+    for step in range(1, STEPS + 1):
+        weights.append({name: value.clone() for name, value in model.state_dict().items() if value is not None})
+        found.append(rows_of(sampling.next_batch(step)["rollout"]))
+        measured.append(sampling.metrics)
+        with torch.no_grad():
+            for weight in model.parameters() if moves else ():
+                weight.mul_(1.1)
+    gap = 0.0
+    for version, state in enumerate(weights if run.mesh.size == 1 else ()):
+        model.load_state_dict(state, strict=False)
+        gap = max(gap, *(gap_of(run, version, rows) for rows in found))
+    waiting = sampling.parts._written
+    return found, measured, drawn, gap, int(waiting.response_mask.sum()) if waiting else 0
+
+
+def merged(results: list) -> list[list[dict]]:
+    """Rows of each step from all ranks, by sequence."""
+    steps = zip(*(found for found, *_ in results), strict=True)
+    return [sorted({row["id"]: row for rows in ranks for row in rows}.values(), key=lambda row: row["id"])
+            for ranks in steps]  # fmt: skip
+
+
+@functools.cache
+def steps_of(folder: Path, flags: str = "", size: int = 1, moves: bool = True) -> list:
+    argv = rl_argv(folder / "none", f"{FLAGS} {flags}", warm_start=False)
+    return run_world(filled, size, program("rl", argv, size), moves)
+
+
+def uninterrupted(rank: int, parsed, drawn: dict[int, int]) -> dict:
+    """Responses to each line by its sample, written in one go."""
+    from megarl.observe.timers import Timers
+    from megarl.rollout.requests import PromptRequest
+    from megarl.trainers.rl import RLTrainer
+
+    run, found = RLTrainer(parsed, Timers()), {}
+    for step in sorted({*drawn.values()}):
+        lines = [line for line, of in drawn.items() if of == step]
+        batch = run.rollout.generate([PromptRequest(line, run.inputs.tokens[line]) for line in lines], 2, step)
+        batch.versions = torch.zeros_like(batch.tokens)
+        for row in rows_of(batch):
+            found.setdefault(row["line"], []).append((row["response"], row["logprobs"], row["finished"]))
+    return found
+
+
+def assert_uninterrupted(folder: Path, found: list[list[dict]], drawn: dict[int, int]):
+    """Each group of a run on the same weights is, bit by bit, what is written in one go."""
+    argv = rl_argv(folder / "none", FLAGS, warm_start=False)
+    (expected,) = run_world(uninterrupted, 1, program("rl", argv, 1), drawn)
+    for rows in found:
+        for one, other in zip(rows[::2], rows[1::2], strict=True):
+            group = [(row["response"], row["logprobs"], row["finished"]) for row in (one, other)]
+            assert group == expected[one["line"]] and one["line"] == other["line"]
+
+
+def test_under_the_same_weights_a_response_is_that_of_an_uninterrupted_run(folder):
+    ((found, measured, drawn, gap, waiting),) = steps_of(folder, moves=False)
+    assert len({row["line"] for rows in found for row in rows}) == 4 * STEPS
+    assert len(drawn) == 4 * STEPS + 4  # nothing is lost
+    assert_uninterrupted(folder, found, drawn)
+    assert any(len({*row["versions"]}) > 2 for rows in found for row in rows), "stopped more than once"
+    assert gap <= largest_gap_allowed()
+    assert sum(m["rollout/tokens"] for m in measured) == waiting + sum(len(r["response"]) for s in found for r in s)
+
+
+def test_rounds_of_a_step_go_on_with_the_oldest_groups(folder):
+    ((found, measured, drawn, _, _),) = steps_of(folder, ROUNDS, moves=False)
+    assert max(m["sampling/rounds"] for m in measured) > 2 and len(drawn) > 4 * STEPS + 4
+    assert_uninterrupted(folder, found, drawn)
+    assert 0 < max(m["rollout/carried_groups"] for m in measured) <= 4
+
+
+def test_groups_that_go_on_come_in_by_their_new_tokens_and_older_ones_first(folder):
+    ((found, measured, drawn, _, _),) = steps_of(folder)
+    assert [len(rows) for rows in found] == [8] * STEPS
+    for step, (rows, measure) in enumerate(zip(found, measured, strict=True), start=1):
+        ages = [step - 1 - version for row in rows for version in row["versions"]]
+        assert measure["rollout/staleness"] == pytest.approx(sum(ages) / len(ages))
+        assert measure["rollout/staleness_max"] == max(ages)
+        assert measure["rollout/carried_fraction"] == sum(age > 0 for age in ages) / len(ages)
+        assert measure["rollout/carried_groups"] == 4 and measure["rollout/dropped_groups"] == 0
+        born = [drawn[row["line"]] for row in rows]
+        assert born == sorted(born) and (step == 1 or 0 < max(ages))
+    limited = steps_of(folder, "--max-staleness 1")
+    ((_, measured, drawn, _, _),) = limited
+    assert max(m["rollout/staleness_max"] for m in measured) == 1 and len(drawn) > 4 * STEPS + 4
+    assert sum(m["rollout/dropped_groups"] for m in measured) == len(drawn) - 4 * STEPS - 4
+
+
+def test_log_probs_are_those_of_the_policy_that_wrote_the_token(folder):
+    ((found, _, _, gap, _),) = steps_of(folder)
+    assert gap <= largest_gap_allowed()
+    ((same, *_),) = steps_of(folder, moves=False)
+    assert found[0] == same[0] and found[1] != same[1]
+
+
+@pytest.mark.parametrize(
+    "size, flags",
+    [
+        (1, "--rollout-max-requests 4 --rollout-prefix-caching"),
+        (2, "--rollout-max-requests 4"),
+        (2, "--rollout-dispatch static"),
+        (2, "--tensor-model-parallel-size 2"),
+    ],
+    ids=["few at a time", "two lanes", "dealt", "one lane of two"],
+)
+def test_no_layout_changes_what_is_written(size, flags, folder):
+    found, expected = merged(steps_of(folder, flags, size)), merged(steps_of(folder))
+    if "tensor" in flags:  # sums of another order
+        found, expected = ([[row | {"logprobs": []} for row in rows] for rows in steps] for steps in (found, expected))
+    assert found == expected
+
+
+def test_nothing_is_written_once_enough_groups_are_whole():
+    from megarl.rollout.requests import PartialResponse, PromptRequest, build_requests, skip_if_enough_are_finished
+
+    ended, cut = PartialResponse([7, 1], True), PartialResponse([7, 8, 9], False)
+    prompts = [
+        PromptRequest(3, [5], 0, 4, (ended, ended)),
+        PromptRequest(2, [6], 1, 4, (ended, cut)),
+        PromptRequest(1, [5, 6]),
+    ]
+    requests = build_requests(torch.arange(6), prompts, 2, seed=1, step=5, max_new_tokens=3)
+    assert [r.prompt for r in requests] == [[5, 7, 1]] * 2 + [[6, 7, 1], [6, 7, 8, 9]] + [[5, 6]] * 2
+    assert [r.max_new_tokens for r in requests] == [0, 0, 0, 0, 3, 3]  # the limit ends a response, too
+    assert skip_if_enough_are_finished(requests, 2, 3) == requests
+    assert [r.max_new_tokens for r in skip_if_enough_are_finished(requests, 2, 2)] == [0] * 6
+    before = build_requests(torch.arange(2), [PromptRequest(2, [6], 1)], 2, seed=1, step=4, max_new_tokens=3)
+    assert [r.key for r in before] == [r.key for r in requests[2:4]]
+
+
+# -- a bound while prompts are read in chunks --------------------------------------------------------------------
+
+
+def chunked(rank: int):
+    """Completions with a bound that falls, of an engine that reads 12 tokens a step."""
+    from megarl.mcore.inference.engine import RequestList, RolloutEngine
+    from tests.helpers.tiny_models import VOCAB, build
+
+    model, _, place = build()
+    engine = RolloutEngine(model, place.pg_collection, VOCAB, 48, 0.005, 8, False, True, step_tokens=12)
+    bounds, requests = iter([7, *[5] * 100]), make_requests(limit=20)
+    found = dict(engine.stream(RequestList(enumerate(requests)), NEVER, settings_of(), longest=lambda: next(bounds)))
+    return [len(found[i].tokens) for i in range(len(requests))]
+
+
+def test_no_response_is_cut_below_the_bound():
+    ((*lengths,),) = run_world(chunked, 1)
+    assert min(lengths) == 5 and max(lengths) < 20
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def run_of(folder: Path, flags: str, size: int = 1) -> Path:
+    save = folder / f"run{len(list(folder.iterdir()))}"
+    train("rl", rl_argv(save, f"{FLAGS} --train-iters 3 {flags}", warm_start=False), size)
+    return save
+
+
+FILTER = f"{ROUNDS} --max-sampling-rounds 1"
+
+
+@pytest.mark.parametrize("flags", ["", FILTER], ids=["plain", "an unfinished batch beside it"])
+def test_parts_survive_an_interruption(flags, folder):
+    whole = run_of(folder, f"--save-interval 1 {flags}")
+    for size in (1,) if flags else (1, 2):
+        resumed = run_of(folder, f"{flags} --load {whole / 'checkpoints' / 'step_00000001'}", size)
+        assert samples(resumed, 2) == samples(whole, 2)
+        if size == 1:
+            assert samples(resumed, 3) == samples(whole, 3)
+            for step in (2, 3):
+                assert timeless(metrics(resumed)[step]) == timeless(metrics(whole)[step])
+    rows = metrics(whole)
+    if not flags:
+        assert [rows[step]["rollout/staleness_max"] for step in (1, 2, 3)] == [0, 1, 2]
+        assert rows[1]["rollout/logprob_gap_max"] <= largest_gap_allowed() < rows[2]["rollout/logprob_gap_max"]
+        assert all(row["actor/ppo_kl_first"] == 0 for row in rows.values())
+
+
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
+LANES = ("", "--expert-model-parallel-size 2 --rollout-max-requests 4")
+ROUTES = f"{EXPERTS} --router-replay rollout --lr 0 --samples-per-prompt 3 --max-response-length 24"
+
+
+def test_routes_are_those_of_the_last_policy_that_read_a_text(folder):
+    """Nothing is learnt: a wrong route of any token would show as a gap."""
+    one, two = (run_of(folder, f"{ROUTES} --train-iters 2 {flags}", size) for size, flags in enumerate(LANES, start=1))
+    for step in (1, 2):
+        assert samples(one, step) == samples(two, step)
+        for row in (metrics(one)[step], metrics(two)[step]):
+            assert row["router/replayed_fraction"] == 1 and row["rollout/logprob_gap_max"] <= largest_gap_allowed()
+    assert metrics(one)[2]["rollout/staleness_max"] == 1
+
+
+@pytest.mark.parametrize("flags, needle", [
+    ("--partial-rollouts false", "--load: 4 groups of 2 responses are half written in the checkpoint; allowed are --p"),
+    ("--max-response-length 9", "--load: half written in the checkpoint are prompts of up to 5 and responses of up to"),
+])  # fmt: skip
+def test_what_cannot_go_on_is_refused(flags, needle, folder):
+    start = run_of(folder, "--save-interval 1 ") / "checkpoints" / "step_00000001"
+    with pytest.raises(RankFailed, match=needle):
+        run_of(folder, f"--load {start} {flags}")
+
+
+def test_groups_that_lost_by_a_tie_come_in_without_a_token(folder):
+    save = run_of(folder, "--max-response-length 2 --over-sampling 3 --save-interval 1")
+    rows = metrics(save)
+    assert rows[1]["rollout/carried_groups"] == 8 and rows[1]["rollout/tokens"] >= 12 * 2
+    assert rows[2]["rollout/carried_groups"] == 4 and rows[2]["rollout/tokens"] == 0
+    assert rows[2]["rollout/staleness"] == rows[2]["rollout/carried_fraction"] == 1
+    assert [len(samples(save, step).splitlines()) for step in (1, 2, 3)] == [8] * 3
+    assert json.loads(samples(save, 2).splitlines()[0])["length"] > 0

@@ -1,0 +1,189 @@
+"""The recipes: all are there, each is its paper's algorithm and no more, and trains with the models that it needs."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megarl import arguments
+from megarl.algorithms.aggregation import AGGREGATIONS
+from megarl.algorithms.estimators import ESTIMATORS
+from megarl.algorithms.policy_losses import POLICY_LOSSES
+from megarl.errors import UsageError
+from tests.helpers.programs import ROOT, SHAPE, assert_close, inputs, metrics, samples
+from tests.helpers.worlds import run_world
+
+FOLDER = ROOT / "configs" / "recipes"
+MODELS = {  # beside the actor
+    "ppo": ["critic", "reference"], "grpo": ["reference"], "rloo": ["reference"], "remax": ["reference"],
+    "reinforce_plus_plus": ["reference"], "dr_grpo": [], "dapo": [], "gspo": [], "cispo": [], "gmpo": [],
+}  # fmt: skip
+PAPERS = {
+    "ppo": "1707.06347", "grpo": "2402.03300", "rloo": "2402.14740", "remax": "2310.10505", "dapo": "2503.14476",
+    "reinforce_plus_plus": "2501.03262", "dr_grpo": "2503.20783", "gspo": "2507.18071", "cispo": "2506.13585",
+    "gmpo": "2507.20673",
+}  # fmt: skip
+GROUPS, NO_KL = {"advantage": "grpo", "group-std": True}, {"kl-coefficient": 0}
+IN_REWARD = {"kl-in": "reward", "kl-estimator": "k1", "kl-controller": "fixed"}
+BY_TOKEN, BY_RESPONSE, SUM = (
+    {"loss-aggregation": name} for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")
+)
+VALUES = {
+    "ppo": {"advantage": "gae", "gamma": 1.0, "gae-lambda": 0.95, "whiten-advantages": True, "policy-loss": "ppo-clip",
+            "clip-range": 0.2, "value-clip-range": 0.2, **BY_TOKEN, "kl-coefficient": 0.02, **IN_REWARD},
+    "grpo": {**GROUPS, "policy-loss": "ppo-clip", "clip-range": 0.2, **BY_RESPONSE, "kl-coefficient": 0.04,
+             "kl-in": "loss", "kl-estimator": "k3", "kl-controller": "fixed"},
+    "dr_grpo": {**GROUPS, "group-std": False, "policy-loss": "ppo-clip", "clip-range": 0.2,
+                "loss-aggregation": "seq-mean-token-sum-norm", **NO_KL},
+    "dapo": {**GROUPS, "policy-loss": "ppo-clip", "clip-range": 0.2, "clip-range-high": 0.28, **BY_TOKEN, **NO_KL,
+             "group-filter": "correct", "dynamic-sampling": True, "max-sampling-rounds": 10, "overlong-buffer": 1,
+             "overlong-penalty": 1.0},
+    "rloo": {"advantage": "rloo", "policy-loss": "reinforce", "minibatch-size": None, **SUM, "kl-coefficient": 0.03,
+             **IN_REWARD},
+    "remax": {"advantage": "remax", "greedy-baseline": True, "policy-loss": "reinforce", "minibatch-size": None, **SUM,
+              "kl-coefficient": 0.05, **IN_REWARD},
+    "reinforce_plus_plus": {"advantage": "reinforce++", "gamma": 1.0, "whiten-advantages": True,
+                            "policy-loss": "ppo-clip", "clip-range": 0.2, **BY_TOKEN, "kl-coefficient": 0.01,
+                            **IN_REWARD},
+    "gspo": {**GROUPS, "policy-loss": "gspo", "clip-range": 0.0003, "clip-range-high": 0.0004, **BY_RESPONSE, **NO_KL},
+    "cispo": {**GROUPS, "policy-loss": "cispo", "clip-range": 1.0, "clip-range-high": 4.0, **BY_TOKEN, **NO_KL},
+    "gmpo": {**GROUPS, "policy-loss": "gmpo", "clip-range": 0.4, "clip-range-high": 0.4, **BY_RESPONSE, **NO_KL},
+}  # fmt: skip
+RUN = (
+    " --prompts-per-step 4 --samples-per-prompt 4 --train-iters 2 --lr 1e-4 --rollout-buffer-gb 0.001"
+    " --rollout-max-requests 16 --seed 5 --reward tests.helpers.programs:coarse_reward"
+)
+VARIANTS = {recipe: (recipe, "") for recipe in MODELS} | {
+    "opo, sapo": ("rloo", "--advantage opo --policy-loss sapo"),
+    "reinforce++-baseline, gspo-token": ("rloo", "--advantage reinforce++-baseline --policy-loss gspo-token"),
+}
+LAYOUTS = ("--max-tokens-per-microbatch 20", "--tensor-model-parallel-size 2")  # of two ranks, in turn: two lanes, one
+SAME = ["reward/mean", "actor/loss", "actor/grad_norm", "actor/ppo_kl", "rollout/tokens", "perf/tokens"]
+
+
+def parsed(save: Path, recipe: str, flags: str = "", size: int = 1) -> arguments.RunConfig:
+    """A run of a recipe as a user starts it: the run's own flags, and the recipe's file."""
+    files = {"--prompts": "train.jsonl", "--tokenizer-model": "tokenizer.model", "--pretrained-checkpoint": "sft"}
+    paths = [token for flag, file in files.items() for token in (flag, str(inputs() / file))]
+    config = ["--save", str(save), "--config", str(FOLDER / f"{recipe}.yaml")]
+    return arguments.parse([*(SHAPE + RUN).split(), *paths, *config, *flags.split()], size)
+
+
+def train_and_list_models(rank: int, program: arguments.RunConfig) -> list[bool]:
+    """Trains on this rank; whether each model that was built on it has a value head."""
+    from megarl import train_rl
+    from megarl.mcore.model import gpt
+    from megarl.observe.timers import Timers
+    from megarl.trainers import trainer
+
+    built, build_model = [], gpt.build_model
+
+    def build_and_note(args, vocab_size, pg_collection, value_head=False):
+        built.append(value_head)
+        return build_model(args, vocab_size, pg_collection, value_head)
+
+    gpt.build_model = build_and_note
+    trainer.write_report = lambda folder: None
+    train_rl.train(program, Timers())
+    return built
+
+
+def check_rows(save: Path, recipe: str):
+    """Both steps learnt something, all numbers are finite, and roles that are not in the run have none."""
+    rows = metrics(save)
+    assert sorted(rows) == [1, 2]
+    for row in rows.values():
+        assert all(value is not None and math.isfinite(value) for value in row.values())
+        assert row["actor/grad_norm"] > 0 and row["actor/updates_skipped"] == 0 and row["steps_skipped"] == 0
+        assert any(name.startswith("critic/") for name in row) == ("critic" in MODELS[recipe])
+        assert ("kl/reference" in row) == ("reference" in MODELS[recipe])
+        assert ("actor/kl_loss" in row) == (recipe == "grpo")
+        assert ("sampling/rounds" in row) == (recipe == "dapo")
+
+
+def test_every_recipe_is_there():
+    assert sorted(path.stem for path in FOLDER.iterdir()) == sorted(MODELS)
+
+
+@pytest.mark.parametrize("recipe", MODELS)
+def test_it_trains_with_the_models_that_it_needs(recipe, tmp_path):
+    program = parsed(tmp_path, recipe)
+    assert [role for role in program.roles if role in ("critic", "reference")] == MODELS[recipe]
+    (built,) = run_world(train_and_list_models, 1, program)
+    assert built == [False] + [name == "critic" for name in MODELS[recipe]]
+    check_rows(tmp_path, recipe)
+
+
+def test_a_role_map_without_a_critic(tmp_path):
+    program = parsed(tmp_path, "grpo", "--role-map actor=0;reward=1;reference=1", size=2)
+    assert run_world(train_and_list_models, 2, program) == [[False], [False]]
+    check_rows(tmp_path, "grpo")
+
+
+def test_the_variants_have_what_no_recipe_has():
+    found = [parsed(Path("none"), recipe, flags).settings for recipe, flags in VARIANTS.values()]
+    assert {settings.policy_loss for settings in found} == set(POLICY_LOSSES)
+    assert {settings.advantage for settings in found} == set(ESTIMATORS)
+    assert {settings.loss_aggregation for settings in found} == set(AGGREGATIONS)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_layout_changes_what_is_learnt(variant, tmp_path):
+    """Two epochs, so that ratios leave 1."""
+    (recipe, flags), layout = VARIANTS[variant], LAYOUTS[list(VARIANTS).index(variant) % 2]
+    for size, its in ((1, ""), (2, layout)):
+        program = parsed(tmp_path / str(size), recipe, f"--ppo-epochs 2 {flags} {its}", size)
+        run_world(train_and_list_models, size, program)
+    one, two = metrics(tmp_path / "1"), metrics(tmp_path / "2")
+    for step in (1, 2):
+        assert one[step]["actor/ppo_kl"] != 0
+        assert_close(two[step], one[step], SAME, 2e-5)
+
+
+def values_of(program: arguments.RunConfig) -> dict:
+    """What the program runs with, by the names of a config file."""
+    return {name.replace("_", "-"): value for name, value in program.own_settings().items()}
+
+
+@pytest.mark.parametrize("recipe", MODELS)
+def test_it_has_the_values_of_its_paper_and_nothing_else(recipe):
+    text = (FOLDER / f"{recipe}.yaml").read_text()
+    chosen = yaml.safe_load(text)
+    assert PAPERS[recipe] in text.splitlines()[0]
+    assert {name for name, value in chosen.items() if value is None} <= {"minibatch-size"}
+    program = parsed(Path("none"), recipe)
+    assert program.warnings == ()  # every key has an effect
+    assert chosen == VALUES[recipe] | {"ppo-epochs": 1}
+    assert chosen.items() <= values_of(program).items()
+
+
+@pytest.mark.parametrize("recipe", MODELS)
+def test_it_runs_after_the_quickstarts_file(recipe):
+    """What the quickstart's file has for PPO alone is dropped, and a warning names it."""
+    quickstart = ROOT / "configs" / "quickstart.yaml"
+    program = arguments.parse(["--config", str(quickstart), str(FOLDER / f"{recipe}.yaml")], 1)
+    ours = yaml.safe_load((FOLDER / f"{recipe}.yaml").read_text())
+    assert ours.items() <= values_of(program).items()
+    assert [role for role in program.roles if role in ("critic", "reference")] == MODELS[recipe]
+    named = set(re.findall(r"--([a-z-]+)(?=, | \()", " ".join(program.warnings))) - {"advantage", "policy-loss"}
+    idle = {"value-clip-range", "critic-lr"} if "critic" not in MODELS[recipe] else set()
+    idle |= {"gae-lambda"} if ours["advantage"] != "gae" else set()
+    idle |= {"gamma"} if "gamma" not in ours else set()
+    idle |= {"clip-range"} if ours["policy-loss"] == "reinforce" else set()
+    assert named == idle
+
+
+def test_the_plug_ins_of_the_docs_run_as_they_stand(tmp_path, plug_ins):
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    code, flags = re.findall(r"```python\n(.*?)```\n\n```bash\n\.\.\. (.*?)\n```", text, re.DOTALL)[0]
+    (plug_ins / "my_plugins.py").write_text(code)
+    program = parsed(tmp_path / "run", "dr_grpo", flags)
+    assert run_world(train_and_list_models, 1, program) == [[False]]
+    check_rows(tmp_path / "run", "dr_grpo")
+    graded = [json.loads(row) for row in samples(tmp_path / "run", 2).splitlines()]
+    assert any(0 < row["reward"] < 1 for row in graded)
+    with pytest.raises(UsageError, match="--samples-per-prompt 1: .*above_the_worst compares"):
+        parsed(tmp_path / "run", "dr_grpo", f"{flags} --samples-per-prompt 1")

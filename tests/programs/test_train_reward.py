@@ -1,0 +1,241 @@
+"""Training of reward models: pairs come in order, in every layout alike; runs resume; others start from the result."""
+
+import functools
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.errors import UsageError
+from tests.helpers.programs import REWARD_STEPS as STEPS  # fmt: skip
+from tests.helpers.programs import (
+    assert_close,
+    in_world,
+    inputs,
+    metrics,
+    preferences,
+    program,
+    reward_argv,
+    reward_model,
+    rl_argv,
+    sft_argv,
+    timeless,
+    train,
+    write_lines,
+)
+from tests.helpers.worlds import SAFETY, run_world
+
+NAMES = ["reward/loss", "reward/accuracy", "reward/margin", "reward/mean", "reward/grad_norm", "perf/tokens"]
+EVALUATED = ["eval/loss", "eval/accuracy", "eval/margin", "eval/mean"]
+MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
+
+
+def held_out() -> str:
+    """The flag of the held-out pairs."""
+    return f"--eval-prompts {preferences()}/heldout-preferences.jsonl"
+
+
+def test_held_out_pairs_come_to_stand_in_order():
+    rows = metrics(reward_model())
+    assert rows[1]["reward/loss"] == pytest.approx(math.log(2), abs=2e-6)  # a head of zeros: all scores are 0
+    assert [rows[1][f"reward/{name}"] for name in ("margin", "mean", "accuracy")] == [0.0, 0.0, 0.0]
+    assert rows[10]["eval/loss"] > rows[STEPS]["eval/loss"] and rows[STEPS]["eval/accuracy"] >= 0.9
+    assert all(row["reward/grad_norm"] > 0 and row["steps_skipped"] == 0 for row in rows.values())
+    manifest = json.loads((reward_model() / f"checkpoints/step_{STEPS:08d}/manifest.json").read_text())
+    assert manifest["program"] == "train_reward" and manifest["step"] == STEPS
+
+
+@functools.cache
+def run_of(folder: Path, shape: str = "", layout: str = "", size: int = 1) -> dict[int, dict]:
+    """Metrics of three steps of three pairs, with margins and centring."""
+    save = folder / f"{size}{shape}{layout}".replace("/", "")
+    flags = f"--train-iters 3 --global-batch-size 3 --preference-margin 0.3 --centring-coefficient 0.1 {held_out()}"
+    train("reward", reward_argv(save, f"{flags} {shape} {layout}"), size)
+    return metrics(save)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("reward")
+
+
+@pytest.mark.parametrize("size, shape, layout", [
+    (1, "", "--max-tokens-per-microbatch 20"), (4, "", ""),  # a pair in each micro-batch; a lane without one
+    (2, "", "--tensor-model-parallel-size 2 --sequence-parallel"), (2, "", "--context-parallel-size 2"),
+    (4, "", "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --max-tokens-per-microbatch 20"),
+    (2, MOE, "--expert-model-parallel-size 2"),
+])  # fmt: skip
+def test_updates_are_the_same_in_every_layout(size, shape, layout, folder):
+    expected, found = run_of(folder, shape), run_of(folder, shape, layout, size)
+    for step, row in found.items():
+        assert_close(row, expected[step], NAMES, 1e-5)
+    assert_close(found[3], expected[3], EVALUATED, 1e-5)
+
+
+def own_means(network, pairs, margin: float, centring: float) -> list[float]:
+    """Loss, accuracy, margin and mean score of pairs, each text alone through a model of one chunk, in float64."""
+    from megarl.mcore.model.forward_pass import inference_mode, sequence_scores
+
+    def score(tokens):
+        return float(sequence_scores(network, torch.tensor(tokens), torch.tensor([len(tokens)])))
+
+    rows = []
+    with inference_mode(network):
+        for pair in pairs:
+            c, r = score(pair.chosen), score(pair.rejected)
+            loss = math.log1p(math.exp(-(c - r - pair.margin - margin))) + centring * (c + r) ** 2
+            rows.append([loss, float(c > r), c - r, (c + r) / 2])
+    return torch.tensor(rows, dtype=torch.float64).mean(0).tolist()
+
+
+def watched(rank: int, parsed) -> list[tuple[list, list]]:
+    """(own, recorded) means of each step and, last, of the evaluation."""
+    from megarl import train_reward
+    from megarl.trainers import preferences_trainer
+
+    seen, options = [], (parsed.settings.preference_margin, parsed.settings.centring_coefficient)
+
+    class Watched(preferences_trainer.RewardModelTrainer):
+        def next_examples(self):
+            drawn = super().next_examples()
+            seen.append((own_means(self.trainable_model.model[0], drawn.examples, *options), []))
+            assert all(part.host_metadata.shared for part, places in self.parts(drawn.batch) if len(places))
+            return drawn
+
+        def finish(self):
+            super().finish()
+            seen[-1][1].extend(self.metrics[name] for name in NAMES[:4])
+            if "eval/loss" in self.metrics:
+                own = own_means(self.trainable_model.model[0], self.inputs.held_out[:5], *options)
+                seen.append((own, [self.metrics[name] for name in EVALUATED]))
+
+    train_reward.PreferenceTraining = Watched
+    in_world(rank, "reward", parsed)
+    return seen
+
+
+def test_what_is_learnt_and_measured(tmp_path):
+    """Margins of the lines and of the run, centring, accuracy: as the formula says, over two lanes."""
+    lines = map(json.loads, (preferences() / "preferences.jsonl").read_text().splitlines())
+    rows = write_lines(tmp_path / "rows.jsonl", [row | {"margin": i % 3 / 2} for i, row in enumerate(lines)])
+    flags = "--preference-margin 0.25 --centring-coefficient 0.5 --train-iters 3 --global-batch-size 5 --eval-samples 5"
+    parsed = program("reward", reward_argv(tmp_path / "run", f"{flags} --prompts {rows} {held_out()}"), 2)
+    for seen in run_world(watched, 2, parsed):
+        assert len(seen) == 4
+        for own, recorded in seen:
+            assert recorded == pytest.approx(own, rel=1e-5, abs=1e-7)
+        assert seen[2][0][2] != 0.0  # scores differ by then
+
+
+def test_a_resumed_run_goes_on_exactly(tmp_path):
+    flags = f"--lr-decay-iters 6 --weight-decay 0.1 {held_out()} --eval-interval 2"
+    train("reward", reward_argv(tmp_path / "whole", f"--train-iters 6 {flags}"))
+    train("reward", reward_argv(tmp_path / "part", f"--train-iters 4 {flags}"))
+    train("reward", reward_argv(tmp_path / "part", f"--train-iters 6 --load {tmp_path}/part {flags}"))
+    whole, part = metrics(tmp_path / "whole"), metrics(tmp_path / "part")
+    assert sorted(part) == list(range(1, 7))
+    assert {step: timeless(row) for step, row in part.items()} == {step: timeless(row) for step, row in whole.items()}
+
+
+def test_a_run_ends_at_its_target_accuracy(tmp_path):
+    start = f"--pretrained-checkpoint {reward_model()} {held_out()} --eval-interval 1 --target-eval-accuracy 0.9"
+    train("reward", reward_argv(tmp_path, f"--train-iters 9 {start}"))
+    rows = metrics(tmp_path)
+    assert sorted(rows) == [1] and rows[1]["reward/loss"] < 0.3  # it went on with the head of the reward model
+    assert (tmp_path / "checkpoints" / "step_00000001" / "manifest.json").exists()
+
+
+def test_a_reward_model_starts_from_a_policy(tmp_path):
+    train("reward", reward_argv(tmp_path / "policy", f"--train-iters 1 --pretrained-checkpoint {inputs()}/sft"))
+    train("reward", reward_argv(tmp_path / "scratch", "--train-iters 1"))
+    one, other = metrics(tmp_path / "policy")[1], metrics(tmp_path / "scratch")[1]
+    assert one["reward/loss"] == other["reward/loss"] == pytest.approx(math.log(2), abs=2e-6)
+    assert one["reward/grad_norm"] != pytest.approx(other["reward/grad_norm"], rel=0.01)  # of other hidden states
+
+
+# -- who starts from a reward model ------------------------------------------------------------------------------
+
+
+def started(rank: int, parsed, pairs):
+    """Scores of a frozen reward model, values of a critic that started from it, and the critic's after an update."""
+    from megarl.checkpoint import run_state
+    from megarl.comm import role_mesh
+    from megarl.mcore.model import forward_pass, gpt
+    from megarl.mcore.training import optimizer
+    from megarl.roles.trainable_model import TrainableModel
+
+    here = role_mesh.create_mesh(parsed.roles, SAFETY)
+    role, place = parsed.roles["critic"], here["critic"]
+    described = ("--pretrained-checkpoint", "critic", role.megatron, 16, ("actor", "reward"))
+    folder = run_state.find_weights(str(reward_model()), *described)
+    reward_model = gpt.build_frozen_model(role.megatron, 16, place.pg_collection, value_head=True)
+    run_state.load_weights(folder, reward_model, place.pg_collection)
+    critic = TrainableModel(role, place, 16, updates=1, value_head=True)
+    run_state.load_weights(folder, critic.model, place.pg_collection, optimizer=critic.optimizer)
+    texts = [tokens for pair in pairs for tokens in (pair.chosen, pair.rejected)]
+    scores, values = [], []
+    with torch.no_grad():
+        for tokens in texts:
+            whole, longer = torch.tensor(tokens), torch.tensor([*tokens, 3])
+            scores.append(float(forward_pass.sequence_scores(reward_model[0], whole, torch.tensor([len(whole)]))))
+            values.append(float(forward_pass.token_values(critic.model[0], longer, torch.tensor([len(longer)]))[-1]))
+    before = [p.detach().clone() for p in critic.model.parameters()]
+    critic.wrapped[0].zero_grad_buffer()
+    assert optimizer.update(critic.optimizer)[0]  # no gradient: nothing but its own copies could move the weights
+    moved = max(float((p - q).abs().max()) for p, q in zip(before, critic.model.parameters(), strict=True))
+    return scores, values, moved
+
+
+@pytest.mark.parametrize("size, flags", [(1, ""), (2, "--tensor-model-parallel-size 2"), (1, "--bf16")])
+def test_the_critic_starts_as_the_reward_model(size, flags, tmp_path):
+    from megarl.trainers.preferences_trainer import RewardModelTrainer
+    from megarl.trainers.supervised import SupervisedInputs
+
+    pairs = SupervisedInputs(program("reward", reward_argv(tmp_path, held_out()), 1), RewardModelTrainer).held_out
+    parsed = program("rl", rl_argv(tmp_path, f"{flags} --weight-decay 0", warm_start=False), size)
+    for scores, values, moved in run_world(started, size, parsed, pairs):
+        assert values == pytest.approx(scores, abs=0 if size == 1 else 1e-5)
+        assert moved == 0.0
+        margins = torch.tensor(scores).view(-1, 2) @ torch.tensor([1.0, -1.0])
+        expected = metrics(reward_model())[STEPS]["eval/margin"]
+        assert float(margins.mean()) == pytest.approx(expected, rel=0.05 if "bf16" in flags else 1e-5)
+
+
+# -- wrong input -------------------------------------------------------------------------------------------------
+
+GOOD = {"prompt": "1+2=", "chosen": "4", "rejected": "3"}
+WRONG = {
+    "no chosen": ({"chosen": None}, "", "rows.jsonl:2: a preference needs chosen"),
+    "equal": ({"rejected": "4"}, "", "rows.jsonl:2: chosen and rejected are the same"),
+    "negative margin": ({"margin": -0.5}, "", "rows.jsonl:2: margin"),
+    "target without evaluations": ({}, "--target-eval-accuracy 0.9", "--eval-interval"),
+    "no room for a pair": ({}, "--max-tokens-per-microbatch 19", "--max-tokens-per-microbatch 19"),
+    "other shapes": ({}, "--hidden-size 64 --pretrained-checkpoint {reward}", "[32, 32]"),
+    "a policy's run": ({}, "--load {sft}", "was written by train_sft"),
+    "no steps left": ({}, f"--train-iters {STEPS} --load {{reward}}", "--train-iters"),
+    "a negative coefficient": ({}, "--centring-coefficient -1", "--centring-coefficient -1"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_input(case, tmp_path):
+    from megarl.observe.timers import Timers
+    from megarl.train_reward import train as train_here
+
+    row, flags, needle = WRONG[case]
+    rows = write_lines(tmp_path / "rows.jsonl", [GOOD, GOOD | row])
+    flags = f"--prompts {rows} " + flags.format(reward=reward_model(), sft=inputs() / "sft")
+    with pytest.raises(UsageError) as refusal:  # before any rank joins another: there is no world here
+        train_here(program("reward", reward_argv(tmp_path / "run", flags), 1), Timers())
+    assert needle in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_a_policy_does_not_start_from_a_reward_model(tmp_path):
+    from megarl.trainers.sft import SFTTrainer
+    from megarl.trainers.supervised import SupervisedInputs
+
+    parsed = program("sft", sft_argv(tmp_path, f"--pretrained-checkpoint {reward_model()}"), 1)
+    with pytest.raises(UsageError, match="holds a reward model"):
+        SupervisedInputs(parsed, SFTTrainer)

@@ -1,0 +1,297 @@
+"""The PPO program: end to end, the same in every layout, resumed exactly, deterministic, and it learns."""
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.programs import (
+    assert_close,
+    in_world,
+    inputs,
+    metrics,
+    program,
+    rl_argv,
+    samples,
+    timeless,
+    torchrun,
+    train,
+)  # fmt: skip
+from tests.helpers.worlds import RankFailed, run_world
+
+DISJOINT = "--role-map actor=0-1;critic=2;reward=3;reference=3 --actor-tensor-model-parallel-size 2"
+GRADED = "--reward tests.helpers.programs:graded_reward"  # rewards differ, so that there is something to learn from
+ROLE_PHASES = {
+    "actor": ("rollout", "exchange", "logprobs", "advantages", "update"), "critic": ("values", "exchange", "update"),
+    "reward": ("score", "exchange"), "reference": ("logprobs", "exchange"),
+}  # fmt: skip
+METRICS = [
+    "step", "reward/mean", "reward/std", "actor/loss", "actor/ppo_kl", "actor/ppo_kl_first", "actor/clip_fraction",
+    "actor/entropy", "actor/grad_norm", "critic/loss", "critic/explained_variance", "critic/grad_norm", "kl/reference",
+    "kl/coefficient", "rollout/tokens", "rollout/tokens_per_s", "rollout/logprob_gap_max", "rollout/logprob_gap_mean",
+    "weights/sync_bytes", "weights/sync_s", "time/step_s", "perf/tokens_per_s", "steps_skipped",
+    *(f"time/{role}/{phase}_s" for role, phases in ROLE_PHASES.items() for phase in phases),
+    *(f"time/{role}/idle_fraction" for role in ROLE_PHASES),
+]  # fmt: skip
+PLACED = ["reward/mean", "reward/std", "actor/loss", "actor/entropy", "actor/grad_norm", "critic/loss",
+          "critic/grad_norm", "kl/reference", "rollout/tokens"]  # fmt: skip
+
+
+# -- as users run it ---------------------------------------------------------------------------------------------
+
+
+def test_end_to_end_on_four_ranks_through_torchrun(tmp_path):
+    save = tmp_path / "run"
+    held_out = f"--eval-prompts {inputs()}/heldout.jsonl --eval-interval 2"
+    done = torchrun("megarl.train_rl", rl_argv(save, f"{DISJOINT} --train-iters 3 {held_out}"), 4)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr and "Traceback" not in done.stderr, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("held-out accuracy before training: ") and lines[-1].startswith("held-out accuracy: ")
+    assert [line.split("|")[0].split() for line in lines[1:-1]] == [["step", f"{i}/3"] for i in (1, 2, 3)]
+    assert all(word in line for line in lines[1:-1] for word in ("reward", "kl", "tokens/s", " s |", "ETA"))
+    for name in ("settings.yaml", "metrics.jsonl", "timeline.json", "report.png", "report.html",
+                 "checkpoints/step_00000003/manifest.json"):  # fmt: skip
+        assert (save / name).stat().st_size > 0, name
+    assert list((save / "tensorboard").glob("events*"))
+    assert (save / "checkpoints" / "latest").read_text().strip() == "step_00000003"
+    assert {event["tid"] for event in json.loads((save / "timeline.json").read_text())["traceEvents"]} >= {0, 1, 2, 3}
+    check_rows(metrics(save))
+    check_samples(save)
+
+
+def check_rows(rows: dict):
+    assert sorted(rows) == [0, 1, 2, 3]
+    evaluation = ("accuracy", "reward", "response_length_mean", "finished_fraction")
+    assert set(rows[0]) == {"step", *(f"eval/{name}" for name in evaluation)}
+    assert [step for step, row in rows.items() if "eval/accuracy" in row] == [0, 2, 3]
+    for step in (1, 2, 3):
+        assert [name for name in METRICS if rows[step].get(name) is None] == []
+        assert rows[step]["rollout/logprob_gap_max"] <= largest_gap_allowed()
+        assert rows[step]["actor/ppo_kl_first"] == 0
+        assert rows[step]["actor/ppo_kl"] != 0 and rows[step]["steps_skipped"] == 0
+        assert rows[step]["weights/sync_bytes"] == 0 and not [name for name in rows[step] if "time/rollout" in name]
+
+
+def check_samples(save: Path):
+    assert len(list((save / "samples").iterdir())) == 3
+    for step in (1, 2, 3):
+        rows = [json.loads(line) for line in samples(save, step).splitlines()]
+        assert [row["sequence"] for row in rows] == list(range(12))
+        for one, other in zip(rows[::2], rows[1::2], strict=True):
+            assert one["prompt"] == other["prompt"]
+        for row in rows:
+            assert row["correct"] == (row["finished"] and row["response"] == row["answer"])
+            assert row["reward"] == row["correct"] == row["reward_parts"]["exact_match"] and 1 <= row["length"] <= 4
+            first, second = row["prompt"].rstrip("=").split("+")
+            assert int(row["answer"]) == int(first) + int(second)
+
+
+# -- layouts -----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def run_of(folder: Path, size: int = 1, layout: str = "", attempt: int = 0) -> Path:
+    """Run folder of three steps in a layout; a rate at which Adam does not blow rounding up."""
+    save = folder / f"{size} {layout[:50]} {attempt}"
+    train("rl", rl_argv(save, f"--train-iters 3 --lr 1e-4 --critic-lr 1e-3 {GRADED} {layout}"), size)
+    return save
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("layouts")
+
+
+LAYOUTS = {
+    "colocated on 2": (2, ""),
+    "colocated on 4": (4, ""),
+    "colocated on 2, TP2": (2, "--tensor-model-parallel-size 2"),
+    "colocated on 2, CP2": (2, "--context-parallel-size 2"),
+    "colocated on 2, PP2": (2, "--pipeline-model-parallel-size 2 --critic-max-tokens-per-microbatch 20"),
+    "overlapping on 3": (3, "--role-map actor=0-1;critic=1-2;reward=2;reference=0-2"),
+    "disjoint on 4": (4, DISJOINT),
+    "one micro-batch": (1, "--max-tokens-per-microbatch 1000 --rollout-max-requests 3"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_placement_does_not_change_the_run(layout, folder):
+    expected, found = run_of(folder), run_of(folder, *LAYOUTS[layout])
+    assert samples(found, 1) == samples(expected, 1)
+    rows, reference = metrics(found), metrics(expected)
+    assert sorted(rows) == sorted(reference) == [1, 2, 3]
+    assert reference[1]["reward/std"] > 0.01
+    for step in (1, 2, 3):
+        assert_close(rows[step], reference[step], PLACED, 2e-5)
+        assert rows[step]["rollout/logprob_gap_max"] <= largest_gap_allowed() and rows[step]["actor/ppo_kl_first"] == 0
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_equal_runs_give_equal_bytes(size, folder):
+    one, other = run_of(folder, size), run_of(folder, size, "--deterministic", 1)
+    assert [timeless(row) for row in metrics(one).values()] == [timeless(row) for row in metrics(other).values()]
+    assert all(samples(one, step) == samples(other, step) for step in (1, 2, 3))
+
+
+def test_another_seed_is_another_run(folder):
+    other = run_of(folder, 1, "--seed 6")
+    assert samples(other, 1) != samples(run_of(folder), 1)
+
+
+# -- resume ------------------------------------------------------------------------------------------------------
+
+RESUMED = f"--kl-controller adaptive --kl-target 0.01 --kl-horizon 50 --lr-decay-iters 4 --weight-decay 0.05 {GRADED}"
+RESUMED += " --prompts-per-step 80 --minibatch-size 30"
+RESUMED += " --samples-per-prompt 1 --max-tokens-per-microbatch 150 --rollout-max-requests 64"
+
+
+@functools.cache
+def whole_run(folder: Path) -> Path:
+    """Four steps in one go, over more than one epoch of the prompts, with a checkpoint in the middle."""
+    train("rl", rl_argv(folder / "whole", f"--train-iters 4 --save-interval 2 {RESUMED}"))
+    return folder / "whole"
+
+
+def timeless_rows(save: Path, steps) -> dict:
+    rows = metrics(save)
+    return {step: timeless(rows[step]) for step in steps}
+
+
+def test_a_run_resumed_in_its_folder_equals_the_uninterrupted_one(folder, tmp_path):
+    whole, save = whole_run(folder), tmp_path / "run"
+    train("rl", rl_argv(save, f"--train-iters 2 {RESUMED}"))
+    train("rl", rl_argv(save, f"--train-iters 4 --load {save} {RESUMED}"))
+    assert timeless_rows(save, range(1, 5)) == timeless_rows(whole, range(1, 5))
+    assert all(samples(save, step) == samples(whole, step) for step in range(1, 5))
+    coefficients = [metrics(whole)[step]["kl/coefficient"] for step in range(1, 5)]
+    assert len(set(coefficients)) == 4  # the controller moved, and its state came back
+    assert sorted(path.name for path in (save / "checkpoints").iterdir()) == [
+        "latest", "step_00000002", "step_00000004",
+    ]  # fmt: skip
+
+
+def test_a_step_loaded_into_another_folder_goes_on_there(folder, tmp_path):
+    whole = whole_run(folder)
+    before = (whole / "metrics.jsonl").read_bytes()
+    train("rl", rl_argv(tmp_path, f"--train-iters 4 --load {whole}/checkpoints/step_00000002 {RESUMED}"))
+    assert sorted(metrics(tmp_path)) == [3, 4]
+    assert timeless_rows(tmp_path, (3, 4)) == timeless_rows(whole, (3, 4))
+    assert (whole / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("size, layout", [(2, "--tensor-model-parallel-size 2"), (4, DISJOINT)])
+def test_resuming_in_another_layout(size, layout, folder, tmp_path):
+    whole = whole_run(folder)
+    step = f"{whole}/checkpoints/step_00000002"
+    train("rl", rl_argv(tmp_path, f"--train-iters 4 --load {step} {RESUMED} {layout}"), size)
+    assert samples(tmp_path, 3) == samples(whole, 3)
+    names = [*PLACED, "kl/coefficient", "actor/learning_rate", "critic/learning_rate"]
+    assert_close(metrics(tmp_path)[3], metrics(whole)[3], names, 2e-5)
+    assert_close(metrics(tmp_path)[4], metrics(whole)[4], names, 2e-4)
+
+
+def test_another_schedule_is_refused_unless_wanted(tmp_path):
+    """Without --lr-decay-iters the decay ends at --train-iters: a longer run has another one."""
+    train("rl", rl_argv(tmp_path, f"--train-iters 1 {GRADED}"))
+    longer = f"--train-iters 4 --load {tmp_path} {GRADED}"
+    with pytest.raises(RankFailed, match="UsageError: .*schedule.*--override-opt-param-scheduler"):
+        train("rl", rl_argv(tmp_path, longer))
+    train("rl", rl_argv(tmp_path, f"{longer} --override-opt-param-scheduler"))
+    rows = metrics(tmp_path)
+    assert sorted(rows) == [1, 2, 3, 4]
+    assert [rows[step]["actor/learning_rate"] for step in (2, 3, 4)] == pytest.approx([5e-4, 2.5e-4, 0.0], abs=1e-9)
+
+
+# -- learning ----------------------------------------------------------------------------------------------------
+
+
+def test_ppo_learns_what_is_paid_for(tmp_path):
+    flags = "--reward tests.helpers.programs:digit_reward --train-iters 15 --prompts-per-step 16 --samples-per-prompt 4"
+    flags += " --minibatch-size 32 --max-tokens-per-microbatch 700 --lr 3e-3 --kl-coefficient 0.001 --temperature 1"
+    flags += " --rollout-max-requests 64 --lr-decay-style constant"
+    train("rl", rl_argv(tmp_path, flags))
+    rewards = [row["reward/mean"] for row in metrics(tmp_path).values()]
+    assert len(rewards) == 15
+    assert rewards[0] < 0.1 and sum(rewards[-3:]) / 3 > 3 * max(rewards[0], 0.05), rewards
+
+
+def watched(rank: int, parsed) -> list[tuple[dict, dict]]:
+    """(actor's, critic's) weights before the first step and behind each."""
+    from megarl import train_rl
+    from megarl.trainers import rl
+
+    seen = []
+
+    def weights(run):
+        networks = (run.actor.trainable_model.model, run.critic.trainable_model.model)
+        return tuple({name: p.detach().clone() for name, p in model.named_parameters()} for model in networks)
+
+    class Watched(rl.RLTrainer):
+        def steps(self):
+            seen.append(weights(self))
+            return super().steps()
+
+        def finish(self, flow):
+            seen.append(weights(self))
+            super().finish(flow)
+
+    train_rl.Reinforcement = Watched
+    in_world(rank, "rl", parsed)
+    return seen
+
+
+def same(one: dict, other: dict) -> bool:
+    assert one.keys() == other.keys()
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_actor_rests_while_the_critic_warms_up(tmp_path):
+    argv = rl_argv(tmp_path, f"--train-iters 3 --critic-warmup-steps 2 {GRADED}")
+    start, first, second, third = run_world(watched, 1, program("rl", argv, 1))[0]
+    assert same(start[0], first[0]) and same(start[0], second[0]) and not same(start[0], third[0])
+    assert not same(start[1], first[1]) and not same(first[1], second[1]) and not same(second[1], third[1])
+    rows = metrics(tmp_path)
+    assert ["actor/loss" in rows[step] for step in (1, 2, 3)] == [False, False, True]
+    assert all("critic/loss" in rows[step] and "rollout/logprob_gap_max" in rows[step] for step in (1, 2, 3))
+
+
+@pytest.mark.parametrize("size, layout", [(1, ""), (2, "--use-distributed-optimizer")])
+def test_a_run_saved_before_its_actor_has_learnt_goes_on_exactly(size, layout, tmp_path):
+    flags = f"--critic-warmup-steps 2 --train-iters 3 {GRADED} {layout}"
+    train("rl", rl_argv(tmp_path / "whole", f"{flags} --save-interval 1"), size)
+    train("rl", rl_argv(tmp_path / "part", f"{flags} --load {tmp_path}/whole/checkpoints/step_00000001"), size)
+    assert timeless_rows(tmp_path / "part", (2, 3)) == timeless_rows(tmp_path / "whole", (2, 3))
+
+
+def poisoned(rank: int, parsed) -> list:
+    """A run whose second step has advantages that are no numbers on one lane."""
+    from megarl.roles.advantage_computer import AdvantageComputer
+
+    complete = AdvantageComputer.complete
+
+    def poison(self, flow):
+        complete(self, flow)
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls == 2 and rank == 1:
+            flow["actor"].advantages[:] = float("nan")
+
+    AdvantageComputer.complete = poison
+    return watched(rank, parsed)
+
+
+def test_a_step_that_is_not_finite_on_one_lane_is_skipped_by_all_and_counted(tmp_path):
+    argv = rl_argv(tmp_path, f"--train-iters 3 --minibatch-size 12 {GRADED}")
+    results = run_world(poisoned, 2, program("rl", argv, 2))
+    for _, first, second, third in results:
+        assert same(first[0], second[0]) and not same(second[0], third[0])
+        assert all(torch.isfinite(weight).all() for weight in third[0].values())
+        assert not same(first[1], second[1])  # the critic had nothing to skip
+    assert all(same(one[0], other[0]) for one, other in zip(*results, strict=True))
+    rows = metrics(tmp_path)
+    assert [rows[step]["actor/updates_skipped"] for step in (1, 2, 3)] == [0, 2, 0]
+    assert [rows[step]["steps_skipped"] for step in (1, 2, 3)] == [0, 1, 1]
+    assert rows[2]["actor/loss"] is None and rows[3]["actor/loss"] is not None

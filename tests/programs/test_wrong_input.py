@@ -1,0 +1,298 @@
+"""Wrong input to the programs: exit status 2 and one line that says what is wrong, before any rank joins another."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import traceback
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.programs import environment, inputs, rl_argv, sft_argv, train
+from tests.helpers.worlds import SAFETY_SECONDS
+
+
+def _child(folder: Path, name: str, argv: list[str], variables: dict):
+    """Becomes the program: its own output files, environment and command line."""
+    for descriptor, file in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / file, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), descriptor)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    os.environ.update(variables)
+    sys.argv = [name, *argv]
+    from megarl import train_rl, train_sft
+    from megarl.trainers import trainer
+
+    try:
+        trainer.launch({"rl": train_rl.train, "sft": train_sft.train}[name], name)
+    except Exception:
+        traceback.print_exc()
+        raise
+
+
+def launch(folder: Path, argv: list[str], name: str = "rl", rank: int = 0, size: int = 1) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error of a program in a fork of this process, without a launcher.
+
+    With `size` above 1 the program is told of ranks that do not exist: it would fail as soon as it met them.
+    """
+    from megarl import train_rl, train_sft  # noqa: F401  imported once, before the fork
+
+    variables = {"RANK": str(rank), "WORLD_SIZE": str(size)} if size > 1 else {}
+    process = get_context("fork").Process(target=_child, args=(folder, name, argv, variables))
+    process.start()
+    process.join(SAFETY_SECONDS)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        pytest.fail(f"still running after {SAFETY_SECONDS:g} s: {(folder / 'err').read_text()}")
+    return process.exitcode, (folder / "out").read_text(), (folder / "err").read_text()
+
+
+def refusal(result: tuple[int, str, str]) -> str:
+    """The one line of a refusal."""
+    status, out, err = result
+    assert status == 2, err
+    assert out == ""
+    assert err.startswith("megarl: error: ") and err.endswith("\n") and err.count("\n") == 1, err
+    return err
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """Run folder of one PPO step."""
+    folder = tmp_path_factory.mktemp("run")
+    train("rl", rl_argv(folder, "--train-iters 1"))
+    return folder
+
+
+# -- flags -------------------------------------------------------------------------------------------------------
+
+DISJOINT = "actor=0-1;critic=2;reward=3;reference={}"
+FLAGS = {
+    "unknown flag": ("--no-such-flag 3", 1, ["--no-such-flag", "unknown"]),
+    "misspelt flag": ("--kl-coeficient 0.1", 1, ["--kl-coeficient", "--kl-coefficient"]),
+    "rank outside the world": (f"--role-map {DISJOINT.format(4)}", 4, ["--role-map", "4", "0-3"]),
+    "missing role": ("--role-map actor=0-1;critic=2;reward=3", 4, ["--role-map", "reference"]),
+    "heads not divisible": ("--tensor-model-parallel-size 4 --num-attention-heads 6 --hidden-size 48"
+                            " --num-query-groups 2", 4, ["--num-attention-heads 6", "--tensor-model-parallel-size 4"]),
+    "TP no divisor of the role": (f"--role-map {DISJOINT.format(3)} --critic-tensor-model-parallel-size 2", 4,
+                                  ["critic", "--tensor-model-parallel-size 2", "1 rank"]),
+    "negative clip": ("--clip-range -0.2", 1, ["--clip-range", "-0.2", "above 0"]),
+    "negative upper clip": ("--clip-range-high -1", 1, ["--clip-range-high", "-1", "above 0"]),
+    "negative value clip": ("--value-clip-range -0.2", 1, ["--value-clip-range", "-0.2", "above 0"]),
+    "not a number": ("--gamma high", 1, ["--gamma", "high"]),
+    "unknown reward": ("--reward exakt-match", 1, ["--reward", "exakt-match", "exact-match", "reasoning-gym"]),
+    "reward without function": ("--reward tests.helpers.programs:nothing", 1, ["--reward tests.helpers.programs:nothing"]),
+    "missing tokenizer": ("--tokenizer-model no/such.model", 1, ["--tokenizer-model no/such.model", "no such file"]),
+    "missing prompts": ("--prompts no/such.jsonl", 1, ["--prompts no/such.jsonl", "no such file"]),
+    "longer than positions": ("--max-position-embeddings 9", 1, ["--max-position-embeddings 9", "10"]),
+    "evaluation of nothing": ("--eval-interval 2", 1, ["--eval-interval 2", "--eval-prompts"]),
+    "prompt too long": ("--max-prompt-length 4", 1,
+                        ["train.jsonl:96: the prompt has 5 tokens", "--max-prompt-length allows 4"]),
+    "mini-batch too large": ("--minibatch-size 13", 1, ["--minibatch-size 13", "12"]),
+    "micro-batch too small": ("--max-tokens-per-microbatch 9", 1, ["--max-tokens-per-microbatch 9", "10"]),
+    "micro-batch of a role too small": ("--critic-max-tokens-per-microbatch 9", 1,
+                                        ["--critic-max-tokens-per-microbatch 9", "10"]),
+    "routes of a dense model": ("--router-replay rollout", 1, ["--router-replay rollout", "no experts"]),
+    "routes of another model": ("--num-experts 4 --router-replay rollout --router-replay-reference"
+                                " --reference-num-experts 8", 1, ["--router-replay-reference", "--num-experts"]),
+    "nothing to verify": ("--verify-weights", 1, ["--verify-weights", "no transfer"]),
+    "missing checkpoint": ("--load no/such", 1, ["--load no/such", "no such folder"]),
+    "missing weights": ("--pretrained-checkpoint no/such", 1, ["--pretrained-checkpoint no/such", "no such folder"]),
+    "other shape": ("--hidden-size 64", 1, ["--pretrained-checkpoint", "[32, 32]", "[32, 64]"]),
+    "critic in the map": (f"--advantage rloo --role-map {DISJOINT.format(3)}", 4, ["--role-map", "'critic'"]),
+    "group of one": ("--advantage reinforce++-baseline --samples-per-prompt 1 --minibatch-size 6", 1,
+                     ["--samples-per-prompt 1", "--advantage reinforce++-baseline"]),
+    "unknown estimator": ("--advantage gea", 1, ["--advantage gea", "gae, grpo", "package.module:function"]),
+    "missing reward model": ("--reward model --reward-model no/such", 1, ["--reward-model no/such", "no such folder"]),
+    "missing reward tokenizer": ("--reward model --reward-model x --reward-tokenizer-model no/such", 1,
+                                 ["--reward-tokenizer-model no/such", "no such file"]),
+    "missing template": ("--chat-template no/such.jinja", 1, ["--chat-template no/such.jinja"]),
+    "weights of the reward model": ("--reward model --reward-model x --reward-pretrained-checkpoint y", 1,
+                                    ["--reward-pretrained-checkpoint", "--reward-model"]),
+    "pattern without an end": ("--reward regex --reward-pattern (", 1, ["--reward-pattern ("]),
+    "missing config": ("--config no/such.yaml", 1, ["--config no/such.yaml"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FLAGS)
+def test_wrong_flags(case, tmp_path):
+    flags, size, needles = FLAGS[case]
+    line = refusal(launch(tmp_path, rl_argv(tmp_path / "run", flags), size=size))
+    assert all(needle in line for needle in needles), line
+    assert not (tmp_path / "run").exists()
+
+
+def test_only_rank_0_speaks(tmp_path):
+    argv = rl_argv(tmp_path / "run", "--clip-range -1")
+    assert "--clip-range -1" in refusal(launch(tmp_path, argv, rank=0, size=2))
+    assert launch(tmp_path, argv, rank=1, size=2) == (2, "", "")
+
+
+def test_a_check_of_right_input_says_nothing_and_joins_nobody(tmp_path):
+    flags = f"--check --actor-tensor-model-parallel-size 2 --role-map {DISJOINT.format(3)}"
+    assert launch(tmp_path, rl_argv(tmp_path / "run", flags), size=4) == (0, "", "")
+
+
+def test_a_policy_is_no_reward_model(checkpoint, tmp_path):
+    flags = f"--reward model --reward-model {checkpoint}"
+    assert "holds a policy" in refusal(launch(tmp_path, rl_argv(tmp_path / "run", flags)))
+
+
+# -- files -------------------------------------------------------------------------------------------------------
+
+
+def prompt_file(folder: Path, text: str) -> str:
+    path = folder / "prompts.jsonl"
+    path.write_text(text, encoding="utf-8")
+    return f"--prompts {path}"
+
+
+LINES = {
+    "malformed line": ('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", answer}\n', [":2: malformed JSON"]),
+    "empty file": ("", ["prompts.jsonl", "no prompt"]),
+    "blank lines alone": ("\n\n", ["prompts.jsonl", "no prompt"]),
+    "long prompt": ('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "10+10+10=", "answer": "30"}\n',
+                    [":2: the prompt has 9 tokens", "--max-prompt-length allows 6"]),
+    "no answer": ('{"prompt": "1+1="}\n', [":1:", "exact-match", "answer"]),
+    "unknown field": ('{"prompt": "1+1=", "anwser": "2"}\n', [":1: unknown field 'anwser'"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LINES)
+@pytest.mark.parametrize("flag", ["--prompts", "--eval-prompts"])
+def test_wrong_prompt_files(case, flag, tmp_path):
+    text, needles = LINES[case]
+    flags = prompt_file(tmp_path, text).replace("--prompts", flag)
+    line = refusal(launch(tmp_path, rl_argv(tmp_path / "run", flags)))
+    assert all(needle in line for needle in [f"{flag} {tmp_path}", *needles]), line
+
+
+def test_a_tokenizer_file_that_is_none(tmp_path):
+    (tmp_path / "bad.model").write_bytes(b"no model")
+    line = refusal(launch(tmp_path, rl_argv(tmp_path / "run", f"--tokenizer-model {tmp_path}/bad.model")))
+    assert f"--tokenizer-model {tmp_path}/bad.model: not a SentencePiece model file" in line
+
+
+@pytest.mark.parametrize("text, needle", [
+    ("lr: [1e-3\nseed: 2\n", "not YAML"),
+    ("just words\n", "mapping"),
+    ("no-such-flag: 3\n", "--no-such-flag: unknown flag"),
+    ("no-such-flag: false\n", "--no-such-flag: unknown flag"),
+    ("clip-range: -1\n", "--clip-range -1"),
+])  # fmt: skip
+def test_wrong_config_files(text, needle, tmp_path):
+    (tmp_path / "run.yaml").write_text(text)
+    line = refusal(launch(tmp_path, rl_argv(tmp_path / "run", f"--config {tmp_path}/run.yaml")))
+    assert needle in line
+
+
+@pytest.mark.parametrize("name, argv", [("rl", rl_argv), ("sft", sft_argv)])
+def test_a_save_path_that_cannot_be_a_folder(name, argv, tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        line = refusal(launch(tmp_path, argv(path, "--train-iters 3"), name))
+        assert f"--save {path}" in line
+
+
+@pytest.mark.parametrize("flags, needles", [
+    ("--prompts no/such.jsonl", ["--prompts no/such.jsonl", "no such file"]),
+    ("--max-response-length 2", ["train.jsonl:19: the response has 3 tokens", "--max-response-length allows 2"]),
+    ("--max-position-embeddings 9", ["--max-position-embeddings 9", "10"]),
+    ("--max-tokens-per-microbatch 9", ["--max-tokens-per-microbatch 9", "10"]),
+    ("--eval-interval 3", ["--eval-interval 3", "--eval-prompts"]),
+    ("--save-interval -3", ["--save-interval -3"]),
+    ("--global-batch-size 0", ["--global-batch-size 0"]),
+    ("--gamma 0.5", ["--gamma", "unknown"]),
+    ("--pretrained-checkpoint no/such", ["--pretrained-checkpoint no/such"]),
+])  # fmt: skip
+def test_wrong_input_to_supervised_training(flags, needles, tmp_path):
+    line = refusal(launch(tmp_path, sft_argv(tmp_path / "run", flags), "sft"))
+    assert all(needle in line for needle in needles), line
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------
+
+
+def damaged(folder: Path, run: Path, damage) -> Path:
+    """A copy of a run whose latest checkpoint `damage` was done to."""
+    copy = folder / "copy"
+    shutil.copytree(run / "checkpoints", copy / "checkpoints")
+    damage(next((copy / "checkpoints").glob("step_*")))
+    return copy
+
+
+DAMAGES = {
+    "garbage metadata": (lambda step: (step / ".metadata").write_bytes(b"garbage"), "unreadable checkpoint"),
+    "no metadata": (lambda step: (step / ".metadata").unlink(), "unreadable checkpoint"),
+    "no manifest": (lambda step: (step / "manifest.json").unlink(), "manifest.json is missing"),
+    "half a manifest": (lambda step: (step / "manifest.json").write_text('{"step": 1,'), "manifest.json is damaged"),
+    "another manifest": (lambda step: (step / "manifest.json").write_text("[]"), "manifest.json"),
+    "empty manifest": (lambda step: (step / "manifest.json").write_text("{}"), "manifest.json"),
+    "no folder": (shutil.rmtree, "no such folder"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+@pytest.mark.parametrize("flag", ["--load", "--pretrained-checkpoint"])
+def test_damaged_checkpoints(case, flag, tmp_path, checkpoint):
+    damage, needle = DAMAGES[case]
+    copy = damaged(tmp_path, checkpoint, damage)
+    argv = rl_argv(tmp_path / "run", f"--train-iters 2 {flag} {copy}", warm_start=False)
+    line = refusal(launch(tmp_path, argv))
+    assert f"{flag} {copy}" in line and needle in line
+
+
+RESUMES = {
+    "other hidden size": ("--hidden-size 64", ["[32, 64]", "[32, 32]"]),
+    "fewer layers": ("--num-layers 1", ["shape"]),
+    "fewer steps": ("--train-iters 0", ["--train-iters"]),
+    "other prompts": ("--prompts {heldout}", ["--prompts", "16", "284"]),
+}
+
+
+@pytest.mark.parametrize("case", RESUMES)
+def test_a_checkpoint_of_another_run(case, tmp_path, checkpoint):
+    flags, needles = RESUMES[case]
+    flags = f"--train-iters 2 --load {checkpoint} " + flags.format(heldout=inputs() / "heldout.jsonl")
+    line = refusal(launch(tmp_path, rl_argv(tmp_path / "run", flags, warm_start=False)))
+    assert all(needle in line for needle in needles), line
+
+
+def test_resuming_a_run_that_has_gone_further(tmp_path, checkpoint):
+    copy = damaged(tmp_path, checkpoint, lambda step: None)
+    step = copy / "checkpoints" / "step_00000001"
+    manifest = json.loads((step / "manifest.json").read_text())
+    (step / "manifest.json").write_text(json.dumps({**manifest, "step": 5}))
+    line = refusal(launch(tmp_path, rl_argv(tmp_path / "run", f"--train-iters 3 --load {copy}", warm_start=False)))
+    assert "--train-iters 3" in line and "5" in line
+
+
+def test_supervised_checkpoints_do_not_resume_reinforcement(tmp_path):
+    argv = rl_argv(tmp_path / "run", f"--train-iters 50 --load {inputs() / 'sft'}", warm_start=False)
+    assert f"--load {inputs() / 'sft'}" in refusal(launch(tmp_path, argv))
+
+
+# -- as users do -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags, needle", [
+    ("--role-map actor=0;critic=0;reward=0;reference=9", "--role-map"),
+    ("--load {damaged}", "unreadable checkpoint"),
+])  # fmt: skip
+def test_the_program_itself(flags, needle, tmp_path, checkpoint):
+    copy = damaged(tmp_path, checkpoint, lambda step: (step / ".metadata").write_bytes(b"garbage"))
+    argv = rl_argv(tmp_path / "run", flags.format(damaged=copy))
+    command = [sys.executable, "-m", "megarl.train_rl", *argv]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=SAFETY_SECONDS)
+    assert needle in refusal((done.returncode, done.stdout, done.stderr))
+
+
+def test_a_reward_that_fails_ends_the_program_with_role_and_phase(tmp_path):
+    argv = rl_argv(tmp_path / "run", "--reward tests.helpers.programs:broken_reward --train-iters 1")
+    status, _, err = launch(tmp_path, argv)
+    first = err.splitlines()[0]
+    assert status == 1 and first.startswith("megarl: rank 0 failed in reward/score of step 1: ")
+    assert "broken_reward" in first

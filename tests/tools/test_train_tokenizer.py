@@ -1,0 +1,89 @@
+"""The tokenizer trainer: special tokens, chat templates and byte-level BPE; test_make_prompts.py has the rest."""
+
+import json
+
+import pytest
+
+from megarl.data.conversations import build_encoder
+from megarl.data.prompts import Prompt
+from megarl.data.tokenizers import build_tokenizer
+from tests.helpers.small_tokenizers import CHATML, PLAIN
+from tools import train_tokenizer
+
+LINES = [
+    {"prompt": "What is 12 + 30?", "chosen": "It is 42.", "rejected": "I do not know, \U0001f642."},
+    {"prompt": [{"role": "user", "content": "the Zulu"}], "response": "the quokka and the quokka"},
+    {"messages": [{"role": "user", "content": "<|im_end|> w\u00f6rld"}, {"role": "assistant", "content": "yes </s>"}]},
+]
+
+
+@pytest.fixture
+def data(tmp_path):
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, LINES)))
+    (tmp_path / "t.jinja").write_text(CHATML)
+    (tmp_path / "plain.jinja").write_text(PLAIN)
+    return tmp_path
+
+
+def run(data, name, *options, size=300):
+    options = ["--input", data / "p.jsonl", "--vocab-size", size, "--out", data / name, *options]
+    return train_tokenizer.main([str(option) for option in options])
+
+
+def test_all_texts_are_read(data):
+    assert train_tokenizer.read_texts([str(data / "p.jsonl")]) == [
+        "What is 12 + 30?", "It is 42.", "I do not know, \U0001f642.", "the Zulu", "the quokka and the quokka",
+        "<|im_end|> w\u00f6rld", "yes </s>",
+    ]  # fmt: skip
+
+
+def test_bpe_with_special_tokens_and_a_template(data, capsys):
+    options = ["--kind", "bpe", "--special", "<|im_start|>", "--eos-token", "<|im_end|>"]
+    assert run(data, "a", *options, "--chat-template", data / "t.jinja") == 0
+    assert capsys.readouterr().out == f"{data}/a/tokenizer.json: 300 pieces from 7 texts\n"
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(data / "a"))
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.vocab_size) == ("<s>", "<|im_end|>", 300)
+    assert set(tokenizer.special) == {"<pad>", "<s>", "<|im_end|>", "<|im_start|>"} and tokenizer.pad_id == 0
+    assert len(tokenizer.encode("quokka")) < 6 and len(tokenizer.encode("9753")) == 4
+    encoder = build_encoder(tokenizer, "tokenizer")
+    text = "the quokka <|im_end|> \U0001f600"
+    response = encoder.response(Prompt(0, "a"), text)
+    assert tokenizer.decode(response) == text and response.count(tokenizer.eos_id) == 1
+    assert run(data, "b", *options, "--chat-template", data / "t.jinja") == 0
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        content = (data / "a" / name).read_bytes()
+        assert content == (data / "b" / name).read_bytes() and str(data).encode() not in content
+
+
+def test_sentencepiece_with_special_tokens(data):
+    assert run(data, "a", "--byte-fallback", "--special", "<|im_start|>", "--eos-token", "<|im_end|>", size=400) == 0
+    tokenizer = build_tokenizer("SentencePieceTokenizer", str(data / "a.model"))
+    assert (tokenizer.eos_token, tokenizer.eos_id, tokenizer.special["<|im_start|>"]) == ("<|im_end|>", 3, 4)
+    encoder = build_encoder(tokenizer, str(data / "t.jinja"))
+    assert encoder.prompt(Prompt(0, "a"))[0] == 4 and encoder.response(Prompt(0, "a"), "<|im_end|>")[-1] == 3
+
+
+@pytest.mark.parametrize(
+    "options, size, message",
+    [
+        (["--kind", "bpe"], 258, "--vocab-size 258: too small; 256 bytes and 3 special tokens need at least 259"),
+        (["--kind", "bpe", "--byte-fallback"], 300, "--byte-fallback: --kind bpe spells everything"),
+        (["--chat-template", "t"], 300, "--chat-template t: a SentencePiece model has no place for it"),
+        (["--kind", "bpe", "--chat-template", "gone"], 300, "--chat-template gone: cannot be read"),
+        (["--special", "</s>"], 300, "--special: '</s>' is empty or given twice"),
+        (["--kind", "bpe", "--eos-token", ""], 300, "--special: '' is empty or given twice"),
+        (["--kind", "words"], 300, "invalid choice: 'words'"),
+    ],
+)
+def test_wrong_options_are_one_line(data, capsys, options, size, message):
+    assert run(data, "a", *options, size=size) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("train_tokenizer: ") and message in error and error.count("\n") == 1
+    assert not (data / "a").exists()
+
+
+def test_a_template_without_the_end_token_is_refused_before_anything_is_written(data, capsys):
+    assert run(data, "a", "--kind", "bpe", "--chat-template", data / "t.jinja") == 2
+    assert "ends without the tokenizer's EOS '</s>'" in capsys.readouterr().err
+    assert not (data / "a").exists()
+    assert run(data, "a", "--kind", "bpe", "--chat-template", data / "plain.jinja") == 0

@@ -1,0 +1,170 @@
+"""Token rewards and GAE: against verl, torchrl, a plain loop, closed forms; independent of the batch's composition."""
+
+import pytest
+import torch
+
+from megarl.algorithms.advantages import gae, token_rewards
+from megarl.algorithms.statistics import local_moments, whiten
+from tests.references.ragged import ragged_batch, ragged_batches
+from tests.references.torchrl_gae import load_torchrl
+from tests.references.verl_core_algos import load_verl
+
+GAMMAS_AND_LAMBDAS = [(1.0, 1.0), (1.0, 0.95), (0.99, 0.9), (0.5, 0.0), (0.0, 1.0)]
+
+
+def gae_by_definition(rewards, values, mask, lengths, gamma, lam):
+    """Σ_k (γλ)^k δ_{t+k} over each sequence's list of response tokens, straight from the equation."""
+    advantages, start = [0.0] * len(mask), 0
+    for length in lengths:
+        tokens = [t for t in range(start, start + length) if mask[t]]
+        ahead = [float(values[t]) for t in tokens[1:]] + [0.0]
+        deltas = [float(rewards[t]) + gamma * v - float(values[t]) for t, v in zip(tokens, ahead)]
+        for place, token in enumerate(tokens):
+            advantages[token] = sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[place:]))
+        start += length
+    return torch.tensor(advantages, dtype=torch.float64)
+
+
+def test_gae_equals_verl_and_the_definition():
+    compute_gae = load_verl().core_algos.compute_gae_advantage_return
+    for case, batch in enumerate(ragged_batches()):
+        gamma, lam = GAMMAS_AND_LAMBDAS[case % 5]
+        scale = 10.0 ** (case % 3)
+        rewards, values = batch.normal(scale), batch.normal(scale)
+        advantages, returns = gae(rewards, values, batch.mask, batch.cu_seqlens, gamma, lam)
+        expected = gae_by_definition(rewards, values, batch.mask, batch.lengths, gamma, lam)
+        torch.testing.assert_close(advantages, expected, rtol=1e-11, atol=1e-10)
+
+        padded = (batch.padded(rewards), batch.padded(values), batch.padded(batch.mask).long())
+        whitened, padded_returns = compute_gae(*padded, gamma, lam)
+        expected = batch.packed(padded_returns)[batch.mask]
+        torch.testing.assert_close(returns[batch.mask], expected, rtol=1e-11, atol=1e-10)
+        ours = whiten(advantages, batch.mask, local_moments(advantages, batch.mask))
+        expected = batch.packed(whitened)[batch.mask]
+        torch.testing.assert_close(ours[batch.mask], expected, rtol=1e-6, atol=1e-6)
+        assert not advantages[~batch.mask].any() and not returns[~batch.mask].any()
+
+
+def test_gae_equals_torchrl():
+    """All response tokens on one time axis, each sequence's last one `done`: its next value is then not read."""
+    compute_gae = load_torchrl().generalized_advantage_estimate
+    for case, batch in enumerate(ragged_batches()):
+        gamma, lam = GAMMAS_AND_LAMBDAS[case % 5]
+        rewards, values = batch.normal(10.0 ** (case % 3)), batch.normal(10.0 ** (case % 3))
+        owners = torch.repeat_interleave(torch.arange(len(batch.lengths)), torch.tensor(batch.lengths))[batch.mask]
+        done = torch.cat([owners[1:] != owners[:-1], torch.tensor([True])])
+        here = values[batch.mask]
+        ahead = torch.cat([here[1:], batch.normal()[:1]])
+        columns = (field[:, None] for field in (here, ahead, rewards[batch.mask], done))
+        # As Python numbers, times integer flags, γ and λ would become float32 in there.
+        numbers = (torch.tensor(number, dtype=torch.float64) for number in (gamma, lam))
+        expected = compute_gae(*numbers, *columns)
+        ours = gae(rewards, values, batch.mask, batch.cu_seqlens, gamma, lam)
+        for mine, theirs in zip(ours, expected, strict=True):
+            torch.testing.assert_close(mine[batch.mask], theirs[:, 0], rtol=1e-11, atol=1e-10)
+
+
+def test_a_sequence_does_not_depend_on_the_batch():
+    for seed in range(40):
+        batch = ragged_batch(seed)
+        rewards, values = batch.normal().float(), batch.normal().float()
+        whole = gae(rewards, values, batch.mask, batch.cu_seqlens, 0.99, 0.95)
+        spans = [slice(int(a), int(b)) for a, b in zip(batch.cu_seqlens, batch.cu_seqlens[1:])]
+        for span in spans:
+            borders = torch.tensor([0, span.stop - span.start])
+            alone = gae(rewards[span], values[span], batch.mask[span], borders, 0.99, 0.95)
+            assert torch.equal(alone[0], whole[0][span]) and torch.equal(alone[1], whole[1][span])
+        # Many copies beside it: other places in the vector registers and a longer longest sequence.
+        order = [*spans, *spans[::-1], *spans]
+        lengths = torch.tensor([0, *(span.stop - span.start for span in order), 50]).cumsum(0)
+        fields = [
+            torch.cat([*(field[span] for span in order), filler])
+            for field, filler in ((rewards, torch.ones(50)), (values, torch.ones(50)), (batch.mask, torch.ones(50) > 0))
+        ]
+        many = gae(*fields, lengths, 0.99, 0.95)
+        for place, span in enumerate(order):
+            there = slice(int(lengths[place]), int(lengths[place + 1]))
+            assert torch.equal(many[0][there], whole[0][span]) and torch.equal(many[1][there], whole[1][span])
+
+
+def test_gae_closed_forms():
+    rewards = torch.tensor([9.0, 0.0, 1.0, 2.0, 9.0])
+    values = torch.tensor([9.0, 0.5, 0.25, 1.0, 9.0])
+    mask = torch.tensor([False, True, True, True, False])
+    borders = torch.tensor([0, 5])
+    advantages, returns = gae(rewards, values, mask, borders, 1.0, 1.0)
+    assert advantages.tolist() == [0.0, 2.5, 2.75, 1.0, 0.0]
+    assert returns.tolist() == [0.0, 3.0, 3.0, 2.0, 0.0]
+    advantages, _ = gae(rewards, values, mask, borders, 0.5, 0.0)
+    assert advantages.tolist() == [0.0, 0.125 - 0.5, 1.0 + 0.5 - 0.25, 1.0, 0.0]
+    assert advantages.dtype == torch.float32 and not advantages.requires_grad
+
+
+def test_observations_are_skipped_and_do_not_discount():
+    rewards, values = torch.randn(3), torch.randn(3)
+    compact = gae(rewards, values, torch.ones(3, dtype=torch.bool), torch.tensor([0, 3]), 0.9, 0.8)
+    mask = torch.tensor([False, True, False, False, True, True, False])
+    spread = [torch.full((7,), 1e6).masked_scatter(mask, field) for field in (rewards, values)]
+    advantages, returns = gae(*spread, mask, torch.tensor([0, 7]), 0.9, 0.8)
+    assert torch.equal(advantages[mask], compact[0]) and torch.equal(returns[mask], compact[1])
+
+
+def test_token_rewards_equal_a_plain_loop_and_verl():
+    compute_rewards = load_verl().core_algos.compute_rewards
+    for case, batch in enumerate(ragged_batches()):
+        scores = torch.randn(len(batch.lengths), generator=batch.generator, dtype=torch.float64)
+        logprobs, reference, beta = batch.normal(5), batch.normal(5), 0.1 * (case % 4)
+        result = token_rewards(scores, logprobs - reference, beta, batch.mask, batch.cu_seqlens)
+        at_end, start = torch.zeros_like(result), 0
+        for score, length in zip(scores, batch.lengths):
+            tokens = [t for t in range(start, start + length) if batch.mask[t]]
+            if tokens:
+                at_end[tokens[-1]] = score
+            start += length
+        expected = compute_rewards(at_end, logprobs, reference, beta) * batch.mask
+        torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_score_lands_on_the_last_response_token_and_empty_responses_get_none():
+    mask = torch.tensor([False, True, True, False, False, False, False, True])
+    kl = torch.tensor([float("nan"), 1.0, 2.0, float("inf"), 5.0, 5.0, 5.0, 3.0])
+    scores = torch.tensor([10.0, 1000.0, -7.0])
+    rewards = token_rewards(scores, kl, 0.5, mask, torch.tensor([0, 4, 6, 8]))
+    assert rewards.tolist() == [0.0, -0.5, 9.0, 0.0, 0.0, 0.0, 0.0, -8.5]
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0], [3], [0, 3, 0]])
+def test_no_response_at_all(lengths):
+    total, borders = sum(lengths), torch.tensor([0, *lengths]).cumsum(0)
+    empty = torch.zeros(total), torch.zeros(total, dtype=torch.bool), borders
+    rewards = token_rewards(torch.ones(len(lengths)), empty[0], 0.1, *empty[1:])
+    advantages, returns = gae(rewards, torch.ones(total), *empty[1:], 1.0, 1.0)
+    for field in (rewards, advantages, returns):
+        assert torch.equal(field, torch.zeros(total))
+
+
+def test_int32_borders_give_the_same():
+    batch = ragged_batch(3)
+    fields = batch.normal(), batch.normal(), batch.mask
+    wide, narrow = (gae(*fields, borders, 1.0, 0.9)[0] for borders in (batch.cu_seqlens, batch.cu_seqlens.int()))
+    assert torch.equal(wide, narrow)
+
+
+@pytest.mark.parametrize("borders", [[0, 3], [1, 4], [0, 3, 2, 4], [0, 5], [], [[0, 4]]])
+def test_wrong_borders_are_refused(borders):
+    with pytest.raises(ValueError, match="cu_seqlens must"):
+        gae(torch.ones(4), torch.ones(4), torch.ones(4, dtype=torch.bool), torch.tensor(borders), 1.0, 1.0)
+
+
+def test_wrong_arguments_are_refused():
+    ones, mask, borders = torch.ones(4), torch.ones(4, dtype=torch.bool), torch.tensor([0, 4])
+    with pytest.raises(ValueError, match=r"gamma must be in \[0, 1\], got 1.5"):
+        gae(ones, ones, mask, borders, 1.5, 1.0)
+    with pytest.raises(ValueError, match=r"lam must be in \[0, 1\], got -0.1"):
+        gae(ones, ones, mask, borders, 1.0, -0.1)
+    with pytest.raises(ValueError, match="one shape"):
+        gae(ones[:1], ones, mask, borders, 1.0, 1.0)
+    with pytest.raises(ValueError, match="must be bool"):
+        gae(ones, ones, ones, borders, 1.0, 1.0)
+    with pytest.raises(ValueError, match=r"scores must be \[1\]"):
+        token_rewards(torch.ones(2), ones, 0.1, mask, borders)

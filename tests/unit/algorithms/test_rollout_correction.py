@@ -1,0 +1,239 @@
+"""Rollout correction: weights, masks and diagnostics against verl and plain arithmetic; sums over parts."""
+
+import itertools
+import math
+from unittest import mock
+
+import pytest
+import torch
+
+from megarl.algorithms.aggregation import aggregate, local_counts
+from megarl.algorithms.rollout_correction import (
+    CORRECTIONS,
+    LEVELS,
+    CorrectionOptions,
+    correction_report,
+    correction_sums,
+    correction_weights,
+)
+from tests.references.ragged import ragged_batches
+from tests.references.verl_correction import load_verl_correction
+
+KINDS = [("none", None), ("tis", None), ("mis", None), ("icepop", 0.4)]
+EVERY_OPTION = [CorrectionOptions(kind, level, 1.5, floor) for (kind, floor), level in itertools.product(KINDS, LEVELS)]
+VERL_LEVELS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+
+
+def cases(scales=(0.01, 0.3, 1.0, 5.0, 300.0)):
+    """Batches with old log-probs and rollout log-probs: gaps from rounding size to beyond what exp can hold."""
+    for case, batch in enumerate(ragged_batches()):
+        old = -batch.normal().abs()
+        yield batch, old, old + batch.normal(scales[case % len(scales)])
+
+
+def log_weights_by_hand(batch, old, rollout, level):
+    """log w of each response token, in lists, one for each response that is not empty."""
+    for start, stop in itertools.pairwise(batch.cu_seqlens.tolist()):
+        kept = batch.mask[start:stop]
+        tokens = (old[start:stop][kept] - rollout[start:stop][kept]).tolist()
+        if tokens:
+            whole = math.fsum(tokens) / (len(tokens) if level == "geometric" else 1)
+            yield tokens if level == "token" else [whole] * len(tokens)
+
+
+def units_by_hand(batch, old, rollout, level):
+    """log w of each token that has one, or of each response."""
+    logs = list(log_weights_by_hand(batch, old, rollout, level))
+    return list(itertools.chain(*logs)) if level == "token" else [each[0] for each in logs]
+
+
+def applied_by_hand(log_weight, options):
+    weight = math.exp(min(max(log_weight, -20.0), 20.0))
+    if options.kind == "none":
+        return 1.0
+    if options.kind == "tis":
+        return min(weight, options.cap)
+    return weight if (options.floor or 0.0) <= weight <= options.cap else 0.0
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_weights_equal_the_definitions(level):
+    for batch, old, rollout in cases():
+        logs = list(itertools.chain(*log_weights_by_hand(batch, old, rollout, level)))
+        for options in (CorrectionOptions(kind, level, 1.5, floor) for kind, floor in KINDS):
+            weights = correction_weights(old, rollout, batch.mask, batch.cu_seqlens, options)
+            expected = torch.tensor([applied_by_hand(each, options) for each in logs], dtype=torch.float64)
+            torch.testing.assert_close(weights[batch.mask], expected, rtol=1e-11, atol=1e-12)
+            assert bool((weights[~batch.mask] == 1).all())
+
+
+def verl_weights(log_ratio, mask, level, cap, floor):
+    """verl's truncated weights, or IcePop's where there is a floor; without its metrics, which divide by zero where
+    all weights are 0."""
+    verl, threshold = load_verl_correction(), cap if floor is None else f"{floor}_{cap}"
+    with mock.patch.object(verl, "compute_is_metrics", return_value={}):
+        return verl.compute_rollout_correction_weights(log_ratio, mask, level, threshold)[0]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize(("kind", "floor"), [("tis", None), ("icepop", 0.4)])
+def test_weights_equal_verl(kind, floor, level):
+    for batch, old, rollout in cases():
+        weights = correction_weights(
+            old, rollout, batch.mask, batch.cu_seqlens, CorrectionOptions(kind, level, 2.5, floor)
+        )
+        theirs = verl_weights(batch.padded(old - rollout), batch.padded(batch.mask).double(), level, 2.5, floor)
+        torch.testing.assert_close(weights[batch.mask], batch.packed(theirs)[batch.mask], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("kind", "floor"), [("mis", None), ("icepop", 0.4)])
+def test_what_is_masked_equals_verls_rejections(kind, floor, level):
+    """verl rejects by k1 = −log w, so its bounds are the reciprocals of ours; and it takes what it rejects out of the
+    response mask, while ours stays in the denominators."""
+    verl = load_verl_correction()
+    bounds = f"{1 / 2.5}_{1e30 if floor is None else 1 / floor}"
+    for batch, old, rollout in cases((0.01, 0.3, 1.0, 3.0)):  # verl holds the log-ratio of each token to ±20, not Σ
+        weights = correction_weights(
+            old, rollout, batch.mask, batch.cu_seqlens, CorrectionOptions(kind, level, 2.5, floor)
+        )
+        mask, _ = verl.compute_rollout_rejection_mask(
+            batch.padded(old - rollout), batch.padded(batch.mask).double(), VERL_LEVELS[level], bounds
+        )
+        kept = batch.packed(mask)[batch.mask] > 0
+        assert torch.equal(weights[batch.mask] > 0, kept)
+
+
+def report_of(batch, old, rollout, options):
+    return correction_report(*correction_sums(old, rollout, batch.mask, batch.cu_seqlens, options))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_report_equals_verl(level):
+    """verl counts a sequence's weight once a token: handed one "token" for each response, it counts as we do. Its
+    effective sample size has 1e-8 added to the mean weight, which is undone here."""
+    verl, cap = load_verl_correction(), 2.5
+    for batch, old, rollout in cases((0.01, 0.3, 1.0, 3.0)):
+        log_ratio = torch.tensor([units_by_hand(batch, old, rollout, level)], dtype=torch.float64)
+        mask = torch.ones_like(log_ratio)
+        weights, plain = verl.compute_rollout_correction_weights(log_ratio, mask, "token", 1e9)
+        kept, _ = verl.compute_rollout_rejection_mask(log_ratio, mask, "token_k1", f"{1 / cap}_1e30")
+        gap = verl.compute_offpolicy_metrics(*(batch.padded(field) for field in (old, rollout, batch.mask.double())))
+        mean, beyond = plain["rollout_is_mean"], float((weights > cap).double().mean())
+        applied = {
+            "none": mask,
+            "tis": verl_weights(log_ratio, mask, "token", cap, None),
+            "mis": weights * kept,
+            "icepop": verl_weights(log_ratio, mask, "token", cap, 0.4),
+        }
+        for kind, floor in KINDS:
+            expected = {
+                "correction/weight_mean": mean,
+                "correction/weight_max": plain["rollout_is_max"],
+                "correction/effective_sample_size": plain["rollout_is_eff_sample_size"] * (mean / (mean + 1e-8)) ** 2,
+                "correction/applied_mean": float(applied[kind].mean()),
+                "correction/truncated_fraction": beyond if kind == "tis" else 0.0,
+                "correction/masked_fraction": float((applied[kind] == 0).double().mean()),
+                "correction/kl": gap["kl"],
+                "correction/kl_k3": gap["k3_kl"],
+            }
+            report = report_of(batch, old, rollout, CorrectionOptions(kind, level, cap, floor))
+            assert report == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_report_of_extreme_gaps_equals_the_definitions(level):
+    for batch, old, rollout in cases():
+        logs, gaps = units_by_hand(batch, old, rollout, level), (rollout - old)[batch.mask].tolist()
+        held = [min(max(gap, -20.0), 20.0) for gap in gaps]
+        weights = [math.exp(min(max(each, -20.0), 20.0)) for each in logs]
+        number, total = len(weights), math.fsum(weights)
+        for options in (CorrectionOptions(kind, level, 1.5, floor) for kind, floor in KINDS):
+            applied = [applied_by_hand(each, options) for each in logs]
+            truncated = sum(weight > options.cap for weight in weights) if options.kind == "tis" else 0
+            expected = {
+                "correction/weight_mean": total / number,
+                "correction/weight_max": max(weights),
+                "correction/effective_sample_size": total**2 / number / math.fsum(weight**2 for weight in weights),
+                "correction/applied_mean": math.fsum(applied) / number,
+                "correction/truncated_fraction": truncated / number,
+                "correction/masked_fraction": applied.count(0.0) / number,
+                "correction/kl": math.fsum(gaps) / len(gaps),
+                "correction/kl_k3": math.fsum(math.exp(-gap) - 1 + gap for gap in held) / len(gaps),
+            }
+            assert report_of(batch, old, rollout, options) == pytest.approx(expected, rel=1e-10, abs=1e-10)
+
+
+@pytest.mark.parametrize("options", EVERY_OPTION, ids=str)
+def test_parts_add_up_to_the_whole(options):
+    """A weight does not depend on its micro-batch, to the last bit; the sums of the parts are those of the whole."""
+    for batch, old, rollout in itertools.islice(cases(), 50):
+        whole = correction_sums(old, rollout, batch.mask, batch.cu_seqlens, options)
+        weights, parts = correction_weights(old, rollout, batch.mask, batch.cu_seqlens, options), []
+        for start, stop in itertools.pairwise(batch.cu_seqlens.tolist()):
+            part = (old[start:stop], rollout[start:stop], batch.mask[start:stop], torch.tensor([0, stop - start]))
+            assert torch.equal(correction_weights(*part, options), weights[start:stop])
+            parts.append(correction_sums(*part, options))
+        sums, maxima = sum(part.sums for part in parts), torch.stack([part.maxima for part in parts]).amax(0)
+        torch.testing.assert_close(sums, whole.sums, rtol=1e-11, atol=1e-11)
+        assert torch.equal(maxima, whole.maxima)
+
+
+@pytest.mark.parametrize("options", EVERY_OPTION, ids=str)
+def test_equal_logprobs_need_no_correction(options):
+    old, mask, borders = -30 * torch.rand(100), torch.rand(100) < 0.5, torch.tensor([0, 40, 100])
+    weights = correction_weights(old, old.clone(), mask, borders, options)
+    assert torch.equal(weights, torch.ones(100)) and weights.dtype == torch.float32
+    report = correction_report(*correction_sums(old, old.clone(), mask, borders, options))
+    ones = ("correction/weight_mean", "correction/weight_max", "correction/applied_mean")
+    assert all(value == float(key in (*ones, "correction/effective_sample_size")) for key, value in report.items())
+
+
+@pytest.mark.parametrize("options", EVERY_OPTION, ids=str)
+def test_what_lies_outside_the_mask_is_not_read_and_nothing_carries_a_gradient(options):
+    mask, borders = torch.tensor([False, True, True, False, True]), torch.tensor([0, 3, 3, 5])
+    old, rollout = torch.randn(5, requires_grad=True), torch.randn(5, requires_grad=True)
+    noisy = [torch.where(mask, field, math.nan) for field in (old, rollout)]
+    clean = correction_weights(old, rollout, mask, borders, options)
+    assert torch.equal(correction_weights(*noisy, mask, borders, options), clean) and not clean.requires_grad
+    sums = [correction_sums(*pair, mask, borders, options) for pair in ((old, rollout), noisy)]
+    assert torch.equal(sums[0].sums, sums[1].sums) and not sums[0].sums.requires_grad
+
+
+def test_a_batch_without_response_tokens_reports_zeros():
+    for options in EVERY_OPTION:
+        empty, mask, borders = torch.randn(3), torch.zeros(3, dtype=torch.bool), torch.tensor([0, 3])
+        report = correction_report(*correction_sums(empty, empty, mask, borders, options))
+        assert set(report.values()) == {0.0}
+        assert torch.equal(correction_weights(empty, empty, mask, borders, options), torch.ones(3))
+
+
+def test_a_masked_token_stays_in_the_denominator():
+    old, rollout = torch.tensor([3.0, 2.0, 0.5, 0.25]).log(), torch.zeros(4)
+    mask, borders = torch.ones(4, dtype=torch.bool), torch.tensor([0, 2, 4])
+    weights = correction_weights(old, rollout, mask, borders, CorrectionOptions("mis", "token", cap=2.5))
+    torch.testing.assert_close(weights, torch.tensor([0.0, 2.0, 0.5, 0.25]))
+    loss = aggregate(weights * torch.ones(4), mask, borders, "token-mean", local_counts(mask, borders))
+    assert float(loss) == pytest.approx(2.75 / 4)
+
+
+def test_bad_options_are_refused():
+    for arguments, message in (
+        (("is",), "kind 'is', allowed: none, tis, mis, icepop"),
+        (("tis", "batch"), "level 'batch', allowed: token, sequence, geometric"),
+        (("tis", "token", 0.0), "cap must be > 0, got 0.0"),
+        (("mis", "token", math.nan), "cap must be > 0"),
+        (("icepop", "token", 2.0), "floor goes with icepop, got kind icepop, floor None"),
+        (("mis", "token", 2.0, 0.5), "floor goes with icepop, got kind mis, floor 0.5"),
+        (("icepop", "token", 2.0, 3.0), r"floor must be in \(0, cap=2.0\], got 3.0"),
+        (("icepop", "token", 2.0, 0.0), r"floor must be in \(0, cap=2.0\], got 0.0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            CorrectionOptions(*arguments)
+    with pytest.raises(ValueError, match=r"old_logprobs \[2\], rollout_logprobs \[1\]"):
+        mask = torch.ones(2, dtype=torch.bool)
+        correction_weights(torch.ones(2), torch.ones(1), mask, torch.tensor([0, 2]), CorrectionOptions())
+
+
+def test_the_kinds_are_all_covered():
+    assert {options.kind for options in EVERY_OPTION} == set(CORRECTIONS) == {kind for kind, _ in KINDS}

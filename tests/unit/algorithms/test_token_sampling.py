@@ -1,0 +1,233 @@
+"""Keyed random numbers and the tokens drawn with them."""
+
+import pytest
+import torch
+
+from megarl.algorithms import token_sampling
+from megarl.algorithms.counter_rng import GOLDEN_GAMMA, _signed, splitmix64, stream_keys, uniforms
+from megarl.algorithms.token_sampling import SamplingSettings, inverse_cdf, restrict_to_top_k_top_p
+
+M64 = (1 << 64) - 1
+BELOW_ONE = 1 - 2.0**-53
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------
+
+
+def reference_splitmix64(state: int) -> int:
+    """Steele, Lea, Flood 2014, with Python's integers."""
+    z = state
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & M64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & M64
+    return z ^ (z >> 31)
+
+
+def inverse_splitmix64(output: int) -> int:
+    """The state whose output this is: every step of the hash can be undone."""
+
+    def unshift(z, bits):
+        x = z
+        for _ in range(64 // bits):
+            x = z ^ (x >> bits)
+        return x
+
+    z = unshift(output, 31)
+    z = unshift((z * pow(0x94D049BB133111EB, -1, 1 << 64)) & M64, 27)
+    return unshift((z * pow(0xBF58476D1CE4E5B9, -1, 1 << 64)) & M64, 30)
+
+
+def number_of(output: int) -> float:
+    """The uniform number that `uniforms` makes of this 64-bit output."""
+    key = inverse_splitmix64(output) - GOLDEN_GAMMA
+    return uniforms(torch.tensor([_signed(key)]), torch.zeros(1, dtype=torch.int64)).item()
+
+
+def outputs(seed: int, count: int) -> list[int]:
+    steps = torch.arange(1, count + 1)
+    return [z & M64 for z in splitmix64(_signed(seed) + steps * _signed(GOLDEN_GAMMA)).tolist()]
+
+
+def test_known_answers():
+    assert outputs(1234567, 3) == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
+def test_equals_the_reference_for_any_state():
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randint(-(2**63), 2**63 - 1, (500,), generator=generator)
+    states[:4] = torch.tensor([0, -1, 2**63 - 1, -(2**63)])
+    expected = [reference_splitmix64(s & M64) for s in states.tolist()]
+    assert [z & M64 for z in splitmix64(states).tolist()] == expected
+    assert [inverse_splitmix64(z) for z in expected] == [s & M64 for s in states.tolist()]
+
+
+def test_numbers_are_inside_0_and_1_at_the_edges():
+    assert 0.0 < number_of(0) < 1e-15
+    assert 1 - 1e-15 < number_of(M64) < 1.0
+    assert number_of(1 << 63) == pytest.approx(0.5, abs=1e-15)
+
+
+def chi_square(numbers, bins: int) -> float:
+    counts = torch.histc(numbers, bins, 0, 1)
+    expected = len(numbers) / bins
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def test_numbers_are_uniform_along_a_stream_and_across_streams():
+    """100 bins: the 0.1 % and 99.9 % points of chi-square with 99 degrees of freedom are 60 and 149."""
+    count = 100_000
+    one_key = stream_keys(1, 0, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    along = uniforms(one_key.expand(count), torch.arange(count))
+    keys = stream_keys(1, 3, torch.arange(count) // 8, torch.arange(count) % 8)
+    across = uniforms(keys, torch.full((count,), 17))
+    for numbers in (along, across):
+        assert numbers.dtype == torch.float64
+        assert 60 < chi_square(numbers, 100) < 149
+        assert len(numbers.unique()) == count
+    pairs = along[:-1] * 0.1 + (along[1:] * 10).floor() / 10  # neighbours: 10 by 10 cells
+    assert 60 < chi_square(pairs, 100) < 149
+    assert abs(float(torch.corrcoef(torch.stack([along, across]))[0, 1])) < 0.01
+
+
+def test_a_number_depends_on_nothing_but_its_name():
+    prompts, samples = torch.arange(6) // 2, torch.arange(6) % 2
+    keys, positions = stream_keys(5, 9, prompts, samples), torch.tensor([3, 1, 4, 1, 5, 9])
+    numbers = uniforms(keys, positions)
+    order = torch.tensor([4, 2, 0, 5, 1, 3])
+    assert torch.equal(uniforms(stream_keys(5, 9, prompts[order], samples[order]), positions[order]), numbers[order])
+    for i in range(6):
+        alone = uniforms(stream_keys(5, 9, prompts[i : i + 1], samples[i : i + 1]), positions[i : i + 1])
+        assert alone.item() == numbers[i].item()
+    torch.manual_seed(3)
+    assert torch.equal(uniforms(keys, positions), numbers)
+
+
+def test_every_part_of_the_name_counts():
+    zero, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
+    keys = [stream_keys(seed, step, prompt, sample).item() for seed in (0, 1, -1, 2**63) for step in (0, 1)
+            for prompt in (zero, one) for sample in (zero, one)]  # fmt: skip
+    assert len(set(keys)) == len(keys) == 32
+    assert uniforms(zero, zero).item() != uniforms(zero, one).item()
+
+
+# -- tokens ------------------------------------------------------------------------------------------------------
+
+
+def distribution(logits, settings):
+    return restrict_to_top_k_top_p((logits / settings.temperature).softmax(-1), settings)
+
+
+def draw(logits, numbers, settings):
+    return token_sampling.sample_tokens(logits, (logits / settings.temperature).softmax(-1), numbers, settings)
+
+
+def naive_kept(logits, settings) -> set:
+    """Tokens that top-k, then top-p leave, from sorted lists."""
+    p = (logits.double() / settings.temperature).softmax(-1).tolist()
+    order = sorted(range(len(p)), key=lambda i: -p[i])
+    if settings.top_k:
+        order = order[: settings.top_k]
+    total, kept, mass = sum(p[i] for i in order), set(), 0.0
+    for i in order:
+        if mass >= settings.top_p * total:
+            break
+        kept.add(i)
+        mass += p[i]
+    return kept
+
+
+SETTINGS = [
+    SamplingSettings(), SamplingSettings(temperature=0.5), SamplingSettings(temperature=3.0),
+    SamplingSettings(top_k=1), SamplingSettings(top_k=5), SamplingSettings(top_k=50), SamplingSettings(top_p=0.6),
+    SamplingSettings(top_p=0.05), SamplingSettings(top_k=7, top_p=0.7, temperature=0.8),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_top_k_and_top_p_keep_exactly_the_right_tokens(settings):
+    logits = 2 * torch.randn(200, 17, generator=torch.Generator().manual_seed(1))
+    kept = distribution(logits, settings)
+    whole = (logits / settings.temperature).softmax(-1)
+    for row, probabilities, full in zip(logits, kept, whole, strict=True):
+        assert set(probabilities.nonzero().flatten().tolist()) == naive_kept(row, settings)
+        assert torch.equal(probabilities[probabilities > 0], full[probabilities > 0])
+
+
+def test_top_k_of_equal_logits_keeps_k():
+    kept = distribution(torch.tensor([[1.0, 3.0, 3.0, 3.0, 0.0]]), SamplingSettings(top_k=2))
+    assert int((kept > 0).sum()) == 2
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_frequencies_match_the_probabilities(settings):
+    """Chi-square over the tokens that may come; its 99.99 % point with 16 degrees of freedom is 45."""
+    count = 20_000
+    logits = torch.randn(1, 17, generator=torch.Generator().manual_seed(2))
+    numbers = uniforms(torch.full((count,), 77), torch.arange(count))
+    tokens = draw(logits.expand(count, -1), numbers, settings)
+    probabilities = distribution(logits, settings)[0].double()
+    expected = probabilities / probabilities.sum() * count
+    counts = torch.bincount(tokens, minlength=17)
+    assert counts[expected == 0].sum() == 0
+    allowed = expected > 0
+    assert float(((counts - expected) ** 2 / expected)[allowed].sum()) < 45
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_the_smallest_and_the_largest_number_give_the_first_and_the_last_token(settings):
+    logits = torch.randn(50, 17, generator=torch.Generator().manual_seed(3))
+    logits[:, 0], logits[:, -1] = -1e30, -1e30
+    tiny, large = torch.full((50,), 2.0**-54).double(), torch.full((50,), BELOW_ONE).double()
+    for row, first, last in zip(logits, draw(logits, tiny, settings), draw(logits, large, settings), strict=True):
+        kept = naive_kept(row, settings) - {0, 16}
+        assert (first.item(), last.item()) == (min(kept), max(kept))
+    assert torch.equal(draw(logits, torch.ones(50).double(), settings), draw(logits, large, settings))
+
+
+def test_draw_is_the_inverse_of_the_cumulative_distribution():
+    logits = torch.tensor([[0.25, 0.5, 0.25]]).log()
+    numbers = torch.tensor([0.0, 0.2499, 0.2501, 0.7499, 0.7501, 0.9999]).double()
+    assert draw(logits.expand(6, -1), numbers, SamplingSettings()).tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_greedy_takes_the_likeliest_whatever_the_number():
+    logits = torch.randn(40, 17, generator=torch.Generator().manual_seed(4))
+    numbers = uniforms(torch.arange(40), torch.zeros(40, dtype=torch.int64))
+    assert torch.equal(draw(logits, numbers, SamplingSettings(greedy=True)), logits.argmax(-1))
+    assert torch.equal(draw(logits, numbers, SamplingSettings(top_k=1)), logits.argmax(-1))
+
+
+def test_a_row_is_drawn_the_same_alone_and_in_a_batch():
+    logits = torch.randn(30, 17, generator=torch.Generator().manual_seed(5))
+    numbers = uniforms(torch.arange(30), torch.arange(30))
+    settings = SamplingSettings(temperature=0.7, top_k=9, top_p=0.9)
+    sequences_per_example = draw(logits, numbers, settings)
+    assert sequences_per_example.tolist() == [
+        draw(logits[i : i + 1], numbers[i : i + 1], settings).item() for i in range(30)
+    ]
+
+
+def test_logits_are_not_changed():
+    logits = torch.randn(4, 17, generator=torch.Generator().manual_seed(6))
+    before = logits.clone()
+    draw(logits, torch.full((4,), 0.5).double(), SamplingSettings(top_k=3, top_p=0.5, temperature=0.5))
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("size", [64, 96, 512, 768, 1000, 4096 + 32])
+def test_tokens_found_by_blocks_are_those_of_the_whole_cumulative_distribution(size):
+    """Where no number comes within rounding of a border between two tokens."""
+    generator = torch.Generator().manual_seed(size)
+    weights = (3 * torch.randn(200, size, generator=generator)).softmax(-1) * 7
+    weights[::2, : size // 2], weights[1::2, size // 2 :] = 0.0, 0.0  # whole blocks without mass
+    numbers = torch.rand(200, generator=generator, dtype=torch.float64)
+    shares = weights.double() / weights.double().sum(-1, keepdim=True)
+    cumulative = shares.cumsum(-1)
+    tokens = inverse_cdf(weights, numbers)
+    above = cumulative.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    below = above - shares.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    assert (numbers < above + 1e-6).all() and (numbers > below - 1e-6).all()
+    edges = torch.tensor([0.0, 1.0]).double()
+    for row in weights[:4]:
+        kept = row.nonzero().flatten().tolist()
+        assert inverse_cdf(row.expand(2, -1), edges).tolist() == [kept[0], kept[-1]]
+    assert [inverse_cdf(weights[i : i + 1], numbers[i : i + 1]).item() for i in range(200)] == tokens.tolist()

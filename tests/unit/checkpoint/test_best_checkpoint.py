@@ -1,0 +1,201 @@
+"""The best checkpoint: named, kept and replaced, and a run killed at any instant leaves checkpoints that load."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megarl.checkpoint import folders
+from megarl.errors import UsageError
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: nothing behind it runs."""
+
+
+def saved(run: Path, step: int, best: int | None, kept_for: str = "interval", accuracy: float = 0.5) -> Path:
+    """A checkpoint saved as `state.save` does, with a file in the place of its tensors."""
+    folders.make_room(run, step)
+    folder = folders.step_folder(run, step)
+    (folder / "tensors").write_text(f"{step}")
+    manifest_entries = {
+        "world_size": 1,
+        "program": "test",
+        "kept_for": kept_for,
+        "best": {"step": best, "accuracy": accuracy},
+    }
+    folders.commit(run, step, manifest_entries)
+    return folder
+
+
+def steps(run: Path) -> list[int]:
+    return sorted(int(path.name[-8:]) for path in (run / "checkpoints").glob("step_*"))
+
+
+def loaded(run: Path, pointer: str | None = None) -> int:
+    """The step that a run or one of its pointers names, if its checkpoint is whole; UsageError else."""
+    folder = folders.find(str(run / "checkpoints" / pointer if pointer else run), "--load")
+    step = folders.read_manifest(folder, "--load")["step"]
+    assert (folder / "tensors").read_text() == f"{step}"
+    return step
+
+
+# -- which ones stay ---------------------------------------------------------------------------------------------
+
+
+def test_the_best_stays_until_a_better_one_comes(tmp_path):
+    saved(tmp_path, 3, 3, "best")
+    assert (steps(tmp_path), loaded(tmp_path), loaded(tmp_path, "best")) == ([3], 3, 3)
+    saved(tmp_path, 10, 3)
+    assert (steps(tmp_path), loaded(tmp_path), loaded(tmp_path, "best")) == ([3, 10], 10, 3)
+    saved(tmp_path, 12, 12, "best")
+    assert (steps(tmp_path), loaded(tmp_path), loaded(tmp_path, "best")) == ([10, 12], 12, 12)
+    assert loaded(tmp_path, "latest") == 12
+    assert (tmp_path / "checkpoints" / "best").read_text() == "step_00000012\n"
+
+
+def test_a_best_one_that_was_due_anyway_stays_for_good(tmp_path):
+    saved(tmp_path, 10, 10, "interval")
+    saved(tmp_path, 12, 12, "best")
+    saved(tmp_path, 15, 15, "best")
+    assert (steps(tmp_path), loaded(tmp_path, "best")) == ([10, 15], 15)
+
+
+def test_without_an_evaluation_nothing_is_best(tmp_path):
+    saved(tmp_path, 10, None)
+    assert loaded(tmp_path) == 10 and not (tmp_path / "checkpoints" / "best").exists()
+    with pytest.raises(UsageError, match="--load .*/checkpoints/best: no such folder; allowed .* checkpoints/best"):
+        loaded(tmp_path, "best")
+
+
+def test_checkpoints_of_an_older_version_are_left_alone(tmp_path):
+    """Those say nothing of why they were kept; nor does one whose manifest cannot be read."""
+    old, spoilt = saved(tmp_path, 1, None), saved(tmp_path, 2, None, "best")
+    (old / "manifest.json").write_text(json.dumps({"step": 1, "world_size": 1, "program": "test"}))
+    (spoilt / "manifest.json").write_text("{")
+    saved(tmp_path, 5, 5, "best")
+    assert steps(tmp_path) == [1, 2, 5]
+
+
+def test_a_best_one_of_another_folder_is_not_named(tmp_path):
+    """A run that goes on in a new folder: its best step so far was saved elsewhere."""
+    saved(tmp_path, 20, 7)
+    assert not (tmp_path / "checkpoints" / "best").exists()
+    saved(tmp_path, 25, 25, "best")
+    assert loaded(tmp_path, "best") == 25
+
+
+def test_a_run_that_goes_on_from_an_earlier_step_has_its_own_best(tmp_path):
+    saved(tmp_path, 5, 5, "interval")
+    saved(tmp_path, 10, 5)
+    saved(tmp_path, 15, 15, "best")
+    saved(tmp_path, 12, 5)  # resumed from step 10
+    assert (steps(tmp_path), loaded(tmp_path), loaded(tmp_path, "best")) == ([5, 10, 12], 12, 5)
+
+
+def test_what_latest_names_is_never_removed(tmp_path):
+    saved(tmp_path, 5, 5)
+    saved(tmp_path, 12, 12, "best")
+    folders.commit_best(tmp_path, 5)
+    assert (steps(tmp_path), loaded(tmp_path), loaded(tmp_path, "best")) == ([5, 12], 12, 5)
+    saved(tmp_path, 15, 5)
+    assert (steps(tmp_path), loaded(tmp_path), loaded(tmp_path, "best")) == ([5, 15], 15, 5)
+
+
+@pytest.mark.parametrize("text", ["", "step_00000009", "../nothing"])
+def test_a_pointer_to_nothing_is_refused(text, tmp_path):
+    saved(tmp_path, 1, 1)
+    (tmp_path / "checkpoints" / "best").write_text(text)
+    with pytest.raises(UsageError, match="^--load .*checkpoints"):
+        loaded(tmp_path, "best")
+    assert loaded(tmp_path) == 1
+
+
+# -- killed at any instant ---------------------------------------------------------------------------------------
+
+
+def killed_before(monkeypatch, number: int, action) -> bool:
+    """Runs `action` up to before its number-th change of the file system; whether it was killed there."""
+    seen = []
+
+    def deadly(change):
+        def wrapper(*args, **kwargs):
+            seen.append(change)
+            if len(seen) > number:
+                raise Killed
+            return change(*args, **kwargs)
+
+        return wrapper
+
+    def tree(path, ignore_errors=False):  # goes file by file, as the real one does
+        for file in sorted(Path(path).rglob("*")) if Path(path).exists() else []:
+            deadly(Path.unlink)(file)
+        shutil_rmtree(path, ignore_errors)
+
+    shutil_rmtree = shutil.rmtree
+    with monkeypatch.context() as patch:
+        patch.setattr(folders.shutil, "rmtree", deadly(tree))
+        patch.setattr(folders, "write_atomically", deadly(folders.write_atomically))
+        for name in ("mkdir", "rename", "unlink"):
+            patch.setattr(Path, name, deadly(getattr(Path, name)))
+        try:
+            action()
+        except Killed:
+            return True
+    return False
+
+
+def every_death(monkeypatch, folder: Path, prepare, action):
+    """The run's folder as each possible instant of death leaves it, and last as a life to the end does."""
+    for number in range(100):
+        run = folder / str(number)
+        prepare(run)
+        died = killed_before(monkeypatch, number, lambda run=run: action(run))
+        yield run
+        if not died:
+            assert number > 5  # changes that were met
+            return
+    raise AssertionError("it never came to its end")
+
+
+def test_a_better_one_is_saved_and_the_run_killed_at_any_instant(tmp_path, monkeypatch):
+    def prepare(run):
+        saved(run, 3, 3, "best")
+        saved(run, 10, 3)
+
+    seen = []
+    for run in every_death(monkeypatch, tmp_path, prepare, lambda run: saved(run, 12, 12, "best")):
+        seen.append((loaded(run), loaded(run, "best")))
+        best = folders.read_manifest(folders.find(str(run), "--load"), "--load")["best"]["step"]
+        saved(run, 20, best)  # resumed, it goes on, and makes good what was left undone
+        assert loaded(run, "best") == best == {10: 3, 12: 12}[seen[-1][0]]
+        assert not list((run / "checkpoints").glob(".removed-*"))
+        assert (3 in steps(run)) == (best == 3)
+    assert seen[0] == (10, 3) and seen[-1] == (12, 12) and sorted(seen) == seen
+    assert (12, 3) in seen  # between the two names
+
+
+def test_a_step_is_saved_again_and_the_run_killed_at_any_instant(tmp_path, monkeypatch):
+    """A run resumed at step 10 comes to 12 again, which both files name."""
+
+    def prepare(run):
+        saved(run, 5, 5, "interval")
+        saved(run, 10, 5)
+        saved(run, 12, 12, "best")
+
+    seen = []
+    for run in every_death(monkeypatch, tmp_path, prepare, lambda run: saved(run, 12, 12, "best")):
+        best = loaded(run, "best") if (run / "checkpoints" / "best").exists() else None
+        seen.append((loaded(run), best))
+    assert seen[0] == seen[-1] == (12, 12) and set(seen) == {(12, 12), (10, 12), (10, None), (12, None)}
+
+
+def test_a_half_written_step_is_replaced(tmp_path):
+    saved(tmp_path, 1, 1)
+    half = folders.step_folder(tmp_path, 2)
+    half.mkdir()
+    (half / "tensors").write_text("half")
+    (half / "more").write_text("half")
+    assert sorted(path.name for path in saved(tmp_path, 2, 2).iterdir()) == ["manifest.json", "tensors"]
+    assert loaded(tmp_path) == loaded(tmp_path, "best") == 2

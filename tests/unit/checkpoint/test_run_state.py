@@ -1,0 +1,249 @@
+"""Checkpoints: exact in every layout, roles apart, the policy's weights alone, committed last, refused when half."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.errors import UsageError
+from tests.helpers.programs import inputs, program, rl_argv, sft_argv
+from tests.helpers.tiny_models import whole_tensor
+from tests.helpers.worlds import SAFETY, run_world
+
+VOCAB = 16
+TP2 = "--tensor-model-parallel-size 2"
+DISTRIBUTED = "--use-distributed-optimizer"
+
+
+def learners(parsed, names=("actor",)):
+    """(world, {role: learner on this rank}) of a parsed command line."""
+    from megarl.comm import role_mesh
+    from megarl.roles.trainable_model import TrainableModel
+
+    here = role_mesh.create_mesh(parsed.roles, SAFETY)
+    return here, {
+        name: TrainableModel(parsed.roles[name], here[name], VOCAB, updates=2, value_head=name == "critic")
+        for name in names
+        if here[name].is_member
+    }
+
+
+def learn(trainable_model, updates: int):
+    """Updates with gradients that follow from weights and step alone, whatever the layout."""
+    from megarl.mcore.training import optimizer
+
+    for _ in range(updates):
+        trainable_model.wrapped[0].zero_grad_buffer()
+        for number, (name, parameter) in enumerate(trainable_model.model[0].named_parameters()):
+            parameter.main_grad.copy_(
+                parameter.detach() * (1 + number % 3) + 0.01 * trainable_model.scheduler.num_steps
+            )
+        assert optimizer.update(trainable_model.optimizer)[0]
+        trainable_model.scheduler.step(1)
+
+
+def contents(trainable_model) -> dict:
+    """All that a checkpoint must bring back, as one rank would hold it; moments only where they are not sharded."""
+    group, plain = trainable_model.role_groups.pg_collection.tp, {}
+    found = {
+        name: whole_tensor(name, p, p.detach(), group, True) for name, p in trainable_model.model[0].named_parameters()
+    }
+    (part,) = trainable_model.optimizer.chained_optimizers
+    for name, parameter in trainable_model.model[0].named_parameters():
+        for moment, value in part.optimizer.state.get(parameter, {}).items():
+            found[f"{name}/{moment}"] = whole_tensor(name, parameter, value, group, True)
+    plain["steps"] = {group.get("step", 0) for group in part.optimizer.param_groups}
+    plain["rate"] = trainable_model.learning_rate()
+    plain["scheduler"] = trainable_model.scheduler.state_dict()
+    return {"tensors": found, "plain": plain}
+
+
+def save(rank: int, parsed, run: Path, updates: int, load: Path | None = None, names=("actor",)) -> dict:
+    """Loads (or not), learns, saves; contents by role before and behind the updates."""
+    from megarl.checkpoint import folders, run_state
+
+    here, found = learners(parsed, names)
+    extra = {"counter": [1, {"of": "the caller"}]}
+    if load:
+        loaded = run_state.load(load, here, {name: one.state(extra, loading=True) for name, one in found.items()})
+        assert all(one.restore(loaded[name]) == extra for name, one in found.items())
+    before = {name: contents(one) for name, one in found.items()}
+    for one in found.values():
+        learn(one, updates)
+    run_state.save(run, 7, here, {name: one.state(extra) for name, one in found.items()}, {"program": "test"})
+    assert folders.find(str(run), "--load") == folders.step_folder(run, 7)
+    return {"before": before, "behind": {name: contents(one) for name, one in found.items()}}
+
+
+def assert_equal(found: dict, expected: dict):
+    assert found["plain"] == expected["plain"]
+    assert found["tensors"].keys() == expected["tensors"].keys()
+    for name, tensor in expected["tensors"].items():
+        assert torch.equal(found["tensors"][name], tensor), name
+
+
+def checkpoint_of(folder: Path) -> Path:
+    return folder / "checkpoints" / "step_00000007"
+
+
+def sft(folder: Path, flags: str = "", size: int = 1):
+    return program("sft", sft_argv(folder, f"--lr 1e-2 --weight-decay 0.1 --train-iters 9 {flags}"), size)
+
+
+# -- layouts -----------------------------------------------------------------------------------------------------
+
+
+def test_a_role_survives_a_round_through_another_tensor_layout(tmp_path):
+    one, two, three = tmp_path / "one", tmp_path / "two", tmp_path / "three"
+    first = run_world(save, 1, sft(one), one, 3)[0]["behind"]["actor"]
+    assert first["plain"]["steps"] == {3} and first["plain"]["scheduler"]["num_steps"] == 3
+    assert any(name.endswith("/exp_avg_sq") for name in first["tensors"])
+    for result in run_world(save, 2, sft(two, TP2, 2), two, 0, checkpoint_of(one)):
+        assert_equal(result["before"]["actor"], first)
+    third = run_world(save, 1, sft(three), three, 2, checkpoint_of(two))[0]
+    assert_equal(third["before"]["actor"], first)
+    assert third["behind"]["actor"]["plain"]["steps"] == {5}
+
+
+def test_the_state_that_comes_back_is_the_one_that_learns_on(tmp_path):
+    whole = run_world(save, 1, sft(tmp_path / "a"), tmp_path / "a", 5)[0]["behind"]["actor"]
+    run_world(save, 1, sft(tmp_path / "b"), tmp_path / "b", 3)
+    part = run_world(save, 1, sft(tmp_path / "c"), tmp_path / "c", 2, checkpoint_of(tmp_path / "b"))[0]
+    assert_equal(part["behind"]["actor"], whole)
+
+
+@pytest.mark.parametrize("size, flags", [(2, DISTRIBUTED), (1, DISTRIBUTED), (4, f"{DISTRIBUTED} {TP2}")])
+def test_a_distributed_optimizer_goes_on_in_any_layout(size, flags, tmp_path):
+    whole = run_world(save, 2, sft(tmp_path / "a", DISTRIBUTED, 2), tmp_path / "a", 5)[0]["behind"]["actor"]
+    run_world(save, 2, sft(tmp_path / "b", DISTRIBUTED, 2), tmp_path / "b", 3)
+    source = checkpoint_of(tmp_path / "b")
+    for result in run_world(save, size, sft(tmp_path / "c", flags, size), tmp_path / "c", 2, source):
+        found = result["behind"]["actor"]
+        assert found["plain"] == whole["plain"]
+        for name in (name for name in whole["tensors"] if "/" not in name):
+            torch.testing.assert_close(found["tensors"][name], whole["tensors"][name], rtol=0, atol=1e-6)
+
+
+# -- roles -------------------------------------------------------------------------------------------------------
+
+
+def test_roles_on_disjoint_ranks_come_back_on_one_rank(tmp_path):
+    apart, sequences_per_example, names = tmp_path / "apart", tmp_path / "together", ("actor", "critic")
+    role_map = "--role-map actor=1-2;critic=0;reward=0;reference=0 --actor-tensor-model-parallel-size 2"
+    parsed = program("rl", rl_argv(apart, role_map), 3)
+    critic, actor, same_actor = [r["behind"] for r in run_world(save, 3, parsed, apart, 2, None, names)]
+    assert list(critic) == ["critic"] and list(actor) == list(same_actor) == ["actor"]
+    parsed = program("rl", rl_argv(sequences_per_example), 1)
+    found = run_world(save, 1, parsed, sequences_per_example, 0, checkpoint_of(apart), names)[0]["before"]
+    assert_equal(found["actor"], actor["actor"])
+    assert_equal(found["critic"], critic["critic"])
+
+
+def warm_started(rank: int, parsed):
+    """(weights of actor and critic behind a warm start from the policy, which the critic's head must outlive)."""
+    from megarl.checkpoint import folders, run_state
+
+    here, found = learners(parsed, ("actor", "critic"))
+    head = found["critic"].model[0].output_layer
+    with torch.no_grad():
+        head.weight.copy_(torch.linspace(-1, 1, 32))
+        head.bias.fill_(0.25)
+    for name, trainable_model in found.items():
+        run_state.load_weights(
+            folders.find(str(inputs() / "sft"), "--x"), trainable_model.model, here[name].pg_collection
+        )
+    return [
+        {key: tensor for key, tensor in contents(found[name])["tensors"].items() if "/exp_avg" not in key}
+        for name in ("actor", "critic")
+    ]
+
+
+@pytest.mark.parametrize("size, flags", [(1, ""), (2, TP2)])
+def test_the_critic_keeps_its_head_when_it_takes_the_policys_weights(size, flags, tmp_path):
+    parsed = program("rl", rl_argv(tmp_path, flags), size)
+    for actor, critic in run_world(warm_started, size, parsed):
+        assert torch.equal(critic.pop("output_layer.weight"), torch.linspace(-1, 1, 32).unsqueeze(0))
+        assert float(critic.pop("output_layer.bias")) == 0.25
+        assert set(critic) == set(actor)
+        assert all(torch.equal(critic[name], actor[name]) for name in critic)
+    trained = run_world(warm_started, 1, program("rl", rl_argv(tmp_path), 1))[0][0]
+    assert all(torch.equal(trained[name], actor[name]) for name in trained)
+
+
+# -- folders -----------------------------------------------------------------------------------------------------
+
+
+def commits(rank: int, parsed, run: Path) -> list:
+    """What lay in the run's folder whenever a file was committed, in order."""
+    from megarl.checkpoint import folders, run_state
+    from megarl.mcore.weights import dist_checkpoint
+
+    here, found = learners(parsed)
+    seen, write, save_tensors = [], folders.write_atomically, dist_checkpoint.save
+
+    def there():
+        return sorted(path.name for path in run.rglob("*") if path.name in ("manifest.json", "latest", ".metadata"))
+
+    def watch(path, *args):
+        seen.append((Path(path).name, there()))
+        write(path, *args)
+
+    def watch_tensors(*args):
+        seen.append(("tensors", there()))
+        save_tensors(*args)
+
+    folders.write_atomically, dist_checkpoint.save = watch, watch_tensors
+    run_state.save(run, 3, here, {"actor": found["actor"].state({})}, {"program": "test"})
+    return seen
+
+
+def test_a_manifest_is_written_behind_the_tensors_and_latest_last(tmp_path):
+    assert run_world(commits, 1, sft(tmp_path), tmp_path)[0] == [
+        ("tensors", []), ("manifest.json", [".metadata"]), ("latest", [".metadata", "manifest.json"]),
+    ]  # fmt: skip
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step_00000003\n"
+
+
+def committed(run: Path, step: int) -> Path:
+    from megarl.checkpoint import folders
+
+    folder = folders.step_folder(run, step)
+    folder.mkdir(parents=True)
+    folders.commit(run, step, {"world_size": 1, "program": "test"})
+    return folder
+
+
+def test_an_interrupted_save_leaves_the_one_before(tmp_path):
+    from megarl.checkpoint import folders
+
+    first = committed(tmp_path, 1)
+    half = folders.step_folder(tmp_path, 2)
+    half.mkdir()
+    (half / "__0_0.distcp").write_bytes(b"half")
+    assert folders.find(str(tmp_path), "--load") == first
+    with pytest.raises(UsageError, match=f"--load {half}: .*manifest.json is missing"):
+        folders.find(str(half), "--load")
+    assert folders.find(str(committed(tmp_path, 3)), "--load") == folders.find(str(tmp_path), "--load")
+
+
+def test_manifest_and_step_folders_can_be_named(tmp_path):
+    from megarl.checkpoint import folders
+
+    first, second = committed(tmp_path, 1), committed(tmp_path, 2)
+    assert folders.find(str(first), "--load") == first and folders.find(str(tmp_path), "--load") == second
+    assert json.loads((first / "manifest.json").read_text()) == {"step": 1, "world_size": 1, "program": "test"}
+
+
+@pytest.mark.parametrize("make", [
+    lambda run: None, lambda run: run.mkdir(), lambda run: run.write_text(""),
+    lambda run: (run / "checkpoints" / "latest").mkdir(parents=True),
+    lambda run: ((run / "checkpoints").mkdir(parents=True), (run / "checkpoints" / "latest").write_text("gone")),
+    lambda run: ((run / "checkpoints").mkdir(parents=True), (run / "checkpoints" / "latest").write_bytes(b"\xff")),
+])  # fmt: skip
+def test_a_path_without_a_checkpoint_is_refused(make, tmp_path):
+    from megarl.checkpoint import folders
+
+    make(tmp_path / "run")
+    with pytest.raises(UsageError, match="^--load .*run"):
+        folders.find(str(tmp_path / "run"), "--load")

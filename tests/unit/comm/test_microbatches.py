@@ -1,0 +1,227 @@
+"""Mini-batches and micro-batches: a cap that is one, few and even micro-batches, equally many on every lane; and lanes
+that share the work of each mini-batch out evenly."""
+
+import pytest
+import torch
+
+from megarl.batch import Batch
+from megarl.comm import load_balance
+from megarl.comm import microbatches as mb
+from tests.helpers.worlds import run_world
+
+HIDDEN = 64
+
+
+def ragged(seed: int, count: int, longest: int = 13) -> torch.Tensor:
+    """Lengths from 1 up."""
+    return torch.randint(1, longest, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def spread(groups, lengths) -> float:
+    """Largest work of a group over the mean."""
+    work = torch.stack([mb.sequence_flops(lengths[group], HIDDEN).sum() for group in groups]).double()
+    return float(work.max() / work.mean())
+
+
+# -- packing -----------------------------------------------------------------------------------------------------
+
+
+def test_eight_sequences_of_seven_tokens_under_a_cap_of_eight_are_eight_microbatches():
+    assert sorted(group.tolist() for group in mb.bin_pack(torch.full((8,), 7), 8, HIDDEN)) == [[i] for i in range(8)]
+
+
+@pytest.mark.parametrize("count", [1, 4, 30])
+@pytest.mark.parametrize("seed", range(20))
+def test_the_cap_holds_and_every_sequence_stands_once(seed, count):
+    lengths = ragged(seed, 2 * seed)
+    groups = mb.bin_pack(lengths, 12, HIDDEN, count)
+    assert sorted(i for group in groups for i in group.tolist()) == list(range(2 * seed))
+    assert all(len(group) and lengths[group].sum() <= 12 for group in groups)
+    assert all(group.tolist() == sorted(group.tolist()) for group in groups)
+    work = [int(mb.sequence_flops(lengths[group], HIDDEN).sum()) for group in groups]
+    assert work == sorted(work, reverse=True)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_few_microbatches(seed):
+    """Best fit decreasing: at most 11/9 of the fewest, which the sum of tokens bounds from below, and one more."""
+    lengths = ragged(seed, 60, 40)
+    fewest = -(-int(lengths.sum()) // 64)
+    assert fewest <= len(mb.bin_pack(lengths, 64, HIDDEN)) <= 11 * fewest // 9 + 1
+
+
+def test_a_pack_that_sequences_in_their_order_would_miss():
+    assert len(mb.bin_pack(torch.tensor([5, 4, 3, 4]), 8, HIDDEN)) == 2  # in order: 5 | 4 3 | 4
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_work_is_even_where_there_is_room(seed):
+    lengths = ragged(seed, 60, 40)
+    assert spread(mb.bin_pack(lengths, 400, HIDDEN), lengths) < 1.05
+
+
+@pytest.mark.parametrize("count, expected", [(1, 2), (2, 2), (3, 3), (6, 6), (9, 6)])
+def test_more_microbatches_than_needed_where_other_lanes_need_them(count, expected):
+    assert len(mb.bin_pack(torch.tensor([1, 2, 3, 4, 5, 1]), 8, HIDDEN, count)) == expected
+
+
+def test_a_level_pack_that_fails_falls_back_to_the_tight_one():
+    lengths = torch.tensor([6, 6, 4, 4, 4])  # by work alone 6 4 | 6 4, and no room for the last
+    groups = mb.bin_pack(lengths, 12, HIDDEN)
+    assert [lengths[group].tolist() for group in groups] == [[6, 6], [4, 4, 4]]
+
+
+def test_nothing_packs_into_nothing_and_a_whole_cap_into_one():
+    assert mb.bin_pack(torch.zeros(0, dtype=torch.int64), 8, HIDDEN) == []
+    assert [group.tolist() for group in mb.bin_pack(torch.tensor([3, 5, 8]), 8, HIDDEN)] == [[2], [0, 1]]
+
+
+def test_work_is_quadratic_and_counted_in_64_bits():
+    for dtype in (torch.int32, torch.int64):
+        lengths = torch.tensor([1, 35_000, 50_000, 1_000_000], dtype=dtype)
+        work = mb.sequence_flops(lengths, 8192)
+        assert work.dtype == torch.int64
+        assert work.tolist() == [s * s + 12 * 8192 * s for s in (1, 35_000, 50_000, 1_000_000)]
+    assert (
+        mb.sequence_flops(torch.tensor([12 * 64]), 64) == 2 * (12 * 64) ** 2
+    )  # there attention costs what the layers do
+
+
+@pytest.mark.parametrize("count", [1, 5, 30])
+@pytest.mark.parametrize("seed", range(10))
+def test_the_two_of_a_pair_share_a_microbatch(seed, count):
+    lengths = ragged(seed, 4 * seed)
+    groups = mb.bin_pack(lengths, 24, HIDDEN, count, sequences_per_example=2)
+    assert torch.equal(torch.cat([torch.zeros(0).long(), *groups]).sort().values, torch.arange(4 * seed))
+    for group in groups:
+        first, second = group.view(-1, 2).unbind(1)
+        assert (first % 2 == 0).all() and torch.equal(second, first + 1) and (first.diff() > 0).all()
+        assert lengths[group].sum() <= 24
+    # Sequences of the pairs' lengths pack alike: a pair is one thing to pack.
+    assert len(groups) == len(mb.bin_pack(lengths.view(-1, 2).sum(1), 24, HIDDEN, count))
+
+
+def test_one_alone_is_packed_as_ever():
+    lengths = ragged(4, 30)
+    assert all(
+        map(torch.equal, mb.bin_pack(lengths, 24, HIDDEN), mb.bin_pack(lengths, 24, HIDDEN, sequences_per_example=1))
+    )
+
+
+# -- mini-batches ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count, size", [(12, 4), (12, 5), (12, 1), (7, 3)])
+def test_minibatches_part_the_sequences(count, size):
+    parts = mb.minibatch_ids(count, size, 3, 1, 0)
+    assert [len(part) for part in parts] == [size] * (count // size) + [count % size] * (count % size > 0)
+    assert sorted(torch.cat(parts).tolist()) == list(range(count))
+    assert all(part.tolist() == sorted(part.tolist()) for part in parts)
+
+
+@pytest.mark.parametrize("size", [None, 12, 13])
+def test_one_minibatch_holds_all(size):
+    (part,) = mb.minibatch_ids(12, size, 3, 1, 0)
+    assert part.tolist() == list(range(12))
+
+
+def test_minibatches_depend_on_seed_step_and_epoch_alone():
+    def drawn(*where):
+        return [part.tolist() for part in mb.minibatch_ids(24, 6, *where)]
+
+    torch.manual_seed(0)
+    first = drawn(3, 1, 0)
+    torch.rand(5)
+    assert drawn(3, 1, 0) == first
+    assert len({str(drawn(*where)) for where in [(3, 1, 0), (4, 1, 0), (3, 2, 0), (3, 1, 1)]}) == 4
+
+
+# -- micro-batches of a batch ------------------------------------------------------------------------------------
+
+
+def small_batch(count=5) -> Batch:
+    lengths = torch.arange(2, count + 2)
+    total = int(lengths.sum())
+    return Batch(sequence_ids=torch.arange(count) * 3, lengths=lengths, tokens=torch.arange(total) % 16)
+
+
+def test_members_are_found_by_id_not_by_place():
+    assert mb.positions_of(small_batch(), torch.tensor([6, 4, 0, 12, 13])).tolist() == [0, 2, 4]
+
+
+def test_write_back_puts_values_where_their_sequences_stand():
+    batch = small_batch()
+    offsets = [slice(int(a), int(b)) for a, b in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)]
+    whole = torch.rand(len(batch.tokens)) + 1
+    pieces = [(torch.cat([whole[offsets[i]] for i in places]), torch.tensor(places)) for places in ([3, 0], [4, 1])]
+    mb.write_back(batch, "values", [*pieces, (torch.ones(1), torch.zeros(0, dtype=torch.int64))])
+    for i, rows in enumerate(offsets):
+        assert torch.equal(batch.values[rows], whole[rows] if i != 2 else torch.zeros(4))
+    assert batch.values.dtype == torch.float32
+
+
+def counts(rank: int, lengths: list[list[int]], multiple: int, sequences_per_example: int = 1):
+    import torch.distributed as dist
+
+    mine = torch.tensor(lengths[rank], dtype=torch.int64)
+    ids = torch.arange(len(mine))
+    batch = Batch(sequence_ids=ids, lengths=mine, tokens=torch.zeros(int(mine.sum()), dtype=torch.int64),
+                  response_mask=torch.ones(int(mine.sum()), dtype=torch.bool))  # fmt: skip
+    parts = mb.split_into_microbatches(batch, ids, 8, dist.group.WORLD, HIDDEN, multiple, sequences_per_example)
+    for part, places in parts:
+        assert not len(places) or torch.equal(part.lengths, mine[places])
+    return [(len(part.tokens), bool(part.response_mask.any()), places.tolist()) for part, places in parts]
+
+
+def test_lanes_run_equally_many_microbatches_and_spare_ones_count_nowhere():
+    one, other, third = run_world(counts, 3, [[7, 7, 7], [4, 4], []], 1)
+    assert one == [(7, True, [0]), (7, True, [1]), (7, True, [2])]
+    assert other == [(4, True, [0]), (4, True, [1]), (1, False, [])]
+    assert third == [(1, False, [])] * 3
+
+
+def test_a_lane_without_pairs_runs_blank_ones():
+    one, other = run_world(counts, 2, [[3, 4, 1, 2, 5, 3], []], 1, 2)
+    assert sorted(places for _, _, places in one) == [[0, 1], [2, 3], [4, 5]]
+    assert other == [(2, False, [])] * len(one)
+
+
+@pytest.mark.parametrize("multiple, expected", [(2, 4), (3, 3), (4, 4), (8, 8)])
+def test_virtual_stages_want_a_multiple(multiple, expected):
+    results = run_world(counts, 2, [[7, 7, 7], []], multiple)
+    assert [len(parts) for parts in results] == [expected] * 2
+
+
+# -- lanes -------------------------------------------------------------------------------------------------------
+
+
+def work_of_lanes(lengths, dp_assignment, ids, count) -> torch.Tensor:
+    work = torch.zeros(count, dtype=torch.int64)
+    return work.index_add_(0, dp_assignment[ids], mb.sequence_flops(lengths, HIDDEN)[ids]).double()
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 7])
+def test_each_minibatch_and_the_step_are_shared_out_evenly(count):
+    lengths = (5 + 0.7 * torch.randn(256, generator=torch.Generator().manual_seed(1))).exp().long().clamp(1, 2000)
+    minibatches = mb.minibatch_ids(256, 64, 1, 1, 0)
+    dp_assignment = load_balance.balance_by_flops(lengths, minibatches, count, HIDDEN)
+    assert dp_assignment.dtype == torch.int64 and 0 <= dp_assignment.min() and dp_assignment.max() < count
+    for ids in [*minibatches, torch.arange(256)]:
+        work = work_of_lanes(lengths, dp_assignment, ids, count)
+        assert work.max() < 1.15 * work.mean()
+    in_turn = work_of_lanes(lengths, torch.arange(256) // 4 % count, torch.arange(256), count)
+    assert count == 1 or work.max() < in_turn.max()
+
+
+def test_minibatches_smaller_than_the_lanes_take_turns():
+    dp_assignment = load_balance.balance_by_flops(torch.full((8,), 5), [torch.tensor([i]) for i in range(8)], 4, HIDDEN)
+    assert sorted(dp_assignment.tolist()) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_owners_follow_from_lengths_and_plan_alone():
+    lengths, minibatches = ragged(3, 24), mb.minibatch_ids(24, 8, 1, 1, 0)
+    first = load_balance.balance_by_flops(lengths, minibatches, 3, HIDDEN)
+    torch.manual_seed(5)
+    assert torch.equal(first, load_balance.balance_by_flops(lengths.clone(), minibatches, 3, HIDDEN))
+    assert not torch.equal(first, load_balance.balance_by_flops(lengths.flip(0), minibatches, 3, HIDDEN))
+    assert load_balance.balance_by_flops(torch.zeros(0, dtype=torch.int64), [], 3, HIDDEN).tolist() == []

@@ -1,0 +1,266 @@
+"""Places and process groups: sizes and members for several layouts, lanes, sharing between roles."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.comm import role_mesh
+from megarl.mcore.parallel.process_groups import DENSE, EXPERT, GroupCache, ParallelSizes, replica_ranks
+from tests.helpers.tiny_models import parse_roles
+from tests.helpers.worlds import SAFETY, run_world
+
+NAMES = [*DENSE, *EXPERT, "embd", "pos_embd"]
+
+
+# -- lanes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks, sizes, expected", [
+    (range(4), ParallelSizes(), [[0], [1], [2], [3]]),
+    (range(4), ParallelSizes(tensor=2), [[0, 1], [2, 3]]),
+    (range(4, 8), ParallelSizes(tensor=4), [[4, 5, 6, 7]]),
+    (range(4), ParallelSizes(pipeline=2), [[0, 2], [1, 3]]),
+    (range(8), ParallelSizes(tensor=2, pipeline=2), [[0, 1, 4, 5], [2, 3, 6, 7]]),
+    (range(8), ParallelSizes(tensor=2, context=2), [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    (range(3, 4), ParallelSizes(), [[3]]),
+])  # fmt: skip
+def test_lanes_of_small_layouts(ranks, sizes, expected):
+    assert replica_ranks(ranks, sizes) == expected
+
+
+@pytest.mark.parametrize("tensor, pipeline, context, data, start",
+                         [*itertools.product((1, 2, 4), (1, 2, 3), (1, 2), (1, 2, 3), (0, 5))])  # fmt: skip
+def test_lanes_part_the_ranks_and_follow_megatrons_order(tensor, pipeline, context, data, start):
+    sizes = ParallelSizes(tensor=tensor, pipeline=pipeline, context=context)
+    ranks = range(start, start + tensor * pipeline * context * data)
+    replicas = replica_ranks(ranks, sizes)
+    assert sizes.data(len(ranks)) == len(replicas) == data
+    assert all(len(dp_rank) == sizes.replica_size() == tensor * pipeline * context for dp_rank in replicas)
+    assert sorted(itertools.chain(*replicas)) == list(ranks)
+    for dp_rank, members in enumerate(replicas):
+        for rank in members:  # Megatron's order: tensor fastest, then context, data, pipeline
+            assert (rank - start) // (tensor * context) % data == dp_rank
+        assert members == sorted(members)  # so the first is tensor rank 0 of the first stage
+
+
+def test_sizes_of_expert_data_parallelism():
+    assert ParallelSizes(tensor=2, expert=2).expert_data(8) == 4
+    assert ParallelSizes(pipeline=2, expert=2, expert_tensor=2).expert_data(16) == 2
+
+
+# -- groups ------------------------------------------------------------------------------------------------------
+
+
+def describe(rank, flags, program):
+    """{role: {group: world ranks}} on this rank, with what a `Place` says."""
+    roles = parse_roles(flags, dist.get_world_size(), program=program)
+    here = role_mesh.create_mesh(roles, SAFETY)
+    assert (here.rank, here.size) == (rank, dist.get_world_size())
+    found = {}
+    for name, place in here.places.items():
+        assert place is here[name] and place.role == name and place.rank == rank
+        groups = {}
+        if place.is_member:
+            groups = {g: dist.get_process_group_ranks(getattr(place.pg_collection, g)) for g in NAMES if
+                      getattr(place.pg_collection, g) is not None}  # fmt: skip
+            assert dist.get_process_group_ranks(place.replica_group) == list(place.replicas[place.dp_rank])
+            assert dist.get_rank(place.pg_collection.tp) == groups["tp"].index(rank)
+        else:
+            assert place.pg_collection is None and place.replica_group is None and place.dp_rank is None
+        found[name] = (place.dp_rank, place.is_leader, place.leaders, groups)
+    for other in range(here.size):
+        assert here.roles_of(other) == [n for n in roles if roles[n].model_role == n and other in roles[n].ranks]
+    return found
+
+
+def test_tensor_2_data_2():
+    results = run_world(describe, 4, "--tensor-model-parallel-size 2", "sft")
+    for rank, result in enumerate(results):
+        dp_rank, is_leader, leaders, groups = result["actor"]
+        pair, column = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
+        assert (dp_rank, is_leader, leaders) == (rank // 2, rank % 2 == 0, (0, 2))
+        assert groups["tp"] == groups["mp"] == groups["tp_cp"] == pair
+        assert groups["dp"] == groups["dp_cp"] == groups["intra_dp_cp"] == column
+        assert groups["cp"] == groups["pp"] == groups["embd"] == groups["pos_embd"] == [rank]
+        assert groups["tp_dp_cp"] == groups["intra_dist_opt"] == [0, 1, 2, 3]
+        assert groups["ep"] == [rank]
+        assert groups["expt_tp"] == groups["tp_ep"] == [rank]  # experts are not split by tensor ranks
+        assert groups["expt_dp"] == [0, 1, 2, 3]
+
+
+def test_data_4():
+    for rank, result in enumerate(run_world(describe, 4, "", "sft")):
+        dp_rank, is_leader, leaders, groups = result["actor"]
+        assert (dp_rank, is_leader, leaders) == (rank, True, (0, 1, 2, 3))
+        assert groups["tp"] == groups["mp"] == [rank]
+        assert groups["dp"] == groups["tp_dp_cp"] == [0, 1, 2, 3]
+
+
+def test_tensor_4():
+    for rank, result in enumerate(run_world(describe, 4, "--tensor-model-parallel-size 4 --num-query-groups 4", "sft")):
+        dp_rank, is_leader, leaders, groups = result["actor"]
+        assert (dp_rank, is_leader, leaders) == (0, rank == 0, (0,))
+        assert groups["tp"] == groups["tp_dp_cp"] == [0, 1, 2, 3] and groups["dp"] == [rank]
+
+
+def test_a_disjoint_role_map():
+    flags = "--role-map actor=0-1;critic=2;reward=3;reference=3 --actor-tensor-model-parallel-size 2"
+    results = run_world(describe, 4, flags, "rl")
+    members = {"actor": [0, 1], "critic": [2], "reward": [3], "reference": [3]}
+    for rank, result in enumerate(results):
+        for role, ranks in members.items():
+            dp_rank, is_leader, leaders, groups = result[role]
+            assert leaders == (ranks[0],)
+            assert is_leader == (rank == ranks[0])
+            if rank not in ranks:
+                assert dp_rank is None and groups == {}
+                continue
+            assert dp_rank == 0
+            assert groups["tp"] == groups["tp_dp_cp"] == groups["intra_dist_opt"] == ranks
+            assert groups["dp"] == groups["pp"] == groups["cp"] == groups["ep"] == [rank]
+
+
+def rollout_place(rank, flags):
+    here = role_mesh.create_mesh(parse_roles(flags, dist.get_world_size(), program="rl"), SAFETY)
+    place, group = here["rollout"], here.ranks_group("actor", "rollout")
+    context = place.pg_collection and dist.get_world_size(place.pg_collection.cp)
+    return place.replicas, context, group and dist.get_process_group_ranks(group), here.roles_of(rank)
+
+
+def test_context_ranks_of_the_actor_are_lanes_of_the_rollout():
+    flags = "--tensor-model-parallel-size 2 --context-parallel-size 2"
+    everything = ["actor", "critic", "reward", "reference"]  # the rollout counts as the actor
+    assert run_world(rollout_place, 4, flags) == [(((0, 1), (2, 3)), 1, [0, 1, 2, 3], everything)] * 4
+
+
+def test_a_rollout_of_its_own_has_a_group_with_the_actor():
+    flags = "--role-map actor=0-1;critic=3;reward=3;reference=3;rollout=1-2 --rollout-tensor-model-parallel-size 2"
+    results = run_world(rollout_place, 4, flags)
+    assert [replicas for replicas, *_ in results] == [((1, 2),)] * 4
+    assert [context for _, context, *_ in results] == [None, 1, 1, None]
+    assert [group for _, _, group, _ in results[:3]] == [[0, 1, 2]] * 3
+    assert [roles for *_, roles in results] == [
+        ["actor"], ["actor", "rollout"], ["rollout"], ["critic", "reward", "reference"],
+    ]  # fmt: skip
+
+
+def absent_role(rank):
+    here = role_mesh.create_mesh(parse_roles("--advantage grpo --kl-coefficient 0", 2, program="rl"), SAFETY)
+    for name in ("critic", "reference"):
+        place = here[name]
+        assert name not in here.places and place.role == place.model_role == name and place.rank == rank
+        assert (place.replicas, place.leaders, place.ranks) == ((), (), range(0))
+        assert place.pg_collection is None and place.replica_group is None
+        assert not place.is_member and not place.is_leader and place.dp_rank is None
+    with pytest.raises(KeyError, match="judge"):
+        here["judge"]
+    return here.roles_of(rank), dist.get_process_group_ranks(here.leaders_group("actor", "reward"))
+
+
+def test_a_role_that_the_run_has_not_is_nowhere():
+    assert run_world(absent_role, 2) == [(["actor", "reward"], [0, 1])] * 2
+
+
+def pipeline_groups(rank):
+    from megarl.mcore.parallel.process_groups import create_groups
+
+    pg_collection = create_groups(range(4), ParallelSizes(pipeline=4), GroupCache(SAFETY))
+    return {g: getattr(pg_collection, g) and dist.get_process_group_ranks(getattr(pg_collection, g)) for g in NAMES}
+
+
+def test_embedding_groups_of_a_pipeline():
+    results = run_world(pipeline_groups, 4)
+    assert [r["pp"] for r in results] == [[0, 1, 2, 3]] * 4
+    assert [r["embd"] for r in results] == [[0, 3], None, None, [0, 3]]  # where the embedding's weights are
+    assert [r["pos_embd"] for r in results] == [[0], None, None, None]  # the first stage alone
+
+
+def shared_groups(rank):
+    here = role_mesh.create_mesh(parse_roles("--reward-tensor-model-parallel-size 2", 2, program="rl"), SAFETY)
+    actor, critic, reward, rollout = (here[name].pg_collection for name in ("actor", "critic", "reward", "rollout"))
+    assert (
+        all(getattr(actor, name) is getattr(rollout, name) for name in NAMES) and here["rollout"].model_role == "actor"
+    )
+    assert all(getattr(actor, name) is getattr(critic, name) for name in NAMES)
+    assert actor.dp is reward.tp  # both are ranks 0 and 1
+    assert actor.tp is not reward.tp
+    distinct = {id(getattr(c, name)) for c in (actor, critic, reward) for name in NAMES if getattr(c, name) is not None}
+    return len(distinct)
+
+
+def test_colocated_roles_share_their_groups():
+    assert run_world(shared_groups, 2) == [2, 2]  # a group of one's own rank, and of both
+
+
+def test_a_cache_creates_a_group_once():
+    def count(rank):
+        calls, original = [], dist.new_group
+        dist.new_group = lambda ranks, **kwargs: calls.append(ranks) or original(ranks, **kwargs)
+        cache = GroupCache(SAFETY)
+        assert cache.get([0, 1]) is cache.get((0, 1))
+        mine = cache.mine([[0], [1]])
+        assert dist.get_process_group_ranks(mine) == [rank]
+        assert cache.mine([[0]]) is (mine if rank == 0 else None)
+        return calls
+
+    assert run_world(count, 2) == [[[0, 1], [0], [1]]] * 2
+
+
+def test_sums_and_gathers():
+    def talk(rank):
+        here = role_mesh.create_mesh(parse_roles("--tensor-model-parallel-size 2", 4, program="rl"), SAFETY)
+        place = here["actor"]
+        total = place.dp_all_reduce(
+            torch.tensor([float(place.dp_rank + 1), float(dist.get_rank(place.pg_collection.tp))])
+        )
+        pair = here.leaders_group("actor", "critic")
+        assert pair is here.leaders_group("critic", "actor")
+        ranks = dist.get_process_group_ranks(pair) if rank in (0, 2) else None
+        return total.tolist(), ranks, here.gather(rank * rank)
+
+    results = run_world(talk, 4)
+    assert [r[0] for r in results] == [[3.0, 0.0], [3.0, 2.0]] * 2
+    assert [r[1] for r in results] == [[0, 2], None, [0, 2], None]
+    assert [r[2] for r in results] == [[0, 1, 4, 9], None, None, None]
+
+
+def test_joining_twice_is_joining_once():
+    def again(rank):
+        group = dist.group.WORLD
+        role_mesh.join_process_group(SAFETY)
+        return dist.group.WORLD is group
+
+    assert run_world(again, 2) == [True, True]
+
+
+def test_joining_without_a_launcher_is_a_world_of_one():
+    def alone(rank):
+        import os
+
+        dist.destroy_process_group()
+        del os.environ["RANK"]
+        role_mesh.join_process_group(SAFETY)
+        return dist.get_world_size(), dist.get_backend()
+
+    assert run_world(alone, 1) == [(1, "gloo")]
+
+
+def test_joining_what_a_launcher_describes():
+    def launched(rank, port):
+        import os
+
+        dist.destroy_process_group()
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        role_mesh.join_process_group(SAFETY)
+        total = torch.tensor(rank + 1)
+        dist.all_reduce(total)
+        return dist.get_rank(), dist.get_world_size(), total.item()
+
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert run_world(launched, 2, port) == [(0, 2, 3), (1, 2, 3)]

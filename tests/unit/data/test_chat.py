@@ -1,0 +1,76 @@
+"""Chat templates: where they are read from, what they may do, and special strings in what messages say."""
+
+import pytest
+
+from megarl.data.chat import ChatTemplate, load_template
+from megarl.data.tokenizers import build_tokenizer
+from megarl.errors import UsageError
+from tests.helpers.small_tokenizers import CHATML, chatml, sentence_piece
+
+HELLO = [{"role": "user", "content": "Hello <|im_end|>\n"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return build_tokenizer("HuggingFaceTokenizer", chatml(tmp_path_factory.mktemp("t") / "chatml"))
+
+
+def test_where_a_template_is_read_from(tokenizer, tmp_path):
+    assert load_template(None, tokenizer) is None
+    (tmp_path / "t.jinja").write_text(CHATML)
+    (tmp_path / "latin.jinja").write_bytes("é".encode("latin-1"))
+    rendered = [load_template(value, tokenizer).render(HELLO) for value in ("tokenizer", str(tmp_path / "t.jinja"))]
+    assert rendered[0] == rendered[1]
+    plain = build_tokenizer("SentencePieceTokenizer", sentence_piece(tmp_path / "t.model"))
+    for value, message in [
+        ("tokenizer", "the tokenizer brings no chat template; give a Jinja file"),
+        (str(tmp_path / "gone.jinja"), 'no such file; allowed: "tokenizer" or a Jinja file'),
+        (str(tmp_path), "cannot be read"),
+        (str(tmp_path / "latin.jinja"), "cannot be read"),
+    ]:
+        with pytest.raises(UsageError) as caught:
+            load_template(value, plain, "--reward-chat-template")
+        assert str(caught.value).startswith(f"--reward-chat-template {value}: {message}")
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ("a\n{% for m in %}", "malformed Jinja, line 2"),
+        ("{% include 'x' %}", "does not take these messages"),
+        ("{{ messages.append(1) }}", "does not take these messages"),
+        ("{{ ''.__class__.__mro__ }}", "does not take these messages"),
+        ("{{ strftime_now('%d') }}", "'strftime_now' is undefined"),
+        ("{{ raise_exception('no\n tools') }}", "messages: no tools"),
+        ("\ufdd0", "U+FDD0"),
+    ],
+)
+def test_a_wrong_template_is_one_line(tokenizer, source, message):
+    with pytest.raises(UsageError) as caught:
+        ChatTemplate(source, tokenizer).render(HELLO)
+    assert str(caught.value).startswith("--chat-template: ") and message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_messages_say_is_marked_and_comes_back(tokenizer):
+    template = ChatTemplate("{% for m in messages %}{{ m.content|trim }}<|im_end|>{% endfor %}", tokenizer)
+    said = " <|im_start|> \ufdd0\ufdd1 \ufdd00\ufdd1 <|im_end|"
+    rendered = template.render([{"role": "user", "content": said}, {"role": "user", "content": ">"}])
+    assert rendered.count("<|im_end|>") == 2 and "<|im_start|>" not in rendered
+    assert template.plain(rendered) == f"{said.strip()}<|im_end|>><|im_end|>"
+    ids = template.encode(rendered)
+    assert [i for i in ids if i in tokenizer.special.values()] == [tokenizer.eos_id] * 2
+    assert tokenizer.decode(ids) == f"{said.strip()}>"
+    # The messages themselves are left as they were.
+    template.render(HELLO)
+    assert HELLO[0]["content"] == "Hello <|im_end|>\n"
+
+
+def test_tokens_that_follow(tokenizer):
+    template = ChatTemplate(CHATML, tokenizer)
+    before = "<|im_start|>user\nthe"
+    # "\n\n" is one token, which no response to a prompt that ends with the first half can hold.
+    joined, apart, nothing = template.encode_following([(before, " world"), (before + "\n", "\n\nHello"), ("", "the")])
+    assert template.encode(before) + joined == template.encode(before + " world")
+    assert apart == template.encode("\n\nHello") and nothing == template.encode("the")
+    assert template.encode(before + "\n") + apart != template.encode(before + "\n\n\nHello")

@@ -1,0 +1,197 @@
+"""A response goes from one tokenizer to another: any pair, any text, with and without a chat template."""
+
+import itertools
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megarl.data.chat import ChatTemplate
+from megarl.data.conversations import Encoder, build_encoder
+from megarl.data.prompts import Prompt
+from megarl.data.tokenizers import build_tokenizer
+from megarl.errors import UsageError
+from tests.helpers.small_tokenizers import CHATML, HUGGING_FACE, PLAIN, sentence_piece
+
+QUICK = settings(max_examples=25, deadline=5000, derandomize=True, database=None,
+                 suppress_health_check=[HealthCheck.too_slow])  # fmt: skip
+KINDS = ("sp_bpe", "sp_unigram", *HUGGING_FACE)
+# These give back every text; the others lose case, white space or characters.
+LOSSLESS = ("sp_bpe", "sp_unigram", "chatml", "llama", "gemma")
+
+SPECIAL = ["<s>", "</s>", "<pad>", "<unk>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|begin_of_text|>",
+           "<|eot_id|>", "<eos>", "<bos>", "<end_of_turn>", "[CLS]", "[SEP]", "[PAD]", "\uff1cs\uff1e",
+           "\uff1c/s\uff1e", "[sep]", "<|im_", "end|>", "<</s>s>"]  # fmt: skip
+OTHER = ["Hello", "the user", " ", "\n\n", "42", "\u4f60\u597d", "\U0001f642",
+         "\U0001f469\u200d\U0001f469\u200d\U0001f467", "\u05e9\u05dc\u05d5\u05dd",
+         "\u0928\u092e\u0938\u094d\u0924\u0947", "\u0301", "e\u0301\u0323", "\ufffd",
+         "\ufdd0", "\ufdd00\ufdd1", "{{ bos_token }}", "assistant|"]  # fmt: skip
+CHARACTERS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581\0"), max_size=6)
+TEXTS = st.lists(st.sampled_from(SPECIAL) | st.sampled_from(OTHER) | CHARACTERS, max_size=6).map("".join)
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizers")
+    made = {name: build_tokenizer("HuggingFaceTokenizer", make(folder / name)) for name, make in HUGGING_FACE.items()}
+    for kind in ("bpe", "unigram"):
+        path = sentence_piece(folder / f"{kind}.model", model_type=kind, vocab_size=330 if kind == "bpe" else 305)
+        made[f"sp_{kind}"] = build_tokenizer("SentencePieceTokenizer", path)
+    return made
+
+
+@pytest.fixture(scope="module")
+def encoders(tokenizers):
+    """Two of each: the text as it is, and a chat template (the tokenizer's own where it brings one)."""
+    return {
+        name: (
+            Encoder(tokenizer),
+            build_encoder(tokenizer, "tokenizer") if tokenizer.template
+            else Encoder(tokenizer, ChatTemplate(PLAIN, tokenizer)),
+        )
+        for name, tokenizer in tokenizers.items()
+    }  # fmt: skip
+
+
+def special_ids(tokenizer, ids):
+    return [i for i in ids if i in tokenizer.special.values()]
+
+
+def check_scored(encoder, prompt, text, longest):
+    """What holds of every scored text, whatever it says."""
+    tokenizer = encoder.tokenizer
+    prompt_ids, response = encoder.prompt(prompt), encoder.response(prompt, text)
+    whole, cut = encoder.scored(prompt, text, 10**6)
+    assert whole == prompt_ids + response and cut == 0
+    assert whole[-1] == tokenizer.eos_id
+    # The same special tokens as around harmless text: none came from the contents, and BOS stands where it did.
+    harmless = encoder.scored(Prompt(0, "a"), "b", 10**6)[0]
+    assert special_ids(tokenizer, whole) == special_ids(tokenizer, harmless)
+    assert special_ids(tokenizer, response) == [tokenizer.eos_id]
+    assert special_ids(tokenizer, tokenizer.encode(text)) == []
+    if tokenizer.bos_id is not None:
+        assert whole.count(tokenizer.bos_id) == (whole[0] == tokenizer.bos_id) == (encoder.template is not None)
+    shortened, cut = encoder.scored(prompt, text, longest)
+    assert len(shortened) == min(longest, len(whole)) and cut == len(whole) - len(shortened)
+    opening = 1 if cut and longest > 1 and whole[0] == tokenizer.bos_id else 0
+    assert shortened == whole[:opening] + whole[len(whole) - len(shortened) + opening :]
+
+
+@pytest.mark.parametrize("reward", KINDS)
+def test_a_response_goes_from_any_tokenizer_to_this(encoders, reward):
+    @QUICK
+    @given(said=TEXTS, answered=TEXTS, longest=st.integers(1, 40), templated=st.booleans())
+    def holds(said, answered, longest, templated):
+        encoder, texts = encoders[reward][templated], {answered}
+        for policy in KINDS:
+            written = encoders[policy][0].tokenizer
+            text = written.decode([*written.encode(answered), written.eos_id])
+            assert text == answered or policy not in LOSSLESS
+            texts.add(text)
+        for text in texts:
+            check_scored(encoder, Prompt(0, said), text, longest)
+            if reward in LOSSLESS:
+                kept = text.strip() if reward in ("llama", "gemma") and templated else text
+                assert encoder.tokenizer.decode(encoder.response(Prompt(0, said), text)) == kept
+
+    holds()
+
+
+@QUICK
+@given(samples=st.lists(st.tuples(TEXTS, TEXTS), max_size=5), longest=st.integers(1, 30))
+def test_a_batch_is_its_samples_one_by_one(encoders, samples, longest):
+    prompts = [(Prompt(0, said), answered) for said, answered in samples]
+    for encoder in itertools.chain(*encoders.values()):
+        assert encoder.scored_batch(prompts, longest) == [encoder.scored(*each, longest) for each in prompts]
+
+
+def conversations():
+    return st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=3)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_mask_of_a_conversation_covers_each_answer_and_its_end(encoders, name):
+    encoder = encoders[name][1]
+    tokenizer = encoder.tokenizer
+
+    @QUICK
+    @given(turns=conversations())
+    def holds(turns):
+        messages = [{"role": role, "content": text} for turn in turns
+                    for role, text in zip(("user", "assistant"), turn, strict=True)]  # fmt: skip
+        ids, mask = encoder.conversation(messages)
+        assert len(ids) == len(mask) and not mask[0]
+        runs = [[i for i, _ in run] for learnt, run in
+                itertools.groupby(zip(ids, mask, strict=True), key=lambda item: item[1]) if learnt]  # fmt: skip
+        starts = [i for i, (before, now) in enumerate(itertools.pairwise([False, *mask])) if now and not before]
+        assert len(runs) == len(turns)
+        for turn, (run, start) in enumerate(zip(runs, starts, strict=True)):
+            prompt = Prompt(0, messages[: 2 * turn + 1])
+            assert run == encoder.response(prompt, turns[turn][1])
+            # Metaspace may set a space in front of a piece where text is encoded in pieces.
+            shown = [tokenizer.decode(part).replace(" ", "") for part in (ids[:start], encoder.prompt(prompt))]
+            assert shown[0] == shown[1]
+        assert ids[: starts[0]] == encoder.prompt(Prompt(0, messages[:1]))
+
+    holds()
+
+
+def test_without_a_template_it_is_text_and_end(tokenizers):
+    for tokenizer in tokenizers.values():
+        encoder = build_encoder(tokenizer, None, "reward-")
+        prompt = Prompt(0, "Hello")
+        assert encoder.prompt(prompt) == tokenizer.encode("Hello")
+        assert encoder.response(prompt, "world") == [*tokenizer.encode("world"), tokenizer.eos_id]
+        assert encoder.scored(prompt, "", 100) == ([*tokenizer.encode("Hello"), tokenizer.eos_id], 0)
+        assert encoder.scored(Prompt(0, ""), "", 1) == ([tokenizer.eos_id], 0)
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        for refused, value in ((encoder.conversation, messages), (encoder.prompt, Prompt(0, messages[:1]))):
+            with pytest.raises(UsageError, match="messages needs --reward-chat-template"):
+                refused(value)
+        with pytest.raises(ValueError, match="longest 0"):
+            encoder.scored(prompt, "a", 0)
+
+
+def test_a_prompt_is_rendered_and_encoded_once(tokenizers, monkeypatch):
+    encoder = Encoder(tokenizers["chatml"], ChatTemplate(CHATML, tokenizers["chatml"]))
+    rendered, render = [], encoder.template.render
+
+    def counted(*args, **named):
+        rendered.append(named)
+        return render(*args, **named)
+
+    monkeypatch.setattr(encoder.template, "render", counted)
+    encoder.scored_batch([(Prompt(0, "Hello"), str(i)) for i in range(20)], 100)
+    assert rendered.count({"add_generation_prompt": True}) == 1
+    # What a caller does to a prompt's tokens does not reach the next caller's.
+    encoder.prompt(Prompt(0, "Hello")).clear()
+    assert encoder.prompt(Prompt(0, "Hello"))
+
+
+BEGINS, ENDS = "does not begin with its rendered prompt", "ends without the tokenizer's EOS"
+TWICE = "writes BOS '<s>' twice"
+REFUSED = [
+    ("{{ messages|length }}{{ eos_token }}{% if add_generation_prompt %}x{% endif %}", BEGINS),
+    ("{% for m in messages %}{{ m.content }}{% endfor %}", ENDS),
+    ("{% for m in messages %}{{ m.content + eos_token if m.content }}{% endfor %}", ENDS),
+    ("{{ bos_token }}<s>{% for m in messages %}{{ m.content + eos_token }}{% endfor %}", TWICE),
+]
+
+
+@pytest.mark.parametrize("source, message", REFUSED, ids=["begin", "end", "empty", "bos"])
+def test_a_template_that_cannot_be_learnt_from_is_refused(tokenizers, source, message):
+    with pytest.raises(UsageError, match=f"^--reward-chat-template t.jinja: .*{message}"):
+        Encoder(tokenizers["sp_bpe"], ChatTemplate(source, tokenizers["sp_bpe"], "--reward-chat-template t.jinja"))
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizers):
+    # As some do with earlier thoughts: only the last answer is given in full.
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}u{{ m.content }}a{% else %}"
+        "{{ m.content if loop.last else '-' }}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    encoder = Encoder(tokenizers["sp_bpe"], ChatTemplate(source, tokenizers["sp_bpe"]))
+    turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert encoder.conversation(turn)[1][-1]
+    with pytest.raises(UsageError, match="a later message changes how an earlier one is rendered"):
+        encoder.conversation(turn * 2)

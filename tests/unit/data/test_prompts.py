@@ -1,0 +1,244 @@
+"""Prompt files, supervised examples and preference pairs: what is read, and the line that each error names."""
+
+import json
+
+import pytest
+
+from megarl.data.chat import ChatTemplate
+from megarl.data.conversations import Encoder
+from megarl.data.preferences import Pair, preference_pairs
+from megarl.data.prompts import Prompt, load_prompts
+from megarl.data.sft import sft_examples
+from megarl.errors import UsageError
+
+
+class CharacterTokenizer:
+    """One id a character, 0 for the dollar sign of a template; tabs vanish."""
+
+    eos_id, bos_id, pad_id, vocab_size = 0, None, 0, 0x110000
+    eos_token, bos_token, special, template = "$", None, {"$": 0}, None
+
+    def encode(self, text):
+        return [ord(character) for character in text.replace("\t", "")]
+
+    def encode_batch(self, texts):
+        return [self.encode(text) for text in texts]
+
+    def encode_template(self, text):
+        return [i if i != ord("$") else 0 for i in self.encode(text)]
+
+    def encode_template_batch(self, texts):
+        return [self.encode_template(text) for text in texts]
+
+    def decode(self, ids):
+        return "".join(chr(i) for i in ids if i)
+
+
+PLAIN = Encoder(CharacterTokenizer())
+CHAT = Encoder(
+    CharacterTokenizer(),
+    ChatTemplate("{% for m in messages %}{{ m.role[0] + m.content + ('$' if m.role[0] == 'a' else '') }}{% endfor %}"
+                 "{{ 'a' if add_generation_prompt }}", CharacterTokenizer()),
+)  # fmt: skip
+
+
+def write(tmp_path, *lines):
+    path = tmp_path / "p.jsonl"
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    return str(path)
+
+
+def test_all_fields_are_read(tmp_path):
+    full = {"prompt": "1+1=", "answer": "2", "task": "sums", "metadata": {"a": [1]}, "response": "two"}
+    pair = {"prompt": "x", "answer": None, "chosen": "y", "rejected": "", "margin": 0.5}
+    whole = {"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "b"}], "task": "t"}
+    prompts = load_prompts(write(tmp_path, full, pair, whole))
+    assert len(prompts) == 3
+    assert prompts[0] == Prompt(0, "1+1=", "2", "sums", {"a": [1]}, "two")
+    assert prompts[1] == Prompt(1, "x", chosen="y", rejected="", margin=0.5)
+    assert prompts[2] == Prompt(2, task="t", messages=whole["messages"])
+    assert [prompt.index for prompt in prompts] == [0, 1, 2]
+    assert prompts.where(1) == f"--prompts {prompts.path}:2"
+    with pytest.raises(AttributeError):
+        prompts[0].prompt = "y"
+
+
+def test_a_prompt_in_messages(tmp_path):
+    said = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    one, raw = load_prompts(write(tmp_path, {"prompt": said}, {"prompt": "a\nb"}))
+    assert (one.conversation, one.text, one.key) == (said, "system: s\nuser: u", (("system", "s"), ("user", "u")))
+    assert (raw.conversation, raw.text, raw.key) == ([{"role": "user", "content": "a\nb"}], "a\nb", "a\nb")
+
+
+def test_line_ends_and_encodings(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_bytes('\ufeff{"prompt": "é\u2028漢"}\r\n{"prompt": "b"}\r\n\r\n  \n'.encode())
+    assert [prompt.prompt for prompt in load_prompts(str(path))] == ["é\u2028漢", "b"]
+
+
+BAD_LINES = [
+    ('{"prompt": "a"', "malformed JSON"),
+    ("[" * 100000, "malformed JSON"),
+    ('{"prompt": ' + "1" * 5000 + "}", "malformed JSON"),
+    ("", "blank line"),
+    ('["a"]', "expected a JSON object, not list"),
+    ("{}", "prompt is missing"),
+    ('{"prompt": null}', "prompt is missing"),
+    ('{"prompt": ""}', "prompt is empty"),
+    ('{"prompt": " \\n"}', "prompt is empty"),
+    ('{"prompt": 3}', "prompt must be a string or a list of messages, not int"),
+    ('{"prompt": []}', "prompt: must be a list of messages, at least one"),
+    ('{"prompt": ["a"]}', "prompt: message 1 must be an object with role and content"),
+    ('{"prompt": [{"role": "user", "content": "a", "name": "b"}]}', "prompt: message 1 must be an object with role"),
+    ('{"prompt": [{"role": "me", "content": "a"}]}', "prompt: message 1 has the role 'me'; allowed: system, user"),
+    ('{"prompt": [{"role": "user", "content": null}]}', "prompt: the content of message 1 must be a string"),
+    ('{"prompt": [{"role": "user", "content": " "}]}', "prompt is empty"),
+    ('{"prompt": [{"role": "assistant", "content": "a"}]}', "the prompt's last message must not be the assistant's"),
+    ('{"messages": [{"role": "user", "content": "a"}]}', "messages hold no message of the assistant"),
+    ('{"messages": [{"role": "assistant", "content": "a"}], "prompt": "a"}', "both messages and prompt"),
+    ('{"messages": "a"}', "messages must be a list of messages, not str"),
+    ('{"messages": [{"role": "assistant", "content": "\\ud800"}]}', "messages holds half of a surrogate pair"),
+    ('{"prompt": "a", "chosen": 1}', "chosen must be a string, not int"),
+    ('{"prompt": "a", "margin": -1}', "margin is -1; it must be a finite number of at least 0"),
+    ('{"prompt": "a", "margin": NaN}', "margin is nan"),
+    ('{"prompt": "a", "margin": true}', "margin must be a number, not bool"),
+    ('{"prompt": "a", "answer": 3}', "answer must be a string, not int"),
+    ('{"prompt": "a", "metadata": []}', "metadata must be an object, not list"),
+    ('{"prompt": "a", "response": {}}', "response must be a string, not dict"),
+    ('{"prompt": "a", "task": true}', "task must be a string, not bool"),
+    ('{"prompt": "a", "anwser": "b"}', "unknown field 'anwser'; allowed: prompt, answer"),
+    ('{"prompt": "\\ud800"}', "prompt holds half of a surrogate pair"),
+]
+
+
+@pytest.mark.parametrize("line, message", BAD_LINES, ids=[message for _, message in BAD_LINES])
+def test_bad_line_is_named_with_its_number(tmp_path, line, message):
+    path = write(tmp_path, {"prompt": "ok"}, line, {"prompt": "ok"})
+    with pytest.raises(UsageError) as caught:
+        load_prompts(path, "--eval-prompts")
+    assert str(caught.value).startswith(f"--eval-prompts {path}:2: {message}")
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_files(tmp_path):
+    def error_of(path):
+        with pytest.raises(UsageError) as caught:
+            load_prompts(str(path))
+        return str(caught.value)
+
+    path = tmp_path / "p.jsonl"
+    assert error_of(path) == f"--prompts {path}: no such file"
+    assert error_of(tmp_path).startswith(f"--prompts {tmp_path}: cannot be read")
+    path.write_bytes(b"")
+    assert error_of(path) == f"--prompts {path}: the file holds no prompt"
+    path.write_bytes(b"\n \n\n")
+    assert error_of(path) == f"--prompts {path}: the file holds no prompt"
+    path.write_bytes('{"prompt": "é"}'.encode("latin-1"))
+    assert error_of(path).startswith(f"--prompts {path}: not UTF-8 (byte 12)")
+
+
+def test_encode_checks_lengths(tmp_path):
+    path = write(tmp_path, {"prompt": "ab"}, {"prompt": "abcd"})
+    prompts = load_prompts(path)
+    assert prompts.encode(PLAIN, 4) == [[97, 98], [97, 98, 99, 100]] == prompts.encode(PLAIN)
+    assert prompts.encode(CHAT, 6) == [list(map(ord, text)) for text in ("uaba", "uabcda")]
+    with pytest.raises(UsageError) as caught:
+        prompts.encode(PLAIN, 3)
+    assert str(caught.value) == f"--prompts {path}:2: the prompt has 4 tokens; --max-prompt-length allows 3"
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        (
+            {"messages": [{"role": "assistant", "content": "a"}]},
+            "prompt is missing; messages are for supervised training",
+        ),
+        ({"prompt": [{"role": "user", "content": "a"}]}, "a prompt in messages needs --chat-template"),
+    ],
+)
+def test_encode_names_the_line(tmp_path, line, message):
+    prompts = load_prompts(write(tmp_path, {"prompt": "ok"}, line))
+    with pytest.raises(UsageError, match=rf"p\.jsonl:2: {message}"):
+        prompts.encode(PLAIN)
+
+
+class NothingTokenizer(CharacterTokenizer):
+    """Knows no character."""
+
+    def encode(self, text):
+        return []
+
+
+def test_encode_refuses_a_prompt_without_tokens(tmp_path):
+    path = write(tmp_path, {"prompt": "a"})
+    with pytest.raises(UsageError, match=":1: the prompt becomes no token"):
+        load_prompts(path).encode(Encoder(NothingTokenizer()), 4)
+
+
+def test_sft_tokens_and_mask(tmp_path):
+    prompts = load_prompts(
+        write(tmp_path, {"prompt": "ab", "response": "c", "answer": "z"}, {"prompt": "d", "answer": "ef"})
+    )
+    examples = sft_examples(prompts, PLAIN, max_prompt_length=2, max_response_length=3)
+    assert examples == [
+        ([97, 98, 99, 0], [False, False, True, True]),
+        ([100, 101, 102, 0], [False, True, True, True]),
+    ]
+
+
+def test_sft_of_conversations(tmp_path):
+    turns = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, "b$d\t", strict=True)]
+    path = write(tmp_path, {"messages": turns}, {"prompt": turns[:1], "response": "c"})
+    (whole, mask), (tokens, learnt) = sft_examples(load_prompts(path), CHAT, 5, 4)
+    # The dollar sign that a message says is no end of a turn.
+    assert whole == [*map(ord, "uba$"), 0, *map(ord, "uda"), 0]
+    assert mask == [False] * 3 + [True] * 2 + [False] * 3 + [True]
+    assert (tokens, learnt) == ([*map(ord, "ubac"), 0], [False] * 3 + [True] * 2)
+    with pytest.raises(UsageError, match=r"p\.jsonl:1: the conversation has 9 tokens; .* allow 8 together"):
+        sft_examples(load_prompts(path), CHAT, 5, 3)
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ({"prompt": "a"}, "needs a response"),
+        ({"prompt": "a", "response": "\t"}, "the response is empty"),
+        ({"prompt": "a", "response": "abc"}, "4 tokens with EOS; --max-response-length allows 3"),
+        ({"prompt": "abcd", "response": "a"}, "4 tokens; --max-prompt-length allows 3"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "a conversation in messages needs --chat-template"),
+    ],
+)
+def test_sft_errors_name_the_line(tmp_path, line, message):
+    prompts = load_prompts(write(tmp_path, {"prompt": "a", "answer": "b"}, line))
+    with pytest.raises(UsageError, match=rf"p\.jsonl:2: .*{message}"):
+        sft_examples(prompts, PLAIN, max_prompt_length=3, max_response_length=3)
+
+
+def test_preference_pairs(tmp_path):
+    lines = [
+        {"prompt": "ab", "chosen": "c", "rejected": ""},
+        {"prompt": [{"role": "user", "content": "d"}], "chosen": "ef", "rejected": "efg", "margin": 2},
+    ]
+    prompts = load_prompts(write(tmp_path, *lines))
+    first, second = preference_pairs(prompts, CHAT, 5)
+    # The first line's chosen text is one token too long: the prompt loses its start.
+    assert first == Pair([*map(ord, "abac"), 0], [*map(ord, "uaba"), 0], 0.0)
+    assert second == Pair([*map(ord, "daef"), 0], [*map(ord, "aefg"), 0], 2)
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ({"prompt": "a", "chosen": "b"}, "rejected is missing"),
+        ({"prompt": "a", "rejected": "b"}, "chosen is missing"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same text"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b\t"}, "chosen and rejected become the same tokens"),
+        ({"prompt": "a", "chosen": "xabc", "rejected": "yabc"}, "become the same tokens"),
+        ({"prompt": [{"role": "user", "content": "a"}], "chosen": "b", "rejected": "c"}, "needs --chat-template"),
+    ],
+)
+def test_preference_errors_name_the_line(tmp_path, line, message):
+    prompts = load_prompts(write(tmp_path, {"prompt": "a", "chosen": "b", "rejected": "c"}, line))
+    with pytest.raises(UsageError, match=rf"p\.jsonl:2: .*{message}"):
+        preference_pairs(prompts, PLAIN, 4)

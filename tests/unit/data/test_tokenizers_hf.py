@@ -1,0 +1,122 @@
+"""Hugging Face tokenizers: what their files say of special tokens and templates, and one line for each mistake."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from megarl.data.tokenizers import build_tokenizer
+from megarl.errors import UsageError
+from tests.helpers.small_tokenizers import CHATML, GEMMA, chatml, gemma, unigram, wordpiece
+
+
+def build(path, flag_prefix=""):
+    return build_tokenizer("HuggingFaceTokenizer", str(path), flag_prefix)
+
+
+def change(folder: str, **config) -> str:
+    """Entries of tokenizer_config.json, None: taken out."""
+    path = Path(folder) / "tokenizer_config.json"
+    entries = json.loads(path.read_text()) | config
+    path.write_text(json.dumps({name: value for name, value in entries.items() if value is not None}))
+    return folder
+
+
+def error_of(path, flag_prefix=""):
+    with pytest.raises(UsageError) as caught:
+        build(path, flag_prefix)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_special_tokens_and_templates(tmp_path):
+    tokenizer = build(chatml(tmp_path / "a"))
+    assert (tokenizer.eos_token, tokenizer.bos_token, tokenizer.template) == ("<|im_end|>", None, CHATML)
+    assert tokenizer.bos_id is None and tokenizer.pad_id == tokenizer.special["<|endoftext|>"]
+    assert sorted(tokenizer.special.values()) == list(range(tokenizer.vocab_size - 3, tokenizer.vocab_size))
+    tokenizer = build(gemma(tmp_path / "b"))
+    assert tokenizer.template == GEMMA and set(tokenizer.special) == {
+        "<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>",
+    }  # fmt: skip
+    named = [{"name": "tools", "template": "x"}, {"name": "default", "template": "y"}]
+    assert build(change(unigram(tmp_path / "c"), chat_template=named)).template == "y"
+    assert build(change(wordpiece(tmp_path / "d"), chat_template=None)).template is None
+
+
+def test_tokens_that_only_the_configuration_calls_special(tmp_path):
+    folder = unigram(tmp_path / "a")
+    stored = json.loads((tmp_path / "a" / "tokenizer.json").read_text())
+    # </s> an ordinary added token, <pad> not even that: just a piece of the model.
+    stored["added_tokens"] = [t | {"special": False} for t in stored["added_tokens"] if t["content"] != "<pad>"]
+    (tmp_path / "a" / "tokenizer.json").write_text(json.dumps(stored))
+    tokenizer = build(change(folder, eos_token={"content": "</s>", "lstrip": False}, bos_token=None,
+                             additional_special_tokens=["user", "<nowhere>"]))  # fmt: skip
+    assert tokenizer.special == {"</s>": 1, "<pad>": 3, "user": tokenizer.special["user"]}
+    assert not set(tokenizer.encode("a</s><pad>user")) & set(tokenizer.special.values())
+    assert tokenizer.encode_template("a</s><pad>user")[-3:] == [1, 3, tokenizer.special["user"]]
+    assert tokenizer.decode(tokenizer.encode_template("a</s><pad>user")) == "a"
+
+
+def test_a_file_alone_and_its_eos(tmp_path):
+    file = Path(unigram(tmp_path / "a")) / "tokenizer.json"
+    assert build(file).bos_token == "<s>"
+    (tmp_path / "a" / "tokenizer_config.json").unlink()
+    alone = build(file)
+    assert (alone.eos_token, alone.bos_token, alone.pad_id, alone.template) == ("</s>", None, alone.eos_id, None)
+    (Path(chatml(tmp_path / "b")) / "tokenizer_config.json").unlink()
+    assert "no eos_token; name it in a tokenizer_config.json" in error_of(tmp_path / "b")
+
+
+def test_nothing_is_added_cut_or_padded(tmp_path):
+    folder = chatml(tmp_path / "a")
+    stored = Tokenizer.from_file(f"{folder}/tokenizer.json")
+    stored.enable_truncation(3)
+    stored.enable_padding(length=30)
+    stored.save(f"{folder}/tokenizer.json")
+    tokenizer = build(folder)
+    assert tokenizer.decode(tokenizer.encode("Hello world, Hello!")) == "Hello world, Hello!"
+    assert tokenizer.encode("") == [] and tokenizer.encode_template("<|im_end|>") == [tokenizer.eos_id]
+
+
+def test_decode_drops_special_ids_and_shows_ids_without_a_token(tmp_path):
+    tokenizer = build(chatml(tmp_path / "a"))
+    hello, unknown = tokenizer.encode("Hello"), tokenizer.vocab_size
+    assert tokenizer.decode([tokenizer.pad_id, *hello, tokenizer.eos_id, *hello]) == "HelloHello"
+    assert tokenizer.decode([*hello, unknown, -1, *hello]) == "Hello\ufffd\ufffdHello"
+    # What the model could not spell stays visible too.
+    tokenizer = build(wordpiece(tmp_path / "b"))
+    assert tokenizer.decode(tokenizer.encode("the \u4f60 user")) == "the [UNK] user"
+
+
+def test_the_unknown_token_may_be_the_padding(tmp_path):
+    tokenizer = build(change(unigram(tmp_path / "a"), pad_token="<unk>"))
+    assert tokenizer.pad_id == tokenizer.encode("\u4f60")[-1] and "<unk>" not in tokenizer.special
+    assert tokenizer.decode(tokenizer.encode("a\u4f60")) == "a<unk>"
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("tokenizer.json", "{", "tokenizer.json: malformed JSON"),
+        ("tokenizer.json", "[]", "tokenizer.json: expected a JSON object, not list"),
+        ("tokenizer.json", "{}", "not a tokenizer.json that `tokenizers` can read"),
+        ("tokenizer.json", '{"model": 3}', "not a tokenizer.json that `tokenizers` can read"),
+        ("tokenizer.json", '{"model": {"type": "BPE", "vocab": {}, "merges": []}}', "empty vocabulary"),
+        ("tokenizer.json", b"\xff", "tokenizer.json is not UTF-8"),
+        ("tokenizer_config.json", "[" * 100000, "tokenizer_config.json: malformed JSON"),
+        ("tokenizer_config.json", '{"eos_token": "<end>"}', "eos_token '<end>' is not in the vocabulary"),
+    ],
+)
+def test_wrong_files(tmp_path, name, content, message):
+    folder = chatml(tmp_path / "a")
+    (tmp_path / "a" / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    error = error_of(folder, "reward-")
+    assert error.startswith(f"--reward-tokenizer-model {folder}: ") and message in error
+
+
+def test_missing_files(tmp_path):
+    assert error_of(tmp_path) == f"--tokenizer-model {tmp_path}: no such file: tokenizer.json"
+    assert error_of(tmp_path / "gone.json").startswith(f"--tokenizer-model {tmp_path / 'gone.json'}: no such file")
+    with pytest.raises(UsageError, match="--tokenizer-model: missing"):
+        build_tokenizer("HuggingFaceTokenizer", None)

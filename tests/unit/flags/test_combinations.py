@@ -1,0 +1,264 @@
+"""Which flags go together: roles of a run, flags without effect, and rules, each of which can be the one that stops."""
+
+import dataclasses
+
+import pytest
+
+from megarl.algorithms.estimators import ESTIMATORS
+from megarl.arguments import parse
+from megarl.errors import UsageError
+from megarl.flags import combinations
+from tests.helpers.flag_cases import FAILS, FIELDS, HOLDS, beside, flag_of, value_of
+from tests.helpers.tiny_models import SHAPES
+
+MODEL = SHAPES["llama"].split()
+MINIMAL = {name: "--greedy-baseline" if "baselines" in e.needs else "" for name, e in ESTIMATORS.items()}
+
+
+def parsed(flags: str, program: str = "rl", size: int = 4):
+    return parse([*MODEL, *flags.split()], size, program)
+
+
+def refused(flags: str, program: str = "rl") -> str:
+    with pytest.raises(UsageError) as caught:
+        parsed(flags, program)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# -- roles -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags, expected", [
+    ("", "actor critic reward reference rollout"),
+    ("--kl-coefficient 0", "actor critic reward rollout"),
+    ("--advantage grpo", "actor reward reference rollout"),
+    ("--advantage grpo --kl-coefficient 0", "actor reward rollout"),
+    ("--advantage grpo --kl-coefficient 0 --role-map actor=0;reward=1;reference=2", "actor reward reference rollout"),
+    ("--kl-coefficient 0 --role-map actor=0;reward=1;critic=2-3", "actor critic reward rollout"),
+])  # fmt: skip
+def test_a_run_has_the_roles_that_it_needs(flags, expected):
+    roles = parsed(flags).roles
+    assert sorted(roles) == sorted(expected.split())
+    if "--role-map" not in flags:
+        assert list(roles) == expected.split() and all(role.ranks == range(4) for role in roles.values())
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_every_estimator_and_only_those_that_need_values_have_a_critic(name):
+    program = parsed(f"--advantage {name} {MINIMAL[name]}")
+    assert program.estimator is ESTIMATORS[name]
+    assert ("critic" in program.roles) == ("values" in ESTIMATORS[name].needs)
+
+
+def test_evaluation_has_neither_critic_nor_reference():
+    program = parsed("--eval-prompts x --eval-temperature 1 --eval-responses 4 --eval-k 1,4 --top-k 3", "evaluate")
+    assert list(program.roles) == ["actor", "reward", "rollout"]
+    assert list(parsed("--role-map actor=0-1;reward=2;rollout=3", "evaluate").roles) == ["actor", "reward", "rollout"]
+    for flag in ("--gamma", "--prompts", "--train-iters", "--temperature", "--max-tokens-per-microbatch"):
+        line = refused(f"{flag} 1", "evaluate")
+        assert flag in line and ("unknown flag" in line or "does not use" in line)
+    assert "'critic' is no role" in refused("--role-map actor=0;reward=1;critic=2", "evaluate")
+
+
+def test_a_map_with_a_critic_that_nothing_needs():
+    line = refused("--advantage rloo --role-map actor=0;critic=1;reward=2;reference=3")
+    assert line.endswith("'critic' has nothing to do: --advantage rloo needs no critic; leave it out")
+
+
+def test_a_map_without_a_reference_that_the_kl_needs():
+    assert "no ranks for reference" in refused("--advantage rloo --role-map actor=0;reward=2")
+
+
+# -- flags without effect ----------------------------------------------------------------------------------------
+
+
+def test_every_condition_is_used_and_tried():
+    named = {field.metadata["when"] for field in FIELDS} - {None}
+    assert named | {"critic", "reference"} == set(combinations.CONDITIONS) == set(HOLDS)
+    assert all("whiten" in estimator.options for estimator in ESTIMATORS.values())  # so this one never fails
+    assert set(HOLDS) - set(FAILS) == {"estimator:whiten", "sampled"}  # the last has a test of its own
+
+
+@pytest.mark.parametrize("field", [f for f in FIELDS if f.metadata["when"] in FAILS], ids=lambda f: f.name)
+def test_a_flag_without_effect_is_dropped_with_a_warning_even_at_its_default(field):
+    program, when = field.metadata["programs"][0], field.metadata["when"]
+    assert parsed(f"{' '.join(beside(field))} {flag_of(field)} {value_of(field)}", program).warnings == ()
+    without = parsed(FAILS[when], program)
+    for value in {value_of(field), field.default} - {None}:
+        found = parsed(f"{FAILS[when]} {flag_of(field)} {value}", program)
+        assert len(found.warnings) == 1 and found.warnings[0].startswith(f"without effect: {flag_of(field)} (")
+        assert found.settings == without.settings
+
+
+def test_all_flags_without_effect_stand_in_one_line_with_their_reasons(tmp_path):
+    (tmp_path / "c.yaml").write_text("gae-lambda: 0.9\ncritic-lr: 1.0e-3\nreference-num-layers: 3\n")
+    flags = (
+        f"--config {tmp_path}/c.yaml --advantage grpo --policy-loss gspo --kl-coefficient 0 --dual-clip 3 --kl-in loss"
+        " --critic-max-tokens-per-microbatch 5 --critic-warmup-steps=2 --critic-tensor-model-parallel-size=2"
+    )
+    program = parsed(flags)
+    assert program.warnings == (
+        "without effect: --gae-lambda (--advantage grpo does not use them); --dual-clip (--policy-loss gspo does not use"
+        " them); --kl-in (--kl-coefficient is 0); --critic-max-tokens-per-microbatch, --critic-warmup-steps, --critic-lr,"
+        " --critic-tensor-model-parallel-size (--advantage grpo needs no critic); --reference-num-layers"
+        " (--kl-coefficient is 0 and --role-map has no reference)",
+    )
+    plain = parsed("--advantage grpo --policy-loss gspo --kl-coefficient 0")
+    assert (program.settings, program.policy_loss, program.roles) == (plain.settings, plain.policy_loss, plain.roles)
+
+
+def test_a_dropped_flag_breaks_no_rule():
+    """What has no effect is in nobody's way: a switch of another algorithm neither runs nor is refused."""
+    assert parsed("--advantage rloo --greedy-baseline --reward-normalize").settings.greedy_baseline is False
+    assert parsed("--one-step-off --rollout-correction tis --advantage grpo --critic-warmup-steps 1").warnings
+    assert refused("--one-step-off --rollout-correction tis --critic-warmup-steps 1").startswith("--one-step-off True")
+
+
+def test_wrong_values_and_unknown_flags_are_refused_also_where_they_would_have_no_effect():
+    assert refused("--advantage grpo --gae-lambda 2").startswith("--gae-lambda 2.0: allowed is")
+    assert refused("--policy-loss reinforce --dual-clip 1").startswith("--dual-clip 1.0: allowed is above 1")
+    assert refused("--advantage grpo --critic-max-tokens-per-microbatch 0").startswith("--critic-max-tokens-per-micro")
+
+
+def test_flags_of_a_reward_model_that_is_not_there():
+    flags = "--reward-num-layers 3 --reward-tensor-model-parallel-size 2 --reward-offload --reward-hidden-size=65"
+    found = parsed(flags)
+    assert found.warnings == (
+        "without effect: --reward-offload, --reward-num-layers, --reward-hidden-size (--reward exact-match has no model)",
+    )
+    args = found.roles["reward"].megatron
+    assert (args.num_layers, args.hidden_size, args.tensor_model_parallel_size) == (2, 64, 2)
+    assert not found.roles["reward"].offload
+    assert "come from --reward-model" in refused("--reward-pretrained-checkpoint x")
+
+
+def test_null_takes_flags_without_effect_back(tmp_path):
+    (tmp_path / "ppo.yaml").write_text(
+        "gae-lambda: 0.9\ncritic-lr: 1.0e-3\ncritic-qk-layernorm: true\nweight-decay: 0.2\n"
+    )
+    (tmp_path / "grpo.yaml").write_text(
+        "advantage: grpo\ngae-lambda: null\ncritic-lr: null\ncritic-qk-layernorm: false\ncritic-weight-decay: null\n"
+    )
+    program = parsed(f"--config {tmp_path}/ppo.yaml {tmp_path}/grpo.yaml")
+    assert (
+        not program.warnings
+        and program.settings.advantage == "grpo"
+        and program.roles["actor"].megatron.weight_decay == 0.2
+    )
+
+
+def test_an_unknown_flag_of_an_absent_role_is_unknown():
+    assert "--critic-no-such-flag: unknown flag" in refused("--advantage grpo --critic-no-such-flag 1")
+
+
+def test_sampling_flags_have_no_effect_on_greedy_evaluation():
+    greedy = parsed("--top-k 3 --top-p 0.5", "evaluate")
+    assert greedy.warnings == ("without effect: --top-k, --top-p (--eval-temperature 0 is greedy)",)
+    assert not parsed("--top-k 3 --top-p 0.5 --eval-temperature 0.5", "evaluate").warnings
+    assert not parsed("--top-k 3").warnings
+
+
+# -- rules -------------------------------------------------------------------------------------------------------
+
+WRONG = {
+    "no reward model": ("--reward model+format", "--reward model+format: needs --reward-model"),
+    "baseline in other units": ("--reward model --reward-model x --reward-clip 2 --advantage remax --greedy-baseline",
+                                "--greedy-baseline True: takes plain scores"),
+    "no pattern": ("--reward regex", "--reward regex: needs a --reward-pattern"),
+    "no address": ("--reward 0.5*remote", "--reward 0.5*remote: needs a --reward-url"),
+    "large mini-batch": ("--minibatch-size 65", "--minibatch-size 65: allowed is at most --prompts-per-step × --sam"),
+    "filter of single responses": ("--group-filter reward --samples-per-prompt 1", "--group-filter reward: needs --s"),
+    "nothing to fill up": ("--dynamic-sampling", "--dynamic-sampling True: needs a --group-filter"),
+    "a race ahead": ("--over-sampling 2 --one-step-off --rollout-correction tis", "--over-sampling 2.0: not with --one-step"),
+    "parts of nothing": ("--partial-rollouts", "--partial-rollouts True: needs --over-sampling above 1"),
+    "parts without correction": ("--partial-rollouts --over-sampling 2", "--partial-rollouts True: needs a --rollout"),
+    "penalty longer than a response": ("--overlong-buffer 9 --max-response-length 8", "--overlong-buffer 9: allowed is "
+                                       "at most --max-response-length 8"),
+    "stale without correction": ("--one-step-off", "--one-step-off True: needs a --rollout-correction"),
+    "verdicts ahead": ("--one-step-off --rollout-correction tis --group-filter correct",
+                       "--one-step-off True: not with --group-filter"),
+    "warm-up ahead": ("--one-step-off --rollout-correction tis --critic-warmup-steps 1",
+                      "--one-step-off True: not with --critic-warmup-steps"),
+    "group of one": ("--advantage grpo --samples-per-prompt 1", "--samples-per-prompt 1: --advantage grpo compares"),
+    "no baseline": ("--advantage remax", "--advantage remax: needs --greedy-baseline"),
+    "gradient of a reward": ("--kl-estimator k3+", "--kl-estimator k3+: needs --kl-in loss"),
+    "no target": ("--kl-controller adaptive", "--kl-controller adaptive: needs a --kl-target"),
+    "short horizon": ("--kl-controller adaptive --kl-target 1 --kl-horizon 12.8", "--kl-horizon 12.8: allowed is more "
+                      "than 0.2 × 64 responses"),
+    "icepop without floor": ("--rollout-correction icepop", "--rollout-correction icepop: needs a --rollout-correc"),
+    "icepop of responses": ("--rollout-correction icepop --rollout-correction-floor 0.5 --rollout-correction-level "
+                            "sequence", "--rollout-correction icepop: masks single tokens"),
+    "truncated means": ("--rollout-correction tis --rollout-correction-level geometric", "--rollout-correction tis: "),
+    "floor above cap": ("--rollout-correction icepop --rollout-correction-floor 3", "--rollout-correction-floor 3.0: al"
+                        "lowed is at most --rollout-correction-cap 2.0"),
+    "routes without reference": ("--router-replay rollout --router-replay-reference --kl-coefficient 0",
+                                 "--router-replay-reference True: the run has no reference"),
+    "equal responses": ("--eval-prompts x --eval-responses 2", "--eval-responses 2: needs --eval-temperature above 0"),
+    "large k": ("--eval-prompts x --eval-k 1,2", "--eval-k 1,2: allowed is at most --eval-responses 1"),
+}  # fmt: skip
+RIGHT = [
+    "--reward model+0*reasoning-gym --reward-model a,b --reward-ensemble min --reward-normalize --reward-clip 5"
+    " --reward-tokenizer-model x --reward-chat-template tokenizer --reward-num-layers 3 --reward-offload",
+    "--reward regex+0.5*remote+length --reward-pattern x --reward-url http://x --reward-timeout 3 --reward-workers 2",
+    "--advantage gae --dual-clip 3 --minibatch-size 64 --critic-warmup-steps 3 --critic-lr 1e-3",
+    "--advantage grpo --kl-in loss --kl-estimator k3+ --samples-per-prompt 2",
+    "--advantage grpo --group-std false --kl-coefficient 0 --loss-aggregation seq-mean-token-sum-norm"
+    " --loss-norm-length 512",
+    "--advantage grpo --kl-coefficient 0 --clip-range-high 0.28 --group-filter correct --dynamic-sampling"
+    " --max-sampling-rounds 3 --overlong-buffer 512 --overlong-penalty 0.5",
+    "--advantage rloo --policy-loss reinforce", "--advantage opo --policy-loss cispo",
+    "--advantage reinforce++ --samples-per-prompt 1 --gamma 0.99", "--advantage reinforce++-baseline",
+    "--advantage remax --greedy-baseline --samples-per-prompt 1",
+    "--policy-loss gspo --clip-range 3e-4 --clip-range-high 4e-4", "--policy-loss gmpo",
+    "--one-step-off --rollout-correction tis",
+    "--over-sampling 1.5 --partial-rollouts --max-staleness 2 --rollout-correction icepop"
+    " --rollout-correction-floor 0.5 --group-filter reward --dynamic-sampling --router-replay rollout",
+    "--rollout-correction-level sequence", "--rollout-correction tis --rollout-correction-level sequence",
+    "--rollout-correction mis --rollout-correction-level geometric --rollout-correction-cap 1.01",
+    "--rollout-correction icepop --rollout-correction-floor 0.5 --rollout-correction-cap 5",
+    "--kl-controller adaptive --kl-target 1 --kl-horizon 12.9",
+    "--router-replay rollout --router-replay-reference --router-probe-interval 5", "--router-replay old-logprob",
+    "--eval-prompts x --eval-interval 2 --save y --keep-best false --eval-responses 8 --eval-temperature 1 --eval-k 8",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_combinations(case):
+    flags, needle = WRONG[case]
+    assert refused(flags).startswith(needle)
+
+
+@pytest.mark.parametrize("name", [name for name, e in ESTIMATORS.items() if "groups" in e.needs])
+def test_group_estimators_need_groups(name):
+    assert refused(f"--advantage {name} --samples-per-prompt 1").startswith("--samples-per-prompt 1: ")
+
+
+@pytest.mark.parametrize("flags", RIGHT)
+def test_right_combinations(flags):
+    assert parsed(flags).warnings == ()
+
+
+def test_each_rule_can_be_broken(monkeypatch):
+    """Every rule is the one that stops some case of the table: none is covered by those before it."""
+    stopped, total, rules = set(), set(), combinations.rules
+
+    def recorded(case):
+        found = rules(case)
+        total.add(len(found))
+        stopped.update([i for i, rule in enumerate(found) if not rule.holds][:1])
+        return found
+
+    monkeypatch.setattr(combinations, "rules", recorded)
+    for flags, _ in WRONG.values():
+        refused(flags)
+    (count,) = total  # always as many, in the same order
+    assert stopped == set(range(count)) and count == len(WRONG)
+
+
+def test_reasons_read_settings_that_exist():
+    case = combinations.FlagContext(
+        "rl", dataclasses.replace(parsed("").settings, advantage="mine"), (), None, None, ()
+    )
+    assert combinations.reason(case, "critic") == "--advantage mine needs no critic"
+    assert all("{" not in combinations.reason(case, name) for name in combinations.CONDITIONS)

@@ -1,0 +1,61 @@
+"""Flags without effect: one line on stderr of rank 0, once however a program is started."""
+
+import gc
+import sys
+
+import pytest
+
+from megarl import launcher
+from megarl.errors import WARNED
+from megarl.trainers import trainer
+from tests.helpers.programs import rl_argv
+
+IDLE = "--advantage grpo --gae-lambda 0.9 --critic-lr 1e-3"
+WARNING = ("megarl: warning: without effect: --gae-lambda (--advantage grpo does not use them); --critic-lr (--advantage "
+           "grpo needs no critic)\n")  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def variables(monkeypatch):
+    """Those that a program or its launcher sets come to their end with the test."""
+    for name, value in ((WARNED, ""), ("RANK", "0")):
+        monkeypatch.setenv(name, value)
+    for name in ("WORLD_SIZE", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(sys, "argv", sys.argv)
+
+
+def launched(argv: list[str], rank: int, monkeypatch) -> list[str]:
+    """Names of the roles that a program gets which is started with these flags."""
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setattr(sys, "argv", ["megarl.train_rl", *argv])
+    found = []
+    trainer.launch(lambda program, timers: found.extend(program.roles), "rl")
+    return found
+
+
+def test_rank_0_warns_and_the_run_goes_on(tmp_path, monkeypatch, capfd):
+    argv = rl_argv(tmp_path, IDLE)
+    for rank, expected in ((0, WARNING), (1, "")):
+        assert "critic" not in launched(argv, rank, monkeypatch)
+        assert capfd.readouterr() == ("", expected)
+
+
+def test_nothing_is_said_twice_or_without_need(tmp_path, monkeypatch, capfd):
+    launched(rl_argv(tmp_path, "--advantage grpo"), 0, monkeypatch)
+    monkeypatch.setenv(WARNED, "1")
+    launched(rl_argv(tmp_path, IDLE), 0, monkeypatch)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize("node, times", [("0", 1), ("1", 0)])
+def test_the_launcher_says_it_once(node, times, tmp_path, monkeypatch, capfd):
+    """Its check does, on the first node; the ranks, which read the flags again, do not."""
+    monkeypatch.setenv(WARNED, "1")  # of a launcher around this one
+    monkeypatch.setattr(launcher, "can_fork", lambda: True)
+    monkeypatch.setattr(launcher, "run_ranks", lambda function, ranks: function())
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    argv = ["--nproc-per-node", "2", "--node-rank", node, "train_rl", *rl_argv(tmp_path, f"{IDLE} --check")]
+    assert launcher.main(argv) == 0
+    assert capfd.readouterr().err.count(WARNING) == times

@@ -1,0 +1,47 @@
+"""Attention gives a token the same bits in training and in rollout, whatever stands beside it (docs/exactness.md)."""
+
+import torch
+
+from tests.helpers.exactness import largest_gap_allowed
+
+H, G, D, BLOCK = 4, 2, 16, 16
+
+
+def cached(key, value, cu_seqlens):
+    """Keys and values of packed sequences in a block cache: (the cache, blocks of each sequence)."""
+    lengths = cu_seqlens.diff().tolist()
+    blocks = [-(-length // BLOCK) for length in lengths]
+    table = torch.zeros(len(lengths), max(blocks), dtype=torch.int64)  # behind a sequence's last block: any
+    cache = torch.full((sum(blocks), BLOCK, G, 2, D), 100.0)  # what the memory held before
+    both = torch.stack([key, value], dim=2)
+    first = 0
+    for row, (start, length, count) in enumerate(zip(cu_seqlens.tolist(), lengths, blocks, strict=False)):
+        table[row, :count] = torch.arange(first, first + count)
+        cache[first : first + count].view(-1, G, 2, D)[:length] = both[start : start + length]
+        first += count
+    return cache, table
+
+
+def test_prefill_and_decode_are_the_packed_attention():
+    from megarl.mcore.attention import packed_attention, paged_attention
+    from megarl.mcore.attention.packing import pack_sequences
+
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.cat([torch.tensor([1, 2, 3, 4, 5, 31, 32, 33, 34, 35, 47, 64, 67]),
+                         torch.randint(1, 80, (7,), generator=generator)])  # fmt: skip
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    query, key, value = (torch.randn(int(lengths.sum()), n, D, generator=generator) for n in (H, G, G))
+    module = packed_attention.PackedAttention.__new__(packed_attention.PackedAttention)
+    torch.nn.Module.__init__(module)
+    module.softmax_scale = None
+    packed = module(query, key, value, None, packed_seq_params=pack_sequences(lengths)).view(-1, H, D)
+
+    cache, table = cached(key, value, cu_seqlens)
+    for rows in ([0], [3, 4], [9], [5, 7, 12], list(range(len(lengths)))):
+        count = lengths[rows]
+        tokens = torch.cat([torch.arange(int(cu_seqlens[r]), int(cu_seqlens[r + 1])) for r in rows])
+        last = cu_seqlens[1:][rows] - 1
+        for places, new in ((tokens, count), (last, torch.ones_like(count))):
+            reads = paged_attention.plan_cache_reads(new, count, table[rows], len(places), cache)
+            out = paged_attention.PagedAttention()(query[places].unflatten(1, (G, -1)), cache, reads)
+            assert (out.view(-1, H, D) - packed[places]).abs().max() <= largest_gap_allowed()

@@ -1,0 +1,294 @@
+"""The rollout engine: text that no placement changes, log-probs of the training forward, no copy of the weights."""
+
+import functools
+import gc
+
+import pytest
+import torch
+
+from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.tiny_models import SHAPES, VOCAB, build
+from tests.helpers.worlds import run_world
+
+NEVER = 31  # a padded column of the vocabulary: an end token that cannot come
+LIMIT, COUNT = 12, 20
+
+
+def make_requests(limit=LIMIT, count=COUNT):
+    """Requests with ragged prompts of 1 to 24 tokens, each with a stream of its own."""
+    from megarl.algorithms.counter_rng import stream_keys
+    from megarl.mcore.inference.engine import GenerationRequest
+
+    generator = torch.Generator().manual_seed(1)
+    lengths = [1, 24, 16, 17, 2] + torch.randint(1, 25, (count - 5,), generator=generator).tolist()
+    keys = stream_keys(1, 0, torch.arange(count), torch.zeros(count, dtype=torch.int64)).tolist()
+    prompts = [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+    return [GenerationRequest(prompt, key, limit) for prompt, key in zip(prompts, keys, strict=True)]
+
+
+def make_engine(flags="", shape="llama", buffer_gb=0.005, max_requests=32):
+    """(engine, model, place) on a model of the given shape."""
+    from megarl.mcore.inference.engine import RolloutEngine
+
+    model, _, place = build(flags, shape)
+    return RolloutEngine(model, place.pg_collection, VOCAB, 48, buffer_gb, max_requests), model, place
+
+
+def settings_of(**kwargs):
+    from megarl.algorithms.token_sampling import SamplingSettings
+
+    return SamplingSettings(**kwargs)
+
+
+def largest_gap(model, requests, completions, temperature) -> float:
+    """Largest difference of the engine's log-probs from those of the training forward."""
+    from megarl.mcore.model.forward_pass import inference_mode, token_scores
+
+    rows = [r.prompt + c.tokens for r, c in zip(requests, completions, strict=True)]
+    lengths = torch.tensor([len(row) for row in rows])
+    with inference_mode(model):
+        scores = token_scores(model, torch.tensor(sum(rows, [])), lengths, temperature, VOCAB).logprobs
+    gaps = [
+        (row[len(r.prompt) :] - torch.tensor(c.logprobs)).abs().max()
+        for row, r, c in zip(scores.split(lengths.tolist()), requests, completions, strict=True)
+    ]
+    return float(torch.stack(gaps).max())  # NaN when one is
+
+
+def written(rank, flags="", shape="llama", end=NEVER, sampling=None, **engine_settings):
+    """Completions of the standard requests and their gap to the training forward."""
+    engine, model, _ = make_engine(flags, shape, **engine_settings)
+    requests, settings = make_requests(), settings_of(**(sampling or {}))
+    completions = engine.generate(requests, end, settings)
+    return completions, largest_gap(model, requests, completions, settings.temperature)
+
+
+@functools.cache
+def standard(shape="llama"):
+    return run_world(written, 1, "", shape)[0]
+
+
+def texts(completions):
+    return [completion.tokens for completion in completions]
+
+
+# -- what is written ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7}, {"temperature": 1.5, "top_k": 4}, {"top_p": 0.8},
+                                      {"greedy": True, "temperature": 0.7}], ids=str)  # fmt: skip
+def test_log_probs_are_those_of_the_training_forward(shape, sampling):
+    completions, gap = run_world(functools.partial(written, sampling=sampling), 1, "", shape)[0]
+    assert gap <= largest_gap_allowed()
+    assert sampling.get("greedy") or len({tuple(tokens) for tokens in texts(completions)}) > COUNT / 2
+    assert all(0 <= token < VOCAB for tokens in texts(completions) for token in tokens)
+    assert all(c.logprobs and max(c.logprobs) <= 0 for c in completions)
+
+
+@pytest.mark.parametrize("engine_settings", [
+    {"max_requests": 4}, {"max_requests": 1}, {"buffer_gb": 0.0002}, {"buffer_gb": 0.0002, "max_requests": 3},
+], ids=str)  # fmt: skip
+def test_the_text_does_not_depend_on_how_many_fit(engine_settings):
+    completions, gap = run_world(functools.partial(written, **engine_settings), 1)[0]
+    assert texts(completions) == texts(standard()[0]) and gap <= largest_gap_allowed()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_two_tensor_ranks_write_the_same_text(shape):
+    one, _ = standard(shape)
+    for completions, gap in run_world(written, 2, "--tensor-model-parallel-size 2", shape):
+        assert texts(completions) == texts(one) and gap <= largest_gap_allowed()
+        for mine, other in zip(completions, one, strict=True):
+            assert mine.logprobs == pytest.approx(other.logprobs, abs=5e-5)
+
+
+def test_lanes_write_their_own_requests():
+    def one_share(rank):
+        engine, _, place = make_engine()
+        return engine.generate(make_requests()[place.dp_rank :: 2], NEVER, settings_of())
+
+    first, second = run_world(one_share, 2)
+    assert texts(first) == texts(standard()[0])[0::2] and texts(second) == texts(standard()[0])[1::2]
+
+
+def in_other_orders(rank):
+    engine, _, _ = make_engine()
+    requests = make_requests()
+    alone = [engine.generate([request], NEVER, settings_of())[0] for request in requests]
+    backwards = engine.generate(requests[::-1], NEVER, settings_of())[::-1]
+    return texts(alone), texts(backwards)
+
+
+def test_the_text_of_a_request_does_not_depend_on_the_others():
+    ((alone, backwards),) = run_world(in_other_orders, 1)
+    assert alone == backwards == texts(standard()[0])
+
+
+def samples_of_one_prompt(rank):
+    from megarl.mcore.inference.engine import GenerationRequest
+
+    engine, model, _ = make_engine()
+    prompt = make_requests()[1].prompt
+    requests = [GenerationRequest(prompt, key, LIMIT) for key in (5, 6, 7, 5)]
+    completions = engine.generate(requests, NEVER, settings_of())
+    return texts(completions), largest_gap(model, requests, completions, 1.0)
+
+
+def test_samples_of_one_prompt_follow_their_keys():
+    (((one, two, three, again), gap),) = run_world(samples_of_one_prompt, 1)
+    assert one == again and len({tuple(one), tuple(two), tuple(three)}) == 3 and gap <= largest_gap_allowed()
+
+
+def greedy_both_ways(rank, shape):
+    from megarl.mcore.model.forward_pass import inference_mode, token_scores
+
+    engine, model, _ = make_engine(shape=shape)
+    requests = make_requests(count=6)
+    own = model.output_layer.weight
+    head = model.embedding.word_embeddings.weight if own is None else own
+    hidden = []
+    hook = model.decoder.register_forward_hook(lambda module, inputs, output: hidden.append(output))
+    expected = []
+    with inference_mode(model):
+        for request in requests:
+            row = list(request.prompt)
+            for _ in range(LIMIT):
+                token_scores(model, torch.tensor(row), torch.tensor([len(row)]), 1.0, VOCAB)
+                row.append(int((hidden.pop()[-1, 0] @ head[:VOCAB].T).argmax()))
+            expected.append(row[len(request.prompt) :])
+    hook.remove()
+    return texts(engine.generate(requests, NEVER, settings_of(greedy=True))), expected, \
+        texts(engine.generate(requests, NEVER, settings_of(top_k=1)))  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_greedy_text_is_an_argmax_loop_over_the_whole_forward(shape):
+    greedy, expected, top_1 = run_world(greedy_both_ways, 1, shape)[0]
+    assert greedy == expected == top_1
+
+
+# -- how it ends -------------------------------------------------------------------------------------------------
+
+
+def test_the_length_limit_leaves_a_response_unfinished():
+    completions, _ = standard()
+    assert all(len(c.tokens) == len(c.logprobs) == LIMIT and not c.finished for c in completions)
+
+
+def until_a_token(rank, end):
+    engine, _, _ = make_engine()
+    completions = engine.generate(make_requests(), end, settings_of())
+    last_place = [len(c.tokens) for c in completions]
+    at_limit = engine.generate(
+        [type(r)(r.prompt, r.key, n) for r, n in zip(make_requests(), last_place, strict=True)], end, settings_of()
+    )
+    return completions, at_limit
+
+
+def test_the_end_token_finishes_a_response_and_belongs_to_it():
+    end = 3
+    completions, at_limit = run_world(until_a_token, 1, end)[0]
+    ended = 0
+    for completion, free in zip(completions, texts(standard()[0]), strict=True):
+        expected = free[: free.index(end) + 1] if end in free else free
+        assert completion.tokens == expected
+        assert completion.finished == (end in free)
+        ended += completion.finished
+    assert 0 < ended < COUNT
+    assert at_limit == completions  # the end token at the last place allowed still finishes
+
+
+def limits_of_their_own(rank):
+    from megarl.mcore.inference.engine import GenerationRequest
+
+    engine, _, _ = make_engine()
+    requests = [GenerationRequest(r.prompt, r.key, 1 + i % 5) for i, r in enumerate(make_requests())]
+    return texts(engine.generate(requests, NEVER, settings_of())), engine.generate([], NEVER, settings_of())
+
+
+def test_each_request_has_its_own_limit_and_none_is_fine():
+    ((completions, nothing),) = run_world(limits_of_their_own, 1)
+    assert completions == [free[: 1 + i % 5] for i, free in enumerate(texts(standard()[0]))]
+    assert nothing == []
+
+
+# -- weights and memory ------------------------------------------------------------------------------------------
+
+
+def after_an_update(rank):
+    engine, model, _ = make_engine()
+    requests = make_requests()
+    places = [p.data_ptr() for p in model.parameters()]
+    before = texts(engine.generate(requests, NEVER, settings_of()))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    changed = engine.generate(requests, NEVER, settings_of())
+    gap = largest_gap(model, requests, changed, 1.0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.div_(1.1)
+    assert [p.data_ptr() for p in model.parameters()] == places
+    assert engine.model is model
+    assert sum(type(thing) is type(model) for thing in gc.get_objects()) == 1  # no copy anywhere
+    return before, texts(changed), gap
+
+
+def test_the_engine_writes_with_the_models_own_parameters():
+    before, changed, gap = run_world(after_an_update, 1)[0]
+    assert before == texts(standard()[0]) and changed != before and gap <= largest_gap_allowed()
+
+
+def with_garbage_in_the_cache(rank):
+    engine, _, _ = make_engine()
+    buffer = engine.context.memory_buffer
+    assert isinstance(buffer, torch.Tensor) and buffer.is_contiguous()
+    assert buffer.untyped_storage().nbytes() == buffer.nbytes
+    assert 0.7 * 0.005 * 2**30 < buffer.nbytes <= 0.005 * 2**30
+    place = buffer.data_ptr()
+    buffer.fill_(float("nan"))
+    completions = engine.generate(make_requests(), NEVER, settings_of())
+    assert engine.context.memory_buffer.data_ptr() == place
+    assert not engine.context.memory_buffer.isnan().all()
+    return texts(completions)
+
+
+def test_the_cache_is_one_buffer_and_what_it_held_before_does_not_matter():
+    assert run_world(with_garbage_in_the_cache, 1)[0] == texts(standard()[0])
+
+
+def training_inside_and_after(rank):
+    from megarl.mcore.model.forward_pass import token_scores
+
+    engine, model, _ = make_engine()
+    messages, original = [], engine.sampling.sample_kernel
+
+    def train_in_between(*args, **kwargs):
+        try:
+            token_scores(model, torch.tensor([1, 2]), torch.tensor([2]), 1.0, VOCAB)
+        except RuntimeError as error:
+            messages.append(str(error))
+        return original(*args, **kwargs)
+
+    engine.sampling.sample_kernel = train_in_between
+    engine.generate(make_requests(limit=2), NEVER, settings_of())
+
+    def fail(*args, **kwargs):
+        raise ZeroDivisionError
+
+    engine.sampling.sample_kernel = fail
+    with pytest.raises(ZeroDivisionError):
+        engine.generate(make_requests(limit=2), NEVER, settings_of())
+    assert model.training and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    scores = token_scores(model, torch.arange(9), torch.tensor([4, 5]), 1.0, VOCAB)
+    scores.logprobs.sum().backward()
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+    engine.sampling.sample_kernel = original
+    return messages, texts(engine.generate(make_requests(), NEVER, settings_of()))
+
+
+def test_training_waits_for_the_engine_and_works_behind_it():
+    messages, after = run_world(training_inside_and_after, 1)[0]
+    assert len(messages) >= 2 and all("suspend the engine" in message for message in messages)
+    assert after == texts(standard()[0])

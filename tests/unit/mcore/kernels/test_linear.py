@@ -1,0 +1,165 @@
+"""Linear layers through oneDNN's inner product: rows independent of their number, gradients, Megatron's layers."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import layers
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing import assert_close
+
+from megarl.mcore.attention.segments import MIN_ROWS
+from megarl.mcore.kernels import linear
+from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.worlds import run_world
+
+MEGATRON = layers.linear_with_grad_accumulation_and_async_allreduce
+ROUNDING = {"rtol": 1e-4, "atol": 1e-3}  # of float32 sums of hundreds of terms that cancel
+SHAPES = ((64, 32), (48, 20), (512, 96), (96, 512), (33, 7), (1024, 512))
+
+
+def matrices(*shapes, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(*shape, generator=generator).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("outer,inner", SHAPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_row_has_the_same_numbers_in_every_matrix(outer, inner, with_bias):
+    x, weight, bias = matrices((300, inner), (outer, inner), (outer,))
+    bias = bias if with_bias else None
+    whole = linear.matmul(x, weight, bias)
+    reference = x.double() @ weight.double().t() + (bias if with_bias else 0.0)
+    assert_close(whole.double(), reference, **ROUNDING)
+    for rows in range(MIN_ROWS, 131):
+        assert_close(linear.matmul(x[:rows], weight, bias), whole[:rows], rtol=0, atol=largest_gap_allowed())
+    shuffled = torch.randperm(300, generator=torch.Generator().manual_seed(2))[:61]
+    assert_close(linear.matmul(x[shuffled], weight, bias), whole[shuffled], rtol=0, atol=largest_gap_allowed())
+
+
+def test_strides_and_leading_dimensions_do_not_matter():
+    x, weight = matrices((40, 96), (64, 96))
+    whole = linear.matmul(x, weight)
+    assert torch.equal(linear.matmul(x.t().contiguous().t(), weight), whole)
+    assert torch.equal(linear.matmul(torch.cat([x, x], 1)[:, :96], weight), whole)
+    assert torch.equal(linear.matmul(x, weight.t().contiguous().t()), whole)
+    assert torch.equal(linear.matmul(x.view(8, 5, 96), weight), whole.view(8, 5, 64))
+    assert linear.matmul(x[:0], weight).shape == (0, 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_precisions_take_torch_s_product(dtype):
+    x, weight = matrices((9, 32), (64, 32), dtype=dtype)
+    assert torch.equal(linear.matmul(x, weight), torch.nn.functional.linear(x, weight))
+
+
+def shapes_without_memory(rank):
+    """Of products of tensors on the meta device, and of such as stand in for others, in three types.
+
+    Autograd refuses a process that was forked from one in which there were stand-ins.
+    """
+    found = [linear.matmul(torch.empty(9, 32, device="meta"), torch.empty(64, 32, device="meta")).shape]
+    with FakeTensorMode() as mode:
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            x, weight = matrices((9, 32), (64, 32), dtype=dtype)
+            found.append(linear.matmul(mode.from_tensor(x), mode.from_tensor(weight)).shape)
+        found.append(linear.matmul(torch.empty(3, 3, 32), torch.empty(64, 32)).shape)
+    return found
+
+
+def test_tensors_without_memory_have_the_result_s_shape():
+    assert run_world(shapes_without_memory, 1) == [[(9, 64)] * 4 + [(3, 3, 64)]]
+
+
+def test_without_the_operator_torch_s_product_serves(monkeypatch):
+    x, weight = matrices((9, 32), (64, 32))
+    monkeypatch.setattr(linear, "HAS_INNER_PRODUCT", False)
+    monkeypatch.setattr(linear, "_inner_product", None)
+    assert torch.equal(linear.matmul(x, weight), torch.nn.functional.linear(x, weight))
+
+
+def gradients(rank):
+    """[(gradients of megarl's linear, of torch's in float64)], for each choice of inputs that want one."""
+    found = []
+    for wanted in ((True, True, True), (False, True, True), (True, False, False), (True, True, False)):
+        x, weight, bias, grad = matrices((6, 2, 32), (64, 32), (64,), (6, 2, 64))
+        pair = []
+        for function, dtype in ((linear.linear, torch.float32), (torch.nn.functional.linear, torch.float64)):
+            inputs = [t.to(dtype, copy=True).requires_grad_(w) for t, w in zip((x, weight, bias), wanted, strict=True)]
+            function(*inputs).backward(grad.to(dtype))
+            pair.append([None if t.grad is None else t.grad.double() for t in inputs])
+        found.append((wanted, *pair))
+    return found
+
+
+def test_gradients_are_those_of_torch_s_linear():
+    for wanted, found, expected in run_world(gradients, 1)[0]:
+        assert [grad is not None for grad in found] == list(wanted)
+        assert_close(found, expected, **ROUNDING)
+
+
+def of_layer(function, inputs, grad, kind: str) -> list:
+    """Output, and where a gradient comes in those of the inputs, of a layer on this rank."""
+    inputs = [None if t is None else t.clone().requires_grad_(t.requires_grad) for t in inputs]
+    with torch.set_grad_enabled(grad is not None):
+        out = function(
+            *inputs, gradient_accumulation_fusion=False, tp_group=dist.group.WORLD,
+            allreduce_dgrad=kind == "column", sequence_parallel=kind == "sequence",
+        )  # fmt: skip
+    if grad is not None:
+        out.backward(grad)
+    return [out.detach(), *(None if t is None or grad is None else t.grad for t in inputs)]
+
+
+def parallel_layers(rank):
+    """Of each kind of parallel layer, trained and frozen: results of Megatron's function, of megarl's, in rollout."""
+    parallel_state._set_global_memory_buffer()
+    found = []
+    for kind in ("column", "sequence", "row"):
+        for frozen in (False, True):
+            x, weight, bias, grad = matrices((8, 1, 32), (64, 32), (64,), (8, 1, 64))
+            if kind == "row":
+                x, weight, bias = x.chunk(2, -1)[rank].contiguous(), weight.chunk(2, -1)[rank].contiguous(), None
+            else:
+                weight, bias, grad = weight.chunk(2)[rank], bias.chunk(2)[rank], grad.chunk(2, -1)[rank].contiguous()
+                x = x.chunk(2)[rank] if kind == "sequence" else x
+            inputs = [x.requires_grad_(), weight.requires_grad_(not frozen), bias]
+            megatron = layers.linear_with_frozen_weight if frozen else MEGATRON
+            megarl = functools.partial(linear.parallel_linear, None)
+            results = [of_layer(megatron, inputs, grad, kind), of_layer(megarl, inputs, grad, kind)]
+            found.append((*results, of_layer(megarl, inputs, None, kind)[0]))
+    return found
+
+
+def test_parallel_layers_compute_what_megatron_s_do():
+    for found in run_world(parallel_layers, 2):
+        for megatron, megarl, rollout in found:
+            assert_close(megarl, megatron, rtol=1e-4, atol=1e-4)
+            assert torch.equal(rollout, megarl[0])
+
+
+def test_megatron_s_layers_call_it():
+    assert layers.ColumnParallelLinear._forward_impl is linear.parallel_linear
+    assert layers.RowParallelLinear._forward_impl is linear.parallel_linear
+
+
+def held_in_blocks(rank: int) -> list[bool]:
+    """Of each linear's weight: whether products read a copy inside, get the same bits, and read none behind it."""
+    from tests.helpers.tiny_models import build
+
+    model, _, _ = build()
+    found = []
+    weights = [layer.weight for layer in model.modules() if isinstance(layer, layers.RowParallelLinear)]
+    xs = [matrices((9, weight.shape[1]))[0] for weight in weights]
+    plain = [linear.matmul(x, weight) for x, weight in zip(xs, weights, strict=True)]
+    with torch.no_grad(), linear.prepacked_weights(model):
+        found += [id(weight) in linear._prepacked for weight in weights]
+        found += [torch.equal(linear.matmul(x, w), y) for x, w, y in zip(xs, weights, plain, strict=True)]
+    return [*found, not linear._prepacked]
+
+
+def test_weights_in_blocks_give_the_same_bits_and_go():
+    (found,) = run_world(held_in_blocks, 1)
+    assert len(found) > 3 and all(found) if linear.HAS_INNER_PRODUCT else found[-1]

@@ -1,0 +1,279 @@
+"""Log-probabilities, entropy and Σπ² over a split vocabulary against log_softmax of the whole in float64."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.mcore.attention.segments import MIN_ROWS
+from megarl.mcore.kernels import vocab_parallel_logprobs
+from megarl.mcore.kernels.linear import matmul
+from megarl.mcore.kernels.vocab_parallel_logprobs import GatheredPolicy, HeadScores, head_scores, row_chunks
+from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.worlds import SAFETY_SECONDS, run_world
+
+ROOT = Path(__file__).parents[4]
+T, H, V, PADDED = 20, 12, 21, 32
+PER_TOKEN = torch.linspace(0.4, 2.0, T)
+ROUNDING = 2e-5  # of float32 numbers of about 1, whose sums have other orders on other processors
+
+
+def problem(dtype=torch.float32):
+    """hidden [T, H], weight [PADDED, H] and targets [T] below the true vocabulary, with edges of the shares."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(T, H, generator=generator).to(dtype)
+    weight = torch.randn(PADDED, H, generator=generator).to(dtype)
+    targets = torch.randint(0, V, (T,), generator=generator)
+    targets[:5] = torch.tensor([0, 7, 8, 16, V - 1])
+    return hidden, weight, targets
+
+
+def cut_chunks(rows: int, columns: int):
+    """In a forked rank alone: chunks of at most `rows` tokens."""
+    vocab_parallel_logprobs.SMALLEST_CHUNK = vocab_parallel_logprobs.LARGEST_CHUNK = rows * columns
+
+
+def weighted(scores, used=(1.0, 0.7, -3.0)):
+    """One number from the scores: each token and each score counts differently; None leaves a score out."""
+    row = torch.linspace(-1, 2, len(scores[0]), dtype=scores[0].dtype)
+    return sum((c * row.roll(i) * score).sum() for i, (c, score) in enumerate(zip(used, scores, strict=True)) if c)
+
+
+def of_logits(logits, targets):
+    logp = logits.log_softmax(-1)
+    return HeadScores(logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1), -(logp.exp() * logp).sum(-1),
+                      logp.exp().square().sum(-1))  # fmt: skip
+
+
+def exact(hidden, weight, targets, temperature):
+    """Scores in float64 from the whole logits, and the gradients of their weighted sum."""
+    hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    temperature = temperature.double().unsqueeze(-1) if isinstance(temperature, torch.Tensor) else temperature
+    scores = of_logits(hidden @ weight[:V].T / temperature, targets)
+    return scores, torch.autograd.grad(weighted(scores), (hidden, weight))
+
+
+def on_rank(rank, chunk, temperature, sequence_parallel, dtype=torch.float32):
+    """Scores and gradients as one rank computes them from its part of the inputs, and the collectives it took."""
+    size, collectives = dist.get_world_size(), []
+    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"):
+        count_calls(name, collectives)
+    hidden, weight, targets = problem(dtype)
+    if sequence_parallel:
+        hidden = hidden.chunk(size)[rank].clone()
+    share = weight.chunk(size)[rank].clone()
+    cut_chunks(chunk, len(share))
+    before = [x.clone() for x in (hidden, share, targets)]
+    hidden.requires_grad_()
+    share.requires_grad_()
+    scores = head_scores(hidden, share, targets, temperature, V, dist.group.WORLD, sequence_parallel)
+    forward = len(collectives)
+    gradients = torch.autograd.grad(weighted(scores), (hidden, share))
+    assert all(torch.equal(x, y) for x, y in zip(before, (hidden, share, targets), strict=True))
+    return [score.detach() for score in scores], gradients, collectives[:forward], collectives[forward:]
+
+
+def count_calls(name, calls):
+    from megatron.core.tensor_parallel import mappings
+
+    function = getattr(dist, name)
+
+    def counted(*args, **kwargs):
+        calls.append(name)
+        return function(*args, **kwargs)
+
+    setattr(dist, name, counted)
+    for place in ("dist_all_gather_func", "dist_reduce_scatter_func"):
+        if getattr(mappings, place) is function:
+            setattr(mappings, place, counted)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("chunk, temperature", [(T, 1.0), (8, 0.5), (4, PER_TOKEN)])
+def test_scores_and_gradients_are_those_of_log_softmax(size, chunk, temperature, sequence_parallel):
+    results = run_world(on_rank, size, chunk, temperature, sequence_parallel)
+    wanted, (to_hidden, to_weight) = exact(*problem(), temperature)
+    for scores, _, forward, backward in results:
+        for score, right, first in zip(scores, wanted, results[0][0], strict=True):
+            assert score.dtype == torch.float32 and torch.equal(score, first)
+            assert (score - right).abs().max() <= ROUNDING * max(1.0, float(right.detach().abs().max()))
+        chunks = {T: 1, 8: 3, 4: 5}[chunk]
+        split = size > 1
+        assert forward == ["all_gather_into_tensor"] * (split and sequence_parallel) + ["all_reduce"] * 2 * chunks
+        assert backward == ["reduce_scatter_tensor" if sequence_parallel else "all_reduce"] * split
+    gathered = [torch.cat([result[1][i] for result in results]) for i in (0, 1)]
+    for found in [gathered[0]] if sequence_parallel else [result[1][0] for result in results]:
+        assert (found - to_hidden).abs().max() <= 1e-4 * to_hidden.abs().max()
+    assert (gathered[1] - to_weight).abs().max() <= 1e-4 * to_weight.abs().max()
+    assert torch.equal(gathered[1][V:], torch.zeros(PADDED - V, H))  # padded columns are never pulled at
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_bf16_logits_are_scored_in_fp32(size):
+    results = run_world(on_rank, size, 8, 0.5, False, torch.bfloat16)
+    hidden, weight, targets = problem(torch.bfloat16)
+    logits = torch.nn.functional.linear(hidden, weight)[:, :V]
+    wanted, (_, gradients) = of_logits(logits.double() / 0.5, targets), exact(hidden, weight, targets, 0.5)
+    for score, right in zip(results[0][0], wanted, strict=True):
+        assert score.dtype == torch.float32 and (score - right).abs().max() <= 2 * ROUNDING
+    to_weight = torch.cat([result[1][1] for result in results])
+    for gradient, right in ((results[0][1][0], gradients[0]), (to_weight, gradients[1])):
+        assert gradient.dtype == torch.bfloat16
+        assert (gradient - right).abs().max() <= 0.03 * right.abs().max()
+
+
+def sum_of_many_chunks(rank):
+    """Weight gradient of 512 equal chunks as a multiple of the gradient of one."""
+    hidden, weight, targets = (x[:1] if len(x) == T else x for x in problem(torch.bfloat16))
+    cut_chunks(4, PADDED)
+    found = []
+    for rows in (4, 2048):
+        weight.requires_grad_()
+        scores = head_scores(hidden.expand(rows, H), weight, targets.expand(rows), 1.0, V, dist.group.WORLD)
+        found.append(torch.autograd.grad(scores.logprobs.sum(), weight)[0])
+    return float((found[1] / 512 - found[0]).abs().max() / found[0].abs().max())
+
+
+def test_the_weights_gradient_is_summed_over_chunks_in_fp32():
+    assert run_world(sum_of_many_chunks, 1)[0] <= 0.01
+
+
+def check_gradients(rank, used):
+    hidden, weight, targets = (x[:9] for x in problem(torch.float64))
+    inputs = (hidden[:5].requires_grad_(), weight.requires_grad_())
+
+    def loss(hidden, weight):
+        return weighted(head_scores(hidden, weight, targets[:5] % 7, PER_TOKEN[:5], 7, dist.group.WORLD), used)
+
+    return torch.autograd.gradcheck(loss, inputs)
+
+
+@pytest.mark.parametrize("used", [(1, None, None), (None, 1, None), (None, None, 1), (1, -2, None), (None, 1, 2)])
+def test_the_formulas_of_the_gradients(used):
+    assert run_world(check_gradients, 1, used) == [True]
+
+
+def many_and_few(rank):
+    """Rows of a large batch against the same rows alone and in other chunks; against the rollout's log-probs."""
+    size, allowed = dist.get_world_size(), largest_gap_allowed()
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = torch.randn(300, 32, generator=generator), torch.randn(64, 32, generator=generator)
+    targets = torch.randint(0, 61, (300,), generator=generator)
+    share = weight.chunk(size)[rank].clone()
+
+    def score(rows, temperature=0.7):
+        return head_scores(hidden[rows], share, targets[rows], temperature, 61, dist.group.WORLD)
+
+    whole = score(slice(None))
+    rollout = GatheredPolicy(matmul(hidden, weight), 0.7, 61, size)
+    assert (rollout.logprobs(targets) - whole.logprobs).abs().max() <= allowed
+    assert all(map(torch.equal, score(slice(None), torch.full((300,), 0.7)), whole))
+    for count in (0, 1, 2, 3, 4, 5, 9, 31):
+        for part, all_of_them in zip(score(slice(7, 7 + count)), whole, strict=True):
+            assert part.shape == (count,)
+            assert ((part - all_of_them[7 : 7 + count]).abs() <= allowed).all()
+    cut_chunks(16, len(share))
+    assert all((x - y).abs().max() <= allowed for x, y in zip(score(slice(None)), whole, strict=True))
+    return True
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_tokens_scores_do_not_depend_on_its_batch_and_are_the_rollouts(size):
+    assert run_world(many_and_few, size) == [True] * size
+
+
+def few_rows(rank, count, sequence_parallel):
+    size = dist.get_world_size()
+    hidden, weight, targets = problem()
+    hidden, targets, temperature = hidden[:count], targets[:count], PER_TOKEN[:count]
+    _, wanted = exact(hidden, weight, targets, temperature)
+    if sequence_parallel:
+        hidden, wanted = hidden.chunk(size)[rank], (wanted[0].chunk(size)[rank], wanted[1])
+    inputs = (hidden.clone().requires_grad_(), weight.chunk(size)[rank].clone().requires_grad_())
+    scores = head_scores(*inputs, targets, temperature, V, dist.group.WORLD, sequence_parallel)
+    gradients = torch.autograd.grad(weighted(scores), inputs)
+    wanted = wanted[0], wanted[1].chunk(size)[rank]
+    return [float((x - y).abs().sum()) for x, y in zip(gradients, wanted, strict=True)]
+
+
+@pytest.mark.parametrize("count, size", [(0, 1), (1, 1), (2, 1), (3, 1), (5, 1), (0, 2), (2, 2), (6, 2)])
+def test_gradients_of_few_rows(count, size):
+    worst = max(max(found) for found in run_world(few_rows, size, count, size > 1))
+    assert worst <= (2e-3 if count else 0.0)  # the differences of all elements together
+
+
+def extremes(rank, scale, pull):
+    """Logits of ±scale, the last quarter of the columns padding, and gradients as loss scaling makes them."""
+    size = dist.get_world_size()
+    logits = torch.randn(6, 16, generator=torch.Generator().manual_seed(1)).sign() * scale
+    logits[0], logits[1, 5], logits[2] = scale, -3 * scale, -scale
+    targets = torch.tensor([0, 5, 2, 11, 8, 7])
+    weight = logits.T.chunk(size)[rank].clone().requires_grad_()
+    hidden = torch.eye(6).requires_grad_()
+    scores = head_scores(hidden, weight, targets, 1.0, 12, dist.group.WORLD)
+    to_hidden, to_weight = torch.autograd.grad(sum(score.sum() for score in scores) * pull, (hidden, weight))
+    assert torch.isfinite(to_hidden).all() and torch.isfinite(to_weight).all()
+    for score, wanted in zip(scores, of_logits(logits[:, :12].double(), targets), strict=True):
+        assert ((score - wanted).abs() <= 1e-5 * wanted.abs().clamp_min(1)).all()
+    return True
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_extreme_logits_and_gradients_stay_finite(size):
+    assert run_world(extremes, size, 1e4, 2.0**32) == [True] * size
+
+
+def wrong_sizes(rank):
+    hidden, weight, targets = problem()
+    with pytest.raises(ValueError, match="20 hidden states, but targets and temperatures of shape .*19"):
+        head_scores(hidden, weight, targets[1:], 1.0, V, dist.group.WORLD)
+    with pytest.raises(ValueError, match="20 hidden states"):
+        head_scores(hidden, weight, targets, torch.tensor(0.5), V, dist.group.WORLD)
+    return True
+
+
+def test_wrong_sizes_are_refused():
+    assert run_world(wrong_sizes, 1) == [True]
+
+
+@pytest.mark.parametrize("rows", [4, 5, 7, 8, 9, 1000, 8192, 100_003])
+@pytest.mark.parametrize("columns", [16, 8000, 32_000, 128_000, 2**27])
+def test_chunks_are_even_and_within_the_budget(rows, columns):
+    chunks = row_chunks(rows, columns)
+    sizes = [part.stop - part.start for part in chunks]
+    assert chunks[0].start == 0 and chunks[-1].stop == rows
+    assert all(a.stop == b.start for a, b in zip(chunks[:-1], chunks[1:], strict=True))
+    assert min(sizes) >= MIN_ROWS and max(sizes) - min(sizes) <= 1
+    assert max(sizes) < 2 * MIN_ROWS or max(sizes) * columns <= vocab_parallel_logprobs.LARGEST_CHUNK
+    assert len(sizes) == 1 or max(sizes) * columns <= max(
+        vocab_parallel_logprobs.SMALLEST_CHUNK, rows * columns / vocab_parallel_logprobs.CHUNKS, 2 * MIN_ROWS * columns
+    )
+
+
+def test_padded_columns_have_probability_zero():
+    logits = torch.full((2, 6), 100.0)
+    logits[:, 2:] = 300.0
+    before = logits.clone()
+    policy = GatheredPolicy(logits, 1.0, 2, 2)
+    assert policy.weights.tolist() == [[1, 1, 0, 0, 0, 0]] * 2 and torch.equal(logits, before)
+    assert policy.logprobs(torch.tensor([0, 1])).tolist() == pytest.approx([-math.log(2)] * 2)
+
+
+def test_peak_memory_is_at_most_a_tenth_of_the_naive_computations(tmp_path):
+    tokens, vocab, hidden = 2048, 32_000, 64
+    sizes = ["--tokens", str(tokens), "--vocab", str(vocab), "--hidden", str(hidden)]
+    command = [sys.executable, "tools/bench/head_memory.py", *sizes, "--json", str(tmp_path / "out.jsonl")]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=SAFETY_SECONDS)
+    report = json.loads((tmp_path / "out.jsonl").read_text())
+    assert report["naive_peak_bytes"] >= 3 * 4 * tokens * vocab  # the measurement sees what is there
+    assert report["ratio"] <= 0.10
+    rows = row_chunks(tokens, vocab)[0].stop
+    assert report["chunked_peak_bytes"] <= 4 * (2.5 * rows * vocab + vocab * hidden)  # two buffers and a gradient
+    assert max(value for key, value in report.items() if key.endswith("_difference")) <= 5e-5

@@ -1,0 +1,168 @@
+"""Offload: bit for bit the same run with it and without, memory that is really given back, and one twin on the host."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.test_layouts import batch_of, forward_of, parts_of
+from tests.helpers.programs import metrics, rl_argv, samples, timeless, train
+from tests.helpers.tiny_models import VOCAB, join_actor, parse_roles
+from tests.helpers.worlds import run_world
+from tools.bench.offload import run_rounds
+
+DISTRIBUTED, TP2 = "--use-distributed-optimizer", "--tensor-model-parallel-size 2"
+MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
+BIAS = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid --moe-router-load-balancing-type none"
+
+
+def learner_of(flags: str, offload: bool):
+    """A critic on this rank."""
+    from megarl.roles.trainable_model import TrainableModel
+
+    role = parse_roles(flags, dist.get_world_size())["actor"]
+    role = dataclasses.replace(role, name="critic", offload=offload)
+    return TrainableModel(role, join_actor(flags)[1], VOCAB, 1, value_head=True)
+
+
+def states(trainable_model) -> list:
+    """What its optimizer holds, parameters included."""
+    found = []
+    for part in trainable_model.optimizer.chained_optimizers:
+        for parameter in (p for group in part.optimizer.param_groups for p in group["params"]):
+            found += [parameter, *part.optimizer.state[parameter].values()]
+    return found
+
+
+def step(trainable_model) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Values, losses and gradient norm of an evaluation and two updates."""
+    batch = batch_of(trainable_model.role_groups)
+    parts = parts_of(batch, 2, 1)
+
+    def loss(values, part):
+        value = (values * part.advantages).sum() / 10
+        return value, value.detach()
+
+    trainable_model.routes.attach(batch, parts)
+    values = [out for out, _ in trainable_model.forward_only(parts, forward_of(True))]
+    with trainable_model.on_device_for_updates():
+        trainable_model.routes.attach(batch, parts)
+        losses, *_ = trainable_model.update(parts, forward_of(True), loss)
+        trainable_model.routes.attach(batch, parts)
+        more, applied, norm = trainable_model.update(parts, forward_of(True), loss)
+    assert applied
+    return torch.cat(values), torch.stack(losses + more), norm
+
+
+def assert_same_steps(kept, moved):
+    for found, expected in zip(step(moved), step(kept), strict=True):
+        assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
+
+
+def assert_away(trainable_model):
+    """Nothing of it has device memory, but for buffers of a few numbers."""
+    gradients = [b.grad_data for w in trainable_model.wrapped for b in w.buffers + w.expert_parallel_buffers]
+    assert gradients and not any(
+        tensor.untyped_storage().nbytes()
+        for tensor in [*trainable_model.model.parameters(), *gradients, *states(trainable_model)]
+    )
+
+
+def turns(rank: int, flags: str, folder: Path):
+    """Turns of a learner with offload beside one without; then save, load into a third, and on."""
+    from megarl.mcore.weights import dist_checkpoint
+
+    kept, moved = learner_of(flags, False), learner_of(flags, True)
+    dedup = [block.host_copy.data_ptr() for kind in ("weights", "optimizer") for block in moved.offload.blocks[kind]]
+    assert_away(moved)
+    for _ in range(2):
+        assert_same_steps(kept, moved)
+        assert_away(moved)
+    if rank == 0:
+        folder.mkdir()
+    dist.barrier()
+    dist_checkpoint.save(moved.state({"count": 1}), folder)
+    other = learner_of(flags, True)
+    state = other.state({}, loading=True)
+    assert_away(other)
+    assert other.restore(dist_checkpoint.load_role(state, folder, other.role_groups.pg_collection)) == {"count": 1}
+    for found in (moved, other):
+        assert_away(found)
+        with found.offload.present("weights", "optimizer"):
+            assert all(map(torch.equal, found.model.parameters(), kept.model.parameters()))
+            assert all(map(torch.equal, found.model.buffers(), kept.model.buffers()))
+            assert all(map(torch.equal, states(found), states(kept))) and any(t.any() for t in states(kept))
+    assert_same_steps(kept, other)
+    assert_away(other)
+    assert dedup == [
+        block.host_copy.data_ptr() for kind in ("weights", "optimizer") for block in moved.offload.blocks[kind]
+    ]
+    weights = {parameter.untyped_storage().data_ptr() for parameter in kept.model.parameters()}
+    beside = [tensor for tensor in states(kept) if tensor.untyped_storage().data_ptr() not in weights]
+    return sum(tensor.nbytes for tensor in [*kept.model.parameters(), *beside]), moved.offload.bytes
+
+
+@pytest.mark.parametrize("size, flags", [
+    (1, MOE), (2, f"--bf16 {DISTRIBUTED} {MOE} {BIAS}"),
+])  # fmt: skip
+def test_turns_are_bit_exact_and_leave_nothing_behind(size, flags, tmp_path):
+    for held, dedup in run_world(turns, size, flags, tmp_path / "checkpoint"):
+        assert held <= dedup <= 1.1 * held
+
+
+def nested(rank: int):
+    """Turns within turns, failures, and a forward out of turn."""
+    trainable_model = learner_of("", True)
+    weight, offload = next(trainable_model.model.parameters()), trainable_model.offload
+    with torch.no_grad(), offload.present("weights"):
+        before = weight.clone()
+        with offload.present("weights", changed=True):
+            weight.add_(1)
+        assert torch.equal(weight, before + 1)
+    with offload.present("weights"):
+        assert torch.equal(weight, before + 1)
+    with pytest.raises(RuntimeError, match="weights are on the host"):
+        forward_of(True)(trainable_model.model[0], parts_of(batch_of(trainable_model.role_groups), 1, 1)[0][0])
+    (block,) = offload.blocks["weights"]
+    with pytest.raises(ValueError, match="the first"), offload.present("weights"):
+        block.find = None  # now it cannot leave
+        raise ValueError("the first")
+
+
+def test_a_turn_within_a_turn_and_a_failure_in_one():
+    run_world(nested, 1)
+
+
+def rounds(rank: int) -> dict:
+    """Four matrices in turns, each large enough that the system has its memory back once it is freed."""
+    return run_rounds(208 * 2**20)
+
+
+def test_the_host_holds_the_payload_once():
+    (found,) = run_world(rounds, 1)
+    payload = found["payload_bytes"]
+    assert 0.9 * payload < found["host_peak_bytes"] < 1.1 * payload
+    assert 0.9 * payload < found["host_away_bytes"] < 1.1 * payload  # nothing of the device's is left
+
+
+@pytest.mark.parametrize("size, flags, resumes", [(1, "--bf16", True), (2, f"{TP2} {DISTRIBUTED}", False)])
+def test_a_run_is_the_same_with_offload_of_every_role(size, flags, resumes, tmp_path):
+    flags += " --lr-decay-iters 3 --reward tests.helpers.programs:graded_reward"
+    train("rl", rl_argv(tmp_path / "kept", f"{flags} --train-iters 2"), size)
+    if resumes:
+        train("rl", rl_argv(tmp_path / "moved", f"{flags} --offload --train-iters 1"), size)
+        flags += f" --load {tmp_path / 'moved'}"
+    train("rl", rl_argv(tmp_path / "moved", f"{flags} --offload --train-iters 2", warm_start=not resumes), size)
+    kept, moved = metrics(tmp_path / "kept"), metrics(tmp_path / "moved")
+    assert sorted(kept) == sorted(moved) == [1, 2]
+    for number in (1, 2):
+        assert timeless(moved[number]) == timeless(kept[number])
+        assert samples(tmp_path / "moved", number) == samples(tmp_path / "kept", number)
+        assert all(moved[number][f"memory/{role}/offloaded_bytes"] > 0 for role in ("actor", "critic"))
+        assert all(moved[number][f"time/{role}/offload_s"] > 0 for role in ("actor", "critic", "reference"))
+    written = sorted((tmp_path / "kept" / "checkpoints").rglob("*.distcp"))
+    assert len(written) == size
+    for path in written:
+        assert path.read_bytes() == (tmp_path / "moved" / path.relative_to(tmp_path / "kept")).read_bytes()

@@ -1,0 +1,146 @@
+"""The short way of the engine's layers: the training forward's numbers whatever the layer is made of."""
+
+import pytest
+import torch
+
+from megarl.mcore.model.decoder_layer import Rotation
+from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.worlds import run_world
+from tests.unit.mcore.inference.test_engine import (
+    NEVER,
+    largest_gap,
+    make_engine,
+    make_requests,
+    settings_of,
+    texts,
+    written,
+)
+
+LAYERS = [
+    ("--qk-layernorm", "llama"),
+    ("--qk-layernorm", "gpt2"),
+    ("--rotary-percent 0.5 --add-qkv-bias", "llama"),
+    ("--mlp-chunks-for-prefill 2", "llama"),  # Megatron's own layer around the engine's attention
+]
+
+
+@pytest.mark.parametrize("flags, shape", LAYERS)
+def test_kinds_of_layers_have_the_training_forwards_numbers(flags, shape):
+    _, gap = run_world(written, 1, flags, shape)[0]
+    assert gap <= largest_gap_allowed()
+
+
+@pytest.mark.parametrize("width", [8, 4])
+def test_rotation_has_the_bits_of_megatrons(width):
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+
+    generator = torch.Generator().manual_seed(1)
+    frequencies = torch.randn(20, 1, 1, width, generator=generator)
+    heads, positions = torch.randn(7, 2, 3, 8, generator=generator), torch.tensor([0, 19, 4, 4, 7, 1, 12])
+    turned = heads.clone()
+    Rotation.of(frequencies, torch.float32).at(positions).turn_(turned)
+    wanted = _apply_rotary_pos_emb_bshd(heads, frequencies[positions])
+    assert torch.equal(turned, wanted) and not torch.equal(turned, heads)
+
+
+def with_prompts_in_between(rank, limit):
+    """Requests that enter while others decode: prompts and single tokens in the same steps."""
+    engine, model, _ = make_engine(max_requests=limit)
+    kinds, plan = set(), engine.context._reads
+
+    def watched():
+        dedup, reads = plan()
+        kinds.add((bool(reads.decoding), bool(reads.prompts)))
+        return dedup, reads
+
+    engine.context._reads = watched
+    engine.context.memory_buffer.fill_(float("nan"))
+    requests = [type(r)(r.prompt, r.key, 1 + i % 7) for i, r in enumerate(make_requests())]
+    completions = engine.generate(requests, NEVER, settings_of())
+    return texts(completions), largest_gap(model, requests, completions, 1.0), kinds
+
+
+def test_prompts_and_single_tokens_share_steps():
+    (few, gap, kinds), (many, other_gap, _) = (run_world(with_prompts_in_between, 1, limit)[0] for limit in (4, 20))
+    assert {(True, True), (True, False)} <= kinds and few == many
+    assert max(gap, other_gap) <= largest_gap_allowed()
+
+
+def with_megatrons_bookkeeping(rank, is_own, limits):
+    """What the engine writes, how many steps moved on by themselves, and how many went Megarl's way; else all go
+    Megatron's."""
+    buffer_gb, most = limits
+    engine, model, _ = make_engine(buffer_gb=buffer_gb, max_requests=most)
+    context, moved, theirs = engine.context, [], []
+    advance, step = type(context)._advance, engine.engine.async_step
+
+    def watched(new_tokens):
+        moved.append(is_own and advance(context, new_tokens))
+        return moved[-1]
+
+    def counted():
+        theirs.append(1)
+        return step()
+
+    context._advance, engine.engine.async_step = watched, counted
+    done = engine.generate(make_requests(), NEVER, settings_of())
+    free, gap = context.kv_block_allocator.total_avail, largest_gap(model, make_requests(), done, 1.0)
+    return texts(done), [c.logprobs for c in done], sum(moved), free, gap, len(theirs)
+
+
+@pytest.mark.parametrize("limits", [(0.005, 32), (0.00005, 32), (0.005, 4)])
+def test_steps_that_only_go_on_are_megatrons_steps(limits):
+    """With room for all, with a cache in which requests wait and are evicted, and with requests that come later."""
+    own, theirs = (run_world(with_megatrons_bookkeeping, 1, is_own, limits)[0] for is_own in (True, False))
+    assert own[2] > 0 == theirs[2]
+    assert own[:2] == theirs[:2] and own[3] == theirs[3]  # no block is lost
+    assert own[4] <= largest_gap_allowed()
+    assert own[5] < theirs[5]  # some steps did not ask Megatron's engine at all
+
+
+def with_twins(rank, may_share, shape, flags):
+    """What the engine writes for prompts that come several times, and rows of its steps that were computed once."""
+    engine, model, _ = make_engine(flags, shape, max_requests=16)
+    context, saved = engine.context, []
+    plan, context._may_share = context._reads, context._may_share and may_share
+
+    def watched():
+        dedup, reads = plan()
+        saved.append(0 if dedup is None else len(dedup.source) - len(dedup.kept))
+        return dedup, reads
+
+    context._reads = watched
+    context.memory_buffer.fill_(float("nan"))
+    some = make_requests()
+    requests = [type(r)(some[i // 3].prompt, r.key, 1 + i % 5) for i, r in enumerate(some)]
+    done = engine.generate(requests, NEVER, settings_of())
+    gap = 0.0 if flags else largest_gap(model, requests, done, 1.0)
+    return texts(done), [c.logprobs for c in done], sum(saved), gap
+
+
+@pytest.mark.parametrize("shape", ["llama", "gpt2"])
+def test_prompts_that_come_several_times_are_read_once(shape):
+    once, alone = (run_world(with_twins, 1, may_share, shape, "")[0] for may_share in (True, False))
+    assert once[2] > 100 > 0 == alone[2]
+    assert once[:2] == alone[:2]
+    assert once[3] <= largest_gap_allowed()
+
+
+def test_each_stage_reads_them_once():
+    stages = run_world(with_twins, 2, True, "llama", "--pipeline-model-parallel-size 2")
+    assert all(texts_and_more[:3] == run_world(with_twins, 1, True, "llama", "")[0][:3] for texts_and_more in stages)
+
+
+def test_twins_are_whole_prompts_of_the_same_text():
+    """A request with older keys is nobody's twin; padding keeps its rows; too few rows are no rows to save."""
+    from megarl.mcore.attention.paged_attention import deduplicate_prefills
+
+    text = torch.tensor([7, 8, 9, 7, 8, 9, 7, 8, 9, 5, 0, 0])
+    queries, keys = torch.tensor([3, 3, 3, 1]), torch.tensor([3, 9, 3, 1])
+    found = deduplicate_prefills(text, queries, keys)
+    assert found.requests.tolist() == [0, 1, 3]
+    assert found.kept.tolist() == [0, 1, 2, 3, 4, 5, 9, 10, 11]
+    assert found.source.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 6, 7, 8]
+    assert torch.equal(text[found.kept][found.source], text)
+    assert deduplicate_prefills(text[:9], queries[:3], torch.tensor([3, 9, 8])) is None
+    assert deduplicate_prefills(torch.tensor([4] * 6), torch.ones(6).long(), torch.ones(6).long()) is None

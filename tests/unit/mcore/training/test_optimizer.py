@@ -1,0 +1,289 @@
+"""One optimizer update: the same for every split into micro-batches and every layout; Adam, clipping, schedule."""
+
+import copy
+import functools
+
+import pytest
+import torch
+
+from tests.helpers.tiny_models import (
+    VOCAB,
+    build,
+    build_stages,
+    farthest,
+    gather_parameters,
+    join_actor,
+    ragged_tokens,
+    whole_tensor,
+)
+from tests.helpers.worlds import run_world
+
+LENGTHS = [7, 2, 11, 1, 4, 9]
+COUNT = sum(LENGTHS)
+SGD_LIKE = "--adam-eps 1 --lr 0.05 --clip-grad 0 --weight-decay 0.1"  # no division by tiny second moments
+
+
+def microbatches_of(role_groups, parts: int):
+    """This lane's sequences (every lanes-th) in `parts` micro-batches: (tokens, lengths, weights)."""
+    tokens, lengths = ragged_tokens(LENGTHS)
+    weights = torch.linspace(-1, 2, COUNT)
+    rows = list(zip(tokens.split(LENGTHS), weights.split(LENGTHS), strict=True))[
+        role_groups.dp_rank :: len(role_groups.replicas)
+    ]
+    groups = [rows[i::parts] for i in range(parts)]
+    assert all(groups)
+    return [
+        (torch.cat([t for t, _ in group]), torch.tensor([len(t) for t, _ in group]), torch.cat([w for _, w in group]))
+        for group in groups
+    ]
+
+
+def forward_and_loss(value_head: bool):
+    from megarl.mcore.model.forward_pass import token_scores, token_values
+
+    if value_head:
+        return (
+            lambda model, part: token_values(model, *part[:2]),
+            lambda values, part: (((values - part[2]) ** 2).sum() / COUNT, len(values)),
+        )
+    return (
+        lambda model, part: token_scores(model, *part[:2], 0.9, VOCAB),
+        lambda s, part: ((-(part[2] * s.logprobs).sum() - 0.1 * s.entropy.sum()) / COUNT, len(s.logprobs)),
+    )
+
+
+def trainable_model(flags, shape="llama", value_head=False):
+    """(model, wrapper, optimizer, namespace, place); a value head's weights are drawn, for 0 would stop gradients."""
+    from megarl.mcore.training import optimizer
+
+    stages, args, place = build_stages(flags, shape, value_head)
+    (model,) = stages
+    if value_head:
+        with torch.no_grad():
+            model.output_layer.weight.copy_(torch.linspace(-0.2, 0.3, 64))
+    wrapped = optimizer.wrap_for_training(stages, args, place.pg_collection)
+    return model, wrapped, optimizer.build_optimizer(wrapped, args, place.pg_collection), args, place
+
+
+def accumulate(wrapped, adam, role_groups, parts, value_head=False):
+    from megarl.mcore.parallel import pipeline
+
+    wrapped[0].zero_grad_buffer()
+    adam.zero_grad()
+    forward, loss = forward_and_loss(value_head)
+    return pipeline.run_microbatches(
+        wrapped, microbatches_of(role_groups, parts), forward, loss, role_groups.pg_collection, True
+    )
+
+
+def one_update(rank, flags, shape, parts, value_head):
+    """Gradients, gradient norm and updated weights of one update, put together over tensor-parallel ranks."""
+    from megarl.mcore.training import optimizer
+
+    model, wrapped, adam, args, place = trainable_model(flags, shape, value_head)
+    results = accumulate(wrapped, adam, place, parts, value_head)
+    assert results == [len(tokens) for tokens, _, _ in microbatches_of(place, parts)]
+    whole = functools.partial(whole_tensor, group=place.pg_collection.tp, gated=args.swiglu)
+    if not args.use_distributed_optimizer:
+        gradients = {name: whole(name, p, p.main_grad) for name, p in model.named_parameters()}
+    else:
+        gradients = None  # each lane holds the sum of its own shard alone
+    applied, norm = optimizer.update(adam)
+    assert applied
+    return gradients, norm, gather_parameters(model, place.pg_collection.tp, args.swiglu)
+
+
+@functools.cache
+def reference_update(shape, value_head):
+    return run_world(one_update, 1, SGD_LIKE, shape, 1, value_head)[0]
+
+
+LAYOUTS = {
+    "two micro-batches": (1, "", 2),
+    "five micro-batches": (1, "", 5),
+    "DP2": (2, "", 1),
+    "DP2, three micro-batches": (2, "--overlap-grad-reduce", 3),
+    "DP2, distributed optimizer": (2, "--use-distributed-optimizer", 2),
+    "TP2": (2, "--tensor-model-parallel-size 2", 1),
+    "TP2 DP2": (4, "--tensor-model-parallel-size 2", 2),
+    "full recompute": (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 1),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape, value_head", [("llama", False), ("gpt2", False), ("llama", True)])
+def test_an_update_is_the_same_in_every_layout(layout, shape, value_head):
+    gradients, norm, weights = reference_update(shape, value_head)
+    size, flags, parts = LAYOUTS[layout]
+    largest = max(float(g.abs().max()) for g in gradients.values())
+    for found, its_norm, updated in run_world(one_update, size, f"{SGD_LIKE} {flags}", shape, parts, value_head):
+        assert abs(its_norm - norm) <= 1e-5 * norm
+        assert updated.keys() == weights.keys()
+        for name, gradient in gradients.items():
+            assert found is None or (found[name] - gradient).abs().max() <= 2e-5 * largest, name
+            assert farthest(updated[name], weights[name]) <= 1e-5, name
+
+
+@pytest.mark.parametrize("shape, value_head", [("llama", False), ("gpt2", False), ("llama", True)])
+def test_every_parameter_learns(shape, value_head):
+    gradients, norm, _ = reference_update(shape, value_head)
+    assert abs(norm - sum(float((g.double() ** 2).sum()) for g in gradients.values()) ** 0.5) <= 1e-5 * norm
+    still = [name for name, gradient in gradients.items() if not gradient.abs().max() > 0]
+    assert still == []
+
+
+def test_gradients_are_those_of_plain_autograd():
+    """Gradient buffers and schedule against backward() of the whole loss on the bare model."""
+
+    def compare(rank):
+        from megarl.mcore.model.forward_pass import token_scores
+
+        model, wrapped, adam, _, place = trainable_model(SGD_LIKE)
+        bare, *_ = build(SGD_LIKE)
+        ((tokens, lengths, weights),) = microbatches_of(place, 1)
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), bare.parameters(), strict=True))
+        scores = token_scores(bare, tokens, lengths, 0.9, VOCAB)
+        ((-(weights * scores.logprobs).sum() - 0.1 * scores.entropy.sum()) / COUNT).backward()
+        accumulate(wrapped, adam, place, 2)
+        return max(
+            float((p.main_grad - q.grad).abs().max() / q.grad.abs().max())
+            for p, q in zip(model.parameters(), bare.parameters(), strict=True)
+        )
+
+    assert run_world(compare, 1)[0] <= 1e-5
+
+
+def forward_only(rank):
+    from megarl.mcore.model.forward_pass import inference_mode
+    from megarl.mcore.parallel import pipeline
+
+    model, _, _, _, place = trainable_model(SGD_LIKE)
+    forward, loss = forward_and_loss(False)
+    parts = microbatches_of(place, 3)
+    with inference_mode(model):
+        results = pipeline.run_microbatches([model], parts, forward, lambda out, part: (torch.zeros(()), out),
+                                            place.pg_collection, False)  # fmt: skip
+        expected = [forward(model, part) for part in parts]
+    assert all(torch.equal(r.logprobs, e.logprobs) for r, e in zip(results, expected, strict=True))
+    return all(not p.main_grad.any() for p in model.parameters())
+
+
+def test_forward_only_returns_results_in_order_and_leaves_gradients_alone():
+    assert run_world(forward_only, 1) == [True]
+
+
+# -- clipping and skipping ---------------------------------------------------------------------------------------
+
+
+def clipped(rank, flags):
+    from megarl.mcore.training import optimizer
+
+    model, wrapped, adam, args, place = trainable_model(flags)
+    accumulate(wrapped, adam, place, 1)
+    applied, norm = optimizer.update(adam)
+    whole = [whole_tensor(n, p, p.main_grad, place.pg_collection.tp, True) for n, p in model.named_parameters()]
+    return applied, norm, sum(float((g.double() ** 2).sum()) for g in whole) ** 0.5
+
+
+@pytest.mark.parametrize("size, layout", [(1, ""), (2, "--tensor-model-parallel-size 2"), (2, "")])
+def test_gradients_are_clipped_to_the_global_norm(size, layout):
+    for applied, norm, after in run_world(clipped, size, f"--clip-grad 0.05 {layout}"):
+        assert applied and norm > 0.1
+        assert abs(after - 0.05) < 1e-5
+    for applied, norm, after in run_world(clipped, size, f"--clip-grad 1000 {layout}"):
+        assert applied and abs(after - norm) <= 1e-5 * norm
+
+
+def skipping(rank, flags, bad):
+    from megarl.mcore.training import optimizer
+
+    model, wrapped, adam, _, place = trainable_model(flags)
+    before = [p.detach().clone() for p in model.parameters()]
+    accumulate(wrapped, adam, place, 1)
+    if rank == 1:
+        model.decoder.layers[0].mlp.linear_fc1.weight.main_grad[0, 0] = bad
+    skipped = optimizer.update(adam)
+    same = all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    accumulate(wrapped, adam, place, 1)
+    return skipped[0], same, optimizer.update(adam)[0]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_all_ranks_skip_a_gradient_that_is_not_finite_on_one(bad):
+    results = run_world(skipping, 2, "--tensor-model-parallel-size 2", bad)
+    assert results == [(False, True, True)] * 2
+
+
+# -- Adam and the schedule ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adam_is_torchs(decoupled):
+    from megarl.mcore.training.optimizer import Adam
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(7, 5), (13,), (1,), (3, 4, 2)]
+    ours = [torch.randn(s, generator=generator).requires_grad_() for s in shapes]
+    theirs = [p.detach().clone().requires_grad_() for p in ours]
+    settings = {"lr": 0.02, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-6}
+    one = Adam(ours, **settings, adam_w_mode=decoupled)
+    other = (torch.optim.AdamW if decoupled else torch.optim.Adam)(theirs, **settings)
+    for step in range(5):
+        for i, (p, q) in enumerate(zip(ours, theirs, strict=True)):
+            gradient = torch.randn(p.shape, generator=generator)
+            p.grad, q.grad = (gradient.clone(), gradient.clone()) if i != 2 else (None, None)
+        one.step()
+        other.step()
+        for rates in (one, other):
+            rates.param_groups[0]["lr"] *= 0.9
+        assert one.param_groups[0]["step"] == step + 1
+        for p, q in zip(ours, theirs, strict=True):
+            assert (p - q).abs().max() <= 1e-6
+    assert all(set(state) == {"exp_avg", "exp_avg_sq"} for state in one.state.values())
+
+
+def test_adams_state_survives_a_save():
+    from megarl.mcore.training.optimizer import Adam
+
+    weights = [torch.ones(3).requires_grad_() for _ in range(2)]
+    make = functools.partial(Adam, lr=0.1, weight_decay=0.0, betas=(0.9, 0.99), eps=1e-8)
+    adam = make([weights[0]])
+    for _ in range(3):
+        weights[0].grad = torch.tensor([1.0, 2.0, 3.0])
+        adam.step()
+    again = make([weights[1]])
+    again.load_state_dict(copy.deepcopy(adam.state_dict()))
+    with torch.no_grad():
+        weights[1].copy_(weights[0])
+    for weight, optimizer in zip(weights, (adam, again), strict=True):
+        weight.grad = torch.tensor([0.5, -1.0, 0.0])
+        optimizer.step()
+    assert torch.equal(weights[0], weights[1]) and again.param_groups[0]["step"] == 4
+
+
+def rates(rank, flags, updates_per_iteration, updates):
+    from megarl.mcore.training import optimizer
+
+    args, _ = join_actor(flags)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    sgd = torch.optim.SGD([{"params": [parameter], "lr": 0.0, "max_lr": args.lr, "min_lr": args.min_lr, "lr_mult": 1.0,
+                            "wd_mult": 1.0}])  # fmt: skip
+    scheduler = optimizer.build_scheduler(sgd, args, updates_per_iteration)
+    seen = []
+    for _ in range(updates):
+        seen.append((sgd.param_groups[0]["lr"], sgd.param_groups[0]["weight_decay"]))
+        scheduler.step(1)
+    return seen
+
+
+def test_the_schedule_warms_up_and_decays_in_iterations_of_the_run():
+    flags = "--lr 0.01 --min-lr 0.002 --lr-decay-style linear --lr-warmup-iters 2 --train-iters 6 --weight-decay 0.3"
+    (seen,) = run_world(rates, 1, flags, 2, 14)
+    expected = [0.01 * i / 4 for i in range(4)] + [0.01 - 0.008 * i / 8 for i in range(9)] + [0.002]
+    assert [rate for rate, _ in seen] == pytest.approx(expected, rel=1e-6)
+    assert {decay for _, decay in seen} == {0.3}
+
+
+def test_the_schedule_is_constant_without_flags():
+    (seen,) = run_world(rates, 1, "--lr 0.01 --lr-decay-style constant --train-iters 3", 1, 5)
+    assert [rate for rate, _ in seen] == pytest.approx([0.01] * 5)

@@ -1,0 +1,145 @@
+"""Atomic files, samples, settings and the progress line."""
+
+import argparse
+import dataclasses
+import enum
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from megarl.observe.files import json_line, write_atomically
+from megarl.observe.progress import Progress, format_duration
+from megarl.observe.samples import SamplesWriter
+from megarl.observe.settings_file import write_settings
+
+
+def test_atomic_write_replaces_and_leaves_nothing_else(tmp_path):
+    path = tmp_path / "file"
+    write_atomically(path, "old")
+    write_atomically(path, b"new\x00")
+    assert path.read_bytes() == b"new\x00" and os.listdir(tmp_path) == ["file"]
+
+
+def test_failed_atomic_write_keeps_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    write_atomically(path, "old")
+
+    def fail(source, target):
+        raise OSError("disk gone")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk gone"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["file"]
+
+
+def test_json_line_refuses_what_json_cannot_hold():
+    with pytest.raises(TypeError, match=r"record.parts\[1\] is a object"):
+        json_line({"parts": [1, object()]})
+    with pytest.raises(TypeError, match="Tensor"):
+        json_line({"loss": torch.zeros(2)})
+
+
+def test_samples_round_trip(tmp_path):
+    rows = [
+        {
+            "prompt": "3 + 4 = ?\n\u2028", "response": "sieben ✓ \udc80", "reward": 1.0,
+            "reward_parts": {"exact": 1.0, "model": float("nan")}, "correct": True, "length": 3, "finished": False,
+        },
+        {"prompt": "", "response": "", "reward": torch.tensor(0.5), "correct": None, "length": 0, "finished": True},
+    ]  # fmt: skip
+    path = SamplesWriter(tmp_path).write(12, rows)
+    assert path == tmp_path / "samples" / "step_00000012.jsonl"
+    raw = path.read_bytes()
+    assert "sieben ✓".encode() in raw and os.listdir(path.parent) == [path.name]
+    first, second, end = raw.split(b"\n")
+    assert end == b""
+    assert json.loads(first) == {**rows[0], "reward_parts": {"exact": 1.0, "model": None}}
+    assert json.loads(second) == {**rows[1], "reward": 0.5}
+
+
+class _Backend(enum.Enum):
+    LOCAL = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Role:
+    ranks: tuple
+    dtype: torch.dtype
+
+
+def test_settings_round_trip_in_sorted_order(tmp_path):
+    settings = {
+        "role-map": "actor=0-1;critic=2",
+        "actor": _Role((0, 1), torch.bfloat16),
+        "critic": argparse.Namespace(lr=1e-5, load=None, path=Path("a/b"), names={"b", "a"}),
+        "backend": _Backend.LOCAL,
+        "activation": torch.nn.functional.silu,
+        "device": torch.device("cpu"),
+        "text": "ü: '#",
+        "ranks": range(2),
+    }
+    path = write_settings(tmp_path / "run", settings)
+    assert yaml.safe_load(path.read_text(encoding="utf-8")) == {
+        "role-map": "actor=0-1;critic=2",
+        "actor": {"ranks": [0, 1], "dtype": "torch.bfloat16"},
+        "critic": {"lr": 1e-5, "load": None, "path": "a/b", "names": ["a", "b"]},
+        "backend": "LOCAL",
+        "activation": "torch.nn.functional.silu",
+        "device": "cpu",
+        "text": "ü: '#",
+        "ranks": [0, 1],
+    }
+    keys = [line.split(":")[0] for line in path.read_text(encoding="utf-8").splitlines() if line[0] not in " -"]
+    assert keys == sorted(settings)
+    first = path.read_bytes()
+    write_settings(tmp_path / "run", dict(reversed(settings.items())))
+    assert path.read_bytes() == first
+
+
+def test_settings_name_the_key_of_a_value_without_text_form(tmp_path):
+    with pytest.raises(TypeError, match=r"setting actor.hooks\[1\] is a object"):
+        write_settings(tmp_path, {"actor": {"hooks": [1, object()]}})
+    assert not (tmp_path / "settings.yaml").exists()
+
+
+def test_progress_line_full_and_partial():
+    stream = io.StringIO()
+    progress = Progress(200, stream)
+    metrics = {"reward/mean": 0.5321, "eval/accuracy": 0.61, "kl/reference": 0.01234, "perf/tokens_per_s": 15200.4}
+    progress.line(12, metrics, 1.2127)
+    progress.line(13, {"reward/mean": -1.0, "kl/reference": None}, 1.2127)
+    full, partial = stream.getvalue().splitlines()
+    assert full == ("step   12/200 | reward 0.532 | eval 0.610 | kl 0.0123 | 15,200 tokens/s | 1.21 s | ETA 3m48s")
+    assert partial == "step   13/200 | reward -1.000 | 1.21 s | ETA 3m47s"
+    assert stream.getvalue().replace("\n", "").isprintable()
+
+
+def test_progress_eta_is_a_moving_average():
+    stream = io.StringIO()
+    progress = Progress(1000, stream)
+    progress.line(1, {}, 5000.0)
+    for step in range(2, 22):
+        progress.line(step, {}, 2.0)
+    lines = stream.getvalue().splitlines()
+    assert lines[1].endswith(f"ETA {format_duration(2501.0 * 998)}")  # mean of 5000 s and 2 s
+    assert lines[20].endswith(f"ETA {format_duration(2.0 * 979)}")  # 20 steps later the slow first one is forgotten
+
+
+def test_progress_takes_other_fields():
+    stream = io.StringIO()
+    Progress(2, stream, fields=(("loss", "loss", ".2f"),)).line(2, {"loss": 3.14159, "reward/mean": 1.0}, 0.5)
+    assert stream.getvalue() == "step    2/2 | loss 3.14 | 0.50 s | ETA 0s\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0s"), (59.4, "59s"), (59.6, "1m00s"), (228, "3m48s"), (7500, "2h05m"), (97200, "1d03h"), (-3, "0s")],
+)
+def test_durations(seconds, text):
+    assert format_duration(seconds) == text

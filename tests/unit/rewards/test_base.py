@@ -1,0 +1,228 @@
+"""Rewards: the built-in verifiers, plug-ins, the checks around them, and lazy imports."""
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy
+import pytest
+
+from megarl.data.prompts import load_prompts
+from megarl.errors import UsageError
+from megarl.flags.settings import Settings
+from megarl.rewards.base import Sample, Score, Verifier
+from megarl.rewards.build import Options, build_named_verifiers, build_verifiers, check_prompts
+
+
+def reward_of(name: str) -> Verifier:
+    return build_named_verifiers(Options.of(Settings()), [name])[name]
+
+
+def check(name: str, prompts, scores_here: bool = False):
+    check_prompts(Settings(reward=name), prompts, scores_here)
+
+
+def prompts_of(tmp_path, *lines):
+    path = tmp_path / "p.jsonl"
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    return load_prompts(str(path))
+
+
+@pytest.mark.parametrize(
+    "response, finished, reward, extracted",
+    [
+        ("42", True, 1.0, "42"),
+        (" 42\n", True, 1.0, "42"),
+        ("42", False, 0.0, None),
+        ("4 2", True, 0.0, "4 2"),
+        ("", True, 0.0, None),
+        (" ", True, 0.0, None),
+        ("420", True, 0.0, "420"),
+    ],
+)
+def test_exact_match(response, finished, reward, extracted):
+    score = reward_of("exact-match")(Sample("6*7=", response, "42 ", finished=finished))
+    assert score == Score(reward, bool(reward), {"exact_match": reward}, extracted)
+
+
+def test_exact_match_without_an_answer_raises():
+    with pytest.raises(RuntimeError, match="reward exact-match on prompt 'q': ValueError"):
+        reward_of("exact-match")(Sample("q", "a"))
+
+
+def sums_sample(response, finished=True, answer="15"):
+    return Sample("7 + 8 =", response, answer, {"source_dataset": "chain_sum"}, finished)
+
+
+def test_reasoning_gym_scores_with_the_task():
+    reward = reward_of("reasoning-gym")
+    assert reward(sums_sample(" 15 ")) == Score(1.0, True, {"reasoning_gym": 1.0}, "15")
+    assert reward(sums_sample("+015.0")).correct
+    assert reward(sums_sample("14")) == Score(0.0, False, {"reasoning_gym": 0.0}, "14")
+    # The task pays by the share of the text that is the answer: rewarded, but not correct.
+    assert reward(sums_sample("1500")) == Score(0.5, False, {"reasoning_gym": 0.5}, "1500")
+    assert reward(sums_sample("15", finished=False)) == Score(0.0, False, {"reasoning_gym": 0.0})
+
+
+def test_reasoning_gym_calls_nothing_correct_that_is_only_nearly_so():
+    # A word's share of right letters is a sum of sixths here: 0.9999999999999999.
+    word = Sample("Q", "redrooms", "redroo", {"source_dataset": "spell_backward"})
+    score = reward_of("reasoning-gym")(word)
+    assert 0.999 < score.reward < 1 and not score.correct
+
+
+def test_reasoning_gym_reads_answer_tags():
+    reward = reward_of("reasoning-gym")
+    last = reward(sums_sample("so <answer>1</answer> no, <answer> 15\n</answer> done"))
+    assert last.correct and last.extracted == "15"
+    assert reward(sums_sample("15 <answer>14</answer>")) == Score(0.0, False, {"reasoning_gym": 0.0}, "14")
+    assert not reward(sums_sample("<answer>15")).correct
+    assert reward(sums_sample("15 <answer> </answer>")).extracted is None
+
+
+def test_reasoning_gym_text_that_a_scorer_cannot_read_is_wrong():
+    # This scorer calls int() on each factor.
+    metadata = {"source_dataset": "prime_factorization", "number": 6, "factors": [2, 3]}
+    reward = reward_of("reasoning-gym")
+    assert reward(Sample("6", "2 × 3", "2 × 3", metadata)).correct
+    assert reward(Sample("6", "two", "2 × 3", metadata)) == Score(0.0, False, {"reasoning_gym": 0.0}, "two")
+
+
+def test_reasoning_gym_raises_where_the_entry_is_broken():
+    # Not even the reference answer can be scored: the fault is not the policy's.
+    metadata = {"source_dataset": "n_queens"}
+    with pytest.raises(RuntimeError, match="reward reasoning-gym on prompt 'Q _': KeyError: 'valid_answers'"):
+        reward_of("reasoning-gym")(Sample("Q _", "_ Q", "_ Q", metadata))
+    with pytest.raises(RuntimeError, match="source_dataset"):
+        reward_of("reasoning-gym")(Sample("6", "5", "5"))
+    with pytest.raises(RuntimeError, match="no_such_task"):
+        reward_of("reasoning-gym")(Sample("6", "5", "5", {"source_dataset": "no_such_task"}))
+
+
+def test_packages_are_imported_only_to_score_and_torch_never(tmp_path):
+    prompts_of(tmp_path, {"prompt": "1 + 1 =", "answer": "2", "metadata": {"source_dataset": "chain_sum"}})
+    program = """if True:
+        import sys
+        from types import SimpleNamespace
+        from megarl.data.prompts import load_prompts
+        from megarl.rewards.build import build_verifiers, check_prompts
+        prompts = load_prompts(sys.argv[1])
+        flags = dict.fromkeys(("pattern", "format", "url"), "a") | {"length": 1, "retries": 0, "concurrency": 1}
+        flags |= {"memory_mb": 1, "timeout": 9.0, "workers": 1, "fallback": 0.0}
+        settings = SimpleNamespace(**{"reward_" + name: value for name, value in flags.items()})
+        settings.reward = "reasoning-gym+format+length+regex+math-verify+code"
+        build_verifiers(settings)
+        settings.reward = "reasoning-gym+math-verify"
+        check_prompts(settings, prompts)
+        assert not {"reasoning_gym", "sympy", "urllib3"} & set(sys.modules)
+        check_prompts(settings, prompts, scores_here=True)
+        assert {"reasoning_gym", "sympy"} <= set(sys.modules)
+        import megarl.rewards.remote, megarl.rewards.worker
+        assert "torch" not in sys.modules
+    """
+    done = subprocess.run([sys.executable, "-c", program, tmp_path / "p.jsonl"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_prompts_must_suit_the_reward(tmp_path):
+    good = {"prompt": "a", "answer": "b", "metadata": {"source_dataset": "chain_sum"}}
+    check("exact-match", prompts_of(tmp_path, good))
+    check("reasoning-gym", prompts_of(tmp_path, good), scores_here=True)
+    for name, bad, message in [
+        ("exact-match", {"prompt": "a"}, "needs an answer"),
+        ("exact-match", {"prompt": "a", "answer": " "}, "needs an answer"),
+        ("reasoning-gym", {"prompt": "a", "answer": "b"}, "source_dataset"),
+        ("reasoning-gym", {"prompt": "a", "metadata": {"source_dataset": 3}}, "source_dataset"),
+        ("math-verify", {"prompt": "a"}, "needs an answer"),
+    ]:
+        with pytest.raises(UsageError, match=rf"p\.jsonl:2: --reward {name}.*{message}"):
+            check(name, prompts_of(tmp_path, good, bad))
+    unknown = prompts_of(tmp_path, good, {"prompt": "a", "metadata": {"source_dataset": "no_such_task"}})
+    check("reasoning-gym", unknown)
+    with pytest.raises(UsageError, match=r"p\.jsonl:2: .*no scorer for task 'no_such_task'"):
+        check("reasoning-gym", unknown, scores_here=True)
+    unreadable = prompts_of(tmp_path, good, {"prompt": "a", "answer": "x plus"})
+    check("exact-match+math-verify", unreadable)
+    with pytest.raises(UsageError, match=r"p\.jsonl:2: --reward math-verify: cannot read the answer 'x plus'; allowed"):
+        check("exact-match+math-verify", unreadable, scores_here=True)
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(
+        "from megarl.rewards.base import Score\n"
+        "limit = 3\n"
+        "def scored(sample):\n    return Score(0.75, True, {'a': 0.5, 'b': 0.25})\n"
+        "def length(sample):\n    return len(sample.response)\n"
+    )
+    (tmp_path / "broken_rewards.py").write_text("1 / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def test_plugin(plugin, tmp_path):
+    assert reward_of("my_rewards:scored")(Sample("q", "a")) == Score(0.75, True, {"a": 0.5, "b": 0.25})
+    # A plain number: the whole response is the answer.
+    assert reward_of("my_rewards:length")(Sample("q", " abc")) == Score(4.0, True, extracted="abc")
+    assert reward_of("my_rewards:length")(Sample("q", "abc", finished=False)) == Score(3.0, True)
+    assert reward_of("my_rewards:length")(Sample("q", "")) == Score(0.0, False)
+    check("my_rewards:length", prompts_of(tmp_path, {"prompt": "a"}), scores_here=True)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        (
+            "exactmatch",
+            "exactmatch is unknown; allowed: model, exact-match, regex, math-verify, reasoning-gym, format, "
+            "length, code, remote, or a plug-in as package.module:function",
+        ),
+        (":scored", ":scored is unknown; allowed"),
+        ("my_rewards:", "my_rewards: is unknown; allowed"),
+        ("no_such_module:f", "cannot import no_such_module: ModuleNotFoundError"),
+        ("broken_rewards:f", "cannot import broken_rewards: ZeroDivisionError"),
+        ("my_rewards:nothing", "my_rewards has no nothing"),
+        ("my_rewards:limit", "my_rewards has a non-callable limit"),
+    ],
+)
+def test_wrong_reward_names(plugin, name, message):
+    with pytest.raises(UsageError) as caught:
+        build_verifiers(Settings(reward=name))
+    assert str(caught.value).startswith(f"--reward {name}: {message}")
+
+
+@pytest.mark.parametrize(
+    "result, message",
+    [
+        (math.nan, "reward is nan, not a finite number"),
+        (-math.inf, "reward is -inf"),
+        ("1", "gave str, not a Score or a number"),
+        (None, "gave NoneType"),
+        (Score("1", True), "reward is '1'"),
+        (Score(1.0, True, {"a": math.nan}), "a is nan"),
+        (Score(1.0, True, {"a": 0.5}), "do not add up to 1.0"),
+        (Score(1.0, True, extracted=5), "extracted is 5, neither text nor None"),
+    ],
+)
+def test_bad_results_name_verifier_and_prompt(result, message):
+    reward = Verifier("mine", lambda sample: result)
+    with pytest.raises(RuntimeError) as caught:
+        reward(Sample("x" * 200, "a"))
+    assert str(caught.value).startswith(f"reward mine on prompt '{'x' * 77}...': ")
+    assert message in str(caught.value)
+
+
+def test_exception_in_a_verifier_is_chained():
+    def fails(sample):
+        raise KeyError("size")
+
+    with pytest.raises(RuntimeError, match="reward mine on prompt 'q': KeyError: 'size'") as caught:
+        Verifier("mine", fails)(Sample("q", "a"))
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_numpy_numbers_become_floats():
+    score = Verifier("mine", lambda sample: Score(numpy.float32(0.5), numpy.bool_(True), {"a": numpy.float32(0.5)}))
+    result = score(Sample("q", "a"))
+    assert (type(result.reward), type(result.correct), type(result.parts["a"])) == (float, bool, float)
+    assert json.loads(json.dumps(result.parts)) == {"a": 0.5}

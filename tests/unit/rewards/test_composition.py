@@ -1,0 +1,39 @@
+"""A weighted sum of scores: what adds up to what, and who says what is correct."""
+
+import pytest
+
+from megarl.rewards.base import Score
+from megarl.rewards.composition import compose, correctness_term
+from megarl.rewards.expression import parse
+
+SCORES = {
+    "model": Score(-0.5, False),
+    "exact-match": Score(1.0, True, {"exact_match": 1.0}, "42"),
+    "format": Score(1.0, True, {"format": 1.0}),
+    "m:f": Score(0.5, False, {"style": 0.2, "facts": 0.3}, "41"),
+}
+
+
+@pytest.mark.parametrize("text, parts, correct, extracted", [
+    ("model+0.2*format", {"model": -0.5, "format": 0.2}, False, None),
+    ("2*model+0*exact-match", {"model": -1.0}, True, "42"),
+    ("format+-1*exact-match", {"format": 1.0, "exact-match": -1.0}, True, "42"),
+    ("2*m:f+exact-match", {"m:f/style": 0.4, "m:f/facts": 0.6, "exact-match": 1.0}, False, "41"),
+    ("0.5*exact-match", {"exact-match": 0.5}, True, "42"),
+    ("model", {"model": -0.5}, False, None),
+])  # fmt: skip
+def test_the_sum_its_parts_and_the_verdict(text, parts, correct, extracted):
+    score = compose(parse(text), SCORES)
+    assert score.parts == parts and score.reward == pytest.approx(sum(parts.values()))
+    assert (score.correct, score.extracted) == (correct, extracted)
+
+
+def test_a_verifier_alone_keeps_its_score():
+    assert compose(parse("m:f"), SCORES) is SCORES["m:f"]
+
+
+@pytest.mark.parametrize("text, name", [
+    ("format+model+math-verify", "math-verify"), ("length+model", "model"), ("length+format", "length"),
+])  # fmt: skip
+def test_verifiers_of_answers_judge_before_models_and_models_before_forms(text, name):
+    assert correctness_term(parse(text)) == name

@@ -1,0 +1,34 @@
+"""The value of --reward: weights, names, and what is refused in one line."""
+
+import pytest
+
+from megarl.errors import UsageError
+from megarl.rewards.expression import Term, parse
+
+
+@pytest.mark.parametrize(
+    "text, terms",
+    [
+        ("model", [(1.0, "model")]),
+        ("model+0.2*format+0*reasoning-gym", [(1.0, "model"), (0.2, "format"), (0.0, "reasoning-gym")]),
+        (" 2 * exact-match +\t-.5*length ", [(2.0, "exact-match"), (-0.5, "length")]),
+        ("a.b:f1e+1e+3*code+1e-2*c:d", [(1.0, "a.b:f1e"), (1000.0, "code"), (0.01, "c:d")]),
+    ],
+)
+def test_terms(text, terms):
+    assert parse(text) == tuple(Term(*term) for term in terms)
+
+
+@pytest.mark.parametrize("text, message", [
+    ("", "malformed at its end"), ("model+", "malformed at its end"), ("2*", "malformed at 2*;"),
+    ("2*3*model", "malformed at 2*3*model;"), ("+model", "malformed at +model"),
+    ("code model", "malformed at code model"), ("model+2e*code", "malformed at 2e*code"),
+    ("model+exactmatch", "exactmatch is unknown; allowed: model, exact-match,"), ("0.2format", "0.2format is unknown"),
+    ("a:b:c", "a:b:c is unknown"), ("a-b:c", "a-b:c is unknown"), (".a:c", ".a:c is unknown"), ("a:", "a: is unknown"),
+    ("code+2*code", "code appears twice"), ("1e999*code", "the weight of code is not a finite number"),
+    ("0*code+0*model", "every weight is 0"),
+])  # fmt: skip
+def test_wrong_expressions(text, message):
+    with pytest.raises(UsageError) as caught:
+        parse(text)
+    assert str(caught.value).startswith(f"--reward {text}: {message}") and "\n" not in str(caught.value)

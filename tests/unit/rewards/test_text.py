@@ -1,0 +1,79 @@
+"""Verifiers of text and of mathematics: what earns, what is extracted, and that a cut response earns nothing."""
+
+import pytest
+
+from megarl.errors import UsageError
+from megarl.flags.settings import Settings
+from megarl.rewards.base import Sample, Score
+from megarl.rewards.mathematics import math_verify
+from megarl.rewards.text import format_match, length, regex
+
+
+@pytest.mark.parametrize(
+    "pattern, response, answer, reward, extracted",
+    [
+        (r"\d+", "it is 42.", None, 1.0, "42"),
+        (r"\d+", "it is 42.", " 42 ", 1.0, "42"),
+        (r"\d+", "it is 42.", "43", 0.0, "42"),
+        (r"= (\d+)", "6 + 1 = 7 = 8", "7", 1.0, "7"),
+        (r"(x)?\d+", "41", "41", 1.0, "41"),  # a group that took no part
+        (r"\d+", "none", None, 0.0, None),
+        (r"a*", "b", None, 1.0, None),  # found, but it says nothing
+    ],
+)
+def test_regex(pattern, response, answer, reward, extracted):
+    verify = regex(pattern)
+    assert verify(Sample("q", response, answer)) == Score(reward, bool(reward), {"regex": reward}, extracted)
+    assert verify(Sample("q", response, answer, finished=False)) == Score(0.0, False, {"regex": 0.0})
+
+
+def test_format_is_of_the_whole_response():
+    verify = format_match(Settings().reward_format)
+    good = "<think>a\nb</think>\n<answer>4</answer>\n"
+    assert verify(Sample("q", good)) == Score(1.0, True, {"format": 1.0})
+    for sample in (Sample("q", good + "!"), Sample("q", "<answer>4</answer>"), Sample("q", good, finished=False)):
+        assert verify(sample) == Score(0.0, False, {"format": 0.0})
+
+
+@pytest.mark.parametrize("make, flag", [(regex, "--reward-pattern"), (format_match, "--reward-format")])
+def test_patterns_that_are_none(make, flag):
+    with pytest.raises(UsageError) as caught:
+        make("(a")
+    assert str(caught.value).startswith(f"{flag} (a: not a regular expression: missing )")
+
+
+def test_length_falls_from_the_target_to_twice_as_many():
+    verify = length(100)
+    rewards = [verify(Sample("q", "a", tokens=tokens)).reward for tokens in (0, 99, 100, 125, 150, 200, 900)]
+    assert rewards == [1.0, 1.0, 1.0, 0.75, 0.5, 0.0, 0.0]
+    assert verify(Sample("q", "a", tokens=100)).correct and not verify(Sample("q", "a", tokens=101)).correct
+    assert verify(Sample("q", "a", tokens=5, finished=False)) == Score(0.0, False, {"length": 0.0})
+
+
+@pytest.mark.parametrize(
+    "answer, response, reward, extracted",
+    [
+        ("1/2", r"So it is \boxed{\frac{1}{2}}.", 1.0, "1/2"),
+        (r"\frac{1}{2}", "it is 0.5", 1.0, "1/2"),
+        ("$0.5$", "<think>9</think><answer>50%</answer>", 1.0, "1/2"),
+        ("3", r"\boxed{4}, no: \boxed{3}", 1.0, "3"),
+        ("3", r"\boxed{3}, no: \boxed{4}", 0.0, "4"),
+        (r"2\pi", r"2\pi", 1.0, "2*pi"),
+        (r"2\pi", "2", 0.0, "2"),
+        ("x=5", "so 5", 1.0, "5"),
+        ("(x+1)^2", "$x^2 + 2x + 1$", 1.0, "x**2 + 2*x + 1"),
+        ("1234", "It costs 1,234", 1.0, "1234"),
+        ("3", "No idea", 0.0, None),
+        ("3", "", 0.0, None),
+    ],
+)
+def test_math_verify(answer, response, reward, extracted):
+    score = math_verify(Sample("q", response, answer))
+    assert score == Score(reward, bool(reward), {"math_verify": reward}, extracted)
+
+
+def test_math_verify_of_a_cut_response_and_of_an_answer_in_words():
+    assert math_verify(Sample("q", "3", "3", finished=False)) == Score(0.0, False, {"math_verify": 0.0})
+    # Letter by letter, Pairs would be a product equal to Paris.
+    with pytest.raises(ValueError, match="cannot read the answer 'Paris'"):
+        math_verify(Sample("q", "Pairs", "Paris"))

@@ -1,0 +1,110 @@
+"""The actor's loss in a real update: every policy loss, aggregation, correction and KL is the same in every split."""
+
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+
+from megarl.algorithms.aggregation import AGGREGATIONS
+from megarl.algorithms.kl import KL_KINDS
+from megarl.algorithms.policy_losses import POLICY_LOSSES
+from tests.helpers.programs import program, rl_argv
+from tests.helpers.worlds import run_world
+from tests.unit.roles.test_updates import PLAIN, Held, experience, role_of
+
+WHOLE = f"{PLAIN} --minibatch-size 12 --ppo-epochs 1 --clip-grad 0 --entropy-coefficient 0.05 --advantage grpo"
+LOSSES = {
+    **{f"{loss}, {mode}": f"--policy-loss {loss} --loss-aggregation {mode}"
+       for loss, mode in itertools.product(POLICY_LOSSES, AGGREGATIONS)},
+    "dual clip": "--dual-clip 1.01 --clip-range 0.005 --clip-range-high 0.01",
+    **{f"KL {kind} in the loss": f"--kl-in loss --kl-coefficient 0.7 --kl-estimator {kind}" for kind in KL_KINDS},
+    "tis": "--rollout-correction tis --rollout-correction-cap 1.05",
+    "tis of sequences": "--rollout-correction tis --rollout-correction-level sequence --rollout-correction-cap 1.05",
+    "mis": "--rollout-correction mis --rollout-correction-cap 1.1",
+    "mis of sequences": "--rollout-correction mis --rollout-correction-level sequence --rollout-correction-cap 1.1",
+    "mis, geometric": "--rollout-correction mis --rollout-correction-level geometric --rollout-correction-cap 1.05",
+    "icepop": "--rollout-correction icepop --rollout-correction-floor 0.9 --rollout-correction-cap 1.1",
+}  # fmt: skip
+# Each policy loss with one aggregation, each aggregation with a policy loss; and all the rest.
+PAIRS = {f"{loss}, {mode}" for loss, mode in zip(POLICY_LOSSES, itertools.cycle(AGGREGATIONS))}
+SOME = {name: flags for name, flags in LOSSES.items() if name in PAIRS or "--policy-loss" not in flags}
+WITH_ALL = "two lanes, micro-batches of one"
+LAYOUTS = {
+    WITH_ALL: (2, "--max-tokens-per-microbatch 10"),
+    "CP2": (2, "--context-parallel-size 2 --max-tokens-per-microbatch 20"),
+    "PP2": (2, "--pipeline-model-parallel-size 2 --max-tokens-per-microbatch 20"),
+}
+
+
+def several_turns(batch, nonsense: float):
+    """The batch with an observation inside its longer responses, and with `nonsense` where the policy did not write."""
+    ends = batch.cu_seqlens[1:].tolist()
+    for end, length in zip(ends, batch.response_lengths.tolist(), strict=True):
+        if length > 2:
+            batch.response_mask[end - 2] = False
+    for name in ("logprobs", "rollout_logprobs", "reference_logprobs", "advantages"):
+        getattr(batch, name)[~batch.response_mask] = nonsense
+    return batch
+
+
+def updated(rank: int, parsed: dict, nonsense: float | None) -> dict:
+    """(metrics, log-probs behind the update in the order of the step) by name of the loss, on this rank."""
+    found = {}
+    for name, settings in parsed.items():
+        role, place = role_of("actor", settings)
+        batch = experience(place.dp_rank, len(place.replicas))
+        if nonsense is not None:
+            batch = several_turns(batch, nonsense)
+        role._updates_on_policy = lambda *_: False  # the old policy of this experience is another one
+        role.update(Held(actor=batch), 1, settings.settings.kl_coefficient)
+        metrics, old = role.metrics, batch.logprobs
+        role.metrics, batch.rollout_logprobs = {}, torch.zeros_like(old)
+        role.logprobs(Held(actor=batch), 1)
+        found[name] = metrics, dict(zip(batch.sequence_ids.tolist(), batch.logprobs.split(batch.lengths.tolist())))
+    return found
+
+
+def updates(folder, layout: str, size: int, losses: dict, nonsense: float | None = None) -> list[dict]:
+    parsed = {name: program("rl", rl_argv(folder, f"{WHOLE} {layout} {flags}"), size) for name, flags in losses.items()}
+    return run_world(updated, size, parsed, nonsense)
+
+
+@functools.cache
+def expected(folder) -> dict:
+    return updates(folder, "--max-tokens-per-microbatch 1000", 1, LOSSES)[0]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("objective")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_loss_depends_on_the_split(layout, folder):
+    size, flags = LAYOUTS[layout]
+    for found in updates(folder, flags, size, LOSSES if layout == WITH_ALL else SOME):
+        for name, (metrics, logprobs) in found.items():
+            reference, its_logprobs = expected(folder)[name]
+            assert reference["actor/grad_norm"] > 1e-3
+            assert metrics == pytest.approx(reference, rel=2e-5, abs=1e-6), name
+            for number, row in logprobs.items():
+                torch.testing.assert_close(row, its_logprobs[number], rtol=1e-5, atol=1e-5)
+
+
+def test_every_loss_is_another_one(folder):
+    """Two names that gave one gradient would hide a flag that is not read."""
+    norms = {name: metrics["actor/grad_norm"] for name, (metrics, _) in expected(folder).items()}
+    names = sorted(norms, key=norms.get)
+    same = [(one, two) for one, two in zip(names, names[1:]) if math.isclose(norms[one], norms[two], rel_tol=1e-6)]
+    assert {name for pair in same for name in pair} == {f"KL {kind} in the loss" for kind in ("k2", "k1+", "k3+")}
+
+
+def test_observations_and_prompts_count_nowhere(folder):
+    """Responses of several turns: what stands at tokens that the policy did not write changes no bit."""
+    whole = "--max-tokens-per-microbatch 1000"
+    (one,), (other,) = (updates(folder, whole, 1, SOME, nonsense) for nonsense in (1e3, float("nan")))
+    for name, (metrics, logprobs) in one.items():
+        assert metrics == other[name][0] and all(map(math.isfinite, metrics.values())), name
+        assert all(torch.equal(row, other[name][1][number]) for number, row in logprobs.items()), name

@@ -1,0 +1,161 @@
+"""What the learning roles are given: scores and rows of real text, advantages and returns that no layout changes."""
+
+import pytest
+import torch
+
+from megarl.batch import Batch
+from megarl.data.prompts import load_prompts
+from megarl.data.tokenizers import build_tokenizer
+from megarl.observe.timers import Timers
+from megarl.rewards.base import Score
+from megarl.rewards.build import build_verifiers
+from megarl.roles.reward import Reward
+from tests.helpers.programs import program, rl_argv, write_lines
+from tests.helpers.worlds import SAFETY, run_world
+from tests.unit.roles.test_updates import SEQUENCES, Held, experience
+from tools.train_tokenizer import train as train_tokenizer
+
+# -- reward ------------------------------------------------------------------------------------------------------
+
+WORDS = [("Wie heißt du?", "Zoë"), ("数は？", "七")]
+
+
+def partly_right(sample) -> Score:
+    """A plug-in without parts."""
+    is_right = sample.response == sample.answer
+    return Score(0.5 if is_right else -0.25, is_right)
+
+
+def tokenizer_of(folder, byte_fallback: bool):
+    """A tokenizer of text outside ASCII; its prompts lie beside it."""
+    texts = [text for pair in WORDS for text in pair]
+    (folder / "t.model").write_bytes(train_tokenizer(texts, 300 if byte_fallback else 40, byte_fallback))
+    write_lines(folder / "p.jsonl", [{"prompt": prompt, "answer": answer} for prompt, answer in WORDS])
+    return build_tokenizer("SentencePieceTokenizer", str(folder / "t.model"))
+
+
+def scored(folder, tokenizer, responses: list[tuple[int, list[int]]]) -> tuple[Batch, list[dict]]:
+    """Batch and rows of responses to prompt lines, scored in a world of one rank."""
+    parsed = program("rl", rl_argv(folder, "--reward tests.unit.roles.test_advantage_computer:partly_right"), 1)
+    return run_world(score, 1, parsed, tokenizer, str(folder / "p.jsonl"), responses)[0]
+
+
+def score(rank: int, parsed, tokenizer, prompts: str, responses: list) -> tuple[Batch, list[dict]]:
+    from megarl.comm import role_mesh
+
+    place = role_mesh.create_mesh(parsed.roles, SAFETY)["reward"]
+    reward = Reward(parsed.settings, parsed.rewards, place, tokenizer, build_verifiers(parsed.settings), None, Timers())
+    batch = written(tokenizer, responses)
+    reward.score(Held(reward=batch), load_prompts(prompts))
+    return batch, reward.rows
+
+
+def written(tokenizer, responses: list[tuple[int, list[int]]]) -> Batch:
+    """A batch of prompt lines with responses; those that end with the end token are finished."""
+    rows = [(tokenizer.encode(WORDS[line][0]), response) for line, response in responses]
+    return Batch(
+        sequence_ids=torch.arange(len(rows)) + 4, prompt_ids=torch.tensor([line for line, _ in responses]),
+        prompt_lengths=torch.tensor([len(prompt) for prompt, _ in rows]),
+        lengths=torch.tensor([len(prompt) + len(response) for prompt, response in rows]),
+        tokens=torch.tensor([token for prompt, response in rows for token in prompt + response]),
+        finished=torch.tensor([response[-1:] == [tokenizer.eos_id] for _, response in rows]),
+        response_mask=torch.tensor([i >= len(prompt) for prompt, reply in rows for i in range(len(prompt + reply))]),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("byte_fallback", [False, True])
+def test_scores_and_rows_are_those_of_the_text(byte_fallback, tmp_path):
+    tokenizer = tokenizer_of(tmp_path, byte_fallback)
+    zoe, seven = tokenizer.encode("Zoë"), tokenizer.encode("七")
+    end = [tokenizer.eos_id]
+    responses = [(0, zoe + end), (0, seven + end), (1, seven + end), (1, zoe[:1]), (1, [])]
+    batch, rows = scored(tmp_path, tokenizer, responses)
+    assert batch.scores.tolist() == [0.5, -0.25, 0.5, -0.25, -0.25] and batch.scores.dtype == torch.float32
+    assert batch.correct.tolist() == [True, False, True, False, False]
+    assert [row["response"] for row in rows] == ["Zoë", "七", "七", tokenizer.decode(zoe[:1]), ""]
+    assert rows[2] == {
+        "sequence": 6, "prompt": "数は？", "response": "七", "answer": "七", "reward": 0.5, "correct": True,
+        "reward_parts": {}, "reward_values": {"tests.unit.roles.test_advantage_computer:partly_right": 0.5}, "extracted": None,
+        "length": len(seven) + 1, "finished": True,
+    }  # fmt: skip
+    assert [row["finished"] for row in rows] == [True, True, True, False, False]
+
+
+def test_a_character_that_was_cut_can_be_shown_and_is_not_the_answer(tmp_path):
+    from megarl.observe.samples import SamplesWriter
+
+    tokenizer = tokenizer_of(tmp_path, byte_fallback=True)
+    spelt = tokenizer.encode("é")  # outside the tokenizer's text: spelt in bytes
+    assert len(spelt) == 2
+    _, rows = scored(tmp_path, tokenizer, [(0, spelt[:1])])
+    assert rows[0]["response"] == "\ufffd" and not rows[0]["correct"]
+    SamplesWriter(tmp_path).write(1, rows)
+    assert "\ufffd" in (tmp_path / "samples" / "step_00000001.jsonl").read_text(encoding="utf-8")
+
+
+# -- experience --------------------------------------------------------------------------------------------------
+
+
+def completed(rank: int, parsed):
+    """(batch, metrics, coefficient behind it) of this lane's experience."""
+    from megarl.comm import role_mesh
+    from megarl.roles.advantage_computer import AdvantageComputer
+
+    place = role_mesh.create_mesh(parsed.roles, SAFETY)["actor"]
+    batch = experience(place.dp_rank, len(place.replicas))
+    role = AdvantageComputer(parsed.settings, parsed.estimator, place, Timers())
+    batch.advantages = batch.returns = None
+    role.complete(Held(actor=batch))
+    role.measure(Held(actor=batch))
+    return batch, role.metrics, role.kl_coefficient
+
+
+def by_sequence(batches: list[Batch], name: str) -> list:
+    rows = {}
+    for batch in batches:
+        parts = getattr(batch, name).split(batch.lengths.tolist())
+        rows |= dict(zip(batch.sequence_ids.tolist(), parts, strict=True))
+    return [rows[i] for i in range(SEQUENCES)]
+
+
+def complete(folder, flags: str, size: int):
+    results = run_world(completed, size, program("rl", rl_argv(folder, flags), size))
+    return [batch for batch, _, _ in results], [metrics for _, metrics, _ in results], [c for _, _, c in results]
+
+
+ADAPTIVE = "--kl-controller adaptive --kl-target 0.1 --gamma 0.9 --gae-lambda 0.8"
+
+
+@pytest.mark.parametrize("flags", ["", "--whiten-advantages false", ADAPTIVE])
+def test_experience_does_not_depend_on_the_lanes(flags, tmp_path):
+    ((one,), (metrics,), (coefficient,)) = complete(tmp_path, flags, 1)
+    batches, its_metrics, coefficients = complete(tmp_path, flags, 2)
+    for name in ("advantages", "returns"):
+        for found, expected in zip(by_sequence(batches, name), by_sequence([one], name), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    for found in its_metrics:
+        assert found == pytest.approx(metrics, rel=1e-6, abs=1e-9)
+    assert coefficients == pytest.approx([coefficient] * 2)
+    assert (coefficient != 0.05) == ("--kl-target" in flags)
+
+
+def test_returns_are_score_minus_kl_to_the_end_and_advantages_are_white(tmp_path):
+    flags = "--gamma 1 --gae-lambda 1 --kl-coefficient 0.3"
+    ((batch,), (metrics,), _) = complete(tmp_path, flags, 1)
+    mask, advantages = batch.response_mask, batch.advantages.double()
+    assert advantages[mask].mean().abs() < 1e-6 and abs(float(advantages[mask].std()) - 1) < 2e-2
+    assert not advantages[~mask].any() and not batch.returns[~mask].any()
+    kl = (batch.logprobs - batch.reference_logprobs).double() * mask
+    begin = 0
+    for length, score, written in zip(batch.lengths.tolist(), batch.scores.tolist(),
+                                      batch.response_lengths.tolist(), strict=True):  # fmt: skip
+        for t in range(begin + length - written, begin + length):
+            expected = score - 0.3 * float(kl[t : begin + length].sum())
+            assert float(batch.returns[t]) == pytest.approx(expected, abs=1e-5)
+        begin += length
+    assert metrics["reward/mean"] == pytest.approx(float(batch.scores.mean()), abs=1e-6)
+    assert metrics["reward/std"] == pytest.approx(float(batch.scores.std(correction=0)), abs=1e-6)
+    assert metrics["kl/reference"] == pytest.approx(float(kl.sum()) / SEQUENCES, abs=1e-5)
+    assert metrics["perf/tokens"] == len(mask)
+    assert metrics["rollout/response_length_mean"] == pytest.approx(int(mask.sum()) / SEQUENCES)
+    assert metrics["reward/accuracy"] == 0.5 and metrics["rollout/finished_fraction"] == pytest.approx(2 / 3)

@@ -1,0 +1,130 @@
+"""Roles that learn: the same update in every split into micro-batches and in every number of lanes."""
+
+import pytest
+import torch
+
+from megarl.batch import Batch, round_robin
+from megarl.comm.step_batch import StepBatch
+from megarl.data.tokenizers import build_tokenizer
+from megarl.observe.timers import Timers
+from tests.helpers.programs import program, rl_argv
+from tests.helpers.worlds import SAFETY, run_world
+
+# -- updates -----------------------------------------------------------------------------------------------------
+
+SEQUENCES = 12
+# No division by tiny second moments: differences of rounding stay as small as they are in the gradient.
+PLAIN = "--adam-eps 1 --lr 0.05 --weight-decay 0 --lr-decay-style constant"
+
+
+def experience(dp_rank: int, replicas: int) -> Batch:
+    """A lane's share of a step that is the same for every number of lanes; one sequence has no response.
+
+    Two and two answer a prompt.
+    """
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(2, 7, (SEQUENCES // 2,), generator=generator).repeat_interleave(2)
+    responses = torch.randint(1, 5, (SEQUENCES,), generator=generator)
+    responses[3] = 0
+    lengths = prompts + responses
+    total = int(lengths.sum())
+    mask = torch.cat([torch.arange(n) >= p for n, p in zip(lengths.tolist(), prompts.tolist(), strict=True)])
+    names = "logprobs reference_logprobs values returns advantages entropy rollout_logprobs"
+    noise = {name: torch.randn(total, generator=generator) * mask for name in names.split()}
+    noise["logprobs"] = -2.7 + 0.1 * noise["logprobs"]
+    noise["rollout_logprobs"] = noise["logprobs"] + 0.2 * noise["rollout_logprobs"]
+    ids, starts = torch.arange(SEQUENCES), lengths.cumsum(0) - lengths
+    tokens = torch.randint(0, 16, (total,), generator=generator)
+    for first, second, count in zip(starts[::2].tolist(), starts[1::2].tolist(), prompts[::2].tolist(), strict=True):
+        tokens[second : second + count] = tokens[first : first + count]
+    batch = Batch(
+        sequence_ids=ids, lengths=lengths, prompt_lengths=prompts, prompt_ids=ids // 2, response_mask=mask,
+        tokens=tokens, finished=ids % 3 > 0, correct=ids % 2 > 0,
+        scores=torch.randn(SEQUENCES, generator=generator), **noise,
+    )  # fmt: skip
+    return batch.select((round_robin(ids, replicas, 2) == dp_rank).nonzero().flatten())
+
+
+class Held(dict):
+    """A step's data, at the roles already."""
+
+    count, is_chunk, lacking = SEQUENCES, False, StepBatch.lacking
+
+
+def role_of(name: str, parsed):
+    """Actor or critic on this rank, its head drawn: at 0 it would hide what is below."""
+    from megarl.comm import role_mesh
+    from megarl.roles.actor import Actor
+    from megarl.roles.critic import Critic
+
+    here = role_mesh.create_mesh(parsed.roles, SAFETY)
+    tokenizer = build_tokenizer("SentencePieceTokenizer", parsed.settings.tokenizer_model)
+    if name == "actor":
+        vocab = tokenizer.vocab_size
+        return Actor(parsed.settings, parsed.roles[name], here[name], vocab, parsed.policy_loss, Timers()), here[name]
+    role = Critic(parsed.settings, parsed.roles[name], here[name], tokenizer.vocab_size, Timers())
+    with torch.no_grad():
+        role.trainable_model.model[0].output_layer.weight.copy_(torch.linspace(-0.2, 0.3, 32))
+    return role, here[name]
+
+
+def updated(rank: int, parsed, name: str, bad=None):
+    """(gradients of the last update, weights, metrics) of a role behind `update`."""
+    role, place = role_of(name, parsed)
+    batch = experience(place.dp_rank, len(place.replicas))
+    before = {n: p.detach().clone() for n, p in role.trainable_model.model.named_parameters()}
+    if bad is not None and rank == 1:
+        field, value = bad
+        getattr(batch, field)[batch.response_mask.nonzero()[0]] = value
+    role.update(Held({name: batch}), 1, *[0.0] * (name == "actor"))
+    gradients = {n: p.main_grad.clone() for n, p in role.trainable_model.model.named_parameters()}
+    weights = {n: p.detach().clone() for n, p in role.trainable_model.model.named_parameters()}
+    return gradients, weights, role.metrics, all(torch.equal(before[n], weights[n]) for n in weights)
+
+
+def update(folder, name: str, flags: str, size: int = 1, bad=None) -> list:
+    parsed = program("rl", rl_argv(folder, f"{PLAIN} --critic-lr 0.05 {flags}"), size)
+    return run_world(updated, size, parsed, name, bad)
+
+
+SPLITS = {
+    "micro-batches of one": (1, "--max-tokens-per-microbatch 10"),
+    "two lanes": (2, ""),
+    "four lanes, micro-batches of one": (4, "--max-tokens-per-microbatch 10"),
+}
+
+
+@pytest.mark.parametrize("name", ["actor", "critic"])
+@pytest.mark.parametrize("split", SPLITS)
+def test_the_gradient_does_not_depend_on_the_split(split, name, tmp_path):
+    whole = "--max-tokens-per-microbatch 1000 --minibatch-size 12 --ppo-epochs 1 --clip-grad 0"
+    ((expected, weights, numbers, unchanged),) = update(tmp_path, name, whole)
+    assert not unchanged
+    size, flags = SPLITS[split]
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    assert largest > 1e-3
+    for found, its_weights, its_numbers, _ in update(tmp_path, name, f"{whole} {flags}", size):
+        for key, gradient in expected.items():
+            assert (found[key] - gradient).abs().max() <= 2e-6 * max(largest, 1), key
+            assert (its_weights[key] - weights[key]).abs().max() <= 1e-6, key
+        assert its_numbers == pytest.approx(numbers, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("name", ["actor", "critic"])
+def test_lanes_without_sequences_change_nothing(name, tmp_path):
+    """Mini-batches of one sequence: on four lanes three of them always run an empty micro-batch."""
+    flags = "--minibatch-size 1 --ppo-epochs 2"
+    ((_, weights, numbers, unchanged),) = update(tmp_path, name, flags)
+    assert not unchanged and numbers[f"{name}/updates_skipped"] == 0
+    for _, its_weights, its_numbers, _ in update(tmp_path, name, flags, 4):
+        assert all((its_weights[key] - weights[key]).abs().max() <= 1e-5 for key in weights)
+        assert its_numbers == pytest.approx(numbers, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("name, field", [("actor", "advantages"), ("critic", "returns")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_update_that_is_not_finite_on_one_lane_is_skipped_on_all(name, field, value, tmp_path):
+    flags = "--minibatch-size 12 --ppo-epochs 2"
+    for _, _, numbers, unchanged in update(tmp_path, name, flags, 2, (field, value)):
+        assert unchanged
+        assert numbers[f"{name}/updates_skipped"] == 2

@@ -1,0 +1,141 @@
+"""Requests handed out to lanes while they write: nothing lost or written twice, and no text that depends on it."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers.programs import metrics, rl_argv, samples, timeless, train
+from tests.helpers.tiny_models import VOCAB, build_stages
+from tests.helpers.worlds import SAFETY, run_world
+from tests.unit.mcore.inference.test_engine import NEVER, make_requests, settings_of
+
+END, COUNT = 3, 24
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
+
+
+def taken(rank: int, flags: str, unit: int, slow: bool = False, caching: bool = False, end: int = END):
+    """(this rank's lane, what it wrote by request, keys left in the store) of requests that all lanes share.
+
+    `slow`: of two lanes the first makes its next step only when the other one has made three more or has ended.
+    """
+    from megarl.mcore.inference.engine import RolloutEngine
+    from megarl.rollout.request_queue import SharedRequestQueue
+
+    stages, _, place = build_stages(flags)
+    engine = RolloutEngine(stages[0], place.pg_collection, VOCAB, 48, 0.005, 4, caching)
+    step = engine.engine.step_modern
+
+    store, waited_for = dist.distributed_c10d._get_default_store(), itertools.count(3, 3)
+
+    def paced():
+        if place.dp_rank == 0:
+            store.wait([f"step {next(waited_for)}"], SAFETY)
+        else:
+            store.set(f"step {store.add('steps', 1)}", b"")
+        return step()
+
+    if slow:
+        engine.engine.step_modern = paced
+    source = SharedRequestQueue(make_requests(count=COUNT), unit, place)
+    routes = "experts" in flags
+    done = dict(engine.stream(source, end, settings_of(), routes, source.share))
+    if slow and place.dp_rank == 1:
+        for number in range(1000):
+            store.set(f"step {number}", b"")
+    source.close()
+    dist.barrier()
+    board = source.board
+    return place.dp_rank, done, [key for key in (board.key, f"{board.key}/done") if board.store.check([key])]
+
+
+def merged(results: list) -> dict:
+    """Completions of all lanes by request; ranks of one lane agree, lanes have nothing in common, no key is left."""
+    replicas: dict[int, dict] = {}
+    for dp_rank, done, keys in results:
+        assert replicas.setdefault(dp_rank, done) == done and not keys
+    whole = {number: completion for done in replicas.values() for number, completion in done.items()}
+    assert len(whole) == sum(map(len, replicas.values())) and sorted(whole) == list(range(COUNT))
+    return whole
+
+
+@functools.cache
+def alone(flags: str = "") -> dict:
+    return merged(run_world(taken, 1, flags, 1))
+
+
+def assert_same(found: dict, expected: dict):
+    for number, completion in found.items():
+        assert completion == expected[number]  # tokens, log-probs and how it ended, bit by bit
+        if completion.routes is not None:
+            assert torch.equal(completion.routes, expected[number].routes)
+
+
+@pytest.mark.parametrize("size, flags, unit, caching", [
+    (2, "", 1, False), (2, "--tensor-model-parallel-size 2", 1, False),
+    (4, "--pipeline-model-parallel-size 2", 3, True), (2, f"{EXPERTS} --expert-model-parallel-size 2", 4, False),
+], ids=["two lanes", "one of two ranks", "two of two, by groups", "sharing experts"])  # fmt: skip
+def test_no_lane_changes_what_is_written(size, flags, unit, caching):
+    whole = merged(run_world(taken, size, flags, unit, False, caching))
+    if "tensor" in flags:  # sums of another order
+        expected = alone()
+        assert {n: c.tokens for n, c in whole.items()} == {n: c.tokens for n, c in expected.items()}
+    else:
+        assert_same(whole, alone(EXPERTS if "experts" in flags else ""))
+    assert len({len(c.tokens) for c in whole.values()}) > 4, "ragged"
+
+
+def test_a_slow_lane_takes_less():
+    results = run_world(functools.partial(taken, end=NEVER), 2, "", 2, True)
+    merged(results)
+    (slow, fast) = (len(done) for _, done, _ in results)
+    assert slow % 2 == fast % 2 == 0 and slow < fast
+
+
+# -- what samples share -----------------------------------------------------------------------------------------
+
+
+def tokens_read(rank: int, caching: bool) -> dict[int, list[int]]:
+    """Tokens that the engine reads of each of four samples of a prompt, by the prompt's length."""
+    from megarl.mcore.inference.engine import GenerationRequest, RolloutEngine
+
+    stages, _, place = build_stages()
+    found = {}
+    for length in (8, 17, 24, 40, 48):
+        engine = RolloutEngine(stages[0], place.pg_collection, VOCAB, 60, 0.005, 8, caching)
+        context, counts = engine.context, found.setdefault(length, [])
+        add = context.add_request
+
+        def counted(*args, **kwargs):
+            before = context.active_token_count
+            add(*args, **kwargs)
+            counts.append(context.active_token_count - before)
+
+        context.add_request = counted
+        engine.generate(
+            [GenerationRequest([i % VOCAB for i in range(length)], key, 3) for key in range(4)], NEVER, settings_of()
+        )
+    return found
+
+
+def test_a_prompt_is_read_once_for_all_its_samples():
+    alone, shared = (run_world(tokens_read, 1, caching)[0] for caching in (False, True))
+    assert alone == {length: [length] * 4 for length in alone}
+    assert shared == {8: [8] * 4, 17: [17] * 4, 24: [24, 8, 8, 8], 40: [40, 8, 8, 8], 48: [48, 16, 16, 16]}
+
+
+# -- a whole run -------------------------------------------------------------------------------------------------
+
+MIXTURE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --router-replay rollout --kl-coefficient 0"
+RUN = f"{MIXTURE} --advantage grpo --train-iters 2 --rollout-max-requests 4 --samples-per-prompt 3"
+
+
+def test_a_run_is_the_same_bit_by_bit(tmp_path):
+    for name in ("static", "dynamic"):
+        train("rl", rl_argv(tmp_path / name, f"{RUN} --rollout-dispatch {name}", warm_start=False), 2)
+    for step in (1, 2):
+        assert samples(tmp_path / "dynamic", step) == samples(tmp_path / "static", step)
+        assert timeless(metrics(tmp_path / "dynamic")[step]) == timeless(metrics(tmp_path / "static")[step])
+        assert metrics(tmp_path / "dynamic")[step]["router/replayed_fraction"] == 1

@@ -1,0 +1,128 @@
+"""Routes from the rollout into the batch: of text to learn from alone, and of groups that wait for their batch."""
+
+import functools
+import operator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.errors import UsageError
+from tests.helpers.programs import program, rl_argv
+from tests.helpers.worlds import SAFETY, run_world
+
+# -- the rollout ---------------------------------------------------------------------------------------------------
+
+
+def passes(rank, parsed):
+    """(routes of a pass to learn from, of an evaluation and of a greedy baseline, the layers, the engine's options)."""
+    from megarl.comm import role_mesh
+    from megarl.data.tokenizers import build_tokenizer
+    from megarl.mcore.model.gpt import build_model
+    from megarl.observe.timers import Timers
+    from megarl.rollout.requests import PromptRequest
+    from megarl.rollout.rollout import Rollout
+
+    here, role = role_mesh.create_mesh(parsed.roles, SAFETY), parsed.roles["rollout"]
+    tokenizer = build_tokenizer("SentencePieceTokenizer", parsed.settings.tokenizer_model)
+    stages = build_model(parsed.roles["actor"].megatron, tokenizer.vocab_size, here["actor"].pg_collection)
+    rollout = Rollout(parsed.settings, role, here, stages, tokenizer, Timers())
+    prompts = [PromptRequest(0, [1, 2, 3]), PromptRequest(1, [4, 5, 6, 7])]
+    batches = [rollout.generate(prompts, 2, 0, temperature) for temperature in (None, 0.7, 0)]
+    assert all(batch.routes is None or len(batch.routes) == len(batch.tokens) for batch in batches)
+    config = rollout.engine.context.config
+    options = config.enable_prefix_caching, config.enable_chunked_prefill
+    return [batch.routes for batch in batches], rollout.recorded_layers, options
+
+
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-layer-freq [0,1]"
+
+
+@pytest.mark.parametrize("replay, options", [
+    ("rollout", "--rollout-prefix-caching"), ("rollout", "--rollout-chunked-prefill"), ("old-logprob", ""),
+])  # fmt: skip
+def test_the_rollout_records_what_is_learnt_from_alone(replay, options, tmp_path):
+    argv = rl_argv(tmp_path / "run", f"{EXPERTS} --router-replay {replay} {options}", warm_start=False)
+    (((learnt, *others), layers, found),) = run_world(passes, 1, program("rl", argv, 1))
+    assert others == [None, None] and found == ("prefix" in options, "chunked" in options)
+    if replay == "rollout":
+        assert layers == (2,) and learnt.shape[1:] == (1, 2) and 0 < (learnt < 0).all(2).sum() == 4
+    else:
+        assert layers is None and learnt is None
+
+
+# -- routes of groups that wait ----------------------------------------------------------------------------------
+
+PP2, TP2 = "--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2"
+LAST = 99  # the last token of every sequence
+
+
+def routes_of(tokens, layers):
+    """[T, L, 2] int16, another route for each token and layer; −1 at a sequence's last token."""
+    first = (tokens.unsqueeze(1) * 16 + torch.tensor(layers)).view(len(tokens), -1, 1)
+    return torch.cat([first, first + 1000], dim=2).masked_fill((tokens == LAST).view(-1, 1, 1), -1).to(torch.int16)
+
+
+def waiting_in(flags: str):
+    """(`GroupBuffer` of a rollout whose first of two pipeline stages holds MoE layer 2, the other 3 and 4, its place)."""
+    from megarl.comm.role_mesh import RoleMesh
+    from megarl.rollout.group_buffer import GroupBuffer
+    from tests.helpers.tiny_models import join_actor
+
+    place = join_actor(flags)[1]
+    stage, stages = dist.get_rank(place.pg_collection.pp), dist.get_world_size(place.pg_collection.pp)
+    layers = (2, 3, 4) if stages == 1 else [(2,), (3, 4)][stage]
+    return GroupBuffer(RoleMesh({"rollout": place}, {}, {}), 2, ("scores",), layers), place
+
+
+def contents(waiting) -> dict[int, list]:
+    """Tokens of each sequence that waits on this rank, once its routes are known to be its own."""
+    batch = waiting.batch
+    assert batch.routes.dtype == torch.int16 and torch.equal(batch.routes, routes_of(batch.tokens, waiting.layers))
+    return dict(zip(batch.sequence_ids.tolist(), [t.tolist() for t in batch.tokens.split(batch.lengths.tolist())]))
+
+
+def put_away(rank: int, flags: str):
+    """(this rank's contents, the checkpoint on rank 0) of four groups kept out of two rounds of three."""
+    from megarl.batch import Batch, round_robin
+
+    waiting, place = waiting_in(flags)
+    for start, wanted in ((0, [1, 0, 1]), (50, [1, 1, 0])):
+        lengths = torch.arange(6) % 3 + 2
+        tokens = torch.cat([torch.cat([start + i * 4 + torch.arange(n - 1), torch.tensor([LAST])])
+                            for i, n in enumerate(lengths.tolist())])  # fmt: skip
+        whole = Batch(
+            sequence_ids=torch.arange(6), lengths=lengths, prompt_lengths=torch.ones(6).long(), tokens=tokens,
+            prompt_ids=torch.arange(6) // 2, finished=lengths > 2, scores=lengths / 2, response_mask=tokens > 3,
+            rollout_logprobs=-tokens.float(), routes=routes_of(tokens, waiting.layers),
+        )  # fmt: skip
+        mine = (round_robin(whole.sequence_ids, len(place.replicas), 2) == place.dp_rank).nonzero().flatten()
+        waiting.add(whole.select(mine), torch.tensor(wanted).bool())
+    return contents(waiting), waiting.to_bytes()
+
+
+def taken_up(rank: int, flags: str, data: bytes):
+    """What waits on this rank, and again put away; runs of other layers, or without routes, refuse it."""
+    waiting, _ = waiting_in(flags)
+    held = waiting.layers
+    for layers, error, message in (
+        ((*held, 7), RuntimeError, r"rollout: .* MoE layers \[2, 3, 4\], without \[7\]"),
+        (None, UsageError, "--router-replay"),
+    ):
+        waiting.layers = layers
+        with pytest.raises(error, match=message):
+            waiting.from_bytes(data)
+    waiting.layers = held
+    waiting.from_bytes(data)
+    return contents(waiting), waiting.to_bytes()
+
+
+def test_routes_that_wait_are_taken_up_in_any_layout():
+    ((everything, stored),) = run_world(put_away, 1, "")
+    assert sorted(everything) == list(range(8)) and len({tuple(row) for row in everything.values()}) == 8
+    held, files = zip(*run_world(put_away, 4, PP2), strict=True)
+    assert held[0] != held[1] and functools.reduce(operator.or_, held) == everything
+    assert files == (stored, None, None, None)
+    for flags in (PP2, TP2):
+        held, files = zip(*run_world(taken_up, 2, flags, stored), strict=True)
+        assert functools.reduce(operator.or_, held) == everything and files == (stored, None)

@@ -1,0 +1,176 @@
+"""The packed batch: selecting, sorting, joining and updating keep every field with its own sequence."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl import batch as batch_module
+from megarl.batch import (
+    ACTOR_FIELDS,
+    FIELDS,
+    GENERATED_FIELDS,
+    RESPONSE_FIELDS,
+    Batch,
+    concatenate,
+    empty_batch,
+    round_robin,
+)
+
+SEEDS = range(25)
+TOKEN_FIELDS = [name for name, spec in FIELDS.items() if spec.kind == "token"]
+
+
+def random_batch(seed: int, names=tuple(FIELDS), count=None, ids=None) -> Batch:
+    """A ragged batch whose fields hold random numbers; sequences of 1 to 9 tokens, ascending ids with gaps."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(high, size):
+        return torch.randint(0, high, (size,), generator=generator)
+
+    count = int(integers(8, 1)) if count is None else count
+    ids = (integers(3, count) + 1).cumsum(0) if ids is None else ids
+    lengths = integers(9, len(ids)) + 1
+    sizes = {"sequence": len(ids), "token": int(lengths.sum())}
+    values = {name: integers(2**16, sizes[FIELDS[name].kind]) for name in names}
+    values = {name: (v % 2 == 0 if FIELDS[name].dtype == torch.bool else v) for name, v in values.items()}
+    values = {name: v.to(FIELDS[name].dtype) for name, v in values.items()}
+    return Batch(**values | {"sequence_ids": ids, "lengths": lengths})
+
+
+def sequences(batch: Batch) -> list[dict]:
+    """The batch as plain Python: one dict a sequence."""
+    cut = {name: getattr(batch, name).split(batch.lengths.tolist()) for name in batch.present() if name in TOKEN_FIELDS}
+    flat = {name: getattr(batch, name) for name in batch.present() if name not in TOKEN_FIELDS}
+    return [
+        {name: v[i].tolist() for name, v in cut.items()} | {name: v[i].item() for name, v in flat.items()}
+        for i in range(len(batch))
+    ]
+
+
+def assert_dtypes(batch: Batch):
+    for name in batch.present():
+        assert getattr(batch, name).dtype == FIELDS[name].dtype, name
+
+
+def test_offsets_and_lengths():
+    mask = torch.tensor([0, 1, 0, 1, 0, 0, 0]).bool()  # an observation between two turns; two empty responses
+    batch = Batch(lengths=torch.tensor([4, 1, 2]), response_mask=mask)
+    assert len(batch) == 3
+    assert batch.cu_seqlens.tolist() == [0, 4, 5, 7] and batch.cu_seqlens.dtype == torch.int64
+    assert batch.response_lengths.tolist() == [2, 0, 0] and batch.response_lengths.dtype == torch.int64
+    assert batch.present() == ["lengths", "response_mask"]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_select_takes_whole_sequences_in_the_order_given(seed):
+    batch = random_batch(seed)
+    generator = torch.Generator().manual_seed(seed)
+    index = torch.randperm(len(batch), generator=generator)[: 1 + len(batch) // 2]
+    chosen = batch.select(index)
+    assert sequences(chosen) == [sequences(batch)[i] for i in index.tolist()]
+    assert_dtypes(chosen)
+    if len(batch):
+        twice = torch.tensor([0, 0, len(batch) - 1])
+        assert sequences(batch.select(twice)) == [sequences(batch)[i] for i in twice.tolist()]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_shuffled_then_sorted_is_the_batch(seed):
+    batch = random_batch(seed)
+    shuffled = batch.select(torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed)))
+    assert sequences(shuffled.sorted()) == sequences(batch)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_split_over_lanes_then_concatenated_is_the_batch(seed):
+    batch = random_batch(seed)
+    owner = round_robin(batch.sequence_ids, 3, 2)
+    parts = [batch.select((owner == dp_rank).nonzero().flatten()) for dp_rank in (2, 0, 1)]
+    assert sum(len(part) for part in parts) == len(batch)
+    joined = concatenate(parts)
+    assert sequences(joined) == sequences(batch)
+    assert_dtypes(joined)
+
+
+def test_concatenate_keeps_the_fields_that_are_present():
+    names = ("tokens", "values")
+    joined = concatenate([random_batch(1, names, count=2), random_batch(2, names, count=3)])
+    assert joined.present() == ["sequence_ids", "lengths", "tokens", "values"]
+    assert joined.sequence_ids.tolist() == sorted(joined.sequence_ids.tolist())
+    with pytest.raises(TypeError):
+        concatenate([random_batch(1, names), random_batch(2, ("tokens",))])
+
+
+def test_update_takes_fields_of_the_same_sequences_alone():
+    batch = random_batch(3, ("tokens",), count=4)
+    other = Batch(sequence_ids=batch.sequence_ids, lengths=batch.lengths, values=torch.rand(len(batch.tokens)))
+    batch.update(other, ["values"])
+    assert batch.values is other.values
+    shifted = Batch(sequence_ids=batch.sequence_ids + 1, lengths=batch.lengths, values=other.values)
+    with pytest.raises(ValueError, match="other sequences"):
+        batch.update(shifted, ["values"])
+    longer = Batch(sequence_ids=batch.sequence_ids, lengths=batch.lengths + 1, values=other.values)
+    with pytest.raises(ValueError, match="other sequences"):
+        batch.update(longer, ["values"])
+    with pytest.raises(ValueError, match="other sequences"):
+        batch.update(batch.select(torch.arange(3)), ["tokens"])
+
+
+def test_to_moves_every_field_that_is_present():
+    batch = random_batch(5, count=3)
+    there = batch.to("meta")
+    assert there.present() == batch.present()
+    assert all(getattr(there, name).device.type == "meta" for name in there.present())
+    assert sequences(batch.to("cpu")) == sequences(batch)
+
+
+def test_the_empty_batch():
+    nothing = empty_batch(list(FIELDS), torch.device("cpu"))
+    assert len(nothing) == 0 and nothing.cu_seqlens.tolist() == [0]
+    assert_dtypes(nothing)
+    assert nothing.present() == list(FIELDS)
+    assert sequences(nothing.sorted()) == []
+    assert len(nothing.select(torch.zeros(0, dtype=torch.int64))) == 0
+    batch = random_batch(6, count=3)
+    assert sequences(concatenate([nothing, batch, nothing])) == sequences(batch)
+    assert len(concatenate([nothing, nothing])) == 0
+
+
+@pytest.mark.parametrize("layers", [3, 0], ids=["experts", "none on this rank"])
+def test_routes_go_with_their_tokens(layers):
+    batch = random_batch(7, ("tokens",), count=5)
+    batch.routes = torch.arange(len(batch.tokens) * layers * 2, dtype=torch.int16).view(len(batch.tokens), layers, 2)
+    batch.routing = "of a micro-batch"
+    cut = batch.routes.split(batch.lengths.tolist())
+    index = torch.tensor([3, 0, 4])
+    chosen = batch.select(index)
+    assert torch.equal(chosen.routes, torch.cat([cut[i] for i in index.tolist()]))
+    assert_dtypes(chosen)
+    assert torch.equal(chosen.sorted().routes, torch.cat([cut[0], cut[3], cut[4]]))
+    assert torch.equal(concatenate([chosen, batch.select(torch.tensor([2, 1]))]).routes, batch.routes)
+    assert torch.equal(concatenate([batch, batch.select(index[:0])]).routes, batch.routes)
+    assert batch.to("meta").routes.shape == batch.routes.shape and torch.equal(batch.to("cpu").routes, batch.routes)
+    assert batch.present() == ["sequence_ids", "lengths", "tokens", "routes"]
+    assert chosen.routing is None and batch.to("cpu").routing is None and Batch.routing is None
+
+
+def test_routes_are_in_no_exchange():
+    assert (
+        "routes" in FIELDS
+        and "routing" not in FIELDS
+        and "routes" not in {*GENERATED_FIELDS, *ACTOR_FIELDS, *RESPONSE_FIELDS}
+    )
+
+
+def test_prompts_are_dealt_in_turn_with_all_their_samples():
+    assert round_robin(torch.arange(12), 3, 2).tolist() == [0, 0, 1, 1, 2, 2, 0, 0, 1, 1, 2, 2]
+    assert round_robin(torch.arange(4), 1, 3).tolist() == [0, 0, 0, 0]
+    assert round_robin(torch.tensor([7, 100]), 2, 1).tolist() == [1, 0]
+
+
+def test_every_field_says_its_shape():
+    source = Path(batch_module.__file__).read_text()
+    for name, spec in FIELDS.items():
+        line = next(line for line in source.splitlines() if line.startswith(f"    {name}: Tensor"))
+        assert ("[T]" if spec.kind == "token" else "[N]") in line

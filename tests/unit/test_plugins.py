@@ -1,0 +1,101 @@
+"""Plug-ins of the user for --advantage, --policy-loss and --reward: found, wrapped, or refused in one line."""
+
+import pytest
+
+from megarl import plugins
+from megarl.arguments import parse
+from megarl.errors import UsageError
+from tests.helpers.tiny_models import SHAPES
+
+SOURCE = """
+from megarl.algorithms.estimators import Advantages
+limit = 3
+def plain(step, options):
+    return Advantages(step.token_rewards, None)
+def judged(step, options):
+    return Advantages(step.token_rewards - step.values, step.token_rewards)
+judged.needs = ["values"]
+def grouped(step, options):
+    return Advantages(step.token_rewards, None)
+grouped.needs = ("groups", "baselines")
+def greedy_for_more(step, options):
+    return None
+greedy_for_more.needs = ["rewards"]
+def loss(tokens, clip):
+    return tokens, clip
+class Callable:
+    def __call__(self, tokens, clip):
+        return clip.dual
+instance = Callable()
+"""
+BUILT_IN = {"one": 1, "two": 2}
+
+
+@pytest.fixture(autouse=True)
+def modules(plug_ins):
+    (plug_ins / "my_plugins.py").write_text(SOURCE)
+    (plug_ins / "broken_plugins.py").write_text("raise ValueError('first\\nsecond')\n")
+    (plug_ins / "leaving_plugins.py").write_text("raise SystemExit(3)\n")
+
+
+def program(*flags: str):
+    return parse([*SHAPES["llama"].split(), *flags], 1)
+
+
+def refused(*flags: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        program(*flags)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_names_are_built_in_or_functions():
+    import my_plugins
+
+    assert plugins.load("--x", "two", BUILT_IN) == 2
+    assert plugins.load("--x", "my_plugins:plain", BUILT_IN) is my_plugins.plain
+    assert plugins.load("--x", "my_plugins:instance", BUILT_IN) is my_plugins.instance
+
+
+@pytest.mark.parametrize("name, message", [
+    ("three", "unknown; allowed: one, two, or a plug-in as package.module:function"),
+    ("", "unknown; allowed: one, two"), (":plain", "unknown; allowed"), ("my_plugins:", "unknown; allowed"),
+    ("no_such_module:f", "cannot import no_such_module: ModuleNotFoundError: No module named 'no_such_module'"),
+    ("my_plugins.deeper:f", "cannot import my_plugins.deeper: ModuleNotFoundError"),
+    (".relative:f", "cannot import .relative: TypeError"),
+    ("broken_plugins:f", "cannot import broken_plugins: ValueError: first second"),
+    ("leaving_plugins:f", "cannot import leaving_plugins: SystemExit: 3"),
+    ("my_plugins:nothing", "my_plugins has no nothing"),
+    ("my_plugins:limit", "my_plugins has a non-callable limit"),
+])  # fmt: skip
+def test_anything_else_is_refused_in_one_line(name, message):
+    with pytest.raises(UsageError) as caught:
+        plugins.load("--flag", name, BUILT_IN)
+    assert str(caught.value).startswith(f"--flag {name}: {message}") and "\n" not in str(caught.value)
+
+
+def test_an_estimator_says_what_it_needs():
+    assert "critic" not in program("--advantage", "my_plugins:plain").roles
+    judged = program("--advantage", "my_plugins:judged", "--gamma", "0.9", "--gae-lambda", "1", "--critic-lr", "1e-3")
+    assert "critic" in judged.roles and judged.estimator.needs == {"values"}
+    line = refused("--advantage", "my_plugins:grouped", "--samples-per-prompt", "1", "--greedy-baseline")
+    assert line.startswith("--samples-per-prompt 1: --advantage my_plugins:grouped compares")
+    assert refused("--advantage", "my_plugins:grouped").startswith("--advantage my_plugins:grouped: needs --greedy")
+    assert program("--advantage", "my_plugins:grouped", "--greedy-baseline").estimator.needs == {"groups", "baselines"}
+
+
+def test_an_estimator_that_needs_what_there_is_not():
+    line = refused("--advantage", "my_plugins:greedy_for_more")
+    assert line.startswith("--advantage my_plugins:greedy_for_more: needs of greedy_for_more must be of")
+
+
+def test_a_policy_loss_may_read_every_option():
+    loss = program("--policy-loss", "my_plugins:loss", "--dual-clip", "3", "--clip-range-high", "0.3").policy_loss
+    assert loss.function("tokens", "clip") == ("tokens", "clip")
+
+
+@pytest.mark.parametrize(
+    "flag, first", [("--advantage", "gae, grpo"), ("--policy-loss", "cispo, gmpo, gspo, gspo-token")]
+)
+def test_unknown_names_list_what_is_there(flag, first):
+    assert refused(flag, "nothing").startswith(f"{flag} nothing: unknown; allowed: {first}")

@@ -1,0 +1,90 @@
+"""What an evaluation reports: metrics of a prompt, means over prompts and tasks, and which evaluation was the best."""
+
+import json
+
+import pytest
+
+from megarl.flags.settings import Settings
+from megarl.trainers.evaluator import ks_of, mean_metrics, prompt_metrics
+from tests.helpers.programs import inputs, write_lines
+from tests.helpers.tiny_models import parse_roles
+from tests.helpers.worlds import SAFETY, run_world
+from tests.programs.test_evaluate import argv, run
+
+
+def row(extracted: str | None, correct: bool, length: int = 3, reward: float | None = None) -> dict:
+    reward = float(correct) if reward is None else reward
+    found = {"extracted": extracted, "correct": correct, "reward": reward, "length": length}
+    return found | {"finished": extracted is not None, "reward_values": {"exact-match": reward}}
+
+
+def test_metrics_of_a_prompt():
+    rows = [row("7", True, 1), row("8", False, 2), row("7", True, 3), row(None, False, 4, reward=-1.0)]
+    assert prompt_metrics(rows, (1, 2, 4)) == {
+        "accuracy": 0.5, "pass@1": 0.5, "pass@2": 1 - 1 / 6, "pass@4": 1.0, "mean@1": 0.5, "mean@2": 0.5, "mean@4": 0.5,
+        "maj@1": 0.5, "maj@2": 0.75, "maj@4": 1.0, "reward": 0.25, "response_length_mean": 2.5,
+        "finished_fraction": 0.75,
+    }  # fmt: skip
+
+
+def test_several_terms_are_reported_one_by_one():
+    rows = [row("7", True) | {"reward_values": {"model": value, "format": 1.0}} for value in (-1.0, 4.0)]
+    found = prompt_metrics(rows, ())
+    assert (found["reward/model"], found["reward/format"]) == (1.5, 1.0)
+
+
+def test_without_answers_there_is_no_majority():
+    """As with a verifier that names none; a prompt without answers among others counts as wrong."""
+    silent, speaking = (prompt_metrics([row(answer, True), row(answer, True)], (2,)) for answer in (None, "7"))
+    assert "maj@2" not in silent and silent["pass@2"] == 1
+    assert "maj@2" not in mean_metrics([silent, silent])
+    for prompts in ([silent, speaking], [speaking, silent]):
+        assert mean_metrics(prompts)["maj@2"] == 0.5
+
+
+def test_means_do_not_depend_on_the_order_of_prompts():
+    prompts = [{"accuracy": 1e16}, {"accuracy": 1.0}, {"accuracy": -1e16}]
+    assert mean_metrics(prompts) == mean_metrics(prompts[::-1]) == {"accuracy": 1 / 3}
+
+
+@pytest.mark.parametrize("given, responses, expected", [
+    (None, 1, ()), ("1", 1, (1,)), (None, 8, (1, 8)), ("4", 8, (4,)), ("8,1,4,4", 8, (1, 4, 8)),
+])  # fmt: skip
+def test_attempts(given, responses, expected):
+    assert ks_of(Settings(eval_k=given, eval_responses=responses)) == expected
+
+
+def test_tasks_are_reported_where_there_are_several(tmp_path):
+    rows = [json.loads(line) for line in (inputs() / "heldout.jsonl").read_text().splitlines()][:4]
+    whole = ["accuracy", "finished_fraction", "response_length_mean", "reward"]
+    for case, (tasks, expected) in enumerate([
+        ((None, None, None, None), []), (("sum",) * 4, []), (("sum", "sum", None, "sum"), ["sum"]),
+        (("sum", "carry", "sum", "a/b"), ["a/b", "carry", "sum"]),
+    ]):  # fmt: skip
+        lines = [row | {"task": task} for row, task in zip(rows, tasks, strict=True)]
+        prompts = write_lines(tmp_path / f"{case}.jsonl", lines)
+        run(argv(tmp_path, prompts=prompts))
+        found = json.loads((tmp_path / "evaluation.json").read_text())["metrics"]
+        assert sorted(found) == sorted(f"eval/{n}" for n in [*whole, *(f"{t}/{n}" for t in expected for n in whole)])
+
+
+def ranked(rank: int) -> tuple:
+    """Verdicts and state of a run of evaluations, resumed in the middle."""
+    from megarl.comm import role_mesh
+    from megarl.trainers.evaluator import BestCheckpoint
+
+    here = role_mesh.create_mesh(parse_roles("", 2), SAFETY)
+    best, verdicts = BestCheckpoint(here), []
+    before = best.state_dict()
+    for step, accuracy in enumerate([0.0, 0.25, 0.25, 0.125, 0.5, 0.25], 1):
+        verdicts.append(best.update({"eval/accuracy": accuracy} if rank == 0 else None, step))
+        if step == 3:
+            state, best = json.loads(json.dumps(best.state_dict())), BestCheckpoint(here)
+            best.load_state_dict(state)
+    return verdicts, before, best.state_dict()
+
+
+def test_every_rank_knows_which_evaluation_is_the_best():
+    expected = [True, True, False, False, True, False]
+    states = {"accuracy": None, "step": None}, {"accuracy": 0.5, "step": 5}
+    assert run_world(ranked, 2) == [(expected, *states)] * 2
