@@ -21,8 +21,9 @@ from megarl.observe.files import json_line, write_atomically
 from megarl.observe.timers import Timers
 from megarl.rollout.rollout import Rollout
 from megarl.trainers.evaluator import Evaluator
+from megarl.trainers.launch import launch
 from megarl.trainers.reward_factory import RewardFactory
-from megarl.trainers.trainer import build_role_encoder, check_required, check_save, create_role_mesh, launch
+from megarl.trainers.setup import build_role_encoder, check_required, check_save, create_role_mesh
 
 SETTINGS = ("eval_prompts", "eval_samples", "eval_responses", "eval_temperature", "top_k", "top_p", "reward",
             "max_prompt_length", "max_response_length", "seed")  # fmt: skip
@@ -33,8 +34,8 @@ METRIC = re.compile("eval/(?:(.+?)/)??(reward/[^/]+|[^/]+)")  # task, metric; a 
 class EvaluationInputs:
     """Checkpoint, prompts, tokenizer and reward, read and checked before any rank joins another."""
 
-    def __init__(self, program: RunConfig):
-        s, actor = program.settings, program.roles["actor"]
+    def __init__(self, config: RunConfig):
+        s, actor = config.settings, config.roles["actor"]
         check_required({"--load": s.load, "--eval-prompts": s.eval_prompts, "--tokenizer-model": s.tokenizer_model})
         if other := actor.megatron.pretrained_checkpoint:
             raise UsageError(f"--pretrained-checkpoint {other}: weights come from --load; leave it out")
@@ -43,7 +44,7 @@ class EvaluationInputs:
         self.tokenizer = encoder.tokenizer
         self.prompts = load_prompts(s.eval_prompts, "--eval-prompts")
         self.tokens = self.prompts.encode(encoder, s.max_prompt_length)
-        self.scoring = RewardFactory(program, self.prompts)
+        self.reward_factory = RewardFactory(config, self.prompts)
         self.checkpoint = run_state.find_weights(s.load, "--load", "actor", actor.megatron, self.tokenizer.vocab_size)
 
 
@@ -58,15 +59,15 @@ def load_policy(
     return policy
 
 
-def evaluate(program: RunConfig, timers: Timers):
+def evaluate(config: RunConfig, timers: Timers):
     """Builds the policy, lets it write, scores, prints a table and leaves the results in `--save`."""
-    inputs, s, roles = EvaluationInputs(program), program.settings, program.roles
-    if program.check:
+    inputs, s, roles = EvaluationInputs(config), config.settings, config.roles
+    if config.check:
         raise SystemExit(0)
-    mesh = create_role_mesh(program)
+    mesh = create_role_mesh(config)
     policy = load_policy(roles["actor"], mesh["actor"], inputs.tokenizer.vocab_size, inputs.checkpoint)
     rollout = Rollout(s, roles["rollout"], mesh, policy, inputs.tokenizer, timers)
-    reward = inputs.scoring.role(mesh["reward"], inputs.tokenizer, timers)
+    reward = inputs.reward_factory.role(mesh["reward"], inputs.tokenizer, timers)
     rollout.sync_weights()
     evaluation = Evaluator(s, mesh, rollout, reward, inputs.prompts, inputs.tokens, timers)
     metrics = evaluation.evaluate()
@@ -99,7 +100,7 @@ def write_results(folder: Path, checkpoint: Path, evaluation: Evaluator, metrics
         "checkpoint": str(checkpoint),
         "program": manifest["program"],
         "step": manifest["step"],
-        "prompts": len(evaluation.drawn),
+        "prompts": len(evaluation.requests),
         "settings": {name: getattr(evaluation.settings, name) for name in SETTINGS},
         "metrics": metrics,
     }

@@ -6,16 +6,19 @@ is known, the `margin` of the preference; `--global-batch-size` counts pairs. La
     torchrun --nproc-per-node 2 -m megarl.train_reward --config configs/rlhf_reward.yaml
 """
 
-from megarl.trainers.preferences_trainer import RewardModelTrainer
-from megarl.trainers.trainer import launch
+from megarl.trainers.launch import launch
+from megarl.trainers.reward_model_trainer import RewardModelTrainer
 
 
-def train(program, timers):
+def train(config, timers):
     """One mini-batch of pairs a step: scores, loss, update."""
-    run = RewardModelTrainer(program, timers)
+    run = RewardModelTrainer(config, timers)
     for step in run.steps():
-        run.learn(run.next_examples(), step)
-        run.finish()
+        batch = run.next_batch()
+        run.update(batch)
+        run.evaluate(step)
+        run.log(step)
+        run.save(step)
     run.close()
 
 

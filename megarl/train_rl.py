@@ -1,36 +1,42 @@
-"""Reinforcement learning, PPO and its family: rollout, actor, critic, reward and reference in one SPMD program.
+"""Reinforcement learning of a policy: PPO, GRPO and their family in one SPMD program.
 
-Every rank runs this file from top to bottom; a call on a role does something on the role's ranks and nothing
-elsewhere. Launch it with torchrun or srun:
+Every rank runs this file from top to bottom. A call on a role computes on the role's ranks and returns at once on all
+others, so disjoint roles work at the same time. What an algorithm does not need is absent: without a critic or a
+reference, their calls do nothing. Launch it with torchrun or srun:
 
     torchrun --nproc-per-node 4 -m megarl.train_rl --config configs/quickstart.yaml
 """
 
-from megarl.trainers.rl import RLTrainer
-from megarl.trainers.trainer import launch
+from megarl.trainers.launch import launch
+from megarl.trainers.rl_trainer import RLTrainer
 
 
-def train(program, timers):
-    """The whole algorithm: write, score, judge, learn."""
-    run = RLTrainer(program, timers)
-    actor, critic, reward, reference, experience = run.actor, run.critic, run.reward, run.reference, run.experience
-    for step, flow in run.batches():
-        flow.dispatch(["actor", "reward", "reference", "critic"])
-        run.replay.share(flow, step)
-        reward.score(flow, run.prompts)
-        reference.logprobs(flow)
-        critic.values(flow)
-        actor.logprobs(flow, step)
+def train(config, timers):
+    """The whole algorithm."""
+    run = RLTrainer(config, timers)
+    batcher, rollout, reward, reference = run.batcher, run.rollout, run.reward, run.reference
+    actor, critic, advantages = run.actor, run.critic, run.advantages
+    for step in run.steps():
+        batch = batcher.generate(step)
+        if batch is not None:  # None: dynamic sampling kept too few groups, which wait for the next step
+            run.dispatch(batch)
+            reward.score(batch)
+            reference.logprobs(batch)
+            critic.values(batch)
+            actor.old_logprobs(batch)
 
-        flow.gather({"reward": ["scores", "correct"], "reference": ["reference_logprobs"], "critic": ["values"]})
-        experience.compute(flow)
-        flow.scatter("critic", ["returns"])
+            batch.gather(reward, reference, critic)
+            advantages.compute(batch)
+            batch.scatter(critic)
 
-        run.sampling.prefetch(step + 1)
-        critic.update(flow, step)
-        actor.update(flow, step, experience.kl_coefficient)
-        run.rollout.sync_weights()
-        run.finish(flow)
+            batcher.generate_ahead(step + 1)  # with --one-step-off: by the policy before its update
+            critic.update(batch)
+            actor.update(batch, advantages.kl_coefficient)
+            advantages.update_kl_coefficient(batch)
+            rollout.sync_weights()
+        run.evaluate(step)
+        run.log(step)
+        run.save(step)
     run.close()
 
 

@@ -6,16 +6,19 @@ assistant says. Launch it with torchrun or srun:
     torchrun --nproc-per-node 2 -m megarl.train_sft --config configs/quickstart_sft.yaml
 """
 
-from megarl.trainers.sft import SFTTrainer
-from megarl.trainers.trainer import launch
+from megarl.trainers.launch import launch
+from megarl.trainers.sft_trainer import SFTTrainer
 
 
-def train(program, timers):
+def train(config, timers):
     """One mini-batch a step: forward, loss over response tokens, update."""
-    run = SFTTrainer(program, timers)
+    run = SFTTrainer(config, timers)
     for step in run.steps():
-        run.learn(run.next_examples(), step)
-        run.finish()
+        batch = run.next_batch()
+        run.update(batch)
+        run.evaluate(step)
+        run.log(step)
+        run.save(step)
     run.close()
 
 

@@ -87,16 +87,16 @@ def _all_to_all(parts: list[Tensor], group, pending: PendingSends | None) -> lis
 
 def broadcast_in_replica(batch: Batch | None, names: list[str], role_groups: RoleGroups) -> Batch:
     """Every rank of a lane gets the header and these fields of its leader's batch; others' batches are ignored."""
-    dp_rank = role_groups.replicas[role_groups.dp_rank]
-    if len(dp_rank) == 1:
+    ranks = role_groups.replica
+    if len(ranks) == 1:
         return batch
     names = list(dict.fromkeys(HEADER + names))
     buffer = to_bytes(batch, names) if role_groups.is_leader else None
     size = torch.tensor([len(buffer) if role_groups.is_leader else 0], dtype=torch.int64, device=device.device())
-    dist.broadcast(size, dp_rank[0], group=role_groups.replica_group)
+    dist.broadcast(size, ranks[0], group=role_groups.replica_group)
     if not role_groups.is_leader:
         buffer = torch.empty(int(size), dtype=torch.uint8, device=device.device())
-    dist.broadcast(buffer, dp_rank[0], group=role_groups.replica_group)
+    dist.broadcast(buffer, ranks[0], group=role_groups.replica_group)
     return from_bytes(buffer, names)
 
 

@@ -1,4 +1,4 @@
-"""The rank set, its roles and their places: who am I, who else is in my lane, and over which groups we talk.
+"""The rank set, its roles and their roles: who am I, who else is in my lane, and over which groups we talk.
 
 A lane is the set of ranks that hold one replica of a role's model and one share of its batch (tensor, context and
 pipeline ranks together). Every rank creates every role's groups in the same order, members or not.
@@ -46,6 +46,11 @@ class RoleGroups:
         return next((i for i, ranks in enumerate(self.replicas) if self.rank in ranks), None)
 
     @property
+    def replica(self) -> tuple[int, ...]:
+        """World ranks of this rank's replica, its leader first."""
+        return self.replicas[self.dp_rank]
+
+    @property
     def is_leader(self) -> bool:
         """Whether this rank speaks for its lane in exchanges and metrics."""
         return self.rank in self.leaders
@@ -64,8 +69,8 @@ class RoleGroups:
 class RoleMesh:
     """All ranks of the program and every role's place, seen from this rank."""
 
-    def __init__(self, places: dict[str, RoleGroups], leaders: dict[frozenset, object], ranks: dict[frozenset, object]):
-        self.roles = places
+    def __init__(self, roles: dict[str, RoleGroups], leaders: dict[frozenset, object], ranks: dict[frozenset, object]):
+        self.roles = roles
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._leaders, self._ranks = leaders, ranks
 
@@ -107,21 +112,19 @@ def join_process_group(timeout: timedelta):
 
 
 def create_mesh(roles: dict, timeout: timedelta) -> RoleMesh:
-    """Joins the world and creates the groups of all roles (`{name: RoleSettings}`). Collective."""
+    """Joins the process group and creates the groups of all roles (`{name: RoleSettings}`). Collective of the world."""
     join_process_group(timeout)
-    cache, places, rank = process_groups.GroupCache(timeout), {}, dist.get_rank()
+    cache, rank, all_groups = process_groups.GroupCache(timeout), dist.get_rank(), {}
     for name, role in roles.items():
         sizes = megatron_flags.parallel_sizes(role.megatron)
         pg_collection = process_groups.create_groups(role.ranks, sizes, cache)
-        replicas = process_groups.replica_ranks(role.ranks, sizes)
-        replicas = tuple(map(tuple, replicas))
-        places[name] = RoleGroups(
-            name, role.ranks, replicas, pg_collection, cache.mine(replicas), rank, role.model_role
-        )
+        replicas = tuple(map(tuple, process_groups.replica_ranks(role.ranks, sizes)))
+        replica_group = cache.mine(replicas)
+        all_groups[name] = RoleGroups(name, role.ranks, replicas, pg_collection, replica_group, rank, role.model_role)
     leaders, ranks = {}, {}
-    for one, other in itertools.combinations(places, 2):
+    for one, other in itertools.combinations(all_groups, 2):
         pair = frozenset((one, other))
-        leaders[pair] = cache.get(sorted({*places[one].leaders, *places[other].leaders}))
+        leaders[pair] = cache.get(sorted({*all_groups[one].leaders, *all_groups[other].leaders}))
         if pair in POLICY_PAIRS:
-            ranks[pair] = cache.get(sorted({*places[one].ranks, *places[other].ranks}))
-    return RoleMesh(places, leaders, ranks)
+            ranks[pair] = cache.get(sorted({*all_groups[one].ranks, *all_groups[other].ranks}))
+    return RoleMesh(all_groups, leaders, ranks)

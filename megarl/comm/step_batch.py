@@ -1,101 +1,109 @@
-"""A step's data on one rank: this rank's batch for every role it works for, and the moves between them."""
+"""One step's data on one rank: this rank's batch for every role it works for, and the transfers between them."""
+
+from typing import Protocol
 
 from torch import Tensor
 
 from megarl.batch import ACTOR_FIELDS, RESPONSE_FIELDS, Batch
 from megarl.comm import exchange
 from megarl.comm.role_mesh import RoleMesh
+from megarl.data.prompts import PromptSet
 from megarl.observe.timers import Timers
 
-ROLLOUT = "rollout"  # where text is written
-ACTOR = "actor"  # experience is put together where the policy is
+ROLLOUT = "rollout"  # the role that generates
+ACTOR = "actor"  # the role on whose replicas advantages are computed
+
+
+class Producer(Protocol):
+    """A role that computes fields of a batch."""
+
+    name: str
+    outputs: tuple[str, ...]  # fields that it computes for the actor
+
+
+class Trainee(Protocol):
+    """A role that is trained on fields that are computed on the actor's ranks."""
+
+    name: str
+    targets: tuple[str, ...]
 
 
 class StepBatch:
-    """Batches by role. `flow["critic"]` is None on ranks that do not work for the critic.
+    """Batches by role: `step_batch["critic"]` is None on ranks that do not work for the critic.
 
-    A role that the run does not have gets and gives nothing.
+    A role that the run does not have takes part in no transfer.
     """
 
     def __init__(
-        self, mesh: RoleMesh, timers: Timers, dp_assignment: dict[str, Tensor], rollout: Batch | None,
-        extra_fields: tuple[str, ...] = (),
+        self, mesh: RoleMesh, timers: Timers, dp_assignment: dict[str, Tensor], responses: Batch | None, step: int,
+        prompts: PromptSet, extra_fields: tuple[str, ...] = (),
     ):  # fmt: skip
-        """Starts with what this rank wrote (None where it wrote nothing).
-
-        Args:
-            dp_assignment: as in `exchange.send`.
-            extra_fields: fields that the rollout has beyond those that writing gives; the same on every rank.
         """
-        self._mesh, self._timers, self._dp_assignment, self._extra_fields = mesh, timers, dp_assignment, extra_fields
-        self._batches: dict[str, Batch | None] = {ROLLOUT: rollout}
+        Args:
+            dp_assignment: role -> [N] int64, the dp rank that holds each sequence of the step.
+            responses: what this rank generated; None outside the rollout.
+            step: number of the training step.
+            prompts: the set that `prompt_ids` of the batches are lines of.
+            extra_fields: fields that the responses have beyond those of generation; the same on every rank.
+        """
+        self._mesh, self._timers, self._extra_fields = mesh, timers, extra_fields
+        self.dp_assignment, self.step, self.prompts = dp_assignment, step, prompts
+        self._batches: dict[str, Batch | None] = {ROLLOUT: responses}
         self._pending = exchange.PendingSends()
 
     def __getitem__(self, role: str) -> Batch | None:
         return self._batches.get(role)
 
     @property
-    def dp_assignment(self) -> dict[str, Tensor]:
-        """Role -> [N] int64, the lane that holds each sequence of the step."""
-        return self._dp_assignment
-
-    @property
     def count(self) -> int:
-        """Sequences of the step on all lanes together."""
-        return len(self._dp_assignment[ROLLOUT])
+        """Sequences of the step on all replicas together."""
+        return len(self.dp_assignment[ROLLOUT])
 
-    def batch_without(self, role: str, field: str) -> Batch | None:
-        """This rank's batch of a role where it has none of a field yet; None: nothing to do."""
-        batch = self[role]
-        return batch if batch is not None and getattr(batch, field) is None else None
+    def dispatch(self, *roles: str):
+        """Sends the responses to roles that do not have them yet: to each replica its own sequences."""
+        for role in roles:
+            if self._has(role) and role not in self._batches:
+                fields = [*(ACTOR_FIELDS if role == ACTOR else RESPONSE_FIELDS), *self._extra_fields]
+                self._batches[role] = self._send(self._closest_copy(role), role, fields)
 
-    def dispatch(self, roles: list[str]):
-        """Hands the rollout to roles that have it not yet, to each lane its own sequences."""
-        for role in filter(self._needs_dispatch, roles):
-            names = [*(ACTOR_FIELDS if role == ACTOR else RESPONSE_FIELDS), *self._extra_fields]
-            self._batches[role] = self._send(self._closest_copy(role), role, names)
+    def gather(self, *producers: Producer):
+        """Brings to the actor what other roles have computed, their `outputs`."""
+        for role in producers:
+            if self._has(role.name):
+                self._transfer(role.name, ACTOR, role.outputs)
 
-    def gather(self, fields: dict[str, list[str]]):
-        """Brings fields that other roles computed home to the actor: `{"critic": ["values"]}`."""
-        for role in filter(self._has, fields):
-            self._update_from(role, ACTOR, fields[role])
+    def scatter(self, trainee: Trainee):
+        """Sends a role its `targets`, which are computed on the actor's ranks."""
+        if self._has(trainee.name):
+            self._transfer(ACTOR, trainee.name, trainee.targets)
 
     def wait_sends(self):
-        """Waits until all that this rank gave is taken: a role that gives goes on at once."""
+        """Waits until everything that this rank has sent is received; until then a sender does not wait."""
         self._pending.wait()
 
-    def scatter(self, role: str, names: list[str]):
-        """Sends fields computed at home to another role's sequences."""
-        if self._has(role):
-            self._update_from(ACTOR, role, names)
+    def exchange_phase(self, source: str, destination: str):
+        """Context that times a transfer, for the role of this rank that takes part in it."""
+        role = source if self._mesh[source].is_member else destination
+        return self._timers.phase(self._mesh[role].model_role, "exchange")
 
     def _has(self, role: str) -> bool:
         return role in self._mesh.roles
 
-    def _needs_dispatch(self, role: str) -> bool:
-        return self._has(role) and role not in self._batches
-
     def _closest_copy(self, role: str) -> str:
-        """A role that was served before and holds the very sequences on the very ranks, else the rollout."""
-        served = (
-            name for name in self._batches if name != ROLLOUT and role != ACTOR
-        )  # others lack what only home gets
-        return next((n for n in served if exchange.is_already_there(self._mesh, n, role, self._dp_assignment)), ROLLOUT)
+        """A role that holds the same sequences on the same ranks already, else the rollout."""
+        # The actor gets fields that others lack, so it always asks the rollout.
+        served = (name for name in self._batches if name != ROLLOUT and role != ACTOR)
+        return next((n for n in served if exchange.is_already_there(self._mesh, n, role, self.dp_assignment)), ROLLOUT)
 
-    def _update_from(self, source: str, destination: str, names: list[str]):
-        arrived = self._send(source, destination, names, self._pending)
-        if arrived is not None:
-            self._batches[destination].update(arrived, names)
-
-    def exchange_phase(self, source: str, destination: str):
-        """Times an exchange, for the role of this rank that takes part in it."""
-        me = self._mesh[source if self._mesh[source].is_member else destination].model_role
-        return self._timers.phase(me, "exchange")
+    def _transfer(self, source: str, destination: str, fields: tuple[str, ...]):
+        received = self._send(source, destination, list(fields), self._pending)
+        if received is not None:
+            self._batches[destination].update(received, list(fields))
 
     def _send(
-        self, source: str, destination: str, names: list[str], pending: exchange.PendingSends | None = None
+        self, source: str, destination: str, fields: list[str], pending: exchange.PendingSends | None = None
     ) -> Batch | None:
         if not exchange.are_disjoint(self._mesh, source, destination):
             pending = None
         with self.exchange_phase(source, destination):
-            return exchange.send(self._mesh, self[source], source, destination, names, self._dp_assignment, pending)
+            return exchange.send(self._mesh, self[source], source, destination, fields, self.dp_assignment, pending)

@@ -19,3 +19,7 @@ warnings.filterwarnings("ignore", module="megatron")
 warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")  # on how Megatron calls it
 
 device.install()  # before anything else imports megatron
+
+from megarl.mcore.kernels import linear  # noqa: E402  imports megatron
+
+linear.install()

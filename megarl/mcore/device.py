@@ -216,14 +216,10 @@ def _patch_megatron():
     """The few places that test for a GPU kernel instead of asking for a device."""
     import megatron.core.inference.communication_utils as communication
     import megatron.core.inference.contexts.dynamic_context as dynamic_context
-    import megatron.core.tensor_parallel.layers as layers
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.attention as attention
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
-    from megarl.mcore.kernels.linear import parallel_linear
-
-    layers.ColumnParallelLinear._forward_impl = layers.RowParallelLinear._forward_impl = parallel_linear
     attention.is_fa_min_version = lambda *_: (
         True
     )  # the check only guards the kernel that mcore/attention/packed_attention.py replaces

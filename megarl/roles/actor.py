@@ -38,7 +38,7 @@ class Actor:
             self.trainable_model = TrainableModel(role, role_groups, vocab_size, settings.updates_per_step)
             self.trainable_model.offload.timed = functools.partial(timers.phase, self.name, "offload")
 
-    def logprobs(self, flow: StepBatch, step: int):
+    def old_logprobs(self, step_batch: StepBatch):
         """Fills `logprobs` (π_old) and `entropy` by the training forward.
 
         It runs the very micro-batches of the first epoch, so that before any update each ratio is exactly 1. Where the
@@ -46,36 +46,36 @@ class Actor:
         """
         if not self.role_groups.is_member:
             return
-        if self._probes(step):
+        if self._probes(step_batch.step):
             with self.timers.phase(self.name, "probe"):
-                self.metrics |= probe.logprob_gaps(self.trainable_model, flow[self.name], self._forward)
-        if self._updates_on_policy(flow, step):
+                self.metrics |= probe.logprob_gaps(self.trainable_model, step_batch[self.name], self._forward)
+        if self._updates_on_policy(step_batch):
             return
         with self.timers.phase(self.name, "logprobs"):
-            batch, results, passed = flow[self.name], [], []
-            for ids in mb.minibatches_of_step(self.settings, flow.count, step, epoch=0):
+            batch, results, passed = step_batch[self.name], [], []
+            for ids in mb.minibatches_of_step(self.settings, step_batch.count, step_batch.step, epoch=0):
                 parts = self.trainable_model.microbatches(batch, mb.positions_of(batch, ids))
                 results += self.trainable_model.forward_only(parts, self._forward)
                 passed += parts
-            self._take(batch, [(scores.logprobs, scores.entropy, places) for scores, places in results])
+            self._set_old_logprobs(batch, [(scores.logprobs, scores.entropy, places) for scores, places in results])
             if self.settings.router_replay == "old-logprob":
                 self.trainable_model.routes.table = self.trainable_model.routes.record(batch, passed)
 
-    def passes(self, flow: StepBatch, step: int) -> list[Tensor]:
+    def passes_of_step(self, step_batch: StepBatch) -> list[Tensor]:
         """Places in this lane's batch of the sequences of each pass of a step."""
-        ids = [probe.probed_ids()] if self._probes(step) else []
+        ids = [probe.probed_ids()] if self._probes(step_batch.step) else []
         for epoch in range(self.settings.ppo_epochs):
-            ids += mb.minibatches_of_step(self.settings, flow.count, step, epoch)
-        return [mb.positions_of(flow[self.name], found) for found in ids]
+            ids += mb.minibatches_of_step(self.settings, step_batch.count, step_batch.step, epoch)
+        return [mb.positions_of(step_batch[self.name], found) for found in ids]
 
     def _probes(self, step: int) -> bool:
         return self.settings.router_probe_interval > 0 and step % self.settings.router_probe_interval == 0
 
-    def _updates_on_policy(self, flow: StepBatch, step: int) -> bool:
+    def _updates_on_policy(self, step_batch: StepBatch) -> bool:
         """Whether the step's one update gives the log-probs of the policy that the step began with."""
-        return self.settings.updates_on_policy(flow.count) and step > self.settings.critic_warmup_steps
+        return self.settings.updates_on_policy(step_batch.count) and step_batch.step > self.settings.critic_warmup_steps
 
-    def _take(self, batch: Batch, results: list[tuple[Tensor, Tensor, Tensor]]):
+    def _set_old_logprobs(self, batch: Batch, results: list[tuple[Tensor, Tensor, Tensor]]):
         """Writes (log-probs, entropy, places) of the first pass down, and compares it with the rollout."""
         mb.write_back(batch, "logprobs", [(logprobs, places) for logprobs, _, places in results])
         mb.write_back(batch, "entropy", [(entropy, places) for _, entropy, places in results])
@@ -106,24 +106,24 @@ class Actor:
             part.host_metadata.shared,
         )
 
-    def update(self, flow: StepBatch, step: int, kl_coefficient: float):
+    def update(self, step_batch: StepBatch, kl_coefficient: float):
         """Learns from `advantages` for `--ppo-epochs` epochs of mini-batches; rests while the critic warms up.
 
         `kl_coefficient` is β where the KL stands in the loss.
         """
         if not self.role_groups.is_member:
             return
-        if step > self.settings.critic_warmup_steps:
-            self._learn(flow, step, kl_coefficient)
+        if step_batch.step > self.settings.critic_warmup_steps:
+            self._run_epochs(step_batch, kl_coefficient)
         self.metrics |= self.trainable_model.routes.metrics("router", self.settings.router_replay != "none")
         self.metrics |= self.trainable_model.offload.metrics(self.name)
 
-    def _learn(self, flow: StepBatch, step: int, kl_coefficient: float):
+    def _run_epochs(self, step_batch: StepBatch, kl_coefficient: float):
         with self.timers.phase(self.name, "update"):
-            batch, results, first = flow[self.name], [], self._updates_on_policy(flow, step)
+            batch, results, first = step_batch[self.name], [], self._updates_on_policy(step_batch)
             with self.trainable_model.on_device_for_updates():
                 for epoch in range(self.settings.ppo_epochs):
-                    for ids in mb.minibatches_of_step(self.settings, flow.count, step, epoch):
+                    for ids in mb.minibatches_of_step(self.settings, step_batch.count, step_batch.step, epoch):
                         results.append(self._update(batch, mb.positions_of(batch, ids), kl_coefficient, first))
             self._summarize(results)
 
@@ -140,7 +140,9 @@ class Actor:
         parts = self.trainable_model.microbatches(batch, places)
         results, applied, norm = self.trainable_model.update(parts, self._forward, loss)
         if first:
-            self._take(batch, [(*found[1:], where) for found, (_, where) in zip(results, parts, strict=True)])
+            self._set_old_logprobs(
+                batch, [(*found[1:], where) for found, (_, where) in zip(results, parts, strict=True)]
+            )
         return self.role_groups.dp_all_reduce(torch.stack([found[0] for found in results]).sum(0)), applied, norm
 
     def _summarize(self, results):

@@ -31,13 +31,13 @@ class AdvantageComputer:
         """β of this step."""
         return self.controller.coefficient
 
-    def compute(self, flow: StepBatch):
+    def compute(self, step_batch: StepBatch):
         """Fills `advantages` and, for a critic, `returns` from scores, log-probs and values."""
         if not self.role_groups.is_member:
             return
         with self.timers.phase(ACTOR, "advantages"):
-            batch = flow[ACTOR]
-            batch.advantages, returns = self.estimator.function(self._step_data(batch, flow.count), self.options)
+            batch = step_batch[ACTOR]
+            batch.advantages, returns = self.estimator.function(self._step_data(batch, step_batch.count), self.options)
             if returns is not None:
                 batch.returns = returns
 
@@ -45,15 +45,17 @@ class AdvantageComputer:
         """What the estimator may look at; facts of a sequence come from all lanes, exactly: one adds, others add 0."""
         rewards = self._token_rewards(batch)
         baselines = torch.zeros_like(batch.scores) if batch.baseline_scores is None else batch.baseline_scores
-        of_step = torch.zeros(count, 3, dtype=torch.float64, device=rewards.device)
+        step_sums = torch.zeros(count, 3, dtype=torch.float64, device=rewards.device)
         totals = sums_by_sequence(rewards.double(), batch.response_mask, batch.cu_seqlens)
-        of_step[batch.sequence_ids] = torch.stack([totals, batch.response_lengths.double(), baselines.double()], dim=1)
-        of_step = self.role_groups.dp_all_reduce(of_step)
+        step_sums[batch.sequence_ids] = torch.stack(
+            [totals, batch.response_lengths.double(), baselines.double()], dim=1
+        )
+        step_sums = self.role_groups.dp_all_reduce(step_sums)
         return StepData(
-            scores=of_step[:, 0],
+            scores=step_sums[:, 0],
             groups=torch.arange(count, device=rewards.device) // self.settings.samples_per_prompt,
-            response_lengths=of_step[:, 1].long(),
-            baselines=None if batch.baseline_scores is None else of_step[:, 2],
+            response_lengths=step_sums[:, 1].long(),
+            baselines=None if batch.baseline_scores is None else step_sums[:, 2],
             sequence_ids=batch.sequence_ids,
             token_rewards=rewards,
             values=batch.values,
@@ -68,11 +70,17 @@ class AdvantageComputer:
             penalty = kl_estimate(batch.logprobs, batch.reference_logprobs, self.settings.kl_estimator)
         return token_rewards(batch.scores, penalty, beta, batch.response_mask, batch.cu_seqlens)
 
-    def measure(self, flow: StepBatch):
-        """Takes the step's numbers, when all log-probs are known, and moves the KL coefficient on."""
+    def update_kl_coefficient(self, step_batch: StepBatch):
+        """Adapts β to the KL of the step, once all log-probs are known; sets the step's metrics."""
         if not self.role_groups.is_member:
             return
-        batch, scores = flow[ACTOR], flow[ACTOR].scores.double()
+        self.metrics, kl, sequences = self._step_metrics(step_batch)
+        if kl is not None:
+            self.controller.update(kl, sequences)
+
+    def _step_metrics(self, step_batch: StepBatch) -> tuple[dict[str, float], float | None, int]:
+        """(metrics, KL per response or None without a reference, sequences) of the step. A collective of the actor."""
+        batch, scores = step_batch[ACTOR], step_batch[ACTOR].scores.double()
         mask, kl = batch.response_mask, torch.zeros_like(batch.logprobs)
         if batch.reference_logprobs is not None:
             kl = (batch.logprobs - batch.reference_logprobs).masked_fill(~mask, 0.0)
@@ -83,7 +91,7 @@ class AdvantageComputer:
         ]).double()  # fmt: skip
         sums = self.role_groups.dp_all_reduce(sums).tolist()
         n, total, squares, kl_sum, written, finished, correct, tokens, entropy = sums
-        self.metrics = {
+        metrics = {
             "reward/mean": total / n,
             "reward/std": max(squares / n - (total / n) ** 2, 0.0) ** 0.5,
             "reward/accuracy": correct / n,
@@ -92,6 +100,7 @@ class AdvantageComputer:
             "rollout/entropy": entropy / max(written, 1.0),
             "perf/tokens": int(tokens),
         }
-        if batch.reference_logprobs is not None:
-            self.metrics |= {"kl/reference": kl_sum / n, "kl/coefficient": self.kl_coefficient}
-            self.controller.update(kl_sum / n, int(n))
+        if batch.reference_logprobs is None:
+            return metrics, None, int(n)
+        metrics |= {"kl/reference": kl_sum / n, "kl/coefficient": self.kl_coefficient}
+        return metrics, kl_sum / n, int(n)

@@ -20,6 +20,8 @@ class Critic:
     """A transformer with a scalar head; a run whose advantages need no values has none."""
 
     name = "critic"
+    outputs = ("values",)
+    targets = ("returns",)
 
     def __init__(
         self, settings: Settings, role: RoleSettings | None, role_groups: RoleGroups, vocab_size: int, timers: Timers
@@ -33,9 +35,9 @@ class Critic:
             )
             self.trainable_model.offload.timed = functools.partial(timers.phase, self.name, "offload")
 
-    def values(self, flow: StepBatch):
+    def values(self, step_batch: StepBatch):
         """Fills `values`: V of the state before each token, as it was when the text was written."""
-        batch = flow.batch_without(self.name, "values")
+        batch = step_batch[self.name]
         if batch is None:
             return
         with self.timers.phase(self.name, "values"):
@@ -47,18 +49,18 @@ class Critic:
             network, part.tokens, part.host_metadata.lengths, part.routing, part.host_metadata.shared
         )
 
-    def update(self, flow: StepBatch, step: int):
+    def update(self, step_batch: StepBatch):
         """Learns `returns` for `--ppo-epochs` epochs of mini-batches."""
         if not self.role_groups.is_member:
             return
         with self.timers.phase(self.name, "update"):
-            batch = flow[self.name]
+            batch = step_batch[self.name]
             moments = explained_variance_moments(batch.values, batch.returns, batch.response_mask)
             self.metrics = {"critic/explained_variance": explained_variance(self.role_groups.dp_all_reduce(moments))}
             results = []
             with self.trainable_model.on_device_for_updates():
                 for epoch in range(self.settings.ppo_epochs):
-                    for ids in mb.minibatches_of_step(self.settings, flow.count, step, epoch):
+                    for ids in mb.minibatches_of_step(self.settings, step_batch.count, step_batch.step, epoch):
                         results.append(self._update(batch, mb.positions_of(batch, ids)))
             self._summarize(results)
 

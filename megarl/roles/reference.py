@@ -14,6 +14,7 @@ class Reference:
     """A frozen language model; a run without KL has none."""
 
     name = "reference"
+    outputs = ("reference_logprobs",)
 
     def __init__(
         self, settings: Settings, role: RoleSettings | None, role_groups: RoleGroups, vocab_size: int, timers: Timers
@@ -23,9 +24,9 @@ class Reference:
         self.frozen_model = FrozenModel(role, role_groups, vocab_size, timers) if role_groups.is_member else None
         self.metrics: dict[str, float] = {}
 
-    def logprobs(self, flow: StepBatch):
+    def logprobs(self, step_batch: StepBatch):
         """Fills `reference_logprobs`, at the temperature of the rollout."""
-        batch = flow.batch_without(self.name, "reference_logprobs")
+        batch = step_batch[self.name]
         if batch is None:
             return
         with self.timers.phase(self.name, "logprobs"):

@@ -16,9 +16,9 @@ from megarl.data.prompts import Prompt, PromptSet
 from megarl.data.tokenizers import Tokenizer
 from megarl.observe.timers import Timers
 from megarl.rewards.base import Sample, Score
-from megarl.rewards.build import VerifierSet
 from megarl.rewards.composition import compose
 from megarl.rewards.expression import MODEL, Term
+from megarl.rewards.verifiers import VerifierSet
 from megarl.roles.reward_metrics import RewardStatistics
 from megarl.roles.reward_model import RewardModel
 
@@ -30,6 +30,7 @@ class Reward:
     """
 
     name = "reward"
+    outputs = ("scores", "correct")
 
     def __init__(
         self, settings: Settings, terms: tuple[Term, ...], role_groups: RoleGroups, tokenizer: Tokenizer, verifiers: VerifierSet,
@@ -40,16 +41,16 @@ class Reward:
         self.tokenizer, self.verifiers, self.reward_model = tokenizer, verifiers, reward_model
         self.moments = RunningMoments()  # of the model's scores of text to learn from
         self.rows: list[dict]
-        self.begin()
+        self.begin_step()
 
-    def begin(self):
+    def begin_step(self):
         """Starts a step: nothing is measured yet."""
-        self._tally, self.rows = RewardStatistics(self.role_groups, self.terms), []
+        self._statistics, self.rows = RewardStatistics(self.role_groups, self.terms), []
 
     @property
     def metrics(self) -> dict[str, float]:
         """Of the step's text to learn from, term by term."""
-        return self._tally.metrics() | (self.reward_model.metrics() if self.reward_model else {})
+        return self._statistics.metrics() | (self.reward_model.metrics() if self.reward_model else {})
 
     def prepare(self, prompts: PromptSet, lines: list[int]):
         """Reads prompts that are about to be answered; where the role has ranks of its own, while others write."""
@@ -57,29 +58,27 @@ class Reward:
             with self.timers.phase(self.name, "read"):
                 self.reward_model.prepare([prompts[line] for line in lines])
 
-    def score(self, flow: StepBatch, prompts: PromptSet, learnt: bool = True):
+    def score(self, step_batch: StepBatch, for_training: bool = True):
         """Fills `scores` and `correct` where the sampling has not done it already.
 
-        `learnt`: text to learn from. Other text leaves the running moments alone and gets the model's score as it is.
+        `for_training`: text to learn from. Other text leaves the running moments alone and gets the model's score as it is.
 
         Raises:
             RuntimeError: a verifier failed on a larger share of all lanes' samples than `--reward-max-failures`.
         """
-        batch = flow.batch_without(self.name, "scores")
-        if batch is None:
+        batch = step_batch[self.name]
+        if batch is None or batch.scores is not None:
             return
         with self.timers.phase(self.name, "score"):
-            texts = self._texts(batch, prompts) if self.role_groups.is_leader else None
-            judged = self._judged(texts, batch, flow.count, learnt)
+            texts = self._texts(batch, step_batch.prompts) if self.role_groups.is_leader else None
+            model_scores = self._model_scores(texts, batch, step_batch.count, for_training)
             found = torch.zeros(len(batch), 2, dtype=torch.float64, device=batch.tokens.device)
             if self.role_groups.is_leader:
-                scores = self._scores(texts, judged, batch, flow.count, learnt)
+                scores = self._scores(texts, model_scores, batch, step_batch.count, for_training)
                 told = [(score.reward, score.correct) for score in scores]
                 found[:] = torch.tensor(told, dtype=found.dtype).reshape(len(batch), 2)
-            if len(self.role_groups.replicas[self.role_groups.dp_rank]) > 1:
-                dist.broadcast(
-                    found, self.role_groups.replicas[self.role_groups.dp_rank][0], group=self.role_groups.replica_group
-                )
+            if len(self.role_groups.replica) > 1:
+                dist.broadcast(found, self.role_groups.replica[0], group=self.role_groups.replica_group)
             batch.scores, batch.correct = found[:, 0].float(), found[:, 1] > 0
 
     def _texts(self, batch: Batch, prompts: PromptSet) -> list[tuple[Prompt, str]]:
@@ -87,19 +86,19 @@ class Reward:
         responses = [self.tokenizer.decode(tokens[start:].tolist()) for tokens, start in pieces]
         return list(zip((prompts[line] for line in batch.prompt_ids.tolist()), responses, strict=True))
 
-    def _judged(self, texts, batch: Batch, count: int, learnt: bool) -> Tensor | None:
+    def _model_scores(self, texts, batch: Batch, count: int, for_training: bool) -> Tensor | None:
         """[2, N] the model's scores of the lane's responses, as they are and as they count. Collective."""
         if not self.reward_model:
             return None
         members = self.reward_model.scores(texts)
         raw = self.reward_model.combined(members)
-        if learnt:
-            self._tally.add_ensemble(members, self.reward_model.cut)
+        if for_training:
+            self._statistics.add_ensemble(members, self.reward_model.cut)
         counts = raw
-        if learnt and self.settings.reward_normalize:
+        if for_training and self.settings.reward_normalize:
             self.moments.update(self._of_step(raw, batch, count))
             counts = self.moments.normalize(raw)
-        return torch.stack([raw, clip(counts, self.settings.reward_clip) if learnt else counts])
+        return torch.stack([raw, clip(counts, self.settings.reward_clip) if for_training else counts])
 
     def _of_step(self, values: Tensor, batch: Batch, count: int) -> Tensor:
         """[N] of this lane -> [count] of all lanes, in the order of the sequences; exactly: one adds, others add 0."""
@@ -107,17 +106,17 @@ class Reward:
         found[batch.sequence_ids] = values
         return self.role_groups.dp_all_reduce(found)
 
-    def _scores(self, texts, judged: Tensor | None, batch: Batch, count: int, learnt: bool) -> list[Score]:
+    def _scores(self, texts, model_scores: Tensor | None, batch: Batch, count: int, for_training: bool) -> list[Score]:
         """Scores of the lane's responses; a collective of the lanes' leaders."""
         samples, places = self._samples(texts, batch), range(len(batch))
         columns = self.verifiers.score(samples)
-        self._tally.check_failures(self.verifiers.failures, count, self.settings.reward_max_failures)
+        self._statistics.check_failures(self.verifiers.failures, count, self.settings.reward_max_failures)
         values = {name: [score.reward for score in column] for name, column in columns.items()}
-        if judged is not None:
-            values[MODEL], counts = judged.tolist()
+        if model_scores is not None:
+            values[MODEL], counts = model_scores.tolist()
             columns[MODEL] = [Score(x, plain > 0) for x, plain in zip(counts, values[MODEL], strict=True)]
-        if learnt:
-            self._tally.add(values)
+        if for_training:
+            self._statistics.add(values)
         scores = [compose(self.terms, {name: column[i] for name, column in columns.items()}) for i in places]
         scores = self._shaped(scores, batch)
         told = [{name: column[i] for name, column in values.items()} for i in places]

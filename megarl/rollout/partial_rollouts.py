@@ -125,23 +125,28 @@ class PartialRolloutBuffer:
         found = concatenate([from_bytes(share, names) for share in shares]).to("cpu")
         self._written = _renumbered(found, self._written)
 
-    def start_update(self, batch: Batch | None, step: int) -> dict[str, float]:
-        """How old a batch is that is about to be learnt from; the policy is another behind it, but while the critic
-        warms up. `batch`: this rank's share. A collective of the rollout, whose ranks have the measures."""
-        role_groups, found = self.mesh[ROLLOUT], {}
-        if role_groups.is_member:
-            ages = (self.version - batch.versions[batch.response_mask]).double()
-            sums = torch.stack([ages.sum(), (ages > 0).sum().double(), ages.new_tensor(len(ages))])
-            largest = torch.cat([ages, ages.new_zeros(1)]).max()
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=role_groups.pg_collection.dp)
-            age, old, count = role_groups.dp_all_reduce(sums).tolist()
-            found = {
-                "rollout/staleness": age / max(count, 1.0),
-                "rollout/staleness_max": int(largest),
-                "rollout/carried_fraction": old / max(count, 1.0),
-            }
+    def staleness_metrics(self, batch: Batch | None) -> dict[str, float]:
+        """How many updates old the tokens of a batch are that is about to be trained on; nothing outside the rollout.
+
+        `batch`: this rank's share. A collective of the rollout.
+        """
+        role_groups = self.mesh[ROLLOUT]
+        if not role_groups.is_member:
+            return {}
+        ages = (self.version - batch.versions[batch.response_mask]).double()
+        sums = torch.stack([ages.sum(), (ages > 0).sum().double(), ages.new_tensor(len(ages))])
+        largest = torch.cat([ages, ages.new_zeros(1)]).max()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=role_groups.pg_collection.dp)
+        age, old, count = role_groups.dp_all_reduce(sums).tolist()
+        return {
+            "rollout/staleness": age / max(count, 1.0),
+            "rollout/staleness_max": int(largest),
+            "rollout/carried_fraction": old / max(count, 1.0),
+        }
+
+    def advance_version(self, step: int):
+        """Counts the policy update that a step makes; while the critic warms up it makes none."""
         self.version += step > self.settings.critic_warmup_steps
-        return found
 
     def metrics(self) -> dict[str, int]:
         """What goes on in the next step, and what was too old for this one."""

@@ -29,12 +29,12 @@ class StoreCounter:
 
     def broadcast_in_replica(self, number: int) -> int:
         """The number of the lane's first rank, on all of its ranks. A collective of the lane."""
-        dp_rank = self.role_groups.replicas[self.role_groups.dp_rank]
-        if len(dp_rank) == 1:
+        ranks = self.role_groups.replica
+        if len(ranks) == 1:
             return number
-        told = torch.tensor([number], dtype=torch.int64, device=device.device())
-        dist.broadcast(told, dp_rank[0], group=self.role_groups.replica_group)
-        return int(told)
+        shared = torch.tensor([number], dtype=torch.int64, device=device.device())
+        dist.broadcast(shared, ranks[0], group=self.role_groups.replica_group)
+        return int(shared)
 
     def close(self):
         """Takes the entry away, once every lane is done with it."""

@@ -30,7 +30,7 @@ class PromptRequest(NamedTuple):
     tokens: list[int]
     again: int = 0  # times that the same step drew this line before
     step: int | None = None  # that drew it; None: the one that has it answered
-    parts: tuple[PartialResponse, ...] = ()  # of all its responses, in their order, where they were begun before
+    partial: tuple[PartialResponse, ...] = ()  # of all its responses, in their order, where they were begun before
 
 
 def build_requests(
@@ -59,7 +59,7 @@ def build_requests(
 def partial_responses_of(ids: Tensor, prompts: list[PromptRequest], samples: int) -> list[PartialResponse]:
     """What there was of each sequence before it was asked for; ids as in `build_requests`."""
     nothing = (PartialResponse(),) * samples
-    return [(prompts[i // samples].parts or nothing)[i % samples] for i in ids.tolist()]
+    return [(prompts[i // samples].partial or nothing)[i % samples] for i in ids.tolist()]
 
 
 def skip_if_enough_are_finished(

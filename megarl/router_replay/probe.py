@@ -6,7 +6,6 @@ import torch
 
 from megarl.batch import Batch
 from megarl.comm import microbatches as mb
-from megarl.roles.trainable_model import TrainableModel
 
 PROBED_SEQUENCES = 64  # of a step, the first ones
 
@@ -16,10 +15,10 @@ def probed_ids() -> torch.Tensor:
     return torch.arange(PROBED_SEQUENCES)
 
 
-def logprob_gaps(trainable_model: TrainableModel, batch: Batch, forward) -> dict[str, float]:
+def logprob_gaps(trainable_model, batch: Batch, forward) -> dict[str, float]:
     """Mean |rollout − recomputed| over the probed response tokens, with replay and with live routers. Collective.
 
-    What passes measure begins anew behind it.
+    `trainable_model` is the actor's `TrainableModel`. What its routers have measured is reset afterwards.
     """
     table, places, found = trainable_model.routes.table, mb.positions_of(batch, probed_ids()), {}
     for name, routes in (("replayed", table), ("live", None)):

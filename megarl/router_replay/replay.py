@@ -4,58 +4,60 @@ Rollout and training may choose other experts for the same text, where kernels o
 probabilities then runs away (arXiv 2510.11370).
 """
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from megarl.arguments import RoleSettings, Settings
 from megarl.comm.role_mesh import RoleMesh
-from megarl.comm.step_batch import ROLLOUT, StepBatch
-from megarl.roles.actor import Actor
-from megarl.roles.critic import Critic
-from megarl.roles.reference import Reference
-from megarl.rollout.rollout import Rollout
+from megarl.comm.step_batch import ACTOR, ROLLOUT, StepBatch
 from megarl.router_replay.route_exchange import RouteExchange
+from megarl.router_replay.router_state import RouterState
 
 
 class RoutingReplay:
-    """Brings the rollout's routes to the roles that take them."""
+    """Brings the rollout's routes to the roles that replay them."""
 
     def __init__(
-        self, settings: Settings, policy: RoleSettings, mesh: RoleMesh, rollout: Rollout, actor: Actor, critic: Critic,
-        reference: Reference,
+        self, settings: Settings, policy: RoleSettings, mesh: RoleMesh, recorded_layers: tuple[int, ...] | None,
+        router_states: dict[str, RouterState], actor_passes: Callable[[StepBatch], list[Tensor]],
     ):  # fmt: skip
-        """Collective: with `--router-replay rollout` all ranks learn who holds which layers of the policy."""
-        self._actor = actor
-        learners = {"actor": actor.trainable_model, "critic": critic.trainable_model}
-        self._routes = {name: trainable_model.routes for name, trainable_model in learners.items() if trainable_model}
-        if reference.frozen_model:
-            self._routes["reference"] = reference.frozen_model.routes
+        """Collective: with `--router-replay rollout` all ranks learn which rank holds which layers of the policy.
+
+        Args:
+            policy: the actor's settings.
+            recorded_layers: MoE layers whose routes this rank records in the rollout (`Rollout.recorded_layers`).
+            router_states: of this rank's models, by role.
+            actor_passes: `Actor.passes_of_step`.
+        """
+        self._router_states, self._actor_passes = router_states, actor_passes
         self._exchange = None
         self._roles = ("actor", "reference") if settings.router_replay_reference else ("actor",)
         if settings.router_replay == "rollout":
-            layers = {name: self._routes[name].layers for name in self._roles if name in self._routes}
-            layers[ROLLOUT] = rollout.recorded_layers
+            layers = {name: router_states[name].layers for name in self._roles if name in router_states}
+            layers[ROLLOUT] = recorded_layers
             self._exchange = RouteExchange(mesh, layers, policy.megatron.moe_router_topk, policy.megatron.num_experts)
 
-    def begin(self):
-        """Starts a step of all models: nothing is replayed, nothing is measured yet."""
-        for routes in self._routes.values():
-            routes.begin()
+    def begin_step(self):
+        """Resets all models' routers: nothing is replayed, nothing is measured yet."""
+        for state in self._router_states.values():
+            state.begin()
 
-    def share(self, flow: StepBatch, step: int):
-        """Where routes are replayed, each rank gets the ones that it will need. Collective.
+    def dispatch(self, step_batch: StepBatch):
+        """Where routes are replayed, sends each rank those that it needs in any pass of the step. Collective.
 
-        These are the routes of the tokens and layers that the rank runs in any pass of the step.
+        These are the routes of the tokens and layers that the rank runs.
         """
         for role in self._roles if self._exchange else ():
-            self._share(flow, role, step)
+            self._dispatch(step_batch, role)
 
-    def _share(self, flow: StepBatch, role: str, step: int):
-        batch, wanted, routes = flow[role], None, self._routes.get(role)
-        with flow.exchange_phase(ROLLOUT, role):
-            if routes is not None:
-                is_actor = role == self._actor.name
-                passes = self._actor.passes(flow, step) if is_actor else [torch.arange(len(batch))]
-                wanted = routes.wanted(batch, passes)
-            table = self._exchange.send(flow[ROLLOUT], role, batch, wanted, flow.dp_assignment)
-            if routes is not None:
-                routes.table = table
+    def _dispatch(self, step_batch: StepBatch, role: str):
+        batch, wanted, state = step_batch[role], None, self._router_states.get(role)
+        with step_batch.exchange_phase(ROLLOUT, role):
+            if state is not None:
+                passes = self._actor_passes(step_batch) if role == ACTOR else [torch.arange(len(batch))]
+                wanted = state.wanted(batch, passes)
+            table = self._exchange.send(step_batch[ROLLOUT], role, batch, wanted, step_batch.dp_assignment)
+            if state is not None:
+                state.table = table

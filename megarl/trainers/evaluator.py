@@ -77,7 +77,7 @@ class Evaluator:
         self.settings, self.mesh, self.timers = settings, mesh, timers
         self.rollout, self.reward, self.prompts = rollout, reward, prompts
         self.ks = ks_of(settings)
-        self.drawn = [PromptRequest(line, ids) for line, ids in enumerate(tokens[: settings.eval_samples])]
+        self.requests = [PromptRequest(line, ids) for line, ids in enumerate(tokens[: settings.eval_samples])]
 
     def evaluate(self) -> dict[str, float] | None:
         """Metrics by name on rank 0, None elsewhere: `eval/accuracy`, `eval/pass@4`, `eval/<task>/accuracy`, …
@@ -85,15 +85,14 @@ class Evaluator:
         A collective of the world. Prompts without a task count in the whole only.
         """
         n, s = self.settings.eval_responses, self.settings
-        self.reward.prepare(self.prompts, [drawn.line for drawn in self.drawn])
-        rollout = self.rollout.generate(self.drawn, n, EVAL_STEP, temperature=s.eval_temperature)
-        count = len(self.drawn) * n
-        dp_assignment = load_balance.round_robin_assignment(self.mesh, count, n) | {
-            ROLLOUT: self.rollout.dp_assignment(rollout, count)
-        }
-        flow = StepBatch(self.mesh, self.timers, dp_assignment, rollout)
-        flow.dispatch(["reward"])
-        self.reward.score(flow, self.prompts, learnt=False)
+        self.reward.prepare(self.prompts, [request.line for request in self.requests])
+        responses = self.rollout.generate(self.requests, n, EVAL_STEP, temperature=s.eval_temperature)
+        count = len(self.requests) * n
+        dp_assignment = load_balance.round_robin_assignment(self.mesh, count, n)
+        dp_assignment |= {ROLLOUT: self.rollout.dp_assignment(responses, count)}
+        step_batch = StepBatch(self.mesh, self.timers, dp_assignment, responses, EVAL_STEP, self.prompts)
+        step_batch.dispatch("reward")
+        self.reward.score(step_batch, for_training=False)
         by_prompt = itertools.groupby(self._rows(), lambda row: row["sequence"] // n)
         found = self._gather([(line, prompt_metrics(list(rows), self.ks)) for line, rows in by_prompt])
         return None if found is None else self._by_task([metrics for _, metrics in found])

@@ -1,22 +1,14 @@
-"""What the programs share around their loops: start, refusal of wrong input, files of the run, steps, the end."""
+"""The trainer that all programs share: its steps, the files of the run, resume, and the end."""
 
-import os
-import sys
 import time
-import traceback
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
-import torch
-
-from megarl import arguments
+from megarl.arguments import RunConfig
 from megarl.checkpoint import folders
-from megarl.comm import role_mesh
-from megarl.data.conversations import Encoder, build_encoder
+from megarl.comm.role_mesh import RoleMesh
 from megarl.data.order import PromptOrder
-from megarl.data.tokenizers import build_tokenizer
-from megarl.errors import WARNED, UsageError, warn
 from megarl.mcore import device
 from megarl.observe.metrics_file import MetricsWriter
 from megarl.observe.progress import RL_FIELDS, Progress
@@ -28,99 +20,19 @@ from megarl.observe.timers import Timers, reduce_times
 from megarl.trainers.async_metrics import AsyncMetrics
 
 
-def launch(train, program: str):
-    """Runs `train(program_arguments)` as a program: one line and exit status 2 for wrong input, before any work.
-
-    Another exception on any rank ends the process with a line that names rank, role, phase and step; the launcher
-    then ends the other ranks.
-    """
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    timers = Timers()
-    try:
-        parsed = arguments.parse(sys.argv[1:], size, program)
-        if rank == 0 and not os.environ.get(WARNED):
-            warn(parsed.warnings)
-        train(parsed, timers)
-    except UsageError as error:
-        if rank == error.speaker:
-            print(f"megarl: error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
-    except Exception as error:
-        role, phase = timers.current() or ("program", "set-up")
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        where = f"{role}/{phase} of step {timers.step}"
-        print(f"megarl: rank {rank} failed in {where}: {reason}", file=sys.stderr, flush=True)
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # a normal exit would wait for collectives that the other ranks never join
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-
-
-def check_common(program: arguments.RunConfig):
-    """What every training program checks of its flags beyond their single values. Raises UsageError."""
-    s = program.settings
-    check_required({"--prompts": s.prompts})
-    arguments.check_microbatches(program)
-    if s.eval_interval and not s.eval_prompts:
-        raise UsageError(f"--eval-interval {s.eval_interval}: needs --eval-prompts")
-    if s.save_interval and not s.save:
-        raise UsageError(f"--save-interval {s.save_interval}: needs --save")
-    check_save(s)
-
-
-def build_role_encoder(role: arguments.RoleSettings, settings: arguments.Settings) -> Encoder:
-    """A role's tokenizer with its chat template; errors name the role's own flags where it has such."""
-    own = (role.tokenizer_type, role.tokenizer_model) != (settings.tokenizer_type, settings.tokenizer_model)
-    tokenizer = build_tokenizer(role.tokenizer_type, role.tokenizer_model, f"{role.name}-" if own else "")
-    prefix = "" if role.chat_template == settings.chat_template else f"{role.name}-"
-    return build_encoder(tokenizer, None if role.chat_template == "none" else role.chat_template, prefix)
-
-
-def check_required(flags: dict[str, object]):
-    """UsageError for the first of these flags that has no value."""
-    for flag, value in flags.items():
-        if not value:
-            raise UsageError(f"{flag} is missing: it has no default")
-
-
-def check_save(settings: arguments.Settings):
-    """UsageError unless `--save`, where it is given, can be made or written to."""
-    if settings.save:
-        path = Path(settings.save).absolute()
-        there = next(p for p in (path, *path.parents) if p.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK):
-            raise UsageError(f"--save {settings.save}: {there} is not a folder that can be written to")
-
-
-def make_deterministic():
-    """Kernels that give the same bits each time, or an error where there is none."""
-    torch.use_deterministic_algorithms(True)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
-def create_role_mesh(program: arguments.RunConfig) -> role_mesh.RoleMesh:
-    """The world and all roles' groups; the time-out is `--distributed-timeout-minutes`."""
-    if program.settings.deterministic:
-        make_deterministic()
-    minutes = next(iter(program.roles.values())).megatron.distributed_timeout_minutes
-    return role_mesh.create_mesh(program.roles, timedelta(minutes=minutes))
-
-
 class Trainer:
     """The steps of a run and the files it leaves; everything is written by rank 0 alone."""
 
-    def __init__(self, program: arguments.RunConfig, ranks: role_mesh.RoleMesh, timers: Timers, fields=RL_FIELDS):
-        self.program, self.settings, self.mesh, self.timers = program, program.settings, ranks, timers
+    def __init__(self, config: RunConfig, mesh: RoleMesh, timers: Timers, fields=RL_FIELDS):
+        self.config, self.settings, self.mesh, self.timers = config, config.settings, mesh, timers
         self.step = 0
         self.skipped = 0
-        self.last_step = program.settings.train_iters
+        self.last_step = config.settings.train_iters
         self._fields = fields
         self._writer = self._progress = None
         self._started = time.perf_counter()
-        minutes = next(iter(program.roles.values())).megatron.distributed_timeout_minutes
-        self._ledger = AsyncMetrics(ranks, timedelta(minutes=minutes))
+        minutes = next(iter(config.roles.values())).megatron.distributed_timeout_minutes
+        self._async_metrics = AsyncMetrics(mesh, timedelta(minutes=minutes))
 
     @property
     def folder(self) -> Path | None:
@@ -144,10 +56,10 @@ class Trainer:
                 "max_tokens_per_microbatch": role.max_tokens_per_microbatch,
                 "megatron": vars(role.megatron),
             }
-            for name, role in self.program.roles.items()
+            for name, role in self.config.roles.items()
             if role.model_role == name  # a rollout on the actor's own module has no settings of its own
         }
-        return {"megarl": self.program.own_settings(), "world_size": self.mesh.size, "roles": roles}
+        return {"megarl": self.config.own_settings(), "world_size": self.mesh.size, "roles": roles}
 
     def steps(self) -> Iterator[int]:
         """Numbers of the steps that are left: 1 … `--train-iters`."""
@@ -178,22 +90,24 @@ class Trainer:
         order.load_state_dict(manifest["prompt_order"])
         return manifest
 
-    def record(self, metrics: dict[str, float], samples: list[dict] = ()):
-        """Ends a step on this rank, and tells of it; no rank waits for another.
+    def publish(self, metrics: dict[str, float], samples: list[dict] = ()):
+        """Ends a step on this rank and sends its metrics to rank 0; no rank waits for another.
 
-        `metrics` are this rank's; where several ranks give the same name they give the same number, except for
-        memory, of which the largest counts. `samples`: rows of the samples file of which this rank speaks.
+        Args:
+            metrics: this rank's. Where several ranks have the same name they have the same number, except for memory,
+                of which the largest counts.
+            samples: rows of the samples file that this rank contributes.
         """
         if (peak := device.peak_bytes()) is not None:
             metrics = metrics | {f"memory/{role}/peak_bytes": peak for role in self.mesh.roles_of(self.mesh.rank)}
         seconds, self._started = time.perf_counter() - self._started, time.perf_counter()
-        self._ledger.publish(self.step, (metrics, self.timers.end_step(self.step), seconds, samples))
+        self._async_metrics.publish(self.step, (metrics, self.timers.end_step(self.step), seconds, samples))
         self.flush(wait=self.step == self.last_step)
 
     def flush(self, wait: bool = True):
         """Writes and prints steps that all ranks have ended, on rank 0; all that it has ended itself when it waits."""
-        for step, told in self._ledger.poll(wait):
-            self._write_step(step, *zip(*told, strict=True))
+        for step, published in self._async_metrics.poll(wait):
+            self._write_step(step, *zip(*published, strict=True))
 
     def _write_step(self, step: int, metrics: tuple, times: tuple, seconds: tuple, samples: tuple):
         """Each argument is of all ranks, in their order."""

@@ -5,7 +5,7 @@ import functools
 
 import torch
 
-from megarl.mcore.attention.segments import MIN_ROWS
+from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.kernels.linear import matmul
 
 

@@ -152,17 +152,18 @@ def baselines(rank: int, parsed) -> tuple[list, list]:
     from megarl.observe.timers import Timers
     from megarl.rewards.base import Sample
     from megarl.rollout.requests import PromptRequest, build_requests
-    from megarl.trainers.rl import RLTrainer
+    from megarl.trainers.rl_trainer import RLTrainer
 
     run = RLTrainer(parsed, Timers())
-    for _, flow in run.batches():
-        break
-    flow.dispatch(["actor"])
-    batch, expected = flow["actor"], {}
-    for line, tokens in enumerate(run.inputs.tokens):  # by the engine itself, past everything that deals prompts out
+    step_batch = run.batcher.generate(next(run.steps()))
+    step_batch.dispatch("actor")
+    batch, expected = step_batch["actor"], {}
+    for line, tokens in enumerate(
+        run.inputs.prompt_tokens
+    ):  # by the engine itself, past everything that deals prompts out
         requests = build_requests(torch.arange(1), [PromptRequest(line, tokens)], 1, 0, 0, 4)
         (done,) = run.rollout.engine.generate(requests, run.tokenizer.eos_id, SamplingSettings(greedy=True))
-        expected[line] = coarse_reward(Sample(run.prompts[line].prompt, run.tokenizer.decode(done.tokens)))
+        expected[line] = coarse_reward(Sample(run.inputs.prompts[line].prompt, run.tokenizer.decode(done.tokens)))
     return batch.baseline_scores.tolist(), [expected[line] for line in batch.prompt_ids.tolist()]
 
 

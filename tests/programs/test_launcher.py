@@ -99,9 +99,9 @@ def test_sigterm_reaches_all_ranks(tmp_path):
 
 def in_launcher(function, ranks: int) -> Process:
     """Starts a process that runs `start.run_ranks` and exits with its status."""
-    launcher = get_context("fork").Process(target=lambda: sys.exit(launcher.run_ranks(function, ranks)))
-    launcher.start()
-    return launcher
+    process = get_context("fork").Process(target=lambda: sys.exit(launcher.run_ranks(function, ranks)))
+    process.start()
+    return process
 
 
 def test_after_an_interrupt_stuck_ranks_are_killed(tmp_path, monkeypatch):
@@ -116,9 +116,9 @@ def test_after_an_interrupt_stuck_ranks_are_killed(tmp_path, monkeypatch):
         time.sleep(PATIENCE)
 
     monkeypatch.setattr(launcher, "GRACE", 0.5)
-    launcher = in_launcher(stop, 2)
-    launcher.join(PATIENCE)
-    assert launcher.exitcode == 128 + signal.SIGINT
+    process = in_launcher(stop, 2)
+    process.join(PATIENCE)
+    assert process.exitcode == 128 + signal.SIGINT
     assert wait_until_gone(pids(tmp_path, 2))
 
 
@@ -127,10 +127,10 @@ def test_ranks_end_with_their_launcher(tmp_path):
         note_pid(tmp_path)
         time.sleep(PATIENCE)
 
-    launcher = in_launcher(stay, 2)
+    process = in_launcher(stay, 2)
     found = pids(tmp_path, 2)
-    launcher.kill()
-    launcher.join()
+    process.kill()
+    process.join()
     assert wait_until_gone(found)
 
 

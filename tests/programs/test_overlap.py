@@ -11,7 +11,7 @@ from megarl.batch import round_robin
 from megarl.comm import exchange
 from megarl.errors import UsageError
 from megarl.trainers.async_metrics import AsyncMetrics
-from megarl.trainers.rl import RLInputs
+from megarl.trainers.rl_trainer import RLInputs
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.programs import metrics, program, rl_argv, samples, timeless, train
 from tests.helpers.worlds import RankFailed, run_world

@@ -65,7 +65,7 @@ def filled(rank: int, parsed, moves: bool):
     tokens that wait).
     """
     from megarl.observe.timers import Timers
-    from megarl.trainers.rl import RLTrainer
+    from megarl.trainers.rl_trainer import RLTrainer
 
     run = RLTrainer(parsed, Timers())
     sampling, model = run.sampling, run.actor.trainable_model.model[0]
@@ -109,7 +109,7 @@ def uninterrupted(rank: int, parsed, drawn: dict[int, int]) -> dict:
     """Responses to each line by its sample, written in one go."""
     from megarl.observe.timers import Timers
     from megarl.rollout.requests import PromptRequest
-    from megarl.trainers.rl import RLTrainer
+    from megarl.trainers.rl_trainer import RLTrainer
 
     run, found = RLTrainer(parsed, Timers()), {}
     for step in sorted({*drawn.values()}):

@@ -93,25 +93,25 @@ def own_means(network, pairs, margin: float, centring: float) -> list[float]:
 def watched(rank: int, parsed) -> list[tuple[list, list]]:
     """(own, recorded) means of each step and, last, of the evaluation."""
     from megarl import train_reward
-    from megarl.trainers import preferences_trainer
+    from megarl.trainers import reward_model_trainer
 
     seen, options = [], (parsed.settings.preference_margin, parsed.settings.centring_coefficient)
 
-    class Watched(preferences_trainer.RewardModelTrainer):
-        def next_examples(self):
-            drawn = super().next_examples()
+    class Watched(reward_model_trainer.RewardModelTrainer):
+        def next_batch(self):
+            drawn = super().next_batch()
             seen.append((own_means(self.trainable_model.model[0], drawn.examples, *options), []))
-            assert all(part.host_metadata.shared for part, places in self.parts(drawn.batch) if len(places))
+            assert all(part.host_metadata.shared for part, places in self.microbatches(drawn.batch) if len(places))
             return drawn
 
-        def finish(self):
-            super().finish()
+        def log(self, step):
+            super().log(step)
             seen[-1][1].extend(self.metrics[name] for name in NAMES[:4])
             if "eval/loss" in self.metrics:
                 own = own_means(self.trainable_model.model[0], self.inputs.held_out[:5], *options)
                 seen.append((own, [self.metrics[name] for name in EVALUATED]))
 
-    train_reward.PreferenceTraining = Watched
+    train_reward.RewardModelTrainer = Watched
     in_world(rank, "reward", parsed)
     return seen
 
@@ -170,8 +170,8 @@ def started(rank: int, parsed, pairs):
     role, place = parsed.roles["critic"], here["critic"]
     described = ("--pretrained-checkpoint", "critic", role.megatron, 16, ("actor", "reward"))
     folder = run_state.find_weights(str(reward_model()), *described)
-    reward_model = gpt.build_frozen_model(role.megatron, 16, place.pg_collection, value_head=True)
-    run_state.load_weights(folder, reward_model, place.pg_collection)
+    model = gpt.build_frozen_model(role.megatron, 16, place.pg_collection, value_head=True)
+    run_state.load_weights(folder, model, place.pg_collection)
     critic = TrainableModel(role, place, 16, updates=1, value_head=True)
     run_state.load_weights(folder, critic.model, place.pg_collection, optimizer=critic.optimizer)
     texts = [tokens for pair in pairs for tokens in (pair.chosen, pair.rejected)]
@@ -179,7 +179,7 @@ def started(rank: int, parsed, pairs):
     with torch.no_grad():
         for tokens in texts:
             whole, longer = torch.tensor(tokens), torch.tensor([*tokens, 3])
-            scores.append(float(forward_pass.sequence_scores(reward_model[0], whole, torch.tensor([len(whole)]))))
+            scores.append(float(forward_pass.sequence_scores(model[0], whole, torch.tensor([len(whole)]))))
             values.append(float(forward_pass.token_values(critic.model[0], longer, torch.tensor([len(longer)]))[-1]))
     before = [p.detach().clone() for p in critic.model.parameters()]
     critic.wrapped[0].zero_grad_buffer()
@@ -190,8 +190,8 @@ def started(rank: int, parsed, pairs):
 
 @pytest.mark.parametrize("size, flags", [(1, ""), (2, "--tensor-model-parallel-size 2"), (1, "--bf16")])
 def test_the_critic_starts_as_the_reward_model(size, flags, tmp_path):
-    from megarl.trainers.preferences_trainer import RewardModelTrainer
-    from megarl.trainers.supervised import SupervisedInputs
+    from megarl.trainers.reward_model_trainer import RewardModelTrainer
+    from megarl.trainers.supervised_trainer import SupervisedInputs
 
     pairs = SupervisedInputs(program("reward", reward_argv(tmp_path, held_out()), 1), RewardModelTrainer).held_out
     parsed = program("rl", rl_argv(tmp_path, f"{flags} --weight-decay 0", warm_start=False), size)
@@ -233,8 +233,8 @@ def test_wrong_input(case, tmp_path):
 
 
 def test_a_policy_does_not_start_from_a_reward_model(tmp_path):
-    from megarl.trainers.sft import SFTTrainer
-    from megarl.trainers.supervised import SupervisedInputs
+    from megarl.trainers.sft_trainer import SFTTrainer
+    from megarl.trainers.supervised_trainer import SupervisedInputs
 
     parsed = program("sft", sft_argv(tmp_path, f"--pretrained-checkpoint {reward_model()}"), 1)
     with pytest.raises(UsageError, match="holds a reward model"):

@@ -222,7 +222,7 @@ def test_ppo_learns_what_is_paid_for(tmp_path):
 def watched(rank: int, parsed) -> list[tuple[dict, dict]]:
     """(actor's, critic's) weights before the first step and behind each."""
     from megarl import train_rl
-    from megarl.trainers import rl
+    from megarl.trainers import rl_trainer
 
     seen = []
 
@@ -230,16 +230,16 @@ def watched(rank: int, parsed) -> list[tuple[dict, dict]]:
         networks = (run.actor.trainable_model.model, run.critic.trainable_model.model)
         return tuple({name: p.detach().clone() for name, p in model.named_parameters()} for model in networks)
 
-    class Watched(rl.RLTrainer):
+    class Watched(rl_trainer.RLTrainer):
         def steps(self):
             seen.append(weights(self))
             return super().steps()
 
-        def finish(self, flow):
+        def evaluate(self, step):
             seen.append(weights(self))
-            super().finish(flow)
+            super().evaluate(step)
 
-    train_rl.Reinforcement = Watched
+    train_rl.RLTrainer = Watched
     in_world(rank, "rl", parsed)
     return seen
 
@@ -271,7 +271,7 @@ def poisoned(rank: int, parsed) -> list:
     """A run whose second step has advantages that are no numbers on one lane."""
     from megarl.roles.advantage_computer import AdvantageComputer
 
-    complete = AdvantageComputer.complete
+    complete = AdvantageComputer.compute
 
     def poison(self, flow):
         complete(self, flow)
@@ -279,7 +279,7 @@ def poisoned(rank: int, parsed) -> list:
         if self.calls == 2 and rank == 1:
             flow["actor"].advantages[:] = float("nan")
 
-    AdvantageComputer.complete = poison
+    AdvantageComputer.compute = poison
     return watched(rank, parsed)
 
 

@@ -75,24 +75,24 @@ def own_loss(stages, examples, vocab_size) -> float:
 def watched(rank: int, parsed) -> list[tuple[float, float]]:
     """(own, recorded) loss of each step and, last, of the evaluation."""
     from megarl import train_sft
-    from megarl.trainers import sft
+    from megarl.trainers import sft_trainer
 
     seen = []
 
-    class Watched(sft.SFTTrainer):
-        def next_examples(self):
-            drawn = super().next_examples()
+    class Watched(sft_trainer.SFTTrainer):
+        def next_batch(self):
+            drawn = super().next_batch()
             seen.append([own_loss(self.trainable_model.model, drawn.examples, self.vocab_size)])
             return drawn
 
-        def finish(self):
-            super().finish()
+        def log(self, step):
+            super().log(step)
             seen[-1].append(self.metrics["sft/loss"])
             if "eval/loss" in self.metrics:
                 seen.append([own_loss(self.trainable_model.model, self.inputs.held_out[:7], self.vocab_size)])
                 seen[-1].append(self.metrics["eval/loss"])
 
-    train_sft.FineTuning = Watched
+    train_sft.SFTTrainer = Watched
     in_world(rank, "sft", parsed)
     return seen
 
@@ -162,8 +162,8 @@ def test_all_that_the_assistant_says_is_learnt_and_nothing_else(size, layout, tm
 
 def test_the_mask_of_a_conversation(tmp_path):
     from megarl.data.tokenizers import build_tokenizer
-    from megarl.trainers.sft import SFTTrainer
-    from megarl.trainers.supervised import SupervisedInputs
+    from megarl.trainers.sft_trainer import SFTTrainer
+    from megarl.trainers.supervised_trainer import SupervisedInputs
 
     parsed = program("sft", sft_argv(tmp_path / "run", dialogues(tmp_path, "7+1")), 1)
     tokens, mask = SupervisedInputs(parsed, SFTTrainer).examples[1]

@@ -19,9 +19,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from megarl.algorithms.token_sampling import SamplingSettings
-from megarl.mcore.attention.segments import MIN_ROWS
 from megarl.mcore.inference.engine import RolloutEngine
 from megarl.mcore.kernels import linear
+from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.kernels.swiglu_mlp import swiglu
 from tools.bench import common, rollout
 

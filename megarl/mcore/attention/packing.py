@@ -19,13 +19,8 @@ from torch import Tensor
 
 from megarl.batch import SharedPrefix
 from megarl.mcore import device
-from megarl.mcore.attention.segments import (
-    MIN_ROWS,
-    SegmentBatch,
-    TokenStream,
-    plan_segment_batches,
-    segments_of_stream,
-)
+from megarl.mcore.attention.segments import SegmentBatch, TokenStream, plan_segment_batches, segments_of_stream
+from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.moe.routing import RoutedTokens, Routing
 from megarl.mcore.parallel.context_parallel import chunks_of, places_in, stream_order
 

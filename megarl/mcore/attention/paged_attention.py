@@ -18,13 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from megarl.batch import expand_ranges
 from megarl.mcore import device
 from megarl.mcore.attention.packed_attention import attend_segments, gather_rows
-from megarl.mcore.attention.segments import (
-    MIN_ROWS,
-    SegmentBatch,
-    group_by_size,
-    padded_key_count,
-    plan_segments,
-)
+from megarl.mcore.attention.segments import SegmentBatch, group_by_size, padded_key_count, plan_segments
+from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 
 SCRATCH_BYTES = 2**23  # bytes of keys and values that are gathered at once
 

@@ -15,12 +15,7 @@ from torch import Tensor
 
 from megarl.batch import SharedPrefix
 from megarl.mcore import device
-
-# What makes a token's numbers independent of what it is batched with, so that rollout and training agree to the last
-# bit on a CPU: matrix products of fewer rows take another BLAS kernel, and a softmax row that does not fill whole
-# vectors is summed in another order. Rows and keys beyond the real ones are padding that nobody reads.
-MIN_ROWS = 4
-VECTOR = 16
+from megarl.mcore.kernels.batch_invariance import MIN_ROWS, VECTOR
 
 
 def padded_key_count(longest: int, device: torch.device) -> int:

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.mcore import device
-from megarl.mcore.attention.segments import MIN_ROWS
 from megarl.mcore.inference.decode_loop import DecodeLoopEngine
 from megarl.mcore.inference.keyed_sampling import KeyedSampling
 from megarl.mcore.inference.paged_context import PagedContext
 from megarl.mcore.inference.recorded_routes import attach_routes
+from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.kernels.linear import prepacked_weights
 from megarl.mcore.memory.offload import KVCacheInGradBuffer
 from megarl.mcore.moe.router import moe_layers_of, recording_routes

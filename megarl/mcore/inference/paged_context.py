@@ -16,7 +16,7 @@ from megarl.mcore.attention.paged_attention import (
     deduplicate_prefills,
     plan_cache_reads,
 )
-from megarl.mcore.attention.segments import MIN_ROWS
+from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.model.decoder_layer import Rotation, StepPlan
 
 

@@ -18,6 +18,8 @@ from megatron.core.tensor_parallel.layers import (
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megarl.mcore import device
+
 HAS_INNER_PRODUCT = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 _inner_product = torch.ops.mkldnn._linear_pointwise.default if HAS_INNER_PRODUCT else None
 _prepacked: dict[int, Tensor] = {}  # id of a weight -> the same in oneDNN's layout, while `packed`
@@ -139,3 +141,9 @@ def apply_linear(layer, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return layer(x)
     now, later = (None, layer.bias) if layer.skip_bias_add else (layer.bias, None)
     return matmul(x, layer.weight, now), later
+
+
+def install():
+    """Makes Megatron's parallel linear layers use `parallel_linear` on a CPU; with CUDA present it changes nothing."""
+    if not device.has_cuda():
+        ColumnParallelLinear._forward_impl = RowParallelLinear._forward_impl = parallel_linear

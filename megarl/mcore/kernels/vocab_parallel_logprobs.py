@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from megarl.mcore.attention.segments import MIN_ROWS
 from megarl.mcore.kernels import linear
+from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 
 PADDED_LOGIT = -1e30  # logit of a padded column; finite: 0 · (−1e30) in the entropy is 0, not NaN
 

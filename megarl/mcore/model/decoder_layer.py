@@ -117,6 +117,16 @@ class DecoderLayer(TransformerLayer):
         return (change if bias is None else change + bias).add_(residual)
 
 
+class MoEDecoderLayer(DecoderLayer):
+    """A layer with experts; it hands the routing of its micro-batch to its router."""
+
+    def forward(self, *args, packed_seq_params=None, **kwargs):
+        """As Megatron's layer; `packed_seq_params` is a `PackedLayout`, None in the engine."""
+        routing = None if packed_seq_params is None else packed_seq_params.routing
+        with self.mlp.router.routed(routing):
+            return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+
+
 def run_decode_layers(block: TransformerBlock, hidden: Tensor | None, context, frequencies: Tensor | None) -> Tensor:
     """[T, 1, H] behind a chunk's layers and the last one's norm.
 

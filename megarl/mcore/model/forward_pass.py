@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megarl.batch import SharedPrefix
 from megarl.mcore.attention.packing import PackedLayout, pack_sequences, scored_tokens
-from megarl.mcore.attention.segments import MIN_ROWS
+from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.kernels.vocab_parallel_logprobs import head_scores
 from megarl.mcore.model.layer_specs import ValueHead
 from megarl.mcore.moe.routing import Routing

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from megarl.mcore import device
 from megarl.mcore.attention.packed_attention import PackedAttention
+from megarl.mcore.config.megatron_flags import transformer_config
 from megarl.mcore.kernels.norm import Norm
 from megarl.mcore.kernels.swiglu_mlp import SwiGLUMLP
-from megarl.mcore.model.decoder_layer import DecoderLayer, PagedSelfAttention
+from megarl.mcore.model.decoder_layer import DecoderLayer, MoEDecoderLayer, PagedSelfAttention
 from megarl.mcore.moe.experts import Experts, SharedExperts
-from megarl.mcore.moe.router import MoEDecoderLayer, Router
+from megarl.mcore.moe.router import Router
 
 
 class ValueHead(torch.nn.Linear):
@@ -96,6 +97,12 @@ def virtual_stage_numbers(args) -> list[int | None]:
     """Numbers of the chunks of a stage; None for the only one without virtual stages."""
     virtual = args.virtual_pipeline_model_parallel_size
     return list(range(virtual)) if virtual else [None]
+
+
+def stage_layers(args) -> list[list[range]]:
+    """Layers (numbered from 0 over the whole model) of every pipeline stage, a range for each of its chunks."""
+    config, stages = transformer_config(args), range(args.pipeline_model_parallel_size)
+    return [[layers_of_chunk(config, stage, chunk) for chunk in virtual_stage_numbers(args)] for stage in stages]
 
 
 def block_spec(args, config, pg_collection, virtual_stage: int | None) -> TransformerBlockSubmodules:

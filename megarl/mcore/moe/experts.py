@@ -7,7 +7,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 
 from megarl.mcore import device
-from megarl.mcore.attention.segments import MIN_ROWS
+from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 
 
 class Experts(SequentialMLP):

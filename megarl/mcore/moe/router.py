@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megarl.mcore import device
-from megarl.mcore.attention.segments import VECTOR
-from megarl.mcore.model.decoder_layer import DecoderLayer
+from megarl.mcore.kernels.batch_invariance import VECTOR
 from megarl.mcore.moe.balancing import BalancedRouter
 from megarl.mcore.moe.routing import Routing
 
@@ -89,16 +88,6 @@ class Router(BalancedRouter):
             return super().forward(input, padding_mask)
         finally:
             self.router_replay.routing = None
-
-
-class MoEDecoderLayer(DecoderLayer):
-    """A layer with experts; it hands the routing of its micro-batch to its router."""
-
-    def forward(self, *args, packed_seq_params=None, **kwargs):
-        """As Megatron's layer; `packed_seq_params` is a `PackedLayout`, None in the engine."""
-        routing = None if packed_seq_params is None else packed_seq_params.routing
-        with self.mlp.router.routed(routing):
-            return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
 
 def routers_of(stages) -> list[Router]:

@@ -1,4 +1,4 @@
-"""Ranks that do not exist: their process groups, by torch's fake backend, and the layers of their pipeline stages.
+"""Ranks that do not exist: their process groups, by torch's fake backend.
 
 Inside `world(4096)` this process is one rank of 4,096. The very code that a program runs creates its groups; what
 would be sent goes nowhere.
@@ -8,9 +8,6 @@ import contextlib
 
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-
-from megarl.mcore.config.megatron_flags import transformer_config
-from megarl.mcore.model.layer_specs import layers_of_chunk, virtual_stage_numbers
 
 
 @contextlib.contextmanager
@@ -23,9 +20,3 @@ def fake_world(size: int, rank: int = 0):
         yield
     finally:
         dist.destroy_process_group()
-
-
-def stage_layers(args) -> list[list[range]]:
-    """Layers (numbered from 0 over the whole model) of every pipeline stage, a range for each of its chunks."""
-    config, stages = transformer_config(args), range(args.pipeline_model_parallel_size)
-    return [[layers_of_chunk(config, stage, chunk) for chunk in virtual_stage_numbers(args)] for stage in stages]

@@ -59,7 +59,7 @@ def describe(rank, flags, program):
     here = role_mesh.create_mesh(roles, SAFETY)
     assert (here.rank, here.size) == (rank, dist.get_world_size())
     found = {}
-    for name, place in here.places.items():
+    for name, place in here.roles.items():
         assert place is here[name] and place.role == name and place.rank == rank
         groups = {}
         if place.is_member:
@@ -150,7 +150,7 @@ def absent_role(rank):
     here = role_mesh.create_mesh(parse_roles("--advantage grpo --kl-coefficient 0", 2, program="rl"), SAFETY)
     for name in ("critic", "reference"):
         place = here[name]
-        assert name not in here.places and place.role == place.model_role == name and place.rank == rank
+        assert name not in here.roles and place.role == place.model_role == name and place.rank == rank
         assert (place.replicas, place.leaders, place.ranks) == ((), (), range(0))
         assert place.pg_collection is None and place.replica_group is None
         assert not place.is_member and not place.is_leader and place.dp_rank is None

@@ -58,10 +58,10 @@ def updated(rank: int, parsed: dict, nonsense: float | None) -> dict:
         if nonsense is not None:
             batch = several_turns(batch, nonsense)
         role._updates_on_policy = lambda *_: False  # the old policy of this experience is another one
-        role.update(Held(actor=batch), 1, settings.settings.kl_coefficient)
+        role.update(Held(actor=batch), settings.settings.kl_coefficient)
         metrics, old = role.metrics, batch.logprobs
         role.metrics, batch.rollout_logprobs = {}, torch.zeros_like(old)
-        role.logprobs(Held(actor=batch), 1)
+        role.old_logprobs(Held(actor=batch))
         found[name] = metrics, dict(zip(batch.sequence_ids.tolist(), batch.logprobs.split(batch.lengths.tolist())))
     return found
 

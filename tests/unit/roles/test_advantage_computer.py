@@ -46,7 +46,9 @@ def score(rank: int, parsed, tokenizer, prompts: str, responses: list) -> tuple[
     place = role_mesh.create_mesh(parsed.roles, SAFETY)["reward"]
     reward = Reward(parsed.settings, parsed.rewards, place, tokenizer, build_verifiers(parsed.settings), None, Timers())
     batch = written(tokenizer, responses)
-    reward.score(Held(reward=batch), load_prompts(prompts))
+    held = Held(reward=batch)
+    held.prompts = load_prompts(prompts)
+    reward.score(held)
     return batch, reward.rows
 
 
@@ -105,8 +107,8 @@ def completed(rank: int, parsed):
     batch = experience(place.dp_rank, len(place.replicas))
     role = AdvantageComputer(parsed.settings, parsed.estimator, place, Timers())
     batch.advantages = batch.returns = None
-    role.complete(Held(actor=batch))
-    role.measure(Held(actor=batch))
+    role.compute(Held(actor=batch))
+    role.update_kl_coefficient(Held(actor=batch))
     return batch, role.metrics, role.kl_coefficient
 
 

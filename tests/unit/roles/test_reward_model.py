@@ -123,7 +123,7 @@ def broken_scores(rank: int, folder: Path) -> str:
     from megarl.comm import role_mesh
     from megarl.observe.timers import Timers
     from megarl.roles.reward_model import RewardModel
-    from megarl.trainers.trainer import build_role_encoder
+    from megarl.trainers.setup import build_role_encoder
 
     parsed = program("reward", reward_argv(Path("x"), reads(folder, "")), 1)
     role, weights = parsed.roles["reward"], folder / "one" / "checkpoints" / "step_00000006"
@@ -134,7 +134,7 @@ def broken_scores(rank: int, folder: Path) -> str:
     reward_model = RewardModel(parsed.settings, role, place, encoder, [weights], Timers())
     alike = reward_model._read([(Prompt(0, "1+1="), answer) for answer in "23"])
     ((part, _),) = mb.role_microbatches(alike, torch.arange(2), role, place)
-    assert part.host_metadata.shared.owners.tolist() == [0, 0] and part.host_metadata.shared.tokens[1] > 3  # read once
+    assert part.host_metadata.shared.holders.tolist() == [0, 0] and part.host_metadata.shared.tokens[1] > 3  # read once
     texts = [(Prompt(0, "1+1="), "2"), (Prompt(1, "1+3="), "4")]
     (token,) = set(encoder.response(*texts[1])) - set(encoder.response(*texts[0]))
     reward_model.members[0].model[0].embedding.word_embeddings.weight.data[token] = float("nan")

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from megarl.batch import Batch, round_robin
-from megarl.comm.step_batch import StepBatch
 from megarl.data.tokenizers import build_tokenizer
 from megarl.observe.timers import Timers
 from tests.helpers.programs import program, rl_argv
@@ -48,7 +47,7 @@ def experience(dp_rank: int, replicas: int) -> Batch:
 class Held(dict):
     """A step's data, at the roles already."""
 
-    count, is_chunk, lacking = SEQUENCES, False, StepBatch.lacking
+    count, step = SEQUENCES, 1
 
 
 def role_of(name: str, parsed):
@@ -76,7 +75,7 @@ def updated(rank: int, parsed, name: str, bad=None):
     if bad is not None and rank == 1:
         field, value = bad
         getattr(batch, field)[batch.response_mask.nonzero()[0]] = value
-    role.update(Held({name: batch}), 1, *[0.0] * (name == "actor"))
+    role.update(Held({name: batch}), *[0.0] * (name == "actor"))
     gradients = {n: p.main_grad.clone() for n, p in role.trainable_model.model.named_parameters()}
     weights = {n: p.detach().clone() for n, p in role.trainable_model.model.named_parameters()}
     return gradients, weights, role.metrics, all(torch.equal(before[n], weights[n]) for n in weights)

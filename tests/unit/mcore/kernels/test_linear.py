@@ -10,8 +10,8 @@ from megatron.core.tensor_parallel import layers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
-from megarl.mcore.attention.segments import MIN_ROWS
 from megarl.mcore.kernels import linear
+from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.worlds import run_world
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.mcore.attention.segments import MIN_ROWS
 from megarl.mcore.kernels import vocab_parallel_logprobs
+from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.kernels.linear import matmul
 from megarl.mcore.kernels.vocab_parallel_logprobs import GatheredPolicy, HeadScores, head_scores, row_chunks
 from tests.helpers.exactness import largest_gap_allowed

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
-from megarl.mcore.attention.segments import MIN_ROWS
 from megarl.mcore.kernels import vocab_parallel_logprobs
+from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.kernels.norm import RMSNorm
 from megarl.mcore.kernels.vocab_parallel_logprobs import head_scores
 from tests.helpers.exactness import largest_gap_allowed

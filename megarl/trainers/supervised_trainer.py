@@ -19,7 +19,8 @@ from megarl.mcore import device
 from megarl.mcore.model import gpt
 from megarl.observe.timers import Timers
 from megarl.roles.trainable_model import TrainableModel
-from megarl.trainers.trainer import Trainer, build_role_encoder, check_common, check_required, create_role_mesh
+from megarl.trainers.setup import build_role_encoder, check_required, check_training_flags, create_role_mesh
+from megarl.trainers.trainer import Trainer
 
 
 class TaskSpec(NamedTuple):
@@ -42,18 +43,18 @@ class ExampleBatch(NamedTuple):
 class SupervisedTrainer(Trainer, abc.ABC):
     """A supervised run on this rank; what it learns, and how, its subclasses say."""
 
-    kind: TaskSpec
+    task: TaskSpec
     fields: tuple  # what the line of a step shows
 
-    def __init__(self, program: RunConfig, timers: Timers):
-        inputs = SupervisedInputs(program, type(self))
-        if program.check:
+    def __init__(self, config: RunConfig, timers: Timers):
+        inputs = SupervisedInputs(config, type(self))
+        if config.check:
             raise SystemExit(0)
-        super().__init__(program, create_role_mesh(program), timers, self.fields)
-        self.inputs, self.role_groups = inputs, self.mesh[self.kind.role]
-        self.role, self.vocab_size = program.roles[self.kind.role], inputs.vocab_size
+        super().__init__(config, create_role_mesh(config), timers, self.fields)
+        self.inputs, self.role_groups = inputs, self.mesh[self.task.role]
+        self.role, self.vocab_size = config.roles[self.task.role], inputs.vocab_size
         self.trainable_model = TrainableModel(
-            self.role, self.role_groups, self.vocab_size, updates=1, value_head=self.kind.value_head
+            self.role, self.role_groups, self.vocab_size, updates=1, value_head=self.task.value_head
         )
         self.order = PromptOrder(len(inputs.examples), self.settings.seed)
         self.metrics: dict[str, float] = {}
@@ -65,7 +66,7 @@ class SupervisedTrainer(Trainer, abc.ABC):
 
     @staticmethod
     @abc.abstractmethod
-    def read(prompts: PromptSet, encoder: Encoder, program: RunConfig) -> list:
+    def read(prompts: PromptSet, encoder: Encoder, config: RunConfig) -> list:
         """The examples of a file; UsageError with file and line where there is none."""
 
     @staticmethod
@@ -79,11 +80,11 @@ class SupervisedTrainer(Trainer, abc.ABC):
         """Tokens of an example's sequences, with the mask of those that count."""
 
     @abc.abstractmethod
-    def learn(self, drawn: ExampleBatch, step: int):
+    def update(self, examples: ExampleBatch):
         """One update."""
 
     @abc.abstractmethod
-    def evaluate(self, drawn: ExampleBatch) -> dict[str, float]:
+    def evaluate_batch(self, examples: ExampleBatch) -> dict[str, float]:
         """Metrics of held-out examples, `eval/loss` among them. Collective."""
 
     def is_reached(self) -> bool:
@@ -91,15 +92,15 @@ class SupervisedTrainer(Trainer, abc.ABC):
         target = self.settings.target_eval_loss
         return target is not None and self.metrics["eval/loss"] <= target
 
-    def next_examples(self) -> ExampleBatch:
+    def next_batch(self) -> ExampleBatch:
         """The next `--global-batch-size` examples."""
         lines = self.order.take(self.role.megatron.global_batch_size)
-        return self._draw([self.inputs.examples[line] for line in lines])
+        return self._batch_of([self.inputs.examples[line] for line in lines])
 
-    def _draw(self, examples: list) -> ExampleBatch:
+    def _batch_of(self, examples: list) -> ExampleBatch:
         texts, sequences_per_example = (
             [text for example in examples for text in self.texts(example)],
-            self.kind.sequences_per_example,
+            self.task.sequences_per_example,
         )
         lengths = torch.tensor([len(tokens) for tokens, _ in texts], dtype=torch.int64)
         whole, everything = lengths.view(-1, sequences_per_example).sum(1), [torch.arange(len(examples))]
@@ -125,56 +126,58 @@ class SupervisedTrainer(Trainer, abc.ABC):
         )
         return ExampleBatch(examples, batch.to(device.device()))
 
-    def parts(self, batch: Batch) -> list[tuple[Batch, Tensor]]:
+    def microbatches(self, batch: Batch) -> list[tuple[Batch, Tensor]]:
         """This lane's micro-batches, as many as on every other lane; the sequences of an example share one."""
         parts = mb.role_microbatches(
-            batch, torch.arange(len(batch)), self.role, self.role_groups, self.kind.sequences_per_example
+            batch, torch.arange(len(batch)), self.role, self.role_groups, self.task.sequences_per_example
         )
         self.trainable_model.routes.attach(batch, parts)
         return parts
 
-    def finish(self):
-        """Ends a step: evaluation, metrics, checkpoint. Collective."""
+    def evaluate(self, step: int):
+        """Evaluates on held-out examples every `--eval-interval` steps; ends the run at its target. Collective."""
         s = self.settings
         if s.eval_prompts and self.is_due(s.eval_interval):
-            self.metrics |= self.evaluate(self._draw(self.inputs.held_out[: s.eval_samples]))
+            self.metrics |= self.evaluate_batch(self._batch_of(self.inputs.held_out[: s.eval_samples]))
             if self.is_reached():
-                self.last_step = self.step
-        self.record(self.metrics)
-        if self.folder and self.is_due(s.save_interval):
-            self._save()
+                self.last_step = step
 
-    def _save(self):
-        manifest_entries = self.manifest_entries(self.kind.program, self.vocab_size, self.order)
-        run_state.save(
-            self.folder, self.step, self.mesh, {self.kind.role: self.trainable_model.state({})}, manifest_entries
-        )
+    def log(self, step: int):
+        """Publishes the step's metrics; rank 0 writes them once all ranks have ended the step."""
+        self.publish(self.metrics)
+
+    def save(self, step: int):
+        """Saves a checkpoint every `--save-interval` steps and after the last. Collective."""
+        if self.folder and self.is_due(self.settings.save_interval):
+            manifest = self.manifest_entries(self.task.program, self.vocab_size, self.order)
+            states = {self.task.role: self.trainable_model.state({})}
+            run_state.save(self.folder, step, self.mesh, states, manifest)
 
     def _resume(self):
-        states = {self.kind.role: self.trainable_model.state({}, loading=True)}
+        states = {self.task.role: self.trainable_model.state({}, loading=True)}
         loaded = run_state.load(self.inputs.resume, self.mesh, states)
         self.resume_from(self.inputs.resume, self.order)
-        self.trainable_model.restore(loaded[self.kind.role])
+        self.trainable_model.restore(loaded[self.task.role])
 
 
 class SupervisedInputs:
     """Examples and checkpoints of a supervised run, read and checked before any rank joins another."""
 
-    def __init__(self, program: RunConfig, run: type[SupervisedTrainer]):
-        s, kind = program.settings, run.kind
-        role = program.roles[kind.role]
-        check_common(program)
+    def __init__(self, config: RunConfig, run: type[SupervisedTrainer]):
+        s, task = config.settings, run.task
+        role = config.roles[task.role]
+        check_training_flags(config)
         check_required({"--global-batch-size": role.megatron.global_batch_size})
         run.check(s)
         encoder = build_role_encoder(role, s)
         self.vocab_size = encoder.tokenizer.vocab_size
-        self.examples, self.held_out = run.read(load_prompts(s.prompts, "--prompts"), encoder, program), []
+        self.examples, self.held_out = run.read(load_prompts(s.prompts, "--prompts"), encoder, config), []
         if s.eval_prompts:
-            self.held_out = run.read(load_prompts(s.eval_prompts, "--eval-prompts"), encoder, program)
-        described = (kind.role, role.megatron, self.vocab_size)
+            self.held_out = run.read(load_prompts(s.eval_prompts, "--eval-prompts"), encoder, config)
+        described = (task.role, role.megatron, self.vocab_size)
         self.pretrained = self.resume = None
         if start := role.megatron.pretrained_checkpoint:
-            self.pretrained = run_state.find_weights(start, "--pretrained-checkpoint", *described, kind.sources)
+            self.pretrained = run_state.find_weights(start, "--pretrained-checkpoint", *described, task.sources)
         if s.load:
-            shapes = {kind.role: gpt.weight_shapes(*described, resumes=True, value_head=kind.value_head)}
-            self.resume = folders.check_resume(s.load, kind.program, s.train_iters, shapes)
+            shapes = {task.role: gpt.weight_shapes(*described, resumes=True, value_head=task.value_head)}
+            self.resume = folders.check_resume(s.load, task.program, s.train_iters, shapes)

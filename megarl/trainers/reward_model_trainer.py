@@ -14,7 +14,7 @@ from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.mcore.model import forward_pass
 from megarl.observe.progress import REWARD_FIELDS
-from megarl.trainers.supervised import ExampleBatch, SupervisedTrainer, TaskSpec
+from megarl.trainers.supervised_trainer import ExampleBatch, SupervisedTrainer, TaskSpec
 
 METRIC_NAMES = ("loss", "accuracy", "margin", "mean")  # what is measured of pairs, in the order of `_measure`
 
@@ -22,13 +22,13 @@ METRIC_NAMES = ("loss", "accuracy", "margin", "mean")  # what is measured of pai
 class RewardModelTrainer(SupervisedTrainer):
     """A language model with a scalar head learns to score the chosen response above the rejected one."""
 
-    kind = TaskSpec("train_reward", "reward", value_head=True, sequences_per_example=2, sources=("actor", "reward"))
+    task = TaskSpec("train_reward", "reward", value_head=True, sequences_per_example=2, sources=("actor", "reward"))
     fields = REWARD_FIELDS
 
     @staticmethod
-    def read(prompts: PromptSet, encoder: Encoder, program: RunConfig) -> list:
+    def read(prompts: PromptSet, encoder: Encoder, config: RunConfig) -> list:
         """The pair of each line."""
-        return preference_pairs(prompts, encoder, program.roles["reward"].megatron.seq_length)
+        return preference_pairs(prompts, encoder, config.roles["reward"].megatron.seq_length)
 
     @staticmethod
     def check(settings: Settings):
@@ -60,7 +60,7 @@ class RewardModelTrainer(SupervisedTrainer):
 
         Args:
             scores: [N] of its sequences, two and two of a pair.
-            margins: [P] of all pairs that were drawn.
+            margins: [P] of all pairs that were examples.
         """
         chosen, rejected = scores.view(-1, 2).unbind(1)
         is_pair = part.response_mask[part.cu_seqlens[1:] - 1].view(-1, 2)[:, 0]  # nothing counts in a blank one
@@ -70,18 +70,18 @@ class RewardModelTrainer(SupervisedTrainer):
         measured = (terms.detach().double(), (chosen > rejected).double(), chosen - rejected, (chosen + rejected) / 2)
         return masked_sum(terms, is_pair), torch.stack([masked_sum(each, is_pair) for each in measured])
 
-    def learn(self, drawn: ExampleBatch, step: int):
+    def update(self, examples: ExampleBatch):
         """One update on the mean loss of the pairs."""
         with self.timers.phase("reward", "update"):
             self.trainable_model.routes.begin()
-            count, margins = len(drawn.examples), self._margins(drawn.examples)
+            count, margins = len(examples.examples), self._margins(examples.examples)
 
             def loss(scores, part):
                 total, sums = self._measure(scores, part, margins)
                 return total / count, sums / count
 
-            means, applied, norm = self.trainable_model.update(self.parts(drawn.batch), self._forward, loss)
-            tokens = drawn.batch.lengths.sum().double().view(1)
+            means, applied, norm = self.trainable_model.update(self.microbatches(examples.batch), self._forward, loss)
+            tokens = examples.batch.lengths.sum().double().view(1)
             *means, tokens = self.role_groups.dp_all_reduce(torch.cat([torch.stack(means).sum(0), tokens])).tolist()
             self.metrics = {
                 **{f"reward/{name}": mean for name, mean in zip(METRIC_NAMES, means, strict=True)},
@@ -92,12 +92,12 @@ class RewardModelTrainer(SupervisedTrainer):
                 **self.trainable_model.routes.metrics("router"),
             }
 
-    def evaluate(self, drawn: ExampleBatch) -> dict[str, float]:
+    def evaluate_batch(self, examples: ExampleBatch) -> dict[str, float]:
         """Loss, accuracy, margin and mean score of held-out pairs. Collective."""
         sums = torch.zeros(len(METRIC_NAMES), dtype=torch.float64, device=device.device())
-        margins = self._margins(drawn.examples)
-        for scores, places in self.trainable_model.forward_only(self.parts(drawn.batch), self._forward):
+        margins = self._margins(examples.examples)
+        for scores, places in self.trainable_model.forward_only(self.microbatches(examples.batch), self._forward):
             if len(places):
-                sums += self._measure(scores, drawn.batch.select(places), margins)[1]
-        means = (self.role_groups.dp_all_reduce(sums) / len(drawn.examples)).tolist()
+                sums += self._measure(scores, examples.batch.select(places), margins)[1]
+        means = (self.role_groups.dp_all_reduce(sums) / len(examples.examples)).tolist()
         return {f"eval/{name}": mean for name, mean in zip(METRIC_NAMES, means, strict=True)}

@@ -1,0 +1,45 @@
+"""How a program starts and how it fails: flags, exit status, and one line that says where a rank failed."""
+
+import os
+import sys
+import traceback
+
+import torch
+
+from megarl import arguments
+from megarl.errors import WARNED, UsageError, warn
+from megarl.observe.timers import Timers
+
+
+def launch(train, program: str):
+    """Parses the command line and runs `train(config, timers)`; the entry point of every program.
+
+    Wrong input ends the program with one line and exit status 2 before any work starts. Any other exception on a rank
+    ends that process with status 1 and a line that names rank, role, phase and step; the launcher ends the other ranks.
+
+    Args:
+        train: the program's main function.
+        program: 'rl', 'sft', 'reward' or 'evaluate'.
+    """
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    timers = Timers()
+    try:
+        config = arguments.parse(sys.argv[1:], size, program)
+        if rank == 0 and not os.environ.get(WARNED):
+            warn(config.warnings)
+        train(config, timers)
+    except UsageError as error:
+        if rank == error.speaker:
+            print(f"megarl: error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    except Exception as error:
+        role, phase = timers.current() or ("program", "set-up")
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        where = f"{role}/{phase} of step {timers.step}"
+        print(f"megarl: rank {rank} failed in {where}: {reason}", file=sys.stderr, flush=True)
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # a normal exit would wait for collectives that the other ranks never join
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

@@ -1,0 +1,278 @@
+"""A reinforcement-learning run: its inputs and checks, its roles, resume, and evaluation, logging, saving of a step."""
+
+import argparse
+from collections.abc import Iterator
+
+from megarl.arguments import RoleSettings, RunConfig, Settings
+from megarl.checkpoint import folders, run_state
+from megarl.comm.step_batch import StepBatch
+from megarl.data.prompts import load_prompts
+from megarl.errors import UsageError
+from megarl.mcore.model import gpt, layer_specs
+from megarl.observe.timers import Timers
+from megarl.roles.actor import Actor
+from megarl.roles.advantage_computer import AdvantageComputer
+from megarl.roles.critic import Critic
+from megarl.roles.reference import Reference
+from megarl.rollout.batcher import RolloutBatcher
+from megarl.rollout.rollout import Rollout
+from megarl.router_replay.replay import RoutingReplay
+from megarl.router_replay.router_state import RouterState
+from megarl.trainers.evaluator import BestCheckpoint, Evaluator
+from megarl.trainers.reward_factory import RewardFactory
+from megarl.trainers.setup import build_role_encoder, check_training_flags, create_role_mesh
+from megarl.trainers.trainer import Trainer
+
+CHECKPOINTED_ROLES = ("actor", "critic", "reference")  # reward models have checkpoints of their own
+SAMPLES_PER_FILE = 64  # of a step's responses in the samples file
+GROUP_BUFFER_FILE = "waiting.pt"  # groups of an unfinished batch, in a checkpoint's folder
+PARTIAL_ROLLOUTS_FILE = "parts.pt"  # groups whose responses are not finished
+
+
+class RLInputs:
+    """Prompts, tokenizers and rewards, read and checked before any rank joins another."""
+
+    def __init__(self, config: RunConfig):
+        s = config.settings
+        check_training_flags(config)
+        _check_rollout(s, config.roles)
+        _check_replay(config)
+        encoder = build_role_encoder(config.roles["actor"], s)
+        self.tokenizer = encoder.tokenizer
+        self.prompts = load_prompts(s.prompts, "--prompts")
+        self.prompt_tokens = self.prompts.encode(encoder, s.max_prompt_length)
+        self.eval_prompts = load_prompts(s.eval_prompts, "--eval-prompts") if s.eval_prompts else None
+        self.eval_tokens = self.eval_prompts.encode(encoder, s.max_prompt_length) if self.eval_prompts else []
+        self.reward_factory = RewardFactory(config, *filter(None, (self.prompts, self.eval_prompts)))
+        vocab = self.tokenizer.vocab_size
+        self.pretrained = _check_pretrained(config, vocab)
+        self.resume = None
+        if s.load:
+            models = {name: config.roles[name].megatron for name in CHECKPOINTED_ROLES if name in config.roles}
+            shapes = {name: gpt.weight_shapes(name, args, vocab, resumes=True) for name, args in models.items()}
+            self.resume = folders.check_resume(s.load, "train_rl", s.train_iters, shapes)
+
+
+def _check_rollout(s: Settings, roles: dict[str, RoleSettings]):
+    rollout, ranks = roles["rollout"], set(roles["rollout"].ranks)
+    if s.verify_weights and rollout.model_role != "rollout":
+        raise UsageError("--verify-weights: the rollout runs on the actor's own weights, so there is no transfer")
+    if s.one_step_off and not ranks.isdisjoint(roles["actor"].ranks):
+        raise UsageError("--one-step-off: needs a rollout in --role-map that shares no ranks with the actor")
+
+
+def _check_replay(config: RunConfig):
+    replay, kinds = config.settings.router_replay, {}
+    for name in ("actor", "reference") if config.settings.router_replay_reference else ("actor",):
+        args = config.roles[name].megatron
+        kinds[name] = (args.num_experts, args.moe_router_topk, layer_specs.moe_layer_pattern(args))
+    if replay != "none" and not kinds["actor"][0]:
+        raise UsageError(f"--router-replay {replay}: the actor has no experts; allowed is none, or --num-experts")
+    if kinds.get("reference", kinds["actor"]) != kinds["actor"]:
+        raise UsageError(
+            "--router-replay-reference: the reference takes the actor's routes; allowed are the actor's --num-experts, "
+            "--moe-router-topk and --moe-layer-freq"
+        )
+
+
+def _check_pretrained(config: RunConfig, vocab_size: int) -> dict:
+    """Checkpoint of each role that starts from one; a critic may start from a reward model, which has its head."""
+    found = {}
+    for name in filter(config.roles.get, CHECKPOINTED_ROLES):
+        args: argparse.Namespace = config.roles[name].megatron
+        if args.pretrained_checkpoint:
+            sources = ("actor", "reward") if name == "critic" else ("actor",)
+            flag, path = "--pretrained-checkpoint", args.pretrained_checkpoint
+            found[name] = run_state.find_weights(path, flag, name, args, vocab_size, sources)
+    return found
+
+
+class RLTrainer(Trainer):
+    """A reinforcement-learning run on this rank: its roles, its data, and what happens around a step."""
+
+    def __init__(self, config: RunConfig, timers: Timers):
+        inputs = RLInputs(config)
+        if config.check:
+            raise SystemExit(0)
+        super().__init__(config, create_role_mesh(config), timers)
+        self.inputs, self.tokenizer = inputs, inputs.tokenizer
+        self._build_roles(config, timers)
+        self._metrics: dict[str, float] = {}  # of the step, this rank's
+        self._samples: list[dict] = []
+        self._is_best = False  # the step's evaluation
+        self._accuracy_before: float | None = None  # of held-out prompts, known on rank 0
+        self._accuracy_after: float | None = None
+        if inputs.resume:
+            self._resume()
+        else:
+            self._load_pretrained()
+        self.rollout.sync_weights()
+        self.open(resumed=bool(inputs.resume))
+        if not inputs.resume and self.evaluator:
+            self._evaluate_before_training()
+        timers.end_step(0)
+
+    def _build_roles(self, config: RunConfig, timers: Timers):
+        """Every rank builds every role; outside its ranks a role holds no model."""
+        s, mesh, roles, inputs = self.settings, self.mesh, config.roles, self.inputs
+        vocab_size = self.tokenizer.vocab_size
+        self.actor = Actor(s, roles["actor"], mesh["actor"], vocab_size, config.policy_loss, timers)
+        self.critic = Critic(s, roles.get("critic"), mesh["critic"], vocab_size, timers)
+        self.reward = inputs.reward_factory.role(mesh["reward"], self.tokenizer, timers)
+        self.reference = Reference(s, roles.get("reference"), mesh["reference"], vocab_size, timers)
+        self.advantages = AdvantageComputer(s, config.estimator, mesh["actor"], timers)
+        policy = self.actor.trainable_model
+        trained, cache = (policy.model, policy.cache_in_grad_buffer) if policy else (None, None)
+        self.rollout = Rollout(s, roles["rollout"], mesh, trained, self.tokenizer, timers, cache)
+        self.routing_replay = RoutingReplay(
+            s, roles["actor"], mesh, self.rollout.recorded_layers, self._router_states(), self.actor.passes_of_step
+        )
+        generation = (s, mesh, self.rollout, self.reward)
+        hidden_size = roles["actor"].megatron.hidden_size
+        self.batcher = RolloutBatcher(*generation, inputs.prompts, inputs.prompt_tokens, hidden_size, timers)
+        self.evaluator, self.best = None, BestCheckpoint(mesh)
+        if s.eval_prompts:
+            self.evaluator = Evaluator(*generation, inputs.eval_prompts, inputs.eval_tokens, timers)
+
+    def _models(self) -> dict:
+        """The models of this rank by role."""
+        models = {
+            "actor": self.actor.trainable_model,
+            "critic": self.critic.trainable_model,
+            "reference": self.reference.frozen_model,
+        }
+        return {name: model for name, model in models.items() if model}
+
+    def _router_states(self) -> dict[str, RouterState]:
+        return {name: model.routes for name, model in self._models().items()}
+
+    def _load_pretrained(self):
+        models = self._models()
+        for name, folder in self.inputs.pretrained.items():
+            if name in models:
+                models[name].load_pretrained(folder)
+
+    def _evaluate_before_training(self):
+        found = self.evaluator.evaluate()
+        if found is not None:
+            self._accuracy_before = found["eval/accuracy"]
+            self.write(0, found)
+            print(f"held-out accuracy before training: {self._accuracy_before:.4f}", flush=True)
+
+    def steps(self) -> Iterator[int]:
+        """Numbers of the steps that are left; resets what a step measures."""
+        for step in super().steps():
+            self.reward.begin_step()
+            self.routing_replay.begin_step()
+            for source in self._metric_sources():
+                source.metrics = {}
+            self._batch = None
+            yield step
+
+    def _metric_sources(self) -> list:
+        return [self.batcher, self.actor, self.critic, self.reference, self.advantages, self.rollout]
+
+    def dispatch(self, batch: StepBatch):
+        """Sends the responses to all roles, and with router replay the rollout's routes. Collective."""
+        self._batch = batch
+        self.flush(wait=False)  # prints earlier steps that all ranks have ended by now
+        batch.dispatch("actor", "reward", "reference", "critic")
+        self.routing_replay.dispatch(batch)
+
+    def evaluate(self, step: int):
+        """Evaluates on held-out prompts every `--eval-interval` steps. Collective.
+
+        The step's own metrics and samples are taken first, since an evaluation runs the same roles.
+        """
+        if self._batch is not None:
+            self._batch.wait_sends()
+        self._metrics, self._is_best = self._step_metrics(), False
+        rows = self.reward.rows if self.mesh["reward"].is_leader else []
+        self._samples = [row for row in rows if row["sequence"] < SAMPLES_PER_FILE]
+        if not self.evaluator or not self.is_due(self.settings.eval_interval):
+            return
+        found = self.evaluator.evaluate()
+        self._is_best = bool(self.settings.keep_best and self.folder) and self.best.update(found, step)
+        if found is not None:
+            self._metrics |= found
+            self._accuracy_after = found["eval/accuracy"]
+
+    def _step_metrics(self) -> dict[str, float]:
+        """All roles' metrics on this rank. A collective of the reward role's leaders."""
+        sources = (*self._metric_sources(), self.reward)
+        return {name: value for source in sources for name, value in source.metrics.items()}
+
+    def log(self, step: int):
+        """Publishes the step's metrics and samples; rank 0 writes them once all ranks have ended the step."""
+        self.publish(self._metrics, self._samples)
+
+    def save(self, step: int):
+        """Saves a checkpoint every `--save-interval` steps, and after the best evaluation so far. Collective."""
+        is_due = self.is_due(self.settings.save_interval)
+        if not self.folder or not (is_due or self._is_best):
+            return
+        manifest = self.manifest_entries("train_rl", self.tokenizer.vocab_size, self.batcher.order)
+        kept_for = "interval" if is_due else "best"
+        manifest |= {"best": self.best.state_dict(), "kept_for": kept_for, "reward": self._reward_moments()}
+        with self.timers.phase("actor", "save"):
+            buffered = self.batcher.group_buffer.to_bytes()
+            files = {} if buffered is None else {GROUP_BUFFER_FILE: buffered}
+            if self.settings.partial_rollouts:
+                files[PARTIAL_ROLLOUTS_FILE] = self.batcher.partial_rollouts.to_bytes()
+            run_state.save(self.folder, step, self.mesh, self._states(loading=False), manifest, files)
+
+    def close(self):
+        """Ends the run: time line, report, and the accuracy that it reached. Collective."""
+        super().close()
+        self.reward.verifiers.close()
+        if self._accuracy_after is not None:
+            before = "" if self._accuracy_before is None else f"{self._accuracy_before:.4f} before, "
+            print(f"held-out accuracy: {before}{self._accuracy_after:.4f} after {self.step} steps", flush=True)
+
+    def _states(self, loading: bool) -> dict:
+        """Checkpoint state of this rank's models by role, to be saved or filled."""
+        states = {}
+        if self.actor.trainable_model:
+            extra = {"kl_controller": self.advantages.controller.state_dict()}
+            states["actor"] = self.actor.trainable_model.state(extra, loading)
+        if self.critic.trainable_model:
+            states["critic"] = self.critic.trainable_model.state({}, loading)
+        if self.reference.frozen_model:
+            states["reference"] = self.reference.state()
+        return states
+
+    def _reward_moments(self) -> dict | None:
+        """The reward role's running moments, on rank 0. Collective."""
+        leader = self.mesh["reward"].is_leader
+        gathered = self.mesh.gather(self.reward.moments.state_dict() if leader else None)
+        return gathered and next(filter(None, gathered))
+
+    def _resume(self):
+        folder = self.inputs.resume
+        loaded = run_state.load(folder, self.mesh, self._states(loading=True))
+        manifest = self.resume_from(folder, self.batcher.order)
+        if "best" in manifest:
+            self.best.load_state_dict(manifest["best"])
+        if manifest.get("reward"):
+            self.reward.moments.load_state_dict(manifest["reward"])
+        if (folder / GROUP_BUFFER_FILE).exists():
+            self._resume_group_buffer((folder / GROUP_BUFFER_FILE).read_bytes())
+        if (folder / PARTIAL_ROLLOUTS_FILE).exists():
+            self.batcher.partial_rollouts.from_bytes((folder / PARTIAL_ROLLOUTS_FILE).read_bytes())
+        if "critic" in loaded:
+            self.critic.trainable_model.restore(loaded["critic"])
+        if "reference" in loaded:
+            self.reference.restore(loaded["reference"])
+        if "actor" in loaded:
+            extra = self.actor.trainable_model.restore(loaded["actor"])
+            self.advantages.controller.load_state_dict(extra["kl_controller"])
+
+    def _resume_group_buffer(self, data: bytes):
+        """Restores groups of a batch that is not full, or of one that was generated ahead."""
+        s, buffer = self.settings, self.batcher.group_buffer
+        buffer.from_bytes(data)
+        if len(buffer) >= s.prompts_per_step if not s.one_step_off else len(buffer) != s.prompts_per_step:
+            raise UsageError(
+                f"--load: a batch of {len(buffer)} groups was generated ahead; allowed are --one-step-off and "
+                f"--prompts-per-step {len(buffer)}"
+            )
