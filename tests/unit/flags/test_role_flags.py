@@ -158,7 +158,7 @@ VIRTUAL = f"--actor{PP[1:]} 2 --actor-num-layers-per-virtual-pipeline-stage 1 --
 SHARDED = "--actor-use-torch-fsdp2 --actor-untie-embeddings-and-output-weights"
 
 
-@pytest.mark.parametrize("flags, host, expected", [
+@pytest.mark.parametrize("flags, model_role, expected", [
     ("", "actor", (1, 1, 1, 4)),
     (f"{TP} 2", "actor", (2, 1, 1, 2)),
     (f"--actor{TP[1:]} 2", "actor", (2, 1, 1, 2)),
