@@ -10,7 +10,7 @@ import torch
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.kernels.vocab_parallel_logprobs import LARGEST_KEPT, row_chunks
 from megarl.mcore.model.gpt import padded_vocab_size
-from megarl.mcore.model.layer_specs import moe_layer_pattern, stage_layers
+from megarl.mcore.model.pipeline_layout import moe_layer_pattern, stage_layers
 from megarl.planning.parameters import SCALAR_HEAD
 
 PIECES = 1.2

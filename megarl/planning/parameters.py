@@ -10,7 +10,7 @@ import torch
 
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.model.gpt import padded_vocab_size
-from megarl.mcore.model.layer_specs import moe_layer_pattern, stage_layers
+from megarl.mcore.model.pipeline_layout import moe_layer_pattern, stage_layers
 from megarl.mcore.parallel.process_groups import ParallelSizes
 
 SCALAR_HEAD = ("value", "reward model")  # kinds of roles, as `memory.stage_memory` names them, with one output a token

@@ -14,7 +14,7 @@ from megarl.batch import ACTOR_FIELDS, FIELDS, RESPONSE_FIELDS
 from megarl.comm.exchange import HEADER
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.model.gpt import padded_vocab_size
-from megarl.mcore.model.layer_specs import moe_layer_pattern, stage_layers
+from megarl.mcore.model.pipeline_layout import moe_layer_pattern, stage_layers
 from megarl.planning.memory import buffers, plain_bytes, sharded_bytes
 from megarl.planning.parameters import SCALAR_HEAD, stage_weights
 

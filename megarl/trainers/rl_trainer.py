@@ -8,7 +8,7 @@ from megarl.checkpoint import folders, run_state
 from megarl.comm.step_batch import StepBatch
 from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
-from megarl.mcore.model import gpt, layer_specs
+from megarl.mcore.model import gpt, pipeline_layout
 from megarl.observe.timers import Timers
 from megarl.roles.actor import Actor
 from megarl.roles.advantage_computer import AdvantageComputer
@@ -65,7 +65,7 @@ def _check_replay(config: RunConfig):
     replay, kinds = config.settings.router_replay, {}
     for name in ("actor", "reference") if config.settings.router_replay_reference else ("actor",):
         args = config.roles[name].megatron
-        kinds[name] = (args.num_experts, args.moe_router_topk, layer_specs.moe_layer_pattern(args))
+        kinds[name] = (args.num_experts, args.moe_router_topk, pipeline_layout.moe_layer_pattern(args))
     if replay != "none" and not kinds["actor"][0]:
         raise UsageError(f"--router-replay {replay}: the actor has no experts; allowed is none, or --num-experts")
     if kinds.get("reference", kinds["actor"]) != kinds["actor"]:

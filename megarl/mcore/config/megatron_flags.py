@@ -26,6 +26,9 @@ def _parser() -> argparse.ArgumentParser:
     add_megatron_arguments(parser)
     # On unless switched off, where there is something to reduce: `_overlaps`.
     parser.set_defaults(overlap_grad_reduce=None)
+    for action in parser._actions:
+        if action.dest == "transformer_impl":
+            action.choices = None  # megarl's own layer specs: `_check_only`
     parser.add_argument("--no-overlap-grad-reduce", dest="overlap_grad_reduce", action="store_false", default=None)
     return parser
 

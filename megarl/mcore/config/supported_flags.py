@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import pkgutil
+from pathlib import Path
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
@@ -28,10 +30,13 @@ READ_BY_DDP = {
 }  # fmt: skip
 READ_BY_PROGRAM = {"distributed_timeout_minutes"}
 
+# Names of the layer specs: found by their files, since this package must not import the models.
+LAYER_SPECS = tuple(sorted(m.name for m in pkgutil.iter_modules([str(Path(__file__).parents[1] / "model/layer_specs")])))
+
 # A destination of the parser -> the only value this version runs, and why a wrong answer would be worse than a refusal.
 ONLY = {
     "multi_latent_attention": (False, "multi-latent attention is not supported yet"),
-    "transformer_impl": ("local", "only Megatron's local layers are supported yet"),
+    "transformer_impl": (LAYER_SPECS, "there is no such layer spec in mcore/model/layer_specs"),
     "fp8": (None, "fp8 is not supported yet"),
     "fp4": (None, "fp4 is not supported yet"),
     "attention_dropout": (0.0, "dropout would make log-probs of one text differ"),

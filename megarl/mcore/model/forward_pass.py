@@ -15,7 +15,7 @@ from megarl.batch import SharedPrefix
 from megarl.mcore.attention.packing import PackedLayout, pack_sequences, scored_tokens
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.kernels.vocab_parallel_logprobs import head_scores
-from megarl.mcore.model.layer_specs import ValueHead
+from megarl.mcore.model.value_head import ValueHead
 from megarl.mcore.moe.routing import Routing
 from megarl.mcore.parallel.context_parallel import gather_result
 

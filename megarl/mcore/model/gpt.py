@@ -13,7 +13,9 @@ from megarl.mcore import device
 from megarl.mcore.config.megatron_flags import transformer_config
 from megarl.mcore.model.decoder_layer import run_decode_layers
 from megarl.mcore.model.initialization import initialize
-from megarl.mcore.model.layer_specs import ValueHead, block_spec, moe_layer_pattern, virtual_stage_numbers
+from megarl.mcore.model.layer_specs import block_spec
+from megarl.mcore.model.pipeline_layout import moe_layer_pattern, virtual_stage_numbers
+from megarl.mcore.model.value_head import ValueHead
 from megarl.mcore.moe.balancing import balancing_state
 from megarl.mcore.parallel.fsdp import shard
 

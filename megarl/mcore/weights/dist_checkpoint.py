@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch.distributed.checkpoint import FileSystemReader
 
-from megarl.mcore.model.layer_specs import ValueHead
+from megarl.mcore.model.value_head import ValueHead
 from megarl.mcore.parallel.fsdp import local_rows
 
 

@@ -12,7 +12,7 @@ from megarl import arguments
 from megarl.arguments import Settings
 from megarl.batch import FIELDS, Batch
 from megarl.comm import exchange, role_mesh, step_batch
-from megarl.mcore.model.layer_specs import stage_layers
+from megarl.mcore.model.pipeline_layout import stage_layers
 from megarl.planning import summary, traffic
 from megarl.roles.actor import Actor
 from megarl.router_replay.route_exchange import RouteExchange

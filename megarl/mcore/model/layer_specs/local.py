@@ -1,0 +1,48 @@
+"""`--transformer-impl local`: Megatron's local layers with megarl's attention, norms, MLP, experts and router.
+
+A layer spec is a module of this folder with two names: `layer_spec(args, is_moe)` and `final_norm`.
+"""
+
+import dataclasses
+import functools
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from megarl.mcore.attention.packed_attention import PackedAttention
+from megarl.mcore.kernels.norm import Norm
+from megarl.mcore.kernels.swiglu_mlp import SwiGLUMLP
+from megarl.mcore.model.decoder_layer import DecoderLayer, MoEDecoderLayer, PagedSelfAttention
+from megarl.mcore.moe.experts import Experts, SharedExperts
+from megarl.mcore.moe.router import Router
+
+final_norm = Norm  # after the last layer
+
+
+def layer_spec(args, is_moe: bool = False) -> ModuleSpec:
+    """The spec of one decoder layer, dense or MoE, for packed sequences in training and the paged KV cache in rollout.
+
+    `args`: the role's Megatron namespace.
+    """
+    spec = get_gpt_layer_local_spec(
+        num_experts=args.num_experts if is_moe else None,
+        moe_grouped_gemm=args.moe_grouped_gemm,
+        normalization=args.normalization,
+        qk_layernorm=args.qk_layernorm,
+    )
+    layer, attention = spec.submodules, spec.submodules.self_attention
+    spec.module = MoEDecoderLayer if is_moe else DecoderLayer
+    attention.module = PagedSelfAttention
+    attention.submodules.core_attention = PackedAttention
+    layer.input_layernorm = layer.pre_mlp_layernorm = Norm
+    if args.qk_layernorm:
+        attention.submodules.q_layernorm = attention.submodules.k_layernorm = Norm
+    if not is_moe:
+        layer.mlp = functools.partial(SwiGLUMLP.as_mlp_submodule, **layer.mlp.keywords)
+    else:
+        parts = layer.mlp.keywords["submodules"]
+        experts = functools.partial(Experts, **parts.experts.keywords)
+        shared = functools.partial(SharedExperts, **parts.shared_experts.keywords)
+        parts = dataclasses.replace(parts, router=Router, experts=experts, shared_experts=shared)
+        layer.mlp = functools.partial(layer.mlp.func, submodules=parts)
+    return spec

@@ -1,0 +1,36 @@
+"""The scalar head of critics and reward models."""
+
+import torch
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from megarl.mcore import device
+
+
+class ValueHead(torch.nn.Linear):
+    """Maps a hidden state to one value, computed in fp32; zero-initialised, replicated over tensor-parallel ranks.
+
+    It replaces the vocabulary's output layer and is saved under that name. Its weights have the model's precision:
+    Megatron's 16-bit optimizer, which keeps fp32 copies, cannot save a model of mixed precisions.
+    """
+
+    def __init__(self, config, group):
+        super().__init__(config.hidden_size, 1, dtype=config.params_dtype, device=device.device())
+        self.group = group
+        for parameter in self.parameters():
+            torch.nn.init.zeros_(parameter)
+            parameter.sequence_parallel = config.sequence_parallel  # each rank sees its tokens: gradients are summed
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[T, H] -> [T] fp32.
+
+        Not a matrix product with one column: its summation order depends on the number of rows.
+        """
+        return (hidden.float() * self.weight.float()).sum(-1) + self.bias.float()
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
+        """Replicated over tensor-parallel ranks."""
+        state, replicas = self.state_dict(prefix="", keep_vars=True), metadata["dp_cp_group"]
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, {}, sharded_offsets, tp_group=self.group, dp_cp_group=replicas
+        )
