@@ -3,13 +3,11 @@
 import functools
 
 import pytest
-import torch
-import torch.distributed as dist
 
+from tests.helpers.engine_layouts import EXPERTS, generate_in_layout
+from tests.helpers.engines import NEVER, texts
 from tests.helpers.exactness import largest_gap_allowed
-from tests.helpers.tiny_models import VOCAB, build_stages, whole_part
 from tests.helpers.worlds import run_world
-from tests.unit.mcore.inference.test_engine import NEVER, make_requests, settings_of, texts
 
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 EP2 = "--expert-model-parallel-size 2"
@@ -17,7 +15,6 @@ MOE = (
     "--num-experts 4 --moe-router-topk 2 --moe-layer-freq ([0]+[1]*1) --moe-shared-expert-intermediate-size 32"
     " --moe-router-score-function sigmoid"
 )
-EXPERTS = "--num-experts 8 --moe-router-topk 4 --moe-ffn-hidden-size 32"
 LAYOUTS = {
     "dp2": (2, ""),
     "dp4": (4, ""),
@@ -47,47 +44,14 @@ MOE_KINDS = {
 }
 
 
-def written(rank, flags: str, sampling: dict, end: int, count: int = 20):
-    """(number, completion, gap to the training forward) of the requests that this rank's lane writes."""
-    from megarl.mcore.inference.engine import RolloutEngine
-    from megarl.mcore.model import forward_pass
-    from megarl.roles.trainable_model import forward_only
-
-    stages, args, place = build_stages(flags)
-    replicas = (
-        len(place.replicas) * args.context_parallel_size
-    )  # context ranks hold the same weights: lanes of their own
-    dp_rank = place.dp_rank * args.context_parallel_size + dist.get_rank(place.pg_collection.cp)
-    engine = RolloutEngine(stages[0], place.pg_collection, VOCAB, 48, 0.005, 32)
-    numbers = list(range(count))[dp_rank::replicas]
-    requests = [make_requests()[i] for i in numbers]
-    settings = settings_of(**sampling)
-    done = engine.generate(requests, end, settings)
-
-    everyone = [None] * args.context_parallel_size
-    dist.all_gather_object(everyone, list(zip(requests, done, strict=True)), group=place.pg_collection.cp)
-    pairs = [pair for part in everyone for pair in part]
-    rows = [request.prompt + completion.tokens for request, completion in pairs]
-    forward = lambda chunk, part: forward_pass.token_scores(  # noqa: E731
-        chunk, part.tokens, part.lengths, settings.temperature, VOCAB
-    )
-    ((scores, _),) = forward_only(stages, whole_part(rows), forward, place.pg_collection)
-    recomputed = scores.logprobs.split([len(row) for row in rows])
-    gaps = [
-        (row[len(r.prompt) :] - torch.tensor(c.logprobs)).abs().max()
-        for row, (r, c) in zip(recomputed, pairs, strict=True)
-    ]
-    return dict(zip(numbers, done, strict=True)), float(torch.stack(gaps).max())
-
-
 @functools.cache
 def single(flags: str, sampling: tuple, end: int):
-    return run_world(written, 1, flags, dict(sampling), end)[0][0]
+    return run_world(generate_in_layout, 1, flags, dict(sampling), end)[0][0]
 
 
 def check(size: int, shape: str, flags: str, sampling: dict, end: int, allowed: float):
     expected, found = single(shape, tuple(sampling.items()), end), {}
-    for completions, gap in run_world(written, size, f"{shape} {flags}", sampling, end):
+    for completions, gap in run_world(generate_in_layout, size, f"{shape} {flags}", sampling, end):
         assert gap <= allowed
         for number, completion in completions.items():
             assert texts([found.setdefault(number, completion)]) == texts([completion])  # ranks of a lane agree
@@ -114,7 +78,7 @@ def test_experts_write_the_same_text_in_every_layout(layout):
 
 
 def gaps_of_kinds(rank):
-    return {kind: written(rank, flags, {"temperature": 1.2}, 3)[1] for kind, flags in MOE_KINDS.items()}
+    return {kind: generate_in_layout(rank, flags, {"temperature": 1.2}, 3)[1] for kind, flags in MOE_KINDS.items()}
 
 
 def test_rollout_and_training_agree_on_experts_of_every_kind():
@@ -125,6 +89,6 @@ def test_rollout_and_training_agree_on_experts_of_every_kind():
 def test_stages_agree_on_few_requests():
     """Fewer requests than the rows that a matrix product is given at least."""
     expected = single("", (("greedy", True),), NEVER)
-    for completions, gap in run_world(written, 2, PP2, {"greedy": True}, NEVER, 3):
+    for completions, gap in run_world(generate_in_layout, 2, PP2, {"greedy": True}, NEVER, 3):
         assert gap <= largest_gap_allowed()
         assert {n: c.tokens for n, c in completions.items()} == {n: expected[n].tokens for n in range(3)}

@@ -194,7 +194,7 @@ def shares(rank):
     moments = [t for state in part.optimizer.state.values() for t in state.values()]
     bytes_here = held(parameters), held([p.grad for p in parameters]), held(moments)
     before = alive()
-    found.evaluate([(part, None) for part in parts_of_batch()], scores)
+    found.forward_only([(part, None) for part in parts_of_batch()], scores)
     return sum(p.numel() * 4 for p in parameters), bytes_here, seen, alive() - before
 
 

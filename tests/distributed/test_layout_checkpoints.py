@@ -4,22 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.test_layouts import (
-    CP2,
-    DENSE,
-    EP2,
-    MOE,
-    PP2,
-    SP,
-    TP2,
-    VP2,
-    batch_of,
-    clipped_loss,
-    forward_of,
-    parts_of,
-    whole_weights,
-)  # fmt: skip
+from tests.helpers.layouts import CP2, DENSE, EP2, MOE, PP2, SP, TP2, VP2
 from tests.helpers.tiny_models import VOCAB, join_actor, parse_roles
+from tests.helpers.updates import batch_of, clipped_loss, forward_of, split_microbatches, whole_weights
 from tests.helpers.worlds import run_world
 
 
@@ -48,7 +35,7 @@ def go_on(rank, flags: str, source, target, value_head: bool):
         return value, value.detach().double()
 
     multiple = dist.get_world_size(place.pg_collection.pp) if len(trainable_model.model) > 1 else 1
-    parts = parts_of(batch, 2, multiple)
+    parts = split_microbatches(batch, 2, multiple)
     trainable_model.routes.attach(batch, parts)
     assert trainable_model.update(parts, forward_of(value_head), loss)[1]
     if rank == 0:

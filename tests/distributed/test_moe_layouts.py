@@ -6,20 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.test_layouts import (
-    CP2,
-    EP2,
-    PP2,
-    RECOMPUTE,
-    SP,
-    TP2,
-    VP2,
-    batch_of,
-    clipped_loss,
-    parts_of,
-    whole_weights,
-)
+from tests.helpers.layouts import CP2, EP2, PP2, RECOMPUTE, SP, TP2, VP2
 from tests.helpers.tiny_models import VOCAB, join_actor, parse_roles
+from tests.helpers.updates import batch_of, clipped_loss, split_microbatches, whole_weights
 from tests.helpers.worlds import run_world
 
 # No division by tiny second moments, and steps of about the gradient's size: what differs in it differs in the weights.
@@ -49,7 +38,7 @@ LAYOUTS = {
 }
 
 
-def learner_of(flags: str, value_head: bool = False):
+def critic_model(flags: str, value_head: bool = False):
     """(learner, place) of the actor; a value head's weights are drawn, for 0 would stop gradients."""
     from megarl.roles.trainable_model import TrainableModel
 
@@ -79,7 +68,7 @@ def step(trainable_model, role_groups, count: int, value_head: bool = False, spo
         value = (terms * part.response_mask).sum() / total * (1 + spoil)
         return value, value.detach().double()
 
-    parts = parts_of(
+    parts = split_microbatches(
         batch, count, dist.get_world_size(role_groups.pg_collection.pp) if len(trainable_model.model) > 1 else 1
     )
     trainable_model.routes.begin()
@@ -90,7 +79,7 @@ def step(trainable_model, role_groups, count: int, value_head: bool = False, spo
 
 def updates(rank, flags: str, count: int, value_head: bool = False):
     """(loss, norm, metrics, whole weights) of the second of two updates, each in `count` micro-batches."""
-    trainable_model, place = learner_of(flags, value_head)
+    trainable_model, place = critic_model(flags, value_head)
     assert step(trainable_model, place, count, value_head)[1]
     loss, applied, norm = step(trainable_model, place, count, value_head)
     assert applied
@@ -153,7 +142,7 @@ def same(one: list, other: list) -> bool:
 
 
 def skipping(rank):
-    trainable_model, place = learner_of(FULL)
+    trainable_model, place = critic_model(FULL)
     assert step(trainable_model, place, 2)[1]
     before, state = whole_weights(trainable_model.model, place.pg_collection), balance_of(trainable_model)
     assert not step(trainable_model, place, 2, spoil=float("nan") if rank == 1 else 0.0)[1]
@@ -174,7 +163,7 @@ def sequences_per_example(rank):
     from megarl.mcore.model.forward_pass import token_scores
     from megarl.mcore.model.gpt import build_frozen_model
 
-    (actor, place), (critic, _) = learner_of(FULL), learner_of(FULL, value_head=True)
+    (actor, place), (critic, _) = critic_model(FULL), critic_model(FULL, value_head=True)
     reference = build_frozen_model(actor.role.megatron, VOCAB, place.pg_collection)
     frozen, idle = whole_weights(reference, place.pg_collection), balance_of(critic)
     step(actor, place, 2)
@@ -193,11 +182,11 @@ def test_models_of_one_process_do_not_mix():
 
 def half(rank):
     """Kinds of numbers of biases and shares in bf16; gradient norms in fp16 with two loss scales."""
-    trainable_model, place = learner_of(f"{FULL} --bf16")
+    trainable_model, place = critic_model(f"{FULL} --bf16")
     step(trainable_model, place, 2)
     assert trainable_model.optimizer.routers[0].weight.dtype == torch.bfloat16
     kinds = {x.dtype for router in trainable_model.optimizer.routers for x in (router.expert_bias, router.expert_share)}
-    scaled = [learner_of(f"{FULL} --fp16 --initial-loss-scale {scale} --min-loss-scale 1")[0] for scale in (16, 2048)]
+    scaled = [critic_model(f"{FULL} --fp16 --initial-loss-scale {scale} --min-loss-scale 1")[0] for scale in (16, 2048)]
     return kinds, [step(trainable_model, place, 2)[2] for trainable_model in scaled]
 
 
@@ -211,7 +200,7 @@ def transferred(rank):
     from megarl.mcore.model.gpt import build_model
     from megarl.mcore.weights.reshard import WeightTransfer
 
-    trainable_model, place = learner_of(f"{FULL} {EP2}")
+    trainable_model, place = critic_model(f"{FULL} {EP2}")
     groups = place.pg_collection
     args, alone = join_actor(FULL)
     other = build_model(args, VOCAB, alone.pg_collection)
@@ -232,7 +221,7 @@ def relay(rank, flags: str, source, target):
     """Loads (or not), updates once, saves: whole weights before and behind."""
     from megarl.mcore.weights import dist_checkpoint
 
-    trainable_model, place = learner_of(f"{FULL} {flags}")
+    trainable_model, place = critic_model(f"{FULL} {flags}")
     if source:
         trainable_model.restore(
             dist_checkpoint.load_role(trainable_model.state({}, loading=True), source, place.pg_collection)

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from megarl.arguments import parse
-from megarl.flags.config_files import read
+from megarl.flags import config_files
+from tests.helpers.gradient_accumulation import accumulate, wrapped_model
 from tests.helpers.tiny_models import SHAPES
 from tests.helpers.worlds import run_world
-from tests.unit.mcore.training.test_optimizer import accumulate, trainable_model
 
 TP2, CP2 = "--tensor-model-parallel-size 2", "--context-parallel-size 2"
 OFF, FSDP = "--no-overlap-grad-reduce", "--use-torch-fsdp2 --untie-embeddings-and-output-weights"
@@ -35,7 +35,8 @@ def test_it_is_on_where_ranks_hold_gradients_to_be_added(ranks, flags, expected)
 def test_config_files_switch_it_off_and_take_that_back(value, expected, tmp_path):
     for name, text in (("first", "overlap-grad-reduce: false"), ("second", f"overlap-grad-reduce: {value}")):
         (tmp_path / name).write_text(text)
-    tokens = read([str(tmp_path / "first"), str(tmp_path / "second")], {})
+    values = config_files.read([str(tmp_path / "first"), str(tmp_path / "second")])
+    tokens = config_files.tokens(values, {}, lambda key: False)
     assert parse([*SHAPES["llama"].split(), *tokens], 2).roles["actor"].megatron.overlap_grad_reduce is expected
 
 
@@ -46,7 +47,7 @@ def updated(rank: int, flags: str):
     """
     from megarl.mcore.training import optimizer
 
-    model, wrapped, adam, _, place = trainable_model(f"--lr 0.05 {flags}")
+    model, wrapped, adam, _, place = wrapped_model(f"--lr 0.05 {flags}")
     groups = [*wrapped[0].bucket_groups, *wrapped[0].expert_parallel_bucket_groups]
     config, under_way = wrapped[0].config, []
     finish = config.finalize_model_grads_func

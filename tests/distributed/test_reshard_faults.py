@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.distributed.test_reshard import DEEP, PP2, TP2, VP2, Pair, roles, tensors
+from tests.helpers.reshard_pair import DEEP, PP2, TP2, VP2, Pair, roles, tensors
 from tests.helpers.worlds import run_world
 
 

@@ -12,9 +12,20 @@ import torch.distributed as dist
 import yaml
 
 from tests.helpers.exactness import largest_gap_allowed
-from tests.helpers.programs import assert_close, in_world, inputs, metrics, program, rl_argv, samples, train
+from tests.helpers.programs import (
+    GRADED,
+    PLACED,
+    assert_close,
+    in_world,
+    inputs,
+    metrics,
+    program,
+    rl_argv,
+    samples,
+    timeless_rows,
+    train,
+)
 from tests.helpers.worlds import SAFETY, RankFailed, run_world
-from tests.programs.test_train_rl import GRADED, PLACED, timeless_rows
 
 TP2, PP2 = ("-tensor-model-parallel-size 2", "-pipeline-model-parallel-size 2")
 ONE_RANK_EACH = "--role-map actor=0;critic=1;reward=2;reference=2"

@@ -8,8 +8,9 @@ import torch.distributed as dist
 
 from megarl.batch import Batch, SharedPrefix, common_prefix_lengths
 from megarl.comm import microbatches as mb
-from tests.distributed.test_layouts import DENSE, LAYOUTS, clipped_loss
+from tests.helpers.layouts import DENSE, LAYOUTS
 from tests.helpers.tiny_models import VOCAB, build, join_actor, parse_roles
+from tests.helpers.updates import clipped_loss
 from tests.helpers.worlds import run_world
 
 # Prompts with the lengths of their responses: one token alone, nothing written, one response, two to a prompt that

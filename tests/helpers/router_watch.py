@@ -1,23 +1,23 @@
-"""Whole runs under watch: which experts worked for which token where, and routers of training that are disturbed."""
+"""Records the experts of every token in whole runs, and perturbs the routers of training."""
 
 import torch
 
 from tests.helpers.programs import in_world
 
-NOISE = 0.02  # most that router logits of training are moved; their standard deviation is about 0.1
+NOISE = 0.02  # largest perturbation of the training routers' logits; their standard deviation is about 0.1
 
 
 class Watch:
-    """What the ranks of a run did: {(kind, step, sequence, position, layer): experts}.
+    """The experts that the ranks of a run used: {(kind, step, sequence, position, layer): experts}.
 
-    Kinds: `written` by the rollout, `passed` and `updated` by the actor, `judged` by the reference. Who saw the same
-    token in the same layer twice must have seen the same.
+    Kinds: `generated` in the rollout, `passed` and `updated` by the actor, `reference`. Two records of one token in
+    one layer must be equal.
     """
 
     def __init__(self, noisy_from: int, replays: bool):
-        """From step `noisy_from` on router logits of every pass but the rollout's are perturbed.
+        """Perturbs the router logits of every pass but the rollout's from step `noisy_from` on.
 
-        `replays`: the run takes the rollout's routes.
+        `replays`: whether the run replays the rollout's routes.
         """
         self.seen, self.step, self.noisy_from, self.replays = {}, 0, noisy_from, replays
         self._watch_routers()
@@ -25,7 +25,7 @@ class Watch:
         self._watch_actor()
 
     def note(self, kind: str, batch, tokens, routes, layers):
-        """Takes down routes [R, L, k] of tokens [R] of a batch; places behind its end and rows of −1 are none."""
+        """Records routes [R, L, k] of tokens [R] of a batch; ignores positions after its end and rows of −1."""
         ends = batch.lengths.cumsum(0)
         for token, row in zip(tokens.tolist(), routes.tolist(), strict=True):
             if token >= len(batch.tokens) or not row or row[0][0] < 0:
@@ -54,16 +54,16 @@ class Watch:
     def _watch_rollout(self):
         from megarl.router_replay.replay import RoutingReplay
 
-        share, watch = RoutingReplay.share, self
+        dispatch, watch = RoutingReplay.dispatch, self
 
-        def sharing(replay, flow, step):
-            watch.step, batch = step, flow["rollout"]
+        def dispatching(replay, step_batch):
+            watch.step, batch = step_batch.step, step_batch["rollout"]
             if batch is not None and batch.routes is not None:
                 layers = replay._exchange._holders.layers("rollout", torch.distributed.get_rank())
-                watch.note("written", batch, torch.arange(len(batch.tokens)), batch.routes, layers)
-            share(replay, flow, step)
+                watch.note("generated", batch, torch.arange(len(batch.tokens)), batch.routes, layers)
+            dispatch(replay, step_batch)
 
-        RoutingReplay.share = sharing
+        RoutingReplay.dispatch = dispatching
 
     def _watch_actor(self):
         from megarl.router_replay import router_state
@@ -83,14 +83,14 @@ class Watch:
             for part, _ in parts:
                 batch, places = part.watched
                 tokens = router_state._tokens_of(batch, places, part.routing.rows)
-                kind = "judged" if self.role.name == "reference" else "updated" if trained else "passed"
+                kind = "reference" if self.role.name == "reference" else "updated" if trained else "passed"
                 watch.note(kind, batch, tokens, part.routing.recorded(self.topk), self.layers)
 
         RouterState.attach, RouterState.collect = attaching, collecting
 
 
-def watched(rank: int, parsed, noisy_from: int) -> dict:
-    """Runs train_rl on this rank; what was seen."""
+def run_watched(rank: int, parsed, noisy_from: int) -> dict:
+    """Runs train_rl on this rank; returns the recorded experts."""
     watch = Watch(noisy_from, parsed.settings.router_replay == "rollout")
     in_world(rank, "rl", parsed)
     return watch.seen

@@ -20,12 +20,12 @@ SHAPES = {
     " --make-vocab-size-divisible-by 32 --init-method-std 0.1",
 }
 LENGTHS = "--max-prompt-length 24 --max-response-length 24"
-LEARNING = "--lr 1e-3"
+TRAINING = "--lr 1e-3"
 
 
 def parse_roles(flags: str, size: int, shape: str = "llama", program: str = "sft") -> dict:
     """RoleSettings of each role for `size` ranks; program 'sft' has the actor alone."""
-    learning = "" if program == "evaluate" else LEARNING
+    learning = "" if program == "evaluate" else TRAINING
     return arguments.parse(f"{SHAPES[shape]} {LENGTHS} {learning} {flags}".split(), size, program).roles
 
 
@@ -93,7 +93,7 @@ def ragged_tokens(lengths, seed: int = 0):
     return torch.randint(0, VOCAB, (int(lengths.sum()),), generator=generator), lengths
 
 
-def whole_part(rows: list[list[int]]):
+def one_microbatch(rows: list[list[int]]):
     """Sequences of tokens in one micro-batch, in the form of `microbatches`."""
     from megarl.batch import Batch
     from megarl.comm.microbatches import build_microbatches

@@ -151,3 +151,17 @@ def _run(rank: int, size: int, folder: Path, function, args):
     store = dist.FileStore(str(folder / "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=SAFETY)
     return function(rank, *args)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until_gone(pids) -> bool:
+    """Whether all of these processes end."""
+    return wait_until(lambda: not any(map(alive, pids)))

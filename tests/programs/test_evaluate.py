@@ -1,8 +1,6 @@
 """The program evaluate: the same numbers in every layout, the trainer's, and those that its samples give; refusals."""
 
-import contextlib
 import functools
-import io
 import json
 import re
 from pathlib import Path
@@ -11,8 +9,8 @@ import pytest
 
 from megarl.algorithms.pass_at_k import maj_at_k, pass_at_k
 from megarl.errors import UsageError
+from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.programs import (
-    SHAPE,
     inputs,
     metrics,
     program,
@@ -22,34 +20,8 @@ from tests.helpers.programs import (
     train,
     write_lines,
 )
-from tests.helpers.worlds import run_world
 
-MODEL = SHAPE.replace(" --max-tokens-per-microbatch 40", "") + " --rollout-buffer-gb 0.001 --rollout-max-requests 8"
 SAMPLED = "--eval-responses 4 --eval-temperature 0.7 --eval-k 1,2,3,4"
-
-
-def argv(save: Path | None = None, flags: str = "", prompts: Path | None = None, load: Path | None = None) -> list[str]:
-    """Command line of an evaluation of the warm start; `flags` win over the defaults."""
-    files = {"--tokenizer-model": inputs() / "tokenizer.model", "--load": load or inputs() / "sft"}
-    files |= {"--eval-prompts": prompts or inputs() / "heldout.jsonl"} | ({"--save": save} if save else {})
-    return [*MODEL.split(), *(str(item) for pair in files.items() for item in pair), "--seed", "5", *flags.split()]
-
-
-def in_world(rank: int, parsed) -> str:
-    """What the program prints on this rank of a world."""
-    from megarl.evaluate import evaluate
-    from megarl.observe.timers import Timers
-
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        evaluate(parsed, Timers())
-    return printed.getvalue()
-
-
-def run(command: list[str], size: int = 1) -> list[str]:
-    """Runs the program in a world of forked ranks; what each printed."""
-    import megarl.evaluate  # noqa: F401  imported once, before the fork
-
-    return run_world(in_world, size, program("evaluate", command, size))
 
 
 @functools.cache
@@ -64,7 +36,7 @@ def prompts_of_two_tasks(folder: Path) -> Path:
 def result(folder: Path, flags: str, size: int = 1, layout: str = "") -> tuple[dict, bytes]:
     """evaluation.json and the samples file of the warm start in a layout."""
     save = folder / f"{size} {flags} {layout}"[:120]
-    printed = run(argv(save, f"{flags} {layout}", prompts_of_two_tasks(folder)), size)
+    printed = run_evaluate(evaluate_argv(save, f"{flags} {layout}", prompts_of_two_tasks(folder)), size)
     assert not any(printed[1:])
     found = json.loads((save / "evaluation.json").read_text())
     check_table(printed[0], found["metrics"])
@@ -159,7 +131,7 @@ def test_the_trainers_numbers_come_back_from_its_checkpoints(folder):
     assert len({row["eval/accuracy"] for row in evaluated.values()}) > 1
     _, best = max((row["eval/accuracy"], -step) for step, row in evaluated.items() if step)
     for load, step in ((save, 4), (save / "checkpoints" / "best", -best), (save / "checkpoints/step_00000002", 2)):
-        run(argv(folder / "again", f"{SAMPLED} --tensor-model-parallel-size 2", prompts, load), 2)
+        run_evaluate(evaluate_argv(folder / "again", f"{SAMPLED} --tensor-model-parallel-size 2", prompts, load), 2)
         found = json.loads((folder / "again" / "evaluation.json").read_text())
         assert (found["step"], found["program"]) == (step, "train_rl")
         assert found["metrics"] == evaluated[step]
@@ -169,7 +141,7 @@ def test_a_policy_of_sharded_parameters_is_evaluated(tmp_path):
     untied, fsdp = "--untie-embeddings-and-output-weights", "--use-torch-fsdp2"
     train("sft", sft_argv(tmp_path / "sft", f"--train-iters 10 {untied} {fsdp}"), 2)
     for number, (size, flags) in enumerate([(1, untied), (2, f"{untied} {fsdp}")]):
-        run(argv(tmp_path / f"{number}", flags, load=tmp_path / "sft"), size)
+        run_evaluate(evaluate_argv(tmp_path / f"{number}", flags, load=tmp_path / "sft"), size)
     one, other = ((tmp_path / name / "samples.jsonl").read_bytes() for name in ("0", "1"))
     assert one == other
 
@@ -178,7 +150,7 @@ def test_a_policy_of_sharded_parameters_is_evaluated(tmp_path):
 
 
 def test_through_torchrun(tmp_path):
-    done = torchrun("megarl.evaluate", argv(tmp_path / "out", SAMPLED), 2)
+    done = torchrun("megarl.evaluate", evaluate_argv(tmp_path / "out", SAMPLED), 2)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr and "Traceback" not in done.stderr, done.stderr
     head, row = done.stdout.splitlines()
@@ -188,7 +160,7 @@ def test_through_torchrun(tmp_path):
 
 def test_without_save_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (printed,) = run(argv())
+    (printed,) = run_evaluate(evaluate_argv())
     assert printed.startswith("task ") and list(tmp_path.iterdir()) == []
 
 
@@ -215,7 +187,7 @@ def test_wrong_input_is_refused_in_one_line(case, tmp_path):
     from megarl.observe.timers import Timers
 
     flags, message = REFUSALS[case]
-    command = argv(flags=flags.format(none=tmp_path / "none", sft=inputs() / "sft"))
+    command = evaluate_argv(flags=flags.format(none=tmp_path / "none", sft=inputs() / "sft"))
     with pytest.raises(UsageError, match=f"^{message}") as caught:
         evaluate(program("evaluate", command, 1), Timers())
     assert "\n" not in str(caught.value)
@@ -226,7 +198,7 @@ def test_what_has_no_default_is_asked_for(flag):
     from megarl.evaluate import evaluate
     from megarl.observe.timers import Timers
 
-    command = argv()
+    command = evaluate_argv()
     place = command.index(flag)
     with pytest.raises(UsageError, match=f"^{flag} is missing: it has no default$"):
         evaluate(program("evaluate", command[:place] + command[place + 2 :], 1), Timers())
@@ -237,7 +209,7 @@ def test_a_check_joins_nobody(capsys):
     from megarl.observe.timers import Timers
 
     with pytest.raises(SystemExit) as ended:
-        evaluate(program("evaluate", argv(flags="--check --tensor-model-parallel-size 2"), 4), Timers())
+        evaluate(program("evaluate", evaluate_argv(flags="--check --tensor-model-parallel-size 2"), 4), Timers())
     assert ended.value.code == 0 and capsys.readouterr().out == ""
 
 

@@ -3,28 +3,19 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from megarl import arguments
-from tests.helpers.programs import ROOT, environment, metrics
+from tests.helpers.launch_scripts import launch
+from tests.helpers.programs import ROOT, metrics
 
 # Ranks of actor, critic, reward and reference; the actor's expert-parallel size; chunks of a step.
 SPLIT = {
     "quickstart": ([[0, 1], [2, 3], [2, 3], [2, 3]], 1), "moe_quickstart": ([[0, 1], [2], [3], [3]], 2),
 }  # fmt: skip
-
-
-def launch(arguments: list[str], name: str = "run", root: Path = ROOT, **variables: str):
-    """Runs a script in the environment that the tests run in, with no other variables of the scripts than these."""
-    own = dict.fromkeys(("CONFIG", "SEED", "SAVE", "NPROC", "NNODES", "PYTHON"), "")
-    env = environment(MEGARL_VENV=sys.prefix, **own | variables)
-    command = ["bash", str(root / "launch" / f"{name}.sh"), *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.parametrize("arguments, variables, says", [

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megarl import launcher
 from tests.helpers.programs import environment
-from tests.unit.helpers.test_worlds import wait_until_gone
+from tests.helpers.worlds import wait_until_gone
 
 PATIENCE = 300  # seconds of a wait that should be short; the tests are about order and outcome, not about time
 

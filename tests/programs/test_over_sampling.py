@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.engines import NEVER, make_engine, make_requests, settings_of
 from tests.helpers.programs import metrics, program, rl_argv, samples, timeless, train
 from tests.helpers.worlds import SAFETY, run_world
-from tests.unit.mcore.inference.test_engine import NEVER, make_engine, make_requests, settings_of
 
 LONG = (
     "--advantage grpo --kl-coefficient 0 --lr 1e-4 --temperature 1 --max-response-length 60 --rollout-max-requests 6"
@@ -99,10 +99,10 @@ def test_writing_stops_when_the_rest_cannot_come_first(tmp_path):
     expected = sorted(sorted(range(10), key=lambda g: (longest[g], g))[:3])
     needed = max(longest[g] for g in expected)
     assert all(first == expected for _, _, first in whole + short) and max(longest) > 2 * needed
-    written = {i: n for _, mine, _ in short for i, n in mine.items()}
+    generated = {i: n for _, mine, _ in short for i, n in mine.items()}
     bound = needed + 2 * 16 + 1  # lanes ask at every 16th step, each for itself
     assert max(steps for steps, _, _ in short) <= bound < max(steps for steps, _, _ in whole)
-    assert all(n <= lengths[i] for i, n in written.items()) and sum(written.values()) < sum(lengths.values())
+    assert all(n <= lengths[i] for i, n in generated.items()) and sum(generated.values()) < sum(lengths.values())
 
 
 def cut(rank: int):

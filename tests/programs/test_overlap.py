@@ -12,11 +12,10 @@ from megarl.comm import exchange
 from megarl.errors import UsageError
 from megarl.trainers.async_metrics import AsyncMetrics
 from megarl.trainers.rl_trainer import RLInputs
+from tests.helpers.batches import create_mesh, random_batch, sequences
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.programs import metrics, program, rl_argv, samples, timeless, train
 from tests.helpers.worlds import RankFailed, run_world
-from tests.unit.comm.test_exchange import create_world
-from tests.unit.test_batch import random_batch, sequences
 from tools.bench import overlap
 
 GRADED = "--reward tests.helpers.programs:graded_reward"
@@ -76,7 +75,7 @@ def store_of_ranks() -> dist.Store:
 
 
 def give_and_go_on(rank: int):
-    mesh, store = create_world("--role-map actor=0;critic=1;reward=1;reference=1"), store_of_ranks()
+    mesh, store = create_mesh("--role-map actor=0;critic=1;reward=1;reference=1"), store_of_ranks()
     dp_assignment = {role: round_robin(torch.arange(6), 1, 2) for role in ("actor", "critic")}
     parts, pending = (
         [random_batch(number, ["tokens"], ids=torch.arange(6)) for number in (1, 2, 3)],

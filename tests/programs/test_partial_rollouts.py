@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.engines import NEVER, make_requests, settings_of
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.programs import metrics, program, rl_argv, samples, timeless, train
 from tests.helpers.worlds import RankFailed, run_world
-from tests.unit.mcore.inference.test_engine import NEVER, make_requests, settings_of
 
 STEPS = 4
 FLAGS = (
@@ -68,19 +68,19 @@ def filled(rank: int, parsed, moves: bool):
     from megarl.trainers.rl_trainer import RLTrainer
 
     run = RLTrainer(parsed, Timers())
-    sampling, model = run.sampling, run.actor.trainable_model.model[0]
-    drawn, draw, found, measured, weights = {}, run.sampling._draw, [], [], []
+    batcher, model = run.batcher, run.actor.trainable_model.model[0]
+    drawn, draw, found, measured, weights = {}, run.batcher._draw_prompts, [], [], []
 
     def noted(count, counter):
         prompts = draw(count, counter)
         drawn.update({prompt.line: step for prompt in prompts})
         return prompts
 
-    sampling._draw = noted
+    batcher._draw_prompts = noted
     for step in range(1, STEPS + 1):
         weights.append({name: value.clone() for name, value in model.state_dict().items() if value is not None})
-        found.append(rows_of(sampling.next_batch(step)["rollout"]))
-        measured.append(sampling.metrics)
+        found.append(rows_of(batcher.generate(step)["rollout"]))
+        measured.append(batcher.metrics)
         with torch.no_grad():
             for weight in model.parameters() if moves else ():
                 weight.mul_(1.1)
@@ -88,7 +88,7 @@ def filled(rank: int, parsed, moves: bool):
     for version, state in enumerate(weights if run.mesh.size == 1 else ()):
         model.load_state_dict(state, strict=False)
         gap = max(gap, *(gap_of(run, version, rows) for rows in found))
-    waiting = sampling.parts._written
+    waiting = batcher.partial_rollouts._written
     return found, measured, drawn, gap, int(waiting.response_mask.sum()) if waiting else 0
 
 
@@ -114,7 +114,7 @@ def uninterrupted(rank: int, parsed, drawn: dict[int, int]) -> dict:
     run, found = RLTrainer(parsed, Timers()), {}
     for step in sorted({*drawn.values()}):
         lines = [line for line, of in drawn.items() if of == step]
-        batch = run.rollout.generate([PromptRequest(line, run.inputs.tokens[line]) for line in lines], 2, step)
+        batch = run.rollout.generate([PromptRequest(line, run.inputs.prompt_tokens[line]) for line in lines], 2, step)
         batch.versions = torch.zeros_like(batch.tokens)
         for row in rows_of(batch):
             found.setdefault(row["line"], []).append((row["response"], row["logprobs"], row["finished"]))

@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from megarl import arguments
+from tests.helpers.launch_scripts import launch
 from tests.helpers.programs import ROOT
-from tests.programs.test_launch_scripts import launch
-from tests.tools.test_make_prompts import load_tool
+from tests.helpers.tools import load_tool
 
 PROGRAMS = {"train_sft": "sft", "train_reward": "reward", "train_rl": "rl", "evaluate": "evaluate"}
 STUB = """#!/usr/bin/env python3

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.helpers.programs import assert_close, metrics, program, rl_argv, timeless
-from tests.helpers.router_watch import watched
+from tests.helpers.router_watch import run_watched
 from tests.helpers.worlds import run_world
 
 MOE = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32 --train-iters 2"
@@ -28,8 +28,8 @@ def run(folder, size: int, flags: str, noisy_from: int = NEVER) -> tuple[dict, d
     from megarl import train_rl  # noqa: F401  imported once, before the fork
 
     parsed = program("rl", rl_argv(folder, f"{MOE} {flags}", warm_start=False), size)
-    seen = {kind: {} for kind in ("written", "passed", "updated", "judged")}
-    for part in run_world(watched, size, parsed, noisy_from):
+    seen = {kind: {} for kind in ("generated", "passed", "updated", "reference")}
+    for part in run_world(run_watched, size, parsed, noisy_from):
         for (kind, *where), experts in part.items():
             assert seen[kind].setdefault(tuple(where), experts) == experts  # ranks that saw the same saw the same
     return seen, {step: timeless(row) for step, row in metrics(folder).items()}
@@ -41,7 +41,7 @@ def test_the_rollouts_routes_close_the_gap(layout, tmp_path):
     size, flags = LAYOUTS[layout]
     seen, rows = run(tmp_path, size, f"{flags} {R3} --router-probe-interval 1", noisy_from=2)
     before, noisy = rows[1], rows[2]
-    assert seen["written"] and seen["written"] == seen["passed"] == seen["updated"]
+    assert seen["generated"] and seen["generated"] == seen["passed"] == seen["updated"]
     assert before["rollout/logprob_gap_max"] <= 1e-5 and before["router/gap_live"] <= 1e-5
     assert before["router/disagreement"] == 0.0 and noisy["router/disagreement"] > 0.0
     assert before["router/replayed_fraction"] == noisy["router/replayed_fraction"] == 1.0
@@ -58,7 +58,7 @@ def test_backward_recomputes_with_the_same_routes(size, flags, recompute, tmp_pa
     """Live routes would differ from the first pass's, and so would the gradient."""
     _, expected = run(tmp_path / "kept", size, f"{flags} {R3}", noisy_from=1)
     seen, rows = run(tmp_path / "again", size, f"{flags} {R3} {recompute}", noisy_from=1)
-    assert rows == expected and seen["written"] == seen["updated"]
+    assert rows == expected and seen["generated"] == seen["updated"]
 
 
 @pytest.mark.parametrize("flags", ["", "--kl-coefficient 0"], ids=["pass", "on policy"])
@@ -79,7 +79,7 @@ def test_updates_replay_the_first_pass_in_any_cut_into_minibatches(layout, tmp_p
     """Two epochs of three mini-batches: ranks route other tokens in each. After the first update routers disagree."""
     size, flags = LAYOUTS[layout]
     seen, rows = run(tmp_path, size, f"{flags} --router-replay old-logprob --lr 2e-2")
-    assert seen["passed"] and seen["passed"] == seen["updated"] and not seen["written"]
+    assert seen["passed"] and seen["passed"] == seen["updated"] and not seen["generated"]
     assert rows[1]["router/replayed_fraction"] == 1.0 and rows[1]["router/disagreement"] > 0.0
 
 
@@ -91,7 +91,7 @@ def test_routes_come_from_a_rollout_on_ranks_of_its_own(tmp_path):
     seen, rows = run(
         tmp_path / "three", 3, f"{roles} {pipelined} {DENSE_FIRST} {R3} --router-replay-reference", noisy_from=1
     )
-    assert seen["written"] == seen["passed"] == seen["updated"] == seen["judged"]
+    assert seen["generated"] == seen["passed"] == seen["updated"] == seen["reference"]
     assert_close(rows[1], expected[1], ["actor/loss", "router/disagreement", "router/load_imbalance"], 1e-5)
 
 
@@ -108,5 +108,5 @@ def test_routes_of_an_unfinished_batch_survive_a_resume_in_another_layout(tmp_pa
     assert [resumed[step] for step in (2, 3)] == [expected[step] for step in (2, 3)]
     seen, rows = run(tmp_path / "two", 2, f"{flags} {PP2} {start}")
     of_step = lambda kind: {key: experts for key, experts in kind.items() if key[0] == 3}  # noqa: E731
-    assert of_step(seen["written"]) == of_step(whole["written"]) == of_step(seen["updated"])
+    assert of_step(seen["generated"]) == of_step(whole["generated"]) == of_step(seen["updated"])
     assert_close(rows[3], expected[3], ["actor/loss", "router/load_imbalance"], 1e-5)

@@ -9,6 +9,8 @@ import torch
 
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.programs import (
+    GRADED,
+    PLACED,
     assert_close,
     in_world,
     inputs,
@@ -17,13 +19,13 @@ from tests.helpers.programs import (
     rl_argv,
     samples,
     timeless,
+    timeless_rows,
     torchrun,
     train,
 )  # fmt: skip
 from tests.helpers.worlds import RankFailed, run_world
 
 DISJOINT = "--role-map actor=0-1;critic=2;reward=3;reference=3 --actor-tensor-model-parallel-size 2"
-GRADED = "--reward tests.helpers.programs:graded_reward"  # rewards differ, so that there is something to learn from
 ROLE_PHASES = {
     "actor": ("rollout", "exchange", "logprobs", "advantages", "update"), "critic": ("values", "exchange", "update"),
     "reward": ("score", "exchange"), "reference": ("logprobs", "exchange"),
@@ -36,8 +38,6 @@ METRICS = [
     *(f"time/{role}/{phase}_s" for role, phases in ROLE_PHASES.items() for phase in phases),
     *(f"time/{role}/idle_fraction" for role in ROLE_PHASES),
 ]  # fmt: skip
-PLACED = ["reward/mean", "reward/std", "actor/loss", "actor/entropy", "actor/grad_norm", "critic/loss",
-          "critic/grad_norm", "kl/reference", "rollout/tokens"]  # fmt: skip
 
 
 # -- as users run it ---------------------------------------------------------------------------------------------
@@ -154,11 +154,6 @@ def whole_run(folder: Path) -> Path:
     """Four steps in one go, over more than one epoch of the prompts, with a checkpoint in the middle."""
     train("rl", rl_argv(folder / "whole", f"--train-iters 4 --save-interval 2 {RESUMED}"))
     return folder / "whole"
-
-
-def timeless_rows(save: Path, steps) -> dict:
-    rows = metrics(save)
-    return {step: timeless(rows[step]) for step in steps}
 
 
 def test_a_run_resumed_in_its_folder_equals_the_uninterrupted_one(folder, tmp_path):

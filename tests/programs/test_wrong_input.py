@@ -23,10 +23,10 @@ def _child(folder: Path, name: str, argv: list[str], variables: dict):
     os.environ.update(variables)
     sys.argv = [name, *argv]
     from megarl import train_rl, train_sft
-    from megarl.trainers import trainer
+    from megarl.trainers import launch as launch_module
 
     try:
-        trainer.launch({"rl": train_rl.train, "sft": train_sft.train}[name], name)
+        launch_module.launch({"rl": train_rl.train, "sft": train_sft.train}[name], name)
     except Exception:
         traceback.print_exc()
         raise

@@ -7,10 +7,9 @@ import sys
 import pytest
 import torch
 
+from tests.helpers.tools import SMALL
 from tests.helpers.worlds import run_world
 from tools.bench import common, logprob, rollout, step, tables
-
-SMALL = common.Shape(layers=2, hidden=32, ffn=48, vocab=40, heads=4, groups=2)
 
 
 def test_rollout_cases_are_those_described():

@@ -9,8 +9,8 @@ import torch
 
 from megarl.observe.timeline import TraceEvent, write_timeline
 from tests.helpers.programs import ROOT
+from tests.helpers.tools import SMALL
 from tests.helpers.worlds import run_world
-from tests.tools.test_bench_rollout import SMALL
 from tools.bench import (
     common,
     logprob,

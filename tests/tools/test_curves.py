@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.programs import SHAPE, inputs
-from tests.tools.test_make_prompts import load_tool
+from tests.helpers.tools import load_tool
 
 curves = load_tool("curves")
 

@@ -10,7 +10,7 @@ import pytest
 
 from megarl.data.prompts import Prompt, load_prompts
 from tests.helpers.programs import write_lines
-from tests.tools.test_make_prompts import load_tool
+from tests.helpers.tools import load_tool
 
 make_preferences = load_tool("make_preferences")
 

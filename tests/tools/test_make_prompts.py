@@ -2,13 +2,11 @@
 
 import collections.abc
 import hashlib
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 import typing
-from pathlib import Path
 
 import pytest
 
@@ -17,17 +15,10 @@ from megarl.data.tokenizers import build_tokenizer
 from megarl.flags.settings import Settings
 from megarl.rewards.base import Sample
 from megarl.rewards.build import Options, build_named_verifiers, check_prompts
+from tests.helpers.tools import TOOLS, load_tool
 
-TOOLS = Path(__file__).parents[2] / "tools"
 SUMS = ["--task", "chain_sum", "--task-option", "max_terms=2", "--task-option", "max_digits=2"]
 SHORT = ["--prompt-template", "{metadata[expression]} ="]
-
-
-def load_tool(name):
-    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 make_prompts = load_tool("make_prompts")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.programs import write_lines
-from tests.tools.test_make_prompts import load_tool
+from tests.helpers.tools import load_tool
 
 rlhf_report = load_tool("rlhf_report")
 

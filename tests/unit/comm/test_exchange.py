@@ -9,9 +9,8 @@ import torch.distributed as dist
 from megarl.batch import FIELDS, concatenate, empty_batch, round_robin
 from megarl.comm import exchange
 from megarl.comm.exchange import HEADER, from_bytes, to_bytes
-from tests.helpers.tiny_models import parse_roles
-from tests.helpers.worlds import SAFETY, run_world
-from tests.unit.test_batch import random_batch, sequences
+from tests.helpers.batches import create_mesh, random_batch, sequences, share_of
+from tests.helpers.worlds import run_world
 
 SAMPLES = 2  # per prompt: sequences 2p and 2p + 1 belong together
 OTHERS = [name for name in FIELDS if name not in HEADER]
@@ -80,12 +79,6 @@ ALL = {
 }  # fmt: skip
 
 
-def create_world(flags):
-    from megarl.comm import role_mesh
-
-    return role_mesh.create_mesh(parse_roles(flags, dist.get_world_size(), program="rl"), SAFETY)
-
-
 def owners_of(mesh, count, seed=None):
     """Lanes of the sequences: dealt in turn by the actor, by the critic too or (with a seed) at random."""
     ids = torch.arange(count)
@@ -96,18 +89,9 @@ def owners_of(mesh, count, seed=None):
     return dp_assignment
 
 
-def share_of(whole, role_groups, dp_assignment):
-    """A lane's sequences of the whole batch (None outside the role)."""
-    if not role_groups.is_member:
-        return None
-    return whole.select(
-        (dp_assignment[role_groups.role][whole.sequence_ids] == role_groups.dp_rank).nonzero().flatten()
-    )
-
-
 def there_and_back(rank, flags, seed, count, at_random):
     """Sends a random batch from the actor to the critic, and a field that the critic computed back."""
-    mesh = create_world(flags)
+    mesh = create_mesh(flags)
     dp_assignment = owners_of(mesh, count, seed if at_random else None)
     names = random.Random(seed).sample([n for n in OTHERS if n not in ("tokens", "values")], 4) + ["tokens"]
     whole = random_batch(seed, names, ids=torch.arange(count))
@@ -138,7 +122,7 @@ def test_fields_go_to_their_owners_and_come_back(layout, seed, count, at_random)
 
 
 def send_nothing(rank, flags):
-    mesh = create_world(flags)
+    mesh = create_mesh(flags)
     names = ["tokens", "scores"]
     mine = empty_batch(HEADER + names, torch.device("cpu")) if mesh["actor"].is_member else None
     there = exchange.send(mesh, mine, "actor", "critic", names, owners_of(mesh, 0))
@@ -153,7 +137,7 @@ def test_a_batch_of_no_sequences_arrives_as_one():
 
 def test_roles_that_hold_the_same_sequences_share_the_tensors():
     def same(rank):
-        mesh = create_world("")
+        mesh = create_mesh("")
         whole = random_batch(3, ["tokens", "values"], ids=torch.arange(4))
         dp_assignment = owners_of(mesh, 4)
         mine = share_of(whole, mesh["actor"], dp_assignment)
@@ -170,7 +154,7 @@ def test_roles_that_hold_the_same_sequences_share_the_tensors():
 
 
 def count_bytes(rank, flags, count):
-    mesh = create_world(flags)
+    mesh = create_mesh(flags)
     whole = random_batch(11, ["tokens", "finished"], ids=torch.arange(count))
     dp_assignment = owners_of(mesh, count)
     mine = share_of(whole, mesh["actor"], dp_assignment)
@@ -204,7 +188,7 @@ def test_no_byte_is_padding():
 
 def test_other_ranks_return_at_once():
     def bystander(rank):
-        mesh = create_world("--role-map actor=0;critic=1;reward=2;reference=2")
+        mesh = create_mesh("--role-map actor=0;critic=1;reward=2;reference=2")
         if rank == 2:
             return exchange.send(mesh, None, "actor", "critic", ["tokens"], owners_of(mesh, 4)) is None
         dist.barrier(group=mesh.leaders_group("actor", "critic"))

@@ -99,7 +99,7 @@ def test_a_key_that_is_taken_back_still_has_to_exist(tmp_path):
     ("critic-no-such-flag: false", "critic-no-such-flag"),
     ("config: other.yaml", "config"), ("check: true", "check"),
     ("gamma:", "gamma: has no value; null takes"),
-    ("seed: 1\nseed: 2", "seed: stands twice"),
+    ("seed: 1\nseed: 2", "seed: appears twice"),
     ("gamma: {a: 1}", "gamma"),
     ("gamma: 2", "--gamma 2.0"),
     ("gamma: much", "--gamma"),

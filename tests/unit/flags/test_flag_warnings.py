@@ -7,7 +7,7 @@ import pytest
 
 from megarl import launcher
 from megarl.errors import WARNED
-from megarl.trainers import trainer
+from megarl.trainers import launch
 from tests.helpers.programs import rl_argv
 
 IDLE = "--advantage grpo --gae-lambda 0.9 --critic-lr 1e-3"
@@ -30,7 +30,7 @@ def launched(argv: list[str], rank: int, monkeypatch) -> list[str]:
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setattr(sys, "argv", ["megarl.train_rl", *argv])
     found = []
-    trainer.launch(lambda program, timers: found.extend(program.roles), "rl")
+    launch.launch(lambda program, timers: found.extend(program.roles), "rl")
     return found
 
 

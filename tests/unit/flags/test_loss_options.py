@@ -187,7 +187,7 @@ def test_a_plug_in_brings_its_flags(plug_in, tmp_path):
     ("scaled --scaled-scale x", "argument --scaled-scale: invalid float value: 'x'"),
     ("scaled --scaled-scale 6", "--policy-loss my_losses:scaled: a scale of 6.0 is too much"),
     ("scaled --scaled-sclae 6", "--scaled-sclae: unknown flag; did you mean --scaled-scale?"),
-    ("later", "--gamma: an option of the policy loss later, but there is such a flag already; rename the option"),
+    ("later", "--gamma: is an option of the policy loss later, but this flag exists already; rename the option"),
 ])  # fmt: skip
 def test_wrong_values_for_a_plug_in(plug_in, flags, says):
     assert refused(f"--policy-loss my_losses:{flags}") == says

@@ -38,7 +38,7 @@ def test_role_maps_may_be_disjoint_equal_or_overlapping():
     ("actor=0", "no ranks for critic"),
     ("", "no ranks for actor, critic"),
     ("actor=0;critic=1;judge=2", "'judge' is no role"),
-    ("actor=0;actor=1;critic=1", "'actor' stands twice"),
+    ("actor=0;actor=1;critic=1", "'actor' appears twice"),
     ("actor=1-0;critic=1", "'actor=1-0' is not of the form"),
     ("actor=;critic=1", "'actor=' is not of the form"),
     ("actor;critic=1", "'actor' is not of the form"),
@@ -130,7 +130,7 @@ def test_roles_have_tokenizers_templates_and_offload_of_their_own():
     assert found == {"actor": ("Sent", "y", "z", True, True), "critic": ("Sent", "y", "z", False, True),
                      "reward": ("Hugg", "y", "none", True, True)}  # fmt: skip
     assert not roles_of("")["reward"].has_model
-    assert refusal("--critic-use-torch-fsdp2 --critic-offload").startswith("--critic-offload: not with --use-torch-fsd")
+    assert refusal("--critic-use-torch-fsdp2 --critic-offload").startswith("--critic-offload: not allowed with --use-t")
 
 
 @pytest.mark.parametrize("flag", [
@@ -222,11 +222,11 @@ def test_fine_tuning_has_no_rollout():
 
 
 @pytest.mark.parametrize("flags, program, says", [
-    ("--reference-lr 1", "rl", "--reference-lr: the reference does not learn"),
-    ("--reward-clip-grad 1", "rl", "--reward-clip-grad: the reward does not learn"),
-    ("--lr 1", "evaluate", "--lr: this program does not learn"),
-    ("--use-distributed-optimizer", "evaluate", "--use-distributed-optimizer: this program does not learn"),
-    ("--actor-lr-warmup-iters=2", "evaluate", "--actor-lr-warmup-iters: the actor does not learn"),
+    ("--reference-lr 1", "rl", "--reference-lr: the reference is not trained"),
+    ("--reward-clip-grad 1", "rl", "--reward-clip-grad: the reward is not trained"),
+    ("--lr 1", "evaluate", "--lr: this program does not train"),
+    ("--use-distributed-optimizer", "evaluate", "--use-distributed-optimizer: this program does not train"),
+    ("--actor-lr-warmup-iters=2", "evaluate", "--actor-lr-warmup-iters: the actor is not trained"),
 ])  # fmt: skip
 def test_flags_of_training_are_for_those_who_learn(flags, program, says):
     assert says in refusal(flags, program=program)

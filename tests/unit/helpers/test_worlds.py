@@ -10,21 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import worlds
-from tests.helpers.worlds import RankFailed, run_world, wait_until
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_until_gone(pids) -> bool:
-    """Whether all of these processes end."""
-    return wait_until(lambda: not any(map(alive, pids)))
+from tests.helpers.worlds import RankFailed, alive, run_world, wait_until, wait_until_gone
 
 
 def test_results_come_back_by_rank():

@@ -242,7 +242,7 @@ def test_offload_leaves_on_the_device_and_on_the_host_what_the_plan_says(flags):
     from megarl.mcore.parallel import fake_world
 
     with fake_world.fake_world(1):
-        role = replace(parse_roles(flags, 1)["actor"], name="critic", host="critic", offload=True)
+        role = replace(parse_roles(flags, 1)["actor"], name="critic", model_role="critic", offload=True)
         args, _, *built = build(flags, "llama", True)
         moved = offload.offload_trainable(*built)
     (critic,) = memory.stage_memory(role, VOCAB, "value", sum(LENGTHS), 1, 0)
@@ -250,15 +250,17 @@ def test_offload_leaves_on_the_device_and_on_the_host_what_the_plan_says(flags):
     assert critic.resident == 0 and 0 <= moved.bytes - critic.host < 64 * tensors  # each ends at 64 bytes
     gone = critic.weights + critic.gradients
     assert critic.total == critic.transient == gone + max(critic.activations + critic.logits, critic.optimizer)
-    (actor,) = memory.stage_memory(replace(role, name="actor", host="actor"), VOCAB, "train", 9, 1, 100)
+    (actor,) = memory.stage_memory(replace(role, name="actor", model_role="actor"), VOCAB, "train", 9, 1, 100)
     assert actor.resident == actor.weights + 100 and actor.host == actor.optimizer
-    (rollout,) = memory.stage_memory(replace(role, name="rollout", host="rollout"), VOCAB, "generate", 9, 1, 100)
+    (rollout,) = memory.stage_memory(replace(role, name="rollout", model_role="rollout"), VOCAB, "generate", 9, 1, 100)
     assert rollout.resident == rollout.weights + 100 and rollout.host == 0
     with fake_world.fake_world(1):
         wrapped = build(flags, "llama", False)[3]
     largest = max(b.grad_data.nbytes for w in wrapped for b in w.buffers + w.expert_parallel_buffers)
     for cache in (100, 2**30):  # on the actor's module: what its gradients have no room for
-        (hosted,) = memory.stage_memory(replace(role, name="rollout", host="actor"), VOCAB, "generate", 9, 1, cache)
+        (hosted,) = memory.stage_memory(
+            replace(role, name="rollout", model_role="actor"), VOCAB, "generate", 9, 1, cache
+        )
         assert hosted.kv_cache == cache and hosted.resident == max(0, cache - largest)
 
 

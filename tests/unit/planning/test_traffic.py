@@ -15,7 +15,11 @@ from megarl.comm import exchange, role_mesh, step_batch
 from megarl.mcore.model.pipeline_layout import stage_layers
 from megarl.planning import summary, traffic
 from megarl.roles.actor import Actor
+from megarl.roles.critic import Critic
+from megarl.roles.reference import Reference
+from megarl.roles.reward import Reward
 from megarl.router_replay.route_exchange import RouteExchange
+from megarl.trainers.rl_trainer import RLTrainer
 from tests.helpers.tiny_models import LENGTHS as WRITTEN
 from tests.helpers.tiny_models import SHAPES, VOCAB, join_actor, parse_roles, ragged_tokens
 from tests.helpers.worlds import run_world
@@ -118,13 +122,13 @@ MOVES = [
 
 
 class Recorder(step_batch.StepBatch):
-    """A flow of a run with these roles that sends nothing and notes what it would."""
+    """The step batch of a run with these roles: sends nothing and records what it would send."""
 
-    def __init__(self, roles, known):
-        super().__init__(SimpleNamespace(places=roles), None, {}, None, known)
+    def __init__(self, roles, extra_fields):
+        super().__init__(SimpleNamespace(roles=roles), None, {}, None, 1, None, extra_fields)
         self.moves = []
 
-    def _nearest(self, role):
+    def _closest_copy(self, role):
         return "rollout"
 
     def _send(self, source, destination, names, pending=None):
@@ -138,22 +142,36 @@ class Anything:
         return lambda *_, **__: None
 
 
+class Role(Anything):
+    """Computes nothing, and exchanges the fields that the role exchanges."""
+
+    def __init__(self, role: type):
+        self.name = role.__name__.lower()
+        self.outputs, self.targets = getattr(role, "outputs", ()), getattr(role, "targets", ())
+
+
 @pytest.mark.parametrize("flags, roles", MOVES)
 def test_the_moves_are_those_of_the_training_program(flags, roles, monkeypatch):
     from megarl import train_rl
-    from megarl.rollout.batcher import RolloutBatcher
 
     settings = program(flags).settings
-    sampling = RolloutBatcher(settings, {}, Anything(), None, [None] * 3, [], 8, None)
-    recorder = Recorder(roles, sampling.known)
+    recorder = Recorder(roles, settings.sampled_fields)
 
     class Run(Anything):
-        actor = critic = reward = reference = rollout = replay = sampling = experience = Anything()
+        actor, critic, reward, reference = map(Role, (Actor, Critic, Reward, Reference))
+        rollout = batcher = advantages = Anything()
 
-        def batches(self):
-            return [(1, recorder)]
+        def steps(self):
+            return [1]
 
-    monkeypatch.setattr(train_rl, "Reinforcement", lambda *_: Run())
+        def flush(self, wait):
+            pass
+
+        dispatch = RLTrainer.dispatch
+
+    Run.batcher.generate = lambda step: recorder
+    Run.routing_replay = Anything()
+    monkeypatch.setattr(train_rl, "RLTrainer", lambda *_: Run())
     train_rl.train(None, None)
     planned = [move for move in traffic.moves(settings, roles) if not move.round_robin]
     assert sorted(recorder.moves) == sorted((move.source, move.destination, move.fields) for move in planned)
@@ -167,7 +185,7 @@ def test_the_moves_are_those_of_the_training_program(flags, roles, monkeypatch):
 def test_what_is_scored_while_the_batch_is_filled_moves_to_the_reward(flags, sequences):
     in_turn = [move for move in traffic.moves(program(flags).settings, ALL) if move.round_robin]
     assert [move.sequences for move in in_turn] == sequences
-    assert all(move[:3] == ("rollout", "reward", step_batch.SHARED) for move in in_turn)
+    assert all(move[:3] == ("rollout", "reward", step_batch.RESPONSE_FIELDS) for move in in_turn)
 
 
 PACKED = [*(move.fields for move in traffic.moves(Settings(), ALL)), ["scores", "baseline_scores"]]
@@ -254,7 +272,7 @@ def test_the_step_that_flags_ask_for(flags, updates, greedy, on_policy):
     step = traffic.step_sizes(found.settings)
     assert (step.sequences, step.updates, step.greedy, step.on_policy) == (64, updates, greedy, on_policy)
     assert step.with_greedy().sequences == 64 + greedy
-    of_actor = Actor._updates_on_policy(SimpleNamespace(settings=found.settings), SimpleNamespace(count=64), step=1)
+    of_actor = Actor._updates_on_policy(SimpleNamespace(settings=found.settings), SimpleNamespace(count=64, step=1))
     assert of_actor == on_policy
     forwards, backwards = traffic.passes("actor", found.roles["actor"].megatron, step)
     assert (forwards, backwards) == (step.epochs + (0 if on_policy else 1), step.epochs)

@@ -11,8 +11,8 @@ from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.kl import KL_KINDS
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from tests.helpers.programs import program, rl_argv
+from tests.helpers.role_stubs import PLAIN, LocalStepBatch, experience, role_of
 from tests.helpers.worlds import run_world
-from tests.unit.roles.test_updates import PLAIN, Held, experience, role_of
 
 WHOLE = f"{PLAIN} --minibatch-size 12 --ppo-epochs 1 --clip-grad 0 --entropy-coefficient 0.05 --advantage grpo"
 LOSSES = {
@@ -58,10 +58,10 @@ def updated(rank: int, parsed: dict, nonsense: float | None) -> dict:
         if nonsense is not None:
             batch = several_turns(batch, nonsense)
         role._updates_on_policy = lambda *_: False  # the old policy of this experience is another one
-        role.update(Held(actor=batch), settings.settings.kl_coefficient)
+        role.update(LocalStepBatch(actor=batch), settings.settings.kl_coefficient)
         metrics, old = role.metrics, batch.logprobs
         role.metrics, batch.rollout_logprobs = {}, torch.zeros_like(old)
-        role.old_logprobs(Held(actor=batch))
+        role.old_logprobs(LocalStepBatch(actor=batch))
         found[name] = metrics, dict(zip(batch.sequence_ids.tolist(), batch.logprobs.split(batch.lengths.tolist())))
     return found
 

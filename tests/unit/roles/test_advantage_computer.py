@@ -11,8 +11,8 @@ from megarl.rewards.base import Score
 from megarl.rewards.build import build_verifiers
 from megarl.roles.reward import Reward
 from tests.helpers.programs import program, rl_argv, write_lines
+from tests.helpers.role_stubs import SEQUENCES, LocalStepBatch, experience
 from tests.helpers.worlds import SAFETY, run_world
-from tests.unit.roles.test_updates import SEQUENCES, Held, experience
 from tools.train_tokenizer import train as train_tokenizer
 
 # -- reward ------------------------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def score(rank: int, parsed, tokenizer, prompts: str, responses: list) -> tuple[
     place = role_mesh.create_mesh(parsed.roles, SAFETY)["reward"]
     reward = Reward(parsed.settings, parsed.rewards, place, tokenizer, build_verifiers(parsed.settings), None, Timers())
     batch = written(tokenizer, responses)
-    held = Held(reward=batch)
+    held = LocalStepBatch(reward=batch)
     held.prompts = load_prompts(prompts)
     reward.score(held)
     return batch, reward.rows
@@ -107,8 +107,8 @@ def completed(rank: int, parsed):
     batch = experience(place.dp_rank, len(place.replicas))
     role = AdvantageComputer(parsed.settings, parsed.estimator, place, Timers())
     batch.advantages = batch.returns = None
-    role.compute(Held(actor=batch))
-    role.update_kl_coefficient(Held(actor=batch))
+    role.compute(LocalStepBatch(actor=batch))
+    role.update_kl_coefficient(LocalStepBatch(actor=batch))
     return batch, role.metrics, role.kl_coefficient
 
 

@@ -3,68 +3,11 @@
 import pytest
 import torch
 
-from megarl.batch import Batch, round_robin
-from megarl.data.tokenizers import build_tokenizer
-from megarl.observe.timers import Timers
 from tests.helpers.programs import program, rl_argv
-from tests.helpers.worlds import SAFETY, run_world
+from tests.helpers.role_stubs import PLAIN, LocalStepBatch, experience, role_of
+from tests.helpers.worlds import run_world
 
 # -- updates -----------------------------------------------------------------------------------------------------
-
-SEQUENCES = 12
-# No division by tiny second moments: differences of rounding stay as small as they are in the gradient.
-PLAIN = "--adam-eps 1 --lr 0.05 --weight-decay 0 --lr-decay-style constant"
-
-
-def experience(dp_rank: int, replicas: int) -> Batch:
-    """A lane's share of a step that is the same for every number of lanes; one sequence has no response.
-
-    Two and two answer a prompt.
-    """
-    generator = torch.Generator().manual_seed(1)
-    prompts = torch.randint(2, 7, (SEQUENCES // 2,), generator=generator).repeat_interleave(2)
-    responses = torch.randint(1, 5, (SEQUENCES,), generator=generator)
-    responses[3] = 0
-    lengths = prompts + responses
-    total = int(lengths.sum())
-    mask = torch.cat([torch.arange(n) >= p for n, p in zip(lengths.tolist(), prompts.tolist(), strict=True)])
-    names = "logprobs reference_logprobs values returns advantages entropy rollout_logprobs"
-    noise = {name: torch.randn(total, generator=generator) * mask for name in names.split()}
-    noise["logprobs"] = -2.7 + 0.1 * noise["logprobs"]
-    noise["rollout_logprobs"] = noise["logprobs"] + 0.2 * noise["rollout_logprobs"]
-    ids, starts = torch.arange(SEQUENCES), lengths.cumsum(0) - lengths
-    tokens = torch.randint(0, 16, (total,), generator=generator)
-    for first, second, count in zip(starts[::2].tolist(), starts[1::2].tolist(), prompts[::2].tolist(), strict=True):
-        tokens[second : second + count] = tokens[first : first + count]
-    batch = Batch(
-        sequence_ids=ids, lengths=lengths, prompt_lengths=prompts, prompt_ids=ids // 2, response_mask=mask,
-        tokens=tokens, finished=ids % 3 > 0, correct=ids % 2 > 0,
-        scores=torch.randn(SEQUENCES, generator=generator), **noise,
-    )  # fmt: skip
-    return batch.select((round_robin(ids, replicas, 2) == dp_rank).nonzero().flatten())
-
-
-class Held(dict):
-    """A step's data, at the roles already."""
-
-    count, step = SEQUENCES, 1
-
-
-def role_of(name: str, parsed):
-    """Actor or critic on this rank, its head drawn: at 0 it would hide what is below."""
-    from megarl.comm import role_mesh
-    from megarl.roles.actor import Actor
-    from megarl.roles.critic import Critic
-
-    here = role_mesh.create_mesh(parsed.roles, SAFETY)
-    tokenizer = build_tokenizer("SentencePieceTokenizer", parsed.settings.tokenizer_model)
-    if name == "actor":
-        vocab = tokenizer.vocab_size
-        return Actor(parsed.settings, parsed.roles[name], here[name], vocab, parsed.policy_loss, Timers()), here[name]
-    role = Critic(parsed.settings, parsed.roles[name], here[name], tokenizer.vocab_size, Timers())
-    with torch.no_grad():
-        role.trainable_model.model[0].output_layer.weight.copy_(torch.linspace(-0.2, 0.3, 32))
-    return role, here[name]
 
 
 def updated(rank: int, parsed, name: str, bad=None):
@@ -75,7 +18,7 @@ def updated(rank: int, parsed, name: str, bad=None):
     if bad is not None and rank == 1:
         field, value = bad
         getattr(batch, field)[batch.response_mask.nonzero()[0]] = value
-    role.update(Held({name: batch}), *[0.0] * (name == "actor"))
+    role.update(LocalStepBatch({name: batch}), *[0.0] * (name == "actor"))
     gradients = {n: p.main_grad.clone() for n, p in role.trainable_model.model.named_parameters()}
     weights = {n: p.detach().clone() for n, p in role.trainable_model.model.named_parameters()}
     return gradients, weights, role.metrics, all(torch.equal(before[n], weights[n]) for n in weights)

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.helpers.engines import NEVER, make_requests, settings_of
 from tests.helpers.programs import metrics, rl_argv, samples, timeless, train
 from tests.helpers.tiny_models import VOCAB, build_stages
 from tests.helpers.worlds import SAFETY, run_world
-from tests.unit.mcore.inference.test_engine import NEVER, make_requests, settings_of
 
 END, COUNT = 3, 24
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from megarl.batch import Batch, concatenate
 from megarl.router_replay.route_exchange import RouteExchange
 from megarl.router_replay.route_table import RouteTable, check_rows
+from tests.helpers.batches import create_mesh, random_batch, share_of
 from tests.helpers.worlds import RankFailed, run_world
-from tests.unit.comm.test_exchange import create_world, share_of
-from tests.unit.test_batch import random_batch
 
 TOPK, EXPERTS = 3, 300
 LAYERS = (2, 3, 5, 8, 9, 11)  # the others are dense
@@ -133,7 +132,7 @@ def check_bytes(mesh, destination: str, held: list[dict], replicas, sizes: list[
 def all_layouts(rank):
     found = []
     for flags in LAYOUTS:
-        mesh = create_world(f"--num-layers 4 {flags}")
+        mesh = create_mesh(f"--num-layers 4 {flags}")
         for destination in ("actor", "reference") if "reference=2-3" in flags else ("actor",):
             union = sorted({*mesh["rollout"].ranks, *mesh[destination].ranks})
             if rank in union:
@@ -181,7 +180,7 @@ def without(batch: Batch, number: int) -> Batch:
 
 def refusals(rank):
     """Everything that one rank alone can see, on a world of one."""
-    mesh, layers = create_world(""), {"rollout": (2, 4), "actor": (2, 4)}
+    mesh, layers = create_mesh(""), {"rollout": (2, 4), "actor": (2, 4)}
     whole, _ = truth_of(7, 4)
     whole.lengths = torch.tensor([3, 2, 1, 4])
     whole.tokens = torch.arange(10)
@@ -227,7 +226,7 @@ def test_what_is_wrong_is_said_at_once():
 
 
 def ask_for_what_is_not_there(rank):
-    mesh = create_world("--role-map actor=1;critic=1;reward=1;reference=1;rollout=0")
+    mesh = create_mesh("--role-map actor=1;critic=1;reward=1;reference=1;rollout=0")
     whole, _ = truth_of(7, 4)
     whole.lengths, whole.tokens = torch.tensor([3, 2, 1, 4]), torch.arange(10)
     exchange = RouteExchange(mesh, {"rollout" if rank == 0 else "actor": (2, 4)}, TOPK, EXPERTS)

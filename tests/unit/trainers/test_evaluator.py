@@ -6,10 +6,10 @@ import pytest
 
 from megarl.flags.settings import Settings
 from megarl.trainers.evaluator import ks_of, mean_metrics, prompt_metrics
+from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.programs import inputs, write_lines
 from tests.helpers.tiny_models import parse_roles
 from tests.helpers.worlds import SAFETY, run_world
-from tests.programs.test_evaluate import argv, run
 
 
 def row(extracted: str | None, correct: bool, length: int = 3, reward: float | None = None) -> dict:
@@ -63,7 +63,7 @@ def test_tasks_are_reported_where_there_are_several(tmp_path):
     ]):  # fmt: skip
         lines = [row | {"task": task} for row, task in zip(rows, tasks, strict=True)]
         prompts = write_lines(tmp_path / f"{case}.jsonl", lines)
-        run(argv(tmp_path, prompts=prompts))
+        run_evaluate(evaluate_argv(tmp_path, prompts=prompts))
         found = json.loads((tmp_path / "evaluation.json").read_text())["metrics"]
         assert sorted(found) == sorted(f"eval/{n}" for n in [*whole, *(f"{t}/{n}" for t in expected for n in whole)])
 

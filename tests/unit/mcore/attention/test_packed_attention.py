@@ -1,17 +1,13 @@
 """Packed and paged attention against a softmax written out for each sequence alone."""
 
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron.core.transformer import TransformerConfig
 
 from megarl.mcore.attention import paged_attention
-from megarl.mcore.attention.packed_attention import PackedAttention
 from megarl.mcore.attention.packing import pack_sequences
-
-D = 8  # channels of a head
+from tests.helpers.attention_inputs import D, packed_attention, random_heads
 
 
 def naive(query, key, value, scale=None):
@@ -26,17 +22,6 @@ def naive(query, key, value, scale=None):
             scores = key[:seen, group] @ query[i, head] * (D**-0.5 if scale is None else scale)
             out[i, head] = torch.exp(scores - scores.logsumexp(0)) @ value[:seen, group]
     return out
-
-
-def packed_attention(scale=None):
-    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4)
-    groups = SimpleNamespace(tp=None, cp=None)
-    return PackedAttention(config, 1, None, "self", softmax_scale=scale, pg_collection=groups)
-
-
-def random_heads(total, heads, dtype, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return 0.5 * torch.randn(total, heads, D, generator=generator, dtype=torch.float64).to(dtype)
 
 
 LENGTHS = [[1], [7], [1, 1, 1], [5, 1, 9, 2], [3, 12, 1, 12], [33, 2]]

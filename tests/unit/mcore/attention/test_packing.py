@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.helpers.attention_inputs import packed_attention, random_heads
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.worlds import run_world
-from tests.unit.mcore.attention.test_packed_attention import packed_attention, random_heads
 
 RAGGED = [[1], [2], [1, 1, 1], [3, 5], [7, 1, 33, 2, 5, 4], [64], [1] * 40 + [90], [17, 3, 200, 31, 8]]
 

@@ -6,70 +6,25 @@ import gc
 import pytest
 import torch
 
+from tests.helpers.engines import (
+    COUNT,
+    LIMIT,
+    NEVER,
+    generate_standard,
+    largest_gap,
+    make_engine,
+    make_requests,
+    settings_of,
+    texts,
+)
 from tests.helpers.exactness import largest_gap_allowed
-from tests.helpers.tiny_models import SHAPES, VOCAB, build
+from tests.helpers.tiny_models import SHAPES, VOCAB
 from tests.helpers.worlds import run_world
-
-NEVER = 31  # a padded column of the vocabulary: an end token that cannot come
-LIMIT, COUNT = 12, 20
-
-
-def make_requests(limit=LIMIT, count=COUNT):
-    """Requests with ragged prompts of 1 to 24 tokens, each with a stream of its own."""
-    from megarl.algorithms.counter_rng import stream_keys
-    from megarl.mcore.inference.engine import GenerationRequest
-
-    generator = torch.Generator().manual_seed(1)
-    lengths = [1, 24, 16, 17, 2] + torch.randint(1, 25, (count - 5,), generator=generator).tolist()
-    keys = stream_keys(1, 0, torch.arange(count), torch.zeros(count, dtype=torch.int64)).tolist()
-    prompts = [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in lengths]
-    return [GenerationRequest(prompt, key, limit) for prompt, key in zip(prompts, keys, strict=True)]
-
-
-def make_engine(flags="", shape="llama", buffer_gb=0.005, max_requests=32):
-    """(engine, model, place) on a model of the given shape."""
-    from megarl.mcore.inference.engine import RolloutEngine
-
-    model, _, place = build(flags, shape)
-    return RolloutEngine(model, place.pg_collection, VOCAB, 48, buffer_gb, max_requests), model, place
-
-
-def settings_of(**kwargs):
-    from megarl.algorithms.token_sampling import SamplingSettings
-
-    return SamplingSettings(**kwargs)
-
-
-def largest_gap(model, requests, completions, temperature) -> float:
-    """Largest difference of the engine's log-probs from those of the training forward."""
-    from megarl.mcore.model.forward_pass import inference_mode, token_scores
-
-    rows = [r.prompt + c.tokens for r, c in zip(requests, completions, strict=True)]
-    lengths = torch.tensor([len(row) for row in rows])
-    with inference_mode(model):
-        scores = token_scores(model, torch.tensor(sum(rows, [])), lengths, temperature, VOCAB).logprobs
-    gaps = [
-        (row[len(r.prompt) :] - torch.tensor(c.logprobs)).abs().max()
-        for row, r, c in zip(scores.split(lengths.tolist()), requests, completions, strict=True)
-    ]
-    return float(torch.stack(gaps).max())  # NaN when one is
-
-
-def written(rank, flags="", shape="llama", end=NEVER, sampling=None, **engine_settings):
-    """Completions of the standard requests and their gap to the training forward."""
-    engine, model, _ = make_engine(flags, shape, **engine_settings)
-    requests, settings = make_requests(), settings_of(**(sampling or {}))
-    completions = engine.generate(requests, end, settings)
-    return completions, largest_gap(model, requests, completions, settings.temperature)
 
 
 @functools.cache
 def standard(shape="llama"):
-    return run_world(written, 1, "", shape)[0]
-
-
-def texts(completions):
-    return [completion.tokens for completion in completions]
+    return run_world(generate_standard, 1, "", shape)[0]
 
 
 # -- what is written ---------------------------------------------------------------------------------------------
@@ -79,7 +34,7 @@ def texts(completions):
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7}, {"temperature": 1.5, "top_k": 4}, {"top_p": 0.8},
                                       {"greedy": True, "temperature": 0.7}], ids=str)  # fmt: skip
 def test_log_probs_are_those_of_the_training_forward(shape, sampling):
-    completions, gap = run_world(functools.partial(written, sampling=sampling), 1, "", shape)[0]
+    completions, gap = run_world(functools.partial(generate_standard, sampling=sampling), 1, "", shape)[0]
     assert gap <= largest_gap_allowed()
     assert sampling.get("greedy") or len({tuple(tokens) for tokens in texts(completions)}) > COUNT / 2
     assert all(0 <= token < VOCAB for tokens in texts(completions) for token in tokens)
@@ -90,14 +45,14 @@ def test_log_probs_are_those_of_the_training_forward(shape, sampling):
     {"max_requests": 4}, {"max_requests": 1}, {"buffer_gb": 0.0002}, {"buffer_gb": 0.0002, "max_requests": 3},
 ], ids=str)  # fmt: skip
 def test_the_text_does_not_depend_on_how_many_fit(engine_settings):
-    completions, gap = run_world(functools.partial(written, **engine_settings), 1)[0]
+    completions, gap = run_world(functools.partial(generate_standard, **engine_settings), 1)[0]
     assert texts(completions) == texts(standard()[0]) and gap <= largest_gap_allowed()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_two_tensor_ranks_write_the_same_text(shape):
     one, _ = standard(shape)
-    for completions, gap in run_world(written, 2, "--tensor-model-parallel-size 2", shape):
+    for completions, gap in run_world(generate_standard, 2, "--tensor-model-parallel-size 2", shape):
         assert texts(completions) == texts(one) and gap <= largest_gap_allowed()
         for mine, other in zip(completions, one, strict=True):
             assert mine.logprobs == pytest.approx(other.logprobs, abs=5e-5)

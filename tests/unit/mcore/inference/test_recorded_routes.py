@@ -5,9 +5,9 @@ import functools
 import pytest
 import torch
 
-from tests.helpers.tiny_models import VOCAB, build_stages, whole_part
+from tests.helpers.engines import NEVER, make_requests, settings_of
+from tests.helpers.tiny_models import VOCAB, build_stages, one_microbatch
 from tests.helpers.worlds import run_world
-from tests.unit.mcore.inference.test_engine import NEVER, make_requests, settings_of
 
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 EP2, SP = "--expert-model-parallel-size 2", "--sequence-parallel"
@@ -50,7 +50,7 @@ def trained_routes(stages, args, role_groups, requests, completions):
     from megarl.roles.trainable_model import forward_only
 
     rows = [request.prompt + completion.tokens for request, completion in zip(requests, completions, strict=True)]
-    ((part, places),) = whole_part(rows)
+    ((part, places),) = one_microbatch(rows)
     seen = routed_tokens(part.lengths, role_groups.pg_collection, args.sequence_parallel)
     routing = Routing("actor", moe_layers_of(stages), args.num_experts, seen)
     forward = lambda chunk, part: forward_pass.token_scores(chunk, part.tokens, part.lengths, 1.2, VOCAB, routing)  # noqa: E731
@@ -78,7 +78,7 @@ def same(one, other) -> bool:
 # -- the engine's routes are the training forward's ----------------------------------------------------------------
 
 
-def written(rank, flags: str):
+def generated(rank, flags: str):
     """Layers of this rank, after the checks of a plain engine and of one that shares and cuts prompts."""
     stages, args, place = build_stages(flags)
     shared = {"prefix_caching": True, **CHUNKS}
@@ -92,7 +92,7 @@ def written(rank, flags: str):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_routes_are_those_of_the_training_forward(layout):
     size, flags = LAYOUTS[layout]
-    layers = run_world(written, size, flags)
+    layers = run_world(generated, size, flags)
     if "pp2" in layout:
         assert layers == ([(), (3, 4)] if flags.startswith(DENSE_STAGE) else [(2,), (3, 4)])
     else:

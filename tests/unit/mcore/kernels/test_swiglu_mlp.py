@@ -30,7 +30,7 @@ def both_ways(rank, flags, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_swiglu_block_is_megatrons(dtype):
     name, ((out, grads), (wanted, wanted_grads)), same = run_world(both_ways, 1, "", dtype)[0]
-    assert name == "FeedForward" and same
+    assert name == "SwiGLUMLP" and same
     assert torch.equal(out, wanted)
     for grad, other in zip(grads, wanted_grads, strict=True):
         scale = float(other.abs().max())

@@ -16,33 +16,11 @@ from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.kernels.linear import matmul
 from megarl.mcore.kernels.vocab_parallel_logprobs import GatheredPolicy, HeadScores, head_scores, row_chunks
 from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.output_heads import PADDED, PER_TOKEN, H, T, V, cut_chunks, problem, weighted
 from tests.helpers.worlds import SAFETY_SECONDS, run_world
 
 ROOT = Path(__file__).parents[4]
-T, H, V, PADDED = 20, 12, 21, 32
-PER_TOKEN = torch.linspace(0.4, 2.0, T)
 ROUNDING = 2e-5  # of float32 numbers of about 1, whose sums have other orders on other processors
-
-
-def problem(dtype=torch.float32):
-    """hidden [T, H], weight [PADDED, H] and targets [T] below the true vocabulary, with edges of the shares."""
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(T, H, generator=generator).to(dtype)
-    weight = torch.randn(PADDED, H, generator=generator).to(dtype)
-    targets = torch.randint(0, V, (T,), generator=generator)
-    targets[:5] = torch.tensor([0, 7, 8, 16, V - 1])
-    return hidden, weight, targets
-
-
-def cut_chunks(rows: int, columns: int):
-    """In a forked rank alone: chunks of at most `rows` tokens."""
-    vocab_parallel_logprobs.SMALLEST_CHUNK = vocab_parallel_logprobs.LARGEST_CHUNK = rows * columns
-
-
-def weighted(scores, used=(1.0, 0.7, -3.0)):
-    """One number from the scores: each token and each score counts differently; None leaves a score out."""
-    row = torch.linspace(-1, 2, len(scores[0]), dtype=scores[0].dtype)
-    return sum((c * row.roll(i) * score).sum() for i, (c, score) in enumerate(zip(used, scores, strict=True)) if c)
 
 
 def of_logits(logits, targets):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.helpers.programs import metrics, rl_argv, samples, timeless, train
+from tests.helpers.trainable_models import DISTRIBUTED, MOE, TP2, critic_model
 from tests.helpers.worlds import run_world
-from tests.unit.mcore.memory.test_offload import DISTRIBUTED, MOE, TP2, learner_of
 
 NAN = 255  # of every byte: NaN in all types of floating point
 
@@ -16,7 +16,7 @@ NAN = 255  # of every byte: NaN in all types of floating point
 def lend(rank: int, flags: str):
     """Loans below and above the size of the largest buffer, with offload and without."""
     for offload in (False, True):
-        trainable_model = learner_of(flags, offload)
+        trainable_model = critic_model(flags, offload)
         buffers = [b for w in trainable_model.wrapped for b in w.buffers + w.expert_parallel_buffers]
         with trainable_model.cache_in_grad_buffer.present():
             largest = max(buffers, key=lambda b: b.grad_data.nbytes)
@@ -96,7 +96,7 @@ def run_lent(folder: Path, monkeypatch, size: int, flags: str) -> list[str]:
 def test_a_run_is_the_same_with_the_cache_in_gradients(size, flags, tmp_path, monkeypatch):
     flags += " --train-iters 2 --reward tests.helpers.programs:graded_reward"
     assert run_lent(tmp_path, monkeypatch, size, flags) == [f"{rank}-True" for rank in range(size)]
-    monkeypatch.setattr("megarl.mcore.memory.arena.offload.Loan", lambda *_: None)
+    monkeypatch.setattr("megarl.mcore.memory.offload.KVCacheInGradBuffer", lambda *_: None)
     train("rl", rl_argv(tmp_path / "own", flags), size)
     for step in (1, 2):
         rows = [timeless(metrics(tmp_path / name)[step]) for name in ("lent", "own")]

@@ -1,30 +1,18 @@
 """Offload: bit for bit the same run with it and without, memory that is really given back, and one twin on the host."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.test_layouts import batch_of, forward_of, parts_of
 from tests.helpers.programs import metrics, rl_argv, samples, timeless, train
-from tests.helpers.tiny_models import VOCAB, join_actor, parse_roles
+from tests.helpers.trainable_models import DISTRIBUTED, MOE, TP2, critic_model
+from tests.helpers.updates import batch_of, forward_of, split_microbatches
 from tests.helpers.worlds import run_world
 from tools.bench.offload import run_rounds
 
-DISTRIBUTED, TP2 = "--use-distributed-optimizer", "--tensor-model-parallel-size 2"
-MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 BIAS = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid --moe-router-load-balancing-type none"
-
-
-def learner_of(flags: str, offload: bool):
-    """A critic on this rank."""
-    from megarl.roles.trainable_model import TrainableModel
-
-    role = parse_roles(flags, dist.get_world_size())["actor"]
-    role = dataclasses.replace(role, name="critic", offload=offload)
-    return TrainableModel(role, join_actor(flags)[1], VOCAB, 1, value_head=True)
 
 
 def states(trainable_model) -> list:
@@ -39,7 +27,7 @@ def states(trainable_model) -> list:
 def step(trainable_model) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Values, losses and gradient norm of an evaluation and two updates."""
     batch = batch_of(trainable_model.role_groups)
-    parts = parts_of(batch, 2, 1)
+    parts = split_microbatches(batch, 2, 1)
 
     def loss(values, part):
         value = (values * part.advantages).sum() / 10
@@ -74,7 +62,7 @@ def turns(rank: int, flags: str, folder: Path):
     """Turns of a learner with offload beside one without; then save, load into a third, and on."""
     from megarl.mcore.weights import dist_checkpoint
 
-    kept, moved = learner_of(flags, False), learner_of(flags, True)
+    kept, moved = critic_model(flags, False), critic_model(flags, True)
     dedup = [block.host_copy.data_ptr() for kind in ("weights", "optimizer") for block in moved.offload.blocks[kind]]
     assert_away(moved)
     for _ in range(2):
@@ -84,7 +72,7 @@ def turns(rank: int, flags: str, folder: Path):
         folder.mkdir()
     dist.barrier()
     dist_checkpoint.save(moved.state({"count": 1}), folder)
-    other = learner_of(flags, True)
+    other = critic_model(flags, True)
     state = other.state({}, loading=True)
     assert_away(other)
     assert other.restore(dist_checkpoint.load_role(state, folder, other.role_groups.pg_collection)) == {"count": 1}
@@ -114,7 +102,7 @@ def test_turns_are_bit_exact_and_leave_nothing_behind(size, flags, tmp_path):
 
 def nested(rank: int):
     """Turns within turns, failures, and a forward out of turn."""
-    trainable_model = learner_of("", True)
+    trainable_model = critic_model("", True)
     weight, offload = next(trainable_model.model.parameters()), trainable_model.offload
     with torch.no_grad(), offload.present("weights"):
         before = weight.clone()
@@ -124,7 +112,9 @@ def nested(rank: int):
     with offload.present("weights"):
         assert torch.equal(weight, before + 1)
     with pytest.raises(RuntimeError, match="weights are on the host"):
-        forward_of(True)(trainable_model.model[0], parts_of(batch_of(trainable_model.role_groups), 1, 1)[0][0])
+        forward_of(True)(
+            trainable_model.model[0], split_microbatches(batch_of(trainable_model.role_groups), 1, 1)[0][0]
+        )
     (block,) = offload.blocks["weights"]
     with pytest.raises(ValueError, match="the first"), offload.present("weights"):
         block.find = None  # now it cannot leave

@@ -3,18 +3,19 @@
 import pytest
 import torch
 
-from tests.distributed.test_engine_layouts import EXPERTS, NEVER, written
+from tests.helpers.engine_layouts import EXPERTS, generate_in_layout
+from tests.helpers.engines import NEVER
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.programs import metrics, rl_argv, train
+from tests.helpers.tools import SMALL
 from tests.helpers.worlds import run_world
-from tests.tools.test_bench_rollout import SMALL
 from tools.bench import precision
 
 KINDS = ["--hidden-size 256 --num-attention-heads 8 --ffn-hidden-size 768", EXPERTS]
 
 
 def gaps(rank) -> list[float]:
-    return [written(rank, f"--bf16 {kind}", {"temperature": 1.2}, NEVER)[1] for kind in KINDS]
+    return [generate_in_layout(rank, f"--bf16 {kind}", {"temperature": 1.2}, NEVER)[1] for kind in KINDS]
 
 
 def test_rollout_and_training_agree():

@@ -4,17 +4,9 @@ import pytest
 import torch
 
 from megarl.mcore.model.decoder_layer import Rotation
+from tests.helpers.engines import NEVER, generate_standard, largest_gap, make_engine, make_requests, settings_of, texts
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.worlds import run_world
-from tests.unit.mcore.inference.test_engine import (
-    NEVER,
-    largest_gap,
-    make_engine,
-    make_requests,
-    settings_of,
-    texts,
-    written,
-)
 
 LAYERS = [
     ("--qk-layernorm", "llama"),
@@ -26,7 +18,7 @@ LAYERS = [
 
 @pytest.mark.parametrize("flags, shape", LAYERS)
 def test_kinds_of_layers_have_the_training_forwards_numbers(flags, shape):
-    _, gap = run_world(written, 1, flags, shape)[0]
+    _, gap = run_world(generate_standard, 1, flags, shape)[0]
     assert gap <= largest_gap_allowed()
 
 

@@ -10,18 +10,9 @@ from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.kernels.norm import RMSNorm
 from megarl.mcore.kernels.vocab_parallel_logprobs import head_scores
 from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.output_heads import PADDED, PER_TOKEN, H, T, V, cut_chunks, problem, weighted
 from tests.helpers.tiny_models import VOCAB, build, ragged_tokens
 from tests.helpers.worlds import run_world
-from tests.unit.mcore.kernels.test_vocab_parallel_logprobs import (
-    PADDED,
-    PER_TOKEN,
-    H,
-    T,
-    V,
-    cut_chunks,
-    problem,
-    weighted,
-)
 
 
 def one_sided(rank, largest_kept):

@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.test_layouts import CP2, DENSE, EP2, MOE, PP2, SP, TP2, VP2, parts_of
 from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.layouts import CP2, DENSE, EP2, MOE, PP2, SP, TP2, VP2
 from tests.helpers.tiny_models import VOCAB, draw_vectors, farthest, join_actor, ragged_tokens
+from tests.helpers.updates import split_microbatches
 from tests.helpers.worlds import run_world
 
 FSDP = "--use-torch-fsdp2"
@@ -56,7 +57,7 @@ def scores(rank, flags: str) -> list:
     batch = Batch(sequence_ids=torch.arange(len(lengths)), lengths=lengths, tokens=tokens)
     found = []
     for count in (1, 5, 9):
-        parts = parts_of(batch, count, dist.get_world_size(place.pg_collection.pp) if len(stages) > 1 else 1)
+        parts = split_microbatches(batch, count, dist.get_world_size(place.pg_collection.pp) if len(stages) > 1 else 1)
         whole = torch.zeros(len(lengths))
         for values, places in forward_only(
             stages, parts, lambda chunk, part: sequence_scores(chunk, part.tokens, part.lengths), place.pg_collection

@@ -6,81 +6,31 @@ import functools
 import pytest
 import torch
 
+from tests.helpers.gradient_accumulation import (
+    COUNT,
+    accumulate,
+    forward_and_loss,
+    microbatches_of,
+    wrapped_model,
+)
 from tests.helpers.tiny_models import (
     VOCAB,
     build,
-    build_stages,
     farthest,
     gather_parameters,
     join_actor,
-    ragged_tokens,
     whole_tensor,
 )
 from tests.helpers.worlds import run_world
 
-LENGTHS = [7, 2, 11, 1, 4, 9]
-COUNT = sum(LENGTHS)
 SGD_LIKE = "--adam-eps 1 --lr 0.05 --clip-grad 0 --weight-decay 0.1"  # no division by tiny second moments
-
-
-def microbatches_of(role_groups, parts: int):
-    """This lane's sequences (every lanes-th) in `parts` micro-batches: (tokens, lengths, weights)."""
-    tokens, lengths = ragged_tokens(LENGTHS)
-    weights = torch.linspace(-1, 2, COUNT)
-    rows = list(zip(tokens.split(LENGTHS), weights.split(LENGTHS), strict=True))[
-        role_groups.dp_rank :: len(role_groups.replicas)
-    ]
-    groups = [rows[i::parts] for i in range(parts)]
-    assert all(groups)
-    return [
-        (torch.cat([t for t, _ in group]), torch.tensor([len(t) for t, _ in group]), torch.cat([w for _, w in group]))
-        for group in groups
-    ]
-
-
-def forward_and_loss(value_head: bool):
-    from megarl.mcore.model.forward_pass import token_scores, token_values
-
-    if value_head:
-        return (
-            lambda model, part: token_values(model, *part[:2]),
-            lambda values, part: (((values - part[2]) ** 2).sum() / COUNT, len(values)),
-        )
-    return (
-        lambda model, part: token_scores(model, *part[:2], 0.9, VOCAB),
-        lambda s, part: ((-(part[2] * s.logprobs).sum() - 0.1 * s.entropy.sum()) / COUNT, len(s.logprobs)),
-    )
-
-
-def trainable_model(flags, shape="llama", value_head=False):
-    """(model, wrapper, optimizer, namespace, place); a value head's weights are drawn, for 0 would stop gradients."""
-    from megarl.mcore.training import optimizer
-
-    stages, args, place = build_stages(flags, shape, value_head)
-    (model,) = stages
-    if value_head:
-        with torch.no_grad():
-            model.output_layer.weight.copy_(torch.linspace(-0.2, 0.3, 64))
-    wrapped = optimizer.wrap_for_training(stages, args, place.pg_collection)
-    return model, wrapped, optimizer.build_optimizer(wrapped, args, place.pg_collection), args, place
-
-
-def accumulate(wrapped, adam, role_groups, parts, value_head=False):
-    from megarl.mcore.parallel import pipeline
-
-    wrapped[0].zero_grad_buffer()
-    adam.zero_grad()
-    forward, loss = forward_and_loss(value_head)
-    return pipeline.run_microbatches(
-        wrapped, microbatches_of(role_groups, parts), forward, loss, role_groups.pg_collection, True
-    )
 
 
 def one_update(rank, flags, shape, parts, value_head):
     """Gradients, gradient norm and updated weights of one update, put together over tensor-parallel ranks."""
     from megarl.mcore.training import optimizer
 
-    model, wrapped, adam, args, place = trainable_model(flags, shape, value_head)
+    model, wrapped, adam, args, place = wrapped_model(flags, shape, value_head)
     results = accumulate(wrapped, adam, place, parts, value_head)
     assert results == [len(tokens) for tokens, _, _ in microbatches_of(place, parts)]
     whole = functools.partial(whole_tensor, group=place.pg_collection.tp, gated=args.swiglu)
@@ -138,7 +88,7 @@ def test_gradients_are_those_of_plain_autograd():
     def compare(rank):
         from megarl.mcore.model.forward_pass import token_scores
 
-        model, wrapped, adam, _, place = trainable_model(SGD_LIKE)
+        model, wrapped, adam, _, place = wrapped_model(SGD_LIKE)
         bare, *_ = build(SGD_LIKE)
         ((tokens, lengths, weights),) = microbatches_of(place, 1)
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), bare.parameters(), strict=True))
@@ -157,7 +107,7 @@ def forward_only(rank):
     from megarl.mcore.model.forward_pass import inference_mode
     from megarl.mcore.parallel import pipeline
 
-    model, _, _, _, place = trainable_model(SGD_LIKE)
+    model, _, _, _, place = wrapped_model(SGD_LIKE)
     forward, loss = forward_and_loss(False)
     parts = microbatches_of(place, 3)
     with inference_mode(model):
@@ -178,7 +128,7 @@ def test_forward_only_returns_results_in_order_and_leaves_gradients_alone():
 def clipped(rank, flags):
     from megarl.mcore.training import optimizer
 
-    model, wrapped, adam, args, place = trainable_model(flags)
+    model, wrapped, adam, args, place = wrapped_model(flags)
     accumulate(wrapped, adam, place, 1)
     applied, norm = optimizer.update(adam)
     whole = [whole_tensor(n, p, p.main_grad, place.pg_collection.tp, True) for n, p in model.named_parameters()]
@@ -197,7 +147,7 @@ def test_gradients_are_clipped_to_the_global_norm(size, layout):
 def skipping(rank, flags, bad):
     from megarl.mcore.training import optimizer
 
-    model, wrapped, adam, _, place = trainable_model(flags)
+    model, wrapped, adam, _, place = wrapped_model(flags)
     before = [p.detach().clone() for p in model.parameters()]
     accumulate(wrapped, adam, place, 1)
     if rank == 1:

@@ -1,0 +1,61 @@
+"""Rollout engines on tiny models: requests, completions, and their gap to the training forward."""
+
+import torch
+
+from tests.helpers.tiny_models import VOCAB, build
+
+NEVER = 31  # a padded column of the vocabulary: an end token that cannot come
+LIMIT, COUNT = 12, 20
+
+
+def make_requests(limit=LIMIT, count=COUNT):
+    """Requests with ragged prompts of 1 to 24 tokens, each with a stream of its own."""
+    from megarl.algorithms.counter_rng import stream_keys
+    from megarl.mcore.inference.engine import GenerationRequest
+
+    generator = torch.Generator().manual_seed(1)
+    lengths = [1, 24, 16, 17, 2] + torch.randint(1, 25, (count - 5,), generator=generator).tolist()
+    keys = stream_keys(1, 0, torch.arange(count), torch.zeros(count, dtype=torch.int64)).tolist()
+    prompts = [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+    return [GenerationRequest(prompt, key, limit) for prompt, key in zip(prompts, keys, strict=True)]
+
+
+def make_engine(flags="", shape="llama", buffer_gb=0.005, max_requests=32):
+    """(engine, model, place) on a model of the given shape."""
+    from megarl.mcore.inference.engine import RolloutEngine
+
+    model, _, place = build(flags, shape)
+    return RolloutEngine(model, place.pg_collection, VOCAB, 48, buffer_gb, max_requests), model, place
+
+
+def settings_of(**kwargs):
+    from megarl.algorithms.token_sampling import SamplingSettings
+
+    return SamplingSettings(**kwargs)
+
+
+def largest_gap(model, requests, completions, temperature) -> float:
+    """Largest difference of the engine's log-probs from those of the training forward."""
+    from megarl.mcore.model.forward_pass import inference_mode, token_scores
+
+    rows = [r.prompt + c.tokens for r, c in zip(requests, completions, strict=True)]
+    lengths = torch.tensor([len(row) for row in rows])
+    with inference_mode(model):
+        scores = token_scores(model, torch.tensor(sum(rows, [])), lengths, temperature, VOCAB).logprobs
+    gaps = [
+        (row[len(r.prompt) :] - torch.tensor(c.logprobs)).abs().max()
+        for row, r, c in zip(scores.split(lengths.tolist()), requests, completions, strict=True)
+    ]
+    return float(torch.stack(gaps).max())  # NaN when one is
+
+
+def generate_standard(rank, flags="", shape="llama", end=NEVER, sampling=None, **engine_settings):
+    """Completions of the standard requests and their gap to the training forward."""
+    engine, model, _ = make_engine(flags, shape, **engine_settings)
+    requests, settings = make_requests(), settings_of(**(sampling or {}))
+    completions = engine.generate(requests, end, settings)
+    return completions, largest_gap(model, requests, completions, settings.temperature)
+
+
+def texts(completions):
+    return [completion.tokens for completion in completions]

@@ -1,0 +1,30 @@
+"""Flags of parallel layouts, and the layouts that every update must be the same in."""
+
+DENSE = "--num-layers 4 --adam-eps 1 --lr 0.05 --weight-decay 0.1 --clip-grad 1"  # no division by tiny second moments
+MOE = f"{DENSE} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-layer-freq ([0]+[1]*3)"
+TP2, SP, PP2 = "--tensor-model-parallel-size 2", "--sequence-parallel", "--pipeline-model-parallel-size 2"
+CP2, EP2 = "--context-parallel-size 2", "--expert-model-parallel-size 2"
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+VP2 = "--num-layers-per-virtual-pipeline-stage 1"
+LAYOUTS = {
+    "tp2": (2, DENSE, TP2),
+    "tp2-sp": (2, DENSE, f"{TP2} {SP}"),
+    "pp2": (2, DENSE, PP2),
+    "pp2-vp2": (2, DENSE, f"{PP2} {VP2}"),
+    "one": (1, DENSE, ""),
+    "dp2": (2, DENSE, ""),
+    "dp4": (4, DENSE, ""),
+    "cp2": (2, DENSE, CP2),
+    "tp2-pp2": (4, DENSE, f"{TP2} {PP2}"),
+    "tp2-cp2": (4, DENSE, f"{TP2} {CP2}"),
+    "tp2-sp-cp2": (4, DENSE, f"{TP2} {SP} {CP2}"),
+    "pp2-cp2": (4, DENSE, f"{PP2} {CP2}"),
+    "dp2-distributed-optimizer": (2, DENSE, "--use-distributed-optimizer"),
+    "dp2-overlap": (2, DENSE, "--use-distributed-optimizer --overlap-grad-reduce"),
+    "pp2-vp2-overlap": (4, DENSE, f"{PP2} {VP2} --use-distributed-optimizer --overlap-grad-reduce"),
+    "tp2-sp-recompute": (2, DENSE, f"{TP2} {SP} {RECOMPUTE}"),
+    "pp2-cp2-recompute": (4, DENSE, f"{PP2} {CP2} --recompute-activations"),
+    "sharded-dp2": (2, DENSE, "--use-torch-fsdp2"),
+    "tp2-sp-sharded-dp2": (4, DENSE, f"{TP2} {SP} --use-torch-fsdp2"),
+    "tp2-ep2-sp": (4, MOE, f"{TP2} {SP} {EP2}"),
+}
