@@ -1,1 +1,1 @@
-"""Tests of megarl: `worlds.py` runs functions on worlds of ranks, `references/` holds what they compare with."""
+"""Tests of megarl: `unit/` mirrors its packages; tests share `helpers/` and compare with `references/`."""

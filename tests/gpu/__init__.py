@@ -1,1 +1,1 @@
-""""""
+"""Tests that need a CUDA device."""

@@ -98,8 +98,13 @@ def test_sigterm_reaches_all_ranks(tmp_path):
 
 
 def in_launcher(function, ranks: int) -> Process:
-    """Starts a process that runs `start.run_ranks` and exits with its status."""
-    process = get_context("fork").Process(target=lambda: sys.exit(launcher.run_ranks(function, ranks)))
+    """Starts a process that runs `launcher.run_ranks` and exits with its status."""
+
+    def launch():
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+        sys.exit(launcher.run_ranks(function, ranks))
+
+    process = get_context("fork").Process(target=launch)
     process.start()
     return process
 

@@ -51,7 +51,7 @@ def test_a_batch_that_was_written_ahead_survives_an_interruption(model, tmp_path
     assert samples(plain, 1) == samples(whole, 1) and samples(whole, 2) != samples(whole, 3)
     for name in ("actor/loss", "critic/loss", "actor/grad_norm", "kl/reference"):
         assert metrics(plain)[1][name] == rows[1][name]
-    with pytest.raises(RankFailed, match="--load: a batch of 6 groups was written ahead; allowed are --one-step-off"):
+    with pytest.raises(RankFailed, match="--load: a batch of 6 groups was generated ahead; allowed are --one-step-off"):
         train("rl", rl_argv(tmp_path / "refused", f"--train-iters 3 {ahead} --load {start}", warm_start), 2)
 
 

@@ -1,1 +1,1 @@
-""""""
+"""Tests of single modules; folders mirror the packages of megarl/."""

@@ -1,1 +1,1 @@
-""""""
+"""Tests of megarl/algorithms/."""

@@ -98,7 +98,7 @@ def test_a_key_that_is_taken_back_still_has_to_exist(tmp_path):
     ("no-such-flag: false", "no-such-flag"),
     ("critic-no-such-flag: false", "critic-no-such-flag"),
     ("config: other.yaml", "config"), ("check: true", "check"),
-    ("gamma:", "gamma: has no value; null takes"),
+    ("gamma:", "gamma: has no value; write null"),
     ("seed: 1\nseed: 2", "seed: appears twice"),
     ("gamma: {a: 1}", "gamma"),
     ("gamma: 2", "--gamma 2.0"),

@@ -1,1 +1,1 @@
-""""""
+"""Tests of tests/helpers/."""

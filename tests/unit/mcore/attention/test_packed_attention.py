@@ -142,13 +142,13 @@ def test_paged_is_each_request_alone(mix, heads, groups, block, seed):
 @pytest.mark.parametrize("scratch", [1, 2**15, paged_attention.SCRATCH_BYTES])
 def test_paged_has_the_bits_of_the_training_forward(mix, heads, groups, scratch, monkeypatch):
     """For any number of query heads a group, and wherever requests are cut into calls."""
-    monkeypatch.setattr(paged_attention, "SCRATCH", scratch)
+    monkeypatch.setattr(paged_attention, "SCRATCH_BYTES", scratch)
     cache = _Cache(MIXES[mix], 16, heads, groups, 4)
     assert torch.equal(cache.attend(), cache.packed())
 
 
 def test_scratch_bounds_what_is_gathered(monkeypatch):
-    monkeypatch.setattr(paged_attention, "SCRATCH", 200 * 2 * 2 * D * 4)  # bytes of 200 keys and values of 2 groups
+    monkeypatch.setattr(paged_attention, "SCRATCH_BYTES", 200 * 2 * 2 * D * 4)  # bytes of 200 keys and values of 2 groups
     cache = _Cache(MIXES["far apart"], 16, 4, 2, 6)
     reads = paged_attention.plan_cache_reads(cache.queries, cache.lengths, cache.pages, 48, cache.cache)
     widths = [(len(part.mask), part.mask.shape[-1]) for part in reads.decoding]

@@ -1,1 +1,1 @@
-""""""
+"""Tests of megarl/mcore/moe/."""
