@@ -1,6 +1,6 @@
-"""Rules on a role's flags that Megatron checks late, in other words, or not at all: sizes that must divide, ranges.
+"""Rules on a role's flags that Megatron checks late, with unclear messages, or not at all: divisibility and ranges.
 
-A rule is data: `rules` gives all of them, in one order, whatever the flags; `check` raises the first that is broken.
+A rule is data: `rules` always returns all rules in the same order; `check` raises the first broken one.
 """
 
 import math
@@ -12,11 +12,11 @@ from megarl.errors import UsageError
 from megarl.mcore import device
 
 TRAINED = ("actor", "critic")  # roles that run backward
-BALANCING_LOSSES = ("seq_aux_loss", "global_aux_loss")  # those that do not depend on micro-batches
+BALANCING_LOSSES = ("seq_aux_loss", "global_aux_loss")  # losses that do not depend on the split into micro-batches
 
 
 class LayoutRule(NamedTuple):
-    """A flag, its value, whether that is fine, and what is allowed, in words."""
+    """A flag, its value, whether the value is allowed, and the allowed values in words."""
 
     flag: str
     value: object
@@ -25,17 +25,17 @@ class LayoutRule(NamedTuple):
 
 
 def check(role: str, args):
-    """Raises UsageError with the first rule that a role's parsed flags break; `args.world_size` is the role's."""
+    """Raises UsageError for the first rule that a role's parsed flags break; `args.world_size` is the role's."""
     for rule in rules(role, args):
         if not rule.holds:
             raise UsageError(f"{role}: {rule.flag} {rule.value}: allowed is {rule.allowed}")
 
 
 def rules(role: str, args) -> list[LayoutRule]:
-    """Every rule for a role's namespace as parsed, before Megatron's own validation; always as many."""
-    parts = (_sizes(args), _ranges(args), _ranks(args), _attention(args), _pipeline(args), _virtual(args))
-    parts += (_experts(args), _balancing(args), _training(role, args), _sharding(args))
-    return [rule for part in parts for rule in part]
+    """Returns all rules for a role's parsed namespace, before Megatron's own validation; their number is constant."""
+    groups = (_sizes(args), _ranges(args), _ranks(args), _attention(args), _pipeline(args), _virtual(args))
+    groups += (_experts(args), _balancing(args), _training(role, args), _sharding(args))
+    return [rule for group in groups for rule in group]
 
 
 def _divides(size: int, whole: int) -> bool:
@@ -67,6 +67,7 @@ def _sizes(args) -> list[LayoutRule]:
 
 def _ranges(args) -> list[LayoutRule]:
     lr, floor, decay = args.lr, args.min_lr, args.lr_decay_iters or args.train_iters
+    positions = args.max_position_embeddings
     return [
         LayoutRule("--lr", lr, 0 <= lr < math.inf, "0 or more"),
         LayoutRule("--min-lr", floor, 0 <= floor <= lr, f"from 0 to --lr {lr}"),
@@ -75,21 +76,19 @@ def _ranges(args) -> list[LayoutRule]:
         LayoutRule("--adam-beta1", args.adam_beta1, 0 <= args.adam_beta1 < 1, "from 0 to below 1"),
         LayoutRule("--adam-beta2", args.adam_beta2, 0 <= args.adam_beta2 < 1, "from 0 to below 1"),
         LayoutRule("--adam-eps", args.adam_eps, args.adam_eps > 0, "above 0"),
-        LayoutRule("--max-position-embeddings", args.max_position_embeddings, args.max_position_embeddings >= args.seq_length,
+        LayoutRule("--max-position-embeddings", positions, positions >= args.seq_length,
              f"--max-prompt-length + --max-response-length = {args.seq_length} or more"),
         LayoutRule("--lr-warmup-iters", args.lr_warmup_iters, args.lr_warmup_iters < decay,
-             f"below --lr-decay-iters, or else --train-iters, {decay}"),
+             f"below --lr-decay-iters (default --train-iters) {decay}"),
     ]  # fmt: skip
 
 
 def _product(flags: dict[str, int], ranks: int) -> LayoutRule:
-    """The flags' product divides the role's ranks; the message names those that are above 1."""
+    """The product of the flags must divide the role's ranks; the message names the flags above 1."""
     *others, last = [item for item in flags.items() if item[1] > 1] or list(flags.items())[:1]
     name = "".join(f"{flag} {size} × " for flag, size in others) + last[0]
-    several = "a product that divides" if others else "a divisor of"
-    return LayoutRule(
-        name, last[1], _divides(math.prod(flags.values()), ranks), f"{several} the role's {ranks} rank(s)"
-    )
+    allowed = f"{'a product that divides' if others else 'a divisor of'} the role's {ranks} rank(s)"
+    return LayoutRule(name, last[1], _divides(math.prod(flags.values()), ranks), allowed)
 
 
 def _ranks(args) -> list[LayoutRule]:
@@ -112,52 +111,55 @@ def _attention(args) -> list[LayoutRule]:
         LayoutRule("--num-query-groups", groups, groups is None or _divides(groups, heads),
              f"a divisor of --num-attention-heads {heads}"),
         LayoutRule("--hidden-size", hidden, bool(args.kv_channels) or _divides(heads, hidden),
-             f"a multiple of --num-attention-heads {heads}, or --kv-channels beside it"),
+             f"a multiple of --num-attention-heads {heads}, or any with --kv-channels"),
         LayoutRule("--kv-channels", channels, args.position_embedding_type != "rope" or channels % 2 == 0,
              "an even number with --position-embedding-type rope"),
         LayoutRule("--make-vocab-size-divisible-by", divisor, _divides(tensor, divisor), multiple),
-        LayoutRule("--ffn-hidden-size", ffn, ffn is None or not _has_dense_layers(args) or _divides(tensor, ffn), multiple),
+        LayoutRule("--ffn-hidden-size", ffn, ffn is None or not _has_dense_layers(args) or _divides(tensor, ffn),
+             multiple),
     ]  # fmt: skip
 
 
 def _pipeline(args) -> list[LayoutRule]:
-    """Even stages, or first and last ones of their own sizes; a written layout is Megatron's to judge."""
+    """Stages are equal, or the first and last have given sizes; Megatron checks an explicit pipeline layout."""
     stages, layers = args.pipeline_model_parallel_size, args.num_layers
-    written = args.pipeline_model_parallel_layout is not None
+    is_explicit = args.pipeline_model_parallel_layout is not None
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-    own, counted = _end_stages(args), _counted_layers(args)
-    inner, inner_stages = layers - sum(own), stages - len(own)
+    given, counted = _end_stages(args), _counted_layers(args)
+    inner, inner_stages = layers - sum(given), stages - len(given)
     fits = inner == 0 if inner_stages == 0 else inner > 0 and _divides(inner_stages, inner)
-    several = "from 1 to below --num-layers, with --pipeline-model-parallel-size above 1"
+    end_size = "from 1 to below --num-layers, with --pipeline-model-parallel-size above 1"
     ends = "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
     return [
-        LayoutRule("--decoder-first-pipeline-num-layers", first, first is None or stages > 1 and 0 < first < layers, several),
-        LayoutRule("--decoder-last-pipeline-num-layers", last, last is None or stages > 1 and 0 < last < layers, several),
+        LayoutRule("--decoder-first-pipeline-num-layers", first, first is None or stages > 1 and 0 < first < layers,
+             end_size),
+        LayoutRule("--decoder-last-pipeline-num-layers", last, last is None or stages > 1 and 0 < last < layers,
+             end_size),
         LayoutRule("--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split", True,
-             counted == layers or not own, f"none of them beside {ends}"),
-        LayoutRule("--num-layers", layers, written or bool(own) or _divides(stages, counted),
+             counted == layers or not given, f"none of them with {ends}"),
+        LayoutRule("--num-layers", layers, is_explicit or bool(given) or _divides(stages, counted),
              f"a multiple of --pipeline-model-parallel-size {stages} "
-             f"(layers counted: {counted}), or {ends} beside it"),
-        LayoutRule("--num-layers", layers, written or not own or fits,
-             f"what leaves equal shares: {inner} layer(s) are left for {inner_stages} stage(s) between {ends}"),
+             f"(layers counted: {counted}), or others with {ends}"),
+        LayoutRule("--num-layers", layers, is_explicit or not given or fits,
+             f"one that splits equally: {inner} layer(s) are left for {inner_stages} stage(s) between {ends}"),
     ]  # fmt: skip
 
 
 def _end_stages(args) -> list[int]:
-    """Layers of the first and of the last stage, where they have sizes of their own."""
+    """Returns the layers of the first and of the last stage, as far as flags set them."""
     return [x for x in (args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers) if x is not None]
 
 
 def _counted_layers(args) -> int:
-    """Layers to be shared out, embedding and loss among them where flags say that they count as one each."""
+    """Returns the layers to split over stages; embedding and loss count as one each if the flags say so."""
     return args.num_layers + args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
 
 
 def _stage_sizes(args) -> list[int]:
-    """Layers of the stages, as far as they differ; no sense where the flags make none, which other rules say."""
-    own = _end_stages(args)
-    stages = args.pipeline_model_parallel_size - len(own)
-    return own + ([(_counted_layers(args) - sum(own)) // stages] if stages > 0 else [])
+    """Returns the sizes of given end stages, then of an inner stage; meaningless for flags that break other rules."""
+    given = _end_stages(args)
+    stages = args.pipeline_model_parallel_size - len(given)
+    return given + ([(_counted_layers(args) - sum(given)) // stages] if stages > 0 else [])
 
 
 def _virtual(args) -> list[LayoutRule]:
@@ -174,7 +176,8 @@ def _virtual(args) -> list[LayoutRule]:
         LayoutRule(flag, value, value is None or value == 1 and flag == second or stages >= least,
              f"none with --pipeline-model-parallel-size {stages}: virtual stages need {least} or more"
              + ("" if least == 2 else " without overlapped communication")),
-        LayoutRule(first, per_stage, per_stage is None or not is_uneven, f"{second} instead, where stages differ in size"),
+        LayoutRule(first, per_stage, per_stage is None or not is_uneven,
+             f"{second} instead, because stages differ in size"),
         LayoutRule(first, per_stage, per_stage is None or all(_divides(per_stage, size) for size in sizes),
              f"a divisor of the {sizes[0] if sizes else 0} layers of a stage"),
         LayoutRule(second, number, number is None or all(_divides(number, size) for size in sizes),
@@ -189,8 +192,8 @@ def _experts(args) -> list[LayoutRule]:
     topk, groups, chosen = args.moe_router_topk, args.moe_router_num_groups, args.moe_router_group_topk
     pattern, layers, dispatcher = args.moe_layer_freq, args.num_layers, args.moe_token_dispatcher_type
     pattern_fits = pattern > 0 if isinstance(pattern, int) else len(pattern) == layers and set(pattern) <= {0, 1}
-    # Groups of experts, as many of them chosen, and as many experts in each: none of the three may be 0.
-    in_group, each = experts // groups if groups else 0, topk // chosen if chosen else 0
+    in_group = experts // groups if groups else 0  # experts of a group
+    each = topk // chosen if chosen else 0  # experts chosen from each chosen group
     return [
         LayoutRule("--num-experts", experts, not experts or not args.add_bias_linear,
              "0 without --disable-bias-linear: biases of experts cannot be trained"),
@@ -202,10 +205,11 @@ def _experts(args) -> list[LayoutRule]:
         LayoutRule("--moe-token-dispatcher-type", dispatcher,
              dispatcher != "allgather" or _divides(size * tensor, dense * args.context_parallel_size),
              "alltoall, where --expert-tensor-parallel-size × --expert-model-parallel-size does not divide "
-             "--tensor-model-parallel-size × --context-parallel-size: lanes have unequal numbers of tokens"),
+             "--tensor-model-parallel-size × --context-parallel-size: replicas have unequal numbers of tokens"),
         LayoutRule("--moe-ffn-hidden-size", ffn, not experts or ffn is None or _divides(tensor, ffn),
              f"a multiple of --expert-tensor-parallel-size {tensor}"),
-        LayoutRule("--moe-shared-expert-intermediate-size", shared, shared is None or shared > 0 and _divides(dense, shared),
+        LayoutRule("--moe-shared-expert-intermediate-size", shared,
+             shared is None or shared > 0 and _divides(dense, shared),
              f"a multiple, above 0, of --tensor-model-parallel-size {dense}"),
         LayoutRule("--moe-router-topk", topk, not experts or 0 < topk <= experts, f"from 1 to --num-experts {experts}"),
         LayoutRule("--moe-layer-freq", pattern, not experts or pattern_fits,
@@ -220,7 +224,7 @@ def _experts(args) -> list[LayoutRule]:
 
 
 def _balancing(args) -> list[LayoutRule]:
-    """Losses and the bias that keep experts busy alike; the parser gives one value or a list of them."""
+    """Rules on losses and the bias that balance experts; the parser returns one value or a list of them."""
     kinds, weights = listed(args.moe_router_load_balancing_type), listed(args.moe_aux_loss_coeff)
     flag, factor, per_layer = "--moe-router-load-balancing-type", "--moe-aux-loss-coeff", args.moe_z_loss_coeff
     names, numbers = " ".join(kinds), " ".join(map(str, weights))
@@ -230,21 +234,21 @@ def _balancing(args) -> list[LayoutRule]:
     )  # fmt: skip
     return [
         LayoutRule(flag, names, set(kinds) <= {*BALANCING_LOSSES, "aux_loss", "none"},
-             f"{', '.join(BALANCING_LOSSES)} or none: others route a token by what is batched with it"),
+             f"{', '.join(BALANCING_LOSSES)} or none: others route a token by the rest of its batch"),
         LayoutRule(flag, names, len(set(kinds)) == len(kinds), "each name once"),
         LayoutRule(factor, numbers, len(kinds) == len(weights), f"as many numbers as {flag} has names, {len(kinds)}"),
         LayoutRule(factor, numbers, all(0 <= weight < math.inf for weight in weights), "0 or more"),
         LayoutRule(factor, numbers, not any(idle), f"0 with {flag} {names}: allowed losses are "
-             f"{' and '.join(BALANCING_LOSSES)}; aux_loss depends on how tokens fall into micro-batches"),
+             f"{' and '.join(BALANCING_LOSSES)}; aux_loss depends on the split into micro-batches"),
         LayoutRule("--moe-z-loss-coeff", per_layer, per_layer is None or 0 <= per_layer < math.inf, "0 or more"),
         LayoutRule("--moe-router-enable-expert-bias", bias, not bias or scores in ("sigmoid", "sqrtsoftplus"),
-             f"none with --moe-router-score-function {scores}; sigmoid and sqrtsoftplus have one"),
+             f"none with --moe-router-score-function {scores}; use sigmoid or sqrtsoftplus"),
         LayoutRule("--moe-router-bias-update-rate", rate, 0 <= rate < math.inf, "0 or more"),
     ]  # fmt: skip
 
 
 def listed(value) -> list:
-    """A flag's values, of which Megatron's parser gives one or a list."""
+    """Returns a flag's values as a list; Megatron's parser returns one value or a list."""
     return value if isinstance(value, list) else [value]
 
 
@@ -255,12 +259,12 @@ def _training(role: str, args) -> list[LayoutRule]:
         LayoutRule("--sequence-parallel", args.sequence_parallel, not args.sequence_parallel or tensor > 1,
              f"none with --tensor-model-parallel-size {tensor}: it splits over tensor-parallel ranks"),
         LayoutRule("--tensor-model-parallel-size", tensor, not needs or args.sequence_parallel,
-             "1 for a role that trains experts, or --sequence-parallel beside it"),
+             "1 for a role that trains experts, or others with --sequence-parallel"),
     ]  # fmt: skip
 
 
 def _sharding(args) -> list[LayoutRule]:
-    """What sharded parameters exclude: all are split over the data- and context-parallel ranks, experts among them."""
+    """Rules on FSDP, which splits all parameters, experts included, over the data- and context-parallel ranks."""
     on, flag, tensor = args.use_torch_fsdp2, "--use-torch-fsdp2", args.tensor_model_parallel_size
     pipeline, expert = args.pipeline_model_parallel_size, args.expert_model_parallel_size
     return [
@@ -274,7 +278,7 @@ def _sharding(args) -> list[LayoutRule]:
 
 
 def _runs_on_cpu() -> bool:
-    """Whether ranks talk over gloo: not in a world that is only planned."""
+    """Whether ranks communicate over gloo; not in the fake world of a plan."""
     return device.backend() == "gloo" and not (dist.is_initialized() and dist.get_backend() == "fake")
 
 

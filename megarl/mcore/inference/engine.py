@@ -1,7 +1,7 @@
-"""megarl's use of Megatron's dynamic inference engine: it writes text with the actor's own parameters.
+"""The rollout engine: Megatron's dynamic inference engine on the actor's own parameters.
 
-No copy of the weights: the engine holds the very module that trains. The KV cache is one contiguous buffer. Requests
-of unequal length are batched continuously; each draws its tokens from its own random stream.
+The engine holds the module that trains, not a copy of the weights. The KV cache is one contiguous buffer. Requests of
+unequal length are batched continuously; each samples its tokens from its own random stream.
 """
 
 import contextlib
@@ -33,15 +33,15 @@ from megarl.mcore.kernels.linear import prepacked_weights
 from megarl.mcore.memory.offload import KVCacheInGradBuffer
 from megarl.mcore.moe.router import moe_layers_of, recording_routes
 
-POLL_STEPS = 16  # steps between two questions how long responses may be
+POLL_STEPS = 16  # engine steps between two calls of `response_limit`
 
 for _signal in (signal.SIGTERM, signal.SIGINT):
-    faulthandler.unregister(_signal)  # Megatron's coordinator, imported with the engine, prints a stack at every exit
+    faulthandler.unregister(_signal)  # Megatron's coordinator, imported above, prints a stack at every exit
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One response to write: `key` names its random stream (see `rollout.random`)."""
+    """One response to generate; `key` selects its random stream (`megarl.algorithms.counter_rng`)."""
 
     prompt: list[int]
     key: int
@@ -50,53 +50,54 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Completion:
-    """What the engine wrote: tokens with the end token where there is one, their log-probs, and how it ended."""
+    """A generated response: its tokens, their log-probs, and whether it ends with the end token."""
 
-    tokens: list[int]
+    tokens: list[int]  # the end token included
     logprobs: list[float]
     finished: bool
-    # [tokens of prompt and response, L, k] int16: experts in this rank's MoE layers, −1 in the last row.
+    # [tokens of prompt and response, L, k] int16: experts chosen in this rank's MoE layers, −1 in the last row.
     routes: Tensor | None = field(default=None, compare=False)
 
 
 class RequestSource(Protocol):
-    """Where the engine's requests come from. All ranks of a lane ask at the same times and get the same answers."""
+    """Source of the engine's requests. All ranks of a replica call it at the same steps and get the same results."""
 
     def take(self, room: int) -> list[tuple[int, GenerationRequest]]:
-        """At most `room` more requests, each with its number; none where there are none for now."""
+        """Returns at most `room` more requests, each with its number; none if none are available now."""
 
     def is_empty(self) -> bool:
-        """Whether no request will come any more."""
+        """Whether `take` will return no more requests."""
 
 
 class RequestList:
-    """A source of requests that are known, each with its number."""
+    """A source of numbered requests that are known in advance."""
 
     def __init__(self, requests: Iterable[tuple[int, GenerationRequest]]):
-        self._left = deque(requests)
+        self._queue = deque(requests)
 
     def take(self, room: int) -> list[tuple[int, GenerationRequest]]:
-        """The next ones."""
-        return [self._left.popleft() for _ in range(min(room, len(self._left)))]
+        """Returns the next requests."""
+        return [self._queue.popleft() for _ in range(min(room, len(self._queue)))]
 
     def is_empty(self) -> bool:
-        """Whether all were taken."""
-        return not self._left
+        """Whether all requests were taken."""
+        return not self._queue
 
 
 class _TokenIdsOnly:
-    """The engine's tokenizer: requests are token ids and stay so; the end token comes with each request."""
+    """Tokenizer stub for the engine: requests are token ids and carry their end token."""
 
     def detokenize(self, *_, **__) -> str:
         return ""
 
 
 class RolloutEngine:
-    """Continuous-batching generation on the actor's own model; suspended except inside `stream`."""
+    """Generates with continuous batching on the actor's own model; suspended except inside `stream`."""
 
     def __init__(
         self, model, pg_collection, vocab_size: int, max_length: int, buffer_gb: float, max_requests: int,
-        prefix_caching: bool = False, chunked_prefill: bool = False, step_tokens: int = 4096, cache_in_grad_buffer: KVCacheInGradBuffer | None = None,
+        prefix_caching: bool = False, chunked_prefill: bool = False, step_tokens: int = 4096,
+        cache_in_grad_buffer: KVCacheInGradBuffer | None = None,
     ):  # fmt: skip
         """Reserves the KV cache.
 
@@ -104,22 +105,22 @@ class RolloutEngine:
             model: the bare GPTModel that trains.
             pg_collection: the role's process groups.
             vocab_size: the tokenizer's vocabulary.
-            max_length: longest prompt and response together, tokens.
-            buffer_gb: size of the KV cache on this rank, GiB.
-            max_requests: most requests decoded together; at least `LEAST_ROWS`.
-            prefix_caching: requests that begin alike share blocks of the cache, within one call.
-            chunked_prefill: a prompt for which a step has no room is read over several.
-            step_tokens: most tokens of a step; more where `max_requests` or an unchunked `max_length` need it.
-            cache_in_grad_buffer: the bytes that hold the cache; by default it has its own.
+            max_length: maximum length of prompt and response together, in tokens.
+            buffer_gb: size of the KV cache on this rank, in GiB.
+            max_requests: maximum number of requests decoded together; raised to `MIN_ROWS`.
+            prefix_caching: requests with a common prefix share blocks of the cache, within one call.
+            chunked_prefill: split the prefill of a prompt that does not fit into a step over several steps.
+            step_tokens: maximum tokens of a step; raised if `max_requests` or an unchunked `max_length` needs more.
+            cache_in_grad_buffer: the gradient buffer that holds the KV cache; None: the cache has its own memory.
         """
-        tensor = dist.get_world_size(pg_collection.tp)
+        tp_size = dist.get_world_size(pg_collection.tp)
         max_requests = max(max_requests, MIN_ROWS)
-        least = max_requests + tensor if chunked_prefill else max(max_length, max_requests + tensor)
+        min_tokens = max_requests + tp_size if chunked_prefill else max(max_length, max_requests + tp_size)
         config = InferenceConfig(
             block_size_tokens=256 if device.has_cuda() else 16,
             buffer_size_gb=buffer_gb,
-            max_requests=-(-max_requests // tensor) * tensor,
-            max_tokens=max(step_tokens, least),
+            max_requests=-(-max_requests // tp_size) * tp_size,
+            max_tokens=max(step_tokens, min_tokens),
             max_sequence_length=max_length,
             pg_collection=pg_collection,
             enable_prefix_caching=prefix_caching,
@@ -129,23 +130,23 @@ class RolloutEngine:
             use_cuda_graphs_for_non_decode_steps=False,
             offset_sampling_seed_by_dp_rank=False,
         )
-        self.model, self.experts, self.layers = model, pg_collection.ep, moe_layers_of(model)
-        self.is_coupled = dist.get_world_size(pg_collection.ep) > 1  # lanes that share experts step together
-        self.most = config.max_requests  # requests in the engine at a time
-        # Its other choice needs symmetric GPU memory; megarl's layers dispatch tokens as in training either way.
+        self.model, self.expert_group, self.layers = model, pg_collection.ep, moe_layers_of(model)
+        self.is_coupled = dist.get_world_size(pg_collection.ep) > 1  # replicas that share experts step together
+        self.max_requests = config.max_requests  # in the engine at a time
+        # The alternative needs symmetric GPU memory; megarl's layers dispatch tokens as in training either way.
         model.config.inference_moe_token_dispatcher_type = "nccl"
-        self._present = cache_in_grad_buffer.present if cache_in_grad_buffer else contextlib.nullcontext  # of the cache
-        with self._present():
+        self._cache_present = cache_in_grad_buffer.present if cache_in_grad_buffer else contextlib.nullcontext
+        with self._cache_present():
             self._build(config, pg_collection, vocab_size, cache_in_grad_buffer)
 
     def _build(
         self, config: InferenceConfig, pg_collection, vocab_size: int, cache_in_grad_buffer: KVCacheInGradBuffer | None
     ):
-        model, tensor = self.model, dist.get_world_size(pg_collection.tp)
+        model, tp_size = self.model, dist.get_world_size(pg_collection.tp)
         self.context = PagedContext(model.config, config, cache_in_grad_buffer and cache_in_grad_buffer.memory)
         attach_routes(self.context, self.layers, model.config, pg_collection.tp)
         wrapper = GPTInferenceWrapper(model, self.context)
-        self.sampling = KeyedSampling(vocab_size, tensor)
+        self.sampling = KeyedSampling(vocab_size, tp_size)
         self.controller = controller = TextGenerationController(wrapper, _TokenIdsOnly())
         controller._sampling = self.sampling
         was_training = model.training
@@ -157,136 +158,143 @@ class RolloutEngine:
 
     @property
     def capacity(self) -> int:
-        """Tokens of the longest prompt and response together that the cache can hold."""
+        """Maximum length of one prompt and response together that the cache can hold, in tokens."""
         return self.context.kv_block_allocator.active_count * self.context.block_size_tokens
 
     @property
     def no_routes(self) -> Tensor:
-        """[0, L, k] int16: the routes of no token."""
+        """[0, L, k] int16: empty routes, for their shape and dtype."""
         return torch.zeros(0, len(self.layers), self.model.config.moe_router_topk, dtype=torch.int16)
 
     def generate(
         self, requests: list[GenerationRequest], end_token: int, settings: SamplingSettings, routes: bool = False
     ) -> list[Completion]:
-        """Writes one completion a request, in their order. A call of all ranks of the lane with the same requests.
+        """Returns one completion per request, in order. All ranks of a replica call it with the same requests.
 
         Args:
-            routes: also return which experts worked for each token (arXiv 2510.11370 §3).
+            routes: also return which experts were chosen for each token (arXiv 2510.11370 §3).
 
         Raises:
-            RuntimeError: `routes` of some token are missing.
+            RuntimeError: the routes of some token are missing.
         """
         done = dict(self.stream(RequestList(enumerate(requests)), end_token, settings, routes))
         return [done[number] for number in range(len(requests))]
 
     def stream(
-        self, source: RequestSource, end_token: int, settings: SamplingSettings, routes: bool = False, most: int | None = None,
-        longest: Callable[[], int | None] | None = None,
+        self, source: RequestSource, end_token: int, settings: SamplingSettings, routes: bool = False,
+        max_requests: int | None = None, response_limit: Callable[[], int | None] | None = None,
     ) -> Iterator[tuple[int, Completion]]:  # fmt: skip
-        """Writes all that a source has: (request's number, completion) of each as it ends.
+        """Generates responses to all requests of a source; yields (request number, completion) as each ends.
 
-        The engine wakes with the first and sleeps after the last, or when the iterator is closed; what is unfinished
-        then is lost. In between other models of this rank may run, and this one, but not learn; and no collective may
-        wait for a lane that shares experts with this one, whose engine waits for this one's.
+        The engine resumes at the first item and suspends after the last one, or when the iterator is closed, which
+        drops unfinished requests. Between items, this rank may run forward passes of any model, but must not update
+        this one. It must not call collectives that wait for a replica which shares experts with this one, because
+        that replica's engine waits for this engine.
 
         Args:
-            source: gives the same requests to all ranks of a lane.
+            source: returns the same requests on all ranks of a replica.
             routes: as in `generate`.
-            most: requests in the engine at a time; default as many as it can hold.
-            longest: asked every `POLL` steps how many tokens a response may have from now on, None: as many as its
-                request says. It may say less than before. Responses with more end soon, with what they have.
+            max_requests: maximum number of requests in the engine at a time; default: as many as it can hold.
+            response_limit: called every `POLL_STEPS` steps; returns the maximum response length in tokens from now
+                on, None: that of each request. It may decrease: longer responses end soon, with their tokens so far.
         """
         was_training = self.model.training
         self.model.eval()
         self.engine.resume()
         try:
-            with self._present(), prepacked_weights(self.model):
-                self._begin(settings, routes)
-                self._longest, self._bound = longest, None
-                while ended := self._write_on(source, end_token, routes, min(most or self.most, self.most)):
-                    yield from ended
+            with self._cache_present(), prepacked_weights(self.model):
+                self._reset(settings, routes)
+                self._response_limit, self._max_response = response_limit, None
+                max_requests = min(max_requests or self.max_requests, self.max_requests)
+                while finished := self._run_until_finished(source, end_token, routes, max_requests):
+                    yield from finished
         finally:
             self.engine.suspend()
             self.model.train(was_training)
 
-    def _begin(self, settings: SamplingSettings, routes: bool):
-        self.context.reset()  # blocks of an earlier call, prefixes too, were computed with older weights
+    def _reset(self, settings: SamplingSettings, routes: bool):
+        self.context.reset()  # cached blocks of an earlier call were computed with older weights
         self.context.kv_block_allocator.record(routes)
         self.engine.requests.clear()
-        self.engine.waiting_request_ids.clear()  # of a call that was not finished
-        self.sampling.settings, self.sampling.keys = settings, torch.zeros(self.most, dtype=torch.int64)
-        self._numbers: dict[int, int] = {}  # the engine's number of each request in it -> its source's
-        self._entered = self._steps = 0
-        self._prompts = torch.zeros_like(self.sampling.keys)  # length of each request's prompt, as it came
+        self.engine.waiting_request_ids.clear()  # of a call that was closed early
+        self.sampling.settings, self.sampling.keys = settings, torch.zeros(self.max_requests, dtype=torch.int64)
+        self._source_numbers: dict[int, int] = {}  # request id in the engine -> number in the source
+        self._num_admitted = self._steps = 0
+        self._prompt_lengths = torch.zeros_like(self.sampling.keys)  # by request id
         InferenceMode.unset_active()
 
-    def _write_on(self, source: RequestSource, end_token: int, routes: bool, most: int) -> list[tuple[int, Completion]]:
-        """What ends with the next step in which something ends; nothing when all is written."""
-        with torch.inference_mode(), self._at_work(routes):
+    def _run_until_finished(
+        self, source: RequestSource, end_token: int, routes: bool, max_requests: int
+    ) -> list[tuple[int, Completion]]:
+        """Runs steps until some requests finish and returns their completions; empty when all requests are done."""
+        with torch.inference_mode(), self._inference_active(routes):
             while True:
                 self._steps += 1
-                if self._longest and self._steps % POLL_STEPS == 0:
-                    self._bound = self._longest()
-                self._cut(self._bound)
-                self._take(source, end_token, most)
+                if self._response_limit and self._steps % POLL_STEPS == 0:
+                    self._max_response = self._response_limit()
+                self._limit_responses(self._max_response)
+                self._admit(source, end_token, max_requests)
                 if not self._any_replica_generates(source):
                     return []
                 if not self.engine.has_unfinished_requests():
                     if self.is_coupled:
-                        self.controller.dummy_forward()  # this rank's experts work for other lanes' tokens
+                        self.controller.dummy_forward()  # this rank's experts compute tokens of other replicas
                 elif records := self.engine.step_modern()["finished_request_records"]:
                     return [self._completion(record.merge(), end_token, routes) for record in records]
 
     @contextlib.contextmanager
-    def _at_work(self, routes: bool):
+    def _inference_active(self, routes: bool):
         InferenceMode.set_active()
         try:
             with recording_routes(self.model) if routes else contextlib.nullcontext():
                 yield
         finally:
             InferenceMode.unset_active()
-            # Scratch memory of sequence parallelism that was made in inference mode cannot be written to in training.
+            # Training cannot write to scratch memory of sequence parallelism that was allocated in inference mode.
             parallel_state.get_global_memory_buffer().buffer.clear()
 
-    def _take(self, source: RequestSource, end_token: int, most: int):
-        """Fills the engine up. A lane whose cache is full takes nothing: what waits in it no other lane can begin."""
-        room = 0 if self.engine.waiting_request_ids else most - len(self._numbers)
+    def _admit(self, source: RequestSource, end_token: int, max_requests: int):
+        """Adds requests up to `max_requests`; none while some wait for cache, since another replica may start them."""
+        room = 0 if self.engine.waiting_request_ids else max_requests - len(self._source_numbers)
         if room <= 0 or source.is_empty():
             return
         for number, request in source.take(room):
-            self._numbers[self._entered] = number
-            if self._entered == len(self._prompts):
-                more = torch.zeros_like(self._prompts)
-                self.sampling.keys, self._prompts = (torch.cat([x, more]) for x in (self.sampling.keys, self._prompts))
-            self.sampling.keys[self._entered], self._prompts[self._entered] = request.key, len(request.prompt)
-            self.engine.add_request(self._entered, request.prompt, _params(request, end_token))
-            self._entered += 1
+            request_id = self._num_admitted
+            self._source_numbers[request_id] = number
+            if request_id == len(self._prompt_lengths):
+                more = torch.zeros_like(self._prompt_lengths)
+                self.sampling.keys = torch.cat([self.sampling.keys, more])
+                self._prompt_lengths = torch.cat([self._prompt_lengths, more])
+            self.sampling.keys[request_id] = request.key
+            self._prompt_lengths[request_id] = len(request.prompt)
+            self.engine.add_request(request_id, request.prompt, _params(request, end_token))
+            self._num_admitted += 1
 
-    def _cut(self, longest: int | None):
-        """Ends the responses in the cache that have so many tokens with the next step, others when they have."""
-        if longest is not None:
-            c, inside = self.context, slice(self.context.total_request_count)
-            bounds = self._prompts[c.request_ids[inside].long()] + longest
-            c.request_output_lengths[inside] = c.request_output_lengths[inside].minimum(bounds)
+    def _limit_responses(self, max_response: int | None):
+        """Limits responses in the cache to `max_response` tokens; longer ones end with the next step."""
+        if max_response is not None:
+            c, active = self.context, slice(self.context.total_request_count)
+            limits = self._prompt_lengths[c.request_ids[active].long()] + max_response
+            c.request_output_lengths[active] = c.request_output_lengths[active].minimum(limits)
 
     def _completion(self, request, end_token: int, routes: bool) -> tuple[int, Completion]:
         tokens = [int(t) for t in request.generated_tokens]
         logprobs = [float(p) for p in request.generated_log_probs]
         if len(tokens) != len(logprobs):
             raise RuntimeError(f"the engine returned {len(tokens)} tokens and {len(logprobs)} log-probs for a request")
-        count, blocks = len(request.prompt_tokens) + len(tokens), self.context.kv_block_allocator
-        recorded = blocks.routes_of(request.request_id, count) if routes else None
+        length = len(request.prompt_tokens) + len(tokens)
+        recorded = self.context.kv_block_allocator.routes_of(request.request_id, length) if routes else None
         completion = Completion(tokens, logprobs, bool(tokens) and tokens[-1] == end_token, recorded)
-        return self._numbers.pop(request.request_id), completion
+        return self._source_numbers.pop(request.request_id), completion
 
     def _any_replica_generates(self, source: RequestSource) -> bool:
-        """Whether a lane that shares experts with this one has requests left: all of them step until none has."""
-        mine = self.engine.has_unfinished_requests() or not source.is_empty()
+        """Whether any replica that shares experts with this one has requests left; all step until none has."""
+        has_requests = self.engine.has_unfinished_requests() or not source.is_empty()
         if not self.is_coupled:
-            return mine
-        left = torch.tensor([mine], dtype=torch.int32, device=device.device())
-        dist.all_reduce(left, op=dist.ReduceOp.MAX, group=self.experts)
-        return bool(left)
+            return has_requests
+        any_has = torch.tensor([has_requests], dtype=torch.int32, device=device.device())
+        dist.all_reduce(any_has, op=dist.ReduceOp.MAX, group=self.expert_group)
+        return bool(any_has)
 
 
 def _params(request: GenerationRequest, end_token: int) -> SamplingParams:

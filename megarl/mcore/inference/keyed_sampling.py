@@ -1,4 +1,4 @@
-"""How the rollout engine draws tokens: from keyed random numbers, with the log-probs that training recomputes."""
+"""Token sampling of the rollout engine: keyed random numbers, and the log-probs that training recomputes."""
 
 import torch
 from megatron.core.inference.sampling.base import Sampling
@@ -10,7 +10,7 @@ from megarl.mcore.kernels.vocab_parallel_logprobs import GatheredPolicy
 
 
 class KeyedSampling(Sampling):
-    """Draws the token at a position of a request from one number of the request's stream."""
+    """Samples the token at each position of a request with one number of the request's random stream."""
 
     def __init__(self, vocab_size: int, tensor_ranks: int):
         self.vocab_size, self.tensor_ranks = vocab_size, tensor_ranks
@@ -19,7 +19,7 @@ class KeyedSampling(Sampling):
         self._policy: GatheredPolicy | None = None
 
     def sample_kernel(self, logits, n, context, *, gather_indices=None, output=None, **_):
-        """Tokens of the n active requests, from logits [≥ n, V]; the contract of Megatron's sampling backends."""
+        """Samples tokens [n] of the active requests from logits [≥ n, V], as Megatron's sampling backends do."""
         rows = logits[:n] if gather_indices is None else logits[gather_indices[:n]]
         active = slice(context.paused_request_count, context.total_request_count)
         positions = context.request_kv_length_offsets[active] + context.request_query_lengths[active]
@@ -29,10 +29,10 @@ class KeyedSampling(Sampling):
         return tokens if output is None else output.copy_(tokens)
 
     def log_probs(self, tokens: Tensor) -> Tensor:
-        """[n] log-probs of the tokens [n] that were just drawn, under the temperature-scaled policy over the whole
-        vocabulary: the numbers that training recomputes."""
+        """Returns [n] log-probs of the tokens [n] just sampled, under the temperature-scaled policy over the whole
+        vocabulary, as training recomputes them."""
         return self._policy.logprobs(tokens)
 
     def log_probs_kernel(self, logits, context, *, token_to_request_index=None):
-        """Megarl's context asks for the drawn tokens' log-probs alone."""
-        raise NotImplementedError("log-probs of all tokens of the vocabulary")
+        """Not supported: `PagedContext` needs only the log-probs of sampled tokens."""
+        raise NotImplementedError("log-probs of the whole vocabulary")

@@ -1,9 +1,9 @@
-"""Routes of the text that the engine writes, all of them or an error.
+"""Recorded expert choices (routes) of prompts and responses in the engine: complete, or an error.
 
-They lie with the blocks of the cache, as the keys do, so that whoever shares a block has its routes, and are taken out
-when a request ends, before another one gets its blocks. Megatron's own bookkeeping looks later, finds blocks that are
-someone else's by then, says expert 0 where it knows nothing, and gives up on requests that were evicted. Such a request
-is read again from its start: its routes are those of the pass that its keys are of.
+Routes are stored per cache block, like keys, so requests that share a block share its routes. They are copied out when
+a request ends, before another request reuses its blocks. Megatron's own bookkeeping reads them later, after blocks were
+reused, fills gaps with expert 0, and drops routes of evicted requests. An evicted request is prefilled again from its
+start: its routes come from the pass that computed its keys.
 """
 
 import torch
@@ -17,46 +17,46 @@ from megarl.mcore.moe.routing import NO_ROUTE
 
 
 class StepRoutes(RoutingMetadata):
-    """What the routers recorded in one step of the engine."""
+    """Routes that the routers recorded in one step of the engine."""
 
     def __init__(self, context, layers: tuple[int, ...], topk: int, tensor_ranks: int):
-        """`tensor_ranks`: over which sequence parallelism cuts a step's tokens; 1 without it."""
+        """`tensor_ranks`: ranks over which sequence parallelism splits a step's tokens; 1 without it."""
         super().__init__(context, topk)
         self.layers, self.tensor_ranks = layers, tensor_ranks
 
     def get_routing_indices(self) -> Tensor | None:
-        """[R, L, k] int32 of the R tokens of the step, padding included, that this rank's routers saw; None: L is 0.
+        """Returns routes [R, L, k] int32 of the R tokens, padding included, in this rank's routers; None if L is 0.
 
         Raises:
-            RuntimeError: a router recorded nothing, or other rows.
+            RuntimeError: a router recorded nothing, or another number of tokens.
         """
         recorded = RouterReplay.get_recorded_data()
         rows = self.context.padded_active_token_count // self.tensor_ranks
-        found = [0 if routes is None else len(routes) for routes in recorded]
-        if found != [rows] * len(self.layers):
+        counts = [0 if routes is None else len(routes) for routes in recorded]
+        if counts != [rows] * len(self.layers):
             raise RuntimeError(
-                f"rollout: the engine recorded routes of {found} tokens in MoE layers {list(self.layers)}; "
+                f"rollout: the engine recorded routes of {counts} tokens in MoE layers {list(self.layers)}; "
                 f"its step had {rows}"
             )
-        RouterReplay.clear_global_indices()  # a router that is left out next time must not answer with these
-        return torch.stack(recorded, dim=1).int() if recorded else None  # gloo gathers no int16
+        RouterReplay.clear_global_indices()  # a router that is skipped in the next step must not return these
+        return torch.stack(recorded, dim=1).int() if recorded else None  # gloo cannot gather int16
 
 
 class RoutedBlocks(KVBlockAllocator):
-    """Megatron's allocator of cache blocks, which keeps the routes of their tokens while `is_recording`."""
+    """Megatron's allocator of cache blocks; keeps the routes of their tokens while `is_recording`."""
 
     def __init__(self, fresh: KVBlockAllocator, layers: tuple[int, ...], topk: int):
-        """Takes the place of a `fresh` allocator of the same size."""
+        """Replaces `fresh`, an unused allocator of the same size."""
         super().__init__(
             fresh.context, fresh.total_count, fresh.paused_count, fresh.enable_prefix_caching,
             fresh.prefix_caching_eviction_policy,
         )  # fmt: skip
         self.layers, self.topk, self.is_recording = layers, topk, False
         self.routes: Tensor | None = None  # [blocks, block, L, k] int16, on the host
-        self.finished: dict[int, Tensor] = {}  # request -> [n, L, k] of those that ended and were not asked for
+        self.finished: dict[int, Tensor] = {}  # request id -> [n, L, k] of ended requests, until `routes_of`
 
     def record(self, is_recording: bool):
-        """Whether the next requests' routes are kept."""
+        """Starts or stops keeping the routes of requests, and drops those of ended ones."""
         self.is_recording = is_recording
         self.finished.clear()
         if is_recording and self.routes is None:
@@ -64,9 +64,9 @@ class RoutedBlocks(KVBlockAllocator):
             self.routes = torch.empty(size, dtype=torch.int16, device="cpu")
 
     def allocate_memory_blocks(self, num_blocks: int) -> Tensor | None:
-        """[num_blocks] blocks, without keys and routes of whoever had them; None where too few are free.
+        """Returns [num_blocks] blocks, cleared of old keys and routes; None if too few are free.
 
-        Attention reads whole blocks: memory that was something else's may hold what is no number.
+        Attention reads whole blocks, and reused memory may contain NaN.
         """
         blocks = super().allocate_memory_blocks(num_blocks)
         if blocks is not None and num_blocks:
@@ -76,42 +76,43 @@ class RoutedBlocks(KVBlockAllocator):
         return blocks
 
     def store_routing_per_block(self, flat_routing):
-        """Keeps a step's routes, a numpy array [tokens, L, k]. None: a step without recording, or no MoE layer here."""
+        """Stores a step's routes, a numpy array [tokens, L, k]; None: not recording, or no MoE layer on this rank."""
         if flat_routing is None:
             return
         c, tokens = self.context, slice(len(flat_routing))
-        places = c.token_to_block_idx[tokens].long(), c.token_to_local_position_within_kv_block[tokens].long()
-        self.routes[places] = torch.from_numpy(flat_routing)
+        slots = c.token_to_block_idx[tokens].long(), c.token_to_local_position_within_kv_block[tokens].long()
+        self.routes[slots] = torch.from_numpy(flat_routing)
 
     def take_out(self, is_active: Tensor):
-        """Copies the routes of the requests that end with this step; `is_active` [requests of the step]."""
+        """Copies the routes of requests that end with this step; `is_active`: [requests of the step], 0 if ended."""
         if not self.is_recording:
             return
         c = self.context
-        for place in ((is_active == 0).nonzero().flatten() + c.paused_request_count).tolist():
-            number, blocks = int(c.request_ids[place]), c.request_to_kv_block_ids[place].long()
-            if number != c.chunked_prefill_request_id:  # half of a prompt: what was sampled behind it does not count
-                tokens = int(c.request_kv_length_offsets[place] + c.request_query_lengths[place])
-                self.finished[number] = self.routes[blocks[blocks >= 0]].flatten(0, 1)[:tokens]
+        for row in ((is_active == 0).nonzero().flatten() + c.paused_request_count).tolist():
+            request_id, blocks = int(c.request_ids[row]), c.request_to_kv_block_ids[row].long()
+            if request_id != c.chunked_prefill_request_id:  # a partial prefill: its sampled token is discarded
+                tokens = int(c.request_kv_length_offsets[row] + c.request_query_lengths[row])
+                self.finished[request_id] = self.routes[blocks[blocks >= 0]].flatten(0, 1)[:tokens]
 
-    def routes_of(self, number: int, tokens: int) -> Tensor:
-        """[tokens, L, k] int16 of a finished request of so many tokens; the last one, which never ran, has no route.
+    def routes_of(self, request_id: int, tokens: int) -> Tensor:
+        """Returns routes [tokens, L, k] int16 of a finished request of that length; the last token, which was never
+        computed, has none.
 
         Raises:
-            RuntimeError: a token lacks its route in a layer.
+            RuntimeError: a token has no route in some layer.
         """
-        rows = self.finished.pop(number, torch.zeros(0, len(self.layers), self.topk, dtype=torch.int16))
+        rows = self.finished.pop(request_id, torch.zeros(0, len(self.layers), self.topk, dtype=torch.int16))
         known = int((rows >= 0).flatten(1).all(1).sum())
         if (len(rows), known) != (tokens - 1, tokens - 1):
             raise RuntimeError(
-                f"rollout: request {number} has routes of {known} tokens in MoE layers {list(self.layers)}, "
-                f"{tokens - 1} are wanted"
+                f"rollout: request {request_id} has routes of {known} tokens in MoE layers {list(self.layers)}, "
+                f"{tokens - 1} are expected"
             )
         return torch.cat([rows, rows.new_full((1, *rows.shape[1:]), NO_ROUTE)])
 
 
 def attach_routes(context, layers: tuple[int, ...], config, tensor_group):
-    """Gives a context that was just made its stores of routes in this rank's MoE layers."""
+    """Replaces the allocator and routing metadata of a new context, to record routes in this rank's MoE layers."""
     ranks = dist.get_world_size(tensor_group) if config.sequence_parallel else 1
     context.kv_block_allocator = RoutedBlocks(context.kv_block_allocator, layers, config.moe_router_topk)
     context.moe_routing_metadata = StepRoutes(context, layers, config.moe_router_topk, ranks)

@@ -1,8 +1,8 @@
-"""Offload: a role's weights, gradients and optimizer states are on the device in their turns alone.
+"""Offload: a role's weights, gradients and optimizer states are on the device only while they are used.
 
-Weights and optimizer states wait on the host; gradients are dead between updates and wait nowhere. Buffers of a model,
-a few numbers for each expert, stay. What moves, and that it stays valid, is `memory`'s. With or without offload the
-bytes of dead gradients hold the rollout's cache.
+Weights and optimizer states move to the host; gradients are dropped between updates. A model's buffers, a few numbers
+per expert, stay on the device. `arena` moves the memory. With or without offload, the gradient buffer holds the
+rollout's KV cache between updates.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ from megarl.mcore.memory.arena import Arena, DeviceBlock, host_memory, storage_o
 
 
 class Offload:
-    """What moves of one role's memory on this rank, by kind: "weights", "gradients", "optimizer"."""
+    """One role's memory on this rank that moves, by kind: "weights", "gradients", "optimizer"."""
 
     def __init__(self, blocks: dict[str, list[DeviceBlock]]):
-        """Everything in `blocks` leaves at once. `timed` may become a context manager's factory: it times moves."""
+        """Moves all `blocks` to the host. `timed` may be set to a factory of context managers that time moves."""
         self.blocks, self.timed = blocks, contextlib.nullcontext
         for block in self._all():
             if block.is_present:
@@ -32,19 +32,19 @@ class Offload:
 
     @property
     def bytes(self) -> int:
-        """Of host memory on this rank."""
+        """Bytes of host copies on this rank."""
         return sum(block.size for block in self._all() if block.host_copy is not None)
 
     def metrics(self, role: str) -> dict[str, int]:
-        """`memory/<role>/offloaded_bytes` of a role that has offload, else nothing."""
+        """Returns `memory/<role>/offloaded_bytes`; empty for a role without offload."""
         return {f"memory/{role}/offloaded_bytes": self.bytes} if self.blocks else {}
 
     @contextlib.contextmanager
     def present(self, *kinds: str, changed: bool = False):
-        """These kinds are on the device inside; a block that was there already stays behind it.
+        """Context in which these kinds are on the device; blocks that were there before stay afterwards.
 
-        `changed`: they are written to. What is only read is not copied back. After an exception blocks leave as well,
-        and one of leaving does not take its place.
+        `changed`: the caller writes to them; blocks that are only read are not copied back. After an exception the
+        blocks leave as well, and the exception is raised even if leaving fails.
         """
         blocks = [block for kind in kinds for block in self.blocks.get(kind, ())]
         arriving = [block for block in blocks if not block.is_present]
@@ -60,42 +60,42 @@ class Offload:
             raise
         self._move(arriving, methodcaller("leave"))
 
-    def _move(self, blocks: list[DeviceBlock], way: Callable[[DeviceBlock], None]):
+    def _move(self, blocks: list[DeviceBlock], move: Callable[[DeviceBlock], None]):
         with self.timed() if blocks else contextlib.nullcontext():
             for block in blocks:
-                way(block)
+                move(block)
 
     def on_host(self, state: dict) -> dict:
-        """Lets a checkpoint's entries read and fill the twins of what is away, in place."""
+        """Points a checkpoint's entries for offloaded tensors at their host copies, in place."""
         away = {block.storage._cdata: block for block in self._all() if not block.is_present}
 
-        def moved(entry):
+        def redirect(entry):
             if isinstance(entry, ShardedBase) and isinstance(entry.data, Tensor) and storage_of(entry.data) in away:
                 entry.data = away[storage_of(entry.data)].on_host(entry.data)
             return entry
 
-        dict_list_map_inplace(moved, state)
+        dict_list_map_inplace(redirect, state)
         return state
 
 
 class KVCacheInGradBuffer:
-    """Bytes of gradients for what is dead while they live: the cache of a rollout on the module that learns."""
+    """The rollout's KV cache in the gradient buffer of the model that trains: they are never needed together."""
 
     def __init__(self, wrapped, offload: Offload):
-        """`wrapped`: the chunks with gradient buffers, `optimizer.wrap`; each update must zero them first."""
+        """`wrapped`: chunks from `optimizer.wrap_for_training`; each update must zero the gradients first."""
         self._buffers, self.offload = _grad_buffers(wrapped), offload
 
     def present(self):
-        """Context in which the bytes are there; what they held before is forgotten where gradients are offloaded."""
+        """Context in which the memory is on the device; with offloaded gradients its old contents are lost."""
         return self.offload.present("gradients")
 
     def memory(self, size: int) -> Tensor:
-        """[size] bytes on the largest buffer, which grows to them where it has less; the same at each call."""
+        """Returns [size] bytes of the largest gradient buffer, which grows if needed; the same memory each time."""
         with self.present():
             buffer = max(self._buffers, key=lambda buffer: buffer.grad_data.nbytes)
             storage = buffer.grad_data.untyped_storage()
             if storage.nbytes() < size:
-                storage.resize_(0)  # else the old and the new bytes would be there together
+                storage.resize_(0)  # otherwise the old and the new memory would be allocated together
                 storage.resize_(size)
                 buffer.grad_data.zero_()
             for block in self.offload.blocks.get("gradients", ()):
@@ -109,17 +109,17 @@ def _grad_buffers(wrapped) -> list:
 
 
 def offload_frozen(stages) -> Offload:
-    """The weights of a model that never learns; they are on the host from now on."""
+    """Moves the weights of a frozen model to the host and returns their offload."""
     return _guarded(stages, {"weights": _weights(stages, [])})
 
 
 def offload_trainable(stages, wrapped, optimizer, keeps_weights: bool = False) -> Offload:
-    """Gradients, optimizer states and, unless it `keeps_weights`, weights of a role that learns; all away from now on.
+    """Offloads gradients, optimizer states and, unless it `keeps_weights`, weights of a trained role.
 
     Args:
         stages: the model's bare chunks.
-        wrapped: the chunks with gradient buffers, `optimizer.wrap`.
-        optimizer: `optimizer.build_optimizer`, its states created.
+        wrapped: the chunks with gradient buffers, from `optimizer.wrap_for_training`.
+        optimizer: from `optimizer.build_optimizer`, with its states created.
     """
     buffers = _grad_buffers(wrapped)
     weights = [] if keeps_weights else _weights(stages, [b.param_data for b in buffers if b.param_data is not None])
@@ -136,29 +136,29 @@ def _arena(find) -> list[DeviceBlock]:
 
 
 def _weights(stages, buffers: list[Tensor]) -> list[DeviceBlock]:
-    """Buffers that hold weights as they are, and the weights that stand alone."""
+    """Returns one block per parameter buffer, and one for all weights outside these buffers."""
     held = {storage_of(buffer) for buffer in buffers}
-    alone = [p for p in stages.parameters() if storage_of(p) not in held]
-    return [*(DeviceBlock(b.untyped_storage(), host_memory(b.nbytes)) for b in buffers), *_arena(lambda: alone)]
+    separate = [p for p in stages.parameters() if storage_of(p) not in held]
+    return [*(DeviceBlock(b.untyped_storage(), host_memory(b.nbytes)) for b in buffers), *_arena(lambda: separate)]
 
 
 def _states(stages, optimizer) -> list[Tensor]:
-    """What an optimizer holds beside the weights: fp32 copies of them, moments."""
-    weights, found = {storage_of(p) for p in stages.parameters()}, []
-    for part in optimizer.chained_optimizers:
-        for parameter in (p for group in part.optimizer.param_groups for p in group["params"]):
-            states = part.optimizer.state.get(parameter, {})
-            held = [parameter, *(states[name] for name in sorted(states))]
-            found += [t for t in held if isinstance(t, Tensor) and storage_of(t) not in weights]
-    return found
+    """Returns an optimizer's tensors other than the weights: their fp32 copies, and moments."""
+    weights, tensors = {storage_of(p) for p in stages.parameters()}, []
+    for chained in optimizer.chained_optimizers:
+        for parameter in (p for group in chained.optimizer.param_groups for p in group["params"]):
+            states = chained.optimizer.state.get(parameter, {})
+            candidates = [parameter, *(states[name] for name in sorted(states))]
+            tensors += [t for t in candidates if isinstance(t, Tensor) and storage_of(t) not in weights]
+    return tensors
 
 
 def _guarded(stages, blocks: dict[str, list[DeviceBlock]]) -> Offload:
-    """The offload; a forward that nobody brought the weights for would read memory that is not there."""
+    """Returns the offload, with hooks that reject a forward without weights, which would read freed memory."""
 
     def check(*_):
         if not all(block.is_present for block in blocks["weights"]):
-            raise RuntimeError("a forward while the model's weights are on the host")
+            raise RuntimeError("forward while the model's weights are on the host: use Offload.present")
 
     for chunk in stages:
         chunk.register_forward_pre_hook(check)

@@ -1,8 +1,7 @@
-"""Weights drawn from the seed and their own name: the same numbers in every layout, for a model of any parallel sizes.
+"""Initial weights drawn from the seed and the weight's name, equal in every parallel layout.
 
-Megatron's own initialization draws one matrix behind the other, so that a rank of a later pipeline stage, or with
-other experts, starts from other numbers. Here each matrix has a generator of its own, named by layer and expert; a
-rank draws the whole matrix, one at a time, and keeps its slice.
+Megatron draws one matrix after another from one generator, so initial weights depend on the layout. Here each matrix
+has its own generator, seeded by its global name; a rank draws one whole matrix at a time and keeps its slice.
 """
 
 import hashlib
@@ -12,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SCALED = ("linear_proj.weight", "linear_fc2.weight")  # their deviation falls with depth (1909.08053 §3, as GPT-2's)
+SCALED = ("linear_proj.weight", "linear_fc2.weight")  # standard deviation falls with depth (1909.08053 §3, GPT-2)
 
 
 def initialize(chunk, seed: int, pg_collection):
-    """Draws every weight of a model chunk: matrices by the config's methods, biases 0; norms stay as they are made."""
+    """Initializes a model chunk: matrices by the config's methods, biases to 0; norms keep their values."""
     for name, parameter in chunk.named_parameters():
         if parameter.dim() > 1 and not _is_scalar_head(name, parameter):
             _draw(global_name(name, chunk, pg_collection), name, parameter, chunk.config, seed, pg_collection)
@@ -29,7 +28,7 @@ def _is_scalar_head(name: str, parameter: Tensor) -> bool:
 
 
 def global_name(name: str, chunk, pg_collection) -> str:
-    """A parameter's name in the whole model: layers and experts numbered over all stages and ranks, from 0."""
+    """Returns a parameter's name in the whole model: layers and experts numbered from 0 over all stages and ranks."""
     if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
         return "embedding.word_embeddings.weight"  # a later stage's copy of the first stage's embedding
 
@@ -58,15 +57,15 @@ def _draw(whole_name: str, name: str, parameter: Tensor, config, seed: int, pg_c
     is_expert = ".local_experts." in name
     group = pg_collection.expt_tp if is_expert else pg_collection.tp
     is_split = getattr(parameter, "tensor_model_parallel", False)
-    parts, shape = dist.get_world_size(group) if is_split else 1, list(parameter.shape)
+    shards, shape = dist.get_world_size(group) if is_split else 1, list(parameter.shape)
     axis = parameter.partition_dim if is_split else 0
-    shape[axis] *= parts
+    shape[axis] *= shards
     whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
     devices = [parameter.device] if parameter.is_cuda else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(_seed(seed, whole_name))
         _method(whole_name, config)(whole)
-    # A gated layer's rank holds a share of the gates, then the same share of the ups.
+    # A rank holds its shard of the gate projection, then the same shard of the up projection.
     halves = 2 if name.endswith("linear_fc1.weight") and config.gated_linear_unit else 1
     rank = dist.get_rank(group) if is_split else 0
-    parameter.copy_(torch.cat([half.chunk(parts, axis)[rank] for half in whole.chunk(halves, axis)], axis))
+    parameter.copy_(torch.cat([half.chunk(shards, axis)[rank] for half in whole.chunk(halves, axis)], axis))

@@ -19,7 +19,7 @@ class ValueHead(torch.nn.Linear):
         self.group = group
         for parameter in self.parameters():
             torch.nn.init.zeros_(parameter)
-            parameter.sequence_parallel = config.sequence_parallel  # each rank sees its tokens: gradients are summed
+            parameter.sequence_parallel = config.sequence_parallel  # ranks see only their tokens: sum grads
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[T, H] -> [T] fp32.
@@ -29,7 +29,7 @@ class ValueHead(torch.nn.Linear):
         return (hidden.float() * self.weight.float()).sum(-1) + self.bias.float()
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
-        """Replicated over tensor-parallel ranks."""
+        """Describes the weights to checkpoints, replicated over tensor-parallel ranks."""
         state, replicas = self.state_dict(prefix="", keep_vars=True), metadata["dp_cp_group"]
         return make_sharded_tensors_for_checkpoint(
             state, prefix, {}, sharded_offsets, tp_group=self.group, dp_cp_group=replicas

@@ -1,1 +1,1 @@
-""""""
+"""Training: optimizer, gradient buffers and learning-rate schedule of a role."""

@@ -19,10 +19,10 @@ from megarl.mcore.parallel.fsdp import FullyShardedDataParallel
 
 
 class Adam(torch.optim.Optimizer):
-    """Adam (1412.6980) or AdamW (1711.05101) with FusedAdam's interface: the step counter lives in the param group.
+    """Adam (1412.6980) or AdamW (1711.05101) with FusedAdam's interface: the step counter is in the param group.
 
     torch's AdamW keeps a step in every parameter's state, which a distributed-optimizer checkpoint cannot load.
-    Where Transformer Engine or Apex is installed Megatron takes their FusedAdam and this class is not used.
+    If Transformer Engine or Apex is installed, Megatron uses their FusedAdam instead of this class.
     """
 
     def __init__(self, params, lr, weight_decay, betas, eps, adam_w_mode=True, capturable=False):
@@ -31,7 +31,7 @@ class Adam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One update of every parameter that has a gradient."""
+        """Updates every parameter that has a gradient."""
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             params = [p for p in group["params"] if p.grad is not None]
@@ -43,7 +43,7 @@ class Adam(torch.optim.Optimizer):
             if not self.state[p]:
                 self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
         columns = [(p, p.grad, self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]) for p in params]
-        # Each rank updates the rows that it holds of a sharded parameter.
+        # Each rank updates its own rows of a sharded parameter.
         weights, grads, first, second = [list(map(to_local_if_dtensor, c)) for c in zip(*columns, strict=True)]
         decay = group["weight_decay"]
         if not self.adam_w_mode:
@@ -58,7 +58,7 @@ class Adam(torch.optim.Optimizer):
 
 if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
     megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = Adam, False
-    # The distributed optimizer asks once more which Adam it holds; ours keeps its step where FusedAdam does.
+    # The distributed optimizer checks separately which Adam it has; ours keeps its step where FusedAdam does.
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
 
 
@@ -67,7 +67,7 @@ def _fields(config_class, args) -> dict:
 
 
 def wrap_for_training(stages, args, pg_collection) -> list[DistributedDataParallel | FullyShardedDataParallel]:
-    """Each chunk with gradients in contiguous buffers or shards, summed over data- and context-parallel ranks."""
+    """Wraps each chunk with gradient buffers or FSDP shards, summed over data- and context-parallel ranks."""
     settings = _fields(DistributedDataParallelConfig, args)
     settings |= {
         "grad_reduce_in_fp32": args.accumulate_allreduce_grads_in_fp32,
@@ -80,31 +80,31 @@ def wrap_for_training(stages, args, pg_collection) -> list[DistributedDataParall
     wrapped = [wrapper(chunk.config, config, chunk, pg_collection=pg_collection) for chunk in stages]
 
     def finalize(models, num_tokens=None, **_):
-        # Losses are already local sums over global counts, so no division by tokens follows the reduction.
+        # Losses are local sums divided by global counts, so the reduced gradients need no division by tokens.
         finalize_model_grads(models, None, pg_collection=pg_collection)
 
-    shared = wrapped[0].config  # all chunks have one config
-    shared.finalize_model_grads_func = finalize
-    shared.no_sync_func = [w.no_sync for w in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+    model_config = wrapped[0].config  # shared by all chunks
+    model_config.finalize_model_grads_func = finalize
+    model_config.no_sync_func = [w.no_sync for w in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     return wrapped
 
 
 def build_optimizer(wrapped: list[DistributedDataParallel | FullyShardedDataParallel], args, pg_collection):
-    """Megatron's optimizer over the wrapped chunks' parameters."""
+    """Returns Megatron's optimizer of the wrapped chunks' parameters."""
     config = OptimizerConfig(**_fields(OptimizerConfig, args))
     with override_default_group(pg_collection.intra_dist_opt):
         optimizer = get_megatron_optimizer(config, wrapped, use_gloo_process_groups=False, pg_collection=pg_collection)
-    for part in optimizer.chained_optimizers:
-        part.init_state_fn(part.optimizer, part.config)  # moments exist before the first update: a save may come first
+    for chained in optimizer.chained_optimizers:
+        chained.init_state_fn(chained.optimizer, chained.config)  # a checkpoint may be saved before the first update
     wrapped[0].config.grad_scale_func = optimizer.scale_loss
     optimizer.routers = balanced_routers(wrapped)
     return optimizer
 
 
 def update(optimizer) -> tuple[bool, float]:
-    """Clips and applies the reduced gradients, and moves what balances experts; (whether it did, norm before clipping).
+    """Applies the clipped gradients and updates expert-balancing state; returns (applied, norm before clipping).
 
-    The norm is the same on every rank of the role, so all skip a non-finite gradient together.
+    The norm is the same on every rank of the role, so all ranks skip a non-finite gradient together.
     """
     applied, norm = _step(optimizer)
     finish_update(optimizer.routers, applied)
@@ -118,13 +118,13 @@ def _step(optimizer) -> tuple[bool, float]:
     if overflow or not math.isfinite(norm) or norm > config.grad_norm_skip_threshold:
         return False, norm
     if config.clip_grad > 0:
-        for part in optimizer.chained_optimizers:
-            clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=config.clip_grad, total_norm=norm)
+        for chained in optimizer.chained_optimizers:
+            clip_grad_by_total_norm_fp32(chained.get_parameters(), max_norm=config.clip_grad, total_norm=norm)
     return optimizer.step_with_ready_grads(), norm
 
 
 def build_scheduler(optimizer, args, updates_per_iteration: int) -> OptimizerParamScheduler:
-    """Megatron's schedule, stepped once an update; `--lr-warmup-iters` and the like count iterations of the run."""
+    """Returns Megatron's schedule, stepped once per update; flags such as `--lr-warmup-iters` count iterations."""
     decay = (args.lr_decay_iters or args.train_iters) * updates_per_iteration
     warmup = (args.lr_warmup_iters or 0) * updates_per_iteration
     if args.lr_warmup_fraction is not None:

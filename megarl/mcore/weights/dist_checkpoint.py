@@ -1,8 +1,8 @@
-"""Megatron's distributed checkpoints: every role's models and optimizers in one folder, loadable in another layout.
+"""Megatron's distributed checkpoints: models and optimizers of all roles in one folder, loadable in any layout.
 
-One collective save of the whole world. A role's tensors carry the role's name as prefix; what is not a tensor
-(param groups, schedulers, counters) becomes one object a role, because Megatron keeps plain objects of rank 0 alone
-and rank 0 need not belong to the role.
+Saving is one collective of the whole world. Keys of a role's tensors are prefixed with the role's name. Everything else
+(param groups, schedulers, counters) becomes one object per role, because Megatron saves plain objects of rank 0 only,
+which may not belong to the role.
 """
 
 import copy
@@ -33,7 +33,7 @@ def _metadata(pg_collection) -> dict:
 
 
 def _prefixed(state: dict, prefix: str) -> dict:
-    """Adds a prefix to the keys under which Megatron stores tensors and objects."""
+    """Prefixes the keys under which Megatron stores tensors and objects, in place."""
 
     def visit(value):
         if isinstance(value, dict):
@@ -54,24 +54,24 @@ def _is_sharded(value) -> bool:
 
 
 def _object(key: str, data, rank_in_role: int) -> ShardedObject:
-    """Picklable data that the role's first rank writes and all of its ranks read, in any layout."""
+    """Wraps picklable data that the role's first rank writes and all of its ranks read, in any layout."""
     return ShardedObject(key, data, global_shape=(1,), global_offset=(0,), replica_id=rank_in_role)
 
 
 def _weights(stages, pg_collection) -> dict:
-    """Sharded state of each chunk; its keys number layers over the whole model."""
+    """Returns the sharded state of each chunk; its keys number layers over the whole model."""
     return {f"chunk{i}": chunk.sharded_state_dict(metadata=_metadata(pg_collection)) for i, chunk in enumerate(stages)}
 
 
 def role_state(role: str, stages, optimizer, plain: dict, pg_collection, ranks: range, loading: bool = False) -> dict:
-    """What a checkpoint holds of one role on this rank, ready for `save` or `load`.
+    """Returns one role's checkpoint state on this rank, ready for `save` or `load`.
 
     Args:
         role: prefix of its keys.
         stages: the model's bare chunks.
         optimizer: Megatron's optimizer, or None for the model alone.
-        plain: picklable state: scheduler, counters.
-        loading: whether optimizer states must be created first, to be filled.
+        plain: picklable state such as scheduler and counters.
+        loading: create the optimizer states that `load` will fill.
     """
     rank = dist.get_rank() - ranks.start
     weights = _weights(stages, pg_collection)
@@ -84,7 +84,7 @@ def role_state(role: str, stages, optimizer, plain: dict, pg_collection, ranks: 
 
 
 def model_state(role: str, stages, pg_collection, with_value_head: bool = True) -> dict:
-    """The weights of one role alone, under the keys of `role` in the checkpoint."""
+    """Returns the state of one role's weights only, under the keys of `role` in the checkpoint."""
     weights = _weights(stages, pg_collection)
     for chunk, state in zip(stages, weights.values(), strict=True):
         if not with_value_head and isinstance(getattr(chunk, "output_layer", None), ValueHead):
@@ -94,7 +94,7 @@ def model_state(role: str, stages, pg_collection, with_value_head: bool = True) 
 
 
 def drop_missing_balancing_buffers(weights: dict, held: Container[str]):
-    """Takes buffers that balance experts, and that a folder does not hold by their keys, out of a role's weights."""
+    """Removes expert-balancing buffers from a role's weights if their keys are not in `held`, a checkpoint's keys."""
     for state in weights.values():
         for name in [name for name in state if name.endswith((".expert_bias", ".expert_share"))]:
             if state[name].key not in held:
@@ -102,13 +102,13 @@ def drop_missing_balancing_buffers(weights: dict, held: Container[str]):
 
 
 def load_weights(stages, state: dict, strict: bool = True):
-    """Puts a role's loaded weights into its chunks; not strict: what the state lacks stays as it is."""
+    """Loads a role's weights into its chunks; not strict: weights missing from the state keep their values."""
     for i, chunk in enumerate(stages):
         chunk.load_state_dict(state[f"chunk{i}"], strict=strict)
 
 
 def rank_state() -> dict:
-    """Random states of this rank; restored only into a world of the same size."""
+    """Returns this rank's random states, which can be restored only in a world of the same size."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     data = {
@@ -120,7 +120,7 @@ def rank_state() -> dict:
 
 
 def restore_rank_state(state: dict):
-    """Puts back what `rank_state` saved."""
+    """Restores the random states of `rank_state`."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     torch.set_rng_state(state["torch"])
@@ -129,17 +129,17 @@ def restore_rank_state(state: dict):
 
 
 def save(state: dict, folder: Path):
-    """Writes a folder; a collective of the whole world. The folder must exist and be empty."""
-    # Megatron starts a process to hand results over, for asynchronous saves; this one stays in this process.
+    """Saves to a folder, which must exist and be empty; a collective of the whole world."""
+    # Megatron starts a process for the results of asynchronous saves; a plain queue suffices for this one.
     filesystem_async._results_queue = filesystem_async._results_queue or queue.Queue()
     with torch.no_grad():
         dist_checkpointing.save(state, str(folder))
 
 
 def load(state: dict, folder: Path, group=None) -> dict:
-    """Reads what `state` describes; a collective of the group (None: the world); each of its ranks asks for something.
+    """Loads what `state` describes; a collective of the group (None: the world), with a non-empty state on each rank.
 
-    Keys that the folder lacks raise an exception.
+    Keys missing from the folder raise an exception.
     """
     strict = StrictHandling.ASSUME_OK_UNEXPECTED
     with torch.no_grad():
@@ -147,32 +147,32 @@ def load(state: dict, folder: Path, group=None) -> dict:
 
 
 def load_role(state: dict, folder: Path, pg_collection) -> dict:
-    """Reads one role's state; a collective of that role's ranks alone."""
+    """Loads one role's state; a collective of that role's ranks only."""
     return load(state, folder, pg_collection.intra_dist_opt)
 
 
 def optimizer_state(loaded: dict, optimizer) -> dict:
-    """A role's loaded optimizer state, its sharded and its plain part put together again, for `optimizer`.
+    """Merges the sharded and the plain part of a role's loaded optimizer state, for `optimizer.load_state_dict`.
 
-    Megatron has an optimizer of their own for experts that are split over ranks: what was saved by one optimizer may
-    be for two, or the other way round. Every param group takes the counters and rates of the saved one of its kind.
+    Megatron uses a separate optimizer for experts that are split over ranks, so a state saved by one optimizer may be
+    loaded into two, or the reverse. Each param group takes the counters and rates of the matching saved group.
     """
-    plain, parts = loaded["optimizer_plain"], optimizer.chained_optimizers
+    plain, optimizers = loaded["optimizer_plain"], optimizer.chained_optimizers
     saved = [plain[i] for i in sorted(plain)] if all(isinstance(key, int) for key in plain) else [plain]
-    groups = [group for part in saved for group in _param_groups(part).values()]
-    states = [copy.deepcopy(saved[min(i, len(saved) - 1)]) for i in range(len(parts))]
-    for state, part in zip(states, parts, strict=True):
-        found = _param_groups(state)
-        found.clear()
-        found.update(enumerate(_of_kind(group, groups) for group in part.param_groups))
-    state = states[0] if len(parts) == 1 else dict(enumerate(states))
+    saved_groups = [group for state in saved for group in _param_groups(state).values()]
+    states = [copy.deepcopy(saved[min(i, len(saved) - 1)]) for i in range(len(optimizers))]
+    for state, chained in zip(states, optimizers, strict=True):
+        groups = _param_groups(state)
+        groups.clear()
+        groups.update(enumerate(_matching_group(group, saved_groups) for group in chained.param_groups))
+    state = states[0] if len(optimizers) == 1 else dict(enumerate(states))
     merge(state, loaded["optimizer"])
     _restore_lists(state)
     return state
 
 
 def _param_groups(state: dict) -> dict[int, dict]:
-    """The param groups by place in a plain state, at whatever depth the kind of optimizer has them."""
+    """Returns the param groups of a plain state by index; their depth depends on the kind of optimizer."""
     if "param_groups" in state:
         return state["param_groups"]
     return next(_param_groups(value) for value in state.values() if isinstance(value, dict) and _has_groups(value))
@@ -182,26 +182,26 @@ def _has_groups(state: dict) -> bool:
     return "param_groups" in state or any(isinstance(v, dict) and _has_groups(v) for v in state.values())
 
 
-def _of_kind(group: dict, saved: list[dict]) -> dict:
-    """The saved group with this one's overrides, apart from whether its parameters are split experts."""
+def _matching_group(group: dict, saved: list[dict]) -> dict:
+    """Returns the saved group with the same identifiers, ignoring whether its parameters are split experts."""
     keys = [key for key in param_group_identifier_keys if key != "is_expert_parallel"]
-    alike = next(other for other in saved if all(other.get(key) == group.get(key) for key in keys))
-    return {**alike, "is_expert_parallel": group["is_expert_parallel"]}
+    match = next(other for other in saved if all(other.get(key) == group.get(key) for key in keys))
+    return {**match, "is_expert_parallel": group["is_expert_parallel"]}
 
 
 def _restore_lists(state: dict):
-    """Lists became dictionaries by place on their way; they lie at different depths for each optimizer."""
+    """Turns dictionaries by index, as which a checkpoint stores lists, back into lists, at any depth."""
     for key, value in state.items():
         if key == "param_groups" and isinstance(value, dict):
-            state[key] = [value[place] for place in range(len(value))]
+            state[key] = [value[i] for i in range(len(value))]
         elif key == "fp32_from_fp16_params":
-            state[key] = [[group[place] for place in range(len(group))] for _, group in sorted(value.items())]
+            state[key] = [[group[i] for i in range(len(group))] for _, group in sorted(value.items())]
         elif isinstance(value, dict):
             _restore_lists(value)
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Global shape of every tensor in a checkpoint, read from its metadata alone; needs no process group."""
-    # Megatron's own reader of the same file passes properties to torch.empty that newer torch versions do not know.
+    """Returns the global shape of every tensor in a checkpoint from its metadata; needs no process group."""
+    # Megatron's reader of this file passes properties to torch.empty that newer torch versions reject.
     entries = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
     return {key: tuple(entry.size) for key, entry in entries.items() if hasattr(entry, "size")}

@@ -1,8 +1,8 @@
-"""Which box of which tensor goes from which rank to which, so that one model's weights fill another layout.
+"""The plan of a weight transfer: which box of which tensor goes from which rank to which.
 
-A model describes its tensors by Megatron's `sharded_state_dict`: their names, shapes and offsets do not depend on the
-layout. A destination's box is filled from the boxes of the source that overlap with it; every rank derives the same
-order of pieces from the same descriptions.
+Models describe their tensors by Megatron's `sharded_state_dict`, whose names, shapes and offsets do not depend on the
+layout. Each shard of the destination is filled from the overlapping shards of the source. Every rank derives the same
+ordered shard copies from the same descriptions.
 """
 
 import functools
@@ -21,30 +21,30 @@ Coordinates = tuple[int, ...]
 
 
 class WeightShard(NamedTuple):
-    """A box of the tensor at one place of a key: layers and experts are stacked in leading axes of the key."""
+    """A box of one tensor of a key: a key stacks the tensors of all layers and experts along leading axes."""
 
     key: str
     index: Coordinates  # in the stacked axes
-    offset: Coordinates  # in the others
+    offset: Coordinates  # in the other axes
     shape: Coordinates
 
 
 class GlobalTensor(NamedTuple):
-    """What is the same for all shards of a key."""
+    """The whole tensor of a key, stacked over layers and experts."""
 
     shape: Coordinates  # stacked axes included
     dtype: torch.dtype
 
 
 class ShardDescription(NamedTuple):
-    """What a rank holds of a model; nothing outside the role."""
+    """What a rank holds of a model; empty on ranks outside its role."""
 
     wholes: dict[str, GlobalTensor]
     shards: list[WeightShard]
 
 
 class ShardCopy(NamedTuple):
-    """A box that goes from one rank of the group to another, or stays on it; it lies within both shards."""
+    """A box, inside both shards, that is copied from one rank of the group to another or to itself."""
 
     sender: int
     receiver: int
@@ -55,7 +55,7 @@ class ShardCopy(NamedTuple):
 
 
 def overlap(one: tuple[Coordinates, Coordinates], other: tuple[Coordinates, Coordinates]):
-    """(offset, shape) of what two boxes (offset, shape) share; None where that is nothing."""
+    """Returns the intersection (offset, shape) of two boxes (offset, shape); None if it is empty."""
     starts = tuple(map(max, one[0], other[0]))
     ends = (min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True))
     shape = tuple(end - start for start, end in zip(starts, ends, strict=True))
@@ -74,29 +74,29 @@ def _plus(one: Coordinates, other: Coordinates) -> Coordinates:
 
 
 class LocalWeights:
-    """The parameters and persistent buffers of a role's model on this rank, seen as shards.
+    """The parameters and persistent buffers of a role's model on this rank, as shards.
 
-    Views are taken anew at each call: an optimizer or an offload may give a parameter new memory, and replaces buffers.
+    Each call takes new views, because an optimizer or an offload may move parameters and replace buffers.
     """
 
     def __init__(self, stages, pg_collection):
         """`stages`: the model's chunks on this rank, or None outside the role; `pg_collection`: the role's groups."""
-        self.wholes, self._places = {}, {}
+        self.wholes, self._locations = {}, {}
         for chunk in () if stages is None else stages:
-            owned = {id(tensor): getter for tensor, getter in _tensors(chunk)}
+            getters = {id(tensor): getter for tensor, getter in _tensors(chunk)}
             for value in nested_values(chunk.sharded_state_dict(metadata={"dp_cp_group": pg_collection.dp_cp})):
                 if isinstance(value, (ShardedTensor, ShardedTensorFactory)):
-                    if id(value.data) not in owned:
+                    if id(value.data) not in getters:
                         raise ValueError(f"{value.key}: the model describes a copy of it, which cannot be written to")
-                    self._add(value, owned[id(value.data)])
+                    self._add(value, getters[id(value.data)])
 
     def description(self) -> ShardDescription:
-        """What other ranks must know."""
-        return ShardDescription(self.wholes, list(self._places))
+        """Returns the description that other ranks need for the plan."""
+        return ShardDescription(self.wholes, list(self._locations))
 
     def view(self, shard: WeightShard, offset: Coordinates | None = None, shape: Coordinates | None = None) -> Tensor:
-        """The memory of a shard, or of a box (offset, shape) in it."""
-        getter, start = self._places[shard]
+        """Returns a view of a shard, or of a box (offset, shape) in it."""
+        getter, start = self._locations[shard]
         data = getter().detach()
         data = data.to_local() if isinstance(data, DTensor) else data
         start = start if offset is None else _plus(start, _minus(offset, shard.offset))
@@ -104,28 +104,28 @@ class LocalWeights:
         return data[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
 
     def _add(self, value, getter):
-        # A sharded parameter has all rows in name, and the rows of this rank in memory.
+        # An FSDP parameter has the shape of all rows, but only this rank's rows in memory.
         held = (0,) * value.data.dim(), tuple(value.data.shape)
         if isinstance(value.data, DTensor):
             shape, start = compute_local_shape_and_global_offset(
                 value.data.shape, value.data.device_mesh, value.data.placements
             )
             held = tuple(start), tuple(shape)
-        for part, start in _stored_tensors(value):
-            box = overlap((start, part.local_shape), held)
+        for stored, start in _stored_tensors(value):
+            box = overlap((start, stored.local_shape), held)
             if box is None:
                 continue
-            stacked = part.prepend_axis_num
-            index, offset = part.global_offset[:stacked], part.global_offset[stacked:]
-            shard = WeightShard(part.key, tuple(index), _plus(offset, _minus(box[0], start)), box[1])
-            self.wholes[part.key] = GlobalTensor(tuple(part.global_shape), value.data.dtype)
-            if shard in self._places:
-                raise ValueError(f"{part.key}: this rank holds the same part of it twice")
-            self._places[shard] = getter, _minus(box[0], held[0])
+            stacked = stored.prepend_axis_num
+            index, offset = stored.global_offset[:stacked], stored.global_offset[stacked:]
+            shard = WeightShard(stored.key, tuple(index), _plus(offset, _minus(box[0], start)), box[1])
+            self.wholes[stored.key] = GlobalTensor(tuple(stored.global_shape), value.data.dtype)
+            if shard in self._locations:
+                raise ValueError(f"{stored.key}: this rank holds the same part of it twice")
+            self._locations[shard] = getter, _minus(box[0], held[0])
 
 
 def _tensors(chunk):
-    """Each parameter and buffer of a chunk with a function that returns what stands in its place later."""
+    """Yields each parameter and buffer of a chunk with a function that returns its current tensor."""
     for parameter in chunk.parameters():
         yield parameter, lambda parameter=parameter: parameter
     for module in chunk.modules():
@@ -134,24 +134,25 @@ def _tensors(chunk):
 
 
 def _stored_tensors(value):
-    """The tensors that a parameter is stored as, and where in the parameter each begins."""
+    """Yields the tensors as which a checkpoint stores a parameter, and each one's offset in the parameter."""
     if isinstance(value, ShardedTensor):
         yield value, (0,) * len(value.local_shape)
         return
-    # Without memory: what matters is where its views begin, and a sharded parameter has no views of all its rows.
+    # A meta tensor suffices for the offsets of views; an FSDP parameter has no memory for all of its rows.
     whole = torch.empty(value.data.shape, dtype=value.data.dtype, device="meta")
     built = value.build_fn(value.key, whole, value.replica_id, value.flattened_range)
-    for part in nested_values(built):
-        if part.data.untyped_storage()._cdata != whole.untyped_storage()._cdata or part.data.stride() != whole.stride():
+    for stored in nested_values(built):
+        data = stored.data
+        if data.untyped_storage()._cdata != whole.untyped_storage()._cdata or data.stride() != whole.stride():
             raise ValueError(f"{value.key}: it is stored as something else than boxes of its parameter")
-        yield part, tuple(int(i) for i in torch.unravel_index(torch.tensor(part.data.storage_offset()), whole.shape))
+        yield stored, tuple(int(i) for i in torch.unravel_index(torch.tensor(data.storage_offset()), whole.shape))
 
 
-# -- who sends what ----------------------------------------------------------------------------------------------
+# -- shard copies between ranks -----------------------------------------------------------------------------------
 
 
 def merge_wholes(side: str, descriptions: list[ShardDescription]) -> dict[str, GlobalTensor]:
-    """What the ranks of one side say of each key. ValueError where they differ."""
+    """Merges what the ranks of one side report of each key; raises ValueError if they disagree."""
     wholes = {}
     for description in descriptions:
         for key, whole in description.wholes.items():
@@ -161,7 +162,7 @@ def merge_wholes(side: str, descriptions: list[ShardDescription]) -> dict[str, G
 
 
 def _holders(descriptions: list[ShardDescription]) -> dict[tuple, dict[WeightShard, list[int]]]:
-    """(key, index) -> its shards -> the ranks that hold a replica of each."""
+    """Returns (key, index) -> its shards -> the ranks that hold a replica of each."""
     holders = defaultdict(lambda: defaultdict(list))
     for rank, description in enumerate(descriptions):
         for shard in description.shards:
@@ -170,24 +171,24 @@ def _holders(descriptions: list[ShardDescription]) -> dict[tuple, dict[WeightSha
 
 
 def _overlaps(destination: WeightShard, sources) -> list[tuple[WeightShard, tuple]]:
-    found = ((source, overlap(source[2:], destination[2:])) for source in sorted(sources))
-    return [(source, box) for source, box in found if box is not None]
+    boxes = ((source, overlap(source[2:], destination[2:])) for source in sorted(sources))
+    return [(source, box) for source, box in boxes if box is not None]
 
 
 def check(sources: list[ShardDescription], destinations: list[ShardDescription]):
-    """Raises ValueError that names the first key which cannot be filled exactly; the same on every rank."""
-    here, there = merge_wholes("source", sources), merge_wholes("destination", destinations)
-    for key in sorted(here.keys() ^ there.keys()):
-        raise ValueError(f"{key}: the {'destination' if key in here else 'source'} has no such weights")
-    for key in sorted(here):
-        if here[key].shape != there[key].shape:
+    """Raises ValueError for the first key that cannot be filled exactly, the same on every rank."""
+    given, wanted = merge_wholes("source", sources), merge_wholes("destination", destinations)
+    for key in sorted(given.keys() ^ wanted.keys()):
+        raise ValueError(f"{key}: the {'destination' if key in given else 'source'} has no such weights")
+    for key in sorted(given):
+        if given[key].shape != wanted[key].shape:
             raise ValueError(
-                f"{key}: its shape is {here[key].shape} in the source, {there[key].shape} in the destination"
+                f"{key}: its shape is {given[key].shape} in the source, {wanted[key].shape} in the destination"
             )
     held = _holders(sources)
-    for place, shards in sorted(_holders(destinations).items()):
+    for tensor, shards in sorted(_holders(destinations).items()):
         for shard in shards:
-            covered = sum(math.prod(shape) for _, (_, shape) in _overlaps(shard, held.get(place, ())))
+            covered = sum(math.prod(shape) for _, (_, shape) in _overlaps(shard, held.get(tensor, ())))
             if covered != math.prod(shard.shape):
                 raise ValueError(
                     f"{shard.key} at {shard.index}: the source holds {covered} of {math.prod(shard.shape)} elements"
@@ -195,37 +196,37 @@ def check(sources: list[ShardDescription], destinations: list[ShardDescription])
 
 
 def shard_copies(rank: int, sources: list[ShardDescription], destinations: list[ShardDescription]) -> list[ShardCopy]:
-    """All pieces that a rank sends or receives, in an order that is the same on every rank.
+    """Returns all shard copies that a rank sends or receives, in an order that is the same on every rank.
 
-    A rank that holds a replica of what it needs copies from itself. The others take turns among the replicas; where
-    the turns begin differs from tensor to tensor, so that no replica serves the first receiver of all of them.
+    A rank that holds a replica of what it needs copies from itself. Other receivers are assigned to the replicas round
+    robin; the first replica differs from tensor to tensor, so that no replica serves all first receivers.
     """
-    pieces, held = [], _holders(sources)
-    for number, (place, shards) in enumerate(sorted(_holders(destinations).items())):
-        ranks = (rank in found for side in (held[place], shards) for found in side.values())
-        if not any(ranks):
+    copies, held = [], _holders(sources)
+    for number, (tensor, shards) in enumerate(sorted(_holders(destinations).items())):
+        is_involved = (rank in ranks for side in (held[tensor], shards) for ranks in side.values())
+        if not any(is_involved):
             continue
         for destination, receivers in sorted(shards.items()):
-            for source, box in _overlaps(destination, held[place]):
-                senders, turn = held[place][source], number
+            for source, box in _overlaps(destination, held[tensor]):
+                senders, next_sender = held[tensor][source], number
                 for receiver in receivers:
                     sender = receiver
                     if receiver not in senders:
-                        sender, turn = senders[turn % len(senders)], turn + 1
+                        sender, next_sender = senders[next_sender % len(senders)], next_sender + 1
                     if rank in (sender, receiver):
-                        pieces.append(ShardCopy(sender, receiver, source, destination, *box))
-    return pieces
+                        copies.append(ShardCopy(sender, receiver, source, destination, *box))
+    return copies
 
 
-def split_copy(piece: ShardCopy, limit: int) -> list[ShardCopy]:
-    """A piece in parts of at most `limit` elements, along its first axes."""
-    if math.prod(piece.shape) <= limit:
-        return [piece]
-    axis = next(i for i, size in enumerate(piece.shape) if size > 1)
-    step = max(1, limit // (math.prod(piece.shape) // piece.shape[axis]))
-    parts = []
-    for start in range(0, piece.shape[axis], step):
-        offset, shape = list(piece.offset), list(piece.shape)
+def split_copy(copy: ShardCopy, limit: int) -> list[ShardCopy]:
+    """Splits a shard copy along its first axes into copies of at most `limit` elements."""
+    if math.prod(copy.shape) <= limit:
+        return [copy]
+    axis = next(i for i, size in enumerate(copy.shape) if size > 1)
+    step = max(1, limit // (math.prod(copy.shape) // copy.shape[axis]))
+    copies = []
+    for start in range(0, copy.shape[axis], step):
+        offset, shape = list(copy.offset), list(copy.shape)
         offset[axis], shape[axis] = offset[axis] + start, min(step, shape[axis] - start)
-        parts += split_copy(piece._replace(offset=tuple(offset), shape=tuple(shape)), limit)
-    return parts
+        copies += split_copy(copy._replace(offset=tuple(offset), shape=tuple(shape)), limit)
+    return copies

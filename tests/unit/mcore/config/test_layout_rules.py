@@ -55,7 +55,7 @@ WRONG = {
     "first stage without PP": ("--decoder-first-pipeline-num-layers 2", 1, "--decoder-first-pipeline-num-layers 2"),
     "last stage too large": (f"{PP2} --decoder-last-pipeline-num-layers 8", 2, "--decoder-last-pipeline-num-layers 8"),
     "two ways to be uneven": (f"{PP2} --decoder-first-pipeline-num-layers 3 --account-for-loss-in-pipeline-split", 2,
-                              "--account-for-loss-in-pipeline-split True: allowed is none of them beside"),
+                              "--account-for-loss-in-pipeline-split True: allowed is none of them with"),
     "layers by PP": ("--pipeline-model-parallel-size 3", 3, "--num-layers 8: allowed is a multiple of --pipeline-mo"),
     "layers between": (f"{PP4} --decoder-first-pipeline-num-layers 1", 4, "7 layer(s) are left for 3 stage(s)"),
     "0 layers a virtual stage": (f"{PP2} --num-layers-per-virtual-pipeline-stage 0", 2, "-virtual-pipeline-stage 0"),
@@ -176,14 +176,14 @@ def test_each_rule_can_be_broken(monkeypatch):
     assert [f"{i}: {names[i]}" for i in range(count) if i not in stopped] == []
 
 
-def test_only_roles_that_train_need_sequence_parallelism_beside_experts():
+def test_only_trained_moe_roles_need_sequence_parallelism():
     argv = f"{MODEL} {MOE} --reference-tensor-model-parallel-size 2".split()
     assert parse(argv, 2).roles["reference"].megatron.sequence_parallel is False
     with pytest.raises(UsageError, match="critic: --tensor-model-parallel-size 2"):
         parse([*argv, "--critic-tensor-model-parallel-size", "2"], 2)
 
 
-def test_sharded_parameters_pass_although_tensor_parallelism_wants_one_launch_queue(monkeypatch):
+def test_fsdp_passes_although_tensor_parallelism_wants_one_launch_queue(monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     argv = f"{MODEL} {FSDP} --critic-tensor-model-parallel-size 2".split()
     roles = parse(argv, 2).roles
