@@ -1,1 +1,1 @@
-"""Pure tensor functions of reinforcement learning: advantages, losses, KL, aggregation. Imports torch alone."""
+"""Pure tensor functions of reinforcement learning: advantages, losses, KL, aggregation. Imports only torch."""

@@ -23,8 +23,8 @@ def token_rewards(
         cu_seqlens: [N+1].
 
     Returns:
-        [T] in the dtype of `kl`, 0 outside the mask. A sequence without response tokens has nowhere to put its score:
-        it is dropped here, and the caller reports how many there were.
+        [T] in the dtype of `kl`, 0 outside the mask. The score of a sequence without response tokens is dropped; the
+        caller reports how many there were.
 
     Raises:
         ValueError: shapes do not fit together.
@@ -47,8 +47,8 @@ def gae(
     """Generalised advantage estimation (arXiv 1506.02438, eq. 16) over the response tokens of each sequence.
 
     δ_t = r_t + γ·V_{t+1} − V_t,  A_t = δ_t + γλ·A_{t+1},  return = A + V, where t + 1 is the *next response token*:
-    observation tokens between two turns are skipped, they neither reset nor discount. After the last response token
-    the value is 0.
+    observation tokens between two turns are skipped; they neither reset nor discount. After the last response token
+    V is 0.
 
     Args:
         rewards: [T], read at response tokens only.
@@ -58,8 +58,8 @@ def gae(
         gamma, lam: γ and λ, each in [0, 1].
 
     Returns:
-        advantages [T], returns [T]: dtype of `values`, 0 outside the mask, no gradient. A sequence's numbers do not
-        depend, bit for bit, on the other sequences of the batch.
+        advantages [T], returns [T]: dtype of `values`, 0 outside the mask, no gradient. A sequence's results do not
+        depend on the other sequences of the batch, to the last bit.
 
     Raises:
         ValueError: shapes do not fit together, or γ or λ is outside [0, 1].
@@ -69,10 +69,10 @@ def gae(
         if not 0 <= number <= 1:
             raise ValueError(f"{name} must be in [0, 1], got {number}")
     response = response_tokens(response_mask, cu_seqlens)
-    here, is_last = values[response.positions], response.ranks == response.counts[response.sequences] - 1
-    ahead = torch.where(is_last, 0.0, here.roll(-1))
+    current, is_last = values[response.positions], response.ranks == response.counts[response.sequences] - 1
+    following = torch.where(is_last, 0.0, current.roll(-1))
     deltas = torch.zeros_like(values)
-    # Plain products and sums, no fused multiply-add: each operation rounds alike in every place and backend.
-    deltas[response.positions] = (rewards[response.positions] + gamma * ahead - here).to(values.dtype)
+    # Plain products and sums, no fused multiply-add, so that rounding is the same at every position and backend.
+    deltas[response.positions] = (rewards[response.positions] + gamma * following - current).to(values.dtype)
     advantages = discounted_to_go(deltas, response_mask, cu_seqlens, gamma * lam)
     return advantages, torch.where(response_mask, advantages + values, torch.zeros_like(values))

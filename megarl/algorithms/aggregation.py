@@ -1,7 +1,7 @@
-"""How per-token losses become the one number that is differentiated: local sum / global count, always.
+"""Aggregates per-token losses into the scalar to differentiate: always a local sum / a global count.
 
-A mean of micro-batch means depends on how tokens fall into micro-batches and ranks. A local sum over a count that
-is the same everywhere does not: the sum of all parts is the loss of the whole mini-batch, whatever the split.
+A mean of micro-batch means depends on how tokens are split into micro-batches and ranks. A local sum over a global
+count does not: summed over micro-batches and ranks it is the loss of the whole mini-batch, whatever the split.
 """
 
 import torch
@@ -26,13 +26,13 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def token_mean(losses: Tensor, mask: Tensor, global_count: Tensor | int) -> Tensor:
-    """This part's share of the mean loss over all valid tokens: sum over local valid tokens / global count.
+    """This micro-batch's share of the mean loss over all valid tokens: sum over local valid tokens / global count.
 
     Args:
         losses: [T] per-token losses of one micro-batch on one rank.
         mask: [T] bool, the tokens that count.
         global_count: valid tokens of the whole mini-batch: summed over all of its micro-batches and all-reduced over
-            the data- and context-parallel ranks. A whole number, the same on every rank.
+            the data- and context-parallel ranks. An integer, the same on every rank.
 
     Returns:
         Scalar. Summed over micro-batches and ranks it is the token mean. The caller must therefore sum gradients over
@@ -45,9 +45,9 @@ def token_mean(losses: Tensor, mask: Tensor, global_count: Tensor | int) -> Tens
 
 
 def local_counts(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """What `aggregate` divides by, of this part: float64 [2] = (valid tokens, sequences with a valid token).
+    """This micro-batch's counts for `aggregate`: float64 [2] = (valid tokens, sequences with a valid token).
 
-    Additive over parts that cut no sequence. `mask` [T] bool, `cu_seqlens` [N+1]; ValueError when they do not fit.
+    Additive over micro-batches of whole sequences. `mask` [T] bool, `cu_seqlens` [N+1]; ValueError if shapes mismatch.
     """
     counts = response_counts(mask, cu_seqlens)
     return torch.stack([counts.sum(), (counts > 0).sum()]).double()
@@ -56,7 +56,7 @@ def local_counts(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
 def aggregate(
     losses: Tensor, mask: Tensor, cu_seqlens: Tensor, mode: str, counts: Tensor, norm: float | None = None
 ) -> Tensor:
-    """This part's share of the loss of a mini-batch. With l_it the losses of sequence i and n_i its valid tokens:
+    """This micro-batch's share of a mini-batch's loss. With l_it the losses of sequence i and n_i its valid tokens:
 
     token-mean: Σ_i Σ_t l_it / Σ_i n_i (DAPO, arXiv 2503.14476); seq-mean-token-mean: mean_i (Σ_t l_it / n_i) (GRPO,
     arXiv 2402.03300); seq-mean-token-sum: mean_i Σ_t l_it; seq-mean-token-sum-norm: mean_i Σ_t l_it / norm (Dr. GRPO,
@@ -68,11 +68,11 @@ def aggregate(
         cu_seqlens: [N+1].
         mode: one of `AGGREGATIONS`.
         counts: float64 [2], `local_counts` summed over the micro-batches and ranks of the mini-batch.
-        norm: tokens > 0, a constant of the run; "seq-mean-token-sum-norm" reads it, the other modes do not.
+        norm: tokens > 0, a constant of the run; only "seq-mean-token-sum-norm" uses it.
 
     Returns:
-        Scalar, to be summed over micro-batches and ranks, as is its gradient. It is `token_mean` for "token-mean".
-        With no valid token anywhere it is exactly 0, and so is its gradient.
+        Scalar, to be summed over micro-batches and ranks, as is its gradient; `token_mean` for "token-mean". Without
+        any valid token it is exactly 0, and so is its gradient.
 
     Raises:
         ValueError: shapes do not fit together, the mode is unknown, or it needs a `norm` > 0.
@@ -95,5 +95,5 @@ def aggregate(
 
 def _divisor(count: Tensor | int, losses: Tensor) -> Tensor:
     count = torch.as_tensor(count, dtype=losses.dtype, device=losses.device)
-    # A count of 0 means nothing valid anywhere: the sum is 0 already, and 0 / 1 keeps NaN out of the gradient.
+    # With a count of 0 nothing is valid anywhere: the sum is 0, and dividing by 1 keeps NaN out of the gradient.
     return count.clamp(min=1)

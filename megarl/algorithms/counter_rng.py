@@ -1,7 +1,7 @@
-"""One uniform number for each (seed, step, prompt, sample, position): sampling that no placement can change.
+"""One uniform number per (seed, step, prompt, sample, position), so that sampling does not depend on the layout.
 
 SplitMix64 (Steele, Lea, Flood 2014) as a counter-based generator: the n-th output is a hash of key + n·γ, so any
-number can be had alone, in any order, on any rank. Signed int64 tensors carry the unsigned arithmetic modulo 2^64.
+number can be computed alone, in any order, on any rank. Signed int64 tensors hold the unsigned arithmetic mod 2^64.
 """
 
 import torch
@@ -21,7 +21,7 @@ def _shift_right(z: Tensor, bits: int) -> Tensor:
 
 
 def splitmix64(state: Tensor) -> Tensor:
-    """SplitMix64's output for a state that already counts its step: int64 bit patterns of unsigned numbers."""
+    """SplitMix64's output for a state that already includes γ: int64 bit patterns of unsigned numbers."""
     z = (state ^ _shift_right(state, 30)) * _signed(_FIRST)
     z = (z ^ _shift_right(z, 27)) * _signed(_SECOND)
     return z ^ _shift_right(z, 31)
@@ -30,8 +30,8 @@ def splitmix64(state: Tensor) -> Tensor:
 def stream_keys(seed: int, step: int, prompts: Tensor, samples: Tensor) -> Tensor:
     """[N] int64 keys of the streams of N responses; prompts and samples are [N] int64."""
     key = splitmix64(torch.full_like(prompts, _signed(seed + GOLDEN_GAMMA)))
-    for part in (torch.full_like(prompts, step), prompts, samples):
-        key = splitmix64((key ^ part) + _signed(GOLDEN_GAMMA))
+    for counter in (torch.full_like(prompts, step), prompts, samples):
+        key = splitmix64((key ^ counter) + _signed(GOLDEN_GAMMA))
     return key
 
 

@@ -1,8 +1,8 @@
-"""The advantage estimators by name, and what they may look at: the scores of the whole step, the tokens of this rank.
+"""The advantage estimators by name, and their inputs: the scores of the whole step, the tokens of this rank.
 
-An estimator is a function (StepData, AdvantageOptions) -> Advantages. Scores of all responses of the step are on
-every rank, so a group's statistics are the same bits however its responses are spread over ranks. What is whitened
-over tokens goes through sums over the ranks: the same up to float64 rounding.
+An estimator is a function (StepData, AdvantageOptions) -> Advantages. Every rank has the scores of all responses of
+the step, so a group's statistics are bitwise independent of the layout. Whitening over tokens sums over the ranks, so
+it is independent of the layout up to float64 rounding.
 """
 
 import dataclasses
@@ -24,15 +24,15 @@ NEEDS = frozenset({"values", "groups", "baselines"})
 
 @dataclasses.dataclass(frozen=True)
 class StepData:
-    """What an advantage estimator may look at."""
+    """The inputs of an advantage estimator."""
 
     # Of all S responses of the step, the same on every rank:
-    scores: Tensor  # [S] float64 sum of a response's token rewards: its score, less the KL penalty if that is in there
+    scores: Tensor  # [S] float64 sum of a response's token rewards: its score minus the KL penalty, if in the reward
     groups: Tensor  # [S] int64 prompt that the response belongs to, 0 … G−1 in any order, groups of any size
-    response_lengths: Tensor  # [S] int64 tokens that the policy wrote, observation tokens not counted
+    response_lengths: Tensor  # [S] int64 response tokens, without observation tokens
     baselines: Tensor | None  # [S] float64 reward of the greedy response to the same prompt
     # Of this rank's N sequences, packed into T tokens:
-    sequence_ids: Tensor  # [N] int64 place of each sequence in the fields above
+    sequence_ids: Tensor  # [N] int64 index of each sequence in the fields above
     token_rewards: Tensor  # [T] see `advantages.token_rewards`
     values: Tensor | None  # [T] V before the update
     response_mask: Tensor  # [T] bool
@@ -42,7 +42,7 @@ class StepData:
 
 @dataclasses.dataclass(frozen=True)
 class AdvantageOptions:
-    """What the user may choose; each estimator says which of these it reads."""
+    """The user's options; `Estimator.options` names those that an estimator reads."""
 
     gamma: float = 1.0  # discount γ
     lam: float = 0.95  # λ of GAE
@@ -51,23 +51,23 @@ class AdvantageOptions:
 
 
 class Advantages(NamedTuple):
-    """What an estimator gives."""
+    """The result of an estimator."""
 
     advantages: Tensor  # [T] in the dtype of the token rewards, 0 outside the mask, no gradient
-    returns: Tensor | None  # [T] what the critic learns, likewise; None where there is no critic
+    returns: Tensor | None  # [T] targets of the critic, likewise; None without a critic
 
 
 class Estimator(NamedTuple):
-    """An estimator with what a program must know before it runs it."""
+    """An estimator with its requirements."""
 
     function: Callable[[StepData, AdvantageOptions], Advantages]
-    needs: frozenset[str]  # of `NEEDS`: critic's values, several samples a prompt, greedy baselines
+    needs: frozenset[str]  # of `NEEDS`: critic's values, several samples per prompt, greedy baselines
     options: frozenset[str]  # names of the AdvantageOptions that it reads
-    whiten: bool  # whether it whitens when the user does not say
+    whiten: bool  # default of the option `whiten`
 
 
 def gae_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
-    """Generalised advantage estimation (arXiv 1506.02438, eq. 16); returns are A + V, of A before it is whitened."""
+    """Generalised advantage estimation (arXiv 1506.02438, eq. 16); returns are A + V, with A before whitening."""
     where = step.response_mask, step.cu_seqlens
     advantages, returns = gae(step.token_rewards, step.values, *where, options.gamma, options.lam)
     return _finished(step, options, advantages, returns)
@@ -127,48 +127,48 @@ ESTIMATORS: dict[str, Estimator] = {
 
 
 def estimator_of(function: Callable[[StepData, AdvantageOptions], Advantages]) -> Estimator:
-    """Wrap a plug-in. What it gives is checked, detached, and 0 outside the mask.
+    """Wrap a plug-in so that its result is checked, detached, and 0 outside the mask.
 
     Args:
-        function: may carry an attribute `needs`, names of `NEEDS`. It counts as reading every option. One that needs
-            "values" must give returns, since the critic learns them; any other must give None for them.
+        function: may have an attribute `needs`, names of `NEEDS`. It is assumed to read every option. If it needs
+            "values" it must return the critic's targets as `returns`; else `returns` must be None.
 
     Raises:
-        ValueError: `needs` has an unknown name. When it runs: the result is not what is promised.
+        ValueError: `needs` has an unknown name; when it runs: a result of the wrong form.
     """
     name = getattr(function, "__qualname__", repr(function))
     needs = frozenset(getattr(function, "needs", ()))
     if not needs <= NEEDS:
-        raise ValueError(f"needs of {name} must be of {sorted(NEEDS)}, got {sorted(needs)}")
+        raise ValueError(f"needs of {name} must be from {sorted(NEEDS)}, got {sorted(needs)}")
 
     @functools.wraps(function)
     @torch.no_grad()
     def checked(step: StepData, options: AdvantageOptions) -> Advantages:
         result = function(step, options)
         if not isinstance(result, tuple) or len(result) != 2:
-            raise ValueError(f"{name} must give Advantages(advantages, returns), got {type(result).__name__}")
+            raise ValueError(f"{name} must return Advantages(advantages, returns), got {type(result).__name__}")
         advantages, returns = result
         if (returns is not None) != ("values" in needs):
-            raise ValueError(f"{name} must give returns if, and only if, it needs values: {sorted(needs)}")
+            raise ValueError(f"{name} must give returns if, and only if, it needs values; its needs: {sorted(needs)}")
         return Advantages(*(None if field is None else masked(step, field) for field in (advantages, returns)))
 
     def masked(step: StepData, field: Tensor) -> Tensor:
         if field.shape != step.response_mask.shape:
-            raise ValueError(f"{name} must give [T] = {list(step.response_mask.shape)}, got {list(field.shape)}")
+            raise ValueError(f"{name} must return [T] = {list(step.response_mask.shape)}, got {list(field.shape)}")
         return torch.where(step.response_mask, field.detach(), 0.0).to(step.token_rewards.dtype)
 
     return Estimator(checked, needs, frozenset(f.name for f in dataclasses.fields(AdvantageOptions)), False)
 
 
 def _on_tokens(step: StepData, options: AdvantageOptions, advantages: Tensor) -> Advantages:
-    """One advantage a response of the step [S], on each response token of this rank's sequences."""
+    """Spread one advantage per response of the step [S] to the response tokens of this rank's sequences."""
     return _finished(step, options, spread(advantages[step.sequence_ids], step.response_mask, step.cu_seqlens))
 
 
 def _finished(
     step: StepData, options: AdvantageOptions, advantages: Tensor, returns: Tensor | None = None
 ) -> Advantages:
-    """Whitens over all ranks if that is wanted, and rounds to the dtype of the token rewards."""
+    """Whiten over all ranks if requested, and cast to the dtype of the token rewards."""
     if options.whiten:
         moments = step.total(local_moments(advantages, step.response_mask))
         advantages = whiten(advantages, step.response_mask, moments)

@@ -23,17 +23,17 @@ def kl_estimate(
     negative). J. Schulman, Approximating KL Divergence, 2020 (joschu.net/blog/kl-approx.html).
 
     As a loss, k1 and k3 have the right value and the wrong expected gradient (that of k1 is 0), k2 the right gradient
-    and the wrong value. k1+ and k3+ go straight through: the value of k1 and k3, the gradient of k2, which is d.
+    and the wrong value. k1+ and k3+ are straight-through: the value of k1 and k3, the gradient of k2, which is d.
 
     Args:
         logprobs, reference_logprobs: [T] log-probabilities of the same sampled tokens.
         kind: one of `KL_KINDS`.
-        log_ratio_limit: clamp d to ± this first; None leaves it. verl uses 20 for k3.
-        value_limit: clamp the estimate to ± this; None leaves it. verl uses 10 for k3. Both limits hold the value
-            alone in k1+ and k3+, not the gradient.
+        log_ratio_limit: clamp d to ± this first; None: no limit. verl uses 20 for k3.
+        value_limit: clamp the estimate to ± this; None: no limit. verl uses 10 for k3. In k1+ and k3+ both limits
+            apply to the value, not to the gradient.
 
     Returns:
-        [T]. Exactly 0 where both log-probabilities are the same number.
+        [T]. Exactly 0 where both log-probabilities are equal.
 
     Raises:
         ValueError: shapes differ, or the kind is unknown.
@@ -44,7 +44,7 @@ def kl_estimate(
     if kind.endswith("+"):
         gradient = 0.5 * (logprobs - reference_logprobs).square()
         value = kl_estimate(logprobs, reference_logprobs, kind[:-1], log_ratio_limit, value_limit)
-        return value.detach() + (gradient - gradient.detach())  # in brackets: exactly 0, so the value keeps its bits
+        return value.detach() + (gradient - gradient.detach())  # the bracket is exactly 0 and only carries the gradient
     log_ratio = logprobs - reference_logprobs
     if log_ratio_limit is not None:
         log_ratio = log_ratio.clamp(-log_ratio_limit, log_ratio_limit)
@@ -58,7 +58,7 @@ def kl_estimate(
 
 
 class FixedKLController:
-    """β that stays what it is. It has no state: a resumed run takes β from its own settings."""
+    """A constant β. It has no state: a resumed run takes β from its settings."""
 
     kind = "fixed"
 
@@ -67,10 +67,10 @@ class FixedKLController:
         self.coefficient = _checked(coefficient, "coefficient", zero_allowed=True)
 
     def update(self, measured_kl: float, samples: int) -> None:
-        """Leave β as it is, whatever was measured."""
+        """Do nothing: β is constant."""
 
     def state_dict(self) -> dict:
-        """What a checkpoint keeps: the kind alone."""
+        """State for a checkpoint: only the kind."""
         return {"kind": self.kind}
 
     def load_state_dict(self, state: dict) -> None:
@@ -79,7 +79,7 @@ class FixedKLController:
 
 
 class AdaptiveKLController:
-    """β that steers the measured KL to a target: β ← β·(1 + clip(KL/target − 1, ±0.2)·n/horizon).
+    """Adapts β to keep the measured KL at a target: β ← β·(1 + clip(KL/target − 1, ±0.2)·n/horizon).
 
     Fine-Tuning Language Models from Human Preferences (arXiv 1909.08593) §2.2: a proportional controller in log space.
     """
@@ -88,8 +88,8 @@ class AdaptiveKLController:
     error_limit = 0.2
 
     def __init__(self, coefficient: float, target: float, horizon: float):
-        """`coefficient`: first β > 0 (it changes by factors, 0 would stay 0). `target`: KL in nats a sequence or a
-        token, as the caller measures it, > 0. `horizon`: samples over which an error of 20 % moves β by 20 %, > 0.
+        """`coefficient`: initial β > 0 (it changes by factors, 0 would stay 0). `target`: KL > 0 in nats per sequence
+        or per token, as the caller measures it. `horizon`: samples > 0 over which an error of 20 % changes β by 20 %.
 
         Raises ValueError for a number that is not finite and positive.
         """
@@ -98,8 +98,8 @@ class AdaptiveKLController:
         self.horizon = _checked(horizon, "horizon")
 
     def update(self, measured_kl: float, samples: int) -> None:
-        """Move β once a step. `measured_kl` is the mean over the step, in the unit of the target; `samples` is the
-        number n of sequences in it.
+        """Adapt β, once per step. `measured_kl` is the mean over the step, in the unit of the target; `samples` is
+        its number n of sequences.
 
         Raises:
             ValueError: the KL is not finite, or n is negative or so large that β could reach 0.
@@ -110,14 +110,14 @@ class AdaptiveKLController:
         if not 0 <= largest_step < 1:
             raise ValueError(
                 f"samples must be in [0, {self.horizon / self.error_limit:g}) with horizon {self.horizon:g}, "
-                f"got {samples}: a longer horizon is needed"
+                f"got {samples}: use a longer horizon"
             )
         error = measured_kl / self.target - 1
         error = min(max(error, -self.error_limit), self.error_limit)
         self.coefficient *= 1 + error * samples / self.horizon
 
     def state_dict(self) -> dict:
-        """What a checkpoint keeps: the kind and the current β. Target and horizon are settings, not state."""
+        """State for a checkpoint: the kind and the current β. Target and horizon are settings."""
         return {"kind": self.kind, "coefficient": self.coefficient}
 
     def load_state_dict(self, state: dict) -> None:

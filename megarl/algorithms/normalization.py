@@ -1,10 +1,10 @@
-"""Running mean and deviation of scores, the same whatever the layout: every rank sees all scores in one order."""
+"""Running mean and deviation of scores. Every rank gets all scores in one order, so the layout does not matter."""
 
 import torch
 from torch import Tensor
 
-ENSEMBLES = ("mean", "min")  # ways in which the scores of several models become one
-SMALLEST = 1e-8  # deviation below which scores count as equal
+ENSEMBLES = ("mean", "min")  # ways to combine the scores of several models
+SMALLEST = 1e-8  # lower bound of the deviation in `normalize`
 
 
 class RunningMoments:
@@ -15,11 +15,11 @@ class RunningMoments:
 
     @property
     def deviation(self) -> float:
-        """Standard deviation of all values so far (divided by count − 1); 0 of less than two."""
+        """Standard deviation of all values so far (divided by count − 1); 0 for fewer than two."""
         return (self.squares / (self.count - 1)) ** 0.5 if self.count > 1 else 0.0
 
     def update(self, values: Tensor):
-        """Takes in values [N]; a sum of squares about the common mean loses no digits, however far it is from 0."""
+        """Add values [N]. Squares are summed about the mean, which loses no digits however far the mean is from 0."""
         n, values = len(values), values.detach().double()
         if not n:
             return
@@ -34,24 +34,24 @@ class RunningMoments:
         return (values.double() - self.mean) / max(self.deviation, SMALLEST)
 
     def state_dict(self) -> dict[str, float]:
-        """For a checkpoint; JSON keeps each number to the last bit."""
+        """State for a checkpoint; JSON preserves each number to the last bit."""
         return {"count": self.count, "mean": self.mean, "squares": self.squares}
 
     def load_state_dict(self, state: dict[str, float]):
-        """Takes up what `state_dict` gave."""
+        """Resume from a `state_dict`."""
         self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
 
 
 def clip(values: Tensor, limit: float | None) -> Tensor:
-    """Values within ± limit; None: as they are."""
+    """Clamp values to ± limit; None: unchanged."""
     return values if limit is None else values.clamp(-limit, limit)
 
 
 def combine(scores: Tensor, how: str) -> Tensor:
-    """[K, N] scores of an ensemble -> [N]: their mean, or the lowest, which trusts no single model (2310.02743 §3).
+    """[K, N] scores of an ensemble -> [N]: the mean, or the minimum, which no single model can raise (2310.02743 §3).
 
     Raises:
-        ValueError: another way than 'mean' or 'min'.
+        ValueError: `how` is neither 'mean' nor 'min'.
     """
     if how not in ENSEMBLES:
         raise ValueError(f"how {how!r}: allowed are {' and '.join(ENSEMBLES)}")

@@ -1,6 +1,6 @@
-"""Index arithmetic of a packed batch: which token belongs to which sequence, and its rank among the response tokens.
+"""Index arithmetic of packed (THD) batches: the sequence of each token, and its rank among the response tokens.
 
-Packed means: sequences lie one after another without padding, `cu_seqlens` [N+1] marks their borders.
+Packed sequences are concatenated without padding; `cu_seqlens` [N+1] holds their boundaries.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class ResponseTokens(NamedTuple):
-    """Where the response tokens of a packed batch are. R is their number, N the number of sequences."""
+    """Indices of the response tokens of a packed batch: R tokens, N sequences."""
 
     positions: Tensor  # [R] int64, index into the packed [T] fields, rising
     sequences: Tensor  # [R] int64, the sequence each one belongs to
@@ -19,10 +19,10 @@ class ResponseTokens(NamedTuple):
 
 
 def require_same_shape(**fields: Tensor) -> None:
-    """Refuse fields of different shapes: torch would broadcast them and give a plausible wrong number.
+    """Reject fields of different shapes, which torch would broadcast to a plausible wrong result.
 
     Raises:
-        ValueError: names every field with its shape.
+        ValueError: with the name and shape of every field.
     """
     if len({field.shape for field in fields.values()}) > 1:
         shapes = ", ".join(f"{name} {list(field.shape)}" for name, field in fields.items())
@@ -30,7 +30,7 @@ def require_same_shape(**fields: Tensor) -> None:
 
 
 def _require_packed(response_mask: Tensor, cu_seqlens: Tensor) -> None:
-    """ValueError where shapes or types show that these are not a mask and borders; no number is read."""
+    """ValueError for wrong shapes or dtypes; reads no values, so the host does not wait for the device."""
     if response_mask.dtype != torch.bool or response_mask.dim() != 1:
         raise ValueError(f"response_mask must be bool [T], got {response_mask.dtype} {list(response_mask.shape)}")
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
@@ -40,7 +40,7 @@ def _require_packed(response_mask: Tensor, cu_seqlens: Tensor) -> None:
 def _sequences(response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """[T] int64: the sequence of each token.
 
-    Losses come here in every micro-batch: nothing in it depends on numbers that a device would have to be asked for.
+    Called by losses in every micro-batch, so it must not synchronize with the device.
     """
     _require_packed(response_mask, cu_seqlens)
     tokens = torch.arange(response_mask.numel(), device=cu_seqlens.device)
@@ -57,21 +57,21 @@ def response_counts(response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def response_tokens(response_mask: Tensor, cu_seqlens: Tensor) -> ResponseTokens:
-    """Find the response tokens of every sequence; masked tokens between them (observations) are passed over.
+    """Find the response tokens of every sequence; masked tokens between them (observations) are skipped.
 
     Args:
-        response_mask: [T] bool, True where the policy wrote the token.
-        cu_seqlens: [N+1] integers, starts with 0, ends with T, does not fall.
+        response_mask: [T] bool, True at response tokens.
+        cu_seqlens: [N+1] integers from 0 to T, nondecreasing.
 
     Raises:
-        ValueError: the mask is not bool, or cu_seqlens is not [N+1] borders of T tokens.
+        ValueError: the mask is not bool, or cu_seqlens is not [N+1] boundaries of T tokens.
     """
     _require_packed(response_mask, cu_seqlens)
     total = response_mask.numel()
-    cu_seqlens = cu_seqlens.long()  # attention kernels want int32 borders; index arithmetic stays in int64
+    cu_seqlens = cu_seqlens.long()  # attention kernels need int32; index arithmetic uses int64
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-    borders_fit = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == total) & (lengths >= 0).all()
-    if not borders_fit:
+    is_valid = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == total) & (lengths >= 0).all()
+    if not is_valid:
         raise ValueError(f"cu_seqlens must rise from 0 to T={total}, got {cu_seqlens.tolist()}")
 
     positions = response_mask.nonzero().squeeze(1)
@@ -98,7 +98,7 @@ def spread(values: Tensor, response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
 def sums_by_sequence(field: Tensor, response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """[T] -> [N]: sum of a field over the response tokens of each sequence, in its dtype. Differentiable.
 
-    What lies outside the mask is not read: inf or NaN there does not enter. An empty response has 0.
+    Values outside the mask are ignored, even inf or NaN. An empty response gives 0.
 
     Raises:
         ValueError: shapes do not fit together.

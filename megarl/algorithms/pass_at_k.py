@@ -1,6 +1,6 @@
-"""What k responses to a prompt are worth, estimated from n of them: pass@k, mean@k, maj@k.
+"""pass@k, mean@k and maj@k, estimated from n responses to a prompt.
 
-All three are unbiased estimates of what k fresh responses would give, and all are deterministic: no subset is drawn.
+All three are unbiased estimates of the result of k fresh responses, and deterministic: no subset is sampled.
 """
 
 import math
@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Probability that k of n responses, c of them correct, hold a correct one: 1 − C(n−c, k) / C(n, k).
+    """Probability that k of n responses, c of them correct, include a correct one: 1 − C(n−c, k) / C(n, k).
 
-    The unbiased estimator of 2107.03374, eq. 1. Its product form Π (1 − k/i) rounds at every factor; whole numbers of
-    any size round once, in the division.
+    The unbiased estimator of 2107.03374, eq. 1. Its product form Π (1 − k/i) rounds at every factor; Python integers
+    round only once, in the division.
 
     Raises:
         ValueError: not 0 ≤ c ≤ n or not 1 ≤ k ≤ n.
@@ -25,9 +25,9 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def mean_at_k(correct: Sequence[bool], k: int) -> float:
-    """Share of correct responses among those that maj@k votes with: maj@k − mean@k is what voting gains.
+    """Fraction of correct responses among those that vote in maj@k, so that maj@k − mean@k is the gain of voting.
 
-    These are the first k·⌊n/k⌋ of n responses, all of them where k divides n. ValueError unless 1 ≤ k ≤ n.
+    These are the first k·⌊n/k⌋ of n responses. ValueError unless 1 ≤ k ≤ n.
     """
     _check_k(len(correct), k)
     used = len(correct) // k * k
@@ -35,13 +35,13 @@ def mean_at_k(correct: Sequence[bool], k: int) -> float:
 
 
 def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> float:
-    """Share of votes of k responses that elect a correct answer (self-consistency, 2203.11171).
+    """Probability that the majority of k responses is correct (self-consistency, 2203.11171).
 
-    The mean of `majority` over the ⌊n/k⌋ runs of k consecutive responses. They share no response, so for responses
-    drawn alike and apart the estimate is unbiased. The arguments are those of `majority`, one of each a response.
+    The mean of `majority` over the ⌊n/k⌋ runs of k consecutive responses. The runs are disjoint, so for i.i.d.
+    responses the estimate is unbiased. Arguments as for `majority`, one entry per response.
 
     Raises:
-        ValueError: not 1 ≤ k ≤ n, or not as many answers as verdicts.
+        ValueError: not 1 ≤ k ≤ n, or answers and verdicts differ in number.
     """
     _check_k(len(answers), k)
     if len(answers) != len(correct):
@@ -51,18 +51,18 @@ def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> 
 
 
 def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
-    """Expected correctness of the answer that most responses give, ties decided at random; 0 where none gives any.
+    """Expected correctness of the most frequent answer, with ties broken at random; 0 without any answer.
 
     Args:
-        answers: each response's answer; None, as of one that was cut off, votes for nothing.
-        correct: each response's verdict. Where it differs among responses with one answer, as with a verifier that
-            reads the whole text, the answer counts with their mean.
+        answers: each response's answer; None (e.g. of a truncated response) does not vote.
+        correct: each response's verdict. If verdicts of the same answer differ (e.g. of a verifier that reads the
+            whole text), their mean counts.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     right = Counter(answer for answer, good in zip(answers, correct, strict=True) if good)
-    most = max(votes.values(), default=0)
-    winners = [answer for answer, count in votes.items() if count == most]
-    return sum(right[answer] for answer in winners) / (most * len(winners)) if winners else 0.0
+    top = max(votes.values(), default=0)
+    winners = [answer for answer, count in votes.items() if count == top]
+    return sum(right[answer] for answer in winners) / (top * len(winners)) if winners else 0.0
 
 
 def _check_k(n: int, k: int):

@@ -1,8 +1,8 @@
-"""What every policy loss takes and gives, and what several share: options and their flags, the clip, means.
+"""Inputs and outputs of policy losses, their options and flags, and shared functions: clipping, response means.
 
-A loss is a file of `policy_losses/`. Only response tokens count in the statistics of a response; observation tokens
-between the turns of it do not. Means over a response are taken in float64: a response of many thousand tokens then
-loses no digits of its ratio, and the ratio does not depend on what else is in the micro-batch.
+Each loss is a file in `policy_losses/`. Statistics of a response count its response tokens only, not the observation
+tokens between its turns. Means over a response are taken in float64, so that a long response loses no digits of its
+ratio, and the ratio does not depend on the rest of the micro-batch.
 """
 
 import dataclasses
@@ -17,12 +17,12 @@ from megarl.algorithms.packed import require_same_shape, response_counts, spread
 
 @dataclasses.dataclass(frozen=True)
 class PolicyTokens:
-    """A packed batch of N whole sequences, T tokens, as a policy loss sees it. ValueError when shapes differ."""
+    """A policy loss's input: a packed batch of N whole sequences, T tokens. ValueError when shapes differ."""
 
-    logprobs: Tensor  # [T] log π_θ of the policy being trained; the only field that a gradient flows to
+    logprobs: Tensor  # [T] log π_θ of the policy being trained; the only differentiable field
     old_logprobs: Tensor  # [T] log π_old of the policy at the start of the step
     advantages: Tensor  # [T]
-    response_mask: Tensor  # [T] bool, True where the policy wrote the token
+    response_mask: Tensor  # [T] bool, True at response tokens
     cu_seqlens: Tensor  # [N+1]
 
     def __post_init__(self):
@@ -35,46 +35,46 @@ class PolicyTokens:
 
 
 class PolicyTerms(NamedTuple):
-    """Per-token terms of a policy loss. Entries outside the response mask mean nothing: the aggregation skips them."""
+    """Per-token terms of a policy loss. Entries outside the response mask are undefined: the aggregation skips them."""
 
-    loss: Tensor  # [T], differentiable in the log-probabilities; a sequence's loss stands on each of its tokens
-    clipped: Tensor  # [T] bool, a bound took the place of the ratio; but for cispo the token gives no gradient then
-    approx_kl: Tensor  # [T] old − new log-probability (k1), no gradient; exactly 0 where both are the same number
+    loss: Tensor  # [T], differentiable in the log-probabilities; a sequence's loss is repeated on its tokens
+    clipped: Tensor  # [T] bool, a bound replaced the ratio; such a token has no gradient, except in cispo
+    approx_kl: Tensor  # [T] old − new log-probability (k1), no gradient; exactly 0 where both are equal
 
 
 class PolicyLoss(NamedTuple):
-    """A policy loss, the name that `--policy-loss` gives it, and its options."""
+    """A policy loss, its name in `--policy-loss`, and its options."""
 
     name: str
     function: Callable[[PolicyTokens, object], PolicyTerms]
-    options: object  # an instance of a frozen dataclass; `function` takes it
+    options: object  # an instance of a frozen dataclass, the second argument of `function`
 
     def flags(self) -> dict[str, dataclasses.Field]:
-        """The flags that set its options, without dashes in front, and the fields that they set.
+        """The fields of its options by flag, without leading dashes.
 
-        A field's flag is `<loss>-<field>`, unless it names one of its own (`option`).
+        A field's flag is `<loss>-<field>`, unless `option` sets another one.
         """
         fields = dataclasses.fields(self.options)
         return {f.metadata.get("flag") or f"{self.name}-{f.name}".replace("_", "-"): f for f in fields}
 
     def with_options(self, values: dict[str, object]) -> "PolicyLoss":
-        """The loss with options from flags, without dashes in front; ValueError for what its options refuse."""
-        return self._replace(options=type(self.options)(**{f.name: values[flag] for flag, f in self.flags().items()
-                                                           if flag in values}))  # fmt: skip
+        """The loss with options from flags without leading dashes; ValueError if its options reject a value."""
+        chosen = {field.name: values[flag] for flag, field in self.flags().items() if flag in values}
+        return self._replace(options=type(self.options)(**chosen))
 
     def values(self) -> dict[str, object]:
-        """Value of each flag's option."""
+        """The options' values by flag."""
         return {flag: getattr(self.options, field.name) for flag, field in self.flags().items()}
 
 
 def option(default, text: str, check: Callable | None = None, allowed: str = "", flag: str | None = None):
-    """A field of a loss's options, with what the parser makes a flag of.
+    """A dataclass field of a loss's options, with metadata for its flag.
 
     Args:
-        text: the flag's line of help; numbers in it are arXiv papers.
+        text: the flag's help text; numbers in it are arXiv papers.
         check: whether a value is allowed.
-        allowed: that, in words.
-        flag: its name without dashes in front, for options that several losses share; else `<loss>-<field>`.
+        allowed: the allowed values, in words.
+        flag: name without leading dashes, for options that several losses share; default `<loss>-<field>`.
     """
     return dataclasses.field(default=default, metadata={"help": text, "check": check, "allowed": allowed, "flag": flag})
 
@@ -86,15 +86,15 @@ def positive(default: float | None, text: str, flag: str | None = None):
 
 @dataclasses.dataclass(frozen=True)
 class NoOptions:
-    """For a loss that has none."""
+    """Options of a loss without options."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ClipRange:
-    """How far a loss lets the ratio go; each loss says how. ValueError for a bound out of range."""
+    """Bounds of the ratio, applied by each loss in its own way. ValueError for a bound out of range."""
 
     low: float = positive(0.2, "lower clip range ε (1707.06347)", "clip-range")
-    # None becomes `low`.
+    # None: the same as `low`.
     high: float | None = positive(None, "upper clip range (DAPO, 2503.14476); default --clip-range", "clip-range-high")
 
     def __post_init__(self):
@@ -118,11 +118,11 @@ class ClipOptions(ClipRange):
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip: ClipRange) -> tuple[Tensor, Tensor]:
-    """max(−A·r, −A·clip(r, 1−low, 1+high)), and where (bool) the second one is the larger. Any one shape."""
+    """max(−A·r, −A·clip(r, 1−low, 1+high)), and where the second one is larger (bool). All tensors have one shape."""
     plain = -advantages * ratio
     bounded = -advantages * ratio.clamp(1 - clip.low, 1 + clip.high)
     clipped = bounded > plain
-    # Not torch.maximum: at a tie it would take half of its gradient from the clipped side.
+    # Not torch.maximum: at a tie it takes half of the gradient from the clipped side.
     return torch.where(clipped, bounded, plain), clipped
 
 
@@ -133,5 +133,5 @@ def response_mean(values: Tensor, tokens: PolicyTokens) -> Tensor:
 
 
 def on_tokens(values: Tensor, tokens: PolicyTokens) -> Tensor:
-    """[N] -> [T] in the dtype of the log-probabilities."""
+    """Spread [N] to response tokens [T], in the dtype of the log-probabilities."""
     return spread(values, tokens.response_mask, tokens.cu_seqlens).to(tokens.logprobs.dtype)

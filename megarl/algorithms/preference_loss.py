@@ -1,4 +1,4 @@
-"""The loss of a reward model that learns which of two responses people prefer."""
+"""The preference loss of a reward model."""
 
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -9,7 +9,7 @@ from megarl.algorithms.packed import require_same_shape
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor, centring: float = 0.0) -> Tensor:
     """−log σ(c − r − m) + κ·(c + r)² of each pair: Bradley and Terry's model of preferences (2203.02155 eq. 1).
 
-    The margin m asks for a larger difference where the preference is strong (2307.09288 eq. 2). Only differences of
+    The margin m requires a larger difference where the preference is strong (2307.09288 eq. 2). Only differences of
     scores enter the first term; κ pulls their mean to 0 (2312.09244 eq. 2).
 
     Args:

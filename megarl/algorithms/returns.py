@@ -1,4 +1,4 @@
-"""Discounted sums over what follows in a response: returns-to-go, and GAE's sum of temporal differences."""
+"""Discounted sums over the rest of a response: returns-to-go, and GAE's sum of temporal differences."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from megarl.algorithms.packed import require_same_shape, response_tokens
 def discounted_to_go(terms: Tensor, response_mask: Tensor, cu_seqlens: Tensor, factor: float) -> Tensor:
     """G_t = x_t + factor·G_{t+1} over the response tokens of each sequence, G = 0 after the last one.
 
-    t + 1 is the *next response token*: observation tokens between two turns are skipped, they neither reset nor
+    t + 1 is the *next response token*: observation tokens between two turns are skipped; they neither reset nor
     discount. With rewards and factor γ this is the return-to-go (Reinforcement Learning: An Introduction, 2nd ed.,
     eq. 3.9); with temporal differences and γλ it is GAE (arXiv 1506.02438, eq. 16).
 
@@ -21,8 +21,8 @@ def discounted_to_go(terms: Tensor, response_mask: Tensor, cu_seqlens: Tensor, f
         factor: in [0, 1].
 
     Returns:
-        [T] in the dtype of `terms`, 0 outside the mask, no gradient. A sequence's numbers do not depend, bit for bit,
-        on the other sequences of the batch.
+        [T] in the dtype of `terms`, 0 outside the mask, no gradient. A sequence's results do not depend on the other
+        sequences of the batch, to the last bit.
 
     Raises:
         ValueError: shapes do not fit together, or the factor is outside [0, 1].
@@ -34,11 +34,11 @@ def discounted_to_go(terms: Tensor, response_mask: Tensor, cu_seqlens: Tensor, f
     number_of_sequences = response.counts.numel()
     longest = int(response.counts.max()) if number_of_sequences else 0
 
-    # Time first: a step of the loop then reads whole rows. Padding lies after the response, where G = 0 is right.
+    # Time is the first dimension, so that each step reads whole rows. Padding comes after the response, where G = 0.
     rows = terms.new_zeros(longest + 1, number_of_sequences)
     rows[response.ranks, response.sequences] = terms[response.positions]
     for step in reversed(range(longest)):
-        # A plain product and a sum, no fused multiply-add: each rounds alike in every place and backend.
+        # A plain product and sum, no fused multiply-add, so that rounding is the same at every position and backend.
         rows[step] += factor * rows[step + 1]
 
     to_go = torch.zeros_like(terms)

@@ -1,7 +1,7 @@
-"""Rollout correction: importance weights for samples of μ, the rollout policy, that are learned from as of π_old.
+"""Rollout correction: importance weights for training on samples of the rollout policy μ as if they were from π_old.
 
 The rollout engine's log-probs and the recomputed ones differ (other kernels, other precision, older weights), so the
-loss of each token is multiplied by w = π_old/μ, held in one of three ways:
+loss of each token is multiplied by w = π_old/μ, bounded in one of three ways:
 
 - tis, truncated: min(w, cap). Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
   Training"; Espeholt et al. (arXiv 1802.01561, eq. 1).
@@ -10,8 +10,8 @@ loss of each token is multiplied by w = π_old/μ, held in one of three ways:
 - icepop: w where floor ≤ w ≤ cap, else 0. Ling Team 2025 (arXiv 2510.18855), which has 0.5 and 5.
 
 Level "token": w_t of each token. "sequence": Π w_t over the response tokens. "geometric": its n-th root, exp(mean log
-w_t). A kept token keeps its weight w. A masked one still counts in the denominators of the aggregation: these are
-means over the samples of μ, in which it stands as a zero, so the scale of a loss does not hang on how many are masked.
+w_t). An unmasked token keeps its weight w. A masked token still counts in the denominators of the aggregation, as a
+zero in a mean over the samples of μ, so the scale of the loss does not depend on how many tokens are masked.
 """
 
 import dataclasses
@@ -26,17 +26,17 @@ from megarl.algorithms.packed import require_same_shape, response_counts, spread
 
 CORRECTIONS = ("none", "tis", "mis", "icepop")
 LEVELS = ("token", "sequence", "geometric")
-LOG_WEIGHT_LIMIT = 20.0  # |log w| in exp: a weight of 4.9e8 says it all, and its square stays far from overflow
+LOG_WEIGHT_LIMIT = 20.0  # bound of |log w|: a weight of 4.9e8, whose square is far from overflow
 
 
 @dataclasses.dataclass(frozen=True)
 class CorrectionOptions:
-    """Which correction, on which level, within which bounds of w. ValueError for what makes no sense."""
+    """The kind of correction, its level, and the bounds of w. ValueError for invalid combinations."""
 
     kind: str = "none"  # of CORRECTIONS
     level: str = "token"  # of LEVELS
     cap: float = 2.0  # > 0
-    floor: float | None = None  # in (0, cap], for icepop and for it alone
+    floor: float | None = None  # in (0, cap], only for icepop
 
     def __post_init__(self):
         for name, allowed in (("kind", CORRECTIONS), ("level", LEVELS)):
@@ -54,15 +54,15 @@ class CorrectionOptions:
 def correction_weights(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor, options: CorrectionOptions
 ) -> Tensor:
-    """What multiplies the loss of each token: [T] in the dtype of `old_logprobs`, no gradient, 1 outside the mask.
+    """The weight of each token's loss: [T] in the dtype of `old_logprobs`, no gradient, 1 outside the mask.
 
     Args:
         old_logprobs: [T] log π_old, recomputed by the training forward.
-        rollout_logprobs: [T] log μ, as the rollout engine sampled.
+        rollout_logprobs: [T] log μ, reported by the rollout engine.
         mask: [T] bool, the response tokens.
         cu_seqlens: [N+1] of whole sequences.
 
-    Exactly 1 everywhere for kind "none", and where both log-probs are the same numbers.
+    Exactly 1 everywhere for kind "none", and where both log-probs are equal.
 
     Raises:
         ValueError: shapes do not fit together.
@@ -75,17 +75,17 @@ def correction_weights(
 
 
 class CorrectionSums(NamedTuple):
-    """What a part of the batch gives to the diagnostics; parts cut no sequence."""
+    """Sums of the diagnostics over a micro-batch of whole sequences."""
 
-    sums: Tensor  # float64 [9], to be added over parts
-    maxima: Tensor  # float64 [1], of which the largest counts
+    sums: Tensor  # float64 [9], to be added over micro-batches
+    maxima: Tensor  # float64 [1], to be maximized over micro-batches
 
 
 @torch.no_grad()
 def correction_sums(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor, options: CorrectionOptions
 ) -> CorrectionSums:
-    """Sums for `correction_report`, of one part of the batch; arguments as `correction_weights`."""
+    """Sums of one micro-batch for `correction_report`; arguments as for `correction_weights`."""
     weights = _level_weights(old_logprobs, rollout_logprobs, mask, cu_seqlens, options.level)
     counted = mask if options.level == "token" else response_counts(mask, cu_seqlens) > 0
     weights = weights[counted]
@@ -102,29 +102,28 @@ def correction_sums(
         masked_sum(kl_estimate(rollout, old, "k1"), mask),
         masked_sum(kl_estimate(rollout, old, "k3", log_ratio_limit=LOG_WEIGHT_LIMIT), mask),
     ]
-    largest = torch.cat([weights, weights.new_zeros(1)]).amax(0, keepdim=True)  # weights are > 0: 0 stands for none
+    largest = torch.cat([weights, weights.new_zeros(1)]).amax(0, keepdim=True)  # weights are > 0, so 0 means none
     return CorrectionSums(torch.stack([each.double() for each in sums]), largest)
 
 
 def correction_report(sums: Tensor, maxima: Tensor) -> dict[str, float]:
-    """Diagnostics of the whole batch from `correction_sums`, added (maximised) over parts and ranks.
+    """Diagnostics of the whole batch from `correction_sums`, added (maximized) over micro-batches and ranks.
 
-    Over weights before they are held, whatever the kind, one for each token, or for each response on the other
-    levels: "correction/weight_mean" (its expectation is 1), "correction/weight_max" and
-    "correction/effective_sample_size" (Σw)²/(n·Σw²), the share in (0, 1] of the samples that the weighted batch is
-    worth. As held: "correction/applied_mean", and the shares "correction/truncated_fraction" (at the cap) and
-    "correction/masked_fraction" (0). Over tokens: KL(μ || π_old) as "correction/kl" (k1) and "correction/kl_k3".
-    All are 0 where there is no response token.
+    Over unbounded weights, one per token, or per response on the other levels: "correction/weight_mean" (its
+    expectation is 1), "correction/weight_max" and "correction/effective_sample_size" (Σw)²/(n·Σw²), in (0, 1] as a
+    fraction of the samples. Over bounded weights: "correction/applied_mean", and the fractions
+    "correction/truncated_fraction" (at the cap) and "correction/masked_fraction" (0). Over tokens: KL(μ || π_old) as
+    "correction/kl" (k1) and "correction/kl_k3". All are 0 without response tokens.
     """
-    number, total, squares, applied, truncated, masked, tokens, k1, k3 = sums.double().tolist()
-    number, tokens = max(number, 1.0), max(tokens, 1.0)
+    count, total, squares, applied, truncated, masked, tokens, k1, k3 = sums.double().tolist()
+    count, tokens = max(count, 1.0), max(tokens, 1.0)
     return {
-        "correction/weight_mean": total / number,
+        "correction/weight_mean": total / count,
         "correction/weight_max": float(maxima),
-        "correction/effective_sample_size": total**2 / (number * squares) if squares else 0.0,
-        "correction/applied_mean": applied / number,
-        "correction/truncated_fraction": truncated / number,
-        "correction/masked_fraction": masked / number,
+        "correction/effective_sample_size": total**2 / (count * squares) if squares else 0.0,
+        "correction/applied_mean": applied / count,
+        "correction/truncated_fraction": truncated / count,
+        "correction/masked_fraction": masked / count,
         "correction/kl": k1 / tokens,
         "correction/kl_k3": k3 / tokens,
     }
@@ -142,7 +141,7 @@ def _level_weights(old: Tensor, rollout: Tensor, mask: Tensor, cu_seqlens: Tenso
 
 
 def _applied(weights: Tensor, options: CorrectionOptions) -> Tensor:
-    """The weights as the loss gets them."""
+    """The bounded weights."""
     if options.kind == "none":
         return torch.ones_like(weights)
     if options.kind == "tis":

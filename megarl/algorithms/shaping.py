@@ -1,4 +1,4 @@
-"""What is added to a response's score before advantages are made of it."""
+"""Penalties added to a response's score before the advantages are computed."""
 
 from torch import Tensor
 
@@ -9,9 +9,9 @@ def overlong_penalty(response_lengths: Tensor, limit: int, buffer: int) -> Tenso
     Soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13), with L_max = limit and L_cache = buffer.
 
     Args:
-        response_lengths: [N] tokens that the policy wrote.
-        limit: tokens from which on the penalty is whole.
-        buffer: tokens before the limit over which it grows, 1 … limit.
+        response_lengths: [N] response tokens.
+        limit: tokens from which on the penalty is −1.
+        buffer: tokens before the limit over which the penalty grows, 1 … limit.
 
     Returns:
         [N] float32 in [−1, 0].

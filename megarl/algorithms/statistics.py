@@ -1,12 +1,12 @@
-"""Mean, variance, whitening and explained variance of values that are spread over ranks and micro-batches.
+"""Mean, variance, whitening and explained variance of values distributed over ranks and micro-batches.
 
-Each statistic comes as two functions. The first gives local sums (float64, additive), the caller adds them up over
-micro-batches and all-reduces them once; the second turns the global sums into the result. Splits of the same values
-give the same result up to float64 rounding.
+Each statistic has two functions. The first returns local sums (float64, additive), which the caller adds over
+micro-batches and all-reduces once; the second computes the result from the global sums. Any split of the same values
+gives the same result up to float64 rounding.
 
-Precision: a variance from a sum of squares loses the digits that mean² has above the variance. With float64 sums its
-relative error is about 1e-16 · (1 + mean²/variance): 1e-8 where the mean is 10,000 standard deviations from 0, far
-beyond rewards, values and advantages. A variance below 1e-14 · mean² cannot be told from rounding and counts as 0.
+Precision: a variance from a sum of squares loses the digits by which mean² exceeds the variance. With float64 sums its
+relative error is about 1e-16 · (1 + mean²/variance): 1e-8 if the mean is 10,000 standard deviations from 0, far
+beyond rewards, values and advantages. A variance below 1e-14 · mean² is indistinguishable from rounding and is 0.
 """
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megarl.algorithms.packed import require_same_shape
 
-_ROUNDING = 1e-14  # relative noise of a float64 sum of squares, with room for the order of the additions
+_ROUNDING = 1e-14  # relative rounding error of a float64 sum of squares, with a margin for the order of additions
 
 
 def local_moments(values: Tensor, mask: Tensor) -> Tensor:
@@ -35,8 +35,8 @@ def local_moments(values: Tensor, mask: Tensor) -> Tensor:
 def mean_and_variance(moments: Tensor, unbiased: bool = True) -> tuple[Tensor, Tensor]:
     """Global mean and variance (two float64 scalars) from all-reduced `local_moments` [3].
 
-    `unbiased` divides the centred squares by count − 1, else by count. Count 0 gives (0, 0); count 1 gives variance 0
-    under both conventions, where the unbiased one is undefined.
+    `unbiased` divides the centred squares by count − 1, else by count. Count 0 gives (0, 0); count 1 gives variance 0,
+    also where the unbiased variance is undefined.
     """
     count, total, total_of_squares = moments.double().unbind()
     mean = total / count.clamp(min=1)
@@ -53,17 +53,17 @@ def whiten(
 ) -> Tensor:
     """Scale the valid entries to unit variance, and to mean 0 with `shift_mean`, by global moments.
 
-    (x − mean) / sqrt(variance + epsilon), plus the mean again without `shift_mean`. The defaults are the convention of
-    verl: unbiased variance, epsilon inside the root.
+    (x − mean) / sqrt(variance + epsilon), plus the mean without `shift_mean`. The defaults are verl's: unbiased
+    variance, epsilon inside the root.
 
     Args:
         values: [T]. Computed in float64, returned in the dtype of `values`.
         mask: [T] bool. Outside it the result is 0.
         moments: float64 [3], `local_moments` summed over all ranks and micro-batches.
-        epsilon: keeps equal values finite: they come out as 0 (as themselves without `shift_mean`).
+        epsilon: keeps equal values finite: they become 0 (unchanged without `shift_mean`).
         unbiased: divide by count − 1 (True) or by count (False).
 
-    A single valid token has variance 0 here, so it comes out as 0: it gives no learning signal.
+    A single valid token has variance 0, so it becomes 0.
 
     Raises:
         ValueError: shapes differ.
@@ -95,8 +95,8 @@ def explained_variance_moments(values: Tensor, returns: Tensor, mask: Tensor) ->
 def explained_variance(moments: Tensor) -> float:
     """1 − Var[R − V] / Var[R] from all-reduced `explained_variance_moments` [5].
 
-    1 means a perfect critic up to a constant, 0 one that is no better than a constant, below 0 one that is worse.
-    Returns that are all equal (or no or one token) have nothing to explain: 0.0.
+    1: the critic is perfect up to a constant; 0: no better than a constant; below 0: worse. 0.0 if all returns are
+    equal, or with fewer than two tokens.
     """
     count, returns, returns_squared, residuals, residuals_squared = moments.double().unbind()
     variance = _centred_squares(count, returns, returns_squared)
@@ -106,6 +106,6 @@ def explained_variance(moments: Tensor) -> float:
 
 
 def _centred_squares(count: Tensor, total: Tensor, total_of_squares: Tensor) -> Tensor:
-    """Σ(x − mean)² from raw sums; what is below the rounding of the subtraction, or negative, is 0."""
+    """Σ(x − mean)² from raw sums; 0 if negative or below the rounding error of the subtraction."""
     centred = total_of_squares - total.square() / count.clamp(min=1)
     return torch.where(centred > _ROUNDING * total_of_squares, centred, torch.zeros_like(centred))

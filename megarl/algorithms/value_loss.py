@@ -12,7 +12,7 @@ class ValueTerms(NamedTuple):
     """Per-token terms of the value loss."""
 
     loss: Tensor  # [T], differentiable in the values
-    clipped: Tensor  # [T] bool, the clipped value gave the larger error, so the token gives no gradient
+    clipped: Tensor  # [T] bool, the clipped value has the larger error, so the token has no gradient
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float | None) -> ValueTerms:
@@ -38,5 +38,5 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
         raise ValueError(f"value clip range must be >= 0 or None, got {clip_range}")
     bounded = (values.clamp(old_values - clip_range, old_values + clip_range) - returns).square()
     clipped = bounded > plain
-    # Not torch.maximum: at a tie it would take half of its gradient from the clipped side.
+    # Not torch.maximum: at a tie it takes half of the gradient from the clipped side.
     return ValueTerms(0.5 * torch.where(clipped, bounded, plain), clipped)

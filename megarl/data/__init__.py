@@ -1,1 +1,1 @@
-"""Tokenizers, prompt files, prompt order and supervised examples."""
+"""Prompt files and their order, tokenizers, chat templates, supervised examples and preference pairs."""

@@ -1,4 +1,4 @@
-"""Chat templates: messages rendered with Jinja as `transformers` renders them, and turned into tokens safely."""
+"""Chat templates: render messages with Jinja as `transformers` does, then tokenize them safely."""
 
 import json
 from pathlib import Path
@@ -9,13 +9,13 @@ import jinja2.ext
 import jinja2.sandbox
 
 from megarl.data.messages import Message
-from megarl.data.special_tokens import MARK, Marks, encode_pieces, pattern_of
+from megarl.data.special_tokens import MARK, Marks, encode_around_special, pattern_of
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` ... `{% endgeneration %}`: marks an assistant's text in some templates; rendered as it is."""
+    """`{% generation %}` ... `{% endgeneration %}` around assistant text in some templates; rendered unchanged."""
 
     tags = {"generation"}
 
@@ -27,10 +27,10 @@ class _Generation(jinja2.ext.Extension):
 class ChatTemplate:
     """A Jinja template over `messages`, `add_generation_prompt`, `bos_token` and `eos_token`.
 
-    What a template writes of special tokens becomes their ids. What messages write never does: before rendering, the
-    strings of special tokens in contents are marked, and only spelt out again, as ordinary text, in the tokens.
-    A template finds no clock (`strftime_now` is undefined), so the same messages give the same tokens on every day.
-    Raises UsageError (naming `flag`) for a malformed template, or messages that it refuses or fails on.
+    Special tokens in the template's own text become their ids. Those in message contents never do: before rendering,
+    their strings are replaced by marks, and `encode` tokenizes the original strings as ordinary text.
+    `strftime_now` is undefined, so the same messages give the same tokens on every day.
+    Raises UsageError (naming `flag`) for a malformed template, or messages that it rejects or fails on.
     """
 
     def __init__(self, source: str, tokenizer: Tokenizer, flag: str = "--chat-template"):
@@ -48,64 +48,66 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise UsageError(f"{flag}: malformed Jinja, line {error.lineno}: {_line(error)}") from None
         if MARK in source:
-            raise UsageError(f"{flag}: the template holds U+FDD0, which is not a character")
+            raise UsageError(f"{flag}: the template contains U+FDD0, a Unicode noncharacter; remove it")
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
-        """The conversation as one text, special strings of the contents marked.
+        """Render the conversation as one text, with the special tokens' strings in contents marked.
 
-        `add_generation_prompt`: ends with what opens the assistant's turn.
+        `add_generation_prompt`: append the opening of the assistant's turn.
         """
         marked = [{**message, "content": self._marks.mark(message["content"])} for message in messages]
         names = {name: token for name, token in self._names.items() if token is not None}
         try:
             return self._template.render(messages=marked, add_generation_prompt=add_generation_prompt, **names)
         except Exception as error:
-            raise UsageError(f"{self.flag}: the template does not take these messages: {_line(error)}") from None
+            raise UsageError(f"{self.flag}: the template fails on these messages: {_line(error)}") from None
 
     def plain(self, rendered: str) -> str:
-        """A rendered text without marks."""
+        """Replace the marks of a rendered text by the original strings."""
         return self._marks.unmark(rendered)
 
     def encode(self, rendered: str) -> list[int]:
-        """Ids of a rendered text: as a whole where no mark is in it, else in pieces around special tokens."""
+        """Ids of a rendered text: encoded at once if it has no marks, else segment by segment around special tokens."""
         if MARK not in rendered:
             return self.tokenizer.encode_template(rendered)
-        return encode_pieces(
-            rendered, self.tokenizer.special, self._pattern, lambda piece: self.tokenizer.encode(self.plain(piece))
-        )
+
+        def encode_plain(segment: str) -> list[int]:
+            return self.tokenizer.encode(self.plain(segment))
+
+        return encode_around_special(rendered, self.tokenizer.special, self._pattern, encode_plain)
 
     def encode_batch(self, rendered: Sequence[str]) -> list[list[int]]:
         """`encode` of each rendered text."""
         whole = iter(self.tokenizer.encode_template_batch([text for text in rendered if MARK not in text]))
         return [self.encode(text) if MARK in text else next(whole) for text in rendered]
 
-    def encode_following(self, continued: Iterable[tuple[str, str]]) -> list[list[int]]:
-        """For each (before, text): ids of `text`, such that those of `before` and they make up the whole.
+    def encode_following(self, pairs: Iterable[tuple[str, str]]) -> list[list[int]]:
+        """For each (before, text): ids of `text` to append to the ids of `before`.
 
-        They are what the tokenizer gives for `text` behind `before`, unless a token would reach across the border:
-        then those of `text` alone, as a policy too can only go on behind what it was given.
+        They are the tail of the ids of `before + text`. If a token would span the boundary they are the ids of `text`
+        alone, because a policy too can only append tokens to its prompt.
         """
-        tails = [(self._from_last_special(before), text) for before, text in continued]
-        leads = self.encode_batch([tail for tail, _ in tails])
+        tails = [(self._from_last_special(before), text) for before, text in pairs]
+        prefixes = self.encode_batch([tail for tail, _ in tails])
         wholes = self.encode_batch([tail + text for tail, text in tails])
         return [
-            whole[len(lead) :] if whole[: len(lead)] == lead else self.encode(text)
-            for (_, text), lead, whole in zip(tails, leads, wholes, strict=True)
+            whole[len(prefix) :] if whole[: len(prefix)] == prefix else self.encode(text)
+            for (_, text), prefix, whole in zip(tails, prefixes, wholes, strict=True)
         ]
 
     def _from_last_special(self, rendered: str) -> str:
-        """The end of a text that can bear on the tokens behind it: no token reaches across a special one."""
-        start = max((found.start() for found in self._pattern.finditer(rendered)), default=0)
+        """The suffix that can affect the tokens after it: it starts at the last special token, which no token spans."""
+        start = max((match.start() for match in self._pattern.finditer(rendered)), default=0)
         return rendered[start:]
 
 
 def load_template(value: str | None, tokenizer: Tokenizer, flag: str = "--chat-template") -> ChatTemplate | None:
-    """The template that `--chat-template` names: None, "tokenizer" (the tokenizer's own) or a Jinja file's path."""
+    """The template that `--chat-template` selects: None, "tokenizer" (the tokenizer's own) or a Jinja file's path."""
     if value is None:
         return None
     if value == "tokenizer":
         if not tokenizer.template:
-            raise UsageError(f"{flag} tokenizer: the tokenizer brings no chat template; give a Jinja file")
+            raise UsageError(f"{flag} tokenizer: the tokenizer has no chat template; give a Jinja file")
         return ChatTemplate(tokenizer.template, tokenizer, f"{flag} tokenizer")
     try:
         source = Path(value).read_text(encoding="utf-8")

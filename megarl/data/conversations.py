@@ -1,4 +1,4 @@
-"""From prompts, responses and whole conversations to tokens, with or without a chat template."""
+"""Tokenizes prompts, responses and whole conversations, with or without a chat template."""
 
 import functools
 from typing import Sequence
@@ -9,32 +9,31 @@ from megarl.data.prompts import Prompt
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
 
-# Prompts whose encoding is kept: those of a step, as all samples of a prompt are scored together.
+# Encoded prompts to cache: about those of a step, because all samples of a prompt are scored together.
 _CACHED_PROMPTS = 4096
 
 
 class Encoder:
-    """A tokenizer and its chat template; None: texts as they are, then EOS.
+    """A tokenizer and its chat template; without one, texts are encoded unchanged and a response ends with EOS.
 
-    The tokens of a prompt and of its response are made one after the other and joined, exactly as they stand in a
-    rollout. Raises UsageError (naming the template's flag) for a template whose conversation does not begin with its
-    prompt, that ends an assistant's turn without EOS, or that writes BOS twice; and (naming `flag`) for messages where
-    there is no template.
+    Prompt and response are encoded separately and joined, exactly as in a rollout. Raises UsageError (naming the
+    template's flag) for a template whose conversation does not begin with its prompt, that ends an assistant's turn
+    without EOS, or that writes BOS twice; and (naming `flag`) for messages without a template.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None = None, flag: str = "--chat-template"):
         self.tokenizer, self.template, self.flag = tokenizer, template, flag
         self._encoded = functools.lru_cache(_CACHED_PROMPTS)(self._encode_prompt)
         if template is not None:
-            # Now, not in the middle of a run: some templates leave a message without content out.
+            # Fail now, not in the middle of a run: some templates drop a message with empty content.
             self.responses([(Prompt(0, "a"), "b"), (Prompt(0, "a"), "")])
 
     def prompt(self, prompt: Prompt) -> list[int]:
-        """The tokens that the policy goes on from; with a template they end with what opens the assistant's turn."""
+        """The tokens that the policy continues; with a template they end with the opening of the assistant's turn."""
         return list(self._encoded(prompt.key)[1])
 
     def response(self, prompt: Prompt, text: str) -> list[int]:
-        """The tokens of the assistant's answer behind `prompt`'s, up to and including EOS."""
+        """The tokens of the response after `prompt`, up to and including EOS."""
         return self.responses([(prompt, text)])[0]
 
     def responses(self, samples: Sequence[tuple[Prompt, str]]) -> list[list[int]]:
@@ -44,10 +43,10 @@ class Encoder:
         return self.template.encode_following([self._turn(prompt, text) for prompt, text in samples])
 
     def scored(self, prompt: Prompt, text: str, longest: int) -> tuple[list[int], int]:
-        """What a reward model reads of prompt and response, at most `longest` >= 1 tokens, and how many were cut.
+        """The reward model's input for prompt and response, at most `longest` >= 1 tokens, and how many were cut.
 
-        Cut from the prompt's start (a leading BOS stays), and from the response's only when no prompt is left; never
-        from the end, which is the EOS that carries the score. Never empty.
+        Tokens are cut from the start of the prompt (a leading BOS stays), then from the start of the response; never
+        from the end, because the score is read at EOS. Never empty.
         """
         return self.scored_batch([(prompt, text)], longest)[0]
 
@@ -64,26 +63,27 @@ class Encoder:
     def conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """`(ids, mask)` of a whole conversation, equally long; the mask covers each assistant's turn with its EOS.
 
-        What a template writes behind that EOS is context, and so is all that opens the turn.
+        The opening of the turn and the template's text after that EOS are context, outside the mask.
         """
         if self.template is None:
             raise UsageError(f"a conversation in messages needs {self.flag}")
         whole = self.template.render(messages)
-        borders = [0]
+        boundaries = [0]
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
                 opened, turn = self._rendered_turn(messages[:number], message["content"])
-                if not whole.startswith(opened + turn) or len(opened) < borders[-1]:
+                if not whole.startswith(opened + turn) or len(opened) < boundaries[-1]:
                     raise UsageError(f"{self.template.flag}: a later message changes how an earlier one is rendered")
-                borders += [len(opened), len(opened) + len(turn)]
-        borders.append(len(whole))
-        spans = list(zip(borders, borders[1:], strict=False))
-        pieces = self.template.encode_following([(whole[:start], whole[start:end]) for start, end in spans])
-        ids = self._one_bos([i for piece in pieces for i in piece])
-        return ids, [bool(number % 2) for number, piece in enumerate(pieces) for _ in piece]
+                boundaries += [len(opened), len(opened) + len(turn)]
+        boundaries.append(len(whole))
+        ranges = list(zip(boundaries, boundaries[1:], strict=False))
+        segments = self.template.encode_following([(whole[:start], whole[start:end]) for start, end in ranges])
+        ids = self._one_bos([i for segment in segments for i in segment])
+        # Segments alternate: context, assistant's turn, context, ...
+        return ids, [bool(number % 2) for number, segment in enumerate(segments) for _ in segment]
 
     def _encode_prompt(self, key: str | tuple[tuple[str, str], ...]) -> tuple[str, tuple[int, ...]]:
-        """A prompt's rendered text, marks in it, and its tokens."""
+        """A prompt's rendered text, with marks, and its tokens."""
         if self.template is None:
             if not isinstance(key, str):
                 raise UsageError(f"a prompt in messages needs {self.flag}")
@@ -100,14 +100,14 @@ class Encoder:
         return self._rendered_turn(conversation_of(prompt.key), text, self._encoded(prompt.key)[0])
 
     def _rendered_turn(self, before: Sequence[Message], text: str, opened: str | None = None) -> tuple[str, str]:
-        """What precedes the assistant's `text`, and its turn up to and including EOS."""
+        """The text before the assistant's `text`, and the turn up to and including EOS."""
         template, eos = self.template, self.tokenizer.eos_token
         if opened is None:
             opened = template.render(before, add_generation_prompt=True)
         whole = template.render([*before, {"role": "assistant", "content": text}])
         if not whole.startswith(opened):
             raise UsageError(f"{template.flag}: the rendered conversation does not begin with its rendered prompt")
-        # The contents' own special strings are marked, so this EOS is the template's.
+        # Special tokens in contents are marked, so this EOS is the template's.
         end = whole.find(eos, len(opened))
         if end < 0:
             raise UsageError(
@@ -120,8 +120,8 @@ class Encoder:
         cut = max(0, len(ids) - longest)
         if not cut:
             return ids, 0
-        opening = 1 if longest > 1 and ids[0] == self.tokenizer.bos_id else 0
-        return ids[:opening] + ids[cut + opening :], cut
+        kept = 1 if longest > 1 and ids[0] == self.tokenizer.bos_id else 0
+        return ids[:kept] + ids[cut + kept :], cut
 
 
 def build_encoder(tokenizer: Tokenizer, chat_template: str | None, flag_prefix: str = "") -> Encoder:

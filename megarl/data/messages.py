@@ -1,4 +1,4 @@
-"""Messages of a conversation: objects with a role and a content, as chat templates take them."""
+"""Messages of a conversation: objects with `role` and `content`, the input of chat templates."""
 
 from typing import Any, Sequence
 
@@ -8,7 +8,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 def message_error(messages: Any) -> str | None:
-    """What is wrong with a value that should be a list of messages; None where nothing is."""
+    """Return what is wrong with a value that should be a list of messages, or None if it is valid."""
     if not isinstance(messages, list) or not messages:
         return "must be a list of messages, at least one"
     for number, message in enumerate(messages, start=1):
@@ -22,13 +22,13 @@ def message_error(messages: Any) -> str | None:
 
 
 def conversation_of(prompt: str | Sequence[tuple[str, str]]) -> list[Message]:
-    """A prompt as messages: a text is what one user says; else (role, content) pairs."""
+    """A prompt as messages: a string is one user message; else the prompt holds (role, content) pairs."""
     pairs = [("user", prompt)] if isinstance(prompt, str) else prompt
     return [{"role": role, "content": content} for role, content in pairs]
 
 
 def text_of(messages: Sequence[Message]) -> str:
-    """Messages as a person reads them: a lone user's text as it is, else one paragraph a message, its role first."""
+    """Messages as readable text: a single user message as it is, else one `role: content` paragraph per message."""
     if [message["role"] for message in messages] == ["user"]:
         return messages[0]["content"]
     return "\n".join(f"{message['role']}: {message['content']}" for message in messages)

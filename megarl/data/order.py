@@ -1,4 +1,4 @@
-"""The order in which prompts are drawn: endless, shuffled anew every epoch, resumable from one number."""
+"""The order in which prompts are drawn: infinite, reshuffled every epoch, resumable from one number."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ _SEED_LIMIT = 2**64
 
 
 class PromptOrder:
-    """Position -> prompt index as a pure function of (size, seed), so the position is the whole state.
+    """Maps a position to a prompt index as a pure function of (size, seed), so the position is the whole state.
 
     Epoch e's permutation sorts the raw output of a counter-based generator (Philox, Salmon et al. 2011) keyed by
     (seed, e). Raw generator output is the same on every machine and in every numpy version; numpy's own `permutation`
@@ -27,7 +27,7 @@ class PromptOrder:
         self._permutation = np.empty(0, dtype=np.int64)
 
     def indices(self, start: int, count: int) -> list[int]:
-        """The prompt indices at positions `start` to `start + count - 1`, over as many epochs as that takes."""
+        """The prompt indices at positions `start` to `start + count - 1`, across epochs."""
         if start < 0 or count < 0:
             raise ValueError(f"start {start} and count {count} must not be negative")
         taken: list[int] = []
@@ -37,7 +37,7 @@ class PromptOrder:
         return taken
 
     def take(self, count: int) -> list[int]:
-        """The next `count` prompt indices; moves the position on."""
+        """The next `count` prompt indices; advances the position."""
         taken = self.indices(self.position, count)
         self.position += count
         return taken
@@ -46,7 +46,7 @@ class PromptOrder:
         return {"position": self.position, "size": self.size}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue at the stored position; UsageError if it was stored for another number of prompts."""
+        """Continue at the saved position; UsageError if it was saved for another number of prompts."""
         if state["size"] != self.size:
             raise UsageError(
                 f"--prompts: the file has {self.size} prompts, the checkpoint was written with {state['size']}; "

@@ -1,4 +1,4 @@
-"""Preference pairs: what a reward model reads of the chosen and the rejected response to one prompt."""
+"""Preference pairs: the reward model's inputs for the chosen and the rejected response to one prompt."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from megarl.errors import UsageError
 
 @dataclass(frozen=True)
 class Pair:
-    """Tokens of prompt + chosen and of prompt + rejected response, and the least difference wanted of the scores."""
+    """Tokens of prompt + chosen and of prompt + rejected response, and the margin wanted between their scores."""
 
     chosen: list[int]
     rejected: list[int]
@@ -17,10 +17,10 @@ class Pair:
 
 
 def preference_pairs(prompts: PromptSet, encoder: Encoder, longest: int) -> list[Pair]:
-    """The pair of every line, each text at most `longest` tokens long (cut as `Encoder.scored` says).
+    """The pair of every line, each text at most `longest` tokens long (cut by `Encoder.scored`).
 
-    Raises UsageError with file and line where chosen or rejected is missing, or where the two are the same, be it as
-    text or only as tokens.
+    Raises UsageError with file and line if chosen or rejected is missing, or if both are the same text or the same
+    tokens.
     """
     samples = []
     for prompt in prompts:

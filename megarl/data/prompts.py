@@ -1,9 +1,9 @@
-"""Prompt files: JSON lines, checked whole before any work starts.
+"""Prompt files: JSON lines, fully checked before any work starts.
 
-One object per line: `prompt` (non-empty string, or a list of messages with `role` and `content`) and, where wanted,
-`answer` (string, the reference answer), `task` (string), `metadata` (object, what a verifier needs), `response`
-(string, what supervised training imitates), `chosen` and `rejected` (strings, the better and the worse response) with
-a `margin` (number >= 0). For supervised training `messages` (a whole conversation) may take the place of `prompt`.
+One object per line: `prompt` (non-empty string, or a list of messages with `role` and `content`) and, optionally,
+`answer` (string, the reference answer), `task` (string), `metadata` (object, input of verifiers), `response` (string,
+target of supervised training), `chosen` and `rejected` (strings, the better and the worse response) with a `margin`
+(number >= 0). For supervised training `messages` (a whole conversation) may replace `prompt`.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ class Prompt:
 
     @property
     def key(self) -> str | tuple[tuple[str, str], ...]:
-        """The prompt as a value that can be looked up: its text, or (role, content) pairs."""
+        """The prompt as a hashable value: its text, or (role, content) pairs."""
         if isinstance(self.prompt, str):
             return self.prompt
         return tuple((message["role"], message["content"]) for message in self.prompt)
 
     @property
     def conversation(self) -> list[Message]:
-        """The prompt as messages; a text is what one user says."""
+        """The prompt as messages; a string is one user message."""
         return conversation_of(self.key)
 
     @property
     def text(self) -> str:
-        """The prompt as a person reads it, for samples and logs."""
+        """The prompt as readable text, for samples and logs."""
         return text_of(self.conversation)
 
 
@@ -84,13 +84,13 @@ class PromptSet:
         return iter(self._prompts)
 
     def where(self, index: int) -> str:
-        """`--prompts data/train.jsonl:17`, to open an error message about prompt `index`."""
+        """`--prompts data/train.jsonl:17`, the start of an error message about prompt `index`."""
         return f"{self.flag} {self.path}:{index + 1}"
 
     def encode(self, encoder: Encoder, max_prompt_length: int | None = None) -> list[list[int]]:
-        """Tokens of every prompt as the policy reads it, each of 1 to `max_prompt_length` tokens, or UsageError.
+        """Tokens of every prompt as the policy reads it; UsageError if one has none or more than `max_prompt_length`.
 
-        None: of any length, to see whether `encoder` takes every prompt.
+        None: any length, to check that `encoder` accepts every prompt.
         """
         encoded = []
         for prompt in self._prompts:
@@ -106,17 +106,17 @@ class PromptSet:
 
 
 def prompt_tokens(prompt: Prompt, encoder: Encoder, max_prompt_length: int | None = None) -> list[int]:
-    """Tokens of one prompt, 1 to `max_prompt_length` of them (None: of any number), or UsageError."""
+    """Tokens of one prompt; UsageError if it has none or more than `max_prompt_length` (None: no limit)."""
     ids = encoder.prompt(prompt)
     if not ids:
-        raise UsageError("the prompt becomes no token at all")
+        raise UsageError("the prompt becomes no token")
     if max_prompt_length is not None and len(ids) > max_prompt_length:
         raise UsageError(f"the prompt has {len(ids)} tokens; --max-prompt-length allows {max_prompt_length}")
     return ids
 
 
 def load_prompts(path: str, flag: str = "--prompts") -> PromptSet:
-    """Read and check every line of a prompt file; `flag` is the option that named it, for the messages.
+    """Read and check every line of a prompt file; `flag` names its option in error messages.
 
     Blank lines may follow the last prompt. Raises UsageError with the line number for the first bad line, and for a
     file that is missing, not UTF-8, or without prompts.
@@ -159,28 +159,28 @@ def _parse_line(line: str, where: str) -> dict[str, Any]:
             f"{where}: unknown field {unknown[0]!r}; allowed: {', '.join(_FIELD_TYPES)} "
             "(anything else belongs inside metadata)"
         )
-    # A null is the same as leaving the field out.
+    # A null means that the field is absent.
     fields = {name: value for name, value in entry.items() if value is not None}
     for name, value in fields.items():
         _check_field(name, value, where)
     if "messages" in fields:
-        _check_whole(fields, where)
+        _check_conversation(fields, where)
     elif "prompt" not in fields:
         raise UsageError(f"{where}: prompt is missing")
     elif not _contents(fields["prompt"]).strip():
         raise UsageError(f"{where}: prompt is empty")
     elif isinstance(fields["prompt"], list) and fields["prompt"][-1]["role"] == "assistant":
-        raise UsageError(f"{where}: the prompt's last message must not be the assistant's, who is to answer")
+        raise UsageError(f"{where}: the prompt's last message must not be the assistant's, who answers it")
     return fields
 
 
-def _check_whole(fields: dict[str, Any], where: str) -> None:
-    """A line with a whole conversation leaves nothing to add: no prompt, no response."""
+def _check_conversation(fields: dict[str, Any], where: str) -> None:
+    """A line with a whole conversation must have no prompt and no response."""
     for name in ("prompt", "response", "answer", "chosen", "rejected", "margin"):
         if name in fields:
             raise UsageError(f"{where}: both messages and {name}; messages hold the whole conversation")
     if all(message["role"] != "assistant" for message in fields["messages"]):
-        raise UsageError(f"{where}: messages hold no message of the assistant, so nothing to learn")
+        raise UsageError(f"{where}: messages hold no message of the assistant, so nothing to train on")
 
 
 def _contents(value: str | list[Message]) -> str:
@@ -188,12 +188,12 @@ def _contents(value: str | list[Message]) -> str:
 
 
 def _check_field(name: str, value: Any, where: str) -> None:
-    kind, kind_name = _FIELD_TYPES[name]
-    # JSON's true is a number to Python.
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise UsageError(f"{where}: {name} must be {kind_name}, not {type(value).__name__}")
-    if isinstance(value, list) and (wrong := message_error(value)):
-        raise UsageError(f"{where}: {name}: {wrong}")
+    field_type, type_name = _FIELD_TYPES[name]
+    # bool is a subclass of int in Python.
+    if not isinstance(value, field_type) or isinstance(value, bool):
+        raise UsageError(f"{where}: {name} must be {type_name}, not {type(value).__name__}")
+    if isinstance(value, list) and (problem := message_error(value)):
+        raise UsageError(f"{where}: {name}: {problem}")
     if name == "margin" and not (math.isfinite(value) and value >= 0):
         raise UsageError(f"{where}: margin is {value}; it must be a finite number of at least 0")
     if isinstance(value, str | list):

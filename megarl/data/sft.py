@@ -1,4 +1,4 @@
-"""Supervised examples: conversations as tokens, with the mask of what is to be learnt."""
+"""Supervised examples: tokens of conversations, with the mask of the tokens to train on."""
 
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import Prompt, PromptSet, prompt_tokens
@@ -12,10 +12,9 @@ def sft_examples(
 ) -> list[Example]:
     """`(tokens, response_mask)` per line, equally long; the mask covers the responses, each with its EOS.
 
-    A line's response is its `response`, or else its `answer`; in a line with `messages` every message of the assistant
-    is one. Lengths are in tokens; `max_response_length` counts the EOS, as it does in a rollout, and a conversation in
-    messages may be as long as both limits together. Raises UsageError with file and line for a line without a
-    response, or too long.
+    A line's response is its `response`, else its `answer`; in a line with `messages` every assistant message is one.
+    Lengths are in tokens; `max_response_length` counts the EOS, as in a rollout, and a conversation in messages may be
+    as long as both limits together. Raises UsageError with file and line for a line without a response, or too long.
     """
     examples = []
     for prompt in prompts:
@@ -24,13 +23,13 @@ def sft_examples(
             if prompt.messages is not None:
                 examples.append(_conversation(prompt, encoder, max_prompt_length + max_response_length))
             else:
-                examples.append(_answered(prompt, encoder, max_prompt_length, max_response_length))
+                examples.append(_prompt_and_response(prompt, encoder, max_prompt_length, max_response_length))
         except UsageError as error:
             raise UsageError(f"{where}: {error}") from None
     return examples
 
 
-def _answered(prompt: Prompt, encoder: Encoder, max_prompt_length: int, max_response_length: int) -> Example:
+def _prompt_and_response(prompt: Prompt, encoder: Encoder, max_prompt_length: int, max_response_length: int) -> Example:
     text = prompt.response if prompt.response is not None else prompt.answer
     if text is None:
         raise UsageError("supervised training needs a response (or an answer), or messages, on each line")

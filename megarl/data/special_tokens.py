@@ -1,38 +1,38 @@
-"""Special tokens as strings: where they stand in a text, and marks that keep a user's text from writing them."""
+"""Special tokens as strings: finds them in a text, and marks those in user text so that they stay ordinary text."""
 
 import re
 from typing import Callable, Iterable, Mapping
 
-# A Unicode noncharacter: never part of text meant for interchange, and not white space that a template would trim.
+# Unicode noncharacters: never in text meant for interchange, and not white space that a template would trim.
 MARK, _END = "\ufdd0", "\ufdd1"
 
-# Shown for an id that has no piece, e.g. a row that only pads the embedding to a round size.
-NO_PIECE = "\ufffd"
+# Decoded text of an id without a token, e.g. of a row that only pads the embedding.
+REPLACEMENT = "\ufffd"
 
 
 def pattern_of(strings: Iterable[str]) -> re.Pattern[str]:
-    """Matches any of `strings`, the longest first; its one group makes `split` keep them. Nothing where none."""
+    """A pattern that matches any of `strings`, longest first; its one group makes `split` keep them. None: no match."""
     longest_first = sorted(strings, key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
 
-def encode_pieces(
+def encode_around_special(
     text: str, special: Mapping[str, int], pattern: re.Pattern[str], encode: Callable[[str], list[int]]
 ) -> list[int]:
-    """Ids of `text` cut at its special strings, which become their ids; `encode` gives those of what is between."""
+    """Ids of `text`: special strings become their ids, and `encode` gives those of the text between them."""
     ids: list[int] = []
-    for number, piece in enumerate(pattern.split(text)):
+    for number, segment in enumerate(pattern.split(text)):
         if number % 2:
-            ids.append(special[piece])
-        elif piece:
-            ids += encode(piece)
+            ids.append(special[segment])
+        elif segment:
+            ids += encode(segment)
     return ids
 
 
 class Marks:
-    """Special strings in ordinary text, replaced by marks while a template is rendered around the text.
+    """Replaces special tokens' strings in user text by marks before a template is rendered around it.
 
-    Marks themselves are replaced too, so every mark in a marked text is one of ours, whatever the text holds.
+    Marks in the text are replaced too, so every mark in a marked text comes from `mark`, whatever the text holds.
     """
 
     def __init__(self, special: Iterable[str]):
@@ -42,8 +42,8 @@ class Marks:
         self._marks = re.compile(f"{MARK}([0-9]+){_END}")
 
     def mark(self, text: str) -> str:
-        return self._pattern.sub(lambda found: f"{MARK}{self._numbers[found[0]]}{_END}", text)
+        return self._pattern.sub(lambda match: f"{MARK}{self._numbers[match[0]]}{_END}", text)
 
     def unmark(self, text: str) -> str:
-        """The text that `mark` was given."""
-        return self._marks.sub(lambda found: self._strings[int(found[1])], text) if MARK in text else text
+        """The original of a marked text."""
+        return self._marks.sub(lambda match: self._strings[int(match[1])], text) if MARK in text else text

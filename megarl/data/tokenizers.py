@@ -1,4 +1,4 @@
-"""Tokenizers behind one small interface, and the table that names them."""
+"""The tokenizer interface, SentencePiece, and the tokenizers by the name of `--tokenizer-type`."""
 
 import itertools
 from pathlib import Path
@@ -6,17 +6,17 @@ from typing import Mapping, Protocol, Sequence
 
 import sentencepiece
 
-from megarl.data.special_tokens import NO_PIECE, encode_pieces, pattern_of
+from megarl.data.special_tokens import REPLACEMENT, encode_around_special, pattern_of
 from megarl.data.tokenizers_hf import HuggingFaceTokenizer
 from megarl.errors import UsageError
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. Neither direction adds or keeps BOS, EOS or padding.
+    """Text to ids and back. `encode` adds no BOS, EOS or padding; `decode` drops them.
 
-    `special`: the strings that a chat template may write for special tokens, with their ids. `encode` never gives such
-    an id, whatever the text says; `encode_template` gives it wherever the string stands. `template` is the chat
-    template that the tokenizer's files bring, None where they bring none.
+    `special`: strings of the special tokens that a chat template may write, with their ids. `encode` never returns
+    such an id, whatever the text says; `encode_template` returns it wherever the string occurs. `template`: the chat
+    template in the tokenizer's files, or None.
     """
 
     eos_id: int
@@ -42,8 +42,8 @@ class Tokenizer(Protocol):
 class SentencePieceTokenizer:
     """A SentencePiece model file; its control pieces are the special tokens.
 
-    A user-defined piece is ordinary text: anybody's text may write it. `bos_id` is None where the model has none;
-    where it has no padding piece `pad_id` is `eos_id`. Raises UsageError (naming `flag`) for a missing or unreadable
+    A user-defined piece is ordinary text, which any text may contain. `bos_id` is None if the model has none; without
+    a padding piece `pad_id` is `eos_id`. Raises UsageError (naming `flag`) for a missing or unreadable
     file, or a model without EOS.
     """
 
@@ -67,7 +67,7 @@ class SentencePieceTokenizer:
         self._pattern = pattern_of(self.special)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, without BOS or EOS; a special token's string is spelt like any other text."""
+        """Ids of `text`, without BOS or EOS; a special token's string is encoded like any other text."""
         return self._pieces.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -75,20 +75,20 @@ class SentencePieceTokenizer:
         return self._pieces.encode(list(texts)) if texts else []
 
     def encode_template(self, text: str) -> list[int]:
-        """Ids of `text`, in which the string of a special token stands for the token."""
-        return encode_pieces(text, self.special, self._pattern, self._pieces.encode)
+        """Ids of `text`, in which the string of a special token becomes its id."""
+        return encode_around_special(text, self.special, self._pattern, self._pieces.encode)
 
     def encode_template_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode_template` of each text."""
         return [self.encode_template(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`; BOS, EOS and padding vanish, an id outside the vocabulary becomes U+FFFD.
+        """Text of `ids` without BOS, EOS and padding; an id outside the vocabulary becomes U+FFFD.
 
-        An id without a piece stays visible, so that a verifier never reads a clean answer where there was none.
+        An id without a token stays visible, so that a verifier never sees a clean answer where the policy gave none.
         """
         runs = itertools.groupby((int(i) for i in ids), key=lambda i: 0 <= i < self.vocab_size)
-        return "".join(self._pieces.decode(list(run)) if known else NO_PIECE * len(list(run)) for known, run in runs)
+        return "".join(self._pieces.decode(list(run)) if known else REPLACEMENT * len(list(run)) for known, run in runs)
 
 
 def _read_pieces(model_path: str, where: str) -> sentencepiece.SentencePieceProcessor:
@@ -113,9 +113,9 @@ _TOKENIZERS = {
 
 
 def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None, flag_prefix: str = "") -> Tokenizer:
-    """The tokenizer of `--tokenizer-type` read from `--tokenizer-model`; UsageError where either is wrong.
+    """The tokenizer of `--tokenizer-type` read from `--tokenizer-model`; UsageError if either is wrong.
 
-    `flag_prefix` is what a role puts before the flags' names in messages, e.g. "reward-".
+    `flag_prefix`: a role's prefix of the flags' names in error messages, e.g. "reward-".
     """
     if tokenizer_type not in _TOKENIZERS:
         raise UsageError(

@@ -8,7 +8,7 @@ from typing import Any, Iterator, Sequence
 
 from tokenizers import AddedToken, Tokenizer
 
-from megarl.data.special_tokens import NO_PIECE, encode_pieces, pattern_of
+from megarl.data.special_tokens import REPLACEMENT, encode_around_special, pattern_of
 from megarl.errors import UsageError
 
 _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
@@ -16,16 +16,16 @@ _LISTED = ("additional_special_tokens", "extra_special_tokens")
 
 _BATCH = 1024
 
-# What ends a text in a tokenizer.json that comes without a configuration.
+# EOS candidates of a tokenizer.json without a tokenizer_config.json.
 _USUAL_EOS = ("</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "[EOS]")
 
 
 class HuggingFaceTokenizer:
-    """A folder with tokenizer.json and tokenizer_config.json, or a tokenizer.json (its neighbours are read too).
+    """The tokenizer of a folder, or of a tokenizer.json with tokenizer_config.json next to it.
 
-    Special tokens are those that either file calls special; the unknown token is none of them, as plain text yields it.
-    Without a configuration EOS is the one usual name among the special tokens. Never adds what the file's
-    post-processor would (BOS, EOS), never truncates or pads. Raises UsageError (naming `flag`).
+    Special tokens are those that either file calls special, except the unknown token, which plain text can produce.
+    Without a configuration, EOS is the one common EOS name among the special tokens. Ignores the file's post-processor
+    (BOS, EOS), truncation and padding. Raises UsageError (naming `flag`).
     """
 
     def __init__(self, model_path: str, flag: str = "--tokenizer-model"):
@@ -46,8 +46,8 @@ class HuggingFaceTokenizer:
         for name, token in named.items():
             if token not in vocabulary:
                 raise UsageError(f"{where}: {name} {token!r} is not in the vocabulary of {file.name}")
-        self._extra_fields = frozenset(vocabulary.values())
-        self.vocab_size = max(self._extra_fields) + 1
+        self._known_ids = frozenset(vocabulary.values())
+        self.vocab_size = max(self._known_ids) + 1
         self.eos_token = named.get("eos_token") or self._usual_eos(where)
         self.bos_token = named.get("bos_token")
         self.eos_id = vocabulary[self.eos_token]
@@ -60,15 +60,15 @@ class HuggingFaceTokenizer:
         self.template = template or _default_template(config.get("chat_template"))
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, without BOS or EOS; a special token's string is spelt like any other text."""
-        return self._spelt(self._plain.encode(text, add_special_tokens=False).ids)
+        """Ids of `text`, without BOS or EOS; a special token's string is encoded like any other text."""
+        return self._without_special(self._plain.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, on several threads."""
-        return [self._spelt(ids) for ids in _batched(self._plain, texts)]
+        return [self._without_special(ids) for ids in _batched(self._plain, texts)]
 
     def encode_template(self, text: str) -> list[int]:
-        """Ids of `text`, in which the string of a special token stands for the token."""
+        """Ids of `text`, in which the string of a special token becomes its id."""
         return self._checked(text, self._matching.encode(text, add_special_tokens=False).ids)
 
     def encode_template_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -76,40 +76,40 @@ class HuggingFaceTokenizer:
         return [self._checked(*each) for each in zip(texts, _batched(self._matching, texts), strict=True)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`; special tokens vanish, an id without a token becomes U+FFFD."""
+        """Text of `ids` without special tokens; an id without a token becomes U+FFFD."""
         kept = (int(i) for i in ids if int(i) not in self._special_ids)
-        runs = itertools.groupby(kept, key=self._extra_fields.__contains__)
+        runs = itertools.groupby(kept, key=self._known_ids.__contains__)
         return "".join(
-            self._plain.decode(list(run), skip_special_tokens=False) if known else NO_PIECE * len(list(run))
+            self._plain.decode(list(run), skip_special_tokens=False) if known else REPLACEMENT * len(list(run))
             for known, run in runs
         )
 
     def _checked(self, text: str, ids: list[int]) -> list[int]:
-        """`ids`, unless they hold other special tokens than `text` names: then those of its pieces.
+        """`ids`, if their special tokens are those of `text`; else the text is encoded around its special tokens.
 
-        Some models also know a special token as an ordinary piece, and a normalizer may turn other text into it.
+        They differ if the model also has a special token as an ordinary one, or a normalizer turns other text into it.
         """
         if [i for i in ids if i in self._special_ids] == [self.special[name] for name in self._pattern.findall(text)]:
             return ids
-        return encode_pieces(text, self.special, self._pattern, self.encode)
+        return encode_around_special(text, self.special, self._pattern, self.encode)
 
-    def _spelt(self, ids: list[int]) -> list[int]:
+    def _without_special(self, ids: list[int]) -> list[int]:
         if self._special_ids.isdisjoint(ids):
             return ids
         return [i for each in ids for i in (self._spelling[each] if each in self._special_ids else [each])]
 
     @functools.cached_property
     def _spelling(self) -> dict[int, list[int]]:
-        """Special id -> the ids of its string, character by character."""
-        spelt = {
+        """Maps a special id to the ids of its string, encoded character by character."""
+        spelling = {
             number: [token.id for character in name for token in self._plain.model.tokenize(character)]
             for name, number in self.special.items()
         }
-        return {number: [i for i in ids if i not in self._special_ids] for number, ids in spelt.items()}
+        return {number: [i for i in ids if i not in self._special_ids] for number, ids in spelling.items()}
 
     @functools.cached_property
     def _matching(self) -> Tokenizer:
-        """A second tokenizer, in which special tokens are matched: only a template needs one."""
+        """A second tokenizer, which matches special tokens: only templates need it."""
         return self._load("")
 
     def _load(self, where: str) -> Tokenizer:
@@ -117,7 +117,7 @@ class HuggingFaceTokenizer:
             loaded = Tokenizer.from_str(self._json)
         except Exception as error:
             raise UsageError(f"{where}: not a tokenizer.json that `tokenizers` can read: {_line(error)}") from None
-        # Those that the model knows as ordinary pieces; the others are special already.
+        # Add only those that the model has as ordinary tokens; the others are special already.
         added = {token.content for token in loaded.get_added_tokens_decoder().values()}
         tokens = [name for name in self._special if name not in added and loaded.token_to_id(name) is not None]
         loaded.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in tokens])
@@ -126,23 +126,23 @@ class HuggingFaceTokenizer:
         return loaded
 
     def _usual_eos(self, where: str) -> str:
-        found = [name for name in self._special if name in _USUAL_EOS]
-        if len(found) != 1:
-            raise UsageError(f"{where}: no eos_token; name it in a tokenizer_config.json beside tokenizer.json")
-        return found[0]
+        candidates = [name for name in self._special if name in _USUAL_EOS]
+        if len(candidates) != 1:
+            raise UsageError(f"{where}: no eos_token; name it in a tokenizer_config.json next to tokenizer.json")
+        return candidates[0]
 
 
 def _batched(tokenizer: Tokenizer, texts: Sequence[str]) -> Iterator[list[int]]:
-    """Ids of each text; some texts at a time, as the library holds far more of a text than its ids."""
+    """Ids of each text, in batches, because the library's result takes far more memory than the ids."""
     for start in range(0, len(texts), _BATCH):
-        found = tokenizer.encode_batch_fast(list(texts[start : start + _BATCH]), add_special_tokens=False)
-        yield from (each.ids for each in found)
+        encodings = tokenizer.encode_batch_fast(list(texts[start : start + _BATCH]), add_special_tokens=False)
+        yield from (encoding.ids for encoding in encodings)
 
 
 def _mark_special(stored: dict[str, Any], names: set[str], named: dict[str, str]) -> list[str]:
-    """The strings of the special tokens; marks them so in `stored`, and takes the unknown token from the added ones.
+    """Return the special tokens' strings; mark them in `stored`, and drop the unknown token from its added tokens.
 
-    They are to be matched in a text as it is, never in what a normalizer makes of it.
+    They are marked `normalized=False`, so that they match in the text itself, not in a normalizer's output.
     """
     ordinary = {_unknown(stored.get("model"))} - {named.get(name) for name in ("bos_token", "eos_token")}
     added = [token for token in stored.get("added_tokens") or [] if token["content"] not in ordinary]
@@ -150,8 +150,8 @@ def _mark_special(stored: dict[str, Any], names: set[str], named: dict[str, str]
     for token in added:
         if token.get("special") or token["content"] in names:
             token.update(special=True, normalized=False)
-    found = [token["content"] for token in added if token.get("special")]
-    return found + sorted(names - set(found) - ordinary)
+    special = [token["content"] for token in added if token.get("special")]
+    return special + sorted(names - set(special) - ordinary)
 
 
 def _read(path: Path, where: str, missing: str | None = None) -> str:
@@ -178,12 +178,12 @@ def _parsed(text: str, where: str) -> dict[str, Any]:
 
 
 def _content(token: Any) -> str:
-    """A token of tokenizer_config.json: the string itself, or an object around it."""
+    """The string of a token in tokenizer_config.json, which is the string itself or an object."""
     return token.get("content") if isinstance(token, dict) else token
 
 
 def _listed(config: dict[str, Any]) -> list[str]:
-    """Special tokens of tokenizer_config.json beside the named ones."""
+    """Special tokens of tokenizer_config.json other than the named ones."""
     decoder = (config.get("added_tokens_decoder") or {}).values()
     tokens = [token for token in decoder if token.get("special")]
     for name in _LISTED:
@@ -193,7 +193,7 @@ def _listed(config: dict[str, Any]) -> list[str]:
 
 
 def _unknown(model: Any) -> str | None:
-    """The token that a model gives for what it cannot spell."""
+    """The unknown token of a model, or None."""
     if not isinstance(model, dict):
         return None
     if model.get("unk_id") is not None:
@@ -202,7 +202,7 @@ def _unknown(model: Any) -> str | None:
 
 
 def _default_template(stored: str | list[dict[str, str]] | None) -> str | None:
-    """A configuration holds one template, or several by name."""
+    """The default chat template of a configuration, which holds one template or a list of named ones."""
     if isinstance(stored, list):
         return {each["name"]: each["template"] for each in stored}.get("default")
     return stored

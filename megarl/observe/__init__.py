@@ -1,1 +1,1 @@
-"""What a run leaves behind: metrics, progress lines, timings, trace, samples, settings and the report."""
+"""Outputs of a run: metrics, progress lines, timings, trace, samples, settings and the report."""

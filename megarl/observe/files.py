@@ -1,4 +1,4 @@
-"""Writing files so that a reader, or a run that is killed, never meets half of one; and the one JSON line format."""
+"""Atomic file writes, so that no reader ever sees a partial file, and the JSON lines format."""
 
 import json
 import math
@@ -10,9 +10,9 @@ from pathlib import Path
 def write_atomically(path: Path, data: str | bytes) -> None:
     """Replace `path` by `data` in one step: a temporary file in the same directory, fsync, rename.
 
-    A reader sees the old content or the new, never a part. Text is written as UTF-8; a lone surrogate (bytes of a
-    model that are not text) becomes its backslash escape, which JSON reads back as the same character.
-    Raises OSError when the directory is missing or not writable; the old file is then untouched.
+    A reader sees the old content or the new, never a partial file. Text is written as UTF-8; a lone surrogate (invalid
+    text from a model) becomes its backslash escape, which JSON reads back as the same character.
+    Raises OSError when the directory is missing or not writable; the old file is then unchanged.
     """
     path = Path(path)
     raw = data if isinstance(data, bytes) else data.encode("utf-8", errors="backslashreplace")
@@ -30,7 +30,7 @@ def write_atomically(path: Path, data: str | bytes) -> None:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Make the rename itself survive a power cut."""
+    """Make the rename survive a power failure."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -48,7 +48,7 @@ def json_line(record: dict) -> str:
 
 
 def _plain(value: object, where: str) -> object:
-    """`value` as the types that JSON knows; `where` names it in an error."""
+    """`value` as JSON types; `where` names it in an error."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The run's numbers: metrics.jsonl (one line a step, the record of truth) and the same scalars for TensorBoard."""
+"""The metrics of a run: metrics.jsonl (one line per step, authoritative) and the same scalars for TensorBoard."""
 
 import json
 import sys
@@ -12,12 +12,12 @@ FILE_NAME = "metrics.jsonl"
 
 
 class MetricsWriter:
-    """Appends one line a step to `directory/metrics.jsonl` and scalars to `directory/tensorboard`.
+    """Appends one line per step to `directory/metrics.jsonl` and scalars to `directory/tensorboard`.
 
     directory    the run's directory; made when missing.
-    resume_step  None starts afresh: files of an older run are moved aside by `start_fresh`. An integer continues after
-                 that step: lines of later steps, written before the interruption, are dropped, and TensorBoard is told
-                 to hide them, so that every step has one line.
+    resume_step  None starts anew: `start_fresh` moves the files of an older run aside. An integer resumes after that
+                 step: lines of later steps, written before the interruption, are dropped and hidden in TensorBoard,
+                 so that every step has one line.
 
     Only one process may write to a directory (rank 0).
     """
@@ -40,13 +40,13 @@ class MetricsWriter:
         """Write the line of `step`: `step` first, then the metrics sorted by name.
 
         Floats keep every bit (repr), integers stay integers, NaN and infinities are null in the file (TensorBoard gets
-        them as they are). The line is flushed: it survives the death of the process.
-        Raises ValueError when the step does not come after the last one or `metrics` holds a key `step`.
+        them unchanged). The line is flushed, so it survives a crash of the process.
+        Raises ValueError unless the step is after the last one, or if `metrics` has a key `step`.
         """
         if "step" in metrics:
             raise ValueError("metrics hold the key 'step'; the step is the first argument of write()")
         if self._last_step is not None and step <= self._last_step:
-            raise ValueError(f"metrics of step {step} come after those of step {self._last_step}; steps must grow")
+            raise ValueError(f"metrics of step {step} come after those of step {self._last_step}; steps must increase")
         scalars = {name: float(value) for name, value in metrics.items()}
         line = json_line({"step": step, **{name: metrics[name] for name in sorted(metrics)}})
         self._file.write(line + "\n")
@@ -69,7 +69,7 @@ class MetricsWriter:
 def start_fresh(directory: Path) -> Path | None:
     """Move an older run's metrics.jsonl, tensorboard/ and samples/ aside to `<name>.old-N`, N the first free number.
 
-    Nothing is ever deleted. Returns the new path of metrics.jsonl, or None when there was none.
+    Never deletes anything. Returns the new path of metrics.jsonl, or None when there was none.
     """
     names = (FILE_NAME, "tensorboard", "samples")
     number = 1
@@ -84,17 +84,17 @@ def start_fresh(directory: Path) -> Path | None:
 def read_metrics(path: Path) -> list[dict]:
     """The lines of a metrics.jsonl in order; a value that was NaN or infinite reads as None.
 
-    A last line that was cut by a kill is left out, with a note on stderr. Raises UsageError when the file is missing
+    A truncated last line is skipped, with a note on stderr. Raises UsageError when the file is missing
     or another line is not a JSON object with an integer `step` (the message gives its number).
     """
     return [record for _, record in _read_lines(Path(path))]
 
 
 def _read_lines(path: Path) -> list[tuple[bytes, dict]]:
-    """(line as it stands in the file, its record) for every whole line."""
+    """(raw line, its record) for every complete line."""
     if not path.is_file():
         raise UsageError(f"no metrics file {path}")
-    # Split on the newline byte alone: text may hold other characters that splitlines() takes for line ends.
+    # Split on the newline byte alone: text may contain other characters that splitlines() treats as line ends.
     lines = path.read_bytes().split(b"\n")
     while lines and not lines[-1].strip():
         lines.pop()
@@ -104,20 +104,20 @@ def _read_lines(path: Path) -> list[tuple[bytes, dict]]:
         if record is not None:
             pairs.append((line, record))
         elif number == len(lines):
-            print(f"note: {path} line {number} is cut off and left out", file=sys.stderr)
+            print(f"note: {path} line {number} is truncated and skipped", file=sys.stderr)
         else:
             raise UsageError(f"{path} line {number} is not a JSON object with an integer step: {line[:60]!r}")
     return pairs
 
 
 def _parse(line: bytes) -> dict | None:
-    """The record of one line, or None when the line is not one."""
+    """The record of one line, or None if the line is malformed."""
     try:
         record = json.loads(line)
-    except ValueError:  # covers wrong JSON and wrong UTF-8
+    except ValueError:  # also malformed UTF-8
         return None
-    whole = isinstance(record, dict) and type(record.get("step")) is int
-    return record if whole else None
+    is_valid = isinstance(record, dict) and type(record.get("step")) is int
+    return record if is_valid else None
 
 
 def _drop_after(path: Path, last_step: int) -> None:
@@ -129,10 +129,10 @@ def _drop_after(path: Path, last_step: int) -> None:
 
 
 class _TensorBoard:
-    """One event a step, through tensorboard's own file writer.
+    """Writes one event per step with tensorboard's own file writer.
 
-    It is imported here, not at the top, so that other ranks do not pay for it; unlike torch's SummaryWriter it needs
-    no torch and writes all scalars of a step in one record.
+    Imported here, so that only rank 0 pays for it. Unlike torch's SummaryWriter it needs no torch and writes all
+    scalars of a step in one record.
     """
 
     def __init__(self, directory: Path, purge_step: int | None):
@@ -142,7 +142,7 @@ class _TensorBoard:
 
         self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(str(directory))
-        if purge_step is not None:  # a restart mark: readers hide what earlier files hold from this step on
+        if purge_step is not None:  # restart marker: readers hide earlier events from this step on
             self._writer.add_event(
                 Event(wall_time=time.time(), step=purge_step, session_log=SessionLog(status=SessionLog.START))
             )

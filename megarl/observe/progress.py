@@ -1,4 +1,4 @@
-"""The one line that a run prints per step."""
+"""The progress line that a run prints per step."""
 
 import sys
 from collections import deque
@@ -6,7 +6,7 @@ from typing import TextIO
 
 AVERAGED_STEPS = 20
 
-# (label, metric, number format); tokens per second and the seconds, which carry a unit, follow in every program.
+# (label, metric, number format); every program appends tokens/s, seconds and ETA.
 RL_FIELDS = (
     ("reward", "reward/mean", ".3f"),
     ("eval", "eval/accuracy", ".3f"),
@@ -29,7 +29,7 @@ class Progress:
     stream       where to print; standard output by default.
     fields       (label, metric name, number format) in printing order; PPO's by default.
 
-    The text is plain, on a terminal as in a file. Only rank 0 makes one.
+    Plain text without control characters. Rank 0 only.
     """
 
     def __init__(self, total_steps: int, stream: TextIO | None = None, fields: tuple = RL_FIELDS):
@@ -39,21 +39,21 @@ class Progress:
         self._recent_seconds: deque[float] = deque(maxlen=AVERAGED_STEPS)
 
     def line(self, step: int, metrics: dict[str, float], seconds: float) -> None:
-        """Print the line of a finished step that took `seconds`; metrics that are missing are left out.
+        """Print the line of a finished step that took `seconds`; missing metrics are skipped.
 
-        The ETA is the number of steps left times the mean of the last 20 steps' seconds.
+        The ETA is the number of remaining steps times the mean seconds of the last 20 steps.
         """
         self._recent_seconds.append(seconds)
-        parts = [f"step {step:>4}/{self._total_steps}"]
+        columns = [f"step {step:>4}/{self._total_steps}"]
         for label, name, number_format in self._fields:
             if metrics.get(name) is not None:
-                parts.append(f"{label} {metrics[name]:{number_format}}")
+                columns.append(f"{label} {metrics[name]:{number_format}}")
         if metrics.get("perf/tokens_per_s") is not None:
-            parts.append(f"{metrics['perf/tokens_per_s']:,.0f} tokens/s")
-        parts.append(f"{seconds:.2f} s")
+            columns.append(f"{metrics['perf/tokens_per_s']:,.0f} tokens/s")
+        columns.append(f"{seconds:.2f} s")
         mean_seconds = sum(self._recent_seconds) / len(self._recent_seconds)
-        parts.append(f"ETA {format_duration(mean_seconds * (self._total_steps - step))}")
-        print(" | ".join(parts), file=self._stream, flush=True)
+        columns.append(f"ETA {format_duration(mean_seconds * (self._total_steps - step))}")
+        print(" | ".join(columns), file=self._stream, flush=True)
 
 
 def format_duration(seconds: float) -> str:

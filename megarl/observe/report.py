@@ -2,8 +2,7 @@
 
     python -m megarl.observe.report RUN_DIRECTORY
 
-Both are made from metrics.jsonl alone; settings.yaml and samples/ are shown where they exist. It may be run while the
-job is still training.
+Needs only metrics.jsonl; settings.yaml and samples/ are shown if they exist. It can run while the job is training.
 """
 
 import argparse
@@ -21,7 +20,7 @@ from megarl.observe.report_figure import draw_report
 
 SAMPLE_ROWS = 20
 
-# Which way is better, by metric name or its end; where neither is true of a metric, "best" is left empty.
+# Better direction by metric name or its suffix; for all other metrics "best" is empty.
 HIGHER_IS_BETTER = (
     "/mean", "accuracy", "reward/margin", "explained_variance", "tokens_per_s", "perf/mfu", "router/replayed_fraction"
 )  # fmt: skip
@@ -44,7 +43,7 @@ details { margin: 1rem 0; } summary { cursor: pointer; font-weight: bold; }
 
 
 def write_report(run_directory: Path) -> tuple[Path, Path]:
-    """Write report.png and report.html into `run_directory` and return their paths; each appears whole or not at all.
+    """Write report.png and report.html into `run_directory` and return their paths; both are written atomically.
 
     Raises UsageError when metrics.jsonl is missing, empty or malformed.
     """
@@ -61,9 +60,9 @@ def write_report(run_directory: Path) -> tuple[Path, Path]:
 
 
 def _page(name: str, png: bytes, rows: list[dict], directory: Path) -> str:
-    """The whole page; it refers to no other file."""
+    """The HTML page, self-contained."""
     title = html.escape(f"Report of {name}")
-    parts = [
+    sections = [
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>',
         f"<style>{STYLE}</style></head><body><h1>{title}</h1>",
         f"<p>Steps {rows[0]['step']} to {rows[-1]['step']}, {len(rows)} recorded.</p>",
@@ -73,7 +72,7 @@ def _page(name: str, png: bytes, rows: list[dict], directory: Path) -> str:
         _samples(directory / "samples"),
         "</body></html>\n",
     ]
-    return "\n".join(part for part in parts if part)
+    return "\n".join(section for section in sections if section)
 
 
 def _metrics_table(rows: list[dict]) -> str:
@@ -96,7 +95,7 @@ def _metrics_table(rows: list[dict]) -> str:
 
 def best_index(name: str, values: list[float]) -> int | None:
     """Index of the first best value, or None for a metric that has no better direction (entropy, a coefficient)."""
-    # tokens_per_s also ends like a time, so what is better high is asked first.
+    # tokens_per_s also ends in _s like a time, so check HIGHER_IS_BETTER first.
     if name.endswith(HIGHER_IS_BETTER):
         return values.index(max(values))
     if name.endswith(LOWER_IS_BETTER):
@@ -112,12 +111,12 @@ def _settings(path: Path) -> str:
 
 
 def _samples(directory: Path) -> str:
-    """The first rows of the latest samples file. The texts come from a model: all of them are escaped."""
+    """The first rows of the latest samples file. All texts are escaped, because they come from a model."""
     files = sorted(directory.glob("step_*.jsonl"))
     if not files:
         return ""
     columns = ("prompt", "response", "reward", "reward_parts", "correct", "length", "finished")
-    # Not splitlines(): a text may hold other characters that it takes for line ends.
+    # Not splitlines(): text may contain other characters that it treats as line ends.
     records = [json.loads(line) for line in files[-1].read_bytes().split(b"\n")[:SAMPLE_ROWS] if line]
     lines = [f"<h2>Samples</h2>\n<p>First {len(records)} of samples/{html.escape(files[-1].name)}.</p>", "<table><tr>"]
     lines += [f"<th>{column}</th>" for column in columns]

@@ -1,4 +1,4 @@
-"""The figure of a run's report: panels drawn from the lines of metrics.jsonl."""
+"""The figure of a run's report: panels drawn from metrics.jsonl."""
 
 import io
 import re
@@ -10,19 +10,19 @@ from megarl.observe.report_axes import GREY, legend, line, not_recorded, series,
 REWARD, ACCURACY, KL, LENGTH, ACTOR, CRITIC, GAP = (
     "tab:blue", "tab:green", "tab:purple", "tab:brown", "tab:blue", "tab:orange", "tab:red"
 )  # fmt: skip
-TERM = re.compile("reward/(.+)/mean")  # value of a term of --reward, before its weight
+TERM = re.compile("reward/(.+)/mean")  # score of a term of --reward, without its weight
 TERMS = ("tab:green", "tab:orange", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")
 
 
 def draw_report(rows: list[dict], title: str) -> bytes:
     """A PNG (1650 x 990 pixels) of reward, held-out accuracy, KL, response length, losses and log-prob gap.
 
-    A policy with experts adds a row (1650 x 1485) on their load and routes.
+    A MoE policy adds a row (1650 x 1485) on expert load and router replay.
 
-    rows  lines of metrics.jsonl, as `read_metrics` gives them. A panel without its metric says "not recorded".
+    rows  lines of metrics.jsonl from `read_metrics`. A panel without its metric says "not recorded".
     """
-    # matplotlib takes half a second to import, so only a report pays for it; Figure alone needs no display and no
-    # process-wide state, as pyplot would.
+    # Importing matplotlib takes 0.5 s, so only a report pays for it. Figure, unlike pyplot, needs no display and no
+    # process-wide state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -73,7 +73,7 @@ def _accuracy(axes, rows: list[dict]) -> None:
     if not steps:
         return not_recorded(axes)
     axes.plot(steps, values, "o-", color=ACCURACY, linewidth=1.8, markersize=5)
-    # Accuracy lies in [0, 1]; the room around it keeps points and labels at the borders whole.
+    # Accuracy is in [0, 1]; the margin keeps points and labels at the limits visible.
     axes.set_ylim(-0.12, 1.12)
     axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1.0])
     _value_label(axes, steps[0], values[0], "left", above=len(values) > 1 and values[1] < values[0])
@@ -82,7 +82,7 @@ def _accuracy(axes, rows: list[dict]) -> None:
 
 
 def _value_label(axes, step: int, value: float, side: str, above: bool) -> None:
-    """Write a point's value next to it, on the side to which the curve does not go."""
+    """Write a point's value above or below it, away from the curve."""
     axes.annotate(
         f"{value:.3f}", (step, value), xytext=(0, 9 if above else -9), textcoords="offset points",
         ha=side, va="bottom" if above else "top", fontsize=12, fontweight="bold", color=ACCURACY,
@@ -126,7 +126,7 @@ def _losses(axes, rows: list[dict]) -> None:
 
 
 def _gap(axes, rows: list[dict]) -> None:
-    """Largest gap on a log scale. Zero, the best value, has no logarithm: it gets a row of its own at the bottom."""
+    """Largest gap on a log scale. Zero, the best value, has no logarithm, so it gets a separate row at the bottom."""
     set_title(axes, "Log-prob gap: max |rollout − recomputed|")
     steps, values = series(rows, "rollout/logprob_gap_max")
     if not steps:
@@ -138,10 +138,11 @@ def _gap(axes, rows: list[dict]) -> None:
         axes.set_yticks([0], ["0"])
         axes.text(0.5, 0.5, "exactly 0 at every step", transform=axes.transAxes, ha="center", fontsize=13, color=GREY)
         return
-    low, high = min(positive) / 4, max(positive) * 4  # 16 times apart at least, so a power of ten lies between
+    # At least a factor of 16 apart, so that the range contains a power of ten.
+    low, high = min(positive) / 4, max(positive) * 4
     zero_row = low / (high / low) ** 0.1
     axes.set_yscale("log")
-    # Points, not a line: a gap jumps between zero and a rounding error, and a line would paint the panel full.
+    # Points, not a line: the gap jumps between zero and rounding errors, so a line would fill the panel.
     axes.plot(steps, [value or zero_row for value in values], "o", color=GAP, markersize=3.5)
     first, last = ceil(log10(low)), floor(log10(high))
     exponents = range(first, last + 1, (last - first) // 8 + 1)

@@ -1,4 +1,4 @@
-"""Texts that the policy wrote, one file a step, for people to read."""
+"""Sampled responses, one file per step, for people to read."""
 
 from pathlib import Path
 
@@ -12,11 +12,11 @@ class SamplesWriter:
         self._directory = Path(directory) / "samples"
 
     def write(self, step: int, rows: list[dict]) -> Path:
-        """Write the samples of one step, a JSON object a line, and return the file's path.
+        """Write the samples of one step, one JSON object per line, and return the file's path.
 
         A row holds `prompt` and `response` (text), `reward` (number), `reward_parts` (name -> number), `correct`
         (bool or null), `length` (response tokens), `finished` (bool; false when the length limit cut it).
-        Text stands in UTF-8, not escaped; NaN and infinities are null. The file appears whole or not at all.
+        Text is UTF-8, not escaped; NaN and infinities are null. The write is atomic.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"step_{step:08d}.jsonl"

@@ -1,4 +1,4 @@
-"""The record of what a run was asked to do: settings.yaml."""
+"""The resolved settings of a run: settings.yaml."""
 
 import argparse
 import dataclasses
@@ -17,12 +17,12 @@ def write_settings(directory: Path, settings: dict) -> Path:
 
     Values may nest: mappings, namespaces, dataclasses, sequences (lists in the file), sets (sorted lists), paths
     (text), enumeration members, torch types and devices, functions and classes (names).
-    Raises TypeError with the key of a value that has no lasting text form.
+    Raises TypeError with the key of a value that has no stable text form.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "settings.yaml"
-    # In C where PyYAML has it: in Python two thousand keys take 0.3 s, for which the first rollout would wait.
+    # PyYAML's C dumper if available: in Python 2,000 keys take 0.3 s, which would delay the first rollout.
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
     form = {"sort_keys": True, "allow_unicode": True, "default_flow_style": False, "width": 100}
     text = yaml.dump(_plain(settings, ""), Dumper=dumper, **form)
@@ -31,7 +31,7 @@ def write_settings(directory: Path, settings: dict) -> Path:
 
 
 def _plain(value: object, key: str) -> object:
-    """`value` as the types that safe YAML knows; the same settings always give the same text."""
+    """`value` as types of safe YAML; the same settings always give the same text."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, enum.Enum):

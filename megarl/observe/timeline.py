@@ -1,4 +1,4 @@
-"""The time line of all ranks as a trace file that Chrome (about:tracing) and Perfetto open.
+"""The timeline of all ranks as a trace file for Chrome (about:tracing) and Perfetto.
 
 Format: the "Trace Event Format" of Chrome, JSON object form, complete events (`ph: X`), times in microseconds.
 """
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from megarl.observe.files import write_atomically
 
-# About 200 steps of 25 phases; a line of the file takes some 100 bytes, so half a megabyte a rank.
+# About 200 steps of 25 phases; at 100 bytes per event, 0.5 MB per rank.
 MAX_EVENTS = 5000
 STEP_CATEGORY = "step"
 
@@ -25,10 +25,10 @@ class TraceEvent(NamedTuple):
 
 
 def write_timeline(path: Path, events_by_rank: Sequence[Sequence[TraceEvent]]) -> None:
-    """Write the events of all ranks (`events_by_rank[rank]`) as one trace, a row a rank, atomically.
+    """Write the events of all ranks (`events_by_rank[rank]`) as one trace, one row per rank, atomically.
 
-    Times count from the earliest event; its clock time stands under `otherData`. Rows of ranks on one machine line up;
-    between machines they do so as well as the machines' clocks agree.
+    Times are relative to the earliest event, whose clock time is in `otherData`. Rows of ranks on one machine are
+    aligned; rows of several machines are aligned as well as the machines' clocks are.
     """
     starts = [event.start_ns for events in events_by_rank for event in events]
     origin = min(starts, default=0)

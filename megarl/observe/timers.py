@@ -8,21 +8,21 @@ from contextlib import contextmanager
 from megarl.observe.timeline import MAX_EVENTS, STEP_CATEGORY, TraceEvent
 
 IDLE_PHASES = frozenset({"wait", "exchange"})
-STEP = ("", "step")  # the key of the whole step's wall seconds among the phases
+STEP = ("", "step")  # the key of the whole step's wall seconds in the results of `end_step`
 
 
 class Timers:
     """Measures the phases of one rank.
 
-    A phase inside another takes its time away from the outer one, so the seconds of all phases never add up to more
-    than the step. Times are the host's: work that a GPU still does when a phase ends counts where it is waited for.
-    One thread enters phases; any thread may ask `current()`.
-    step        number of the running step, set by the run's loop; 0 before the first.
-    max_events  bound of the trace kept for the time line; the oldest events go first, the latest steps stay.
+    The time of a nested phase is subtracted from the outer one, so the phases never add up to more than the step.
+    Times are host times: GPU work that is still running when a phase ends counts in the phase that waits for it.
+    One thread enters phases; any thread may call `current()`.
+    step        number of the running step, set by the training loop; 0 before the first.
+    max_events  maximum number of trace events for the timeline; the oldest are dropped first.
     """
 
     def __init__(self, max_events: int = MAX_EVENTS):
-        # perf_counter is even but has an origin of its own in every process; the clock of the day aligns the ranks.
+        # perf_counter is monotonic but its origin differs per process; the wall clock aligns the ranks.
         self._clock_offset_ns = time.time_ns() - time.perf_counter_ns()
         self._events: deque[TraceEvent] = deque(maxlen=max_events)
         self._seconds_ns: defaultdict[tuple[str, str], int] = defaultdict(int)
@@ -35,7 +35,7 @@ class Timers:
     def phase(self, role: str, name: str) -> Iterator[None]:
         """Time the body as phase `name` of `role`."""
         start = time.perf_counter_ns()
-        if self._step_start_ns is None:  # set-up before the first phase belongs to no step
+        if self._step_start_ns is None:  # setup before the first phase belongs to no step
             self._step_start_ns = start
         frame = [role, name, 0]
         self._open.append(frame)
@@ -58,18 +58,18 @@ class Timers:
         self._events.append(TraceEvent(f"{role}/{name}", role, start + self._clock_offset_ns, elapsed))
 
     def current(self) -> tuple[str, str] | None:
-        """(role, phase) that this rank is in, innermost; None outside of any.
+        """The innermost (role, phase) of this rank; None outside of phases.
 
-        After an exception it stays at the phase that raised, so that the handler can name it, until another phase or
+        After an exception it remains the phase that raised, for the handler's message, until the next phase or
         `end_step`.
         """
         return self._where
 
     def end_step(self, step: int | None = None) -> dict[tuple[str, str], float]:
-        """Seconds of each (role, phase) since the last call, and under `STEP` those of the whole step; then reset.
+        """Seconds of each (role, phase) since the last call, and of the whole step under `STEP`; then reset.
 
-        The first step starts with its first phase, every other one where the one before ended. `step` is its name in
-        the time line. Raises RuntimeError inside a phase.
+        The first step starts with its first phase, every other one when the previous step ended. `step` names it in
+        the timeline. Raises RuntimeError inside a phase.
         """
         if self._open:
             raise RuntimeError(f"end_step() called inside phase {self._open[-1][0]}/{self._open[-1][1]}")
@@ -85,7 +85,7 @@ class Timers:
         return times
 
     def events(self) -> list[TraceEvent]:
-        """The trace so far, in the order in which phases ended; picklable, to be gathered for `write_timeline`."""
+        """The trace so far, in order of phase ends; picklable, to be gathered for `write_timeline`."""
         return list(self._events)
 
 
@@ -96,21 +96,21 @@ def reduce_times(
 ) -> dict[str, float]:
     """Metrics of one step from the times of all ranks.
 
-    times_of_rank      what `Timers.end_step` gave on each rank.
-    roles_of_rank      for every rank of the job, the roles that it is a member of.
+    times_of_rank      result of `Timers.end_step` of each rank.
+    roles_of_rank      roles of each rank.
     idle_phases        names of phases in which a rank only waits.
 
     `time/<role>/<phase>_s`      maximum over the role's ranks.
-    `time/<role>/idle_fraction`  mean over the role's ranks of 1 - busy / step. Busy is the time in any phase that is
-                                 not idle of any role of that rank: a rank that serves another role meanwhile works.
-    `time/idle_fraction`         the same over all ranks: the share of the machine's time in which nothing is done.
-    `time/step_s`                maximum over all ranks; a rank's step ends when it has nothing left to do in it.
-    What a rank records for a role that it is no member of is waiting, and is left out.
+    `time/<role>/idle_fraction`  mean over the role's ranks of 1 - busy / step. Busy is the time in all phases that are
+                                 not idle, of all roles of that rank: a rank that runs another role is not idle.
+    `time/idle_fraction`         the same over all ranks: the idle share of the whole machine's time.
+    `time/step_s`                maximum over all ranks; a rank's step ends when its own work is done.
+    Phases that a rank records for a role that it does not have are waits, and are ignored.
     """
     if len(times_of_rank) != len(roles_of_rank):
         raise ValueError(f"times of {len(times_of_rank)} ranks, roles of {len(roles_of_rank)} ranks given")
     reduced = {"time/step_s": max(rank_times[STEP] for rank_times in times_of_rank)}
-    idle_fractions, of_all = defaultdict(list), []
+    idle_fractions, all_fractions = defaultdict(list), []
     for rank, rank_times in enumerate(times_of_rank):
         busy = 0.0
         for (role, phase), seconds in rank_times.items():
@@ -120,10 +120,10 @@ def reduce_times(
                 busy += 0.0 if phase in idle_phases else seconds
         step_seconds = rank_times[STEP]
         idle = max(0.0, 1.0 - busy / step_seconds) if step_seconds > 0 else 0.0
-        of_all.append(idle)
+        all_fractions.append(idle)
         for role in roles_of_rank[rank]:
             idle_fractions[role].append(idle)
     for role, fractions in idle_fractions.items():
         reduced[f"time/{role}/idle_fraction"] = sum(fractions) / len(fractions)
-    reduced["time/idle_fraction"] = sum(of_all) / len(of_all)
+    reduced["time/idle_fraction"] = sum(all_fractions) / len(all_fractions)
     return reduced

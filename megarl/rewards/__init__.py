@@ -1,4 +1,4 @@
-"""What turns a response into a reward: verifiers, plug-ins and servers, under the names and weights of --reward."""
+"""Reward functions: built-in verifiers, plug-ins and reward servers, combined by --reward."""
 
 from megarl.rewards.base import Sample, Score, batched
 

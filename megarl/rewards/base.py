@@ -1,4 +1,4 @@
-"""What a verifier gets and gives, and the wrapper that checks it."""
+"""Inputs and outputs of a verifier, and the wrapper that checks its results."""
 
 import math
 from collections.abc import Callable
@@ -9,9 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Sample:
-    """One response to score. `finished`: it ended with EOS, rather than at the length limit.
+    """One response to score. `finished`: it ended with EOS, not at the length limit.
 
-    `messages` is the conversation that led to it where the prompt is one; `tokens` counts those of the response.
+    `messages` is the prompt's conversation, if the prompt is one; `tokens` is the response's length.
     """
 
     prompt: str
@@ -25,10 +25,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Score:
-    """`reward` is what the policy is trained on, `correct` what accuracy counts.
+    """`reward` trains the policy; `correct` counts for accuracy.
 
-    `parts` are named shares of the reward, for the log; where there are any, they add up to it. `extracted` is the
-    answer that the response gives, right or wrong, for majority votes; None: it gives none and votes for nothing.
+    `parts` are named reward components for the log; if any are given, they add up to the reward. `extracted` is the
+    response's answer, right or wrong, for majority votes; None: no answer, so no vote.
     """
 
     reward: float
@@ -39,7 +39,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Job:
-    """One call of the verifier `name`: for one sample, or for all where it is batched; it may take `seconds`."""
+    """One call of the verifier `name`, for one sample, or for all if it is batched; its time limit is `seconds`."""
 
     name: str
     samples: list[Sample]
@@ -47,18 +47,18 @@ class Job:
 
 
 def batched(function: Callable) -> Callable:
-    """Marks a plug-in that takes a list of samples, all of one step, and gives a list of as many results."""
+    """Mark a plug-in that takes the list of all samples of a step and returns one result per sample."""
     function.batched = True
     return function
 
 
 def whole_response(sample: Sample) -> str | None:
-    """The answer of a response that is nothing but its answer; None where that is empty or the length limit cut it."""
+    """The whole response as its answer; None if it is empty or was cut at the length limit."""
     return sample.response.strip() or None if sample.finished else None
 
 
 def failure(name: str, sample: Sample, problem: object) -> str:
-    """The line that tells why the verifier `name` has no score for a sample; an exception is named with its type."""
+    """One line that says why the verifier `name` has no score for a sample; exceptions are shown with their type."""
     if isinstance(problem, BaseException):
         problem = f"{type(problem).__name__}: {problem}"
     shown = sample.prompt if len(sample.prompt) <= 80 else sample.prompt[:77] + "..."
@@ -66,33 +66,33 @@ def failure(name: str, sample: Sample, problem: object) -> str:
 
 
 class Verifier:
-    """A verifier under its name, its results checked.
+    """One named reward function, with its results checked.
 
-    The verifier maps a Sample to a Score, or to a plain number x: short for Score(x, correct=x >= 1), the answer being
-    the whole response, if that is finished. One marked `batched` maps a list of samples to a list of these.
+    The function maps a Sample to a Score, or to a number x, short for Score(x, correct=x >= 1, extracted=the whole
+    response if finished). A function marked `batched` maps a list of samples to a list of these.
     """
 
-    def __init__(self, name: str, verifier: Callable):
+    def __init__(self, name: str, function: Callable):
         self.name = name
-        self.batched = bool(getattr(verifier, "batched", False))
-        self._verifier = verifier
+        self.batched = bool(getattr(function, "batched", False))
+        self._function = function
 
     def __call__(self, sample: Sample) -> Score:
-        """Score one sample; RuntimeError naming verifier and prompt if it raises or gives no finite number."""
+        """Score one sample; RuntimeError with verifier and prompt if it raises or returns an invalid result."""
         try:
-            result = self._verifier([sample])[0] if self.batched else self._verifier(sample)
+            result = self._function([sample])[0] if self.batched else self._function(sample)
         except (Exception, SystemExit) as error:
             raise RuntimeError(failure(self.name, sample, error)) from error
         return self._checked(sample, result)
 
     def outcomes(self, samples: list[Sample]) -> list[Score | str]:
-        """A Score for each sample, or the reason why there is none; a batched verifier that raises fails them all."""
+        """For each sample a Score, or the reason for having none; if a batched function raises, all samples fail."""
         if not self.batched:
             return [self._outcome(self, sample) for sample in samples]
         try:
-            results = list(self._verifier(samples))
+            results = list(self._function(samples))
             if len(results) != len(samples):
-                raise ValueError(f"gave {len(results)} results for {len(samples)} samples")
+                raise ValueError(f"returned {len(results)} results for {len(samples)} samples")
         except (Exception, SystemExit) as error:
             return [failure(self.name, sample, error) for sample in samples]
         return [self._outcome(self._checked, *item) for item in zip(samples, results, strict=True)]
@@ -114,9 +114,9 @@ class Verifier:
 
 
 def _problem(result: object) -> str | None:
-    """What is wrong with a verifier's result."""
+    """What is wrong with a verifier's result, or None."""
     if not isinstance(result, Score):
-        return f"gave {type(result).__name__}, not a Score or a number"
+        return f"returned {type(result).__name__}, not a Score or a number"
     if not isinstance(result.parts, dict):
         return f"parts is {result.parts!r}, not a dict"
     for name, value in [("reward", result.reward), *result.parts.items()]:
@@ -125,5 +125,5 @@ def _problem(result: object) -> str | None:
     if result.parts and not math.isclose(sum(result.parts.values()), result.reward, rel_tol=1e-6, abs_tol=1e-6):
         return f"parts {result.parts} do not add up to {result.reward}"
     if not isinstance(result.extracted, str | None):
-        return f"extracted is {result.extracted!r}, neither text nor None"
+        return f"extracted is {result.extracted!r}, neither a string nor None"
     return None

@@ -1,4 +1,4 @@
-"""From --reward and its options to the verifiers that score, and to a check that the prompts suit them."""
+"""Builds the verifiers of --reward and checks that the prompts have what they need."""
 
 import dataclasses
 import importlib
@@ -15,7 +15,7 @@ from megarl.rewards.verifiers import VerifierSet
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The `--reward-…` flags of the same names that verifiers read. Small and plain, as workers get it, too."""
+    """The `--reward-…` flags that verifiers read. Plain values, because it is pickled to the workers."""
 
     pattern: str | None
     format: str
@@ -24,12 +24,12 @@ class Options:
     retries: int
     concurrency: int
     memory_mb: int
-    timeout: float  # seconds for a sample
+    timeout: float  # seconds per sample
     workers: int
 
     @classmethod
     def of(cls, settings) -> "Options":
-        """From `megarl.flags.settings.Settings`, which itself imports far more than a worker needs."""
+        """From `megarl.flags.settings.Settings`, whose import would be too slow for a worker."""
         return cls(
             pattern=settings.reward_pattern,
             format=settings.reward_format,
@@ -49,16 +49,17 @@ def _code(options: Options) -> Callable[[Sample], Score]:
 
 
 def _remote(options: Options) -> Callable[[Sample], Score | float]:
-    from megarl.rewards.remote import Remote  # the package urllib3 takes a quarter of a second
+    from megarl.rewards.remote import Remote  # importing urllib3 takes 0.25 s
 
     return Remote(options.url, options.retries, options.concurrency, options.timeout)
 
 
 @dataclasses.dataclass(frozen=True)
 class _BuiltIn:
-    """`check` looks at the prompts alone; `load` also at what the verifier imports, `package`.
+    """`make` builds the function; `check` checks the prompts; `load` checks them with what the verifier imports.
 
-    `limited`: it can hang, so it needs a time limit. `threads`: it keeps to its limit itself, and this many may run.
+    `package`: slow to import, so workers import it at start. `limited`: it can hang, so it needs a time limit.
+    `threads`: it enforces the limit itself and may run on this many threads.
     """
 
     make: Callable[[Options], Callable[[Sample], Score | float]]
@@ -83,7 +84,7 @@ _BUILT_IN = {
     ),
     "format": _BuiltIn(lambda options: text.format_match(options.format)),
     "length": _BuiltIn(lambda options: text.length(options.length), limited=False),
-    # A program of a response runs in a process of its own, which a thread waits for.
+    # Each program runs in its own process; a thread waits for it.
     "code": _BuiltIn(
         _code, code.check_code, lambda prompts, _: code.load_code(prompts), limited=False,
         threads=lambda options: max(1, options.workers),
@@ -94,37 +95,37 @@ _PLUG_IN = _BuiltIn(make=None)
 
 
 def build_verifiers(settings) -> VerifierSet:
-    """The verifiers of `--reward`, all terms but `model`; imports plug-ins; workers start with the first call.
+    """The verifiers of `--reward`, all terms except `model`. Imports plug-ins; workers start with the first call.
 
-    Raises UsageError for a malformed expression, a plug-in that cannot be had, and options that are wrong.
+    Raises UsageError for a malformed expression, a plug-in that cannot be imported, or a wrong option.
     """
     names = [term.name for term in expression.parse(settings.reward) if term.name != expression.MODEL]
     options = Options.of(settings)
-    kinds = {name: _BUILT_IN.get(name, _PLUG_IN) for name in names}
-    limited = [name for name in names if kinds[name].limited]
-    threads = {name: kinds[name].threads(options) for name in names if kinds[name].threads}
+    traits = {name: _BUILT_IN.get(name, _PLUG_IN) for name in names}
+    limited = [name for name in names if traits[name].limited]
+    threads = {name: traits[name].threads(options) for name in names if traits[name].threads}
     workers = Workers(options.workers, (options, limited)) if options.workers and limited else None
-    rewards = build_named_verifiers(options, names)
-    return VerifierSet(rewards, dict.fromkeys(limited, options.timeout), threads, workers, settings.reward_fallback)
+    verifiers = build_named_verifiers(options, names)
+    return VerifierSet(verifiers, dict.fromkeys(limited, options.timeout), threads, workers, settings.reward_fallback)
 
 
 def build_named_verifiers(options: Options, names: Sequence[str]) -> dict[str, Verifier]:
-    """The verifiers `names`, built-in or plug-in. Raises UsageError as `build_verifiers`."""
-    made: dict[str, Any] = {name: _BUILT_IN[name].make(options) for name in names if name in _BUILT_IN}
-    return {name: Verifier(name, plugins.load("--reward", name, made)) for name in names}
+    """The verifiers `names`, built-in or plug-in. Raises UsageError as `build_verifiers` does."""
+    built_in: dict[str, Any] = {name: _BUILT_IN[name].make(options) for name in names if name in _BUILT_IN}
+    return {name: Verifier(name, plugins.load("--reward", name, built_in)) for name in names}
 
 
 def import_packages(names: Sequence[str]):
-    """Imports what the verifiers `names` would import on their first sample, which takes seconds."""
+    """Import the packages of the verifiers `names` now; it takes seconds, which their first sample would pay."""
     for name in names:
         if name in _BUILT_IN and _BUILT_IN[name].package:
             importlib.import_module(_BUILT_IN[name].package)
 
 
 def check_prompts(settings, prompts: PromptSet, scores_here: bool = False):
-    """UsageError with file and line if a prompt lacks what a verifier needs; a plug-in may need anything.
+    """UsageError with file and line if a prompt lacks what a built-in verifier needs.
 
-    `scores_here`: this process is going to score, so also import and build what the prompts call for.
+    `scores_here`: this process will score, so also import and build what the prompts need.
     """
     for _, name in expression.parse(settings.reward):
         built_in = _BUILT_IN.get(name)

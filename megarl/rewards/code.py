@@ -1,4 +1,4 @@
-"""The verifier of programs: a response's Python code, run against the tests of its line in the sandbox."""
+"""The verifier `code`: runs a response's Python code in the sandbox against the tests of its prompt."""
 
 import re
 import secrets
@@ -15,9 +15,9 @@ from megarl.rewards.text import check_metadata
 
 _FENCE = re.compile(r"^```(?:python3?|py)[ \t]*\r?\n(.*?)(?:^```|\Z)", re.MULTILINE | re.DOTALL | re.IGNORECASE)
 
-# Program and asserts share their names, as if both stood in one file; what is under `if __name__ == "__main__"` does
-# not run. The program may end the process before the asserts are reached, with exit status 0, too: only a mark that is
-# written behind them says that all of them held. A program that digs in the interpreter can find it.
+# Program and asserts share one namespace, as in one file; code under `if __name__ == "__main__"` does not run. The
+# program may exit with status 0 before the asserts run, so only a random mark printed after them proves that all
+# passed. A program that inspects the interpreter can find the mark.
 _ASSERTS = """
 __name__ = "program"
 __import__("sys").modules["program"] = __import__("sys").modules["__main__"]
@@ -48,13 +48,13 @@ class _Asserts:
 
 
 def check(sample: Sample, limits: Limits = Limits()) -> Score:
-    """The share of its line's tests that the response's program passes; correct: all of them.
+    """The fraction of its prompt's tests that the response's program passes; correct: all of them.
 
-    The tests are in the metadata: `tests`, a list of {"input": standard input, "output": what must be printed}, white
-    space at the ends of lines and of the text ignored; or `test_code`, one test: statements that raise where the
-    program is wrong; or both. A program that fails or exceeds a limit in a test has not passed it. All tests together
-    get `limits.seconds`; what is not reached is not passed. Raises ValueError for a line without tests, SandboxError
-    where there can be no sandbox.
+    The tests are in the metadata: `tests`, a list of {"input": standard input, "output": expected standard output},
+    compared without trailing white space of lines and text; or `test_code`, one test: statements that raise if the
+    program is wrong; or both. A program that fails or exceeds a limit does not pass the test. All tests together get
+    `limits.seconds`; tests not run by then count as failed. Raises ValueError for a sample without tests, SandboxError
+    if this machine allows no sandbox.
     """
     tests = _tests(sample.metadata)
     if not sample.finished:
@@ -71,18 +71,18 @@ def check(sample: Sample, limits: Limits = Limits()) -> Score:
 
 
 def program_of(response: str) -> str:
-    """The last block fenced with ```python (or py, python3), up to the end where its fence stays open; else all."""
+    """The last block fenced with ```python (or py, python3), even if unclosed; else the whole response."""
     blocks = _FENCE.findall(response)
     return blocks[-1] if blocks else response
 
 
 def check_code(prompts: PromptSet):
-    """UsageError for the first line whose metadata holds no tests, or tests that cannot be read."""
+    """UsageError for the first line whose metadata holds no tests or malformed ones."""
     check_metadata("code", prompts, _tests)
 
 
 def load_code(prompts: PromptSet):
-    """UsageError if this machine, which is going to score, cannot lock programs up."""
+    """UsageError if this machine, which will score, cannot run the sandbox."""
     reason = sandbox.available()
     if reason:
         raise UsageError(f"--reward code: this machine allows no sandbox: {reason}; see docs/sandbox.md")

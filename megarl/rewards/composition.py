@@ -1,17 +1,17 @@
-"""One score of several: a weighted sum of verifiers' scores and a reward model's."""
+"""Combines the scores of verifiers and a reward model into one weighted sum."""
 
 from collections.abc import Sequence
 
 from megarl.rewards.base import Score
 from megarl.rewards.expression import MODEL, Term
 
-FORMS = ("format", "length")  # of the text; whether an answer is right they cannot tell
+FORMS = ("format", "length")  # verifiers of form, which cannot tell whether an answer is right
 
 
 def correctness_term(terms: Sequence[Term]) -> str:
-    """The term that says whether a response is correct: the first verifier of answers, else the model, else the first.
+    """The term that decides whether a response is correct: the first answer verifier, else the model, else the first.
 
-    A model calls a response correct whose score is above 0, where train_reward centres its scores.
+    For a model, a score above 0 is correct, because train_reward centres its scores at 0.
     """
     names = [term.name for term in terms]
     answers = [name for name in names if name not in (MODEL, *FORMS)]
@@ -19,9 +19,9 @@ def correctness_term(terms: Sequence[Term]) -> str:
 
 
 def compose(terms: Sequence[Term], scores: dict[str, Score]) -> Score:
-    """The sum Σ weight · reward of one sample's scores by name; parts are what each term adds to it.
+    """The sum Σ weight · reward of one sample's scores by name, with each term's share of it as a component.
 
-    A single verifier of weight 1 keeps its score, parts included. Terms of weight 0 add nothing and have no part.
+    A single verifier of weight 1 keeps its score and its components. Terms of weight 0 have no component.
     """
     if len(terms) == 1 and terms[0].weight == 1.0 and terms[0].name != MODEL:
         return scores[terms[0].name]

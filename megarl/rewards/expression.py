@@ -1,6 +1,6 @@
 """The value of --reward: a weighted sum of named terms, such as `model+0.2*format+0*reasoning-gym`.
 
-Only the standard library is used here, as flags are parsed before anything else is imported.
+Imports only the standard library, because flags are parsed before anything else is imported.
 """
 
 import math
@@ -27,28 +27,28 @@ _TERM = re.compile(rf"\s*(?:(?P<weight>{_NUMBER})\s*\*\s*)?(?P<name>[^\s+*]*)\s*
 
 
 class Term(NamedTuple):
-    """One summand. Weight 0: measured and logged, but no part of the reward."""
+    """One summand. Weight 0: scored and logged, but not added to the reward."""
 
     weight: float
     name: str
 
 
 def parse(text: str) -> tuple[Term, ...]:
-    """The terms of `weight*name+name+…` in order; a weight that is left out is 1.
+    """The terms of `weight*name+name+…` in order; the default weight is 1.
 
-    A name is one of `NAMES` or a plug-in as `package.module:function`; whether it can be imported is seen later.
+    A name is one of `NAMES` or a plug-in as `package.module:function`, which is imported later.
 
     Raises:
         UsageError: malformed, an unknown name, a name twice, a weight that is not finite, or all weights 0.
     """
-    terms, place, more = [], 0, True
+    terms, position, more = [], 0, True
     while more:
-        match = _TERM.match(text, place)
+        match = _TERM.match(text, position)
         if not match["name"] or not (match["plus"] or match.end() == len(text)):
-            where = text[place:].strip() or "its end"
+            where = text[position:].strip() or "its end"
             raise UsageError(f"--reward {text}: malformed at {where}; write weight*name+name+…; allowed: {_allowed()}")
         terms.append(Term(float(match["weight"] or 1.0), match["name"]))
-        place, more = match.end(), bool(match["plus"])
+        position, more = match.end(), bool(match["plus"])
     _check(text, terms)
     return tuple(terms)
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 from megarl.errors import UsageError
 
-_REPEAT = 1.0  # seconds after which a call that swallowed the alarm gets another
+_REPEAT = 1.0  # seconds until the next alarm for a call that swallowed one
 
 
 class _Expired(BaseException):
-    """Not an Exception, so that an `except Exception` in a verifier lets it through."""
+    """Not an Exception, so that an `except Exception` in a verifier does not catch it."""
 
 
 def check_here():
@@ -24,11 +24,11 @@ def check_here():
 
 
 def call(function: Callable, argument, seconds: float):
-    """`function(argument)`, or TimeoutError once it has taken `seconds`, even if it hides the alarm and returns.
+    """Return `function(argument)`; TimeoutError after `seconds`, even if the function catches the alarm and returns.
 
-    The alarm interrupts Python code, regular expressions and system calls; C code that never looks for signals ends
-    in its own time. An earlier SIGALRM handler and timer are restored, the timer less the time spent here. Raises what
-    the function raises, and UsageError where there can be no alarm (see `check_here`).
+    The alarm interrupts Python code, regular expressions and system calls, but not C code that never checks signals.
+    Restores the earlier SIGALRM handler and timer, minus the time spent here. Raises what the function raises, and
+    UsageError if no alarm can be set (see `check_here`).
     """
     check_here()
     here, armed, expired = sys._getframe(), True, False
@@ -36,7 +36,7 @@ def call(function: Callable, argument, seconds: float):
     def expire(_, frame):
         nonlocal expired
         expired = expired or armed
-        # Only within the call: an exception between two lines of this function would get past its clean-up.
+        # Raise only inside the call: an exception between two lines of this function would skip its clean-up.
         while armed and frame is not here:
             if frame.f_code is _run.__code__:
                 raise _Expired
@@ -54,7 +54,7 @@ def call(function: Callable, argument, seconds: float):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
         if left:
-            # An alarm that fell due meanwhile rings now: zero would switch it off.
+            # If it expired meanwhile, fire it now: zero would cancel it.
             signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - started), 1e-6), interval)
     if expired:
         raise TimeoutError(f"no result within {seconds:g} s")

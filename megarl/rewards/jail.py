@@ -1,10 +1,10 @@
-"""The inside of the sandbox: a script that locks up one Python program, watches it, and tells how it ended.
+"""The sandbox script: confines one Python program, watches it, and reports how it ended.
 
-`sandbox.run` starts it with `python -I -S`; `main` says what it reads. The script itself stays outside: it makes a
-namespace of processes, forks what becomes process 1 in it, and waits. When process 1 ends or is killed, the kernel
-kills all that descends from it, however it hid, and only then does the wait return: afterwards nothing is left.
+`sandbox.run` starts it with `python -I -S`; `main` documents its input. The script itself stays outside: it creates a
+PID namespace, forks process 1 of it, and waits. When process 1 ends or is killed, the kernel kills all its
+descendants, even daemonized ones, before the wait returns: afterwards no process is left.
 
-`signal`, `subprocess`, `tempfile` and the like are not imported: each run pays for every import.
+`signal`, `subprocess`, `tempfile` and the like are not imported, because every run pays for every import.
 """
 
 import ctypes
@@ -16,14 +16,14 @@ import struct
 import sys
 import time
 
-# Exit statuses of the script; a Python that fails by itself ends with 1 or 2.
+# Exit statuses of the script; Python itself fails with 1 or 2.
 OK, ERROR, TIMEOUT, MEMORY, STOPPED, NO_SANDBOX = range(10, 16)
 
 PROCESSES = 32  # and threads, of one program with all its descendants
 OPEN_FILES = 32
-FILES_BYTES = 64 << 20  # all that the program keeps in its folder
+FILES_BYTES = 64 << 20  # total size of the program's folder
 _FILES = 4096
-_TICK_MS = 20  # how often memory is looked at
+_TICK_MS = 20  # interval of the memory checks
 
 _SIGKILL = 9
 _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
@@ -32,7 +32,7 @@ _NOSUID, _NODEV, _BIND, _REC, _PRIVATE = 2, 4, 4096, 16384, 1 << 18
 _SET_PDEATHSIG, _SET_SECCOMP, _SET_NO_NEW_PRIVS = 1, 22, 38
 _NOBODY = 65534
 
-# exit and quit are what `site` would add, but it costs more than all the rest of the start.
+# `site` would add exit and quit, but importing it takes longer than the rest of the start.
 _PRELUDE = (
     "__import__('builtins').exit = __import__('builtins').quit = __import__('sys').exit\n"
     "exec(compile(open(3, 'rb').read(), 'program.py', 'exec'))"
@@ -41,13 +41,13 @@ _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "HOME": "/tmp",
     "LANG": "C.UTF-8",
-    "PYTHONHASHSEED": "0",  # the same program gets the same score again
-    "MALLOC_ARENA_MAX": "1",  # an arena for each thread would use up the address space
+    "PYTHONHASHSEED": "0",  # so that the same program gets the same score again
+    "MALLOC_ARENA_MAX": "1",  # one arena per thread would use up the address space
 }
 
-# Per machine: the architecture in seccomp's terms; numbers of the calls that nobody needs to solve a task, but that
-# make memory which counts for no process, more namespaces, or reach what namespaces do not part (keys, kernel log);
-# then those refused for some first argument: clone, clone3, socket, prctl; then pivot_root.
+# Per machine: seccomp architecture; the denied system calls, which no task needs, but which allocate memory that no
+# process accounts for, create namespaces, or reach what namespaces do not isolate (keys, kernel log); those denied
+# for some first arguments: clone, clone3, socket, prctl; pivot_root.
 _CALLS = {
     "x86_64": (
         0xC000003E,
@@ -67,16 +67,16 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> int:
-    """Run what standard input holds: `source` and `stdin`, one behind the other; the answer is the exit status.
+    """Run the program read from standard input, `source` followed by `stdin`; returns the exit status.
 
-    Arguments: seconds, bytes of memory, the caller's process id, bytes of `source`, bytes of `stdin`. Afterwards one
-    more byte on standard input, its end, or the end of the caller means: stop.
+    Arguments: seconds, bytes of memory, the caller's process id, bytes of `source`, bytes of `stdin`. After these, one
+    more byte on standard input, its end, or the caller's exit stops the program.
     """
     seconds, (memory, caller, *sizes) = float(sys.argv[1]), map(int, sys.argv[2:])
     with open(0, "rb", closefd=False) as stream:
         source, stdin = contents = [stream.read(size) for size in sizes]
     if [len(content) for content in contents] != sizes:
-        return STOPPED  # The caller has ended meanwhile.
+        return STOPPED  # the caller has exited meanwhile
     result, report = os.pipe()
     try:
         uid = _new_process_namespace()
@@ -87,21 +87,21 @@ def main() -> int:
     if child == 0:
         _become_program(source, stdin, uid, math.ceil(seconds), memory, report, result)
     os.close(report)
-    # One byte means: locked up. The end behind it: the program runs, as exec closed the pipe.
-    said = os.read(result, 1) + os.read(result, 1000)
-    if said != b"+":
+    # One byte means: confined. End of file after it means: the program runs, because exec closed the pipe.
+    answer = os.read(result, 1) + os.read(result, 1000)
+    if answer != b"+":
         os.waitpid(child, 0)
-        print(said.lstrip(b"+").decode() or "process 1 died", file=sys.stderr)
+        print(answer.lstrip(b"+").decode() or "process 1 died", file=sys.stderr)
         return NO_SANDBOX
     return _watch(child, caller, seconds, memory)
 
 
 def _watch(child: int, caller: int, seconds: float, memory: int) -> int:
-    """Wait for process 1, `child` out here, or kill it where a limit is reached; nothing of it is left then."""
+    """Wait for process 1 (`child`), or kill it at a limit; return the exit status. No process is left then."""
     try:
-        os.setpriority(os.PRIO_PROCESS, 0, -10)  # a look must not wait behind what it looks at
+        os.setpriority(os.PRIO_PROCESS, 0, -10)  # so that the watcher is not starved by the program it watches
     except OSError:
-        pass  # Others than root may not.
+        pass  # only root may
     events, verdict, deadline = select.poll(), None, time.monotonic() + seconds
     for descriptor in (ended := os.pidfd_open(child), 0):
         events.register(descriptor, select.POLLIN)
@@ -122,13 +122,13 @@ def _watch(child: int, caller: int, seconds: float, memory: int) -> int:
         return verdict
     _, status, usage = os.wait4(child, 0)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == _SIGKILL:
-        # Nothing inside can kill process 1: it was the limit of CPU time, or the machine was out of memory.
+        # Nothing inside can kill process 1, so it was the CPU-time limit or the machine ran out of memory.
         return TIMEOUT if usage.ru_utime + usage.ru_stime > 0.9 * math.ceil(seconds) else MEMORY
     return OK if status == 0 else ERROR
 
 
 def _memory_of(pid: int) -> int:
-    """Bytes that a process and its descendants have in memory, without mapped files; shared pages count for each."""
+    """Resident and swapped bytes of a process and its descendants, without mapped files; shared pages count for all."""
     total = 0
     try:
         with open(f"/proc/{pid}/status", "rb") as status:
@@ -139,12 +139,12 @@ def _memory_of(pid: int) -> int:
             with open(f"/proc/{pid}/task/{thread}/children", "rb") as children:
                 total += sum(_memory_of(int(each)) for each in children.read().split())
     except (OSError, IndexError):
-        pass  # It has ended meanwhile.
+        pass  # it has ended meanwhile
     return total
 
 
 def _new_process_namespace() -> int:
-    """The namespace that the next fork is process 1 of; the uid that the program gets, never root's."""
+    """Create the PID namespace whose process 1 the next fork becomes; return the program's uid, never root's."""
     if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
         raise OSError(0, "no /proc/*/children (CONFIG_PROC_CHILDREN)")
     if os.uname().machine not in _CALLS:
@@ -161,7 +161,7 @@ def _new_process_namespace() -> int:
 
 
 def _unused_uid() -> int | None:
-    """A uid of this run's own, as RLIMIT_NPROC counts by uid; None if this process may not take another's."""
+    """A uid unique to this run, because RLIMIT_NPROC counts per uid; None if this process may not change its uid."""
     if os.geteuid() != 0:
         return None
     with open("/proc/self/uid_map") as file:
@@ -173,10 +173,10 @@ def _unused_uid() -> int | None:
 
 
 def _become_program(source, stdin, uid, cpu_seconds, memory, report, result) -> None:
-    """Process 1: lock up, then exec; does not return. What goes wrong is written to the pipe `report`."""
+    """Process 1: confine itself, then exec; never returns. Errors are written to the pipe `report`."""
     try:
         os.close(result)
-        # A process group and session of its own: kill(0, ...) reaches nothing outside.
+        # A new process group and session, so that kill(0, ...) reaches nothing outside.
         os.setsid()
         os.umask(0o022)
         with open("/proc/self/oom_score_adj", "w") as file:
@@ -184,10 +184,10 @@ def _become_program(source, stdin, uid, cpu_seconds, memory, report, result) -> 
         _call("unshare", _NEWNS | _NEWNET | _NEWIPC | _NEWUTS)
         _call("sethostname", b"sandbox", 7)
         _build_root(uid, min(FILES_BYTES, memory))
-        given, program = _unnamed_file(stdin), _unnamed_file(source)
+        stdin_file, program = _unnamed_file(stdin), _unnamed_file(source)
         _set_attributes(b"/", 1, recursive=False)
         os.chdir("/tmp")
-        os.dup2(given, 0)
+        os.dup2(stdin_file, 0)
         os.dup2(program, 3)
         os.set_inheritable(3, True)
         _limit(cpu_seconds, memory)
@@ -196,7 +196,7 @@ def _become_program(source, stdin, uid, cpu_seconds, memory, report, result) -> 
             os.setresgid(uid, uid, uid)
             os.setresuid(uid, uid, uid)
         _call("prctl", _SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
-        os.write(report, b"+")  # Fails, as it should, if the script outside is gone already.
+        os.write(report, b"+")  # fails, as intended, if the script outside is gone
         filter_calls()
         python = sys.executable
         os.execve(python, [python, "-S", "-B", "-X", "utf8", "-c", _PRELUDE], _ENVIRONMENT)
@@ -207,7 +207,7 @@ def _become_program(source, stdin, uid, cpu_seconds, memory, report, result) -> 
 
 
 def _build_root(uid: int, size: int) -> None:
-    """A root folder with the system's libraries and Python, for reading, and an empty /tmp; nothing else is there."""
+    """Build a root folder with only the system's libraries and Python, read-only, and an empty /tmp."""
     _call("mount", None, b"/", None, _REC | _PRIVATE, None)
     _call("mount", b"tmpfs", b"/tmp", b"tmpfs", _NOSUID | _NODEV, b"mode=755")
     os.chdir("/tmp")
@@ -226,7 +226,7 @@ def _build_root(uid: int, size: int) -> None:
 
 
 def _show(path: str) -> None:
-    """Make a file or folder of the outside visible at the same place, for reading."""
+    """Make an outside file or folder visible at the same path, read-only."""
     outside = "/outside" + path
     if os.path.lexists(path) or not os.path.lexists(outside):
         return
@@ -265,16 +265,16 @@ def _limit(cpu_seconds: int, memory: int) -> None:
 
 
 def filter_calls() -> None:
-    """Have the kernel refuse the calls of _CALLS to this process and all its descendants; it cannot be undone."""
-    architecture, refused, (clone, clone3, socket, prctl), _ = _CALLS[os.uname().machine]
+    """Install a seccomp filter that denies the calls of _CALLS to this process and its descendants, irrevocably."""
+    architecture, denied, (clone, clone3, socket, prctl), _ = _CALLS[os.uname().machine]
     load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, deny, unknown = (answer, 0, 0, 0x7FFF0000), (answer, 0, 0, 0x50001), (answer, 0, 0, 0x50026)
-    # Each line: operation, lines to skip if true, if false, operand. The call's number lies at 0, its first argument
-    # at 16. Another architecture's calls are refused whole, and x32's, which begin at 1 << 30.
+    # Each line: operation, lines to skip if true, if false, operand. The call's number is at offset 0, its first
+    # argument at 16. All calls of other architectures are denied, and those of x32, which begin at 1 << 30.
     program = [(load, 0, 0, 4), (equal, 1, 0, architecture), deny, (load, 0, 0, 0), (at_least, 0, 1, 1 << 30), deny]
-    for number in refused:
+    for number in denied:
         program += [(equal, 0, 1, number), deny]
-    # "No such call" has libc use clone, whose flags can be seen from here.
+    # ENOSYS makes libc fall back to clone, whose flags the filter can read.
     program += [(equal, 0, 1, clone3), unknown]
     program += [(equal, 0, 4, clone), (load, 0, 0, 16), (any_bit, 0, 1, _ANY_NAMESPACE), deny, allow]
     program += [(equal, 0, 4, socket), (load, 0, 0, 16), (equal, 1, 0, 1), deny, allow]  # 1: AF_UNIX
@@ -285,7 +285,7 @@ def filter_calls() -> None:
 
 
 def _call(name: str, *arguments: int | bytes | None) -> None:
-    """A function of the C library; OSError where it fails. Whole numbers go as 64 bits, as the kernel reads them."""
+    """Call a function of the C library; OSError if it fails. Passes integers as 64 bits, as the kernel expects."""
     wide = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
     if getattr(_libc, name)(*wide) < 0:
         number = ctypes.get_errno()
@@ -297,4 +297,4 @@ def _reason(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    os._exit(main())  # Tearing the interpreter down takes longer than the rest of what is left to do.
+    os._exit(main())  # skips the interpreter's slow shutdown

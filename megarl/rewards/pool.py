@@ -1,4 +1,4 @@
-"""Worker processes that run verifiers: a deadline for each call, and a new process for one that hangs or dies."""
+"""Worker processes that run verifiers, with a deadline per call; one that hangs or dies is replaced."""
 
 import contextlib
 import os
@@ -12,11 +12,11 @@ from multiprocessing import Pipe, connection
 
 from megarl.rewards.base import Job, Score, failure
 
-_START_SECONDS = 300.0  # for the imports of a worker; a plug-in may bring a model
+_START_SECONDS = 300.0  # for a worker's imports; a plug-in may load a model
 
 
 class Workers:
-    """`count` processes, started when the first jobs come; `setup` is what each gets before its jobs (`worker.py`)."""
+    """`count` processes, started with the first jobs; `setup` is the first message to each (see `worker.py`)."""
 
     def __init__(self, count: int, setup: object):
         self._count = count
@@ -24,19 +24,19 @@ class Workers:
         self._workers: list[_Worker] = []
 
     def run(self, jobs: Sequence[Job]) -> list[list[Score | str]]:
-        """For each job, in order, what `Verifier.outcomes` gives: a Score or a reason for each sample.
+        """For each job, in order, the result of `Verifier.outcomes`: a Score or a reason for each sample.
 
-        A job that takes longer than its seconds, or whose process dies, has reasons alone; no other job notices.
-        RuntimeError if a worker cannot start at all.
+        If a job exceeds its seconds or its process dies, all its samples get the reason; other jobs are unaffected.
+        RuntimeError if a worker cannot start.
         """
         try:
             return self._run(jobs)
         except BaseException:
-            self.close()  # a job under way would answer into the next call
+            self.close()  # else a running job's answer would arrive in the next call
             raise
 
     def close(self):
-        """Ends all processes, and what they have started."""
+        """Kill all workers and the processes they have started."""
         for worker in self._workers:
             worker.end()
         self._workers = []
@@ -45,8 +45,8 @@ class Workers:
         waiting = deque(range(len(jobs)))
         done: list[list[Score | str]] = [[] for _ in jobs]
         while True:
-            for place in range(self._count):
-                self._employ(place, jobs, waiting)
+            for slot in range(self._count):
+                self._assign(slot, jobs, waiting)
             busy = [worker for worker in self._workers if worker.busy]
             if not busy:
                 return done
@@ -58,26 +58,27 @@ class Workers:
                 if outcome is not None:
                     done[number] = outcome
 
-    def _employ(self, place: int, jobs: Sequence[Job], waiting: deque[int]):
+    def _assign(self, slot: int, jobs: Sequence[Job], waiting: deque[int]):
+        """Give the next waiting job to the worker of a slot if it is idle; start the worker if necessary."""
         if not waiting:
             return
-        if place == len(self._workers):
+        if slot == len(self._workers):
             self._workers.append(_Worker(self._setup))
-        elif not self._workers[place].lives():
-            self._workers[place] = _Worker(self._setup)
-        worker = self._workers[place]
+        elif not self._workers[slot].lives():
+            self._workers[slot] = _Worker(self._setup)
+        worker = self._workers[slot]
         if not worker.busy:
             number = waiting.popleft()
             worker.begin(number, jobs[number])
 
 
 class _Worker:
-    """One process: starting (`job` None) or at a job until its deadline, or idle."""
+    """One process: starting (busy, `job` is None), running a job until its deadline, or idle."""
 
     def __init__(self, setup: object):
         self.connection, theirs = Pipe()
         with theirs:
-            # A session of its own, so that all that it starts can be ended with it. Verifiers print to stderr.
+            # A new session, so that its child processes can be killed with it. Verifiers print to stderr.
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "megarl.rewards.worker", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()], start_new_session=True,
@@ -91,7 +92,7 @@ class _Worker:
         self._send(job, job.seconds)
 
     def outcome(self, jobs: Sequence[Job]) -> list[Score | str] | None:
-        """The result of the job, once it is there or never will be; else None. A start is checked here, too."""
+        """The job's result or reasons for its failure; None while it runs. Also checks that the worker has started."""
         answer = problem = None
         try:
             if self.connection.poll():
@@ -115,7 +116,7 @@ class _Worker:
         return self.busy or self.process.poll() is None
 
     def end(self):
-        # The group first: once its leader is reaped, another group may get the number.
+        # Kill the group before reaping its leader: afterwards the kernel may reuse the number.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -123,7 +124,7 @@ class _Worker:
 
     def _send(self, message: object, seconds: float):
         self.busy, self._seconds, self.deadline = True, seconds, time.monotonic() + seconds
-        with contextlib.suppress(OSError):  # it has ended: `outcome` will see that
+        with contextlib.suppress(OSError):  # the process has ended; `outcome` will detect it
             self.connection.send(message)
 
     def _status(self) -> int:

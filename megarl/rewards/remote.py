@@ -1,8 +1,8 @@
 """The verifier `remote`: a server that scores samples by HTTP, with time-outs, retries and bounded concurrency.
 
-A request is a POST of `{"samples": [{"prompt", "response", "answer", "metadata", "finished"}]}` with one sample, and
-its `messages` where the prompt is a conversation; the answer is `{"scores": [score]}`: a number, or an object with
-`reward` and, where wanted, `correct` (default: reward >= 1), `parts` and `extracted`, as in `Score`.
+A request is a POST of `{"samples": [{"prompt", "response", "answer", "metadata", "finished"}]}` with one sample, plus
+its `messages` if the prompt is a conversation. The answer is `{"scores": [score]}`: a number, or an object with
+`reward` and, optionally, `correct` (default: reward >= 1), `parts` and `extracted`, as in `Score`.
 """
 
 import json
@@ -17,20 +17,19 @@ from urllib3.exceptions import HTTPError, NewConnectionError, ProtocolError, Tim
 from megarl.errors import UsageError
 from megarl.rewards.base import Sample, Score
 
-_AGAIN = (429, 500, 502, 503, 504)  # statuses of a server that may answer later
-_LARGEST = 1 << 24  # bytes of an answer
+_RETRIED = (429, 500, 502, 503, 504)  # statuses of a server that may answer later
+_MAX_ANSWER = 1 << 24  # bytes
 _FIRST_PAUSE = 0.5  # seconds
-_RANDOM = random.SystemRandom()  # the pauses must not move the run's own random numbers
+_RANDOM = random.SystemRandom()  # so that the pauses do not advance the run's random state
 
 
 class Remote:
-    """Scores samples at `url`; `seconds` is what one may take in all, attempts and the waits between them included.
+    """Scores samples at `url`; `seconds` limits one sample, including all its attempts and pauses.
 
     Up to `retries` further attempts follow a refused or lost connection and the statuses 429, 500, 502, 503 and 504,
-    after 0.5, 1, 2, ... seconds (up to half of it less, so that not all come at once) or what Retry-After says. No
-    second attempt follows an answer that is late or wrong. Certificates of https are verified; redirects and proxies
-    of the environment are not followed.
-    UsageError for an address that is none.
+    after 0.5, 1, 2, ... seconds (randomly shortened by up to half) or after Retry-After. A late or malformed answer is
+    not retried. Certificates of https are verified; redirects and proxies of the environment are ignored.
+    UsageError for an invalid address.
     """
 
     def __init__(self, url: str, retries: int, concurrency: int, seconds: float):
@@ -44,9 +43,9 @@ class Remote:
         self._connections = urllib3.PoolManager(maxsize=concurrency, block=True, cert_reqs="CERT_REQUIRED")
 
     def __call__(self, sample: Sample) -> Score | float:
-        """The server's score, its numbers not checked yet; for `concurrency` threads at a time.
+        """The server's score, with unchecked numbers; for up to `concurrency` threads at a time.
 
-        RuntimeError or ValueError with the reason why there is none.
+        RuntimeError or ValueError with the reason if it has none.
         """
         fields = ("prompt", "response", "answer", "metadata", "finished")
         entry: dict[str, Any] = {name: getattr(sample, name) for name in fields}
@@ -55,7 +54,7 @@ class Remote:
         return _score(self._answer(json.dumps({"samples": [entry]}).encode(), time.monotonic() + self._seconds))
 
     def _answer(self, body: bytes, deadline: float) -> bytes:
-        """The body of an answer with status 200, after as many attempts as it takes and may be."""
+        """The body of the first answer with status 200, within the allowed attempts."""
         attempts = 0
         while True:
             attempts, wait = attempts + 1, None
@@ -64,7 +63,7 @@ class Remote:
                 if status == 200:
                     return text
                 problem = f"HTTP status {status}: {text[:80].decode(errors='replace')!r}"
-                if status not in _AGAIN:
+                if status not in _RETRIED:
                     raise RuntimeError(problem)
             except (NewConnectionError, ProtocolError) as error:
                 problem = f"no connection: {error}"
@@ -87,13 +86,13 @@ class Remote:
         )  # fmt: skip
         text = bytearray()
         try:
-            # A time-out of the socket is between two bytes: a server that sends them one by one must be stopped here.
-            while piece := response.read1(1 << 16):
-                text += piece
+            # The socket's time-out applies to each read, so a server that sends slowly must be stopped here.
+            while chunk := response.read1(1 << 16):
+                text += chunk
                 if time.monotonic() >= deadline:
                     raise TimeoutError
-                if len(text) > _LARGEST:
-                    raise RuntimeError(f"an answer of more than {_LARGEST} bytes")
+                if len(text) > _MAX_ANSWER:
+                    raise RuntimeError(f"an answer of more than {_MAX_ANSWER} bytes")
             return response.status, bytes(text), urllib3.Retry().get_retry_after(response)
         except BaseException:
             response.close()
@@ -103,7 +102,7 @@ class Remote:
 
 
 def _score(answer: bytes) -> Score | float:
-    """The one score in an answer. ValueError that says what is wrong with its form."""
+    """The one score in an answer; ValueError if it is malformed."""
     try:
         scores = json.loads(answer)["scores"]
         (score,) = scores

@@ -1,4 +1,4 @@
-"""Runs a Python program that nobody trusts, within limits and without touching anything outside (docs/sandbox.md)."""
+"""Runs an untrusted Python program within limits, isolated from the machine (docs/sandbox.md)."""
 
 import functools
 import os
@@ -10,19 +10,19 @@ from dataclasses import dataclass
 
 from megarl.rewards import jail
 
-# What a loaded machine may need to start or to end a run, on top of the limit of time.
+# Extra time that a loaded machine may need to start or end a run.
 _GRACE_SECONDS = 10.0
 _STATUSES = {jail.OK: "ok", jail.ERROR: "error", jail.TIMEOUT: "timeout", jail.MEMORY: "memory"}
 
 
 class SandboxError(RuntimeError):
-    """This machine does not let a program be locked up; the message says what was refused. Nothing was run."""
+    """This machine allows no sandbox; the message says what failed. Nothing was run."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use: wall-clock seconds, and as many of CPU time in each process (rounded up); mebibytes of
-    address space in each process and of memory in all together; bytes of standard output and error together.
+    """Limits of one program: wall-clock seconds, which also limit each process's CPU time (rounded up); MiB of address
+    space per process and of memory in total; bytes of standard output and error together.
     """
 
     seconds: float = 30.0
@@ -32,10 +32,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended, and what it wrote, at most the limit's bytes, U+FFFD for what is not UTF-8.
+    """How a program ended, and its output up to the limit, with U+FFFD for invalid UTF-8.
 
-    `status`: `ok` (exit status 0), `error` (another one, or a crash), or the limit that it was ended by: `timeout`,
-    `memory` (also where an uncaught MemoryError ended it), `output`.
+    `status`: `ok` (exit status 0), `error` (another status, or a crash), or the limit that ended it: `timeout`,
+    `memory` (also an uncaught MemoryError), `output`.
     """
 
     status: str
@@ -44,17 +44,17 @@ class Outcome:
 
 
 def run(source: str, stdin: str = "", limits: Limits = Limits()) -> Outcome:
-    """Run `source` as a Python program whose standard input is `stdin`; no process of it is left afterwards.
+    """Run `source` as a Python program with standard input `stdin`; no process of it is left afterwards.
 
-    It finds the standard library, an empty folder that vanishes with it, and no network. Raises SandboxError where
-    that cannot be had: nothing ever runs outside the sandbox. May be called by several threads at once.
+    It has the standard library, an empty temporary folder, and no network. Raises SandboxError if this machine allows
+    no sandbox: nothing ever runs outside it. Thread-safe.
     """
     _probe()
     return _run(source, stdin, limits)
 
 
 def available() -> str | None:
-    """None if programs can be locked up here, else the reason in a few words; takes about 0.1 s, once."""
+    """None if this machine allows a sandbox, else the reason; takes about 0.1 s, once."""
     try:
         _probe()
     except (SandboxError, OSError) as error:
@@ -64,7 +64,7 @@ def available() -> str | None:
 
 @functools.cache
 def _probe():
-    """SandboxError unless a first program finds every wall in its place; only success is remembered."""
+    """SandboxError unless a probe program finds every restriction in force; only success is cached."""
     outcome = _run(_PROBE, "", Limits(seconds=20.0, memory_mb=256))
     if outcome.status != "ok":
         last_line = outcome.stderr.strip().rpartition("\n")[2]
@@ -72,15 +72,15 @@ def _probe():
 
 
 def _run(source: str, stdin: str, limits: Limits) -> Outcome:
-    given = [text.encode("utf-8", "replace") for text in (source, stdin)]
-    numbers = [limits.seconds, limits.memory_mb << 20, os.getpid(), *map(len, given)]
+    contents = [text.encode("utf-8", "replace") for text in (source, stdin)]
+    numbers = [limits.seconds, limits.memory_mb << 20, os.getpid(), *map(len, contents)]
     command = [os.path.realpath(sys.executable), "-I", "-S", jail.__file__, *map(str, numbers)]
     process = subprocess.Popen(
         command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={}, cwd="/",
         start_new_session=True,
     )  # fmt: skip
     try:
-        _give(process, b"".join(given))
+        _write_input(process, b"".join(contents))
         output, overflow, late = _read(process, limits)
     finally:
         _end(process)
@@ -97,7 +97,7 @@ def _run(source: str, stdin: str, limits: Limits) -> Outcome:
     return Outcome(status, stdout, stderr)
 
 
-# What must not work, tried from the inside.
+# Tries from the inside what must not work.
 _PROBE = f"""
 import os, socket, sys
 children = 0
@@ -121,18 +121,18 @@ if os.getpid() != 1 or os.getuid() == 0 or os.listdir() or os.access("/", os.W_O
 """
 
 
-def _give(process: subprocess.Popen, content: bytes) -> None:
-    """Write program and input. It is all read before anything else happens, so this cannot wait for output."""
+def _write_input(process: subprocess.Popen, content: bytes) -> None:
+    """Write program and input. The script reads all of it before it starts the program, so this cannot deadlock."""
     rest = memoryview(content)
     try:
         while rest:
             rest = rest[process.stdin.write(rest) :]
     except BrokenPipeError:
-        pass  # It has failed, and its exit status tells.
+        pass  # it has failed; its exit status says how
 
 
 def _read(process: subprocess.Popen, limits: Limits) -> tuple[dict, bool, bool]:
-    """What both streams say, whether that is more than the limit, whether they stay open far beyond the time limit."""
+    """(output of both streams, whether it exceeded the limit, whether they stayed open past the grace period)."""
     output = {process.stdout: bytearray(), process.stderr: bytearray()}
     left = limits.output_bytes
     deadline = time.monotonic() + limits.seconds + _GRACE_SECONDS
@@ -155,7 +155,7 @@ def _read(process: subprocess.Popen, limits: Limits) -> tuple[dict, bool, bool]:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Stop whatever still runs, and wait until nothing of it is left."""
+    """Stop the program and wait until no process of it is left."""
     process.stdin.close()
     try:
         process.wait(_GRACE_SECONDS)

@@ -1,4 +1,4 @@
-"""The verifier `reasoning-gym`: the scorers that come with the tasks of the package reasoning_gym."""
+"""The verifier `reasoning-gym`: the scorers of the tasks in the package reasoning_gym."""
 
 import functools
 import importlib.util
@@ -10,17 +10,17 @@ from megarl.errors import UsageError
 from megarl.rewards.base import Sample, Score
 from megarl.rewards.text import answer_text, check_metadata
 
-# Every task gives exactly 1.0 for a right answer. Less is for half-right ones: 0.01 for a readable wrong one, say, or
-# 0.9999999999999999 for a word spelt backward with letters behind it.
+# Every task scores a right answer exactly 1.0. Partly right ones get less: 0.01 for a wrong but well-formed answer, or
+# 0.9999999999999999 for a word spelt backward followed by more letters.
 _CORRECT_FROM = 1.0
 
 
 def reasoning_gym(sample: Sample) -> Score:
-    """The score, 0 to 1, that the task's own scorer in reasoning_gym gives; partly right answers earn a part.
+    """The score, 0 to 1, of the task's own scorer in reasoning_gym; partly right answers get less than 1.
 
-    The task is `metadata["source_dataset"]`. Text in the last `<answer>...</answer>` is scored if there is one, else
-    the whole response. Some scorers raise on text that they cannot read: that counts as a wrong answer, provided the
-    same scorer reads the reference answer. A response that was cut by the length limit scores 0.
+    The task is `metadata["source_dataset"]`. Scores the text in the last `<answer>...</answer>`, or the whole response
+    without one. Some scorers raise on text that they cannot parse: that counts as a wrong answer if the same scorer
+    accepts the reference answer. A response cut by the length limit scores 0.
     """
     scorer = task_scorer(_source_dataset(sample.metadata))
     if not sample.finished:
@@ -55,8 +55,8 @@ def load_tasks(prompts: PromptSet):
 
 @functools.lru_cache(maxsize=None)
 def task_scorer(task: str) -> Callable[[str | None, dict[str, Any]], float]:
-    """`task`'s scorer, built once; raises what reasoning_gym raises (ValueError for an unknown task)."""
-    # Imported here, as it takes about a second and 80 MB, and only the process that scores needs it.
+    """The scorer of `task`, cached; raises what reasoning_gym raises (ValueError for an unknown task)."""
+    # Imported here, because it takes about a second and 80 MB, and only scoring processes need it.
     from reasoning_gym import get_score_answer_fn
 
     return get_score_answer_fn(task)

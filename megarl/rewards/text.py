@@ -1,4 +1,4 @@
-"""Verifiers of a response's text: exact match, a regular expression, format, length. Cut responses score 0."""
+"""Text verifiers: exact match, regular expression, format, length. Responses cut by the length limit score 0."""
 
 import re
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from megarl.rewards.base import Sample, Score, whole_response
 
 
 def exact_match(sample: Sample) -> Score:
-    """1 if the response equals the answer, white space around both ignored; else 0."""
+    """1 if the response equals the answer, ignoring white space around both; else 0."""
     if sample.answer is None:
         raise ValueError("exact-match needs an answer")
     correct = sample.finished and sample.response.strip() == sample.answer.strip()
@@ -25,7 +25,7 @@ def check_answers(name: str, prompts: PromptSet):
 
 
 def check_metadata(name: str, prompts: PromptSet, read: Callable[[dict[str, Any] | None], object]):
-    """UsageError for the first line whose metadata the verifier `name` cannot `read` (it raises ValueError)."""
+    """UsageError for the first line on whose metadata `read`, of the verifier `name`, raises ValueError."""
     for prompt in prompts:
         try:
             read(prompt.metadata)
@@ -34,19 +34,19 @@ def check_metadata(name: str, prompts: PromptSet, read: Callable[[dict[str, Any]
 
 
 def regex(pattern: str) -> Callable[[Sample], Score]:
-    """A verifier: 1 if `pattern` is found in the response and, where the line has an answer, says that answer.
+    """A verifier: 1 if `pattern` occurs in the response and its text equals the reference answer, if there is one.
 
-    What it says is its first group, or all of the match if it has no group or that group took no part; white space
-    around is ignored. UsageError if `pattern` is no regular expression.
+    Its text is the first group, or the whole match if it has no group or the group did not take part, without white
+    space around. UsageError if `pattern` is not a regular expression.
     """
     expression = _compiled("--reward-pattern", pattern)
 
     def verify(sample: Sample) -> Score:
-        found = expression.search(sample.response) if sample.finished else None
-        if found is None:
+        match = expression.search(sample.response) if sample.finished else None
+        if match is None:
             return Score(0.0, False, {"regex": 0.0})
-        group = found[1] if expression.groups else None
-        text = (found[0] if group is None else group).strip()
+        group = match[1] if expression.groups else None
+        text = (match[0] if group is None else group).strip()
         correct = sample.answer is None or text == sample.answer.strip()
         return Score(float(correct), correct, {"regex": float(correct)}, text or None)
 
@@ -54,7 +54,7 @@ def regex(pattern: str) -> Callable[[Sample], Score]:
 
 
 def format_match(pattern: str) -> Callable[[Sample], Score]:
-    """A verifier: 1 if `pattern` matches the whole response; `.` stands for line ends, too. UsageError as `regex`."""
+    """A verifier: 1 if `pattern` matches the whole response; `.` also matches line ends. UsageError as for `regex`."""
     expression = _compiled("--reward-format", pattern, re.DOTALL)
 
     def verify(sample: Sample) -> Score:
@@ -65,10 +65,10 @@ def format_match(pattern: str) -> Callable[[Sample], Score]:
 
 
 def length(target: int) -> Callable[[Sample], Score]:
-    """A verifier: 1 for a response of up to `target` tokens, then falling in a line to 0 at twice as many.
+    """A verifier: 1 for a response of up to `target` tokens, then falling linearly to 0 at twice as many.
 
-    A cliff at the target would tell two over-long responses of a group apart by nothing, so nothing would make them
-    shorter; below the target there is nothing to win by writing even less.
+    With a step at the target, two over-long responses of a group would score the same, so nothing would shorten them.
+    Below the target, a shorter response gains nothing.
     """
 
     def verify(sample: Sample) -> Score:
@@ -79,14 +79,14 @@ def length(target: int) -> Callable[[Sample], Score]:
 
 
 def answer_text(response: str) -> str:
-    """What is inside the last `<answer>...</answer>` of a response, or all of it if there is none; stripped."""
+    """The text in the last `<answer>...</answer>` of a response, or the whole response without one; stripped."""
     head, closed, _ = response.rpartition("</answer>")
     _, opened, inner = head.rpartition("<answer>")
     return (inner if closed and opened else response).strip()
 
 
-def _compiled(flag: str, pattern: str, how: int = 0) -> re.Pattern[str]:
+def _compiled(flag: str, pattern: str, flags: int = 0) -> re.Pattern[str]:
     try:
-        return re.compile(pattern, how)
+        return re.compile(pattern, flags)
     except (re.error, OverflowError, RecursionError) as error:
         raise UsageError(f"{flag} {pattern}: not a regular expression: {error}") from None

@@ -1,4 +1,4 @@
-"""All verifiers of a run at once: where each runs, its time limit, and what a sample gets that one fails on."""
+"""All verifiers of a run: where each runs, its time limit, and the fallback score of a sample on which one fails."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,44 +8,44 @@ from megarl.rewards.pool import Workers
 
 
 class VerifierSet:
-    """Scores samples with all of `rewards`; `failures` has for each the reasons of the last call, one a failed sample.
+    """Scores samples with all `verifiers`; `failures` holds the last call's reasons, one per failed sample, by name.
 
-    Those in `seconds` may hang, and have that long for a sample (a batched one: that times the samples): they run in
-    `workers`, or, without these, here under an alarm. Those in `threads` keep to a limit of their own: beside the
-    others, on that many threads. The rest runs here as it is.
+    Verifiers in `seconds` may hang: they have that many seconds per sample (a batched call: times its samples) and run
+    in `workers`, or without workers in this process under an alarm. Those in `threads` enforce their own limit and run
+    concurrently on that many threads. All others run in this process without a limit.
     """
 
-    def __init__(self, rewards: dict[str, Verifier], seconds: dict[str, float], threads: dict[str, int],
+    def __init__(self, verifiers: dict[str, Verifier], seconds: dict[str, float], threads: dict[str, int],
                  workers: Workers | None, fallback: float):  # fmt: skip
-        self.names = tuple(rewards)
-        self.failures: dict[str, list[str]] = {name: [] for name in rewards}
-        self._rewards, self._seconds, self._workers = rewards, seconds, workers
+        self.names = tuple(verifiers)
+        self.failures: dict[str, list[str]] = {name: [] for name in verifiers}
+        self._verifiers, self._seconds, self._workers = verifiers, seconds, workers
         self._threads = {name: ThreadPoolExecutor(count, f"reward-{name}") for name, count in threads.items()}
         self._fallback = Score(fallback, False)
 
     def score(self, samples: list[Sample]) -> dict[str, list[Score]]:
-        """Each verifier's scores of the samples; where it fails on one, the fall-back, and a line in `failures`.
+        """Each verifier's scores of the samples; a failure gives the fallback score and a line in `failures`.
 
-        A verifier fails that raises, takes too long, or gives something else than finite numbers. UsageError where
-        it would need an alarm and there can be none (see `guard`); RuntimeError if a worker cannot start.
+        A verifier fails if it raises, takes too long, or returns anything but finite numbers. UsageError if it needs an
+        alarm and none can be set (see `guard`); RuntimeError if a worker cannot start.
         """
-        beside = {
-            name: [threads.submit(self._rewards[name].outcomes, [sample]) for sample in samples]
+        in_threads = {
+            name: [threads.submit(self._verifiers[name].outcomes, [sample]) for sample in samples]
             for name, threads in self._threads.items()
         }
         outcomes = self._limited(samples)
         for name in self.names:
-            if name in beside:
-                outcomes[name] = [future.result()[0] for future in beside[name]]
+            if name in in_threads:
+                outcomes[name] = [future.result()[0] for future in in_threads[name]]
             elif name not in outcomes:
-                outcomes[name] = self._rewards[name].outcomes(samples)
+                outcomes[name] = self._verifiers[name].outcomes(samples)
         self.failures = {name: [each for each in outcomes[name] if isinstance(each, str)] for name in self.names}
         return {
             name: [self._fallback if isinstance(each, str) else each for each in outcomes[name]] for name in self.names
         }
 
     def close(self):
-        """Ends workers and threads; these end with what they are at."""
+        """Kill the workers and shut the threads down; these finish their current sample."""
         if self._workers is not None:
             self._workers.close()
         for threads in self._threads.values():
@@ -54,7 +54,7 @@ class VerifierSet:
     def _limited(self, samples: list[Sample]) -> dict[str, list[Score | str]]:
         jobs: list[Job] = []
         for name, seconds in self._seconds.items():
-            if self._rewards[name].batched and samples:
+            if self._verifiers[name].batched and samples:
                 jobs.append(Job(name, samples, seconds * len(samples)))
             else:
                 jobs += [Job(name, [sample], seconds) for sample in samples]
@@ -66,6 +66,6 @@ class VerifierSet:
 
     def _run_here(self, job: Job) -> list[Score | str]:
         try:
-            return guard.call(self._rewards[job.name].outcomes, job.samples, job.seconds)
+            return guard.call(self._verifiers[job.name].outcomes, job.samples, job.seconds)
         except TimeoutError as error:
             return [failure(job.name, sample, str(error)) for sample in job.samples]

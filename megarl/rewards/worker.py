@@ -1,6 +1,6 @@
 """A worker process of `pool.py`: `python -m megarl.rewards.worker FD`. Reads jobs from that socket, writes outcomes.
 
-It ends with the socket or with its parent, whichever comes first, and imports no torch.
+It exits when the socket closes or its parent exits, and does not import torch.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main():
-    """Serves until the parent is gone; then ends at once, whatever threads a verifier has left."""
+    """Serve until the parent is gone, then exit at once, whatever threads a verifier has left."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     connection = Connection(int(sys.argv[1]))
@@ -25,21 +25,21 @@ def main():
 
 
 def _serve(connection: Connection):
-    """The first message is the options and names of verifiers, every other one a Job."""
+    """Answer messages: the first holds the options and names of the verifiers, every other one is a Job."""
     options, names = connection.recv()
-    rewards = {}
+    verifiers = {}
     try:
         from megarl.rewards.build import build_named_verifiers, import_packages
 
         import_packages(names)
-        rewards = build_named_verifiers(options, names)
+        verifiers = build_named_verifiers(options, names)
         answer = "ready"
     except BaseException as error:
         answer = f"{type(error).__name__}: {error}"
     while True:
         connection.send(answer)
         job = connection.recv()
-        answer = rewards[job.name].outcomes(job.samples)
+        answer = verifiers[job.name].outcomes(job.samples)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The policy losses by name. Each file of this folder is one; it is found by being there.
+"""The policy losses by name. Every file in this folder is discovered and imported.
 
-A file defines `LOSSES`, a tuple of `PolicyLoss`: most have one. Its options become flags (`PolicyLoss.flags`).
+A file defines `LOSSES`, a tuple of one or more `PolicyLoss`. Their options become flags (`PolicyLoss.flags`).
 """
 
 import dataclasses
@@ -12,42 +12,42 @@ from collections.abc import Callable
 
 from megarl.algorithms.policy_loss import ClipOptions, PolicyLoss, PolicyTerms, PolicyTokens
 
-KINDS = (int, float, bool, str)  # of an option, or these with None
+KINDS = (int, float, bool, str)  # types of an option; each may also be None
 
 
 def discover() -> dict[str, PolicyLoss]:
-    """The losses of all files in this folder, by name. ValueError for a file without `LOSSES`, and for equal names."""
-    found = {}
+    """The losses of all files in this folder, by name. ValueError for a file without `LOSSES` or a duplicate name."""
+    losses = {}
     for entry in sorted(pkgutil.iter_modules(__path__), key=lambda entry: entry.name):
         module = importlib.import_module(f"{__name__}.{entry.name}")
         if not hasattr(module, "LOSSES"):
             raise ValueError(f"{module.__file__}: defines no LOSSES, a tuple of PolicyLoss")
         for loss in module.LOSSES:
-            if loss.name in found:
-                raise ValueError(f"{module.__file__}: there is a policy loss called {loss.name} already")
+            if loss.name in losses:
+                raise ValueError(f"{module.__file__}: a policy loss called {loss.name} already exists")
             option_kinds(loss)
-            found[loss.name] = loss
-    return found
+            losses[loss.name] = loss
+    return losses
 
 
 def option_kinds(loss: PolicyLoss) -> dict[str, type]:
-    """Flag -> type of its values. ValueError for a type that a flag cannot have."""
-    hints, found = typing.get_type_hints(type(loss.options)), {}
+    """The type of each flag's values. ValueError for a type that a flag cannot have."""
+    hints, types_by_flag = typing.get_type_hints(type(loss.options)), {}
     for flag, field in loss.flags().items():
         hint = hints[field.name]
         kinds = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
         kinds = [kind for kind in kinds if kind is not types.NoneType]
         if len(kinds) != 1 or kinds[0] not in KINDS:
             raise ValueError(f"option {field.name} of {loss.name} is {hint}; allowed: int, float, bool, str, or | None")
-        found[flag] = kinds[0]
-    return found
+        types_by_flag[flag] = kinds[0]
+    return types_by_flag
 
 
 def policy_loss_of(name: str, function: Callable[[PolicyTokens, object], PolicyTerms]) -> PolicyLoss:
-    """Wrap a policy loss from outside.
+    """Wrap a plug-in policy loss.
 
-    Its attribute `options`, a dataclass whose fields all have defaults, says which options it has; without one it takes
-    `ClipOptions`. ValueError for other options.
+    Its attribute `options`, a dataclass whose fields all have defaults, defines its options; the default is
+    `ClipOptions`. ValueError for an invalid `options`.
     """
     kind = getattr(function, "options", ClipOptions)
     if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):

@@ -1,13 +1,13 @@
-"""CISPO: the clipped ratio as a weight that no gradient flows to."""
+"""CISPO: the clipped ratio as a weight without gradient."""
 
 from megarl.algorithms.policy_loss import ClipRange, PolicyLoss, PolicyTerms, PolicyTokens
 
 
 def cispo(tokens: PolicyTokens, clip: ClipRange, log_ratio_limit: float = 20.0) -> PolicyTerms:
-    """−sg[clip(r, 1−low, 1+high)]·A·log π_θ: the ratio only weighs, so a clipped token still gives its gradient.
+    """−sg[clip(r, 1−low, 1+high)]·A·log π_θ: the ratio is only a weight, so a clipped token keeps its gradient.
 
-    CISPO of MiniMax-M1 (arXiv 2506.13585, eq. 4 and 5). The paper bounds the ratio above alone: that is low ≥ 1.
-    `clipped` says where the bound replaced the ratio. `log_ratio_limit` as in `ppo_clip`.
+    CISPO of MiniMax-M1 (arXiv 2506.13585, eq. 4 and 5). The paper bounds the ratio only from above: that is low ≥ 1.
+    `clipped`: the bound replaced the ratio. `log_ratio_limit` as in `ppo_clip`.
     """
     log_ratio = (tokens.logprobs - tokens.old_logprobs).detach()
     ratio = log_ratio.clamp(-log_ratio_limit, log_ratio_limit).exp()

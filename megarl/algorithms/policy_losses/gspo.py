@@ -16,10 +16,10 @@ def gspo(tokens: PolicyTokens, clip: ClipRange, log_ratio_limit: float = 10.0) -
     """max(−A·s, −A·clip(s, 1−low, 1+high)) with the sequence ratio s = exp(mean over the response of log r).
 
     GSPO (arXiv 2507.18071, §4.1, eq. 5 and 7). Each response has one advantage A: the mean over its tokens where they
-    differ. Its loss stands on each of its tokens, so `seq-mean-token-mean` gives the paper's objective.
+    differ. Its loss is repeated on each token, so `seq-mean-token-mean` gives the paper's objective.
 
     Args:
-        log_ratio_limit: log s is held to at most this (10: a ratio of 22,026, as in verl), else exp overflows.
+        log_ratio_limit: upper bound of log s (10: a ratio of 22,026, as in verl), without which exp overflows.
     """
     log_ratio = tokens.logprobs - tokens.old_logprobs.detach()
     ratio = response_mean(log_ratio, tokens).clamp(max=log_ratio_limit).exp()
@@ -32,7 +32,7 @@ def gspo_token(tokens: PolicyTokens, clip: ClipRange, log_ratio_limit: float = 1
     """GSPO's token form: like `gspo`, but with the ratio s_t = sg[s]·π_θ/sg[π_θ] and the advantage A_t of each token.
 
     arXiv 2507.18071, §4.3, eq. 13 and 14. Where all A_t of a response are equal, loss and gradient are those of `gspo`
-    under any aggregation that weighs the tokens of a response alike. `log_ratio_limit` as there.
+    under any aggregation that weights the tokens of a response equally. `log_ratio_limit` as in `gspo`.
     """
     log_ratio = tokens.logprobs - tokens.old_logprobs.detach()
     sequence_log_ratio = on_tokens(response_mean(log_ratio.detach(), tokens), tokens)

@@ -12,8 +12,8 @@ def ppo_clip(tokens: PolicyTokens, clip: ClipOptions, log_ratio_limit: float = 2
     `clip.dual` c bounds tokens with A < 0 by −c·A (arXiv 1912.09729, eq. 5).
 
     Args:
-        log_ratio_limit: the log-ratio is clamped to ± this (20: a ratio of 4.9e8). Without it exp overflows, and a
-            token whose ratio is infinite gets the gradient 0·inf = NaN even where the loss is clipped.
+        log_ratio_limit: the log-ratio is clamped to ± this (20: a ratio of 4.9e8). Without it exp overflows, and an
+            infinite ratio gives the gradient 0·inf = NaN even where the loss is clipped.
     """
     log_ratio, advantages = tokens.logprobs - tokens.old_logprobs.detach(), tokens.advantages.detach()
     ratio = log_ratio.clamp(-log_ratio_limit, log_ratio_limit).exp()

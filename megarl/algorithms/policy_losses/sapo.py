@@ -1,4 +1,4 @@
-"""SAPO: a soft gate on the ratio."""
+"""SAPO: a soft gate on the ratio instead of the clip."""
 
 import dataclasses
 import math
@@ -21,7 +21,7 @@ class SapoOptions:
 
 
 def sapo(tokens: PolicyTokens, options: SapoOptions, log_ratio_limit: float = 20.0) -> PolicyTerms:
-    """−A·σ(τ·(r − 1))·4/τ: a soft gate in place of the clip; nothing counts as clipped.
+    """−A·σ(τ·(r − 1))·4/τ: a soft gate instead of the clip; `clipped` is always False.
 
     SAPO (arXiv 2511.20347). τ is `tau_positive` where A > 0, else `tau_negative`. At r = 1 the gradient is that of
     −A·r. `log_ratio_limit` as in `ppo_clip`.
@@ -30,7 +30,7 @@ def sapo(tokens: PolicyTokens, options: SapoOptions, log_ratio_limit: float = 20
     ratio = log_ratio.clamp(-log_ratio_limit, log_ratio_limit).exp()
     above, below = (ratio.new_full((), tau) for tau in (options.tau_positive, options.tau_negative))
     tau = torch.where(advantages > 0, above, below)
-    # Not torch.sigmoid: on a CPU its bits depend on where in the batch a token stands. r ≥ 0, so exp is ≤ exp(τ).
+    # Not torch.sigmoid: on a CPU its rounding depends on the token's position in the batch. r ≥ 0, so exp is ≤ exp(τ).
     gate = 4 / (tau * (1 + torch.exp(-tau * (ratio - 1))))
     loss = -advantages * gate
     return PolicyTerms(loss, torch.zeros_like(tokens.response_mask), -log_ratio.detach())

@@ -23,7 +23,7 @@ def alone(tensor):
 
 
 def step_data(step, beta, dtype=torch.float64):
-    """The whole step on one rank; `beta` weighs the KL penalty. Entries outside the mask are NaN: nobody reads them."""
+    """The whole step on one rank; `beta` weighs the KL penalty. Entries outside the mask are NaN, since no estimator may read them."""
     batch, where = step.batch, (step.batch.mask, step.batch.cu_seqlens)
     rewards = token_rewards(step.scores, batch.normal(), beta, *where).to(dtype)
     return StepData(
@@ -47,7 +47,7 @@ def run(name, data, options):
     return result.advantages
 
 
-# name here -> name in verl, fields that verl's function takes beside rewards and mask, options on both sides, whitened
+# name here -> name in verl, fields that verl's function takes besides rewards and mask, options on both sides, whitened
 SHARED = {
     "grpo": ("grpo", ["index"], {}, False),
     "grpo without std": ("grpo", ["index"], {"norm_adv_by_std_in_grpo": False}, False),
@@ -85,7 +85,7 @@ def test_estimators_equal_verl(case):
     assert compared >= 200
 
 
-def test_gae_is_the_bits_of_its_parts():
+def test_gae_equals_its_building_blocks_to_the_bit():
     for step in ragged_steps(lone=True):
         data = step_data(step, 0.1, torch.float32)
         advantages, returns = gae(data.token_rewards, data.values, data.response_mask, data.cu_seqlens, 0.97, 0.95)
@@ -115,14 +115,14 @@ def test_remax_gives_zero_to_the_reward_of_the_greedy_response():
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_needs_and_options_are_what_is_read(name):
+def test_declared_needs_and_options_are_those_read(name):
     estimator, data = ESTIMATORS[name], step_data(ragged_step(8, lone=False), 0.1)
     first = run(name, data, PLAIN)
     others = dict(gamma=0.5, lam=0.5, group_std=False, whiten=True)
     read = {field for field, value in others.items()
             if not torch.equal(first, run(name, data, dataclasses.replace(PLAIN, **{field: value})))}  # fmt: skip
     assert estimator.options == read and estimator.whiten == (name in ("gae", "reinforce++", "reinforce++-baseline"))
-    # What is not needed may be missing; for groups, each response then stands alone.
+    # Fields that are not needed may be missing; then each response is its own group.
     missing = dict(values=None, baselines=None, groups=torch.arange(len(data.groups)))
     for need, nothing in missing.items():
         if need not in estimator.needs:
@@ -167,7 +167,7 @@ def test_results_do_not_depend_on_how_sequences_are_split_over_ranks(name):
 
 
 def twice_the_score(step, options):
-    """A plug-in: writes outside the mask and keeps a gradient, as its author did not think of either."""
+    """A careless plug-in: writes outside the mask and returns a tensor with a gradient."""
     weight = torch.ones((), requires_grad=True)
     return Advantages(weight * 2.0 * step.token_rewards.double() + options.gamma, None)
 
@@ -191,10 +191,10 @@ def test_plug_ins_are_wrapped():
     assert torch.equal(estimator.function(data, PLAIN).returns, data.token_rewards.nan_to_num())
 
 
-def test_wrong_plug_ins_are_refused():
+def test_wrong_plug_ins_are_rejected():
     data = step_data(ragged_step(3, lone=True), 0.1)
 
-    def refused(result, needs, match):
+    def is_rejected(result, needs, match):
         def plug_in(step, options):
             return result
 
@@ -203,8 +203,10 @@ def test_wrong_plug_ins_are_refused():
             estimator_of(plug_in).function(data, PLAIN)
 
     ones = torch.ones_like(data.token_rewards)
-    refused(None, ["critic"], r"needs of .*plug_in must be of \['baselines', 'groups', 'values'\], got \['critic'\]")
-    refused(Advantages(ones[:1], None), [], r"plug_in must give \[T\] = .* got \[1\]")
-    refused(Advantages(ones, ones), [], r"plug_in must give returns if, and only if, it needs values")
-    refused(Advantages(ones, None), ["values"], "must give returns if")
-    refused(ones, [], r"must give Advantages\(advantages, returns\), got Tensor")
+    is_rejected(
+        None, ["critic"], r"needs of .*plug_in must be from \['baselines', 'groups', 'values'\], got \['critic'\]"
+    )
+    is_rejected(Advantages(ones[:1], None), [], r"plug_in must return \[T\] = .* got \[1\]")
+    is_rejected(Advantages(ones, ones), [], r"plug_in must give returns if, and only if, it needs values")
+    is_rejected(Advantages(ones, None), ["values"], "must give returns if")
+    is_rejected(ones, [], r"must return Advantages\(advantages, returns\), got Tensor")

@@ -120,7 +120,7 @@ def test_empty_responses_give_nothing(name, mode):
 
 
 @EVERY_LOSS
-def test_no_sequence_sees_its_neighbours(name):
+def test_sequences_do_not_affect_each_other(name):
     """Bit for bit: a micro-batch may hold any of the others."""
     for case, batch in enumerate(ragged_batches()[:100]):
         old = batch.normal()
@@ -220,7 +220,7 @@ def halved(tokens, clip):
 
 
 def with_options(**fields):
-    """`halved` with options of its own: name=(annotation, default…)."""
+    """`halved` with its own options: name=(annotation, default…)."""
 
     def function(tokens, options):
         return halved(tokens, options)
@@ -232,13 +232,13 @@ def with_options(**fields):
     return function
 
 
-def test_a_loss_from_outside_takes_the_clip():
+def test_a_plug_in_loss_takes_the_clip_options():
     loss = policy_loss_of("halved", halved)
     assert loss == PolicyLoss("halved", halved, ClipOptions())
     assert list(loss.flags()) == ["clip-range", "clip-range-high", "dual-clip"]
 
 
-def test_a_loss_from_outside_may_have_options_of_its_own():
+def test_a_plug_in_loss_may_have_its_own_options():
     loss = policy_loss_of("my_loss", with_options(weight=(float, 2.0), kind=(str | None, None), is_on=(bool, True)))
     assert option_kinds(loss) == {"my-loss-weight": float, "my-loss-kind": str, "my-loss-is-on": bool}
     chosen = loss.with_options({"my-loss-weight": 3.0, "gamma": 0.5})
@@ -275,16 +275,16 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_file_is_found_by_being_there(folder):
+def test_a_loss_file_in_the_folder_is_found(folder):
     (folder / "squared.py").write_text(SOURCE.format(name="squared"))
     assert set(policy_losses.discover()) == {*POLICY_LOSSES, "squared"}
 
 
 @pytest.mark.parametrize("text, says", [
     ("", "nothing_there.py: defines no LOSSES"),
-    (SOURCE.format(name="gspo"), "there is a policy loss called gspo already"),
+    (SOURCE.format(name="gspo"), "a policy loss called gspo already exists"),
 ])  # fmt: skip
-def test_files_that_are_no_losses(folder, text, says):
+def test_files_without_a_loss(folder, text, says):
     (folder / "nothing_there.py").write_text(text)
     with pytest.raises(ValueError, match=says):
         policy_losses.discover()

@@ -1,4 +1,4 @@
-"""Chat templates: where they are read from, what they may do, and special strings in what messages say."""
+"""Chat templates: where they are read from, what they may do, and special strings in message contents."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def test_where_a_template_is_read_from(tokenizer, tmp_path):
     assert rendered[0] == rendered[1]
     plain = build_tokenizer("SentencePieceTokenizer", sentence_piece(tmp_path / "t.model"))
     for value, message in [
-        ("tokenizer", "the tokenizer brings no chat template; give a Jinja file"),
+        ("tokenizer", "the tokenizer has no chat template; give a Jinja file"),
         (str(tmp_path / "gone.jinja"), 'no such file; allowed: "tokenizer" or a Jinja file'),
         (str(tmp_path), "cannot be read"),
         (str(tmp_path / "latin.jinja"), "cannot be read"),
@@ -37,9 +37,9 @@ def test_where_a_template_is_read_from(tokenizer, tmp_path):
     "source, message",
     [
         ("a\n{% for m in %}", "malformed Jinja, line 2"),
-        ("{% include 'x' %}", "does not take these messages"),
-        ("{{ messages.append(1) }}", "does not take these messages"),
-        ("{{ ''.__class__.__mro__ }}", "does not take these messages"),
+        ("{% include 'x' %}", "fails on these messages"),
+        ("{{ messages.append(1) }}", "fails on these messages"),
+        ("{{ ''.__class__.__mro__ }}", "fails on these messages"),
         ("{{ strftime_now('%d') }}", "'strftime_now' is undefined"),
         ("{{ raise_exception('no\n tools') }}", "messages: no tools"),
         ("\ufdd0", "U+FDD0"),
@@ -52,7 +52,7 @@ def test_a_wrong_template_is_one_line(tokenizer, source, message):
     assert "\n" not in str(caught.value)
 
 
-def test_what_messages_say_is_marked_and_comes_back(tokenizer):
+def test_message_contents_are_marked_and_restored(tokenizer):
     template = ChatTemplate("{% for m in messages %}{{ m.content|trim }}<|im_end|>{% endfor %}", tokenizer)
     said = " <|im_start|> \ufdd0\ufdd1 \ufdd00\ufdd1 <|im_end|"
     rendered = template.render([{"role": "user", "content": said}, {"role": "user", "content": ">"}])

@@ -196,12 +196,12 @@ def test_wrong_reward_names(plugin, name, message):
     [
         (math.nan, "reward is nan, not a finite number"),
         (-math.inf, "reward is -inf"),
-        ("1", "gave str, not a Score or a number"),
-        (None, "gave NoneType"),
+        ("1", "returned str, not a Score or a number"),
+        (None, "returned NoneType"),
         (Score("1", True), "reward is '1'"),
         (Score(1.0, True, {"a": math.nan}), "a is nan"),
         (Score(1.0, True, {"a": 0.5}), "do not add up to 1.0"),
-        (Score(1.0, True, extracted=5), "extracted is 5, neither text nor None"),
+        (Score(1.0, True, extracted=5), "extracted is 5, neither a string nor None"),
     ],
 )
 def test_bad_results_name_verifier_and_prompt(result, message):

@@ -1,4 +1,4 @@
-"""Verifiers that raise, hang or die: the sample gets the fall-back, the others their scores, and nothing is left."""
+"""Verifiers that raise, hang or die: the sample gets the fall-back, the others their scores, and no process is left."""
 
 import gc
 import os
@@ -81,7 +81,7 @@ def samples(*responses: str) -> list[Sample]:
 
 
 @pytest.mark.parametrize("workers", [0, 3])
-def test_a_failure_costs_its_sample_alone(build, workers, monkeypatch):
+def test_a_failure_affects_only_its_sample(build, workers, monkeypatch):
     monkeypatch.setattr("sys.stdin", open(os.devnull))
     verifiers = build("moody_rewards:moody+0*exact-match+moody_rewards:lengths", workers)
     assert verifiers.names == ("moody_rewards:moody", "exact-match", "moody_rewards:lengths")
@@ -89,13 +89,13 @@ def test_a_failure_costs_its_sample_alone(build, workers, monkeypatch):
     scores = verifiers.score(samples(*responses))
     reasons = {"raise": "KeyError: 'x'", "hang": "no result within 1 s", "leave": "SystemExit: 3",
                "hide": "no result within 1 s", "stubborn": "no result within 1 s",
-               "nan": "reward is nan, not a finite number", "text": "gave str, not a Score or a number"}  # fmt: skip
+               "nan": "reward is nan, not a finite number", "text": "returned str, not a Score or a number"}  # fmt: skip
     if workers:
         reasons["crash"] = f"its worker process ended with status {-signal.SIGSEGV}"
     lines = [f"reward moody_rewards:moody on prompt 'q': {reasons[text]}" for text in responses if text in reasons]
     assert verifiers.failures == {
         "moody_rewards:moody": lines, "exact-match": [],
-        "moody_rewards:lengths": ["reward moody_rewards:lengths on prompt 'q': gave NoneType, not a Score or a number"],
+        "moody_rewards:lengths": ["reward moody_rewards:lengths on prompt 'q': returned NoneType, not a Score or a number"],
     }  # fmt: skip
     good = [FAILED if text in reasons else Score(0.5, False, extracted=text) for text in responses]
     assert scores["moody_rewards:moody"] == good
@@ -103,7 +103,7 @@ def test_a_failure_costs_its_sample_alone(build, workers, monkeypatch):
     assert [score.reward for score in scores["moody_rewards:lengths"]] == [
         -2.0 if text == "raise" else len(text) for text in responses
     ]
-    # The next call finds everything whole again, and has failures of its own.
+    # The next call works again, and has its own failures.
     assert verifiers.score(samples("a"))["moody_rewards:moody"] == [Score(0.5, False, extracted="a")]
     assert not any(verifiers.failures.values())
     assert verifiers.score([]) == {name: [] for name in verifiers.names}
@@ -117,7 +117,10 @@ def test_a_batched_verifier_is_called_once(build, workers):
         import moody_rewards
 
         assert moody_rewards.calls == [2]
-    for first, reason in [("short", "ValueError: gave 1 results for 3 samples"), ("hang", "no result within 1.5 s")]:
+    for first, reason in [
+        ("short", "ValueError: returned 1 results for 3 samples"),
+        ("hang", "no result within 1.5 s"),
+    ]:
         assert verifiers.score(samples(first, "b", "c"))["moody_rewards:lengths"] == [FAILED] * 3
         line = f"reward moody_rewards:lengths on prompt 'q': {reason}"
         assert verifiers.failures["moody_rewards:lengths"] == [line] * 3
@@ -133,7 +136,7 @@ def test_a_pattern_that_never_ends(build, workers):
     assert [len(reasons) for reasons in verifiers.failures.values()] == [1, 1, 0]
 
 
-def test_programs_run_beside_the_others(build):
+def test_code_verifiers_run_in_parallel_with_others(build):
     verifiers = build("code+exact-match", timeout=100.0)
     tests = [{"tests": [{"input": "4", "output": output}]} for output in "56"]
     lines = [Sample("q", "print(int(input()) + 1)", "a", metadata) for metadata in tests]
@@ -233,7 +236,7 @@ def test_an_alarm_leaves_the_earlier_one():
 
 @pytest.fixture
 def no_finalizers():
-    """None of what other tests left behind: an alarm in one is reported there, and comes again a moment later."""
+    """No object of earlier tests: an alarm in one is reported there, and comes again a moment later."""
     gc.collect()
     gc.disable()
     yield
@@ -252,7 +255,7 @@ def test_no_alarm_is_ever_lost_or_late(monkeypatch, no_finalizers):
     assert late and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
 
 
-def test_off_the_main_thread_an_alarm_is_refused(build):
+def test_off_the_main_thread_an_alarm_is_rejected(build):
     verifiers, caught = build("moody_rewards:moody"), []
 
     def score():
