@@ -1,8 +1,8 @@
-"""What a micro-batch of T tokens keeps between its forward and its backward, and what logits and caches take.
+"""Activation memory of a micro-batch of T tokens between forward and backward, and memory of its logits.
 
 Symbols as in `parameters`; n = T/c tokens of a rank under context parallelism, s = n/t of them under sequence
-parallelism (else n), b bytes of an element, F the ffn channels of this rank. Attention is packed: no padding but
-that of its pieces, for which `PIECES` is a typical surcharge. Experts are taken as evenly loaded.
+parallelism (else n), b bytes per element, F the ffn channels of this rank. Sequences are packed (THD): only attention
+segments are padded, for which `SEGMENT_PADDING` is a typical factor. Experts are assumed evenly loaded.
 """
 
 import torch
@@ -13,27 +13,27 @@ from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern, stage_layers
 from megarl.planning.parameters import SCALAR_HEAD
 
-PIECES = 1.2
+SEGMENT_PADDING = 1.2
 
 
 def _tokens(args, tokens: int) -> tuple[int, int]:
-    """(n, s): tokens of a rank where its channels are split, and where its tokens are."""
+    """(n, s): a rank's tokens outside and inside the sequence-parallel regions."""
     n = -(-tokens // args.context_parallel_size)
     return n, -(-n // args.tensor_model_parallel_size) if args.sequence_parallel else n
 
 
 def _norm(args, width: int, fused: bool) -> int:
-    """Bytes a token that a norm keeps: its input; an RMSNorm of 16 bits on a CPU an input and a result in fp32."""
-    is_torchs = args.normalization == "RMSNorm" and not fused and args.params_dtype != torch.float32
-    return width * (8 if is_torchs else args.params_dtype.itemsize)
+    """Bytes per token that a norm keeps: its input; torch's 16-bit RMSNorm keeps input and result in fp32."""
+    keeps_fp32 = args.normalization == "RMSNorm" and not fused and args.params_dtype != torch.float32
+    return width * (8 if keeps_fp32 else args.params_dtype.itemsize)
 
 
 def of_layer(args, is_moe: bool, tokens: int, fused: bool = True) -> float:
-    """Bytes that one layer keeps of a micro-batch.
+    """Bytes that one layer keeps for a micro-batch.
 
     Norms 2·norm(H)·s; inputs of the linear layers (2H·s + A·D/t·n)·b; rotary tables 4·D·n·b; attention
-    ((2A + 2G)·D/t·b + 4A/t)·n·PIECES, keys and values of all c·n tokens under context parallelism; the MLP.
-    Selective recomputation of the core attention keeps (A + 2G)·D/t·b·n of it.
+    ((2A + 2G)·D/t·b + 4A/t)·n·SEGMENT_PADDING, keys and values of all c·n tokens under context parallelism; the MLP.
+    Selective recomputation of the core attention keeps (A + 2G)·D/t·b·n of the attention's share.
     """
     n, s = _tokens(args, tokens)
     t, b, heads = args.tensor_model_parallel_size, args.params_dtype.itemsize, args.num_attention_heads
@@ -48,17 +48,17 @@ def of_layer(args, is_moe: bool, tokens: int, fused: bool = True) -> float:
     if args.recompute_granularity == "selective":
         total += heads * channels / t * n * b + keys
     else:
-        total += PIECES * (2 * heads * channels / t * n * b + keys + 4 * heads / t * n)
+        total += SEGMENT_PADDING * (2 * heads * channels / t * n * b + keys + 4 * heads / t * n)
     return total + (_moe(args, s) if is_moe else _mlp(args, args.ffn_hidden_size / t) * n)
 
 
 def _mlp(args, ffn: float) -> float:
-    """Bytes a token between the linear layers: 5F·b gated (before, gate, product's factors, result), else 2F·b."""
+    """Bytes per token between the linear layers: 5F·b gated (input, gate, two factors, product), else 2F·b."""
     return (5 if args.swiglu else 2) * ffn * args.params_dtype.itemsize
 
 
 def _moe(args, s: int) -> float:
-    """Router's choice, k copies of each token, (6 or 3)·k·F/x channels; the shared expert for all n tokens."""
+    """Bytes of router outputs, k copies of each token, (6 or 3)·k·F/x channels; the shared expert for all n tokens."""
     k, x, b = args.moe_router_topk, args.expert_tensor_parallel_size, args.params_dtype.itemsize
     inner = (6 if args.swiglu else 3) * args.moe_ffn_hidden_size * b
     total = s * (28 * k + k * x * args.hidden_size * b + k * inner)
@@ -69,33 +69,33 @@ def _moe(args, s: int) -> float:
 
 
 def of_chunk(args, layers: range, tokens: int, last: bool, value_head: bool = False, fused: bool = True):
-    """Bytes (kept, working): what a chunk keeps of a micro-batch until its backward, and what exists once, during it.
+    """Bytes (kept, working): kept by a model chunk per micro-batch until its backward, and used during the backward.
 
-    Full recomputation keeps H·s·b for each group of `--recompute-num-layers` layers and works on one group at a time
-    (method uniform); or it does so layer by layer for the first so many layers (method block), whose backward comes
-    when that of the others is over.
+    Full recomputation keeps H·s·b per group of `--recompute-num-layers` layers and recomputes one group at a time
+    (method uniform); or it recomputes each of the first so many layers alone (method block), whose backward runs
+    after that of the others.
     """
     n, s = _tokens(args, tokens)
     kinds, b = moe_layer_pattern(args), args.params_dtype.itemsize
     sizes = [of_layer(args, kinds[layer], tokens, fused) for layer in layers]
     kept, working = sum(sizes), 0.0
     if args.recompute_granularity == "full" and sizes:
-        size, entry = args.recompute_num_layers, args.hidden_size * s * b
+        size, layer_input = args.recompute_num_layers, args.hidden_size * s * b
         if args.recompute_method == "uniform":
             groups = [sum(sizes[i : i + size]) for i in range(0, len(sizes), size)]
-            kept, working = len(groups) * entry, max(groups)
+            kept, working = len(groups) * layer_input, max(groups)
         else:
-            whole = sum(sizes[size:])
-            kept, working = min(size, len(sizes)) * entry + whole, max(0, max(sizes[:size]) - whole)
+            others = sum(sizes[size:])
+            kept, working = min(size, len(sizes)) * layer_input + others, max(0, max(sizes[:size]) - others)
     if last:
         kept += _norm(args, args.hidden_size, fused) * s + (4 if value_head else b) * args.hidden_size * n + 28 * n
     return kept, working
 
 
 def in_flight(args, stage: int, microbatches: int) -> int:
-    """Micro-batches (of a chunk each) that a stage holds at once: p − i in 1F1B, the warm-up and one if interleaved.
+    """Micro-batches (per model chunk) in flight on a stage: p − i in 1F1B, the warm-up plus one if interleaved.
 
-    Interleaved, stage i of p with v chunks runs 2·(p − i − 1) + (v − 1)·p forwards ahead (2104.04473 §2.2).
+    The warm-up of stage i of p with v chunks is 2·(p − i − 1) + (v − 1)·p forwards (2104.04473 §2.2).
     """
     stages, virtual = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
     ahead = stages - stage if virtual == 1 else 2 * (stages - stage - 1) + (virtual - 1) * stages + 1
@@ -103,9 +103,9 @@ def in_flight(args, stage: int, microbatches: int) -> int:
 
 
 def of_stage(args, stage: int, kind: str, tokens: int, microbatches: int, fused: bool = True) -> int:
-    """Bytes of activations of a rank: of all micro-batches in flight, or of one layer where nothing waits for backward.
+    """Activation bytes of a rank: of all micro-batches in flight when training, else of the largest layer.
 
-    Interleaved, each chunk holds the same share of the micro-batches in flight.
+    If interleaved, each chunk holds an equal share of the micro-batches in flight.
     """
     chunks, kinds = stage_layers(args)[stage], moe_layer_pattern(args)
     last = stage == args.pipeline_model_parallel_size - 1
@@ -117,8 +117,8 @@ def of_stage(args, stage: int, kind: str, tokens: int, microbatches: int, fused:
 
 
 def of_logits(args, vocab_size: int, kind: str, tokens: int) -> int:
-    """Bytes of the chunk of logits that is alive: two fp32 buffers of C·V/t, one of b bytes, and, when training, the
-    fp32 gradient of the head, V/t·H, and all logits of a micro-batch where these are few enough to be kept.
+    """Bytes of the logits chunk of C rows: two fp32 buffers of C·V/t, one of b bytes, and, when training, the fp32
+    gradient of the head, V/t·H, and all logits of the micro-batch if these are small enough to be kept.
     """
     if kind in SCALAR_HEAD:
         return 0

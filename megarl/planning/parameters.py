@@ -1,6 +1,6 @@
-"""Parameters in closed form: every weight of a model chunk, in Megatron's order, as one rank of a layout holds it.
+"""Parameters in closed form: every weight of a model chunk on one rank, in Megatron's order.
 
-Symbols: H hidden size, D channels of a head, A heads, G query groups, F ffn size (doubled in front when gated), V the
+Symbols: H hidden size, D channels of a head, A heads, G query groups, F ffn size (input doubled when gated), V the
 padded vocabulary, E experts; t, e and x the tensor-, expert- and expert-tensor-parallel sizes.
 """
 
@@ -13,19 +13,19 @@ from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern, stage_layers
 from megarl.mcore.parallel.process_groups import ParallelSizes
 
-SCALAR_HEAD = ("value", "reward model")  # kinds of roles, as `memory.stage_memory` names them, with one output a token
+SCALAR_HEAD = ("value", "reward model")  # kinds (see `memory.stage_memory`) with one output per token
 
 
 class Weight(NamedTuple):
-    """One parameter tensor of a rank: its first dimension, its elements, and how it is kept and reduced."""
+    """One parameter tensor of a rank: first dimension, elements, bytes per element, and how it is reduced."""
 
     name: str
     rows: int
     elements: int
     itemsize: int
     is_expert: bool = False  # reduced over expert-data-parallel ranks
-    is_shared: bool = False  # a tied embedding of a pipeline: a bucket of its own
-    is_routed: bool = False  # of an expert that only the tokens routed to it meet
+    is_shared: bool = False  # embedding tied across pipeline stages: in a separate bucket
+    is_routed: bool = False  # of a routed expert, used only by the tokens routed to it
 
 
 def stage_weights(args, vocab_size: int, value_head: bool) -> list[list[list[Weight]]]:
@@ -42,7 +42,7 @@ def stage_weights(args, vocab_size: int, value_head: bool) -> list[list[list[Wei
 
 
 class ParameterTotals(NamedTuple):
-    """Parameters of a whole model, those that one token uses, and the most that one rank holds."""
+    """Parameters of a whole model, of one token's forward, and of the rank that holds most."""
 
     total: int
     active: int
@@ -54,8 +54,8 @@ def parameter_totals(args, vocab_size: int, value_head: bool) -> ParameterTotals
     unsplit, kinds = ParallelSizes(), moe_layer_pattern(args)
     weights = [(1, _chunk(args, vocab_size, value_head, range(0), True, True, unsplit))]
     weights += [(kinds.count(is_moe), _layer(args, unsplit, is_moe)) for is_moe in set(kinds)]
-    total = sum(times * w.elements for times, held in weights for w in held)
-    routed = sum(times * w.elements for times, held in weights for w in held if w.is_routed)
+    total = sum(times * w.elements for times, module in weights for w in module)
+    routed = sum(times * w.elements for times, module in weights for w in module if w.is_routed)
     idle = routed * (args.num_experts - args.moe_router_topk) // args.num_experts if routed else 0
     ranks = [sum(w.elements for c in chunks for w in c) for chunks in stage_weights(args, vocab_size, value_head)]
     return ParameterTotals(total, total - idle, max(ranks))
@@ -66,23 +66,22 @@ def _chunk(args, vocab_size: int, value_head: bool, layers: range, first: bool, 
     vocab = padded_vocab_size(args, vocab_size) // t
     is_tied = not args.untie_embeddings_and_output_weights and not value_head
     is_shared = is_tied and sizes.pipeline > 1
-    found = []
+    weights = []
     if first:
-        found.append(Weight("embedding.word_embeddings.weight", vocab, vocab * hidden, size, is_shared=is_shared))
+        weights.append(Weight("embedding.word_embeddings.weight", vocab, vocab * hidden, size, is_shared=is_shared))
         if args.position_embedding_type == "learned_absolute":
             rows = args.max_position_embeddings
-            found.append(Weight("embedding.position_embeddings.weight", rows, rows * hidden, size))
+            weights.append(Weight("embedding.position_embeddings.weight", rows, rows * hidden, size))
     kinds = moe_layer_pattern(args)
     for number, layer in enumerate(layers):
-        own = _layer(args, sizes, kinds[layer])
-        found += [w._replace(name=f"decoder.layers.{number}.{w.name}") for w in own]
+        weights += [w._replace(name=f"decoder.layers.{number}.{w.name}") for w in _layer(args, sizes, kinds[layer])]
     if last:
-        found += _norm(args, "decoder.final_layernorm", hidden)
+        weights += _norm(args, "decoder.final_layernorm", hidden)
         if value_head:
-            found += [Weight("output_layer.weight", 1, hidden, size), Weight("output_layer.bias", 1, 1, size)]
+            weights += [Weight("output_layer.weight", 1, hidden, size), Weight("output_layer.bias", 1, 1, size)]
         elif not is_tied or not first:
-            found.append(Weight("output_layer.weight", vocab, vocab * hidden, size, is_shared=is_shared))
-    return found
+            weights.append(Weight("output_layer.weight", vocab, vocab * hidden, size, is_shared=is_shared))
+    return weights
 
 
 def _layer(args, sizes: ParallelSizes, is_moe: bool) -> list[Weight]:
@@ -90,48 +89,46 @@ def _layer(args, sizes: ParallelSizes, is_moe: bool) -> list[Weight]:
     hidden, t = args.hidden_size, sizes.tensor
     channels, heads, has_bias = args.kv_channels, args.num_attention_heads, args.add_bias_linear
     groups = args.num_query_groups if args.group_query_attention else heads
-    found = _norm(args, "input_layernorm", hidden)
-    found += _matrix(args, "self_attention.linear_proj", hidden, heads * channels // t, has_bias)
+    weights = _norm(args, "input_layernorm", hidden)
+    weights += _matrix(args, "self_attention.linear_proj", hidden, heads * channels // t, has_bias)
     rows = (heads + 2 * groups) * channels // t
-    found += _matrix(args, "self_attention.linear_qkv", rows, hidden, has_bias or args.add_qkv_bias)
+    weights += _matrix(args, "self_attention.linear_qkv", rows, hidden, has_bias or args.add_qkv_bias)
     if args.qk_layernorm:
-        found += _norm(args, "self_attention.q_layernorm", channels)
-        found += _norm(args, "self_attention.k_layernorm", channels)
-    found += _norm(args, "pre_mlp_layernorm", hidden)
-    return found + (_moe(args, sizes) if is_moe else _mlp(args, "mlp", args.ffn_hidden_size // t))
+        weights += _norm(args, "self_attention.q_layernorm", channels)
+        weights += _norm(args, "self_attention.k_layernorm", channels)
+    weights += _norm(args, "pre_mlp_layernorm", hidden)
+    return weights + (_moe(args, sizes) if is_moe else _mlp(args, "mlp", args.ffn_hidden_size // t))
 
 
 def _mlp(args, name: str, ffn: int) -> list[Weight]:
     """H·F in (twice when gated), F·H out, for the `ffn` channels of this rank."""
-    gates = 2 if args.swiglu else 1
-    bias = args.add_bias_linear
-    return _matrix(args, f"{name}.linear_fc1", gates * ffn, args.hidden_size, bias) + _matrix(
-        args, f"{name}.linear_fc2", args.hidden_size, ffn, bias
-    )
+    gates, bias = 2 if args.swiglu else 1, args.add_bias_linear
+    fc1 = _matrix(args, f"{name}.linear_fc1", gates * ffn, args.hidden_size, bias)
+    return fc1 + _matrix(args, f"{name}.linear_fc2", args.hidden_size, ffn, bias)
 
 
 def _moe(args, sizes: ParallelSizes) -> list[Weight]:
     """Router E·H; E/e experts with F/x channels; one shared expert, split like a dense MLP, and its gate."""
     experts, hidden = args.num_experts, args.hidden_size
-    found = [Weight("mlp.router.weight", experts, experts * hidden, args.params_dtype.itemsize)]
+    weights = [Weight("mlp.router.weight", experts, experts * hidden, args.params_dtype.itemsize)]
     if args.add_bias_linear:
-        found.append(Weight("mlp.router.bias", experts, experts, args.params_dtype.itemsize))
-    is_expert = args.expert_model_parallel_size > 1  # alone they are reduced like all others
+        weights.append(Weight("mlp.router.bias", experts, experts, args.params_dtype.itemsize))
+    is_expert = args.expert_model_parallel_size > 1  # without expert parallelism, reduced like all others
     for number in range(experts // sizes.expert):
-        own = _mlp(args, f"mlp.experts.local_experts.{number}", args.moe_ffn_hidden_size // sizes.expert_tensor)
-        found += [w._replace(is_expert=is_expert, is_routed=True) for w in own]
+        expert = _mlp(args, f"mlp.experts.local_experts.{number}", args.moe_ffn_hidden_size // sizes.expert_tensor)
+        weights += [w._replace(is_expert=is_expert, is_routed=True) for w in expert]
     shared = args.moe_shared_expert_intermediate_size
     if shared:
         if args.moe_shared_expert_gate:
-            found.append(Weight("mlp.shared_experts.gate_weight", 1, hidden, args.params_dtype.itemsize))
-        found += _mlp(args, "mlp.shared_experts", shared // sizes.tensor)
-    return found
+            weights.append(Weight("mlp.shared_experts.gate_weight", 1, hidden, args.params_dtype.itemsize))
+        weights += _mlp(args, "mlp.shared_experts", shared // sizes.tensor)
+    return weights
 
 
 def _matrix(args, name: str, rows: int, columns: int, has_bias: bool) -> list[Weight]:
     size = args.params_dtype.itemsize
-    found = [Weight(f"{name}.weight", rows, rows * columns, size)]
-    return found + ([Weight(f"{name}.bias", rows, rows, size)] if has_bias else [])
+    weights = [Weight(f"{name}.weight", rows, rows * columns, size)]
+    return weights + ([Weight(f"{name}.bias", rows, rows, size)] if has_bias else [])
 
 
 def _norm(args, name: str, width: int) -> list[Weight]:

@@ -1,4 +1,4 @@
-"""The plan of a role map: every role's sizes, parameters, memory and traffic, and what the ranks hold together."""
+"""The plan of a role map: sizes, parameters, memory and traffic of every role, and the memory of every rank."""
 
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -14,14 +14,14 @@ from megarl.planning import traffic
 from megarl.planning.memory import GIB, Memory, stage_memory
 from megarl.planning.parameters import SCALAR_HEAD, ParameterTotals, parameter_totals
 
-# What each role does with its model, where it has one: a reward role of verifiers alone has none.
+# How each role uses its model; a reward role with verifiers only has none.
 KINDS = {"actor": "train", "critic": "value", "reward": "reward model", "reference": "score", "rollout": "generate"}
-PREFILL = 4096  # tokens that the rollout engine takes at a time, at least
+PREFILL = 4096  # minimum token budget of a prefill of the rollout engine
 
 
 @dataclass(frozen=True)
 class RolePlan:
-    """One role. `parameters` is None where it holds no model; `stages` is the memory of its pipeline stages' ranks."""
+    """One role. `parameters` is None if it has no model; `stages` is the memory per rank of each pipeline stage."""
 
     name: str
     ranks: range
@@ -40,7 +40,7 @@ class RolePlan:
 
 @dataclass(frozen=True)
 class RankSet:
-    """Ranks that work for the same roles: the fullest of them, and its bytes with all roles together."""
+    """Ranks with the same roles: their number, the fullest of them, and its bytes for all roles together."""
 
     roles: tuple[str, ...]
     ranks: int
@@ -50,7 +50,7 @@ class RankSet:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that `python -m megarl.plan` reports."""
+    """The report of `python -m megarl.plan`."""
 
     world_size: int
     vocab_size: int
@@ -63,14 +63,14 @@ class Plan:
 
 
 def make_plan(program, world_size: int, vocab_size: int, reward_vocab_size: int | None = None) -> Plan:
-    """The plan of a parsed program; its groups have been created on a pretended rank of every role. No GPU is asked.
+    """The plan of a parsed program. Creates its process groups on a fake rank of every role; uses no GPU.
 
-    `reward_vocab_size`: of a reward model with a tokenizer of its own.
+    `reward_vocab_size`: of a reward model with another tokenizer.
 
     Raises:
-        RuntimeError: a group with other members than its sizes say, which would be a bug.
+        RuntimeError: a group's members do not match the role's sizes, which would be a bug.
     """
-    places = create_groups(program.roles, world_size)
+    groups = create_groups(program.roles, world_size)
     step = traffic.step_sizes(program.settings)
     sizes = dict.fromkeys(program.roles, vocab_size) | {"reward": reward_vocab_size or vocab_size}
     roles = {name: _role(role, program.settings, sizes[name], step) for name, role in program.roles.items()}
@@ -82,46 +82,45 @@ def make_plan(program, world_size: int, vocab_size: int, reward_vocab_size: int 
         roles=roles,
         rank_sets=rank_sets({name: (role.ranks, role.stages) for name, role in roles.items()}, world_size),
         exchanges=[
-            *traffic.exchanges(places, program.settings),
-            *traffic.routes(program.roles, places, program.settings),
+            *traffic.exchanges(groups, program.settings),
+            *traffic.routes(program.roles, groups, program.settings),
         ],
         weights_to_rollout=traffic.weights_to_rollout(program.roles, vocab_size),
     )
 
 
 def create_groups(roles: dict, world_size: int) -> dict:
-    """Places of all roles, their groups created as the programs do, as the first rank of each role sees them."""
-    places = {}
+    """RoleGroups of all roles by name, created as the programs do; checked on the first rank of each role."""
+    groups = {}
     for rank in sorted({role.ranks.start for role in roles.values()}):
         with fake_world.fake_world(world_size, rank):
-            places = role_mesh.create_mesh(roles, timedelta(minutes=1)).places
+            groups = role_mesh.create_mesh(roles, timedelta(minutes=1)).roles
             for name, role in roles.items():
-                _check_groups(role, places[name], rank)
-    return places
+                _check_groups(role, groups[name], rank)
+    return groups
 
 
 def _check_groups(role, role_groups, rank: int):
-    """Checks the sizes of all replicas and of this rank's groups, and that every rank of the role is in a replica."""
+    """Check the sizes of all replicas and of this rank's groups, and that every rank of the role is in a replica."""
     sizes, ranks = parallel_sizes(role.megatron), len(role.ranks)
-    fine = sorted(r for replica in role_groups.replicas for r in replica) == list(role.ranks)
-    fine = fine and {len(replica) for replica in role_groups.replicas} == {sizes.replica_size()}
+    matches = sorted(r for replica in role_groups.replicas for r in replica) == list(role.ranks)
+    matches = matches and {len(replica) for replica in role_groups.replicas} == {sizes.replica_size()}
     if rank in role.ranks:
         wanted = {
             "tp": sizes.tensor, "pp": sizes.pipeline, "cp": sizes.context, "dp": sizes.data(ranks),
             "ep": sizes.expert, "expt_tp": sizes.expert_tensor, "expt_dp": sizes.expert_data(ranks),
             "intra_dist_opt": ranks,
         }  # fmt: skip
-        fine = fine and all(
-            dist.get_world_size(getattr(role_groups.pg_collection, n)) == size for n, size in wanted.items()
-        )
-    if not fine:
+        actual = {name: dist.get_world_size(getattr(role_groups.pg_collection, name)) for name in wanted}
+        matches = matches and actual == wanted
+    if not matches:
         raise RuntimeError(f"{role.name}: groups seen from rank {rank} do not have the sizes of the role's flags")
 
 
 def _role(role, settings, vocab_size: int, step: traffic.StepSizes) -> RolePlan:
     args, kind = role.megatron, _kind(role)
     sizes, ranks = parallel_sizes(args), len(role.ranks)
-    shown = {
+    layout = {
         "tensor": sizes.tensor, "pipeline": sizes.pipeline, "virtual": args.virtual_pipeline_model_parallel_size or 1,
         "context": sizes.context, "data": sizes.data(ranks), "expert": sizes.expert,
         "expert_tensor": sizes.expert_tensor, "expert_data": sizes.expert_data(ranks),
@@ -129,13 +128,13 @@ def _role(role, settings, vocab_size: int, step: traffic.StepSizes) -> RolePlan:
     }  # fmt: skip
     stages = memory_of(role, settings, vocab_size)
     if kind is None:
-        return RolePlan(role.name, role.ranks, role.model_role, shown, None, stages, 0, {})
+        return RolePlan(role.name, role.ranks, role.model_role, layout, None, stages, 0, {})
     count = step.microbatches(sizes.data(ranks), role.max_tokens_per_microbatch) if kind in ("train", "value") else 0
-    if kind == "reward model":  # its tokenizer gives other tokens for the same text
+    if kind == "reward model":  # its tokenizer may give more tokens for the same text
         step = replace(step, prompt=max(args.seq_length - step.response, 0))
-    moved = traffic.within_role(role, kind, vocab_size, step)
-    counted = parameter_totals(args, vocab_size, kind in SCALAR_HEAD)
-    return RolePlan(role.name, role.ranks, role.model_role, shown, counted, stages, count, moved)
+    sent = traffic.within_role(role, kind, vocab_size, step)
+    totals = parameter_totals(args, vocab_size, kind in SCALAR_HEAD)
+    return RolePlan(role.name, role.ranks, role.model_role, layout, totals, stages, count, sent)
 
 
 def _kind(role) -> str | None:
@@ -143,7 +142,7 @@ def _kind(role) -> str | None:
 
 
 def memory_of(role, settings, vocab_size: int) -> list[Memory]:
-    """Memory of a role on the ranks of each of its pipeline stages; nothing where it holds no model."""
+    """Memory of a role on the ranks of each of its pipeline stages; 0 bytes if it has no model."""
     kind, step, tokens, cache = _kind(role), traffic.step_sizes(settings), role.max_tokens_per_microbatch, 0
     sizes = parallel_sizes(role.megatron)
     if kind is None:
@@ -151,29 +150,29 @@ def memory_of(role, settings, vocab_size: int) -> list[Memory]:
     if kind == "generate":
         cache, tokens = int(settings.rollout_buffer_gb * GIB), max(step.prompt + step.response, PREFILL)
     count = step.microbatches(sizes.data(len(role.ranks)), role.max_tokens_per_microbatch)
-    found = stage_memory(role, vocab_size, kind, tokens, count, cache)
-    models = len(settings.reward_model.split(",")) if kind == "reward model" else 1  # an ensemble holds all of them
-    return [replace(memory, weights=models * memory.weights) for memory in found]
+    stages = stage_memory(role, vocab_size, kind, tokens, count, cache)
+    models = len(settings.reward_model.split(",")) if kind == "reward model" else 1  # of an ensemble
+    return [replace(memory, weights=models * memory.weights) for memory in stages]
 
 
 def rank_sets(held: dict[str, tuple[range, list[Memory]]], world_size: int) -> list[RankSet]:
-    """Sets of ranks with the same roles; bytes: resident of all roles, and the largest transient of one, in turn.
+    """Sets of ranks with the same roles. Bytes: resident of all roles plus the largest transient, as roles take turns.
 
     `held`: each role's ranks and the memory of its pipeline stages.
     """
     resident, transient = np.zeros(world_size, dtype=np.int64), np.zeros(world_size, dtype=np.int64)
     members = [[] for _ in range(world_size)]
-    for name, (span, stages) in held.items():
-        part, each = slice(span.start, span.stop), len(span) // len(stages)
-        resident[part] += np.repeat([m.resident for m in stages], each)
-        transient[part] = np.maximum(transient[part], np.repeat([m.transient for m in stages], each))
-        for rank in span:
+    for name, (ranks, stages) in held.items():
+        own, stage_size = slice(ranks.start, ranks.stop), len(ranks) // len(stages)
+        resident[own] += np.repeat([m.resident for m in stages], stage_size)
+        transient[own] = np.maximum(transient[own], np.repeat([m.transient for m in stages], stage_size))
+        for rank in ranks:
             members[rank].append(name)
     total, sets = resident + transient, {}
     for rank, names in enumerate(members):
         sets.setdefault(tuple(names), []).append(rank)
-    found = []
+    result = []
     for names, ranks in sets.items():
         fullest = max(ranks, key=lambda rank: total[rank])
-        found.append(RankSet(names, len(ranks), fullest, int(total[fullest])))
-    return found
+        result.append(RankSet(names, len(ranks), fullest, int(total[fullest])))
+    return result

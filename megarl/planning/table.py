@@ -1,4 +1,4 @@
-"""A plan as text that a person reads, and as plain data that a program reads."""
+"""A plan as a readable table, and as plain data for JSON."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ TRAFFIC = ("tensor", "context", "pipeline", "expert", "gradients")
 
 
 def span(ranks: range) -> str:
-    """`0-7`, or `3`."""
+    """A range of ranks: `0-7`, or `3`."""
     return f"{ranks.start}-{ranks.stop - 1}" if len(ranks) > 1 else str(ranks.start)
 
 
@@ -59,8 +59,8 @@ def _memory(roles: list[RolePlan]) -> list[str]:
         if role.parameters is None:
             continue
         largest, note = role.largest, "" if role.model_role == role.name else f" ({role.model_role}'s weights)"
-        parts = [f"{largest.dict()[name] / GIB:.2f}" for name in shown]
-        rows.append([role.name + note, str(role.stages.index(largest)), *parts, str(role.microbatches or "-")])
+        sizes = [f"{largest.dict()[name] / GIB:.2f}" for name in shown]
+        rows.append([role.name + note, str(role.stages.index(largest)), *sizes, str(role.microbatches or "-")])
     return _columns(rows)
 
 
@@ -74,7 +74,7 @@ def _traffic(roles: list[RolePlan]) -> list[str]:
 
 
 def text(plan: Plan) -> str:
-    """The whole plan."""
+    """The whole plan as text."""
     roles, step = list(plan.roles.values()), plan.step
     lines = [
         f"{plan.world_size} ranks; vocabulary {plan.vocab_size}, padded {plan.padded_vocab_size}; a step: "
@@ -85,9 +85,9 @@ def text(plan: Plan) -> str:
         "", "Memory of the fullest rank of each set of ranks, all its roles together",
     ]  # fmt: skip
     rows = [["roles", "ranks", "fullest rank", "GiB"]]
-    for found in plan.rank_sets:
-        names = "+".join(found.roles) or "none"
-        rows.append([names, str(found.ranks), str(found.fullest), f"{found.bytes / GIB:.2f}"])
+    for rank_set in plan.rank_sets:
+        names = "+".join(rank_set.roles) or "none"
+        rows.append([names, str(rank_set.ranks), str(rank_set.fullest), f"{rank_set.bytes / GIB:.2f}"])
     lines += [*_columns(rows), "", "Bytes that a rank sends in a step, at most (mean of the role's ranks)"]
     lines += [*_traffic(roles), "", "Batch fields that move between roles in a step, at most"]
     rows = [["from", "to", "payload", "with broadcasts in replicas", "fields"]]
@@ -101,14 +101,14 @@ def text(plan: Plan) -> str:
 
 
 def data(plan: Plan) -> dict:
-    """Plain lists, dictionaries, numbers and strings."""
-    found = dataclasses.asdict(plan)
+    """The whole plan as lists, dictionaries, numbers and strings."""
+    result = dataclasses.asdict(plan)
     for name, role in plan.roles.items():
         parameters = None if role.parameters is None else role.parameters._asdict()
-        found["roles"][name] |= {
+        result["roles"][name] |= {
             "ranks": span(role.ranks),
             "parameters": parameters,
             "stages": [memory.dict() for memory in role.stages],
         }
-    found["rank_sets"] = [dataclasses.asdict(s) for s in plan.rank_sets]
-    return found
+    result["rank_sets"] = [dataclasses.asdict(s) for s in plan.rank_sets]
+    return result

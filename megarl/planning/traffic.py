@@ -1,8 +1,8 @@
-"""Bytes that a step moves: between roles (the batch), and within a role (mean of its ranks, bytes that a rank sends).
+"""Traffic of a step in bytes: between roles (the batch), and within a role (sent per rank, mean of its ranks).
 
-An upper bound: every sequence has `--max-prompt-length` + `--max-response-length` tokens, and rings are assumed, in
-which an all-gather or a reduce-scatter of S bytes over r ranks makes each send (r − 1)/r·S and an all-reduce twice
-that. Symbols as in `activations`; k experts a token, e expert-parallel ranks, p stages of v chunks.
+An upper bound: every sequence has `--max-prompt-length` + `--max-response-length` tokens. Collectives are rings: in an
+all-gather or reduce-scatter of S bytes over r ranks each rank sends (r − 1)/r·S, in an all-reduce twice that. Symbols
+as in `activations`; k experts per token, e expert-parallel ranks, p stages of v chunks.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ from megarl.planning.parameters import SCALAR_HEAD, stage_weights
 class StepSizes:
     """Sizes of a step: sequences, the longest prompt and response in tokens, PPO epochs, and the actor's updates.
 
-    `greedy` responses (ReMax's baseline) are generated and scored in addition. `on_policy`: there is one update, whose
-    forward gives the old log-probs, too.
+    `greedy`: additional greedy responses (ReMax's baseline). `on_policy`: a single update, whose forward also gives the
+    old log-probs.
     """
 
     sequences: int
@@ -37,25 +37,25 @@ class StepSizes:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all sequences, each at its longest."""
+        """Tokens of all sequences at maximum length."""
         return self.sequences * (self.prompt + self.response)
 
     def with_greedy(self) -> "StepSizes":
-        """These sizes with the greedy responses among the sequences: what the rollout generates."""
+        """These sizes with the greedy responses counted as sequences, for the rollout."""
         return dataclasses.replace(self, sequences=self.sequences + self.greedy)
 
     def tokens_of_replica(self, replicas: int) -> int:
-        """Tokens of one of so many data-parallel replicas."""
+        """Tokens of one data-parallel replica."""
         return ceil(self.sequences / replicas) * (self.prompt + self.response)
 
     def microbatches(self, replicas: int, cap: int) -> int:
-        """Micro-batches of one update on a data-parallel replica, at most; `cap` is in tokens."""
+        """Maximum number of micro-batches of one update on a data-parallel replica; `cap` is in tokens."""
         size = ceil(self.sequences * self.epochs / self.updates)
         return max(1, ceil(ceil(size / replicas) * (self.prompt + self.response) / cap))
 
 
 def step_sizes(settings) -> StepSizes:
-    """The sizes of a step from megarl's own settings; of dynamic sampling, one round."""
+    """The sizes of a step from the settings; with dynamic sampling, of one round."""
     s = settings
     lengths = s.max_prompt_length, s.max_response_length
     greedy, on_policy = s.prompts_per_step if s.greedy_baseline else 0, s.updates_on_policy(s.sequences_per_step)
@@ -65,7 +65,7 @@ def step_sizes(settings) -> StepSizes:
 class FieldMove(NamedTuple):
     """Batch fields that one role sends to another.
 
-    `round_robin`: sequences go to replicas in turn, as they are generated; else they are balanced by work.
+    `round_robin`: sequences are dealt to replicas as they are generated; else balanced by FLOPs.
     """
 
     source: str
@@ -76,12 +76,12 @@ class FieldMove(NamedTuple):
 
 
 def moves(settings, roles) -> list[FieldMove]:
-    """What a step of a run with these roles sends from role to role, in this order."""
-    step, known, found = step_sizes(settings), settings.sampled_fields, []
+    """The field moves of a step of a run with these roles, in order."""
+    step, known, result = step_sizes(settings), settings.sampled_fields, []
     if "baseline_scores" in known:
-        found.append(FieldMove("rollout", "reward", RESPONSE_FIELDS, step.greedy, round_robin=True))
+        result.append(FieldMove("rollout", "reward", RESPONSE_FIELDS, step.greedy, round_robin=True))
     if "scores" in known:
-        found.append(FieldMove("rollout", "reward", RESPONSE_FIELDS, step.sequences, round_robin=True))
+        result.append(FieldMove("rollout", "reward", RESPONSE_FIELDS, step.sequences, round_robin=True))
     batch = [
         ("rollout", "actor", [*ACTOR_FIELDS, *known]),
         *(("rollout", role, [*RESPONSE_FIELDS, *known]) for role in ("reward", "reference", "critic")),
@@ -90,58 +90,58 @@ def moves(settings, roles) -> list[FieldMove]:
         ("critic", "actor", ["values"]),
         ("actor", "critic", ["returns"]),
     ]
-    found += [FieldMove(*move, step.sequences) for move in batch]
-    return [move for move in found if move.source in roles and move.destination in roles]
+    result += [FieldMove(*move, step.sequences) for move in batch]
+    return [move for move in result if move.source in roles and move.destination in roles]
 
 
 def field_bytes(names: list[str], step: StepSizes) -> int:
-    """Bytes of these fields of a step's whole batch, with the header that says which sequences they belong to."""
+    """Bytes of these fields of a step's whole batch, with the header that identifies the sequences."""
     names = dict.fromkeys(HEADER + names)
     items = {"token": step.tokens, "sequence": step.sequences}
     return sum(FIELDS[name].dtype.itemsize * items[FIELDS[name].kind] for name in names)
 
 
-def exchanges(places: dict, settings) -> list[dict]:
-    """Each move of a step: payload between the first ranks of replicas, and all bytes sent, broadcasts included.
+def exchanges(groups: dict, settings) -> list[dict]:
+    """Each field move of a step: payload between the replicas' first ranks, and all bytes sent with broadcasts.
 
-    Roles with the same replicas hold the same sequences and need no copy. The rollout's replicas hold others: unless
-    there is one replica, sequences move after generation, except where they are scored in the rollout's own order.
+    Roles with the same replicas hold the same sequences and need no copy. Sequences of the rollout move after
+    generation, because the load is rebalanced, unless it has one replica or they are scored in the rollout's order.
     """
-    found, served = [], {}
-    for move in moves(settings, places):
-        here, there = places[move.source].replicas, places[move.destination].replicas
-        is_free = here == there and (move.source != "rollout" or move.round_robin or len(here) == 1)
+    result, served = [], {}
+    for move in moves(settings, groups):
+        source, destination = groups[move.source].replicas, groups[move.destination].replicas
+        is_free = source == destination and (move.source != "rollout" or move.round_robin or len(source) == 1)
         if move.source == "rollout" and not move.round_robin:
-            is_free = is_free or there in served.values()
-            served[move.destination] = there
+            is_free = is_free or destination in served.values()
+            served[move.destination] = destination
         step = dataclasses.replace(step_sizes(settings), sequences=move.sequences)
         payload = 0 if is_free else field_bytes(move.fields, step)
         names = {"source": move.source, "destination": move.destination, "fields": move.fields}
-        found.append(names | {"payload": payload, "sent": payload * len(there[0])})
-    return found
+        result.append(names | {"payload": payload, "sent": payload * len(destination[0])})
+    return result
 
 
-def routes(roles: dict, places: dict, settings) -> list[dict]:
-    """What `--router-replay rollout` moves, as `exchanges` tells it: two bytes a token, MoE layer and expert.
+def routes(roles: dict, groups: dict, settings) -> list[dict]:
+    """Moves of `--router-replay rollout`, in the form of `exchanges`: two bytes per token, MoE layer and expert.
 
-    A route goes to each rank whose router sees the token: with sequence parallelism one of the tensor-parallel ranks,
-    without it all. Tokens that a rank generates itself are counted as moved, too, unless the rollout has one replica.
+    A route goes to each rank whose router sees the token: one tensor-parallel rank with sequence parallelism, else
+    all. Tokens that a rank generates itself also count as moved, unless the rollout has one replica.
     """
     if settings.router_replay != "rollout":
         return []
-    found, step, source = [], step_sizes(settings), places["rollout"].replicas
+    result, step, source = [], step_sizes(settings), groups["rollout"].replicas
     held = _moe_layers_of_ranks(roles["rollout"].megatron, source) if len(source) == 1 else {}
     for name in ("actor", "reference") if settings.router_replay_reference else ("actor",):
-        args, replicas = roles[name].megatron, places[name].replicas
+        args, replicas = roles[name].megatron, groups[name].replicas
         share = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
-        one = FIELDS["routes"].dtype.itemsize * args.moe_router_topk  # a token's in a layer
-        wanted = _moe_layers_of_ranks(args, replicas)
-        taken = sum(len(layers - held.get(rank, set())) for rank, layers in wanted.items())
-        sent = one * step.tokens_of_replica(len(replicas)) * taken // share
-        payload = min(sent, one * step.tokens * sum(moe_layer_pattern(args)))
+        route = FIELDS["routes"].dtype.itemsize * args.moe_router_topk  # bytes of one token in one layer
+        needed = _moe_layers_of_ranks(args, replicas)
+        received = sum(len(layers - held.get(rank, set())) for rank, layers in needed.items())
+        sent = route * step.tokens_of_replica(len(replicas)) * received // share
+        payload = min(sent, route * step.tokens * sum(moe_layer_pattern(args)))
         names = {"source": "rollout", "destination": name, "fields": ["routes"]}
-        found.append(names | {"payload": payload, "sent": sent})
-    return found
+        result.append(names | {"payload": payload, "sent": sent})
+    return result
 
 
 def _moe_layers_of_ranks(args, replicas) -> dict[int, set[int]]:
@@ -152,7 +152,7 @@ def _moe_layers_of_ranks(args, replicas) -> dict[int, set[int]]:
 
 
 def passes(role: str, args, step: StepSizes) -> tuple[int, int]:
-    """(forwards, backwards) of a step's batch through a role's model; full recomputation repeats forwards."""
+    """(forwards, backwards) of a step's batch through a role's model; full recomputation adds forwards."""
     if role not in ("actor", "critic"):
         return 1, 0
     again = args.recompute_granularity == "full"
@@ -166,7 +166,7 @@ def within_role(role, kind: str, vocab_size: int, step: StepSizes) -> dict[str, 
     sizes, forwards, backwards = parallel_sizes(args), *passes(role.name, args, step)
     step = step.with_greedy() if kind == "generate" else step
     n = step.tokens_of_replica(sizes.data(len(role.ranks))) // sizes.context
-    found = {
+    sent = {
         "tensor": tensor(args, n, forwards, backwards),
         "context": context(args, n, forwards, backwards),
         "pipeline": pipeline(args, n, forwards, backwards),
@@ -175,17 +175,17 @@ def within_role(role, kind: str, vocab_size: int, step: StepSizes) -> dict[str, 
     }
     if kind == "generate":
         share = step.response / (step.prompt + step.response)
-        found["tensor"] += _gathered_logits(args, vocab_size, n * share)
+        sent["tensor"] += _gathered_logits(args, vocab_size, n * share)
     if kind in ("train", "value") or args.use_torch_fsdp2:
-        found["gradients"] = gradients(role, kind, vocab_size, step, forwards, backwards)
-    return {name: int(value) for name, value in found.items()}
+        sent["gradients"] = gradients(role, kind, vocab_size, step, forwards, backwards)
+    return {name: int(value) for name, value in sent.items()}
 
 
 def tensor(args, n: int, forwards: int, backwards: int) -> float:
-    """Attention and each dense or shared MLP: an all-reduce of n·H·b forward and backward (or gather and scatter).
+    """Attention and each dense or shared MLP: an all-reduce of n·H·b in forward and backward (or gather and scatter).
 
-    Under sequence parallelism backward gathers once more. Embedding and head have one of each together. Experts: k
-    copies gathered and scattered over x ranks.
+    Under sequence parallelism the backward gathers once more. Embedding and head together count as one. Experts gather
+    and scatter k copies over x ranks.
     """
     t, x, wide = args.tensor_model_parallel_size, args.expert_tensor_parallel_size, args.hidden_size
     b, stages = args.params_dtype.itemsize, args.pipeline_model_parallel_size
@@ -198,14 +198,14 @@ def tensor(args, n: int, forwards: int, backwards: int) -> float:
 
 
 def _gathered_logits(args, vocab_size: int, tokens: float) -> float:
-    """The rollout gathers each new token's logits over tensor-parallel ranks, on the last stage."""
+    """The rollout's all-gather of each new token's logits over tensor-parallel ranks, on the last stage."""
     t = args.tensor_model_parallel_size
     columns = padded_vocab_size(args, vocab_size) / t
     return (t - 1) * tokens * columns * args.params_dtype.itemsize / args.pipeline_model_parallel_size
 
 
 def context(args, n: int, forwards: int, backwards: int) -> float:
-    """Each layer gathers keys and values of n tokens from every rank, and reduce-scatters their gradients."""
+    """Each layer all-gathers keys and values of n tokens from every rank, and reduce-scatters their gradients."""
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     width = 2 * groups * args.kv_channels / args.tensor_model_parallel_size
     layers = args.num_layers / args.pipeline_model_parallel_size
@@ -213,7 +213,7 @@ def context(args, n: int, forwards: int, backwards: int) -> float:
 
 
 def pipeline(args, n: int, forwards: int, backwards: int) -> float:
-    """Hidden states s·H·b are sent over p·v − 1 stage boundaries, gradients back; recomputation sends nothing."""
+    """Hidden states s·H·b cross p·v − 1 stage boundaries, and gradients cross back; recomputation sends nothing."""
     stages = args.pipeline_model_parallel_size
     boundaries = (stages * (args.virtual_pipeline_model_parallel_size or 1) - 1) / stages
     s = n / args.tensor_model_parallel_size if args.sequence_parallel else n
@@ -222,7 +222,7 @@ def pipeline(args, n: int, forwards: int, backwards: int) -> float:
 
 
 def expert(args, n: int, forwards: int, backwards: int) -> float:
-    """Each MoE layer sends k copies of s tokens to their experts and back; (e − 1)/e of them to other ranks."""
+    """Each MoE layer sends k copies of s tokens to their experts and back, (e − 1)/e of them to other ranks."""
     ranks, stages = args.expert_model_parallel_size, args.pipeline_model_parallel_size
     s = n / args.tensor_model_parallel_size if args.sequence_parallel else n
     copies = 2 * args.moe_router_topk * s * args.hidden_size * args.params_dtype.itemsize * (ranks - 1) / ranks
@@ -230,10 +230,10 @@ def expert(args, n: int, forwards: int, backwards: int) -> float:
 
 
 def gradients(role, kind: str, vocab_size: int, step: StepSizes, forwards: int, backwards: int) -> float:
-    """Each update all-reduces gradients; the distributed optimizer scatters them and gathers weights instead.
+    """Each update all-reduces gradients; the distributed optimizer reduce-scatters them and all-gathers the weights.
 
-    Fully sharded, every micro-batch gathers the weights for each pass and scatters the gradients of each backward.
-    Tied embeddings of a pipeline's first and last stage are summed besides.
+    With FSDP, every micro-batch gathers the weights in each pass and scatters the gradients of each backward. The
+    gradients of embeddings tied across pipeline stages are all-reduced in addition.
     """
     args = role.megatron
     stages, size = stage_weights(args, vocab_size, kind in SCALAR_HEAD), parallel_sizes(args)
@@ -244,8 +244,8 @@ def gradients(role, kind: str, vocab_size: int, step: StepSizes, forwards: int, 
             if args.use_torch_fsdp2:
                 held, reduced = sharded_bytes(weights, args)
                 count = step.microbatches(size.data(len(role.ranks)), role.max_tokens_per_microbatch)
-                again = count * step.updates / step.epochs  # micro-batches of one pass over the batch
-                total += again * (dense - 1) * ((forwards + backwards) * held + backwards * reduced)
+                microbatches = count * step.updates / step.epochs  # of one pass over the batch
+                total += microbatches * (dense - 1) * ((forwards + backwards) * held + backwards * reduced)
                 continue
             for buffer in buffers(weights, args, number == 0):
                 gradient = buffer.elements * (4 if in_fp32 else buffer.itemsize)
@@ -256,7 +256,7 @@ def gradients(role, kind: str, vocab_size: int, step: StepSizes, forwards: int, 
 
 
 def weights_to_rollout(roles: dict, vocab_size: int) -> int:
-    """Bytes that all ranks of a rollout with a model of its own receive after each update; 0 without one."""
+    """Bytes that all ranks of a rollout with a separate model receive after each update, else 0."""
     rollout = roles["rollout"]
     if rollout.model_role != "rollout":
         return 0
