@@ -1,6 +1,6 @@
 """Megatron's inference engine with a fast path for steps in which every request only decodes one more token.
 
-Most steps of a rollout are like that: no request joins, waits or ends. Megatron's step handles all of these cases with
+Most steps of a rollout are such steps: no request joins, waits or ends. Megatron's step handles all of these cases with
 an event loop, per-request metadata and tensors of changes. With small layers, that takes a sixth of the step's time.
 """
 
@@ -43,7 +43,7 @@ class DecodeLoopEngine(DynamicInferenceEngine):
         return self.context.only_decodes and is_simple and not self.waiting_request_ids
 
     def _finish_step(self, logprobs: list[float]) -> dict:
-        """Finishes a step whose tokens are sampled with Megatron's bookkeeping, because some requests may end."""
+        """Runs Megatron's bookkeeping after sampling, because a request ends or the free blocks do not suffice."""
         self._decoding_requests, context_state = None, {"chunked_prefill_request_id": -1, "kv_stats": None}
         result = self.controller._dynamic_step_context_bookkeeping()
         result |= {"log_probs": [[x] for x in logprobs], "accepted_tokens": None, "cuda_graph_request_count": None}
