@@ -1,4 +1,4 @@
-"""Plug-ins of the user for --advantage, --policy-loss and --reward: found, wrapped, or refused in one line."""
+"""Plug-ins of the user for --advantage, --policy-loss and --reward: found, wrapped, or rejected in one line."""
 
 import pytest
 
@@ -42,7 +42,7 @@ def program(*flags: str):
     return parse([*SHAPES["llama"].split(), *flags], 1)
 
 
-def refused(*flags: str) -> str:
+def error_of(*flags: str) -> str:
     with pytest.raises(UsageError) as caught:
         program(*flags)
     assert "\n" not in str(caught.value)
@@ -68,25 +68,25 @@ def test_names_are_built_in_or_functions():
     ("my_plugins:nothing", "my_plugins has no nothing"),
     ("my_plugins:limit", "my_plugins has a non-callable limit"),
 ])  # fmt: skip
-def test_anything_else_is_refused_in_one_line(name, message):
+def test_anything_else_is_rejected_in_one_line(name, message):
     with pytest.raises(UsageError) as caught:
         plugins.load("--flag", name, BUILT_IN)
     assert str(caught.value).startswith(f"--flag {name}: {message}") and "\n" not in str(caught.value)
 
 
-def test_an_estimator_says_what_it_needs():
+def test_an_estimator_declares_its_needs():
     assert "critic" not in program("--advantage", "my_plugins:plain").roles
     judged = program("--advantage", "my_plugins:judged", "--gamma", "0.9", "--gae-lambda", "1", "--critic-lr", "1e-3")
     assert "critic" in judged.roles and judged.estimator.needs == {"values"}
-    line = refused("--advantage", "my_plugins:grouped", "--samples-per-prompt", "1", "--greedy-baseline")
+    line = error_of("--advantage", "my_plugins:grouped", "--samples-per-prompt", "1", "--greedy-baseline")
     assert line.startswith("--samples-per-prompt 1: --advantage my_plugins:grouped compares")
-    assert refused("--advantage", "my_plugins:grouped").startswith("--advantage my_plugins:grouped: needs --greedy")
+    assert error_of("--advantage", "my_plugins:grouped").startswith("--advantage my_plugins:grouped: needs --greedy")
     assert program("--advantage", "my_plugins:grouped", "--greedy-baseline").estimator.needs == {"groups", "baselines"}
 
 
-def test_an_estimator_that_needs_what_there_is_not():
-    line = refused("--advantage", "my_plugins:greedy_for_more")
-    assert line.startswith("--advantage my_plugins:greedy_for_more: needs of greedy_for_more must be of")
+def test_an_estimator_with_unknown_needs():
+    line = error_of("--advantage", "my_plugins:greedy_for_more")
+    assert line.startswith("--advantage my_plugins:greedy_for_more: needs of greedy_for_more must be from")
 
 
 def test_a_policy_loss_may_read_every_option():
@@ -97,5 +97,5 @@ def test_a_policy_loss_may_read_every_option():
 @pytest.mark.parametrize(
     "flag, first", [("--advantage", "gae, grpo"), ("--policy-loss", "cispo, gmpo, gspo, gspo-token")]
 )
-def test_unknown_names_list_what_is_there(flag, first):
-    assert refused(flag, "nothing").startswith(f"{flag} nothing: unknown; allowed: {first}")
+def test_an_unknown_name_lists_the_known_ones(flag, first):
+    assert error_of(flag, "nothing").startswith(f"{flag} nothing: unknown; allowed: {first}")
