@@ -1,7 +1,7 @@
 """Settings of the test process: one thread, no CUDA device, so that worlds of ranks can be forked from it.
 
 A forked child hangs in a thread pool that its parent has started, and cannot use a CUDA device that its parent has
-touched. Tests of a CUDA device start processes of their own.
+touched. Tests of a CUDA device start their own processes.
 """
 
 import os
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture
 def plug_ins(tmp_path, monkeypatch):
-    """A folder on the import path; what is imported from it is forgotten behind the test."""
+    """A folder on the import path; its modules are unloaded after the test."""
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
     for name, module in list(sys.modules.items()):

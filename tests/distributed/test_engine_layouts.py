@@ -1,4 +1,4 @@
-"""Rollout in every layout writes the same text, greedy and sampled, with the log-probs of that layout's training."""
+"""Every layout generates the same responses, greedy and sampled, with the log-probs of its own training forward."""
 
 import functools
 
@@ -54,7 +54,7 @@ def check(size: int, shape: str, flags: str, sampling: dict, end: int, allowed: 
     for completions, gap in run_world(generate_in_layout, size, f"{shape} {flags}", sampling, end):
         assert gap <= allowed
         for number, completion in completions.items():
-            assert texts([found.setdefault(number, completion)]) == texts([completion])  # ranks of a lane agree
+            assert texts([found.setdefault(number, completion)]) == texts([completion])  # ranks of a replica agree
     assert found.keys() == expected.keys()
     for number, completion in expected.items():
         assert found[number].tokens == completion.tokens
@@ -65,14 +65,14 @@ def check(size: int, shape: str, flags: str, sampling: dict, end: int, allowed: 
     "sampling, end", [({"greedy": True}, NEVER), ({"temperature": 1.2}, 3)], ids=["greedy", "sampled"]
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_text_does_not_depend_on_the_layout(layout, sampling, end):
+def test_responses_do_not_depend_on_the_layout(layout, sampling, end):
     size, flags = LAYOUTS[layout]
     untied = "--untie-embeddings-and-output-weights" if "untied" in layout else ""
     check(size, untied, flags, sampling, end, largest_gap_allowed())
 
 
 @pytest.mark.parametrize("layout", MOE_LAYOUTS)
-def test_experts_write_the_same_text_in_every_layout(layout):
+def test_moe_models_generate_the_same_responses_in_every_layout(layout):
     size, flags = MOE_LAYOUTS[layout]
     check(size, MOE, flags, {"temperature": 1.2}, 3, largest_gap_allowed())
 
@@ -81,12 +81,12 @@ def gaps_of_kinds(rank):
     return {kind: generate_in_layout(rank, flags, {"temperature": 1.2}, 3)[1] for kind, flags in MOE_KINDS.items()}
 
 
-def test_rollout_and_training_agree_on_experts_of_every_kind():
+def test_rollout_and_training_logprobs_agree_for_every_moe_variant():
     (gaps,) = run_world(gaps_of_kinds, 1)
     assert all(gap <= largest_gap_allowed() for gap in gaps.values()), gaps
 
 
-def test_stages_agree_on_few_requests():
+def test_pipeline_stages_agree_on_few_requests():
     """Fewer requests than the rows that a matrix product is given at least."""
     expected = single("", (("greedy", True),), NEVER)
     for completions, gap in run_world(generate_in_layout, 2, PP2, {"greedy": True}, NEVER, 3):

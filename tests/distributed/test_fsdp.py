@@ -19,7 +19,7 @@ BAD = float("nan")
 
 
 def trainable_model(flags: str, value_head: bool = False):
-    """A role's learner on this rank; a value head's weights are drawn, for 0 would stop gradients."""
+    """A role's trainable model on this rank; a value head gets random weights, since 0 would stop gradients."""
     from megarl.roles.trainable_model import TrainableModel
 
     _, place = join_actor(flags)
@@ -34,7 +34,7 @@ def trainable_model(flags: str, value_head: bool = False):
 
 
 def microbatches(role_groups, count: int) -> list:
-    """This lane's sequences (every lanes-th) in `count` micro-batches of (tokens, lengths, weights); some are empty."""
+    """This replica's sequences (round robin) in `count` micro-batches of (tokens, lengths, weights); some are empty."""
     tokens, lengths = ragged_tokens(LENGTHS)
     rows = list(zip(tokens.split(LENGTHS), torch.linspace(-1, 2, COUNT).split(LENGTHS), strict=True))
     groups = [rows[role_groups.dp_rank :: len(role_groups.replicas)][i::count] for i in range(count)]
@@ -46,7 +46,7 @@ def microbatches(role_groups, count: int) -> list:
 
 
 def step(found, count: int = 2, value_head: bool = False, spoil: float = 0.0):
-    """(loss over all lanes, whether applied, gradient norm) of one update; `spoil` is added to this lane's loss."""
+    """(loss over all replicas, whether applied, gradient norm) of an update; `spoil` is added to this rank's loss."""
     from megarl.mcore.model import forward_pass
     from megarl.mcore.parallel import pipeline
     from megarl.mcore.training import optimizer
@@ -126,7 +126,7 @@ def reference(flags: str, value_head: bool):
 
 
 @pytest.mark.parametrize("layout, parts, value_head", CASES)
-def test_an_update_is_that_of_one_rank(layout, parts, value_head):
+def test_an_update_equals_that_of_one_rank(layout, parts, value_head):
     size, flags = LAYOUTS[layout]
     same = flags if layout in ("untied", "clipped") else ""
     loss, norm, before, after = reference(same, value_head)
@@ -143,7 +143,7 @@ def norm_in_half_precision(rank, flags: str):
     return step(trainable_model(f"{SGD_LIKE} --bf16 {flags}", True), 5, True)[2]
 
 
-def test_gradients_of_half_precision_are_added_up_in_single_precision():
+def test_bf16_gradients_are_accumulated_in_fp32():
     """Over micro-batches and over ranks, in a model with a scalar head."""
     (norm, _), (found, _) = (run_world(norm_in_half_precision, 2, flags) for flags in ("", SHARDED))
     assert found == pytest.approx(norm, rel=1e-5)
@@ -165,7 +165,7 @@ def test_all_ranks_skip_a_loss_that_is_not_finite_on_one():
 
 
 def alive() -> int:
-    """Bytes behind all tensors of this process, each memory counted once."""
+    """Bytes of all tensors of this process, each storage counted once."""
     gc.collect()
     kinds = (torch.Tensor, torch.nn.Parameter)  # a sharded tensor is seen by its local one
     tensors = [item for item in gc.get_objects() if type(item) in kinds]
@@ -173,7 +173,7 @@ def alive() -> int:
 
 
 def held(tensors) -> int:
-    """Bytes of memory behind sharded tensors."""
+    """Bytes of the storages of sharded tensors."""
     local = [t.to_local() for t in tensors]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in local}.values())
 
@@ -236,12 +236,12 @@ def scoring(rank):
         return same, held(stages.parameters()) / sum(p.numel() * 4 for p in stages.parameters())
 
 
-def test_a_frozen_model_is_sharded_for_scoring_alone():
+def test_a_frozen_model_is_sharded_for_scoring():
     assert run_world(scoring, 2) == [(True, 0.5)] * 2
 
 
 def transferred(rank):
-    """Whether a model that is not sharded has an actor's updated weights behind a transfer."""
+    """Whether an unsharded model has the actor's updated weights after a transfer."""
     from megarl.mcore.model.gpt import build_model
     from megarl.mcore.weights.reshard import WeightTransfer
 
@@ -255,7 +255,7 @@ def transferred(rank):
     return all(torch.equal(p, weights(found)[name]) for name, p in other[0].named_parameters())
 
 
-def test_a_rollout_model_is_filled_from_the_shares():
+def test_a_rollout_model_gets_its_weights_from_the_shards():
     assert run_world(transferred, 2) == [True] * 2
 
 
@@ -263,7 +263,7 @@ def test_a_rollout_model_is_filled_from_the_shares():
 
 
 def relay(rank, flags: str, value_head: bool, source, target, updates: int):
-    """Loads (or not), updates, saves (or not): contents before and behind the updates."""
+    """Loads (or not), updates, saves (or not): contents before and after the updates."""
     from megarl.mcore.weights import dist_checkpoint
 
     found = trainable_model(f"--lr 1e-2 {flags}", value_head)
@@ -283,8 +283,8 @@ def assert_same(found: dict, expected: dict):
 
 
 @pytest.mark.parametrize("value_head", [False, True])
-def test_a_checkpoint_of_any_layout_is_loaded_by_any_other(value_head, tmp_path):
-    """A value head has one row and one bias: some ranks hold nothing of it."""
+def test_a_checkpoint_of_any_layout_loads_in_any_other(value_head, tmp_path):
+    """A value head has one row and one bias, so some ranks hold no part of it."""
     layouts = [(2, SHARDED), (3, SHARDED), (1, ""), (4, f"{SHARDED} {TP2}"), (2, TP2), (4, SHARDED), (2, "")]
     folders = [tmp_path / str(i) for i in range(len(layouts))]
     for folder in folders:
@@ -296,7 +296,7 @@ def test_a_checkpoint_of_any_layout_is_loaded_by_any_other(value_head, tmp_path)
             assert_same(before, saved)
 
 
-def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path):
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path):
     straight = run_world(relay, 2, SHARDED, False, None, None, 4)
     run_world(relay, 2, SHARDED, False, None, tmp_path, 2)
     for (_, found), (_, expected) in zip(run_world(relay, 2, SHARDED, False, tmp_path, None, 2), straight, strict=True):

@@ -1,4 +1,4 @@
-"""A checkpoint of any layout goes on in any other: the same weights, moments and counters, the same next update."""
+"""A checkpoint of any layout continues in any other: the same weights, moments and counters, the same next update."""
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from tests.helpers.updates import batch_of, clipped_loss, forward_of, split_micr
 from tests.helpers.worlds import run_world
 
 
-def go_on(rank, flags: str, source, target, value_head: bool):
-    """Loads (or not), updates once as `test_layouts` does, saves: whole weights before and behind."""
+def continue_run(rank, flags: str, source, target, value_head: bool):
+    """Loads (or not), updates once, saves; returns the whole weights before and after."""
     from megarl.algorithms.aggregation import token_mean
     from megarl.mcore.weights import dist_checkpoint
     from megarl.roles.trainable_model import TrainableModel
@@ -53,34 +53,34 @@ EXPERT_ROUTE = [(1, ""), (2, EP2), (4, f"{TP2} {SP} {EP2}"), (4, f"{PP2} {EP2}")
 
 
 def travel(folder, shape: str, route, value_head: bool = False):
-    """Goes through the layouts, an update in each, beside a run that stays on one rank."""
+    """One update in each layout of the route; compares with a run that stays on one rank."""
     stay = here = arrived = None
     for leg, (size, flags) in enumerate(route):
         still, moved = folder / f"stay{leg}", folder / f"move{leg}"
-        ((before, expected),) = run_world(go_on, 1, shape, stay, still, value_head)
-        for start, found in run_world(go_on, size, f"{shape} {flags}", here, moved, value_head):
+        ((before, expected),) = run_world(continue_run, 1, shape, stay, still, value_head)
+        for start, found in run_world(continue_run, size, f"{shape} {flags}", here, moved, value_head):
             assert start.keys() == before.keys()
             assert arrived is None or all(torch.equal(start[key], arrived[key]) for key in start)
             assert max(float((found[key] - weight).abs().max()) for key, weight in expected.items()) <= 2e-6 * (leg + 1)
         stay, here, arrived = still, moved, found
 
 
-def test_a_dense_model_travels(tmp_path):
+def test_a_dense_checkpoint_continues_in_other_layouts(tmp_path):
     travel(tmp_path, DENSE, DENSE_ROUTE)
 
 
-def test_a_distributed_optimizer_travels(tmp_path):
+def test_a_distributed_optimizer_checkpoint_continues_in_other_layouts(tmp_path):
     travel(tmp_path, f"{DENSE} --use-distributed-optimizer", DISTRIBUTED_ROUTE)
 
 
 @pytest.mark.parametrize("precision", ["", "--bf16"])
-def test_a_critic_is_saved_in_any_precision(tmp_path, precision):
+def test_a_critic_checkpoint_loads_exactly_in_fp32_and_bf16(tmp_path, precision):
     first, second = tmp_path / "first", tmp_path / "second"
-    ((_, saved),) = run_world(go_on, 1, f"{DENSE} {precision}", None, first, True)
-    for before, _ in run_world(go_on, 2, f"{DENSE} {precision} {TP2}", first, second, True):
+    ((_, saved),) = run_world(continue_run, 1, f"{DENSE} {precision}", None, first, True)
+    for before, _ in run_world(continue_run, 2, f"{DENSE} {precision} {TP2}", first, second, True):
         assert all(torch.equal(before[key], weight) for key, weight in saved.items())
 
 
 @pytest.mark.parametrize("flags, route", [("", EXPERT_ROUTE), ("--use-distributed-optimizer", EXPERT_ROUTE[:2])])
-def test_experts_travel(tmp_path, flags, route):
+def test_a_moe_checkpoint_continues_in_other_layouts(tmp_path, flags, route):
     travel(tmp_path, f"{MOE} {flags}", route)

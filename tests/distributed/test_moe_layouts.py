@@ -39,7 +39,7 @@ LAYOUTS = {
 
 
 def critic_model(flags: str, value_head: bool = False):
-    """(learner, place) of the actor; a value head's weights are drawn, for 0 would stop gradients."""
+    """(trainable model, role groups) of the actor; a value head gets random weights, since 0 would stop gradients."""
     from megarl.roles.trainable_model import TrainableModel
 
     _, place = join_actor(flags)
@@ -52,7 +52,7 @@ def critic_model(flags: str, value_head: bool = False):
 
 
 def step(trainable_model, role_groups, count: int, value_head: bool = False, spoil: float = 0.0):
-    """(loss over all lanes, whether applied, gradient norm) of an update in `count` micro-batches."""
+    """(loss over all replicas, whether applied, gradient norm) of an update in `count` micro-batches."""
     from megarl.mcore.model import forward_pass
 
     def forward(chunk, part):
@@ -116,13 +116,13 @@ def compare_weights(weights: dict, one_weights: dict):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_update_does_not_depend_on_the_layout(layout):
-    """Nor on micro-batches, some of them blank on some lanes."""
+    """Nor on micro-batches, some of them blank on some replicas."""
     size, flags = LAYOUTS[layout]
     for found in run_world(updates, size, f"{FULL} {flags}", 7):
         compare(found)
 
 
-def test_critics_have_experts_too():
+def test_a_moe_critic_does_not_depend_on_the_layout():
     for found in run_world(updates, 2, f"{FULL} {TP2} {EP2} {SP}", 2, True):
         compare(found, True)
 
@@ -153,7 +153,7 @@ def skipping(rank):
     return whole_weights(trainable_model.model, place.pg_collection)
 
 
-def test_a_skipped_update_leaves_no_trace():
+def test_a_skipped_update_changes_nothing():
     for weights in run_world(skipping, 2):
         compare_weights(weights, single()[3])
 
@@ -176,7 +176,7 @@ def sequences_per_example(rank):
     assert all(torch.equal(after[key], weight) for key, weight in frozen.items())
 
 
-def test_models_of_one_process_do_not_mix():
+def test_two_models_of_a_process_share_no_expert_state():
     run_world(sequences_per_example, 1)
 
 
@@ -190,7 +190,7 @@ def half(rank):
     return kinds, [step(trainable_model, place, 2)[2] for trainable_model in scaled]
 
 
-def test_half_precision():
+def test_a_bf16_update_does_not_depend_on_the_layout():
     """A bias of 0.5 in bf16 would not move by 0.001; the loss scale of fp16 is that of auxiliary losses, too."""
     ((kinds, (norm, other)),) = run_world(half, 1)
     assert kinds == {torch.float32} and norm == pytest.approx(other, rel=1e-3)
@@ -213,12 +213,12 @@ def transferred(rank):
     assert all(router.expert_bias.any() for router in trainable_model.optimizer.routers)
 
 
-def test_a_rollout_model_gets_biases_and_shares():
+def test_a_rollout_model_gets_expert_biases_and_loads():
     run_world(transferred, 2)
 
 
 def relay(rank, flags: str, source, target):
-    """Loads (or not), updates once, saves: whole weights before and behind."""
+    """Loads (or not), updates once, saves; returns the whole weights before and after."""
     from megarl.mcore.weights import dist_checkpoint
 
     trainable_model, place = critic_model(f"{FULL} {flags}")
@@ -235,7 +235,7 @@ def relay(rank, flags: str, source, target):
     return before, whole_weights(trainable_model.model, place.pg_collection)
 
 
-def test_biases_and_shares_go_on_in_another_layout(tmp_path):
+def test_expert_biases_and_loads_resume_in_another_layout(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     ((_, saved),) = run_world(relay, 1, "", None, first)
     for before, after in run_world(relay, 2, f"{TP2} {EP2} {SP}", first, second):

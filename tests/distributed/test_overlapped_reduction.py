@@ -24,7 +24,7 @@ CASES = {
     (1, "", False), (2, "", True), (2, TP2, False), (4, TP2, True), (2, CP2, True), (2, FSDP, False), (2, OFF, False),
     (1, "--overlap-grad-reduce", True), (2, "--actor-no-overlap-grad-reduce", False),
 ])  # fmt: skip
-def test_it_is_on_where_ranks_hold_gradients_to_be_added(ranks, flags, expected):
+def test_overlap_is_on_if_ranks_reduce_gradients(ranks, flags, expected):
     roles = parse(f"{SHAPES['llama']} {flags}".split(), ranks).roles
     assert roles["actor"].megatron.overlap_grad_reduce is expected
     if "actor-" in flags:
@@ -32,7 +32,7 @@ def test_it_is_on_where_ranks_hold_gradients_to_be_added(ranks, flags, expected)
 
 
 @pytest.mark.parametrize("value, expected", [("true", True), ("false", False), ("null", True)])
-def test_config_files_switch_it_off_and_take_that_back(value, expected, tmp_path):
+def test_config_files_turn_overlap_off_and_on(value, expected, tmp_path):
     for name, text in (("first", "overlap-grad-reduce: false"), ("second", f"overlap-grad-reduce: {value}")):
         (tmp_path / name).write_text(text)
     values = config_files.read([str(tmp_path / "first"), str(tmp_path / "second")])
@@ -43,7 +43,7 @@ def test_config_files_switch_it_off_and_take_that_back(value, expected, tmp_path
 def updated(rank: int, flags: str):
     """Two updates of three micro-batches: (reductions under way when backward ends; buckets; gradients; weights).
 
-    In the first one Megatron counts how often each weight is used, and reduces behind it.
+    In the first one Megatron counts how often each weight is used, and reduces after backward.
     """
     from megarl.mcore.training import optimizer
 
@@ -65,7 +65,7 @@ def updated(rank: int, flags: str):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_happens_and_changes_no_bit(case):
+def test_reductions_overlap_backward_and_change_no_bit(case):
     size, flags = CASES[case]
     with_it = run_world(updated, size, f"{flags} --ddp-bucket-size 5000")
     for (early, count, *found), (late, _, *expected) in zip(

@@ -72,7 +72,7 @@ def spread(rank):
     return pair.transfer().run(), size_in_bytes(pair.source), largest
 
 
-def test_replicas_share_the_sending():
+def test_source_replicas_share_the_sending():
     (one, whole, largest), (other, _, _), (nothing, _, _) = run_world(spread, 3)
     assert nothing == 0 and one + other == whole
     assert abs(one - other) <= 2 * largest
@@ -88,14 +88,14 @@ def gathered(rank):
     return whole
 
 
-def test_the_gathered_model_is_the_gathered_source():
+def test_the_gathered_destination_equals_the_gathered_source():
     first, *others = run_world(gathered, 4)
     for other in others:
         assert other.keys() == first.keys() and all(torch.equal(other[name], first[name]) for name in first)
 
 
 def sharded(rank, flags):
-    """A source whose parameters are sharded over its lanes; its chunks have gathered and freed them once."""
+    """Transfers from an FSDP source that has gathered and freed its parameters once; returns the bytes sent."""
     from megarl.mcore.model.forward_pass import token_scores
     from megarl.mcore.parallel.fsdp import shard
 
@@ -114,7 +114,7 @@ def sharded(rank, flags):
 @pytest.mark.parametrize(
     "size, flags", [(3, roles("0-2", [], "1-2", [TP2])), (4, roles("0-3", [TP2], "0", []))], ids=["dp3", "tp2 dp2"]
 )
-def test_sharded_parameters_also_of_unequal_shares(size, flags):
+def test_fsdp_sources_with_unequal_shards_transfer_exactly(size, flags):
     assert sum(run_world(sharded, size, flags)) > 0
 
 
@@ -180,7 +180,7 @@ def again(rank, bucket_bytes, large):
 
 # A row has 256 bytes, of which 200 fit for each of two peers.
 @pytest.mark.parametrize("bucket_bytes, large", [(2**20, 2**16), (400, 2**16), (2**20, 128), (400, 128)])
-def test_a_plan_serves_again_with_buffers_as_small_as_wanted(bucket_bytes, large):
+def test_a_plan_is_reused_and_bounds_its_buffers(bucket_bytes, large):
     largest, messages, packed = zip(*run_world(again, 3, bucket_bytes, large), strict=True)
     assert 300 < max(largest) <= bucket_bytes and max(packed) <= 2 * bucket_bytes
     if bucket_bytes == 2**20:  # one round: a message each way between two ranks, or one for each large box

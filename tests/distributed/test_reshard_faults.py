@@ -1,4 +1,4 @@
-"""What a transfer of weights refuses, what its verification finds, and the checksum that it rests on."""
+"""Errors of a weight transfer, what its verification finds, and the checksum that it uses."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def refused(rank):
     return True
 
 
-def test_what_cannot_be_filled_is_named_before_anything_moves():
+def test_tensors_without_a_source_are_named_before_any_transfer():
     assert run_world(refused, 2) == [True] * 2
 
 
@@ -102,5 +102,5 @@ def misdescribed(rank):
     return True
 
 
-def test_a_model_that_describes_other_memory_than_its_own_is_refused():
+def test_a_state_dict_that_describes_other_memory_is_rejected():
     assert run_world(misdescribed, 1) == [True]

@@ -1,4 +1,4 @@
-"""The rollout on a layout of its own: the same text and the same learning, weights moved and checked, time kept."""
+"""A rollout with its own layout or ranks: the same responses and updates, exact weight syncs, phases that overlap."""
 
 import contextlib
 import functools
@@ -30,18 +30,18 @@ from tests.helpers.worlds import SAFETY, RankFailed, run_world
 TP2, PP2 = ("-tensor-model-parallel-size 2", "-pipeline-model-parallel-size 2")
 ONE_RANK_EACH = "--role-map actor=0;critic=1;reward=2;reference=2"
 LAYOUTS = {
-    "TP2 beside DP2": (2, f"--rollout{TP2}"),
-    "DP2 beside TP2": (2, f"--actor{TP2} --rollout-tensor-model-parallel-size 1"),
-    "PP2 beside DP2": (2, f"--rollout{PP2}"),
-    "one rank beside PP2": (2, f"--actor{PP2} --rollout-pipeline-model-parallel-size 1"),
-    "TP2 beside CP2": (4, f"--context-parallel-size 2 --rollout{TP2}"),
+    "TP2 next to DP2": (2, f"--rollout{TP2}"),
+    "DP2 next to TP2": (2, f"--actor{TP2} --rollout-tensor-model-parallel-size 1"),
+    "PP2 next to DP2": (2, f"--rollout{PP2}"),
+    "one rank next to PP2": (2, f"--actor{PP2} --rollout-pipeline-model-parallel-size 1"),
+    "TP2 next to CP2": (4, f"--context-parallel-size 2 --rollout{TP2}"),
     "disjoint": (3, f"{ONE_RANK_EACH};rollout=2"),
     "disjoint, TP2 to DP2": (4, "--role-map actor=0-1;critic=0-1;reward=2;reference=3;rollout=2-3"
                                 f" --actor{TP2} --rollout-tensor-model-parallel-size 1"),
     "partly overlapping": (3, "--role-map actor=0-1;critic=0-1;reward=2;reference=2;rollout=1-2"
                               f" --actor-use-distributed-optimizer --rollout{TP2}"),
 }  # fmt: skip
-SAME_ARITHMETIC = ("disjoint",)  # one rank writes and one rank trains: the gap is exactly 0
+SAME_ARITHMETIC = ("disjoint",)  # one rank generates and one rank trains: the gap is exactly 0
 
 
 @functools.cache
@@ -59,7 +59,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_where_text_is_written_does_not_change_the_run(name, folder):
+def test_rollout_placement_does_not_change_the_run(name, folder):
     size, layout = LAYOUTS[name]
     expected, found = run_of(folder), run_of(folder, size, f"{layout} --verify-weights")
     assert samples(found, 1) == samples(expected, 1)
@@ -99,7 +99,7 @@ def fresh_run_of(folder: Path, size: int, flags: str) -> Path:
 
 
 @pytest.mark.parametrize("name", OTHER_MODELS)
-def test_other_models_come_to_the_rollout_whole(name, folder):
+def test_every_kind_of_model_reaches_the_rollout_exactly(name, folder):
     model, size, layout, allowed = OTHER_MODELS[name]
     expected, found = fresh_run_of(folder, 1, model), fresh_run_of(folder, size, f"{model} {layout} --verify-weights")
     assert samples(found, 1) == samples(expected, 1)
@@ -109,8 +109,8 @@ def test_other_models_come_to_the_rollout_whole(name, folder):
         assert row["rollout/logprob_gap_max"] <= max(allowed, largest_gap_allowed()) and row["actor/ppo_kl_first"] == 0
 
 
-@pytest.mark.parametrize("name, moved", [("TP2 beside DP2", False), ("disjoint", True)])
-def test_what_is_moved_is_counted(name, moved, folder):
+@pytest.mark.parametrize("name, moved", [("TP2 next to DP2", False), ("disjoint", True)])
+def test_weight_sync_bytes_are_counted(name, moved, folder):
     """A rank that trains with whole weights has its share of them already; another one gets every byte."""
     rows = metrics(run_of(folder, LAYOUTS[name][0], f"{LAYOUTS[name][1]} --verify-weights"))
     parameters = 2 * (32 * (32 + 2 * 16) + 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32 + 32 * 32  # tied embeddings
@@ -120,7 +120,7 @@ def test_what_is_moved_is_counted(name, moved, folder):
         assert parameters * 4 <= sent <= largest if moved else sent == 0
 
 
-def test_a_run_goes_on_with_another_place_of_writing(folder, tmp_path):
+def test_a_run_resumes_with_another_rollout_placement(folder, tmp_path):
     flags = f"--train-iters 4 --lr-decay-iters 4 --save-interval 2 {GRADED}"
     train("rl", rl_argv(folder / "whole", flags))
     load = f"{flags} --load {folder}/whole/checkpoints/step_00000002"
@@ -148,7 +148,7 @@ def spoilt(rank: int, parsed):
     return in_world(rank, "rl", parsed)
 
 
-def test_a_transfer_that_went_wrong_is_found_when_asked_for(tmp_path):
+def test_verification_finds_a_damaged_weight_sync(tmp_path):
     layout = f"--train-iters 1 {ONE_RANK_EACH};rollout=2"
     run_world(spoilt, 3, program("rl", rl_argv(tmp_path, layout), 3))
     assert metrics(tmp_path)[1]["rollout/logprob_gap_max"] > 1e-3
@@ -157,8 +157,8 @@ def test_a_transfer_that_went_wrong_is_found_when_asked_for(tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["", "--role-map actor=0-2;critic=1-3;reward=3;reference=2-3;rollout=0-3"])
-def test_lanes_without_sequences(layout, folder, tmp_path):
-    """One prompt on four lanes: most write nothing, and half of them learn from nothing."""
+def test_replicas_without_sequences(layout, folder, tmp_path):
+    """One prompt on four replicas: most generate nothing, and half of them have no training data."""
     flags = f"--train-iters 2 --prompts-per-step 1 --minibatch-size 1 --lr 1e-4 --critic-lr 1e-3 {GRADED}"
     train("rl", rl_argv(tmp_path / "one", flags))
     train("rl", rl_argv(tmp_path / "four", f"{flags} {layout}"), 4)
@@ -172,12 +172,12 @@ def test_lanes_without_sequences(layout, folder, tmp_path):
 STEPS = 3
 
 
-def on_one_clock(rank: int, parsed, sequences_per_example: bool):
-    """A run by a clock that all ranks share and that each look at it moves by a second; the rank's trace.
+def on_one_clock(rank: int, parsed, together: bool):
+    """Runs with a clock that all ranks share and that each reading moves by a second; returns the rank's trace.
 
-    So times tell what came before what, on every machine. `sequences_per_example`: an update of the actor begins only when the
-    critic's has begun, and the other way round; and the actor's ends only when the rollout waits for its weights.
-    Where one of them comes first, the run does not end.
+    So times give the order of events on every machine. `together`: updates of actor and critic begin only when both
+    have begun, and the actor's ends only when the rollout waits for its weights. If roles ran one after another, the
+    run would not end.
     """
     from megarl.observe import timers
     from megarl.roles.trainable_model import TrainableModel
@@ -198,7 +198,7 @@ def on_one_clock(rank: int, parsed, sequences_per_example: bool):
     def met(self, *args):
         me, step = self.role.name, updates[self.role.name] + 1
         updates[me] = step
-        if not sequences_per_example:
+        if not together:
             return update(self, *args)
         store.set(f"{me} {step}", b"")
         store.wait([f"{'critic' if me == 'actor' else 'actor'} {step}"], SAFETY)
@@ -212,11 +212,11 @@ def on_one_clock(rank: int, parsed, sequences_per_example: bool):
     return mine.events()
 
 
-def run_on_one_clock(folder: Path, layout: str, sequences_per_example: bool) -> tuple[list[dict], list[dict]]:
+def run_on_one_clock(folder: Path, layout: str, together: bool) -> tuple[list[dict], list[dict]]:
     """Metrics of the clock of each step, and of each rank (begin, end) of its phases and of its steps, by name."""
     flags = f"--train-iters {STEPS} --minibatch-size 12 --ppo-epochs 1 {GRADED} {layout}"
     spans = []
-    for events in run_world(on_one_clock, 3, program("rl", rl_argv(folder, flags), 3), sequences_per_example):
+    for events in run_world(on_one_clock, 3, program("rl", rl_argv(folder, flags), 3), together):
         spans.append({})
         for event in events:
             begin = event.start_ns // 10**9
@@ -225,12 +225,12 @@ def run_on_one_clock(folder: Path, layout: str, sequences_per_example: bool) -> 
     return [{name.removeprefix("time/"): row[name] for name in row if name.startswith("time/")} for row in rows], spans
 
 
-def test_disjoint_roles_work_at_the_same_time_and_idle_time_is_what_is_left(tmp_path):
+def test_disjoint_roles_overlap_and_idle_time_is_the_remainder(tmp_path):
     rows, (actor, critic, rollout) = run_on_one_clock(tmp_path / "disjoint", f"{ONE_RANK_EACH};rollout=2", True)
     assert len(actor["actor/update"]) == len(critic["critic/update"]) == STEPS
     for (begin, end), (its_begin, its_end) in zip(actor["actor/update"], critic["critic/update"], strict=True):
         assert begin < its_end and its_begin < end
-    # The rank that writes waits for the updates: that is no time of the transfer.
+    # The generating rank waits for the updates: that time is not part of the transfer.
     # The first weights come before all steps. A rank of the rollout alone is twice in the phase of a transfer.
     waits, transfers = rollout["rollout/wait"][1:], rollout["rollout/sync"][2::2]
     for (_, end), wait, transfer in zip(actor["actor/update"], waits, transfers, strict=True):
@@ -244,7 +244,7 @@ def test_disjoint_roles_work_at_the_same_time_and_idle_time_is_what_is_left(tmp_
         assert row["rollout/wait_s"] > 0 and row["rollout/sync_s"] > 0
 
 
-def test_roles_of_one_rank_work_one_after_the_other(tmp_path):
+def test_colocated_roles_work_one_after_another(tmp_path):
     layout = "--role-map actor=0;critic=0;reward=1;reference=1;rollout=2"
     rows, (trainable_model, *_) = run_on_one_clock(tmp_path, layout, False)
     updates = zip(trainable_model["actor/update"], trainable_model["critic/update"], strict=True)
@@ -253,7 +253,7 @@ def test_roles_of_one_rank_work_one_after_the_other(tmp_path):
         assert row["actor/idle_fraction"] == row["critic/idle_fraction"]
 
 
-def test_a_cache_that_holds_no_whole_text_is_refused(tmp_path):
+def test_a_kv_cache_too_small_for_one_response_is_rejected(tmp_path):
     flags = "--rollout-buffer-gb 1.6e-5 --max-response-length 58 --max-tokens-per-microbatch 64"
-    with pytest.raises(RankFailed, match="--rollout-buffer-gb 1.6e-05: the cache holds one text of .*is 64"):
+    with pytest.raises(RankFailed, match="--rollout-buffer-gb 1.6e-05: the KV cache holds one sequence of .*is 64"):
         train("rl", rl_argv(tmp_path, flags))

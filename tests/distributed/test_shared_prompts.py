@@ -13,13 +13,13 @@ from tests.helpers.tiny_models import VOCAB, build, join_actor, parse_roles
 from tests.helpers.updates import clipped_loss
 from tests.helpers.worlds import run_world
 
-# Prompts with the lengths of their responses: one token alone, nothing written, one response, two to a prompt that
+# Prompts with the lengths of their responses: a single token, an empty response, one response, two to a prompt that
 # came twice, a prompt longer than what follows.
 GROUPS = [(1, [3, 4]), (2, [0, 5, 1]), (9, [2]), (17, [3, 20, 1, 7]), (5, [0, 0]), (16, [1, 1, 30])]
 
 
 def batch_of_groups(groups=GROUPS, seed: int = 0) -> Batch:
-    """Responses to prompts behind each other, with what an update of the policy needs."""
+    """Responses to the prompts one after another, with the fields that a policy update needs."""
     generator = torch.Generator().manual_seed(seed)
     rows, masks, numbers, prompt_lengths = [], [], [], []
     for number, (length, responses) in enumerate(groups):
@@ -48,7 +48,7 @@ def shared_of(batch: Batch) -> SharedPrefix | None:
 
 
 @pytest.mark.parametrize("tensor_ranks", [1, 4])
-def test_every_token_is_held_once_and_found_again(tensor_ranks):
+def test_shared_prefixes_are_stored_once_and_restored(tensor_ranks):
     from megarl.mcore.attention.packing import pack_sequences
 
     batch = batch_of_groups()
@@ -69,7 +69,7 @@ def test_every_token_is_held_once_and_found_again(tensor_ranks):
     assert torch.equal(stream[packing.last], batch.tokens[batch.cu_seqlens[1:] - 1])
 
 
-def test_the_first_of_a_prompt_holds_it_for_the_others():
+def test_the_first_response_of_a_prompt_holds_the_shared_prefix():
     batch = batch_of_groups([(3, [1, 2]), (4, [1]), (1, [2, 2])])
     assert shared_of(batch).holders.tolist() == [0, 0, 2, 3, 3]
     assert shared_of(batch).tokens.tolist() == [0, 2, 0, 0, 0]  # a prompt's last token is each one's own
@@ -77,7 +77,7 @@ def test_the_first_of_a_prompt_holds_it_for_the_others():
     assert mb.prompt_prefixes(Batch(lengths=torch.tensor([2]), tokens=torch.tensor([1, 1]))) is None
 
 
-def test_prompts_of_one_number_that_are_two_are_no_ones():
+def test_different_prompts_with_one_id_are_not_shared():
     batch = batch_of_groups([(3, [1, 2])])
     batch.tokens[4] += 1
     with pytest.raises(RuntimeError, match="1 tokens of prompts differ between sequences whose prompt has"):
@@ -118,7 +118,7 @@ def one_rank(rank, shape: str, value_head: bool):
 
 @pytest.mark.parametrize("shape", ["llama", "gpt2"])
 @pytest.mark.parametrize("value_head", [False, True])
-def test_sharing_changes_no_bit_of_a_pass(shape, value_head):
+def test_sharing_prefixes_changes_no_bit_of_a_forward(shape, value_head):
     for (shared, gradients), (alone, expected) in run_world(one_rank, 1, shape, value_head)[0]:
         assert all(map(torch.equal, shared, alone))
         assert gradients.keys() == expected.keys() and any(g.abs().max() > 0 for g in expected.values())
@@ -127,7 +127,7 @@ def test_sharing_changes_no_bit_of_a_pass(shape, value_head):
 
 
 def update(rank, flags: str, share: bool):
-    """(log-probs [T] of the whole batch, loss, gradient norm) of an update over two micro-batches a lane."""
+    """(log-probs [T] of the whole batch, loss, gradient norm) of an update over two micro-batches per replica."""
     from megarl.algorithms.aggregation import token_mean
     from megarl.mcore.model import forward_pass
     from megarl.roles.trainable_model import TrainableModel
@@ -173,7 +173,7 @@ def alone():
 
 @pytest.mark.parametrize("layout", ["one", "dp2", "tp2-sp", "pp2", "pp2-vp2", "cp2", "tp2-sp-cp2", "pp2-cp2-recompute",
                                     "sharded-dp2"])  # fmt: skip
-def test_layouts_share_alike(layout):
+def test_prefix_sharing_does_not_depend_on_the_layout(layout):
     size, shape, flags = LAYOUTS[layout]
     (_, one_loss, one_norm), _ = alone()
     for (shared, loss, norm), (whole, *expected) in run_world(updates, size, f"{shape} {flags}"):
@@ -192,12 +192,12 @@ def with_experts(rank):
     ]
 
 
-def test_experts_see_every_prompt_of_every_response():
+def test_experts_see_the_prompt_of_every_response():
     (found,) = run_world(with_experts, 1)
     assert found == [None]
 
 
-def test_rows_of_one_number_begin_alike():
+def test_sequences_of_one_prompt_id_share_their_prefix():
     rows, ids = [[1, 2, 3], [5], [1, 2], [1, 2, 4, 4], [], [7, 8]], torch.tensor([0, 1, 0, 0, 2, 2])
     assert common_prefix_lengths(rows, ids).tolist() == [2, 1, 2, 2, 0, 0]
     assert common_prefix_lengths([], ids[:0]).tolist() == []
@@ -224,7 +224,7 @@ def test_responses_to_a_prompt_share_a_microbatch_where_the_cap_allows(seed, cou
             assert len(homes) <= -(-int(lengths[members].sum()) // (cap - int(lengths.max())))
 
 
-def test_work_that_is_shared_counts_once():
+def test_shared_prefixes_count_once_in_the_cost():
     """Four short responses to a long prompt are less work than one long text, not that of four."""
     ids, lengths = torch.tensor([0, 0, 0, 0, 1, 2, 3]), torch.tensor([1002] * 4 + [1200] * 3)
     prompts = mb.PromptPrefixes(ids, torch.tensor([1000] * 4 + [1] * 3))

@@ -51,8 +51,8 @@ def test_offload_gives_the_same_run_in_less_device_memory(tmp_path, monkeypatch)
 
 
 @pytest.mark.gpu
-def test_moves_on_a_cuda_device_are_exact_and_from_locked_memory(monkeypatch):
-    """In a process of its own: the test process hides the device from itself."""
+def test_offload_on_a_cuda_device_is_exact_and_uses_pinned_memory(monkeypatch):
+    """Runs in a new process, since the test process hides the device."""
     script = (
         "import torch; from megarl.mcore import memory\n"
         "tensors = [torch.randn(1000, 1001, device='cuda').to(t) for t in (torch.float32, torch.bfloat16)]\n"

@@ -41,13 +41,14 @@ def sequences(batch: Batch) -> list[dict]:
 
 
 def create_mesh(flags):
+    """The role mesh of the running world."""
     from megarl.comm import role_mesh
 
     return role_mesh.create_mesh(parse_roles(flags, dist.get_world_size(), program="rl"), SAFETY)
 
 
 def share_of(whole, role_groups, dp_assignment):
-    """A lane's sequences of the whole batch (None outside the role)."""
+    """The sequences of the whole batch that this replica holds; None outside the role."""
     if not role_groups.is_member:
         return None
     return whole.select(

@@ -10,15 +10,14 @@ EXPERTS = "--num-experts 8 --moe-router-topk 4 --moe-ffn-hidden-size 32"
 
 
 def generate_in_layout(rank, flags: str, sampling: dict, end: int, count: int = 20):
-    """(number, completion, gap to the training forward) of the requests that this rank's lane writes."""
+    """({request: completion}, gap to the training forward) of the requests of this rank's replica."""
     from megarl.mcore.inference.engine import RolloutEngine
     from megarl.mcore.model import forward_pass
     from megarl.roles.trainable_model import forward_only
 
     stages, args, place = build_stages(flags)
-    replicas = (
-        len(place.replicas) * args.context_parallel_size
-    )  # context ranks hold the same weights: lanes of their own
+    # Context ranks hold the same weights: in generation each is a replica.
+    replicas = len(place.replicas) * args.context_parallel_size
     dp_rank = place.dp_rank * args.context_parallel_size + dist.get_rank(place.pg_collection.cp)
     engine = RolloutEngine(stages[0], place.pg_collection, VOCAB, 48, 0.005, 32)
     numbers = list(range(count))[dp_rank::replicas]

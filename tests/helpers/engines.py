@@ -4,12 +4,12 @@ import torch
 
 from tests.helpers.tiny_models import VOCAB, build
 
-NEVER = 31  # a padded column of the vocabulary: an end token that cannot come
+NEVER = 31  # a padded column of the vocabulary: an end token that is never sampled
 LIMIT, COUNT = 12, 20
 
 
 def make_requests(limit=LIMIT, count=COUNT):
-    """Requests with ragged prompts of 1 to 24 tokens, each with a stream of its own."""
+    """Requests with ragged prompts of 1 to 24 tokens, each with its own random stream."""
     from megarl.algorithms.counter_rng import stream_keys
     from megarl.mcore.inference.engine import GenerationRequest
 
@@ -21,7 +21,7 @@ def make_requests(limit=LIMIT, count=COUNT):
 
 
 def make_engine(flags="", shape="llama", buffer_gb=0.005, max_requests=32):
-    """(engine, model, place) on a model of the given shape."""
+    """(engine, model, role groups) for a model of the given shape."""
     from megarl.mcore.inference.engine import RolloutEngine
 
     model, _, place = build(flags, shape)
@@ -29,6 +29,7 @@ def make_engine(flags="", shape="llama", buffer_gb=0.005, max_requests=32):
 
 
 def settings_of(**kwargs):
+    """`SamplingSettings`, imported late: worlds fork first."""
     from megarl.algorithms.token_sampling import SamplingSettings
 
     return SamplingSettings(**kwargs)
@@ -58,4 +59,5 @@ def generate_standard(rank, flags="", shape="llama", end=NEVER, sampling=None, *
 
 
 def texts(completions):
+    """The tokens of each completion."""
     return [completion.tokens for completion in completions]

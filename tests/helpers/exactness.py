@@ -1,5 +1,5 @@
 """How close rollout and training must be on this machine: to the bit where its products give a row the same numbers in
-every matrix of at least `LEAST_ROWS` rows, which is what megarl's exactness rests on (docs/exactness.md)."""
+every matrix of at least `MIN_ROWS` rows, which is what megarl's exactness rests on (docs/exactness.md)."""
 
 import functools
 

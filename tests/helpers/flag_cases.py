@@ -1,4 +1,4 @@
-"""What tests need to give any flag: a value that is allowed, and the flags beside it without which it has no effect."""
+"""For every flag an allowed value, and the flags without which it has no effect."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ FAILS = {
     "remote": "", "verifiers": "--reward model --reward-model x", "local": "--reward remote --reward-url http://x",
 }  # fmt: skip
 
-# Fields whose value, or company, a test cannot make up from their type and condition.
+# Fields whose value or required flags do not follow from their type and condition.
 VALUES = {
     "role_map": "actor=0;critic=1;reward=2;reference=3", "advantage": "grpo", "policy_loss": "gspo",
     "loss_aggregation": "seq-mean-token-sum", "kl_in": "loss", "kl_estimator": "k3", "kl_controller": "adaptive",
@@ -51,7 +51,7 @@ BESIDE = {
     "eval_k": "--eval-prompts x --eval-temperature 1 --eval-responses 2",
 }  # fmt: skip
 
-OUTSIDE = {"reward_fallback": ("nan", "inf")}  # values that are refused, where -1 is not
+OUTSIDE = {"reward_fallback": ("nan", "inf")}  # values that are rejected, where -1 is not
 
 
 def flag_of(field) -> str:

@@ -13,7 +13,7 @@ COUNT = sum(LENGTHS)
 
 
 def microbatches_of(role_groups, parts: int):
-    """This lane's sequences (every lanes-th) in `parts` micro-batches: (tokens, lengths, weights)."""
+    """This replica's sequences (round robin) in `parts` micro-batches: (tokens, lengths, weights)."""
     tokens, lengths = ragged_tokens(LENGTHS)
     weights = torch.linspace(-1, 2, COUNT)
     rows = list(zip(tokens.split(LENGTHS), weights.split(LENGTHS), strict=True))[
@@ -28,6 +28,7 @@ def microbatches_of(role_groups, parts: int):
 
 
 def forward_and_loss(value_head: bool):
+    """(forward, loss) of a critic or a policy for `run_microbatches`."""
     from megarl.mcore.model.forward_pass import token_scores, token_values
 
     if value_head:
@@ -42,7 +43,7 @@ def forward_and_loss(value_head: bool):
 
 
 def wrapped_model(flags, shape="llama", value_head=False):
-    """(model, wrapper, optimizer, namespace, place); a value head's weights are drawn, for 0 would stop gradients."""
+    """(model, wrapper, optimizer, args, role groups); a value head gets random weights: 0 would stop gradients."""
     from megarl.mcore.training import optimizer
 
     stages, args, place = build_stages(flags, shape, value_head)
@@ -55,6 +56,7 @@ def wrapped_model(flags, shape="llama", value_head=False):
 
 
 def accumulate(wrapped, adam, role_groups, parts, value_head=False):
+    """Forward and backward over `parts` micro-batches from zeroed gradients; returns the losses' reports."""
     from megarl.mcore.parallel import pipeline
 
     wrapped[0].zero_grad_buffer()

@@ -198,7 +198,7 @@ def never_right(sample) -> float:
     return 0.1 * len(sample.response)
 
 
-GRADED = "--reward tests.helpers.programs:graded_reward"  # rewards differ, so that there is something to learn from
+GRADED = "--reward tests.helpers.programs:graded_reward"  # rewards that differ, so that the policy trains
 PLACED = ["reward/mean", "reward/std", "actor/loss", "actor/entropy", "actor/grad_norm", "critic/loss",
           "critic/grad_norm", "kl/reference", "rollout/tokens"]  # fmt: skip
 

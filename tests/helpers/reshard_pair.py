@@ -18,7 +18,7 @@ def roles(actor: str, actor_flags: list[str], reference: str, reference_flags: l
 
 
 class Pair:
-    """A source and a destination drawn alike, each by its own layout; then the destination loses its numbers."""
+    """A source and a destination with equal weights in two layouts; the destination's are then overwritten with NaN."""
 
     def __init__(self, flags: str, shape: str = "llama"):
         from megarl.comm import role_mesh
@@ -27,7 +27,9 @@ class Pair:
         places = role_mesh.create_mesh(settings, SAFETY)
         self.places = {role: places[role] for role in ("actor", "reference")}
         self.args = {role: settings[role].megatron for role in self.places}
-        for args in self.args.values():  # a persistent buffer, which as a flag is refused while nothing trains it
+        for (
+            args
+        ) in self.args.values():  # a persistent buffer; the flag itself is rejected for models that are not trained
             args.moe_router_enable_expert_bias = bool(args.num_experts)
         ranks = sorted({*self.places["actor"].ranks, *self.places["reference"].ranks})
         self.group, self.is_member = dist.new_group(ranks), dist.get_rank() in ranks
@@ -62,10 +64,11 @@ class Pair:
 
 
 def tensors(stages) -> dict:
-    """All that a checkpoint would hold, by chunk and name on this rank."""
+    """Everything that a checkpoint would hold on this rank, by chunk and name."""
     states = [chunk.state_dict() for chunk in stages or ()]
     return {f"{i}.{name}": t for i, state in enumerate(states) for name, t in state.items() if t is not None}
 
 
 def named(stages) -> dict:
+    """Copies of `tensors`."""
     return {name: tensor.clone() for name, tensor in tensors(stages).items()}

@@ -13,9 +13,9 @@ PLAIN = "--adam-eps 1 --lr 0.05 --weight-decay 0 --lr-decay-style constant"
 
 
 def experience(dp_rank: int, replicas: int) -> Batch:
-    """A lane's share of a step that is the same for every number of lanes; one sequence has no response.
+    """A replica's share of a step that is the same for every number of replicas.
 
-    Two and two answer a prompt.
+    One sequence has no response; each prompt has two.
     """
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(2, 7, (SEQUENCES // 2,), generator=generator).repeat_interleave(2)
@@ -41,13 +41,13 @@ def experience(dp_rank: int, replicas: int) -> Batch:
 
 
 class LocalStepBatch(dict):
-    """A step's data, at the roles already."""
+    """A step batch whose data are already on the ranks of the roles."""
 
     count, step = SEQUENCES, 1
 
 
 def role_of(name: str, parsed):
-    """Actor or critic on this rank, its head drawn: at 0 it would hide what is below."""
+    """(actor or critic, its role groups) on this rank; the value head gets random weights."""
     from megarl.comm import role_mesh
     from megarl.roles.actor import Actor
     from megarl.roles.critic import Critic

@@ -82,7 +82,7 @@ GEMMA = """\
 {% endif %}
 """
 
-# For any tokenizer: written with its own BOS and EOS alone.
+# For any tokenizer: uses only its BOS and EOS.
 PLAIN = (
     "{{ bos_token }}{% for m in messages %}{{ m.role }}|{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}"
     "{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant|{% endif %}"
@@ -90,7 +90,7 @@ PLAIN = (
 
 
 def _merged(words: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """The pieces that spell each word from the left, and the merges that make them."""
+    """The tokens that spell each word from the left, and the merges that make them."""
     merges = {(word[:end], word[end]): None for word in words for end in range(1, len(word))}
     return list(dict.fromkeys(a + b for a, b in merges)), list(merges)
 
@@ -125,7 +125,7 @@ def chatml(folder: Path) -> str:
 
 
 def llama(folder: Path) -> str:
-    """Byte-level BPE with a pattern of its own; the post-processor would add a BOS too."""
+    """Byte-level BPE with its own pattern; the post-processor would add a BOS too."""
     made = _byte_level([*WORDS, "\u0120the", "\u010a\u010a"])
     pattern = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
     made.pre_tokenizer = pre_tokenizers.Sequence(
@@ -156,7 +156,7 @@ def mistral(folder: Path) -> str:
 
 
 def gemma(folder: Path) -> str:
-    """The same with no space in front, and a template of its own in a file."""
+    """The same with no space in front, and a template in a separate file."""
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
     made = _byte_fallback(special)
     made.normalizer = normalizers.Replace(" ", "\u2581")
@@ -168,7 +168,7 @@ def gemma(folder: Path) -> str:
 
 
 def unigram(folder: Path) -> str:
-    """Unigram: knows its special tokens as pieces too, and its normalizer makes them from full-width letters."""
+    """Unigram: has its special tokens in the vocabulary too, and its normalizer makes them from full-width letters."""
     special = ["<s>", "</s>", "<unk>", "<pad>"]
     pieces = [*special, "\u2581", *ASCII, *WORDS]
     scores = [(piece, 0.0 if piece in special else -9.0 / len(piece)) for piece in dict.fromkeys(pieces)]

@@ -31,20 +31,20 @@ def parse_roles(flags: str, size: int, shape: str = "llama", program: str = "sft
 
 @functools.cache  # one set of groups for all models of a process, as programs have it
 def join_actor(flags: str = "", shape: str = "llama"):
-    """The actor's Megatron namespace and its place, on every rank of the world that runs."""
+    """(Megatron args, role groups) of the actor, on every rank of the running world."""
     roles = parse_roles(flags, dist.get_world_size(), shape)
     return roles["actor"].megatron, role_mesh.create_mesh(roles, SAFETY)["actor"]
 
 
 def build(flags: str = "", shape: str = "llama", value_head: bool = False):
-    """(model, namespace, place) of the actor, with biases drawn: Megatron starts them at 0, where nothing is seen."""
+    """(model, args, role groups) of the actor with random biases, since Megatron's zeros would hide errors."""
     stages, args, place = build_stages(flags, shape, value_head)
     (model,) = stages
     return model, args, place
 
 
 def build_stages(flags: str = "", shape: str = "llama", value_head: bool = False):
-    """(stages, namespace, place) of the actor, as `build`, for any number of pipeline stages on a rank."""
+    """(stages, args, role groups) of the actor, as `build`, for any number of pipeline stages on a rank."""
     from megarl.mcore.model.gpt import build_model
 
     args, place = join_actor(flags, shape)
@@ -55,7 +55,7 @@ def build_stages(flags: str = "", shape: str = "llama", value_head: bool = False
 
 
 def draw_vectors(chunk, pg_collection):
-    """Fills the transformer's biases and norm weights with numbers that are the same in every layout."""
+    """Fills the transformer's biases and norm weights with random numbers that are the same in every layout."""
     from megarl.mcore.model.initialization import global_name
 
     rank, size = dist.get_rank(pg_collection.tp), dist.get_world_size(pg_collection.tp)
@@ -69,12 +69,12 @@ def draw_vectors(chunk, pg_collection):
 
 
 def gather_parameters(model, group, gated: bool) -> dict:
-    """Every parameter as one rank would hold it: the shares of the tensor-parallel ranks put together."""
+    """Every parameter as one rank would hold it: the tensor-parallel shards concatenated."""
     return {name: whole_tensor(name, p, p.detach(), group, gated) for name, p in model.named_parameters()}
 
 
 def whole_tensor(name: str, parameter, value, group, gated: bool):
-    """`value` (of the parameter's shape: weights, gradients) put together from the ranks of the group."""
+    """`value` (of the parameter's shape: weights, gradients) gathered from the ranks of the group."""
     size = dist.get_world_size(group)
     if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return value.clone()
@@ -104,5 +104,5 @@ def one_microbatch(rows: list[list[int]]):
 
 
 def farthest(one, other) -> float:
-    """Largest difference of two tensors, of numbers above 1 relative to them: what rounding in float32 leaves."""
+    """Largest difference of two tensors, relative for numbers above 1."""
     return float(((one - other).abs() / other.abs().clamp_min(1)).max())

@@ -9,6 +9,7 @@ TOOLS = Path(__file__).parents[2] / "tools"
 
 
 def load_tool(name):
+    """tools/NAME.py as a module."""
     spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -11,7 +11,7 @@ MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 
 
 def critic_model(flags: str, offload: bool):
-    """A critic on this rank."""
+    """A critic's `TrainableModel` on this rank."""
     from megarl.roles.trainable_model import TrainableModel
 
     role = parse_roles(flags, dist.get_world_size())["actor"]

@@ -10,7 +10,7 @@ LENGTHS = [1, 2, 3, 5, 17, 11, 1, 4, 9, 16, 8]
 
 
 def batch_of(role_groups):
-    """This lane's sequences (every lanes-th) with all that one PPO update of actor and critic needs."""
+    """This replica's sequences (round robin) with all fields of one PPO update of actor and critic."""
     from megarl.batch import Batch
 
     tokens, lengths = ragged_tokens(LENGTHS)
@@ -35,7 +35,7 @@ def batch_of(role_groups):
 
 
 def split_microbatches(batch, count: int, multiple: int):
-    """The lane's sequences in `count` micro-batches, empty ones where they run out."""
+    """The replica's sequences in `count` micro-batches (rounded up to `multiple`), blank ones at the end."""
     from megarl.comm import microbatches as mb
 
     count = -(-count // multiple) * multiple
@@ -46,7 +46,7 @@ def split_microbatches(batch, count: int, multiple: int):
 
 
 def whole_weights(stages, pg_collection) -> dict:
-    """Every tensor of the model by its name in a checkpoint, put together from all ranks' shards; equal everywhere."""
+    """Every tensor of the model by its name in a checkpoint, gathered from all ranks' shards."""
     from megarl.mcore.parallel.fsdp import local_rows
 
     shards = []

@@ -64,7 +64,7 @@ def run_world(function, size: int, *args, timeout: float = SAFETY_SECONDS) -> li
 
 
 def _warm():
-    """Imports once what every rank would import again: Megatron, and what torch's checkpoint loads when first used."""
+    """Imports once what every rank would import again."""
     import torch._dynamo  # noqa: F401
 
 

@@ -1,4 +1,4 @@
-"""The program evaluate: the same numbers in every layout, the trainer's, and those that its samples give; refusals."""
+"""The program evaluate: metrics equal in every layout, to those of training and of its samples; wrong input."""
 
 import functools
 import json
@@ -72,16 +72,16 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("flags", ["", SAMPLED])
-def test_the_layout_changes_nothing(name, flags, folder):
+def test_evaluation_does_not_depend_on_the_layout(name, flags, folder):
     assert result(folder, flags, *LAYOUTS[name]) == result(folder, flags)
 
 
-def test_a_lane_may_have_nothing_to_write(folder):
+def test_a_replica_may_have_no_prompt(folder):
     found = result(folder, "--eval-samples 1", 2)
     assert found == result(folder, "--eval-samples 1") and found[0]["prompts"] == 1
 
 
-def test_numbers_are_those_of_the_samples(folder):
+def test_metrics_equal_those_computed_from_the_samples(folder):
     found, samples = result(folder, SAMPLED)
     rows = [json.loads(line) for line in samples.splitlines()]
     assert found["prompts"] == 16 and [row["sequence"] for row in rows] == list(range(64))
@@ -106,7 +106,7 @@ def test_numbers_are_those_of_the_samples(folder):
     assert 0 < whole["eval/pass@1"] == whole["eval/accuracy"] < whole["eval/pass@2"] < whole["eval/pass@4"] < 1
 
 
-def test_samples_differ_by_seed_temperature_and_place(folder):
+def test_samples_differ_by_seed_temperature_and_index(folder):
     _, samples = result(folder, SAMPLED)
     texts = [json.loads(line)["response"] for line in samples.splitlines()]
     assert any(len(set(texts[i : i + 4])) > 2 for i in range(0, 64, 4))
@@ -119,8 +119,8 @@ def test_samples_differ_by_seed_temperature_and_place(folder):
 # -- checkpoints -------------------------------------------------------------------------------------------------
 
 
-def test_the_trainers_numbers_come_back_from_its_checkpoints(folder):
-    """Before training the warm start's, behind it those of the run's latest and of its best checkpoint."""
+def test_evaluating_a_checkpoint_gives_the_trainers_metrics(folder):
+    """Before training those of the warm start, after it those of the run's latest and of its best checkpoint."""
     save, prompts = folder / "ppo", prompts_of_two_tasks(folder)
     flags = f"--train-iters 4 --eval-interval 1 --save-interval 1 --eval-prompts {prompts} {SAMPLED} --lr 3e-3"
     train("rl", rl_argv(save, flags), 2)
@@ -182,7 +182,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_wrong_input_is_refused_in_one_line(case, tmp_path):
+def test_wrong_input_is_rejected_in_one_line(case, tmp_path):
     from megarl.evaluate import evaluate
     from megarl.observe.timers import Timers
 
@@ -194,7 +194,7 @@ def test_wrong_input_is_refused_in_one_line(case, tmp_path):
 
 
 @pytest.mark.parametrize("flag", ["--load", "--eval-prompts", "--tokenizer-model"])
-def test_what_has_no_default_is_asked_for(flag):
+def test_flags_without_default_are_required(flag):
     from megarl.evaluate import evaluate
     from megarl.observe.timers import Timers
 
@@ -204,7 +204,7 @@ def test_what_has_no_default_is_asked_for(flag):
         evaluate(program("evaluate", command[:place] + command[place + 2 :], 1), Timers())
 
 
-def test_a_check_joins_nobody(capsys):
+def test_a_check_starts_no_process_group(capsys):
     from megarl.evaluate import evaluate
     from megarl.observe.timers import Timers
 

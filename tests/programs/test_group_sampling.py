@@ -65,7 +65,7 @@ def test_a_filter_drops_groups_whose_rewards_are_equal(folder):
         assert row["perf/tokens"] < row["rollout/tokens"] + 12 * 6 and "actor/loss" in row
 
 
-def test_a_step_without_groups_that_differ_learns_nothing(folder):
+def test_a_step_without_groups_that_differ_trains_nothing(folder):
     """Nobody answers right: the verdicts of every group are equal."""
     save = run_of(folder, f"{GRPO} --group-filter correct --reward tests.helpers.programs:never_right")
     rows = metrics(save)
@@ -77,7 +77,7 @@ def test_a_step_without_groups_that_differ_learns_nothing(folder):
 
 # -- dynamic sampling --------------------------------------------------------------------------------------------
 
-LAYOUTS = {"two lanes": (2, ""), "TP2 beside the reward": (3, DISJOINT), "four lanes": (4, "")}
+LAYOUTS = {"two replicas": (2, ""), "TP2 apart from the reward": (3, DISJOINT), "four replicas": (4, "")}
 
 
 def test_dynamic_sampling_fills_the_batch(folder):
@@ -126,14 +126,14 @@ def test_an_unfinished_batch_waits_and_survives_a_resume_in_any_layout(folder):
                 assert metrics(save)[step].get("reward/mean") == rows[step].get("reward/mean")
 
 
-def test_groups_that_wait_are_refused_by_another_kind_of_run(folder):
+def test_buffered_groups_are_rejected_by_an_incompatible_run(folder):
     start = run_of(folder, WAITS, steps=4) / "checkpoints" / "step_00000001"
     for flags in (GRPO, f"{WAITS} --samples-per-prompt 3"):
         with pytest.raises(RankFailed, match="--load: groups of 2 responses wait"):
             train("rl", rl_argv(folder / "refused", f"--train-iters 4 --lr-decay-iters 9 {flags} --load {start}"))
 
 
-def test_a_line_drawn_twice_in_a_step_is_answered_anew(tmp_path):
+def test_a_prompt_drawn_twice_in_a_step_gets_new_responses(tmp_path):
     few = write_lines(tmp_path / "few.jsonl", [addition(3, 4), addition(12, 9)])
     train("rl", rl_argv(tmp_path / "run", f"{GRPO} --train-iters 1 --prompts {few}"))
     by_prompt: dict[str, list] = {}
@@ -179,7 +179,7 @@ def test_a_baseline_is_the_reward_of_the_greedy_answer(size, tmp_path):
     assert {value for one, _ in found for value in one} == {0.0, 1.0}
 
 
-def test_remax_learns_the_same_in_every_layout(folder):
+def test_remax_updates_do_not_depend_on_the_layout(folder):
     one, two = metrics(run_of(folder, REMAX, steps=2)), metrics(run_of(folder, REMAX, 2, steps=2))
     for step in (1, 2):
         assert_close(two[step], one[step], ["actor/loss", "actor/grad_norm", "rollout/tokens"], 2e-5)

@@ -19,10 +19,10 @@ SPLIT = {
 
 
 @pytest.mark.parametrize("arguments, variables, says", [
-    ([], {}, "name a program"), (["train"], {}, "no program train"), (["train_sft"], {"NPROC": "0"}, "NPROC=0"),
+    ([], {}, "no program given"), (["train"], {}, "unknown program train"), (["train_sft"], {"NPROC": "0"}, "NPROC=0"),
     (["train_sft"], {"NPROC": "two"}, "NPROC=two"), (["train_sft", "--lr-rate", "1"], {}, "--lr-rate"),
 ])  # fmt: skip
-def test_wrong_use_is_told_in_one_line(arguments, variables, says):
+def test_wrong_use_is_reported_in_one_line(arguments, variables, says):
     done = launch(arguments, **variables)
     assert (done.returncode, done.stdout) == (2, "")
     assert says in done.stderr and len(done.stderr.splitlines()) == 1
@@ -44,11 +44,11 @@ def test_a_warm_start_makes_data_and_a_policy_on_two_ranks(tmp_path):
 
 @pytest.mark.parametrize("name, variables, says", [
     ("warm_start", {}, "SAVE is not set"), ("warm_start", {"SAVE": "S", "SEED": "-1"}, "SEED=-1: allowed is"),
-    ("warm_start", {"SAVE": "S", "CONFIG": "moe"}, "CONFIG=moe: there is no configs/moe_sft.yaml"),
+    ("warm_start", {"SAVE": "S", "CONFIG": "moe"}, "CONFIG=moe: configs/moe_sft.yaml does not exist"),
     ("quickstart", {"SAVE": "S", "CONFIG": "moe"}, "CONFIG=moe: allowed: quickstart, moe_quickstart"),
     ("moe_quickstart", {"SAVE": "S", "SEED": "one"}, "SEED=one: allowed is"),
 ])  # fmt: skip
-def test_wrong_variables_are_told_in_one_line_before_anything_is_made(name, variables, says, tmp_path):
+def test_wrong_variables_are_reported_in_one_line_before_anything_is_made(name, variables, says, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     done = launch([], name, **{key: str(run) if value == "S" else value for key, value in variables.items()})

@@ -69,7 +69,7 @@ def test_a_failing_rank_ends_the_others_and_gives_the_status(tmp_path, capfd):
     assert capfd.readouterr().err == ""  # the rank itself has said why
 
 
-def test_a_rank_that_raises_tells_why(capfd):
+def test_the_traceback_of_a_failing_rank_is_printed(capfd):
     def fail() -> int:
         raise ValueError("of this rank")
 
@@ -150,7 +150,7 @@ def test_cores_are_those_of_the_container(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("given, threads", [("", 3), ("2", 2)])
-def test_ranks_share_the_cores_out_and_garbage_is_looked_for_in_ranks_alone(given, threads, monkeypatch):
+def test_ranks_divide_the_cores_and_only_ranks_collect_garbage(given, threads, monkeypatch):
     seen, collects = [], gc.isenabled()
     monkeypatch.setenv("OMP_NUM_THREADS", given)
     monkeypatch.setattr(launcher, "cores", lambda: 7)
@@ -168,7 +168,7 @@ LIST = """import json, sys, megarl.train_rl, megarl.train_sft, megarl.evaluate
 print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules} | {'torch._dynamo'} & sys.modules.keys())))"""
 
 
-def test_programs_do_not_import_what_a_run_may_not_need():
+def test_programs_import_optional_packages_lazily():
     done = subprocess.run([sys.executable, "-c", LIST], env=environment(), capture_output=True, text=True, check=True)
     found = set(json.loads(done.stdout))
     assert {"torch", "megatron", "megarl"} <= found
@@ -178,7 +178,7 @@ def test_programs_do_not_import_what_a_run_may_not_need():
     }  # fmt: skip
 
 
-def test_threads_and_nodes_call_for_torchrun():
+def test_running_threads_and_several_nodes_require_torchrun():
     release = threading.Event()
     thread = threading.Thread(target=release.wait)
     thread.start()

@@ -51,7 +51,7 @@ def test_the_groups_that_end_first_are_kept(folder):
 @pytest.mark.parametrize("size, flags", [
     (2, ""), (2, "--rollout-dispatch static"), (2, "--tensor-model-parallel-size 2 --rollout-prefix-caching"),
 ])  # fmt: skip
-def test_no_layout_changes_which_they_are(size, flags, folder):
+def test_the_kept_groups_do_not_depend_on_the_layout(size, flags, folder):
     found, expected = run_of(folder, f"{TWICE} {flags}", size), run_of(folder, TWICE)
     assert samples(found, 1) == samples(expected, 1)
     if "tensor" not in flags:
@@ -59,7 +59,7 @@ def test_no_layout_changes_which_they_are(size, flags, folder):
         assert timeless(metrics(found)[2]) == timeless(metrics(other)[2]) and samples(found, 2) == samples(other, 2)
 
 
-def test_a_resumed_run_goes_on_as_if_nothing_had_been(folder):
+def test_a_resumed_run_equals_the_uninterrupted_one(folder):
     whole = run_of(folder, TWICE)
     resumed = run_of(folder, f"{TWICE} --load {whole / 'checkpoints' / 'step_00000001'}")
     assert samples(resumed, 2) == samples(whole, 2)
@@ -70,7 +70,7 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_been(folder):
 
 
 def raced(rank: int, parsed, wanted: int | None):
-    """(steps of this rank's engine, lengths that it wrote by sequence, groups that come first)."""
+    """(steps of this rank's engine, generated lengths by sequence, groups that finish first)."""
     from megarl.comm import role_mesh
     from megarl.data.tokenizers import build_tokenizer
     from megarl.mcore.model.gpt import build_model
@@ -91,7 +91,7 @@ def raced(rank: int, parsed, wanted: int | None):
     return len(steps), dict(zip(batch.sequence_ids.tolist(), batch.response_lengths.tolist())), first.tolist()
 
 
-def test_writing_stops_when_the_rest_cannot_come_first(tmp_path):
+def test_generation_stops_when_enough_groups_are_finished(tmp_path):
     parsed = program("rl", rl_argv(tmp_path / "run", f"{LONG} --max-response-length 120 --rollout-max-requests 20"), 2)
     whole, short = run_world(raced, 2, parsed, None), run_world(raced, 2, parsed, 3)
     lengths = {i: n for _, mine, _ in whole for i, n in mine.items()}
@@ -100,13 +100,13 @@ def test_writing_stops_when_the_rest_cannot_come_first(tmp_path):
     needed = max(longest[g] for g in expected)
     assert all(first == expected for _, _, first in whole + short) and max(longest) > 2 * needed
     generated = {i: n for _, mine, _ in short for i, n in mine.items()}
-    bound = needed + 2 * 16 + 1  # lanes ask at every 16th step, each for itself
+    bound = needed + 2 * 16 + 1  # each replica checks at every 16th step
     assert max(steps for steps, _, _ in short) <= bound < max(steps for steps, _, _ in whole)
     assert all(n <= lengths[i] for i, n in generated.items()) and sum(generated.values()) < sum(lengths.values())
 
 
 def cut(rank: int):
-    """Completions with a bound that falls while they are written, and of all tokens."""
+    """Completions with a step bound that falls during generation, and complete ones."""
     from megarl.mcore.inference.engine import RequestList
 
     engine, _, _ = make_engine(max_requests=8)
@@ -116,7 +116,7 @@ def cut(rank: int):
     return [found[i] for i in range(len(requests))], engine.generate(requests, NEVER, s)
 
 
-def test_a_bound_cuts_responses_and_nothing_else():
+def test_a_step_bound_truncates_responses_and_changes_nothing_else():
     ((found, whole),) = run_world(cut, 1)
     for short, long in zip(found, whole, strict=True):
         assert short.tokens == long.tokens[: len(short.tokens)] and short.logprobs == long.logprobs[: len(short.tokens)]

@@ -1,4 +1,4 @@
-"""Roles that work at the same time: a batch written ahead, exchanges and records without waiting."""
+"""Roles that work at the same time: a batch generated ahead, sends and metrics that do not block."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -36,7 +36,7 @@ AHEAD += " --lr-decay-iters 3"
 
 
 @pytest.mark.parametrize("model", ["", EXPERTS], ids=["dense", "experts"])
-def test_a_batch_that_was_written_ahead_survives_an_interruption(model, tmp_path):
+def test_a_batch_generated_ahead_survives_an_interruption(model, tmp_path):
     whole, resumed, plain = (tmp_path / name for name in ("whole", "resumed", "plain"))
     ahead, warm_start = f"{AHEAD} {model}", not model
     train("rl", rl_argv(whole, f"--train-iters 3 --save-interval 2 {ahead} --one-step-off", warm_start), 2)
@@ -59,22 +59,22 @@ def test_a_batch_that_was_written_ahead_survives_an_interruption(model, tmp_path
 
 
 @pytest.mark.parametrize("flags, needle", [
-    ("--one-step-off --rollout-correction tis", "--one-step-off: needs a rollout in --role-map that shares no ranks"),
+    ("--one-step-off --rollout-correction tis", "--one-step-off: needs a rollout in --role-map on other ranks"),
 ])  # fmt: skip
-def test_overlap_needs_ranks_that_are_apart(flags, needle, tmp_path):
+def test_overlap_needs_disjoint_ranks(flags, needle, tmp_path):
     with pytest.raises(UsageError) as caught:
         RLInputs(program("rl", rl_argv(tmp_path, flags), 4))
     assert str(caught.value).startswith(needle) and "\n" not in str(caught.value)
 
 
-# -- nobody waits ------------------------------------------------------------------------------------------------
+# -- no blocking -------------------------------------------------------------------------------------------------
 
 
 def store_of_ranks() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def give_and_go_on(rank: int):
+def send_and_continue(rank: int):
     mesh, store = create_mesh("--role-map actor=0;critic=1;reward=1;reference=1"), store_of_ranks()
     dp_assignment = {role: round_robin(torch.arange(6), 1, 2) for role in ("actor", "critic")}
     parts, pending = (
@@ -91,29 +91,29 @@ def give_and_go_on(rank: int):
     return [sequences(part) for part in parts] if rank == 0 else [sequences(batch) for batch in taken]
 
 
-def test_who_gives_does_not_wait_for_who_takes():
-    given, taken = run_world(give_and_go_on, 2)
+def test_a_sender_does_not_wait_for_the_receiver():
+    given, taken = run_world(send_and_continue, 2)
     assert given == taken
 
 
-def tell(rank: int):
+def publish(rank: int):
     from megarl.comm.role_mesh import RoleMesh
 
-    store, ledger = store_of_ranks(), AsyncMetrics(RoleMesh({}, {}, {}), timedelta(seconds=20))
-    ledger.publish(1, ("one", rank))
+    store, metrics_of_ranks = store_of_ranks(), AsyncMetrics(RoleMesh({}, {}, {}), timedelta(seconds=20))
+    metrics_of_ranks.publish(1, ("one", rank))
     if rank == 1:
         store.wait(["half"], timedelta(seconds=20))
-        ledger.publish(2, ("two", rank))
-        return ledger.poll(wait=True)
+        metrics_of_ranks.publish(2, ("two", rank))
+        return metrics_of_ranks.poll(wait=True)
     store.wait(["megarl/told/1/1"], timedelta(seconds=20))
-    ledger.publish(2, ("two", rank))
-    half = ledger.poll(wait=False)
+    metrics_of_ranks.publish(2, ("two", rank))
+    half = metrics_of_ranks.poll(wait=False)
     store.set("half", "1")
-    return half, ledger.poll(wait=True), ledger.poll(wait=True)
+    return half, metrics_of_ranks.poll(wait=True), metrics_of_ranks.poll(wait=True)
 
 
-def test_rank_0_reads_what_all_ranks_told_of_a_step():
-    (half, rest, nothing), other = run_world(tell, 2)
+def test_rank_0_reads_the_metrics_of_all_ranks():
+    (half, rest, nothing), other = run_world(publish, 2)
     assert half == [(1, [("one", 0), ("one", 1)])] and rest == [(2, [("two", 0), ("two", 1)])]
     assert nothing == other == []
 
@@ -121,7 +121,7 @@ def test_rank_0_reads_what_all_ranks_told_of_a_step():
 # -- the benchmark -----------------------------------------------------------------------------------------------
 
 
-def test_the_benchmark_knows_its_sides_and_tells_of_them(monkeypatch, capsys):
+def test_the_benchmark_reports_both_sides(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["overlap.py", "--sides", "ahead,nothing"])
     with pytest.raises(SystemExit) as caught:
         overlap.main()

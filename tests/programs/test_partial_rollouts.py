@@ -1,4 +1,4 @@
-"""Partial rollouts: groups that were stopped go on in the next round as if nothing had been."""
+"""Partial rollouts: interrupted groups resume in the next round as if uninterrupted."""
 
 import functools
 import json
@@ -106,7 +106,7 @@ def steps_of(folder: Path, flags: str = "", size: int = 1, moves: bool = True) -
 
 
 def uninterrupted(rank: int, parsed, drawn: dict[int, int]) -> dict:
-    """Responses to each line by its sample, written in one go."""
+    """Responses to each prompt by sample, generated without interruption."""
     from megarl.observe.timers import Timers
     from megarl.rollout.requests import PromptRequest
     from megarl.trainers.rl_trainer import RLTrainer
@@ -122,7 +122,7 @@ def uninterrupted(rank: int, parsed, drawn: dict[int, int]) -> dict:
 
 
 def assert_uninterrupted(folder: Path, found: list[list[dict]], drawn: dict[int, int]):
-    """Each group of a run on the same weights is, bit by bit, what is written in one go."""
+    """With constant weights each group equals, bit by bit, an uninterrupted generation."""
     argv = rl_argv(folder / "none", FLAGS, warm_start=False)
     (expected,) = run_world(uninterrupted, 1, program("rl", argv, 1), drawn)
     for rows in found:
@@ -141,14 +141,14 @@ def test_under_the_same_weights_a_response_is_that_of_an_uninterrupted_run(folde
     assert sum(m["rollout/tokens"] for m in measured) == waiting + sum(len(r["response"]) for s in found for r in s)
 
 
-def test_rounds_of_a_step_go_on_with_the_oldest_groups(folder):
+def test_rounds_of_a_step_resume_the_oldest_groups_first(folder):
     ((found, measured, drawn, _, _),) = steps_of(folder, ROUNDS, moves=False)
     assert max(m["sampling/rounds"] for m in measured) > 2 and len(drawn) > 4 * STEPS + 4
     assert_uninterrupted(folder, found, drawn)
     assert 0 < max(m["rollout/carried_groups"] for m in measured) <= 4
 
 
-def test_groups_that_go_on_come_in_by_their_new_tokens_and_older_ones_first(folder):
+def test_resumed_groups_are_ordered_by_new_tokens_then_age(folder):
     ((found, measured, drawn, _, _),) = steps_of(folder)
     assert [len(rows) for rows in found] == [8] * STEPS
     for step, (rows, measure) in enumerate(zip(found, measured, strict=True), start=1):
@@ -165,7 +165,7 @@ def test_groups_that_go_on_come_in_by_their_new_tokens_and_older_ones_first(fold
     assert sum(m["rollout/dropped_groups"] for m in measured) == len(drawn) - 4 * STEPS - 4
 
 
-def test_log_probs_are_those_of_the_policy_that_wrote_the_token(folder):
+def test_logprobs_are_those_of_the_policy_that_generated_the_token(folder):
     ((found, _, _, gap, _),) = steps_of(folder)
     assert gap <= largest_gap_allowed()
     ((same, *_),) = steps_of(folder, moves=False)
@@ -180,16 +180,16 @@ def test_log_probs_are_those_of_the_policy_that_wrote_the_token(folder):
         (2, "--rollout-dispatch static"),
         (2, "--tensor-model-parallel-size 2"),
     ],
-    ids=["few at a time", "two lanes", "dealt", "one lane of two"],
+    ids=["few at a time", "two replicas", "static dispatch", "one replica of two ranks"],
 )
-def test_no_layout_changes_what_is_written(size, flags, folder):
+def test_the_layout_does_not_change_the_responses(size, flags, folder):
     found, expected = merged(steps_of(folder, flags, size)), merged(steps_of(folder))
     if "tensor" in flags:  # sums of another order
         found, expected = ([[row | {"logprobs": []} for row in rows] for rows in steps] for steps in (found, expected))
     assert found == expected
 
 
-def test_nothing_is_written_once_enough_groups_are_whole():
+def test_nothing_is_generated_once_enough_groups_are_complete():
     from megarl.rollout.requests import PartialResponse, PromptRequest, build_requests, skip_if_enough_are_finished
 
     ended, cut = PartialResponse([7, 1], True), PartialResponse([7, 8, 9], False)
@@ -240,8 +240,8 @@ def run_of(folder: Path, flags: str, size: int = 1) -> Path:
 FILTER = f"{ROUNDS} --max-sampling-rounds 1"
 
 
-@pytest.mark.parametrize("flags", ["", FILTER], ids=["plain", "an unfinished batch beside it"])
-def test_parts_survive_an_interruption(flags, folder):
+@pytest.mark.parametrize("flags", ["", FILTER], ids=["plain", "with an unfinished batch"])
+def test_partial_responses_survive_an_interruption(flags, folder):
     whole = run_of(folder, f"--save-interval 1 {flags}")
     for size in (1,) if flags else (1, 2):
         resumed = run_of(folder, f"{flags} --load {whole / 'checkpoints' / 'step_00000001'}", size)
@@ -262,8 +262,8 @@ LANES = ("", "--expert-model-parallel-size 2 --rollout-max-requests 4")
 ROUTES = f"{EXPERTS} --router-replay rollout --lr 0 --samples-per-prompt 3 --max-response-length 24"
 
 
-def test_routes_are_those_of_the_last_policy_that_read_a_text(folder):
-    """Nothing is learnt: a wrong route of any token would show as a gap."""
+def test_routes_are_those_of_the_last_policy_that_prefilled_the_sequence(folder):
+    """The policy does not change, so a wrong route of any token would show as a gap."""
     one, two = (run_of(folder, f"{ROUTES} --train-iters 2 {flags}", size) for size, flags in enumerate(LANES, start=1))
     for step in (1, 2):
         assert samples(one, step) == samples(two, step)
@@ -273,16 +273,16 @@ def test_routes_are_those_of_the_last_policy_that_read_a_text(folder):
 
 
 @pytest.mark.parametrize("flags, needle", [
-    ("--partial-rollouts false", "--load: 4 groups of 2 responses are half written in the checkpoint; allowed are --p"),
-    ("--max-response-length 9", "--load: half written in the checkpoint are prompts of up to 5 and responses of up to"),
+    ("--partial-rollouts false", "--load: the checkpoint holds 4 unfinished groups of 2 responses; add"),
+    ("--max-response-length 9", "--load: the checkpoint holds unfinished groups with prompts of up to 5"),
 ])  # fmt: skip
-def test_what_cannot_go_on_is_refused(flags, needle, folder):
+def test_incompatible_resumes_are_rejected(flags, needle, folder):
     start = run_of(folder, "--save-interval 1 ") / "checkpoints" / "step_00000001"
     with pytest.raises(RankFailed, match=needle):
         run_of(folder, f"--load {start} {flags}")
 
 
-def test_groups_that_lost_by_a_tie_come_in_without_a_token(folder):
+def test_groups_that_lost_a_tie_enter_without_a_new_token(folder):
     save = run_of(folder, "--max-response-length 2 --over-sampling 3 --save-interval 1")
     rows = metrics(save)
     assert rows[1]["rollout/carried_groups"] == 8 and rows[1]["rollout/tokens"] >= 12 * 2

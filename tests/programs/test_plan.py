@@ -1,4 +1,4 @@
-"""The plan program: layouts and groups at any world size, the table, refusals."""
+"""The plan program: layouts and groups at any world size, the table, wrong input."""
 
 import contextlib
 import io
@@ -139,13 +139,13 @@ def test_colocated_roles_add_up_and_disjoint_ones_do_not(tmp_path):
         found = json.loads((tmp_path / "plan.json").read_text())
         return max(s["bytes"] for s in found["rank_sets"]), found
 
-    sequences_per_example, found = largest()
+    together, found = largest()
     resident = sum(m["total"] - m["activations"] - m["logits"] for r in found["roles"].values() for m in r["stages"])
     assert found["roles"]["rollout"]["stages"][0]["weights"] == 0  # the actor's own module generates
     assert found["roles"]["rollout"]["stages"][0]["kv_cache"] == 2**28
-    assert resident < sequences_per_example < resident + 2**25
+    assert resident < together < resident + 2**25
     apart, found = largest("--role-map", "actor=0;critic=1;reference=2;reward=3")
-    assert len(found["rank_sets"]) == 4 and apart < sequences_per_example
+    assert len(found["rank_sets"]) == 4 and apart < together
     moved = {(m["source"], m["destination"]): m["payload"] for m in found["exchanges"]}
     assert moved[("rollout", "actor")] == 0 and moved[("rollout", "critic")] > 0  # one replica of the actor: in place
     _, found = largest("--role-map", "actor=0-1;critic=2;reference=2;reward=3;rollout=3")
@@ -170,7 +170,7 @@ def test_runs_without_critic_or_reference(flags, roles, moves, tmp_path):
     assert not any(line.split()[:1] == [role] for role in absent for line in text.splitlines())
 
 
-def test_a_greedy_baseline_costs_writing_and_no_critic_costs_nothing(tmp_path):
+def test_a_greedy_baseline_costs_generation_and_an_absent_critic_nothing(tmp_path):
     def rollout_and_peak(*flags):
         run(["--world-size", "4", "--json", str(tmp_path / "plan.json"), *SMALL, *flags])
         found = json.loads((tmp_path / "plan.json").read_text())
@@ -183,7 +183,7 @@ def test_a_greedy_baseline_costs_writing_and_no_critic_costs_nothing(tmp_path):
     assert reinforce[1] == remax[1] < ppo[1]
 
 
-def test_a_reward_model_is_a_critic_that_never_learns():
+def test_a_reward_model_is_planned_as_a_critic_without_updates():
     flags = ["--reward", "model", "--reward-model", "one,two", "--reward-max-length", "40"]
     with fake_world.fake_world(4):
         program = arguments.parse([*SMALL[2:], *flags], 4)
@@ -220,7 +220,7 @@ def test_wrong_input_is_one_line(case):
     assert needle in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_the_program_leaves_with_status_2(capsys):
+def test_wrong_use_ends_with_status_2(capsys):
     with pytest.raises(SystemExit) as left:
         plan.launch(["--world-size", "3", *SMALL, "--tensor-model-parallel-size", "2"])
     printed = capsys.readouterr()

@@ -17,7 +17,7 @@ from tests.helpers.programs import ROOT, SHAPE, assert_close, inputs, metrics, s
 from tests.helpers.worlds import run_world
 
 FOLDER = ROOT / "configs" / "recipes"
-MODELS = {  # beside the actor
+MODELS = {  # besides the actor
     "ppo": ["critic", "reference"], "grpo": ["reference"], "rloo": ["reference"], "remax": ["reference"],
     "reinforce_plus_plus": ["reference"], "dr_grpo": [], "dapo": [], "gspo": [], "cispo": [], "gmpo": [],
 }  # fmt: skip
@@ -60,7 +60,10 @@ VARIANTS = {recipe: (recipe, "") for recipe in MODELS} | {
     "opo, sapo": ("rloo", "--advantage opo --policy-loss sapo"),
     "reinforce++-baseline, gspo-token": ("rloo", "--advantage reinforce++-baseline --policy-loss gspo-token"),
 }
-LAYOUTS = ("--max-tokens-per-microbatch 20", "--tensor-model-parallel-size 2")  # of two ranks, in turn: two lanes, one
+LAYOUTS = (
+    "--max-tokens-per-microbatch 20",
+    "--tensor-model-parallel-size 2",
+)  # of two ranks, alternating: two replicas, one
 SAME = ["reward/mean", "actor/loss", "actor/grad_norm", "actor/ppo_kl", "rollout/tokens", "perf/tokens"]
 
 
@@ -92,7 +95,7 @@ def train_and_list_models(rank: int, program: arguments.RunConfig) -> list[bool]
 
 
 def check_rows(save: Path, recipe: str):
-    """Both steps learnt something, all numbers are finite, and roles that are not in the run have none."""
+    """Both steps updated the policy, all metrics are finite, and absent roles have none."""
     rows = metrics(save)
     assert sorted(rows) == [1, 2]
     for row in rows.values():
@@ -104,12 +107,12 @@ def check_rows(save: Path, recipe: str):
         assert ("sampling/rounds" in row) == (recipe == "dapo")
 
 
-def test_every_recipe_is_there():
+def test_every_recipe_exists():
     assert sorted(path.stem for path in FOLDER.iterdir()) == sorted(MODELS)
 
 
 @pytest.mark.parametrize("recipe", MODELS)
-def test_it_trains_with_the_models_that_it_needs(recipe, tmp_path):
+def test_a_recipe_trains_the_models_it_needs(recipe, tmp_path):
     program = parsed(tmp_path, recipe)
     assert [role for role in program.roles if role in ("critic", "reference")] == MODELS[recipe]
     (built,) = run_world(train_and_list_models, 1, program)
@@ -123,7 +126,7 @@ def test_a_role_map_without_a_critic(tmp_path):
     check_rows(tmp_path, "grpo")
 
 
-def test_the_variants_have_what_no_recipe_has():
+def test_variants_cover_every_loss_estimator_and_aggregation():
     found = [parsed(Path("none"), recipe, flags).settings for recipe, flags in VARIANTS.values()]
     assert {settings.policy_loss for settings in found} == set(POLICY_LOSSES)
     assert {settings.advantage for settings in found} == set(ESTIMATORS)
@@ -131,7 +134,7 @@ def test_the_variants_have_what_no_recipe_has():
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_no_layout_changes_what_is_learnt(variant, tmp_path):
+def test_a_recipes_updates_do_not_depend_on_the_layout(variant, tmp_path):
     """Two epochs, so that ratios leave 1."""
     (recipe, flags), layout = VARIANTS[variant], LAYOUTS[list(VARIANTS).index(variant) % 2]
     for size, its in ((1, ""), (2, layout)):
@@ -149,7 +152,7 @@ def values_of(program: arguments.RunConfig) -> dict:
 
 
 @pytest.mark.parametrize("recipe", MODELS)
-def test_it_has_the_values_of_its_paper_and_nothing_else(recipe):
+def test_a_recipe_sets_the_values_of_its_paper_only(recipe):
     text = (FOLDER / f"{recipe}.yaml").read_text()
     chosen = yaml.safe_load(text)
     assert PAPERS[recipe] in text.splitlines()[0]
@@ -161,7 +164,7 @@ def test_it_has_the_values_of_its_paper_and_nothing_else(recipe):
 
 
 @pytest.mark.parametrize("recipe", MODELS)
-def test_it_runs_after_the_quickstarts_file(recipe):
+def test_a_recipe_works_after_the_quickstarts_file(recipe):
     """What the quickstart's file has for PPO alone is dropped, and a warning names it."""
     quickstart = ROOT / "configs" / "quickstart.yaml"
     program = arguments.parse(["--config", str(quickstart), str(FOLDER / f"{recipe}.yaml")], 1)
@@ -176,7 +179,7 @@ def test_it_runs_after_the_quickstarts_file(recipe):
     assert named == idle
 
 
-def test_the_plug_ins_of_the_docs_run_as_they_stand(tmp_path, plug_ins):
+def test_the_plug_ins_of_the_docs_run_unchanged(tmp_path, plug_ins):
     text = (ROOT / "docs" / "algorithms.md").read_text()
     code, flags = re.findall(r"```python\n(.*?)```\n\n```bash\n\.\.\. (.*?)\n```", text, re.DOTALL)[0]
     (plug_ins / "my_plugins.py").write_text(code)

@@ -33,7 +33,7 @@ def checkout(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def calls(tmp_path_factory):
-    """Command lines of a pipeline with SEED 7 and a flag of its own, in order: NPROC, then words; SAVE is /save."""
+    """Command lines of a pipeline with SEED 7 and an extra flag, in order: NPROC, then words; SAVE is /save."""
     folder = checkout(tmp_path_factory.mktemp("pipeline") / "checkout")
     save = folder / "save"
     save.mkdir()
@@ -68,7 +68,7 @@ def test_stages_come_in_order_and_every_command_is_valid(calls):
     assert parsed(calls[-2]).settings.gamma == 0.9
 
 
-def test_each_stage_reads_what_an_earlier_one_has_written(calls):
+def test_each_stage_reads_the_output_of_an_earlier_one(calls):
     """And trains on training prompts alone."""
     assert calls[-1][2] == "/save"
     written = {"/save/data/train.jsonl", "/save/data/heldout.jsonl"}
@@ -81,19 +81,19 @@ def test_each_stage_reads_what_an_earlier_one_has_written(calls):
             written |= {out, f"{out}.model", f"{out}/train.jsonl", f"{out}/heldout.jsonl", f"{out}/samples.jsonl"}
 
 
-def test_models_agree_between_stages_and_policy_and_judge_have_tokenizers_of_their_own(calls):
-    policy, train_samples, _, judge_sft, reward_model, rl = [parsed(call) for call in calls if call[1] in PROGRAMS]
+def test_models_agree_between_stages_and_the_reward_model_has_its_own_tokenizer(calls):
+    policy, train_samples, _, reward_sft, reward_model, rl = [parsed(call) for call in calls if call[1] in PROGRAMS]
     shapes = [
         [(a.num_layers, a.hidden_size, a.ffn_hidden_size, a.num_attention_heads, a.make_vocab_size_divisible_by)
          for a in args]
         for args in (
             [policy.roles["actor"].megatron, train_samples.roles["actor"].megatron, rl.roles["actor"].megatron],
-            [judge_sft.roles["actor"].megatron, reward_model.roles["reward"].megatron, rl.roles["reward"].megatron],
+            [reward_sft.roles["actor"].megatron, reward_model.roles["reward"].megatron, rl.roles["reward"].megatron],
         )
     ]  # fmt: skip
     assert [len(set(of_model)) for of_model in shapes] == [1, 1]
     read = [(each.tokenizer_type, each.tokenizer_model, each.chat_template)
-            for each in (judge_sft.roles["actor"], reward_model.roles["reward"], rl.roles["reward"])]  # fmt: skip
+            for each in (reward_sft.roles["actor"], reward_model.roles["reward"], rl.roles["reward"])]  # fmt: skip
     assert set(read) == {("HuggingFaceTokenizer", "/save/data/reward-tokenizer", "tokenizer")}
     assert rl.roles["actor"].tokenizer_type == "SentencePieceTokenizer"
     assert reward_model.roles["reward"].megatron.seq_length == rl.roles["reward"].megatron.seq_length
@@ -112,7 +112,7 @@ def test_the_files_that_configs_name_are_those_of_a_run_without_variables(calls)
                 assert value.replace("runs/rlhf", "/save") == flags[f"--{key}"], (flags["--config"], key)
 
 
-def test_wrong_variables_are_told_in_one_line_before_anything_is_made(tmp_path):
+def test_wrong_variables_are_reported_in_one_line_before_anything_is_made(tmp_path):
     done = launch([], "rlhf_pipeline", SEED="one", SAVE=str(tmp_path / "run"))
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(r"rlhf_pipeline: SEED=one: allowed is .*\n", done.stderr) and not list(tmp_path.iterdir())

@@ -63,7 +63,7 @@ def test_backward_recomputes_with_the_same_routes(size, flags, recompute, tmp_pa
 
 @pytest.mark.parametrize("flags", ["", "--kl-coefficient 0"], ids=["pass", "on policy"])
 def test_replaying_the_first_pass_changes_no_bit_of_the_only_update(flags, tmp_path):
-    """With --kl-coefficient 0 no pass comes before the update: there is nothing to replay, and nothing to lose."""
+    """With --kl-coefficient 0 no pass comes before the update: nothing is replayed and nothing changes."""
     one = f"--ppo-epochs 1 --minibatch-size 12 {flags}"
     _, live = run(tmp_path / "live", 2, one)
     seen, replayed = run(tmp_path / "replayed", 2, f"{one} --router-replay old-logprob")
@@ -75,7 +75,7 @@ def test_replaying_the_first_pass_changes_no_bit_of_the_only_update(flags, tmp_p
 
 
 @pytest.mark.parametrize("layout", ["cp2", "dense-first-pp2-vp2"])
-def test_updates_replay_the_first_pass_in_any_cut_into_minibatches(layout, tmp_path):
+def test_updates_replay_the_first_pass_for_any_minibatch_split(layout, tmp_path):
     """Two epochs of three mini-batches: ranks route other tokens in each. After the first update routers disagree."""
     size, flags = LAYOUTS[layout]
     seen, rows = run(tmp_path, size, f"{flags} --router-replay old-logprob --lr 2e-2")
@@ -83,8 +83,8 @@ def test_updates_replay_the_first_pass_in_any_cut_into_minibatches(layout, tmp_p
     assert rows[1]["router/replayed_fraction"] == 1.0 and rows[1]["router/disagreement"] > 0.0
 
 
-def test_routes_come_from_a_rollout_on_ranks_of_its_own(tmp_path):
-    """A rollout of one stage and two lanes, an actor of two stages, a reference that takes the routes, too."""
+def test_routes_come_from_a_rollout_on_separate_ranks(tmp_path):
+    """A rollout of one stage and two replicas, an actor of two stages, a reference that replays the routes too."""
     roles = "--role-map actor=0-1;critic=2;reward=2;reference=2;rollout=1-2"
     pipelined = "--actor-pipeline-model-parallel-size 2 --rollout-pipeline-model-parallel-size 1"
     _, expected = run(tmp_path / "one", 1, f"{DENSE_FIRST} {R3} --router-replay-reference", noisy_from=1)

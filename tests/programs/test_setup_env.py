@@ -30,7 +30,7 @@ NO_ENSUREPIP = "#!/bin/sh\nprintf 'Traceback:\\nModuleNotFoundError: No module n
 
 
 class Machine:
-    """A checkout of its own and a PATH with only the named tools and fake interpreters."""
+    """A separate checkout and a PATH with only the named tools and fake interpreters."""
 
     def __init__(self, folder):
         self.folder, self.root, self.bin = folder, folder / "checkout", folder / "bin"
@@ -114,7 +114,7 @@ def test_nothing_fits_names_every_candidate_and_says_what_to_do(machine):
 @pytest.mark.parametrize(
     "name, reason", [("python3.11", "is Python 3.11.7"), ("nothing", "no such program"), ("shim", "command not found")]
 )
-def test_a_wrong_PYTHON_is_refused_and_never_replaced(machine, name, reason):
+def test_a_wrong_PYTHON_is_rejected_and_never_replaced(machine, name, reason):
     machine.python("python3", "3.12.1")
     machine.python("python3.11", "3.11.7")
     machine.program("shim", SHIM)
@@ -239,7 +239,7 @@ def test_wrong_arguments(machine, arguments, line):
 
 
 class Site:
-    """A folder of fake packages that is all a separate interpreter sees beside the standard library."""
+    """A folder of fake packages that is all a separate interpreter sees besides the standard library."""
 
     def __init__(self, folder):
         self.folder = folder

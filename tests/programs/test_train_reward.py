@@ -37,7 +37,7 @@ def held_out() -> str:
     return f"--eval-prompts {preferences()}/heldout-preferences.jsonl"
 
 
-def test_held_out_pairs_come_to_stand_in_order():
+def test_held_out_pairs_become_correctly_ordered():
     rows = metrics(reward_model())
     assert rows[1]["reward/loss"] == pytest.approx(math.log(2), abs=2e-6)  # a head of zeros: all scores are 0
     assert [rows[1][f"reward/{name}"] for name in ("margin", "mean", "accuracy")] == [0.0, 0.0, 0.0]
@@ -62,7 +62,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("size, shape, layout", [
-    (1, "", "--max-tokens-per-microbatch 20"), (4, "", ""),  # a pair in each micro-batch; a lane without one
+    (1, "", "--max-tokens-per-microbatch 20"), (4, "", ""),  # a pair in each micro-batch; a replica without one
     (2, "", "--tensor-model-parallel-size 2 --sequence-parallel"), (2, "", "--context-parallel-size 2"),
     (4, "", "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --max-tokens-per-microbatch 20"),
     (2, MOE, "--expert-model-parallel-size 2"),
@@ -116,8 +116,8 @@ def watched(rank: int, parsed) -> list[tuple[list, list]]:
     return seen
 
 
-def test_what_is_learnt_and_measured(tmp_path):
-    """Margins of the lines and of the run, centring, accuracy: as the formula says, over two lanes."""
+def test_losses_and_metrics_equal_the_formulas(tmp_path):
+    """Margins of the lines and of the run, centring, accuracy: as the formula says, over two replicas."""
     lines = map(json.loads, (preferences() / "preferences.jsonl").read_text().splitlines())
     rows = write_lines(tmp_path / "rows.jsonl", [row | {"margin": i % 3 / 2} for i, row in enumerate(lines)])
     flags = "--preference-margin 0.25 --centring-coefficient 0.5 --train-iters 3 --global-batch-size 5 --eval-samples 5"
@@ -129,7 +129,7 @@ def test_what_is_learnt_and_measured(tmp_path):
         assert seen[2][0][2] != 0.0  # scores differ by then
 
 
-def test_a_resumed_run_goes_on_exactly(tmp_path):
+def test_a_run_resumes_exactly(tmp_path):
     flags = f"--lr-decay-iters 6 --weight-decay 0.1 {held_out()} --eval-interval 2"
     train("reward", reward_argv(tmp_path / "whole", f"--train-iters 6 {flags}"))
     train("reward", reward_argv(tmp_path / "part", f"--train-iters 4 {flags}"))

@@ -1,4 +1,4 @@
-"""The PPO program: end to end, the same in every layout, resumed exactly, deterministic, and it learns."""
+"""The PPO program: end to end, the same in every layout, resumed exactly, deterministic; training raises the reward."""
 
 import functools
 import json
@@ -169,7 +169,7 @@ def test_a_run_resumed_in_its_folder_equals_the_uninterrupted_one(folder, tmp_pa
     ]  # fmt: skip
 
 
-def test_a_step_loaded_into_another_folder_goes_on_there(folder, tmp_path):
+def test_a_step_loaded_into_another_folder_continues_there(folder, tmp_path):
     whole = whole_run(folder)
     before = (whole / "metrics.jsonl").read_bytes()
     train("rl", rl_argv(tmp_path, f"--train-iters 4 --load {whole}/checkpoints/step_00000002 {RESUMED}"))
@@ -189,7 +189,7 @@ def test_resuming_in_another_layout(size, layout, folder, tmp_path):
     assert_close(metrics(tmp_path)[4], metrics(whole)[4], names, 2e-4)
 
 
-def test_another_schedule_is_refused_unless_wanted(tmp_path):
+def test_another_schedule_is_rejected_unless_overridden(tmp_path):
     """Without --lr-decay-iters the decay ends at --train-iters: a longer run has another one."""
     train("rl", rl_argv(tmp_path, f"--train-iters 1 {GRADED}"))
     longer = f"--train-iters 4 --load {tmp_path} {GRADED}"
@@ -204,7 +204,7 @@ def test_another_schedule_is_refused_unless_wanted(tmp_path):
 # -- learning ----------------------------------------------------------------------------------------------------
 
 
-def test_ppo_learns_what_is_paid_for(tmp_path):
+def test_ppo_raises_the_reward(tmp_path):
     flags = "--reward tests.helpers.programs:digit_reward --train-iters 15 --prompts-per-step 16 --samples-per-prompt 4"
     flags += " --minibatch-size 32 --max-tokens-per-microbatch 700 --lr 3e-3 --kl-coefficient 0.001 --temperature 1"
     flags += " --rollout-max-requests 64 --lr-decay-style constant"
@@ -215,7 +215,7 @@ def test_ppo_learns_what_is_paid_for(tmp_path):
 
 
 def watched(rank: int, parsed) -> list[tuple[dict, dict]]:
-    """(actor's, critic's) weights before the first step and behind each."""
+    """(actor's, critic's) weights before the first step and after each."""
     from megarl import train_rl
     from megarl.trainers import rl_trainer
 
@@ -244,7 +244,7 @@ def same(one: dict, other: dict) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_the_actor_rests_while_the_critic_warms_up(tmp_path):
+def test_the_actor_is_unchanged_while_the_critic_warms_up(tmp_path):
     argv = rl_argv(tmp_path, f"--train-iters 3 --critic-warmup-steps 2 {GRADED}")
     start, first, second, third = run_world(watched, 1, program("rl", argv, 1))[0]
     assert same(start[0], first[0]) and same(start[0], second[0]) and not same(start[0], third[0])
@@ -255,7 +255,7 @@ def test_the_actor_rests_while_the_critic_warms_up(tmp_path):
 
 
 @pytest.mark.parametrize("size, layout", [(1, ""), (2, "--use-distributed-optimizer")])
-def test_a_run_saved_before_its_actor_has_learnt_goes_on_exactly(size, layout, tmp_path):
+def test_a_run_saved_during_critic_warmup_resumes_exactly(size, layout, tmp_path):
     flags = f"--critic-warmup-steps 2 --train-iters 3 {GRADED} {layout}"
     train("rl", rl_argv(tmp_path / "whole", f"{flags} --save-interval 1"), size)
     train("rl", rl_argv(tmp_path / "part", f"{flags} --load {tmp_path}/whole/checkpoints/step_00000001"), size)
@@ -263,22 +263,22 @@ def test_a_run_saved_before_its_actor_has_learnt_goes_on_exactly(size, layout, t
 
 
 def poisoned(rank: int, parsed) -> list:
-    """A run whose second step has advantages that are no numbers on one lane."""
+    """A run whose second step has NaN advantages on one replica."""
     from megarl.roles.advantage_computer import AdvantageComputer
 
     complete = AdvantageComputer.compute
 
-    def poison(self, flow):
-        complete(self, flow)
+    def poison(self, batch):
+        complete(self, batch)
         self.calls = getattr(self, "calls", 0) + 1
         if self.calls == 2 and rank == 1:
-            flow["actor"].advantages[:] = float("nan")
+            batch["actor"].advantages[:] = float("nan")
 
     AdvantageComputer.compute = poison
     return watched(rank, parsed)
 
 
-def test_a_step_that_is_not_finite_on_one_lane_is_skipped_by_all_and_counted(tmp_path):
+def test_a_step_that_is_not_finite_on_one_replica_is_skipped_by_all_and_counted(tmp_path):
     argv = rl_argv(tmp_path, f"--train-iters 3 --minibatch-size 12 {GRADED}")
     results = run_world(poisoned, 2, program("rl", argv, 2))
     for _, first, second, third in results:

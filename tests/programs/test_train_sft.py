@@ -130,7 +130,7 @@ TEMPLATE = (
 
 
 def turns(*contents: str) -> dict:
-    """A line of a conversation in which user and assistant take turns."""
+    """A line of a conversation in which user and assistant alternate."""
     roles = ("user", "assistant")
     return {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]}
 
@@ -144,7 +144,7 @@ def dialogues(folder: Path, last: str) -> str:
 
 
 @pytest.mark.parametrize("size, layout", [(1, ""), (2, "--context-parallel-size 2")])
-def test_all_that_the_assistant_says_is_learnt_and_nothing_else(size, layout, tmp_path):
+def test_training_covers_all_assistant_turns_and_nothing_else(size, layout, tmp_path):
     def flags(last: str) -> list[str]:
         more = f"--eval-prompts {tmp_path}/7+1.jsonl --eval-samples 7 {layout}"
         return sft_argv(tmp_path / last, f"--train-iters 3 --global-batch-size 6 {dialogues(tmp_path, last)} {more}")
@@ -174,7 +174,7 @@ def test_the_mask_of_a_conversation(tmp_path):
 
 
 @pytest.mark.parametrize("size, layout", [(1, ""), (2, "--use-distributed-optimizer")])
-def test_a_resumed_run_goes_on_exactly(size, layout, tmp_path):
+def test_a_run_resumes_exactly(size, layout, tmp_path):
     flags = f"--lr-decay-iters 6 --weight-decay 0.1 {layout}"
     train("sft", sft_argv(tmp_path / "whole", f"--train-iters 6 {flags}"), size)
     train("sft", sft_argv(tmp_path / "part", f"--train-iters 3 {flags}"), size)
@@ -196,7 +196,7 @@ def test_two_ranks_through_torchrun(tmp_path):
     assert sorted(metrics(save)) == [1, 2, 3]
 
 
-def test_a_warm_start_lasts_in_half_precision(tmp_path):
+def test_a_warm_start_is_kept_in_bf16(tmp_path):
     """The optimizer's copies in full precision start from the same weights, not from those of the seed."""
     start = f"--bf16 --lr 1e-6 --train-iters 3 --pretrained-checkpoint {inputs()}/sft"
     train("sft", sft_argv(tmp_path, start))
@@ -204,8 +204,8 @@ def test_a_warm_start_lasts_in_half_precision(tmp_path):
     assert max(losses) < 0.8 * metrics(inputs() / "sft")[1]["sft/loss"]
 
 
-def test_what_balances_experts_starts_anew_in_a_warm_start_alone(tmp_path):
-    """A policy without a bias may get one; a run that goes on needs its own; a bias is not left out unnoticed."""
+def test_only_a_warm_start_resets_the_expert_balancing_state(tmp_path):
+    """A warm start may add an expert bias; a resumed run needs the saved one; a bias is never dropped silently."""
     experts = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-router-score-function sigmoid"
     balanced = (
         f"{experts} --moe-router-enable-expert-bias --moe-router-load-balancing-type global_aux_loss"

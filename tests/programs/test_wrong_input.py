@@ -35,7 +35,7 @@ def _child(folder: Path, name: str, argv: list[str], variables: dict):
 def launch(folder: Path, argv: list[str], name: str = "rl", rank: int = 0, size: int = 1) -> tuple[int, str, str]:
     """Exit status, standard output and standard error of a program in a fork of this process, without a launcher.
 
-    With `size` above 1 the program is told of ranks that do not exist: it would fail as soon as it met them.
+    With `size` above 1 the program expects ranks that do not exist, so it would hang or fail in any collective.
     """
     from megarl import train_rl, train_sft  # noqa: F401  imported once, before the fork
 
@@ -50,8 +50,8 @@ def launch(folder: Path, argv: list[str], name: str = "rl", rank: int = 0, size:
     return process.exitcode, (folder / "out").read_text(), (folder / "err").read_text()
 
 
-def refusal(result: tuple[int, str, str]) -> str:
-    """The one line of a refusal."""
+def error_line(result: tuple[int, str, str]) -> str:
+    """The one line of an error."""
     status, out, err = result
     assert status == 2, err
     assert out == ""
@@ -84,7 +84,8 @@ FLAGS = {
     "negative value clip": ("--value-clip-range -0.2", 1, ["--value-clip-range", "-0.2", "above 0"]),
     "not a number": ("--gamma high", 1, ["--gamma", "high"]),
     "unknown reward": ("--reward exakt-match", 1, ["--reward", "exakt-match", "exact-match", "reasoning-gym"]),
-    "reward without function": ("--reward tests.helpers.programs:nothing", 1, ["--reward tests.helpers.programs:nothing"]),
+    "reward without function": ("--reward tests.helpers.programs:nothing", 1,
+                                ["--reward tests.helpers.programs:nothing"]),
     "missing tokenizer": ("--tokenizer-model no/such.model", 1, ["--tokenizer-model no/such.model", "no such file"]),
     "missing prompts": ("--prompts no/such.jsonl", 1, ["--prompts no/such.jsonl", "no such file"]),
     "longer than positions": ("--max-position-embeddings 9", 1, ["--max-position-embeddings 9", "10"]),
@@ -120,25 +121,25 @@ FLAGS = {
 @pytest.mark.parametrize("case", FLAGS)
 def test_wrong_flags(case, tmp_path):
     flags, size, needles = FLAGS[case]
-    line = refusal(launch(tmp_path, rl_argv(tmp_path / "run", flags), size=size))
+    line = error_line(launch(tmp_path, rl_argv(tmp_path / "run", flags), size=size))
     assert all(needle in line for needle in needles), line
     assert not (tmp_path / "run").exists()
 
 
-def test_only_rank_0_speaks(tmp_path):
+def test_only_rank_0_prints_errors(tmp_path):
     argv = rl_argv(tmp_path / "run", "--clip-range -1")
-    assert "--clip-range -1" in refusal(launch(tmp_path, argv, rank=0, size=2))
+    assert "--clip-range -1" in error_line(launch(tmp_path, argv, rank=0, size=2))
     assert launch(tmp_path, argv, rank=1, size=2) == (2, "", "")
 
 
-def test_a_check_of_right_input_says_nothing_and_joins_nobody(tmp_path):
+def test_a_check_of_correct_input_prints_nothing_and_starts_no_process_group(tmp_path):
     flags = f"--check --actor-tensor-model-parallel-size 2 --role-map {DISJOINT.format(3)}"
     assert launch(tmp_path, rl_argv(tmp_path / "run", flags), size=4) == (0, "", "")
 
 
-def test_a_policy_is_no_reward_model(checkpoint, tmp_path):
+def test_a_policy_checkpoint_is_not_a_reward_model(checkpoint, tmp_path):
     flags = f"--reward model --reward-model {checkpoint}"
-    assert "holds a policy" in refusal(launch(tmp_path, rl_argv(tmp_path / "run", flags)))
+    assert "holds a policy" in error_line(launch(tmp_path, rl_argv(tmp_path / "run", flags)))
 
 
 # -- files -------------------------------------------------------------------------------------------------------
@@ -166,13 +167,13 @@ LINES = {
 def test_wrong_prompt_files(case, flag, tmp_path):
     text, needles = LINES[case]
     flags = prompt_file(tmp_path, text).replace("--prompts", flag)
-    line = refusal(launch(tmp_path, rl_argv(tmp_path / "run", flags)))
+    line = error_line(launch(tmp_path, rl_argv(tmp_path / "run", flags)))
     assert all(needle in line for needle in [f"{flag} {tmp_path}", *needles]), line
 
 
-def test_a_tokenizer_file_that_is_none(tmp_path):
+def test_a_file_that_is_not_a_tokenizer(tmp_path):
     (tmp_path / "bad.model").write_bytes(b"no model")
-    line = refusal(launch(tmp_path, rl_argv(tmp_path / "run", f"--tokenizer-model {tmp_path}/bad.model")))
+    line = error_line(launch(tmp_path, rl_argv(tmp_path / "run", f"--tokenizer-model {tmp_path}/bad.model")))
     assert f"--tokenizer-model {tmp_path}/bad.model: not a SentencePiece model file" in line
 
 
@@ -185,7 +186,7 @@ def test_a_tokenizer_file_that_is_none(tmp_path):
 ])  # fmt: skip
 def test_wrong_config_files(text, needle, tmp_path):
     (tmp_path / "run.yaml").write_text(text)
-    line = refusal(launch(tmp_path, rl_argv(tmp_path / "run", f"--config {tmp_path}/run.yaml")))
+    line = error_line(launch(tmp_path, rl_argv(tmp_path / "run", f"--config {tmp_path}/run.yaml")))
     assert needle in line
 
 
@@ -193,7 +194,7 @@ def test_wrong_config_files(text, needle, tmp_path):
 def test_a_save_path_that_cannot_be_a_folder(name, argv, tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
-        line = refusal(launch(tmp_path, argv(path, "--train-iters 3"), name))
+        line = error_line(launch(tmp_path, argv(path, "--train-iters 3"), name))
         assert f"--save {path}" in line
 
 
@@ -209,7 +210,7 @@ def test_a_save_path_that_cannot_be_a_folder(name, argv, tmp_path):
     ("--pretrained-checkpoint no/such", ["--pretrained-checkpoint no/such"]),
 ])  # fmt: skip
 def test_wrong_input_to_supervised_training(flags, needles, tmp_path):
-    line = refusal(launch(tmp_path, sft_argv(tmp_path / "run", flags), "sft"))
+    line = error_line(launch(tmp_path, sft_argv(tmp_path / "run", flags), "sft"))
     assert all(needle in line for needle in needles), line
 
 
@@ -241,7 +242,7 @@ def test_damaged_checkpoints(case, flag, tmp_path, checkpoint):
     damage, needle = DAMAGES[case]
     copy = damaged(tmp_path, checkpoint, damage)
     argv = rl_argv(tmp_path / "run", f"--train-iters 2 {flag} {copy}", warm_start=False)
-    line = refusal(launch(tmp_path, argv))
+    line = error_line(launch(tmp_path, argv))
     assert f"{flag} {copy}" in line and needle in line
 
 
@@ -257,22 +258,22 @@ RESUMES = {
 def test_a_checkpoint_of_another_run(case, tmp_path, checkpoint):
     flags, needles = RESUMES[case]
     flags = f"--train-iters 2 --load {checkpoint} " + flags.format(heldout=inputs() / "heldout.jsonl")
-    line = refusal(launch(tmp_path, rl_argv(tmp_path / "run", flags, warm_start=False)))
+    line = error_line(launch(tmp_path, rl_argv(tmp_path / "run", flags, warm_start=False)))
     assert all(needle in line for needle in needles), line
 
 
-def test_resuming_a_run_that_has_gone_further(tmp_path, checkpoint):
+def test_resuming_a_run_past_its_last_step(tmp_path, checkpoint):
     copy = damaged(tmp_path, checkpoint, lambda step: None)
     step = copy / "checkpoints" / "step_00000001"
     manifest = json.loads((step / "manifest.json").read_text())
     (step / "manifest.json").write_text(json.dumps({**manifest, "step": 5}))
-    line = refusal(launch(tmp_path, rl_argv(tmp_path / "run", f"--train-iters 3 --load {copy}", warm_start=False)))
+    line = error_line(launch(tmp_path, rl_argv(tmp_path / "run", f"--train-iters 3 --load {copy}", warm_start=False)))
     assert "--train-iters 3" in line and "5" in line
 
 
-def test_supervised_checkpoints_do_not_resume_reinforcement(tmp_path):
+def test_supervised_checkpoints_do_not_resume_rl(tmp_path):
     argv = rl_argv(tmp_path / "run", f"--train-iters 50 --load {inputs() / 'sft'}", warm_start=False)
-    assert f"--load {inputs() / 'sft'}" in refusal(launch(tmp_path, argv))
+    assert f"--load {inputs() / 'sft'}" in error_line(launch(tmp_path, argv))
 
 
 # -- as users do -------------------------------------------------------------------------------------------------
@@ -287,7 +288,7 @@ def test_the_program_itself(flags, needle, tmp_path, checkpoint):
     argv = rl_argv(tmp_path / "run", flags.format(damaged=copy))
     command = [sys.executable, "-m", "megarl.train_rl", *argv]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=SAFETY_SECONDS)
-    assert needle in refusal((done.returncode, done.stdout, done.stderr))
+    assert needle in error_line((done.returncode, done.stdout, done.stderr))
 
 
 def test_a_reward_that_fails_ends_the_program_with_role_and_phase(tmp_path):

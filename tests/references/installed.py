@@ -1,4 +1,4 @@
-"""Where a package that tests compare with is installed: apart from the environment, so that nothing imports it."""
+"""Where a package that tests compare with is installed: outside the environment, so that megarl cannot import it."""
 
 import importlib.metadata
 import pathlib

@@ -1,4 +1,4 @@
-"""Random ragged batches and steps for comparisons: packed, with multi-turn masks, and their padded twins."""
+"""Random ragged batches and steps for comparisons: packed, with multi-turn masks, and their padded forms."""
 
 import dataclasses
 import itertools
@@ -99,7 +99,7 @@ def ragged_steps(lone: bool) -> list[RaggedStep]:
 
 
 def _turns(draw: random.Random, length: int) -> list[bool]:
-    """Prompt, then response and observation spans in turn, cut at `length`; the first token is never a response."""
+    """Prompt, then response and observation spans alternating, cut at `length`; the first token is never a response."""
     flags, is_response = [False], False
     while len(flags) < length:
         flags += [is_response] * draw.randint(1, 6)

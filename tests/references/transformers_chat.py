@@ -1,9 +1,10 @@
-"""What `transformers` makes of conversations: writes transformers_chat.json, which tests/unit/data/test_chat_against_transformers.py reads.
+"""Renders conversations with `transformers`: writes transformers_chat.json for
+tests/unit/data/test_chat_against_transformers.py.
 
     python -m venv scratch && scratch/bin/pip install transformers==5.23.0 sentencepiece==0.2.3
     PYTHONPATH=. scratch/bin/python tests/references/transformers_chat.py tests/references/transformers_chat.json
 
-Run from the root of the repository, in an environment of its own: megarl itself never needs transformers.
+Run from the root of the repository, in a separate environment: megarl never needs transformers.
 """
 
 import json
@@ -35,7 +36,7 @@ def conversation(pairs: list[tuple[str, str]]) -> list[dict[str, str]]:
 
 
 def rendered(tokenizer, messages: list[dict[str, str]], generation: bool) -> dict:
-    """Text and ids, or the template's refusal."""
+    """Text and ids, or the template's error."""
     options = {"add_generation_prompt": generation}
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, **options)

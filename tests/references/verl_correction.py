@@ -1,4 +1,4 @@
-"""Loads verl's rollout correction by path, beside its algorithm file and just as free of its dependencies."""
+"""Loads verl's rollout correction by path, like its algorithm file, without its dependencies."""
 
 import functools
 import importlib.util

@@ -31,7 +31,7 @@ def verl_loss(name: str, batch: RaggedBatch, tokens: PolicyTokens, clip: ClipOpt
 
 
 def _config(base: type, clip: ClipOptions, more: dict):
-    """What verl's losses ask of their settings; a dual clip beyond reach stands for none."""
+    """The settings that verl's losses read; an unreachable dual clip means none."""
     config = type("Config", (base,), {"get": lambda self, name, default: getattr(self, name, default)})()
     config.clip_ratio = config.clip_ratio_low = clip.low
     config.clip_ratio_high = clip.high

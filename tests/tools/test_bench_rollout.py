@@ -1,4 +1,4 @@
-"""Benchmarks against other libraries, the parts that need none: cases, export, rounds, numbers, what is refused."""
+"""Benchmarks against other libraries, without those libraries: cases, export, rounds, numbers, wrong use."""
 
 import json
 import statistics
@@ -24,13 +24,13 @@ def test_rollout_cases_are_those_described():
     assert 4 < 512 * 64 / sum(ragged.new_tokens) < 8  # what padding to the longest costs
 
 
-def test_the_cache_of_a_case_holds_it():
+def test_the_cache_of_a_case_is_large_enough():
     case = rollout.Case([[3] * 10], 4, [6] * 4)
     token = 2 * 4 * 12 * 4 * 64  # key and value, bytes of a number, layers, groups, channels
     assert 4 * 16 * token < rollout.buffer_gb(case) * 2**30 < 5 * 16 * token
 
 
-def test_a_side_that_writes_other_lengths_is_not_timed():
+def test_a_side_that_generates_other_lengths_is_not_timed():
     requests = rollout.Case([[3, 4]], 2, [2, 3]).requests()
     assert rollout.timed(lambda asked: [[7] * r.max_new_tokens for r in asked], requests) >= 0
     with pytest.raises(RuntimeError, match="other lengths"):

@@ -1,4 +1,4 @@
-"""Benchmarks of memory, weights, start-up, overlap and log-probs at small sizes: what runs, and what numbers become."""
+"""Benchmarks of memory, weights, start-up, overlap and log-probs at small sizes: the runs and their tables."""
 
 import json
 from pathlib import Path
@@ -80,21 +80,21 @@ def test_the_first_rollout_is_that_of_its_last_rank(tmp_path):
     assert startup.first_rollout(tmp_path, 96.5) == pytest.approx({"set_up_s": 6.0, "first_rollout_s": 7.5})
 
 
-def test_starts_take_turns(monkeypatch, tmp_path):
-    told = []
+def test_starts_alternate(monkeypatch, tmp_path):
+    starts = []
 
     def run(start, *command):
-        told.append("run.sh" if "launch/run.sh" in command else "torchrun")
-        return {"set_up_s": 1.0, "first_rollout_s": float(len(told) * (2 if told[-1] == "torchrun" else 1))}
+        starts.append("run.sh" if "launch/run.sh" in command else "torchrun")
+        return {"set_up_s": 1.0, "first_rollout_s": float(len(starts) * (2 if starts[-1] == "torchrun" else 1))}
 
     monkeypatch.setattr(startup.Quickstart, "run", run)
     monkeypatch.setattr(
         startup.Quickstart,
         "parts",
-        lambda start: dict.fromkeys(("environment_s", "import_torch_s", "import_all_s", "check_s"), float(len(told))),
+        lambda start: dict.fromkeys(("environment_s", "import_torch_s", "import_all_s", "check_s"), float(len(starts))),
     )
     found = startup.measure(tmp_path, 4, 2)
-    assert told == ["run.sh", "torchrun", "run.sh", "torchrun", "torchrun", "run.sh"]  # the first two do not count
+    assert starts == ["run.sh", "torchrun", "run.sh", "torchrun", "torchrun", "run.sh"]  # the first two do not count
     assert [row["first_rollout_s"] for row in found["rounds"]["run.sh"]] == [3, 6]
     assert (found["run.sh"]["first_rollout_s"], found["torchrun"]["first_rollout_s"]) == (4.5, 9)
     assert (found["parts"]["check_s"], found["ratio"]) == (3, 2)

@@ -14,7 +14,7 @@ curves = load_tool("curves")
 
 
 def write_run(folder: Path, accuracies: dict[int, float], steps: int, tokens: int = 10) -> Path:
-    """A run folder: evaluations by step, and as many tokens written in each step."""
+    """A run folder: evaluations by step, and the number of generated tokens of each step."""
     rows = [{"step": 0}] if 0 in accuracies else []
     rows += [{"step": step, "rollout/tokens": tokens} for step in range(1, steps + 1)]
     for row in rows:
@@ -39,7 +39,7 @@ def test_a_curve_is_read_from_a_run(tmp_path):
     assert found.gain == 50
 
 
-def test_a_run_without_two_evaluations_is_refused(tmp_path):
+def test_a_run_without_two_evaluations_is_rejected(tmp_path):
     with pytest.raises(curves.UsageError, match="has 1 evaluations"):
         curves.read_curve(write_run(tmp_path / "run", {0: 0.25}, steps=5), "ppo", 3)
 
@@ -74,9 +74,11 @@ def test_the_picture_has_thin_seeds_and_their_thick_mean(monkeypatch):
 @pytest.mark.parametrize("least, status", [(15, 0), (16.1, 1)])
 def test_a_small_gain_is_an_exit_status(least, status, tmp_path, capsys):
     assert curves.report(SOME, tmp_path, least) == status
-    told = capsys.readouterr()
-    assert curves.table(SOME) in told.out
-    assert told.err == ("" if status == 0 else "curves: grpo seed 1 gained 16.0 points, fewer than --min-gain 16.1\n")
+    printed = capsys.readouterr()
+    assert curves.table(SOME) in printed.out
+    assert printed.err == (
+        "" if status == 0 else "curves: grpo seed 1 gained 16.0 points, fewer than --min-gain 16.1\n"
+    )
     assert (tmp_path / "curves.png").stat().st_size > 0
     assert [curves.Curve(**row) for row in json.loads((tmp_path / "curves.json").read_text())] == SOME
 
@@ -86,15 +88,15 @@ def test_a_small_gain_is_an_exit_status(least, status, tmp_path, capsys):
     ("--out o --seeds 1 -1", "--seeds -1: must be"), ("--out o --steps 0", "--steps 0"), ("--out o --step 3", "--step"),
     ("--out o --config no.yaml", "--config no.yaml: there is no"), ("--out o --warm-start no", "there is no no/"),
 ])  # fmt: skip
-def test_wrong_use_is_told_in_one_line(flags, says, capsys, tmp_path, monkeypatch):
+def test_wrong_use_is_reported_in_one_line(flags, says, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert curves.main(flags.split()) == 2
-    told = capsys.readouterr()
-    assert told.out == "" and says in told.err and len(told.err.splitlines()) == 1
+    printed = capsys.readouterr()
+    assert printed.out == "" and says in printed.err and len(printed.err.splitlines()) == 1
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_complete_is_not_run_again(tmp_path):
+def test_complete_runs_are_not_repeated(tmp_path):
     config, folder = tmp_path / "config.yaml", tmp_path / "run"
     config.write_text("lr: 1")
     count = ["bash", "-c", "printf x >> $0", str(tmp_path / "count")]
@@ -142,5 +144,5 @@ def test_a_real_run_and_a_second_call_that_only_draws(tmp_path, capfd):
     assert 0 == found["tokens"][0] < found["tokens"][1] < found["tokens"][2]
     stamp = (out / "dr_grpo" / "seed4" / "metrics.jsonl").stat().st_mtime_ns
     assert curves.main([*command, "--min-gain", "101"]) == 1
-    assert "dr_grpo seed 4" in (told := capfd.readouterr()).out and "(was there)" in told.out
+    assert "dr_grpo seed 4" in (printed := capfd.readouterr()).out and "(was there)" in printed.out
     assert (out / "dr_grpo" / "seed4" / "metrics.jsonl").stat().st_mtime_ns == stamp

@@ -1,4 +1,4 @@
-"""tools/make_preferences.py: what is preferred, what is left out, disjointness, reproducibility, wrong use."""
+"""tools/make_preferences.py: which pairs are made and which are skipped, disjointness, reproducibility, wrong use."""
 
 import hashlib
 import json
@@ -63,17 +63,17 @@ def test_the_better_response_is_chosen(tmp_path, capsys):
         )
         assert {key[:2] for key in found} == {key[:2] for key in expected} and max(found.values()) == 1
     assert [p.metadata["question_id"] for p in pairs(tmp_path, "heldout")] == ["id of river"] * 3 + ["id of quilt"] * 3
-    told = capsys.readouterr().out
-    assert "15 training and 6 held-out pairs" in told and told.count("\n") == 1
+    printed = capsys.readouterr().out
+    assert "15 training and 6 held-out pairs" in printed and printed.count("\n") == 1
 
 
-def test_wrong_responses_of_close_scores_make_no_pair(tmp_path):
+def test_wrong_responses_with_close_scores_make_no_pair(tmp_path):
     assert make(tmp_path, "--corrupted-pairs", "0", "--sampled-pairs", "9", "--min-gap", "0.25") == 0
     assert len(pairs(tmp_path)) == 2 * len(WORDS)
     assert all(p.chosen == p.prompt[-2::-1] for p in pairs(tmp_path))
 
 
-def test_answers_are_set_against_corrupted_ones(tmp_path):
+def test_answers_are_paired_with_corrupted_ones(tmp_path):
     assert make(tmp_path, "--corrupted-pairs", "3", "--sampled-pairs", "0") == 0
     found = pairs(tmp_path)
     assert len(found) == 3 * len(WORDS)
@@ -113,8 +113,8 @@ def test_a_held_out_question_among_training_prompts_is_an_exit_status(prompt, qu
     known |= {"prompt": prompt, "metadata": known["metadata"] | {"question_id": question}}
     words = write_lines(tmp_path / "words.jsonl", [*map(line, WORDS), known])
     assert make(tmp_path, "--prompts", str(words)) == 1
-    told = capsys.readouterr()
-    assert f"1 held-out questions are trained on, e.g. '{prompt}'" in told.err and told.out == ""
+    printed = capsys.readouterr()
+    assert f"1 held-out questions are trained on, e.g. '{prompt}'" in printed.err and printed.out == ""
 
 
 @pytest.mark.parametrize("flags, change, says", [
@@ -125,8 +125,8 @@ def test_a_held_out_question_among_training_prompts_is_an_exit_status(prompt, qu
     ([], {"words": [*WORDS, "stone"]}, "prompts.jsonl:6: the prompt of line 1 once more"),
     (["--samples", "gone.jsonl"], {}, "--samples gone.jsonl: cannot be read"),
 ])  # fmt: skip
-def test_wrong_use_is_told_in_one_line(flags, change, says, tmp_path, capsys):
+def test_wrong_use_is_reported_in_one_line(flags, change, says, tmp_path, capsys):
     assert make(tmp_path, *flags, **change) == 2
-    told = capsys.readouterr()
-    assert says in told.err and told.err.startswith("make_preferences: ") and told.err.count("\n") == 1
-    assert told.out == "" and not (tmp_path / "out").exists()
+    printed = capsys.readouterr()
+    assert says in printed.err and printed.err.startswith("make_preferences: ") and printed.err.count("\n") == 1
+    assert printed.out == "" and not (tmp_path / "out").exists()

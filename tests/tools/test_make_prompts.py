@@ -209,7 +209,7 @@ def test_convert(value, hint, expected):
         ("1", float),
     ],
 )
-def test_convert_refuses(value, hint):
+def test_convert_rejects(value, hint):
     with pytest.raises(TypeError):
         make_prompts.convert(value, hint)
 
@@ -223,7 +223,7 @@ def train_on(prefix, *files, vocab_size=32, options=()):
     )
 
 
-def test_tokenizer_tells_every_prompt_and_answer(sums, tmp_path):
+def test_tokenizer_round_trips_every_prompt_and_answer(sums, tmp_path):
     assert train_on(tmp_path / "deep" / "tok", sums / "train.jsonl") == 0
     tokenizer = build_tokenizer("SentencePieceTokenizer", str(tmp_path / "deep" / "tok.model"))
     assert tokenizer.vocab_size <= 32
@@ -253,7 +253,7 @@ def test_tokenizer_with_difficult_text(tmp_path):
     tokenizer = build_tokenizer("SentencePieceTokenizer", str(tmp_path / "tok.model"))
     for text in texts + [text[::-1] for text in texts]:
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    # The smallest vocabulary that fits: a piece for each character and nothing more.
+    # The smallest vocabulary that fits: one token for each character.
     smallest = len(set("".join(texts))) + 4
     assert train_on(tmp_path / "tok", path, vocab_size=smallest) == 0
     assert train_on(tmp_path / "tok", path, vocab_size=smallest - 1) == 2

@@ -56,8 +56,8 @@ def test_a_good_pipeline_has_a_table_and_a_picture(tmp_path, capsys):
 def test_each_limit_is_an_exit_status(change, missed, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(rlhf_report, "draw", lambda *_: b"")  # has its tests
     assert rlhf_report.main([str(pipeline(tmp_path, **change)), *LIMITS]) == 1
-    told = [line for line in capsys.readouterr().out.splitlines() if "MISSED" in line]
-    assert len(told) == len(missed) and all(name in line for name, line in zip(missed, told, strict=True))
+    printed = [line for line in capsys.readouterr().out.splitlines() if "MISSED" in line]
+    assert len(printed) == len(missed) and all(name in line for name, line in zip(missed, printed, strict=True))
 
 
 def test_the_picture_shows_all_stages_and_both_limits(tmp_path, monkeypatch):
@@ -78,7 +78,7 @@ def test_the_picture_shows_all_stages_and_both_limits(tmp_path, monkeypatch):
     ("reward/metrics.jsonl", LIMITS, "no metrics file"), ("", ["--max-kl", "3"], "--min-accuracy"),
     ("ppo/metrics.jsonl", LIMITS, "have 1 values of eval/reward/model"),
 ])  # fmt: skip
-def test_wrong_use_is_told_in_one_line(cut, flags, says, tmp_path, capsys):
+def test_wrong_use_is_reported_in_one_line(cut, flags, says, tmp_path, capsys):
     pipeline(tmp_path)
     if cut.startswith("ppo"):
         rows = (tmp_path / cut).read_text().splitlines()
@@ -86,6 +86,6 @@ def test_wrong_use_is_told_in_one_line(cut, flags, says, tmp_path, capsys):
     elif cut:
         (tmp_path / cut).unlink()
     assert rlhf_report.main([str(tmp_path), *flags]) == 2
-    told = capsys.readouterr()
-    assert says in told.err and told.err.startswith("rlhf_report: ") and told.err.count("\n") == 1
-    assert told.out == "" and not (tmp_path / "report.png").exists()
+    printed = capsys.readouterr()
+    assert says in printed.err and printed.err.startswith("rlhf_report: ") and printed.err.count("\n") == 1
+    assert printed.out == "" and not (tmp_path / "report.png").exists()

@@ -82,7 +82,7 @@ def test_wrong_options_are_one_line(data, capsys, options, size, message):
     assert not (data / "a").exists()
 
 
-def test_a_template_without_the_end_token_is_refused_before_anything_is_written(data, capsys):
+def test_a_template_without_the_end_token_is_rejected_before_anything_is_written(data, capsys):
     assert run(data, "a", "--kind", "bpe", "--chat-template", data / "t.jinja") == 2
     assert "ends without the tokenizer's EOS '</s>'" in capsys.readouterr().err
     assert not (data / "a").exists()

@@ -1,4 +1,4 @@
-"""The packed batch: selecting, sorting, joining and updating keep every field with its own sequence."""
+"""The packed batch: select, sort, concatenate and update keep every field with its own sequence."""
 
 from pathlib import Path
 
@@ -56,7 +56,7 @@ def test_shuffled_then_sorted_is_the_batch(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_split_over_lanes_then_concatenated_is_the_batch(seed):
+def test_split_over_replicas_then_concatenated_is_the_batch(seed):
     batch = random_batch(seed)
     owner = round_robin(batch.sequence_ids, 3, 2)
     parts = [batch.select((owner == dp_rank).nonzero().flatten()) for dp_rank in (2, 0, 1)]
@@ -128,7 +128,7 @@ def test_routes_go_with_their_tokens(layers):
     assert chosen.routing is None and batch.to("cpu").routing is None and Batch.routing is None
 
 
-def test_routes_are_in_no_exchange():
+def test_routes_are_not_exchanged_with_the_batch():
     assert (
         "routes" in FIELDS
         and "routing" not in FIELDS
@@ -136,13 +136,13 @@ def test_routes_are_in_no_exchange():
     )
 
 
-def test_prompts_are_dealt_in_turn_with_all_their_samples():
+def test_round_robin_keeps_the_samples_of_a_prompt_together():
     assert round_robin(torch.arange(12), 3, 2).tolist() == [0, 0, 1, 1, 2, 2, 0, 0, 1, 1, 2, 2]
     assert round_robin(torch.arange(4), 1, 3).tolist() == [0, 0, 0, 0]
     assert round_robin(torch.tensor([7, 100]), 2, 1).tolist() == [1, 0]
 
 
-def test_every_field_says_its_shape():
+def test_every_field_documents_its_shape():
     source = Path(batch_module.__file__).read_text()
     for name, spec in FIELDS.items():
         line = next(line for line in source.splitlines() if line.startswith(f"    {name}: Tensor"))

@@ -74,7 +74,7 @@ def test_a_sequence_does_not_depend_on_the_batch():
             borders = torch.tensor([0, span.stop - span.start])
             alone = gae(rewards[span], values[span], batch.mask[span], borders, 0.99, 0.95)
             assert torch.equal(alone[0], whole[0][span]) and torch.equal(alone[1], whole[1][span])
-        # Many copies beside it: other places in the vector registers and a longer longest sequence.
+        # Many copies next to it: other positions in the vector registers and a longer longest sequence.
         order = [*spans, *spans[::-1], *spans]
         lengths = torch.tensor([0, *(span.stop - span.start for span in order), 50]).cumsum(0)
         fields = [
@@ -151,12 +151,12 @@ def test_int32_borders_give_the_same():
 
 
 @pytest.mark.parametrize("borders", [[0, 3], [1, 4], [0, 3, 2, 4], [0, 5], [], [[0, 4]]])
-def test_wrong_borders_are_refused(borders):
+def test_wrong_borders_are_rejected(borders):
     with pytest.raises(ValueError, match="cu_seqlens must"):
         gae(torch.ones(4), torch.ones(4), torch.ones(4, dtype=torch.bool), torch.tensor(borders), 1.0, 1.0)
 
 
-def test_wrong_arguments_are_refused():
+def test_wrong_arguments_are_rejected():
     ones, mask, borders = torch.ones(4), torch.ones(4, dtype=torch.bool), torch.tensor([0, 4])
     with pytest.raises(ValueError, match=r"gamma must be in \[0, 1\], got 1.5"):
         gae(ones, ones, mask, borders, 1.5, 1.0)

@@ -68,9 +68,9 @@ def test_loss_and_gradient_do_not_depend_on_the_split():
 
 
 def split_by_sequence(batch, draw):
-    """The sequences dealt out at random over 2 ranks and there over 2 micro-batches, some of them empty.
+    """The sequences distributed at random over 2 ranks and 2 micro-batches each, some of them empty.
 
-    Gives for each micro-batch the places of its tokens and its borders.
+    Returns for each micro-batch the indices of its tokens and its borders.
     """
     deal = [(draw.randrange(2), draw.randrange(2)) for _ in batch.lengths]
     for part in itertools.product(range(2), range(2)):
@@ -82,7 +82,7 @@ def split_by_sequence(batch, draw):
 
 
 def test_no_loss_depends_on_micro_batches_and_ranks():
-    """Every aggregation of each policy loss in turn: the same loss to rounding, the same gradient to the last bit."""
+    """Every aggregation of each policy loss: the same loss to rounding, the same gradient to the last bit."""
     for case, (batch, name) in enumerate(zip(ragged_batches(), itertools.cycle(POLICY_LOSSES))):
         old, advantages = batch.normal(), batch.normal()
         logprobs = (old + batch.normal(0.3)).requires_grad_()
@@ -109,8 +109,8 @@ def test_no_loss_depends_on_micro_batches_and_ranks():
 
 @EVERY_MODE
 def test_aggregate_equals_verl(mode):
-    """Conventions of verl: it adds 1e-8 to n_i in seq-mean-token-mean (so the tolerance there); told a global number
-    of sequences, it divides by all of them, with the empty ones, which do not count without it and do not with us."""
+    """Conventions of verl: it adds 1e-8 to n_i in seq-mean-token-mean (so the tolerance there); given a global number
+    of sequences, it divides by all of them, the empty ones too; without it, and in megarl, empty ones do not count."""
     agg_loss = load_verl().core_algos.agg_loss
     tolerance = 1e-6 if mode == "seq-mean-token-mean" else 1e-12
     for case, batch in enumerate(ragged_batches()):
@@ -122,8 +122,10 @@ def test_aggregate_equals_verl(mode):
         gradients = [torch.autograd.grad(loss, losses, retain_graph=True)[0] for loss in (ours, theirs)]
         torch.testing.assert_close(*gradients, rtol=tolerance, atol=tolerance)
 
-        told = {"batch_num_tokens": int(counts[0]), "global_batch_size": len(batch.lengths), "dp_size": 2}
-        theirs = agg_loss(batch.padded(losses), batch.padded(batch.mask).double(), mode, loss_scale_factor=norm, **told)
+        counts_for_verl = {"batch_num_tokens": int(counts[0]), "global_batch_size": len(batch.lengths), "dp_size": 2}
+        theirs = agg_loss(
+            batch.padded(losses), batch.padded(batch.mask).double(), mode, loss_scale_factor=norm, **counts_for_verl
+        )
         factor = 2.0 if mode == "token-mean" else 2.0 * counts[1] / len(batch.lengths)  # they average over ranks
         torch.testing.assert_close(ours * factor, theirs, rtol=tolerance, atol=tolerance)
 
@@ -182,7 +184,7 @@ def test_gradcheck_of_value_kl_and_entropy_terms(mode):
         assert torch.autograd.gradcheck(lambda x, term=term: total(term(x)), point.clone().requires_grad_())
 
 
-def test_bad_arguments_are_refused():
+def test_bad_arguments_are_rejected():
     losses, mask, borders, counts = torch.ones(3), torch.ones(3, dtype=torch.bool), torch.tensor([0, 3]), torch.ones(2)
     with pytest.raises(ValueError, match="'mean' is unknown, allowed: token-mean, seq-mean-token-mean"):
         aggregate(losses, mask, borders, "mean", counts)

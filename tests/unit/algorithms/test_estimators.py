@@ -23,7 +23,7 @@ def alone(tensor):
 
 
 def step_data(step, beta, dtype=torch.float64):
-    """The whole step on one rank; `beta` weighs the KL penalty. Entries outside the mask are NaN, since no estimator may read them."""
+    """The whole step on one rank; `beta` weighs the KL penalty. Entries outside the mask are NaN: they are not read."""
     batch, where = step.batch, (step.batch.mask, step.batch.cu_seqlens)
     rewards = token_rewards(step.scores, batch.normal(), beta, *where).to(dtype)
     return StepData(

@@ -21,7 +21,7 @@ def verl_outcome(function, step, **options):
 
 
 def by_group(step, function):
-    """[N] from a function of the list of a group's members, place by place: a plain loop over groups."""
+    """[N]: a plain loop that applies a function to the members of each group."""
     result = [0.0] * len(step.groups)
     for group in set(step.groups.tolist()):
         members = [i for i, other in enumerate(step.groups.tolist()) if other == group]
@@ -58,7 +58,7 @@ def test_grpo_equals_verl_vectorised(std):
         torch.testing.assert_close(ours, theirs.double(), rtol=1e-4, atol=atol)
 
 
-def test_rloo_and_opo_and_the_centred_score_equal_verl_and_plain_loops():
+def test_rloo_opo_and_the_centred_score_equal_verl_and_plain_loops():
     verl = load_verl().core_algos
     for step in ragged_steps(lone=True):
         scores, groups = step.scores, step.groups
@@ -171,7 +171,7 @@ def test_not_a_number_stays_in_its_group():
     assert result.isnan().tolist() == [True, True, False, False]
 
 
-def test_wrong_arguments_are_refused():
+def test_wrong_arguments_are_rejected():
     scores, groups = torch.ones(3), torch.zeros(3, dtype=torch.int64)
     for function in (centred, grpo, rloo):
         with pytest.raises(ValueError, match=r"must both be \[S\], got \[3\] and \[2\]"):

@@ -136,7 +136,7 @@ def test_adaptive_controller_by_hand():
     assert controller.coefficient == pytest.approx(0.5 * 1.05 * 1.2 * 0.8)
 
 
-def test_state_goes_through_json_exactly():
+def test_state_survives_json_exactly():
     controller = AdaptiveKLController(0.1, 1.0, 1000)
     controller.update(1.13, 77)
     resumed = AdaptiveKLController(0.1, 1.0, 1000)
@@ -155,7 +155,7 @@ def test_state_goes_through_json_exactly():
 
 
 @pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
-def test_bad_settings_are_refused(bad):
+def test_bad_settings_are_rejected(bad):
     with pytest.raises(ValueError, match="coefficient must be"):
         FixedKLController(bad)
     for arguments in ((bad, 1.0, 1.0), (1.0, bad, 1.0), (1.0, 1.0, bad)):

@@ -50,7 +50,7 @@ def test_pass_at_k_is_unbiased():
             assert mean == pytest.approx(1 - (1 - p) ** k, rel=0, abs=1e-14)
 
 
-def test_mean_at_k_counts_what_votes():
+def test_mean_at_k_counts_the_voting_responses():
     verdicts = [True, False, True, True, False, False, True]
     assert [mean_at_k(verdicts, k) for k in range(1, 8)] == [4 / 7, 3 / 6, 3 / 6, 3 / 4, 3 / 5, 3 / 6, 4 / 7]
 
@@ -65,7 +65,7 @@ def elected(answers, correct) -> Fraction:
     return sum(Fraction(sum(share), len(share)) for share in shares) / len(winners)
 
 
-def test_majority_against_counting_every_draw_of_lots():
+def test_majority_equals_the_count_over_all_draws():
     for length in range(1, 6):
         for answers in itertools.product((None, "a", "b", "c"), repeat=length):
             verdicts = [answer == "a" for answer in answers]
@@ -119,6 +119,6 @@ def test_maj_at_k_and_mean_at_k_are_unbiased(n, k):
     lambda: maj_at_k(["a"], [True], 0), lambda: maj_at_k(["a", "b"], [True], 1),
     lambda: majority(["a", "b"], [True]),
 ])  # fmt: skip
-def test_numbers_that_cannot_be_are_refused(call):
+def test_impossible_numbers_are_rejected(call):
     with pytest.raises(ValueError):
         call()

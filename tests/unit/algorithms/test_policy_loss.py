@@ -158,7 +158,7 @@ def test_infinite_ratios_give_finite_losses_and_gradients():
     assert terms.approx_kl.tolist() == [-1000.0, -1000.0, -1000.0, 1000.0, 1000.0]
 
 
-def test_bad_arguments_are_refused():
+def test_bad_arguments_are_rejected():
     ones = torch.ones(2)
     for low, high in ((-0.1, 0.2), (0.2, -0.1), (math.nan, 0.2)):
         with pytest.raises(ValueError, match="clip range must be >= 0"):

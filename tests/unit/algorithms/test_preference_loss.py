@@ -96,6 +96,6 @@ def test_large_differences_stay_finite():
     ((torch.zeros(2), torch.zeros(2), torch.zeros(2), -0.1), "-0.1"),
     ((torch.zeros(2), torch.zeros(2), torch.zeros(2), float("nan")), "nan"),
 ])  # fmt: skip
-def test_what_is_refused(arguments, message):
+def test_wrong_arguments_are_rejected(arguments, message):
     with pytest.raises(ValueError, match=message):
         bradley_terry(*arguments)

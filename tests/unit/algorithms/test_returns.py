@@ -14,7 +14,7 @@ FACTORS = [1.0, 0.99, 0.5, 0.0]
 
 
 def response_lists(batch):
-    """For each sequence, the places of its response tokens."""
+    """For each sequence, the indices of its response tokens."""
     borders = [0, *torch.tensor(batch.lengths).cumsum(0).tolist()]
     return [[t for t in range(a, b) if batch.mask[t]] for a, b in zip(borders, borders[1:])]
 
@@ -76,7 +76,7 @@ def test_no_response_at_all(lengths):
     assert torch.equal(sums_by_sequence(field, *where), torch.zeros_like(values))
 
 
-def test_wrong_arguments_are_refused():
+def test_wrong_arguments_are_rejected():
     ones, where = torch.ones(4), (torch.ones(4, dtype=torch.bool), torch.tensor([0, 4]))
     for factor in (-0.1, 1.5, float("nan")):
         with pytest.raises(ValueError, match=r"factor must be in \[0, 1\], got"):

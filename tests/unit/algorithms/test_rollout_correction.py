@@ -68,7 +68,7 @@ def test_weights_equal_the_definitions(level):
 
 
 def verl_weights(log_ratio, mask, level, cap, floor):
-    """verl's truncated weights, or IcePop's where there is a floor; without its metrics, which divide by zero where
+    """verl's truncated weights, or IcePop's if a floor is given; without its metrics, which divide by zero where
     all weights are 0."""
     verl, threshold = load_verl_correction(), cap if floor is None else f"{floor}_{cap}"
     with mock.patch.object(verl, "compute_is_metrics", return_value={}):
@@ -88,7 +88,7 @@ def test_weights_equal_verl(kind, floor, level):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("kind", "floor"), [("mis", None), ("icepop", 0.4)])
-def test_what_is_masked_equals_verls_rejections(kind, floor, level):
+def test_masked_tokens_equal_verls_rejections(kind, floor, level):
     """verl rejects by k1 = −log w, so its bounds are the reciprocals of ours; and it takes what it rejects out of the
     response mask, while ours stays in the denominators."""
     verl = load_verl_correction()
@@ -165,7 +165,7 @@ def test_report_of_extreme_gaps_equals_the_definitions(level):
 
 
 @pytest.mark.parametrize("options", EVERY_OPTION, ids=str)
-def test_parts_add_up_to_the_whole(options):
+def test_microbatch_sums_add_up_to_the_whole(options):
     """A weight does not depend on its micro-batch, to the last bit; the sums of the parts are those of the whole."""
     for batch, old, rollout in itertools.islice(cases(), 50):
         whole = correction_sums(old, rollout, batch.mask, batch.cu_seqlens, options)
@@ -190,7 +190,7 @@ def test_equal_logprobs_need_no_correction(options):
 
 
 @pytest.mark.parametrize("options", EVERY_OPTION, ids=str)
-def test_what_lies_outside_the_mask_is_not_read_and_nothing_carries_a_gradient(options):
+def test_values_outside_the_mask_are_ignored_and_nothing_carries_a_gradient(options):
     mask, borders = torch.tensor([False, True, True, False, True]), torch.tensor([0, 3, 3, 5])
     old, rollout = torch.randn(5, requires_grad=True), torch.randn(5, requires_grad=True)
     noisy = [torch.where(mask, field, math.nan) for field in (old, rollout)]
@@ -217,7 +217,7 @@ def test_a_masked_token_stays_in_the_denominator():
     assert float(loss) == pytest.approx(2.75 / 4)
 
 
-def test_bad_options_are_refused():
+def test_bad_options_are_rejected():
     for arguments, message in (
         (("is",), "kind 'is', allowed: none, tis, mis, icepop"),
         (("tis", "batch"), "level 'batch', allowed: token, sequence, geometric"),

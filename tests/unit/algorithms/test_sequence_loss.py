@@ -118,7 +118,7 @@ def test_gmpo_equals_verl(advantage_of_token):
 
 
 @pytest.mark.parametrize("loss", [gspo, gspo_token, gmpo])
-def test_observation_tokens_have_no_say(loss):
+def test_observation_tokens_have_no_effect(loss):
     for batch, tokens, clip in cases(advantage_of_token=True):
         noisy = [
             torch.where(batch.mask, field.detach(), batch.normal(100.0))
@@ -134,7 +134,7 @@ def test_observation_tokens_have_no_say(loss):
 
 @pytest.mark.parametrize("loss", [gspo, gspo_token, gmpo])
 def test_two_turns_are_one_response(loss):
-    """prompt, turn, observation, turn: as if the turns lay side by side."""
+    """prompt, turn, observation, turn: the same as without the observation."""
     logprobs, old = torch.tensor([-9.0, -1.0, -0.5, -7.0, -2.0]), torch.tensor([-3.0, -1.2, -0.4, -1.0, -1.9])
     mask = torch.tensor([False, True, True, False, True])
     advantages, clip = torch.full((5,), -0.7), ClipOptions(0.5, 0.5)

@@ -30,6 +30,6 @@ def test_three_cases_of_the_paper(limit, buffer):
 
 
 @pytest.mark.parametrize("buffer", [-1, 0, 17])
-def test_wrong_buffers_are_refused(buffer):
+def test_wrong_buffers_are_rejected(buffer):
     with pytest.raises(ValueError, match=rf"buffer must be in \[1, limit 16\], got {buffer}"):
         overlong_penalty(torch.tensor([1]), 16, buffer)

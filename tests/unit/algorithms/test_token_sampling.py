@@ -88,7 +88,7 @@ def test_numbers_are_uniform_along_a_stream_and_across_streams():
     assert abs(float(torch.corrcoef(torch.stack([along, across]))[0, 1])) < 0.01
 
 
-def test_a_number_depends_on_nothing_but_its_name():
+def test_a_random_number_depends_only_on_its_key():
     prompts, samples = torch.arange(6) // 2, torch.arange(6) % 2
     keys, positions = stream_keys(5, 9, prompts, samples), torch.tensor([3, 1, 4, 1, 5, 9])
     numbers = uniforms(keys, positions)
@@ -101,7 +101,7 @@ def test_a_number_depends_on_nothing_but_its_name():
     assert torch.equal(uniforms(keys, positions), numbers)
 
 
-def test_every_part_of_the_name_counts():
+def test_every_part_of_the_key_counts():
     zero, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
     keys = [stream_keys(seed, step, prompt, sample).item() for seed in (0, 1, -1, 2**63) for step in (0, 1)
             for prompt in (zero, one) for sample in (zero, one)]  # fmt: skip
@@ -200,10 +200,8 @@ def test_a_row_is_drawn_the_same_alone_and_in_a_batch():
     logits = torch.randn(30, 17, generator=torch.Generator().manual_seed(5))
     numbers = uniforms(torch.arange(30), torch.arange(30))
     settings = SamplingSettings(temperature=0.7, top_k=9, top_p=0.9)
-    sequences_per_example = draw(logits, numbers, settings)
-    assert sequences_per_example.tolist() == [
-        draw(logits[i : i + 1], numbers[i : i + 1], settings).item() for i in range(30)
-    ]
+    together = draw(logits, numbers, settings)
+    assert together.tolist() == [draw(logits[i : i + 1], numbers[i : i + 1], settings).item() for i in range(30)]
 
 
 def test_logits_are_not_changed():

@@ -72,7 +72,7 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(lambda x: clipped_value_loss(x, old, returns, 0.5).loss, values)
 
 
-def test_bad_arguments_are_refused_and_targets_are_constants():
+def test_bad_arguments_are_rejected_and_targets_are_constants():
     ones = torch.ones(2)
     with pytest.raises(ValueError, match="value clip range must be >= 0"):
         clipped_value_loss(ones, ones, ones, -0.1)

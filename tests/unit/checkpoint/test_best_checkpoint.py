@@ -11,11 +11,11 @@ from megarl.errors import UsageError
 
 
 class Killed(BaseException):
-    """Stands for the end of the process: nothing behind it runs."""
+    """Simulates the end of the process: no later code runs."""
 
 
 def saved(run: Path, step: int, best: int | None, kept_for: str = "interval", accuracy: float = 0.5) -> Path:
-    """A checkpoint saved as `state.save` does, with a file in the place of its tensors."""
+    """A checkpoint saved as `state.save` does, with one file instead of its tensors."""
     folders.make_room(run, step)
     folder = folders.step_folder(run, step)
     (folder / "tensors").write_text(f"{step}")
@@ -62,7 +62,7 @@ def test_a_best_one_that_was_due_anyway_stays_for_good(tmp_path):
     assert (steps(tmp_path), loaded(tmp_path, "best")) == ([10, 15], 15)
 
 
-def test_without_an_evaluation_nothing_is_best(tmp_path):
+def test_without_an_evaluation_no_checkpoint_is_best(tmp_path):
     saved(tmp_path, 10, None)
     assert loaded(tmp_path) == 10 and not (tmp_path / "checkpoints" / "best").exists()
     with pytest.raises(UsageError, match="--load .*/checkpoints/best: no such folder; allowed .* checkpoints/best"):
@@ -70,7 +70,7 @@ def test_without_an_evaluation_nothing_is_best(tmp_path):
 
 
 def test_checkpoints_of_an_older_version_are_left_alone(tmp_path):
-    """Those say nothing of why they were kept; nor does one whose manifest cannot be read."""
+    """Their manifests do not say why they were kept; neither does an unreadable manifest."""
     old, spoilt = saved(tmp_path, 1, None), saved(tmp_path, 2, None, "best")
     (old / "manifest.json").write_text(json.dumps({"step": 1, "world_size": 1, "program": "test"}))
     (spoilt / "manifest.json").write_text("{")
@@ -79,14 +79,14 @@ def test_checkpoints_of_an_older_version_are_left_alone(tmp_path):
 
 
 def test_a_best_one_of_another_folder_is_not_named(tmp_path):
-    """A run that goes on in a new folder: its best step so far was saved elsewhere."""
+    """A run that continues in a new folder: its best step so far was saved elsewhere."""
     saved(tmp_path, 20, 7)
     assert not (tmp_path / "checkpoints" / "best").exists()
     saved(tmp_path, 25, 25, "best")
     assert loaded(tmp_path, "best") == 25
 
 
-def test_a_run_that_goes_on_from_an_earlier_step_has_its_own_best(tmp_path):
+def test_a_run_resumed_from_an_earlier_step_has_its_own_best(tmp_path):
     saved(tmp_path, 5, 5, "interval")
     saved(tmp_path, 10, 5)
     saved(tmp_path, 15, 15, "best")
@@ -104,7 +104,7 @@ def test_what_latest_names_is_never_removed(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "step_00000009", "../nothing"])
-def test_a_pointer_to_nothing_is_refused(text, tmp_path):
+def test_a_best_pointer_to_a_missing_step_is_rejected(text, tmp_path):
     saved(tmp_path, 1, 1)
     (tmp_path / "checkpoints" / "best").write_text(text)
     with pytest.raises(UsageError, match="^--load .*checkpoints"):
@@ -168,7 +168,7 @@ def test_a_better_one_is_saved_and_the_run_killed_at_any_instant(tmp_path, monke
     for run in every_death(monkeypatch, tmp_path, prepare, lambda run: saved(run, 12, 12, "best")):
         seen.append((loaded(run), loaded(run, "best")))
         best = folders.read_manifest(folders.find(str(run), "--load"), "--load")["best"]["step"]
-        saved(run, 20, best)  # resumed, it goes on, and makes good what was left undone
+        saved(run, 20, best)  # the resumed run continues and completes the interrupted removal
         assert loaded(run, "best") == best == {10: 3, 12: 12}[seen[-1][0]]
         assert not list((run / "checkpoints").glob(".removed-*"))
         assert (3 in steps(run)) == (best == 3)

@@ -1,4 +1,4 @@
-"""Checkpoints: exact in every layout, roles apart, the policy's weights alone, committed last, refused when half."""
+"""Checkpoints: exact in every layout, separate roles, the policy's weights alone, committed last, never half loaded."""
 
 import json
 from pathlib import Path
@@ -16,8 +16,8 @@ TP2 = "--tensor-model-parallel-size 2"
 DISTRIBUTED = "--use-distributed-optimizer"
 
 
-def learners(parsed, names=("actor",)):
-    """(world, {role: learner on this rank}) of a parsed command line."""
+def trainable_models(parsed, names=("actor",)):
+    """(mesh, {role: trainable model on this rank}) of a parsed command line."""
     from megarl.comm import role_mesh
     from megarl.roles.trainable_model import TrainableModel
 
@@ -60,10 +60,10 @@ def contents(trainable_model) -> dict:
 
 
 def save(rank: int, parsed, run: Path, updates: int, load: Path | None = None, names=("actor",)) -> dict:
-    """Loads (or not), learns, saves; contents by role before and behind the updates."""
+    """Loads (or not), trains, saves; returns the contents by role before and after the updates."""
     from megarl.checkpoint import folders, run_state
 
-    here, found = learners(parsed, names)
+    here, found = trainable_models(parsed, names)
     extra = {"counter": [1, {"of": "the caller"}]}
     if load:
         loaded = run_state.load(load, here, {name: one.state(extra, loading=True) for name, one in found.items()})
@@ -73,7 +73,7 @@ def save(rank: int, parsed, run: Path, updates: int, load: Path | None = None, n
         learn(one, updates)
     run_state.save(run, 7, here, {name: one.state(extra) for name, one in found.items()}, {"program": "test"})
     assert folders.find(str(run), "--load") == folders.step_folder(run, 7)
-    return {"before": before, "behind": {name: contents(one) for name, one in found.items()}}
+    return {"before": before, "after": {name: contents(one) for name, one in found.items()}}
 
 
 def assert_equal(found: dict, expected: dict):
@@ -96,30 +96,30 @@ def sft(folder: Path, flags: str = "", size: int = 1):
 
 def test_a_role_survives_a_round_through_another_tensor_layout(tmp_path):
     one, two, three = tmp_path / "one", tmp_path / "two", tmp_path / "three"
-    first = run_world(save, 1, sft(one), one, 3)[0]["behind"]["actor"]
+    first = run_world(save, 1, sft(one), one, 3)[0]["after"]["actor"]
     assert first["plain"]["steps"] == {3} and first["plain"]["scheduler"]["num_steps"] == 3
     assert any(name.endswith("/exp_avg_sq") for name in first["tensors"])
     for result in run_world(save, 2, sft(two, TP2, 2), two, 0, checkpoint_of(one)):
         assert_equal(result["before"]["actor"], first)
     third = run_world(save, 1, sft(three), three, 2, checkpoint_of(two))[0]
     assert_equal(third["before"]["actor"], first)
-    assert third["behind"]["actor"]["plain"]["steps"] == {5}
+    assert third["after"]["actor"]["plain"]["steps"] == {5}
 
 
-def test_the_state_that_comes_back_is_the_one_that_learns_on(tmp_path):
-    whole = run_world(save, 1, sft(tmp_path / "a"), tmp_path / "a", 5)[0]["behind"]["actor"]
+def test_the_restored_state_continues_training_exactly(tmp_path):
+    whole = run_world(save, 1, sft(tmp_path / "a"), tmp_path / "a", 5)[0]["after"]["actor"]
     run_world(save, 1, sft(tmp_path / "b"), tmp_path / "b", 3)
     part = run_world(save, 1, sft(tmp_path / "c"), tmp_path / "c", 2, checkpoint_of(tmp_path / "b"))[0]
-    assert_equal(part["behind"]["actor"], whole)
+    assert_equal(part["after"]["actor"], whole)
 
 
 @pytest.mark.parametrize("size, flags", [(2, DISTRIBUTED), (1, DISTRIBUTED), (4, f"{DISTRIBUTED} {TP2}")])
-def test_a_distributed_optimizer_goes_on_in_any_layout(size, flags, tmp_path):
-    whole = run_world(save, 2, sft(tmp_path / "a", DISTRIBUTED, 2), tmp_path / "a", 5)[0]["behind"]["actor"]
+def test_a_distributed_optimizer_resumes_in_any_layout(size, flags, tmp_path):
+    whole = run_world(save, 2, sft(tmp_path / "a", DISTRIBUTED, 2), tmp_path / "a", 5)[0]["after"]["actor"]
     run_world(save, 2, sft(tmp_path / "b", DISTRIBUTED, 2), tmp_path / "b", 3)
     source = checkpoint_of(tmp_path / "b")
     for result in run_world(save, size, sft(tmp_path / "c", flags, size), tmp_path / "c", 2, source):
-        found = result["behind"]["actor"]
+        found = result["after"]["actor"]
         assert found["plain"] == whole["plain"]
         for name in (name for name in whole["tensors"] if "/" not in name):
             torch.testing.assert_close(found["tensors"][name], whole["tensors"][name], rtol=0, atol=1e-6)
@@ -129,22 +129,22 @@ def test_a_distributed_optimizer_goes_on_in_any_layout(size, flags, tmp_path):
 
 
 def test_roles_on_disjoint_ranks_come_back_on_one_rank(tmp_path):
-    apart, sequences_per_example, names = tmp_path / "apart", tmp_path / "together", ("actor", "critic")
+    apart, together, names = tmp_path / "apart", tmp_path / "together", ("actor", "critic")
     role_map = "--role-map actor=1-2;critic=0;reward=0;reference=0 --actor-tensor-model-parallel-size 2"
     parsed = program("rl", rl_argv(apart, role_map), 3)
-    critic, actor, same_actor = [r["behind"] for r in run_world(save, 3, parsed, apart, 2, None, names)]
+    critic, actor, same_actor = [r["after"] for r in run_world(save, 3, parsed, apart, 2, None, names)]
     assert list(critic) == ["critic"] and list(actor) == list(same_actor) == ["actor"]
-    parsed = program("rl", rl_argv(sequences_per_example), 1)
-    found = run_world(save, 1, parsed, sequences_per_example, 0, checkpoint_of(apart), names)[0]["before"]
+    parsed = program("rl", rl_argv(together), 1)
+    found = run_world(save, 1, parsed, together, 0, checkpoint_of(apart), names)[0]["before"]
     assert_equal(found["actor"], actor["actor"])
     assert_equal(found["critic"], critic["critic"])
 
 
 def warm_started(rank: int, parsed):
-    """(weights of actor and critic behind a warm start from the policy, which the critic's head must outlive)."""
+    """(weights of actor and critic after a warm start from the policy, which keeps the critic's head)."""
     from megarl.checkpoint import folders, run_state
 
-    here, found = learners(parsed, ("actor", "critic"))
+    here, found = trainable_models(parsed, ("actor", "critic"))
     head = found["critic"].model[0].output_layer
     with torch.no_grad():
         head.weight.copy_(torch.linspace(-1, 1, 32))
@@ -160,7 +160,7 @@ def warm_started(rank: int, parsed):
 
 
 @pytest.mark.parametrize("size, flags", [(1, ""), (2, TP2)])
-def test_the_critic_keeps_its_head_when_it_takes_the_policys_weights(size, flags, tmp_path):
+def test_the_critic_keeps_its_head_when_it_loads_the_policys_weights(size, flags, tmp_path):
     parsed = program("rl", rl_argv(tmp_path, flags), size)
     for actor, critic in run_world(warm_started, size, parsed):
         assert torch.equal(critic.pop("output_layer.weight"), torch.linspace(-1, 1, 32).unsqueeze(0))
@@ -179,7 +179,7 @@ def commits(rank: int, parsed, run: Path) -> list:
     from megarl.checkpoint import folders, run_state
     from megarl.mcore.weights import dist_checkpoint
 
-    here, found = learners(parsed)
+    here, found = trainable_models(parsed)
     seen, write, save_tensors = [], folders.write_atomically, dist_checkpoint.save
 
     def there():
@@ -198,7 +198,7 @@ def commits(rank: int, parsed, run: Path) -> list:
     return seen
 
 
-def test_a_manifest_is_written_behind_the_tensors_and_latest_last(tmp_path):
+def test_the_manifest_is_written_after_the_tensors_and_latest_last(tmp_path):
     assert run_world(commits, 1, sft(tmp_path), tmp_path)[0] == [
         ("tensors", []), ("manifest.json", [".metadata"]), ("latest", [".metadata", "manifest.json"]),
     ]  # fmt: skip
@@ -241,7 +241,7 @@ def test_manifest_and_step_folders_can_be_named(tmp_path):
     lambda run: ((run / "checkpoints").mkdir(parents=True), (run / "checkpoints" / "latest").write_text("gone")),
     lambda run: ((run / "checkpoints").mkdir(parents=True), (run / "checkpoints" / "latest").write_bytes(b"\xff")),
 ])  # fmt: skip
-def test_a_path_without_a_checkpoint_is_refused(make, tmp_path):
+def test_a_path_without_a_checkpoint_is_rejected(make, tmp_path):
     from megarl.checkpoint import folders
 
     make(tmp_path / "run")

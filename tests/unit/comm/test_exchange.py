@@ -1,4 +1,4 @@
-"""Batches between roles: bytes round trip, owner to owner, fields back as they left, never a padded byte."""
+"""Batches between roles: exact bytes, each field to its replica and back, no padding."""
 
 import random
 
@@ -33,7 +33,7 @@ def test_bytes_round_trip_for_any_fields(seed):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_fields_are_aligned_wherever_a_part_begins_in_the_payload(seed):
+def test_fields_are_aligned_at_any_offset_in_the_payload(seed):
     names = HEADER + random.Random(seed).sample(OTHERS, len(OTHERS))
     parts = [to_bytes(random_batch(seed + i, names), names) for i in range(3)]
     payload = torch.cat(parts)
@@ -66,21 +66,21 @@ def test_special_numbers_survive_bit_for_bit():
 ALL = {
     "colocated": ("", 2),
     "one rank": ("", 1),
-    "two lanes to one of two ranks": ("--role-map actor=0-1;critic=2-3;reward=2;reference=3"
+    "two replicas to one of two ranks": ("--role-map actor=0-1;critic=2-3;reward=2;reference=3"
                                       " --critic-tensor-model-parallel-size 2", 4),
     "one of two ranks to one": ("--role-map actor=0-1;critic=2;reward=3;reference=3"
                                 " --actor-tensor-model-parallel-size 2", 4),
-    "four lanes to one": ("--role-map actor=0-3;critic=3;reward=0;reference=0", 4),
-    "one lane to four": ("--role-map actor=0;critic=0-3;reward=0;reference=0", 4),
-    "same ranks, other lanes": ("--critic-tensor-model-parallel-size 2", 4),
+    "four replicas to one": ("--role-map actor=0-3;critic=3;reward=0;reference=0", 4),
+    "one replica to four": ("--role-map actor=0;critic=0-3;reward=0;reference=0", 4),
+    "same ranks, other replicas": ("--critic-tensor-model-parallel-size 2", 4),
     "overlapping": ("--role-map actor=0-2;critic=1-3;reward=0;reference=0", 4),
-    "lanes of two to lanes of two": ("--role-map actor=0-3;critic=0-1;reward=0;reference=0"
+    "replicas of two to replicas of two": ("--role-map actor=0-3;critic=0-1;reward=0;reference=0"
                                      " --actor-tensor-model-parallel-size 2 --critic-tensor-model-parallel-size 2", 4),
 }  # fmt: skip
 
 
 def owners_of(mesh, count, seed=None):
-    """Lanes of the sequences: dealt in turn by the actor, by the critic too or (with a seed) at random."""
+    """Replicas of the sequences: round robin for the actor; for the critic the same or (with a seed) random."""
     ids = torch.arange(count)
     dp_assignment = {role: round_robin(ids, len(mesh[role].replicas), SAMPLES) for role in ("actor", "critic")}
     if seed is not None:
@@ -112,7 +112,7 @@ def there_and_back(rank, flags, seed, count, at_random):
 
 
 @pytest.mark.parametrize("layout", ALL)
-@pytest.mark.parametrize("seed, count", [(1, 14), (2, 2)])  # two sequences of one prompt: lanes without any
+@pytest.mark.parametrize("seed, count", [(1, 14), (2, 2)])  # two sequences of one prompt: some replicas have none
 @pytest.mark.parametrize("at_random", [False, True])
 def test_fields_go_to_their_owners_and_come_back(layout, seed, count, at_random):
     flags, size = ALL[layout]
@@ -130,7 +130,7 @@ def send_nothing(rank, flags):
 
 
 def test_a_batch_of_no_sequences_arrives_as_one():
-    flags, size = ALL["two lanes to one of two ranks"]
+    flags, size = ALL["two replicas to one of two ranks"]
     expected = (0, ["sequence_ids", "scores", "lengths", "tokens"])
     assert run_world(send_nothing, size, flags) == [None, None, expected, expected]
 
@@ -172,15 +172,15 @@ def count_bytes(rank, flags, count):
 
 
 def test_no_byte_is_padding():
-    """Lanes 0, 1 -> the lane led by rank 2: what a lane sends is its fields, 8 bytes of count, and at most 7."""
-    flags, size = ALL["two lanes to one of two ranks"]
+    """Replicas 0, 1 -> the replica led by rank 2: each sends its fields, 8 bytes of count, at most 7 of alignment."""
+    flags, size = ALL["two replicas to one of two ranks"]
     results = run_world(count_bytes, size, flags, 14)
     whole = random_batch(11, ["tokens", "finished"], ids=torch.arange(14))
     owner = round_robin(whole.sequence_ids, 2, SAMPLES)
     for dp_rank, (sent, members) in enumerate(results[:2]):
         part = whole.select((owner == dp_rank).nonzero().flatten())
         payload = len(part) * (8 + 8 + 1) + int(part.lengths.sum()) * 8
-        assert len(sent) == 1 and members == [[0, 1, 2]]  # one payload, over the lane leaders alone
+        assert len(sent) == 1 and members == [[0, 1, 2]]  # one payload, between replica leaders only
         assert payload + 8 <= sent[0] <= payload + 8 + 7
     assert results[2] == ([0], [[0, 1, 2]])
     assert results[3] == ([], [])

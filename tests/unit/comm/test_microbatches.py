@@ -1,5 +1,5 @@
-"""Mini-batches and micro-batches: a cap that is one, few and even micro-batches, equally many on every lane; and lanes
-that share the work of each mini-batch out evenly."""
+"""Mini-batches and micro-batches: a token cap that holds, few and even micro-batches, equally many on every
+replica; and replicas with even shares of the work of each mini-batch."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_eight_sequences_of_seven_tokens_under_a_cap_of_eight_are_eight_microbat
 
 @pytest.mark.parametrize("count", [1, 4, 30])
 @pytest.mark.parametrize("seed", range(20))
-def test_the_cap_holds_and_every_sequence_stands_once(seed, count):
+def test_the_cap_holds_and_every_sequence_is_packed_once(seed, count):
     lengths = ragged(seed, 2 * seed)
     groups = mb.bin_pack(lengths, 12, HIDDEN, count)
     assert sorted(i for group in groups for i in group.tolist()) == list(range(2 * seed))
@@ -50,7 +50,7 @@ def test_few_microbatches(seed):
     assert fewest <= len(mb.bin_pack(lengths, 64, HIDDEN)) <= 11 * fewest // 9 + 1
 
 
-def test_a_pack_that_sequences_in_their_order_would_miss():
+def test_bin_packing_finds_what_the_original_order_misses():
     assert len(mb.bin_pack(torch.tensor([5, 4, 3, 4]), 8, HIDDEN)) == 2  # in order: 5 | 4 3 | 4
 
 
@@ -61,17 +61,17 @@ def test_work_is_even_where_there_is_room(seed):
 
 
 @pytest.mark.parametrize("count, expected", [(1, 2), (2, 2), (3, 3), (6, 6), (9, 6)])
-def test_more_microbatches_than_needed_where_other_lanes_need_them(count, expected):
+def test_more_microbatches_than_needed_if_other_replicas_need_them(count, expected):
     assert len(mb.bin_pack(torch.tensor([1, 2, 3, 4, 5, 1]), 8, HIDDEN, count)) == expected
 
 
-def test_a_level_pack_that_fails_falls_back_to_the_tight_one():
+def test_even_bin_packing_falls_back_to_tight_bin_packing():
     lengths = torch.tensor([6, 6, 4, 4, 4])  # by work alone 6 4 | 6 4, and no room for the last
     groups = mb.bin_pack(lengths, 12, HIDDEN)
     assert [lengths[group].tolist() for group in groups] == [[6, 6], [4, 4, 4]]
 
 
-def test_nothing_packs_into_nothing_and_a_whole_cap_into_one():
+def test_no_sequences_make_no_microbatch_and_a_full_cap_makes_one():
     assert mb.bin_pack(torch.zeros(0, dtype=torch.int64), 8, HIDDEN) == []
     assert [group.tolist() for group in mb.bin_pack(torch.tensor([3, 5, 8]), 8, HIDDEN)] == [[2], [0, 1]]
 
@@ -101,7 +101,7 @@ def test_the_two_of_a_pair_share_a_microbatch(seed, count):
     assert len(groups) == len(mb.bin_pack(lengths.view(-1, 2).sum(1), 24, HIDDEN, count))
 
 
-def test_one_alone_is_packed_as_ever():
+def test_a_sequence_without_a_pair_is_packed_as_usual():
     lengths = ragged(4, 30)
     assert all(
         map(torch.equal, mb.bin_pack(lengths, 24, HIDDEN), mb.bin_pack(lengths, 24, HIDDEN, sequences_per_example=1))
@@ -112,7 +112,7 @@ def test_one_alone_is_packed_as_ever():
 
 
 @pytest.mark.parametrize("count, size", [(12, 4), (12, 5), (12, 1), (7, 3)])
-def test_minibatches_part_the_sequences(count, size):
+def test_minibatches_partition_the_sequences(count, size):
     parts = mb.minibatch_ids(count, size, 3, 1, 0)
     assert [len(part) for part in parts] == [size] * (count // size) + [count % size] * (count % size > 0)
     assert sorted(torch.cat(parts).tolist()) == list(range(count))
@@ -145,11 +145,11 @@ def small_batch(count=5) -> Batch:
     return Batch(sequence_ids=torch.arange(count) * 3, lengths=lengths, tokens=torch.arange(total) % 16)
 
 
-def test_members_are_found_by_id_not_by_place():
+def test_members_are_found_by_id_not_by_position():
     assert mb.positions_of(small_batch(), torch.tensor([6, 4, 0, 12, 13])).tolist() == [0, 2, 4]
 
 
-def test_write_back_puts_values_where_their_sequences_stand():
+def test_write_back_puts_values_at_their_sequences():
     batch = small_batch()
     offsets = [slice(int(a), int(b)) for a, b in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)]
     whole = torch.rand(len(batch.tokens)) + 1
@@ -173,29 +173,29 @@ def counts(rank: int, lengths: list[list[int]], multiple: int, sequences_per_exa
     return [(len(part.tokens), bool(part.response_mask.any()), places.tolist()) for part, places in parts]
 
 
-def test_lanes_run_equally_many_microbatches_and_spare_ones_count_nowhere():
+def test_replicas_run_equally_many_microbatches_and_blank_ones_count_nowhere():
     one, other, third = run_world(counts, 3, [[7, 7, 7], [4, 4], []], 1)
     assert one == [(7, True, [0]), (7, True, [1]), (7, True, [2])]
     assert other == [(4, True, [0]), (4, True, [1]), (1, False, [])]
     assert third == [(1, False, [])] * 3
 
 
-def test_a_lane_without_pairs_runs_blank_ones():
+def test_a_replica_without_pairs_runs_blank_microbatches():
     one, other = run_world(counts, 2, [[3, 4, 1, 2, 5, 3], []], 1, 2)
     assert sorted(places for _, _, places in one) == [[0, 1], [2, 3], [4, 5]]
     assert other == [(2, False, [])] * len(one)
 
 
 @pytest.mark.parametrize("multiple, expected", [(2, 4), (3, 3), (4, 4), (8, 8)])
-def test_virtual_stages_want_a_multiple(multiple, expected):
+def test_virtual_stages_need_a_multiple(multiple, expected):
     results = run_world(counts, 2, [[7, 7, 7], []], multiple)
     assert [len(parts) for parts in results] == [expected] * 2
 
 
-# -- lanes -------------------------------------------------------------------------------------------------------
+# -- replicas ----------------------------------------------------------------------------------------------------
 
 
-def work_of_lanes(lengths, dp_assignment, ids, count) -> torch.Tensor:
+def work_of_replicas(lengths, dp_assignment, ids, count) -> torch.Tensor:
     work = torch.zeros(count, dtype=torch.int64)
     return work.index_add_(0, dp_assignment[ids], mb.sequence_flops(lengths, HIDDEN)[ids]).double()
 
@@ -207,18 +207,18 @@ def test_each_minibatch_and_the_step_are_shared_out_evenly(count):
     dp_assignment = load_balance.balance_by_flops(lengths, minibatches, count, HIDDEN)
     assert dp_assignment.dtype == torch.int64 and 0 <= dp_assignment.min() and dp_assignment.max() < count
     for ids in [*minibatches, torch.arange(256)]:
-        work = work_of_lanes(lengths, dp_assignment, ids, count)
+        work = work_of_replicas(lengths, dp_assignment, ids, count)
         assert work.max() < 1.15 * work.mean()
-    in_turn = work_of_lanes(lengths, torch.arange(256) // 4 % count, torch.arange(256), count)
+    in_turn = work_of_replicas(lengths, torch.arange(256) // 4 % count, torch.arange(256), count)
     assert count == 1 or work.max() < in_turn.max()
 
 
-def test_minibatches_smaller_than_the_lanes_take_turns():
+def test_minibatches_smaller_than_the_replicas_rotate():
     dp_assignment = load_balance.balance_by_flops(torch.full((8,), 5), [torch.tensor([i]) for i in range(8)], 4, HIDDEN)
     assert sorted(dp_assignment.tolist()) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def test_owners_follow_from_lengths_and_plan_alone():
+def test_the_assignment_depends_on_lengths_and_plan_only():
     lengths, minibatches = ragged(3, 24), mb.minibatch_ids(24, 8, 1, 1, 0)
     first = load_balance.balance_by_flops(lengths, minibatches, 3, HIDDEN)
     torch.manual_seed(5)

@@ -1,4 +1,4 @@
-"""Places and process groups: sizes and members for several layouts, lanes, sharing between roles."""
+"""Role groups and process groups: sizes and members for several layouts, replicas, sharing between roles."""
 
 import itertools
 
@@ -14,7 +14,7 @@ from tests.helpers.worlds import SAFETY, run_world
 NAMES = [*DENSE, *EXPERT, "embd", "pos_embd"]
 
 
-# -- lanes -------------------------------------------------------------------------------------------------------
+# -- replicas ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks, sizes, expected", [
@@ -26,13 +26,13 @@ NAMES = [*DENSE, *EXPERT, "embd", "pos_embd"]
     (range(8), ParallelSizes(tensor=2, context=2), [[0, 1, 2, 3], [4, 5, 6, 7]]),
     (range(3, 4), ParallelSizes(), [[3]]),
 ])  # fmt: skip
-def test_lanes_of_small_layouts(ranks, sizes, expected):
+def test_replicas_of_small_layouts(ranks, sizes, expected):
     assert replica_ranks(ranks, sizes) == expected
 
 
 @pytest.mark.parametrize("tensor, pipeline, context, data, start",
                          [*itertools.product((1, 2, 4), (1, 2, 3), (1, 2), (1, 2, 3), (0, 5))])  # fmt: skip
-def test_lanes_part_the_ranks_and_follow_megatrons_order(tensor, pipeline, context, data, start):
+def test_replicas_partition_the_ranks_in_megatrons_order(tensor, pipeline, context, data, start):
     sizes = ParallelSizes(tensor=tensor, pipeline=pipeline, context=context)
     ranks = range(start, start + tensor * pipeline * context * data)
     replicas = replica_ranks(ranks, sizes)
@@ -129,13 +129,13 @@ def rollout_place(rank, flags):
     return place.replicas, context, group and dist.get_process_group_ranks(group), here.roles_of(rank)
 
 
-def test_context_ranks_of_the_actor_are_lanes_of_the_rollout():
+def test_context_ranks_of_the_actor_are_replicas_of_the_rollout():
     flags = "--tensor-model-parallel-size 2 --context-parallel-size 2"
     everything = ["actor", "critic", "reward", "reference"]  # the rollout counts as the actor
     assert run_world(rollout_place, 4, flags) == [(((0, 1), (2, 3)), 1, [0, 1, 2, 3], everything)] * 4
 
 
-def test_a_rollout_of_its_own_has_a_group_with_the_actor():
+def test_a_separate_rollout_has_a_group_with_the_actor():
     flags = "--role-map actor=0-1;critic=3;reward=3;reference=3;rollout=1-2 --rollout-tensor-model-parallel-size 2"
     results = run_world(rollout_place, 4, flags)
     assert [replicas for replicas, *_ in results] == [((1, 2),)] * 4
@@ -159,7 +159,7 @@ def absent_role(rank):
     return here.roles_of(rank), dist.get_process_group_ranks(here.leaders_group("actor", "reward"))
 
 
-def test_a_role_that_the_run_has_not_is_nowhere():
+def test_an_absent_role_is_on_no_rank():
     assert run_world(absent_role, 2) == [(["actor", "reward"], [0, 1])] * 2
 
 
@@ -226,7 +226,7 @@ def test_sums_and_gathers():
     assert [r[2] for r in results] == [[0, 1, 4, 9], None, None, None]
 
 
-def test_joining_twice_is_joining_once():
+def test_initializing_twice_is_initializing_once():
     def again(rank):
         group = dist.group.WORLD
         role_mesh.join_process_group(SAFETY)
@@ -235,7 +235,7 @@ def test_joining_twice_is_joining_once():
     assert run_world(again, 2) == [True, True]
 
 
-def test_joining_without_a_launcher_is_a_world_of_one():
+def test_without_a_launcher_the_world_has_one_rank():
     def alone(rank):
         import os
 
@@ -247,7 +247,7 @@ def test_joining_without_a_launcher_is_a_world_of_one():
     assert run_world(alone, 1) == [(1, "gloo")]
 
 
-def test_joining_what_a_launcher_describes():
+def test_a_launchers_variables_define_the_world():
     def launched(rank, port):
         import os
 

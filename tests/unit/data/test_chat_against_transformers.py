@@ -26,12 +26,12 @@ ACROSS = {"chatml": ["\n\nHello\n\n"]}
 def test_texts_and_tokens_are_those_of_transformers(tmp_path, name):
     tokenizer = build_tokenizer("HuggingFaceTokenizer", HUGGING_FACE[name](tmp_path / name))
     encoder = build_encoder(tokenizer, "tokenizer")
-    across, refused = [], 0
+    across, rejected = [], 0
     for pairs, recorded in zip(CONVERSATIONS, RECORDED[name]["conversations"], strict=True):
         messages = conversation(pairs)
         for generation, found in ((False, recorded["whole"]), (True, recorded["prompt"])):
             if "error" in found:
-                refused += 1
+                rejected += 1
                 with pytest.raises(UsageError) as caught:
                     encoder.template.render(messages, generation)
                 assert found["error"] in str(caught.value)
@@ -50,14 +50,14 @@ def test_texts_and_tokens_are_those_of_transformers(tmp_path, name):
                     across.append(text)
                     assert tokenizer.decode(whole) == tokenizer.decode(found["ids"])
     assert across == ACROSS.get(name, [])
-    assert refused == {"mistral": 4, "gemma": 2}.get(name, 0)
+    assert rejected == {"mistral": 4, "gemma": 2}.get(name, 0)
 
 
 @pytest.mark.parametrize("name", HUGGING_FACE)
 def test_tokens_of_plain_text_are_those_of_transformers(tmp_path, name):
     tokenizer = build_tokenizer("HuggingFaceTokenizer", HUGGING_FACE[name](tmp_path / name))
     recorded = RECORDED[name]["texts"]
-    # The Unigram model finds </s> among its pieces even so; here it is spelt.
+    # The Unigram model finds </s> in its vocabulary even so; here it is spelt.
     differing = [] if name != "unigram" else ["a <|im_end|> b</s>[SEP]<end_of_turn>"]
     assert [text for text, ids in zip(TEXTS, recorded, strict=True) if tokenizer.encode(text) != ids] == differing
     assert tokenizer.encode_batch(TEXTS) == [tokenizer.encode(text) for text in TEXTS]

@@ -64,7 +64,7 @@ def check_scored(encoder, prompt, text, longest):
     whole, cut = encoder.scored(prompt, text, 10**6)
     assert whole == prompt_ids + response and cut == 0
     assert whole[-1] == tokenizer.eos_id
-    # The same special tokens as around harmless text: none came from the contents, and BOS stands where it did.
+    # The same special tokens as around harmless text: none came from the contents, and BOS is where it was.
     harmless = encoder.scored(Prompt(0, "a"), "b", 10**6)[0]
     assert special_ids(tokenizer, whole) == special_ids(tokenizer, harmless)
     assert special_ids(tokenizer, response) == [tokenizer.eos_id]
@@ -78,7 +78,7 @@ def check_scored(encoder, prompt, text, longest):
 
 
 @pytest.mark.parametrize("reward", KINDS)
-def test_a_response_goes_from_any_tokenizer_to_this(encoders, reward):
+def test_a_response_is_re_encoded_from_any_tokenizer(encoders, reward):
     @QUICK
     @given(said=TEXTS, answered=TEXTS, longest=st.integers(1, 40), templated=st.booleans())
     def holds(said, answered, longest, templated):
@@ -128,7 +128,7 @@ def test_the_mask_of_a_conversation_covers_each_answer_and_its_end(encoders, nam
         for turn, (run, start) in enumerate(zip(runs, starts, strict=True)):
             prompt = Prompt(0, messages[: 2 * turn + 1])
             assert run == encoder.response(prompt, turns[turn][1])
-            # Metaspace may set a space in front of a piece where text is encoded in pieces.
+            # Metaspace may add a space in front of each part of a text that is encoded in parts.
             shown = [tokenizer.decode(part).replace(" ", "") for part in (ids[:start], encoder.prompt(prompt))]
             assert shown[0] == shown[1]
         assert ids[: starts[0]] == encoder.prompt(Prompt(0, messages[:1]))
@@ -145,9 +145,9 @@ def test_without_a_template_it_is_text_and_end(tokenizers):
         assert encoder.scored(prompt, "", 100) == ([*tokenizer.encode("Hello"), tokenizer.eos_id], 0)
         assert encoder.scored(Prompt(0, ""), "", 1) == ([tokenizer.eos_id], 0)
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        for refused, value in ((encoder.conversation, messages), (encoder.prompt, Prompt(0, messages[:1]))):
+        for rejected, value in ((encoder.conversation, messages), (encoder.prompt, Prompt(0, messages[:1]))):
             with pytest.raises(UsageError, match="messages needs --reward-chat-template"):
-                refused(value)
+                rejected(value)
         with pytest.raises(ValueError, match="longest 0"):
             encoder.scored(prompt, "a", 0)
 
@@ -179,12 +179,12 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("source, message", REFUSED, ids=["begin", "end", "empty", "bos"])
-def test_a_template_that_cannot_be_learnt_from_is_refused(tokenizers, source, message):
+def test_a_template_unfit_for_training_is_rejected(tokenizers, source, message):
     with pytest.raises(UsageError, match=f"^--reward-chat-template t.jinja: .*{message}"):
         Encoder(tokenizers["sp_bpe"], ChatTemplate(source, tokenizers["sp_bpe"], "--reward-chat-template t.jinja"))
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizers):
+def test_a_template_that_rewrites_earlier_turns_is_rejected(tokenizers):
     # As some do with earlier thoughts: only the last answer is given in full.
     source = (
         "{% for m in messages %}{% if m.role == 'user' %}u{{ m.content }}a{% else %}"

@@ -38,7 +38,7 @@ def test_position_to_prompt_is_pure():
         assert order.indices(start, count) == whole[start : start + count]
 
 
-def test_take_in_pieces_equals_take_at_once():
+def test_taking_in_steps_equals_taking_at_once():
     pieces, whole = PromptOrder(7, seed=5), PromptOrder(7, seed=5)
     taken = [index for count in (3, 0, 9, 1, 20) for index in pieces.take(count)]
     assert taken == whole.take(33)
@@ -55,7 +55,7 @@ def test_resume_equals_uninterrupted():
     assert resumed.take(30) == order.take(30)
 
 
-def test_another_size_is_refused():
+def test_another_size_is_rejected():
     order = PromptOrder(11, seed=9)
     with pytest.raises(UsageError, match="--prompts: the file has 11 prompts, .* with 12"):
         order.load_state_dict({"position": 3, "size": 12})

@@ -1,4 +1,4 @@
-"""Prompt files, supervised examples and preference pairs: what is read, and the line that each error names."""
+"""Prompt files, supervised examples and preference pairs: fields that are read, and the line that each error names."""
 
 import json
 
@@ -170,7 +170,7 @@ class NothingTokenizer(CharacterTokenizer):
         return []
 
 
-def test_encode_refuses_a_prompt_without_tokens(tmp_path):
+def test_encode_rejects_a_prompt_without_tokens(tmp_path):
     path = write(tmp_path, {"prompt": "a"})
     with pytest.raises(UsageError, match=":1: the prompt becomes no token"):
         load_prompts(path).encode(Encoder(NothingTokenizer()), 4)
@@ -191,7 +191,7 @@ def test_sft_of_conversations(tmp_path):
     turns = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, "b$d\t", strict=True)]
     path = write(tmp_path, {"messages": turns}, {"prompt": turns[:1], "response": "c"})
     (whole, mask), (tokens, learnt) = sft_examples(load_prompts(path), CHAT, 5, 4)
-    # The dollar sign that a message says is no end of a turn.
+    # A dollar sign in the contents does not end a turn.
     assert whole == [*map(ord, "uba$"), 0, *map(ord, "uda"), 0]
     assert mask == [False] * 3 + [True] * 2 + [False] * 3 + [True]
     assert (tokens, learnt) == ([*map(ord, "ubac"), 0], [False] * 3 + [True] * 2)

@@ -63,7 +63,7 @@ def test_decode_drops_special_ids(tokenizer):
     assert tokenizer.decode([]) == ""
 
 
-def test_decode_shows_ids_without_a_piece(tokenizer):
+def test_decode_shows_ids_without_a_token(tokenizer):
     four, two = tokenizer.encode("42")
     assert tokenizer.decode([four, tokenizer.vocab_size, two]) == "4\ufffd2"
     assert tokenizer.decode([four, -1, tokenizer.vocab_size + 90]) == "4\ufffd\ufffd"
@@ -76,14 +76,14 @@ def test_model_without_bos_and_padding(tmp_path):
     assert tokenizer.pad_id == tokenizer.eos_id == 1
 
 
-def test_model_without_eos_is_refused(tmp_path):
+def test_model_without_eos_is_rejected(tmp_path):
     path = train_model(tmp_path / "m.model", eos_id=-1)
     with pytest.raises(UsageError, match=r"--tokenizer-model .*m\.model: .*EOS"):
         build_tokenizer("SentencePieceTokenizer", path)
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"\x00\x01\x02" * 50, b'{"model": {}}'])
-def test_other_format_is_refused(tmp_path, content):
+def test_other_format_is_rejected(tmp_path, content):
     path = tmp_path / "other.model"
     path.write_bytes(content)
     with pytest.raises(UsageError, match=r"--tokenizer-model .*other\.model: not a SentencePiece model"):

@@ -47,7 +47,7 @@ def test_special_tokens_and_templates(tmp_path):
 def test_tokens_that_only_the_configuration_calls_special(tmp_path):
     folder = unigram(tmp_path / "a")
     stored = json.loads((tmp_path / "a" / "tokenizer.json").read_text())
-    # </s> an ordinary added token, <pad> not even that: just a piece of the model.
+    # </s> an ordinary added token, <pad> not even that: only a token of the model.
     stored["added_tokens"] = [t | {"special": False} for t in stored["added_tokens"] if t["content"] != "<pad>"]
     (tmp_path / "a" / "tokenizer.json").write_text(json.dumps(stored))
     tokenizer = build(change(folder, eos_token={"content": "</s>", "lstrip": False}, bos_token=None,

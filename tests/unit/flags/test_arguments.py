@@ -1,4 +1,4 @@
-"""Flags: role prefixes, config files, value checks; every key is consumed or refused, in one line."""
+"""Flags: role prefixes, config files, value checks; every key is used or rejected, in one line."""
 
 import dataclasses
 
@@ -63,7 +63,7 @@ def test_megarls_own_settings_reach_every_role():
         assert role.megatron.max_position_embeddings == 11
 
 
-def test_fine_tuning_has_the_actor_alone():
+def test_fine_tuning_has_only_the_actor():
     program = parse([*MODEL, "--actor-lr", "1e-3", "--global-batch-size", "8"], 2, "sft")
     assert list(program.roles) == ["actor"]
     assert program.roles["actor"].megatron.lr == 1e-3 and program.roles["actor"].megatron.global_batch_size == 8
@@ -105,7 +105,7 @@ def test_help_has_a_line_for_every_setting():
     assert modules == ["megarl.train_rl", "megarl.train_sft", "megarl.train_reward", "megarl.evaluate"]
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("argv, says", [
@@ -116,7 +116,7 @@ def test_help_has_a_line_for_every_setting():
     (["--actor"], ["--actor"]),
     (["--judge-lr", "1"], ["--judge-lr"]),
 ])  # fmt: skip
-def test_unknown_flags_are_refused_with_a_suggestion(argv, says):
+def test_unknown_flags_are_rejected_with_a_suggestion(argv, says):
     message = refusal(argv)
     assert all(part in message for part in says), message
     assert "unknown flag" in message
@@ -126,7 +126,7 @@ def test_unknown_flags_are_refused_with_a_suggestion(argv, says):
     ("--data-path", "x"), ("--seq-length", "8"), ("--critic-seed", "2"), ("--critic-train-iters", "2"),
     ("--critic-save", "x"), ("--tensorboard-dir", "x"), ("--lr-warmup-samples", "3"), ("--wandb-project", "x"),
 ])  # fmt: skip
-def test_megatron_flags_that_nothing_uses_are_refused(flag, value):
+def test_megatron_flags_that_nothing_uses_are_rejected(flag, value):
     message = refusal([flag, value])
     assert "does not use" in message and flag.removeprefix("--critic").lstrip("-") in message
 
@@ -135,7 +135,7 @@ def test_megatron_flags_that_nothing_uses_are_refused(flag, value):
     ["--window-size", "(4,0)"], ["--softmax-type", "off-by-one"], ["--apply-layernorm-1p"],
     ["--attention-backend", "flash"],
 ])  # fmt: skip
-def test_flags_that_megarls_own_layers_would_ignore_are_refused(argv):
+def test_flags_that_megarls_own_layers_would_ignore_are_rejected(argv):
     assert argv[0] in refusal(argv)
 
 
@@ -146,11 +146,11 @@ def test_flags_that_megarls_own_layers_would_ignore_are_refused(argv):
     ["--moe-input-jitter-eps", "0.1"], ["--moe-expert-capacity-factor", "1"], ["--moe-router-force-biased", "1"],
     ["--moe-expert-rank-capacity-factor", "1"], ["--moe-router-force-load-balancing"], ["--moe-latent-size", "32"],
 ])  # fmt: skip
-def test_what_this_version_does_not_run_is_refused(argv):
+def test_unsupported_features_are_rejected(argv):
     assert argv[0].removesuffix("-format") in refusal(argv)
 
 
-def test_a_refused_router_flag_says_why():
+def test_the_error_of_a_router_flag_gives_the_reason():
     assert "bypasses recording and replay" in refusal(["--moe-router-fusion"])
     assert "--router-replay says which" in refusal(["--moe-enable-routing-replay"])
 
@@ -167,7 +167,7 @@ def test_balancing_losses_are_one_or_a_list():
 
 
 @pytest.mark.parametrize("field", [f for f in FIELDS if f.metadata["check"]], ids=lambda f: f.name)
-def test_values_outside_what_is_allowed_are_refused(field):
+def test_values_outside_the_allowed_range_are_rejected(field):
     usual = ("-1", "-0.5", "nan") if "float" in str(field.type) else ("-1",)
     for value in OUTSIDE.get(field.name, usual):
         message = refusal([flag_of(field), value], program=field.metadata["programs"][0])
@@ -182,7 +182,7 @@ def test_values_outside_what_is_allowed_are_refused(field):
     (["--lr", "abc"], "--lr"), (["--lr", "-1"], "--lr -1"), (["--critic-lr", "x"], "critic"),
     (["--lr-decay-style", "odd"], "--lr-decay-style"),
 ])  # fmt: skip
-def test_wrong_values_are_refused(argv, says):
+def test_wrong_values_are_rejected(argv, says):
     message = refusal(argv)
     assert argv[0].replace("--critic-", "--") in message and says in message
 
@@ -195,17 +195,17 @@ def test_wrong_values_are_refused(argv, says):
     (["--num-query-groups", "3"], ["--num-query-groups 3"]),
     (["--hidden-size", "65"], ["--hidden-size 65"]),
 ])  # fmt: skip
-def test_shapes_that_do_not_divide_are_refused(argv, says):
+def test_shapes_that_do_not_divide_are_rejected(argv, says):
     message = refusal(argv)
     assert all(part in message for part in says), message
 
 
 @pytest.mark.parametrize("missing", ["--num-layers", "--hidden-size", "--num-attention-heads"])
-def test_the_models_shape_has_no_default(missing):
+def test_the_model_shape_has_no_default(missing):
     place = MODEL.index(missing)
     with pytest.raises(UsageError, match=f"{missing} is missing"):
         parse(MODEL[:place] + MODEL[place + 2 :], 1)
 
 
-def test_a_refusal_names_the_role_alone_that_is_wrong():
+def test_an_error_names_only_the_role_that_is_wrong():
     assert refusal(["--critic-num-attention-heads", "3"]).startswith("critic:")

@@ -77,7 +77,7 @@ def test_every_condition_is_used_and_tried():
     named = {field.metadata["when"] for field in FIELDS} - {None}
     assert named | {"critic", "reference"} == set(combinations.CONDITIONS) == set(HOLDS)
     assert all("whiten" in estimator.options for estimator in ESTIMATORS.values())  # so this one never fails
-    assert set(HOLDS) - set(FAILS) == {"estimator:whiten", "sampled"}  # the last has a test of its own
+    assert set(HOLDS) - set(FAILS) == {"estimator:whiten", "sampled"}  # the last has its own test
 
 
 @pytest.mark.parametrize("field", [f for f in FIELDS if f.metadata["when"] in FAILS], ids=lambda f: f.name)
@@ -91,7 +91,7 @@ def test_a_flag_without_effect_is_dropped_with_a_warning_even_at_its_default(fie
         assert found.settings == without.settings
 
 
-def test_all_flags_without_effect_stand_in_one_line_with_their_reasons(tmp_path):
+def test_all_flags_without_effect_are_listed_in_one_line_with_reasons(tmp_path):
     (tmp_path / "c.yaml").write_text("gae-lambda: 0.9\ncritic-lr: 1.0e-3\nreference-num-layers: 3\n")
     flags = (
         f"--config {tmp_path}/c.yaml --advantage grpo --policy-loss gspo --kl-coefficient 0 --dual-clip 3 --kl-in loss"
@@ -109,19 +109,19 @@ def test_all_flags_without_effect_stand_in_one_line_with_their_reasons(tmp_path)
 
 
 def test_a_dropped_flag_breaks_no_rule():
-    """What has no effect is in nobody's way: a switch of another algorithm neither runs nor is refused."""
+    """A switch of another algorithm has no effect and is not rejected."""
     assert parsed("--advantage rloo --greedy-baseline --reward-normalize").settings.greedy_baseline is False
     assert parsed("--one-step-off --rollout-correction tis --advantage grpo --critic-warmup-steps 1").warnings
     assert refused("--one-step-off --rollout-correction tis --critic-warmup-steps 1").startswith("--one-step-off True")
 
 
-def test_wrong_values_and_unknown_flags_are_refused_also_where_they_would_have_no_effect():
+def test_wrong_values_and_unknown_flags_are_rejected_even_without_effect():
     assert refused("--advantage grpo --gae-lambda 2").startswith("--gae-lambda 2.0: allowed is")
     assert refused("--policy-loss reinforce --dual-clip 1").startswith("--dual-clip 1.0: allowed is above 1")
     assert refused("--advantage grpo --critic-max-tokens-per-microbatch 0").startswith("--critic-max-tokens-per-micro")
 
 
-def test_flags_of_a_reward_model_that_is_not_there():
+def test_flags_of_an_absent_reward_model():
     flags = "--reward-num-layers 3 --reward-tensor-model-parallel-size 2 --reward-offload --reward-hidden-size=65"
     found = parsed(flags)
     assert found.warnings == (
@@ -133,7 +133,7 @@ def test_flags_of_a_reward_model_that_is_not_there():
     assert "come from --reward-model" in refused("--reward-pretrained-checkpoint x")
 
 
-def test_null_takes_flags_without_effect_back(tmp_path):
+def test_null_unsets_flags_without_effect(tmp_path):
     (tmp_path / "ppo.yaml").write_text(
         "gae-lambda: 0.9\ncritic-lr: 1.0e-3\ncritic-qk-layernorm: true\nweight-decay: 0.2\n"
     )

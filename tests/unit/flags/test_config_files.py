@@ -1,4 +1,4 @@
-"""Config files: the flags' names as keys, several files in a row, null, and refusals in one line."""
+"""Config files: the flags' names as keys, several files in order, null, and one-line errors."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def from_configs(tmp_path, *texts: str, argv=(), program: str = "rl"):
     return parse([*MODEL, "--config", *map(str, paths), *argv], 4, program)
 
 
-def refused(tmp_path, *texts: str) -> str:
+def error_of(tmp_path, *texts: str) -> str:
     with pytest.raises(UsageError) as caught:
         from_configs(tmp_path, *texts)
     assert "\n" not in str(caught.value)
@@ -70,7 +70,7 @@ def test_files_may_come_by_several_flags(tmp_path):
 
 
 @pytest.mark.parametrize("null", ["null", "~", "Null"])
-def test_null_takes_a_key_back(tmp_path, null):
+def test_null_unsets_a_key(tmp_path, null):
     taken = "".join(f"{line.split(':')[0]}: {null}\n" for line in BASE.splitlines())
     program = from_configs(tmp_path, BASE, taken)
     assert program.settings == parse(MODEL, 4).settings
@@ -83,14 +83,14 @@ def test_a_later_file_turns_a_switch_off(tmp_path):
     assert from_configs(tmp_path, BASE, "qk-layernorm: false\n").roles["actor"].megatron.qk_layernorm is False
 
 
-def test_a_key_that_is_taken_back_still_has_to_exist(tmp_path):
-    assert refused(tmp_path, BASE, "gama: null\n") == "--gama: unknown flag; did you mean --gamma?"
-    assert "--critic-gamma: unknown flag" in refused(tmp_path, "critic-gamma: null\n")
+def test_an_unset_key_must_still_exist(tmp_path):
+    assert error_of(tmp_path, BASE, "gama: null\n") == "--gama: unknown flag; did you mean --gamma?"
+    assert "--critic-gamma: unknown flag" in error_of(tmp_path, "critic-gamma: null\n")
     with pytest.raises(UsageError, match="--gamma: unknown flag"):
         from_configs(tmp_path, "gamma: null\n", program="sft")
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text, says", [
@@ -110,16 +110,16 @@ def test_a_key_that_is_taken_back_still_has_to_exist(tmp_path):
     ("? [a]\n: 1", "not YAML"),
     ("prompts: [a, b]", "'b'"),
 ])  # fmt: skip
-def test_wrong_config_files_are_refused(tmp_path, text, says):
-    assert says in refused(tmp_path, text)
-    assert says in refused(tmp_path, "max-prompt-length: 9\n", text)
+def test_wrong_config_files_are_rejected(tmp_path, text, says):
+    assert says in error_of(tmp_path, text)
+    assert says in error_of(tmp_path, "max-prompt-length: 9\n", text)
 
 
-def test_a_refusal_names_the_file(tmp_path):
-    assert refused(tmp_path, BASE, "gamma:").startswith(f"--config {tmp_path}/1.yaml: ")
+def test_an_error_names_the_file(tmp_path):
+    assert error_of(tmp_path, BASE, "gamma:").startswith(f"--config {tmp_path}/1.yaml: ")
 
 
-def test_unreadable_config_files_are_refused(tmp_path):
+def test_unreadable_config_files_are_rejected(tmp_path):
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\xff")
     for name, says in (("missing.yaml", "missing.yaml: cannot be read"), ("binary.yaml", "not YAML")):
         with pytest.raises(UsageError, match=says):
@@ -130,7 +130,7 @@ TRAINING = "ppo-epochs: 2\ncritic-lr: 1.0e-3\nprompts: p.jsonl\npretrained-check
 
 
 def test_an_evaluation_takes_the_file_of_a_run(tmp_path):
-    """Keys of training are passed over in a file; on the command line they are refused, and so are unknown keys."""
+    """Training keys of a file are ignored; on the command line they are rejected, and so are unknown keys."""
     text = TRAINING + "eval-responses: 2\neval-temperature: 0.5\nweight-decay: 0.3\nlr: 1\n"
     found = from_configs(tmp_path, text, program="evaluate")
     assert found.settings.eval_responses == 2 and found.roles["actor"].megatron.pretrained_checkpoint is None

@@ -34,14 +34,14 @@ def launched(argv: list[str], rank: int, monkeypatch) -> list[str]:
     return found
 
 
-def test_rank_0_warns_and_the_run_goes_on(tmp_path, monkeypatch, capfd):
+def test_rank_0_warns_and_the_run_continues(tmp_path, monkeypatch, capfd):
     argv = rl_argv(tmp_path, IDLE)
     for rank, expected in ((0, WARNING), (1, "")):
         assert "critic" not in launched(argv, rank, monkeypatch)
         assert capfd.readouterr() == ("", expected)
 
 
-def test_nothing_is_said_twice_or_without_need(tmp_path, monkeypatch, capfd):
+def test_no_warning_is_repeated_or_needless(tmp_path, monkeypatch, capfd):
     launched(rl_argv(tmp_path, "--advantage grpo"), 0, monkeypatch)
     monkeypatch.setenv(WARNED, "1")
     launched(rl_argv(tmp_path, IDLE), 0, monkeypatch)
@@ -50,7 +50,7 @@ def test_nothing_is_said_twice_or_without_need(tmp_path, monkeypatch, capfd):
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 @pytest.mark.parametrize("node, times", [("0", 1), ("1", 0)])
-def test_the_launcher_says_it_once(node, times, tmp_path, monkeypatch, capfd):
+def test_the_launcher_warns_once(node, times, tmp_path, monkeypatch, capfd):
     """Its check does, on the first node; the ranks, which read the flags again, do not."""
     monkeypatch.setenv(WARNED, "1")  # of a launcher around this one
     monkeypatch.setattr(launcher, "can_fork", lambda: True)

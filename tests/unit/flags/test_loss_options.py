@@ -114,7 +114,7 @@ def test_options_of_another_loss_are_dropped_with_a_warning():
     assert parsed("--policy-loss gspo --dual-clip 3").policy_loss == parsed("--policy-loss gspo").policy_loss
 
 
-def test_only_reinforcement_has_them(tmp_path):
+def test_only_rl_has_loss_options(tmp_path):
     """An evaluation passes over them in a file."""
     flags = {flag for loss in policy_losses.POLICY_LOSSES.values() for flag in loss.flags()}
     assert len(flags) == 5
@@ -193,7 +193,7 @@ def test_wrong_values_for_a_plug_in(plug_in, flags, says):
     assert refused(f"--policy-loss my_losses:{flags}") == says
 
 
-def test_options_are_what_is_learnt_with_and_what_is_recorded(plug_in, tmp_path):
+def test_options_reach_training_and_the_settings_file(plug_in, tmp_path):
     """Twice the loss has twice the gradient."""
     flags = (
         "--advantage grpo --kl-coefficient 0 --entropy-coefficient 0 --train-iters 1 --clip-grad 0 --minibatch-size 12"
@@ -211,7 +211,7 @@ def test_options_are_what_is_learnt_with_and_what_is_recorded(plug_in, tmp_path)
 # -- the documentation -------------------------------------------------------------------------------------------
 
 
-def test_the_file_of_the_docs_works_as_it_stands(tmp_path, monkeypatch):
+def test_the_loss_file_of_the_docs_works_unchanged(tmp_path, monkeypatch):
     text = (ROOT / "docs" / "algorithms.md").read_text()
     (code,) = re.findall(r"### A new policy loss in megarl\n.*?```python\n(.*?)```", text, re.DOTALL)
     (tmp_path / "squared.py").write_text(code)

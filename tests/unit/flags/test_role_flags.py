@@ -48,13 +48,13 @@ def test_role_maps_may_be_disjoint_equal_or_overlapping():
     ("actor=0,1;critic=1", "is not of the form"),
     ("=0;critic=1", "is no role"),
 ])  # fmt: skip
-def test_wrong_role_maps_are_refused(text, says):
+def test_wrong_role_maps_are_rejected(text, says):
     with pytest.raises(UsageError) as caught:
         parse_role_map(text, 4, ("actor", "critic"))
     assert says in str(caught.value) and "--role-map" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_role_that_the_run_has_not_gets_no_ranks():
+def test_an_absent_role_gets_no_ranks():
     with pytest.raises(UsageError, match="^--role-map 'actor=0;critic=1': 'critic' has nothing to do: why; leave it"):
         parse_role_map("actor=0;critic=1", 2, ("actor",), {"critic": "why"})
     assert parse_role_map("actor=0", 2, ("actor",), {"critic": "why"}) == {"actor": range(1)}
@@ -63,7 +63,7 @@ def test_a_role_that_the_run_has_not_gets_no_ranks():
 @pytest.mark.parametrize("text, expected", [
     (None, {""}), ("actor=0; critic =1;reference", {"actor", "critic", "reference"}),
 ])  # fmt: skip
-def test_the_roles_that_a_map_speaks_of(text, expected):
+def test_the_roles_named_by_a_map(text, expected):
     assert named_roles(text) == expected
 
 
@@ -73,7 +73,7 @@ def test_options_with_the_prefix_of_a_role():
     assert found == {"--critic-lr": "critic", "--critic-lr-is-a-value": "critic", "--critic-wd": "critic"}
 
 
-def test_the_rollout_may_have_ranks_of_its_own_and_else_has_the_actors():
+def test_the_rollout_has_its_own_ranks_or_the_actors():
     names = ("actor", "critic", "rollout")
     assert parse_role_map(None, 2, names) == {name: range(2) for name in names}
     assert parse_role_map("actor=0-1;critic=2", 3, names)["rollout"] == range(2)
@@ -89,7 +89,7 @@ def caps(roles) -> dict:
     return {name: role.max_tokens_per_microbatch for name, role in roles.items()}
 
 
-def test_a_role_may_have_a_cap_of_its_own(tmp_path):
+def test_a_role_may_have_its_own_token_cap(tmp_path):
     common = caps(roles_of(""))
     assert set(common.values()) == {16384}
     flags = "--critic-max-tokens-per-microbatch 4096 --max-tokens-per-microbatch=8192"
@@ -109,18 +109,18 @@ def test_a_role_may_have_a_cap_of_its_own(tmp_path):
     ("--critic-max-tokens-per-microbatch 9", "sft", "unknown flag"),
     ("--critic-max-tokens-per-microbtch 9", "rl", "did you mean --critic-max-tokens-per-microbatch?"),
 ])  # fmt: skip
-def test_wrong_caps_are_refused(flags, program, says):
+def test_wrong_caps_are_rejected(flags, program, says):
     assert says in refusal(flags, program=program)
 
 
 @pytest.mark.parametrize("flags, expected", [
     ("", 1), (f"{PP} 2", 1), (f"{PP} 2 --num-layers-per-virtual-pipeline-stage 1 --num-layers 4", 2),
 ])  # fmt: skip
-def test_virtual_stages_want_a_multiple_of_the_pipeline(flags, expected):
+def test_virtual_stages_need_a_multiple_of_the_pipeline(flags, expected):
     assert roles_of(flags)["critic"].microbatch_multiple == expected
 
 
-def test_roles_have_tokenizers_templates_and_offload_of_their_own():
+def test_roles_have_their_own_tokenizers_templates_and_offload():
     reward_model = (
         "--reward model --reward-model x --reward-tokenizer-type HuggingFaceTokenizer --reward-chat-template none"
     )
@@ -163,7 +163,7 @@ SHARDED = "--actor-use-torch-fsdp2 --actor-untie-embeddings-and-output-weights"
     (f"{TP} 2", "actor", (2, 1, 1, 2)),
     (f"--actor{TP[1:]} 2", "actor", (2, 1, 1, 2)),
     (f"--actor{PP[1:]} 2", "actor", (1, 2, 1, 2)),
-    (f"{CP} 2", "actor", (1, 1, 1, 4)),  # context ranks are more lanes
+    (f"{CP} 2", "actor", (1, 1, 1, 4)),  # context ranks are more replicas
     (f"{TP} 2 --actor{CP[1:]} 2", "actor", (2, 1, 1, 2)),
     (f"{TP} 2 --actor-sequence-parallel", "actor", (2, 1, 1, 2)),
     ("--use-distributed-optimizer --overlap-grad-reduce", "actor", (1, 1, 1, 4)),
@@ -177,7 +177,7 @@ SHARDED = "--actor-use-torch-fsdp2 --actor-untie-embeddings-and-output-weights"
     ("--role-map actor=0-1;critic=0;reward=0;reference=0;rollout=0-1", "actor", (1, 1, 1, 2)),
     ("--role-map actor=0-1;critic=0;reward=0;reference=0", "actor", (1, 1, 1, 2)),
 ])  # fmt: skip
-def test_the_rollout_shares_the_actors_module_unless_it_is_laid_out_otherwise(flags, model_role, expected):
+def test_the_rollout_shares_the_actors_module_unless_its_layout_differs(flags, model_role, expected):
     roles = roles_of(flags)
     rollout = roles["rollout"]
     assert (rollout.model_role, layout(rollout)) == (model_role, expected)
@@ -193,7 +193,7 @@ def test_the_rollout_has_the_actors_shape_not_the_critics():
     assert roles["rollout"].megatron.num_layers == 3 and roles["rollout"].megatron.qk_layernorm
 
 
-def test_uneven_stages_are_the_actors_unless_the_rollout_has_other_stages():
+def test_the_rollout_uses_the_actors_uneven_stages_unless_it_has_others():
     uneven = f"--num-layers 3 --actor{PP[1:]} 2 --actor-decoder-first-pipeline-num-layers 1"
     assert roles_of(uneven)["rollout"].megatron.decoder_first_pipeline_num_layers == 1
     other = roles_of(f"{uneven} --rollout{PP[1:]} 1")["rollout"]
@@ -209,7 +209,7 @@ def test_uneven_stages_are_the_actors_unless_the_rollout_has_other_stages():
     (f"--rollout{TP[1:]} 3", ["rollout", f"{TP} 3", "4 rank(s)"]),
     ("--rollout-buffer-gb 0", ["--rollout-buffer-gb 0.0"]),
 ])  # fmt: skip
-def test_wrong_rollout_flags_are_refused(flags, says):
+def test_wrong_rollout_flags_are_rejected(flags, says):
     message = refusal(flags)
     assert all(part in message for part in says), message
 
@@ -228,10 +228,10 @@ def test_fine_tuning_has_no_rollout():
     ("--use-distributed-optimizer", "evaluate", "--use-distributed-optimizer: this program does not train"),
     ("--actor-lr-warmup-iters=2", "evaluate", "--actor-lr-warmup-iters: the actor is not trained"),
 ])  # fmt: skip
-def test_flags_of_training_are_for_those_who_learn(flags, program, says):
+def test_training_flags_apply_to_trained_roles_only(flags, program, says):
     assert says in refusal(flags, program=program)
 
 
-def test_what_a_model_reads_is_no_flag_of_training():
+def test_flags_that_every_model_reads_are_not_training_flags():
     flags = "--reference-use-torch-fsdp2 --reference-bf16 --reference-tensor-model-parallel-size 1 --critic-lr 1 --lr 2"
     assert roles_of(flags)["reference"].megatron.use_torch_fsdp2

@@ -1,4 +1,4 @@
-"""The harness that runs worlds of ranks: results, failures of every kind, nothing left behind."""
+"""The harness that runs worlds of ranks: results, failures of every kind, no process left over."""
 
 import os
 import signal
@@ -107,7 +107,7 @@ def test_processes_that_a_rank_started_end_with_it():
     assert wait_until_gone(run_world(start_one, 2))
 
 
-def test_ranks_end_with_a_killed_test_process(tmp_path):
+def test_ranks_end_when_the_test_process_is_killed(tmp_path):
     program = """
 import os, signal, sys, pathlib
 from tests.helpers.worlds import run_world

@@ -1,4 +1,4 @@
-"""The CPU shim: a test for each replacement, nothing in the dispatch path, nothing at all where CUDA is present."""
+"""The CPU shim: a test for each replacement, no dispatch mode, no change if CUDA is present."""
 
 import importlib
 import subprocess

@@ -80,7 +80,7 @@ def test_torn_last_line_is_dropped_with_a_note(tmp_path, capsys, tail):
     assert [row["step"] for row in read_metrics(path)] == [1, 2]
     note = capsys.readouterr().err
     assert "line 3" in note and note.count("\n") == 1
-    _write(tmp_path, 3, [4])  # the torn line is gone from the file too, so the new one stands alone
+    _write(tmp_path, 3, [4])  # the torn line is gone from the file too
     assert path.read_bytes().startswith(good) and [row["step"] for row in read_metrics(path)] == [1, 2, 4]
 
 
@@ -92,7 +92,7 @@ def test_whole_last_line_without_newline_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize("line", ["{broken", '{"loss": 1}', '{"step": "2"}', "[2]"])
-def test_malformed_middle_line_is_refused_with_its_number(tmp_path, line):
+def test_malformed_middle_line_is_rejected_with_its_number(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
     with pytest.raises(UsageError, match="line 2"):

@@ -28,7 +28,7 @@ def _metrics_file(directory, rows):
 
 
 def _panel_texts(rows, monkeypatch):
-    """{panel title: texts written in it} of the figure that draw_report makes."""
+    """{panel title: texts in it} of the figure that draw_report makes."""
     from matplotlib.figure import Figure
 
     figures = []
@@ -46,7 +46,7 @@ def _panel_texts(rows, monkeypatch):
     return {title: [text.get_text() for text in axes.texts] for title, axes in panels.items() if title}, panels
 
 
-def test_report_of_a_long_run_is_quick_and_self_contained(tmp_path):
+def test_report_of_a_long_run_is_self_contained(tmp_path):
     rows = [{"step": step} for step in range(200)]
     for row in rows:
         row.update({name: value * (1 + math.sin(row["step"])) for name, value in FULL.items()})
@@ -84,7 +84,7 @@ def test_gap_panel_shows_zeros_and_a_power_of_ten(gaps, monkeypatch):
     assert len(points) == len(gaps) and all(low < point < high for point in points)
 
 
-def test_experts_have_panels_of_their_own(monkeypatch):
+def test_moe_runs_have_their_own_panels(monkeypatch):
     """Each layer a line; the probe's gaps where there are some, and "not recorded" without replay."""
     row = {"router/load_imbalance": 0.5, "router/load_imbalance/layer_002": 0.4, "router/load_imbalance/layer_010": 0.6}
     texts, panels = _panel_texts([{"step": step, **FULL, **row} for step in (1, 2)], monkeypatch)
@@ -175,7 +175,7 @@ def test_command_line(tmp_path, capsys):
     assert capsys.readouterr().out.split() == [str(tmp_path / "report.png"), str(tmp_path / "report.html")]
 
 
-def test_terms_of_a_reward_have_lines_of_their_own(monkeypatch):
+def test_reward_components_have_their_own_lines(monkeypatch):
     rows = [{**FULL, "step": step, "reward/model/mean": 1.5, "reward/m:f/mean": 0.5} for step in range(3)]
     _, panels = _panel_texts(rows, monkeypatch)
     labels = [text.get_text() for text in panels["Reward (mean ± standard deviation)"].get_legend().get_texts()]

@@ -38,7 +38,7 @@ def test_failed_atomic_write_keeps_the_old_file(tmp_path, monkeypatch):
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["file"]
 
 
-def test_json_line_refuses_what_json_cannot_hold():
+def test_json_line_rejects_what_json_cannot_hold():
     with pytest.raises(TypeError, match=r"record.parts\[1\] is a object"):
         json_line({"parts": [1, object()]})
     with pytest.raises(TypeError, match="Tensor"):

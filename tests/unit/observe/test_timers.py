@@ -83,7 +83,7 @@ def test_current_names_the_innermost_phase_and_the_failed_one():
     assert {("critic", "update"), ("critic", "wait")} <= set(times) and timers.current() is None
 
 
-def test_end_step_inside_a_phase_is_refused():
+def test_end_step_inside_a_phase_is_rejected():
     timers = Timers()
     with timers.phase("actor", "update"):
         with pytest.raises(RuntimeError, match="actor/update"):
@@ -116,7 +116,7 @@ def test_trace_keeps_the_latest_events(clock):
 
 
 def test_reduction_over_ranks():
-    # Ranks 0-1 actor, rank 2 critic and reward (colocated), rank 3 nothing at all.
+    # Ranks 0-1 actor, rank 2 critic and reward (colocated), rank 3 no role.
     roles_of_rank = [{"actor"}, {"actor"}, {"critic", "reward"}, set()]
     times_of_rank = [
         {("actor", "update"): 6.0, ("actor", "wait"): 3.0, STEP: 10.0},
@@ -144,7 +144,7 @@ def test_idle_phases_are_a_parameter():
     assert reduced["time/actor/idle_fraction"] == 0.75
 
 
-def test_wrong_number_of_ranks_is_refused():
+def test_wrong_number_of_ranks_is_rejected():
     with pytest.raises(ValueError, match="times of 1 ranks"):
         reduce_times([{STEP: 1.0}], [["actor"], ["critic"]])
 

@@ -39,7 +39,7 @@ MODELS = [
 
 
 def join_actor(flags: str, shape: str):
-    """(namespace, place) of the actor in the world that runs; each pretended world has groups of its own."""
+    """(args, role groups) of the actor in the running world; each fake world has its own groups."""
     roles = parse_roles(flags, dist.get_world_size(), shape)
     return roles["actor"].megatron, role_mesh.create_mesh(roles, timedelta(minutes=1))["actor"]
 
@@ -229,7 +229,7 @@ PAIR = [
 
 
 @pytest.mark.parametrize("ranks, cases", [(1, ALONE), (2, PAIR)])
-def test_a_real_update_holds_what_the_plan_says(ranks, cases):
+def test_a_real_update_uses_the_planned_memory(ranks, cases):
     for rank, results in enumerate(run_world(update_of_rank, ranks, cases, timeout=240)):
         for case, (exact, peak, planned) in zip(cases, results, strict=True):
             assert exact, (rank, case)
@@ -237,7 +237,7 @@ def test_a_real_update_holds_what_the_plan_says(ranks, cases):
 
 
 @pytest.mark.parametrize("flags", [MOE, f"--bf16 {DISTRIBUTED}"])
-def test_offload_leaves_on_the_device_and_on_the_host_what_the_plan_says(flags):
+def test_offload_leaves_the_planned_bytes_on_device_and_host(flags):
     from megarl.mcore.memory import offload
     from megarl.mcore.parallel import fake_world
 

@@ -101,7 +101,7 @@ def sent_by_rank(rank: int, layouts: list[str]) -> list[tuple[float, dict]]:
     return found
 
 
-def test_a_real_update_sends_what_the_plan_says():
+def test_a_real_update_sends_the_planned_bytes():
     """Within 5 %: statistics of the head, shapes between stages and gradient norms are not in the plan."""
     ranks = run_world(sent_by_rank, 2, LAYOUTS, timeout=120)
     for layout, results in zip(LAYOUTS, zip(*ranks, strict=True), strict=True):
@@ -182,7 +182,7 @@ def test_the_moves_are_those_of_the_training_program(flags, roles, monkeypatch):
     ("", []), ("--advantage remax --greedy-baseline", [16]), ("--group-filter reward", [64]),
     ("--advantage remax --greedy-baseline --group-filter reward --dynamic-sampling", [16, 64]),
 ])  # fmt: skip
-def test_what_is_scored_while_the_batch_is_filled_moves_to_the_reward(flags, sequences):
+def test_responses_scored_during_dynamic_sampling_move_to_the_reward_role(flags, sequences):
     in_turn = [move for move in traffic.moves(program(flags).settings, ALL) if move.round_robin]
     assert [move.sequences for move in in_turn] == sequences
     assert all(move[:3] == ("rollout", "reward", step_batch.RESPONSE_FIELDS) for move in in_turn)
@@ -192,7 +192,7 @@ PACKED = [*(move.fields for move in traffic.moves(Settings(), ALL)), ["scores", 
 
 
 @pytest.mark.parametrize("names", PACKED)
-def test_the_payload_is_what_the_exchange_packs(names):
+def test_the_planned_payload_equals_the_exchanged_one(names):
     lengths = torch.full((6,), 48)
     step = traffic.StepSizes(sequences=6, prompt=20, response=28, epochs=1, updates=1)
     size = {"token": 6 * 48, "sequence": 6}
@@ -250,7 +250,7 @@ def test_routes_move_as_planned():
     (f"{REFERENCE} --reference-tensor-model-parallel-size 2", 3, {"actor": 0, "reference": 2}),
     (f"--actor-pipeline-model-parallel-size 2 {ALONE} --router-replay old-logprob", 2, {}),
 ])  # fmt: skip
-def test_routes_that_ranks_write_themselves_do_not_move(flags, size, copies):
+def test_routes_recorded_on_the_same_rank_do_not_move(flags, size, copies):
     assert planned_routes(flags, size) == {role: 3 * EACH * number for role, number in copies.items()}
 
 
@@ -267,7 +267,7 @@ def test_sizes_of_a_step():
     ("--kl-in loss --ppo-epochs 3 --minibatch-size 32", 6, 0, False),
     ("--advantage remax --greedy-baseline --kl-coefficient 0", 1, 16, True),
 ])  # fmt: skip
-def test_the_step_that_flags_ask_for(flags, updates, greedy, on_policy):
+def test_flags_give_the_planned_step_sizes(flags, updates, greedy, on_policy):
     found = program(flags)
     step = traffic.step_sizes(found.settings)
     assert (step.sequences, step.updates, step.greedy, step.on_policy) == (64, updates, greedy, on_policy)

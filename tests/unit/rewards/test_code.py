@@ -92,7 +92,7 @@ def test_all_tests_share_the_time(monkeypatch):
     ({"tests": ["1"]}, "test 1 must be an object"),
     ({"tests": DOUBLES, "test_code": " "}, "test_code must be a string"),
 ])  # fmt: skip
-def test_lines_without_tests_are_refused(tmp_path, metadata, problem):
+def test_lines_without_tests_are_rejected(tmp_path, metadata, problem):
     path = tmp_path / "prompts.jsonl"
     lines = [{"prompt": "a", "metadata": {"tests": DOUBLES, "test_code": SQUARE}}, {"prompt": "b"}]
     lines[1] |= {} if metadata is None else {"metadata": metadata}
@@ -103,7 +103,7 @@ def test_lines_without_tests_are_refused(tmp_path, metadata, problem):
         check(Sample("b", "print()", metadata=metadata))
 
 
-def test_a_machine_without_sandbox_is_refused(monkeypatch):
+def test_a_machine_without_sandbox_is_rejected(monkeypatch):
     load_code(prompts=None)
     monkeypatch.setattr(sandbox, "available", lambda: "unshare: Operation not permitted")
     with pytest.raises(UsageError, match="^--reward code: .*unshare: Operation not permitted"):

@@ -1,4 +1,4 @@
-"""A weighted sum of scores: what adds up to what, and who says what is correct."""
+"""A weighted sum of scores: its components, and which verifier decides correctness."""
 
 import pytest
 
@@ -22,7 +22,7 @@ SCORES = {
     ("0.5*exact-match", {"exact-match": 0.5}, True, "42"),
     ("model", {"model": -0.5}, False, None),
 ])  # fmt: skip
-def test_the_sum_its_parts_and_the_verdict(text, parts, correct, extracted):
+def test_the_sum_its_components_and_the_correctness(text, parts, correct, extracted):
     score = compose(parse(text), SCORES)
     assert score.parts == parts and score.reward == pytest.approx(sum(parts.values()))
     assert (score.correct, score.extracted) == (correct, extracted)
@@ -35,5 +35,5 @@ def test_a_verifier_alone_keeps_its_score():
 @pytest.mark.parametrize("text, name", [
     ("format+model+math-verify", "math-verify"), ("length+model", "model"), ("length+format", "length"),
 ])  # fmt: skip
-def test_verifiers_of_answers_judge_before_models_and_models_before_forms(text, name):
+def test_correctness_comes_from_answer_verifiers_then_models_then_formats(text, name):
     assert correctness_term(parse(text)) == name

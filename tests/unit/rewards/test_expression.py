@@ -1,4 +1,4 @@
-"""The value of --reward: weights, names, and what is refused in one line."""
+"""The value of --reward: weights, names, and one-line errors."""
 
 import pytest
 

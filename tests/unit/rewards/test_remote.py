@@ -36,10 +36,10 @@ AT_A_TIME = 5
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Answers as ANSWERS says; keeps what it was asked, and how many requests it had at a time.
+    """Answers as ANSWERS says; records the requests and how many were open at a time.
 
-    Beside ANSWERS: `hangs` gets no answer, `drips` one byte after the other without an end, and `sequences_per_example` is answered
-    only when AT_A_TIME requests for it are there.
+    Besides ANSWERS: `hangs` gets no answer, `drips` endless single bytes, and `together` an answer only when AT_A_TIME
+    requests for it have arrived.
     """
 
     daemon_threads = True
@@ -47,7 +47,7 @@ class Server(http.server.ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.asked, self.attempts, self.lock = [], Counter(), threading.Lock()
-        self.sequences_per_example, self.closed = threading.Barrier(AT_A_TIME), threading.Event()
+        self.together, self.closed = threading.Barrier(AT_A_TIME), threading.Event()
         self.open = self.most = 0
         self.url = f"http://127.0.0.1:{self.server_port}/score"
 
@@ -81,7 +81,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 self.wfile.write(b" ")
             return
         if name == "together":
-            self.server.sequences_per_example.wait(SAFETY_SECONDS)
+            self.server.together.wait(SAFETY_SECONDS)
         known = ANSWERS["number" if name == "together" else name]
         status, body, headers = known[min(attempt, len(known)) - 1]
         with self.server.lock:  # once it is answered, the client may send another
@@ -154,7 +154,7 @@ def test_answers_retries_and_reasons(server, monkeypatch):
     assert 0.25 <= later <= 0.5 and 0.25 <= never[0] <= 0.5 <= never[1] <= 1.0 and len(never) == 2  # back-off
 
 
-def test_answers_that_do_not_come_are_given_up(server):
+def test_requests_without_an_answer_are_given_up(server):
     verifiers = remote(server.url, timeout=SECONDS)
     assert verifiers.score([Sample("q", name) for name in ("hangs", "drips")])["remote"] == [Score(-1.0, False)] * 2
     verifiers.close()
@@ -172,7 +172,7 @@ def test_no_more_requests_at_a_time_than_allowed(server):
     assert server.most == AT_A_TIME
 
 
-def test_what_is_sent(server):
+def test_the_request_body(server):
     talk = [{"role": "user", "content": "é"}]
     verifiers = remote(server.url)
     verifiers.score([Sample("é", "number", "4", {"a": [1]}, False, talk, 7), Sample("q", "number")])
@@ -191,7 +191,7 @@ def test_no_server():
 
 
 @pytest.mark.parametrize("url", ["localhost:80/x", "ftp://host/x", "http://", "http://[::1"])
-def test_addresses_that_are_none(url):
+def test_invalid_addresses(url):
     with pytest.raises(UsageError) as caught:
         remote(url)
     assert str(caught.value).startswith(f"--reward-url {url}: not an address; allowed: http")

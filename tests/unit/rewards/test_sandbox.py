@@ -1,4 +1,4 @@
-"""The sandbox: what a program sees, what it cannot do, and that nothing of it stays or shows outside."""
+"""The sandbox: what a program can see and do, and that it leaves nothing outside."""
 
 import gc
 import json
@@ -177,7 +177,7 @@ def anonymous_kib(pid):
     ("output", "os.write(1, b'no more\\n')", Limits(60.0, 512, 1 << 16)),
 ])  # fmt: skip
 def test_a_fork_bomb_stays_small(status, refused, limits, monkeypatch):
-    """Where it ends by its output, nothing of that is read before the bomb has been seen with many processes."""
+    """If the output limit ends it, no output is read before many processes of the bomb have been seen."""
     bomb = f"import os\nos.fork()\nwhile True:\n    try:\n        os.fork(); os.setsid()\n    except OSError: {refused}"
     read, before = sandbox._read, set(descendants(os.getpid()))
 

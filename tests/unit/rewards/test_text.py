@@ -1,4 +1,4 @@
-"""Verifiers of text and of mathematics: what earns, what is extracted, and that a cut response earns nothing."""
+"""Verifiers of text and of mathematics: scores, extracted answers, and that a truncated response scores nothing."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_format_is_of_the_whole_response():
 
 
 @pytest.mark.parametrize("make, flag", [(regex, "--reward-pattern"), (format_match, "--reward-format")])
-def test_patterns_that_are_none(make, flag):
+def test_invalid_patterns(make, flag):
     with pytest.raises(UsageError) as caught:
         make("(a")
     assert str(caught.value).startswith(f"{flag} (a: not a regular expression: missing )")

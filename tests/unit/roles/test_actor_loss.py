@@ -30,7 +30,7 @@ LOSSES = {
 # Each policy loss with one aggregation, each aggregation with a policy loss; and all the rest.
 PAIRS = {f"{loss}, {mode}" for loss, mode in zip(POLICY_LOSSES, itertools.cycle(AGGREGATIONS))}
 SOME = {name: flags for name, flags in LOSSES.items() if name in PAIRS or "--policy-loss" not in flags}
-WITH_ALL = "two lanes, micro-batches of one"
+WITH_ALL = "two replicas, micro-batches of one"
 LAYOUTS = {
     WITH_ALL: (2, "--max-tokens-per-microbatch 10"),
     "CP2": (2, "--context-parallel-size 2 --max-tokens-per-microbatch 20"),
@@ -39,7 +39,7 @@ LAYOUTS = {
 
 
 def several_turns(batch, nonsense: float):
-    """The batch with an observation inside its longer responses, and with `nonsense` where the policy did not write."""
+    """The batch with an observation inside its longer responses, and `nonsense` at tokens of the environment."""
     ends = batch.cu_seqlens[1:].tolist()
     for end, length in zip(ends, batch.response_lengths.tolist(), strict=True):
         if length > 2:
@@ -50,7 +50,7 @@ def several_turns(batch, nonsense: float):
 
 
 def updated(rank: int, parsed: dict, nonsense: float | None) -> dict:
-    """(metrics, log-probs behind the update in the order of the step) by name of the loss, on this rank."""
+    """{loss: (metrics, log-probs after the update in the order of the step)} on this rank."""
     found = {}
     for name, settings in parsed.items():
         role, place = role_of("actor", settings)
@@ -102,7 +102,7 @@ def test_every_loss_is_another_one(folder):
 
 
 def test_observations_and_prompts_count_nowhere(folder):
-    """Responses of several turns: what stands at tokens that the policy did not write changes no bit."""
+    """Multi-turn responses: values at tokens that the policy did not generate change no bit."""
     whole = "--max-tokens-per-microbatch 1000"
     (one,), (other,) = (updates(folder, whole, 1, SOME, nonsense) for nonsense in (1e3, float("nan")))
     for name, (metrics, logprobs) in one.items():

@@ -27,7 +27,7 @@ def partly_right(sample) -> Score:
 
 
 def tokenizer_of(folder, byte_fallback: bool):
-    """A tokenizer of text outside ASCII; its prompts lie beside it."""
+    """A tokenizer of text outside ASCII, in the folder of its prompts."""
     texts = [text for pair in WORDS for text in pair]
     (folder / "t.model").write_bytes(train_tokenizer(texts, 300 if byte_fallback else 40, byte_fallback))
     write_lines(folder / "p.jsonl", [{"prompt": prompt, "answer": answer} for prompt, answer in WORDS])
@@ -99,7 +99,7 @@ def test_a_character_that_was_cut_can_be_shown_and_is_not_the_answer(tmp_path):
 
 
 def completed(rank: int, parsed):
-    """(batch, metrics, coefficient behind it) of this lane's experience."""
+    """(batch, metrics, KL coefficient afterwards) of this replica."""
     from megarl.comm import role_mesh
     from megarl.roles.advantage_computer import AdvantageComputer
 
@@ -129,7 +129,7 @@ ADAPTIVE = "--kl-controller adaptive --kl-target 0.1 --gamma 0.9 --gae-lambda 0.
 
 
 @pytest.mark.parametrize("flags", ["", "--whiten-advantages false", ADAPTIVE])
-def test_experience_does_not_depend_on_the_lanes(flags, tmp_path):
+def test_advantages_do_not_depend_on_the_replicas(flags, tmp_path):
     ((one,), (metrics,), (coefficient,)) = complete(tmp_path, flags, 1)
     batches, its_metrics, coefficients = complete(tmp_path, flags, 2)
     for name in ("advantages", "returns"):

@@ -19,7 +19,7 @@ TEMPLATE = (
     "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}[assistant] {% endif %}"
 )
-LENGTH = 32  # tokens that the reward model reads: its tokenizer knows other pieces than the policy's
+LENGTH = 32  # tokens that the reward model reads: its tokenizer has another vocabulary than the policy's
 
 
 @functools.cache
@@ -56,7 +56,7 @@ LAYOUTS = {
                                              " --reward-pipeline-model-parallel-size 2 --reward-offload"),
     "tensor and pipeline": (4, "--role-map actor=0-1;critic=2;reference=3;reward=0-3"
                             " --reward-tensor-model-parallel-size 2 --reward-pipeline-model-parallel-size 2"),
-    "two lanes, offloaded": (2, "--offload"),
+    "two replicas, offloaded": (2, "--offload"),
 }  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def test_scores_do_not_depend_on_the_layout(name, tmp_path):
     assert ("memory/reward/offloaded_bytes" in found) == ("offload" in name)
 
 
-def test_scores_are_the_models_of_the_text_in_its_own_words():
+def test_the_reward_model_scores_the_text_in_its_own_tokens():
     """Rendered, tokenized and scored once more by hand, one text at a time."""
     found = run_world(by_hand, 1, [(row["prompt"], row["response"]) for row in alone()[1]])[0]
     assert [row["reward"] for row in alone()[1]] == pytest.approx(found, abs=1e-5)
@@ -112,7 +112,7 @@ def by_hand(rank: int, texts: list) -> list[float]:
 
 
 def test_a_broken_reward_model_ends_the_run():
-    assert run_world(broken_scores, 1, models()) == ["--reward-model: 1 of 2 scores are no finite numbers"]
+    assert run_world(broken_scores, 1, models()) == ["--reward-model: 1 of 2 scores are not finite"]
 
 
 def broken_scores(rank: int, folder: Path) -> str:
@@ -151,7 +151,7 @@ def test_normalized_clipped_ensembles_resume_to_the_bit(tmp_path):
     train("rl", rl_argv(tmp_path / "again", f"{both} --load {tmp_path}/whole/checkpoints/step_00000001"))
     whole, again, half = (metrics(tmp_path / name)[2] for name in ("whole", "again", "half"))
     assert timeless(whole) == timeless(again)
-    assert whole["reward/mean"] == pytest.approx(half["reward/mean"], abs=1e-5)  # in two lanes
+    assert whole["reward/mean"] == pytest.approx(half["reward/mean"], abs=1e-5)  # on two replicas
     assert whole["reward/model/disagreement"] > 0
     first = rows(tmp_path / "whole")
     for row in first:

@@ -1,4 +1,4 @@
-"""Roles that learn: the same update in every split into micro-batches and in every number of lanes."""
+"""Trained roles: the same update for every split into micro-batches and every number of replicas."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.helpers.worlds import run_world
 
 
 def updated(rank: int, parsed, name: str, bad=None):
-    """(gradients of the last update, weights, metrics) of a role behind `update`."""
+    """(gradients of the last update, weights, metrics, whether unchanged) of a role after `update`."""
     role, place = role_of(name, parsed)
     batch = experience(place.dp_rank, len(place.replicas))
     before = {n: p.detach().clone() for n, p in role.trainable_model.model.named_parameters()}
@@ -31,8 +31,8 @@ def update(folder, name: str, flags: str, size: int = 1, bad=None) -> list:
 
 SPLITS = {
     "micro-batches of one": (1, "--max-tokens-per-microbatch 10"),
-    "two lanes": (2, ""),
-    "four lanes, micro-batches of one": (4, "--max-tokens-per-microbatch 10"),
+    "two replicas": (2, ""),
+    "four replicas, micro-batches of one": (4, "--max-tokens-per-microbatch 10"),
 }
 
 
@@ -53,8 +53,8 @@ def test_the_gradient_does_not_depend_on_the_split(split, name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["actor", "critic"])
-def test_lanes_without_sequences_change_nothing(name, tmp_path):
-    """Mini-batches of one sequence: on four lanes three of them always run an empty micro-batch."""
+def test_replicas_without_sequences_change_nothing(name, tmp_path):
+    """Mini-batches of one sequence: of four replicas three always run an empty micro-batch."""
     flags = "--minibatch-size 1 --ppo-epochs 2"
     ((_, weights, numbers, unchanged),) = update(tmp_path, name, flags)
     assert not unchanged and numbers[f"{name}/updates_skipped"] == 0
@@ -65,7 +65,7 @@ def test_lanes_without_sequences_change_nothing(name, tmp_path):
 
 @pytest.mark.parametrize("name, field", [("actor", "advantages"), ("critic", "returns")])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_an_update_that_is_not_finite_on_one_lane_is_skipped_on_all(name, field, value, tmp_path):
+def test_an_update_that_is_not_finite_on_one_replica_is_skipped_on_all(name, field, value, tmp_path):
     flags = "--minibatch-size 12 --ppo-epochs 2"
     for _, _, numbers, unchanged in update(tmp_path, name, flags, 2, (field, value)):
         assert unchanged

@@ -1,4 +1,4 @@
-"""Requests handed out to lanes while they write: nothing lost or written twice, and no text that depends on it."""
+"""Requests dispatched to replicas during generation: none lost or generated twice, no response depends on it."""
 
 import functools
 import itertools
@@ -17,9 +17,9 @@ EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 
 
 def taken(rank: int, flags: str, unit: int, slow: bool = False, caching: bool = False, end: int = END):
-    """(this rank's lane, what it wrote by request, keys left in the store) of requests that all lanes share.
+    """(this rank's replica, its completions by request, keys left in the store) of a queue shared by all replicas.
 
-    `slow`: of two lanes the first makes its next step only when the other one has made three more or has ended.
+    `slow`: the first of two replicas makes its next step only after the other one has made three more or has ended.
     """
     from megarl.mcore.inference.engine import RolloutEngine
     from megarl.rollout.request_queue import SharedRequestQueue
@@ -47,12 +47,12 @@ def taken(rank: int, flags: str, unit: int, slow: bool = False, caching: bool = 
             store.set(f"step {number}", b"")
     source.close()
     dist.barrier()
-    board = source.board
-    return place.dp_rank, done, [key for key in (board.key, f"{board.key}/done") if board.store.check([key])]
+    entry = source.entry
+    return place.dp_rank, done, [key for key in (entry.key, f"{entry.key}/done") if entry.store.check([key])]
 
 
 def merged(results: list) -> dict:
-    """Completions of all lanes by request; ranks of one lane agree, lanes have nothing in common, no key is left."""
+    """Completions of all replicas by request; ranks of a replica agree, replicas share no request, no key is left."""
     replicas: dict[int, dict] = {}
     for dp_rank, done, keys in results:
         assert replicas.setdefault(dp_rank, done) == done and not keys
@@ -76,8 +76,8 @@ def assert_same(found: dict, expected: dict):
 @pytest.mark.parametrize("size, flags, unit, caching", [
     (2, "", 1, False), (2, "--tensor-model-parallel-size 2", 1, False),
     (4, "--pipeline-model-parallel-size 2", 3, True), (2, f"{EXPERTS} --expert-model-parallel-size 2", 4, False),
-], ids=["two lanes", "one of two ranks", "two of two, by groups", "sharing experts"])  # fmt: skip
-def test_no_lane_changes_what_is_written(size, flags, unit, caching):
+], ids=["two replicas", "one of two ranks", "two of two, by groups", "sharing experts"])  # fmt: skip
+def test_dispatch_over_replicas_does_not_change_the_responses(size, flags, unit, caching):
     whole = merged(run_world(taken, size, flags, unit, False, caching))
     if "tensor" in flags:  # sums of another order
         expected = alone()
@@ -87,7 +87,7 @@ def test_no_lane_changes_what_is_written(size, flags, unit, caching):
     assert len({len(c.tokens) for c in whole.values()}) > 4, "ragged"
 
 
-def test_a_slow_lane_takes_less():
+def test_a_slow_replica_takes_fewer_requests():
     results = run_world(functools.partial(taken, end=NEVER), 2, "", 2, True)
     merged(results)
     (slow, fast) = (len(done) for _, done, _ in results)
@@ -120,7 +120,7 @@ def tokens_read(rank: int, caching: bool) -> dict[int, list[int]]:
     return found
 
 
-def test_a_prompt_is_read_once_for_all_its_samples():
+def test_a_prompt_is_prefilled_once_for_all_its_samples():
     alone, shared = (run_world(tokens_read, 1, caching)[0] for caching in (False, True))
     assert alone == {length: [length] * 4 for length in alone}
     assert shared == {8: [8] * 4, 17: [17] * 4, 24: [24, 8, 8, 8], 40: [40, 8, 8, 8], 48: [48, 16, 16, 16]}

@@ -1,4 +1,4 @@
-"""Routes between ranks: whatever is asked for arrives as it was written, from who holds it, and nothing else moves."""
+"""Routes between ranks: all requested routes arrive as recorded, from the ranks that hold them; no others are sent."""
 
 import contextlib
 import random
@@ -31,7 +31,7 @@ OTHERS = ("all_gather", "all_gather_into_tensor", "all_gather_object", "all_redu
 
 
 def truth_of(seed: int, count: int) -> tuple[Batch, torch.Tensor]:
-    """A whole batch whose tokens are their own places, and the routes [T, layers, k] of all of them."""
+    """A whole batch whose tokens are their own indices, and the routes [T, layers, k] of all of them."""
     whole = random_batch(seed, ["tokens"], ids=torch.arange(count))
     total, generator = len(whole.tokens), torch.Generator().manual_seed(seed)
     whole.tokens = torch.arange(total)
@@ -115,7 +115,7 @@ def check_table(table: RouteTable, truth: torch.Tensor, wanted: torch.Tensor):
 
 
 def check_bytes(mesh, destination: str, held: list[dict], replicas, sizes: list[int], received: int) -> dict:
-    """Each lane's ranks send its rows of the layers once, this rank's own layers come from itself."""
+    """Each replica's ranks send its rows of the layers once; this rank's own layers come from itself."""
     ranks, me = dist.get_process_group_ranks(mesh.ranks_group("rollout", destination)), mesh.rank
     sent, mine = dict(zip(ranks, sizes, strict=True)), set(held[me][destination])
     for dp_rank, members in enumerate(mesh["rollout"].replicas):
@@ -153,7 +153,7 @@ def test_every_rank_gets_what_it_asks_for():
     assert served == [{0}, {1}]
 
 
-def test_places_in_a_table():
+def test_rows_of_a_route_table():
     rows = torch.tensor([[[1, 4]], [[0, 2]]], dtype=torch.int16)
     table = RouteTable(rows, torch.tensor([1, -1, 0]))
     assert table.of(torch.tensor([2, 0, 1, 3, 9])).tolist() == [[[1, 4]], [[0, 2]], [[-1, -1]], [[-1, -1]], [[-1, -1]]]
@@ -163,7 +163,7 @@ def test_places_in_a_table():
 
 
 @pytest.mark.parametrize("bad", [[-1, -1, -1], [-1, 2, 5], [0, 1, 300], [0, 4, 4]])
-def test_routes_that_are_none(bad):
+def test_invalid_routes(bad):
     rows = torch.tensor([0, 1, 299], dtype=torch.int16).repeat(5, 2, 1)
     check_rows("actor", rows, (3, 7), EXPERTS)
     check_rows("actor", rows[:, :0], (), EXPERTS)
@@ -178,7 +178,7 @@ def without(batch: Batch, number: int) -> Batch:
     return found
 
 
-def refusals(rank):
+def rejections(rank):
     """Everything that one rank alone can see, on a world of one."""
     mesh, layers = create_mesh(""), {"rollout": (2, 4), "actor": (2, 4)}
     whole, _ = truth_of(7, 4)
@@ -188,41 +188,45 @@ def refusals(rank):
     routes = torch.tensor([0, 5, 9], dtype=torch.int16).repeat(10, 2, 1)
     exchange, dp_assignment = RouteExchange(mesh, layers, TOPK, 10), {"rollout": torch.zeros(4, dtype=torch.int64)}
 
-    def refused(text, routes=routes, wanted=wanted, source=whole, **changes):
+    def is_rejected(text, routes=routes, wanted=wanted, source=whole, **changes):
         source.routes = routes
         same = {"sequence_ids": whole.sequence_ids, "lengths": whole.lengths, "tokens": whole.tokens}
         batch = Batch(**same | changes)
         with pytest.raises(RuntimeError, match=text):
             exchange.send(source, "actor", batch, wanted, dp_assignment)
 
-    refused(r"rollout: no routes of MoE layers \[2, 4\] were recorded", None)
+    is_rejected(r"rollout: no routes of MoE layers \[2, 4\] were recorded", None)
     with pytest.raises(RuntimeError, match="were recorded, 0 of 2 layers"):
         exchange.send(None, "actor", whole, wanted, dp_assignment)
     for shape in ((9, 2, TOPK), (10, 1, TOPK), (10, 2, TOPK + 1)):
         text = rf"layers \[2, 4\] have shape \[{', '.join(map(str, shape))}\], .* 10 tokens, 2 layers and 3 experts"
-        refused(text, torch.zeros(shape, dtype=torch.int16))
+        is_rejected(text, torch.zeros(shape, dtype=torch.int16))
     other = wanted.clone()
     other[9] = True
-    refused(r"actor: routes of MoE layers \[2, 4\] .* up to a sequence's last token, .* in 1 of 3 runs", wanted=other)
-    refused(r"actor: routes of MoE layers \[2, 4\] are wanted of sequence 4, .* hold 0 to 3 .1 of 3 runs",
+    is_rejected(
+        r"actor: routes of MoE layers \[2, 4\] .* up to a sequence's last token, .* in 1 of 3 token", wanted=other
+    )
+    is_rejected(r"actor: routes of MoE layers \[2, 4\] are requested for sequence 4, .* hold 0 to 3 .1 of 3 token",
             sequence_ids=torch.tensor([0, 1, 2, 4]))  # fmt: skip
-    refused(r"rollout: actor asks for routes of MoE layers \[2, 4\] of 1 runs of tokens, of 3, .* has 3, and not 1",
+    is_rejected(r"rollout: actor requests routes of MoE layers \[2, 4\] for sequence 1, .* the 3 of this .* .1 of 3 token",
             routes[:8], source=without(whole, 1))  # fmt: skip
-    refused(r"MoE layers \[2, 4\] for actor: sequence 3 has 4 rows here and 5 tokens there .1 of 3 runs",
+    is_rejected(r"MoE layers \[2, 4\] for actor: sequence 3 has 4 tokens in the rollout and 5 in actor .1 of 3 token",
             lengths=torch.tensor([3, 2, 1, 5]))  # fmt: skip
     late = routes.clone()
-    late[[4, 7], 1] = -1  # of a last token that nobody wants, and of one that is wanted
-    refused(r"actor: of 6 routes of the rollout .* 0 to 9 .layer 4: 1.; the first, of layer 4, is \[-1, -1, -1\]", late)
+    late[[4, 7], 1] = -1  # of a last token that is not requested, and of one that is
+    is_rejected(
+        r"actor: of 6 routes of the rollout .* 0 to 9 .layer 4: 1.; the first, of layer 4, is \[-1, -1, -1\]", late
+    )
     whole.routes = routes
     assert exchange.send(whole, "actor", whole, wanted, dp_assignment).rows.shape == (6, 2, 3)
-    lacking = "actor: routes of MoE layers [6, 8] (2 of 3) are on no rank of the rollout's lane 0, which has those of "
+    lacking = "actor: routes of MoE layers [6, 8] (2 of 3) are on no rank of the rollout's replica 0, which has "
     with pytest.raises(RuntimeError) as error:
         RouteExchange(mesh, layers | {"actor": (8, 2, 6)}, TOPK, EXPERTS)
     assert str(error.value) == lacking + "layers [2, 4]"
 
 
-def test_what_is_wrong_is_said_at_once():
-    run_world(refusals, 1)
+def test_wrong_routes_are_reported_at_once():
+    run_world(rejections, 1)
 
 
 def ask_for_what_is_not_there(rank):
@@ -235,8 +239,8 @@ def ask_for_what_is_not_there(rank):
     exchange.send(without(whole, 1) if rank == 0 else None, "actor", whole if rank else None, wanted, dp_assignment)
 
 
-def test_who_holds_too_little_says_so():
-    with pytest.raises(RankFailed, match=r"rank 0 of 2 raised:[\s\S]*rollout: actor asks for routes of MoE layers"):
+def test_missing_moe_layers_are_reported():
+    with pytest.raises(RankFailed, match=r"rank 0 of 2 raised:[\s\S]*rollout: actor requests routes of MoE layers"):
         run_world(ask_for_what_is_not_there, 2)
 
 

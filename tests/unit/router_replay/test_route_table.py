@@ -1,4 +1,4 @@
-"""Routes from the rollout into the batch: of text to learn from alone, and of groups that wait for their batch."""
+"""Routes from the rollout into the batch: of responses to train on only, and of buffered groups."""
 
 import functools
 import operator
@@ -15,7 +15,7 @@ from tests.helpers.worlds import SAFETY, run_world
 
 
 def passes(rank, parsed):
-    """(routes of a pass to learn from, of an evaluation and of a greedy baseline, the layers, the engine's options)."""
+    """(routes of responses to train on, of an evaluation, of a greedy baseline; the layers; the engine's options)."""
     from megarl.comm import role_mesh
     from megarl.data.tokenizers import build_tokenizer
     from megarl.mcore.model.gpt import build_model
@@ -41,7 +41,7 @@ EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-la
 @pytest.mark.parametrize("replay, options", [
     ("rollout", "--rollout-prefix-caching"), ("rollout", "--rollout-chunked-prefill"), ("old-logprob", ""),
 ])  # fmt: skip
-def test_the_rollout_records_what_is_learnt_from_alone(replay, options, tmp_path):
+def test_the_rollout_records_routes_for_training_only(replay, options, tmp_path):
     argv = rl_argv(tmp_path / "run", f"{EXPERTS} --router-replay {replay} {options}", warm_start=False)
     (((learnt, *others), layers, found),) = run_world(passes, 1, program("rl", argv, 1))
     assert others == [None, None] and found == ("prefix" in options, "chunked" in options)
@@ -64,7 +64,7 @@ def routes_of(tokens, layers):
 
 
 def waiting_in(flags: str):
-    """(`GroupBuffer` of a rollout whose first of two pipeline stages holds MoE layer 2, the other 3 and 4, its place)."""
+    """(`GroupBuffer`, role groups) of a rollout with MoE layer 2 in the first of two stages, 3 and 4 in the other."""
     from megarl.comm.role_mesh import RoleMesh
     from megarl.rollout.group_buffer import GroupBuffer
     from tests.helpers.tiny_models import join_actor
@@ -102,7 +102,7 @@ def put_away(rank: int, flags: str):
 
 
 def taken_up(rank: int, flags: str, data: bytes):
-    """What waits on this rank, and again put away; runs of other layers, or without routes, refuse it."""
+    """The buffered groups of this rank, and saved again; runs with other layers or without routes reject them."""
     waiting, _ = waiting_in(flags)
     held = waiting.layers
     for layers, error, message in (
@@ -117,7 +117,7 @@ def taken_up(rank: int, flags: str, data: bytes):
     return contents(waiting), waiting.to_bytes()
 
 
-def test_routes_that_wait_are_taken_up_in_any_layout():
+def test_buffered_routes_resume_in_any_layout():
     ((everything, stored),) = run_world(put_away, 1, "")
     assert sorted(everything) == list(range(8)) and len({tuple(row) for row in everything.values()}) == 8
     held, files = zip(*run_world(put_away, 4, PP2), strict=True)

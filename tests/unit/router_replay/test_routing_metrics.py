@@ -14,7 +14,7 @@ LOAD = [[0, 0, 0, 0], [4, 4, 4, 4], [16, 0, 0, 0]]  # a dense layer, an even one
 NONE = RoutingStatistics.empty(3, 4, [], "cpu")
 
 
-def test_imbalance_is_zero_where_all_work_alike():
+def test_imbalance_is_zero_for_equal_load():
     assert load_imbalance(torch.tensor(LOAD[1:])).tolist() == [0.0, 3.0]
 
 
@@ -35,5 +35,5 @@ def test_a_step_without_a_first_pass_is_measured_in_its_update():
     assert not any("disagreement" in name or "replayed" in name for name in found)
 
 
-def test_without_a_pass_there_is_nothing():
+def test_without_a_pass_there_are_no_routing_metrics():
     assert router_metrics(NONE, NONE, "router", replays=True) == {}

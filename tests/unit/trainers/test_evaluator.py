@@ -27,7 +27,7 @@ def test_metrics_of_a_prompt():
     }  # fmt: skip
 
 
-def test_several_terms_are_reported_one_by_one():
+def test_reward_components_are_reported_separately():
     rows = [row("7", True) | {"reward_values": {"model": value, "format": 1.0}} for value in (-1.0, 4.0)]
     found = prompt_metrics(rows, ())
     assert (found["reward/model"], found["reward/format"]) == (1.5, 1.0)

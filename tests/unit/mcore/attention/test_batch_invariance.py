@@ -1,4 +1,4 @@
-"""Attention gives a token the same bits in training and in rollout, whatever stands beside it (docs/exactness.md)."""
+"""Attention gives a token the same bits in training and in rollout, whatever batch it is in (docs/exactness.md)."""
 
 import torch
 
@@ -11,7 +11,7 @@ def cached(key, value, cu_seqlens):
     """Keys and values of packed sequences in a block cache: (the cache, blocks of each sequence)."""
     lengths = cu_seqlens.diff().tolist()
     blocks = [-(-length // BLOCK) for length in lengths]
-    table = torch.zeros(len(lengths), max(blocks), dtype=torch.int64)  # behind a sequence's last block: any
+    table = torch.zeros(len(lengths), max(blocks), dtype=torch.int64)  # arbitrary after a sequence's last block
     cache = torch.full((sum(blocks), BLOCK, G, 2, D), 100.0)  # what the memory held before
     both = torch.stack([key, value], dim=2)
     first = 0

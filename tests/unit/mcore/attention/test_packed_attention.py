@@ -31,7 +31,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (4, 1)])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_packed_is_each_sequence_alone(lengths, heads, groups, dtype):
+def test_packed_attention_equals_each_sequence_alone(lengths, heads, groups, dtype):
     total = sum(lengths)
     inputs = [random_heads(total, h, dtype, i).requires_grad_() for i, h in enumerate((heads, groups, groups))]
     weight = random_heads(total, heads, dtype, 3)
@@ -68,8 +68,8 @@ def test_a_sequence_does_not_see_its_neighbours():
 
 
 class _Cache:
-    """Requests in a block cache with randomly chosen blocks. Rows of their blocks that hold no key are other numbers,
-    and blocks of nobody NaN, as memory of something else may be."""
+    """Requests in a block cache with randomly chosen blocks. Unused rows of their blocks hold other numbers,
+    and unused blocks NaN, as reused memory may."""
 
     def __init__(self, requests, block, heads, groups, seed, dtype=torch.float32):
         """requests: (new tokens, keys in all) of each; new ones are the last of the keys."""
@@ -129,7 +129,7 @@ MIXES = {
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (2, 1)])
 @pytest.mark.parametrize("block, seed", [(4, 1), (16, 2), (1, 3)])
-def test_paged_is_each_request_alone(mix, heads, groups, block, seed):
+def test_paged_attention_equals_each_request_alone(mix, heads, groups, block, seed):
     cache = _Cache(MIXES[mix], block, heads, groups, seed)
     out = cache.attend(padding=3)
     expected = cache.expected()
@@ -148,7 +148,9 @@ def test_paged_has_the_bits_of_the_training_forward(mix, heads, groups, scratch,
 
 
 def test_scratch_bounds_what_is_gathered(monkeypatch):
-    monkeypatch.setattr(paged_attention, "SCRATCH_BYTES", 200 * 2 * 2 * D * 4)  # bytes of 200 keys and values of 2 groups
+    monkeypatch.setattr(
+        paged_attention, "SCRATCH_BYTES", 200 * 2 * 2 * D * 4
+    )  # bytes of 200 keys and values of 2 groups
     cache = _Cache(MIXES["far apart"], 16, 4, 2, 6)
     reads = paged_attention.plan_cache_reads(cache.queries, cache.lengths, cache.pages, 48, cache.cache)
     widths = [(len(part.mask), part.mask.shape[-1]) for part in reads.decoding]

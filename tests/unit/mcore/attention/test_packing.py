@@ -1,4 +1,4 @@
-"""How a packed stream is cut over context-parallel ranks and into pieces, and attention over every cut."""
+"""How a packed stream is split over context-parallel ranks and into segments, and attention over every split."""
 
 import itertools
 
@@ -27,7 +27,7 @@ def test_the_ranks_hold_the_stream_in_equal_shares(ranks):
 
 
 @pytest.mark.parametrize("lengths", RAGGED, ids=lambda x: str(x)[:24])
-def test_pieces_hold_every_token_once(lengths):
+def test_attention_segments_hold_every_token_once(lengths):
     from megarl.mcore.attention.packing import pack_sequences
 
     packing = pack_sequences(torch.tensor(lengths))
@@ -87,7 +87,7 @@ def test_context_ranks_attend_as_one(ranks, dtype):
             assert padding < 4 * ranks + 2 * ranks
 
 
-def test_the_key_of_a_token_on_another_rank_learns():
+def test_keys_on_other_ranks_get_gradients():
     """The gradient of an early key comes from queries that other ranks hold."""
 
     def gradient(rank):

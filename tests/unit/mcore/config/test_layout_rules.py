@@ -1,4 +1,4 @@
-"""Rules on layouts: each wrong layout is refused with its flag and value, each rule can be broken, right ones pass."""
+"""Rules on layouts: each wrong layout is rejected with its flag and value, each rule can be broken, right ones pass."""
 
 import pytest
 
@@ -15,7 +15,7 @@ TP2, PP2, PP4 = (f"--{kind}-model-parallel-size {n}" for kind, n in (("tensor", 
 FSDP, CP2 = "--use-torch-fsdp2", "--context-parallel-size 2"
 KIND, COEFF, BIAS = "--moe-router-load-balancing-type", "--moe-aux-loss-coeff", "--moe-router-enable-expert-bias"
 
-# Flags beside MODEL, ranks of every role, what the line must say.
+# Flags besides MODEL, ranks of every role, what the line must say.
 WRONG = {
     "no layer": ("--num-layers -1", 1, "--num-layers -1"),
     "no width": ("--hidden-size -64", 1, "--hidden-size -64"),
@@ -83,7 +83,7 @@ WRONG = {
     "groups without choice": (f"{MOE} --moe-router-num-groups 4", 1, "--moe-router-group-topk None: allowed is from 1"),
     "small groups": (f"{MOE} --moe-router-num-groups 4 --moe-router-group-topk 1", 1, "--moe-router-topk 4: allowed is"
                      " a multiple of --moe-router-group-topk 1, at most 2 in each"),
-    "gather over lanes": (f"{MOE} --expert-model-parallel-size 4 {CP2} --moe-token-dispatcher-type allgather", 4,
+    "gather over replicas": (f"{MOE} --expert-model-parallel-size 4 {CP2} --moe-token-dispatcher-type allgather", 4,
                           "--moe-token-dispatcher-type allgather: allowed is alltoall, where"),
     "sinkhorn": (f"{MOE} {KIND} sinkhorn", 1, "sinkhorn: allowed is seq_aux_loss, global_aux_loss or none: others"),
     "quantiles": (f"{MOE} {KIND} seq_aux_loss quantile_balancing", 1, "seq_aux_loss quantile_balancing: allowed is"),
@@ -125,7 +125,7 @@ RIGHT = [
 ]  # fmt: skip
 
 
-def refused(text: str, ranks: int) -> str:
+def error_of(text: str, ranks: int) -> str:
     with pytest.raises(UsageError) as caught:
         parse(f"{MODEL} {text}".split(), ranks, "sft")
     return str(caught.value)
@@ -134,7 +134,7 @@ def refused(text: str, ranks: int) -> str:
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_layouts(case):
     text, ranks, needle = WRONG[case]
-    line = refused(text, ranks)
+    line = error_of(text, ranks)
     assert line.startswith("actor: ") and "\n" not in line and "Megatron refuses" not in line
     assert needle in line
 
@@ -145,7 +145,7 @@ def test_wrong_layouts_of_gpus(case):
 
     text, ranks, needle = WRONG_ON_GPUS[case]
     with fake_world.fake_world(ranks):
-        assert needle in refused(text, ranks)
+        assert needle in error_of(text, ranks)
 
 
 @pytest.mark.parametrize("text, ranks", RIGHT)
@@ -167,10 +167,10 @@ def test_each_rule_can_be_broken(monkeypatch):
     from megarl.mcore.parallel import fake_world
 
     for text, ranks, _ in WRONG.values():
-        refused(text, ranks)
+        error_of(text, ranks)
     for text, ranks, _ in WRONG_ON_GPUS.values():
         with fake_world.fake_world(ranks):
-            refused(text, ranks)
+            error_of(text, ranks)
     (count,) = total  # always as many, in the same order
     names = [rule.flag for rule in layout_rules.rules("actor", parse(MODEL.split(), 1, "sft").roles["actor"].megatron)]
     assert [f"{i}: {names[i]}" for i in range(count) if i not in stopped] == []

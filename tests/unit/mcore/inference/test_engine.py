@@ -1,4 +1,4 @@
-"""The rollout engine: text that no placement changes, log-probs of the training forward, no copy of the weights."""
+"""The rollout engine: responses that do not depend on batching, log-probs of the training forward, no weight copy."""
 
 import functools
 import gc
@@ -27,7 +27,7 @@ def standard(shape="llama"):
     return run_world(generate_standard, 1, "", shape)[0]
 
 
-# -- what is written ---------------------------------------------------------------------------------------------
+# -- responses ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -44,13 +44,13 @@ def test_log_probs_are_those_of_the_training_forward(shape, sampling):
 @pytest.mark.parametrize("engine_settings", [
     {"max_requests": 4}, {"max_requests": 1}, {"buffer_gb": 0.0002}, {"buffer_gb": 0.0002, "max_requests": 3},
 ], ids=str)  # fmt: skip
-def test_the_text_does_not_depend_on_how_many_fit(engine_settings):
+def test_responses_do_not_depend_on_cache_size_and_concurrency(engine_settings):
     completions, gap = run_world(functools.partial(generate_standard, **engine_settings), 1)[0]
     assert texts(completions) == texts(standard()[0]) and gap <= largest_gap_allowed()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_two_tensor_ranks_write_the_same_text(shape):
+def test_two_tensor_ranks_generate_the_same_responses(shape):
     one, _ = standard(shape)
     for completions, gap in run_world(generate_standard, 2, "--tensor-model-parallel-size 2", shape):
         assert texts(completions) == texts(one) and gap <= largest_gap_allowed()
@@ -58,7 +58,7 @@ def test_two_tensor_ranks_write_the_same_text(shape):
             assert mine.logprobs == pytest.approx(other.logprobs, abs=5e-5)
 
 
-def test_lanes_write_their_own_requests():
+def test_replicas_generate_their_own_requests():
     def one_share(rank):
         engine, _, place = make_engine()
         return engine.generate(make_requests()[place.dp_rank :: 2], NEVER, settings_of())
@@ -75,7 +75,7 @@ def in_other_orders(rank):
     return texts(alone), texts(backwards)
 
 
-def test_the_text_of_a_request_does_not_depend_on_the_others():
+def test_a_response_does_not_depend_on_other_requests():
     ((alone, backwards),) = run_world(in_other_orders, 1)
     assert alone == backwards == texts(standard()[0])
 
@@ -118,7 +118,7 @@ def greedy_both_ways(rank, shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_greedy_text_is_an_argmax_loop_over_the_whole_forward(shape):
+def test_greedy_decoding_equals_an_argmax_loop_over_the_full_forward(shape):
     greedy, expected, top_1 = run_world(greedy_both_ways, 1, shape)[0]
     assert greedy == expected == top_1
 
@@ -151,7 +151,7 @@ def test_the_end_token_finishes_a_response_and_belongs_to_it():
         assert completion.finished == (end in free)
         ended += completion.finished
     assert 0 < ended < COUNT
-    assert at_limit == completions  # the end token at the last place allowed still finishes
+    assert at_limit == completions  # the end token at the last allowed position still finishes
 
 
 def limits_of_their_own(rank):
@@ -162,7 +162,7 @@ def limits_of_their_own(rank):
     return texts(engine.generate(requests, NEVER, settings_of())), engine.generate([], NEVER, settings_of())
 
 
-def test_each_request_has_its_own_limit_and_none_is_fine():
+def test_each_request_has_its_own_limit_and_no_request_is_allowed():
     ((completions, nothing),) = run_world(limits_of_their_own, 1)
     assert completions == [free[: 1 + i % 5] for i, free in enumerate(texts(standard()[0]))]
     assert nothing == []
@@ -190,7 +190,7 @@ def after_an_update(rank):
     return before, texts(changed), gap
 
 
-def test_the_engine_writes_with_the_models_own_parameters():
+def test_the_engine_generates_with_the_models_own_parameters():
     before, changed, gap = run_world(after_an_update, 1)[0]
     assert before == texts(standard()[0]) and changed != before and gap <= largest_gap_allowed()
 
@@ -209,7 +209,7 @@ def with_garbage_in_the_cache(rank):
     return texts(completions)
 
 
-def test_the_cache_is_one_buffer_and_what_it_held_before_does_not_matter():
+def test_the_cache_is_one_buffer_and_its_old_contents_do_not_matter():
     assert run_world(with_garbage_in_the_cache, 1)[0] == texts(standard()[0])
 
 
@@ -243,7 +243,7 @@ def training_inside_and_after(rank):
     return messages, texts(engine.generate(make_requests(), NEVER, settings_of()))
 
 
-def test_training_waits_for_the_engine_and_works_behind_it():
+def test_training_is_rejected_during_generation_and_works_after_it():
     messages, after = run_world(training_inside_and_after, 1)[0]
     assert len(messages) >= 2 and all("suspend the engine" in message for message in messages)
     assert after == texts(standard()[0])

@@ -1,4 +1,4 @@
-"""Routes of what the engine writes: those of the training forward, whole whatever the cache goes through, or loud."""
+"""Routes recorded during generation: those of the training forward, complete in every cache state, or an error."""
 
 import functools
 
@@ -42,7 +42,7 @@ def engine_of(model, role_groups, buffer_gb=0.01, max_requests=32, **options):
 
 
 def trained_routes(stages, args, role_groups, requests, completions):
-    """([R] places, [R, L, k] routes) of the training forward over what was written, at this rank's tokens."""
+    """([R] positions, [R, L, k] routes) of the training forward over the responses, at this rank's tokens."""
     from megarl.mcore.attention.packing import routed_tokens
     from megarl.mcore.model import forward_pass
     from megarl.mcore.moe.router import moe_layers_of
@@ -83,7 +83,7 @@ def generated(rank, flags: str):
     stages, args, place = build_stages(flags)
     shared = {"prefix_caching": True, **CHUNKS}
     for options, every in (({}, make_requests(limit=8, count=8)), (shared, requests_of(3, 2))):
-        requests = every[place.dp_rank :: len(place.replicas)][place.dp_rank :]  # lanes of unequal work
+        requests = every[place.dp_rank :: len(place.replicas)][place.dp_rank :]  # replicas with unequal work
         engine = engine_of(stages[0], place, **options)
         check_routes(stages, args, place, requests, engine.generate(requests, 3, settings_of(temperature=1.2), True))
     return engine.layers
@@ -108,7 +108,7 @@ def many_experts(rank):
     return torch.cat([completion.routes for completion in completions])
 
 
-def test_more_than_256_experts_keep_their_numbers():
+def test_more_than_256_experts_keep_their_ids():
     routes = run_world(many_experts, 1)[0]
     assert routes.dtype == torch.int16 and 256 <= routes.max() < 300 and len(routes.unique()) > 100
 
@@ -141,7 +141,7 @@ def plainly_written():
     ({"prefix_caching": True, **SMALL}, {"shared": None, "evicted": None}),
     ({"chunked_prefill": True, "step_tokens": 64, **SMALL}, {"evicted": None, "step": 64}),
 ], ids=str)  # fmt: skip
-def test_text_log_probs_and_routes_do_not_depend_on_the_cache(options, went_through):
+def test_responses_logprobs_and_routes_do_not_depend_on_the_cache(options, went_through):
     completions, record = run_world(written_with, 1, options)[0]
     assert same(completions, plainly_written())
     for name, value in went_through.items():
@@ -154,13 +154,13 @@ def after_an_interruption(rank):
     engine, requests = engine_of(stages[0], place, prefix_caching=True, **CHUNKS), requests_of(3, 4)
     sample, steps = engine.sampling.sample_kernel, []
 
-    def stop_behind_the_prompts(*args, **kwargs):
+    def stop_after_the_prompts(*args, **kwargs):
         steps.append(None)
         if len(steps) == 7:
             raise InterruptedError
         return sample(*args, **kwargs)
 
-    engine.sampling.sample_kernel = stop_behind_the_prompts
+    engine.sampling.sample_kernel = stop_after_the_prompts
     with pytest.raises(InterruptedError):
         engine.generate(requests, NEVER, settings_of(), True)
     assert engine.context.kv_block_allocator.kv_hash_to_block_id and engine.engine.resume_request_ids
@@ -174,7 +174,7 @@ def after_an_interruption(rank):
     return after, engine_of(stages[0], place).generate(requests, NEVER, settings_of(), True)
 
 
-def test_no_prefix_outlives_the_weights_it_was_computed_with():
+def test_a_weight_sync_invalidates_cached_prefixes():
     after, fresh = run_world(after_an_interruption, 1)[0]
     assert same(after, fresh)
 
@@ -232,7 +232,7 @@ def test_incomplete_routes_are_an_error():
 
 
 def two_models(rank):
-    """Two models of one process write in turn; between them, and behind, nobody records who was not asked to."""
+    """Two models of one process generate alternately; neither records unless asked to."""
     from megarl.mcore.model.gpt import build_frozen_model
 
     stages, args, place = build_stages(MOE)
@@ -250,7 +250,7 @@ def two_models(rank):
     return routes
 
 
-def test_two_models_of_a_process_never_mix():
+def test_two_models_of_a_process_record_separately():
     actor, reference, again, twice = run_world(two_models, 1)[0]
     assert torch.equal(actor, again) and torch.equal(reference, twice) and not torch.equal(actor, reference)
 

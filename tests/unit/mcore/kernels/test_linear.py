@@ -50,7 +50,7 @@ def test_strides_and_leading_dimensions_do_not_matter():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_precisions_take_torch_s_product(dtype):
+def test_other_precisions_use_torchs_product(dtype):
     x, weight = matrices((9, 32), (64, 32), dtype=dtype)
     assert torch.equal(linear.matmul(x, weight), torch.nn.functional.linear(x, weight))
 
@@ -69,11 +69,11 @@ def shapes_without_memory(rank):
     return found
 
 
-def test_tensors_without_memory_have_the_result_s_shape():
+def test_meta_tensors_get_the_results_shape():
     assert run_world(shapes_without_memory, 1) == [[(9, 64)] * 4 + [(3, 3, 64)]]
 
 
-def test_without_the_operator_torch_s_product_serves(monkeypatch):
+def test_without_the_operator_torchs_product_is_used(monkeypatch):
     x, weight = matrices((9, 32), (64, 32))
     monkeypatch.setattr(linear, "HAS_INNER_PRODUCT", False)
     monkeypatch.setattr(linear, "_inner_product", None)
@@ -94,7 +94,7 @@ def gradients(rank):
     return found
 
 
-def test_gradients_are_those_of_torch_s_linear():
+def test_gradients_equal_torchs_linear():
     for wanted, found, expected in run_world(gradients, 1)[0]:
         assert [grad is not None for grad in found] == list(wanted)
         assert_close(found, expected, **ROUNDING)
@@ -133,20 +133,20 @@ def parallel_layers(rank):
     return found
 
 
-def test_parallel_layers_compute_what_megatron_s_do():
+def test_parallel_layers_equal_megatrons():
     for found in run_world(parallel_layers, 2):
         for megatron, megarl, rollout in found:
             assert_close(megarl, megatron, rtol=1e-4, atol=1e-4)
             assert torch.equal(rollout, megarl[0])
 
 
-def test_megatron_s_layers_call_it():
+def test_megatrons_layers_call_it():
     assert layers.ColumnParallelLinear._forward_impl is linear.parallel_linear
     assert layers.RowParallelLinear._forward_impl is linear.parallel_linear
 
 
 def held_in_blocks(rank: int) -> list[bool]:
-    """Of each linear's weight: whether products read a copy inside, get the same bits, and read none behind it."""
+    """For each linear's weight: whether only products inside the context use a prepacked copy, with the same bits."""
     from tests.helpers.tiny_models import build
 
     model, _, _ = build()
@@ -160,6 +160,6 @@ def held_in_blocks(rank: int) -> list[bool]:
     return [*found, not linear._prepacked]
 
 
-def test_weights_in_blocks_give_the_same_bits_and_go():
+def test_prepacked_weights_give_the_same_bits_and_are_freed():
     (found,) = run_world(held_in_blocks, 1)
     assert len(found) > 3 and all(found) if linear.HAS_INNER_PRODUCT else found[-1]

@@ -33,7 +33,7 @@ def test_no_row_depends_on_others():
         assert len(found) == len(WIDTHS) * len(ROWS) and not any(count for _, _, count in found), threads
 
 
-def test_threads_share_whole_rows_out(monkeypatch):
+def test_threads_split_by_whole_rows(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     cases = {(0, 0): 0, (1, 8): 1, (7, 7 * 352): 7, (103, 103 * 352): 102, (401, 401 * 352): 400, (3, 3 * 40_000): 3}
     assert {case: _shared_rows(*case) for case in cases} == cases

@@ -28,7 +28,7 @@ def both_ways(rank, flags, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_a_swiglu_block_is_megatrons(dtype):
+def test_a_swiglu_mlp_equals_megatrons(dtype):
     name, ((out, grads), (wanted, wanted_grads)), same = run_world(both_ways, 1, "", dtype)[0]
     assert name == "SwiGLUMLP" and same
     assert torch.equal(out, wanted)
@@ -54,6 +54,6 @@ def kept_bytes(rank):
     return sizes
 
 
-def test_it_keeps_less_for_backward():
+def test_it_saves_less_for_backward():
     ours, theirs = run_world(kept_bytes, 1)[0]
     assert ours < 0.8 * theirs

@@ -163,7 +163,7 @@ def many_and_few(rank):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_tokens_scores_do_not_depend_on_its_batch_and_are_the_rollouts(size):
+def test_a_tokens_scores_do_not_depend_on_its_batch_and_equal_the_rollouts(size):
     assert run_world(many_and_few, size) == [True] * size
 
 
@@ -217,7 +217,7 @@ def wrong_sizes(rank):
     return True
 
 
-def test_wrong_sizes_are_refused():
+def test_wrong_sizes_are_rejected():
     assert run_world(wrong_sizes, 1) == [True]
 
 

@@ -1,4 +1,4 @@
-"""The rollout's cache in the bytes of dead gradients: one memory, the same run bit for bit, whatever either leaves."""
+"""The rollout's KV cache in the gradient buffer: one memory, the same run bit for bit, whatever either leaves in it."""
 
 import contextlib
 from pathlib import Path
@@ -13,8 +13,8 @@ from tests.helpers.worlds import run_world
 NAN = 255  # of every byte: NaN in all types of floating point
 
 
-def lend(rank: int, flags: str):
-    """Loans below and above the size of the largest buffer, with offload and without."""
+def check_memory(rank: int, flags: str):
+    """Caches below and above the size of the largest buffer, with offload and without."""
     for offload in (False, True):
         trainable_model = critic_model(flags, offload)
         buffers = [b for w in trainable_model.wrapped for b in w.buffers + w.expert_parallel_buffers]
@@ -36,12 +36,12 @@ def lend(rank: int, flags: str):
 
 
 @pytest.mark.parametrize("flags", ["", f"--bf16 {MOE} {DISTRIBUTED}"])
-def test_a_loan_is_the_largest_buffer_and_grows_it(flags):
-    run_world(lend, 1, flags)
+def test_the_kv_cache_is_in_the_largest_gradient_buffer_and_grows_it(flags):
+    run_world(check_memory, 1, flags)
 
 
 def spoil(monkeypatch):
-    """Whoever has the bytes next finds NaN in them."""
+    """Fills the shared bytes with NaN whenever they change hands."""
     from megarl.mcore.memory.offload import KVCacheInGradBuffer
 
     present = KVCacheInGradBuffer.present
@@ -61,7 +61,7 @@ def spoil(monkeypatch):
 
 
 def watch(monkeypatch, folder: Path):
-    """Notes for each rank whether its cache stands on gradients."""
+    """Records for each rank whether its cache is in the gradient buffer."""
     from megarl.mcore.inference.engine import RolloutEngine
 
     build = RolloutEngine._build
@@ -79,14 +79,14 @@ def watch(monkeypatch, folder: Path):
     monkeypatch.setattr(RolloutEngine, "_build", noted)
 
 
-def run_lent(folder: Path, monkeypatch, size: int, flags: str) -> list[str]:
-    """A run whose cache is spoiled where it is in gradients; `rank-whether it is`, sorted."""
+def run_with_shared_cache(folder: Path, monkeypatch, size: int, flags: str) -> list[str]:
+    """A run whose cache is overwritten if it is in the gradient buffer; returns `rank-whether it is`, sorted."""
     notes = folder / "notes"
     notes.mkdir()
     with monkeypatch.context() as patch:
         watch(patch, notes)
         spoil(patch)
-        train("rl", rl_argv(folder / "lent", flags), size)
+        train("rl", rl_argv(folder / "shared", flags), size)
     return sorted(path.name for path in notes.iterdir())
 
 
@@ -95,15 +95,15 @@ def run_lent(folder: Path, monkeypatch, size: int, flags: str) -> list[str]:
 ])  # fmt: skip
 def test_a_run_is_the_same_with_the_cache_in_gradients(size, flags, tmp_path, monkeypatch):
     flags += " --train-iters 2 --reward tests.helpers.programs:graded_reward"
-    assert run_lent(tmp_path, monkeypatch, size, flags) == [f"{rank}-True" for rank in range(size)]
+    assert run_with_shared_cache(tmp_path, monkeypatch, size, flags) == [f"{rank}-True" for rank in range(size)]
     monkeypatch.setattr("megarl.mcore.memory.offload.KVCacheInGradBuffer", lambda *_: None)
     train("rl", rl_argv(tmp_path / "own", flags), size)
     for step in (1, 2):
-        rows = [timeless(metrics(tmp_path / name)[step]) for name in ("lent", "own")]
+        rows = [timeless(metrics(tmp_path / name)[step]) for name in ("shared", "own")]
         assert rows[0] == rows[1] and rows[0]["steps_skipped"] == 0
-        assert samples(tmp_path / "lent", step) == samples(tmp_path / "own", step)
+        assert samples(tmp_path / "shared", step) == samples(tmp_path / "own", step)
 
 
-def test_a_rollout_of_its_own_has_memory_of_its_own(tmp_path, monkeypatch):
+def test_a_separate_rollout_has_its_own_cache_memory(tmp_path, monkeypatch):
     flags = "--role-map actor=0;critic=0;reward=0;reference=0;rollout=1 --train-iters 1"
-    assert run_lent(tmp_path, monkeypatch, 2, flags) == ["1-False"]
+    assert run_with_shared_cache(tmp_path, monkeypatch, 2, flags) == ["1-False"]

@@ -1,4 +1,4 @@
-"""Offload: bit for bit the same run with it and without, memory that is really given back, and one twin on the host."""
+"""Offload: bit for bit the same run with it and without, memory that is really freed, and one copy on the host."""
 
 from pathlib import Path
 
@@ -50,7 +50,7 @@ def assert_same_steps(kept, moved):
 
 
 def assert_away(trainable_model):
-    """Nothing of it has device memory, but for buffers of a few numbers."""
+    """No tensor of the model has device memory, except buffers of a few numbers."""
     gradients = [b.grad_data for w in trainable_model.wrapped for b in w.buffers + w.expert_parallel_buffers]
     assert gradients and not any(
         tensor.untyped_storage().nbytes()
@@ -58,12 +58,12 @@ def assert_away(trainable_model):
     )
 
 
-def turns(rank: int, flags: str, folder: Path):
-    """Turns of a learner with offload beside one without; then save, load into a third, and on."""
+def steps_with_offload(rank: int, flags: str, folder: Path):
+    """Steps of a model with offload and one without; then saves, loads into a third, and continues."""
     from megarl.mcore.weights import dist_checkpoint
 
     kept, moved = critic_model(flags, False), critic_model(flags, True)
-    dedup = [block.host_copy.data_ptr() for kind in ("weights", "optimizer") for block in moved.offload.blocks[kind]]
+    copies = [block.host_copy.data_ptr() for kind in ("weights", "optimizer") for block in moved.offload.blocks[kind]]
     assert_away(moved)
     for _ in range(2):
         assert_same_steps(kept, moved)
@@ -84,7 +84,7 @@ def turns(rank: int, flags: str, folder: Path):
             assert all(map(torch.equal, states(found), states(kept))) and any(t.any() for t in states(kept))
     assert_same_steps(kept, other)
     assert_away(other)
-    assert dedup == [
+    assert copies == [
         block.host_copy.data_ptr() for kind in ("weights", "optimizer") for block in moved.offload.blocks[kind]
     ]
     weights = {parameter.untyped_storage().data_ptr() for parameter in kept.model.parameters()}
@@ -95,13 +95,13 @@ def turns(rank: int, flags: str, folder: Path):
 @pytest.mark.parametrize("size, flags", [
     (1, MOE), (2, f"--bf16 {DISTRIBUTED} {MOE} {BIAS}"),
 ])  # fmt: skip
-def test_turns_are_bit_exact_and_leave_nothing_behind(size, flags, tmp_path):
-    for held, dedup in run_world(turns, size, flags, tmp_path / "checkpoint"):
-        assert held <= dedup <= 1.1 * held
+def test_moves_to_host_and_back_are_exact_and_free_device_memory(size, flags, tmp_path):
+    for held, copies in run_world(steps_with_offload, size, flags, tmp_path / "checkpoint"):
+        assert held <= copies <= 1.1 * held
 
 
 def nested(rank: int):
-    """Turns within turns, failures, and a forward out of turn."""
+    """Nested moves, failures, and a forward while the weights are on the host."""
     trainable_model = critic_model("", True)
     weight, offload = next(trainable_model.model.parameters()), trainable_model.offload
     with torch.no_grad(), offload.present("weights"):
@@ -121,12 +121,12 @@ def nested(rank: int):
         raise ValueError("the first")
 
 
-def test_a_turn_within_a_turn_and_a_failure_in_one():
+def test_nested_moves_and_failures_inside_one():
     run_world(nested, 1)
 
 
 def rounds(rank: int) -> dict:
-    """Four matrices in turns, each large enough that the system has its memory back once it is freed."""
+    """Moves of four matrices, each large enough that the system gets its memory back once it is freed."""
     return run_rounds(208 * 2**20)
 
 
@@ -134,7 +134,7 @@ def test_the_host_holds_the_payload_once():
     (found,) = run_world(rounds, 1)
     payload = found["payload_bytes"]
     assert 0.9 * payload < found["host_peak_bytes"] < 1.1 * payload
-    assert 0.9 * payload < found["host_away_bytes"] < 1.1 * payload  # nothing of the device's is left
+    assert 0.9 * payload < found["host_away_bytes"] < 1.1 * payload  # no device memory is left
 
 
 @pytest.mark.parametrize("size, flags, resumes", [(1, "--bf16", True), (2, f"{TP2} {DISTRIBUTED}", False)])

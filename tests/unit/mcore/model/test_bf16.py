@@ -1,4 +1,4 @@
-"""Models in bf16: rollout and training say the same, and a whole program learns from it."""
+"""Models in bf16: rollout and training agree, and a whole program trains."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_rollout_and_training_agree():
     assert max(run_world(gaps, 1)[0]) <= largest_gap_allowed(torch.bfloat16)
 
 
-def test_a_policy_learns(tmp_path):
+def test_a_bf16_policy_trains(tmp_path):
     flags = "--bf16 --train-iters 14 --reward length --reward-length 1 --lr 3e-3 --kl-coefficient 0 --advantage grpo"
     train("rl", rl_argv(tmp_path, flags), 1)
     rows = [row for step, row in metrics(tmp_path).items() if step]
@@ -38,7 +38,7 @@ def both_sides(rank, case: str) -> dict:
 
 
 @pytest.mark.parametrize("case", precision.CASES)
-def test_the_benchmark_takes_turns(case):
+def test_the_benchmark_alternates_its_sides(case):
     (found,) = run_world(both_sides, 1, case)
     assert set(found["sides"]) == {"fp32", "bf16"} and set(found["ratio"]) == {"fp32"}
     assert found["ratio"]["fp32"] == found["sides"]["fp32"]["median_s"] / found["sides"]["bf16"]["median_s"]

@@ -1,4 +1,4 @@
-"""The short way of the engine's layers: the training forward's numbers whatever the layer is made of."""
+"""The engine's fast path through a layer: equal to the training forward for every kind of layer."""
 
 import pytest
 import torch
@@ -17,13 +17,13 @@ LAYERS = [
 
 
 @pytest.mark.parametrize("flags, shape", LAYERS)
-def test_kinds_of_layers_have_the_training_forwards_numbers(flags, shape):
+def test_all_kinds_of_layers_give_the_training_forwards_logprobs(flags, shape):
     _, gap = run_world(generate_standard, 1, flags, shape)[0]
     assert gap <= largest_gap_allowed()
 
 
 @pytest.mark.parametrize("width", [8, 4])
-def test_rotation_has_the_bits_of_megatrons(width):
+def test_rotary_embedding_equals_megatrons_to_the_bit(width):
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 
     generator = torch.Generator().manual_seed(1)
@@ -52,15 +52,14 @@ def with_prompts_in_between(rank, limit):
     return texts(completions), largest_gap(model, requests, completions, 1.0), kinds
 
 
-def test_prompts_and_single_tokens_share_steps():
+def test_prefill_and_decode_share_steps():
     (few, gap, kinds), (many, other_gap, _) = (run_world(with_prompts_in_between, 1, limit)[0] for limit in (4, 20))
     assert {(True, True), (True, False)} <= kinds and few == many
     assert max(gap, other_gap) <= largest_gap_allowed()
 
 
 def with_megatrons_bookkeeping(rank, is_own, limits):
-    """What the engine writes, how many steps moved on by themselves, and how many went Megarl's way; else all go
-    Megatron's."""
+    """(responses, steps that advanced without the host, steps on megarl's path); the others take Megatron's path."""
     buffer_gb, most = limits
     engine, model, _ = make_engine(buffer_gb=buffer_gb, max_requests=most)
     context, moved, theirs = engine.context, [], []
@@ -81,7 +80,7 @@ def with_megatrons_bookkeeping(rank, is_own, limits):
 
 
 @pytest.mark.parametrize("limits", [(0.005, 32), (0.00005, 32), (0.005, 4)])
-def test_steps_that_only_go_on_are_megatrons_steps(limits):
+def test_decode_only_steps_equal_megatrons(limits):
     """With room for all, with a cache in which requests wait and are evicted, and with requests that come later."""
     own, theirs = (run_world(with_megatrons_bookkeeping, 1, is_own, limits)[0] for is_own in (True, False))
     assert own[2] > 0 == theirs[2]
@@ -91,7 +90,7 @@ def test_steps_that_only_go_on_are_megatrons_steps(limits):
 
 
 def with_twins(rank, may_share, shape, flags):
-    """What the engine writes for prompts that come several times, and rows of its steps that were computed once."""
+    """(responses to duplicate prompts, rows of the steps that were computed once)."""
     engine, model, _ = make_engine(flags, shape, max_requests=16)
     context, saved = engine.context, []
     plan, context._may_share = context._reads, context._may_share and may_share
@@ -111,20 +110,20 @@ def with_twins(rank, may_share, shape, flags):
 
 
 @pytest.mark.parametrize("shape", ["llama", "gpt2"])
-def test_prompts_that_come_several_times_are_read_once(shape):
+def test_duplicate_prompts_are_prefilled_once(shape):
     once, alone = (run_world(with_twins, 1, may_share, shape, "")[0] for may_share in (True, False))
     assert once[2] > 100 > 0 == alone[2]
     assert once[:2] == alone[:2]
     assert once[3] <= largest_gap_allowed()
 
 
-def test_each_stage_reads_them_once():
+def test_each_pipeline_stage_prefills_duplicates_once():
     stages = run_world(with_twins, 2, True, "llama", "--pipeline-model-parallel-size 2")
     assert all(texts_and_more[:3] == run_world(with_twins, 1, True, "llama", "")[0][:3] for texts_and_more in stages)
 
 
-def test_twins_are_whole_prompts_of_the_same_text():
-    """A request with older keys is nobody's twin; padding keeps its rows; too few rows are no rows to save."""
+def test_duplicates_are_whole_equal_prompts():
+    """A request with older keys is not a duplicate; padding keeps its rows; too few rows are not deduplicated."""
     from megarl.mcore.attention.paged_attention import deduplicate_prefills
 
     text = torch.tensor([7, 8, 9, 7, 8, 9, 7, 8, 9, 5, 0, 0])

@@ -1,4 +1,4 @@
-"""What a pass need not compute: logits that were kept, scores that nobody wants, norms' intermediate results."""
+"""What a pass skips: logits that were saved, scores that are not needed, intermediate results of norms."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def one_sided(rank, largest_kept):
 
 
 @pytest.mark.parametrize("largest_kept, logits", [(T * PADDED, T * PADDED), (T * PADDED - 1, 0)])
-def test_only_what_is_wanted_is_computed_and_only_inputs_and_small_logits_are_kept(largest_kept, logits):
+def test_only_needed_gradients_are_computed_and_only_inputs_and_small_logits_are_saved(largest_kept, logits):
     same, kept = run_world(one_sided, 1, largest_kept)[0]
     assert same and kept - logits <= T * H + PADDED * H + 5 * T
 
@@ -53,7 +53,7 @@ def kept_or_not(rank, used):
 
 
 @pytest.mark.parametrize("used", [(1.0, None, None), (1.0, 0.7, -3.0)])
-def test_kept_logits_give_the_gradients_of_logits_computed_again(used):
+def test_saved_logits_give_the_gradients_of_recomputed_ones(used):
     kept, again = run_world(kept_or_not, 1, used)[0]
     assert all(map(torch.equal, kept, again))
 
@@ -79,7 +79,7 @@ def some_places(rank, sequence_parallel):
 
 
 @pytest.mark.parametrize("size, sequence_parallel", [(1, False), (2, True)])
-def test_scores_of_some_tokens_are_those_that_all_tokens_give(size, sequence_parallel):
+def test_scores_of_some_tokens_equal_those_of_all_tokens(size, sequence_parallel):
     for (whole, whole_gradients), (some, gradients) in run_world(some_places, size, sequence_parallel):
         assert all((x - y).abs().max() <= largest_gap_allowed() for x, y in zip(some, whole, strict=True))
         assert_close(gradients, whole_gradients, rtol=1e-5, atol=1e-5)
@@ -136,6 +136,6 @@ def test_the_norm_and_its_gradients_are_those_of_the_formula():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_norms_of_other_precisions_are_torch_s(dtype):
+def test_norms_of_other_precisions_are_torchs(dtype):
     x, norm = torch.randn(6, 32).to(dtype), RMSNorm(32, 1e-5, dtype=dtype)
     assert torch.equal(norm(x), torch.nn.functional.rms_norm(x, (32,), norm.weight, 1e-5))

@@ -1,4 +1,4 @@
-"""Models: packed equals alone, one rank equals two, values, and what a forward refuses."""
+"""Models: packed equals alone, one rank equals two, values, and a forward during generation."""
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def naive_scores(rank, shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_scores_speak_about_the_token_they_stand_at(shape):
+def test_scores_are_of_the_token_at_their_position(shape):
     assert run_world(naive_scores, 1, shape) == [True]
 
 
@@ -89,7 +89,7 @@ def causality(rank, shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_token_changes_what_stands_behind_it_alone(shape):
+def test_a_token_changes_only_later_positions(shape):
     assert run_world(causality, 1, shape) == [True]
 
 
@@ -114,7 +114,7 @@ def values_of(rank, flags):
     return packed, [name for name, p in model.named_parameters() if VOCAB <= p.shape[0] <= 32]
 
 
-def test_values_start_at_zero_and_speak_about_the_state_before_the_token():
+def test_values_start_at_zero_and_are_of_the_state_before_the_token():
     ((packed, vocabulary),) = run_world(values_of, 1, "")
     starts = torch.tensor(LENGTHS).cumsum(0) - torch.tensor(LENGTHS)
     assert packed.dtype == torch.float32 and (packed[starts] == 0).all()
@@ -129,7 +129,7 @@ def weights_for_seed(rank, flags):
     return gather_parameters(model, place.pg_collection.tp, True)
 
 
-def test_weights_follow_the_seed_alone():
+def test_weights_depend_on_the_seed_only():
     first, again, other = (run_world(weights_for_seed, 1, f"--seed {seed}")[0] for seed in (1, 1, 2))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["embedding.word_embeddings.weight"], other["embedding.word_embeddings.weight"])
@@ -140,12 +140,12 @@ def test_weights_follow_the_seed_alone():
     assert abs(float(first_layer.std()) - 0.1) < 0.005
 
 
-def test_data_parallel_lanes_start_with_the_same_weights():
+def test_data_parallel_replicas_start_with_the_same_weights():
     one, two = run_world(weights_for_seed, 2, "")
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def refuses_while_writing(rank):
+def forward_during_generation(rank):
     from megatron.core.inference.utils import InferenceMode
 
     from megarl.mcore.model.forward_pass import token_scores
@@ -160,8 +160,8 @@ def refuses_while_writing(rank):
     return None
 
 
-def test_a_forward_while_the_engine_writes_is_refused():
-    (message,) = run_world(refuses_while_writing, 1)
+def test_a_forward_during_generation_is_rejected():
+    (message,) = run_world(forward_during_generation, 1)
     assert "rollout engine is active" in message
 
 

@@ -81,7 +81,7 @@ def model_on(mode: FakeTensorMode, flags: str, value_head: bool):
     with mode:
         stages = gpt.build_model(args, VOCAB, place.pg_collection, value_head)
         wrapped = optimizer.wrap_for_training(stages, args, place.pg_collection)
-    wrapped[0].config.finalize_model_grads_func = None  # once an update, behind its micro-batches
+    wrapped[0].config.finalize_model_grads_func = None  # once per update, after its micro-batches
     return stages, wrapped, place.pg_collection
 
 
@@ -124,7 +124,7 @@ def run(rank: int, flags: str, most: int, spoils: dict) -> tuple[int, list[str]]
             chunk, part.tokens, part.host_metadata.lengths, shared=part.host_metadata.shared
         )
 
-    def judged(chunk, part):
+    def reward_scores(chunk, part):
         return forward_pass.sequence_scores(chunk, part.tokens, part.host_metadata.lengths)
 
     def surrogate(out, part):
@@ -144,7 +144,7 @@ def run(rank: int, flags: str, most: int, spoils: dict) -> tuple[int, list[str]]
     with mode, Device():
         results = [train(policy, scores, surrogate), train(critic, values, regression)]
         results += [forward_only(role[0], parts, forward, role[2])
-                    for role, forward in ((policy, scores), (critic, values), (critic, judged))]  # fmt: skip
+                    for role, forward in ((policy, scores), (critic, values), (critic, reward_scores))]  # fmt: skip
         for name, spoil in spoils.items():
             try:
                 train(critic, values, lambda out, part, spoil=spoil: (spoil(part), out.sum(), out)[1:])
@@ -172,5 +172,5 @@ def test_no_pass_of_a_micro_batch_reads_the_device():
 
 
 @pytest.mark.parametrize("flags", [f"{TP2} --sequence-parallel", CP2])
-def test_nor_does_any_where_the_ranks_of_a_lane_share_it(flags):
+def test_no_pass_of_a_parallel_replica_reads_the_device(flags):
     assert run_world(run, 2, flags, 1, {}) == [(2 * 5, [])] * 2

@@ -13,7 +13,7 @@ from tests.helpers.updates import split_microbatches
 from tests.helpers.worlds import run_world
 
 FSDP = "--use-torch-fsdp2"
-LENGTHS = [5, 4, 9, 17, 7, 33, 8, 4]  # none shorter than LEAST_ROWS: it may stand alone in a micro-batch
+LENGTHS = [5, 4, 9, 17, 7, 33, 8, 4]  # none shorter than MIN_ROWS: it may be alone in a micro-batch
 LAYOUTS = {  # ranks, shape, layout, largest difference to one rank: other orders of summation leave one
     "one": (1, DENSE, "", 0.0),
     "pp2": (2, DENSE, PP2, 0.0),
@@ -27,7 +27,7 @@ LAYOUTS = {  # ranks, shape, layout, largest difference to one rank: other order
 
 
 def frozen(flags: str):
-    """(model, place) of a frozen model with a scalar head whose weights are drawn: 0 would show nothing."""
+    """(model, role groups) of a frozen model with a scalar head of random weights: 0 would hide errors."""
     from megarl.mcore.model.gpt import build_frozen_model
 
     args, place = join_actor(flags.replace(FSDP, ""))

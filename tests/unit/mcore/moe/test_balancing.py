@@ -164,7 +164,7 @@ def against_megatron(rank):
         assert float(case.routing.losses["z_loss"]) == pytest.approx(float(z_loss_func(logits, 1.0)), rel=1e-5)
 
 
-def test_losses_are_megatrons_where_they_mean_the_same():
+def test_losses_equal_megatrons_if_they_mean_the_same():
     run_world(against_megatron, 1)
 
 
@@ -202,7 +202,7 @@ def check_counts(replays: bool):
     assert not router.expert_counts.any()
 
 
-def test_bias_and_shares_follow_the_experts_that_worked():
+def test_biases_and_loads_follow_the_chosen_experts():
     """Replayed ones, too."""
     run_world(counting, 1)
 
@@ -218,11 +218,11 @@ def nothing_counted(rank):
     assert torch.equal(case.router.expert_share, share)
 
 
-def test_a_mini_batch_without_a_token_that_counts_teaches_nothing():
+def test_a_minibatch_without_counted_tokens_changes_nothing():
     run_world(nothing_counted, 1)
 
 
-# -- passes that nothing is learnt from, and errors --------------------------------------------------------------
+# -- passes without an update, and errors ------------------------------------------------------------------------
 
 
 def passes(rank):
@@ -243,13 +243,13 @@ def check_passes(flags: str):
     case.router.train()
     assert not uncounted.losses
     assert "expert_counts" not in dict(case.router.named_buffers()) or not case.router.expert_counts.any()
-    with pytest.raises(RuntimeError, match="critic learns without the counts of its mini-batch.* MoE layer 2 "):
+    with pytest.raises(RuntimeError, match="critic trains without the counts of its mini-batch.* MoE layer 2$"):
         case.run(uncounted)
-    with pytest.raises(RuntimeError, match="a model learns without the counts"):
+    with pytest.raises(RuntimeError, match="a model trains without the counts"):
         case.run(None)
 
 
-def test_learning_without_the_counts_of_the_mini_batch_is_an_error():
+def test_an_update_without_minibatch_counts_is_an_error():
     run_world(passes, 1)
 
 

@@ -66,7 +66,7 @@ def formula(layer, x, routing: Routing, scoring: str):
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
-def test_gates_of_replayed_experts_are_live_and_learn(scoring):
+def test_gates_of_replayed_experts_are_live_and_trained(scoring):
     (errors,) = run_world(layer_against_formula, 1, scoring)
     assert max(errors) < 1e-5
 
@@ -152,14 +152,14 @@ def out_of_step(rank):
     return messages
 
 
-def test_what_is_out_of_step_is_said():
+def test_mismatched_routes_are_reported():
     (messages,) = run_world(out_of_step, 1)
     assert messages == [
         "actor: routes of 23 tokens in 2 layers for 24 tokens in MoE layers [1, 2]",
         "actor: routes of 24 tokens in 1 layers for 24 tokens in MoE layers [1, 2]",
         "actor: routes of 25 tokens for 24 in MoE layer 1",
-        "actor: no routes for MoE layer 2; there are some for [1]",
-        "actor: 24 tokens were not routed in MoE layers [1, 2], but in []",
+        "actor: no routes for MoE layer 2, only for [1]",
+        "actor: 24 tokens were not routed in MoE layers [1, 2], only in []",
         "actor: routes of micro-batches that backward never recomputed, by MoE layer: {2: 2}",
     ]
 

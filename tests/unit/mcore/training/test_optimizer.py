@@ -37,7 +37,7 @@ def one_update(rank, flags, shape, parts, value_head):
     if not args.use_distributed_optimizer:
         gradients = {name: whole(name, p, p.main_grad) for name, p in model.named_parameters()}
     else:
-        gradients = None  # each lane holds the sum of its own shard alone
+        gradients = None  # each replica holds only the sum of its own shard
     applied, norm = optimizer.update(adam)
     assert applied
     return gradients, norm, gather_parameters(model, place.pg_collection.tp, args.swiglu)
@@ -75,7 +75,7 @@ def test_an_update_is_the_same_in_every_layout(layout, shape, value_head):
 
 
 @pytest.mark.parametrize("shape, value_head", [("llama", False), ("gpt2", False), ("llama", True)])
-def test_every_parameter_learns(shape, value_head):
+def test_every_parameter_is_trained(shape, value_head):
     gradients, norm, _ = reference_update(shape, value_head)
     assert abs(norm - sum(float((g.double() ** 2).sum()) for g in gradients.values()) ** 0.5) <= 1e-5 * norm
     still = [name for name, gradient in gradients.items() if not gradient.abs().max() > 0]
@@ -168,7 +168,7 @@ def test_all_ranks_skip_a_gradient_that_is_not_finite_on_one(bad):
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_adam_is_torchs(decoupled):
+def test_adam_equals_torchs(decoupled):
     from megarl.mcore.training.optimizer import Adam
 
     generator = torch.Generator().manual_seed(0)
