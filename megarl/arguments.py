@@ -1,9 +1,9 @@
-"""Flags -> one frozen settings object for the program and one complete Megatron namespace a role.
+"""Flags -> one frozen settings object for the program and one complete Megatron namespace per role.
 
 megarl's own flags are the fields of `Settings` and the options of the policy losses. All other flags are Megatron's,
-parsed by Megatron's parser; any of them may carry a role prefix (`--critic-lr 1e-5`). `--config FILE.yaml …` holds the
-same names; a flag on the command line wins. What is unknown or wrong is refused; a flag that has no effect beside the
-others is dropped, and a warning says so (`combinations`).
+parsed by Megatron's parser; any of them may have a role prefix (`--critic-lr 1e-5`). `--config FILE.yaml …` uses the
+same names; a flag on the command line wins. Unknown flags and wrong values are errors. A flag that has no effect with
+the others is dropped with a warning (`combinations`).
 """
 
 import argparse
@@ -26,10 +26,10 @@ __all__ = ["MODELS", "RunConfig", "RoleSettings", "Settings", "build_parser", "p
 
 @dataclasses.dataclass(frozen=True)
 class RoleSettings:
-    """One role: its world ranks, its complete, validated Megatron namespace, and what it has of megarl's own flags.
+    """One role: its world ranks, its complete, validated Megatron namespace, and its values of megarl's own flags.
 
-    `host` is the role whose model it runs: itself, or the actor for a rollout without a layout of its own. `has_model`:
-    it runs one at all, which a reward role of verifiers alone does not.
+    `model_role` is the role whose model it runs: itself, or the actor for a rollout that shares the actor's layout.
+    `has_model` is False for a reward role with verifiers only.
     """
 
     name: str
@@ -45,17 +45,17 @@ class RoleSettings:
 
     @property
     def microbatch_multiple(self) -> int:
-        """What Megatron's interleaved schedule wants the number of micro-batches to be a multiple of."""
+        """The number of micro-batches must be a multiple of this, for Megatron's interleaved schedule."""
         has_virtual_stages = self.megatron.virtual_pipeline_model_parallel_size is not None
         return self.megatron.pipeline_model_parallel_size if has_virtual_stages else 1
 
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """What a program was asked to do: settings, the roles of the run, and whether only to check.
+    """The parsed command line of a program: settings, roles, and whether only to check them.
 
-    `estimator`, `policy_loss` (with its options) and `rewards` are what `--advantage`, `--policy-loss` and `--reward`
-    name. `warnings`: lines that whoever starts the program should read.
+    `estimator`, `policy_loss` (with its options) and `rewards` are those of `--advantage`, `--policy-loss` and
+    `--reward`. `warnings`: lines for the user who starts the program.
     """
 
     settings: Settings
@@ -67,73 +67,71 @@ class RunConfig:
     warnings: tuple[str, ...]
 
     def own_settings(self) -> dict[str, object]:
-        """megarl's own flags, also the policy loss's options, with their values; names with underscores."""
+        """Values of megarl's own flags, including the policy loss's options, by name with underscores."""
         options = {flag.replace("-", "_"): value for flag, value in self.policy_loss.values().items()}
         return dataclasses.asdict(self.settings) | options
 
     def with_models(self) -> list[RoleSettings]:
-        """Roles that run a model of their own over packed text."""
+        """Roles that run their own model over packed sequences."""
         return [role for name, role in self.roles.items() if name in MODELS and role.has_model]
 
 
 def parse(argv: list[str], world_size: int, program: str = "rl") -> RunConfig:
-    """Everything a program needs to know, from its command line alone. Raises UsageError before any work starts."""
+    """Parses and checks a command line. Raises UsageError before any work starts."""
     chosen, rest, own = _read(argv, program)
     values = {name: value for name, value in vars(chosen).items() if name in own}
     parser.check_values(values, own)
-    case = _case(program, _settings(values, own))
-    absent = {r: combinations.reason(case, r) for r in role_flags.ROLES_OF[program] if r not in case.roles}
-    ranks = role_flags.parse_role_map(case.settings.role_map, world_size, case.roles, absent)
-    from megarl.mcore.config import (  # import Megatron: only once megarl's own flags are known to be right
-        megatron_flags,
-        supported_flags,
-    )
+    context = _context(program, _settings(values, own))
+    absent = {r: combinations.reason(context, r) for r in role_flags.ROLES_OF[program] if r not in context.roles}
+    ranks = role_flags.parse_role_map(context.settings.role_map, world_size, context.roles, absent)
+    # These import Megatron, so they come after the check of megarl's own flags.
+    from megarl.mcore.config import megatron_flags, supported_flags
 
     megatron = megatron_flags.destinations()
-    role_flags.check_learning(rest, program, megatron, supported_flags.training())
+    role_flags.check_trained_roles(rest, program, megatron, supported_flags.training())
     given = {f"--{name}": own[name].condition for name in values}
-    given |= dict.fromkeys(role_flags.of_reward_model(rest, program, megatron), "model")
-    # Flags of a role that is not there have an effect where the condition called like the role holds.
-    idle = combinations.without_effect(case, given | role_flags.with_prefix([*given, *rest], absent, megatron))
+    given |= dict.fromkeys(role_flags.reward_model_options(rest, program, megatron), "model")
+    # For flags of an absent role, the condition has the role's name.
+    idle = combinations.without_effect(context, given | role_flags.with_prefix([*given, *rest], absent, megatron))
     tokens = role_flags.split(rest, role_flags.ROLES_OF[program], megatron, [f"--{name}" for name in own], idle)
     values = {name: value for name, value in values.items() if f"--{name}" not in idle}
-    case = _case(program, _settings(values, own))
-    combinations.check(case)
+    context = _context(program, _settings(values, own))
+    combinations.check(context)
     return RunConfig(
-        settings=case.settings,
-        roles=_role_settings(case.settings, values, tokens, ranks, case),
+        settings=context.settings,
+        roles=_role_settings(context.settings, values, tokens, ranks, context),
         check=chosen.check,
-        estimator=case.estimator,
-        policy_loss=_with_options(case, values),
-        rewards=case.terms,
+        estimator=context.estimator,
+        policy_loss=_with_options(context, values),
+        rewards=context.terms,
         warnings=(combinations.warning(idle),) if idle else (),
     )
 
 
 def _read(argv: list[str], program: str) -> tuple[argparse.Namespace, list[str], dict[str, parser.Flag]]:
-    """What megarl's own flags were given, config files read; the tokens that are not megarl's; and its flags."""
+    """(values of megarl's own flags, config files included; all other tokens; megarl's own flags by name)."""
     own = parser.own_flags(program)
     chosen, rest = _parse_own(argv, program, own)
     name = vars(chosen).get("policy-loss")
-    if name is not None and name not in POLICY_LOSSES:  # a plug-in, which may bring flags of its own
+    if name is not None and name not in POLICY_LOSSES:  # a plug-in, which may define further flags
         own = parser.own_flags(program, _policy_loss(name))
         chosen, rest = _parse_own(argv, program, own)
     return chosen, rest, own
 
 
 def _parse_own(argv: list[str], program: str, own: dict[str, parser.Flag]) -> tuple[argparse.Namespace, list[str]]:
-    """As argparse's `parse_known_args`, with the flags of the config files in front of the command line's."""
-    its_parser = parser.build_parser(program, own)
-    files = config_files.read(its_parser.parse_known_args(argv)[0].config)
-    is_other = _of_training(program, str(files.get("policy-loss", "")))
+    """argparse's `parse_known_args`, with the flags of the config files before those of the command line."""
+    own_parser = parser.build_parser(program, own)
+    files = config_files.read(own_parser.parse_known_args(argv)[0].config)
+    is_other = _is_training_key(program, str(files.get("policy-loss", "")))
     kinds = {name: flag.kind for name, flag in own.items()}
-    return its_parser.parse_known_args(config_files.tokens(files, kinds, is_other) + argv)
+    return own_parser.parse_known_args(config_files.tokens(files, kinds, is_other) + argv)
 
 
-def _of_training(program: str, policy_loss: str) -> Callable[[str], bool]:
-    """Which keys of a config file a program passes over: an evaluation takes the file of the run that it evaluates.
+def _is_training_key(program: str, policy_loss: str) -> Callable[[str], bool]:
+    """Whether a program ignores a key of a config file: an evaluation accepts the config file of a training run.
 
-    `policy_loss`: what the files name; a plug-in's options are flags of the training, too.
+    `policy_loss`: that of the files; a plug-in's options are training flags, too.
     """
     if program != "evaluate":
         return lambda key: False
@@ -154,7 +152,7 @@ def _settings(values: dict[str, object], own: dict[str, parser.Flag]) -> Setting
     return Settings(**{own[name].setting: value for name, value in values.items() if own[name].setting})
 
 
-def _case(program: str, settings: Settings) -> combinations.FlagContext:
+def _context(program: str, settings: Settings) -> combinations.FlagContext:
     estimator = _named("--advantage", settings.advantage, ESTIMATORS, estimator_of)
     has_reference = settings.kl_coefficient > 0 or "reference" in role_flags.named_roles(settings.role_map)
     roles = role_flags.roles_of(program, "values" in estimator.needs, has_reference)
@@ -163,7 +161,7 @@ def _case(program: str, settings: Settings) -> combinations.FlagContext:
 
 
 def _named(flag: str, name: str, built_in: dict, wrap):
-    """What is built in under a name, or the wrapped plug-in."""
+    """The built-in object of that name, or the wrapped plug-in."""
     found = plugins.load(flag, name, built_in)
     try:
         return found if name in built_in else wrap(found)
@@ -176,11 +174,11 @@ def _policy_loss(name: str) -> PolicyLoss:
     return _named("--policy-loss", name, POLICY_LOSSES, functools.partial(policy_loss_of, name.rpartition(":")[2]))
 
 
-def _with_options(case: combinations.FlagContext, values: dict[str, object]) -> PolicyLoss:
+def _with_options(context: combinations.FlagContext, values: dict[str, object]) -> PolicyLoss:
     try:
-        return case.policy_loss.with_options(values)
+        return context.policy_loss.with_options(values)
     except ValueError as error:
-        raise UsageError(f"--policy-loss {case.settings.policy_loss}: {error}") from None
+        raise UsageError(f"--policy-loss {context.settings.policy_loss}: {error}") from None
 
 
 def _role_settings(
@@ -188,49 +186,54 @@ def _role_settings(
     values: dict,
     tokens: dict[str, list[str]],
     ranks: dict[str, range],
-    case: combinations.FlagContext,
+    context: combinations.FlagContext,
 ) -> dict[str, RoleSettings]:
     from megarl.mcore.config import megatron_flags
 
     longest = settings.max_prompt_length + settings.max_response_length
     own = {"train_iters": settings.train_iters, "seed": settings.seed}
     lengths = {role: longest for role in ranks} | {"reward": settings.reward_max_length or longest}
-    extra = frozenset({"global_batch_size"}) if case.program in ("sft", "reward") else frozenset()
+    extra = frozenset({"global_batch_size"}) if context.program in ("sft", "reward") else frozenset()
     found = {
-        role: megatron_flags.parse(role, tokens[role], len(span), own | {"seq_length": lengths[role]}, extra)
-        for role, span in ranks.items()
+        role: megatron_flags.parse(role, tokens[role], len(role_ranks), own | {"seq_length": lengths[role]}, extra)
+        for role, role_ranks in ranks.items()
     }
-    scoring_roles = combinations.CONDITIONS["model"].holds(case)
+    has_reward_model = combinations.CONDITIONS["model"].holds(context)
     chosen = {role: _own_of_role(role, settings, values) for role in ranks}
     for role in (name for name in ranks if name in MODELS and chosen[name]["offload"]):
         if found[role].use_torch_fsdp2:
-            raise UsageError(f"--{role}-offload: not with --use-torch-fsdp2: sharded parameters stay where they are")
+            raise UsageError(
+                f"--{role}-offload: not allowed with --use-torch-fsdp2, whose sharded parameters cannot move"
+            )
     model_roles = {role: role for role in ranks}
     if "rollout" in ranks and ranks["rollout"] == ranks["actor"]:
-        model_roles["rollout"] = "actor" if role_flags.runs_on(found["actor"], found["rollout"]) else "rollout"
+        model_roles["rollout"] = "actor" if role_flags.can_share_model(found["actor"], found["rollout"]) else "rollout"
+    has_model = {role: role != "reward" or has_reward_model for role in ranks}
     return {
-        role: RoleSettings(role, span, found[role], model_role=model_roles[role], has_model=role != "reward" or scoring_roles,
-                           **chosen[role])
-        for role, span in ranks.items()
-    }  # fmt: skip
+        role: RoleSettings(
+            role, role_ranks, found[role], model_role=model_roles[role], has_model=has_model[role], **chosen[role]
+        )
+        for role, role_ranks in ranks.items()
+    }
 
 
 def _own_of_role(role: str, settings: Settings, values: dict) -> dict:
-    """megarl's own flags that roles have values of their own for: this role's, or the common ones."""
+    """A role's values of those of megarl's own flags that may have a role prefix."""
     fields = [field for field in dataclasses.fields(Settings) if field.metadata["roles"]]
     return {f.name: values.get(f"{role}-{f.name.replace('_', '-')}", getattr(settings, f.name)) for f in fields}
 
 
 def check_microbatches(program: RunConfig):
-    """UsageError unless each role's micro-batches hold its longest text; in training of a reward model, two of them."""
-    texts = 2 if list(program.roles) == ["reward"] else 1
+    """UsageError unless each role's micro-batches hold its longest sequence, or a pair of them in train_reward."""
+    sequences = 2 if list(program.roles) == ["reward"] else 1
     for role in program.with_models():
         cap, longest = role.max_tokens_per_microbatch, role.megatron.seq_length
-        if cap < texts * longest:
+        if cap < sequences * longest:
             prefix = "" if cap == program.settings.max_tokens_per_microbatch else f"{role.name}-"
-            limit = "--reward-max-length" if longest == program.settings.reward_max_length else (
-                "--max-prompt-length + --max-response-length")  # fmt: skip
+            is_reward_limit = longest == program.settings.reward_max_length
+            limit = "--reward-max-length" if is_reward_limit else "--max-prompt-length + --max-response-length"
+            needed = "one sequence" if sequences == 1 else "a pair"
+            each = "" if sequences == 1 else " each"
             raise UsageError(
-                f"--{prefix}max-tokens-per-microbatch {cap}: must hold {('one sequence', 'a pair')[texts - 1]} of "
-                f"{limit} = {longest} tokens" + " each" * (texts - 1)
+                f"--{prefix}max-tokens-per-microbatch {cap}: must hold {needed} of {limit} = {longest} tokens{each}"
             )

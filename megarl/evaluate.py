@@ -1,7 +1,7 @@
 """Evaluation of a checkpoint on held-out prompts: accuracy, pass@k, mean@k and maj@k, by task, greedy or sampled.
 
-Takes the weights of any checkpoint, of reinforcement or supervised training, whatever layout wrote it: `--load RUN`
-(its latest), `RUN/checkpoints/best`, or the folder of a step. Launch it with torchrun or srun:
+Loads any policy of train_rl or train_sft, whatever layout wrote it: `--load RUN` (its latest checkpoint),
+`RUN/checkpoints/best`, or the folder of a step. Launch it with torchrun or srun:
 
     torchrun --nproc-per-node 2 -m megarl.evaluate --config model.yaml --load runs/quickstart/ppo/checkpoints/best \
         --eval-prompts heldout.jsonl --eval-responses 8 --eval-temperature 1 --eval-k 1,4,8 --save runs/evaluation
@@ -32,7 +32,7 @@ METRIC = re.compile("eval/(?:(.+?)/)??(reward/[^/]+|[^/]+)")  # task, metric; a 
 
 
 class EvaluationInputs:
-    """Checkpoint, prompts, tokenizer and reward, read and checked before any rank joins another."""
+    """Checkpoint, prompts, tokenizer and reward, read and checked before the process group exists."""
 
     def __init__(self, config: RunConfig):
         s, actor = config.settings, config.roles["actor"]
@@ -51,7 +51,7 @@ class EvaluationInputs:
 def load_policy(
     role: RoleSettings, role_groups: RoleGroups, vocab_size: int, checkpoint: Path
 ) -> gpt.ModelChunks | None:
-    """The policy with a checkpoint's weights on this rank; None outside the role. Collective of the role."""
+    """The policy on this rank with a checkpoint's weights; None outside the role. Collective of the role."""
     if not role_groups.is_member:
         return None
     policy = gpt.build_frozen_model(role.megatron, vocab_size, role_groups.pg_collection)
@@ -60,7 +60,7 @@ def load_policy(
 
 
 def evaluate(config: RunConfig, timers: Timers):
-    """Builds the policy, lets it write, scores, prints a table and leaves the results in `--save`."""
+    """Generates and scores responses with the policy, prints a table and writes the results to `--save`."""
     inputs, s, roles = EvaluationInputs(config), config.settings, config.roles
     if config.check:
         raise SystemExit(0)
@@ -69,39 +69,39 @@ def evaluate(config: RunConfig, timers: Timers):
     rollout = Rollout(s, roles["rollout"], mesh, policy, inputs.tokenizer, timers)
     reward = inputs.reward_factory.role(mesh["reward"], inputs.tokenizer, timers)
     rollout.sync_weights()
-    evaluation = Evaluator(s, mesh, rollout, reward, inputs.prompts, inputs.tokens, timers)
-    metrics = evaluation.evaluate()
+    evaluator = Evaluator(s, mesh, rollout, reward, inputs.prompts, inputs.tokens, timers)
+    metrics = evaluator.evaluate()
     reward.verifiers.close()
     if metrics is not None:
         print(table(metrics), flush=True)
-    samples = evaluation.samples() if s.save else None
+    samples = evaluator.samples() if s.save else None
     if samples is not None:
-        write_results(Path(s.save), inputs.checkpoint, evaluation, metrics, samples)
+        write_results(Path(s.save), inputs.checkpoint, evaluator, metrics, samples)
 
 
 def table(metrics: dict[str, float]) -> str:
-    """Metrics as text: a line a task, the whole first, a column a metric."""
+    """Metrics as text: a line per task after one for all prompts, a column per metric."""
     rows: dict[str, dict[str, float]] = {}
     for name, value in metrics.items():
         task, metric = METRIC.fullmatch(name).groups()
         rows.setdefault(task or "all", {})[metric] = value
-    names = rows["all"]  # a task without an answer has no maj@k
+    names = rows["all"]  # a task without answers has no maj@k
     lines = [["task", *names]]
-    lines += [[task, *(f"{found[n]:.4f}" if n in found else "-" for n in names)] for task, found in rows.items()]
+    lines += [[task, *(f"{row[n]:.4f}" if n in row else "-" for n in names)] for task, row in rows.items()]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     cells = [[cell.rjust(width) for cell, width in zip(line, widths, strict=True)][1:] for line in lines]
     return "\n".join("  ".join([line[0].ljust(widths[0]), *rest]) for line, rest in zip(lines, cells, strict=True))
 
 
-def write_results(folder: Path, checkpoint: Path, evaluation: Evaluator, metrics: dict, samples: list[dict]):
-    """`DIR/evaluation.json`: what was evaluated, how, and all metrics; `DIR/samples.jsonl`: every response."""
+def write_results(folder: Path, checkpoint: Path, evaluator: Evaluator, metrics: dict, samples: list[dict]):
+    """Writes `DIR/evaluation.json` (checkpoint, settings, metrics) and `DIR/samples.jsonl` (all responses)."""
     manifest = folders.read_manifest(checkpoint, "--load")
     row = {
         "checkpoint": str(checkpoint),
         "program": manifest["program"],
         "step": manifest["step"],
-        "prompts": len(evaluation.requests),
-        "settings": {name: getattr(evaluation.settings, name) for name in SETTINGS},
+        "prompts": len(evaluator.requests),
+        "settings": {name: getattr(evaluator.settings, name) for name in SETTINGS},
         "metrics": metrics,
     }
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,13 @@
-"""Starts a program on this node's ranks: checks its flags, then forks the ranks or hands over to torchrun.
+"""Starts a program on this node's ranks: checks its flags, then forks the ranks or executes torchrun.
 
     python -m megarl.launcher --nproc-per-node 4 train_rl --config configs/quickstart.yaml
 
-Importing torch and Megatron costs a process seconds. Here one process imports them, checks the flags, and the ranks are
-forked from it. A fork must not inherit a CUDA context or threads, and knows this machine alone: with either, on other
-systems than Linux, and on several nodes, torchrun takes over. The ranks see the same variables in both ways.
+Importing torch and Megatron takes each process seconds. So one process imports them and checks the flags, and the ranks
+are forked from it. A forked rank must not inherit a CUDA context or threads: with CUDA, with threads, on systems other
+than Linux, and on several nodes, the launcher executes torchrun instead. Ranks get the same environment either way.
 
-Where OMP_NUM_THREADS is not set the ranks of a node share its cores out. torchrun gives each one thread, since more
-threads than cores wait for each other; with fewer ranks than cores that leaves cores idle.
+Without OMP_NUM_THREADS, the ranks of a node divide its cores among them. torchrun would give each rank one thread,
+which leaves cores idle if there are fewer ranks than cores.
 """
 
 import argparse
@@ -28,33 +28,33 @@ from pathlib import Path
 
 from megarl.errors import WARNED
 
-GRACE = 10  # seconds that ranks have to end after Ctrl-C
+GRACE = 10  # seconds that ranks have to exit after Ctrl-C
 PR_SET_PDEATHSIG = 1
 THREADS = Path("/proc/self/task")
-QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of processor time in so many of the clock, or max
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # CPU quota of the container: "quota period" in microseconds, or "max period"
 
 
 def main(argv: list[str]) -> int:
-    """Runs a program; the exit status is 2 for wrong flags, told in one line, else that of the first rank to fail."""
+    """Runs a program. Returns its exit status: 2 for wrong flags, else that of the first rank that fails, or 0."""
     options = _parser().parse_args(argv)
     module, ranks = f"megarl.{options.program}", options.nproc_per_node
     os.environ["WORLD_SIZE"] = str(ranks * options.nnodes)
     os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // ranks))
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's, which has little to do, would forbid the fork
-    gc.disable()  # imports leave half a million objects: to look for garbage among them takes a fifth of the time
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads of numpy's BLAS would prevent the fork
+    gc.disable()  # imports create half a million objects; collecting garbage would take a fifth of the time
     os.environ[WARNED] = "" if options.node_rank in (None, "0") else "1"  # the first node's launcher prints them
     if status := run(module, [*options.flags, "--check"]):
         return status
-    os.environ[WARNED] = "1"  # not once more by the ranks, which read the flags again
+    os.environ[WARNED] = "1"  # the ranks parse the flags again and must not print them
     sys.stdout.flush()
     sys.stderr.flush()
     if options.nnodes == 1 and can_fork():
         if options.program != "evaluate":
-            importlib.import_module("torch._dynamo")  # half a second, in every rank, where torch makes an optimizer
-        gc.freeze()  # and so in the ranks, for good: what all of them have is never looked through again
+            importlib.import_module("torch._dynamo")  # torch imports it for an optimizer: half a second per rank
+        gc.freeze()  # the ranks' garbage collector skips the imported objects, too
         gc.enable()
         status = run_ranks(lambda: run(module, options.flags), ranks)
-        gc.unfreeze()  # triton's bindings report what is left behind
+        gc.unfreeze()  # triton's bindings report objects that still exist at exit
         return status
     del os.environ["WORLD_SIZE"]
     os.execv(sys.executable, [sys.executable, *torchrun(options)])
@@ -62,64 +62,66 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megarl.launcher", allow_abbrev=False)
-    parser.add_argument("--nproc-per-node", type=int, default=1, help="ranks of this node")
-    parser.add_argument("--nnodes", type=int, default=1, help="nodes; of several, torchrun wants the next three")
+    parser.add_argument("--nproc-per-node", type=int, default=1, help="ranks on this node")
+    parser.add_argument(
+        "--nnodes", type=int, default=1, help="number of nodes; more than one needs the next three flags"
+    )
     parser.add_argument("--node-rank")
     parser.add_argument("--master-addr")
     parser.add_argument("--master-port")
     parser.add_argument("program", help="train_rl, train_sft, train_reward or evaluate")
-    parser.add_argument("flags", nargs=argparse.REMAINDER, help="the program's")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the program")
     return parser
 
 
 def torchrun(options: argparse.Namespace) -> list[str]:
-    """Python's arguments that start the same by torchrun."""
-    where = ["--standalone"]  # a free port of torchrun's choosing: nobody else's job is joined
+    """Arguments of the Python command that starts the same run with torchrun."""
+    rendezvous = ["--standalone"]  # torchrun chooses a free port, so no other job is joined
     if options.nnodes > 1:
         names = ("nnodes", "node_rank", "master_addr", "master_port")
-        where = [text for name in names for text in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
+        rendezvous = [text for name in names for text in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
     ranks = ["--nproc-per-node", str(options.nproc_per_node)]
-    return ["-m", "torch.distributed.run", *where, *ranks, "-m", f"megarl.{options.program}", *options.flags]
+    return ["-m", "torch.distributed.run", *rendezvous, *ranks, "-m", f"megarl.{options.program}", *options.flags]
 
 
 def cores() -> int:
-    """Cores that this process may use: those that it is bound to, and no more than its container is given."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use: its CPU affinity, limited by the quota of its container."""
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):
-        given, period = map(int, QUOTA.read_text().split())
-        return max(1, min(bound, given // period))
-    return bound
+        quota, period = map(int, QUOTA.read_text().split())
+        return max(1, min(affinity, quota // period))
+    return affinity
 
 
 def run(module: str, flags: list[str]) -> int:
-    """A module as `python -m` runs it; its exit status."""
+    """Runs a module like `python -m` and returns its exit status."""
     sys.argv = [module, *flags]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     return 0
 
 
 def can_fork() -> bool:
-    """Whether this process is one thread without CUDA, so that a forked rank can do all that a fresh one could."""
+    """Whether forked ranks would work like fresh processes: this process has one thread and no CUDA."""
     import torch
 
     return not torch.cuda.is_available() and THREADS.exists() and len(list(THREADS.iterdir())) == 1
 
 
 def run_ranks(function: Callable[[], int], ranks: int) -> int:
-    """Forks ranks that meet at a store of this process; exit status 0, or that of the first rank to fail.
+    """Forks ranks that connect to a store in this process. Returns 0, or the status of the first rank that fails.
 
-    When one fails torch ends the others: by SIGTERM, and by SIGKILL those that are still there 30 s later. SIGTERM is
-    passed on to all ranks. When this process is killed they end with it.
+    If a rank fails, torch ends the others with SIGTERM, and after 30 s with SIGKILL. This process forwards a SIGTERM to
+    all ranks. If it is killed, they are killed, too.
 
     Args:
-        function: what each rank runs, with the variables of torch's `env://`; returns its exit status.
+        function: runs on each rank, with the environment of torch's `env://`; returns the exit status.
     """
     from torch.multiprocessing import ProcessExitedException, start_processes
 
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it warns of each rank that it ends
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it warns for each rank that it ends
     listener = socket.create_server(("127.0.0.1", 0), backlog=ranks)
     context = start_processes(_rank, (ranks, listener, function), ranks, join=False, start_method="fork")
     before = signal.signal(signal.SIGTERM, lambda *_: [process.terminate() for process in context.processes])
@@ -131,7 +133,7 @@ def run_ranks(function: Callable[[], int], ranks: int) -> int:
         if failure.signal_name:
             print(f"megarl: rank {failure.error_index} was ended by {failure.signal_name}", file=sys.stderr, flush=True)
         return abs(failure.exit_code) + 128 * (failure.exit_code < 0)
-    except KeyboardInterrupt:  # the terminal has sent it to the ranks, too; torch would wait for stuck ones for ever
+    except KeyboardInterrupt:  # the ranks got it, too; torch would wait forever for one that hangs
         deadline = time.monotonic() + GRACE
         try:
             for process in context.processes:
@@ -146,8 +148,8 @@ def run_ranks(function: Callable[[], int], ranks: int) -> int:
 
 
 def _rank(rank: int, ranks: int, listener: socket.socket, function: Callable[[], int]):
-    """Makes this process that rank, as torchrun would, and runs it."""
-    # Against torch's SIGINT, which a rank inside a collective does not act on.
+    """Turns this process into a rank with torchrun's environment and runs it."""
+    # SIGKILL replaces torch's SIGINT, which a rank inside a collective ignores.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
@@ -158,7 +160,7 @@ def _rank(rank: int, ranks: int, listener: socket.socket, function: Callable[[],
         status = function()
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
-    except Exception:  # torch would tell of the first rank alone, once all have ended
+    except Exception:  # torch would report only the first rank, and only after all have ended
         traceback.print_exc()
         status = 1
     sys.exit(status)
@@ -166,7 +168,7 @@ def _rank(rank: int, ranks: int, listener: socket.socket, function: Callable[[],
 
 @contextlib.contextmanager
 def _serving(listener: socket.socket, ranks: int):
-    """The store at which the ranks meet. It has threads, so it comes after the forks; early ranks wait to connect."""
+    """Runs the ranks' store. It has threads, so it starts after the forks; early ranks wait for the connection."""
     from torch.distributed import TCPStore
 
     host, port = listener.getsockname()

@@ -1,6 +1,6 @@
-"""Checks a role map and a model at any world size without a GPU: layout, memory and traffic.
+"""Plans a run of any world size without a GPU: checks role map and models, prints layout, memory and traffic.
 
-It takes the flags of train_rl. One process pretends to be every rank that matters: the groups are really created.
+It takes the flags of train_rl. One process creates the real process groups on a fake backend, as each relevant rank.
 
     python -m megarl.plan --world-size 4096 --vocab-size 129280 --config my_run.yaml
 """
@@ -19,13 +19,13 @@ def build_parser() -> argparse.ArgumentParser:
     """The program's own flags; all others are those of train_rl."""
     parser = ArgumentParser(prog="megarl.plan", allow_abbrev=False, epilog="Every other flag is one of train_rl.")
     parser.add_argument("--world-size", type=int, required=True, help="ranks of the run")
-    parser.add_argument("--vocab-size", type=int, help="tokens of the vocabulary; default: --tokenizer-model's")
-    parser.add_argument("--json", help="file that the plan is written to as JSON, too")
+    parser.add_argument("--vocab-size", type=int, help="size of the vocabulary; default: that of --tokenizer-model")
+    parser.add_argument("--json", help="also write the plan to this file as JSON")
     return parser
 
 
 def vocabulary(chosen, settings) -> int:
-    """Tokens of the vocabulary, from `--vocab-size` or the tokenizer of the settings or of a role."""
+    """Size of the vocabulary: `--vocab-size`, or that of the tokenizer of `settings` (the program's or a role's)."""
     if chosen.vocab_size is None and not settings.tokenizer_model:
         raise UsageError("--vocab-size is missing: it has no default without --tokenizer-model")
     return chosen.vocab_size or build_tokenizer(settings.tokenizer_type, settings.tokenizer_model).vocab_size
@@ -37,9 +37,8 @@ def main(argv: list[str]):
     for flag, value in (("--world-size", chosen.world_size), ("--vocab-size", chosen.vocab_size)):
         if value is not None and value < 1:
             raise UsageError(f"{flag} {value}: allowed is a number above 0")
-    from megarl.mcore.parallel import (
-        fake_world,  # imports Megatron: only once the program's own flags are known to be right
-    )
+    # These import Megatron, so they come after the check of the program's own flags.
+    from megarl.mcore.parallel import fake_world
     from megarl.planning import summary, table
 
     with fake_world.fake_world(chosen.world_size):
@@ -56,7 +55,7 @@ def main(argv: list[str]):
 
 
 def launch(argv: list[str]):
-    """Runs the program: one line and exit status 2 for wrong input."""
+    """Runs the program; wrong input prints one line and exits with status 2."""
     try:
         main(argv)
     except UsageError as error:

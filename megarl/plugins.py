@@ -1,4 +1,4 @@
-"""What a flag names: something built in, or a user's own function as `package.module:function`."""
+"""Resolves a name given to a flag: a built-in object, or a user's function as `package.module:function`."""
 
 import importlib
 from typing import TypeVar
@@ -9,10 +9,11 @@ T = TypeVar("T")
 
 
 def load(flag: str, name: str, built_in: dict[str, T]) -> T:
-    """What `built_in` has under a name, else the plug-in `package.module:function`, which is imported here.
+    """The object of that name in `built_in`, otherwise the function `package.module:function`, which it imports.
 
     Raises:
-        UsageError: neither; it cannot be imported; it has no such function. One line that starts with flag and name.
+        UsageError: the name is neither, the import fails, or the module has no such function. The message starts with
+            flag and name.
     """
     if name in built_in:
         return built_in[name]
@@ -24,7 +25,7 @@ def load(flag: str, name: str, built_in: dict[str, T]) -> T:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
-        # A plug-in may fail at import in any way; whatever it is, this is the user's file to mend.
+        # A plug-in can fail at import in any way, and every failure is the user's to fix.
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UsageError(f"{flag} {name}: cannot import {module_name}: {reason}") from error
     function = getattr(module, function_name, None)

@@ -1,7 +1,7 @@
-"""Training of a reward model: a language model with a scalar head learns which of two responses is preferred.
+"""Training of a reward model: a language model with a scalar head, on pairs of a chosen and a rejected response.
 
-Every rank runs this file from top to bottom. A line of `--prompts` holds `prompt`, `chosen`, `rejected` and, where one
-is known, the `margin` of the preference; `--global-batch-size` counts pairs. Launch it with torchrun or srun:
+Every rank runs this file from top to bottom. A line of `--prompts` has `prompt`, `chosen`, `rejected` and
+optionally the `margin` of the preference; `--global-batch-size` counts pairs. Launch it with torchrun or srun:
 
     torchrun --nproc-per-node 2 -m megarl.train_reward --config configs/rlhf_reward.yaml
 """
@@ -11,7 +11,7 @@ from megarl.trainers.reward_model_trainer import RewardModelTrainer
 
 
 def train(config, timers):
-    """One mini-batch of pairs a step: scores, loss, update."""
+    """Each step: one mini-batch of pairs, their scores and loss, one update."""
     run = RewardModelTrainer(config, timers)
     for step in run.steps():
         batch = run.next_batch()

@@ -1,8 +1,8 @@
 """Reinforcement learning of a policy: PPO, GRPO and their family in one SPMD program.
 
 Every rank runs this file from top to bottom. A call on a role computes on the role's ranks and returns at once on all
-others, so disjoint roles work at the same time. What an algorithm does not need is absent: without a critic or a
-reference, their calls do nothing. Launch it with torchrun or srun:
+others, so roles on different ranks work at the same time. Without a critic or a reference, their calls do
+nothing. Launch it with torchrun or srun:
 
     torchrun --nproc-per-node 4 -m megarl.train_rl --config configs/quickstart.yaml
 """

@@ -1,7 +1,7 @@
 """Supervised fine-tuning of a language model on prompts with responses, or on conversations.
 
-Every rank runs this file from top to bottom; the loss counts response tokens alone, of a conversation all that the
-assistant says. Launch it with torchrun or srun:
+Every rank runs this file from top to bottom. The loss covers only response tokens; in a conversation, every assistant
+turn. Launch it with torchrun or srun:
 
     torchrun --nproc-per-node 2 -m megarl.train_sft --config configs/quickstart_sft.yaml
 """
@@ -11,7 +11,7 @@ from megarl.trainers.sft_trainer import SFTTrainer
 
 
 def train(config, timers):
-    """One mini-batch a step: forward, loss over response tokens, update."""
+    """Each step: one mini-batch, loss over its response tokens, one update."""
     run = SFTTrainer(config, timers)
     for step in run.steps():
         batch = run.next_batch()

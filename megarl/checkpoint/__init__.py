@@ -1,1 +1,1 @@
-"""Folders of checkpoints above megarl's use of Megatron's format: names, manifest, which one is latest, resume."""
+"""Checkpoint folders in Megatron's distributed format: names, manifest, `latest` and `best`, save and resume."""

@@ -1,6 +1,7 @@
-"""`DIR/checkpoints/step_%08d/` with a manifest; `latest` and `best` beside them name one each and are written last.
+"""`DIR/checkpoints/step_%08d/`, each with a manifest; the files `latest` and `best` there name one of them each.
 
-A run that is killed at any instant leaves both naming complete checkpoints: what is removed loses its name first.
+Both pointers are written after a checkpoint is complete and changed before one is removed. So a run that is killed at
+any time leaves them naming complete checkpoints.
 """
 
 import json
@@ -13,7 +14,7 @@ from megarl.observe.files import write_atomically
 
 MANIFEST = "manifest.json"
 LATEST, BEST = "latest", "best"
-REMOVED = ".removed-"  # in front of the name of a folder that is being removed
+REMOVED = ".removed-"  # prefix of a folder that is being removed
 
 
 def step_folder(run: Path, step: int) -> Path:
@@ -22,9 +23,9 @@ def step_folder(run: Path, step: int) -> Path:
 
 
 def commit(run: Path, step: int, manifest: dict):
-    """Marks a step's folder as complete, then as the latest: a reader never meets a half-written one.
+    """Marks a step's checkpoint as complete, then as the latest, so that readers never find a half-written one.
 
-    `best` then names the step of `manifest["best"]["step"]`, this one or an earlier one, if that was saved here.
+    `best` then names the step `manifest["best"]["step"]`, this one or an earlier one, if its checkpoint exists.
     """
     folder = step_folder(run, step)
     write_atomically(folder / MANIFEST, json.dumps({"step": step, **manifest}, indent=1, sort_keys=True) + "\n")
@@ -35,9 +36,9 @@ def commit(run: Path, step: int, manifest: dict):
 
 
 def commit_best(run: Path, step: int):
-    """Marks a complete checkpoint as the best, then removes those that were kept for having been it.
+    """Marks a complete checkpoint as the best, then removes those that were kept only as earlier best ones.
 
-    These say `"kept_for": "best"` in their manifests; the one that `latest` names stays until there is a later one.
+    These have `"kept_for": "best"` in their manifests. The latest checkpoint is kept until a later one exists.
     """
     folder = step_folder(run, step)
     if _named(folder.parent, BEST) != folder:
@@ -48,14 +49,14 @@ def commit_best(run: Path, step: int):
 
 
 def make_room(run: Path, step: int):
-    """An empty folder for a step's checkpoint, in the place of one that is there: half-written, or of an earlier run.
+    """Creates an empty folder for a step's checkpoint and removes an old one, half-written or of an earlier run.
 
-    Before a complete one goes, `latest` names the newest of the others, and `best`, which has no second, nothing.
+    If `latest` names the old one, it is first changed to the newest other checkpoint; `best` is removed.
     """
     folder = step_folder(run, step)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for remains in folder.parent.glob(f"{REMOVED}*"):  # of a run that was killed while it removed them
-        shutil.rmtree(remains)
+    for unfinished in folder.parent.glob(f"{REMOVED}*"):  # the run was killed while it removed them
+        shutil.rmtree(unfinished)
     if _named(folder.parent, LATEST) == folder:
         others = [other for other in _complete(folder.parent) if other != folder]
         _point(folder.parent, LATEST, others[-1] if others else None)
@@ -72,13 +73,13 @@ def _complete(checkpoints: Path) -> list[Path]:
 
 
 def _named(checkpoints: Path, pointer: str) -> Path | None:
-    """The folder that `latest` or `best` names; None without such a file."""
+    """The folder that `latest` or `best` names; None if the pointer does not exist."""
     path = checkpoints / pointer
     return checkpoints / path.read_text(encoding="utf-8").strip() if path.is_file() else None
 
 
 def _point(checkpoints: Path, pointer: str, folder: Path | None):
-    """Makes `latest` or `best` name a folder, or nothing."""
+    """Makes the pointer `latest` or `best` name a folder; None removes the pointer."""
     if folder is None:
         (checkpoints / pointer).unlink()
     else:
@@ -86,7 +87,7 @@ def _point(checkpoints: Path, pointer: str, folder: Path | None):
 
 
 def _kept_for(folder: Path) -> str | None:
-    """What a checkpoint was saved for; None where its manifest does not say."""
+    """Why a checkpoint was saved ('interval' or 'best'); None if its manifest does not say."""
     try:
         return read_manifest(folder, "--save").get("kept_for")
     except UsageError:
@@ -94,15 +95,15 @@ def _kept_for(folder: Path) -> str | None:
 
 
 def _remove(folder: Path):
-    """Removes a folder, of which nobody ever sees a part."""
+    """Removes a folder; renamed first, so that no reader sees it half-removed."""
     shutil.rmtree(folder.rename(folder.with_name(f"{REMOVED}{folder.name}")))
 
 
 def find(path: str, flag: str) -> Path:
-    """The checkpoint that a run folder (its latest), a step's folder, or a file `latest` or `best` means.
+    """The checkpoint folder of a path: a run folder (its latest), a step's folder, or a pointer `latest` or `best`.
 
     Raises:
-        UsageError: there is none, or it was not completed.
+        UsageError: no such checkpoint, or an incomplete one.
     """
     folder = Path(path)
     try:
@@ -120,7 +121,7 @@ def find(path: str, flag: str) -> Path:
 
 
 def read_manifest(folder: Path, flag: str) -> dict:
-    """What `commit` wrote into a checkpoint's folder; UsageError when it is missing or damaged."""
+    """The manifest that `commit` wrote into a checkpoint; UsageError if it is missing or damaged."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -133,12 +134,12 @@ def read_manifest(folder: Path, flag: str) -> dict:
 
 
 def source_of(folder: Path, flag: str) -> str:
-    """The role whose model others start from: the reward model in a run of train_reward, the policy in any other."""
+    """The role whose weights others start from: 'reward' in a checkpoint of train_reward, otherwise 'actor'."""
     return "reward" if read_manifest(folder, flag)["program"] == "train_reward" else "actor"
 
 
 def read_shapes(folder: Path, flag: str) -> dict[str, tuple[int, ...]]:
-    """Global shapes of a checkpoint's tensors; UsageError when its metadata cannot be read."""
+    """Global shapes of a checkpoint's tensors by key; UsageError if its metadata cannot be read."""
     try:
         return dist_checkpoint.tensor_shapes(folder)
     except Exception as error:  # a damaged pickle can raise anything
@@ -147,7 +148,7 @@ def read_shapes(folder: Path, flag: str) -> dict[str, tuple[int, ...]]:
 
 
 def check_weights(folder: Path, flag: str, role: str, expected: dict[str, tuple[int, ...] | None]):
-    """UsageError unless the checkpoint holds a model's weights in these global shapes (by key; None: not at all)."""
+    """UsageError unless the checkpoint has weights with these global shapes, by key; None: the key must be absent."""
     shapes = read_shapes(folder, flag)
     for key, shape in expected.items():
         if shape is None:
@@ -166,16 +167,16 @@ def check_resume(path: str, program: str, train_iters: int, expected: dict[str, 
     """The checkpoint to resume from, checked before any work starts.
 
     Args:
-        program: the module that resumes; a checkpoint of another one lacks what it needs.
-        expected: role -> global shapes of the weights that its flags describe, as for `check_weights`.
+        program: module name of the program; checkpoints of other programs are rejected.
+        expected: role -> global shapes of its weights according to the flags, as for `check_weights`.
 
     Raises:
-        UsageError: no readable checkpoint of this program and these models, or nothing left to do.
+        UsageError: no readable checkpoint of this program and these models, or no steps left to do.
     """
     folder = find(path, "--load")
     manifest = read_manifest(folder, "--load")
     if manifest["program"] != program:
-        raise UsageError(f"--load {path}: was written by {manifest['program']}; {program} resumes its own runs alone")
+        raise UsageError(f"--load {path}: was written by {manifest['program']}; {program} resumes only its own runs")
     if manifest["step"] >= train_iters:
         raise UsageError(
             f"--train-iters {train_iters}: the checkpoint of --load {path} is at step {manifest['step']}; "

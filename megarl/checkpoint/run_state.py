@@ -1,4 +1,4 @@
-"""Saves and restores a whole run: every role's models, optimizers and schedules, random states, data position."""
+"""Saves and restores a run: all roles' models, optimizers and schedules, random states, and the data position."""
 
 from pathlib import Path
 
@@ -16,9 +16,9 @@ def save(run: Path, step: int, mesh: RoleMesh, roles: dict, manifest: dict, file
     """Writes `DIR/checkpoints/step_%08d`; a collective of the world.
 
     Args:
-        roles: name -> the role's state on this rank (`TrainableModel.state`), for roles that this rank works for.
-        manifest: facts about the run that the folder should tell. Of these, `best` (`BestCheckpoint.state_dict`) says which step
-            `DIR/checkpoints/best` names, and `kept_for` "best" that the next best may remove this one.
+        roles: role -> its state on this rank (`TrainableModel.state`), for the roles of this rank.
+        manifest: entries of the manifest. `best` (`BestCheckpoint.state_dict`) defines the step that
+            `DIR/checkpoints/best` names; `kept_for` "best" lets the next best checkpoint remove this one.
         files: further files of the folder by name, written by rank 0.
     """
     folder = folders.step_folder(run, step)
@@ -34,15 +34,15 @@ def save(run: Path, step: int, mesh: RoleMesh, roles: dict, manifest: dict, file
 
 
 def load(folder: Path, mesh: RoleMesh, roles: dict, flag: str = "--load") -> dict:
-    """Fills the roles' states from a checkpoint; a collective of the world. Returns them by role.
+    """Loads the roles' states from a checkpoint and returns them by role; a collective of the world.
 
-    Random states come back only into a world of the same size; nothing in megarl depends on them (every number is
-    drawn from seed, step and place), so another layout goes on with the same numbers.
+    Random states are restored only if the world size is the same. No result depends on them: megarl draws every random
+    number from seed, step and position, so a run can resume in another layout with the same numbers.
     """
     loaded = {}
-    for name, place in mesh.roles.items():
+    for name, role_groups in mesh.roles.items():
         if name in roles:
-            loaded[name] = dist_checkpoint.load_role(roles[name], folder, place.pg_collection)
+            loaded[name] = dist_checkpoint.load_role(roles[name], folder, role_groups.pg_collection)
     if folders.read_manifest(folder, flag)["world_size"] == mesh.size:
         dist_checkpoint.restore_rank_state(dist_checkpoint.load(dist_checkpoint.rank_state(), folder)["rng"])
     return loaded
@@ -52,20 +52,20 @@ def find_weights(path: str, flag: str, role: str, args, vocab_size: int, sources
     """The checkpoint that a role's model starts from, checked before any work starts.
 
     Args:
-        path: what `flag` says, as for `folders.find`.
-        role: the one that starts, for the messages.
+        path: value of `flag`, as for `folders.find`.
+        role: the role that starts from it, for messages.
         args: its Megatron namespace.
         vocab_size: of its tokenizer.
-        sources: what it may start from: "actor", a policy; "reward", a reward model, whose scalar head must be there.
+        sources: what it may start from: "actor" (a policy) or "reward" (a reward model with its scalar head).
 
     Raises:
-        UsageError: no readable checkpoint, of another kind, or of a model of other shapes.
+        UsageError: no readable checkpoint, one of another kind, or a model of other shapes.
     """
     folder = folders.find(path, flag)
     source = folders.source_of(folder, flag)
     if source not in sources:
         kinds = {"actor": "a policy (of train_sft or train_rl)", "reward": "a reward model (of train_reward)"}
-        allowed = " or ".join(kinds[each] for each in sources)
+        allowed = " or ".join(kinds[name] for name in sources)
         raise UsageError(f"{flag} {path}: holds {kinds[source]}; {role} starts from {allowed}")
     shapes = gpt.weight_shapes(source, args, vocab_size, value_head=source == "reward")
     folders.check_weights(folder, flag, role, shapes)
@@ -73,14 +73,14 @@ def find_weights(path: str, flag: str, role: str, args, vocab_size: int, sources
 
 
 def load_weights(folder: Path, stages, pg_collection, source: str | None = None, optimizer=None):
-    """Fills a model with weights from a checkpoint, whatever layout wrote it; a collective of its role.
+    """Loads weights from a checkpoint of any layout into a model; a collective of its role.
 
-    A scalar head takes the one of a reward model or critic and keeps its own weights where the source is a policy; what
-    balances experts starts anew where the source has no such thing.
+    A scalar head is loaded from a reward model or critic, and keeps its initial weights if the source is a policy.
+    Buffers of expert balancing keep their initial values if the source has none.
 
     Args:
-        source: the role that was saved; None: the one that others start from, as `folders.source_of` tells.
-        optimizer: of the model; it takes the weights up where it has copies of its own in another precision.
+        source: role whose weights are loaded; None: `folders.source_of` the checkpoint.
+        optimizer: of the model; updates its master weights, if it has them.
     """
     shapes = dist_checkpoint.tensor_shapes(folder)
     source = source or folders.source_of(folder, "--pretrained-checkpoint")

@@ -1,7 +1,7 @@
-"""Which flags go together: flags without effect in a run, and combinations that make no sense, each with its reason.
+"""Which flags work together: flags without effect in a run, and invalid combinations, each with its reason.
 
-Both are data. A flag has an effect where its condition holds (`condition`); where it does not, the flag is dropped with
-a warning. `rules` gives all rules, in one order, whatever the flags; a run that breaks one is refused.
+Both are data. A flag has an effect if its condition holds (`condition`); otherwise it is dropped with a warning.
+`rules` returns all rules, always in the same order; a run that breaks one is rejected with an error.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megarl.algorithms.estimators import AdvantageOptions, Estimator
 from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.errors import UsageError
-from megarl.flags.settings import Settings, whole_numbers
+from megarl.flags.settings import Settings, parse_positive_ints
 from megarl.rewards.expression import Term
 
 
@@ -27,27 +27,29 @@ class FlagContext(NamedTuple):
 
     @property
     def rewards(self) -> set[str]:
-        """Names in `--reward`."""
+        """Names of the terms of `--reward`."""
         return {term.name for term in self.terms}
 
 
 class Condition(NamedTuple):
-    """When it holds, and why flags that need it have no effect where it does not; {fields} of the settings in it."""
+    """When flags have an effect, and the reason why they have none otherwise, with {fields} of `Settings`."""
 
     holds: Callable[[FlagContext], bool]
     reason: str
 
 
 def _of_estimator(option: str) -> Condition:
-    return Condition(lambda case: option in case.estimator.options, "--advantage {advantage} does not use them")
+    return Condition(lambda context: option in context.estimator.options, "--advantage {advantage} does not use them")
 
 
 def _of_loss(flag: str) -> Condition:
-    return Condition(lambda case: flag in case.policy_loss.flags(), "--policy-loss {policy_loss} does not use them")
+    return Condition(
+        lambda context: flag in context.policy_loss.flags(), "--policy-loss {policy_loss} does not use them"
+    )
 
 
 def _verifier(name: str) -> Condition:
-    return Condition(lambda case: name in case.rewards, f"--reward {{reward}} has no {name}")
+    return Condition(lambda context: name in context.rewards, f"--reward {{reward}} has no {name} term")
 
 
 def _adapts(settings: Settings) -> bool:
@@ -57,43 +59,44 @@ def _adapts(settings: Settings) -> bool:
 CONDITIONS: dict[str, Condition] = {
     **{f"estimator:{option.name}": _of_estimator(option.name) for option in dataclasses.fields(AdvantageOptions)},
     **{name: _verifier(name) for name in ("regex", "format", "length", "code", "remote")},
-    "model": Condition(lambda case: case.program == "reward" or "model" in case.rewards,
+    "model": Condition(lambda context: context.program == "reward" or "model" in context.rewards,
                        "--reward {reward} has no model"),
-    "ensemble": Condition(lambda case: "model" in case.rewards and "," in (case.settings.reward_model or ""),
-                          "only with several folders in --reward-model"),
-    "verifiers": Condition(lambda case: bool(case.rewards - {"model"}),
+    "ensemble": Condition(lambda context: "model" in context.rewards and "," in (context.settings.reward_model or ""),
+                          "needs several folders in --reward-model"),
+    "verifiers": Condition(lambda context: bool(context.rewards - {"model"}),
                            "--reward {reward} has no verifier"),
-    "local": Condition(lambda case: bool(case.rewards - {"model", "remote"}),
-                       "--reward {reward} has no verifier that runs here"),
-    "critic": Condition(lambda case: "critic" in case.roles, "--advantage {advantage} needs no critic"),
-    "reference": Condition(lambda case: "reference" in case.roles,
+    "local": Condition(lambda context: bool(context.rewards - {"model", "remote"}),
+                       "--reward {reward} has no verifier that runs locally"),
+    "critic": Condition(lambda context: "critic" in context.roles, "--advantage {advantage} needs no critic"),
+    "reference": Condition(lambda context: "reference" in context.roles,
                            "--kl-coefficient is 0 and --role-map has no reference"),
-    "baselines": Condition(lambda case: "baselines" in case.estimator.needs,
+    "baselines": Condition(lambda context: "baselines" in context.estimator.needs,
                            "--advantage {advantage} needs no greedy responses"),
-    "norm": Condition(lambda case: case.settings.loss_aggregation == "seq-mean-token-sum-norm",
-                      "only with --loss-aggregation seq-mean-token-sum-norm"),
-    "kl": Condition(lambda case: case.settings.kl_coefficient > 0, "--kl-coefficient is 0"),
-    "adaptive": Condition(lambda case: _adapts(case.settings),
-                          "only with --kl-controller adaptive and --kl-coefficient above 0"),
-    "correction": Condition(lambda case: case.settings.rollout_correction != "none", "--rollout-correction is none"),
-    "icepop": Condition(lambda case: case.settings.rollout_correction == "icepop",
-                        "only with --rollout-correction icepop"),
-    "routes": Condition(lambda case: case.settings.router_replay == "rollout", "only with --router-replay rollout"),
-    "rounds": Condition(lambda case: case.settings.dynamic_sampling, "only with --dynamic-sampling"),
-    "partial": Condition(lambda case: case.settings.partial_rollouts, "only with --partial-rollouts"),
-    "overlong": Condition(lambda case: case.settings.overlong_buffer > 0, "--overlong-buffer is 0"),
-    "sampled": Condition(lambda case: case.program != "evaluate" or case.settings.eval_temperature > 0,
+    "norm": Condition(lambda context: context.settings.loss_aggregation == "seq-mean-token-sum-norm",
+                      "needs --loss-aggregation seq-mean-token-sum-norm"),
+    "kl": Condition(lambda context: context.settings.kl_coefficient > 0, "--kl-coefficient is 0"),
+    "adaptive": Condition(lambda context: _adapts(context.settings),
+                          "needs --kl-controller adaptive and --kl-coefficient above 0"),
+    "correction": Condition(lambda context: context.settings.rollout_correction != "none",
+                            "--rollout-correction is none"),
+    "icepop": Condition(lambda context: context.settings.rollout_correction == "icepop",
+                        "needs --rollout-correction icepop"),
+    "routes": Condition(lambda context: context.settings.router_replay == "rollout", "needs --router-replay rollout"),
+    "rounds": Condition(lambda context: context.settings.dynamic_sampling, "needs --dynamic-sampling"),
+    "partial": Condition(lambda context: context.settings.partial_rollouts, "needs --partial-rollouts"),
+    "overlong": Condition(lambda context: context.settings.overlong_buffer > 0, "--overlong-buffer is 0"),
+    "sampled": Condition(lambda context: context.program != "evaluate" or context.settings.eval_temperature > 0,
                          "--eval-temperature 0 is greedy"),
-    "evaluation": Condition(lambda case: case.program == "evaluate" or case.settings.eval_prompts is not None,
-                            "only with --eval-prompts"),
-    "best": Condition(lambda case: bool(case.settings.eval_prompts and case.settings.eval_interval
-                                        and case.settings.save),
-                      "only with --eval-prompts, --eval-interval and --save"),
+    "evaluation": Condition(lambda context: context.program == "evaluate" or context.settings.eval_prompts is not None,
+                            "needs --eval-prompts"),
+    "best": Condition(lambda context: bool(context.settings.eval_prompts and context.settings.eval_interval
+                                           and context.settings.save),
+                      "needs --eval-prompts, --eval-interval and --save"),
 }  # fmt: skip
 
 
 class FlagRule(NamedTuple):
-    """A flag, its value, whether the combination is fine, and what is wrong with it otherwise."""
+    """A flag, its value, whether the combination is valid, and the reason if it is not."""
 
     flag: str
     value: object
@@ -102,76 +105,77 @@ class FlagRule(NamedTuple):
 
 
 def condition(name: str) -> Condition:
-    """One of `CONDITIONS`, or `loss:<flag>`: the policy loss has an option that the flag sets."""
+    """One of `CONDITIONS`; `loss:<flag>` holds if the policy loss has the option that the flag sets."""
     return _of_loss(name.removeprefix("loss:")) if name.startswith("loss:") else CONDITIONS[name]
 
 
-def without_effect(case: FlagContext, given: dict[str, str | None]) -> dict[str, str]:
-    """Flags that have no effect in a run -> why.
+def without_effect(context: FlagContext, given: dict[str, str | None]) -> dict[str, str]:
+    """Given flags that have no effect in a run, with the reason.
 
-    `given`: the flags that somebody gave, on the command line or in a config file, each with the name of the condition
-    under which it has an effect, if there is one.
+    Args:
+        given: flags of the command line and the config files -> name of the condition under which each has an effect;
+            None: always.
     """
-    return {
-        flag: reason(case, name) for flag, name in given.items() if name is not None and not condition(name).holds(case)
-    }
+    conditional = {flag: name for flag, name in given.items() if name is not None}
+    return {flag: reason(context, name) for flag, name in conditional.items() if not condition(name).holds(context)}
 
 
 def warning(idle: dict[str, str]) -> str:
-    """One line that says which flags have no effect, those with one reason together."""
-    sequences_per_example: dict[str, list[str]] = {}
+    """One line that names the flags without effect, grouped by reason."""
+    by_reason: dict[str, list[str]] = {}
     for flag, why in idle.items():
-        sequences_per_example.setdefault(why, []).append(flag)
-    return "without effect: " + "; ".join(f"{', '.join(flags)} ({why})" for why, flags in sequences_per_example.items())
+        by_reason.setdefault(why, []).append(flag)
+    return "without effect: " + "; ".join(f"{', '.join(flags)} ({why})" for why, flags in by_reason.items())
 
 
-def check(case: FlagContext):
-    """Raises UsageError with the first rule that is broken."""
-    for rule in rules(case):
+def check(context: FlagContext):
+    """UsageError for the first broken rule."""
+    for rule in rules(context):
         if not rule.holds:
             raise UsageError(f"{rule.flag} {rule.value}: {rule.reason}")
 
 
-def reason(case: FlagContext, name: str) -> str:
+def reason(context: FlagContext, name: str) -> str:
     """Why flags that need a condition have no effect."""
-    return condition(name).reason.format_map(vars(case.settings))
+    return condition(name).reason.format_map(vars(context.settings))
 
 
-def rules(case: FlagContext) -> list[FlagRule]:
-    """Every rule for a run; always as many."""
-    s = case.settings
-    of_case = (_rewards(case), _sampling(case), _advantages(case), _replay(case))
-    parts = (*of_case, _overlap(s), _kl(s), _correction(s), _evaluation(s))
-    return [rule for part in parts for rule in part]
+def rules(context: FlagContext) -> list[FlagRule]:
+    """All rules of a run, always the same number in the same order."""
+    s = context.settings
+    with_context = (_rewards(context), _sampling(context), _advantages(context), _replay(context))
+    groups = (*with_context, _overlap(s), _kl(s), _correction(s), _evaluation(s))
+    return [rule for group in groups for rule in group]
 
 
-def _rewards(case: FlagContext) -> list[FlagRule]:
-    s, names = case.settings, case.rewards
+def _rewards(context: FlagContext) -> list[FlagRule]:
+    s, names = context.settings, context.rewards
     return [
         FlagRule("--reward", s.reward, "model" not in names or s.reward_model is not None,
-             "needs --reward-model: the folder of a run of train_reward"),
-        FlagRule("--greedy-baseline", s.greedy_baseline, not s.greedy_baseline or not (s.reward_normalize or s.reward_clip),
-             "takes plain scores; not with --reward-normalize or --reward-clip"),
-        FlagRule("--reward", s.reward, "regex" not in names or s.reward_pattern is not None, "needs a --reward-pattern"),
-        FlagRule("--reward", s.reward, "remote" not in names or s.reward_url is not None, "needs a --reward-url"),
+             "needs --reward-model, a run folder of train_reward"),
+        FlagRule("--greedy-baseline", s.greedy_baseline,
+             not s.greedy_baseline or not (s.reward_normalize or s.reward_clip),
+             "uses raw scores; not allowed with --reward-normalize or --reward-clip"),
+        FlagRule("--reward", s.reward, "regex" not in names or s.reward_pattern is not None, "needs --reward-pattern"),
+        FlagRule("--reward", s.reward, "remote" not in names or s.reward_url is not None, "needs --reward-url"),
     ]  # fmt: skip
 
 
-def _sampling(case: FlagContext) -> list[FlagRule]:
-    s, sequences, partial = case.settings, case.settings.sequences_per_step, case.settings.partial_rollouts
+def _sampling(context: FlagContext) -> list[FlagRule]:
+    s, sequences, partial = context.settings, context.settings.sequences_per_step, context.settings.partial_rollouts
     return [
         FlagRule("--minibatch-size", s.minibatch_size, s.minibatch_size is None or s.minibatch_size <= sequences,
              f"allowed is at most --prompts-per-step × --samples-per-prompt = {sequences}"),
         FlagRule("--group-filter", s.group_filter, s.group_filter == "none" or s.samples_per_prompt > 1,
-             "needs --samples-per-prompt 2 or more: a group of one has nothing to differ from"),
+             "needs --samples-per-prompt 2 or more: it compares the responses of a group"),
         FlagRule("--dynamic-sampling", s.dynamic_sampling, not s.dynamic_sampling or s.group_filter != "none",
-             "needs a --group-filter, which says what the batch is filled with"),
+             "needs --group-filter reward or correct: without a filter the batch is always full"),
         FlagRule("--over-sampling", s.over_sampling, s.over_sampling == 1 or not s.one_step_off,
-             "not with --one-step-off: which groups come first is known at the end of all"),
+             "not allowed with --one-step-off: the groups to keep are known only when the round ends"),
         FlagRule("--partial-rollouts", partial, not partial or s.over_sampling > 1,
-             "needs --over-sampling above 1: else every group of a round is written to its end"),
+             "needs --over-sampling above 1: otherwise every group of a round is finished"),
         FlagRule("--partial-rollouts", partial, not partial or s.rollout_correction != "none",
-             "needs a --rollout-correction: the policies that wrote a part are behind the one that learns"),
+             "needs a --rollout-correction: older policies than the trained one generated parts of a response"),
         FlagRule("--overlong-buffer", s.overlong_buffer, s.overlong_buffer <= s.max_response_length,
              f"allowed is at most --max-response-length {s.max_response_length}"),
     ]  # fmt: skip
@@ -179,24 +183,25 @@ def _sampling(case: FlagContext) -> list[FlagRule]:
 
 def _overlap(s: Settings) -> list[FlagRule]:
     ahead = s.one_step_off
-    verdicts = {"--group-filter": s.group_filter != "none", "--greedy-baseline": s.greedy_baseline}
-    written = [name for name, wants in verdicts.items() if wants]
+    needs_scores = {"--group-filter": s.group_filter != "none", "--greedy-baseline": s.greedy_baseline}
+    scoring_flags = [name for name, is_set in needs_scores.items() if is_set]
     return [
         FlagRule("--one-step-off", ahead, not ahead or s.rollout_correction != "none",
-             "needs a --rollout-correction: the policy that writes is one step behind the one that learns"),
-        FlagRule("--one-step-off", ahead, not ahead or not written, f"not with {', '.join(written)}: nobody scores what is"
-             " being written ahead"),
-        FlagRule("--one-step-off", ahead, not ahead or not s.critic_warmup_steps, "not with --critic-warmup-steps"),
+             "needs a --rollout-correction: the policy that generates is one step older than the trained one"),
+        FlagRule("--one-step-off", ahead, not ahead or not scoring_flags,
+             f"not allowed with {', '.join(scoring_flags)}: a batch that is generated ahead is not scored yet"),
+        FlagRule("--one-step-off", ahead, not ahead or not s.critic_warmup_steps,
+             "not allowed with --critic-warmup-steps"),
     ]  # fmt: skip
 
 
-def _advantages(case: FlagContext) -> list[FlagRule]:
-    s, needs = case.settings, case.estimator.needs
+def _advantages(context: FlagContext) -> list[FlagRule]:
+    s, needs = context.settings, context.estimator.needs
     return [
         FlagRule("--samples-per-prompt", s.samples_per_prompt, "groups" not in needs or s.samples_per_prompt > 1,
-             f"--advantage {s.advantage} compares the responses to one prompt; allowed is 2 or more"),
+             f"--advantage {s.advantage} compares the responses to a prompt; allowed is 2 or more"),
         FlagRule("--advantage", s.advantage, "baselines" not in needs or s.greedy_baseline,
-             "needs --greedy-baseline: the reward of a greedy response is subtracted"),
+             "needs --greedy-baseline, whose reward it subtracts"),
     ]  # fmt: skip
 
 
@@ -204,9 +209,9 @@ def _kl(s: Settings) -> list[FlagRule]:
     adapts, sequences = s.kl_controller == "adaptive", s.sequences_per_step
     return [
         FlagRule("--kl-estimator", s.kl_estimator, s.kl_in == "loss" or not s.kl_estimator.endswith("+"),
-             "needs --kl-in loss: it changes the gradient alone, and a reward has none"),
-        FlagRule("--kl-controller", s.kl_controller, not adapts or s.kl_target is not None, "needs a --kl-target"),
-        # β must stay above 0: the largest step down is the factor 1 − 0.2·n/horizon.
+             "needs --kl-in loss: it changes only the gradient, and a reward has none"),
+        FlagRule("--kl-controller", s.kl_controller, not adapts or s.kl_target is not None, "needs --kl-target"),
+        # β must stay above 0: an update multiplies it by at least 1 − 0.2·n/horizon.
         FlagRule("--kl-horizon", s.kl_horizon, not adapts or s.kl_horizon > 0.2 * sequences,
              f"allowed is more than 0.2 × {sequences} responses of a step"),
     ]  # fmt: skip
@@ -217,26 +222,27 @@ def _correction(s: Settings) -> list[FlagRule]:
         s.rollout_correction, s.rollout_correction_level, s.rollout_correction_cap, s.rollout_correction_floor,
     )  # fmt: skip
     return [
-        FlagRule("--rollout-correction", kind, kind != "icepop" or floor is not None, "needs a --rollout-correction-floor"),
+        FlagRule("--rollout-correction", kind, kind != "icepop" or floor is not None,
+             "needs --rollout-correction-floor"),
         FlagRule("--rollout-correction", kind, kind != "icepop" or level == "token",
-             f"masks single tokens; not with --rollout-correction-level {level}"),
+             f"masks single tokens; not allowed with --rollout-correction-level {level}"),
         FlagRule("--rollout-correction", kind, kind != "tis" or level != "geometric",
-             "truncates importance weights, which a geometric mean is not; allowed levels are token, sequence"),
+             "truncates importance weights, and a geometric mean is none; allowed levels are token, sequence"),
         FlagRule("--rollout-correction-floor", floor, floor is None or floor <= cap,
              f"allowed is at most --rollout-correction-cap {cap}"),
     ]  # fmt: skip
 
 
-def _replay(case: FlagContext) -> list[FlagRule]:
-    wants = case.settings.router_replay_reference
+def _replay(context: FlagContext) -> list[FlagRule]:
+    replays = context.settings.router_replay_reference
     return [
-        FlagRule("--router-replay-reference", wants, not wants or "reference" in case.roles,
+        FlagRule("--router-replay-reference", replays, not replays or "reference" in context.roles,
              "the run has no reference: --kl-coefficient is 0 and --role-map names none"),
     ]  # fmt: skip
 
 
 def _evaluation(s: Settings) -> list[FlagRule]:
-    responses, largest = s.eval_responses, max(whole_numbers(s.eval_k)) if s.eval_k else 1
+    responses, largest = s.eval_responses, max(parse_positive_ints(s.eval_k)) if s.eval_k else 1
     return [
         FlagRule("--eval-responses", responses, responses == 1 or s.eval_temperature > 0,
              "needs --eval-temperature above 0: greedy responses are all equal"),

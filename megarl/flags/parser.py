@@ -1,7 +1,7 @@
-"""megarl's own flags as a parser knows them: fields of `Settings`, and the options of the policy losses.
+"""The parser of megarl's own flags: the fields of `Settings` and the options of the policy losses.
 
-The options of a loss stand in its file, and those of a plug-in are known once it is named; so the flags of a run are a
-dictionary that `own_flags` makes, not a class.
+Each loss defines its options in its module, and those of a plug-in are known only once it is named. So `own_flags`
+returns the flags of a run as a dictionary.
 """
 
 import argparse
@@ -19,27 +19,27 @@ from megarl.flags.settings import Settings
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """One of megarl's own flags. `common` is the flag of all roles where this one is a role's."""
+    """One of megarl's own flags. For a role's flag, `common` is the flag that sets the value of all roles."""
 
-    name: str  # without dashes in front: gamma, critic-max-tokens-per-microbatch
+    name: str  # without leading dashes: gamma, critic-max-tokens-per-microbatch
     kind: type
     default: object
     text: str
-    check: Callable | None  # whether a given value is allowed
-    allowed: str  # that, in words
-    condition: str | None  # name of the condition under which it has an effect (`combinations.condition`)
+    check: Callable | None  # returns whether a value is allowed
+    allowed: str  # the allowed values, in words
+    condition: str | None  # under which it has an effect, by name (`combinations.condition`)
     common: str
-    setting: str | None  # field of `Settings` that it sets, None for options of a loss
+    setting: str | None  # field of `Settings` that it sets; None for an option of a loss
 
 
 def own_flags(program: str, plug_in: PolicyLoss | None = None) -> dict[str, Flag]:
     """megarl's own flags of one program ('rl', 'sft', 'reward' or 'evaluate') by name.
 
     Args:
-        plug_in: a policy loss that is not built in, whose options are flags, too.
+        plug_in: a policy loss that is not built in; its options become flags, too.
 
     Raises:
-        UsageError: an option of a loss would be a flag that exists.
+        UsageError: an option of a loss has the name of another flag.
     """
     roles, found = role_flags.ROLES_OF[program], {}
     for field in dataclasses.fields(Settings):
@@ -53,8 +53,10 @@ def own_flags(program: str, plug_in: PolicyLoss | None = None) -> dict[str, Flag
         for loss in (*policy_losses.POLICY_LOSSES.values(), *([plug_in] if plug_in else [])):
             for flag in _of_loss(loss):
                 if found.get(flag.name, flag) != flag:
-                    raise UsageError(f"--{flag.name}: an option of the policy loss {loss.name}, but there is such a flag "
-                                     "already; rename the option")  # fmt: skip
+                    raise UsageError(
+                        f"--{flag.name}: is an option of the policy loss {loss.name}, but this flag exists already; "
+                        "rename the option"
+                    )
                 found[flag.name] = flag
     return found
 
@@ -66,7 +68,7 @@ def _of_setting(field: dataclasses.Field) -> Flag:
 
 
 def _of_role(flag: Flag, role: str) -> Flag:
-    """What has a value of the reward role's own is its model's."""
+    """The role's version of a common flag. The reward role's versions need a reward model."""
     condition = "model" if role == "reward" else flag.condition
     return dataclasses.replace(flag, name=f"{role}-{flag.name}", condition=condition, setting=None)
 
@@ -96,26 +98,26 @@ def _yes_or_no(text: str) -> bool:
 
 
 def build_parser(program: str, own: dict[str, Flag] | None = None) -> argparse.ArgumentParser:
-    """The parser of megarl's own flags for one program; `own` are those of `own_flags` unless given."""
+    """The parser of megarl's own flags for one program. `own`: the flags; default: `own_flags(program)`."""
     name = "megarl.evaluate" if program == "evaluate" else f"megarl.train_{program}"
-    parser = ArgumentParser(prog=name, allow_abbrev=False, epilog=(
-        "Every other flag is Megatron's; a role prefix (--actor-lr, --critic-lr) sets it for one role."))  # fmt: skip
-    parser.add_argument("--config", nargs="+", action="extend", default=[], metavar="FILE", help=(
-        "YAML files with the same names; later ones win, null takes a key back; the command line wins"))  # fmt: skip
-    parser.add_argument("--check", action="store_true", help="check everything for WORLD_SIZE ranks, then leave")
+    epilog = "All other flags are Megatron's; a role prefix (--actor-lr, --critic-lr) sets one for that role."
+    parser = ArgumentParser(prog=name, allow_abbrev=False, epilog=epilog)
+    config_help = "YAML files of flag names and values; later files and then the command line win; null unsets a key"
+    parser.add_argument("--config", nargs="+", action="extend", default=[], metavar="FILE", help=config_help)
+    parser.add_argument("--check", action="store_true", help="check all input for WORLD_SIZE ranks, then exit")
     group = parser.add_argument_group("megarl")
     for flag in (own_flags(program) if own is None else own).values():
         extra = {"nargs": "?", "const": True, "type": _yes_or_no} if flag.kind is bool else {"type": flag.kind}
         text = flag.text + ("" if flag.default is None else f" (default {flag.default})")
         if flag.name != flag.common:
-            text = f"--{flag.common} of this role"
+            text = f"--{flag.common} of this role only"
         help_text = text.replace("%", "%%")
         group.add_argument(f"--{flag.name}", dest=flag.name, default=argparse.SUPPRESS, help=help_text, **extra)
     return parser
 
 
 def check_values(values: dict[str, object], own: dict[str, Flag]):
-    """UsageError for a value that its flag does not allow."""
+    """UsageError for the first value that its flag does not allow."""
     for name, value in values.items():
         check = own[name].check
         if check is not None and not check(value):

@@ -1,7 +1,7 @@
-"""Which flags and which ranks belong to which role: role maps, role prefixes, and what the rollout takes over.
+"""Flags and ranks of each role: role maps, role prefixes, and the flags that the rollout inherits from the actor.
 
-The rollout writes with the actor's policy: it inherits the actor's flags except those that only training has, and may
-have ranks and model-parallel sizes of its own.
+The rollout generates with the actor's policy. It inherits the actor's flags except those of training, and may have its
+own ranks and model-parallel sizes.
 """
 
 import difflib
@@ -10,14 +10,14 @@ from collections.abc import Collection
 from megarl.errors import UsageError
 
 ROLES = ("actor", "critic", "reward", "reference", "rollout")
-OFF = "--off:"  # marks a switch that a config file turns off or takes back: its name is checked, its opposite is set
+OFF = "--off:"  # prefix of a switch that a config file turns off (`--no-…` is set) or unsets; its name is checked
 
-# What a --rollout-… prefix may set: how the policy's weights are split. Everything else is the actor's.
+# Flags that may have a --rollout- prefix: they split the policy's weights. All others are the actor's.
 ROLLOUT_LAYOUT = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
     "expert_tensor_parallel_size", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
 )  # fmt: skip
-LANES = (
+PARALLEL_SIZES = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel",
 )  # fmt: skip
 TRAINING_ONLY = (
@@ -25,25 +25,25 @@ TRAINING_ONLY = (
     "num_virtual_stages_per_pipeline_rank", "microbatch_group_size_per_vp_stage", "use_torch_fsdp2",
     "use_distributed_optimizer", "overlap_grad_reduce",
 )  # fmt: skip
-OF_A_PIPELINE = (
+PIPELINE_LAYOUT = (
     "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout",
 )  # fmt: skip
 
 
 # Roles that each program may have.
 ROLES_OF = {"rl": ROLES, "sft": ("actor",), "reward": ("reward",), "evaluate": ("actor", "reward", "rollout")}
-LEARNING = {"rl": ("actor", "critic"), "sft": ("actor",), "reward": ("reward",), "evaluate": ()}  # those that learn
+TRAINED_ROLES = {"rl": ("actor", "critic"), "sft": ("actor",), "reward": ("reward",), "evaluate": ()}
 
 
 def roles_of(program: str, has_critic: bool, has_reference: bool) -> tuple[str, ...]:
-    """Roles of one run of a program, in the order of `ROLES`."""
+    """Roles of a run, in the order of `ROLES`."""
     absent = {"critic": not has_critic, "reference": not has_reference}
     return tuple(role for role in ROLES_OF[program] if not absent.get(role))
 
 
 def named_roles(text: str | None) -> set[str]:
-    """Roles that a role map speaks of, right or wrong."""
-    return {part.partition("=")[0].strip() for part in (text or "").split(";")}
+    """Roles that a role map names, valid or not."""
+    return {entry.partition("=")[0].strip() for entry in (text or "").split(";")}
 
 
 def parse_role_map(
@@ -51,11 +51,11 @@ def parse_role_map(
 ) -> dict[str, range]:
     """`actor=0-3;critic=4-5;reward=6;reference=7` -> ranks of each role; None: every role on every rank.
 
-    The rollout may be left out: it then runs on the actor's ranks.
+    A rollout that is left out runs on the actor's ranks.
 
     Args:
-        roles: those of the run; each of them needs ranks.
-        absent: roles that the program knows and this run has not, and why.
+        roles: of the run; each of them needs ranks.
+        absent: roles of the program that this run does not have -> the reason.
 
     Raises:
         UsageError: a missing, unknown, absent or repeated role, a malformed range, or a rank outside the world.
@@ -63,15 +63,15 @@ def parse_role_map(
     if text is None:
         return {role: range(world_size) for role in roles}
     found = {}
-    for part in filter(None, (p.strip() for p in text.split(";"))):
-        role, _, span = part.partition("=")
-        first, _, last = span.partition("-")
+    for entry in filter(None, (e.strip() for e in text.split(";"))):
+        role, _, interval = entry.partition("=")
+        first, _, last = interval.partition("-")
         if not first.isdigit() or not (last or first).isdigit() or int(last or first) < int(first):
-            raise UsageError(f"--role-map {text!r}: {part!r} is not of the form role=first-last or role=rank")
+            raise UsageError(f"--role-map {text!r}: {entry!r} is not of the form role=first-last or role=rank")
         if role in (absent or {}):
             raise UsageError(f"--role-map {text!r}: {role!r} has nothing to do: {absent[role]}; leave it out")
         if role not in roles or role in found:
-            problem = "stands twice" if role in found else f"is no role; allowed: {', '.join(roles)}"
+            problem = "appears twice" if role in found else f"is no role; allowed: {', '.join(roles)}"
             raise UsageError(f"--role-map {text!r}: {role!r} {problem}")
         found[role] = range(int(first), int(last or first) + 1)
         if found[role].stop > world_size:
@@ -86,56 +86,57 @@ def parse_role_map(
 
 
 def _role_of(option: str, roles, megatron: dict[str, str]) -> str | None:
-    """The role whose prefix an option carries; a flag of Megatron's that only looks like it carries none."""
+    """The role whose prefix an option has; None for a Megatron flag whose own name starts like a prefix."""
     return next((role for role in roles if option.startswith(f"--{role}-") and option not in megatron), None)
 
 
 def with_prefix(tokens: list[str], roles, megatron: dict[str, str]) -> dict[str, str]:
-    """Options among the tokens that are for one of these roles alone -> the role."""
+    """The options among the tokens that have the prefix of one of these roles -> the role."""
     options = (token.split("=", 1)[0] for token in tokens)
     return {option: role for option in options if (role := _role_of(option, roles, megatron))}
 
 
-def check_learning(tokens: list[str], program: str, megatron: dict[str, str], training: frozenset[str]):
-    """UsageError for a flag of training that is for nobody who learns.
+def check_trained_roles(tokens: list[str], program: str, megatron: dict[str, str], training: frozenset[str]):
+    """UsageError for a training flag of a role or program that is not trained.
 
     Args:
         megatron: as in `split`.
-        training: attributes that training alone reads.
+        training: attributes that only training reads.
     """
     for option in (token.split("=", 1)[0] for token in tokens):
         role = _role_of(option, ROLES_OF[program], megatron)
         name = option if role is None else "--" + option[len(role) + 3 :]
-        # What a rollout's prefix may set, `split` says.
-        learns = role in (*LEARNING[program], "rollout") if role else bool(LEARNING[program])
-        if megatron.get(name) in training and not learns:
-            raise UsageError(f"{option}: {f'the {role}' if role else 'this program'} does not learn; leave it out")
+        # `split` checks the rollout's flags.
+        is_trained = role in (*TRAINED_ROLES[program], "rollout") if role else bool(TRAINED_ROLES[program])
+        if megatron.get(name) in training and not is_trained:
+            problem = f"the {role} is not trained" if role else "this program does not train"
+            raise UsageError(f"{option}: {problem}; leave it out")
 
 
-def of_reward_model(tokens: list[str], program: str, megatron: dict[str, str]) -> list[str]:
-    """Options among the tokens that the reward role's model alone reads; UsageError for weights from elsewhere.
+def reward_model_options(tokens: list[str], program: str, megatron: dict[str, str]) -> list[str]:
+    """The options among the tokens that only the reward model reads; UsageError for --reward-pretrained-checkpoint.
 
-    Its ranks and its data-parallel lanes, which follow from its parallel sizes, score text without a model, too.
+    Parallel sizes are not among them: they define the role's data-parallel replicas, which verifiers use, too.
     """
     options = [] if program == "reward" else with_prefix(tokens, ("reward",), megatron)
     names = {option: megatron.get("--" + option.removeprefix("--reward-")) for option in options}
     for option in (option for option, name in names.items() if name == "pretrained_checkpoint"):
-        raise UsageError(f"{option}: the weights of the reward role's model come from --reward-model; leave it out")
-    return [option for option, name in names.items() if name is not None and name not in LANES]
+        raise UsageError(f"{option}: the reward model's weights come from --reward-model; leave it out")
+    return [option for option, name in names.items() if name is not None and name not in PARALLEL_SIZES]
 
 
 def split(
     tokens: list[str], roles: tuple[str, ...], megatron: dict[str, str], own: list[str], idle: Collection[str] = ()
 ) -> dict[str, list[str]]:
-    """Megatron's tokens of each role: the common ones first, then those with the role's prefix, prefix removed.
+    """Megatron's tokens of each role: the common ones, then those with the role's prefix, which is removed.
 
     Args:
-        megatron: Megatron's option strings and the attribute each one sets.
+        megatron: Megatron's option strings -> the attribute that each one sets.
         own: megarl's option strings, for suggestions.
-        idle: options to leave out, with their values.
+        idle: options to drop with their values.
 
     Raises:
-        UsageError: an option that nobody knows, or one of the rollout's that is not its own to set.
+        UsageError: an unknown option, or one that may not have the rollout's prefix.
     """
     common, prefixed, target = [], {role: [] for role in roles}, None
     for token in tokens:
@@ -177,10 +178,10 @@ def _check_rollout(option: str, name: str, megatron: dict[str, str]):
 
 
 def _inherited(actor: list[str], own: list[str], megatron: dict[str, str]) -> list[str]:
-    """The actor's tokens without flags, values included, that the rollout does not take over."""
+    """The actor's tokens without the flags, and their values, that the rollout does not inherit."""
     dropped = set(TRAINING_ONLY)
     if any(megatron.get(token.split("=", 1)[0]) == "pipeline_model_parallel_size" for token in own):
-        dropped |= set(OF_A_PIPELINE)  # they describe the actor's pipeline
+        dropped |= set(PIPELINE_LAYOUT)  # they fit only the actor's number of stages
     kept, keeps = [], True
     for token in actor:
         if token.startswith("--"):
@@ -190,7 +191,7 @@ def _inherited(actor: list[str], own: list[str], megatron: dict[str, str]) -> li
     return kept
 
 
-def runs_on(actor, rollout) -> bool:
-    """Whether the module that trains (its Megatron namespace) can write on the same ranks for the rollout's."""
+def can_share_model(actor, rollout) -> bool:
+    """Whether the rollout can generate with the actor's training module on the same ranks; both Megatron namespaces."""
     same = all(getattr(actor, name) == getattr(rollout, name) for name in ROLLOUT_LAYOUT)
     return same and actor.virtual_pipeline_model_parallel_size is None and not actor.use_torch_fsdp2

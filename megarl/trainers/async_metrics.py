@@ -1,7 +1,6 @@
-"""What every rank has to tell of a step, brought to rank 0 without making anybody wait.
+"""Collects the metrics of a step from all ranks on rank 0 without a collective, so that no rank waits.
 
-It goes over the store by which the ranks met, no collective: a rank that is done with a step begins the next one, while
-others still learn.
+They go through the process group's store: a rank that has finished a step starts the next one while others still train.
 """
 
 import pickle
@@ -14,27 +13,31 @@ from megarl.comm.role_mesh import RoleMesh
 
 
 class AsyncMetrics:
-    """Rank 0 reads what all ranks told of a step; the others only tell."""
+    """All ranks publish their metrics of a step; rank 0 polls them."""
 
     def __init__(self, mesh: RoleMesh, timeout: timedelta):
-        """`timeout`: the longest that rank 0 waits for others."""
+        """`timeout`: maximum time that rank 0 waits for other ranks."""
         self._mesh, self._timeout = mesh, timeout
         self._store = dist.distributed_c10d._get_default_store()
-        self._own: deque[tuple[int, object]] = deque()  # steps of which rank 0 told, oldest first
+        self._own: deque[tuple[int, object]] = deque()  # (step, item) that rank 0 published, oldest first
 
     def publish(self, step: int, item):
-        """Leaves what this rank has to tell of a step: anything that can be pickled. Steps come in order."""
+        """Publishes this rank's item of a step, any picklable object. Steps must ascend."""
         if self._mesh.rank:
             self._store.set(self._key(step, self._mesh.rank), pickle.dumps(item))
         else:
             self._own.append((step, item))
 
     def poll(self, wait: bool) -> list[tuple[int, list]]:
-        """(step, what each rank told) of steps that are complete, oldest first, on rank 0; nothing elsewhere.
+        """[(step, items by rank)] of the steps that all ranks have published, oldest first, on rank 0; [] elsewhere.
 
-        `wait`: of all steps of which rank 0 told. DistStoreError when a rank does not tell in time.
+        Args:
+            wait: wait until all ranks have published the steps that rank 0 has published.
+
+        Raises:
+            DistStoreError: a rank does not publish in time.
         """
-        found = []
+        complete = []
         while self._own:
             step, own = self._own[0]
             keys = [self._key(step, rank) for rank in range(1, self._mesh.size)]
@@ -42,11 +45,11 @@ class AsyncMetrics:
                 self._store.wait(keys, self._timeout)
             elif keys and not self._store.check(keys):
                 break
-            found.append((step, [own, *(pickle.loads(self._store.get(key)) for key in keys)]))
+            complete.append((step, [own, *(pickle.loads(self._store.get(key)) for key in keys)]))
             for key in keys:
                 self._store.delete_key(key)
             self._own.popleft()
-        return found
+        return complete
 
     @staticmethod
     def _key(step: int, rank: int) -> str:

@@ -1,7 +1,7 @@
-"""Evaluation on held-out prompts, one code for the trainer and for the program `evaluate`; and which one was best.
+"""Evaluation on held-out prompts, shared by the RL trainer and the program `evaluate`; the best evaluation of a run.
 
-Responses are greedy at `--eval-temperature` 0, else sampled from random streams that no training step draws from. Every
-number is a mean over prompts of a number that one prompt's responses give, so no layout changes it.
+Responses are greedy at `--eval-temperature` 0, otherwise sampled from random streams that no training step uses. Every
+metric is computed per prompt and then averaged over prompts, so it does not depend on the parallel layout.
 """
 
 import itertools
@@ -16,40 +16,41 @@ from megarl.comm import load_balance
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT, StepBatch
 from megarl.data.prompts import PromptSet
-from megarl.flags.settings import whole_numbers
+from megarl.flags.settings import parse_positive_ints
 from megarl.observe.timers import Timers
 from megarl.roles.reward import Reward
 from megarl.rollout.requests import PromptRequest
 from megarl.rollout.rollout import Rollout
 
-EVAL_STEP = 2**31  # names random streams that no training step draws from
+EVAL_STEP = 2**31  # step number of the random streams; no training step has it
 
 
 def ks_of(settings: Settings) -> tuple[int, ...]:
-    """The k of pass@k, mean@k and maj@k, ascending: `--eval-k`, or else 1 and `--eval-responses`.
+    """The k of pass@k, mean@k and maj@k, ascending: `--eval-k`, by default 1 and `--eval-responses`.
 
-    None by default for a single response: each would be the accuracy once more.
+    Empty by default for a single response, where each of them equals the accuracy.
     """
     given, n = settings.eval_k, settings.eval_responses
     if given is None:
         return (1, n) if n > 1 else ()
-    return tuple(sorted(set(whole_numbers(given))))
+    return tuple(sorted(set(parse_positive_ints(given))))
 
 
 def prompt_metrics(rows: list[dict], ks: Sequence[int]) -> dict[str, float]:
-    """What the responses to one prompt give, by name; `rows` are those of the reward role, in order of samples.
+    """Metrics of the responses to one prompt, by name; `rows` come from the reward role, in the order of samples.
 
-    `maj@k` is left out where no response gives an answer.
+    Omits `maj@k` if no response contains an answer.
     """
     correct, answers = [row["correct"] for row in rows], [row["extracted"] for row in rows]
-    found = {"accuracy": fmean(correct)}
-    found |= {f"pass@{k}": pass_at_k(len(rows), sum(correct), k) for k in ks}
-    found |= {f"mean@{k}": mean_at_k(correct, k) for k in ks}
+    metrics = {"accuracy": fmean(correct)}
+    metrics |= {f"pass@{k}": pass_at_k(len(rows), sum(correct), k) for k in ks}
+    metrics |= {f"mean@{k}": mean_at_k(correct, k) for k in ks}
     if any(answer is not None for answer in answers):
-        found |= {f"maj@{k}": maj_at_k(answers, correct, k) for k in ks}
+        metrics |= {f"maj@{k}": maj_at_k(answers, correct, k) for k in ks}
     values = [row["reward_values"] for row in rows]
-    found |= {f"reward/{term}": fmean(value[term] for value in values) for term in values[0] if len(values[0]) > 1}
-    return found | {
+    if len(values[0]) > 1:
+        metrics |= {f"reward/{term}": fmean(value[term] for value in values) for term in values[0]}
+    return metrics | {
         "reward": fmean(row["reward"] for row in rows),
         "response_length_mean": fmean(row["length"] for row in rows),
         "finished_fraction": fmean(row["finished"] for row in rows),
@@ -59,21 +60,21 @@ def prompt_metrics(rows: list[dict], ks: Sequence[int]) -> dict[str, float]:
 def mean_metrics(prompts: list[dict[str, float]]) -> dict[str, float]:
     """Means of `prompt_metrics` over prompts.
 
-    A prompt whose responses give no answer counts as 0 in `maj@k`. That has no value where this holds of all prompts:
-    a verifier that names no answers is not one whose majorities are wrong.
+    A prompt whose responses contain no answer counts as 0 in `maj@k`. If no prompt has answers, `maj@k` is omitted: the
+    verifier then extracts none.
     """
-    names = max(prompts, key=len)  # with maj@k, if any prompt has it
+    names = max(prompts, key=len)  # includes maj@k if any prompt has it
     return {name: fmean(prompt.get(name, 0.0) for prompt in prompts) for name in names}
 
 
 class Evaluator:
-    """Writes, scores and counts; reports by task where the prompts are of several."""
+    """Generates and scores responses to held-out prompts; reports metrics per task if there are several."""
 
     def __init__(
         self, settings: Settings, mesh: RoleMesh, rollout: Rollout, reward: Reward, prompts: PromptSet,
         tokens: list[list[int]], timers: Timers,
     ):  # fmt: skip
-        """`tokens` are those of each prompt; the first `--eval-samples` prompts are evaluated."""
+        """`tokens`: token ids of each prompt. The first `--eval-samples` prompts are evaluated."""
         self.settings, self.mesh, self.timers = settings, mesh, timers
         self.rollout, self.reward, self.prompts = rollout, reward, prompts
         self.ks = ks_of(settings)
@@ -82,7 +83,7 @@ class Evaluator:
     def evaluate(self) -> dict[str, float] | None:
         """Metrics by name on rank 0, None elsewhere: `eval/accuracy`, `eval/pass@4`, `eval/<task>/accuracy`, …
 
-        A collective of the world. Prompts without a task count in the whole only.
+        A collective of the world. Prompts without a task count only in the overall metrics.
         """
         n, s = self.settings.eval_responses, self.settings
         self.reward.prepare(self.prompts, [request.line for request in self.requests])
@@ -94,31 +95,31 @@ class Evaluator:
         step_batch.dispatch("reward")
         self.reward.score(step_batch, for_training=False)
         by_prompt = itertools.groupby(self._rows(), lambda row: row["sequence"] // n)
-        found = self._gather([(line, prompt_metrics(list(rows), self.ks)) for line, rows in by_prompt])
-        return None if found is None else self._by_task([metrics for _, metrics in found])
+        gathered = self._gather([(line, prompt_metrics(list(rows), self.ks)) for line, rows in by_prompt])
+        return None if gathered is None else self._by_task([metrics for _, metrics in gathered])
 
     def samples(self) -> list[dict] | None:
-        """All responses of the last run with their prompts' tasks, on rank 0 (None elsewhere). Collective."""
+        """Rows of all responses of the last evaluation, with tasks, on rank 0 (None elsewhere). Collective."""
         n = self.settings.eval_responses
         rows = self._gather([(row["sequence"], row) for row in self._rows()])
         return rows and [row | {"task": self.prompts[number // n].task} for number, row in rows]
 
     def _rows(self) -> list[dict]:
-        """Rows of the last run's responses of which this rank speaks, in ascending sequence; whole prompts each."""
+        """This rank's rows of the last evaluation, sorted by sequence; a prompt's rows are on one rank."""
         return self.reward.rows if self.mesh["reward"].is_leader else []
 
     def _gather(self, items: list[tuple]) -> list[tuple] | None:
-        """The (number, …) pairs of all ranks in ascending order, on rank 0."""
+        """The (number, …) pairs of all ranks, sorted, on rank 0 (None elsewhere)."""
         gathered = self.mesh.gather(items)
         return gathered and sorted(itertools.chain(*gathered), key=lambda item: item[0])
 
     def _by_task(self, prompts: list[dict[str, float]]) -> dict[str, float]:
         tasks = [self.prompts[line].task for line in range(len(prompts))]
-        found = {f"eval/{name}": value for name, value in mean_metrics(prompts).items()}
+        result = {f"eval/{name}": value for name, value in mean_metrics(prompts).items()}
         for task in sorted(set(tasks) - {None}) if len(set(tasks)) > 1 else []:
-            means = mean_metrics([metrics for metrics, its in zip(prompts, tasks, strict=True) if its == task])
-            found |= {f"eval/{task}/{name}": value for name, value in means.items()}
-        return found
+            means = mean_metrics([metrics for metrics, other in zip(prompts, tasks, strict=True) if other == task])
+            result |= {f"eval/{task}/{name}": value for name, value in means.items()}
+        return result
 
 
 class BestCheckpoint:
@@ -130,21 +131,21 @@ class BestCheckpoint:
         self.step: int | None = None
 
     def update(self, metrics: dict[str, float] | None, step: int) -> bool:
-        """Whether the evaluation behind a step has the highest accuracy so far; an equal one leaves the earlier.
+        """Whether the evaluation after `step` has the highest accuracy so far; of equal ones, the earlier is the best.
 
-        `metrics` is what `Evaluator.run` returned. A collective of the world.
+        `metrics` is the result of `Evaluator.evaluate`. A collective of the world.
         """
-        told = [None if metrics is None else metrics["eval/accuracy"]]
-        dist.broadcast_object_list(told, src=0)
-        is_best = self.accuracy is None or told[0] > self.accuracy
+        accuracy = [None if metrics is None else metrics["eval/accuracy"]]
+        dist.broadcast_object_list(accuracy, src=0)
+        is_best = self.accuracy is None or accuracy[0] > self.accuracy
         if is_best:
-            self.accuracy, self.step = told[0], step
+            self.accuracy, self.step = accuracy[0], step
         return is_best
 
     def state_dict(self) -> dict:
-        """For the manifest of a checkpoint."""
+        """State for a checkpoint's manifest."""
         return {"accuracy": self.accuracy, "step": self.step}
 
     def load_state_dict(self, state: dict):
-        """Takes up what `state_dict` gave."""
+        """Restores the state of `state_dict`."""
         self.accuracy, self.step = state["accuracy"], state["step"]

@@ -1,4 +1,4 @@
-"""How a program starts and how it fails: flags, exit status, and one line that says where a rank failed."""
+"""Entry point of all programs: parses flags, sets the exit status, and reports in one line where a rank failed."""
 
 import os
 import sys
@@ -12,10 +12,10 @@ from megarl.observe.timers import Timers
 
 
 def launch(train, program: str):
-    """Parses the command line and runs `train(config, timers)`; the entry point of every program.
+    """Parses the command line and runs `train(config, timers)`.
 
-    Wrong input ends the program with one line and exit status 2 before any work starts. Any other exception on a rank
-    ends that process with status 1 and a line that names rank, role, phase and step; the launcher ends the other ranks.
+    Wrong input ends the program with one line and exit status 2 before any work starts. Any other exception ends the
+    rank's process with status 1 and a line that names rank, role, phase and step; the launcher ends the other ranks.
 
     Args:
         train: the program's main function.

@@ -1,4 +1,4 @@
-"""What scores text in a program, read and checked before any rank joins another, and the role that it becomes."""
+"""Reads and checks verifiers and reward models before the process group exists, then builds the reward role."""
 
 import os
 from pathlib import Path
@@ -19,36 +19,36 @@ FLAG = "--reward-model"
 
 
 class RewardFactory:
-    """Verifiers and reward models of `--reward`."""
+    """The verifiers and reward models of `--reward`."""
 
     def __init__(self, config: RunConfig, *prompts: PromptSet):
-        """Checks that all of these prompts can be scored; the ranks that will, and rank 0, look deeper.
+        """Checks that all prompts can be scored; rank 0 and the scoring ranks check every prompt.
 
         Raises:
-            UsageError: an unknown verifier, a prompt that lacks what one needs, a wrong reward model or tokenizer.
+            UsageError: an unknown verifier, a prompt without a field that one needs, a wrong reward model or tokenizer.
         """
         self.config, role = config, config.roles["reward"]
         rank = int(os.environ.get("RANK", 0))
-        scores_here = rank == 0 or rank in role.ranks  # rank 0 tells what is wrong
+        checks_prompts = rank == 0 or rank in role.ranks  # rank 0 prints the error
         self.verifiers = build_verifiers(config.settings)
-        for each in prompts:
-            check_prompts(config.settings, each, scores_here)
+        for prompt_set in prompts:
+            check_prompts(config.settings, prompt_set, checks_prompts)
         self.encoder: Encoder | None = None
         self.folders: list[Path] = []
         if role.has_model:
             self.encoder = build_role_encoder(role, config.settings)
-            for each in prompts if scores_here else ():
-                each.encode(self.encoder)
-            self.folders = [self._found(path) for path in config.settings.reward_model.split(",")]
+            for prompt_set in prompts if checks_prompts else ():
+                prompt_set.encode(self.encoder)
+            self.folders = [self._find_weights(path) for path in config.settings.reward_model.split(",")]
 
-    def _found(self, path: str) -> Path:
+    def _find_weights(self, path: str) -> Path:
         args = self.config.roles["reward"].megatron
         return run_state.find_weights(
             path, FLAG, "reward", args, self.encoder.tokenizer.vocab_size, sources=("reward",)
         )
 
     def role(self, role_groups: RoleGroups, tokenizer: Tokenizer, timers: Timers) -> Reward:
-        """The reward role on this rank; `tokenizer` is the policy's. A collective of the role."""
+        """Builds the reward role on this rank; `tokenizer` is the policy's. A collective of the role."""
         s, reward_model = self.config.settings, None
         if self.folders and role_groups.is_member:
             reward_model = RewardModel(s, self.config.roles["reward"], role_groups, self.encoder, self.folders, timers)

@@ -1,4 +1,4 @@
-"""Training of a reward model on pairs of responses: the loss of Bradley and Terry, accuracy on held-out pairs."""
+"""Reward model training on preference pairs: Bradley-Terry loss, accuracy on held-out pairs."""
 
 import torch
 from torch import Tensor
@@ -16,11 +16,11 @@ from megarl.mcore.model import forward_pass
 from megarl.observe.progress import REWARD_FIELDS
 from megarl.trainers.supervised_trainer import ExampleBatch, SupervisedTrainer, TaskSpec
 
-METRIC_NAMES = ("loss", "accuracy", "margin", "mean")  # what is measured of pairs, in the order of `_measure`
+METRIC_NAMES = ("loss", "accuracy", "margin", "mean")  # means over pairs, in the order of `_measure`
 
 
 class RewardModelTrainer(SupervisedTrainer):
-    """A language model with a scalar head learns to score the chosen response above the rejected one."""
+    """Trains a language model with a scalar head to score the chosen response above the rejected one."""
 
     task = TaskSpec("train_reward", "reward", value_head=True, sequences_per_example=2, sources=("actor", "reward"))
     fields = REWARD_FIELDS
@@ -32,52 +32,55 @@ class RewardModelTrainer(SupervisedTrainer):
 
     @staticmethod
     def check(settings: Settings):
-        """As in every supervised run; and a target accuracy needs evaluations."""
+        """The checks of `SupervisedTrainer`, and that a target accuracy has evaluations."""
         SupervisedTrainer.check(settings)
         if settings.target_eval_accuracy is not None and not settings.eval_interval:
             raise UsageError(f"--target-eval-accuracy {settings.target_eval_accuracy}: needs --eval-interval")
 
-    def texts(self, example: Pair) -> list[tuple[list[int], list[bool]]]:
-        """The chosen and the rejected text; their last tokens count, at which they are scored."""
-        texts = (example.chosen, example.rejected)
-        return [(tokens, [False] * (len(tokens) - 1) + [True]) for tokens in texts]
+    def sequences(self, example: Pair) -> list[tuple[list[int], list[bool]]]:
+        """The chosen and the rejected sequence. Only the last token counts, where the score is read."""
+        pair = (example.chosen, example.rejected)
+        return [(tokens, [False] * (len(tokens) - 1) + [True]) for tokens in pair]
 
-    def is_reached(self) -> bool:
-        """As of every supervised run, or so many held-out pairs are in order."""
+    def has_reached_target(self) -> bool:
+        """Whether the run has reached its target loss or its target accuracy on held-out pairs."""
         target = self.settings.target_eval_accuracy
-        return super().is_reached() or target is not None and self.metrics["eval/accuracy"] >= target
+        return super().has_reached_target() or target is not None and self.metrics["eval/accuracy"] >= target
 
-    def _forward(self, network, part) -> Tensor:
-        known = part.host_metadata
-        return forward_pass.sequence_scores(network, part.tokens, known.lengths, part.routing, known.shared)
+    def _forward(self, chunk, microbatch) -> Tensor:
+        metadata = microbatch.host_metadata
+        return forward_pass.sequence_scores(
+            chunk, microbatch.tokens, metadata.lengths, microbatch.routing, metadata.shared
+        )
 
     def _margins(self, pairs: list[Pair]) -> Tensor:
         margins = [pair.margin + self.settings.preference_margin for pair in pairs]
         return torch.tensor(margins, dtype=torch.float32, device=device.device())
 
-    def _measure(self, scores: Tensor, part: Batch, margins: Tensor) -> tuple[Tensor, Tensor]:
-        """(sum of the pairs' losses, float64 [4] sums of what `NAMES` says), of a micro-batch.
+    def _measure(self, scores: Tensor, microbatch: Batch, margins: Tensor) -> tuple[Tensor, Tensor]:
+        """(sum of the pairs' losses, float64 [4] sums of `METRIC_NAMES`) of a micro-batch.
 
         Args:
-            scores: [N] of its sequences, two and two of a pair.
-            margins: [P] of all pairs that were examples.
+            scores: [N] of its sequences; those of a pair are adjacent.
+            margins: [P] of all pairs of the batch, over all replicas.
         """
         chosen, rejected = scores.view(-1, 2).unbind(1)
-        is_pair = part.response_mask[part.cu_seqlens[1:] - 1].view(-1, 2)[:, 0]  # nothing counts in a blank one
-        margin = margins[part.sequence_ids[::2] // 2]
+        last_tokens = microbatch.cu_seqlens[1:] - 1
+        is_pair = microbatch.response_mask[last_tokens].view(-1, 2)[:, 0]  # False in a padding micro-batch
+        margin = margins[microbatch.sequence_ids[::2] // 2]
         terms = bradley_terry(chosen, rejected, margin, self.settings.centring_coefficient)
         chosen, rejected = chosen.detach().double(), rejected.detach().double()
         measured = (terms.detach().double(), (chosen > rejected).double(), chosen - rejected, (chosen + rejected) / 2)
-        return masked_sum(terms, is_pair), torch.stack([masked_sum(each, is_pair) for each in measured])
+        return masked_sum(terms, is_pair), torch.stack([masked_sum(values, is_pair) for values in measured])
 
     def update(self, examples: ExampleBatch):
-        """One update on the mean loss of the pairs."""
+        """One optimizer update on the mean loss of the pairs."""
         with self.timers.phase("reward", "update"):
             self.trainable_model.routes.begin()
             count, margins = len(examples.examples), self._margins(examples.examples)
 
-            def loss(scores, part):
-                total, sums = self._measure(scores, part, margins)
+            def loss(scores, microbatch):
+                total, sums = self._measure(scores, microbatch, margins)
                 return total / count, sums / count
 
             means, applied, norm = self.trainable_model.update(self.microbatches(examples.batch), self._forward, loss)
@@ -96,8 +99,8 @@ class RewardModelTrainer(SupervisedTrainer):
         """Loss, accuracy, margin and mean score of held-out pairs. Collective."""
         sums = torch.zeros(len(METRIC_NAMES), dtype=torch.float64, device=device.device())
         margins = self._margins(examples.examples)
-        for scores, places in self.trainable_model.forward_only(self.microbatches(examples.batch), self._forward):
-            if len(places):
-                sums += self._measure(scores, examples.batch.select(places), margins)[1]
+        for scores, positions in self.trainable_model.forward_only(self.microbatches(examples.batch), self._forward):
+            if len(positions):
+                sums += self._measure(scores, examples.batch.select(positions), margins)[1]
         means = (self.role_groups.dp_all_reduce(sums) / len(examples.examples)).tolist()
         return {f"eval/{name}": mean for name, mean in zip(METRIC_NAMES, means, strict=True)}

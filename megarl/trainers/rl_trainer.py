@@ -1,4 +1,4 @@
-"""A reinforcement-learning run: its inputs and checks, its roles, resume, and evaluation, logging, saving of a step."""
+"""RLTrainer: inputs and checks of an RL run, its roles, and dispatch, evaluation, logging and saving of a step."""
 
 import argparse
 from collections.abc import Iterator
@@ -23,14 +23,14 @@ from megarl.trainers.reward_factory import RewardFactory
 from megarl.trainers.setup import build_role_encoder, check_training_flags, create_role_mesh
 from megarl.trainers.trainer import Trainer
 
-CHECKPOINTED_ROLES = ("actor", "critic", "reference")  # reward models have checkpoints of their own
-SAMPLES_PER_FILE = 64  # of a step's responses in the samples file
-GROUP_BUFFER_FILE = "waiting.pt"  # groups of an unfinished batch, in a checkpoint's folder
-PARTIAL_ROLLOUTS_FILE = "parts.pt"  # groups whose responses are not finished
+CHECKPOINTED_ROLES = ("actor", "critic", "reference")  # not reward models, which only score
+SAMPLES_PER_FILE = 64  # responses of a step in its samples file
+GROUP_BUFFER_FILE = "waiting.pt"  # in a checkpoint's folder: groups of an incomplete batch
+PARTIAL_ROLLOUTS_FILE = "parts.pt"  # groups with unfinished responses
 
 
 class RLInputs:
-    """Prompts, tokenizers and rewards, read and checked before any rank joins another."""
+    """Prompts, tokenizers, rewards and checkpoints, read and checked before the process group exists."""
 
     def __init__(self, config: RunConfig):
         s = config.settings
@@ -56,39 +56,41 @@ class RLInputs:
 def _check_rollout(s: Settings, roles: dict[str, RoleSettings]):
     rollout, ranks = roles["rollout"], set(roles["rollout"].ranks)
     if s.verify_weights and rollout.model_role != "rollout":
-        raise UsageError("--verify-weights: the rollout runs on the actor's own weights, so there is no transfer")
+        raise UsageError(
+            "--verify-weights: the rollout shares the actor's weights, so there is no weight sync to verify"
+        )
     if s.one_step_off and not ranks.isdisjoint(roles["actor"].ranks):
-        raise UsageError("--one-step-off: needs a rollout in --role-map that shares no ranks with the actor")
+        raise UsageError("--one-step-off: needs a rollout in --role-map on other ranks than the actor")
 
 
 def _check_replay(config: RunConfig):
-    replay, kinds = config.settings.router_replay, {}
+    replay, experts = config.settings.router_replay, {}
     for name in ("actor", "reference") if config.settings.router_replay_reference else ("actor",):
         args = config.roles[name].megatron
-        kinds[name] = (args.num_experts, args.moe_router_topk, pipeline_layout.moe_layer_pattern(args))
-    if replay != "none" and not kinds["actor"][0]:
-        raise UsageError(f"--router-replay {replay}: the actor has no experts; allowed is none, or --num-experts")
-    if kinds.get("reference", kinds["actor"]) != kinds["actor"]:
+        experts[name] = (args.num_experts, args.moe_router_topk, pipeline_layout.moe_layer_pattern(args))
+    if replay != "none" and not experts["actor"][0]:
+        raise UsageError(f"--router-replay {replay}: the actor has no experts; allowed is none, or set --num-experts")
+    if experts.get("reference", experts["actor"]) != experts["actor"]:
         raise UsageError(
-            "--router-replay-reference: the reference takes the actor's routes; allowed are the actor's --num-experts, "
-            "--moe-router-topk and --moe-layer-freq"
+            "--router-replay-reference: the reference replays the actor's routes; allowed are the actor's "
+            "--num-experts, --moe-router-topk and --moe-layer-freq"
         )
 
 
 def _check_pretrained(config: RunConfig, vocab_size: int) -> dict:
-    """Checkpoint of each role that starts from one; a critic may start from a reward model, which has its head."""
-    found = {}
+    """Checkpoint folder by role, for roles that start from one; a critic may start from a reward model."""
+    checkpoints = {}
     for name in filter(config.roles.get, CHECKPOINTED_ROLES):
         args: argparse.Namespace = config.roles[name].megatron
         if args.pretrained_checkpoint:
             sources = ("actor", "reward") if name == "critic" else ("actor",)
             flag, path = "--pretrained-checkpoint", args.pretrained_checkpoint
-            found[name] = run_state.find_weights(path, flag, name, args, vocab_size, sources)
-    return found
+            checkpoints[name] = run_state.find_weights(path, flag, name, args, vocab_size, sources)
+    return checkpoints
 
 
 class RLTrainer(Trainer):
-    """A reinforcement-learning run on this rank: its roles, its data, and what happens around a step."""
+    """A reinforcement-learning run on this rank: roles, data, and everything of a step besides the algorithm."""
 
     def __init__(self, config: RunConfig, timers: Timers):
         inputs = RLInputs(config)
@@ -99,8 +101,8 @@ class RLTrainer(Trainer):
         self._build_roles(config, timers)
         self._metrics: dict[str, float] = {}  # of the step, this rank's
         self._samples: list[dict] = []
-        self._is_best = False  # the step's evaluation
-        self._accuracy_before: float | None = None  # of held-out prompts, known on rank 0
+        self._is_best = False  # whether the step's evaluation is the best so far
+        self._accuracy_before: float | None = None  # on held-out prompts, on rank 0
         self._accuracy_after: float | None = None
         if inputs.resume:
             self._resume()
@@ -113,7 +115,7 @@ class RLTrainer(Trainer):
         timers.end_step(0)
 
     def _build_roles(self, config: RunConfig, timers: Timers):
-        """Every rank builds every role; outside its ranks a role holds no model."""
+        """Builds every role on every rank; a role has a model on its own ranks only."""
         s, mesh, roles, inputs = self.settings, self.mesh, config.roles, self.inputs
         vocab_size = self.tokenizer.vocab_size
         self.actor = Actor(s, roles["actor"], mesh["actor"], vocab_size, config.policy_loss, timers)
@@ -135,7 +137,7 @@ class RLTrainer(Trainer):
             self.evaluator = Evaluator(*generation, inputs.eval_prompts, inputs.eval_tokens, timers)
 
     def _models(self) -> dict:
-        """The models of this rank by role."""
+        """This rank's models by role."""
         models = {
             "actor": self.actor.trainable_model,
             "critic": self.critic.trainable_model,
@@ -153,14 +155,14 @@ class RLTrainer(Trainer):
                 models[name].load_pretrained(folder)
 
     def _evaluate_before_training(self):
-        found = self.evaluator.evaluate()
-        if found is not None:
-            self._accuracy_before = found["eval/accuracy"]
-            self.write(0, found)
+        metrics = self.evaluator.evaluate()
+        if metrics is not None:
+            self._accuracy_before = metrics["eval/accuracy"]
+            self.write(0, metrics)
             print(f"held-out accuracy before training: {self._accuracy_before:.4f}", flush=True)
 
     def steps(self) -> Iterator[int]:
-        """Numbers of the steps that are left; resets what a step measures."""
+        """Yields the numbers of the remaining steps; resets the metrics of all roles before each."""
         for step in super().steps():
             self.reward.begin_step()
             self.routing_replay.begin_step()
@@ -173,7 +175,7 @@ class RLTrainer(Trainer):
         return [self.batcher, self.actor, self.critic, self.reference, self.advantages, self.rollout]
 
     def dispatch(self, batch: StepBatch):
-        """Sends the responses to all roles, and with router replay the rollout's routes. Collective."""
+        """Sends the responses to all roles, and the rollout's routes for router replay. Collective."""
         self._batch = batch
         self.flush(wait=False)  # prints earlier steps that all ranks have ended by now
         batch.dispatch("actor", "reward", "reference", "critic")
@@ -182,7 +184,7 @@ class RLTrainer(Trainer):
     def evaluate(self, step: int):
         """Evaluates on held-out prompts every `--eval-interval` steps. Collective.
 
-        The step's own metrics and samples are taken first, since an evaluation runs the same roles.
+        It first saves the step's metrics and samples, since the evaluation overwrites those of the roles.
         """
         if self._batch is not None:
             self._batch.wait_sends()
@@ -191,14 +193,14 @@ class RLTrainer(Trainer):
         self._samples = [row for row in rows if row["sequence"] < SAMPLES_PER_FILE]
         if not self.evaluator or not self.is_due(self.settings.eval_interval):
             return
-        found = self.evaluator.evaluate()
-        self._is_best = bool(self.settings.keep_best and self.folder) and self.best.update(found, step)
-        if found is not None:
-            self._metrics |= found
-            self._accuracy_after = found["eval/accuracy"]
+        metrics = self.evaluator.evaluate()
+        self._is_best = bool(self.settings.keep_best and self.folder) and self.best.update(metrics, step)
+        if metrics is not None:
+            self._metrics |= metrics
+            self._accuracy_after = metrics["eval/accuracy"]
 
     def _step_metrics(self) -> dict[str, float]:
-        """All roles' metrics on this rank. A collective of the reward role's leaders."""
+        """Metrics of all roles on this rank. A collective of the reward role's leaders."""
         sources = (*self._metric_sources(), self.reward)
         return {name: value for source in sources for name, value in source.metrics.items()}
 
@@ -222,7 +224,7 @@ class RLTrainer(Trainer):
             run_state.save(self.folder, step, self.mesh, self._states(loading=False), manifest, files)
 
     def close(self):
-        """Ends the run: time line, report, and the accuracy that it reached. Collective."""
+        """Ends the run: writes timeline and report, prints the final accuracy. Collective."""
         super().close()
         self.reward.verifiers.close()
         if self._accuracy_after is not None:
@@ -230,7 +232,7 @@ class RLTrainer(Trainer):
             print(f"held-out accuracy: {before}{self._accuracy_after:.4f} after {self.step} steps", flush=True)
 
     def _states(self, loading: bool) -> dict:
-        """Checkpoint state of this rank's models by role, to be saved or filled."""
+        """Checkpoint state of this rank's models by role, to save or, if `loading`, to fill."""
         states = {}
         if self.actor.trainable_model:
             extra = {"kl_controller": self.advantages.controller.state_dict()}
@@ -268,7 +270,7 @@ class RLTrainer(Trainer):
             self.advantages.controller.load_state_dict(extra["kl_controller"])
 
     def _resume_group_buffer(self, data: bytes):
-        """Restores groups of a batch that is not full, or of one that was generated ahead."""
+        """Restores the groups of an incomplete batch, or of a batch that was generated ahead."""
         s, buffer = self.settings, self.batcher.group_buffer
         buffer.from_bytes(data)
         if len(buffer) >= s.prompts_per_step if not s.one_step_off else len(buffer) != s.prompts_per_step:

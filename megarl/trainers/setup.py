@@ -1,4 +1,4 @@
-"""What a program does before its roles exist: checks of its flags, tokenizers, and the process groups of its roles."""
+"""Set-up shared by the programs before their roles exist: flag checks, tokenizers and process groups."""
 
 import os
 from datetime import timedelta
@@ -14,7 +14,7 @@ from megarl.errors import UsageError
 
 
 def check_training_flags(config: arguments.RunConfig):
-    """Checks that all training programs share, beyond those of single flags. Raises UsageError."""
+    """Checks flags that all training programs share. Raises UsageError."""
     s = config.settings
     check_required({"--prompts": s.prompts})
     arguments.check_microbatches(config)
@@ -26,7 +26,7 @@ def check_training_flags(config: arguments.RunConfig):
 
 
 def build_role_encoder(role: arguments.RoleSettings, settings: arguments.Settings) -> Encoder:
-    """A role's tokenizer with its chat template; errors name the role's own flags where it has such."""
+    """A role's tokenizer with its chat template. Errors name the role's prefixed flags if it has any."""
     own = (role.tokenizer_type, role.tokenizer_model) != (settings.tokenizer_type, settings.tokenizer_model)
     tokenizer = build_tokenizer(role.tokenizer_type, role.tokenizer_model, f"{role.name}-" if own else "")
     prefix = "" if role.chat_template == settings.chat_template else f"{role.name}-"
@@ -41,23 +41,27 @@ def check_required(flags: dict[str, object]):
 
 
 def check_save(settings: arguments.Settings):
-    """UsageError unless `--save`, where it is given, can be made or written to."""
+    """UsageError if `--save` is given but cannot be created or written to."""
     if settings.save:
         path = Path(settings.save).absolute()
-        there = next(p for p in (path, *path.parents) if p.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK):
-            raise UsageError(f"--save {settings.save}: {there} is not a folder that can be written to")
+        existing = next(p for p in (path, *path.parents) if p.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK):
+            raise UsageError(f"--save {settings.save}: {existing} is not a writable folder")
 
 
 def make_deterministic():
-    """Kernels that give the same bits each time, or an error where there is none."""
+    """Selects deterministic kernels; operations without one raise an error."""
     torch.use_deterministic_algorithms(True)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def create_role_mesh(config: arguments.RunConfig) -> role_mesh.RoleMesh:
-    """Joins the process group and creates all roles' groups, with the time-out `--distributed-timeout-minutes`."""
+    """Joins the process group and creates the process groups of all roles."""
     if config.settings.deterministic:
         make_deterministic()
-    minutes = next(iter(config.roles.values())).megatron.distributed_timeout_minutes
-    return role_mesh.create_mesh(config.roles, timedelta(minutes=minutes))
+    return role_mesh.create_mesh(config.roles, distributed_timeout(config))
+
+
+def distributed_timeout(config: arguments.RunConfig) -> timedelta:
+    """The time-out of collectives, `--distributed-timeout-minutes`."""
+    return timedelta(minutes=next(iter(config.roles.values())).megatron.distributed_timeout_minutes)

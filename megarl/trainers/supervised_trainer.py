@@ -1,4 +1,4 @@
-"""What supervised runs share: examples read and checked, start, resume, a step's batch, evaluation, checkpoints."""
+"""The base class of SFTTrainer and RewardModelTrainer: inputs, batches, evaluation, checkpoints and resume."""
 
 import abc
 from typing import NamedTuple
@@ -24,27 +24,27 @@ from megarl.trainers.trainer import Trainer
 
 
 class TaskSpec(NamedTuple):
-    """What a supervised program trains, and from what it starts."""
+    """What a supervised program trains, and which weights it starts from."""
 
-    program: str  # its module, as manifests name it
-    role: str  # that trains: prefix of its flags and of its keys in checkpoints
-    value_head: bool  # a scalar head in the place of the vocabulary's
-    sequences_per_example: int  # sequences of an example
+    program: str  # name of its module, in manifests
+    role: str  # the trained role: prefix of its flags and checkpoint keys
+    value_head: bool  # a scalar head instead of the vocabulary's
+    sequences_per_example: int  # 2 for a preference pair
     sources: tuple[str, ...]  # roles whose weights it may start from
 
 
 class ExampleBatch(NamedTuple):
-    """Examples that were drawn together."""
+    """The examples of a step or an evaluation."""
 
-    examples: list  # of all lanes
-    batch: Batch  # this lane's sequences; those of the i-th example have the ids i·together, i·together + 1 …
+    examples: list  # of all replicas
+    batch: Batch  # this replica's sequences; example i of k sequences has the ids i·k … i·k + k − 1
 
 
 class SupervisedTrainer(Trainer, abc.ABC):
-    """A supervised run on this rank; what it learns, and how, its subclasses say."""
+    """A supervised run on this rank. Subclasses define the examples, the loss and the evaluation."""
 
     task: TaskSpec
-    fields: tuple  # what the line of a step shows
+    fields: tuple  # metrics in the progress line of a step
 
     def __init__(self, config: RunConfig, timers: Timers):
         inputs = SupervisedInputs(config, type(self))
@@ -67,28 +67,28 @@ class SupervisedTrainer(Trainer, abc.ABC):
     @staticmethod
     @abc.abstractmethod
     def read(prompts: PromptSet, encoder: Encoder, config: RunConfig) -> list:
-        """The examples of a file; UsageError with file and line where there is none."""
+        """The example of each line of a file; UsageError with file and line for an invalid one."""
 
     @staticmethod
     def check(settings: Settings):
-        """UsageError where flags do not go together."""
+        """UsageError for flags that do not work together."""
         if settings.target_eval_loss and not settings.eval_interval:
             raise UsageError(f"--target-eval-loss {settings.target_eval_loss}: needs --eval-interval")
 
     @abc.abstractmethod
-    def texts(self, example) -> list[tuple[list[int], list[bool]]]:
-        """Tokens of an example's sequences, with the mask of those that count."""
+    def sequences(self, example) -> list[tuple[list[int], list[bool]]]:
+        """(tokens, mask of the tokens that count) of each sequence of an example."""
 
     @abc.abstractmethod
     def update(self, examples: ExampleBatch):
-        """One update."""
+        """One optimizer update; sets `metrics`."""
 
     @abc.abstractmethod
     def evaluate_batch(self, examples: ExampleBatch) -> dict[str, float]:
         """Metrics of held-out examples, `eval/loss` among them. Collective."""
 
-    def is_reached(self) -> bool:
-        """Whether an evaluation is as good as the run was to become."""
+    def has_reached_target(self) -> bool:
+        """Whether the last evaluation has reached the run's target."""
         target = self.settings.target_eval_loss
         return target is not None and self.metrics["eval/loss"] <= target
 
@@ -98,25 +98,19 @@ class SupervisedTrainer(Trainer, abc.ABC):
         return self._batch_of([self.inputs.examples[line] for line in lines])
 
     def _batch_of(self, examples: list) -> ExampleBatch:
-        texts, sequences_per_example = (
-            [text for example in examples for text in self.texts(example)],
-            self.task.sequences_per_example,
-        )
-        lengths = torch.tensor([len(tokens) for tokens, _ in texts], dtype=torch.int64)
-        whole, everything = lengths.view(-1, sequences_per_example).sum(1), [torch.arange(len(examples))]
-        # What an example costs is reckoned as if its sequences were one.
+        sequences = [sequence for example in examples for sequence in self.sequences(example)]
+        per_example = self.task.sequences_per_example
+        lengths = torch.tensor([len(tokens) for tokens, _ in sequences], dtype=torch.int64)
+        # The cost of an example is estimated as if its sequences were one.
+        example_lengths, minibatches = lengths.view(-1, per_example).sum(1), [torch.arange(len(examples))]
         dp_assignment = load_balance.balance_by_flops(
-            whole, everything, len(self.role_groups.replicas), self.role.megatron.hidden_size
+            example_lengths, minibatches, len(self.role_groups.replicas), self.role.megatron.hidden_size
         )
-        ids = (
-            torch.arange(len(texts))
-            .view(-1, sequences_per_example)[dp_assignment == self.role_groups.dp_rank]
-            .flatten()
-        )
-        mine, prompts = [texts[i] for i in ids.tolist()], {}
-        if sequences_per_example > 1:
-            alike = common_prefix_lengths([tokens for tokens, _ in mine], ids // sequences_per_example)
-            prompts = {"prompt_ids": ids // sequences_per_example, "prompt_lengths": alike}
+        ids = torch.arange(len(sequences)).view(-1, per_example)[dp_assignment == self.role_groups.dp_rank].flatten()
+        mine, prompts = [sequences[i] for i in ids.tolist()], {}
+        if per_example > 1:
+            prefix_lengths = common_prefix_lengths([tokens for tokens, _ in mine], ids // per_example)
+            prompts = {"prompt_ids": ids // per_example, "prompt_lengths": prefix_lengths}
         batch = Batch(
             sequence_ids=ids,
             lengths=lengths[ids],
@@ -127,19 +121,19 @@ class SupervisedTrainer(Trainer, abc.ABC):
         return ExampleBatch(examples, batch.to(device.device()))
 
     def microbatches(self, batch: Batch) -> list[tuple[Batch, Tensor]]:
-        """This lane's micro-batches, as many as on every other lane; the sequences of an example share one."""
-        parts = mb.role_microbatches(
+        """This replica's micro-batches, equally many on every replica; the sequences of an example share one."""
+        microbatches = mb.role_microbatches(
             batch, torch.arange(len(batch)), self.role, self.role_groups, self.task.sequences_per_example
         )
-        self.trainable_model.routes.attach(batch, parts)
-        return parts
+        self.trainable_model.routes.attach(batch, microbatches)
+        return microbatches
 
     def evaluate(self, step: int):
-        """Evaluates on held-out examples every `--eval-interval` steps; ends the run at its target. Collective."""
+        """Evaluates on held-out examples every `--eval-interval` steps; the run ends at its target. Collective."""
         s = self.settings
         if s.eval_prompts and self.is_due(s.eval_interval):
             self.metrics |= self.evaluate_batch(self._batch_of(self.inputs.held_out[: s.eval_samples]))
-            if self.is_reached():
+            if self.has_reached_target():
                 self.last_step = step
 
     def log(self, step: int):
@@ -161,23 +155,23 @@ class SupervisedTrainer(Trainer, abc.ABC):
 
 
 class SupervisedInputs:
-    """Examples and checkpoints of a supervised run, read and checked before any rank joins another."""
+    """Examples and checkpoints of a supervised run, read and checked before the process group exists."""
 
-    def __init__(self, config: RunConfig, run: type[SupervisedTrainer]):
-        s, task = config.settings, run.task
+    def __init__(self, config: RunConfig, trainer: type[SupervisedTrainer]):
+        s, task = config.settings, trainer.task
         role = config.roles[task.role]
         check_training_flags(config)
         check_required({"--global-batch-size": role.megatron.global_batch_size})
-        run.check(s)
+        trainer.check(s)
         encoder = build_role_encoder(role, s)
         self.vocab_size = encoder.tokenizer.vocab_size
-        self.examples, self.held_out = run.read(load_prompts(s.prompts, "--prompts"), encoder, config), []
+        self.examples, self.held_out = trainer.read(load_prompts(s.prompts, "--prompts"), encoder, config), []
         if s.eval_prompts:
-            self.held_out = run.read(load_prompts(s.eval_prompts, "--eval-prompts"), encoder, config)
-        described = (task.role, role.megatron, self.vocab_size)
+            self.held_out = trainer.read(load_prompts(s.eval_prompts, "--eval-prompts"), encoder, config)
+        model = (task.role, role.megatron, self.vocab_size)
         self.pretrained = self.resume = None
         if start := role.megatron.pretrained_checkpoint:
-            self.pretrained = run_state.find_weights(start, "--pretrained-checkpoint", *described, task.sources)
+            self.pretrained = run_state.find_weights(start, "--pretrained-checkpoint", *model, task.sources)
         if s.load:
-            shapes = {task.role: gpt.weight_shapes(*described, resumes=True, value_head=task.value_head)}
+            shapes = {task.role: gpt.weight_shapes(*model, resumes=True, value_head=task.value_head)}
             self.resume = folders.check_resume(s.load, task.program, s.train_iters, shapes)

@@ -1,8 +1,7 @@
-"""The trainer that all programs share: its steps, the files of the run, resume, and the end."""
+"""The base class of all trainers: steps, metrics, files of the run, and resume."""
 
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 
 from megarl.arguments import RunConfig
@@ -18,10 +17,11 @@ from megarl.observe.settings_file import write_settings
 from megarl.observe.timeline import write_timeline
 from megarl.observe.timers import Timers, reduce_times
 from megarl.trainers.async_metrics import AsyncMetrics
+from megarl.trainers.setup import distributed_timeout
 
 
 class Trainer:
-    """The steps of a run and the files it leaves; everything is written by rank 0 alone."""
+    """Counts the steps of a run and writes its files; only rank 0 writes."""
 
     def __init__(self, config: RunConfig, mesh: RoleMesh, timers: Timers, fields=RL_FIELDS):
         self.config, self.settings, self.mesh, self.timers = config, config.settings, mesh, timers
@@ -31,16 +31,15 @@ class Trainer:
         self._fields = fields
         self._writer = self._progress = None
         self._started = time.perf_counter()
-        minutes = next(iter(config.roles.values())).megatron.distributed_timeout_minutes
-        self._async_metrics = AsyncMetrics(mesh, timedelta(minutes=minutes))
+        self._async_metrics = AsyncMetrics(mesh, distributed_timeout(config))
 
     @property
     def folder(self) -> Path | None:
-        """Folder of the run, None when nothing is to be kept."""
+        """Folder of the run; None without `--save`."""
         return Path(self.settings.save) if self.settings.save else None
 
     def open(self, resumed: bool):
-        """Opens the run's files: behind `self.step` when resumed, afresh otherwise."""
+        """Opens the run's files: appends after `self.step` if resumed, otherwise starts new ones."""
         if self.mesh.rank:
             return
         self._progress = Progress(self.settings.train_iters, fields=self._fields)
@@ -57,24 +56,24 @@ class Trainer:
                 "megatron": vars(role.megatron),
             }
             for name, role in self.config.roles.items()
-            if role.model_role == name  # a rollout on the actor's own module has no settings of its own
+            if role.model_role == name  # a rollout that shares the actor's model has the actor's settings
         }
         return {"megarl": self.config.own_settings(), "world_size": self.mesh.size, "roles": roles}
 
     def steps(self) -> Iterator[int]:
-        """Numbers of the steps that are left: 1 … `--train-iters`."""
+        """Yields the numbers of the remaining steps, up to `--train-iters`, and counts them."""
         self._started = time.perf_counter()
         while self.step < self.last_step:
             self.step = self.timers.step = self.step + 1
             yield self.step
 
     def is_due(self, interval: int) -> bool:
-        """Whether something done every `interval` steps (0: never) and behind the last one is due now."""
+        """Whether an action is due now that runs every `interval` steps (0: never) and after the last one."""
         return self.step == self.last_step or bool(interval and self.step % interval == 0)
 
     def manifest_entries(self, program: str, vocab_size: int, order: PromptOrder) -> dict:
-        """What the manifest of a checkpoint tells of the run besides its step; `resume_from` reads it back."""
-        self.flush()  # steps that were skipped are counted where they are written
+        """The run's entries in a checkpoint's manifest, besides the step; `resume_from` reads them."""
+        self.flush()  # skipped steps are counted when a step is written
         return {
             "program": program,
             "seed": self.settings.seed,
@@ -84,7 +83,7 @@ class Trainer:
         }
 
     def resume_from(self, folder: Path, order: PromptOrder) -> dict:
-        """Goes on behind a checkpoint: step, data position and what was counted; returns the whole manifest."""
+        """Restores step, counters and data position from a checkpoint; returns its whole manifest."""
         manifest = folders.read_manifest(folder, "--load")
         self.step, self.skipped = manifest["step"], manifest["steps_skipped"]
         order.load_state_dict(manifest["prompt_order"])
@@ -94,9 +93,9 @@ class Trainer:
         """Ends a step on this rank and sends its metrics to rank 0; no rank waits for another.
 
         Args:
-            metrics: this rank's. Where several ranks have the same name they have the same number, except for memory,
-                of which the largest counts.
-            samples: rows of the samples file that this rank contributes.
+            metrics: of this rank. A name that several ranks have must have the same value on all of them; of memory
+                metrics the maximum counts.
+            samples: this rank's rows of the samples file.
         """
         if (peak := device.peak_bytes()) is not None:
             metrics = metrics | {f"memory/{role}/peak_bytes": peak for role in self.mesh.roles_of(self.mesh.rank)}
@@ -105,15 +104,15 @@ class Trainer:
         self.flush(wait=self.step == self.last_step)
 
     def flush(self, wait: bool = True):
-        """Writes and prints steps that all ranks have ended, on rank 0; all that it has ended itself when it waits."""
+        """Writes and prints steps that all ranks have ended, on rank 0; `wait`: all steps that rank 0 has ended."""
         for step, published in self._async_metrics.poll(wait):
             self._write_step(step, *zip(*published, strict=True))
 
     def _write_step(self, step: int, metrics: tuple, times: tuple, seconds: tuple, samples: tuple):
-        """Each argument is of all ranks, in their order."""
-        row = {name: value for part in reversed(metrics) for name, value in part.items()}
+        """Merges and writes the metrics of a step. Each argument holds one item per rank, in rank order."""
+        row = {name: value for of_rank in reversed(metrics) for name, value in of_rank.items()}  # the first rank wins
         for name in (name for name in row if name.startswith("memory/")):
-            row[name] = max(part.get(name, 0) for part in metrics)
+            row[name] = max(of_rank.get(name, 0) for of_rank in metrics)
         self.skipped += any(value for name, value in row.items() if name.endswith("/updates_skipped"))
         roles_of_ranks = [self.mesh.roles_of(rank) for rank in range(self.mesh.size)]
         times = reduce_times(times, roles_of_ranks)
@@ -121,21 +120,21 @@ class Trainer:
         if "perf/tokens" in row:
             row["perf/tokens_per_s"] = row["perf/tokens"] / seconds[0]
         if "rollout/tokens" in row:
-            seconds_writing = times[f"time/{self.mesh['rollout'].model_role}/rollout_s"]
-            row["rollout/tokens_per_s"] = row["rollout/tokens"] / max(seconds_writing, 1e-9)
-        rows = sorted((row for part in samples for row in part), key=lambda row: row["sequence"])
+            rollout_seconds = times[f"time/{self.mesh['rollout'].model_role}/rollout_s"]
+            row["rollout/tokens_per_s"] = row["rollout/tokens"] / max(rollout_seconds, 1e-9)
+        rows = sorted((row for of_rank in samples for row in of_rank), key=lambda row: row["sequence"])
         if rows and self.folder:
             SamplesWriter(self.folder).write(step, rows)
         self.write(step, row)
         self._progress.line(step, row, seconds[0])
 
     def write(self, step: int, row: dict[str, float]):
-        """Appends a line of metrics for a step; rank 0 only."""
+        """Appends a step's line to the metrics file; rank 0 only."""
         if self._writer:
             self._writer.write(step, row)
 
     def close(self):
-        """Writes what is left of the steps, the time line and the report. Collective."""
+        """Writes the remaining steps, the timeline and the report. Collective."""
         self.flush()
         events = self.mesh.gather(self.timers.events())
         if events is None or self._writer is None:
