@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Runs the tests in the environment of launch/setup_env.sh, from any folder; arguments go to pytest:
 #   bash tests/run.sh -k exchange
-# Without a CUDA device the tests marked `gpu` are left out. The whole suite runs in two processes, each with every other
-# file: most tests keep one core busy, and worlds of ranks wait much of their time. The exit status is pytest's.
+#   bash tests/run.sh tests/unit/comm
+# Without arguments the whole suite runs, in two processes with every other file each: most tests keep one core busy, and
+# worlds of ranks wait much of their time. Without a CUDA device the tests marked `gpu` are left out, which is printed.
+# The exit status is pytest's.
 set -euo pipefail
 
 ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -15,9 +17,12 @@ export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 export OMP_NUM_THREADS=1
 
 select=()
-"$PYTHON_BIN" tools/check_env.py --has-cuda || select=(-m "not gpu")
+if ! "$PYTHON_BIN" tools/check_env.py --has-cuda; then
+    select=(-m "not gpu")
+    echo "tests/run.sh: leaves out the tests marked gpu, which need a CUDA device" >&2
+fi
 
-whole=true
+whole=true  # no argument selects tests
 for argument in "$@"; do [[ $argument == --durations=* ]] || whole=false; done
 
 status=0

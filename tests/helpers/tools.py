@@ -1,11 +1,15 @@
-"""Tools as modules, and the smallest shape of a benchmark."""
+"""Tools as modules and as programs, and the smallest shape of a benchmark."""
 
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 from tools.bench import common
 
 TOOLS = Path(__file__).parents[2] / "tools"
+SMALL = common.Shape(layers=2, hidden=32, ffn=48, vocab=40, heads=4, groups=2)
 
 
 def load_tool(name):
@@ -16,4 +20,10 @@ def load_tool(name):
     return module
 
 
-SMALL = common.Shape(layers=2, hidden=32, ffn=48, vocab=40, heads=4, groups=2)
+def run_tool(name, *arguments, **environment):
+    """Runs tools/NAME.py as a user does; output as text."""
+    command = [sys.executable, str(TOOLS / f"{name}.py"), *map(str, arguments)]
+    root = str(TOOLS.parent)
+    return subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": root, **environment}
+    )

@@ -300,7 +300,7 @@ def test_check_asks_for_extras_only_when_named(site):
 def test_check_detects_the_wrong_apex_without_importing_it(site):
     site.module("apex/__init__.py", "raise SystemExit('imported')")
     result = site.check()
-    assert result.returncode == 1 and "apex here is not NVIDIA's" in result.stdout
+    assert result.returncode == 1 and "apex is not NVIDIA's" in result.stdout
     assert "https://github.com/NVIDIA/apex" in result.stdout
     site.module("apex/optimizers/__init__.py", "from .fused_adam import FusedAdam")
     result = site.check()

@@ -86,7 +86,7 @@ def test_a_small_gain_is_an_exit_status(least, status, tmp_path, capsys):
 @pytest.mark.parametrize("flags, says", [
     ("", "--out"), ("--out o --recipes ppq", "invalid choice: 'ppq'"), ("--out o --jobs 0", "--jobs 0: must be at"),
     ("--out o --seeds 1 -1", "--seeds -1: must be"), ("--out o --steps 0", "--steps 0"), ("--out o --step 3", "--step"),
-    ("--out o --config no.yaml", "--config no.yaml: there is no"), ("--out o --warm-start no", "there is no no/"),
+    ("--out o --config no.yaml", "--config no.yaml: no.yaml does not"), ("--out o --warm-start no", "no/data does not exist"),
 ])  # fmt: skip
 def test_wrong_use_is_reported_in_one_line(flags, says, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -138,11 +138,11 @@ def test_a_real_run_and_a_second_call_that_only_draws(tmp_path, capfd):
     config.write_text("".join(f"{key}: {value}\n" for key, value in shape.items()) + "eval-interval: 2\n")
     command = f"--out {out} --warm-start {start} --config {config} --recipes dr_grpo --seeds 4 --steps 3".split()
     assert curves.main([*command, "--min-gain", "-100"]) == 0
-    assert "(was there)" not in capfd.readouterr().out
+    assert "(complete before)" not in capfd.readouterr().out
     (found,) = json.loads((out / "curves.json").read_text())
     assert (found["recipe"], found["seed"], found["steps"]) == ("dr_grpo", 4, [0, 2, 3])
     assert 0 == found["tokens"][0] < found["tokens"][1] < found["tokens"][2]
     stamp = (out / "dr_grpo" / "seed4" / "metrics.jsonl").stat().st_mtime_ns
     assert curves.main([*command, "--min-gain", "101"]) == 1
-    assert "dr_grpo seed 4" in (printed := capfd.readouterr()).out and "(was there)" in printed.out
+    assert "dr_grpo seed 4" in (printed := capfd.readouterr()).out and "(complete before)" in printed.out
     assert (out / "dr_grpo" / "seed4" / "metrics.jsonl").stat().st_mtime_ns == stamp

@@ -114,7 +114,7 @@ def test_a_held_out_question_among_training_prompts_is_an_exit_status(prompt, qu
     words = write_lines(tmp_path / "words.jsonl", [*map(line, WORDS), known])
     assert make(tmp_path, "--prompts", str(words)) == 1
     printed = capsys.readouterr()
-    assert f"1 held-out questions are trained on, e.g. '{prompt}'" in printed.err and printed.out == ""
+    assert f"1 held-out questions are in training prompts, e.g. '{prompt}'" in printed.err and printed.out == ""
 
 
 @pytest.mark.parametrize("flags, change, says", [
@@ -122,7 +122,7 @@ def test_a_held_out_question_among_training_prompts_is_an_exit_status(prompt, qu
     ([], {"train": [{"prompt": "stone:"}]}, "samples.jsonl:1: not a sample"),
     ([], {"train": [{"prompt": "moon:", "response": "x", "finished": True}]}, "has no such prompt: 'moon:'"),
     ([], {"heldout": []}, "no two responses to one prompt differ"),
-    ([], {"words": [*WORDS, "stone"]}, "prompts.jsonl:6: the prompt of line 1 once more"),
+    ([], {"words": [*WORDS, "stone"]}, "prompts.jsonl:6: repeats the prompt of line 1"),
     (["--samples", "gone.jsonl"], {}, "--samples gone.jsonl: cannot be read"),
 ])  # fmt: skip
 def test_wrong_use_is_reported_in_one_line(flags, change, says, tmp_path, capsys):

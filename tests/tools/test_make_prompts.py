@@ -1,39 +1,18 @@
-"""The two tools that prepare data: disjoint, reproducible prompt files and a tokenizer that loses nothing."""
+"""tools/make_prompts.py: disjoint and reproducible prompt files, wrong use."""
 
 import collections.abc
 import hashlib
 import json
-import os
-import subprocess
-import sys
 import typing
 
 import pytest
 
 from megarl.data.prompts import load_prompts
-from megarl.data.tokenizers import build_tokenizer
 from megarl.flags.settings import Settings
 from megarl.rewards.base import Sample
 from megarl.rewards.build import Options, build_named_verifiers, check_prompts
-from tests.helpers.tools import TOOLS, load_tool
-
-SUMS = ["--task", "chain_sum", "--task-option", "max_terms=2", "--task-option", "max_digits=2"]
-SHORT = ["--prompt-template", "{metadata[expression]} ="]
-
-
-make_prompts = load_tool("make_prompts")
-train_tokenizer = load_tool("train_tokenizer")
-
-
-def make(folder, *arguments, train=300, heldout=60):
-    return make_prompts.main(["--train", str(train), "--heldout", str(heldout), "--out", str(folder), *arguments])
-
-
-@pytest.fixture(scope="module")
-def sums(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sums")
-    assert make(folder, *SUMS, *SHORT) == 0
-    return folder
+from tests.helpers.small_prompts import SHORT, SUMS, make, make_prompts
+from tests.helpers.tools import run_tool
 
 
 def test_files_are_what_training_reads(sums):
@@ -77,14 +56,6 @@ def test_manifest(sums):
     for name, count in (("train.jsonl", 300), ("heldout.jsonl", 60)):
         digest = hashlib.sha256((sums / name).read_bytes()).hexdigest()
         assert manifest["files"][name] == {"count": count, "sha256": digest}
-
-
-def run_tool(name, *arguments, **environment):
-    command = [sys.executable, str(TOOLS / f"{name}.py"), *map(str, arguments)]
-    root = str(TOOLS.parent)
-    return subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": root, **environment}
-    )
 
 
 @pytest.mark.parametrize("task", ["isomorphic_strings", "list_functions"])
@@ -212,84 +183,3 @@ def test_convert(value, hint, expected):
 def test_convert_rejects(value, hint):
     with pytest.raises(TypeError):
         make_prompts.convert(value, hint)
-
-
-# ---- train_tokenizer ----
-
-
-def train_on(prefix, *files, vocab_size=32, options=()):
-    return train_tokenizer.main(
-        ["--input", *map(str, files), "--vocab-size", str(vocab_size), "--out", str(prefix), *options]
-    )
-
-
-def test_tokenizer_round_trips_every_prompt_and_answer(sums, tmp_path):
-    assert train_on(tmp_path / "deep" / "tok", sums / "train.jsonl") == 0
-    tokenizer = build_tokenizer("SentencePieceTokenizer", str(tmp_path / "deep" / "tok.model"))
-    assert tokenizer.vocab_size <= 32
-    assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id) == (0, 2, 3)
-    for name in ("train.jsonl", "heldout.jsonl"):
-        for prompt in load_prompts(str(sums / name)):
-            ids = tokenizer.encode(prompt.prompt) + tokenizer.encode(prompt.answer)
-            assert tokenizer.decode(ids) == prompt.prompt + prompt.answer
-            assert len(tokenizer.encode(prompt.answer)) == len(prompt.answer)
-    vocab = (tmp_path / "deep" / "tok.vocab").read_text(encoding="utf-8").splitlines()
-    assert len(vocab) == tokenizer.vocab_size and vocab[3].split("\t")[0] == "</s>"
-
-
-def test_tokenizer_is_reproducible_and_holds_no_path(sums, tmp_path):
-    for name in ("a", "b"):
-        assert train_on(tmp_path / name, sums / "train.jsonl") == 0
-    model = (tmp_path / "a.model").read_bytes()
-    assert model == (tmp_path / "b.model").read_bytes()
-    assert str(tmp_path).encode() not in model and str(sums).encode() not in model
-
-
-def test_tokenizer_with_difficult_text(tmp_path):
-    texts = ["two  spaces ", " lead\n\ttab", "é漢🙂", "x" * 20000 + "y", "ｆｕｌｌ ﬁ"]
-    path = tmp_path / "p.jsonl"
-    path.write_text("\n".join(json.dumps({"prompt": text, "response": text[::-1]}) for text in texts))
-    assert train_on(tmp_path / "tok", path, vocab_size=64) == 0
-    tokenizer = build_tokenizer("SentencePieceTokenizer", str(tmp_path / "tok.model"))
-    for text in texts + [text[::-1] for text in texts]:
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-    # The smallest vocabulary that fits: one token for each character.
-    smallest = len(set("".join(texts))) + 4
-    assert train_on(tmp_path / "tok", path, vocab_size=smallest) == 0
-    assert train_on(tmp_path / "tok", path, vocab_size=smallest - 1) == 2
-
-
-def test_byte_fallback_spells_unknown_characters(sums, tmp_path):
-    assert train_on(tmp_path / "plain", sums / "train.jsonl") == 0
-    assert train_on(tmp_path / "bytes", sums / "train.jsonl", vocab_size=300, options=["--byte-fallback"]) == 0
-    plain, spelt = (
-        build_tokenizer("SentencePieceTokenizer", str(tmp_path / f"{name}.model")) for name in ("plain", "bytes")
-    )
-    assert spelt.decode(spelt.encode("7 × é")) == "7 × é"
-    assert plain.decode(plain.encode("7 × é")) != "7 × é"
-
-
-def test_tokenizer_errors_are_one_line(sums, tmp_path, capsys):
-    odd = tmp_path / "odd.jsonl"
-    odd.write_text(json.dumps({"prompt": "a\u2581b"}))
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text('{"prompt": "a"}\n{')
-    (tmp_path / "file").write_text("")
-    for expected, arguments in [
-        ("--vocab-size 8: too small", (tmp_path / "tok", sums / "train.jsonl", 8)),
-        ("cannot represent 'a\u2581b'", (tmp_path / "tok", odd, 32)),
-        (f"--input {broken}:2: malformed JSON", (tmp_path / "tok", broken, 32)),
-        ("--input gone.jsonl: no such file", (tmp_path / "tok", "gone.jsonl", 32)),
-        ("cannot be written", (tmp_path / "file" / "tok", sums / "train.jsonl", 32)),
-    ]:
-        prefix, path, vocab_size = arguments
-        assert train_on(prefix, path, vocab_size=vocab_size) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("train_tokenizer: ") and expected in error and error.count("\n") == 1
-    assert not (tmp_path / "tok.model").exists()
-
-
-def test_tokenizer_program_is_quiet(sums, tmp_path):
-    done = run_tool("train_tokenizer", "--input", sums / "train.jsonl", "--vocab-size", 32, "--out", tmp_path / "tok")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("\n") == 1

@@ -1,13 +1,14 @@
-"""The tokenizer trainer: special tokens, chat templates and byte-level BPE; test_make_prompts.py has the rest."""
+"""tools/train_tokenizer.py: lossless, reproducible tokenizers with special tokens, chat templates and byte-level BPE."""
 
 import json
 
 import pytest
 
 from megarl.data.conversations import build_encoder
-from megarl.data.prompts import Prompt
+from megarl.data.prompts import Prompt, load_prompts
 from megarl.data.tokenizers import build_tokenizer
 from tests.helpers.small_tokenizers import CHATML, PLAIN
+from tests.helpers.tools import run_tool
 from tools import train_tokenizer
 
 LINES = [
@@ -68,7 +69,7 @@ def test_sentencepiece_with_special_tokens(data):
     [
         (["--kind", "bpe"], 258, "--vocab-size 258: too small; 256 bytes and 3 special tokens need at least 259"),
         (["--kind", "bpe", "--byte-fallback"], 300, "--byte-fallback: --kind bpe spells everything"),
-        (["--chat-template", "t"], 300, "--chat-template t: a SentencePiece model has no place for it"),
+        (["--chat-template", "t"], 300, "--chat-template t: a SentencePiece model cannot store it"),
         (["--kind", "bpe", "--chat-template", "gone"], 300, "--chat-template gone: cannot be read"),
         (["--special", "</s>"], 300, "--special: '</s>' is empty or given twice"),
         (["--kind", "bpe", "--eos-token", ""], 300, "--special: '' is empty or given twice"),
@@ -87,3 +88,81 @@ def test_a_template_without_the_end_token_is_rejected_before_anything_is_written
     assert "ends without the tokenizer's EOS '</s>'" in capsys.readouterr().err
     assert not (data / "a").exists()
     assert run(data, "a", "--kind", "bpe", "--chat-template", data / "plain.jinja") == 0
+
+
+def train_on(prefix, *files, vocab_size=32, options=()):
+    return train_tokenizer.main(
+        ["--input", *map(str, files), "--vocab-size", str(vocab_size), "--out", str(prefix), *options]
+    )
+
+
+def test_tokenizer_round_trips_every_prompt_and_answer(sums, tmp_path):
+    assert train_on(tmp_path / "deep" / "tok", sums / "train.jsonl") == 0
+    tokenizer = build_tokenizer("SentencePieceTokenizer", str(tmp_path / "deep" / "tok.model"))
+    assert tokenizer.vocab_size <= 32
+    assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id) == (0, 2, 3)
+    for name in ("train.jsonl", "heldout.jsonl"):
+        for prompt in load_prompts(str(sums / name)):
+            ids = tokenizer.encode(prompt.prompt) + tokenizer.encode(prompt.answer)
+            assert tokenizer.decode(ids) == prompt.prompt + prompt.answer
+            assert len(tokenizer.encode(prompt.answer)) == len(prompt.answer)
+    vocab = (tmp_path / "deep" / "tok.vocab").read_text(encoding="utf-8").splitlines()
+    assert len(vocab) == tokenizer.vocab_size and vocab[3].split("\t")[0] == "</s>"
+
+
+def test_tokenizer_is_reproducible_and_holds_no_path(sums, tmp_path):
+    for name in ("a", "b"):
+        assert train_on(tmp_path / name, sums / "train.jsonl") == 0
+    model = (tmp_path / "a.model").read_bytes()
+    assert model == (tmp_path / "b.model").read_bytes()
+    assert str(tmp_path).encode() not in model and str(sums).encode() not in model
+
+
+def test_tokenizer_with_difficult_text(tmp_path):
+    texts = ["two  spaces ", " lead\n\ttab", "é漢🙂", "x" * 20000 + "y", "ｆｕｌｌ ﬁ"]
+    path = tmp_path / "p.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": text, "response": text[::-1]}) for text in texts))
+    assert train_on(tmp_path / "tok", path, vocab_size=64) == 0
+    tokenizer = build_tokenizer("SentencePieceTokenizer", str(tmp_path / "tok.model"))
+    for text in texts + [text[::-1] for text in texts]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    # The smallest vocabulary that fits: one token for each character.
+    smallest = len(set("".join(texts))) + 4
+    assert train_on(tmp_path / "tok", path, vocab_size=smallest) == 0
+    assert train_on(tmp_path / "tok", path, vocab_size=smallest - 1) == 2
+
+
+def test_byte_fallback_spells_unknown_characters(sums, tmp_path):
+    assert train_on(tmp_path / "plain", sums / "train.jsonl") == 0
+    assert train_on(tmp_path / "bytes", sums / "train.jsonl", vocab_size=300, options=["--byte-fallback"]) == 0
+    plain, spelt = (
+        build_tokenizer("SentencePieceTokenizer", str(tmp_path / f"{name}.model")) for name in ("plain", "bytes")
+    )
+    assert spelt.decode(spelt.encode("7 × é")) == "7 × é"
+    assert plain.decode(plain.encode("7 × é")) != "7 × é"
+
+
+def test_tokenizer_errors_are_one_line(sums, tmp_path, capsys):
+    odd = tmp_path / "odd.jsonl"
+    odd.write_text(json.dumps({"prompt": "a\u2581b"}))
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"prompt": "a"}\n{')
+    (tmp_path / "file").write_text("")
+    for expected, arguments in [
+        ("--vocab-size 8: too small", (tmp_path / "tok", sums / "train.jsonl", 8)),
+        ("cannot represent 'a\u2581b'", (tmp_path / "tok", odd, 32)),
+        (f"--input {broken}:2: malformed JSON", (tmp_path / "tok", broken, 32)),
+        ("--input gone.jsonl: no such file", (tmp_path / "tok", "gone.jsonl", 32)),
+        ("cannot be written", (tmp_path / "file" / "tok", sums / "train.jsonl", 32)),
+    ]:
+        prefix, path, vocab_size = arguments
+        assert train_on(prefix, path, vocab_size=vocab_size) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("train_tokenizer: ") and expected in error and error.count("\n") == 1
+    assert not (tmp_path / "tok.model").exists()
+
+
+def test_tokenizer_program_is_quiet(sums, tmp_path):
+    done = run_tool("train_tokenizer", "--input", sums / "train.jsonl", "--vocab-size", 32, "--out", tmp_path / "tok")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("\n") == 1

@@ -106,7 +106,7 @@ def taken_up(rank: int, flags: str, data: bytes):
     waiting, _ = waiting_in(flags)
     held = waiting.layers
     for layers, error, message in (
-        ((*held, 7), RuntimeError, r"rollout: .* MoE layers \[2, 3, 4\], without \[7\]"),
+        ((*held, 7), RuntimeError, r"rollout: .* MoE layers \[2, 3, 4\] and lack \[7\]"),
         (None, UsageError, "--router-replay"),
     ):
         waiting.layers = layers

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing import assert_close
 
 from megarl.mcore.kernels import vocab_parallel_logprobs
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
@@ -255,3 +256,73 @@ def test_peak_memory_is_at_most_a_tenth_of_the_naive_computations(tmp_path):
     rows = row_chunks(tokens, vocab)[0].stop
     assert report["chunked_peak_bytes"] <= 4 * (2.5 * rows * vocab + vocab * hidden)  # two buffers and a gradient
     assert max(value for key, value in report.items() if key.endswith("_difference")) <= 5e-5
+
+
+def one_sided(rank, largest_kept):
+    """Gradients when only one input wants one, and what autograd keeps between forward and backward."""
+    vocab_parallel_logprobs.LARGEST_KEPT = largest_kept
+    hidden, weight, targets = problem()
+    both = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        scores = head_scores(*both, targets, 1.0, V, dist.group.WORLD)
+    wanted = torch.autograd.grad(weighted(scores), both)
+    alone = []
+    for i in (0, 1):
+        inputs = [x if j == i else x.detach() for j, x in enumerate(both)]
+        scores = head_scores(*inputs, targets, 1.0, V, dist.group.WORLD)
+        alone.append(torch.autograd.grad(weighted(scores), both[i])[0])
+    with torch.no_grad():
+        silent = head_scores(*both, targets, 1.0, V, dist.group.WORLD)
+    return all(map(torch.equal, [*silent, *alone], [*scores, *wanted])), sum(kept)
+
+
+@pytest.mark.parametrize("largest_kept, logits", [(T * PADDED, T * PADDED), (T * PADDED - 1, 0)])
+def test_only_needed_gradients_are_computed_and_only_inputs_and_small_logits_are_saved(largest_kept, logits):
+    same, kept = run_world(one_sided, 1, largest_kept)[0]
+    assert same and kept - logits <= T * H + PADDED * H + 5 * T
+
+
+def kept_or_not(rank, used):
+    """Gradients with logits that are kept and with logits that are computed again, and in float64."""
+    hidden, weight, targets = problem()
+    cut_chunks(8, PADDED)
+    found = []
+    for vocab_parallel_logprobs.LARGEST_KEPT in (2**20, 0):
+        inputs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        scores = head_scores(*inputs, targets, PER_TOKEN, V, dist.group.WORLD)
+        found.append(torch.autograd.grad(weighted(scores, used), inputs))
+    return found
+
+
+@pytest.mark.parametrize("used", [(1.0, None, None), (1.0, 0.7, -3.0)])
+def test_saved_logits_give_the_gradients_of_recomputed_ones(used):
+    kept, again = run_world(kept_or_not, 1, used)[0]
+    assert all(map(torch.equal, kept, again))
+
+
+def some_places(rank, sequence_parallel):
+    """Scores and gradients of some tokens, and those that all tokens give when the others do not count."""
+    size = dist.get_world_size()
+    hidden, weight, targets = problem()
+    cut_chunks(5, PADDED // size)
+    places = torch.tensor([3, 0, 7, 8, 9, 15, 19, 2, 11])
+    part, share = (x.chunk(size)[rank] if cut else x for x, cut in ((hidden, sequence_parallel), (weight, True)))
+    found = []
+    for chosen in (None, places):
+        inputs = [part.clone().requires_grad_(), share.clone().requires_grad_()]
+        rows = slice(None) if chosen is None else chosen
+        scores = head_scores(*inputs, targets[rows], PER_TOKEN[rows], V, dist.group.WORLD, sequence_parallel,
+                             chosen, squares=chosen is None)  # fmt: skip
+        assert (scores.square_sum is None) == (chosen is not None)
+        scores = [score[places] if chosen is None else score for score in scores[:2]]
+        gradients = torch.autograd.grad((scores[0] * PER_TOKEN[places]).sum() - scores[1].sum(), inputs)
+        found.append(([score.detach() for score in scores], gradients))
+    return found
+
+
+@pytest.mark.parametrize("size, sequence_parallel", [(1, False), (2, True)])
+def test_scores_of_some_tokens_equal_those_of_all_tokens(size, sequence_parallel):
+    for (whole, whole_gradients), (some, gradients) in run_world(some_places, size, sequence_parallel):
+        assert all((x - y).abs().max() <= largest_gap_allowed() for x, y in zip(some, whole, strict=True))
+        assert_close(gradients, whole_gradients, rtol=1e-5, atol=1e-5)
