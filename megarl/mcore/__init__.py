@@ -1,6 +1,6 @@
-"""Everything that touches Megatron: the only folder that imports `megatron.*`.
+"""All code that uses Megatron: the only package that imports `megatron.*`.
 
-Importing it installs the CPU device shim first (see `device.py`); with CUDA present that does nothing.
+The import first installs the CPU device shim (see `device.py`), which does nothing if CUDA is present.
 """
 
 import logging
@@ -9,16 +9,16 @@ import warnings
 
 from megarl.mcore import device
 
-# Tensor parallelism before Blackwell needs kernels in launch order; Megatron checks for it, and it must be set early.
+# Before Blackwell, tensor parallelism needs kernels in launch order. Megatron checks this; it must be set early.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
-# Megatron prints hundreds of lines a rank and turns the root logger to INFO when it is imported, unless one is set up.
+# Unless logging is configured, importing Megatron sets the root logger to INFO and prints hundreds of lines per rank.
 logging.basicConfig(level=logging.WARNING)
 logging.getLogger("megatron").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", module="megatron")
-warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")  # on how Megatron calls it
+warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")  # about how Megatron calls it
 
-device.install()  # before anything else imports megatron
+device.install()  # before any other import of megatron
 
 from megarl.mcore.kernels import linear  # noqa: E402  imports megatron
 

@@ -1,9 +1,9 @@
-"""Runs unmodified megatron-core 0.19 without CUDA, over gloo; does nothing at all when CUDA is present.
+"""Runs unmodified megatron-core 0.19 without CUDA, over gloo; does nothing if CUDA is present.
 
-megarl's own code asks `device()` and `backend()` and never writes "cuda". megatron-core does write it, in places
-that have a CPU meaning: "the current device", a pinned buffer, a stream to wait for. `install()` gives each of
-those its CPU meaning, once, before megatron is imported. Nothing sits in the dispatch path of tensor operations:
-only factory functions are wrapped, since a torch function mode would tax every operation of a decode step.
+megarl calls `device()` and `backend()` and never hard-codes "cuda". megatron-core does, for things that have a CPU
+equivalent: the current device, a pinned buffer, a stream to wait for. `install()` patches these once, before megatron
+is imported. It wraps factory functions, `Tensor.to` and `Tensor.type` only: a torch function mode would slow down
+every operation of a decode step.
 """
 
 import contextlib
@@ -22,39 +22,39 @@ FACTORIES = (
 
 
 def has_cuda() -> bool:
-    """Whether this process has a CUDA device."""
+    """Returns whether this process has a CUDA device."""
     return torch.cuda.is_available()
 
 
 def device() -> torch.device:
-    """The device that models and batches of this rank live on."""
+    """Returns the device that holds this rank's models and batches."""
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else CPU
 
 
 def backend() -> str:
-    """The torch.distributed backend for `device()`."""
+    """Returns the torch.distributed backend for `device()`."""
     return "nccl" if has_cuda() else "gloo"
 
 
 def send(arrays: list[np.ndarray]) -> list[torch.Tensor]:
-    """int64 arrays of the host as tensors on `device()`: one copy, and nobody waits for what the device does."""
+    """Returns int64 host arrays as tensors on `device()`: one asynchronous copy, without a device synchronisation."""
     if not has_cuda():
         return [torch.from_numpy(array) for array in arrays]
-    whole = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])).pin_memory()
-    parts = whole.to(device(), non_blocking=True).split([array.size for array in arrays])
-    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+    flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])).pin_memory()
+    tensors = flat.to(device(), non_blocking=True).split([array.size for array in arrays])
+    return [tensor.view(array.shape) for tensor, array in zip(tensors, arrays, strict=True)]
 
 
 def peak_bytes() -> int | None:
-    """Most memory that tensors of this process have held on its CUDA device; None without one.
+    """Returns the peak bytes that tensors of this process have allocated on its CUDA device; None without one.
 
-    A host has no such number: its peak resident set counts everything and differs from run to run.
+    The host has no equivalent: its peak resident set counts everything and varies from run to run.
     """
     return torch.cuda.max_memory_allocated() if has_cuda() else None
 
 
 class CpuEvent:
-    """A `torch.cuda.Event` on a device without queues: what was recorded has already happened."""
+    """A `torch.cuda.Event` for a device without streams: recorded work has already finished."""
 
     def __init__(self, *_, **__):
         self._time = 0.0
@@ -63,21 +63,21 @@ class CpuEvent:
         self._time = time.perf_counter()
 
     def synchronize(self):
-        """Nothing is pending."""
+        """Returns at once: no work is pending."""
 
     def wait(self, *_):
-        """Nothing is pending."""
+        """Returns at once: no work is pending."""
 
     def query(self) -> bool:
         return True
 
     def elapsed_time(self, end: "CpuEvent") -> float:
-        """Milliseconds between two records, as CUDA's events report them."""
+        """Returns milliseconds between the two records, as CUDA events do."""
         return (end._time - self._time) * 1e3
 
 
 class CpuStream:
-    """A `torch.cuda.TokenStream` on a device without queues."""
+    """A `torch.cuda.Stream` for a device without streams."""
 
     cuda_stream = 0
 
@@ -85,13 +85,13 @@ class CpuStream:
         self.device = CPU
 
     def wait_stream(self, *_):
-        """Nothing is pending."""
+        """Returns at once: no work is pending."""
 
     def wait_event(self, *_):
-        """Nothing is pending."""
+        """Returns at once: no work is pending."""
 
     def synchronize(self):
-        """Nothing is pending."""
+        """Returns at once: no work is pending."""
 
     def record_event(self, event=None):
         event = event or CpuEvent()
@@ -105,8 +105,8 @@ class CpuStream:
 _STREAM = CpuStream()
 
 
-def _nothing():
-    """A function of its own that does nothing: torch's compiler keeps one rule for each function object."""
+def _no_op():
+    """Returns a new no-op function each time: torch's compiler keeps one rule per function object."""
     return lambda *_, **__: None
 
 
@@ -115,13 +115,13 @@ def _set_cpu_rng_state(state, *_):
 
 
 def _on_cpu(factory):
-    """A factory that reads device "cuda" as CPU and drops the wish for pinned memory."""
+    """Wraps a factory function so that device "cuda" means the CPU and `pin_memory` is ignored."""
 
     @functools.wraps(factory)
     def wrapped(*args, **kwargs):
         if kwargs:
-            wanted = kwargs.get("device")
-            if wanted is not None and str(wanted).startswith("cuda"):
+            requested = kwargs.get("device")
+            if requested is not None and str(requested).startswith("cuda"):
                 kwargs["device"] = CPU
             if kwargs.get("pin_memory"):
                 kwargs["pin_memory"] = False
@@ -131,7 +131,7 @@ def _on_cpu(factory):
 
 
 def _tensor_type(original):
-    """`Tensor.type()` names the CUDA class of a dtype: optimizers compare with 'torch.cuda.FloatTensor'."""
+    """Makes `Tensor.type()` return the CUDA type name: optimizers compare it with 'torch.cuda.FloatTensor'."""
 
     @functools.wraps(original)
     def wrapped(self, *args, **kwargs):
@@ -144,7 +144,7 @@ def _tensor_type(original):
 
 
 def _tensor_to(original):
-    """`Tensor.to("cuda")` stays on the CPU."""
+    """Makes `Tensor.to("cuda")` stay on the CPU."""
 
     @functools.wraps(original)
     def wrapped(self, *args, **kwargs):
@@ -158,23 +158,23 @@ def _tensor_to(original):
 
 
 def _as_numpy(tensor, as_numpy: bool = False, **_):
-    """What a copy from the device would give: a tensor, or its numpy array."""
+    """Returns what a copy from the device would: the tensor, or its numpy array."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _eager(function=None, **_):
-    """`torch.compile` leaves functions as they are: on a CPU it would start a C++ compiler for every tiny fusion."""
+    """Replaces `torch.compile` by a no-op: on a CPU it would start a C++ compiler for every small fusion."""
     return function if function is not None else lambda f: f
 
 
 def cuda_functions() -> dict:
-    """Replacement of each `torch.cuda` attribute that megatron-core calls on the paths megarl uses."""
+    """Returns replacements of the `torch.cuda` attributes that megatron-core calls on the paths megarl uses."""
     return {
         "current_device": lambda: CPU,
-        "set_device": _nothing(),
+        "set_device": _no_op(),
         "device_count": lambda: 1,
-        "synchronize": _nothing(),
-        "empty_cache": _nothing(),
+        "synchronize": _no_op(),
+        "empty_cache": _no_op(),
         "memory_stats": lambda *_, **__: dict.fromkeys(
             ("allocated_bytes.all.current", "reserved_bytes.all.current", "allocation.all.current"), 0
         ),
@@ -192,7 +192,7 @@ def cuda_functions() -> dict:
         "current_stream": lambda *_: _STREAM,
         "default_stream": lambda *_: _STREAM,
         "stream": lambda *_: contextlib.nullcontext(),
-        "set_stream": _nothing(),
+        "set_stream": _no_op(),
     }
 
 
@@ -201,7 +201,7 @@ def _patch_torch():
         setattr(torch.cuda, name, function)
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
     torch.cuda.random.set_rng_state = torch.cuda.set_rng_state
-    torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop = _nothing(), _nothing()
+    torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop = _no_op(), _no_op()
     torch.compile = _eager
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -213,21 +213,20 @@ def _patch_torch():
 
 
 def _patch_megatron():
-    """The few places that test for a GPU kernel instead of asking for a device."""
+    """Patches the few calls that test for a GPU kernel instead of a device."""
     import megatron.core.inference.communication_utils as communication
     import megatron.core.inference.contexts.dynamic_context as dynamic_context
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.attention as attention
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
-    attention.is_fa_min_version = lambda *_: (
-        True
-    )  # the check only guards the kernel that mcore/attention/packed_attention.py replaces
+    # The check only guards the kernel that mcore/attention/packed_attention.py replaces.
+    attention.is_fa_min_version = lambda *_: True
     dynamic_context.triton_append_key_value_cache = None
-    communication._is_cuda = _nothing()
-    # "On the CPU already" leaves split sizes as tensors, which all_to_all_single does not take.
+    communication._is_cuda = _no_op()
+    # Megatron leaves split sizes that are on the CPU as tensors, which all_to_all_single does not accept.
     token_dispatcher.maybe_move_tensor_to_cpu = _as_numpy
-    # Both go through CUDA's lazy calls, which a machine without CUDA never executes.
+    # Both use CUDA's lazy calls, which never run on a machine without CUDA.
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
@@ -236,7 +235,7 @@ _installed = False
 
 
 def install():
-    """Makes megatron-core run on the CPU; called once by the package. With CUDA present it changes nothing."""
+    """Patches torch and megatron-core to run on the CPU; called once by the package. No-op if CUDA is present."""
     global _installed
     if _installed or has_cuda():
         return

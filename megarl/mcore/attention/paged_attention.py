@@ -1,8 +1,11 @@
-"""Attention over the paged cache of the rollout engine: how the new tokens of a step find their keys.
+"""Attention over the rollout engine's paged KV cache: reads of keys and values for the new tokens of a step.
 
-Requests with one new token, in most steps all of them, are read page by page through a scratch that stays in the
-processor's cache; requests with more, prompts, go the way of a packed micro-batch. The engine's memory must hold
-finite numbers wherever a page that is read has no key yet: such keys are masked, but 0 · NaN would still be NaN.
+The new tokens of a step are a token stream, one request after another. Decodes (requests with one new token, in most
+steps all) read their pages through a scratch buffer that fits in the CPU cache. Prefills (requests with several) run as
+in training: a request's new tokens and its cached keys are an attention segment, and a segment batch is what one kernel
+call takes. Unlike a shared prefix, which one sequence of a packed micro-batch holds for others, equal prompts of a step
+are deduplicated as a whole. The cache must be finite even where a page has no key yet: such keys are masked, but
+0 · NaN is NaN.
 Shapes: N requests, T tokens of the step, G key/value groups of R query heads each, D channels per head.
 """
 
@@ -21,20 +24,20 @@ from megarl.mcore.attention.packed_attention import attend_segments, gather_rows
 from megarl.mcore.attention.segments import SegmentBatch, group_by_size, padded_key_count, plan_segments
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 
-SCRATCH_BYTES = 2**23  # bytes of keys and values that are gathered at once
+SCRATCH_BYTES = 2**23  # most bytes of keys and values gathered at once
 
 
 class DecodeReads(NamedTuple):
-    """Requests with one new token each, n of them, that one call of the kernel takes."""
+    """The n decodes that one kernel call takes."""
 
-    tokens: slice | Tensor  # [n] places of their tokens in the step
-    pages: Tensor  # [n·P] int64 blocks of the cache
-    mask: Tensor  # [n, 1, 1, K] of the queries' type: 0 where a key is seen, −∞ elsewhere
+    tokens: slice | Tensor  # [n] indices of their tokens in the step
+    pages: Tensor  # [n·P] int64 cache blocks
+    mask: Tensor  # [n, 1, 1, K] in the queries' dtype: 0 for a key, −∞ for padding
 
 
 @dataclass(frozen=True)
 class CacheReads:
-    """What the new tokens of a step read, the same for all layers."""
+    """The cache reads of a step, the same for all layers."""
 
     decoding: list[DecodeReads]
     prompts: list[SegmentBatch]
@@ -42,59 +45,60 @@ class CacheReads:
 
 
 class PrefillDedup(NamedTuple):
-    """Prompts of a step that come several times, as a group's samples do, are read once, for all."""
+    """Deduplicated prefills of a step: equal prompts, such as those of a group's samples, are computed once."""
 
-    requests: Tensor  # [N'] those that are read
-    kept: Tensor  # [T'] tokens of theirs, and padding
-    source: Tensor  # [T] where among these each token of the step finds its numbers
+    requests: Tensor  # [N'] int64 requests that are computed
+    kept: Tensor  # [T'] int64 indices of their tokens and of padding
+    source: Tensor  # [T] int64 index among the kept tokens of each token of the step
 
 
 def deduplicate_prefills(tokens: Tensor, queries: Tensor, keys: Tensor) -> PrefillDedup | None:
-    """None where no two prompts are alike, or fewer rows were left than matrix products need.
+    """Finds equal prompts; returns None if no two are equal, or if fewer than `MIN_ROWS` tokens would remain.
 
     Args:
         tokens: [T] new tokens of the step and its padding, on the host.
-        queries, keys: [N] as of `plan_reads`; only a request without older keys may be another's twin.
+        queries, keys: [N] as in `plan_cache_reads`; only requests without cached keys are compared.
     """
-    starts, is_whole = queries.cumsum(0) - queries, queries == keys
-    written, leaders = tokens.tolist(), {}  # text -> the first request that has it
-    bounds = zip(starts.tolist(), queries.tolist(), is_whole.tolist(), strict=True)
-    texts = [tuple(written[a : a + n]) if whole else i for i, (a, n, whole) in enumerate(bounds)]
-    holders = torch.tensor([leaders.setdefault(text, i) for i, text in enumerate(texts)])
-    requests = holders.unique()
+    starts, is_uncached = queries.cumsum(0) - queries, queries == keys
+    ids, first_requests = tokens.tolist(), {}  # prompt -> the first request with it
+    bounds = zip(starts.tolist(), queries.tolist(), is_uncached.tolist(), strict=True)
+    prompts = [tuple(ids[a : a + n]) if uncached else i for i, (a, n, uncached) in enumerate(bounds)]
+    originals = torch.tensor([first_requests.setdefault(prompt, i) for i, prompt in enumerate(prompts)])
+    requests = originals.unique()
     sizes, padding = queries[requests], torch.arange(int(queries.sum()), len(tokens))
-    left = int(sizes.sum())
-    if len(requests) == len(queries) or left + len(padding) < MIN_ROWS:
+    remaining = int(sizes.sum())
+    if len(requests) == len(queries) or remaining + len(padding) < MIN_ROWS:
         return None
-    found = (sizes.cumsum(0) - sizes)[torch.searchsorted(requests, holders)]
+    kept_starts = (sizes.cumsum(0) - sizes)[torch.searchsorted(requests, originals)]
     kept = torch.cat([expand_ranges(starts[requests], sizes), padding])
-    return PrefillDedup(requests, kept, torch.cat([expand_ranges(found, queries), left + torch.arange(len(padding))]))
+    source = torch.cat([expand_ranges(kept_starts, queries), remaining + torch.arange(len(padding))])
+    return PrefillDedup(requests, kept, source)
 
 
 def plan_cache_reads(queries: Tensor, keys: Tensor, pages: Tensor, total: int, cache: Tensor) -> CacheReads:
-    """Reads of a step; arguments on the host, but for the cache.
+    """Returns the cache reads of a step; arguments are on the host, except the cache.
 
     Args:
-        queries: [N] int64 new tokens of each request, behind each other in the step.
-        keys: [N] int64 keys of each, new ones included: query i of q sees keys 0 … k − q + i.
-        pages: [N, P] int64 blocks of each request; any block of finite numbers behind its last.
-        total: T; tokens behind the requests' are padding, their results zeros.
-        cache: [blocks, block, G, 2, D] of some layer, whose device and type reads are for.
+        queries: [N] int64 new tokens of each request, one request after another in the step.
+        keys: [N] int64 keys of each request, including new ones: query i of q attends to keys 0 … k − q + i.
+        pages: [N, P] int64 blocks of each request; any block of finite numbers after its last one.
+        total: T; tokens after those of the requests are padding with zero results.
+        cache: [blocks, block, G, 2, D] of any layer, for its device and dtype.
     """
     first = queries.cumsum(0) - queries
     single = queries == 1
     if bool(single.all()):
         return CacheReads(_plan_decodes(None, keys, pages, cache), [], total)
-    alone = single.nonzero().flatten()
-    decoding = _plan_decodes(first[alone], keys[alone], pages[alone], cache) if len(alone) else []
-    rest = (~single).nonzero().flatten()
-    return CacheReads(decoding, _plan_prefills(first[rest], queries[rest], keys[rest], pages[rest], cache), total)
+    decodes, prefills = single.nonzero().flatten(), (~single).nonzero().flatten()
+    decoding = _plan_decodes(first[decodes], keys[decodes], pages[decodes], cache) if len(decodes) else []
+    prompts = _plan_prefills(first[prefills], queries[prefills], keys[prefills], pages[prefills], cache)
+    return CacheReads(decoding, prompts, total)
 
 
 def _plan_decodes(tokens: Tensor | None, keys: Tensor, pages: Tensor, cache: Tensor) -> list[DecodeReads]:
-    """Cuts n requests into calls of at most `SCRATCH` bytes, of similar lengths where they differ much.
+    """Splits n decodes into kernel calls of at most `SCRATCH_BYTES`, sorted by length if lengths differ much.
 
-    `tokens` [n]: places of their tokens; None: 0 … n − 1.
+    `tokens` [n]: indices of their tokens; None: 0 … n − 1.
     """
     device, block = cache.device, cache.shape[1]
     row = cache[0, 0].numel() * cache.element_size()
@@ -102,81 +106,81 @@ def _plan_decodes(tokens: Tensor | None, keys: Tensor, pages: Tensor, cache: Ten
     if len(keys) * longest * row > SCRATCH_BYTES and len(keys) * longest > 1.25 * int(keys.sum()):
         order = keys.argsort(stable=True)
         tokens, keys, pages = order if tokens is None else tokens[order], keys[order], pages[order]
-    lengths, found, start = keys.tolist(), [], 0
+    lengths, reads, start = keys.tolist(), [], 0
     while start < len(lengths):
         end, longest = start, 0
         while end < len(lengths):
-            wide = max(longest, lengths[end])
-            if end > start and (end + 1 - start) * wide * row > SCRATCH_BYTES:
+            widest = max(longest, lengths[end])
+            if end > start and (end + 1 - start) * widest * row > SCRATCH_BYTES:
                 break
-            end, longest = end + 1, wide
+            end, longest = end + 1, widest
         width = padded_key_count(longest, device)
         used = min(-(-width // block), pages.shape[1])
         width = min(width, used * block)
-        unseen = torch.arange(width) >= keys[start:end].unsqueeze(1)
-        mask = torch.zeros(unseen.shape, dtype=cache.dtype).masked_fill_(unseen, -math.inf)[:, None, None, :]
-        places = slice(start, end) if tokens is None else tokens[start:end].to(device)
-        found.append(DecodeReads(places, pages[start:end, :used].flatten().to(device), mask.to(device)))
+        is_padding = torch.arange(width) >= keys[start:end].unsqueeze(1)
+        mask = torch.zeros(is_padding.shape, dtype=cache.dtype).masked_fill_(is_padding, -math.inf)[:, None, None, :]
+        indices = slice(start, end) if tokens is None else tokens[start:end].to(device)
+        reads.append(DecodeReads(indices, pages[start:end, :used].flatten().to(device), mask.to(device)))
         start = end
-    return found
+    return reads
 
 
 def _plan_prefills(first: Tensor, queries: Tensor, keys: Tensor, pages: Tensor, cache: Tensor) -> list[SegmentBatch]:
-    """Pieces of n requests with several new tokens, whose keys are rows of the flattened cache."""
+    """Returns the segment batches of n prefills, whose keys are rows of the flattened cache."""
     first, queries, keys, pages = (x.numpy() for x in (first, queries, keys, pages))
-    row, block, found = cache[0, 0].numel() * cache.element_size(), cache.shape[1], []
-    # Keys read by way of pages, and queries that see all of their own prompt: the classes of packed training.
+    row, block, batches = cache[0, 0].numel() * cache.element_size(), cache.shape[1], []
+    # Segments are grouped as in packed training; the keys come from pages.
     for is_causal, members in group_by_size(queries == keys, queries, keys):
-        most = max(1, SCRATCH_BYTES // (row * int(keys[members].max())))
-        for part in np.split(members, range(most, len(members), most)):
+        limit = max(1, SCRATCH_BYTES // (row * int(keys[members].max())))
+        for batch in np.split(members, range(limit, len(members), limit)):
 
-            def places(column, mine=pages[part]):
-                return np.take_along_axis(mine, column // block, 1) * block + column % block
+            def cache_rows(positions, blocks=pages[batch]):
+                return np.take_along_axis(blocks, positions // block, 1) * block + positions % block
 
-            planned = plan_segments(first[part], queries[part], keys[part], is_causal, places)
-            found.append(SegmentBatch.of(*device.send(planned)))
-    return found
+            plan = plan_segments(first[batch], queries[batch], keys[batch], is_causal, cache_rows)
+            batches.append(SegmentBatch.of(*device.send(plan)))
+    return batches
 
 
 class PagedAttention:
-    """Attends through scratch memory that all layers and steps share."""
+    """Attention over the paged cache, with one scratch buffer for all layers and steps."""
 
     def __init__(self):
         self._scratch: Tensor | None = None
 
-    def _pages(self, cache: Tensor, pages: Tensor, width: int, count: int) -> tuple[Tensor, Tensor]:
-        """[blocks, block, G, 2, D] -> keys and values [n, G, K, D], the first K of the pages [n·P]; views of scratch
-        memory."""
-        need, memory = len(pages) * cache[0].numel(), self._scratch
-        if memory is None or memory.numel() < need or memory.dtype != cache.dtype or memory.device != cache.device:
-            memory = self._scratch = cache.new_empty(need)
-        rows = memory[:need].view(len(pages), -1)
+    def _gather_pages(self, cache: Tensor, pages: Tensor, width: int, count: int) -> tuple[Tensor, Tensor]:
+        """Cache [blocks, block, G, 2, D] -> keys and values [n, G, K, D], the first K of pages [n·P]; views of the
+        scratch buffer."""
+        size, scratch = len(pages) * cache[0].numel(), self._scratch
+        if scratch is None or scratch.numel() < size or scratch.dtype != cache.dtype or scratch.device != cache.device:
+            scratch = self._scratch = cache.new_empty(size)
+        rows = scratch[:size].view(len(pages), -1)
         torch.index_select(cache.flatten(1), 0, pages, out=rows)
         return rows.view(count, -1, *cache.shape[2:])[:, :width].transpose(1, 2).unbind(3)
 
     def __call__(self, query: Tensor, cache: Tensor, reads: CacheReads, scale: float | None = None) -> Tensor:
-        """query [T, G, R, D] and a layer's cache [blocks, block, G, 2, D], new keys included -> [T, G·R·D]."""
+        """query [T, G, R, D] and a layer's cache [blocks, block, G, 2, D] with the new keys -> [T, G·R·D]."""
         if len(reads.decoding) == 1 and isinstance(reads.decoding[0].tokens, slice) and not reads.prompts:
-            part = reads.decoding[0]
-            out = self._decode(query[part.tokens], cache, part, scale)
+            decodes = reads.decoding[0]
+            out = self._decode(query[decodes.tokens], cache, decodes, scale)
             if len(out) == reads.total:
                 return out.flatten(1)
         result = query.new_zeros(query.shape)
-        for part in reads.decoding:
-            result[part.tokens] = self._decode(query[part.tokens], cache, part, scale)
-        for pieces in reads.prompts:
-            both = gather_rows(cache.flatten(0, 1), pieces.keys)  # [n, G, K, 2, D]
-            out = attend_segments(query.flatten(1, 2), *both.unbind(3), pieces, scale)
-            result[pieces.queries.flatten()[pieces.real]] = out.view(-1, *query.shape[1:])
+        for decodes in reads.decoding:
+            result[decodes.tokens] = self._decode(query[decodes.tokens], cache, decodes, scale)
+        for segments in reads.prompts:
+            key_value = gather_rows(cache.flatten(0, 1), segments.keys)  # [n, G, K, 2, D]
+            out = attend_segments(query.flatten(1, 2), *key_value.unbind(3), segments, scale)
+            result[segments.queries.flatten()[segments.real]] = out.view(-1, *query.shape[1:])
         return result.flatten(1)
 
-    def _decode(self, query: Tensor, cache: Tensor, part: DecodeReads, scale: float | None) -> Tensor:
+    def _decode(self, query: Tensor, cache: Tensor, reads: DecodeReads, scale: float | None) -> Tensor:
         """[n, G, R, D] -> [n, G, R, D]. The heads of a group are rows of one product with the group's keys."""
         count, groups, heads, channels = query.shape
-        # A product of fewer rows takes another kernel: the rows stand there several times.
+        # A product of fewer rows uses another kernel, so the rows are repeated.
         copies = MIN_ROWS // math.gcd(heads, MIN_ROWS)
         if copies > 1:
             query = query.unsqueeze(2).expand(-1, -1, copies, -1, -1).reshape(count, groups, -1, channels)
             query = query.contiguous()  # one head's copies would be views of one row
-        key, value = self._pages(cache, part.pages, part.mask.shape[-1], count)
-        return sdpa(query, key, value, part.mask, scale=scale)[:, :, :heads]
+        key, value = self._gather_pages(cache, reads.pages, reads.mask.shape[-1], count)
+        return sdpa(query, key, value, reads.mask, scale=scale)[:, :, :heads]

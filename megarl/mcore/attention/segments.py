@@ -1,8 +1,11 @@
-"""Pieces of sequences that attention kernels for dense tensors take: which queries meet which keys, from lengths.
+"""Attention segments of a packed token stream, and the segment batches that one dense kernel call takes.
 
-What a rank holds of a sequence is a piece: q consecutive queries whose keys are the k tokens from the sequence's start
-to the last query. A kernel takes pieces of similar size together, padded to the longest of them. Where sequences begin
-alike and one holds that beginning for the others (`megarl.batch.SharedPrefix`), their keys are found there.
+A packed micro-batch is a token stream (THD): all sequences one after another. Attention runs over segments: q
+consecutive queries of one sequence, with the k tokens from its start to the last query as keys. Without context
+parallelism a segment is what the stream holds of a sequence; otherwise it is the part of that in one chunk of the rank.
+A segment batch is what one kernel call takes: segments of similar size, padded to the longest.
+A shared prefix (`megarl.batch.SharedPrefix`) is in the stream once, held by one sequence for others; segments of the
+others read its keys there. All plans follow from the sequence lengths, on the host.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,30 +22,30 @@ from megarl.mcore.kernels.batch_invariance import MIN_ROWS, VECTOR
 
 
 def padded_key_count(longest: int, device: torch.device) -> int:
-    """Keys of a padded attention row for sequences of at most `longest` tokens."""
+    """Returns the padded number of keys for segments of at most `longest` keys."""
     return -(-longest // VECTOR) * VECTOR if device.type == "cpu" else longest
 
 
 @dataclass(frozen=True)
 class SegmentBatch:
-    """Pieces that one call of a dense attention kernel takes: n pieces, at most Q queries and K keys each."""
+    """The n segments that one dense kernel call takes, padded to Q queries and K keys."""
 
-    queries: Tensor  # [n, Q] int64 places among this rank's tokens; padding repeats the last query
-    keys: Tensor  # [n, K] int64 places in the stream; padding repeats the last key
-    mask: Tensor | None  # [n, 1, Q, K] bool, True where seen; None: causal, the i-th query sees keys 0 … i
-    real: Tensor  # [m] int64 places in [n·Q] of the queries that are no padding
+    queries: Tensor  # [n, Q] int64 indices among this rank's tokens; padding repeats the last query
+    keys: Tensor  # [n, K] int64 indices in the stream or rows of the KV cache; padding repeats the last
+    mask: Tensor | None  # [n, 1, Q, K] bool, True where attended; None: causal, query i attends to keys 0 … i
+    real: Tensor  # [m] int64 indices in [n·Q] of the queries that are not padding
 
     @classmethod
-    def of(cls, queries: Tensor, keys: Tensor, real: Tensor, last_seen: Tensor | None = None) -> "SegmentBatch":
-        """From what `plan_pieces` planned, sent to the device."""
-        if last_seen is None:
+    def of(cls, queries: Tensor, keys: Tensor, real: Tensor, last_key: Tensor | None = None) -> "SegmentBatch":
+        """Returns the batch of a plan of `plan_segments`, sent to the device."""
+        if last_key is None:
             return cls(queries, keys, None, real)
         column = torch.arange(keys.shape[1], device=keys.device)
-        return cls(queries, keys, (column <= last_seen.unsqueeze(2)).unsqueeze(1), real)
+        return cls(queries, keys, (column <= last_key.unsqueeze(2)).unsqueeze(1), real)
 
 
 def size_buckets(longest: int) -> list[int]:
-    """Upper limits of classes of piece sizes, so that padding within a class is at most half of the real."""
+    """Returns upper limits of segment sizes per bucket; padding in a bucket is at most half of the real size."""
     widths, width = [], VECTOR
     while width < longest:
         widths.append(width)
@@ -51,104 +54,105 @@ def size_buckets(longest: int) -> list[int]:
 
 
 def group_by_size(is_causal: np.ndarray, queries: np.ndarray, keys: np.ndarray) -> Iterator[tuple[bool, np.ndarray]]:
-    """(Whether they are causal, which of the n pieces) of those that one call of a kernel takes: of similar sizes.
+    """Yields (is causal, indices of segments) of each segment batch: segments of similar sizes.
 
-    `is_causal` [n]: pieces with as many queries as keys, once padded; others go by numbers of queries [n], too.
+    `is_causal` [n]: segments to run with as many queries as keys; others are also grouped by their queries [n].
     """
-    widths = size_buckets(int(keys.max()))
-    kinds = np.stack([is_causal, *(np.searchsorted(widths, x) for x in (queries * ~is_causal, keys))], axis=1)
-    for kind in np.unique(kinds, axis=0):
-        yield bool(kind[0]), np.flatnonzero((kinds == kind).all(1))
+    limits = size_buckets(int(keys.max()))
+    buckets = np.stack([is_causal, *(np.searchsorted(limits, x) for x in (queries * ~is_causal, keys))], axis=1)
+    for bucket in np.unique(buckets, axis=0):
+        yield bool(bucket[0]), np.flatnonzero((buckets == bucket).all(1))
 
 
-def plan_segments(first, queries, keys, is_causal: bool, key_places: Callable) -> list[np.ndarray]:
-    """What `SegmentBatch.of` takes, on the host: queries [n, Q], keys [n, K] and real [m] of `SegmentBatch`, and, if not causal,
-    the last key [n, Q] that each query sees.
+def plan_segments(first, queries, keys, is_causal: bool, key_indices: Callable) -> list[np.ndarray]:
+    """Returns the host arguments of `SegmentBatch.of`: queries [n, Q], keys [n, K], real [m], and unless causal the
+    last key [n, Q] of each query.
 
     Args:
-        first, queries, keys: [n] place of the first query, numbers of queries and keys.
-        key_places: from the numbers [n, K] of keys in their pieces to their places.
+        first, queries, keys: [n] index of the first query, numbers of queries and keys.
+        key_indices: maps the positions [n, K] of keys in their sequences to their indices.
     """
-    wide_q, wide_k = int(queries.max()), padded_key_count(int(keys.max()), device.device())
-    wide_q = wide_k if is_causal else -(-wide_q // MIN_ROWS) * MIN_ROWS
-    row = np.minimum(np.arange(wide_q), queries[:, None] - 1)
-    column = np.minimum(np.arange(wide_k), keys[:, None] - 1)
-    real = np.flatnonzero(np.arange(wide_q) < queries[:, None])
-    found = [first[:, None] + row, key_places(column), real]
-    # Padded queries see what the last real one sees: a row without a key would be NaN.
-    return found if is_causal else [*found, (keys - queries)[:, None] + row]
+    padded_queries, padded_keys = int(queries.max()), padded_key_count(int(keys.max()), device.device())
+    padded_queries = padded_keys if is_causal else -(-padded_queries // MIN_ROWS) * MIN_ROWS
+    row = np.minimum(np.arange(padded_queries), queries[:, None] - 1)
+    column = np.minimum(np.arange(padded_keys), keys[:, None] - 1)
+    real = np.flatnonzero(np.arange(padded_queries) < queries[:, None])
+    plan = [first[:, None] + row, key_indices(column), real]
+    # Padded queries attend to the keys of the last real query: a row without a key would be NaN.
+    return plan if is_causal else [*plan, (keys - queries)[:, None] + row]
 
 
 class TokenStream(NamedTuple):
-    """What each sequence holds of the stream, [start, end), and the beginning that it shares with its owner; all [N].
+    """The token stream of N sequences: the range that each holds, and its shared prefix; all [N].
 
-    Padding is one more sequence, behind the others.
+    Padding is one more sequence, after the others.
     """
 
-    starts: np.ndarray
+    starts: np.ndarray  # first stream index of a sequence, which holds [start, end)
     ends: np.ndarray
-    holders: np.ndarray
-    shared: np.ndarray
+    holders: np.ndarray  # the sequence that holds its shared prefix: itself if none
+    prefix_lengths: np.ndarray  # tokens of its prefix that the holder holds
 
     @classmethod
     def of(cls, lengths: np.ndarray, shared: SharedPrefix | None, padded: Callable[[int], int]) -> "TokenStream":
-        """Of sequences of these lengths [N]; `padded`: from tokens to those of the stream with its padding."""
-        holders, begins = np.arange(len(lengths)), np.zeros(len(lengths), np.int64)
+        """Returns the stream of sequences with lengths [N]; `padded` maps a number of tokens to the padded number."""
+        holders, prefixes = np.arange(len(lengths)), np.zeros(len(lengths), np.int64)
         if shared is not None:
-            holders, begins = shared.holders.numpy(), shared.tokens.numpy()
-        held = lengths - begins
+            holders, prefixes = shared.holders.numpy(), shared.tokens.numpy()
+        held = lengths - prefixes
         padding = padded(int(held.sum())) - int(held.sum())
         if padding:
-            held, holders, begins = (np.append(x, more) for x, more in ((held, padding), (holders, 0), (begins, 0)))
+            held, holders, prefixes = np.append(held, padding), np.append(holders, 0), np.append(prefixes, 0)
         ends = held.cumsum()
-        return cls(ends - held, ends, holders, begins)
+        return cls(ends - held, ends, holders, prefixes)
 
     def positions(self) -> np.ndarray:
-        """[stream] of its tokens in their sequences."""
-        return np.arange(self.ends[-1]) - np.repeat(self.starts - self.shared, self.ends - self.starts)
+        """Returns [stream] positions of the tokens in their sequences."""
+        return np.arange(self.ends[-1]) - np.repeat(self.starts - self.prefix_lengths, self.ends - self.starts)
 
 
 class Segments(NamedTuple):
-    """Pieces, all [n] int64: place of the first query among the rank's tokens, numbers of queries and keys; the keys'
-    places in the stream: the first `shared` ones from `owner` on, the others from `start` on."""
+    """n attention segments, all fields [n] int64. The first `prefix_length` keys are in the stream from `holder_start`
+    on, the other keys from `start` on."""
 
-    first: np.ndarray
-    queries: np.ndarray
-    keys: np.ndarray
+    first: np.ndarray  # index of the first query among this rank's tokens
+    queries: np.ndarray  # number of queries
+    keys: np.ndarray  # number of keys
     start: np.ndarray
-    shared: np.ndarray
-    owner: np.ndarray
+    prefix_length: np.ndarray
+    holder_start: np.ndarray
 
-    def key_places(self, column):
-        """From the numbers [n, K] of keys in their pieces to their places in the stream."""
-        start, shared, owner = (x[:, None] for x in (self.start, self.shared, self.owner))
-        return np.where(column < shared, owner, start - shared) + column
+    def key_indices(self, positions: np.ndarray) -> np.ndarray:
+        """Positions [n, K] of keys in their sequences -> indices in the stream."""
+        start, prefix, holder = (x[:, None] for x in (self.start, self.prefix_length, self.holder_start))
+        return np.where(positions < prefix, holder, start - prefix) + positions
 
 
 def segments_of_stream(stream: TokenStream, chunks: list[tuple[int, int]]) -> Segments:
-    """Pieces within chunks of what sequences hold."""
-    found, held, owner = [], 0, stream.starts[stream.holders]
-    for a, b in chunks:
-        first, last = stream.starts.clip(min=a), stream.ends.clip(max=b)
-        keys, here = stream.shared + last - stream.starts, first < last
-        columns = (held + first - a, last - first, keys, stream.starts, stream.shared, owner)
-        found.append([column[here] for column in columns])
-        held += b - a
-    return Segments(*map(np.concatenate, zip(*found, strict=True)))
+    """Returns the segments of this rank's chunks, [start, stop) each: what they contain of each sequence's range."""
+    segments, offset, holder_starts = [], 0, stream.starts[stream.holders]
+    for start, stop in chunks:
+        first, end = stream.starts.clip(min=start), stream.ends.clip(max=stop)
+        keys, is_inside = stream.prefix_lengths + end - stream.starts, first < end
+        fields = (offset + first - start, end - first, keys, stream.starts, stream.prefix_lengths, holder_starts)
+        segments.append([field[is_inside] for field in fields])
+        offset += stop - start
+    return Segments(*map(np.concatenate, zip(*segments, strict=True)))
 
 
-def plan_segment_batches(cut: Segments, is_whole: bool) -> list[list[np.ndarray]]:
-    """Plans of pieces of similar sizes together. `is_whole`: queries stand as keys do, no sequence is cut.
+def plan_segment_batches(segments: Segments, is_whole: bool) -> list[list[np.ndarray]]:
+    """Returns the plan of each segment batch. `is_whole`: this rank holds the whole stream, so that queries have the
+    indices of keys.
 
-    Where more than half of a sequence is queries, those of a beginning that another one holds are there again, and
-    dropped: causal kernels are the faster ones. Where less is, a mask costs less than such queries.
+    If queries are more than half of a segment's keys, its shared prefix is computed as queries again and dropped,
+    because causal kernels are faster. Otherwise a mask costs less than the extra queries.
     """
-    is_square, found = is_whole & (2 * cut.queries > cut.keys), []
-    for is_causal, members in group_by_size(is_square, cut.queries, cut.keys):
-        piece = Segments(*(x[members] for x in cut))
+    is_square, plans = is_whole & (2 * segments.queries > segments.keys), []
+    for is_causal, members in group_by_size(is_square, segments.queries, segments.keys):
+        group = Segments(*(x[members] for x in segments))
         if not is_causal:
-            found.append(plan_segments(*piece[:3], False, piece.key_places))
+            plans.append(plan_segments(*group[:3], False, group.key_indices))
             continue
-        _, keys, real = plan_segments(piece.first, piece.keys, piece.keys, True, piece.key_places)
-        found.append([keys, keys, real[real % keys.shape[1] >= piece.shared[real // keys.shape[1]]]])
-    return found
+        _, keys, real = plan_segments(group.first, group.keys, group.keys, True, group.key_indices)
+        plans.append([keys, keys, real[real % keys.shape[1] >= group.prefix_length[real // keys.shape[1]]]])
+    return plans

@@ -1,1 +1,1 @@
-""""""
+"""Compute kernels: linear layers, norms, SwiGLU, and vocabulary-parallel log-probabilities."""

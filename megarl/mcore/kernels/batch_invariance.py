@@ -1,8 +1,8 @@
-"""Sizes that make kernels batch-invariant on a CPU: a token's numbers do not depend on what it is batched with.
+"""Sizes that make CPU kernels batch-invariant: a token's results do not depend on the rest of the batch.
 
-That is why rollout and training agree to the last bit (docs/exactness.md). Matrix products of fewer rows than `MIN_ROWS`
-take another BLAS kernel; a softmax row that does not fill whole vectors of `VECTOR` elements is summed in another order.
-Rows and keys beyond the real ones are padding that nobody reads.
+This makes rollout and training equal to the last bit (docs/exactness.md). Matrix products of fewer than `MIN_ROWS` rows
+use another BLAS kernel; a softmax row that does not fill whole vectors of `VECTOR` elements is summed in another order.
+Extra rows and keys are padding; their results are dropped.
 """
 
 MIN_ROWS = 4

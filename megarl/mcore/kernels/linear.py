@@ -1,9 +1,8 @@
-"""Matrix products of linear layers and heads, and what Megatron's parallel linear layers compute with them on a CPU.
+"""Matrix products of linear layers and heads, and a CPU implementation of Megatron's parallel linear layers.
 
-In fp32 on a CPU products with weights go through oneDNN's inner product where this torch has it: with few rows, as in
-a decode step, it takes half the time of the BLAS library's, and a row's numbers do not depend on how many rows there
-are, from two on. Rollout and training use the same one, so that they agree to the last bit. Elsewhere these are
-torch's own.
+In fp32 on a CPU, products with weights use oneDNN's inner product if this torch has it. With few rows, as in a decode
+step, it takes half the time of BLAS, and from two rows on a row's result does not depend on the number of rows. Rollout
+and training both use it, so that they are equal to the last bit. Other cases use torch's products.
 """
 
 import contextlib
@@ -22,8 +21,8 @@ from megarl.mcore import device
 
 HAS_INNER_PRODUCT = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 _inner_product = torch.ops.mkldnn._linear_pointwise.default if HAS_INNER_PRODUCT else None
-_prepacked: dict[int, Tensor] = {}  # id of a weight -> the same in oneDNN's layout, while `packed`
-PREPACK_ROWS = 64  # rows for which the layout is chosen; any number of them gives the same bits
+_prepacked: dict[int, Tensor] = {}  # id of a weight -> its copy in oneDNN's layout, inside `prepacked_weights`
+PREPACK_ROWS = 64  # rows that the layout is chosen for; results are the same for any number of rows
 
 
 def _has_onednn_kernel(x: Tensor, weight: Tensor) -> bool:
@@ -32,55 +31,55 @@ def _has_onednn_kernel(x: Tensor, weight: Tensor) -> bool:
 
 @contextlib.contextmanager
 def prepacked_weights(model):
-    """Inside, products with a model's weights read copies in blocks, the same bits in less time with few rows.
+    """Uses prepacked copies of a model's weights inside: equal to the last bit, and faster with few rows.
 
-    A decode step reads every weight for a few rows: bringing it into blocks each time would cost as much as the
-    product. The weights must not change inside; the copies go when it ends. Weights that oneDNN does not serve, and
-    sharded ones, stay as they are.
+    A decode step multiplies every weight by few rows, so reordering the weight each time would cost as much as the
+    product. Weights must not change inside; the copies are freed on exit. Weights that oneDNN does not support, and
+    sharded weights, are not copied.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, (ColumnParallelLinear, RowParallelLinear))]
     tied = model.shared_embedding_or_output_weight() if model.post_process else None
     weights = [w for w in (tied, *(layer.weight for layer in layers)) if w is not None]
-    whole = [w for w in weights if _has_onednn_kernel(w, w) and type(w.data) is Tensor and w.dim() == 2]
+    supported = [w for w in weights if _has_onednn_kernel(w, w) and type(w.data) is Tensor and w.dim() == 2]
     try:
         with torch.no_grad():
-            _prepacked.update((id(w), torch.ops.mkldnn._reorder_linear_weight(w.data, PREPACK_ROWS)) for w in whole)
+            _prepacked.update((id(w), torch.ops.mkldnn._reorder_linear_weight(w.data, PREPACK_ROWS)) for w in supported)
         yield
     finally:
-        for weight in whole:
+        for weight in supported:
             _prepacked.pop(id(weight), None)
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[…, K] and weight [N, K] -> […, N] = x · weightᵀ + bias [N]. Not differentiable: see `linear`."""
+    """[…, K] and weight [N, K] -> […, N] = x · weightᵀ + bias [N]. Not differentiable; see `linear`."""
     if _has_onednn_kernel(x, weight):
         return _inner_product(x, _prepacked.get(id(weight), weight), bias, "none", [], "")
     return torch.nn.functional.linear(x, weight, bias)
 
 
 def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
-    """Gradient […, N] of a product's result -> […, K] = grad · weight, of its input."""
+    """Output gradient […, N] -> input gradient […, K] = grad · weight."""
     return matmul(grad, weight.t())
 
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """Gradient […, N] of a product's result and its input […, K] -> [N, K] = gradᵀ · x, of its weight."""
-    return grad.flatten(0, -2).t() @ x.flatten(0, -2)  # the BLAS library's is the faster one here
+    """Output gradient […, N] and input […, K] -> weight gradient [N, K] = gradᵀ · x."""
+    return grad.flatten(0, -2).t() @ x.flatten(0, -2)  # BLAS is faster than oneDNN here
 
 
 def _gathered(x: Tensor, group) -> Tensor:
     """[T/t, …] of this rank -> [T, …] of the group's t ranks."""
-    whole = x.new_empty(len(x) * dist.get_world_size(group), *x.shape[1:])
-    dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
-    return whole
+    gathered = x.new_empty(len(x) * dist.get_world_size(group), *x.shape[1:])
+    dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+    return gathered
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer; with a group one whose weight is split over tensor-parallel ranks (1909.08053 §3, 2205.05198)."""
+    """A linear layer; with a group, its weight is split over tensor-parallel ranks (1909.08053 §3, 2205.05198)."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, group, sums_input_gradient, sequence_parallel):
-        """Under sequence parallelism x is this rank's [T/t, …] and gathered, here and, not to be kept, in backward."""
+        """Under sequence parallelism x is this rank's [T/t, …]; backward gathers it again instead of saving it."""
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.group, ctx.sums_input_gradient, ctx.sequence_parallel = group, sums_input_gradient, sequence_parallel
         return matmul(_gathered(x, group) if sequence_parallel else x, weight, bias)
@@ -88,27 +87,27 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        """The collective of the input's gradient runs while the weight's is computed."""
+        """Overlaps the collective of the input gradient with the weight gradient."""
         x, weight = ctx.saved_tensors
-        to_x, to_weight, to_bias, handle = None, None, None, None
+        grad_x, grad_weight, grad_bias, handle = None, None, None, None
         if ctx.needs_input_grad[0]:
-            to_x = whole = input_gradient(grad, weight)
+            grad_x = full = input_gradient(grad, weight)
             if ctx.sequence_parallel:
-                to_x = whole.new_empty(len(whole) // dist.get_world_size(ctx.group), *whole.shape[1:])
-                handle = dist.reduce_scatter_tensor(to_x, whole, group=ctx.group, async_op=True)
+                grad_x = full.new_empty(len(full) // dist.get_world_size(ctx.group), *full.shape[1:])
+                handle = dist.reduce_scatter_tensor(grad_x, full, group=ctx.group, async_op=True)
             elif ctx.sums_input_gradient:
-                handle = dist.all_reduce(to_x, group=ctx.group, async_op=True)
+                handle = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
         if ctx.needs_input_grad[1]:
-            to_weight = weight_gradient(grad, _gathered(x, ctx.group) if ctx.sequence_parallel else x)
+            grad_weight = weight_gradient(grad, _gathered(x, ctx.group) if ctx.sequence_parallel else x)
         if ctx.needs_input_grad[2]:
-            to_bias = grad.flatten(0, -2).sum(0)
+            grad_bias = grad.flatten(0, -2).sum(0)
         if handle is not None:
             handle.wait()
-        return to_x, to_weight, to_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`product` that is differentiable, once."""
+    """Same as `matmul`, but differentiable once."""
     return _Linear.apply(x, weight, bias, None, False, False)
 
 
@@ -116,10 +115,10 @@ def parallel_linear(
     layer, input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group,
     grad_output_buffer=None, wgrad_deferral_limit=None, gtp_remat_size=1,
 ):  # fmt: skip
-    """`_forward_impl` of Megatron's column- and row-parallel linear layers on a CPU, trained, frozen, or in rollout.
+    """Replaces `_forward_impl` of Megatron's column- and row-parallel linear layers on a CPU.
 
-    input […, K], under `sequence_parallel` this rank's [T/t, …, K]; weight [N, K] -> […, N]. `allreduce_dgrad`: the
-    gradient of the input is summed over the group. What needs CUDA kernels stays Megatron's.
+    input […, K], under `sequence_parallel` this rank's [T/t, …, K]; weight [N, K] -> […, N]. `allreduce_dgrad`: sums
+    the input gradient over the group. Options that need CUDA kernels use Megatron's implementation.
     """
     if gradient_accumulation_fusion or grad_output_buffer is not None or gtp_remat_size > 1:
         return linear_with_grad_accumulation_and_async_allreduce(
@@ -132,18 +131,18 @@ def parallel_linear(
 
 
 def apply_linear(layer, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """A column- or row-parallel linear layer of […, K]: its result, and a bias that is still to be added.
+    """Applies a column- or row-parallel linear layer to […, K]; returns its output, and a bias to add.
 
-    In rollout on a CPU, where one rank holds the layer whole, without Megatron's way to the product: in a decode step
-    it takes as long as a small product.
+    In rollout on a CPU without tensor parallelism it bypasses Megatron's layer, whose overhead in a decode step equals
+    a small product.
     """
     if torch.is_grad_enabled() or x.device.type != "cpu" or layer.tp_group.size() > 1:
         return layer(x)
-    now, later = (None, layer.bias) if layer.skip_bias_add else (layer.bias, None)
-    return matmul(x, layer.weight, now), later
+    added, skipped = (None, layer.bias) if layer.skip_bias_add else (layer.bias, None)
+    return matmul(x, layer.weight, added), skipped
 
 
 def install():
-    """Makes Megatron's parallel linear layers use `parallel_linear` on a CPU; with CUDA present it changes nothing."""
+    """Makes Megatron's parallel linear layers use `parallel_linear` on a CPU; no-op if CUDA is present."""
     if not device.has_cuda():
         ColumnParallelLinear._forward_impl = RowParallelLinear._forward_impl = parallel_linear

@@ -1,8 +1,8 @@
 """Norms for the layer spec that work with and without sequence parallelism, on CPU and CUDA.
 
-megatron-core's wrapper of torch's norms refuses sequence parallelism. What sequence parallelism needs of a norm is
-small: its weights see only a slice of the tokens, so their gradients are summed over the tensor-parallel ranks,
-which `finalize_model_grads` does for every parameter that carries `sequence_parallel = True`.
+megatron-core's wrapper of torch's norms does not support sequence parallelism. Under it a norm sees a slice of the
+tokens, so its weight gradients must be summed over the tensor-parallel ranks. `finalize_model_grads` does this for
+every parameter with `sequence_parallel = True`.
 """
 
 import torch
@@ -25,9 +25,9 @@ class _RMSNorm(torch.autograd.Function):
         """∂x = r · (grad · weight − x · r² · mean(grad · weight · x)), ∂weight = Σ grad · x · r over tokens."""
         x, weight, scale = ctx.saved_tensors
         product = grad * x
-        pull = product.mv(weight).unsqueeze(1).mul_(scale**3).div_(-x.shape[1])
-        to_x = (grad * weight).mul_(scale).addcmul_(x, pull)
-        return to_x, product.t().mv(scale.squeeze(1)), None
+        correction = product.mv(weight).unsqueeze(1).mul_(scale**3).div_(-x.shape[1])
+        grad_x = (grad * weight).mul_(scale).addcmul_(x, correction)
+        return grad_x, product.t().mv(scale.squeeze(1)), None
 
 
 def _scale(x: Tensor, eps: float) -> Tensor:
@@ -36,10 +36,10 @@ def _scale(x: Tensor, eps: float) -> Tensor:
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's, which on a CPU is several passes over the activations, with half of them in backward."""
+    """torch's RMSNorm, with fewer passes over the activations in fp32 on a CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[…, H] -> […, H], the same numbers with and without gradients."""
+        """[…, H] -> […, H], equal to the last bit with and without gradients."""
         if x.device.type != "cpu" or x.dtype is not torch.float32 or self.weight.dtype is not torch.float32:
             return super().forward(x)
         if torch.is_grad_enabled():
@@ -48,7 +48,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class Norm:
-    """Builds an RMSNorm or LayerNorm, as `config.normalization` says, with weights marked for the reduction."""
+    """Builds the RMSNorm or LayerNorm of `config.normalization`; marks its weights for sequence parallelism."""
 
     def __new__(cls, config, hidden_size: int, eps: float = 1e-5, **_):
         kinds = {"RMSNorm": RMSNorm, "LayerNorm": torch.nn.LayerNorm}

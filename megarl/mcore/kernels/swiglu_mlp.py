@@ -1,4 +1,4 @@
-"""The feed-forward block of a dense layer: Megatron's, with a gated unit of fewer passes over the activations."""
+"""Megatron's MLP of a dense layer, with a SwiGLU that makes fewer passes over the activations."""
 
 import torch
 from megatron.core.transformer.mlp import MLP
@@ -10,7 +10,7 @@ from megarl.mcore.kernels.silu import silu
 
 
 class _SwiGLU(torch.autograd.Function):
-    """x […, 2F] -> […, F] = silu(first half) · second half (arXiv 2002.05202 eq. 5); keeps x alone for backward."""
+    """x […, 2F] -> […, F] = silu(first half) · second half (arXiv 2002.05202 eq. 5); saves only x for backward."""
 
     @staticmethod
     def forward(ctx, x):
@@ -21,21 +21,21 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
-        (gate, up), to_x = x.chunk(2, dim=-1), torch.empty_like(x)
-        to_gate, to_up = to_x.chunk(2, dim=-1)
-        torch.mul(grad, torch.nn.functional.silu(gate), out=to_up)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=to_gate)
-        return to_x
+        (gate, up), grad_x = x.chunk(2, dim=-1), torch.empty_like(x)
+        grad_gate, grad_up = grad_x.chunk(2, dim=-1)
+        torch.mul(grad, torch.nn.functional.silu(gate), out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        return grad_x
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """[…, 2F] -> […, F]; differentiable only by way of `SwiGLUMLP`."""
+    """[…, 2F] -> […, F]; differentiable only through `SwiGLUMLP`."""
     gate, up = x.chunk(2, dim=-1)
     return silu(gate).mul_(up)
 
 
 class SwiGLUMLP(MLP):
-    """Megatron's MLP, which adds an offset of zero to the linear half and keeps four tensors for backward."""
+    """MLP without the zero offset that Megatron adds to the linear half; saves one tensor for backward, not four."""
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
@@ -46,7 +46,7 @@ class SwiGLUMLP(MLP):
         )  # fmt: skip
 
     def forward(self, hidden: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
-        """[T, 1, H], under sequence parallelism this rank's, -> the same, and a bias that is still to be added."""
+        """[T, 1, H] (under sequence parallelism, this rank's tokens) -> output of that shape, and a bias to add."""
         if not self._is_plain_swiglu or args or kwargs:
             return super().forward(hidden, *args, **kwargs)
         both, _ = apply_linear(self.linear_fc1, hidden)

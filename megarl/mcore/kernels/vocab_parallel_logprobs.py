@@ -1,9 +1,9 @@
-"""Log-probability, entropy and Σπ² over a vocabulary that is split over tensor-parallel ranks, chunk by chunk.
+"""Log-probability, entropy and Σπ² over a vocabulary split over tensor-parallel ranks, chunk by chunk.
 
-Hidden states meet the output weights for one chunk of tokens at a time. What backward needs of the logits is kept
-where a micro-batch's are small, and else computed again: the full [T, V] logits of a large one are never alive. Two
-collectives a chunk in forward (a maximum, and the sums packed together), none in backward.
-Shapes: T tokens, of which n are scored, H channels, V columns of the padded vocabulary, C tokens of a chunk.
+Logits are computed for one chunk of tokens at a time. Those of a small micro-batch are kept for backward; others are
+recomputed, so the full [T, V] logits of a large micro-batch never exist. Forward runs two collectives per chunk (a
+maximum, and the stacked sums), backward none.
+Shapes: T tokens, n of them scored; H channels, V columns of the padded vocabulary, C tokens of a chunk.
 """
 
 from typing import NamedTuple
@@ -21,37 +21,37 @@ from torch.nn.functional import pad
 from megarl.mcore.kernels import linear
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 
-PADDED_LOGIT = -1e30  # logit of a padded column; finite: 0 · (−1e30) in the entropy is 0, not NaN
+PADDED_LOGIT = -1e30  # logit of a padded column; finite, because 0 · −∞ in the entropy would be NaN
 
-# Elements of a chunk's logits [C, V/tp], of which two fp32 buffers are alive: a sixteenth of what the whole would
-# need, but no smaller than a matrix product wants to be and no larger than memory should be asked for.
+# A chunk's logits [C, V/tp], which need two fp32 buffers, have 1/16 of the elements of all logits, within limits that
+# keep matrix products efficient and memory bounded.
 CHUNKS = 16
 SMALLEST_CHUNK, LARGEST_CHUNK = 2**20, 2**26
-LARGEST_KEPT = 2**25  # elements of logits [n, V/tp] of a micro-batch that stay from forward to backward: 128 MiB
+LARGEST_KEPT = 2**25  # most elements of logits [n, V/tp] that a micro-batch keeps for backward: 128 MiB
 
 
 class HeadScores(NamedTuple):
-    """Three [n] tensors: log-probability of each target, entropy (nats) and Σπ² of each distribution."""
+    """Log-probability of each target, entropy (nats) and Σπ² of each distribution; all [n]."""
 
     logprobs: Tensor
     entropy: Tensor
-    square_sum: Tensor | None  # None: not asked for
+    square_sum: Tensor | None  # None: not requested
 
 
 def row_chunks(rows: int, columns: int) -> list[slice]:
-    """Cuts n = `rows` (at least `LEAST_ROWS`) evenly; no part has fewer than `LEAST_ROWS`, it would round differently.
+    """Splits n = `rows` (at least `MIN_ROWS`) evenly into chunks of at least `MIN_ROWS`: fewer would round differently.
 
     Args:
-        columns: V/tp, of which a part may have about `LARGEST_CHUNK` elements together with its rows.
+        columns: V/tp; a chunk has at most about `LARGEST_CHUNK` elements, rows times columns.
     """
     budget = min(max(rows * columns // CHUNKS, SMALLEST_CHUNK), LARGEST_CHUNK)
-    most = max(budget // columns, MIN_ROWS)
-    count = min(-(-rows // most), rows // MIN_ROWS)
+    chunk_rows = max(budget // columns, MIN_ROWS)
+    count = min(-(-rows // chunk_rows), rows // MIN_ROWS)
     return [slice(rows * i // count, rows * (i + 1) // count) for i in range(count)]
 
 
-def _at(values, rows: slice):
-    """[T] -> column [C, 1] of a chunk; a number stays one for all tokens."""
+def _column(values, rows: slice):
+    """Tensor [n] -> column [C, 1] of a chunk; a number is returned as it is."""
     return values[rows].unsqueeze(-1) if isinstance(values, Tensor) else values
 
 
@@ -60,40 +60,40 @@ def _at_least_fp32(tensor: Tensor) -> torch.dtype:
 
 
 class _Head(NamedTuple):
-    """What turns a chunk's hidden states into scores: this rank's output columns, from index `first` on."""
+    """Inputs of the head on this rank, whose columns of the vocabulary start at index `first`."""
 
     hidden: Tensor  # [T, H]
     weight: Tensor  # [V/tp, H]
     targets: Tensor  # [n]
-    places: Tensor | None  # [n] of the scored tokens; None: all are
-    temperature: float | Tensor  # one, or [n]
+    indices: Tensor | None  # [n] indices of the scored tokens; None: all tokens
+    temperature: float | Tensor  # a number, or [n]
     first: int
     vocab_size: int
 
     def inputs(self, rows: slice) -> Tensor:
-        """[C, H] hidden states of a chunk."""
-        return self.hidden[rows] if self.places is None else self.hidden.index_select(0, self.places[rows])
+        """Returns [C, H] hidden states of a chunk."""
+        return self.hidden[rows] if self.indices is None else self.hidden.index_select(0, self.indices[rows])
 
     def scaled_logits(self, rows: slice) -> Tensor:
-        """[C, V/tp] in at least fp32, a buffer of its own."""
+        """Returns [C, V/tp] logits over temperature in at least fp32, in a new buffer."""
         logits = linear.matmul(self.inputs(rows), self.weight)
         logits = logits.to(_at_least_fp32(logits))
         if isinstance(self.temperature, Tensor) or self.temperature != 1.0:
-            logits.div_(_at(self.temperature, rows))
+            logits.div_(_column(self.temperature, rows))
         logits[:, max(self.vocab_size - self.first, 0) :] = PADDED_LOGIT
         return logits
 
     def columns(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Columns of the targets and whether they are this rank's, both [C, 1]; column 0 where they are not."""
+        """Returns the targets' columns (0 if on another rank) and whether this rank has them, both [C, 1]."""
         local = self.targets[rows].unsqueeze(-1) - self.first
         here = (local >= 0) & (local < len(self.weight))
         return local.masked_fill(~here, 0), here
 
 
 def _statistics(logits: Tensor, columns: Tensor, here: Tensor, group, weights: Tensor | None, squares: bool):
-    """(Maximum, Σe, log p(target), entropy[, Σπ²]), each [C]; logits [C, V/tp] are overwritten.
+    """Returns (maximum, Σe, log p(target), entropy[, Σπ²]), each [C]; overwrites the logits [C, V/tp].
 
-    `weights` takes e^(logit − maximum), if there is room.
+    `weights` receives e^(logit − maximum) if it is not None.
     """
     top = logits.amax(-1)
     dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
@@ -111,120 +111,125 @@ def _statistics(logits: Tensor, columns: Tensor, here: Tensor, group, weights: T
     return top, total, chosen - log_total, entropy, *(each / total.square() for each in square)
 
 
-def _pull(weights: Tensor, is_own: bool, total: Tensor, entropy: Tensor, square_sum: Tensor | None, grads) -> Tensor:
-    """Gradient [C, V/tp] with respect to scaled logits, but for the target's own, from e^(logit − maximum).
+def _logits_grad(
+    weights: Tensor, in_place: bool, total: Tensor, entropy: Tensor, square_sum: Tensor | None, grads
+) -> Tensor:
+    """Returns the gradient [C, V/tp] of scaled logits, without the 1_y term, from `weights` = e^(logit − maximum).
 
-    ∂ log p_y/∂x = 1_y − p, ∂H/∂x = −p (log p + H), ∂Σπ²/∂x = 2p (p − Σπ²). The rest is [C, 1]; `grads` are those of
-    the three outputs, None where nobody used one. `is_own`: the weights may be overwritten.
+    ∂ log p_y/∂x = 1_y − p, ∂H/∂x = −p (log p + H), ∂Σπ²/∂x = 2p (p − Σπ²). Other arguments are [C, 1]; `grads` are
+    those of the three outputs, None for an unused output. `in_place`: the weights may be overwritten.
     """
-    to_logprob, to_entropy, to_square = (0.0 if grad is None else grad for grad in grads)
+    grad_logprob, grad_entropy, grad_square = (0.0 if grad is None else grad for grad in grads)
     if grads[1] is None and grads[2] is None:
-        return torch.mul(weights, -to_logprob / total, out=weights if is_own else None)
-    p = torch.div(weights, total, out=weights if is_own else None)
-    constant = to_logprob + to_entropy * entropy + (0.0 if grads[2] is None else 2 * to_square * square_sum)
-    # p · (−g_H log p + 2 g_S p − (g_y + g_H H + 2 g_S Σπ²)); where p is 0 a finite log is as good as −∞
+        return torch.mul(weights, -grad_logprob / total, out=weights if in_place else None)
+    p = torch.div(weights, total, out=weights if in_place else None)
+    constant = grad_logprob + grad_entropy * entropy + (0.0 if grads[2] is None else 2 * grad_square * square_sum)
+    # p · (−g_H log p + 2 g_S p − (g_y + g_H H + 2 g_S Σπ²)); at p = 0 any finite log gives the product 0
     if grads[1] is None:
-        bracket = p.mul(2 * to_square).sub_(constant)
+        bracket = p.mul(2 * grad_square).sub_(constant)
     else:
-        bracket = p.clamp_min(torch.finfo(p.dtype).tiny).log_().mul_(-to_entropy).sub_(constant)
+        bracket = p.clamp_min(torch.finfo(p.dtype).tiny).log_().mul_(-grad_entropy).sub_(constant)
         if grads[2] is not None:
-            bracket.addcmul_(p, 2 * to_square)
+            bracket.addcmul_(p, 2 * grad_square)
     return bracket.mul_(p)
 
 
 class _HeadScores(torch.autograd.Function):
-    """(hidden [T, H], weight [V/tp, H], …) -> logprobs, entropy, Σπ², each [n]; writes to nothing of the caller's.
+    """(hidden [T, H], weight [V/tp, H], …) -> logprobs, entropy, Σπ², each [n]; does not modify its inputs.
 
-    Between forward and backward it keeps its inputs, a few numbers a token, and e^logits where these are few.
+    It saves for backward its inputs, a few numbers per token, and e^logits if these are small.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, places, temperature, vocab_size, group, squares):
-        """Arguments as in `head_scores`, hidden states already whole; `squares`: whether Σπ² is asked for."""
+    def forward(ctx, hidden, weight, targets, indices, temperature, vocab_size, group, squares):
+        """Arguments as in `head_scores`; hidden states are already gathered."""
         ctx.set_materialize_grads(False)
-        head = _Head(hidden, weight, targets, places, temperature, dist.get_rank(group) * len(weight), vocab_size)
+        head = _Head(hidden, weight, targets, indices, temperature, dist.get_rank(group) * len(weight), vocab_size)
         count, dtype = len(targets), _at_least_fp32(hidden)
         results = [hidden.new_empty(count, dtype=dtype) for _ in range(4 + squares)]
-        learns, kept = any(ctx.needs_input_grad[:2]), None
-        if learns and count * len(weight) <= LARGEST_KEPT:
+        needs_grad, kept = any(ctx.needs_input_grad[:2]), None
+        if needs_grad and count * len(weight) <= LARGEST_KEPT:
             kept = hidden.new_empty(count, len(weight), dtype=dtype)
         for rows in row_chunks(count, len(weight)):
-            room = None if kept is None else kept[rows]
-            statistics = _statistics(head.scaled_logits(rows), *head.columns(rows), group, room, squares)
-            for result, part in zip(results, statistics, strict=True):
-                result[rows] = part
+            weights = None if kept is None else kept[rows]
+            statistics = _statistics(head.scaled_logits(rows), *head.columns(rows), group, weights, squares)
+            for result, statistic in zip(results, statistics, strict=True):
+                result[rows] = statistic
         top, total, logprobs, entropy, *square_sum = results
         square_sum = square_sum[0] if squares else None
-        ctx.save_for_backward(hidden, weight, targets, places, kept, top, total, entropy, square_sum)
+        ctx.save_for_backward(hidden, weight, targets, indices, kept, top, total, entropy, square_sum)
         ctx.rest = head[4:]
         return logprobs, entropy, square_sum
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        """No collective: the saved statistics are those of the whole vocabulary, and each rank has its own columns.
+        """Needs no collective: the saved statistics cover the whole vocabulary, and each rank has its own columns.
 
-        What the ranks' columns pull at the hidden states is summed outside, once for all chunks.
+        The caller sums the gradients of hidden states over the ranks, once for all chunks.
         """
         *inputs, kept, top, total, entropy, square_sum = ctx.saved_tensors
         head = _Head(*inputs, *ctx.rest)
         hidden, weight = head.hidden, head.weight
-        make = torch.empty_like if head.places is None else torch.zeros_like
-        to_hidden = make(hidden) if ctx.needs_input_grad[0] else None
-        to_weight = torch.zeros_like(weight, dtype=_at_least_fp32(weight)) if ctx.needs_input_grad[1] else None
+        allocate = torch.empty_like if head.indices is None else torch.zeros_like
+        grad_hidden = allocate(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=_at_least_fp32(weight)) if ctx.needs_input_grad[1] else None
         for rows in row_chunks(len(head.targets), len(weight)):
-            weights = head.scaled_logits(rows).sub_(_at(top, rows)).exp_() if kept is None else kept[rows]
-            here = [None if x is None else _at(x, rows) for x in (total, entropy, square_sum, *grads)]
-            _add_chunk(to_hidden, to_weight, head, rows, _pull(weights, kept is None, *here[:3], here[3:]), here[3])
-        return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), *[None] * 6
+            weights = head.scaled_logits(rows).sub_(_column(top, rows)).exp_() if kept is None else kept[rows]
+            columns = [None if x is None else _column(x, rows) for x in (total, entropy, square_sum, *grads)]
+            _accumulate(  # nested calls, so that no name keeps the logits' gradient during the next chunk
+                grad_hidden, grad_weight, head, rows,
+                _logits_grad(weights, kept is None, *columns[:3], columns[3:]), columns[3],
+            )  # fmt: skip
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 6
 
 
-def _add_chunk(to_hidden, to_weight, head: _Head, rows: slice, grad: Tensor, to_logprob: Tensor | None):
-    """Takes a chunk's gradient [C, V/tp], but for its targets' own, to its rows of `to_hidden` and to `to_weight`."""
-    if to_logprob is not None:
+def _accumulate(grad_hidden, grad_weight, head: _Head, rows: slice, grad: Tensor, grad_logprob: Tensor | None):
+    """Adds the 1_y term to a chunk's gradient [C, V/tp]; writes its rows of `grad_hidden`, adds to `grad_weight`."""
+    if grad_logprob is not None:
         columns, here = head.columns(rows)
-        grad.scatter_add_(-1, columns, to_logprob * here)
+        grad.scatter_add_(-1, columns, grad_logprob * here)
     if isinstance(head.temperature, Tensor) or head.temperature != 1.0:
-        grad.div_(_at(head.temperature, rows))
+        grad.div_(_column(head.temperature, rows))
     grad = grad.to(head.hidden.dtype)
-    if to_hidden is not None:
-        to_hidden[rows if head.places is None else head.places[rows]] = linear.input_gradient(grad, head.weight)
-    if to_weight is None:
+    if grad_hidden is not None:
+        grad_hidden[rows if head.indices is None else head.indices[rows]] = linear.input_gradient(grad, head.weight)
+    if grad_weight is None:
         return
-    if to_weight.dtype == grad.dtype:
-        to_weight.addmm_(grad.T, head.inputs(rows))  # no second buffer of the weights' size
+    if grad_weight.dtype == grad.dtype:
+        grad_weight.addmm_(grad.T, head.inputs(rows))  # avoids a second buffer of the weight's size
     else:
-        to_weight.add_(grad.T @ head.inputs(rows))
+        grad_weight.add_(grad.T @ head.inputs(rows))
 
 
 def head_scores(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature, vocab_size: int, group, sequence_parallel=False,
-    places: Tensor | None = None, squares: bool = True,
+    indices: Tensor | None = None, squares: bool = True,
 ) -> HeadScores:  # fmt: skip
-    """Scores of a language model's next-token distributions, differentiable in `hidden` and `weight`, once.
+    """Returns scores of next-token distributions, differentiable once in `hidden` and `weight`.
 
     Args:
         hidden: [T, H] hidden states, equal on all ranks of the group; under sequence parallelism this rank's [T/tp, H].
         weight: [V/tp, H], this rank's rows of the output weights; rank r holds tokens r·V/tp … (r+1)·V/tp − 1.
-        targets: [n] int64 tokens whose log-probability is asked for, below `vocab_size`.
-        temperature: logits are divided by it, as in the rollout; one number, or [n], one for each target.
-        vocab_size: the tokenizer's; padded columns do not take part.
+        targets: [n] int64 tokens to score, below `vocab_size`.
+        temperature: divides the logits, as in the rollout; a number, or [n], one per target.
+        vocab_size: the tokenizer's; padded columns are excluded.
         group: the tensor-parallel group.
-        places: [n] int64, n at least `LEAST_ROWS`: which hidden state each target is asked of, no two the same one;
-            None: n = T, each its own.
-        squares: whether Σπ² is wanted; two more passes over the logits.
+        sequence_parallel: whether the hidden states are split over the group.
+        indices: [n] int64, distinct, n at least `MIN_ROWS`: the hidden state of each target; None: n = T, in order.
+        squares: whether to compute Σπ²; two more passes over the logits.
 
     Returns:
-        HeadScores in float32 (float64 for hidden states in float64), equal on all ranks of the group.
+        HeadScores in float32 (float64 for float64 hidden states), equal on all ranks of the group.
 
     Raises:
-        ValueError: not as many targets or temperatures as places, or hidden states.
+        ValueError: targets or temperatures do not match the indices (or hidden states) in number.
     """
     if sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
     else:
         hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
-    total = len(hidden if places is None else places)
+    total = len(hidden if indices is None else indices)
     sizes = [tuple(x.shape) for x in (targets, temperature) if isinstance(x, Tensor)]
     if any(size != (total,) for size in sizes):
         raise ValueError(f"{total} hidden states, but targets and temperatures of shape {sizes}")
@@ -232,28 +237,28 @@ def head_scores(
         missing = MIN_ROWS - total
         hidden, targets = pad(hidden, (0, 0, 0, missing)), pad(targets, (0, missing))
         temperature = pad(temperature, (0, missing), value=1.0) if isinstance(temperature, Tensor) else temperature
-    scores = _HeadScores.apply(hidden, weight, targets, places, temperature, vocab_size, group, squares)
+    scores = _HeadScores.apply(hidden, weight, targets, indices, temperature, vocab_size, group, squares)
     return HeadScores(*(None if score is None else score[:total] for score in scores))
 
 
 class GatheredPolicy:
-    """The policy of gathered logits [n, V], as `parts` tensor-parallel ranks sum it up together.
+    """Computes log-probabilities from gathered logits [n, V], summed as over `tensor_ranks` tensor-parallel ranks.
 
-    The same operations in the same order as in `head_scores`: a rollout that uses it logs the very numbers that
-    training recomputes, not numbers that are close to them. It writes to nothing of the caller's.
+    It runs the same operations in the same order as `head_scores`, so that rollout log-probs equal those that training
+    recomputes to the last bit. It does not modify its inputs.
     """
 
-    def __init__(self, logits: Tensor, temperature: float, vocab_size: int, parts: int):
-        """`vocab_size`: the tokenizer's; columns behind it are padding."""
+    def __init__(self, logits: Tensor, temperature: float, vocab_size: int, tensor_ranks: int):
+        """`vocab_size`: the tokenizer's; columns from it on are padding."""
         scaled = logits.to(_at_least_fp32(logits))
         self.scaled = scaled if temperature == 1.0 else scaled / temperature
         self.top = self.scaled[:, :vocab_size].amax(-1, keepdim=True)
         # [n, V]: e^(logit − largest logit), 0 in padded columns
         self.weights = (self.scaled - self.top).exp_()
         self.weights[:, vocab_size:] = 0.0
-        self.log_total = self.weights.unflatten(-1, (parts, -1)).sum(-1).sum(-1).log()
+        self.log_total = self.weights.unflatten(-1, (tensor_ranks, -1)).sum(-1).sum(-1).log()
 
     def logprobs(self, tokens: Tensor) -> Tensor:
-        """[n] log-probabilities of one token a row [n]."""
+        """Returns [n] log-probabilities of one token per row [n]."""
         chosen = self.scaled.gather(-1, tokens.unsqueeze(-1)) - self.top
         return chosen.squeeze(-1) - self.log_total

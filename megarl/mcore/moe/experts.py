@@ -1,4 +1,4 @@
-"""The experts of an MoE layer: Megatron's, with numbers of a token that do not depend on the other tokens."""
+"""Megatron's experts, made batch-invariant: a token's output does not depend on the other tokens."""
 
 import torch
 from megatron.core.transformer.mlp import MLP
@@ -11,26 +11,26 @@ from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 
 
 class Experts(SequentialMLP):
-    """On a CPU an expert with fewer than `LEAST_ROWS` tokens gets its last one more often: matrix products of few rows
-    take another kernel, and a token's numbers would depend on how many others its expert works for."""
+    """Repeats the last token of an expert with fewer than `MIN_ROWS` tokens on a CPU: matrix products of fewer rows use
+    another kernel, so a token's output would depend on how many tokens its expert has."""
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, gates: Tensor):
-        """Tokens [T, H] in the order of their experts, and their gates [T] -> ([T, H], no bias)."""
+        """Tokens [T, H], grouped by expert, and their gates [T] -> ([T, H], no bias)."""
         counts = tokens_per_expert.to(hidden.device, torch.int64)
         missing = torch.where(counts > 0, (MIN_ROWS - counts).clamp(min=0), 0)
         if device.has_cuda() or not missing.any():
             return super().forward(hidden, tokens_per_expert, gates)
         padded = counts + missing
         expert = torch.repeat_interleave(torch.arange(len(counts), device=hidden.device), padded)
-        place = torch.arange(len(expert), device=hidden.device) - (padded.cumsum(0) - padded)[expert]
-        rows = (counts.cumsum(0) - counts)[expert] + place.minimum(counts[expert] - 1)
+        offset = torch.arange(len(expert), device=hidden.device) - (padded.cumsum(0) - padded)[expert]
+        rows = (counts.cumsum(0) - counts)[expert] + offset.minimum(counts[expert] - 1)
         output, bias = super().forward(hidden[rows], padded, gates[rows])
-        return output[place < counts[expert]], bias
+        return output[offset < counts[expert]], bias
 
 
 class SharedExperts(SharedExpertMLP):
-    """The experts that work for every token. Their gate is one column: a matrix product of so few has a kernel of its
-    own on a CPU, whose sums depend on the number of tokens, so the column stands there several times."""
+    """Shared experts, which every token uses. Their gate has one column; on a CPU a matrix product with so few columns
+    uses a kernel whose sums depend on the number of tokens, so the column is repeated."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Tokens [T, 1, H] -> [T, 1, H]."""

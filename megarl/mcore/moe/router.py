@@ -1,7 +1,7 @@
-"""Routers of MoE layers: Megatron's, with routes that come with the micro-batch, and recording for the engine.
+"""MoE routers that replay the routes of a micro-batch and record routes in the rollout engine.
 
-Megatron keeps all routers of a process in one list, for all its models; megarl's are in it only while the engine of
-their own model writes.
+Megatron keeps the routers of all models of a process in one global list. megarl's routers are in it only while the
+engine of their own model generates.
 """
 
 import contextlib
@@ -20,10 +20,10 @@ from megarl.mcore.moe.routing import Routing
 
 
 class RouteRecorder(RouterReplay):
-    """Where a router asks which experts work: those of the micro-batch's routing, or the k best, in ascending order.
+    """Chooses each token's experts: the replayed ones or the top k, in ascending order.
 
-    Megatron orders them by score, but not without gradients. One order for all makes the sums over a token's gates, and
-    so its numbers, the same in rollout, training and replay.
+    Megatron orders experts by score, but not without gradients. One order makes the sums over a token's gates equal to
+    the last bit in rollout, training and replay.
     """
 
     def __init__(self):
@@ -32,7 +32,7 @@ class RouteRecorder(RouterReplay):
         self.routing: Routing | None = None
 
     def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
-        """(values, experts), both [R, k], of scores [R, E]; the values are the live scores of whatever was chosen."""
+        """Scores [R, E] -> (values, experts), both [R, k]; the values are the live scores of the chosen experts."""
         _, experts = default_compute_topk(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)
         experts = experts.sort(dim=-1).values
         if self.router_replay_action == RouterReplayAction.RECORD:
@@ -43,19 +43,19 @@ class RouteRecorder(RouterReplay):
 
 
 class Router(BalancedRouter):
-    """Megarl's router. `routed` gives it the routing of a micro-batch; outside it, it routes live."""
+    """megarl's router. It takes the routes of the micro-batch inside `routed`, and routes live elsewhere."""
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
         self.router_replay = RouteRecorder()
-        # With selective recomputation of MoE layers backward calls the router alone, micro-batch by micro-batch.
+        # With selective recomputation of MoE layers, backward calls only the router, once per micro-batch.
         self._recomputes = config.recompute_granularity == "selective" and "moe" in config.recompute_modules
         self._is_in_layer = False
         self.to_recompute: deque[Routing | None] = deque()
 
     @contextlib.contextmanager
     def routed(self, routing: Routing | None):
-        """Everything within belongs to one micro-batch."""
+        """Applies the routing of one micro-batch inside."""
         self.router_replay.routing, self._is_in_layer = routing, True
         try:
             yield
@@ -66,21 +66,21 @@ class Router(BalancedRouter):
 
     @property
     def bound(self) -> Routing | None:
-        """The routing of the micro-batch that runs."""
+        """Returns the routing of the current micro-batch."""
         return self.router_replay.routing
 
     def gating(self, input: Tensor) -> Tensor:
-        """Scores [R, 1, E] of hidden states [R, 1, H].
+        """Hidden states [R, 1, H] -> scores [R, 1, E].
 
-        On a CPU rows lie apart, as if E filled whole vectors: behind the last whole vector of a tensor functions like
-        exp are computed otherwise, and a token's gates would depend on its place.
+        On a CPU each row is padded in memory to whole vectors: functions like exp compute the elements after a tensor's
+        last whole vector differently, and a token's gates would depend on its position in the batch.
         """
         logits = super().gating(input)
         experts = logits.shape[-1]
         return logits if device.has_cuda() else pad(logits, (0, -experts % VECTOR))[..., :experts]
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None):
-        """(gates, map), both [R, E], of hidden states [R, 1, H]."""
+        """Hidden states [R, 1, H] -> (gates, routing map), both [R, E]."""
         if self._is_in_layer or not self.to_recompute:
             return super().forward(input, padding_mask)
         self.router_replay.routing = self.to_recompute.popleft()
@@ -91,17 +91,17 @@ class Router(BalancedRouter):
 
 
 def routers_of(stages) -> list[Router]:
-    """The routers of a model's chunks on this rank, or of one chunk, in the order of its layers."""
+    """Returns the routers of a model's chunks on this rank, or of one chunk, in layer order."""
     return [module.router for module in stages.modules() if isinstance(module, MoELayer)]
 
 
 def moe_layers_of(stages) -> tuple[int, ...]:
-    """Numbers, from 1 over the whole model, of the MoE layers on this rank, in the order of its chunks."""
+    """Returns the layer numbers (from 1, over the whole model) of this rank's MoE layers, in chunk order."""
     return tuple(router.layer_number for router in routers_of(stages))
 
 
 def check_recomputed(stages, role: str):
-    """Raises RuntimeError where backward has not recomputed every micro-batch: the next step would take its routes."""
+    """Raises RuntimeError if backward has not recomputed every micro-batch: the next step would use its routes."""
     left = {router.layer_number: len(router.to_recompute) for router in routers_of(stages) if router.to_recompute}
     if left:
         raise RuntimeError(f"{role}: routes of micro-batches that backward never recomputed, by MoE layer: {left}")
@@ -109,7 +109,7 @@ def check_recomputed(stages, role: str):
 
 @contextlib.contextmanager
 def recording_routes(model):
-    """The engine's steps record the routes of this model, and of no other model of the process."""
+    """Records routes of this model, and of no other model of the process, in engine steps inside."""
     recorders = [router.router_replay for router in routers_of(model)]
     others, config = RouterReplay.global_router_replay_instances, model.config
     RouterReplay.global_router_replay_instances, config.moe_enable_routing_replay = recorders, True

@@ -1,1 +1,1 @@
-""""""
+"""Parallelism: process groups, pipeline schedules, context parallelism and FSDP."""

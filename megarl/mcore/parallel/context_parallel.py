@@ -1,9 +1,9 @@
-"""Context parallelism over a packed stream of tokens: which tokens a rank holds, and what moves between the ranks.
+"""Context parallelism over a packed token stream: which tokens each rank holds, and the collectives between ranks.
 
-The stream of T tokens, all sequences behind each other, is cut into 2·c equal chunks; rank r of c holds chunks r and
-2·c − 1 − r, so that each rank has its share of early and of late tokens (2310.05209 has the cut for one sequence).
-Chunks may begin and end anywhere in a sequence: sequences of one token need no padding. For attention every rank
-gathers keys and values and keeps its own queries (2407.21783, §3.3.2); with grouped queries that is little data.
+The stream of T tokens, all sequences one after another, is split into 2·c equal chunks. Rank r of c holds chunks r and
+2·c − 1 − r, so that each rank has early and late tokens (2310.05209 does this for one sequence). Chunk boundaries
+ignore sequence boundaries, so that no sequence needs padding. For attention every rank all-gathers keys and values and
+keeps its own queries (2407.21783, §3.3.2); with grouped queries that is little data.
 """
 
 import numpy as np
@@ -13,31 +13,31 @@ from torch import Tensor
 
 
 def chunks_of(rank: int, ranks: int, tokens: int) -> list[tuple[int, int]]:
-    """[start, stop) of the chunks of the stream that a rank holds, in stream order; `tokens` divides by 2·ranks."""
+    """Returns [start, stop) of the stream chunks of a rank, in stream order; 2·ranks must divide `tokens`."""
     if ranks == 1:
         return [(0, tokens)]
     size = tokens // (2 * ranks)
     return [(i * size, (i + 1) * size) for i in (rank, 2 * ranks - 1 - rank)]
 
 
-def places_in(chunks: list[tuple[int, int]]) -> np.ndarray:
-    """int64 places in the stream of the tokens of chunks."""
+def chunk_indices(chunks: list[tuple[int, int]]) -> np.ndarray:
+    """Returns int64 stream indices of the chunks' tokens."""
     return np.concatenate([np.arange(start, stop) for start, stop in chunks])
 
 
 def stream_order(ranks: int, tokens: int) -> np.ndarray:
-    """[tokens] int64: where the t-th token of the stream stands when the ranks' tokens are gathered in rank order."""
-    return np.concatenate([places_in(chunks_of(rank, ranks, tokens)) for rank in range(ranks)]).argsort()
+    """Returns [tokens] int64: index of the t-th stream token among all ranks' tokens gathered in rank order."""
+    return np.concatenate([chunk_indices(chunks_of(rank, ranks, tokens)) for rank in range(ranks)]).argsort()
 
 
 def _all_gather(local: Tensor, group) -> Tensor:
-    whole = local.new_empty(dist.get_world_size(group) * local.shape[0], *local.shape[1:])
-    dist.all_gather_into_tensor(whole, local.contiguous(), group=group)
-    return whole
+    gathered = local.new_empty(dist.get_world_size(group) * local.shape[0], *local.shape[1:])
+    dist.all_gather_into_tensor(gathered, local.contiguous(), group=group)
+    return gathered
 
 
 class _GatherForAttention(torch.autograd.Function):
-    """Every rank uses all tokens for its own queries: the gradient of a token is the sum over the ranks."""
+    """All-gather whose backward is a reduce-scatter: each rank uses all tokens for its own queries."""
 
     @staticmethod
     def forward(ctx, local: Tensor, order: Tensor, group):
@@ -48,15 +48,15 @@ class _GatherForAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         (order,) = ctx.saved_tensors
-        arranged = torch.empty_like(grad)
-        arranged[order] = grad
+        by_rank = torch.empty_like(grad)
+        by_rank[order] = grad
         local = grad.new_empty(grad.shape[0] // dist.get_world_size(ctx.group), *grad.shape[1:])
-        dist.reduce_scatter_tensor(local, arranged, group=ctx.group)
+        dist.reduce_scatter_tensor(local, by_rank, group=ctx.group)
         return local, None, None
 
 
 class _GatherResult(torch.autograd.Function):
-    """Every rank goes on with the same computation on all tokens: the gradient of its tokens is its own slice."""
+    """All-gather whose backward is a slice: each rank continues with the same computation on all tokens."""
 
     @staticmethod
     def forward(ctx, local: Tensor, group):
@@ -69,13 +69,13 @@ class _GatherResult(torch.autograd.Function):
 
 
 def gather_for_attention(local: Tensor, order: Tensor, group) -> Tensor:
-    """Keys or values of this rank's tokens [T/c, …] -> those of the whole stream [T, …], in its order."""
+    """Gathers keys or values of this rank's tokens [T/c, …] to those of the whole stream [T, …], in stream order."""
     return _GatherForAttention.apply(local, order, group)
 
 
 def gather_result(local: Tensor, group) -> Tensor:
-    """Results of this rank's tokens [T/n, …] -> of all ranks' tokens [T, …] in rank order, the same on every rank.
+    """Gathers results of this rank's tokens [T/n, …] to all ranks' tokens [T, …], in rank order.
 
-    Every rank must compute the same from it: its gradient is not summed over the ranks.
+    Every rank must compute the same from the result: gradients are not summed over the ranks.
     """
     return _GatherResult.apply(local, group) if dist.get_world_size(group) > 1 else local

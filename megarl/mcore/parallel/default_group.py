@@ -1,4 +1,4 @@
-"""Process-wide state that megatron-core still insists on, set to a role's own for the duration of a call."""
+"""Overrides the default process group that megatron-core still uses, for the duration of a call."""
 
 import contextlib
 
@@ -7,13 +7,12 @@ import torch.distributed as dist
 
 @contextlib.contextmanager
 def override_default_group(group):
-    """Inside, the default group of object gathers and sizes is `group`: some of Megatron's calls know no other.
+    """Makes `group` the default of object gathers, world size and rank inside: some Megatron calls take no group.
 
-    `get_megatron_optimizer` gathers its parameter groups from "the world", whose other ranks never join the call of
-    a role that they do not belong to.
+    `get_megatron_optimizer` gathers its parameter groups over the world, but ranks outside the role never call it.
     """
     gather, size, rank = dist.all_gather_object, dist.get_world_size, dist.get_rank
-    dist.all_gather_object = lambda found, item, group=group: gather(found, item, group=group)
+    dist.all_gather_object = lambda objects, item, group=group: gather(objects, item, group=group)
     dist.get_world_size = lambda group=group: size(group)
     dist.get_rank = lambda group=group: rank(group)
     try:

@@ -1,7 +1,7 @@
-"""Ranks that do not exist: their process groups, by torch's fake backend.
+"""Fake distributed worlds: process groups without other processes, through torch's fake backend.
 
-Inside `world(4096)` this process is one rank of 4,096. The very code that a program runs creates its groups; what
-would be sent goes nowhere.
+Inside `fake_world(4096)` this process is one rank of 4,096. It creates its groups with the same code as a real run;
+collectives send nothing.
 """
 
 import contextlib
@@ -12,9 +12,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 @contextlib.contextmanager
 def fake_world(size: int, rank: int = 0):
-    """A world of `size` ranks, seen from one of them. RuntimeError where the process is in a world already."""
+    """Makes this process `rank` of a fake world of `size` ranks. RuntimeError if torch.distributed is initialized."""
     if dist.is_initialized():
-        raise RuntimeError("this process is a rank already: a world can be pretended only outside one")
+        raise RuntimeError("torch.distributed is initialized already: start a fake world only in a process without one")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield

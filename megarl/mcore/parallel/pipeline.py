@@ -1,4 +1,4 @@
-"""Runs micro-batches through a model with Megatron's schedules: one stage, 1F1B, or interleaved virtual stages."""
+"""Runs micro-batches with Megatron's pipeline schedules: one stage, 1F1B, or interleaved virtual stages."""
 
 from collections.abc import Callable, Iterable
 
@@ -17,44 +17,44 @@ from megarl.mcore import device
 
 
 class KnownShapeCommunicator(P2PCommunicator):
-    """Megatron's, between stages that know how long every micro-batch is.
+    """Megatron's communicator for stages that know the length of every micro-batch.
 
-    Else each tensor is announced by its shape, for which the host would wait, with all that the device has to do.
+    Otherwise stages exchange each tensor's shape first, and the host would wait for all queued device work.
     """
 
     def __init__(self, group, config, rows: list[int], chunks: int):
-        """`rows`: of the hidden states of each micro-batch on a rank; `chunks`: of the model on a rank."""
+        """`rows`: hidden-state rows of each micro-batch on a rank; `chunks`: number of model chunks on a rank."""
         super().__init__(group, config)
         table = [(i, 0) for i in range(len(rows))]
         if chunks > 1:
             table = get_schedule_table(len(rows), chunks, config.microbatch_group_size_per_vp_stage)
-        # The first chunk of all receives nothing in forward, the last of all nothing in backward, which begins with it.
+        # The model's first chunk receives nothing in forward; its last chunk receives nothing in backward.
         shapes = [([rows[i], 1, config.hidden_size], bool(chunk)) for i, chunk in table]
-        self._before = iter([shape for shape, comes in shapes if comes or not self.is_pp_first_stage])
-        self._behind = iter([shape for shape, comes in shapes if comes or not self.is_pp_last_stage])
+        self._from_previous = iter([shape for shape, received in shapes if received or not self.is_pp_first_stage])
+        self._from_next = iter([shape for shape, received in shapes if received or not self.is_pp_last_stage])
 
     def _communicate_shapes(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next):
-        """(shape of what comes from the stage before, from the one behind)."""
-        return next(self._before) if recv_prev else None, next(self._behind) if recv_next else None
+        """Returns the shapes to receive from the previous and from the next stage, None for no tensor."""
+        return next(self._from_previous) if recv_prev else None, next(self._from_next) if recv_next else None
 
 
 def run_microbatches(
     stages, microbatches: list, forward: Callable, loss: Callable, pg_collection, train: bool,
     rows: list[int] | None = None,
 ) -> list:  # fmt: skip
-    """Forward (and backward) of every micro-batch; gradients are accumulated and reduced behind the last one.
+    """Runs forward (and backward) of every micro-batch; gradients accumulate and are reduced after the last one.
 
     Args:
-        stages: the model's chunks on this rank, in their gradient-buffer wrappers when training.
-        microbatches: the same number on every lane; a multiple of the pipeline size with virtual stages.
-        forward: (chunk, micro-batch) -> output: hidden states from all but the model's last chunk.
-        loss: (output, micro-batch) -> (scalar loss, result); the loss is a local sum over a global count, so that
-            the gradient is the same for every split into micro-batches. Called on the last chunk alone.
+        stages: the model's chunks on this rank, in their gradient-buffer wrappers for training.
+        microbatches: the same number on every replica; a multiple of the pipeline size with virtual stages.
+        forward: (chunk, micro-batch) -> output; hidden states except from the model's last chunk.
+        loss: (output, micro-batch) -> (scalar loss, result), called for the last chunk only. The loss is a local sum
+            over a global count, so that the split into micro-batches does not change the gradient.
         train: whether to run backward and reduce gradients.
-        rows: of the hidden states of each micro-batch on this rank; None: pipeline stages ask each other.
+        rows: hidden-state rows of each micro-batch on this rank; None: pipeline stages exchange shapes.
 
     Returns:
-        The results (tensors, or tuples of them), in the order of the micro-batches, on every rank of the lane.
+        The results (tensors, or tuples of tensors), in micro-batch order, on every rank of the replica.
     """
     no_tokens = torch.zeros([], dtype=torch.int)
 
@@ -72,16 +72,17 @@ def run_microbatches(
         schedule = forward_backward_pipelining_without_interleaving
         if len(chunks) > 1:
             schedule = forward_backward_pipelining_with_interleaving
-        between = (pg_collection.pp, chunks[0].config)
-        communicator = (
-            P2PCommunicator(*between) if rows is None else KnownShapeCommunicator(*between, rows, len(chunks))
-        )
+        group, config = pg_collection.pp, chunks[0].config
+        if rows is None:
+            communicator = P2PCommunicator(group, config)
+        else:
+            communicator = KnownShapeCommunicator(group, config, rows, len(chunks))
         pipeline = {"p2p_communicator": communicator}
-    several = len(chunks) > 1
+    is_virtual = len(chunks) > 1
     results = schedule(
         forward_step_func=forward_step,
-        data_iterator=[iter(microbatches) for _ in chunks] if several else iter(microbatches),
-        model=chunks if several else chunks[0],
+        data_iterator=[iter(microbatches) for _ in chunks] if is_virtual else iter(microbatches),
+        model=chunks if is_virtual else chunks[0],
         num_microbatches=len(microbatches),
         seq_length=0,
         micro_batch_size=1,
@@ -93,10 +94,10 @@ def run_microbatches(
 
 
 def from_last_stage(results: list, group) -> list:
-    """What the last pipeline stage has, on every stage: one broadcast of a description, one of all tensors' bytes.
+    """Returns the last pipeline stage's results on every stage: broadcasts their structure, then all bytes at once.
 
     Args:
-        results: nested lists and tuples of tensors on the last stage; ignored elsewhere.
+        results: nested lists and tuples of tensors on the last stage; ignored on other stages.
     """
     size = dist.get_world_size(group)
     if size == 1:
@@ -104,18 +105,18 @@ def from_last_stage(results: list, group) -> list:
     source = dist.get_global_rank(group, size - 1)
     is_last = dist.get_rank() == source
     leaves, tree = pytree.tree_flatten(results) if is_last else ([], None)
-    message = [([(leaf.shape, leaf.dtype) for leaf in leaves], tree)]
-    dist.broadcast_object_list(message, source, group=group)
-    forms, tree = message[0]
-    sizes = [shape.numel() * dtype.itemsize for shape, dtype in forms]
-    parts = [leaf.detach().contiguous().reshape(-1).view(torch.uint8) for leaf in leaves]
-    buffer = torch.cat(parts) if parts else torch.empty(sum(sizes), dtype=torch.uint8, device=device.device())
+    structure = [([(leaf.shape, leaf.dtype) for leaf in leaves], tree)]
+    dist.broadcast_object_list(structure, source, group=group)
+    specs, tree = structure[0]
+    sizes = [shape.numel() * dtype.itemsize for shape, dtype in specs]
+    flat = [leaf.detach().contiguous().reshape(-1).view(torch.uint8) for leaf in leaves]
+    buffer = torch.cat(flat) if flat else torch.empty(sum(sizes), dtype=torch.uint8, device=device.device())
     if sum(sizes):
         dist.broadcast(buffer, source, group=group)
     if is_last:
         return results
-    # A copy each: a view of another dtype needs an aligned start.
+    # Each tensor is a copy, because a view of another dtype needs an aligned start.
     tensors = [
-        part.clone().view(dtype).reshape(shape) for part, (shape, dtype) in zip(buffer.split(sizes), forms, strict=True)
+        data.clone().view(dtype).reshape(shape) for data, (shape, dtype) in zip(buffer.split(sizes), specs, strict=True)
     ]
     return pytree.tree_unflatten(tensors, tree)

@@ -1,7 +1,7 @@
 """Process groups of one role: a `ProcessGroupCollection` on a range of ranks, without Megatron's global state.
 
-Creating a group is a duty of the whole world: every rank calls `create_groups` for every role in the same order,
-members or not. Groups with the same ranks are created once and shared, within a role and between colocated roles.
+Group creation is collective over the world: every rank, member or not, calls `create_groups` for every role in the
+same order. Groups of the same ranks are created once and shared, within a role and between colocated roles.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-# Attribute of the collection -> dimensions of the dense grid (tp fastest, pp slowest: Megatron's order).
+# Attribute of the ProcessGroupCollection -> dimensions of the dense grid (tp fastest, pp slowest: Megatron's order).
 DENSE = {
     "tp": ["tp"],
     "cp": ["cp"],
@@ -36,7 +36,7 @@ EXPERT = {
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """Sizes of a role's parallel dimensions; data parallelism is what remains of its ranks."""
+    """Sizes of a role's parallel dimensions. The data-parallel size follows from the number of ranks."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -45,34 +45,34 @@ class ParallelSizes:
     expert_tensor: int = 1
 
     def replica_size(self) -> int:
-        """Ranks that together hold one replica of the model and one share of the batch."""
+        """Returns the number of ranks of one data-parallel replica."""
         return self.tensor * self.pipeline * self.context
 
     def data(self, ranks: int) -> int:
-        """Data-parallel lanes on that many ranks."""
+        """Returns the number of data-parallel replicas on that many ranks."""
         return ranks // self.replica_size()
 
     def expert_data(self, ranks: int) -> int:
-        """Data-parallel replicas of each expert on that many ranks."""
+        """Returns the number of data-parallel replicas of each expert on that many ranks."""
         return ranks // (self.expert_tensor * self.expert * self.pipeline)
 
 
 class GroupCache:
-    """Groups of this process by their ranks; the same on every rank because every rank asks in the same order."""
+    """Caches this process's groups by their ranks. Every rank must request groups in the same order."""
 
     def __init__(self, timeout: timedelta | None = None):
         self._groups = {}
         self._timeout = timeout
 
     def get(self, ranks: list[int]):
-        """The group of exactly these world ranks, created at the first request (a collective call of the world)."""
+        """Returns the group of these world ranks; creates it on the first request (collective over the world)."""
         key = tuple(ranks)
         if key not in self._groups:
             self._groups[key] = dist.new_group(list(ranks), timeout=self._timeout)
         return self._groups[key]
 
     def mine(self, enumeration: list[list[int]]):
-        """Creates every group of a dimension and returns the one that holds this rank (None outside)."""
+        """Creates every group of a dimension and returns the one with this rank, or None."""
         groups = [(ranks, self.get(ranks)) for ranks in enumeration]
         return next((group for ranks, group in groups if dist.get_rank() in ranks), None)
 
@@ -86,7 +86,7 @@ def _grid(ranks: range, sizes: ParallelSizes) -> HyperCommGrid:
 
 
 def replica_ranks(ranks: range, sizes: ParallelSizes) -> list[list[int]]:
-    """World ranks of each data-parallel lane, in lane order; the first of each holds the first pipeline stage."""
+    """Returns the world ranks of each data-parallel replica by dp rank; the first holds the first pipeline stage."""
     width = sizes.tensor * sizes.context
     data = sizes.data(len(ranks))
     return [
@@ -96,9 +96,9 @@ def replica_ranks(ranks: range, sizes: ParallelSizes) -> list[list[int]]:
 
 
 def create_groups(ranks: range, sizes: ParallelSizes, cache: GroupCache) -> ProcessGroupCollection | None:
-    """Creates all groups of a role; returns its collection on members and None elsewhere. Collective over the world.
+    """Creates all groups of a role; returns them on members and None elsewhere. Collective over the world.
 
-    The position-embedding group holds the first stage alone: with the last stage in it `finalize_model_grads` fails.
+    The position-embedding group has only the first stage: with the last stage in it `finalize_model_grads` fails.
     """
     grid = _grid(ranks, sizes)
     pg_collection = ProcessGroupCollection()
