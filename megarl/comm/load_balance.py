@@ -1,7 +1,7 @@
-"""Which lane holds which sequence: dealt in turn for writing, by work for everything that runs a model over the text.
+"""Assigns sequences to data-parallel replicas: round-robin for generation, balanced by FLOPs for all other passes.
 
-Owners are an int64 [N] tensor of lanes by sequence id. They follow from lengths, mini-batches and the number of lanes
-alone, so every rank knows them, and roles with the same lanes hold the same sequences.
+An assignment is an int64 [N] tensor: the dp rank of each sequence id. It depends only on lengths, mini-batches and the
+number of replicas. So every rank can compute it, and roles with equally many replicas hold the same sequences.
 """
 
 import heapq
@@ -17,54 +17,54 @@ from megarl.mcore import device
 
 
 def round_robin_assignment(mesh: RoleMesh, count: int, samples_per_prompt: int) -> dict[str, Tensor]:
-    """Owners for every role when all deal the prompts of `count` sequences in turn."""
+    """Round-robin assignment of the prompts of `count` sequences, for every role."""
     ids = torch.arange(count)
-    return {name: round_robin(ids, len(place.replicas), samples_per_prompt) for name, place in mesh.roles.items()}
+    return {name: round_robin(ids, len(groups.replicas), samples_per_prompt) for name, groups in mesh.roles.items()}
 
 
 def balance_by_flops(lengths: Tensor, minibatches: list[Tensor], replicas: int, hidden: int) -> Tensor:
-    """Owners that share the work of each mini-batch out evenly.
+    """An assignment that balances the FLOPs of every mini-batch over the replicas.
 
-    Dearest sequence first, each to the lane with the least work in its mini-batch, then in the step so far: at most
-    4/3 of the best possible largest share (Graham 1969).
+    Longest-processing-time rule: the most expensive sequence first, each to the replica with the least work in this
+    mini-batch, then in the step so far. The largest load is at most 4/3 of the optimum (Graham 1969).
 
     Args:
-        lengths: [N] tokens of each sequence of the step.
+        lengths: [N] tokens in each sequence of the step.
         minibatches: sequence ids of each mini-batch; together all of 0 … N − 1.
-        hidden: hidden size by which the work is reckoned (`workloads`).
+        hidden: hidden size, by which the work is estimated (`sequence_flops`).
     """
-    costs, dp_assignment, so_far = sequence_flops(lengths, hidden).tolist(), [0] * len(lengths), [0] * replicas
+    flops, dp_assignment, step_flops = sequence_flops(lengths, hidden).tolist(), [0] * len(lengths), [0] * replicas
     for ids in minibatches:
-        heap = sorted((0, so_far[dp_rank], dp_rank) for dp_rank in range(replicas))
-        for number in sorted(ids.tolist(), key=lambda i: (-costs[i], i)):
-            work, before, dp_rank = heap[0]
-            heapq.heapreplace(heap, (work + costs[number], before, dp_rank))
-            dp_assignment[number] = dp_rank
-        for work, before, dp_rank in heap:
-            so_far[dp_rank] = before + work
+        heap = sorted((0, step_flops[dp_rank], dp_rank) for dp_rank in range(replicas))
+        for sequence_id in sorted(ids.tolist(), key=lambda i: (-flops[i], i)):
+            load, before, dp_rank = heap[0]
+            heapq.heapreplace(heap, (load + flops[sequence_id], before, dp_rank))
+            dp_assignment[sequence_id] = dp_rank
+        for load, before, dp_rank in heap:
+            step_flops[dp_rank] = before + load
     return torch.tensor(dp_assignment, dtype=torch.int64)
 
 
 def balanced_assignment(
-    mesh: RoleMesh, lengths: Tensor, written: Tensor, minibatches: list[Tensor], hidden: int
+    mesh: RoleMesh, lengths: Tensor, generated_on: Tensor, minibatches: list[Tensor], hidden: int
 ) -> dict[str, Tensor]:
-    """Owners for every role: those who wrote it for the rollout, by work for the others.
+    """Assignment for every role: as generated for the rollout, balanced by FLOPs for the others.
 
     Args:
-        lengths: [N] tokens of each sequence, known to every rank (`lengths_of`).
-        written: [N] lane of the rollout that holds each sequence.
+        lengths: [N] tokens in each sequence, the same on every rank (`gather_lengths`).
+        generated_on: [N] dp rank of the rollout that generated each sequence.
     """
-    found = {
-        n: balance_by_flops(lengths, minibatches, n, hidden) for n in {len(p.replicas) for p in mesh.roles.values()}
-    }
-    dp_assignment = {name: found[len(place.replicas)] for name, place in mesh.roles.items()}
-    return dp_assignment | {"rollout": written}
+    replica_counts = {len(groups.replicas) for groups in mesh.roles.values()}
+    balanced = {count: balance_by_flops(lengths, minibatches, count, hidden) for count in replica_counts}
+    dp_assignment = {name: balanced[len(groups.replicas)] for name, groups in mesh.roles.items()}
+    return dp_assignment | {"rollout": generated_on}
 
 
 def gather_lengths(mesh: RoleMesh, rollout: Batch | None, count: int, group=None) -> Tensor:
-    """[N] int64 tokens of each of `count` sequences, from this rank's share of the rollout (None where it has none).
+    """[N] int64 lengths of all `count` sequences, on every rank.
 
-    A collective of the group: the world, or one that all ranks of the rollout are in.
+    `rollout` is this rank's batch in the rollout, None elsewhere. A collective of `group`: the world, or a group that
+    contains all ranks of the rollout.
     """
     lengths = torch.zeros(count, dtype=torch.int64, device=device.device())
     if mesh["rollout"].is_leader:

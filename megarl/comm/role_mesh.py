@@ -1,7 +1,6 @@
-"""The rank set, its roles and their roles: who am I, who else is in my lane, and over which groups we talk.
+"""The ranks of the program, the roles they belong to, and the process groups of each role.
 
-A lane is the set of ranks that hold one replica of a role's model and one share of its batch (tensor, context and
-pipeline ranks together). Every rank creates every role's groups in the same order, members or not.
+Every rank creates the groups of all roles in the same order, also of roles that it does not belong to.
 """
 
 import itertools
@@ -17,32 +16,37 @@ from megarl.mcore import device
 from megarl.mcore.config import megatron_flags
 from megarl.mcore.parallel import process_groups
 
-POLICY_PAIRS = (frozenset(("rollout", "actor")), frozenset(("rollout", "reference")))  # pairs of whole roles that talk
+POLICY_PAIRS = (
+    frozenset(("rollout", "actor")),
+    frozenset(("rollout", "reference")),
+)  # pairs that need a group of all their ranks
 
 
 @dataclass(frozen=True)
 class RoleGroups:
-    """Where this rank stands in one role; `dp_rank` is None outside the role.
+    """One role's ranks and process groups, seen from this rank.
 
-    `host` is the role under whose name time and memory are counted: itself, or the actor for a rollout on its module.
+    A replica is the set of ranks that hold one copy of the role's model and one data-parallel share of its batch: the
+    tensor-, context- and pipeline-parallel ranks together. Its first rank is its leader: it represents the replica in
+    exchanges with other roles and in metrics.
     """
 
     role: str
-    ranks: range
-    replicas: tuple[tuple[int, ...], ...]
-    pg_collection: object | None
-    replica_group: object | None
-    rank: int
-    model_role: str
+    ranks: range  # world ranks of the role
+    replicas: tuple[tuple[int, ...], ...]  # world ranks of each replica, by dp rank
+    pg_collection: object | None  # Megatron's `ProcessGroupCollection`; None outside the role
+    replica_group: object | None  # process group of this rank's replica; None outside the role
+    rank: int  # this rank
+    model_role: str  # role that owns the model and counts its time and memory: `role`, or the actor if it shares one
 
     @property
     def is_member(self) -> bool:
-        """Whether this rank works for the role."""
+        """Whether this rank belongs to the role."""
         return self.rank in self.ranks
 
     @property
     def dp_rank(self) -> int | None:
-        """This rank's data-parallel lane."""
+        """Number of this rank's replica; None outside the role."""
         return next((i for i, ranks in enumerate(self.replicas) if self.rank in ranks), None)
 
     @property
@@ -52,55 +56,56 @@ class RoleGroups:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank speaks for its lane in exchanges and metrics."""
+        """Whether this rank is the leader of its replica."""
         return self.rank in self.leaders
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """World rank of each lane's leader, in lane order."""
+        """World rank of each replica's leader, by dp rank."""
         return tuple(ranks[0] for ranks in self.replicas)
 
     def dp_all_reduce(self, values: torch.Tensor) -> torch.Tensor:
-        """Adds a tensor up over the role's data-parallel lanes; every member gets the sum."""
+        """Sums a tensor over the role's replicas, in place."""
         dist.all_reduce(values, group=self.pg_collection.dp)
         return values
 
 
 class RoleMesh:
-    """All ranks of the program and every role's place, seen from this rank."""
+    """All ranks of the program and the groups of all roles, seen from this rank."""
 
     def __init__(self, roles: dict[str, RoleGroups], leaders: dict[frozenset, object], ranks: dict[frozenset, object]):
+        """`leaders`, `ranks`: groups of the replica leaders, and of all ranks, of pairs of roles."""
         self.roles = roles
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._leaders, self._ranks = leaders, ranks
 
     def __getitem__(self, role: str) -> RoleGroups:
-        """The place of a role; of one that the run does not have, a place without ranks."""
+        """The groups of a role; without ranks if the run does not have the role."""
         if role in self.roles or role not in ROLES:
             return self.roles[role]
         return RoleGroups(role, range(0), (), None, None, self.rank, role)
 
     def roles_of(self, rank: int) -> list[str]:
-        """Roles that a rank works for; one that runs on another's module counts as that one."""
-        return list(dict.fromkeys(place.model_role for place in self.roles.values() if rank in place.ranks))
+        """Roles that own a model on a rank; a role that runs on the model of another counts as the other."""
+        return list(dict.fromkeys(groups.model_role for groups in self.roles.values() if rank in groups.ranks))
 
     def leaders_group(self, one: str, other: str):
-        """Group of the lane leaders of two roles, over which they exchange batches."""
+        """Group of the replica leaders of two roles, over which batches are exchanged."""
         return self._leaders[frozenset((one, other))]
 
     def ranks_group(self, one: str, other: str):
-        """Group of all ranks of the rollout and of a role with its policy: weights and routes go over it."""
+        """Group of all ranks of two roles of `POLICY_PAIRS`, over which weights and routes are sent."""
         return self._ranks[frozenset((one, other))]
 
     def gather(self, item) -> list | None:
-        """One object from each rank, on rank 0 (None elsewhere)."""
+        """One object from each rank, on rank 0; None elsewhere. Collective."""
         items = [None] * self.size if self.rank == 0 else None
         dist.gather_object(item, items, dst=0)
         return items
 
 
 def join_process_group(timeout: timedelta):
-    """Joins the process group the launcher describes; alone, without a launcher, a world of one."""
+    """Initializes torch.distributed from the launcher's environment; without a launcher, with a world of one rank."""
     if dist.is_initialized():
         return
     if device.has_cuda():
@@ -112,7 +117,7 @@ def join_process_group(timeout: timedelta):
 
 
 def create_mesh(roles: dict, timeout: timedelta) -> RoleMesh:
-    """Joins the process group and creates the groups of all roles (`{name: RoleSettings}`). Collective of the world."""
+    """Initializes torch.distributed and creates the groups of all roles ({name: `RoleSettings`}). Collective."""
     join_process_group(timeout)
     cache, rank, all_groups = process_groups.GroupCache(timeout), dist.get_rank(), {}
     for name, role in roles.items():

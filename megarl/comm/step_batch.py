@@ -25,7 +25,7 @@ class Trainee(Protocol):
     """A role that is trained on fields that are computed on the actor's ranks."""
 
     name: str
-    targets: tuple[str, ...]
+    targets: tuple[str, ...]  # these fields
 
 
 class StepBatch:
@@ -43,8 +43,8 @@ class StepBatch:
             dp_assignment: role -> [N] int64, the dp rank that holds each sequence of the step.
             responses: what this rank generated; None outside the rollout.
             step: number of the training step.
-            prompts: the set that `prompt_ids` of the batches are lines of.
-            extra_fields: fields that the responses have beyond those of generation; the same on every rank.
+            prompts: the set whose lines `prompt_ids` are.
+            extra_fields: fields of the responses besides those that generation fills; the same on every rank.
         """
         self._mesh, self._timers, self._extra_fields = mesh, timers, extra_fields
         self.dp_assignment, self.step, self.prompts = dp_assignment, step, prompts
@@ -60,14 +60,14 @@ class StepBatch:
         return len(self.dp_assignment[ROLLOUT])
 
     def dispatch(self, *roles: str):
-        """Sends the responses to roles that do not have them yet: to each replica its own sequences."""
+        """Sends the responses to roles that do not have them yet, to each replica its own sequences."""
         for role in roles:
             if self._has(role) and role not in self._batches:
                 fields = [*(ACTOR_FIELDS if role == ACTOR else RESPONSE_FIELDS), *self._extra_fields]
                 self._batches[role] = self._send(self._closest_copy(role), role, fields)
 
     def gather(self, *producers: Producer):
-        """Brings to the actor what other roles have computed, their `outputs`."""
+        """Collects on the actor the fields that other roles have computed, their `outputs`."""
         for role in producers:
             if self._has(role.name):
                 self._transfer(role.name, ACTOR, role.outputs)
@@ -78,11 +78,11 @@ class StepBatch:
             self._transfer(ACTOR, trainee.name, trainee.targets)
 
     def wait_sends(self):
-        """Waits until everything that this rank has sent is received; until then a sender does not wait."""
+        """Waits until everything that this rank has sent is received; the transfers themselves do not wait for it."""
         self._pending.wait()
 
     def exchange_phase(self, source: str, destination: str):
-        """Context that times a transfer, for the role of this rank that takes part in it."""
+        """Context that times a transfer for the role of this rank that takes part in it."""
         role = source if self._mesh[source].is_member else destination
         return self._timers.phase(self._mesh[role].model_role, "exchange")
 

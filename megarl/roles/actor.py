@@ -1,4 +1,4 @@
-"""The actor: recomputes the log-probs of what the policy wrote, and learns from the experience."""
+"""The actor: recomputes the log-probs of responses, and trains the policy on advantages."""
 
 import functools
 
@@ -22,7 +22,7 @@ from megarl.router_replay import probe
 
 
 class Actor:
-    """The policy."""
+    """The policy that is trained. `trainable_model` is None on ranks outside the role."""
 
     name = "actor"
 
@@ -31,7 +31,7 @@ class Actor:
         timers: Timers,
     ):  # fmt: skip
         self.settings, self.role_groups, self.timers, self.vocab_size = settings, role_groups, timers, vocab_size
-        self.objective = ActorLoss(settings, policy_loss)
+        self.loss = ActorLoss(settings, policy_loss)
         self.trainable_model = None
         self.metrics: dict[str, float] = {}
         if role_groups.is_member:
@@ -41,8 +41,8 @@ class Actor:
     def old_logprobs(self, step_batch: StepBatch):
         """Fills `logprobs` (π_old) and `entropy` by the training forward.
 
-        It runs the very micro-batches of the first epoch, so that before any update each ratio is exactly 1. Where the
-        step's only update sees them anyhow, it gives them, and this pass is left out.
+        It runs the same micro-batches as the first epoch, so that every ratio is exactly 1 before the first update. If
+        the step has only one update, that update returns the log-probs, and this pass is skipped.
         """
         if not self.role_groups.is_member:
             return
@@ -52,64 +52,60 @@ class Actor:
         if self._updates_on_policy(step_batch):
             return
         with self.timers.phase(self.name, "logprobs"):
-            batch, results, passed = step_batch[self.name], [], []
+            batch, results, of_step = step_batch[self.name], [], []
             for ids in mb.minibatches_of_step(self.settings, step_batch.count, step_batch.step, epoch=0):
-                parts = self.trainable_model.microbatches(batch, mb.positions_of(batch, ids))
-                results += self.trainable_model.forward_only(parts, self._forward)
-                passed += parts
-            self._set_old_logprobs(batch, [(scores.logprobs, scores.entropy, places) for scores, places in results])
+                microbatches = self.trainable_model.microbatches(batch, mb.positions_of(batch, ids))
+                results += self.trainable_model.forward_only(microbatches, self._forward)
+                of_step += microbatches
+            self._set_old_logprobs(batch, [(scores.logprobs, scores.entropy, at) for scores, at in results])
             if self.settings.router_replay == "old-logprob":
-                self.trainable_model.routes.table = self.trainable_model.routes.record(batch, passed)
+                self.trainable_model.routes.table = self.trainable_model.routes.record(batch, of_step)
 
     def passes_of_step(self, step_batch: StepBatch) -> list[Tensor]:
-        """Places in this lane's batch of the sequences of each pass of a step."""
-        ids = [probe.probed_ids()] if self._probes(step_batch.step) else []
+        """Positions in this replica's batch of the sequences of each pass of a step."""
+        passes = [probe.probed_ids()] if self._probes(step_batch.step) else []
         for epoch in range(self.settings.ppo_epochs):
-            ids += mb.minibatches_of_step(self.settings, step_batch.count, step_batch.step, epoch)
-        return [mb.positions_of(step_batch[self.name], found) for found in ids]
+            passes += mb.minibatches_of_step(self.settings, step_batch.count, step_batch.step, epoch)
+        return [mb.positions_of(step_batch[self.name], ids) for ids in passes]
 
     def _probes(self, step: int) -> bool:
         return self.settings.router_probe_interval > 0 and step % self.settings.router_probe_interval == 0
 
     def _updates_on_policy(self, step_batch: StepBatch) -> bool:
-        """Whether the step's one update gives the log-probs of the policy that the step began with."""
+        """Whether the step has a single update, whose forward gives the old log-probs."""
         return self.settings.updates_on_policy(step_batch.count) and step_batch.step > self.settings.critic_warmup_steps
 
     def _set_old_logprobs(self, batch: Batch, results: list[tuple[Tensor, Tensor, Tensor]]):
-        """Writes (log-probs, entropy, places) of the first pass down, and compares it with the rollout."""
-        mb.write_back(batch, "logprobs", [(logprobs, places) for logprobs, _, places in results])
-        mb.write_back(batch, "entropy", [(entropy, places) for _, entropy, places in results])
+        """Fills the batch from [(log-probs, entropy, positions)] of the first pass; measures the gap to the rollout."""
+        mb.write_back(batch, "logprobs", [(logprobs, positions) for logprobs, _, positions in results])
+        mb.write_back(batch, "entropy", [(entropy, positions) for _, entropy, positions in results])
         gap = (batch.rollout_logprobs - batch.logprobs).abs().masked_fill(~batch.response_mask, 0.0).double()
         largest = gap.amax() if len(gap) else gap.sum()
         sums, maxima = correction_sums(
-            batch.logprobs, batch.rollout_logprobs, batch.response_mask, batch.cu_seqlens, self.objective.correction
+            batch.logprobs, batch.rollout_logprobs, batch.response_mask, batch.cu_seqlens, self.loss.correction
         )
         maxima = torch.cat([largest.view(1), maxima])
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.role_groups.pg_collection.dp)
         measured = torch.cat([torch.stack([gap.sum(), batch.response_mask.sum().double()]), sums])
-        total, count, *_ = measured = self.role_groups.dp_all_reduce(measured)
+        measured = self.role_groups.dp_all_reduce(measured)
+        total, count = measured[:2]
         self.metrics |= {
             "rollout/logprob_gap_max": float(maxima[0]),
             "rollout/logprob_gap_mean": float(total / count.clamp(min=1)),
             **correction_report(measured[2:], maxima[1:]),
         }
 
-    def _forward(self, network, part) -> TokenScores:
+    def _forward(self, chunk, microbatch: Batch) -> TokenScores:
+        host = microbatch.host_metadata
         return token_scores(
-            network,
-            part.tokens,
-            part.host_metadata.lengths,
-            self.settings.temperature,
-            self.vocab_size,
-            part.routing,
-            part.host_metadata.response_mask,
-            part.host_metadata.shared,
-        )
+            chunk, microbatch.tokens, host.lengths, self.settings.temperature, self.vocab_size, microbatch.routing,
+            host.response_mask, host.shared,
+        )  # fmt: skip
 
     def update(self, step_batch: StepBatch, kl_coefficient: float):
-        """Learns from `advantages` for `--ppo-epochs` epochs of mini-batches; rests while the critic warms up.
+        """Trains on `advantages` for `--ppo-epochs` epochs of mini-batches; skipped during critic warm-up.
 
-        `kl_coefficient` is β where the KL stands in the loss.
+        `kl_coefficient` is β of a KL term in the loss.
         """
         if not self.role_groups.is_member:
             return
@@ -120,30 +116,30 @@ class Actor:
 
     def _run_epochs(self, step_batch: StepBatch, kl_coefficient: float):
         with self.timers.phase(self.name, "update"):
-            batch, results, first = step_batch[self.name], [], self._updates_on_policy(step_batch)
+            batch, results, on_policy = step_batch[self.name], [], self._updates_on_policy(step_batch)
             with self.trainable_model.on_device_for_updates():
                 for epoch in range(self.settings.ppo_epochs):
                     for ids in mb.minibatches_of_step(self.settings, step_batch.count, step_batch.step, epoch):
-                        results.append(self._update(batch, mb.positions_of(batch, ids), kl_coefficient, first))
+                        results.append(self._update(batch, mb.positions_of(batch, ids), kl_coefficient, on_policy))
             self._summarize(results)
 
-    def _update(self, batch: Batch, places: Tensor, kl_coefficient: float, first: bool):
-        """One update; `first`: no log-probs are known yet, it takes them down."""
-        chosen = batch.select(places)
-        counts = self.role_groups.dp_all_reduce(local_counts(chosen.response_mask, chosen.cu_seqlens))
+    def _update(self, batch: Batch, positions: Tensor, kl_coefficient: float, on_policy: bool):
+        """One update: (metric sums, whether applied, gradient norm). `on_policy`: also sets the old log-probs."""
+        minibatch = batch.select(positions)
+        counts = self.role_groups.dp_all_reduce(local_counts(minibatch.response_mask, minibatch.cu_seqlens))
 
-        def loss(scores, part):
-            old_logprobs = scores.logprobs.detach() if first else part.logprobs
-            value, sums = self.objective(scores, part, old_logprobs, counts, kl_coefficient)
-            return value, (sums, scores.logprobs.detach(), scores.entropy.detach()) if first else (sums,)
+        def loss(scores, microbatch):
+            logprobs, entropy = scores.logprobs.detach(), scores.entropy.detach()
+            old_logprobs = logprobs if on_policy else microbatch.logprobs
+            value, sums = self.loss(scores, microbatch, old_logprobs, counts, kl_coefficient)
+            return value, (sums, logprobs, entropy) if on_policy else (sums,)
 
-        parts = self.trainable_model.microbatches(batch, places)
-        results, applied, norm = self.trainable_model.update(parts, self._forward, loss)
-        if first:
-            self._set_old_logprobs(
-                batch, [(*found[1:], where) for found, (_, where) in zip(results, parts, strict=True)]
-            )
-        return self.role_groups.dp_all_reduce(torch.stack([found[0] for found in results]).sum(0)), applied, norm
+        microbatches = self.trainable_model.microbatches(batch, positions)
+        results, applied, norm = self.trainable_model.update(microbatches, self._forward, loss)
+        if on_policy:
+            scored = zip(results, microbatches, strict=True)
+            self._set_old_logprobs(batch, [(logprobs, entropy, at) for (_, logprobs, entropy), (_, at) in scored])
+        return self.role_groups.dp_all_reduce(torch.stack([sums for sums, *_ in results]).sum(0)), applied, norm
 
     def _summarize(self, results):
         means = torch.stack([sums for sums, _, _ in results]).mean(0).tolist()

@@ -1,4 +1,4 @@
-"""What the actor minimises: policy loss with rollout correction, entropy bonus and KL, over a whole mini-batch."""
+"""The actor's loss: policy loss with rollout correction, entropy bonus and KL, normalized over the mini-batch."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ METRIC_NAMES = ("actor/loss", "actor/entropy", "actor/ppo_kl", "actor/clip_fract
 
 
 class ActorLoss:
-    """Loss and measures of a micro-batch, each this part's share of the whole mini-batch's."""
+    """Loss and metrics of a micro-batch. Those of the mini-batch are the sums over micro-batches and replicas."""
 
     def __init__(self, settings: Settings, policy_loss: PolicyLoss):
         s, self.settings, self.policy_loss = settings, settings, policy_loss
@@ -25,37 +25,37 @@ class ActorLoss:
         self.norm = s.loss_norm_length or float(s.max_response_length)
 
     def __call__(
-        self, scores: TokenScores, part: Batch, old_logprobs: Tensor, counts: Tensor, kl_coefficient: float
+        self, scores: TokenScores, microbatch: Batch, old_logprobs: Tensor, counts: Tensor, kl_coefficient: float
     ) -> tuple[Tensor, Tensor]:
-        """(loss to be differentiated, float64 measures in the order of `NAMES`).
+        """(differentiable loss, float64 metrics in the order of `METRIC_NAMES`).
 
         Args:
-            scores: of the policy that learns.
-            old_logprobs: [T] of the policy that the step began with.
+            scores: of the present policy.
+            old_logprobs: [T] of the policy before the step.
             counts: [2] of the whole mini-batch (`aggregation.local_counts`).
-            kl_coefficient: β of a KL in the loss; not read where the KL is in the reward.
+            kl_coefficient: β of a KL term in the loss; unused with the KL in the reward.
         """
-        s, mask = self.settings, part.response_mask
-        where = (mask, part.cu_seqlens)
-        # What stands at tokens that the policy did not write must not reach a gradient, not even as 0 · inf.
+        s, mask = self.settings, microbatch.response_mask
+        layout = (mask, microbatch.cu_seqlens)
+        # Values at tokens outside the responses must not reach a gradient, not even as 0 · inf.
         old, rollout, advantages = (
-            x.masked_fill(~mask, 0.0) for x in (old_logprobs, part.rollout_logprobs, part.advantages)
+            x.masked_fill(~mask, 0.0) for x in (old_logprobs, microbatch.rollout_logprobs, microbatch.advantages)
         )
 
-        def whole(losses: Tensor) -> Tensor:
-            return aggregate(losses, *where, s.loss_aggregation, counts, self.norm)
+        def reduce(losses: Tensor) -> Tensor:
+            return aggregate(losses, *layout, s.loss_aggregation, counts, self.norm)
 
-        tokens = PolicyTokens(scores.logprobs, old, advantages, *where)
+        tokens = PolicyTokens(scores.logprobs, old, advantages, *layout)
         terms = self.policy_loss.function(tokens, self.policy_loss.options)
         losses = terms.loss
         if self.correction.kind != "none":
-            losses = losses * correction_weights(old, rollout, *where, self.correction)
-        value, kl = whole(losses), losses.new_zeros(())
-        if s.entropy_coefficient:  # else its gradient, which costs a pass over all logits, is not asked for
-            value = value - s.entropy_coefficient * whole(scores.entropy)
+            losses = losses * correction_weights(old, rollout, *layout, self.correction)
+        value, kl = reduce(losses), losses.new_zeros(())
+        if s.entropy_coefficient:  # its gradient costs a pass over all logits
+            value = value - s.entropy_coefficient * reduce(scores.entropy)
         if s.kl_in == "loss" and kl_coefficient > 0:
-            reference = part.reference_logprobs.masked_fill(~mask, 0.0)
-            kl = whole(kl_estimate(scores.logprobs, reference, s.kl_estimator, log_ratio_limit=20.0))
+            reference = microbatch.reference_logprobs.masked_fill(~mask, 0.0)
+            kl = reduce(kl_estimate(scores.logprobs, reference, s.kl_estimator, log_ratio_limit=20.0))
             value = value + kl_coefficient * kl
         means = [
             masked_sum(x.detach().double(), mask) / counts[0].clamp(min=1)

@@ -1,4 +1,4 @@
-"""Turns what the roles computed into advantages and returns, on the actor's lanes; owns the KL coefficient."""
+"""Computes advantages and returns on the actor's replicas, and controls the KL coefficient."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from megarl.observe.timers import Timers
 
 
 class AdvantageComputer:
-    """Token rewards with KL, then the advantages of the chosen estimator."""
+    """Token rewards with a KL penalty, then advantages by the chosen estimator."""
 
     def __init__(self, settings: Settings, estimator: Estimator, role_groups: RoleGroups, timers: Timers):
         self.settings, self.estimator, self.role_groups, self.timers = settings, estimator, role_groups, timers
@@ -28,11 +28,11 @@ class AdvantageComputer:
 
     @property
     def kl_coefficient(self) -> float:
-        """β of this step."""
+        """β of the present step."""
         return self.controller.coefficient
 
     def compute(self, step_batch: StepBatch):
-        """Fills `advantages` and, for a critic, `returns` from scores, log-probs and values."""
+        """Fills `advantages`, and with a critic `returns`, from scores, log-probs and values."""
         if not self.role_groups.is_member:
             return
         with self.timers.phase(ACTOR, "advantages"):
@@ -42,7 +42,7 @@ class AdvantageComputer:
                 batch.returns = returns
 
     def _step_data(self, batch: Batch, count: int) -> StepData:
-        """What the estimator may look at; facts of a sequence come from all lanes, exactly: one adds, others add 0."""
+        """The estimator's inputs; per-sequence sums come from all replicas, exactly: each is summed with zeros."""
         rewards = self._token_rewards(batch)
         baselines = torch.zeros_like(batch.scores) if batch.baseline_scores is None else batch.baseline_scores
         step_sums = torch.zeros(count, 3, dtype=torch.float64, device=rewards.device)
@@ -71,7 +71,7 @@ class AdvantageComputer:
         return token_rewards(batch.scores, penalty, beta, batch.response_mask, batch.cu_seqlens)
 
     def update_kl_coefficient(self, step_batch: StepBatch):
-        """Adapts β to the KL of the step, once all log-probs are known; sets the step's metrics."""
+        """Adapts β to the KL of the step and sets the step's metrics; called when all log-probs are known."""
         if not self.role_groups.is_member:
             return
         self.metrics, kl, sequences = self._step_metrics(step_batch)
@@ -79,7 +79,7 @@ class AdvantageComputer:
             self.controller.update(kl, sequences)
 
     def _step_metrics(self, step_batch: StepBatch) -> tuple[dict[str, float], float | None, int]:
-        """(metrics, KL per response or None without a reference, sequences) of the step. A collective of the actor."""
+        """(metrics, mean KL per response or None without a reference, sequences). A collective of the actor."""
         batch, scores = step_batch[ACTOR], step_batch[ACTOR].scores.double()
         mask, kl = batch.response_mask, torch.zeros_like(batch.logprobs)
         if batch.reference_logprobs is not None:
@@ -90,14 +90,14 @@ class AdvantageComputer:
             batch.entropy.double()[mask].sum(),
         ]).double()  # fmt: skip
         sums = self.role_groups.dp_all_reduce(sums).tolist()
-        n, total, squares, kl_sum, written, finished, correct, tokens, entropy = sums
+        n, total, squares, kl_sum, generated, finished, correct, tokens, entropy = sums
         metrics = {
             "reward/mean": total / n,
             "reward/std": max(squares / n - (total / n) ** 2, 0.0) ** 0.5,
             "reward/accuracy": correct / n,
-            "rollout/response_length_mean": written / n,
+            "rollout/response_length_mean": generated / n,
             "rollout/finished_fraction": finished / n,
-            "rollout/entropy": entropy / max(written, 1.0),
+            "rollout/entropy": entropy / max(generated, 1.0),
             "perf/tokens": int(tokens),
         }
         if batch.reference_logprobs is None:

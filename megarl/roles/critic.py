@@ -1,4 +1,4 @@
-"""The critic: values of states, learnt by the clipped value loss."""
+"""The critic: state values, trained with the clipped value loss."""
 
 import functools
 
@@ -8,6 +8,7 @@ from megarl.algorithms.aggregation import masked_sum, token_mean
 from megarl.algorithms.statistics import explained_variance, explained_variance_moments
 from megarl.algorithms.value_loss import clipped_value_loss
 from megarl.arguments import RoleSettings, Settings
+from megarl.batch import Batch
 from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import StepBatch
@@ -17,7 +18,7 @@ from megarl.roles.trainable_model import TrainableModel
 
 
 class Critic:
-    """A transformer with a scalar head; a run whose advantages need no values has none."""
+    """A transformer with a scalar head; only for advantage estimators that need values."""
 
     name = "critic"
     outputs = ("values",)
@@ -36,21 +37,20 @@ class Critic:
             self.trainable_model.offload.timed = functools.partial(timers.phase, self.name, "offload")
 
     def values(self, step_batch: StepBatch):
-        """Fills `values`: V of the state before each token, as it was when the text was written."""
+        """Fills `values` (V_old): the value of the state before each token, before this step's updates."""
         batch = step_batch[self.name]
         if batch is None:
             return
         with self.timers.phase(self.name, "values"):
-            parts = self.trainable_model.microbatches(batch, torch.arange(len(batch)))
-            mb.write_back(batch, "values", self.trainable_model.forward_only(parts, self._forward))
+            microbatches = self.trainable_model.microbatches(batch, torch.arange(len(batch)))
+            mb.write_back(batch, "values", self.trainable_model.forward_only(microbatches, self._forward))
 
-    def _forward(self, network, part) -> torch.Tensor:
-        return forward_pass.token_values(
-            network, part.tokens, part.host_metadata.lengths, part.routing, part.host_metadata.shared
-        )
+    def _forward(self, chunk, microbatch: Batch) -> torch.Tensor:
+        host = microbatch.host_metadata
+        return forward_pass.token_values(chunk, microbatch.tokens, host.lengths, microbatch.routing, host.shared)
 
     def update(self, step_batch: StepBatch):
-        """Learns `returns` for `--ppo-epochs` epochs of mini-batches."""
+        """Trains on `returns` for `--ppo-epochs` epochs of mini-batches."""
         if not self.role_groups.is_member:
             return
         with self.timers.phase(self.name, "update"):
@@ -64,18 +64,20 @@ class Critic:
                         results.append(self._update(batch, mb.positions_of(batch, ids)))
             self._summarize(results)
 
-    def _update(self, batch, places):
-        mask = batch.select(places).response_mask
+    def _update(self, batch: Batch, positions: torch.Tensor):
+        """One update: (metric sums, whether it was applied, gradient norm)."""
+        mask = batch.select(positions).response_mask
         count = self.role_groups.dp_all_reduce(mask.sum().double())
 
-        def loss(values, part):
-            terms = clipped_value_loss(values, part.values, part.returns, self.settings.value_clip_range)
-            value = token_mean(terms.loss, part.response_mask, count)
-            clipped = masked_sum(terms.clipped.double(), part.response_mask) / count.clamp(min=1)
+        def loss(values, microbatch):
+            mask = microbatch.response_mask
+            terms = clipped_value_loss(values, microbatch.values, microbatch.returns, self.settings.value_clip_range)
+            value = token_mean(terms.loss, mask, count)
+            clipped = masked_sum(terms.clipped.double(), mask) / count.clamp(min=1)
             return value, torch.stack([value.detach().double(), clipped])
 
-        parts = self.trainable_model.microbatches(batch, places)
-        sums, applied, norm = self.trainable_model.update(parts, self._forward, loss)
+        microbatches = self.trainable_model.microbatches(batch, positions)
+        sums, applied, norm = self.trainable_model.update(microbatches, self._forward, loss)
         return self.role_groups.dp_all_reduce(torch.stack(sums).sum(0)), applied, norm
 
     def _summarize(self, results):

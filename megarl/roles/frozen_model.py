@@ -1,4 +1,4 @@
-"""A model of a role that never learns: the reference's, and each of a reward role's."""
+"""A model without optimizer: the reference model, and each reward model."""
 
 import functools
 from pathlib import Path
@@ -18,12 +18,12 @@ from megarl.router_replay.router_state import RouterState
 
 
 class FrozenModel:
-    """A role's model on this rank, with its routes; on the host between its turns where the role is offloaded."""
+    """A role's frozen model on this rank; on the host between passes if the role is offloaded."""
 
     def __init__(
         self, role: RoleSettings, role_groups: RoleGroups, vocab_size: int, timers: Timers, value_head: bool = False
     ):
-        """Builds the model. A collective of the role; arguments as of `TrainableModel`."""
+        """Builds the model. Arguments as of `TrainableModel`. A collective of the role."""
         self.role, self.role_groups = role, role_groups
         self.model = gpt.build_frozen_model(role.megatron, vocab_size, role_groups.pg_collection, value_head)
         self.routes = RouterState(role, role_groups, self.model)
@@ -31,15 +31,15 @@ class FrozenModel:
         self.offload.timed = functools.partial(timers.phase, role.name, "offload")
 
     def load_pretrained(self, folder: Path):
-        """Takes the weights of a checkpoint, checked. A collective of the role."""
+        """Loads and verifies the weights of a checkpoint. A collective of the role."""
         with self.offload.present("weights", changed=True):
             run_state.load_weights(folder, self.model, self.role_groups.pg_collection)
 
     def forward_only(self, batch: Batch, forward) -> list:
-        """`forward(chunk, micro-batch)` over the lane's batch: [(result, places)] on every rank of the lane."""
-        parts = mb.role_microbatches(batch, torch.arange(len(batch)), self.role, self.role_groups)
-        self.routes.attach(batch, parts)
+        """Runs `forward(chunk, micro-batch)` over the replica's batch: [(result, positions)] on each of its ranks."""
+        microbatches = mb.role_microbatches(batch, torch.arange(len(batch)), self.role, self.role_groups)
+        self.routes.attach(batch, microbatches)
         with self.offload.present("weights"):
-            results = forward_only(self.model, parts, forward, self.role_groups.pg_collection)
-        self.routes.collect(parts, trained=False)
+            results = forward_only(self.model, microbatches, forward, self.role_groups.pg_collection)
+        self.routes.collect(microbatches, trained=False)
         return results

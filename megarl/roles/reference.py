@@ -1,6 +1,7 @@
-"""The reference role: log-probs of the policy that the run started from."""
+"""The reference role: log-probs under the initial policy."""
 
 from megarl.arguments import RoleSettings, Settings
+from megarl.batch import Batch
 from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import StepBatch
@@ -11,7 +12,7 @@ from megarl.roles.frozen_model import FrozenModel
 
 
 class Reference:
-    """A frozen language model; a run without KL has none."""
+    """The frozen initial policy; only for runs with a KL term."""
 
     name = "reference"
     outputs = ("reference_logprobs",)
@@ -25,29 +26,30 @@ class Reference:
         self.metrics: dict[str, float] = {}
 
     def logprobs(self, step_batch: StepBatch):
-        """Fills `reference_logprobs`, at the temperature of the rollout."""
+        """Fills `reference_logprobs`, at the rollout's temperature."""
         batch = step_batch[self.name]
         if batch is None:
             return
         with self.timers.phase(self.name, "logprobs"):
             results = self.frozen_model.forward_only(batch, self._forward)
-            mb.write_back(batch, "reference_logprobs", [(scores.logprobs, places) for scores, places in results])
+            mb.write_back(batch, "reference_logprobs", [(scores.logprobs, at) for scores, at in results])
             self.metrics = self.frozen_model.offload.metrics(self.name)
 
-    def _forward(self, chunk, part) -> forward_pass.TokenScores:
+    def _forward(self, chunk, microbatch: Batch) -> forward_pass.TokenScores:
+        host = microbatch.host_metadata
         return forward_pass.token_scores(
-            chunk, part.tokens, part.host_metadata.lengths, self.settings.temperature, self.vocab_size, part.routing,
-            part.host_metadata.response_mask, part.host_metadata.shared,
+            chunk, microbatch.tokens, host.lengths, self.settings.temperature, self.vocab_size, microbatch.routing,
+            host.response_mask, host.shared,
         )  # fmt: skip
 
     def state(self) -> dict:
-        """What a checkpoint holds of this role: the run goes on against the policy it started from."""
+        """The role's state in a checkpoint, so that a resumed run keeps the same reference."""
         state = dist_checkpoint.role_state(
             self.name, self.frozen_model.model, None, {}, self.role_groups.pg_collection, self.role.ranks
         )
         return self.frozen_model.offload.on_host(state)
 
     def restore(self, loaded: dict):
-        """Takes up what `state()` was filled with."""
+        """Loads the state of a checkpoint."""
         with self.frozen_model.offload.present("weights", changed=True):
             dist_checkpoint.load_weights(self.frozen_model.model, loaded["model"])

@@ -1,4 +1,4 @@
-"""What the actor and the critic have in common: a trainable model, its optimizer and schedule, and one update."""
+"""The trainable model of an actor or critic, with optimizer, learning-rate schedule and update step."""
 
 from pathlib import Path
 
@@ -16,30 +16,30 @@ from megarl.mcore.model import forward_pass, gpt
 from megarl.mcore.parallel import pipeline
 from megarl.mcore.training import optimizer
 from megarl.mcore.weights import dist_checkpoint
-from megarl.router_replay.router_state import RouterState
+from megarl.router_replay.router_state import Microbatches, RouterState
 
 
-def _run_microbatches(
-    stages, parts: list[tuple[Batch, torch.Tensor]], forward, loss, pg_collection, train: bool
-) -> list:
-    is_cut, known = stages[0].config.sequence_parallel, [part.host_metadata for part, _ in parts]
+def _run_microbatches(stages, microbatches: Microbatches, forward, loss, pg_collection, train: bool) -> list:
+    is_sequence_parallel, host = stages[0].config.sequence_parallel, [m.host_metadata for m, _ in microbatches]
     return pipeline.run_microbatches(
-        stages, [part for part, _ in parts], forward, loss, pg_collection, train,
-        rows=[packing.hidden_rows(found.lengths, found.shared, pg_collection, is_cut) for found in known],
+        stages, [m for m, _ in microbatches], forward, loss, pg_collection, train,
+        rows=[packing.hidden_rows(h.lengths, h.shared, pg_collection, is_sequence_parallel) for h in host],
     )  # fmt: skip
 
 
-def forward_only(stages, parts: list[tuple[Batch, torch.Tensor]], forward, pg_collection) -> list:
-    """`forward(chunk, micro-batch)` of each micro-batch without gradients: [(result, places)] on every rank."""
+def _as_result(output, microbatch):
+    return torch.zeros(()), output
+
+
+def forward_only(stages, microbatches: Microbatches, forward, pg_collection) -> list:
+    """Runs `forward(chunk, micro-batch)` without gradients: [(result, positions)] on every rank."""
     with forward_pass.inference_mode(stages):
-        results = _run_microbatches(
-            stages, parts, forward, lambda out, part: (torch.zeros(()), out), pg_collection, train=False
-        )
-    return [(result, places) for result, (_, places) in zip(results, parts, strict=True)]
+        results = _run_microbatches(stages, microbatches, forward, _as_result, pg_collection, train=False)
+    return [(result, positions) for result, (_, positions) in zip(results, microbatches, strict=True)]
 
 
 class TrainableModel:
-    """A role's model on this rank. Nothing of it exists on ranks outside the role."""
+    """A role's model, optimizer and schedule on this rank; exists only on ranks of the role."""
 
     def __init__(
         self, role: RoleSettings, role_groups: RoleGroups, vocab_size: int, updates: int, value_head: bool = False
@@ -47,9 +47,9 @@ class TrainableModel:
         """Builds model, optimizer and schedule.
 
         Args:
-            vocab_size: the tokenizer's.
-            updates: optimizer updates of one iteration, the unit of the schedule's flags.
-            value_head: a scalar head in the place of the vocabulary's.
+            vocab_size: of the tokenizer, without padding.
+            updates: optimizer updates in one iteration, the unit of the schedule flags.
+            value_head: a scalar head instead of the vocabulary projection.
         """
         self.role, self.role_groups = role, role_groups
         self.model = gpt.build_model(role.megatron, vocab_size, role_groups.pg_collection, value_head)
@@ -59,79 +59,74 @@ class TrainableModel:
         self.routes = RouterState(role, role_groups, self.model)
         self.offload = offload.Offload({})
         if role.offload:
-            trained, keeps_weights = (self.model, self.wrapped, self.optimizer), role.name == "actor"  # it writes
-            self.offload = offload.offload_trainable(*trained, keeps_weights)
-        # Sharded gradients have no buffer that stays.
-        self.cache_in_grad_buffer = (
-            None if role.megatron.use_torch_fsdp2 else offload.KVCacheInGradBuffer(self.wrapped, self.offload)
-        )
+            keeps_weights = role.name == "actor"  # generation uses them
+            self.offload = offload.offload_trainable(self.model, self.wrapped, self.optimizer, keeps_weights)
+        self.cache_in_grad_buffer = None
+        if not role.megatron.use_torch_fsdp2:  # FSDP has no persistent gradient buffer
+            self.cache_in_grad_buffer = offload.KVCacheInGradBuffer(self.wrapped, self.offload)
 
-    def forward_only(self, parts: list[tuple[Batch, torch.Tensor]], forward) -> list:
-        """`forward(chunk, micro-batch)` of each micro-batch without gradients: [(result, places)]."""
+    def forward_only(self, microbatches: Microbatches, forward) -> list:
+        """Runs `forward(chunk, micro-batch)` without gradients: [(result, positions)]."""
         with self.offload.present("weights"):
-            results = forward_only(self.model, parts, forward, self.role_groups.pg_collection)
-        self.routes.collect(parts, trained=False)
+            results = forward_only(self.model, microbatches, forward, self.role_groups.pg_collection)
+        self.routes.collect(microbatches, trained=False)
         return results
 
     def load_pretrained(self, folder: Path):
-        """Takes the weights of a checkpoint, checked, of which nothing else is wanted. A collective of the role."""
+        """Loads and verifies only the weights of a checkpoint. A collective of the role."""
         with self.offload.present("weights", "optimizer", changed=True):
             run_state.load_weights(folder, self.model, self.role_groups.pg_collection, optimizer=self.optimizer)
 
     def on_device_for_updates(self):
-        """Context of a step's updates: memory that leaves between turns stays from one update to the next."""
+        """Context for a step's updates: keeps offloaded weights and gradients on the device in between."""
         return self.offload.present("weights", "gradients", changed=True)
 
-    def update(self, parts: list[tuple[Batch, torch.Tensor]], forward, loss) -> tuple[list, bool, float]:
+    def update(self, microbatches: Microbatches, forward, loss) -> tuple[list, bool, float]:
         """One optimizer update over the micro-batches of a mini-batch.
 
         Args:
             forward: (chunk, micro-batch) -> output.
-            loss: (output, micro-batch) -> (local sum over global count, result).
+            loss: (output, micro-batch) -> (local sum divided by the global count, result).
 
         Returns:
-            Results of the micro-batches, whether the update was applied, the gradient norm.
+            Results of the micro-batches, whether the update was applied, and the gradient norm.
         """
         with self.on_device_for_updates():
             for chunk in self.wrapped:
                 chunk.zero_grad_buffer()
-            self.routes.train(parts)
-            results = _run_microbatches(self.wrapped, parts, forward, loss, self.role_groups.pg_collection, train=True)
-            self.routes.collect(parts, trained=True)
+            self.routes.train(microbatches)
+            groups = self.role_groups.pg_collection
+            results = _run_microbatches(self.wrapped, microbatches, forward, loss, groups, train=True)
+            self.routes.collect(microbatches, trained=True)
             with self.offload.present("optimizer", changed=True):
                 applied, norm = optimizer.update(self.optimizer)
-            self.optimizer.zero_grad()  # what it made of the gradients is dead as they are
+            self.optimizer.zero_grad()  # frees the optimizer's copies of the gradients
         if applied:
             self.scheduler.step(1)
         return results, applied, norm
 
     def learning_rate(self) -> float:
-        """The rate of the next update."""
+        """The learning rate of the next update."""
         return self.optimizer.param_groups[0]["lr"]
 
-    def microbatches(self, batch: Batch, places: torch.Tensor) -> list[tuple[Batch, torch.Tensor]]:
-        """This lane's micro-batches of the sequences at `places`, as many as on every other lane."""
-        parts = mb.role_microbatches(batch, places, self.role, self.role_groups)
-        self.routes.attach(batch, parts)
-        return parts
+    def microbatches(self, batch: Batch, positions: torch.Tensor) -> Microbatches:
+        """The micro-batches of this replica's sequences at `positions`, equally many on all replicas. Collective."""
+        microbatches = mb.role_microbatches(batch, positions, self.role, self.role_groups)
+        self.routes.attach(batch, microbatches)
+        return microbatches
 
     def state(self, extra: dict, loading: bool = False) -> dict:
-        """What a checkpoint holds of this role; `extra` is picklable state of the caller."""
+        """The role's checkpoint state with picklable `extra` of the caller; `loading`: as a template to fill."""
         plain = {"scheduler": self.scheduler.state_dict(), **extra}
-        with self.offload.present("weights", "optimizer"):  # a distributed optimizer gathers its states
+        with self.offload.present("weights", "optimizer"):  # a distributed optimizer gathers its state
             state = dist_checkpoint.role_state(
-                self.role.name,
-                self.model,
-                self.optimizer,
-                plain,
-                self.role_groups.pg_collection,
-                self.role.ranks,
+                self.role.name, self.model, self.optimizer, plain, self.role_groups.pg_collection, self.role.ranks,
                 loading,
-            )
+            )  # fmt: skip
         return self.offload.on_host(state)
 
     def restore(self, loaded: dict) -> dict:
-        """Takes up what `state(..., loading=True)` was filled with; returns the caller's part."""
+        """Loads the filled state of `state(..., loading=True)`; returns the caller's `extra`."""
         with self.offload.present("weights", "optimizer", changed=True):
             dist_checkpoint.load_weights(self.model, loaded["model"])
             self.optimizer.load_state_dict(dist_checkpoint.optimizer_state(loaded, self.optimizer))
@@ -139,8 +134,8 @@ class TrainableModel:
             self.scheduler.load_state_dict(loaded["plain"].pop("scheduler"))
         except AssertionError as error:
             raise UsageError(
-                f"{self.role.name}: the schedule differs from the checkpoint's ({error}); give the same flags, or "
-                "--override-opt-param-scheduler to take the new, --use-checkpoint-opt-param-scheduler the old ones",
+                f"{self.role.name}: the schedule differs from the checkpoint's ({error}); give the same flags, "
+                "--override-opt-param-scheduler for the new ones, or --use-checkpoint-opt-param-scheduler for the old",
                 speaker=self.role.ranks.start,
             ) from None
         return loaded["plain"]

@@ -1,1 +1,1 @@
-"""Everything that writes text: keyed random numbers, sampling, requests and the packing of what comes back."""
+"""Generation: the batcher, the engine's requests, load sharing between replicas, and buffers of groups."""

@@ -1,8 +1,8 @@
-"""Groups that are in a step's batch before it is full: where each is held, and how they survive an interruption.
+"""Complete groups that wait until the step's batch is full, and their checkpoint.
 
-A group is a prompt with its `--samples-per-prompt` responses. Each sequence stays with the lane of the rollout that
-wrote it, the routes of each MoE layer with the ranks that hold it; in a checkpoint they are whole, and any layout
-takes them up.
+A group is a prompt with its `--samples-per-prompt` responses. Each sequence stays on the replica of the rollout that
+generated it, and its routes on the ranks that hold the MoE layer. A checkpoint holds everything in one place, so a run
+with another layout can resume.
 """
 
 import io
@@ -19,110 +19,104 @@ from megarl.mcore import device
 
 
 class GroupBuffer:
-    """The groups that are in so far, numbered from 0 in the order in which they came."""
+    """Groups accepted so far, numbered from 0 in the order in which they were added."""
 
     def __init__(
-        self,
-        mesh: RoleMesh,
-        samples_per_prompt: int,
-        extra_fields: tuple[str, ...],
+        self, mesh: RoleMesh, samples_per_prompt: int, extra_fields: tuple[str, ...],
         layers: tuple[int, ...] | None = None,
-    ):
+    ):  # fmt: skip
         """
         Args:
-            extra_fields: fields of their sequences beyond those that writing gives.
-            layers: numbers of the MoE layers whose routes this rank's sequences have; None: they have none.
+            extra_fields: fields of the sequences besides `GENERATED_FIELDS`.
+            layers: numbers of the MoE layers whose routes this rank records; None if the run records none.
         """
         self.mesh, self.samples, self.extra_fields, self.layers = mesh, samples_per_prompt, extra_fields, layers
         self.clear()
 
     def clear(self):
-        """Forgets all groups."""
+        """Removes all groups."""
         self.batch: Batch | None = None  # this rank's sequences
-        self.groups = 0  # of all lanes
+        self.groups = 0  # of all replicas
 
     def __len__(self) -> int:
         return self.groups
 
-    def add(self, batch: Batch | None, is_in: Tensor):
-        """Takes groups of a round in: this rank's share of the round, which of its groups [G] bool are wanted."""
-        wanted = is_in.repeat_interleave(self.samples)
-        numbers = wanted.cumsum(0) - 1 + self.groups * self.samples
-        self.groups += int(is_in.sum())
+    def add(self, batch: Batch | None, keep: Tensor):
+        """Adds the groups of a round that `keep` [G] bool selects; `batch` is this rank's share of the round."""
+        is_kept = keep.repeat_interleave(self.samples)
+        new_ids = is_kept.cumsum(0) - 1 + self.groups * self.samples
+        self.groups += int(keep.sum())
         if batch is None:
             return
-        where = batch.sequence_ids.device
-        part = batch.select(wanted.to(where)[batch.sequence_ids].nonzero().flatten())
-        part.sequence_ids = numbers.to(where)[part.sequence_ids]
-        self.batch = part if self.batch is None else concatenate([self.batch, part])
+        on_device = batch.sequence_ids.device
+        kept = batch.select(is_kept.to(on_device)[batch.sequence_ids].nonzero().flatten())
+        kept.sequence_ids = new_ids.to(on_device)[kept.sequence_ids]
+        self.batch = kept if self.batch is None else concatenate([self.batch, kept])
 
     def to_bytes(self) -> bytes | None:
-        """What `from_bytes` takes up, on rank 0, None when nothing waits. Collective."""
+        """The state for `from_bytes`, on rank 0; None on other ranks or without groups. Collective."""
         if not len(self):
             return None
-        parts = self.mesh.gather(self._held())
-        if parts is None:
+        shards = self.mesh.gather(self._shard())
+        if shards is None:
             return None
         replicas = [
-            [part for part in parts if part and part[0] == dp_rank]
+            [shard for shard in shards if shard and shard[0] == dp_rank]
             for dp_rank in range(len(self.mesh[ROLLOUT].replicas))
         ]
-        layers = None if self.layers is None else sorted(layer for part in replicas[0] for layer in part[2])
-        whole, file = concatenate([_with_all_routes(dp_rank, layers) for dp_rank in replicas]), io.BytesIO()
-        fields = {name: getattr(whole, name) for name in whole.present()}
+        layers = None if self.layers is None else sorted(layer for shard in replicas[0] for layer in shard[2])
+        batch, file = concatenate([_join_shards(shards, layers) for shards in replicas]), io.BytesIO()
+        fields = {name: getattr(batch, name) for name in batch.present()}
         torch.save({"samples": self.samples, "layers": layers, **fields}, file)
         return file.getvalue()
 
-    def _held(self) -> tuple[int, Batch, tuple[int, ...]] | None:
-        """(lane, its batch, layers of the routes therein) of which this rank tells; None: others hold the same.
+    def _shard(self) -> tuple[int, Batch, tuple[int, ...]] | None:
+        """(dp rank, batch, layers of its routes) that this rank saves; None if another rank saves the same.
 
-        One rank of each pipeline stage tells of the routes in its layers, the leader of the rest.
+        One rank of each pipeline stage saves the routes of its layers, the leader also all other fields.
         """
         role_groups = self.mesh[ROLLOUT]
-        if (
-            not role_groups.is_member
-            or dist.get_rank(role_groups.pg_collection.tp)
-            or dist.get_rank(role_groups.pg_collection.cp)
-        ):
+        if not role_groups.is_member:
+            return None
+        if dist.get_rank(role_groups.pg_collection.tp) or dist.get_rank(role_groups.pg_collection.cp):
             return None
         batch = self.batch.to("cpu")
         return role_groups.dp_rank, batch if role_groups.is_leader else Batch(routes=batch.routes), self.layers or ()
 
     def from_bytes(self, data: bytes):
-        """Takes the groups of a checkpoint up, dealt to the rollout's present lanes.
+        """Loads the groups of a checkpoint, assigned round-robin to the rollout's present replicas.
 
         Raises:
-            UsageError: they were sampled for a batch of another kind.
-            RuntimeError: routes of a layer are missing.
+            UsageError: the groups were sampled with other flags.
+            RuntimeError: the routes of a layer are missing.
         """
         fields = torch.load(io.BytesIO(data), weights_only=True)
         samples, layers = fields.pop("samples"), fields.pop("layers", None)
         wanted = {*GENERATED_FIELDS, *self.extra_fields, *(["routes"] if self.layers is not None else [])}
         if samples != self.samples or set(fields) != wanted:
             raise UsageError(
-                f"--load: groups of {samples} responses wait in the checkpoint for their batch to be full; allowed "
-                "are the --samples-per-prompt, --group-filter, --greedy-baseline, --partial-rollouts and "
-                "--router-replay that they were sampled with"
+                f"--load: the checkpoint holds groups of {samples} responses that wait for their batch to be full; "
+                "--samples-per-prompt, --group-filter, --greedy-baseline, --partial-rollouts and --router-replay must "
+                "be those that they were sampled with"
             )
-        role_groups, whole = self.mesh[ROLLOUT], Batch(**fields)
-        self.groups = len(whole) // samples
+        role_groups, batch = self.mesh[ROLLOUT], Batch(**fields)
+        self.groups = len(batch) // samples
         if not role_groups.is_member:
             return
         if self.layers is not None:
             missing = sorted({*self.layers} - {*layers})
             if missing:
-                raise RuntimeError(f"rollout: groups wait with routes in MoE layers {layers}, without {missing}")
-            whole.routes = whole.routes[:, [layers.index(layer) for layer in self.layers]]
-        dp_assignment = round_robin(whole.sequence_ids, len(role_groups.replicas), samples)
-        self.batch = whole.select((dp_assignment == role_groups.dp_rank).nonzero().flatten()).to(device.device())
+                raise RuntimeError(f"rollout: saved groups have routes of MoE layers {layers} and lack {missing}")
+            batch.routes = batch.routes[:, [layers.index(layer) for layer in self.layers]]
+        dp_assignment = round_robin(batch.sequence_ids, len(role_groups.replicas), samples)
+        self.batch = batch.select((dp_assignment == role_groups.dp_rank).nonzero().flatten()).to(device.device())
 
 
-def _with_all_routes(dp_rank: list[tuple], layers: list[int] | None) -> Batch:
-    """The batch of a lane with the routes in all layers, in their order, from what its ranks tell."""
-    batch = next(batch for _, batch, _ in dp_rank if batch.lengths is not None)
+def _join_shards(shards: list[tuple], layers: list[int] | None) -> Batch:
+    """The batch of a replica, with the routes of all layers in the order of `layers`."""
+    batch = next(batch for _, batch, _ in shards if batch.lengths is not None)
     if layers is not None:
-        held = [layer for part in dp_rank for layer in part[2]]
-        batch.routes = torch.cat([part[1].routes for part in dp_rank], dim=1)[
-            :, [held.index(layer) for layer in layers]
-        ]
+        held = [layer for shard in shards for layer in shard[2]]
+        routes = torch.cat([shard[1].routes for shard in shards], dim=1)
+        batch.routes = routes[:, [held.index(layer) for layer in layers]]
     return batch

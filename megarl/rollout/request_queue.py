@@ -1,7 +1,7 @@
-"""What the rollout's lanes tell each other while they write: who takes the next requests, and when enough is written.
+"""Coordinates the rollout's replicas during generation: a shared queue of requests, and early stop with enough groups.
 
-Lengths of responses are not known before, so lanes that were dealt the same number of requests end at different times.
-The text does not depend on who writes it: each request has its own random stream.
+Response lengths are not known in advance, so replicas with equally many requests finish at different times. Responses
+do not depend on the replica that generates them, because every request has its own random stream.
 """
 
 import array
@@ -16,19 +16,19 @@ from megarl.comm.role_mesh import RoleGroups
 from megarl.mcore import device
 from megarl.mcore.inference.engine import Completion, GenerationRequest
 
-UNFINISHED = 1 << 40  # tokens of a response without an end
-_calls = itertools.count()  # of this process; ranks of one rollout make the same calls in the same order
+UNFINISHED = 1 << 40  # stands for the length of an unfinished response
+_calls = itertools.count()  # numbers the calls; all ranks of the rollout make the same calls in the same order
 
 
-class StoreCounter:
-    """One entry in the store by which the ranks met, for one call of the rollout; the lanes' first ranks use it."""
+class StoreEntry:
+    """An entry in the rendezvous store for one call of the rollout; only the replica leaders access it."""
 
     def __init__(self, role_groups: RoleGroups):
         self.role_groups = role_groups
         self.store, self.key = dist.distributed_c10d._get_default_store(), f"megarl/rollout/{next(_calls)}"
 
     def broadcast_in_replica(self, number: int) -> int:
-        """The number of the lane's first rank, on all of its ranks. A collective of the lane."""
+        """The leader's number, on all ranks of the replica. A collective of the replica."""
         ranks = self.role_groups.replica
         if len(ranks) == 1:
             return number
@@ -37,129 +37,129 @@ class StoreCounter:
         return int(shared)
 
     def close(self):
-        """Takes the entry away, once every lane is done with it."""
+        """Deletes the entry after the last replica has called this."""
         if self.role_groups.is_leader and self.store.add(f"{self.key}/done", 1) == len(self.role_groups.replicas):
             self.store.delete_key(self.key)
             self.store.delete_key(f"{self.key}/done")
 
 
 class SharedRequestQueue:
-    """The requests of all lanes in one order, longest first. A `RequestSource` of the engine, one object on each rank.
+    """The requests of all replicas, longest prompt first. A `RequestSource` of the engine, one object on each rank.
 
-    Lanes draw places in the order from a counter: one addition, no waiting. A lane's first rank draws for all of them.
+    A replica draws its next requests by one atomic addition to a counter, without waiting. Its leader draws for all of
+    its ranks.
     """
 
     def __init__(self, requests: list[GenerationRequest], unit: int, role_groups: RoleGroups):
         """
         Args:
-            requests: all of them, the same on every rank; those with nothing left to write are passed over.
-            unit: so many that follow each other go to one lane: a prompt's samples where they share its cache.
-            role_groups: of this rank in the rollout.
+            requests: of all replicas, the same on every rank; those with `max_new_tokens` 0 are skipped.
+            unit: adjacent requests that go to one replica, such as a prompt's samples that share its KV cache.
+            role_groups: of the rollout.
         """
-        self.requests, self.unit, self.board = requests, unit, StoreCounter(role_groups)
-        units = (
-            _unfinished(requests, range(len(requests))[first : first + unit]) for first in range(0, len(requests), unit)
-        )
-        self._order = sorted(filter(None, units), key=lambda mine: (-max(len(requests[i].prompt) for i in mine), mine))
-        self._mine: deque[int] = deque()  # drawn and not yet taken
-        self._is_drawn = not self._order
+        self.requests, self.unit, self.entry = requests, unit, StoreEntry(role_groups)
+        starts = range(0, len(requests), unit)
+        units = (_unfinished(requests, range(len(requests))[start : start + unit]) for start in starts)
+        self._order = sorted(filter(None, units), key=lambda unit: (-max(len(requests[i].prompt) for i in unit), unit))
+        self._drawn: deque[int] = deque()  # by this replica, not yet taken by its engine
+        self._is_exhausted = not self._order
 
     @property
     def share(self) -> int:
-        """Requests that a lane begins at most at a time: were it more, the first would leave nothing to the last."""
-        return -(-len(self._order) // len(self.board.role_groups.replicas)) * self.unit
+        """Limit on the requests that a replica runs at a time, so that the first replica cannot draw all of them."""
+        return -(-len(self._order) // len(self.entry.role_groups.replicas)) * self.unit
 
     def take(self, room: int) -> list[tuple[int, GenerationRequest]]:
-        """At most `room` requests, each with its place in the list."""
-        missing = room - len(self._mine)
-        if missing > 0 and not self._is_drawn:
+        """At most `room` requests, each with its index in the list."""
+        missing = room - len(self._drawn)
+        if missing > 0 and not self._is_exhausted:
             self._draw(-(-missing // self.unit))
-        return [(i, self.requests[i]) for i in (self._mine.popleft() for _ in range(min(room, len(self._mine))))]
+        return [(i, self.requests[i]) for i in (self._drawn.popleft() for _ in range(min(room, len(self._drawn))))]
 
     def is_empty(self) -> bool:
-        """Whether all requests were taken, as far as this lane knows."""
-        return self._is_drawn and not self._mine
+        """Whether all requests were taken, as far as this replica knows."""
+        return self._is_exhausted and not self._drawn
 
     def close(self):
-        """Every lane says so, behind its last request."""
-        self.board.close()
+        """Every replica calls this after its last request."""
+        self.entry.close()
 
     def _draw(self, units: int):
-        board = self.board
-        first = board.broadcast_in_replica(
-            board.store.add(board.key, units) - units if board.role_groups.is_leader else 0
-        )
-        self._is_drawn = first + units >= len(self._order)
-        self._mine.extend(itertools.chain.from_iterable(self._order[first : first + units]))
+        entry = self.entry
+        first = entry.store.add(entry.key, units) - units if entry.role_groups.is_leader else 0
+        first = entry.broadcast_in_replica(first)
+        self._is_exhausted = first + units >= len(self._order)
+        self._drawn.extend(itertools.chain.from_iterable(self._order[first : first + units]))
 
 
-def _unfinished(requests: list[GenerationRequest], places: Iterable[int]) -> list[int]:
-    """Those places whose requests have something left to write."""
-    return [i for i in places if requests[i].max_new_tokens > 0]
+def _unfinished(requests: list[GenerationRequest], indices: Iterable[int]) -> list[int]:
+    """Indices of the requests with tokens left to generate."""
+    return [i for i in indices if requests[i].max_new_tokens > 0]
 
 
 class GroupEarlyStop:
-    """The groups that come in first: those whose longest response is the shortest, of equal ones the first numbers.
+    """Stops generation when the earliest `wanted` groups are finished.
 
-    Of a response that goes on, new tokens count; groups that are whole before take no part. This says nothing of when
-    or where they were written, so it is the same in every layout. The entry in the store holds the best so far, as
-    longest · 2³² + number; once there are enough of them, nobody needs to write more tokens than the last of them has.
+    Groups rank by the new tokens of their longest response, then by number. This does not depend on when or where a
+    group was generated, so every layout selects the same groups. Groups that were finished before do not compete. The
+    store entry holds the best groups so far, as longest · 2³² + number. Once it holds enough, no response needs more
+    tokens than the last of them has.
     """
 
     def __init__(self, wanted: int, samples: int, requests: list[GenerationRequest], role_groups: RoleGroups):
-        """`wanted`: how many come in, whole ones among them, which are fewer. `requests`: of all lanes."""
-        self.samples, self.board = samples, StoreCounter(role_groups)
+        """`wanted`: groups to select, more than were finished before, which count. `requests`: of all replicas."""
+        self.samples, self.entry = samples, StoreEntry(role_groups)
         self._limits = [request.max_new_tokens for request in requests]
-        self._left = Counter(i // samples for i, limit in enumerate(self._limits) if limit)  # responses without an end
-        self._longest = dict.fromkeys(self._left, 0)  # response of each group of this lane
-        self.wanted = wanted - (len(requests) // samples - len(self._left))
+        self._unfinished = Counter(i // samples for i, limit in enumerate(self._limits) if limit)  # responses by group
+        self._longest = dict.fromkeys(self._unfinished, 0)  # response of each group of this replica
+        self.wanted = wanted - (len(requests) // samples - len(self._unfinished))
 
     def ended(self, number: int, completion: Completion):
-        """Hears of a response; all of a group are written by one lane."""
+        """Records a completion; one replica generates all responses of a group."""
         length = len(completion.tokens)
         if not completion.finished and length < self._limits[number]:
-            return  # it was cut
+            return  # stopped early
         group = number // self.samples
-        self._left[group] -= 1
+        self._unfinished[group] -= 1
         self._longest[group] = max(self._longest[group], length)
-        if not self._left[group] and self.board.role_groups.is_leader:
-            self._enter(self._longest[group] << 32 | group)
+        if not self._unfinished[group] and self.entry.role_groups.is_leader:
+            self._publish(self._longest[group] << 32 | group)
 
     def longest(self) -> int | None:
-        """Tokens that a response needs at most to be in a group that comes in. A collective of the lane."""
-        known = self._extra_fields() if self.board.role_groups.is_leader else b""
-        found = array.array("q", known)
-        return self.board.broadcast_in_replica(found[-1] >> 32 if len(found) == self.wanted else 0) or None
+        """Limit on the new tokens of a response, None until enough groups are finished. A collective of the replica."""
+        known = self._best_groups() if self.entry.role_groups.is_leader else b""
+        best = array.array("q", known)
+        return self.entry.broadcast_in_replica(best[-1] >> 32 if len(best) == self.wanted else 0) or None
 
     def close(self):
-        """Every lane says so, when its engine rests."""
-        self.board.close()
+        """Every replica calls this when its engine has stopped."""
+        self.entry.close()
 
-    def _extra_fields(self) -> bytes:
-        store, key = self.board.store, self.board.key
+    def _best_groups(self) -> bytes:
+        store, key = self.entry.store, self.entry.key
         return bytes.fromhex(store.get(key).decode()) if store.check([key]) else b""
 
-    def _enter(self, result: int):
-        known = self._extra_fields()
+    def _publish(self, result: int):
+        known = self._best_groups()
         while True:
             best = array.array("q", sorted([*array.array("q", known), result])[: self.wanted]).tobytes()
             if result not in array.array("q", best):
                 return
-            now = bytes.fromhex(self.board.store.compare_set(self.board.key, known.hex(), best.hex()).decode())
-            if now == best:
+            stored = bytes.fromhex(self.entry.store.compare_set(self.entry.key, known.hex(), best.hex()).decode())
+            if stored == best:
                 return
-            known = now
+            known = stored  # another replica was faster
 
 
 def shortest_groups(lengths: torch.Tensor, wanted: int) -> torch.Tensor:
-    """[wanted] ascending numbers of the groups that come in, of the longest response's tokens of each group [G].
+    """[wanted] int64 ascending numbers of the groups with the shortest longest response, as in `GroupEarlyStop`.
 
-    What `GroupEarlyStop` stops for; at least `NEVER` for a group that has a response without an end.
+    `lengths` [G]: tokens of each group's longest response, at least `UNFINISHED` if one is unfinished.
 
     Raises:
-        RuntimeError: fewer groups are whole.
+        RuntimeError: fewer groups are finished.
     """
     order = sorted((length, group) for group, length in enumerate(lengths.tolist()) if length < UNFINISHED)
     if len(order) < wanted:
-        raise RuntimeError(f"rollout: {len(order)} groups were written, {wanted} are wanted")
+        raise RuntimeError(f"rollout: {len(order)} groups are finished, {wanted} are wanted")
     return torch.tensor(sorted(group for _, group in order[:wanted]), dtype=torch.int64)

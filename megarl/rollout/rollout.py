@@ -1,4 +1,4 @@
-"""The rollout: writes text with the actor's policy, on the actor's own module or on a model of its own layout."""
+"""The rollout: generates responses with the actor's policy, on the actor's module or on a model with its own layout."""
 
 import time
 
@@ -31,18 +31,18 @@ from megarl.rollout.requests import (
 
 
 class Rollout:
-    """The engine that writes, and the way by which the actor's weights come to it."""
+    """The inference engine, and the weight sync from the actor to it."""
 
     name = "rollout"
 
     def __init__(
-        self, settings: Settings, role: RoleSettings, mesh: RoleMesh, trained: gpt.ModelChunks | None, tokenizer: Tokenizer,
-        timers: Timers, cache_in_grad_buffer: KVCacheInGradBuffer | None = None,
+        self, settings: Settings, role: RoleSettings, mesh: RoleMesh, trained: gpt.ModelChunks | None,
+        tokenizer: Tokenizer, timers: Timers, cache_in_grad_buffer: KVCacheInGradBuffer | None = None,
     ):  # fmt: skip
-        """Takes the actor's module where the two share it, else builds a model and plans the transfer. Collective.
+        """Uses the actor's module if the layouts agree, else builds a model and plans the weight transfer. Collective.
 
-        `trained` is the actor's module on this rank, None outside the actor. `cache_in_grad_buffer`: the bytes of its gradients, in
-        which the cache lives where the two share a module.
+        `trained`: the actor's module on this rank, None outside the actor. `cache_in_grad_buffer`: places the KV cache
+        in the actor's gradient buffer if both share a module.
         """
         self.settings, self.role, self.timers, self.tokenizer = settings, role, timers, tokenizer
         self.mesh, self.role_groups = mesh, mesh["rollout"]
@@ -76,36 +76,36 @@ class Rollout:
         longest = s.max_prompt_length + s.max_response_length
         if capacity < longest:
             raise UsageError(
-                f"--rollout-buffer-gb {s.rollout_buffer_gb}: the cache holds one text of {capacity} tokens; "
+                f"--rollout-buffer-gb {s.rollout_buffer_gb}: the KV cache holds one sequence of {capacity} tokens; "
                 f"--max-prompt-length + --max-response-length is {longest}",
                 speaker=self.role_groups.ranks.start,
             )
 
     @property
     def recorded_layers(self) -> tuple[int, ...] | None:
-        """Numbers of the MoE layers whose routes this rank records; None in a run that records none."""
+        """Numbers of the MoE layers whose routes this rank records; None if the run records none."""
         if self.settings.router_replay != "rollout":
             return None
         return self.engine.layers if self.role_groups.is_member else ()
 
     @property
     def is_static(self) -> bool:
-        """Whether lanes know their requests before anything is written; else they draw them as they have room."""
+        """Whether requests are assigned before generation; else replicas draw them from a shared queue."""
         return self.settings.rollout_dispatch == "static" or len(self.role_groups.replicas) == 1
 
     def sync_weights(self):
-        """Brings the actor's present weights to the engine; nothing to do where it runs on the actor's module.
+        """Copies the actor's weights to the engine; does nothing if the engine runs on the actor's module.
 
-        A collective of the actor's and the rollout's ranks. Waiting for the others is no work of either role.
+        A collective of the ranks of actor and rollout.
         """
         self.metrics = {"weights/sync_bytes": 0, "weights/sync_s": 0.0}
         if self._transfer is None:
             return
         roles = [name for name in ("actor", "rollout") if self.mesh[name].is_member]
-        with self.timers.phase(roles[-1], "wait"):
+        with self.timers.phase(roles[-1], "wait"):  # so that the sync time contains no waiting
             dist.barrier(group=self._group)
         start = time.perf_counter()
-        # A rank of both roles books the time to the rollout.
+        # On a rank of both roles the time counts for the rollout.
         with self.timers.phase(roles[0], "sync"), self.timers.phase(roles[-1], "sync"):
             sent = torch.tensor(self._transfer.run(), dtype=torch.int64, device=device.device())
             dist.all_reduce(sent, group=self._group)
@@ -118,12 +118,15 @@ class Rollout:
         self, prompts: list[PromptRequest], samples: int, step: int, temperature: float | None = None,
         wanted: int | None = None,
     ) -> Batch | None:  # fmt: skip
-        """Writes `samples` responses to each prompt; this lane's share of them, packed.
+        """Generates `samples` responses to each prompt; returns this replica's share as a packed batch.
 
-        `temperature` is `--temperature` by default, of text to learn from, and has its routes with
-        `--router-replay rollout`; 0 takes the likeliest token each time. With `wanted` writing stops once it is sure
-        which so many groups come `first`; responses of others may lack their end. Responses that were begun before go
-        on; what there was of them stands in the prompts of the batch.
+        Partial responses are continued; the batch has their earlier tokens as part of the prompt.
+
+        Args:
+            temperature: 0 is greedy. The default, None, is for training: `--temperature`, and routes are recorded with
+                `--router-replay rollout`.
+            wanted: stops as soon as this many groups are known to be the earliest (`earliest_groups`); responses of
+                other groups may be unfinished.
         """
         if not self.role_groups.is_member:
             return None
@@ -132,104 +135,100 @@ class Rollout:
             ids = torch.arange(len(prompts) * samples)
             requests = build_requests(ids, prompts, samples, s.seed, step, s.max_response_length)
             requests = requests if wanted is None else skip_if_enough_are_finished(requests, samples, wanted)
-            routes = temperature is None and self.recorded_layers is not None
+            records_routes = temperature is None and self.recorded_layers is not None
             temperature = s.temperature if temperature is None else temperature
             sampling = SamplingSettings(temperature or 1.0, s.top_k, s.top_p, greedy=temperature == 0)
-            is_race = wanted is not None and wanted < len(prompts) and any(r.max_new_tokens for r in requests)
-            race = GroupEarlyStop(wanted, samples, requests, self.role_groups) if is_race else None
-            done = self._write(requests, samples, sampling, routes, race)
-            done |= self._not_written(requests, partial_responses_of(ids, prompts, samples), samples, routes)
-            return completions_to_batch(done, prompts, samples, requests, self.engine.no_routes if routes else None)
+            stops_early = wanted is not None and wanted < len(prompts) and any(r.max_new_tokens for r in requests)
+            early_stop = GroupEarlyStop(wanted, samples, requests, self.role_groups) if stops_early else None
+            done = self._run_engine(requests, samples, sampling, records_routes, early_stop)
+            partial = partial_responses_of(ids, prompts, samples)
+            done |= self._without_new_tokens(requests, partial, samples, records_routes)
+            no_routes = self.engine.no_routes if records_routes else None
+            return completions_to_batch(done, prompts, samples, requests, no_routes)
 
-    def _write(
-        self,
-        requests: list[GenerationRequest],
-        samples: int,
-        sampling: SamplingSettings,
-        routes: bool,
-        race: GroupEarlyStop | None,
-    ) -> dict[int, Completion]:
-        """What this lane wrote of the requests of all lanes, by their place in the list."""
-        end, replicas, most, done = self.tokenizer.eos_id, len(self.role_groups.replicas), None, {}
+    def _run_engine(
+        self, requests: list[GenerationRequest], samples: int, sampling: SamplingSettings, records_routes: bool,
+        early_stop: GroupEarlyStop | None,
+    ) -> dict[int, Completion]:  # fmt: skip
+        """This replica's completions, by index in the requests of all replicas."""
+        queue = None
         if self.is_static:
-            dp_assignment = round_robin(torch.arange(len(requests)), replicas, samples).tolist()
-            mine = [(i, request) for i, request in enumerate(requests) if dp_assignment[i] == self.role_groups.dp_rank]
-            source = RequestList((i, request) for i, request in mine if request.max_new_tokens)
+            mine = self._assigned_here(requests, samples)
+            source = RequestList((i, requests[i]) for i in mine if requests[i].max_new_tokens)
         else:
-            # A prompt's samples stay together where they share its cache, or where a lane must know when they are done.
-            source = SharedRequestQueue(
-                requests, samples if self.settings.rollout_prefix_caching or race else 1, self.role_groups
-            )
-            most = source.share
-        for number, done[number] in self.engine.stream(source, end, sampling, routes, most, race and race.longest):
-            if race:
-                race.ended(number, done[number])
-        for board in (source, race):
-            if isinstance(board, (SharedRequestQueue, GroupEarlyStop)):
-                board.close()
+            # A prompt's samples stay together to share its KV cache, or for the early stop, which counts whole groups.
+            unit = samples if self.settings.rollout_prefix_caching or early_stop else 1
+            source = queue = SharedRequestQueue(requests, unit, self.role_groups)
+        end_token, limit, done = self.tokenizer.eos_id, queue and queue.share, {}
+        longest = early_stop and early_stop.longest
+        for i, done[i] in self.engine.stream(source, end_token, sampling, records_routes, limit, longest):
+            if early_stop:
+                early_stop.ended(i, done[i])
+        if queue:
+            queue.close()
+        if early_stop:
+            early_stop.close()
         return done
 
-    def _not_written(
-        self, requests: list[GenerationRequest], parts: list[PartialResponse], samples: int, routes: bool
+    def _without_new_tokens(
+        self, requests: list[GenerationRequest], partial: list[PartialResponse], samples: int, records_routes: bool
     ) -> dict[int, Completion]:
-        """Responses that get no more tokens; they are dealt to the lanes. Their routes are unknown."""
-        dp_assignment, done = (
-            round_robin(torch.arange(len(requests)), len(self.role_groups.replicas), samples).tolist(),
-            {},
-        )
-        none = self.engine.no_routes
-        for i, request in enumerate(requests):
-            if not request.max_new_tokens and dp_assignment[i] == self.role_groups.dp_rank:
-                unknown = none.new_full((len(request.prompt), *none.shape[1:]), NO_ROUTE) if routes else None
-                done[i] = Completion([], [], parts[i].is_finished, unknown)
+        """Completions of this replica's round-robin share of the requests without new tokens; routes are unknown."""
+        no_routes, done = self.engine.no_routes, {}
+        for i in self._assigned_here(requests, samples):
+            if not requests[i].max_new_tokens:
+                shape = (len(requests[i].prompt), *no_routes.shape[1:])
+                routes = no_routes.new_full(shape, NO_ROUTE) if records_routes else None
+                done[i] = Completion([], [], partial[i].is_finished, routes)
         return done
+
+    def _assigned_here(self, requests: list[GenerationRequest], samples: int) -> list[int]:
+        """Indices of the requests that round-robin assigns to this replica."""
+        dp_ranks = round_robin(torch.arange(len(requests)), len(self.role_groups.replicas), samples).tolist()
+        return [i for i, dp_rank in enumerate(dp_ranks) if dp_rank == self.role_groups.dp_rank]
 
     def recompute_routes(self, batch: Batch | None, prompts: list[PromptRequest], samples: int):
-        """Has the engine read responses that were whole before `generate`, for their routes under the present policy.
+        """Prefills responses that were finished before `generate`, to record their routes under the present policy.
 
-        `batch`: this rank's share of the responses to `prompts`, as they were given to `generate`.
+        `batch`: this rank's share of the responses to `prompts`, as given to `generate`.
         """
-        limit, every = self.settings.max_response_length, torch.arange(len(prompts) * samples)
-        is_whole = torch.tensor([not part.remaining(limit) for part in partial_responses_of(every, prompts, samples)])
-        if batch is None or self.recorded_layers is None or not is_whole.any():
+        limit, ids = self.settings.max_response_length, torch.arange(len(prompts) * samples)
+        is_finished = torch.tensor([not r.remaining(limit) for r in partial_responses_of(ids, prompts, samples)])
+        if batch is None or self.recorded_layers is None or not is_finished.any():
             return
         with self.timers.phase(self.role_groups.model_role, "rollout"):
-            places = is_whole[batch.sequence_ids.cpu()].nonzero().flatten().tolist()
-            texts, bounds = batch.tokens.split(batch.lengths.tolist()), batch.cu_seqlens.tolist()
-            # The last token has no route: the engine draws one in its place.
-            requests = [GenerationRequest(texts[i][:-1].tolist(), 0, 1) for i in places]
+            positions = is_finished[batch.sequence_ids.cpu()].nonzero().flatten().tolist()
+            sequences, bounds = batch.tokens.split(batch.lengths.tolist()), batch.cu_seqlens.tolist()
+            # The last token has no route, so it is left out; the engine samples a token in its place.
+            requests = [GenerationRequest(sequences[i][:-1].tolist(), 0, 1) for i in positions]
             done = self.engine.generate(requests, self.tokenizer.eos_id, SamplingSettings(), routes=True)
-            for i, completion in zip(places, done, strict=True):
+            for i, completion in zip(positions, done, strict=True):
                 batch.routes[bounds[i] : bounds[i + 1]] = completion.routes.to(batch.routes.device)
 
     def earliest_groups(
         self, batch: Batch | None, prompts: list[PromptRequest], samples: int, wanted: int
     ) -> tuple[Tensor, int]:
-        """([wanted] ascending numbers of the groups that come first of those that `generate` was given, their longest
-        response).
+        """([wanted] ascending numbers of the earliest groups of `generate`, new tokens of their longest response).
 
-        Those whose longest response is the shortest, in new tokens, of equal ones the first; all their responses have
-        their end. `batch`: this rank's share. A collective of the world.
+        Finished groups rank by the new tokens of their longest response, then by number.
+        `batch`: this rank's share. A collective of the world.
         """
-        ids = torch.arange(len(prompts) * samples)
-        longest = torch.zeros_like(ids, device=device.device())
+        ids, limit = torch.arange(len(prompts) * samples), self.settings.max_response_length
+        new_tokens = torch.zeros_like(ids, device=device.device())
         if self.role_groups.is_leader:
-            left = [
-                part.remaining(self.settings.max_response_length)
-                for part in partial_responses_of(ids, prompts, samples)
-            ]
+            remaining = [response.remaining(limit) for response in partial_responses_of(ids, prompts, samples)]
             lengths = batch.response_lengths
-            is_whole = batch.finished | (lengths == longest.new_tensor(left)[batch.sequence_ids])
-            longest[batch.sequence_ids] = lengths.masked_fill(~is_whole, UNFINISHED)
-        dist.all_reduce(longest)
-        longest = longest.view(-1, samples).amax(1).cpu()
-        first = shortest_groups(longest, wanted)
-        return first, int(longest[first].max())
+            is_finished = batch.finished | (lengths == new_tokens.new_tensor(remaining)[batch.sequence_ids])
+            new_tokens[batch.sequence_ids] = lengths.masked_fill(~is_finished, UNFINISHED)
+        dist.all_reduce(new_tokens)
+        longest = new_tokens.view(-1, samples).amax(1).cpu()
+        groups = shortest_groups(longest, wanted)
+        return groups, int(longest[groups].max())
 
     def dp_assignment(self, batch: Batch | None, count: int, group=None) -> Tensor:
-        """[count] int64: the lane that wrote each sequence; `batch`: this rank's share.
+        """[count] int64: dp rank that generated each sequence. `batch`: this rank's share.
 
-        A collective of the group: the world, or one that all ranks of the rollout are in.
+        A collective of `group`: the world, or a group that contains all ranks of the rollout.
         """
         dp_assignment = torch.zeros(count, dtype=torch.int64, device=device.device())
         if len(self.role_groups.replicas) > 1:

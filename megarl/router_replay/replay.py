@@ -1,7 +1,7 @@
-"""Which routes the models of a run take in a step: those that their routers choose, or those of the rollout (R3).
+"""Router replay (R3): training passes take the routes of the rollout instead of those that their routers choose.
 
-Rollout and training may choose other experts for the same text, where kernels or precision differ; the ratio of their
-probabilities then runs away (arXiv 2510.11370).
+If kernels or precision differ, rollout and training may choose different experts for the same token, and the ratio of
+their probabilities diverges (arXiv 2510.11370).
 """
 
 from collections.abc import Callable
@@ -17,13 +17,13 @@ from megarl.router_replay.router_state import RouterState
 
 
 class RoutingReplay:
-    """Brings the rollout's routes to the roles that replay them."""
+    """Sends the rollout's routes to the roles that replay them."""
 
     def __init__(
         self, settings: Settings, policy: RoleSettings, mesh: RoleMesh, recorded_layers: tuple[int, ...] | None,
         router_states: dict[str, RouterState], actor_passes: Callable[[StepBatch], list[Tensor]],
     ):  # fmt: skip
-        """Collective: with `--router-replay rollout` all ranks learn which rank holds which layers of the policy.
+        """With `--router-replay rollout`, gathers which rank holds which MoE layers of the policy. Collective.
 
         Args:
             policy: the actor's settings.
@@ -40,15 +40,12 @@ class RoutingReplay:
             self._exchange = RouteExchange(mesh, layers, policy.megatron.moe_router_topk, policy.megatron.num_experts)
 
     def begin_step(self):
-        """Resets all models' routers: nothing is replayed, nothing is measured yet."""
+        """Resets the routers of all models: removes routes to replay, and statistics."""
         for state in self._router_states.values():
             state.begin()
 
     def dispatch(self, step_batch: StepBatch):
-        """Where routes are replayed, sends each rank those that it needs in any pass of the step. Collective.
-
-        These are the routes of the tokens and layers that the rank runs.
-        """
+        """Sends each rank the routes that it replays in the step, for its own tokens and layers only. Collective."""
         for role in self._roles if self._exchange else ():
             self._dispatch(step_batch, role)
 
