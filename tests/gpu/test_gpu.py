@@ -40,7 +40,7 @@ def test_offload_gives_the_same_run_in_less_device_memory(tmp_path, monkeypatch)
     wide = "--hidden-size 512 --ffn-hidden-size 1024 --deterministic --train-iters 2 --reward exact-match"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     for name, offload in (("kept", ""), ("moved", "--offload")):
-        done = torchrun("megarl.train_rl", rl_argv(tmp_path / name, f"{wide} {offload}", warm_start=False), 1, 300)
+        done = torchrun("megarl.train_rl", rl_argv(tmp_path / name, f"{wide} {offload}", warm_start=False), 1)
         assert done.returncode == 0, done.stderr
     kept, moved = metrics(tmp_path / "kept"), metrics(tmp_path / "moved")
     for step in (1, 2):
@@ -54,9 +54,9 @@ def test_offload_gives_the_same_run_in_less_device_memory(tmp_path, monkeypatch)
 def test_offload_on_a_cuda_device_is_exact_and_uses_pinned_memory(monkeypatch):
     """Runs in a new process, since the test process hides the device."""
     script = (
-        "import torch; from megarl.mcore import memory\n"
+        "import torch; from megarl.mcore.memory.arena import Arena\n"
         "tensors = [torch.randn(1000, 1001, device='cuda').to(t) for t in (torch.float32, torch.bfloat16)]\n"
-        "copies = [t.clone() for t in tensors]; arena = memory.Arena(lambda: tensors); assert arena.twin.is_pinned()\n"
+        "copies = [t.clone() for t in tensors]; arena = Arena(lambda: tensors); assert arena.host_copy.is_pinned()\n"
         "for _ in range(3):\n"
         "    assert not arena.storage.nbytes(); arena.arrive(); arena.is_changed = True\n"
         "    [t.add_(1) for t in (*tensors, *copies)]; arena.leave(); noise = torch.randn(3000, 1001, device='cuda')\n"

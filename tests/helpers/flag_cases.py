@@ -42,7 +42,7 @@ VALUES = {
     "reward_ensemble": "min", "reward_url": "http://x", "reward_model": "x", "rollout_dispatch": "static",
     "over_sampling": 1.5,
 }  # fmt: skip
-BESIDE = {
+REQUIRED = {
     "reward_model": "--reward model", "reward_pattern": "--reward regex", "reward_url": "--reward remote",
     "partial_rollouts": "--over-sampling 2 --rollout-correction tis",
     "dynamic_sampling": "--group-filter reward", "one_step_off": "--rollout-correction tis",
@@ -65,6 +65,6 @@ def value_of(field):
     return VALUES.get(field.name, {int: 2, float: 0.5, bool: not field.default, str: "text"}[kind])
 
 
-def beside(field) -> list[str]:
+def required_flags(field) -> list[str]:
     """Flags that give this one an effect."""
-    return BESIDE.get(field.name, HOLDS.get(field.metadata["when"], "")).split()
+    return REQUIRED.get(field.name, HOLDS.get(field.metadata["when"], "")).split()

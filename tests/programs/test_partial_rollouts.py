@@ -88,7 +88,7 @@ def filled(rank: int, parsed, moves: bool):
     for version, state in enumerate(weights if run.mesh.size == 1 else ()):
         model.load_state_dict(state, strict=False)
         gap = max(gap, *(gap_of(run, version, rows) for rows in found))
-    waiting = batcher.partial_rollouts._written
+    waiting = batcher.partial_rollouts._responses
     return found, measured, drawn, gap, int(waiting.response_mask.sum()) if waiting else 0
 
 

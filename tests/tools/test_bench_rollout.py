@@ -169,7 +169,7 @@ def test_wrong_peers(capsys):
 
 def test_peers_that_are_missing(capsys):
     assert common.installed({"a": "torch", "b": "no_such_library"}) == ["a"]
-    assert capsys.readouterr().out == "b is not installed: left out\n"
+    assert capsys.readouterr().out == "b is not installed: skipped\n"
     with pytest.raises(common.Unusable, match=r"pip install megarl\[bench\]"):
         common.installed({"b": "no_such_library"})
 

@@ -86,7 +86,8 @@ def test_a_small_gain_is_an_exit_status(least, status, tmp_path, capsys):
 @pytest.mark.parametrize("flags, says", [
     ("", "--out"), ("--out o --recipes ppq", "invalid choice: 'ppq'"), ("--out o --jobs 0", "--jobs 0: must be at"),
     ("--out o --seeds 1 -1", "--seeds -1: must be"), ("--out o --steps 0", "--steps 0"), ("--out o --step 3", "--step"),
-    ("--out o --config no.yaml", "--config no.yaml: no.yaml does not"), ("--out o --warm-start no", "no/data does not exist"),
+    ("--out o --config no.yaml", "--config no.yaml: no.yaml does not"),
+    ("--out o --warm-start no", "no/data does not exist"),
 ])  # fmt: skip
 def test_wrong_use_is_reported_in_one_line(flags, says, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""tools/train_tokenizer.py: lossless, reproducible tokenizers with special tokens, chat templates and byte-level BPE."""
+"""tools/train_tokenizer.py: lossless, reproducible tokenizers; special tokens, chat templates, byte-level BPE."""
 
 import json
 
@@ -68,7 +68,7 @@ def test_sentencepiece_with_special_tokens(data):
     "options, size, message",
     [
         (["--kind", "bpe"], 258, "--vocab-size 258: too small; 256 bytes and 3 special tokens need at least 259"),
-        (["--kind", "bpe", "--byte-fallback"], 300, "--byte-fallback: --kind bpe spells everything"),
+        (["--kind", "bpe", "--byte-fallback"], 300, "--byte-fallback: --kind bpe always encodes"),
         (["--chat-template", "t"], 300, "--chat-template t: a SentencePiece model cannot store it"),
         (["--kind", "bpe", "--chat-template", "gone"], 300, "--chat-template gone: cannot be read"),
         (["--special", "</s>"], 300, "--special: '</s>' is empty or given twice"),

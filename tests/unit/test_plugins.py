@@ -12,9 +12,9 @@ from megarl.algorithms.estimators import Advantages
 limit = 3
 def plain(step, options):
     return Advantages(step.token_rewards, None)
-def judged(step, options):
+def with_values(step, options):
     return Advantages(step.token_rewards - step.values, step.token_rewards)
-judged.needs = ["values"]
+with_values.needs = ["values"]
 def grouped(step, options):
     return Advantages(step.token_rewards, None)
 grouped.needs = ("groups", "baselines")
@@ -76,8 +76,10 @@ def test_anything_else_is_rejected_in_one_line(name, message):
 
 def test_an_estimator_declares_its_needs():
     assert "critic" not in program("--advantage", "my_plugins:plain").roles
-    judged = program("--advantage", "my_plugins:judged", "--gamma", "0.9", "--gae-lambda", "1", "--critic-lr", "1e-3")
-    assert "critic" in judged.roles and judged.estimator.needs == {"values"}
+    with_values = program(
+        "--advantage", "my_plugins:with_values", "--gamma", "0.9", "--gae-lambda", "1", "--critic-lr", "1e-3"
+    )
+    assert "critic" in with_values.roles and with_values.estimator.needs == {"values"}
     line = error_of("--advantage", "my_plugins:grouped", "--samples-per-prompt", "1", "--greedy-baseline")
     assert line.startswith("--samples-per-prompt 1: --advantage my_plugins:grouped compares")
     assert error_of("--advantage", "my_plugins:grouped").startswith("--advantage my_plugins:grouped: needs --greedy")

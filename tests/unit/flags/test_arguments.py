@@ -8,7 +8,7 @@ import torch
 from megarl.arguments import Settings, build_parser, parse
 from megarl.errors import UsageError
 from megarl.flags.role_flags import ROLES
-from tests.helpers.flag_cases import FIELDS, OUTSIDE, beside, flag_of, value_of
+from tests.helpers.flag_cases import FIELDS, OUTSIDE, flag_of, required_flags, value_of
 from tests.helpers.tiny_models import SHAPES
 
 MODEL = SHAPES["llama"].split()
@@ -78,7 +78,7 @@ def test_every_setting_is_a_flag(field):
         value = value_of(field)
         if (program, field.name) == ("evaluate", "role_map"):
             value = "actor=0;reward=2"
-        parsed = parse([*MODEL, *beside(field), flag_of(field), str(value)], 4, program)
+        parsed = parse([*MODEL, *required_flags(field), flag_of(field), str(value)], 4, program)
         settings = parsed.settings
         assert parsed.warnings == () and parsed.own_settings()[field.name] == value
         assert getattr(settings, field.name) == value != field.default

@@ -8,7 +8,7 @@ from megarl.algorithms.estimators import ESTIMATORS
 from megarl.arguments import parse
 from megarl.errors import UsageError
 from megarl.flags import combinations
-from tests.helpers.flag_cases import FAILS, FIELDS, HOLDS, beside, flag_of, value_of
+from tests.helpers.flag_cases import FAILS, FIELDS, HOLDS, flag_of, required_flags, value_of
 from tests.helpers.tiny_models import SHAPES
 
 MODEL = SHAPES["llama"].split()
@@ -83,7 +83,7 @@ def test_every_condition_is_used_and_tried():
 @pytest.mark.parametrize("field", [f for f in FIELDS if f.metadata["when"] in FAILS], ids=lambda f: f.name)
 def test_a_flag_without_effect_is_dropped_with_a_warning_even_at_its_default(field):
     program, when = field.metadata["programs"][0], field.metadata["when"]
-    assert parsed(f"{' '.join(beside(field))} {flag_of(field)} {value_of(field)}", program).warnings == ()
+    assert parsed(f"{' '.join(required_flags(field))} {flag_of(field)} {value_of(field)}", program).warnings == ()
     without = parsed(FAILS[when], program)
     for value in {value_of(field), field.default} - {None}:
         found = parsed(f"{FAILS[when]} {flag_of(field)} {value}", program)
@@ -99,9 +99,9 @@ def test_all_flags_without_effect_are_listed_in_one_line_with_reasons(tmp_path):
     )
     program = parsed(flags)
     assert program.warnings == (
-        "without effect: --gae-lambda (--advantage grpo does not use them); --dual-clip (--policy-loss gspo does not use"
-        " them); --kl-in (--kl-coefficient is 0); --critic-max-tokens-per-microbatch, --critic-warmup-steps, --critic-lr,"
-        " --critic-tensor-model-parallel-size (--advantage grpo needs no critic); --reference-num-layers"
+        "without effect: --gae-lambda (--advantage grpo does not use them); --dual-clip (--policy-loss gspo does not"
+        " use them); --kl-in (--kl-coefficient is 0); --critic-max-tokens-per-microbatch, --critic-warmup-steps,"
+        " --critic-lr, --critic-tensor-model-parallel-size (--advantage grpo needs no critic); --reference-num-layers"
         " (--kl-coefficient is 0 and --role-map has no reference)",
     )
     plain = parsed("--advantage grpo --policy-loss gspo --kl-coefficient 0")
@@ -125,7 +125,8 @@ def test_flags_of_an_absent_reward_model():
     flags = "--reward-num-layers 3 --reward-tensor-model-parallel-size 2 --reward-offload --reward-hidden-size=65"
     found = parsed(flags)
     assert found.warnings == (
-        "without effect: --reward-offload, --reward-num-layers, --reward-hidden-size (--reward exact-match has no model)",
+        "without effect: --reward-offload, --reward-num-layers, --reward-hidden-size"
+        " (--reward exact-match has no model)",
     )
     args = found.roles["reward"].megatron
     assert (args.num_layers, args.hidden_size, args.tensor_model_parallel_size) == (2, 64, 2)
@@ -170,7 +171,8 @@ WRONG = {
     "large mini-batch": ("--minibatch-size 65", "--minibatch-size 65: allowed is at most --prompts-per-step × --sam"),
     "filter of single responses": ("--group-filter reward --samples-per-prompt 1", "--group-filter reward: needs --s"),
     "nothing to fill up": ("--dynamic-sampling", "--dynamic-sampling True: needs --group-filter"),
-    "a race ahead": ("--over-sampling 2 --one-step-off --rollout-correction tis", "--over-sampling 2.0: not allowed with"),
+    "a race ahead": ("--over-sampling 2 --one-step-off --rollout-correction tis",
+                     "--over-sampling 2.0: not allowed with"),
     "parts of nothing": ("--partial-rollouts", "--partial-rollouts True: needs --over-sampling above 1"),
     "parts without correction": ("--partial-rollouts --over-sampling 2", "--partial-rollouts True: needs a --rollout"),
     "penalty longer than a response": ("--overlong-buffer 9 --max-response-length 8", "--overlong-buffer 9: allowed is "

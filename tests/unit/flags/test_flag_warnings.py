@@ -11,8 +11,8 @@ from megarl.trainers import launch
 from tests.helpers.programs import rl_argv
 
 IDLE = "--advantage grpo --gae-lambda 0.9 --critic-lr 1e-3"
-WARNING = ("megarl: warning: without effect: --gae-lambda (--advantage grpo does not use them); --critic-lr (--advantage "
-           "grpo needs no critic)\n")  # fmt: skip
+WARNING = ("megarl: warning: without effect: --gae-lambda (--advantage grpo does not use them); --critic-lr "
+           "(--advantage grpo needs no critic)\n")  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

@@ -89,13 +89,16 @@ def test_a_failure_affects_only_its_sample(build, workers, monkeypatch):
     scores = verifiers.score(samples(*responses))
     reasons = {"raise": "KeyError: 'x'", "hang": "no result within 1 s", "leave": "SystemExit: 3",
                "hide": "no result within 1 s", "stubborn": "no result within 1 s",
-               "nan": "reward is nan, not a finite number", "text": "returned str, not a Score or a number"}  # fmt: skip
+               "nan": "reward is nan, not a finite number",
+               "text": "returned str, not a Score or a number"}  # fmt: skip
     if workers:
         reasons["crash"] = f"its worker process ended with status {-signal.SIGSEGV}"
     lines = [f"reward moody_rewards:moody on prompt 'q': {reasons[text]}" for text in responses if text in reasons]
     assert verifiers.failures == {
         "moody_rewards:moody": lines, "exact-match": [],
-        "moody_rewards:lengths": ["reward moody_rewards:lengths on prompt 'q': returned NoneType, not a Score or a number"],
+        "moody_rewards:lengths": [
+            "reward moody_rewards:lengths on prompt 'q': returned NoneType, not a Score or a number"
+        ],
     }  # fmt: skip
     good = [FAILED if text in reasons else Score(0.5, False, extracted=text) for text in responses]
     assert scores["moody_rewards:moody"] == good

@@ -77,8 +77,8 @@ def test_scores_and_rows_are_those_of_the_text(byte_fallback, tmp_path):
     assert [row["response"] for row in rows] == ["Zoë", "七", "七", tokenizer.decode(zoe[:1]), ""]
     assert rows[2] == {
         "sequence": 6, "prompt": "数は？", "response": "七", "answer": "七", "reward": 0.5, "correct": True,
-        "reward_parts": {}, "reward_values": {"tests.unit.roles.test_advantage_computer:partly_right": 0.5}, "extracted": None,
-        "length": len(seven) + 1, "finished": True,
+        "reward_parts": {}, "reward_values": {"tests.unit.roles.test_advantage_computer:partly_right": 0.5},
+        "extracted": None, "length": len(seven) + 1, "finished": True,
     }  # fmt: skip
     assert [row["finished"] for row in rows] == [True, True, True, False, False]
 

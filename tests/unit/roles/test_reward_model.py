@@ -39,7 +39,7 @@ def reads(folder: Path, prefix: str = "reward-") -> str:
     return f"--{prefix}tokenizer-model {folder}/tokenizer.model --{prefix}chat-template {folder}/chat.jinja"
 
 
-def judged(flags: str = "", reward: str = "model+0*exact-match", one: str = "one") -> str:
+def reward_model_flags(flags: str = "", reward: str = "model+0*exact-match", one: str = "one") -> str:
     """Flags of a run with a reward model."""
     folders = ",".join(str(models() / name) for name in one.split(","))
     own = f"{reads(models())} --reward-max-length {LENGTH} --reward-max-tokens-per-microbatch {2 * LENGTH}"
@@ -64,14 +64,14 @@ LAYOUTS = {
 def alone() -> tuple[dict, list[dict]]:
     """Metrics and samples of one rank that has all roles."""
     save = models() / "alone"
-    train("rl", rl_argv(save, judged()))
+    train("rl", rl_argv(save, reward_model_flags()))
     return metrics(save)[1], rows(save)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_scores_do_not_depend_on_the_layout(name, tmp_path):
     size, flags = LAYOUTS[name]
-    train("rl", rl_argv(tmp_path / "run", judged(flags)), size)
+    train("rl", rl_argv(tmp_path / "run", reward_model_flags(flags)), size)
     expected, expected_rows = alone()
     for row, other in zip(expected_rows, rows(tmp_path / "run"), strict=True):
         assert (row["sequence"], row["response"]) == (other["sequence"], other["response"])
@@ -145,7 +145,7 @@ def broken_scores(rank: int, folder: Path) -> str:
 
 def test_normalized_clipped_ensembles_resume_to_the_bit(tmp_path):
     flags = "--reward-ensemble min --reward-normalize --reward-clip 1.0 --save-interval 1"
-    both = judged(flags, "0.5*model+exact-match", "one,two").replace("--train-iters 1", "--train-iters 2")
+    both = reward_model_flags(flags, "0.5*model+exact-match", "one,two").replace("--train-iters 1", "--train-iters 2")
     train("rl", rl_argv(tmp_path / "whole", both))
     train("rl", rl_argv(tmp_path / "half", f"{both} --load {tmp_path}/whole/checkpoints/step_00000001"), 2)
     train("rl", rl_argv(tmp_path / "again", f"{both} --load {tmp_path}/whole/checkpoints/step_00000001"))
@@ -167,8 +167,8 @@ def test_failing_verifiers_are_counted_and_above_their_share_stop_the_run(tmp_pa
     broken = "tests.unit.roles.test_reward_model:fails_on_odd_answers"
     flags = f"--train-iters 1 --reward {broken}+0.1*length --reward-fallback -1"
     train("rl", rl_argv(tmp_path / "run", f"{flags} --reward-max-failures 1"), 2)
-    found, told = metrics(tmp_path / "run")[1], rows(tmp_path / "run")
-    failed = [row for row in told if row["reward_values"][broken] == -1]
+    found, sampled = metrics(tmp_path / "run")[1], rows(tmp_path / "run")
+    failed = [row for row in sampled if row["reward_values"][broken] == -1]
     assert found[f"reward/{broken}/failures"] == len(failed) > 0 == found["reward/length/failures"]
     assert all(int(row["answer"]) % 2 for row in failed)
     with pytest.raises(Exception, match=f"reward {broken} failed on {len(failed)} of 12 .* allows 0.25 .* odd"):

@@ -208,7 +208,7 @@ def rejections(rank):
     )
     is_rejected(r"actor: routes of MoE layers \[2, 4\] are requested for sequence 4, .* hold 0 to 3 .1 of 3 token",
             sequence_ids=torch.tensor([0, 1, 2, 4]))  # fmt: skip
-    is_rejected(r"rollout: actor requests routes of MoE layers \[2, 4\] for sequence 1, .* the 3 of this .* .1 of 3 token",
+    is_rejected(r"rollout: actor requests routes of MoE layers \[2, 4\] for sequence 1, .* the 3 of this .* .1 of 3 to",
             routes[:8], source=without(whole, 1))  # fmt: skip
     is_rejected(r"MoE layers \[2, 4\] for actor: sequence 3 has 4 tokens in the rollout and 5 in actor .1 of 3 token",
             lengths=torch.tensor([3, 2, 1, 5]))  # fmt: skip

@@ -23,7 +23,7 @@ def cached(key, value, cu_seqlens):
 
 
 def test_prefill_and_decode_are_the_packed_attention():
-    from megarl.mcore.attention import packed_attention, paged_attention
+    from megarl.mcore.attention.backends import sdpa
     from megarl.mcore.attention.packing import pack_sequences
 
     generator = torch.Generator().manual_seed(3)
@@ -31,10 +31,7 @@ def test_prefill_and_decode_are_the_packed_attention():
                          torch.randint(1, 80, (7,), generator=generator)])  # fmt: skip
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     query, key, value = (torch.randn(int(lengths.sum()), n, D, generator=generator) for n in (H, G, G))
-    module = packed_attention.PackedAttention.__new__(packed_attention.PackedAttention)
-    torch.nn.Module.__init__(module)
-    module.softmax_scale = None
-    packed = module(query, key, value, None, packed_seq_params=pack_sequences(lengths)).view(-1, H, D)
+    packed = sdpa.packed_attention(query, key, value, pack_sequences(lengths), None)
 
     cache, table = cached(key, value, cu_seqlens)
     for rows in ([0], [3, 4], [9], [5, 7, 12], list(range(len(lengths)))):
@@ -42,6 +39,6 @@ def test_prefill_and_decode_are_the_packed_attention():
         tokens = torch.cat([torch.arange(int(cu_seqlens[r]), int(cu_seqlens[r + 1])) for r in rows])
         last = cu_seqlens[1:][rows] - 1
         for places, new in ((tokens, count), (last, torch.ones_like(count))):
-            reads = paged_attention.plan_cache_reads(new, count, table[rows], len(places), cache)
-            out = paged_attention.PagedAttention()(query[places].unflatten(1, (G, -1)), cache, reads)
+            reads = sdpa.plan_cache_reads(new, count, table[rows], len(places), cache)
+            out = sdpa.PagedAttention()(query[places].unflatten(1, (G, -1)), cache, reads)
             assert (out.view(-1, H, D) - packed[places]).abs().max() <= largest_gap_allowed()

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from megarl.mcore.attention import paged_attention
+from megarl.mcore.attention.backends import sdpa
 from megarl.mcore.attention.packing import pack_sequences
 from tests.helpers.attention_inputs import D, packed_attention, random_heads
 
@@ -96,9 +96,9 @@ class _Cache:
 
     def attend(self, padding=0, scale=None):
         query = torch.cat([*self.query, self.query[0].new_full((padding, *self.query[0].shape[1:]), 5.0)])
-        reads = paged_attention.plan_cache_reads(self.queries, self.lengths, self.pages, len(query), self.cache)
+        reads = sdpa.plan_cache_reads(self.queries, self.lengths, self.pages, len(query), self.cache)
         grouped = query.unflatten(1, (self.cache.shape[2], -1))
-        return paged_attention.PagedAttention()(grouped, self.cache, reads, scale).view_as(query)
+        return sdpa.PagedAttention()(grouped, self.cache, reads, scale).view_as(query)
 
     def expected(self, scale=None):
         parts = zip(self.query, self.keys, self.values, strict=True)
@@ -139,10 +139,10 @@ def test_paged_attention_equals_each_request_alone(mix, heads, groups, block, se
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (4, 1), (6, 2), (6, 1), (8, 1)])
-@pytest.mark.parametrize("scratch", [1, 2**15, paged_attention.SCRATCH_BYTES])
+@pytest.mark.parametrize("scratch", [1, 2**15, sdpa.SCRATCH_BYTES])
 def test_paged_has_the_bits_of_the_training_forward(mix, heads, groups, scratch, monkeypatch):
     """For any number of query heads a group, and wherever requests are cut into calls."""
-    monkeypatch.setattr(paged_attention, "SCRATCH_BYTES", scratch)
+    monkeypatch.setattr(sdpa, "SCRATCH_BYTES", scratch)
     cache = _Cache(MIXES[mix], 16, heads, groups, 4)
     assert torch.equal(cache.attend(), cache.packed())
 
@@ -152,7 +152,7 @@ def test_scratch_bounds_what_is_gathered(monkeypatch):
         paged_attention, "SCRATCH_BYTES", 200 * 2 * 2 * D * 4
     )  # bytes of 200 keys and values of 2 groups
     cache = _Cache(MIXES["far apart"], 16, 4, 2, 6)
-    reads = paged_attention.plan_cache_reads(cache.queries, cache.lengths, cache.pages, 48, cache.cache)
+    reads = sdpa.plan_cache_reads(cache.queries, cache.lengths, cache.pages, 48, cache.cache)
     widths = [(len(part.mask), part.mask.shape[-1]) for part in reads.decoding]
     assert widths == [(2, 16), (1, 176), (1, 400)]  # the short ones together, the longest alone
     assert sorted(tuple(pieces.keys.shape) for pieces in reads.prompts) == [(1, 16), (1, 48), (1, 400)]

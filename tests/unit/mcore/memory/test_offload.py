@@ -88,8 +88,8 @@ def steps_with_offload(rank: int, flags: str, folder: Path):
         block.host_copy.data_ptr() for kind in ("weights", "optimizer") for block in moved.offload.blocks[kind]
     ]
     weights = {parameter.untyped_storage().data_ptr() for parameter in kept.model.parameters()}
-    beside = [tensor for tensor in states(kept) if tensor.untyped_storage().data_ptr() not in weights]
-    return sum(tensor.nbytes for tensor in [*kept.model.parameters(), *beside]), moved.offload.bytes
+    other_states = [tensor for tensor in states(kept) if tensor.untyped_storage().data_ptr() not in weights]
+    return sum(tensor.nbytes for tensor in [*kept.model.parameters(), *other_states]), moved.offload.bytes
 
 
 @pytest.mark.parametrize("size, flags", [

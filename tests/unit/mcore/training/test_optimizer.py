@@ -37,7 +37,7 @@ def one_update(rank, flags, shape, parts, value_head):
     if not args.use_distributed_optimizer:
         gradients = {name: whole(name, p, p.main_grad) for name, p in model.named_parameters()}
     else:
-        gradients = None  # each replica holds only the sum of its own shard
+        gradients = None  # each replica holds only its shard of the sum
     applied, norm = optimizer.update(adam)
     assert applied
     return gradients, norm, gather_parameters(model, place.pg_collection.tp, args.swiglu)
