@@ -97,7 +97,7 @@ class RolloutBatcher:
         self._add_generated_tokens(statistics)
 
     def _run_round(self, wanted: int, draws: Counter, step: int, statistics: SamplingStatistics):
-        """Generates `wanted` groups, with `--over-sampling` the earliest of more; buffers those that pass the filter."""
+        """Generates `wanted` groups, the earliest of more with `--over-sampling`; buffers those that pass."""
         requests, batch = self._generate_groups(self._requests_of_round(wanted, draws), step, statistics, wanted)
         keep = torch.ones(len(requests), dtype=torch.bool)
         if self._filter_column is not None:

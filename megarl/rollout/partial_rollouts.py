@@ -72,10 +72,10 @@ class PartialRolloutBuffer:
     def keep_unfinished(
         self, batch: Batch | None, requests: list[PromptRequest], step: int, taken: Tensor, longest: int | None
     ) -> tuple[Batch | None, int]:
-        """Keeps the groups of a round that are not taken. Returns (this rank's responses in full, their new tokens).
+        """Keeps the groups of a round that are not taken. Returns (this rank's restored batch, its new tokens).
 
-        Kept responses are truncated to `longest` new tokens. Each response finished earlier or has at least that
-        many, so the result does not depend on the layout or on timing. A collective of the world if groups are kept.
+        Responses are truncated to `longest` new tokens. An unfinished response has at least that many, so the result
+        does not depend on the layout or on timing. A collective of the world if groups are kept.
 
         Args:
             batch: of `Rollout.generate`.

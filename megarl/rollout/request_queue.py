@@ -107,12 +107,12 @@ class GroupEarlyStop:
     """
 
     def __init__(self, wanted: int, samples: int, requests: list[GenerationRequest], role_groups: RoleGroups):
-        """`wanted`: groups to select, more than were finished before, which count. `requests`: of all replicas."""
+        """`wanted`: groups to select, including those finished before, which are fewer. `requests`: of all replicas."""
         self.samples, self.entry = samples, StoreEntry(role_groups)
         self._limits = [request.max_new_tokens for request in requests]
-        self._unfinished = Counter(i // samples for i, limit in enumerate(self._limits) if limit)  # responses by group
-        self._longest = dict.fromkeys(self._unfinished, 0)  # response of each group of this replica
-        self.wanted = wanted - (len(requests) // samples - len(self._unfinished))
+        self._left = Counter(i // samples for i, limit in enumerate(self._limits) if limit)  # responses by group
+        self._longest = dict.fromkeys(self._left, 0)  # response so far, by group
+        self.wanted = wanted - (len(requests) // samples - len(self._left))
 
     def ended(self, number: int, completion: Completion):
         """Records a completion; one replica generates all responses of a group."""
@@ -120,9 +120,9 @@ class GroupEarlyStop:
         if not completion.finished and length < self._limits[number]:
             return  # stopped early
         group = number // self.samples
-        self._unfinished[group] -= 1
+        self._left[group] -= 1
         self._longest[group] = max(self._longest[group], length)
-        if not self._unfinished[group] and self.entry.role_groups.is_leader:
+        if not self._left[group] and self.entry.role_groups.is_leader:
             self._publish(self._longest[group] << 32 | group)
 
     def longest(self) -> int | None:

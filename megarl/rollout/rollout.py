@@ -210,8 +210,8 @@ class Rollout:
     ) -> tuple[Tensor, int]:
         """([wanted] ascending numbers of the earliest groups of `generate`, new tokens of their longest response).
 
-        Finished groups rank by the new tokens of their longest response, then by number.
-        `batch`: this rank's share. A collective of the world.
+        Finished groups rank by the new tokens of their longest response, then by number. `batch`: this rank's share. A
+        collective of the world.
         """
         ids, limit = torch.arange(len(prompts) * samples), self.settings.max_response_length
         new_tokens = torch.zeros_like(ids, device=device.device())
