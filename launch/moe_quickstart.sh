@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The quickstart with a mixture of experts: 8 of them, 2 for each token, half of them on each of the actor's two ranks.
+# Runs the quickstart with a mixture of 8 experts, 2 per token, split over the actor's two ranks.
 #   bash launch/moe_quickstart.sh [flags of megarl.train_rl]
-# Reads and does what launch/quickstart.sh does; everything is in runs/moe_quickstart unless SAVE names another folder.
+# Reads the variables of launch/quickstart.sh except CONFIG; SAVE defaults to runs/moe_quickstart. Same exit status.
 set -euo pipefail
 
 CONFIG=moe_quickstart exec bash "$(dirname -- "${BASH_SOURCE[0]}")/quickstart.sh" "$@"

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# From nothing to a policy that PPO improved, on a machine without a GPU: environment, prompts, tokenizer, warm start,
-# PPO with four roles on four ranks. Prints held-out exact-match accuracy before and after PPO.
+# Trains a small policy with PPO from nothing, without a GPU: environment, prompts, tokenizer, warm start, then PPO with
+# four roles on four ranks. Prints the exact-match accuracy on held-out prompts before and after PPO.
 #   bash launch/quickstart.sh [flags of megarl.train_rl]
 #   SEED=2 bash launch/quickstart.sh
-# Reads: SEED (default 1), CONFIG (quickstart or moe_quickstart: which files of configs/, default quickstart), SAVE
-# (folder of everything, default runs/CONFIG), PYTHON and MEGARL_VENV (environment).
-# A folder SAVE that already holds a run is moved aside, never overwritten. Exit status 0, or that of what failed.
+# Reads: SEED (random seed, default 1); CONFIG (config files: quickstart or moe_quickstart, default quickstart); SAVE
+# (output folder, default runs/CONFIG); PYTHON and MEGARL_VENV (see launch/setup_env.sh).
+# An existing folder SAVE is renamed, never overwritten. Exit status: 0; 2 for wrong variables or flags; otherwise that
+# of the command that failed.
 set -euo pipefail
 
 ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -13,7 +14,7 @@ export SEED=${SEED:-1} CONFIG=${CONFIG:-quickstart}
 export SAVE=${SAVE:-runs/$CONFIG}
 case $CONFIG in
     quickstart)
-        # Two data-parallel replicas of the actor, and two of all the others: every rank has about the same work
+        # Two data-parallel replicas of the actor and two of each other role balance the work of the ranks
         # (docs/overlap.md).
         where="actor on ranks 0-1, critic, reward and reference on ranks 2-3"
         roles=(--role-map "actor=0-1;critic=2-3;reward=2-3;reference=2-3")

@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# What the quickstarts and tools/curves.py start from: prompts, a tokenizer for them, and a policy that supervised
-# fine-tuning on two ranks taught a part of the task (sums of two numbers below 100).
+# Makes what the quickstarts and tools/curves.py start from: prompts, a tokenizer, and a policy to which supervised
+# fine-tuning on two ranks taught part of the task (sums of two numbers below 100).
 #   SAVE=runs/mine bash launch/warm_start.sh [flags of megarl.train_sft]
 #   SAVE=runs/mine CONFIG=moe_quickstart SEED=2 bash launch/warm_start.sh
-# Makes SAVE/data (train.jsonl, heldout.jsonl, tokenizer.model) and SAVE/sft (the policy's checkpoint).
-# Reads: SAVE (folder, no default), CONFIG (the policy is that of configs/CONFIG_sft.yaml, default quickstart), SEED (of
-# prompts and training, default 1), PYTHON and MEGARL_VENV (environment).
-# Exit status: 2 for wrong variables or flags, else that of what failed.
+# Writes SAVE/data (train.jsonl, heldout.jsonl, tokenizer.model) and SAVE/sft (the policy's checkpoint).
+# Reads: SAVE (output folder, required); CONFIG (policy of configs/CONFIG_sft.yaml, default quickstart); SEED (random
+# seed, default 1); PYTHON and MEGARL_VENV (see launch/setup_env.sh).
+# Exit status: 0; 2 for wrong variables or flags; otherwise that of the command that failed.
 set -euo pipefail
 
 ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 SEED=${SEED:-1}
 CONFIG=${CONFIG:-quickstart}
 wrong() { echo "warm_start.sh: $*" >&2 && exit 2; }
-[[ -n ${SAVE:-} ]] || wrong "SAVE is not set: name the folder that gets data/ and sft/"
+[[ -n ${SAVE:-} ]] || wrong "SAVE is not set: it is the folder for data/ and sft/"
 [[ $SEED =~ ^[0-9]+$ ]] || wrong "SEED=$SEED: allowed is a whole number"
-[[ -f $ROOT/configs/${CONFIG}_sft.yaml ]] || wrong "CONFIG=$CONFIG: there is no configs/${CONFIG}_sft.yaml"
+[[ -f $ROOT/configs/${CONFIG}_sft.yaml ]] || wrong "CONFIG=$CONFIG: configs/${CONFIG}_sft.yaml does not exist"
 PYTHON_BIN=$(bash "$ROOT/launch/setup_env.sh")
 cd "$ROOT"
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"

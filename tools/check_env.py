@@ -1,10 +1,10 @@
-"""Says whether an environment can run megarl: versions in a short table, then one line for each problem.
+"""Checks whether an environment can run megarl: a table of versions, then one line per problem.
 
-    python tools/check_env.py [--extras test,gpu]     table; exit status 1 with problems, else 0
+    python tools/check_env.py [--extras test,gpu]     table and problems; exit status 1 with problems, otherwise 0
     python tools/check_env.py --requirements [...]    the requirement lines of setup.py; needs no installed package
-    python tools/check_env.py --has-cuda              prints nothing; exit status 0 when torch can use a CUDA device
+    python tools/check_env.py --has-cuda              exit status 0 if torch can use a CUDA device, else 1
 
-Versions come from package metadata, so torch is imported by --has-cuda alone, and only where a driver shows a device.
+Versions come from package metadata; only --has-cuda imports torch, and only if the driver reports a device.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def installed_version(name):
 
 
 def package_problems(lines):
-    """One sentence for each requirement of `lines` (PEP 508 strings) that is missing or out of its range."""
+    """One line for each requirement of `lines` (PEP 508 strings) that is missing or has a wrong version."""
     try:
         from packaging.requirements import Requirement
     except ImportError:
@@ -46,7 +46,7 @@ def package_problems(lines):
     for requirement in map(Requirement, lines):
         version = installed_version(requirement.name)
         if version is None:
-            problems.append(f"{requirement.name} is missing, needed {requirement.specifier}: {FIX}")
+            problems.append(f"{requirement.name} is missing, required {requirement.specifier}: {FIX}")
         elif not requirement.specifier.contains(version, prereleases=True):
             problems.append(f"{requirement.name} {version} is installed, allowed {requirement.specifier}: {FIX}")
     return problems
@@ -55,30 +55,32 @@ def package_problems(lines):
 def apex_state():
     """What `import apex` would find: "absent", "nvidia", "nvidia without CUDA extensions" or "other".
 
-    NVIDIA's has apex.optimizers.FusedAdam. The folders are read and nothing is imported: importing a stranger runs it.
+    NVIDIA's has apex.optimizers.FusedAdam. It reads files and imports nothing, since importing runs unknown code.
     """
     spec = importlib.util.find_spec("apex")
-    if spec is None or spec.origin is None:  # without origin: merely a folder of that name, which has no submodules
+    if spec is None or spec.origin is None:  # no origin: only a folder of that name
         return "absent"
     folders = [Path(folder) / "optimizers" for folder in spec.submodule_search_locations or ()]
     files = [file for folder in folders for file in (folder / "__init__.py", folder / "fused_adam.py")]
     if not any(file.is_file() and "FusedAdam" in file.read_text(errors="replace") for file in files):
         return "other"
-    # FusedAdam refuses to be built without amp_C, the extension that a plain install of apex leaves out.
+    # FusedAdam needs amp_C, an extension that a plain install of apex omits.
     return "nvidia" if importlib.util.find_spec("amp_C") else "nvidia without CUDA extensions"
 
 
 def apex_problems(state):
-    """The problem line of an `apex_state`, in a list that is empty when there is none."""
+    """The problem line of an `apex_state`, in a list; empty if it is no problem."""
     if state == "other":
-        return [f"apex here is not NVIDIA's but another package of that name: pip uninstall apex, then {APEX_HELP}"]
+        return [f"apex is not NVIDIA's but another package of that name: pip uninstall apex, then {APEX_HELP}"]
     if state == "nvidia without CUDA extensions":
-        return [f"apex has no CUDA extensions (amp_C), its FusedAdam cannot work: pip uninstall apex, then {APEX_HELP}"]
+        return [
+            f"apex has no CUDA extensions (amp_C), so its FusedAdam does not work: pip uninstall apex, then {APEX_HELP}"
+        ]
     return []
 
 
 def driver_devices():
-    """Names of the CUDA devices that the driver shows, respecting CUDA_VISIBLE_DEVICES; empty without a driver."""
+    """Names of the CUDA devices that the driver reports, respecting CUDA_VISIBLE_DEVICES; empty without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -113,11 +115,11 @@ def table(apex):
 
 
 def main(argv=None):
-    """Runs one of the three commands of the module docstring; returns the exit status."""
+    """Runs the program; returns the exit status."""
     parser = argparse.ArgumentParser(description="Check an environment of megarl.")
-    parser.add_argument("--extras", default="", help="comma-separated extras of setup.py that are needed too")
-    parser.add_argument("--requirements", action="store_true", help="print the requirement lines and stop")
-    parser.add_argument("--has-cuda", action="store_true", help="exit status 0 when torch can use a CUDA device")
+    parser.add_argument("--extras", default="", help="comma-separated extras of setup.py to check, too")
+    parser.add_argument("--requirements", action="store_true", help="print the requirement lines of setup.py and exit")
+    parser.add_argument("--has-cuda", action="store_true", help="exit with status 0 if torch can use a CUDA device")
     options = parser.parse_args(argv)
     if options.has_cuda:
         return 0 if has_cuda() else 1

@@ -1,13 +1,13 @@
-"""Learning curves of the algorithms: one warm start, from it a run of every recipe and seed, a picture and a table.
+"""Learning curves of the algorithms: a run of every recipe and seed from one warm start, as a figure and a table.
 
     python tools/curves.py --out runs/curves
     python tools/curves.py --out runs/curves --recipes gspo gmpo --seeds 1 --steps 60 --warm-start runs/quickstart
 
-The task is the quickstart's: sums of two numbers below 100. `--out` gets data/ and sft/ (prompts, tokenizer and warm
-start, unless `--warm-start` has them), a folder RECIPE/seedN for each run, and curves.png and curves.json. Runs go side
-by side, each on one rank with one thread. What is complete is not run again, so the same command goes on where it was
-stopped; a run whose command or config files have changed is made anew. Exit status 1: a run failed, or some run gained
-less than `--min-gain` points of held-out accuracy; 2: wrong use.
+The task is the quickstart's: sums of two numbers below 100. Writes to `--out`: data/ and sft/ (prompts, tokenizer and
+warm start, unless `--warm-start` has them), a folder RECIPE/seedN per run, curves.png and curves.json. Runs are
+parallel, each on one rank with one thread. Complete runs are not repeated, so the same command resumes after an
+interruption; a run whose command or config files have changed is repeated. Exit status 1: a run failed, or a run gained
+fewer than `--min-gain` points of held-out accuracy; 2: wrong use.
 """
 
 import argparse
@@ -30,21 +30,21 @@ ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"
 RECIPES = ("ppo", "grpo", "rloo", "reinforce_plus_plus", "dapo")
 START = 2  # seed of prompts and warm start
-DONE = "done.json"  # what a complete step was made from
+DONE = "done.json"  # command and file hashes of a complete folder
 
 
 class RunFailed(Exception):
-    """A command did not end well; the message names its folder and its log."""
+    """A command failed; the message names its folder and its log."""
 
 
 class Curve(NamedTuple):
-    """Evaluations of one run, before the first step and from then on."""
+    """Evaluations of one run, from that before the first step on."""
 
     recipe: str
     seed: int
     steps: list[int]
-    accuracy: list[float]  # share of held-out prompts answered right
-    tokens: list[int]  # tokens written until then, filtered ones included
+    accuracy: list[float]  # fraction of held-out prompts answered correctly
+    tokens: list[int]  # tokens generated so far, including filtered ones
 
     @property
     def gain(self) -> float:
@@ -56,42 +56,44 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """The command line, checked. Raises UsageError."""
     names = sorted(path.stem for path in (CONFIGS / "recipes").glob("*.yaml"))
     parser = ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder of runs, picture and numbers")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder for runs, figure and numbers")
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=names, metavar="NAME",
-                        help=f"of {', '.join(names)}; default {' '.join(RECIPES)}")  # fmt: skip
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="a run of each recipe for each")
-    parser.add_argument("--steps", type=int, help="of a run; default that of the config files")
-    parser.add_argument("--config", nargs="+", metavar="FILE", help="what all runs share, before their recipe",
+                        help=f"recipes to run: {', '.join(names)}; default: {' '.join(RECIPES)}")  # fmt: skip
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="seeds of each recipe; default: 1 2 3")
+    parser.add_argument("--steps", type=int, help="steps per run; default: that of the config files")
+    parser.add_argument("--config", nargs="+", metavar="FILE", help="config files of all runs, before their recipe",
                         default=[str(CONFIGS / "quickstart.yaml"), str(CONFIGS / "curves.yaml")])  # fmt: skip
-    parser.add_argument("--warm-start", metavar="DIR", help="folder with data/ and sft/, as a quickstart leaves them")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs side by side; default: all CPUs")
-    parser.add_argument("--min-gain", type=float, default=15.0, help="points that every run has to gain")
+    parser.add_argument("--warm-start", metavar="DIR", help="folder with data/ and sft/, as the quickstart writes them")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="parallel runs; default: number of CPUs")
+    parser.add_argument(
+        "--min-gain", type=float, default=15.0, help="points of accuracy that every run must gain; default: %(default)s"
+    )
     chosen = parser.parse_args(argv)
-    for flag, value, least in (("jobs", chosen.jobs, 1), ("steps", chosen.steps, 1), ("seeds", min(chosen.seeds), 0)):
-        if value is not None and value < least:
-            raise UsageError(f"--{flag} {value}: must be at least {least}")
+    for flag, value, minimum in (("jobs", chosen.jobs, 1), ("steps", chosen.steps, 1), ("seeds", min(chosen.seeds), 0)):
+        if value is not None and value < minimum:
+            raise UsageError(f"--{flag} {value}: must be at least {minimum}")
     needed = [("config", file, Path(file)) for file in chosen.config]
     if chosen.warm_start:
         needed += [("warm-start", chosen.warm_start, Path(chosen.warm_start) / name) for name in ("data", "sft")]
     for flag, value, path in needed:
         if not path.exists():
-            raise UsageError(f"--{flag} {value}: there is no {path}")
+            raise UsageError(f"--{flag} {value}: {path} does not exist")
     chosen.config = [str(Path(file).absolute()) for file in chosen.config]  # commands run in the checkout
     return chosen
 
 
 def ensure(folder: Path, command: list[str], files: list[str]) -> bool:
-    """Runs a command that fills a folder, unless it did so before; whether it ran.
+    """Runs a command that fills a folder, unless the folder is complete. Returns whether it ran.
 
     Args:
-        command: run in the checkout, in the environment of this Python. What it prints goes to `folder`.log.
-        files: its config files and scripts; when one of them changes, the folder is made anew.
+        command: runs in the checkout with this Python's environment; its output goes to `folder`.log.
+        files: its config files and scripts; if one of them changes, the command runs again.
 
     Raises:
         RunFailed: the command failed.
     """
     sums = {file: hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files}
-    # Without the program's own path: an interpreter goes by several names.
+    # Without the interpreter's path, which has several names.
     made_from = json.dumps({"arguments": command[1:], "files": sums}, indent=1) + "\n"
     done = folder / DONE
     if done.exists() and done.read_text() == made_from:
@@ -109,21 +111,21 @@ def ensure(folder: Path, command: list[str], files: list[str]) -> bool:
 
 
 def data_flags(start: Path) -> list[str]:
-    """Where the prompts and the tokenizer of a warm start are."""
+    """Flags with the prompts and the tokenizer of a warm start."""
     data = start / "data"
     names = {"prompts": "train.jsonl", "eval-prompts": "heldout.jsonl", "tokenizer-model": "tokenizer.model"}
     return [token for flag, name in names.items() for token in (f"--{flag}", str(data / name))]
 
 
 def make_warm_start(start: Path):
-    """What a quickstart of the seed `START` makes before its PPO, in data/ and sft/. Raises RunFailed."""
+    """Makes the quickstart's data/ and sft/ with the seed `START`. Raises RunFailed."""
     script, config = ROOT / "launch" / "warm_start.sh", CONFIGS / "quickstart_sft.yaml"
     variables = [f"SAVE={start}", f"SEED={START}", "CONFIG=quickstart"]
     ensure(start / "sft", ["env", *variables, "bash", str(script)], [str(script), str(config)])
 
 
 def train(chosen: argparse.Namespace, start: Path, out: Path, recipe: str, seed: int) -> Curve:
-    """One run, if it is not complete, and what came of it. Raises RunFailed."""
+    """Runs a recipe with a seed, unless it is complete, and returns its curve. Raises RunFailed."""
     folder = out / recipe / f"seed{seed}"
     configs = [*chosen.config, str(CONFIGS / "recipes" / f"{recipe}.yaml")]
     steps = ["--train-iters", str(chosen.steps), "--lr-decay-iters", str(chosen.steps)] if chosen.steps else []
@@ -132,13 +134,13 @@ def train(chosen: argparse.Namespace, start: Path, out: Path, recipe: str, seed:
     program = ["-m", "megarl.train_rl", "--config", *configs, *flags, "--save", str(folder)]
     is_new = ensure(folder, [*torchrun, *program], configs)
     curve = read_curve(folder, recipe, seed)
-    told = f"{100 * curve.accuracy[0]:.1f} % -> {100 * curve.accuracy[-1]:.1f} % in {curve.steps[-1]} steps"
-    print(f"{recipe} seed {seed}: {told}{'' if is_new else ' (was there)'}", flush=True)
+    summary = f"{100 * curve.accuracy[0]:.1f} % -> {100 * curve.accuracy[-1]:.1f} % in {curve.steps[-1]} steps"
+    print(f"{recipe} seed {seed}: {summary}{'' if is_new else ' (complete before)'}", flush=True)
     return curve
 
 
 def train_all(chosen: argparse.Namespace, start: Path, out: Path) -> list[Curve]:
-    """All runs, `--jobs` side by side, seed by seed. Raises RunFailed once every run has ended, if one failed."""
+    """All runs, `--jobs` in parallel, seed by seed. If one fails, raises RunFailed after all have ended."""
     wanted = dict.fromkeys((recipe, seed) for seed in chosen.seeds for recipe in chosen.recipes)
     with concurrent.futures.ThreadPoolExecutor(chosen.jobs) as pool:
         runs = [pool.submit(train, chosen, start, out, *run) for run in wanted]
@@ -146,25 +148,25 @@ def train_all(chosen: argparse.Namespace, start: Path, out: Path) -> list[Curve]
 
 
 def read_curve(folder: Path, recipe: str, seed: int) -> Curve:
-    """The evaluations in a run's metrics. Raises UsageError when there are fewer than two."""
+    """The evaluations in a run's metrics. Raises UsageError if there are fewer than two."""
     rows = read_metrics(folder / FILE_NAME)
-    written = list(itertools.accumulate(row.get("rollout/tokens", 0) for row in rows))
-    points = [(r["step"], r["eval/accuracy"], n) for r, n in zip(rows, written, strict=True) if "eval/accuracy" in r]
+    generated = list(itertools.accumulate(row.get("rollout/tokens", 0) for row in rows))
+    points = [(r["step"], r["eval/accuracy"], n) for r, n in zip(rows, generated, strict=True) if "eval/accuracy" in r]
     if len(points) < 2:
         raise UsageError(f"{folder / FILE_NAME} has {len(points)} evaluations; a curve needs two")
     return Curve(recipe, seed, *(list(column) for column in zip(*points, strict=True)))
 
 
 def by_recipe(curves: list[Curve]) -> dict[str, list[Curve]]:
-    """Curves of each recipe in ascending seed, recipes in the order in which they come."""
-    found: dict[str, list[Curve]] = {}
+    """Curves by recipe in the given order, each sorted by seed."""
+    grouped: dict[str, list[Curve]] = {}
     for curve in sorted(curves, key=lambda curve: curve.seed):
-        found.setdefault(curve.recipe, []).append(curve)
-    return {recipe: found[recipe] for recipe in dict.fromkeys(curve.recipe for curve in curves)}
+        grouped.setdefault(curve.recipe, []).append(curve)
+    return {recipe: grouped[recipe] for recipe in dict.fromkeys(curve.recipe for curve in curves)}
 
 
 def table(curves: list[Curve]) -> str:
-    """Markdown: a row a recipe, a column a seed with accuracy before, after and the gain in points."""
+    """Markdown: a row per recipe, a column per seed with accuracy before, after, and the gain in points."""
     seeds = sorted({curve.seed for curve in curves})
     lines = [["algorithm", *(f"seed {seed}" for seed in seeds), "smallest gain"], ["---"] * (len(seeds) + 2)]
     for recipe, of_seeds in by_recipe(curves).items():
@@ -175,14 +177,14 @@ def table(curves: list[Curve]) -> str:
 
 
 def draw(curves: list[Curve]) -> bytes:
-    """A PNG: accuracy against steps and against tokens written; a colour a recipe, thin its seeds, thick their mean."""
+    """A PNG: accuracy over steps and over generated tokens; a colour per recipe, thin seeds, thick mean."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 5), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2, sharey=True)
-    abscissae = (("steps", "step", 1), ("tokens", "thousand tokens written", 1000))
+    abscissae = (("steps", "step", 1), ("tokens", "thousand generated tokens", 1000))
     for axes, (name, title, unit) in zip(panels, abscissae, strict=True):
         axes.grid(True, alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
@@ -201,12 +203,12 @@ def draw(curves: list[Curve]) -> bytes:
 
 
 def _means(rows: tuple[list[float], ...]) -> list[float]:
-    """Column by column, as far as all rows go."""
+    """Means of the columns, up to the shortest row."""
     return [sum(column) / len(rows) for column in zip(*rows, strict=False)]
 
 
 def report(curves: list[Curve], out: Path, min_gain: float) -> int:
-    """Writes picture and numbers, prints the table; the exit status."""
+    """Writes figure and numbers, prints the table. Returns the exit status."""
     write_atomically(out / "curves.png", draw(curves))
     lines = ",\n".join(json.dumps(curve._asdict()) for curve in curves)
     write_atomically(out / "curves.json", f"[\n{lines}\n]\n")

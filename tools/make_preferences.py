@@ -1,14 +1,14 @@
-"""Write preference pairs from what a policy wrote, ranked by reasoning_gym's scorers; held-out ones provably disjoint.
+"""Makes preference pairs from a policy's responses, ranked by reasoning_gym's scorers; held-out ones provably disjoint.
 
     python tools/make_preferences.py --prompts data/train.jsonl --samples runs/train/samples.jsonl \\
         --heldout-prompts data/heldout.jsonl --heldout-samples runs/heldout/samples.jsonl --out data/preferences
 
-Samples are what `megarl.evaluate --save` leaves, several responses to a prompt; those that the length limit cut are
-left out. DIR gets train.jsonl, heldout.jsonl (a line: prompt, chosen, rejected, task, metadata) and prompts.json (how
-they were made, and their SHA-256). Of two responses to a prompt the one with the higher score is chosen. Besides, right
-answers are set against copies with a few characters changed. Two wrong responses of about the same score make no pair.
-The same arguments give the same bytes. No question of `--heldout-prompts` may be in `--prompts`, which is all that
-training draws from: exit status 1.
+Samples are those of `megarl.evaluate --save`, several responses per prompt; responses cut by the length limit are
+ignored. Writes to DIR train.jsonl, heldout.jsonl (each line: prompt, chosen, rejected, task, metadata) and prompts.json
+(arguments and SHA-256). Of two responses to a prompt, the one with the higher score is chosen; two wrong responses of
+about the same score make no pair. Further pairs compare the right answer with copies in which characters are changed.
+The same arguments give the same bytes. Exit status: 0; 1 if a question of `--heldout-prompts` is in `--prompts`, from
+which training draws; 2: wrong use.
 """
 
 import argparse
@@ -25,9 +25,9 @@ from megarl.rewards.base import Sample
 from megarl.rewards.tasks import check_tasks, load_tasks, reasoning_gym
 from tools.make_prompts import normalise, write_files
 
-MOST_EDITS = 2  # characters changed in a corrupted answer
-TRIES = 10  # for each corrupted answer: a change may undo another
-FIELDS = {"prompt": str, "response": str, "finished": bool}  # read of a sample
+MOST_EDITS = 2  # maximum edits of a corrupted answer
+TRIES = 10  # per corrupted answer, since an edit may undo another
+FIELDS = {"prompt": str, "response": str, "finished": bool}  # fields of a sample that are read
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -36,10 +36,24 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     for prefix, kind in (("", "training"), ("heldout-", "held-out")):
         parser.add_argument(f"--{prefix}prompts", required=True, metavar="FILE", help=f"all {kind} prompts")
         parser.add_argument(f"--{prefix}samples", required=True, metavar="FILE", help=f"responses to {kind} prompts")
-    parser.add_argument("--sampled-pairs", type=int, default=4, help="pairs of a prompt's responses, at most")
-    parser.add_argument("--corrupted-pairs", type=int, default=2, help="pairs of its answer and a corrupted one")
-    parser.add_argument("--min-gap", type=float, default=0.25, help="least difference between two wrong responses")
-    parser.add_argument("--seed", type=int, default=1, help="which pairs, and how answers are corrupted")
+    parser.add_argument(
+        "--sampled-pairs", type=int, default=4, help="maximum pairs of a prompt's responses; default: %(default)s"
+    )
+    parser.add_argument(
+        "--corrupted-pairs",
+        type=int,
+        default=2,
+        help="maximum pairs of the answer and a corrupted one; default: %(default)s",
+    )
+    parser.add_argument(
+        "--min-gap",
+        type=float,
+        default=0.25,
+        help="minimum score difference of two wrong responses; default: %(default)s",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1, help="random seed of pairs and corrupted answers; default: %(default)s"
+    )
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the three files")
     chosen = parser.parse_args(argv)
     for name in ("sampled_pairs", "corrupted_pairs", "min_gap", "seed"):
@@ -49,19 +63,19 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def read_prompts(path: str, flag: str) -> PromptSet:
-    """Prompts that reasoning_gym can score, no two of the same text. Raises UsageError."""
+    """Prompts that reasoning_gym can score, without duplicates. Raises UsageError."""
     prompts = load_prompts(path, flag)
     check_tasks(prompts)
     load_tasks(prompts)
     first: dict[str, int] = {}
     for prompt in prompts:
         if first.setdefault(prompt.text, prompt.index) != prompt.index:
-            raise UsageError(f"{prompts.where(prompt.index)}: the prompt of line {first[prompt.text] + 1} once more")
+            raise UsageError(f"{prompts.where(prompt.index)}: repeats the prompt of line {first[prompt.text] + 1}")
     return prompts
 
 
 def read_samples(path: str, flag: str, prompts: PromptSet) -> dict[int, list[str]]:
-    """Different finished responses, sorted, by index of their prompt. Raises UsageError with file and line."""
+    """The distinct finished responses, sorted, by prompt index. Raises UsageError with file and line."""
     indices = {prompt.text: prompt.index for prompt in prompts}
     found: dict[int, set[str]] = {}
     try:
@@ -84,12 +98,12 @@ def read_samples(path: str, flag: str, prompts: PromptSet) -> dict[int, list[str
 
 
 def score(prompt: Prompt, response: str) -> float:
-    """What the scorer of the prompt's task gives, 0 to 1."""
+    """Score of a response by the scorer of the prompt's task, 0 to 1."""
     return reasoning_gym(Sample(prompt.text, response, prompt.answer, prompt.metadata)).reward
 
 
 def corrupted(answer: str, alphabet: str, draw: random.Random) -> str:
-    """`answer` with 1 to `MOST_EDITS` characters swapped with the next, lost, doubled or replaced."""
+    """`answer` after 1 to `MOST_EDITS` edits: swap with the next character, delete, double or replace one."""
     text = list(answer)
     for _ in range(draw.randint(1, MOST_EDITS)):
         edit, at = draw.choice(("swap", "lose", "double", "replace")), draw.randrange(len(text)) if text else 0
@@ -103,7 +117,7 @@ def corrupted(answer: str, alphabet: str, draw: random.Random) -> str:
 
 
 def pairs_of(prompt: Prompt, responses: list[str], alphabet: str, chosen: argparse.Namespace) -> list[dict]:
-    """Lines of the preference file for one prompt: of its responses first, then of its answer and corrupted ones."""
+    """Lines of the preference file for one prompt: pairs of its responses, then of its answer and corrupted ones."""
     draw = random.Random(f"{chosen.seed}/{prompt.text}")
     scores = {response: score(prompt, response) for response in responses}
     best = score(prompt, prompt.answer) if prompt.answer else 0.0  # of a right answer
@@ -131,7 +145,7 @@ def _line(prompt: Prompt, chosen: str, rejected: str) -> dict:
 
 
 def make_pairs(chosen: argparse.Namespace, prefix: str = "") -> tuple[PromptSet, list[dict]]:
-    """Prompts of one side (`prefix`: of its flags), and their pairs in order of the prompts. Raises UsageError."""
+    """(prompts, their pairs in the same order) of one split; `prefix`: of its flags. Raises UsageError."""
     flags = {name: f"--{prefix}{name}" for name in ("prompts", "samples")}
     paths = {name: getattr(chosen, flag[2:].replace("-", "_")) for name, flag in flags.items()}
     prompts = read_prompts(paths["prompts"], flags["prompts"])
@@ -144,7 +158,7 @@ def make_pairs(chosen: argparse.Namespace, prefix: str = "") -> tuple[PromptSet,
 
 
 def questions(prompts: typing.Iterable[Prompt]) -> dict[str, str]:
-    """What makes two prompts the same question, normalised text or `question_id`, with the text of such a prompt."""
+    """Keys that identify a question, normalised text and `question_id` -> text of a prompt with that key."""
     found = {}
     for prompt in prompts:
         found |= {normalise(prompt.text): prompt.text}
@@ -167,14 +181,14 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         print(f"make_preferences: --out {chosen.out}: cannot be written: {error.strerror}", file=sys.stderr)
         return 2
-    # What was written is read back, and set against all that training may see, not only the prompts of its pairs.
+    # Compares the written file with all prompts that training may see, not only those of its pairs.
     trained = questions(prompts)
     held_out = questions([*heldout_prompts, *load_prompts(str(folder / "heldout.jsonl"), "--out")])
     if shared := {trained[key] for key in trained.keys() & held_out.keys()}:
-        told = f"{len(shared)} held-out questions are trained on, e.g. {min(shared)!r}"
-        print(f"make_preferences: {told}", file=sys.stderr)
+        problem = f"{len(shared)} held-out questions are in training prompts, e.g. {min(shared)!r}"
+        print(f"make_preferences: {problem}", file=sys.stderr)
         return 1
-    print(f"{folder}: {len(train)} training and {len(heldout)} held-out pairs, no prompt of these in {prompts.path}")
+    print(f"{folder}: {len(train)} training and {len(heldout)} held-out pairs, no held-out prompt in {prompts.path}")
     return 0
 
 

@@ -1,13 +1,13 @@
-"""Write train and held-out prompt files from a procedural reasoning_gym task, offline and provably disjoint.
+"""Makes training and held-out prompt files from a procedural reasoning_gym task, offline and provably disjoint.
 
     python tools/make_prompts.py --task chain_sum --train 4000 --heldout 300 --seed 1 --out data/sums \\
         --task-option min_terms=2 --task-option max_terms=2 --task-option max_digits=2 \\
         --prompt-template "{metadata[expression]} ="
 
-DIR gets train.jsonl, heldout.jsonl (a line: prompt, answer, task, metadata) and prompts.json (how they were made, and
-their SHA-256). The same arguments give the same bytes. Two entries count as the same question if their question texts
-or their prompts are equal after normalisation; `metadata.question_id` is a hash of the question text. The split
-orders the distinct questions by a hash keyed with the seed, so both files follow one distribution.
+Writes to DIR train.jsonl, heldout.jsonl (each line: prompt, answer, task, metadata) and prompts.json (arguments and
+SHA-256). The same arguments give the same bytes. Two entries are the same question if their question texts or their
+prompts are equal after normalisation; `metadata.question_id` is a hash of the question text. The split orders the
+distinct questions by a hash keyed with the seed, so both files have the same distribution.
 """
 
 import argparse
@@ -31,10 +31,10 @@ import yaml
 
 from megarl.errors import ArgumentParser, UsageError
 
-# Entries to try for each wanted question before giving up: small tasks repeat themselves.
+# Entries to try per wanted question before giving up: small tasks repeat questions.
 _TRIES_PER_QUESTION = 30
 _EXTRA_TRIES = 1000
-# Set by --seed, and by how many entries are tried.
+# Fields set from --seed and the number of tries.
 _OWN_FIELDS = {"seed", "size"}
 
 
@@ -43,19 +43,21 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--task", required=True, help="name of a reasoning_gym task, e.g. chain_sum")
     parser.add_argument("--train", type=int, required=True, help="number of training prompts")
     parser.add_argument("--heldout", type=int, required=True, help="number of held-out prompts")
-    parser.add_argument("--seed", type=int, default=1, help="which questions, and which of them are held out")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="random seed of the questions and the split; default: %(default)s"
+    )
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the three files")
     parser.add_argument(
         "--task-option",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a field of the task's configuration, its value in YAML, e.g. max_digits=2 or 'operators=[\"+\"]'",
+        help="a field of the task's configuration with a YAML value, e.g. max_digits=2 or 'operators=[\"+\"]'",
     )
     parser.add_argument(
         "--prompt-template",
         default="{question}",
-        help="text of a prompt; {question} and {metadata[FIELD]} are filled in from the entry",
+        help="text of a prompt, with {question} and {metadata[FIELD]} of the entry; default: %(default)s",
     )
     arguments = parser.parse_args(argv)
     for name in ("train", "heldout"):
@@ -67,7 +69,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def normalise(text: str) -> str:
-    """Text without differences that a reader would not call another question: case, width and white space."""
+    """Text normalised in case, character width and white space, to compare questions."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
@@ -77,7 +79,7 @@ def close_matches(name: str, allowed: list[str]) -> str:
 
 
 def convert(value: Any, hint: Any) -> Any:
-    """`value` (as YAML gave it) as type `hint`; TypeError where it does not fit."""
+    """Converts a YAML `value` to the type `hint`; TypeError if it does not fit."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in inner:
@@ -89,7 +91,7 @@ def convert(value: Any, hint: Any) -> Any:
         if not isinstance(value, list):
             raise TypeError
         element = inner[0] if len(set(inner) - {...}) == 1 else Any
-        values = [convert(one, element) for one in value]
+        values = [convert(item, element) for item in value]
         return tuple(values) if (origin or hint) is tuple else values
     if hint is Any:
         return value
@@ -110,8 +112,8 @@ def _enum_member(value: Any, kind: type[enum.Enum]) -> enum.Enum:
 
 
 def parse_option(text: str, config_class: type) -> tuple[str, Any]:
-    """`name=value` as a field of `config_class`, typed by it; UsageError where name or value do not fit."""
-    name, equals, written = text.partition("=")
+    """(name, value) of `name=value`, typed as the field of `config_class`; UsageError for a wrong name or value."""
+    name, equals, value_text = text.partition("=")
     hints = typing.get_type_hints(config_class)
     allowed = [field.name for field in dataclasses.fields(config_class) if field.name not in _OWN_FIELDS]
     if not equals:
@@ -119,7 +121,7 @@ def parse_option(text: str, config_class: type) -> tuple[str, Any]:
     if name not in allowed:
         raise UsageError(f"--task-option {text}: the task has no option {name!r}; {close_matches(name, allowed)}")
     try:
-        value = written if hints[name] is str else convert(yaml.safe_load(written), hints[name])
+        value = value_text if hints[name] is str else convert(yaml.safe_load(value_text), hints[name])
     except (TypeError, yaml.YAMLError):
         kind = getattr(hints[name], "__name__", None) if not typing.get_args(hints[name]) else str(hints[name])
         raise UsageError(f"--task-option {text}: {name} must be {kind or hints[name]}") from None
@@ -133,7 +135,7 @@ def build_task(task: str, options: list[str], seed: int, size: int) -> Any:
     if task not in DATASETS:
         raise UsageError(f"--task {task}: reasoning_gym has no such task; {close_matches(task, list(DATASETS))}")
     dataset_class, config_class = DATASETS[task]
-    # A few tasks also draw from the process's own generator.
+    # A few tasks also use Python's global generator.
     random.seed(seed)
     fields: dict[str, Any] = {}
     for text in options:
@@ -141,7 +143,7 @@ def build_task(task: str, options: list[str], seed: int, size: int) -> Any:
         if name in fields:
             raise UsageError(f"--task-option {text}: {name} is given twice")
         fields[name] = value
-    # A task uses seed + index for entry `index`; hashing keeps the entries of two seeds apart.
+    # A task uses seed + index for entry `index`; hashing separates the entries of two seeds.
     start = int.from_bytes(hashlib.sha256(f"{task}/{seed}".encode()).digest()[:4], "big")
     try:
         return dataset_class(config_class(**fields, seed=start, size=size))
@@ -150,11 +152,11 @@ def build_task(task: str, options: list[str], seed: int, size: int) -> Any:
 
 
 def make_line(entry: dict[str, Any], task: str, template: str, original: Callable, rebuilt: Callable) -> dict[str, Any]:
-    """The prompt line of one entry, checked: its answer must score the same once it has been through JSON.
+    """The prompt line of an entry; UsageError if its answer scores differently after a round trip through JSON.
 
-    `original` scores with the dataset that made the entry, `rebuilt` with the one that training will use.
+    `original`: scorer of the dataset that made the entry; `rebuilt`: the scorer that training will use.
     """
-    # The range of difficulty is the same on each line, and no scorer reads it.
+    # The difficulty is the same on every line, and no scorer reads it.
     metadata = {key: value for key, value in entry["metadata"].items() if key != "difficulty"}
     line = {"prompt": "", "answer": entry["answer"], "task": task, "metadata": metadata}
     if entry["answer"] is None:
@@ -181,7 +183,7 @@ def make_line(entry: dict[str, Any], task: str, template: str, original: Callabl
 
 
 def distinct_lines(dataset: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """As many different questions as the two files need, in the order in which the task gives them."""
+    """Lines of as many distinct questions as both files need, in the order of the task."""
     from reasoning_gym import get_score_answer_fn
 
     rebuilt = get_score_answer_fn(arguments.task)
@@ -209,7 +211,7 @@ def distinct_lines(dataset: Any, arguments: argparse.Namespace) -> list[dict[str
 
 
 def split(lines: list[dict[str, Any]], heldout: int, seed: int) -> tuple[list[dict], list[dict]]:
-    """(train, held-out) by a keyed hash of the question, so that neither file gets the questions that come first."""
+    """(train, held-out), split by a keyed hash of the question, so that both have the same distribution."""
 
     def rank(line: dict[str, Any]) -> str:
         return hashlib.sha256(f"{seed}/{line['metadata']['question_id']}".encode()).hexdigest()
@@ -219,7 +221,7 @@ def split(lines: list[dict[str, Any]], heldout: int, seed: int) -> tuple[list[di
 
 
 def write_files(folder: Path, train: list[dict], heldout: list[dict], made_from: dict[str, Any]) -> None:
-    """The two JSONL files, then the manifest, which so vouches for files that are complete."""
+    """Writes the two JSONL files, then the manifest, which marks them as complete."""
     folder.mkdir(parents=True, exist_ok=True)
     manifest_path = folder / "prompts.json"
     manifest_path.unlink(missing_ok=True)
@@ -232,7 +234,7 @@ def write_files(folder: Path, train: list[dict], heldout: list[dict], made_from:
 
 
 def shared_questions(folder: Path) -> list[str]:
-    """Prompts of the written held-out file whose question or prompt is in the written train file too."""
+    """Prompts of the held-out file whose question or prompt is also in the training file."""
 
     def keys(line: str) -> tuple[str, str]:
         entry = json.loads(line)
@@ -275,7 +277,7 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    # Some tasks walk over sets of strings, whose order follows the hash seed.
+    # Some tasks iterate over sets of strings, whose order depends on the hash seed.
     if os.environ.get("PYTHONHASHSEED") != "0":
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "PYTHONHASHSEED": "0"})
     sys.exit(main(sys.argv[1:]))

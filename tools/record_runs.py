@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Shows that a change of the code changes no number: five short runs, recorded before it and compared after it.
+"""Checks that a code change changes no number: records five short runs before it and compares them after it.
 
     python tools/record_runs.py --work /tmp/before --out before.json                    # in the old checkout
     python tools/record_runs.py --work /tmp/after --out after.json --compare before.json
 
-Each run is recorded as digests of its metrics, its samples and its checkpoints. Times are left out; everything else
-must agree to the last byte: metrics as they are printed, samples row by row, each tensor and object of a checkpoint.
-The runs cover the quickstart, tensor parallelism on disjoint ranks, experts with router replay, RLHF against a reward
-model, and DAPO with partial rollouts. About five minutes on two cores. Runs are compared on one machine: processors
-round differently.
+A recording has digests of each run's metrics, samples and checkpoints. Metrics of time and memory are ignored; all
+other bytes must be equal: metrics as printed, rows of samples, and every tensor and object of a checkpoint. The runs
+cover the quickstart, tensor parallelism on disjoint ranks, experts with router replay, RLHF with a reward model, and
+DAPO with partial rollouts. They take about five minutes on two cores. Compare recordings of one machine only, since
+processors round differently.
 
-Exit status: 0; 1 when a run differs from `--compare`, which names what differs; that of a command that failed.
+Exit status: 0; 1 after a list of the differences from `--compare`; otherwise that of the command that failed.
 """
 
 import argparse
@@ -27,17 +27,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-TIMED = ("time/", "_per_s", "/sync_s", "perf/mfu")  # metrics that hold these say how long something took
-MACHINE = ("memory/",)
+TIMED = ("time/", "_per_s", "/sync_s", "perf/mfu")  # substrings of the names of time metrics
+MACHINE = ("memory/",)  # prefixes of the names of memory metrics
 DAPO = ("--config configs/quickstart.yaml configs/recipes/dapo.yaml --over-sampling 1.5 --partial-rollouts"
         " --max-staleness 2 --rollout-correction tis --minibatch-size 128 --max-sampling-rounds 3")  # fmt: skip
 
 
 def shell(command: str, **variables: str):
-    """Runs a command of this checkout; its output goes to stderr. Exits with its status where that is not 0."""
+    """Runs a command in this checkout with output to stderr; exits with its status if that is not 0."""
     print(f"record_runs: {command}", file=sys.stderr, flush=True)
-    found = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=found, stdout=sys.stderr)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, stdout=sys.stderr)
     if done.returncode:
         sys.exit(done.returncode)
 
@@ -48,7 +48,7 @@ def program(ranks: int, name: str, flags: str):
 
 
 def warm_start(work: Path, config: str) -> str:
-    """A policy that has learnt a little of the sums; returns the flags of a run of PPO that starts from it."""
+    """Trains a policy briefly on the sums; returns the flags of a PPO run that starts from it."""
     folder = work / config
     if not folder.exists():
         flags = "--train-iters 60 --eval-interval 30"
@@ -77,7 +77,7 @@ def disjoint_tensor_parallel(work: Path, save: Path, extra: str):
 
 
 def experts_with_replay(work: Path, save: Path, extra: str):
-    """Experts on two ranks, trained on the rollout's routes (R3), with a probe."""
+    """Expert parallelism on two ranks, training on the rollout's routes (R3), with a probe."""
     flags = warm_start(work, "moe_quickstart")
     roles = '--role-map "actor=0-1;critic=2;reward=3;reference=3" --actor-expert-model-parallel-size 2'
     common = f"--config configs/moe_quickstart.yaml {flags} {roles} --router-probe-interval 2"
@@ -85,7 +85,7 @@ def experts_with_replay(work: Path, save: Path, extra: str):
 
 
 def reward_model(work: Path, save: Path, extra: str):
-    """All stages of RLHF, each cut short; what is recorded is PPO against the reward model."""
+    """All stages of RLHF, shortened; the recorded run is PPO with the reward model."""
     data = work / "rlhf" / "data"
     if not (work / "rlhf" / "reward" / "report.html").exists():
         shutil.rmtree(work / "rlhf", ignore_errors=True)
@@ -110,9 +110,9 @@ def _rlhf_stages(folder: Path, data: Path):
     prompts, policy = f"--prompts {data}/train.jsonl", f"--tokenizer-model {data}/tokenizer.model"
     program(2, "train_sft", f"--config configs/rlhf_sft.yaml {prompts} --eval-prompts {data}/heldout.jsonl {policy} "
             f"--train-iters 30 --eval-interval 15 --eval-samples 64 --save {folder}/sft")  # fmt: skip
-    for part in ("train", "heldout"):
-        program(2, "evaluate", f"--config configs/rlhf_samples.yaml {policy} --eval-prompts {data}/{part}.jsonl "
-                f"--load {folder}/sft --eval-samples 600 --save {folder}/samples/{part}")  # fmt: skip
+    for split in ("train", "heldout"):
+        program(2, "evaluate", f"--config configs/rlhf_samples.yaml {policy} --eval-prompts {data}/{split}.jsonl "
+                f"--load {folder}/sft --eval-samples 600 --save {folder}/samples/{split}")  # fmt: skip
     shell(
         f"{python} tools/make_preferences.py --seed 1 --out {folder}/preferences --min-gap 0.05 --corrupted-pairs 3 "
         f"--prompts {data}/train.jsonl --samples {folder}/samples/train/samples.jsonl "
@@ -126,7 +126,7 @@ def _rlhf_stages(folder: Path, data: Path):
 
 
 def partial_rollouts(work: Path, save: Path, extra: str):
-    """DAPO with over-sampling whose stopped groups continue in the next round, saved half way and resumed."""
+    """DAPO with over-sampling and partial rollouts, saved and resumed."""
     flags = warm_start(work, "quickstart")
     program(2, "train_rl", f"{DAPO} {flags} --train-iters 2 --save {save} {extra}")
     program(2, "train_rl", f"{DAPO} {flags} --train-iters 3 --save {save} --load {save} {extra}")
@@ -147,7 +147,7 @@ def digest(data: bytes) -> str:
 
 
 def metrics_of(run: Path) -> dict[str, str]:
-    """Digest of each step's metrics but those that measure time or memory."""
+    """Digest of each step's metrics without those of time and memory."""
     found = {}
     for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
@@ -157,12 +157,12 @@ def metrics_of(run: Path) -> dict[str, str]:
 
 
 def samples_of(run: Path) -> dict[str, str]:
-    """Digest of each file of samples."""
+    """Digest of each samples file."""
     return {path.name: digest(path.read_bytes()) for path in sorted((run / "samples").glob("*.jsonl"))}
 
 
 def checkpoints_of(run: Path) -> dict[str, str]:
-    """Digest of every entry of every checkpoint by its key; of other files by their content, whatever their name."""
+    """Digest of every checkpoint entry by key, and of other files by content, whatever their name."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
@@ -202,7 +202,7 @@ def _object_digest(value) -> str:
 
 
 def _text(value) -> str:
-    """The same text for equal values: tensors by their bytes, dictionaries in the order of their keys."""
+    """Equal text for equal values: tensors by their bytes, dictionaries sorted by key."""
     import numpy as np
     import torch
 
@@ -226,7 +226,7 @@ def record(run: Path) -> dict[str, dict[str, str]]:
 
 
 def differences(before: dict, after: dict) -> list[str]:
-    """What differs between two recordings, a line each."""
+    """The differences between two recordings, one line each."""
     lines = []
     for name in sorted({*before, *after}):
         for kind in ("metrics", "samples", "checkpoints"):
@@ -236,7 +236,7 @@ def differences(before: dict, after: dict) -> list[str]:
 
 
 def table(recorded: dict) -> str:
-    """A line a run: how much was compared, and one digest of all of it."""
+    """A line per run: what was compared, and one digest of everything."""
     lines = ["| run | steps | sample files | checkpoint entries | digest |", "|---|---|---|---|---|"]
     for name, found in recorded.items():
         sizes = " | ".join(str(len(found[kind])) for kind in ("metrics", "samples", "checkpoints"))
@@ -245,13 +245,15 @@ def table(recorded: dict) -> str:
 
 
 def main() -> int:
-    """Runs, records and compares."""
+    """Runs, records and compares; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", type=Path, required=True, help="folder of the runs; what it holds is used again")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file of the digests")
-    parser.add_argument("--compare", type=Path, help="digests to compare with")
-    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), help="default: all")
-    parser.add_argument("--extra", nargs="+", default=[], metavar="RUN=FLAGS", help="further flags of a run")
+    parser.add_argument("--work", type=Path, required=True, help="folder of the runs; existing runs are reused")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file for the digests")
+    parser.add_argument("--compare", type=Path, help="JSON file of earlier digests to compare with")
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), help="runs to record; default: all")
+    parser.add_argument(
+        "--extra", nargs="+", default=[], metavar="RUN=FLAGS", help="further flags of a run, as 'quickstart=--seed 2'"
+    )
     options = parser.parse_args()
     extra = dict(item.split("=", 1) for item in options.extra)
     work, recorded = options.work.resolve(), {}

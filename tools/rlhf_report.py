@@ -1,11 +1,12 @@
-"""The three stages of launch/rlhf_pipeline.sh in one picture and one table.
+"""Draws the three stages of launch/rlhf_pipeline.sh in one figure and prints a table.
 
     python tools/rlhf_report.py runs/rlhf --min-accuracy 0.9 --max-kl 5
 
-Reads metrics.jsonl of the runs sft/, reward/ and ppo/ in the folder, and the samples of ppo/; writes report.png there
-and prints the table. "before" is the evaluation before the first step of PPO, "after" that behind the last one.
-Exit status 1: the reward model has fewer held-out pairs in order than `--min-accuracy`; or PPO did not raise both the
-model's reward and the true score of held-out prompts; or the KL of some step was above `--max-kl`. 2: wrong use.
+Reads metrics.jsonl of the runs sft/, reward/ and ppo/ in the folder and the samples of ppo/; writes report.png there.
+"before" is the evaluation before the first PPO step, "after" the one after the last.
+Exit status: 0; 1 if the reward model ranks fewer held-out pairs correctly than `--min-accuracy`, or PPO did not raise
+the model's reward, the true score and the exact answers on held-out prompts, or the KL of a step was above `--max-kl`;
+2: wrong use.
 """
 
 import argparse
@@ -29,7 +30,7 @@ BLUE, ORANGE, GREEN, PURPLE, RED = "tab:blue", "tab:orange", "tab:green", "tab:p
 
 
 class Row(NamedTuple):
-    """A line of the table; `before` is None where there is none."""
+    """A line of the table; `before` is None without an earlier value."""
 
     name: str
     before: float | None
@@ -41,14 +42,16 @@ class Row(NamedTuple):
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """The command line, checked. Raises UsageError."""
     parser = ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
-    parser.add_argument("folder", type=Path, metavar="DIR", help="what launch/rlhf_pipeline.sh calls SAVE")
-    parser.add_argument("--min-accuracy", type=float, required=True, help="held-out pairs in order, at least")
-    parser.add_argument("--max-kl", type=float, required=True, help="KL per response in any step of PPO, at most")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="SAVE of launch/rlhf_pipeline.sh")
+    parser.add_argument(
+        "--min-accuracy", type=float, required=True, help="minimum fraction of held-out pairs ranked correctly"
+    )
+    parser.add_argument("--max-kl", type=float, required=True, help="maximum KL per response in any PPO step")
     return parser.parse_args(argv)
 
 
 def ends(rows: list[dict], name: str) -> tuple[float, float]:
-    """First and last value of a metric. Raises UsageError where there are not two."""
+    """First and last value of a metric. Raises UsageError if there are fewer than two."""
     _, values = series(rows, name)
     if len(values) < 2:
         raise UsageError(f"the metrics have {len(values)} values of {name}; the report needs the first and the last")
@@ -56,7 +59,7 @@ def ends(rows: list[dict], name: str) -> tuple[float, float]:
 
 
 def rows_of(runs: dict[str, list[dict]], min_accuracy: float, max_kl: float) -> list[Row]:
-    """The table. Raises UsageError where a metric is missing."""
+    """The rows of the table. Raises UsageError if a metric is missing."""
     first, accuracy = ends(runs["reward"], ACCURACY)
     pairs = f"at least {min_accuracy:g}"
     found = [Row("reward model: held-out pairs in order", first, accuracy, pairs, accuracy >= min_accuracy)]
@@ -73,19 +76,19 @@ def rows_of(runs: dict[str, list[dict]], min_accuracy: float, max_kl: float) -> 
 
 
 def table(rows: list[Row]) -> str:
-    """Text in columns."""
+    """The rows as text in columns."""
     lines = [("", "before", "after", "limit", "")]
     for row in rows:
         before = "" if row.before is None else f"{row.before:.3f}"
         lines.append((row.name, before, f"{row.after:.3f}", row.limit, "" if row.is_kept else "MISSED"))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     sides = "<>><<"
-    told = ("  ".join(f"{c:{side}{w}}" for c, side, w in zip(line, sides, widths, strict=True)) for line in lines)
-    return "\n".join(line.rstrip() for line in told)
+    texts = ("  ".join(f"{c:{side}{w}}" for c, side, w in zip(line, sides, widths, strict=True)) for line in lines)
+    return "\n".join(text.rstrip() for text in texts)
 
 
 def by_true_score(path: Path) -> list[tuple[float, float]]:
-    """(true score in tenths, mean of the model's reward there) of the responses in a samples file."""
+    """[(true score rounded to tenths, mean of the model's reward)] of the responses in a samples file."""
     found = defaultdict(list)
     for row in path.read_text(encoding="utf-8").split("\n")[:-1]:
         values = json.loads(row)["reward_values"]
@@ -94,9 +97,9 @@ def by_true_score(path: Path) -> list[tuple[float, float]]:
 
 
 def draw(runs: dict[str, list[dict]], samples: list[Path], min_accuracy: float, max_kl: float) -> bytes:
-    """A PNG (1650 x 990 pixels): a panel for each number of the table, the first stage, and the model's soundness.
+    """A PNG (1650 x 990 pixels) of all stages, with the model's reward by true score.
 
-    `samples`: files of the steps of PPO, in order; the first and the last are shown.
+    `samples`: samples files of the PPO steps, in order; the first and the last are shown.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -143,7 +146,7 @@ def _limit(axes, value: float) -> None:
 
 
 def _soundness(axes, samples: list[Path]) -> None:
-    """What the model gives to responses of each true score: it should rise, and not drift while PPO climbs it."""
+    """Mean reward by true score: it should rise, and not drift while PPO optimizes it."""
     set_title(axes, "Reward by true score")
     axes.set_xlabel("true score", fontsize=12)
     if not samples:

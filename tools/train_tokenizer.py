@@ -1,14 +1,14 @@
-"""Train a tokenizer on the texts of prompt files: prompts, responses, conversations and preferences.
+"""Trains a tokenizer on the texts of prompt files: prompts, responses, conversations and preferences.
 
     python tools/train_tokenizer.py --input data/sums/train.jsonl --vocab-size 32 --out data/tokenizer
     python tools/train_tokenizer.py --input data/prefs.jsonl --vocab-size 512 --out data/reward-tokenizer --kind bpe \\
         --special '<|im_start|>' --eos-token '<|im_end|>' --chat-template data/chatml.jinja
 
 `--kind sentencepiece` (BPE) writes PREFIX.model and PREFIX.vocab; `--kind bpe`, byte-level BPE for Hugging Face
-tokenizers, writes a folder PREFIX with tokenizer.json and tokenizer_config.json. Text survives encoding and decoding
-unchanged, and prompt and response may be encoded apart: no normalisation, no added space. Digits stay single. Every
-character of the input can be spelt; the vocabulary ends smaller than asked for where the text has nothing more to
-merge. The same input gives the same bytes.
+tokenizers, writes a folder PREFIX with tokenizer.json and tokenizer_config.json. Encoding and decoding preserve the
+text, and prompt and response may be encoded separately: no normalisation, no added space. Each digit is a token. Every
+character of the input can be encoded. The vocabulary is smaller than requested if the text has no more pairs to merge.
+The same input gives the same bytes.
 """
 
 import argparse
@@ -36,34 +36,42 @@ _TYPES = {"sentencepiece": "SentencePieceTokenizer", "bpe": "HuggingFaceTokenize
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="prompt files (JSON lines)")
-    parser.add_argument("--vocab-size", type=int, required=True, help="upper limit, special tokens included")
-    parser.add_argument("--out", required=True, metavar="PREFIX", help="PREFIX.model and PREFIX.vocab; bpe: a folder")
-    parser.add_argument("--kind", choices=sorted(_TYPES), default="sentencepiece", help="default: %(default)s")
-    parser.add_argument("--bos-token", default="<s>", metavar="TOKEN", help="default: %(default)s")
-    parser.add_argument("--eos-token", default="</s>", metavar="TOKEN", help="default: %(default)s")
-    parser.add_argument("--special", nargs="+", default=[], metavar="TOKEN", help="more tokens for a chat template")
-    parser.add_argument("--chat-template", metavar="FILE", help="bpe: Jinja file that the tokenizer is to bring")
+    parser.add_argument(
+        "--vocab-size", type=int, required=True, help="maximum number of tokens, including special ones"
+    )
+    parser.add_argument(
+        "--out", required=True, metavar="PREFIX", help="writes PREFIX.model and PREFIX.vocab; bpe: folder PREFIX"
+    )
+    parser.add_argument(
+        "--kind", choices=sorted(_TYPES), default="sentencepiece", help="tokenizer; default: %(default)s"
+    )
+    parser.add_argument("--bos-token", default="<s>", metavar="TOKEN", help="begin token; default: %(default)s")
+    parser.add_argument("--eos-token", default="</s>", metavar="TOKEN", help="end token; default: %(default)s")
+    parser.add_argument(
+        "--special", nargs="+", default=[], metavar="TOKEN", help="further special tokens, e.g. of a chat template"
+    )
+    parser.add_argument("--chat-template", metavar="FILE", help="bpe: Jinja file stored with the tokenizer")
     parser.add_argument(
         "--byte-fallback",
         action="store_true",
-        help="256 pieces more, so that characters outside the input are spelt as bytes rather than lost (bpe: always)",
+        help="256 byte tokens, to encode characters outside the input as bytes instead of <unk> (bpe: always)",
     )
     arguments = parser.parse_args(argv)
     if arguments.kind == "bpe" and arguments.byte_fallback:
-        raise UsageError("--byte-fallback: --kind bpe spells everything in bytes as it is; leave it out")
+        raise UsageError("--byte-fallback: --kind bpe always encodes bytes; leave it out")
     if arguments.kind == "sentencepiece" and arguments.chat_template:
         raise UsageError(
-            f"--chat-template {arguments.chat_template}: a SentencePiece model has no place for it; give it to the run"
+            f"--chat-template {arguments.chat_template}: a SentencePiece model cannot store it; give it to the run"
         )
     special = ["<pad>", "<unk>", arguments.bos_token, arguments.eos_token, *arguments.special]
     repeated = next((token for token in special if special.count(token) > 1 or not token), None)
     if repeated is not None:
-        raise UsageError(f"--special: {repeated!r} is empty or given twice; <pad> and <unk> are always there")
+        raise UsageError(f"--special: {repeated!r} is empty or given twice; <pad> and <unk> always exist")
     return arguments
 
 
 def read_texts(paths: list[str]) -> list[str]:
-    """Every text of every line: prompt or messages, response (or else answer), chosen and rejected."""
+    """All texts of all lines: prompt or messages, response (otherwise answer), chosen and rejected."""
     return [text for path in paths for prompt in load_prompts(path, "--input") for text in _texts_of(prompt)]
 
 
@@ -78,8 +86,8 @@ def train(
     texts: list[str], vocab_size: int, byte_fallback: bool, bos: str = "<s>", eos: str = "</s>",
     special: Sequence[str] = (),
 ) -> bytes:  # fmt: skip
-    """A serialized SentencePiece model; UsageError where `vocab_size` cannot hold the characters of `texts`."""
-    # A space is stored as U+2581 and so always takes one place.
+    """A serialized SentencePiece model; UsageError if `vocab_size` is too small for the characters of `texts`."""
+    # A space is stored as U+2581, which always takes a token.
     characters = set("".join(texts).replace(" ", "\u2581"))
     reserved = len(_SPECIAL_IDS) + len(special)
     needed = len(characters) + reserved + (_BYTES if byte_fallback else 0)
@@ -105,7 +113,7 @@ def train(
             bos_piece=bos,
             eos_piece=eos,
             control_symbols=list(special),
-            # Longer texts would be skipped, and their characters with them; 10 is the least it takes.
+            # Longer texts would be skipped with their characters; 10 is SentencePiece's minimum.
             max_sentence_length=max(10, *(len(text.encode()) + 1 for text in texts)),
             num_threads=1,
             minloglevel=2,
@@ -117,7 +125,7 @@ def train(
 
 
 def train_bpe(texts: list[str], vocab_size: int, bos: str, eos: str, special: Sequence[str]) -> str:
-    """A tokenizer.json of byte-level BPE; UsageError where `vocab_size` cannot hold the bytes."""
+    """The tokenizer.json of byte-level BPE; UsageError if `vocab_size` is too small for the bytes."""
     special = ["<pad>", bos, eos, *special]
     if vocab_size < _BYTES + len(special):
         raise UsageError(
@@ -138,7 +146,7 @@ def train_bpe(texts: list[str], vocab_size: int, bos: str, eos: str, special: Se
 
 
 def make_files(arguments: argparse.Namespace, texts: list[str]) -> dict[str, bytes]:
-    """Ending of the path -> content of all that is to be written."""
+    """Path suffix -> content of each output file."""
     special = (arguments.bos_token, arguments.eos_token, arguments.special)
     if arguments.kind == "sentencepiece":
         model = train(texts, arguments.vocab_size, arguments.byte_fallback, *special)
@@ -167,7 +175,7 @@ def _read_template(path: str) -> str:
 
 
 def write_files(files: dict[str, bytes], prefix: str) -> None:
-    """Each file replaced in one step, the last one what a run reads first."""
+    """Replaces each file atomically; the last is the one that a run reads first."""
     for ending, content in files.items():
         path = Path(f"{prefix}{ending}")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -177,7 +185,7 @@ def write_files(files: dict[str, bytes], prefix: str) -> None:
 
 
 def check(kind: str, files: dict[str, bytes], texts: list[str], template: str | None) -> int:
-    """The number of tokens; UsageError for a text that encoding and decoding would change, or a useless template."""
+    """The vocabulary size; UsageError if a text changes in encoding and decoding, or for a broken template."""
     with tempfile.TemporaryDirectory() as scratch:
         write_files(files, f"{scratch}/t")
         tokenizer = build_tokenizer(_TYPES[kind], f"{scratch}/t{'.model' if kind == 'sentencepiece' else ''}")

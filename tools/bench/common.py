@@ -1,7 +1,7 @@
-"""What the benchmarks against other libraries share: a case's model, its weights for Hugging Face, rounds and tables.
+"""Shared by the benchmarks against other libraries: models, export to Hugging Face, rounds and tables.
 
-Both sides of a benchmark compute with the same numbers. Megarl's weights are exported into a Hugging Face Llama of the
-same shape, and nothing is timed before the two models agree on the log-probs of random sequences.
+Both sides of a benchmark have the same weights: megarl's are exported to a Hugging Face Llama of the same shape. Timing
+starts only after both models agree on the log-probs of random sequences.
 """
 
 import argparse
@@ -21,17 +21,17 @@ from megarl.comm import role_mesh
 from megarl.mcore import device
 from megarl.mcore.model import forward_pass, gpt
 
-TOLERANCE = 1e-3  # of a log-prob; what rounding leaves is a hundredth of it
+TOLERANCE = 1e-3  # of a log-prob; rounding causes about a hundredth of it
 OURS = "megarl"
 
 
 class Unusable(SystemExit):
-    """A benchmark that cannot run: the message goes to stderr, the exit status is 1."""
+    """The benchmark cannot run: prints the message to stderr and exits with status 1."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama: RMSNorm, SwiGLU, rotary positions, grouped queries, no biases, an output layer of its own."""
+    """A Llama: RMSNorm, SwiGLU, rotary positions, grouped queries, no biases, untied output layer."""
 
     layers: int
     hidden: int
@@ -52,9 +52,9 @@ class Shape:
 
 
 def build(shape: Shape, lengths: tuple[int, int], more: str = ""):
-    """(model on one rank, its process groups, Megatron's namespace) with random weights; joins a world of one.
+    """(model on one rank, its process groups, Megatron's namespace) with random weights; joins a world of one rank.
 
-    `lengths`: longest prompt and response; `more`: further flags.
+    `lengths`: maximum prompt and response length; `more`: further flags.
     """
     prompt, response = lengths
     flags = f"--max-prompt-length {prompt} --max-response-length {response} --lr 1e-5 {more}"
@@ -66,7 +66,7 @@ def build(shape: Shape, lengths: tuple[int, int], more: str = ""):
 
 
 def log_normal_lengths(count: int, longest: int, deviation: float) -> Tensor:
-    """[count] int64 lengths, 2 … longest, of a log-normal distribution with median longest / 8; one is the longest."""
+    """[count] int64 log-normal lengths, 2 … longest, with median longest / 8; the first is the longest."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.exp(torch.randn(count, generator=generator) * deviation) * longest / 8
     lengths = drawn.round().long().clamp(2, longest)
@@ -75,16 +75,16 @@ def log_normal_lengths(count: int, longest: int, deviation: float) -> Tensor:
 
 
 def random_prompts(lengths: list[int], vocab: int) -> list[list[int]]:
-    """A prompt of random tokens of each length; the first three ids of a vocabulary are left to special tokens."""
+    """A prompt of random tokens per length, without the first three ids, which are special tokens."""
     generator = torch.Generator().manual_seed(2)
     return [torch.randint(3, vocab, (length,), generator=generator).tolist() for length in lengths]
 
 
 def llama_weights(chunk, shape: Shape) -> dict[str, Tensor]:
-    """Megarl's weights, gathered nowhere (one rank), under the names and in the order of Hugging Face's Llama.
+    """The weights of a model on one rank, with the names and the layout of Hugging Face's Llama.
 
     Megatron stacks a layer's queries, keys and values by key/value group: [groups, (queries of the group, key, value),
-    channels, H]; and the gate of the MLP above what it gates. Rotary positions turn the halves of a head in both.
+    channels, H]; and the MLP's gate above its up projection. Both rotate the halves of a head.
     """
     own = {name: value.detach() for name, value in chunk.named_parameters()}
     found = {
@@ -96,8 +96,8 @@ def llama_weights(chunk, shape: Shape) -> dict[str, Tensor]:
     for i in range(shape.layers):
         mine, theirs = f"decoder.layers.{i}.", f"model.layers.{i}."
         stacked = own[mine + "self_attention.linear_qkv.weight"].view(shape.groups, queries + 2, channels, -1)
-        for name, part in zip("qkv", stacked.split([queries, 1, 1], dim=1), strict=True):
-            found[f"{theirs}self_attn.{name}_proj.weight"] = part.flatten(0, 2)
+        for name, weight in zip("qkv", stacked.split([queries, 1, 1], dim=1), strict=True):
+            found[f"{theirs}self_attn.{name}_proj.weight"] = weight.flatten(0, 2)
         gate, up = own[mine + "mlp.linear_fc1.weight"].chunk(2)
         found |= {
             f"{theirs}self_attn.o_proj.weight": own[mine + "self_attention.linear_proj.weight"],
@@ -111,7 +111,7 @@ def llama_weights(chunk, shape: Shape) -> dict[str, Tensor]:
 
 
 def export(chunk, shape: Shape, args, longest: int):
-    """A Hugging Face LlamaForCausalLM in fp32 with megarl's weights, without an end token; refuses if the two differ.
+    """A Hugging Face LlamaForCausalLM in fp32 with megarl's weights and without an end token.
 
     Raises:
         Unusable: a log-prob of a token differs by more than `TOLERANCE`.
@@ -134,38 +134,38 @@ def export(chunk, shape: Shape, args, longest: int):
 
 
 def difference(chunk, peer, shape: Shape) -> float:
-    """Largest difference of the two models' log-probs of a few random sequences."""
+    """Largest difference of the models' log-probs on a few random sequences."""
     lengths = [33, 7, 64]
     rows = [torch.tensor(row, device=device.device()) for row in random_prompts(lengths, shape.vocab)]
     with torch.no_grad():
         scores = forward_pass.token_scores(chunk, torch.cat(rows), torch.tensor(lengths), 1.0, shape.vocab)
         logits = [peer(row[None]).logits[0, :-1].log_softmax(-1) for row in rows]
-    theirs = [each.gather(-1, row[1:, None])[:, 0] for each, row in zip(logits, rows, strict=True)]
-    ours = [each[1:] for each in scores.logprobs.split(lengths)]
+    theirs = [logp.gather(-1, row[1:, None])[:, 0] for logp, row in zip(logits, rows, strict=True)]
+    ours = [logprobs[1:] for logprobs in scores.logprobs.split(lengths)]
     return float((torch.cat(ours) - torch.cat(theirs)).abs().max())
 
 
 def refuse_different(found: float):
-    """Raises Unusable for a difference of log-probs that makes times incomparable (NaN, too)."""
+    """Raises Unusable if log-probs differ by more than `TOLERANCE` or by NaN, since times are then incomparable."""
     if not found <= TOLERANCE:
-        raise Unusable(f"the models differ: a log-prob by {found:.2e}, allowed is {TOLERANCE:.0e}; nothing is timed")
+        raise Unusable(f"the models differ: a log-prob by {found:.2e}, allowed is {TOLERANCE:.0e}")
 
 
 def installed(peers: dict[str, str]) -> list[str]:
-    """Names of the peers whose module this interpreter has; says in a line each which are left out.
+    """Names of the installed peers; prints a line for each other one.
 
-    `peers`: name -> module. Raises Unusable where there is none.
+    `peers`: name -> module. Raises Unusable if none is installed.
     """
     found = [name for name, module in peers.items() if importlib.util.find_spec(module)]
     for name in peers.keys() - set(found):
-        print(f"{name} is not installed: left out", flush=True)
+        print(f"{name} is not installed: skipped", flush=True)
     if not found:
         raise Unusable("nothing to compare with: pip install megarl[bench]")
     return found
 
 
 def alternate(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each side in each round: every round calls all sides, the first of one is the last of the next."""
+    """Seconds of each side in each round. Every round calls all sides, in alternating order."""
     seconds, names = {name: [] for name in sides}, list(sides)
     for number in range(rounds):
         for name in names if number % 2 == 0 else reversed(names):
@@ -175,11 +175,11 @@ def alternate(sides: dict[str, Callable[[], float]], rounds: int) -> dict[str, l
 
 
 def report(
-    case: str, seconds: dict[str, list[float]], work: dict[str, float], ours: str = OURS, **manifest_entries
+    case: str, seconds: dict[str, list[float]], work: dict[str, float], ours: str = OURS, **extra
 ) -> dict:  # fmt: skip
-    """What is written and printed: medians, work a second, and how many times faster `ours` is than each other side.
+    """The numbers of a benchmark: medians, work per second, and the speed-up of `ours` over each other side.
 
-    `work`: what a round does, by unit (tokens, …); `manifest_entries` go into the file as they are.
+    `work`: amount of work per round by unit (tokens, …); `extra`: further entries.
     """
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     sides = {
@@ -190,11 +190,11 @@ def report(
     return {
         "case": case, "device": str(device.device()), "threads": torch.get_num_threads(), "work": work, "sides": sides,
         "ratio": {name: median / medians[ours] for name, median in medians.items() if name != ours},
-    } | manifest_entries  # fmt: skip
+    } | extra  # fmt: skip
 
 
 def table(found: dict, markdown: bool) -> str:
-    """The report in aligned lines, or as rows of a Markdown table: case, side, seconds, work a second, ratio, peak."""
+    """The report as aligned lines or rows of a Markdown table: case, side, seconds, work per second, ratio, peak."""
     lines = []
     for name, side in found["sides"].items():
         speeds = [f"{side[f'{unit}_per_s']:,.0f} {unit}/s" for unit in found["work"]]
@@ -210,17 +210,17 @@ def table(found: dict, markdown: bool) -> str:
 
 
 def parser(text: str, cases: dict, rounds: int) -> argparse.ArgumentParser:
-    """The flags that every benchmark has."""
+    """A parser with the flags of every benchmark; `text`: the module's docstring."""
     made = argparse.ArgumentParser(description=text.splitlines()[0], allow_abbrev=False)
-    made.add_argument("--case", choices=list(cases), default=next(iter(cases)), help="the work")
-    made.add_argument("--rounds", type=int, default=rounds, help="times that each side does the work")
+    made.add_argument("--case", choices=list(cases), default=next(iter(cases)), help="case; default: %(default)s")
+    made.add_argument("--rounds", type=int, default=rounds, help="rounds of each side; default: %(default)s")
     made.add_argument("--markdown", action="store_true", help="print rows of a Markdown table")
-    made.add_argument("--json", type=Path, metavar="FILE", help="file for the numbers")
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file")
     return made
 
 
 def parsed(made: argparse.ArgumentParser, argv: list[str] | None = None) -> argparse.Namespace:
-    """The flags' values; exit status 2 and a line for what is not allowed."""
+    """Parses and checks the flags; a wrong value prints a line and exits with status 2."""
     args = made.parse_args(argv)
     if args.rounds < 1:
         made.error(f"--rounds {args.rounds}: must be at least 1")
@@ -228,7 +228,7 @@ def parsed(made: argparse.ArgumentParser, argv: list[str] | None = None) -> argp
 
 
 def publish(found: dict, args: argparse.Namespace, shape: Shape):
-    """Prints the table and writes the file."""
+    """Prints the table and writes the JSON file."""
     print(table(found, args.markdown))
     if args.json:
         args.json.write_text(json.dumps(found | {"model": asdict(shape)}, indent=2) + "\n")

@@ -2,10 +2,10 @@
 
     PYTHONPATH=. python tools/bench/head_memory.py --tokens 8192 --vocab 128000 --hidden 64 [--json FILE]
 
-Naive: all logits [T, V] at once, log_softmax, gather, entropy, autograd. Each side runs in a process of its own, on
-one rank in fp32, on the CUDA device where there is one. Measured is the real peak above what the process held before
-(inputs included): allocated bytes on CUDA, else resident memory as Linux counts it. Prints both peaks, their ratio,
-and the largest difference of values and gradients, relative to the largest of its kind or 1, whichever is more.
+Naive: all logits [T, V] at once, log_softmax, gather, entropy, autograd. Each side runs in its own process, on one rank
+in fp32, on the CUDA device if there is one. It measures the peak above the memory before the work, which includes the
+inputs: allocated bytes on CUDA, otherwise Linux's resident memory. Prints both peaks, their ratio, and the largest
+difference of values and gradients, relative to the largest value of that kind or 1, whichever is larger.
 """
 
 import argparse
@@ -23,22 +23,22 @@ import torch.distributed as dist
 
 from megarl.mcore import device
 
-# Freed buffers of a MiB and more go back to the system at once: what is resident is what is allocated.
+# Freed buffers of a MiB or more return to the system at once, so resident memory equals allocated memory.
 ENVIRONMENT = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}
 KINDS = ("logprobs", "entropy", "to_hidden", "to_weight")
 
 
-def problem(tokens: int, vocab: int, hidden: int, place: torch.device):
+def problem(tokens: int, vocab: int, hidden: int, target: torch.device):
     """Hidden states [T, H], output weights [V, H] for logits of deviation 2, targets [T]; the same on both sides."""
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(tokens, hidden, generator=generator)
     weight = torch.randn(vocab, hidden, generator=generator).mul_(2 * hidden**-0.5)
     targets = torch.randint(vocab, (tokens,), generator=generator)
-    return states.to(place).requires_grad_(), weight.to(place).requires_grad_(), targets.to(place)
+    return states.to(target).requires_grad_(), weight.to(target).requires_grad_(), targets.to(target)
 
 
 def naive(hidden, weight, targets):
-    """Log-probs and entropy [T] from the whole logits."""
+    """Log-probs and entropy [T] from all logits at once."""
     logp = (hidden @ weight.T).log_softmax(-1)
     return logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1), -(logp.exp() * logp).sum(-1)
 
@@ -51,7 +51,7 @@ def chunked(hidden, weight, targets):
 
 
 def forward_backward(side, hidden, weight, targets):
-    """Values and gradients by `KINDS`; each token's scores count differently."""
+    """Values and gradients in the order of `KINDS`; every token has another weight in the loss."""
     row = torch.linspace(-1, 1, len(targets), device=hidden.device)
     logprobs, entropy = side(hidden, weight, targets)
     (row * logprobs + 0.5 * row.flip(0) * entropy).sum().backward()
@@ -71,7 +71,7 @@ def measured(work):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     else:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak counts anew from here
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = _resident("VmRSS")
     start = time.perf_counter()
     result = work()
@@ -84,14 +84,14 @@ def measured(work):
 
 def run_side(side: str, tokens: int, vocab: int, hidden: int, out: str):
     """Measures one side in this process; writes peak, seconds and results to the file `out`."""
-    Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, this process ends and no other
+    Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, this process is killed and no other
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(f"{folder}/store", 1)
         dist.init_process_group(device.backend(), store=store, rank=0, world_size=1)
         function = {"naive": naive, "chunked": chunked}[side]
-        place = device.device()
-        forward_backward(function, *problem(64, 100, hidden, place))  # libraries load, thread pools start
-        inputs = problem(tokens, vocab, hidden, place)
+        target = device.device()
+        forward_backward(function, *problem(64, 100, hidden, target))  # warm-up: libraries, thread pools
+        inputs = problem(tokens, vocab, hidden, target)
         peak, seconds, results = measured(lambda: forward_backward(function, *inputs))
         results = {kind: result.cpu() for kind, result in zip(KINDS, results, strict=True)}
         torch.save({"peak": peak, "seconds": seconds, "results": results}, out)
@@ -99,7 +99,7 @@ def run_side(side: str, tokens: int, vocab: int, hidden: int, out: str):
 
 
 def compare(tokens: int, vocab: int, hidden: int) -> dict:
-    """Runs both sides, one after the other. CalledProcessError when one fails (the naive one for want of memory)."""
+    """Runs both sides one after the other. CalledProcessError if one fails, e.g. naive without enough memory."""
     report = {"tokens": tokens, "vocab": vocab, "hidden": hidden, "device": device.device().type}
     sides = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -120,12 +120,12 @@ def compare(tokens: int, vocab: int, hidden: int) -> dict:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
-    parser.add_argument("--tokens", type=int, default=8192, help="T")
-    parser.add_argument("--vocab", type=int, default=128_000, help="V")
-    parser.add_argument("--hidden", type=int, default=64, help="H")
+    parser.add_argument("--tokens", type=int, default=8192, help="number of tokens T; default: %(default)s")
+    parser.add_argument("--vocab", type=int, default=128_000, help="vocabulary size V; default: %(default)s")
+    parser.add_argument("--hidden", type=int, default=64, help="hidden size H; default: %(default)s")
     parser.add_argument("--json", metavar="FILE", help="append the result as one line")
-    parser.add_argument("--side", choices=("naive", "chunked"), help="measure this side alone, into --out")
-    parser.add_argument("--out", metavar="FILE", help="where --side writes")
+    parser.add_argument("--side", choices=("naive", "chunked"), help="measure only this side, into --out")
+    parser.add_argument("--out", metavar="FILE", help="output file of --side")
     arguments = parser.parse_args(argv)
     sizes = arguments.tokens, arguments.vocab, arguments.hidden
     if min(sizes) < 1:

@@ -2,14 +2,14 @@
 
     PYTHONPATH=. python tools/bench/logprob.py --case plain|gradient|ragged [--rounds 5] [--json FILE] [--markdown]
 
-4 layers, hidden 256, vocabulary 32,000, fp32. plain: 16 sequences of 128 tokens, no gradients, as the old policy and
-the reference are asked. gradient: the same with the backward pass of their mean, as in an update. ragged: as gradient
-with log-normal lengths (median 32, one of 256).
+4 layers, hidden 256, vocabulary 32,000, fp32. plain: 16 sequences of 128 tokens without gradients, as for the
+old policy and the reference. gradient: the same with the backward pass of their mean, as in an update. ragged: like
+gradient with log-normal lengths (median 32, one of 256).
 
-megarl: packed sequences, a head that never holds all logits; it gives the entropy, too. hf-softmax, hf-cross-entropy:
-Hugging Face's forward on the padded batch to all logits, then torch's log_softmax with gather, or its cross-entropy.
-Each side's peak is what it holds above what it held before, in a process of its own: allocated bytes on CUDA, else
-resident memory as Linux counts it.
+megarl: packed sequences and a head that never holds all logits; it also computes the entropy. hf-softmax,
+hf-cross-entropy: Hugging Face's forward on the padded batch to all logits, then torch's log_softmax with gather, or its
+cross-entropy. A side's peak is measured above the memory before the work, in its own process: allocated bytes on CUDA,
+otherwise Linux's resident memory.
 """
 
 import argparse
@@ -52,35 +52,35 @@ CASES = {
 
 
 def megarl_side(chunk, rows: list[Tensor]) -> Tensor:
-    """Log-probs of all tokens but the first of each sequence, behind each other."""
+    """Log-probs of all tokens except the first of each sequence, concatenated."""
     lengths = torch.tensor([len(row) for row in rows])
     scores = forward_pass.token_scores(chunk, torch.cat(rows), lengths.cpu(), 1.0, SHAPE.vocab)
-    return torch.cat([part[1:] for part in scores.logprobs.split(lengths.tolist())])
+    return torch.cat([logprobs[1:] for logprobs in scores.logprobs.split(lengths.tolist())])
 
 
 def _padded_logits(peer, rows: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """(logits [N, L − 1, V], targets [N, L − 1], which of them are real)."""
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     real = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-    full = bool(real.all())  # without padding no mask is needed, and SDPA takes its causal kernel
+    full = bool(real.all())  # without padding no mask is needed, and SDPA uses its causal kernel
     logits = peer(ids, attention_mask=None if full else real, use_cache=False).logits
     return logits[:, :-1], ids[:, 1:], real[:, 1:].bool()
 
 
 def softmax_side(peer, rows: list[Tensor]) -> Tensor:
-    """The same by log_softmax of all logits."""
+    """The same log-probs by log_softmax of all logits."""
     logits, targets, real = _padded_logits(peer, rows)
     return logits.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)[real]
 
 
 def cross_entropy_side(peer, rows: list[Tensor]) -> Tensor:
-    """The same by torch's cross-entropy."""
+    """The same log-probs by torch's cross-entropy."""
     logits, targets, real = _padded_logits(peer, rows)
     return -cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(real)[real]
 
 
 def once(work, module, gradient: bool) -> float:
-    """The mean of `work()`'s log-probs, and its gradients where they are wanted, which nobody keeps."""
+    """The mean of `work()`'s log-probs; with `gradient`, also computes and discards its gradients."""
     module.train(gradient)
     with torch.set_grad_enabled(gradient):
         mean = work().mean()
@@ -91,7 +91,7 @@ def once(work, module, gradient: bool) -> float:
 
 
 def sides_of(case: Case, names: list[str]) -> dict:
-    """Side -> function without arguments that does the work once and gives the mean of the log-probs."""
+    """Side -> function without arguments that does the work once and returns the mean of the log-probs."""
     longest = max(case.lengths)
     chunk, _, args = common.build(SHAPE, (longest, longest))
     peer, rows = common.export(chunk, SHAPE, args, longest), case.sequences()
@@ -100,18 +100,18 @@ def sides_of(case: Case, names: list[str]) -> dict:
         "hf-softmax": (lambda: softmax_side(peer, rows), peer),
         "hf-cross-entropy": (lambda: cross_entropy_side(peer, rows), peer),
     }
-    return {name: lambda each=work[name]: once(*each, case.gradient) for name in names}
+    return {name: lambda side=work[name]: once(*side, case.gradient) for name in names}
 
 
 def timed(work) -> float:
-    """Seconds of a call; its number is read, so that the device has done it."""
+    """Seconds of a call, which reads its result and so waits for the device."""
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
 
 
 def peak_of(side: str, case: str) -> int:
-    """Bytes at the peak of one side, from a process of its own."""
+    """Peak bytes of one side, measured in its own process."""
     command = [sys.executable, __file__, "--case", case, "--side", side]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
     if done.returncode:
@@ -120,10 +120,10 @@ def peak_of(side: str, case: str) -> int:
 
 
 def measure(name: str, rounds: int, peers: list[str]) -> dict:
-    """Times the sides in turn, then takes the peak of each."""
+    """Times the sides alternately, then measures the peak of each."""
     case = CASES[name]()
     sides = sides_of(case, [common.OURS, *peers])
-    means = {side: work() for side, work in sides.items()}  # libraries load, threads start
+    means = {side: work() for side, work in sides.items()}  # warm-up: libraries, threads
     for mean in means.values():
         common.refuse_different(abs(mean - means[common.OURS]))
     seconds = common.alternate({side: lambda work=work: timed(work) for side, work in sides.items()}, rounds)

@@ -1,12 +1,12 @@
-"""Memory: the most that a colocated PPO step holds, rollout included, against the most that learning alone holds.
+"""Peak memory of a colocated PPO step with its rollout, against the peak of training alone.
 
     PYTHONPATH=. python tools/bench/memory.py [--steps 2] [--json FILE] [--markdown]
 
-Whole runs of megarl.train_rl on one rank: actor, critic and reference of 31 M parameters each, fp32. ppo has a cache as
-large as the actor's gradients, which its requests nearly fill; its number is the peak of all phases. training has a
-cache of 16 MiB, in which requests take turns; its number is the peak of the updates. Steps behind the first count. On
-CUDA the bytes are torch's count; on a CPU the process's resident bytes, less those of a run with models of a few kB and
-the same text.
+Whole runs of megarl.train_rl on one rank: actor, critic and reference of 31 M parameters each, fp32. ppo has a KV cache
+as large as the actor's gradients, which its requests nearly fill; its number is the peak of all phases. training has a
+KV cache of 16 MiB, which serves few requests at a time; its number is the peak of the updates. The first step is not
+counted. On CUDA, bytes are those of torch's allocator; on a CPU, the process's resident bytes minus those of a run with
+models of a few kB and the same prompts.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from tools.bench.offload import ENVIRONMENT, NOTHING, run_step
 from tools.bench.tables import add_output_flags, whole_table
 
 MIB, LAYERS, HIDDEN, FFN = 2**20, 16, 384, 1152
-PARAMETERS = LAYERS * HIDDEN * (4 * HIDDEN + 3 * FFN)  # without embeddings and norms, which are a thousandth
+PARAMETERS = LAYERS * HIDDEN * (4 * HIDDEN + 3 * FFN)  # without embeddings and norms, a thousandth of it
 MODEL = (
     f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads 8 --ffn-hidden-size {FFN} --swiglu"
     " --normalization RMSNorm --disable-bias-linear --make-vocab-size-divisible-by 32 --max-prompt-length 96"
@@ -37,7 +37,7 @@ SIDES = {
 
 
 def make_inputs(folder: Path) -> list[str]:
-    """Prompts of random digits, a token each, and their tokenizer; the flags that name them."""
+    """Makes prompts of random digits, one token each, and a tokenizer; returns their flags."""
     digits = random.Random(1)
     rows = [{"prompt": "".join(digits.choices("0123456789", k=94)), "answer": str(i)} for i in range(64)]
     prompts, tools = folder / "train.jsonl", Path(__file__).parents[1]
@@ -48,7 +48,7 @@ def make_inputs(folder: Path) -> list[str]:
 
 
 def peaks_of(side: str, inputs: list[str], steps: int, out: Path) -> dict[str, int]:
-    """Most bytes in each phase of a run in a process of its own."""
+    """Peak bytes by phase of a run in its own process."""
     flags = [*MODEL.split(), *SIDES[side].split(), *inputs, "--train-iters", str(steps)]
     done = subprocess.run([sys.executable, __file__, "--out", str(out), "--", *flags], env=ENVIRONMENT,
                           capture_output=True, text=True)  # fmt: skip
@@ -58,7 +58,7 @@ def peaks_of(side: str, inputs: list[str], steps: int, out: Path) -> dict[str, i
 
 
 def measure(steps: int) -> dict:
-    """All sides, one after the other."""
+    """Runs all sides one after the other."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         inputs = make_inputs(folder)
@@ -75,7 +75,7 @@ def measure(steps: int) -> dict:
 
 
 def table(found: dict, markdown: bool) -> str:
-    """Peaks of learning alone and of PPO, the ratio, the cache."""
+    """Peaks of training alone and of PPO, their ratio, and the KV cache."""
     names = ["training", "ppo", "ratio", "cache"]
     sizes = [found["peak_bytes"]["training"], found["peak_bytes"]["ppo"], found["cache_bytes"]]
     mib = [f"{size / MIB:.0f} MiB" for size in sizes]

@@ -1,12 +1,12 @@
-"""What offload saves and costs: a step of four colocated roles with and without it, and a payload moved to and fro.
+"""Memory and time of offload: a step of four colocated roles with and without it, and round trips of a payload.
 
     PYTHONPATH=. python tools/bench/offload.py [--steps 3] [--payload 256] [--json FILE] [-- FLAGS …]
 
-Whole runs of megarl.train_rl on one rank, FLAGS added to each, with four models of one size: the reward model is what
-megarl.train_reward makes in a step. Prints the most that the device held in each phase, seconds of a step and of
-moving, and what the host holds over the payload. On CUDA the device's bytes are torch's count. On a CPU both memories
-are the host's: there they are the process's resident bytes, less those in the same phase of a run with models of a few
-kB, and less the twins of what moves. A save is left out: what it makes to write from is the host's on every machine.
+Whole runs of megarl.train_rl on one rank, FLAGS added to each, with four models of one size; megarl.train_reward makes
+the reward model in one step. Prints the device's peak memory in each phase, seconds of a step and of moving, and the
+host's memory over the payload. On CUDA, device bytes are those of torch's allocator. On a CPU, device memory is the
+process's resident memory, minus that in the same phase of a run with models of a few kB, and minus the host copies of
+what moves. Saving is not counted, since its buffers are on the host on every machine.
 """
 
 import argparse
@@ -30,7 +30,7 @@ WARM_UP, MIB = 1, 2**20
 NOTHING = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --num-query-groups 1 --ffn-hidden-size 16"  # few kB
 SIDES = {"none": f"{NOTHING} --rollout-buffer-gb 0.001".split(), "kept": [], "moved": ["--offload"]}
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-# Freed buffers of a MiB and more go back to the system at once: what is resident is what is allocated.
+# Freed buffers of a MiB or more return to the system at once, so resident memory equals allocated memory.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", **os.environ, "MALLOC_MMAP_THRESHOLD_": str(MIB)}
 MODEL = (
     "--num-layers 4 --hidden-size 384 --num-attention-heads 8 --group-query-attention --num-query-groups 4"
@@ -46,14 +46,14 @@ def resident(kind: str) -> int:
 
 
 def forget_peak():
-    """Peaks of device and host count anew from here."""
+    """Resets the peaks of device and host."""
     Path("/proc/self/clear_refs").write_text("5")
     if device.has_cuda():
         torch.cuda.reset_peak_memory_stats()
 
 
 class Watch(Timers):
-    """Timers that also note the most memory in each phase, in bytes."""
+    """Timers that also record the peak memory of each phase, in bytes."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +61,7 @@ class Watch(Timers):
 
     @contextlib.contextmanager
     def phase(self, role: str, name: str):
-        """As `Timers.phase`; a phase inside another counts for both."""
+        """Like `Timers.phase`; a nested phase counts for both."""
         self._note()
         self._inside.append(f"{role}/{name}")
         try:
@@ -79,7 +79,7 @@ class Watch(Timers):
 
 
 def run_step(flags: list[str], out: Path):
-    """Runs the program in this process; peaks by phase."""
+    """Runs the program in this process; writes the peaks by phase to `out`."""
     from megarl import arguments, train_rl
 
     watch = Watch()
@@ -89,7 +89,7 @@ def run_step(flags: list[str], out: Path):
 
 
 def run_rounds(payload: int, rounds: int = 5) -> dict:
-    """Moves four matrices of together about `payload` bytes; what the host holds, and seconds of each way."""
+    """Moves four matrices of about `payload` bytes in total; host memory and seconds of each direction."""
     from megarl.mcore.memory import offload
 
     before = resident("VmRSS")
@@ -113,10 +113,10 @@ def run_rounds(payload: int, rounds: int = 5) -> dict:
         seconds.append((marks[1] - marks[0], time.perf_counter() - marks[2]))
     with moved.present("weights"):
         assert [float(weight[-1, -1]) for weight in stages.parameters()] == [rounds + i for i in range(4)]
-    beside = 0 if device.has_cuda() else payload
+    on_device = 0 if device.has_cuda() else payload
     return {
         "payload_bytes": payload,
-        "host_peak_bytes": resident("VmHWM") - before - beside,
+        "host_peak_bytes": resident("VmHWM") - before - on_device,
         "host_away_bytes": resident("VmRSS") - before,
         "arrive_s": statistics.median(arriving for arriving, _ in seconds),
         "leave_s": statistics.median(leaving for _, leaving in seconds),
@@ -124,7 +124,7 @@ def run_rounds(payload: int, rounds: int = 5) -> dict:
 
 
 def make_inputs(folder: Path) -> list[str]:
-    """Prompts and a tokenizer; the flags that name them."""
+    """Makes prompts and a tokenizer; returns their flags."""
     tools, prompts = Path(__file__).parents[1], str(folder / "train.jsonl")
     for name, *arguments in (
         ["make_prompts.py", "--task", "basic_arithmetic", "--train", "100", "--heldout", "10", "--seed", "1", "--out",
@@ -136,31 +136,31 @@ def make_inputs(folder: Path) -> list[str]:
 
 
 def make_reward_model(folder: Path, inputs: list[str], shape: str) -> list[str]:
-    """A reward model of one step on pairs of right and wrong answers; the flags by which it scores."""
+    """Trains a reward model for one step on right and wrong answers; returns the flags to score with it."""
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     pairs = [{"prompt": r["prompt"], "chosen": r["answer"], "rejected": f"{r['answer']}0"} for r in rows]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     more = ["--prompts", str(folder / "pairs.jsonl"), "--global-batch-size", "4", "--train-iters", "1"]
     save = str(folder / f"reward-model{len(shape)}")
-    started([*TORCHRUN, "-m", "megarl.train_reward", *shape.split(), *inputs, *more, "--save", save])
+    run_python([*TORCHRUN, "-m", "megarl.train_reward", *shape.split(), *inputs, *more, "--save", save])
     return ["--reward", "model", "--reward-model", save]
 
 
-def started(arguments: list[str]):
-    """Python with these arguments, to its end."""
+def run_python(arguments: list[str]):
+    """Runs Python with these arguments; SystemExit with its output if it fails."""
     done = subprocess.run([sys.executable, *arguments], env=ENVIRONMENT, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
 
 
 def child(command: list[str], *arguments: str, out: Path) -> dict:
-    """This file in a process of its own; what it wrote."""
-    started([*command, __file__, "--out", str(out), *arguments])
+    """Runs this file in its own process and returns its result."""
+    run_python([*command, __file__, "--out", str(out), *arguments])
     return json.loads(out.read_text())
 
 
 def measure(args: argparse.Namespace) -> dict:
-    """Both runs and the rounds, one after the other."""
+    """Runs all sides and the round trips, one after the other."""
     found = {"device": device.device().type}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -173,10 +173,10 @@ def measure(args: argparse.Namespace) -> dict:
             command = ["--side", "step", "--", *MODEL.split(), *STEP.split(), *more]
             peaks = child(TORCHRUN, *command, out=folder / f"{side}.json")
             rows = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
-            model_role = sum(value for key, value in rows[-1].items() if key.endswith("/offloaded_bytes"))
+            host_bytes = sum(value for key, value in rows[-1].items() if key.endswith("/offloaded_bytes"))
             found[side] = {
                 "peak_bytes": {p: peak for p, peak in peaks.items() if not p.endswith(("/save", "/offload"))},
-                "host_bytes": model_role,
+                "host_bytes": host_bytes,
                 "step_s": statistics.median(row["time/step_s"] for row in rows),
                 "moving_s": statistics.median(
                     sum(value for key, value in row.items() if key.endswith("/offload_s")) for row in rows
@@ -184,38 +184,38 @@ def measure(args: argparse.Namespace) -> dict:
             }
         base = {} if device.has_cuda() else found["none"]["peak_bytes"]
         for side in ("kept", "moved"):
-            beside = 0 if device.has_cuda() else found[side]["host_bytes"]
+            host_copies = 0 if device.has_cuda() else found[side]["host_bytes"]
             found[side]["device_peak_bytes"] = {
-                phase: peak - base.get(phase, 0) - beside for phase, peak in found[side]["peak_bytes"].items()
+                phase: peak - base.get(phase, 0) - host_copies for phase, peak in found[side]["peak_bytes"].items()
             }
         found["rounds"] = child([], "--side", "rounds", "--payload", str(args.payload), out=folder / "rounds.json")
     return found
 
 
 def show(found: dict):
-    """The report as text."""
+    """Prints the report."""
     kept, moved, rounds = found["kept"], found["moved"], found["rounds"]
-    print(f"device ({found['device']}), most bytes in each phase, MiB{'':9}without    with")
+    print(f"device ({found['device']}), peak of each phase, MiB{'':15}without    with")
     one, other = kept["device_peak_bytes"], moved["device_peak_bytes"]
     rows = {"all": (max(one.values()), max(other.values()))} | {name: (one[name], other[name]) for name in one}
     for name, (without, with_it) in rows.items():
         print(f"{name:45}{without / MIB:10.1f}{with_it / MIB:8.1f}")
-    print(f"host, twins, MiB {moved['host_bytes'] / MIB:.1f}")
+    print(f"host copies, MiB {moved['host_bytes'] / MIB:.1f}")
     print(f"seconds of a step {kept['step_s']:.3f} without, {moved['step_s']:.3f} with; moving {moved['moving_s']:.3f}")
     ratio, size = rounds["host_peak_bytes"] / rounds["payload_bytes"], rounds["payload_bytes"] / 1e9
-    print(f"{size:.3f} GB to and fro: host peak {ratio:.3f} of it, arrives at {size / rounds['arrive_s']:.2f} GB/s, "
+    print(f"{size:.3f} GB round trips: host peak {ratio:.3f} of it, arrives at {size / rounds['arrive_s']:.2f} GB/s, "
           f"leaves at {size / rounds['leave_s']:.2f} GB/s")  # fmt: skip
 
 
 def main():
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--steps", type=int, default=3, help="steps of each run that count")
-    parser.add_argument("--payload", type=int, default=256, help="MiB that move to and fro")
-    parser.add_argument("--json", help="file for the numbers")
-    parser.add_argument("--side", choices=("step", "rounds"), help="one measurement in this process, into --out")
-    parser.add_argument("--out", type=Path, help="where --side writes")
-    parser.add_argument("flags", nargs="*", help="flags of megarl.train_rl, behind --")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps of each run; default: %(default)s")
+    parser.add_argument("--payload", type=int, default=256, help="MiB of the round trips; default: %(default)s")
+    parser.add_argument("--json", help="write the numbers to this file")
+    parser.add_argument("--side", choices=("step", "rounds"), help="run only this measurement, into --out")
+    parser.add_argument("--out", type=Path, help="output file of --side")
+    parser.add_argument("flags", nargs="*", help="flags of megarl.train_rl, after --")
     args = parser.parse_args()
     if args.side == "step":
         return run_step(args.flags, args.out)

@@ -1,12 +1,12 @@
-"""A decode step of the engine against the operators that it cannot do without, called one after another.
+"""A decode step of the engine against the operators that it needs at least, called in sequence.
 
     PYTHONPATH=. python tools/bench/operators.py [--rounds 3] [--json FILE]
 
-The model and the requests of `rollout.py --case plain`. `engine` is the median step of a call that writes 64 tokens for
-each request, the one that reads the prompts left out. `operators` calls products with weights in blocks, norms, the
-gathering of keys and values, attention, SwiGLU, and what sampling needs of the logits, on tensors of the sizes of the
-middle step: no rotary positions, no cache to be written, no token drawn, no bookkeeping. Their share of the engine's
-step says how much a better engine could win with the same operators.
+The model and the requests of `rollout.py --case plain`. `engine` is the median step of a call that generates 64 tokens
+per request, without the prefill. `operators` runs blocked matrix products with weights, norms, the gathering of keys
+and values, attention, SwiGLU and the softmax for sampling, on tensors of the sizes of the middle step; no rotary
+positions, KV cache writes, sampling or bookkeeping. Their fraction of the engine's step shows how much a better engine
+could gain with the same operators.
 """
 
 import argparse
@@ -27,13 +27,13 @@ from tools.bench import common, rollout
 
 
 def engine_step(engine: RolloutEngine, case: rollout.Case) -> float:
-    """Seconds of the median step of a call of the engine."""
+    """Median seconds of a step in a call of the engine."""
     ends, step = [], engine.engine.step_modern
 
     def timed():
-        found = step()
+        result = step()
         ends.append(time.perf_counter())
-        return found
+        return result
 
     engine.engine.step_modern = timed
     engine.generate(case.requests(), rollout.NO_END, SamplingSettings())
@@ -42,7 +42,7 @@ def engine_step(engine: RolloutEngine, case: rollout.Case) -> float:
 
 
 class Operators:
-    """A step's operators with a model's weights."""
+    """The operators of a decode step with a model's weights."""
 
     def __init__(self, chunk, shape: common.Shape, case: rollout.Case):
         self.chunk, self.count = chunk, len(case.new_tokens)
@@ -56,14 +56,16 @@ class Operators:
         self.mask = torch.zeros(self.count, 1, 1, pages // self.count * 16)
 
     def step(self):
-        """All layers and the head; the numbers mean nothing."""
+        """Runs all layers and the head on meaningless inputs."""
         x = self.tokens
         for layer, cache in zip(self.chunk.decoder.layers, self.caches, strict=True):
             attention, mlp = layer.self_attention, layer.mlp
             linear.matmul(layer.input_layernorm(x), attention.linear_qkv.weight)
             torch.index_select(cache.flatten(1), 0, self.pages, out=self.scratch)
-            both = self.scratch.view(self.count, -1, self.groups, 2, self.channels).transpose(1, 2)
-            attended = sdpa(self.query, *both.unbind(3), self.mask)[:, :, : self.heads].reshape(self.count, 1, -1)
+            keys_values = self.scratch.view(self.count, -1, self.groups, 2, self.channels).transpose(1, 2)
+            attended = sdpa(self.query, *keys_values.unbind(3), self.mask)[:, :, : self.heads].reshape(
+                self.count, 1, -1
+            )
             x = linear.matmul(attended, attention.linear_proj.weight).add_(x)
             wide = linear.matmul(layer.pre_mlp_layernorm(x), mlp.linear_fc1.weight)
             x = linear.matmul(swiglu(wide), mlp.linear_fc2.weight).add_(x)
@@ -72,7 +74,7 @@ class Operators:
 
     @torch.no_grad()
     def median(self, steps: int) -> float:
-        """Seconds of the median of some steps."""
+        """Median seconds of some steps."""
         seconds = []
         with linear.prepacked_weights(self.chunk):
             for _ in range(steps):
@@ -83,7 +85,7 @@ class Operators:
 
 
 def measure(rounds: int, shape: common.Shape, case: rollout.Case) -> dict:
-    """Medians of both sides in seconds, alternating, and the operators' share; the first round does not count."""
+    """Medians of both sides in seconds, alternating, and the operators' fraction, without the first round."""
     chunk, pg_collection, _ = common.build(shape, (max(map(len, case.prompts)), max(case.new_tokens)))
     engine = RolloutEngine(chunk, pg_collection, shape.vocab, case.longest, rollout.buffer_gb(case), len(case.prompts))
     sides = {"engine": lambda: engine_step(engine, case), "operators": lambda: Operators(chunk, shape, case).median(32)}
@@ -96,12 +98,12 @@ def measure(rounds: int, shape: common.Shape, case: rollout.Case) -> dict:
 def main():
     """Parses flags, measures, prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of each side; default: %(default)s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file")
     args = parser.parse_args()
     found = measure(args.rounds, rollout.SHAPE, rollout.CASES["plain"]())
-    for name, each in found["medians"].items():
-        print(f"{name}: {1e3 * each:.1f} ms a step (median of {args.rounds})")
+    for name, seconds in found["medians"].items():
+        print(f"{name}: {1e3 * seconds:.1f} ms per step (median of {args.rounds})")
     print(f"operators alone: {found['share']:.2f} of the engine's step")
     if args.json:
         args.json.write_text(json.dumps(found) + "\n")

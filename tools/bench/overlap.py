@@ -5,12 +5,12 @@
 
 Whole runs of megarl.train_rl with configs/quickstart.yaml from random weights, FLAGS added to each. before: two ranks
 for the actor, one for the critic, one for reward and reference. replicas: two ranks for the actor and two for all
-others, each a data-parallel replica, as launch/quickstart.sh has it. ahead: the ranks of before, with a rollout on the
-last one, which generates a batch while the policy is updated on the one before.
+others, each a data-parallel replica, as in launch/quickstart.sh. ahead: the ranks of before, with a rollout on the
+last one, which generates a batch while the policy is updated on the previous one.
 
-Idle is the share of ranks × seconds in which a rank waits for others (`time/idle_fraction`), the median over steps
-behind the first two, then over rounds. Ranks that share cores slow each other down when they work at the same time:
-with fewer cores than ranks a smaller idle share saves less time than with a core, or a GPU, for each.
+Idle is the fraction of ranks × seconds in which a rank waits for others (`time/idle_fraction`): the median over steps
+after the first two, then over rounds. Ranks that share cores slow each other down when they work at the same time: with
+fewer cores than ranks, less idle time saves less than with one core or GPU per rank.
 """
 
 import argparse
@@ -32,7 +32,7 @@ AHEAD = " --rollout-tensor-model-parallel-size 1 --one-step-off --rollout-correc
 SIDES = {
     BEFORE: SPLIT.format(""), "replicas": REPLICAS, "ahead": SPLIT.format(";rollout=3") + AHEAD,
 }  # fmt: skip
-# Of the quickstart's config: the data are made here, weights are random, and nothing but steps is timed.
+# Keys of the quickstart's config to unset: data are made here, weights are random, and only steps are timed.
 NOTHING = ("pretrained-checkpoint", "eval-prompts", "eval-interval", "eval-samples", "save-interval")
 DATA = (
     "--task basic_arithmetic --train 4000 --heldout 400 --seed 1 --task-option allow_parentheses=false --task-option"
@@ -40,8 +40,8 @@ DATA = (
 )
 
 
-def started(arguments: list[str]):
-    """Python with these arguments, to its end, one thread a rank."""
+def run_python(arguments: list[str]):
+    """Runs Python with these arguments, one thread per rank; raises Unusable with its output if it fails."""
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
@@ -49,27 +49,27 @@ def started(arguments: list[str]):
 
 
 def make_inputs(folder: Path) -> list[str]:
-    """The quickstart's prompts and tokenizer; the flags that name them."""
+    """Makes the quickstart's prompts and tokenizer; returns their flags."""
     template = ["--prompt-template", "{metadata[expression]} =", "--task-option", 'operators=["+"]']
     prompts, tokenizer = str(folder / "train.jsonl"), folder / "tokenizer"
-    started(["tools/make_prompts.py", *DATA.split(), *template, "--out", str(folder)])
-    started(["tools/train_tokenizer.py", "--input", prompts, "--vocab-size", "32", "--out", str(tokenizer)])
+    run_python(["tools/make_prompts.py", *DATA.split(), *template, "--out", str(folder)])
+    run_python(["tools/train_tokenizer.py", "--input", prompts, "--vocab-size", "32", "--out", str(tokenizer)])
     (folder / "nothing.yaml").write_text("".join(f"{key}: null\n" for key in NOTHING))
     files = ["--config", str(ROOT / "configs" / "quickstart.yaml"), str(folder / "nothing.yaml")]
     return [*files, "--prompts", prompts, "--tokenizer-model", f"{tokenizer}.model"]
 
 
 def run(flags: list[str], steps: int, save: Path) -> dict[str, float]:
-    """One run; medians over its steps of the idle share, of all and of each role, and of the seconds of a step."""
+    """Runs once; medians over steps of the idle fraction (overall and per role) and of the seconds of a step."""
     launcher = ["-m", "megarl.launcher", "--nproc-per-node", str(RANKS), "train_rl"]
-    started([*launcher, *flags, "--train-iters", str(WARM_UP + steps), "--save", str(save)])
+    run_python([*launcher, *flags, "--train-iters", str(WARM_UP + steps), "--save", str(save)])
     rows = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
     names = [name for name in rows[-1] if name.endswith("idle_fraction")] + ["time/step_s"]
     return {name: statistics.median(row[name] for row in rows) for name in names}
 
 
 def measure(args: argparse.Namespace) -> dict:
-    """All sides in each round, in turn."""
+    """Runs all sides alternately in each round."""
     runs = {name: [] for name in args.sides}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -98,13 +98,13 @@ def measure(args: argparse.Namespace) -> dict:
 
 
 def table(found: dict, markdown: bool) -> str:
-    """A line a side: idle share of all ranks and of each role's, over that before; seconds of a step."""
+    """A line per side: idle fraction (overall and per role), seconds of a step, idle ratio to `before`."""
     lines = []
     for name, side in found["sides"].items():
         idle = {key.split("/")[1]: share for key, share in side["idle"].items()}
         roles = ", ".join(f"{role} {share:.0%}" for role, share in sorted(idle.items()) if role != "idle_fraction")
         ratio = found["idle_ratio"].get(name)
-        cells = [name, f"{idle['idle_fraction']:.1%} idle", roles, f"{side['step_s']:.2f} s a step",
+        cells = [name, f"{idle['idle_fraction']:.1%} idle", roles, f"{side['step_s']:.2f} s per step",
                  "" if ratio is None else f"{ratio:.2f} × as idle"]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |" if markdown else "  ".join(cells))
     return "\n".join(lines)
@@ -113,12 +113,14 @@ def table(found: dict, markdown: bool) -> str:
 def main():
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each side")
-    parser.add_argument("--steps", type=int, default=6, help="steps of a run that count")
-    parser.add_argument("--sides", default=",".join(SIDES), help="which, with commas; before is always one of them")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the numbers")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each side; default: %(default)s")
+    parser.add_argument("--steps", type=int, default=6, help="measured steps of each run; default: %(default)s")
+    parser.add_argument(
+        "--sides", default=",".join(SIDES), help="sides, separated by commas; before always runs; default: %(default)s"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file")
     parser.add_argument("--markdown", action="store_true", help="print rows of a Markdown table")
-    parser.add_argument("flags", nargs="*", help="flags of megarl.train_rl, behind --")
+    parser.add_argument("flags", nargs="*", help="flags of megarl.train_rl, after --")
     args = parser.parse_args()
     args.sides = list(dict.fromkeys([BEFORE, *args.sides.split(",")]))
     if unknown := set(args.sides) - set(SIDES):

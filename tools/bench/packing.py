@@ -2,10 +2,10 @@
 
     PYTHONPATH=. python tools/bench/packing.py [--sequences 64] [--max-length 512] [--rounds 5] [--json FILE]
 
-Packed: sequences behind each other in micro-batches under the token cap, as megarl trains. Padded: every sequence as
-long as the longest, in micro-batches under the same cap, which is what a batch [N, L] does. Both run forward, backward
-and the optimizer through the same code; they alternate, and the first round counts for nothing. Tokens are the real
-ones. Prints medians, their ratio, and the padding factor: padded tokens over real ones, the most that can be won.
+Packed: sequences concatenated in micro-batches under the token cap, as megarl trains. Padded: every sequence as long as
+the longest, in micro-batches under the same cap, as in a batch [N, L]. Both run forward, backward and the optimizer in
+the same code. They alternate; the first round is not counted. Tokens exclude padding. Prints medians, their ratio, and
+the padding factor (padded over real tokens), the upper limit of the ratio.
 """
 
 import argparse
@@ -33,7 +33,7 @@ SHAPE = (
 
 
 def batch_of(lengths: torch.Tensor, vocab_size: int) -> Batch:
-    """Sequences of these lengths with random tokens, every token but the first counted."""
+    """Random sequences of these lengths; the mask covers all tokens except the first of each."""
     generator = torch.Generator().manual_seed(1)
     mask = torch.ones(int(lengths.sum()), dtype=torch.bool)
     mask[lengths.cumsum(0) - lengths] = False
@@ -50,14 +50,16 @@ def one_update(trainable_model: TrainableModel, batch: Batch, vocab_size: int) -
     """Seconds of one update on the batch."""
     started, count = time.perf_counter(), batch.response_mask.sum().double()
 
-    def loss(scores, part):
-        value = token_mean(-scores.logprobs, part.response_mask, count)
+    def loss(scores, microbatch):
+        value = token_mean(-scores.logprobs, microbatch.response_mask, count)
         return value, value.detach()
 
-    def forward(chunk, part):
-        known = part.host_metadata
-        mask, shared = known.response_mask, known.shared
-        return forward_pass.token_scores(chunk, part.tokens, known.lengths, 1.0, vocab_size, mask=mask, shared=shared)
+    def forward(chunk, microbatch):
+        metadata = microbatch.host_metadata
+        return forward_pass.token_scores(
+            chunk, microbatch.tokens, metadata.lengths, 1.0, vocab_size,
+            mask=metadata.response_mask, shared=metadata.shared,
+        )  # fmt: skip
 
     losses, *_ = trainable_model.update(trainable_model.microbatches(batch, torch.arange(len(batch))), forward, loss)
     float(sum(losses))  # waits for the device
@@ -65,12 +67,12 @@ def one_update(trainable_model: TrainableModel, batch: Batch, vocab_size: int) -
 
 
 def measure(args: argparse.Namespace) -> dict:
-    """Runs both sides in turn; seconds, tokens per second, ratio and padding factor."""
+    """Times both sides alternately; returns seconds, tokens per second, ratio and padding factor."""
     flags = f"{SHAPE} --max-prompt-length {args.max_length // 2} --max-response-length {args.max_length // 2}"
     flags += f" --max-tokens-per-microbatch {args.cap}"
     role = arguments.parse(flags.split(), 1, "sft").roles["actor"]
-    place = role_mesh.create_mesh({"actor": role}, timedelta(minutes=5))["actor"]
-    trainable_model = TrainableModel(role, place, args.vocab, updates=1)
+    role_groups = role_mesh.create_mesh({"actor": role}, timedelta(minutes=5))["actor"]
+    trainable_model = TrainableModel(role, role_groups, args.vocab, updates=1)
     lengths = common.log_normal_lengths(args.sequences, args.max_length, args.deviation)
     batches = {
         "packed": batch_of(lengths, args.vocab),
@@ -99,8 +101,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (("sequences", 64), ("max-length", 512), ("rounds", 5), ("cap", 4096), ("vocab", 4096)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--deviation", type=float, default=0.8, help="of the logarithm of a length")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--deviation", type=float, default=0.8, help="standard deviation of the log length; default: %(default)s"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file")
     args = parser.parse_args()
     found = measure(args)
     print(f"{found['sequences']} sequences, {found['tokens']} tokens, longest {args.max_length}")

@@ -3,14 +3,13 @@
     PYTHONPATH=. python tools/bench/rollout.py --case plain|prefix|ragged [--rounds 5] [--json FILE] [--markdown]
         [--peers hf,hf-batch,vllm] [--vllm-python INTERPRETER]
 
-A model of 12 layers in fp32 with random weights samples at temperature 1; no end token, so that lengths are known.
-plain: 32 requests of 16–22 tokens, 64 new ones. prefix: 8 prompts of 384 tokens, 16 samples each, 64 new ones. ragged:
-64 requests whose lengths are log-normal (median 64, one of 512). Counted are the tokens that were asked for.
+A model of 12 layers in fp32 with random weights samples at temperature 1, without an end token, so that lengths are
+known. plain: 32 requests of 16–22 tokens, 64 new ones. prefix: 8 prompts of 384 tokens, 16 samples each, 64 new ones.
+ragged: 64 requests with log-normal response lengths (median 64, one of 512). Only requested tokens are counted.
 
-hf is `generate` as documented for batches: left padding, SDPA, a cache, inference mode; a batch ends with its longest
-request. hf-batch is Hugging Face's continuous batching. vllm runs in the interpreter of --vllm-python: it has a torch
-of its own. Only megarl also gives log-probs, which training needs. A short call of each side before the first round
-counts for nothing.
+hf is `generate` as documented for batches: left padding, SDPA, a KV cache, inference mode; a batch ends with its
+longest request. hf-batch is Hugging Face's continuous batching. vllm runs in the interpreter --vllm-python with its
+own torch. Only megarl also returns log-probs, which training needs. Each side has a short warm-up call.
 """
 
 import argparse
@@ -33,13 +32,13 @@ from tools.bench import common
 
 SHAPE = common.Shape(layers=12, hidden=512, ffn=1536, vocab=32_000)
 PEERS = {"hf": "transformers", "hf-batch": "transformers"}
-NO_END = -1  # a token that is never written
-PAGE = 32  # tokens of a page of Hugging Face's paged cache
+NO_END = -1  # a token that is never generated
+PAGE = 32  # tokens per page of Hugging Face's paged cache
 
 
 @dataclass(frozen=True)
 class Case:
-    """Requests: `prompts` of different text, `samples` of each; new tokens of every request."""
+    """Requests: `samples` responses to each of the `prompts`; `new_tokens` of each request."""
 
     prompts: list[list[int]]
     samples: int
@@ -47,11 +46,11 @@ class Case:
 
     @property
     def longest(self) -> int:
-        """Longest prompt and response together, tokens."""
+        """Longest prompt plus longest response, tokens."""
         return max(map(len, self.prompts)) + max(self.new_tokens)
 
     def requests(self) -> list[GenerationRequest]:
-        """Those of a sample behind each other, as the rollout of a step has them."""
+        """The requests, samples of a prompt in sequence, as in the rollout of a step."""
         texts = [prompt for prompt in self.prompts for _ in range(self.samples)]
         return [
             GenerationRequest(text, key, new)
@@ -73,22 +72,22 @@ CASES = {
 
 
 def shorten(requests: list[GenerationRequest]) -> list[GenerationRequest]:
-    """A few of them with a few tokens: libraries load, threads start."""
+    """A few requests with a few tokens, for warm-up."""
     return [replace(request, max_new_tokens=4) for request in requests[:4]]
 
 
 def timed(work, requests: list[GenerationRequest]) -> float:
-    """Seconds in which `work` answers the requests with lists of tokens. RuntimeError where lengths are wrong."""
+    """Seconds in which `work` returns the requests' tokens. RuntimeError for wrong lengths."""
     started = time.perf_counter()
-    found = work(requests)
+    responses = work(requests)
     seconds = time.perf_counter() - started
-    if [len(tokens) for tokens in found] != [request.max_new_tokens for request in requests]:
-        raise RuntimeError("a side wrote other lengths than asked for")
+    if [len(tokens) for tokens in responses] != [request.max_new_tokens for request in requests]:
+        raise RuntimeError("a side generated other lengths than requested")
     return seconds
 
 
 def megarl_side(chunk, pg_collection, case: Case):
-    """The engine as the rollout of a training run has it."""
+    """The engine as in the rollout of a training run."""
     count = len(case.new_tokens)
     engine = RolloutEngine(
         chunk, pg_collection, SHAPE.vocab, case.longest, buffer_gb(case), count, prefix_caching=case.samples > 1
@@ -97,13 +96,13 @@ def megarl_side(chunk, pg_collection, case: Case):
 
 
 def buffer_gb(case: Case) -> float:
-    """GiB of a cache that has room for every request at its longest, fp32, and a little."""
+    """GiB of an fp32 KV cache for all requests at full length, plus a tenth."""
     token = 2 * 4 * SHAPE.layers * SHAPE.groups * SHAPE.hidden // SHAPE.heads
     return 1.1 * token * case.longest * len(case.new_tokens) / 2**30
 
 
 def hf_side(peer):
-    """`generate` on the left-padded batch; what a request did not ask for is cut off behind the end."""
+    """`generate` on the left-padded batch; tokens beyond a request's length are cut off."""
 
     def work(requests):
         width = max(len(request.prompt) for request in requests)
@@ -113,17 +112,17 @@ def hf_side(peer):
         mask = torch.arange(width) >= torch.tensor([[width - len(request.prompt)] for request in requests])
         longest = max(request.max_new_tokens for request in requests)
         with torch.inference_mode():
-            written = peer.generate(
+            generated = peer.generate(
                 ids.to(device.device()), attention_mask=mask.long().to(device.device()), max_new_tokens=longest,
                 do_sample=True, temperature=1.0, top_k=0, top_p=1.0, use_cache=True,
             )[:, width:].tolist()  # fmt: skip
-        return [row[: request.max_new_tokens] for row, request in zip(written, requests, strict=True)]
+        return [row[: request.max_new_tokens] for row, request in zip(generated, requests, strict=True)]
 
     return work
 
 
 def hf_batch_side(peer, case: Case):
-    """Continuous batching: a paged cache with room for all, requests leave the batch as they end."""
+    """Continuous batching with a paged cache for all requests; finished requests leave the batch."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
     longest = max(case.new_tokens)
@@ -146,14 +145,14 @@ def hf_batch_side(peer, case: Case):
                 if result is not None and result.is_finished():
                     found[int(result.request_id)] = result.generated_tokens
                 elif result is None and not running.is_running():
-                    raise common.Unusable("Hugging Face's continuous batching ended early; what it said is above")
+                    raise common.Unusable("Hugging Face's continuous batching ended early; see its output above")
         return [found[number] for number in range(len(requests))]
 
     return work
 
 
 class VllmSide:
-    """vLLM in a process of its own, which times itself; it waits, without work, while another side is timed."""
+    """vLLM in its own process, which measures the time and is idle while another side is timed."""
 
     def __init__(self, interpreter: str, peer, case: Case, folder: Path):
         peer.save_pretrained(folder / "model")
@@ -161,10 +160,10 @@ class VllmSide:
         (folder / "requests.json").write_text(json.dumps({"requests": requests, "longest": case.longest}))
         command = [interpreter, str(Path(__file__).with_name("vllm_side.py")), str(folder)]
         environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-        self._said = folder / "said"
-        with self._said.open("w") as said:
+        self._log = folder / "vllm.log"
+        with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True, env=environment
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
             )
         self._answer()
 
@@ -178,7 +177,7 @@ class VllmSide:
         for line in self._process.stdout:
             if line.startswith("seconds "):
                 return float(line.split()[1])
-        raise common.Unusable(f"{self._said.read_text()}vLLM ended with status {self._process.wait()}")
+        raise common.Unusable(f"{self._log.read_text()}vLLM ended with status {self._process.wait()}")
 
     def close(self):
         """Ends the process."""
@@ -187,7 +186,7 @@ class VllmSide:
 
 
 def measure(args: argparse.Namespace, peers: list[str]) -> dict:
-    """Runs the sides in turn."""
+    """Times all sides alternately."""
     case = CASES[args.case]()
     requests = case.requests()
     chunk, pg_collection, namespace = common.build(SHAPE, (max(map(len, case.prompts)), max(case.new_tokens)))
@@ -203,19 +202,21 @@ def measure(args: argparse.Namespace, peers: list[str]) -> dict:
             stack.callback(clocks["vllm"].close)
         seconds = common.alternate(clocks, args.rounds)
     tokens = sum(case.new_tokens)
-    manifest_entries = {
+    requested = {
         "mean_length": tokens / len(requests),
         "longest_length": max(case.new_tokens),
         "requests": len(requests),
     }
-    return common.report(args.case, seconds, {"tokens": tokens}, **manifest_entries)
+    return common.report(args.case, seconds, {"tokens": tokens}, **requested)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The flags; `peers` becomes a list."""
+    """Parses and checks the flags; `peers` becomes a list."""
     made = common.parser(__doc__, CASES, rounds=5)
-    made.add_argument("--peers", default="hf", help=f"of {', '.join(PEERS)}, with commas")
-    made.add_argument("--vllm-python", help="interpreter that has vLLM; default VLLM_PYTHON of the environment")
+    made.add_argument(
+        "--peers", default="hf", help=f"peers, separated by commas: {', '.join(PEERS)}; default: %(default)s"
+    )
+    made.add_argument("--vllm-python", help="Python interpreter with vLLM; default: variable VLLM_PYTHON")
     args = common.parsed(made, argv)
     args.peers = args.peers.split(",")
     if unknown := set(args.peers) - set(PEERS):
@@ -231,7 +232,7 @@ def main(argv: list[str] | None = None):
     args = parse(argv)
     peers = common.installed({name: PEERS[name] for name in args.peers})
     if not args.vllm_python:
-        print("vllm is left out: --vllm-python names the interpreter that has it", flush=True)
+        print("vllm is skipped: set --vllm-python to an interpreter with vLLM", flush=True)
     found = measure(args, peers)
     print(f"{found['requests']} requests, {found['work']['tokens']} new tokens, mean {found['mean_length']:.1f}")
     common.publish(found, args, SHAPE)

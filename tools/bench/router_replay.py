@@ -1,11 +1,11 @@
-"""What router replay costs: seconds of a training step without, with the first pass's routes, with the rollout's.
+"""Cost of router replay: seconds of a step without it, with routes of the old log-probs (R2), and of the rollout (R3).
 
     PYTHONPATH=. python tools/bench/router_replay.py [--steps 12] [--rounds 3] [--ranks 1] [--json FILE] [-- FLAGS …]
 
-Whole runs of megarl.train_rl on the same random weights, prompts and random numbers, one kind after the other, round
-by round; FLAGS are added to each. The first steps of a run count for nothing. The three kinds
-write the same text in the first step and about as much later. Prints medians over all steps, the median over the rounds
-of each round's ratio to no replay (a machine's speed drifts), and the bytes of routes that a token has.
+Whole runs of megarl.train_rl with the same random weights, prompts and random streams, one kind after the other in each
+round; FLAGS are added to each. The first steps of a run are not counted. All kinds generate the same responses in the
+first step and similar amounts later. Prints medians over all steps, the median over rounds of the ratio to no replay
+within a round (the machine's speed drifts), and the bytes of routes per token.
 """
 
 import argparse
@@ -29,7 +29,7 @@ FLAGS = (
 
 
 def make_inputs(folder: Path):
-    """Prompts and a tokenizer."""
+    """Makes prompts and a tokenizer."""
     tools = Path(__file__).parents[1]
     commands = [
         ["make_prompts.py", "--task", "basic_arithmetic", "--train", "200", "--heldout", "10", "--seed", "1",
@@ -42,7 +42,7 @@ def make_inputs(folder: Path):
 
 
 def step_seconds(folder: Path, kind: str, args: argparse.Namespace) -> list[float]:
-    """Seconds of each step of one run behind its first ones."""
+    """Seconds of each step of a run after the warm-up steps."""
     save = folder / "run"
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks), "-m",
@@ -59,8 +59,8 @@ def step_seconds(folder: Path, kind: str, args: argparse.Namespace) -> list[floa
 
 
 def measure(args: argparse.Namespace) -> dict:
-    """Medians by kind, and their ratio to no replay."""
-    rounds = {kind: [] for kind in KINDS}  # seconds of the steps of each run
+    """Runs all kinds; returns medians and ratios to no replay."""
+    rounds = {kind: [] for kind in KINDS}  # kind -> seconds of the steps of each run
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_inputs(folder)
@@ -84,16 +84,16 @@ def measure(args: argparse.Namespace) -> dict:
 def main():
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=12, help="steps of each run that count")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each kind")
-    parser.add_argument("--ranks", type=int, default=1, help="ranks of each run")
-    parser.add_argument("--json", help="file for the numbers")
-    parser.add_argument("flags", nargs="*", help="flags of megarl.train_rl, behind --")
+    parser.add_argument("--steps", type=int, default=12, help="measured steps of each run; default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each kind; default: %(default)s")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of each run; default: %(default)s")
+    parser.add_argument("--json", help="write the numbers to this file")
+    parser.add_argument("flags", nargs="*", help="flags of megarl.train_rl, after --")
     args = parser.parse_args()
     found = measure(args)
     for kind in KINDS:
-        print(f"{kind:12} {found['step_s'][kind]:8.3f} s a step   ratio {found['ratio'][kind]:.3f}")
-    print(f"routes: {found['bytes_per_token']} bytes a token")
+        print(f"{kind:12} {found['step_s'][kind]:8.3f} s per step   ratio {found['ratio'][kind]:.3f}")
+    print(f"routes: {found['bytes_per_token']} bytes per token")
     if args.json:
         Path(args.json).write_text(json.dumps(found, indent=2) + "\n")
 

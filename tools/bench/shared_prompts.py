@@ -1,10 +1,10 @@
-"""Prompts computed once for their responses against once for each: seconds of an update, the same model and sequences.
+"""Shared prompts in training: seconds of an update that computes each prompt once, against once per response.
 
     PYTHONPATH=. python tools/bench/shared_prompts.py [--prompts 8] [--prompt-length 384] [--samples 16]
         [--response-length 64] [--cap 16384] [--rounds 5] [--json FILE]
 
-Both sides pack the same responses under the same token cap and run forward, backward and the optimizer; they alternate,
-and the first round counts for nothing. Prints medians, their ratio, and the share of the tokens that is left.
+Both sides pack the same sequences under the same token cap and run forward, backward and the optimizer. They alternate;
+the first round is not counted. Prints medians, their ratio, and the fraction of tokens that remains with sharing.
 """
 
 import argparse
@@ -27,7 +27,7 @@ VOCAB = 4096
 
 
 def batch_of(args: argparse.Namespace) -> Batch:
-    """`samples` responses to each of the prompts, all of random tokens; of each, the response counts."""
+    """Random prompts with `samples` random responses each; the mask covers the responses."""
     generator = torch.Generator().manual_seed(1)
     count, length = args.prompts * args.samples, args.prompt_length + args.response_length
     tokens = torch.randint(VOCAB, (count, length), generator=generator)
@@ -44,7 +44,7 @@ def batch_of(args: argparse.Namespace) -> Batch:
 
 
 def measure(args: argparse.Namespace) -> dict:
-    """Runs both sides in turn; seconds, their ratio, and the share of tokens that sharing leaves."""
+    """Times both sides alternately; returns seconds, ratio, and the fraction of tokens that remains."""
     flags = f"{SHAPE} --max-prompt-length {args.prompt_length} --max-response-length {args.response_length}"
     role = arguments.parse(f"{flags} --max-tokens-per-microbatch {args.cap}".split(), 1, "sft").roles["actor"]
     trainable_model = TrainableModel(
@@ -55,12 +55,13 @@ def measure(args: argparse.Namespace) -> dict:
     clocks = {side: lambda batch=batch: one_update(trainable_model, batch, VOCAB) for side, batch in sides.items()}
     seconds = common.alternate(clocks, args.rounds + 1)
     medians = {side: statistics.median(times[1:]) for side, times in seconds.items()}
-    parts = [part for part, _ in trainable_model.microbatches(sides["shared"], torch.arange(len(sides["shared"])))]
-    spared = sum(int(part.host_metadata.shared.tokens.sum()) for part in parts if part.host_metadata.shared is not None)
+    microbatches = trainable_model.microbatches(sides["shared"], torch.arange(len(sides["shared"])))
+    prefixes = [microbatch.host_metadata.shared for microbatch, _ in microbatches]
+    saved = sum(int(prefix.tokens.sum()) for prefix in prefixes if prefix is not None)
     return {
         "device": str(device.device()),
         "threads": torch.get_num_threads(),
-        "left": 1 - spared / len(sides["shared"].tokens),
+        "left": 1 - saved / len(sides["shared"].tokens),
         "ratio": medians["alone"] / medians["shared"],
         "medians": medians,
         "seconds": seconds,

@@ -2,11 +2,11 @@
 
     PYTHONPATH=. python tools/bench/startup.py [--ranks 1,2,4] [--rounds 3] [--json FILE] [--markdown]
 
-run.sh is `bash launch/run.sh train_rl …` as launch/quickstart.sh calls it; torchrun is the same program started by
-torchrun, which imports everything in every rank and checks nothing first. They take turns. The first rollout begins
-where a run is set up, and its end is a little behind its first token: the times are those of the run's timeline.json.
-What each part takes alone: the environment's script, the imports, and a whole `--check`. Before the first round
-launch/warm_start.sh makes data and a policy of two updates in a temporary folder, and every side runs once.
+run.sh is `bash launch/run.sh train_rl …` as in launch/quickstart.sh; torchrun starts the same program with torchrun,
+which imports everything in every rank and checks nothing first. They alternate. Times come from the run's
+timeline.json: the first rollout begins when set-up is done. Also measured alone: setup_env.sh, the imports, and a whole
+`--check`. Before the first round, launch/warm_start.sh makes data and a policy of two updates in a temporary folder,
+and each side runs once.
 """
 
 import argparse
@@ -30,15 +30,15 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of a user's shell: this interpreter, threads as the launchers choose them, compiled modules that are kept."""
+    """The environment of a user's shell with this interpreter; the launcher chooses threads; bytecode is cached."""
     kept = {name: value for name, value in os.environ.items() if name not in CHOSEN}
-    # Empty: the variables of the scripts in launch/ that this shell may have for something else.
+    # Unset variables of the launch scripts that this shell may use for something else.
     own = dict.fromkeys(("CONFIG", "NNODES", "PYTHON"), "")
     return kept | own | {"MEGARL_VENV": sys.prefix, "PYTHONPATH": str(ROOT)} | more
 
 
 def timed(command: list[str], **variables: str) -> float:
-    """Seconds of a command; SystemExit with what it said where it fails."""
+    """Seconds of a command; SystemExit with its output if it fails."""
     began = time.perf_counter()
     done = subprocess.run(command, cwd=ROOT, env=environment(**variables), capture_output=True, text=True)
     if done.returncode:
@@ -47,7 +47,7 @@ def timed(command: list[str], **variables: str) -> float:
 
 
 def first_rollout(folder: Path, began: float) -> dict[str, float]:
-    """Seconds from `began` (since 1970) to the first rollout's begin and end, on the last of its ranks."""
+    """Seconds from `began` (Unix time) to begin and end of the first rollout, on its slowest rank."""
     trace = json.loads((folder / "timeline.json").read_text())
     origin = int(trace["otherData"]["start_unix_ns"]) / 1e9 - began
     first = {}
@@ -60,7 +60,7 @@ def first_rollout(folder: Path, began: float) -> dict[str, float]:
 
 
 class Quickstart:
-    """The quickstart's PPO stage for one step, on so many ranks."""
+    """One step of the quickstart's PPO on `ranks` ranks."""
 
     def __init__(self, folder: Path, ranks: int):
         self.folder, self.ranks, self.number = folder, ranks, 0
@@ -72,7 +72,7 @@ class Quickstart:
         ]  # fmt: skip
 
     def run(self, *command: str) -> dict[str, float]:
-        """Starts it by that command."""
+        """Starts it with a command and returns its times."""
         self.number += 1
         save = self.folder / f"{self.ranks}-{self.number}"
         began = time.time()
@@ -80,15 +80,15 @@ class Quickstart:
         return first_rollout(save, began)
 
     def by_script(self) -> dict[str, float]:
-        """As users start it."""
+        """Starts it with launch/run.sh."""
         return self.run("bash", "launch/run.sh", "train_rl")
 
     def by_torchrun(self) -> dict[str, float]:
-        """By torchrun itself."""
+        """Starts it with torchrun."""
         return self.run(sys.executable, *TORCHRUN, str(self.ranks), "-m", "megarl.train_rl")
 
     def parts(self) -> dict[str, float]:
-        """Seconds of what a start consists of, each alone."""
+        """Seconds of each part of a start, measured alone."""
         check = [sys.executable, "-m", "megarl.train_rl", *self.flags, "--save", str(self.folder / "unused"), "--check"]
         return {
             "environment_s": timed(["bash", "launch/setup_env.sh"]),
@@ -99,12 +99,12 @@ class Quickstart:
 
 
 def medians(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Of each number over the rounds."""
+    """Median of each number over the rounds."""
     return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
 
 
 def measure(folder: Path, ranks: int, rounds: int) -> dict:
-    """All rounds on so many ranks."""
+    """Runs all rounds on `ranks` ranks."""
     start = Quickstart(folder, ranks)
     sides = {"run.sh": start.by_script, "torchrun": start.by_torchrun}
     for side in sides.values():
@@ -115,7 +115,7 @@ def measure(folder: Path, ranks: int, rounds: int) -> dict:
         for name in sides if number % 2 == 0 else reversed(sides):
             rows[name].append(sides[name]())
             print(f"  {ranks} ranks, round {number + 1}, {name}: {rows[name][-1]['first_rollout_s']:.2f} s", flush=True)
-    found = {"ranks": ranks} | {name: medians(each) for name, each in rows.items()} | {"rounds": rows}
+    found = {"ranks": ranks} | {name: medians(measured) for name, measured in rows.items()} | {"rounds": rows}
     found["ratio"] = found["torchrun"]["first_rollout_s"] / found["run.sh"]["first_rollout_s"]
     return found
 
@@ -127,14 +127,14 @@ def table(rows: list[dict], markdown: bool) -> str:
         parts, ours = row["parts"], row["run.sh"]
         seconds = [parts["environment_s"], parts["import_all_s"], parts["check_s"], *ours.values()]
         seconds.append(row["torchrun"]["first_rollout_s"])
-        lines.append([str(row["ranks"]), *(f"{each:.2f} s" for each in seconds), f"{row['ratio']:.2f}"])
+        lines.append([str(row["ranks"]), *(f"{value:.2f} s" for value in seconds), f"{row['ratio']:.2f}"])
     return whole_table(lines, markdown, 15)
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--ranks", default="1,2,4", help="which of 1, 2 and 4")
-    parser.add_argument("--rounds", type=int, default=3, help="starts of each side")
+    parser.add_argument("--ranks", default="1,2,4", help="numbers of ranks, of 1, 2 and 4")
+    parser.add_argument("--rounds", type=int, default=3, help="starts of each side; default: %(default)s")
     add_output_flags(parser)
     args = parser.parse_args(argv)
     wanted = [text.strip() for text in args.ranks.split(",")]

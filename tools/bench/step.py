@@ -1,18 +1,18 @@
-"""A whole GRPO step: seconds of megarl.train_rl against TRL's GRPOTrainer, same first weights, prompts and work.
+"""A whole GRPO step: seconds of megarl.train_rl against TRL's GRPOTrainer, with the same weights, prompts and work.
 
     PYTHONPATH=. python tools/bench/step.py --case fixed|ragged [--rounds 3] [--steps 3] [--json FILE] [--markdown]
         [--ranks 1] [--trl-batch 64] [--trl-continuous]
 
-A step: 8 prompts of 16–22 tokens, 8 responses to each at temperature 1, a reward (how many different words there are),
-GRPO's advantages without KL, and one AdamW update on all 64 responses: one forward and backward over each, the
-clipped loss as a mean over tokens, its gradient clipped at norm 1, fp32, no recomputation. fixed: vocabulary 4,096, 64
-tokens each, as the end token is none that the model can write. ragged: vocabulary 64, at most 256 tokens, the end token
-one of the 64, so that random weights end after 60 or so.
+A step: 8 prompts of 16–22 tokens, 8 responses to each at temperature 1, a reward (number of distinct words), GRPO
+advantages without KL, and one AdamW update on all 64 responses: one forward and backward over each, the clipped loss as
+a mean over tokens, gradient clipping at norm 1, fp32, no recomputation. fixed: vocabulary 4,096, 64 tokens each, since
+the model cannot generate the end token. ragged: vocabulary 64 with the end token, at most 256 tokens, so that random
+weights end a response after about 60.
 
-Each round starts a process a side on one rank with all cores, or --ranks data-parallel ones that share them, over gloo.
-What counts is the time from the end of a step to the end of the next, behind the first step. --trl-batch is how many
-responses TRL passes through its models together, of all ranks: with less than 64, it accumulates. With --trl-continuous
-it writes by Hugging Face's continuous batching in place of `generate`.
+Each round starts each side in its own process, on one rank with all cores or on --ranks data-parallel ranks that share
+them, over gloo. A step's time is from the end of the previous step to its end; the first step is not counted.
+--trl-batch is the number of responses in TRL's forward passes, over all ranks: below 64, it accumulates gradients. With
+--trl-continuous, TRL generates with Hugging Face's continuous batching instead of `generate`.
 """
 
 import argparse
@@ -38,7 +38,7 @@ SPECIAL = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 @dataclass(frozen=True)
 class Case:
-    """A vocabulary, the most new tokens, and whether the end token is one that the model can write."""
+    """Vocabulary size, maximum new tokens, and whether the model can generate the end token."""
 
     vocab: int
     new_tokens: int
@@ -53,7 +53,7 @@ CASES = {"fixed": Case(4096, 64, ends=False), "ragged": Case(64, 256, ends=True)
 
 
 def make_inputs(folder: Path, case: Case):
-    """Prompts, and a tokenizer whose every id is a word: w3, w4, …"""
+    """Makes prompts and a tokenizer in which every id is a word: w3, w4, …"""
     words = {word: number for number, word in enumerate([*SPECIAL.values(), *(f"w{i}" for i in range(3, case.vocab))])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -67,17 +67,17 @@ def make_inputs(folder: Path, case: Case):
 
 
 def distinct(text: str) -> float:
-    """The reward: a share of the different words among 64."""
+    """The reward: number of distinct words, divided by 64."""
     return len(set(text.split())) / 64
 
 
 def reward(sample) -> float:
-    """megarl's plug-in."""
+    """The reward as a plug-in of megarl."""
     return distinct(sample.response)
 
 
 def megarl_flags(folder: Path, case: Case, steps: int) -> list[str]:
-    """Command line of megarl.train_rl, the model's flags included."""
+    """Command line of megarl.train_rl, including the model's flags."""
     text = (
         f"--prompts {folder}/prompts.jsonl --tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}"
         f" --reward tools.bench.step:reward --prompts-per-step {PROMPTS} --samples-per-prompt {SAMPLES}"
@@ -89,7 +89,7 @@ def megarl_flags(folder: Path, case: Case, steps: int) -> list[str]:
 
 
 def world_size() -> int:
-    """Ranks of this side, as torchrun tells them."""
+    """Number of ranks of this side, from torchrun."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
@@ -116,7 +116,7 @@ def run_trl(folder: Path, case: Case, steps: int, batch: int, continuous: bool) 
     ends = []
 
     class Clock(TrainerCallback):
-        """Notes when training begins and when each step ends."""
+        """Records the time when training begins and when each step ends."""
 
         def on_train_begin(self, *_, **__):
             ends.append(time.perf_counter())
@@ -126,7 +126,7 @@ def run_trl(folder: Path, case: Case, steps: int, batch: int, continuous: bool) 
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     if not case.ends:
-        tokenizer.add_special_tokens({"eos_token": "<end>"})  # an id behind those of the model
+        tokenizer.add_special_tokens({"eos_token": "<end>"})  # an id above those of the model
     count = PROMPTS * SAMPLES
     config = GRPOConfig(
         output_dir=str(folder / "trl"), per_device_train_batch_size=batch // world_size(),
@@ -149,7 +149,7 @@ def run_trl(folder: Path, case: Case, steps: int, batch: int, continuous: bool) 
 
 
 def in_process(side: str, name: str, folder: Path, args: argparse.Namespace) -> list[float]:
-    """Seconds of the steps that count, of one side in a process of its own."""
+    """Seconds of the measured steps of one side in its own process."""
     out = folder / "seconds.json"
     command = [__file__, "--case", name, "--steps", str(args.steps), "--trl-batch", str(args.trl_batch)]
     command += ["--trl-continuous"] * args.trl_continuous
@@ -166,7 +166,7 @@ def in_process(side: str, name: str, folder: Path, args: argparse.Namespace) -> 
 
 
 def measure(args: argparse.Namespace) -> dict:
-    """Runs the sides in turn, each round in new processes."""
+    """Runs the sides alternately, in new processes each round."""
     case, sides = CASES[args.case], [common.OURS, *PEERS]
     steps = {side: [] for side in sides}
 
@@ -180,19 +180,21 @@ def measure(args: argparse.Namespace) -> dict:
         chunk, _, namespace = common.build(case.shape, (32, case.new_tokens))
         common.export(chunk, case.shape, namespace, 32 + case.new_tokens).save_pretrained(folder / "model")
         common.alternate({side: lambda side=side: clock(side, folder) for side in sides}, args.rounds)
-    seconds = {side: sum(found, []) for side, found in steps.items()}
-    how = {"ranks": args.ranks, "trl_batch": args.trl_batch, "trl_continuous": args.trl_continuous}
-    return common.report(args.case, seconds, {"responses": PROMPTS * SAMPLES}, **how)
+    seconds = {side: sum(rounds, []) for side, rounds in steps.items()}
+    options = {"ranks": args.ranks, "trl_batch": args.trl_batch, "trl_continuous": args.trl_continuous}
+    return common.report(args.case, seconds, {"responses": PROMPTS * SAMPLES}, **options)
 
 
 def main(argv: list[str] | None = None):
     """Parses flags, measures, prints."""
     made = common.parser(__doc__, CASES, rounds=3)
-    made.add_argument("--steps", type=int, default=3, help="steps of each round that count")
-    made.add_argument("--ranks", type=int, default=1, help="data-parallel ranks of each side")
-    made.add_argument("--trl-batch", type=int, default=64, help="responses of one of TRL's forward passes")
-    made.add_argument("--trl-continuous", action="store_true", help="TRL writes by continuous batching")
-    made.add_argument("--side", choices=[common.OURS, *PEERS], help="run this side alone, in --folder")
+    made.add_argument("--steps", type=int, default=3, help="measured steps per round; default: %(default)s")
+    made.add_argument("--ranks", type=int, default=1, help="data-parallel ranks of each side; default: %(default)s")
+    made.add_argument(
+        "--trl-batch", type=int, default=64, help="responses per forward pass of TRL; default: %(default)s"
+    )
+    made.add_argument("--trl-continuous", action="store_true", help="TRL generates with continuous batching")
+    made.add_argument("--side", choices=[common.OURS, *PEERS], help="run only this side, in --folder")
     made.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = common.parsed(made, argv)
     if args.side:

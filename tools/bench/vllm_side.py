@@ -2,8 +2,8 @@
 
     INTERPRETER vllm_side.py FOLDER      (tools/bench/rollout.py starts it)
 
-FOLDER has the model as Hugging Face saves it, and requests.json. Writes a line "seconds S" when it is ready, and one
-for each line that it reads: the time in which it answered all requests.
+FOLDER has the model in Hugging Face's format and requests.json. Prints a line "seconds 0" when it is ready, then a line
+"seconds S" for each line of stdin: the time in which it answered all requests.
 """
 
 import json
@@ -14,8 +14,8 @@ from pathlib import Path
 
 
 def main():
-    """Loads the model, warms up, answers."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine in this process
+    """Loads the model, warms up and serves rounds."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # run the engine in this process
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import LLM, SamplingParams
@@ -34,13 +34,13 @@ def main():
     engine.generate(prompts[:4], settings[:4], use_tqdm=False)
     print("seconds 0", flush=True)
     for _ in sys.stdin:
-        engine.reset_prefix_cache()  # blocks of an earlier round would be of older weights
+        engine.reset_prefix_cache()  # as after a weight sync, cached blocks may not be reused
         started = time.perf_counter()
         found = engine.generate(prompts, settings, use_tqdm=False)
         seconds = time.perf_counter() - started
         lengths = [len(answer.outputs[0].token_ids) for answer in found]
         if lengths != [new for _, new in work["requests"]]:
-            sys.exit(f"vLLM wrote {sum(lengths)} tokens, not those asked for")
+            sys.exit(f"vLLM generated {sum(lengths)} tokens, not the requested lengths")
         print(f"seconds {seconds}", flush=True)
 
 

@@ -1,12 +1,12 @@
-"""Weights: a transfer between two layouts against a broadcast of the same bytes over the same ranks.
+"""Weight sync between two layouts against a broadcast of the same bytes over the same ranks.
 
     PYTHONPATH=. python tools/bench/weights.py [--cases move,tp2-tp1,dp2-rollout] [--rounds 7] [--json FILE]
 
 move: rank 0 -> rank 1. tp2-tp1: tensor parallelism on ranks 0 and 1 -> rank 2. dp2-rollout: two replicas on ranks 0 and
-1 -> two on ranks 2 and 3. The model has 58 M parameters in fp32. transfer is `WeightTransfer.run`, from and to the
-models' own tensors; broadcast is one `dist.broadcast` of one contiguous tensor as long as the model. They take turns,
-one round before the first counts for nothing, and a side's time is that of the slowest rank. In the end every weight is
-compared (`verify`). Ranks are forked on this machine, with one thread each, over gloo: not for a machine with a GPU.
+1 -> two on ranks 2 and 3. The model has 58 M parameters in fp32. transfer is `WeightTransfer.run` between the models'
+own tensors; broadcast is one `dist.broadcast` of one contiguous tensor of the model's size. They alternate after a
+warm-up round; a side's time is that of the slowest rank. At the end every weight is compared (`verify`). Ranks are
+forked on this machine with one thread each, over gloo, so it does not run on a machine with a GPU.
 """
 
 import argparse
@@ -36,7 +36,7 @@ MODEL = (
     " --advantage grpo --samples-per-prompt 2 --kl-coefficient 0"
 )
 TENSOR2 = " --actor-tensor-model-parallel-size 2 --rollout-tensor-model-parallel-size 1"
-CASES = {  # name -> ranks, where the roles are
+CASES = {  # name -> (ranks, role map)
     "move": (2, "--role-map actor=0;reward=0;rollout=1"),
     "tp2-tp1": (3, "--role-map actor=0-1;reward=0;rollout=2" + TENSOR2),
     "dp2-rollout": (4, "--role-map actor=0-1;reward=0;rollout=2-3"),
@@ -44,7 +44,7 @@ CASES = {  # name -> ranks, where the roles are
 
 
 def slowest(work, group) -> float:
-    """Seconds of work() on the rank that takes longest."""
+    """Seconds of work() on the slowest rank."""
     dist.barrier(group=group)
     began = time.perf_counter()
     work()
@@ -54,19 +54,17 @@ def slowest(work, group) -> float:
 
 
 def measure(case: str, rounds: int) -> dict:
-    """This rank's part of a case; the same numbers on every rank."""
+    """Runs a case on this rank; returns the same numbers on every rank."""
     ranks, flags = CASES[case]
     roles = arguments.parse([*MODEL.split(), *flags.split()], ranks).roles
-    here = role_mesh.create_mesh(roles, timedelta(minutes=5))
-    models = {
-        name: gpt.build_frozen_model(roles[name].megatron, VOCAB, here[name].pg_collection)
-        if here[name].is_member
-        else None
-        for name in ("actor", "rollout")
-    }
-    group = here.ranks_group("actor", "rollout")
+    mesh = role_mesh.create_mesh(roles, timedelta(minutes=5))
+    models = {"actor": None, "rollout": None}
+    for name in models:
+        if mesh[name].is_member:
+            models[name] = gpt.build_frozen_model(roles[name].megatron, VOCAB, mesh[name].pg_collection)
+    group = mesh.ranks_group("actor", "rollout")
     began = time.perf_counter()
-    collections = {name: here[name].pg_collection for name in models}
+    collections = {name: mesh[name].pg_collection for name in models}
     transfer = WeightTransfer(models["actor"], collections["actor"], models["rollout"], collections["rollout"], group)
     planning = time.perf_counter() - began
     size = torch.tensor(sum(p.nbytes for p in models["rollout"].parameters()) if models["rollout"] else 0)
@@ -80,15 +78,15 @@ def measure(case: str, rounds: int) -> dict:
     transfer.verify()
     sent = torch.tensor(transfer.bytes_sent)
     dist.all_reduce(sent, group=group)
-    found = {name: statistics.median(each[1:]) for name, each in seconds.items()}
+    medians = {name: statistics.median(times[1:]) for name, times in seconds.items()}
     return {
         "case": case, "ranks": ranks, "model_bytes": int(size), "sent_bytes": int(sent), "planning_s": planning,
-        "median_s": found, "ratio": found["broadcast"] / found["transfer"], "seconds": seconds,
+        "median_s": medians, "ratio": medians["broadcast"] / medians["transfer"], "seconds": seconds,
     }  # fmt: skip
 
 
 def run_case(case: str, rounds: int) -> dict:
-    """A case on ranks of its own."""
+    """Runs a case on forked ranks."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
 
@@ -106,7 +104,7 @@ def run_case(case: str, rounds: int) -> dict:
 
 
 def table(rows: list[dict], markdown: bool) -> str:
-    """Case, bytes, seconds of both sides, the transfer's share of the broadcast's bandwidth."""
+    """Case, ranks, model size, seconds of both sides, and their ratio (broadcast over transfer)."""
     lines = [["case", "ranks", "model", "transfer", "broadcast", "ratio"]]
     for row in rows:
         seconds = [f"{row['median_s'][side]:.3f} s" for side in ("transfer", "broadcast")]
