@@ -84,7 +84,7 @@ class Settings:
     tokenizer_model: str | None = _flag(None, "tokenizer file (SentencePiece) or folder (Hugging Face)",
                                         programs=ALL, roles=("reward",))  # fmt: skip
     chat_template: str | None = _flag(None, "Jinja file of the chat template, 'tokenizer' (the tokenizer's own) or"
-                                      " 'none' (plain text)", programs=ALL, roles=("reward",))  # fmt: skip
+                                      " 'none' (plain text, the default)", programs=ALL, roles=("reward",))  # fmt: skip
     # Rewards.
     reward: str = _flag("exact-match", "weighted sum of reward terms, as 'model+0.2*format' (weight 0: logged, not"
                         f" added); terms: {', '.join(NAMES)}, or package.module:function",
