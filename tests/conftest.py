@@ -21,13 +21,13 @@ torch.set_num_threads(1)
 
 
 def pytest_configure(config):
-    """Warnings of Megatron about itself are not this project's to heed; pytest's own filters undo megarl's."""
+    """Ignores Megatron's warnings about itself, since pytest's filters replace megarl's."""
     config.addinivalue_line("filterwarnings", "ignore::Warning:megatron")
     config.addinivalue_line("filterwarnings", "ignore:'type' is deprecated:DeprecationWarning:argparse")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out what needs the sandbox of the code checker where the machine forbids one, and says so."""
+    """Leaves out the tests of the code verifier's sandbox if the machine forbids one, with a warning."""
     marked = [item for item in items if item.get_closest_marker("sandbox")]
     reason = sandbox.available() if marked else None
     if reason:

@@ -1,4 +1,4 @@
-"""Fully sharded parameters: one update, memory, scoring, transfers and checkpoints as without sharding."""
+"""FSDP: one update, memory, scoring, weight transfers and checkpoints equal those without sharding."""
 
 import functools
 import gc
@@ -179,7 +179,7 @@ def held(tensors) -> int:
 
 
 def shares(rank):
-    """Bytes of the whole model; here of parameters, gradients, moments; which layers are sharded; left by scoring."""
+    """Bytes of the whole model; this rank's of parameters, gradients, moments; sharded layers; bytes left after scoring."""
     found = trainable_model(SHARDED)
     (part,), parameters = found.optimizer.chained_optimizers, list(found.model.parameters())
     first, second = found.model[0].decoder.layers
@@ -222,7 +222,7 @@ def test_a_rank_holds_its_share_and_a_gathered_layer_is_freed_again(size):
 
 
 def scoring(rank):
-    """Whether a frozen model scores alike when it is sharded; the part of its bytes that a rank still holds."""
+    """(whether a frozen model gives the same scores when sharded, the fraction of its bytes on a rank)."""
     from megarl.mcore.model import forward_pass, gpt
     from megarl.mcore.parallel import fsdp
 

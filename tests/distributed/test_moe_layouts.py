@@ -1,4 +1,4 @@
-"""Updates of a model with all that MoE layers can have, in every layout: those of a single rank."""
+"""Updates of a model with every MoE feature in every layout equal those of a single rank."""
 
 import functools
 
@@ -93,12 +93,12 @@ def updates(rank, flags: str, count: int, value_head: bool = False):
 
 @functools.cache
 def single(value_head: bool = False):
-    """What `updates` gives on a single rank, with one micro-batch."""
+    """Result of `updates` on a single rank with one micro-batch."""
     return run_world(updates, 1, FULL, 1, value_head)[0]
 
 
 def compare(found, value_head: bool = False):
-    """What `updates` gives, with what it gives on a single rank."""
+    """Results of `updates` of every rank, and of a single rank."""
     expected = single(value_head)
     for i in range(3):  # a loss may be the small rest of terms of about 1: it has their rounding
         assert found[i] == pytest.approx(expected[i], rel=2e-5, abs=1e-5)
@@ -106,7 +106,7 @@ def compare(found, value_head: bool = False):
 
 
 def compare_weights(weights: dict, one_weights: dict):
-    """Floats as close as rounding in float32 leaves them; what follows from counts alone to the bit."""
+    """Floats agree within float32 rounding; numbers computed from counts agree to the bit."""
     assert weights.keys() == one_weights.keys()
     for key, weight in one_weights.items():
         if "expert_bias" in key or "expert_share" in key:

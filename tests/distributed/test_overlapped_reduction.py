@@ -1,4 +1,4 @@
-"""Gradients that are reduced while backward runs: when that is on, that it happens, and that it changes no bit."""
+"""Gradient reduction during backward: when it is on, that it overlaps, and that it changes no bit."""
 
 import pytest
 import torch

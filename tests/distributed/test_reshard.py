@@ -1,4 +1,4 @@
-"""Weights from one layout to another: every tensor exact on every rank, one plan, bytes counted, faults named."""
+"""Weight transfers between layouts: every tensor exact on every rank, one plan, bytes counted."""
 
 import pytest
 import torch

@@ -91,7 +91,7 @@ OTHER_MODELS = {
 
 @functools.cache
 def fresh_run_of(folder: Path, size: int, flags: str) -> Path:
-    """Run folder of two steps of a model that starts from drawn weights."""
+    """Run folder of two steps of a model that starts from random weights."""
     save = folder / f"{size} {flags[:100]}"
     flags = f"--train-iters 2 --lr 1e-4 --critic-lr 1e-3 {GRADED} {flags}"
     train("rl", rl_argv(save, flags, warm_start=False), size)
@@ -111,7 +111,7 @@ def test_every_kind_of_model_reaches_the_rollout_exactly(name, folder):
 
 @pytest.mark.parametrize("name, moved", [("TP2 next to DP2", False), ("disjoint", True)])
 def test_weight_sync_bytes_are_counted(name, moved, folder):
-    """A rank that trains with whole weights has its share of them already; another one gets every byte."""
+    """A rank that holds the trained weights already has its share; any other rank receives every byte."""
     rows = metrics(run_of(folder, LAYOUTS[name][0], f"{LAYOUTS[name][1]} --verify-weights"))
     parameters = 2 * (32 * (32 + 2 * 16) + 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32 + 32 * 32  # tied embeddings
     largest = parameters * 4 * 1.2  # fp32, and the checkpoint's view of what is stored twice

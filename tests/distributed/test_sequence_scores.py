@@ -84,7 +84,7 @@ def test_scores_do_not_depend_on_layout_and_packing(layout):
 
 
 def plain(rank):
-    """Each sequence alone: the head, in float64, on what the decoder says at its last token."""
+    """Scores of single sequences: the head in float64 on the decoder's output at the last token."""
     from megarl.mcore.model.forward_pass import sequence_scores, token_values
 
     stages, _ = frozen(DENSE)

@@ -1,4 +1,4 @@
-"""What responses to a prompt begin with is computed once: the same numbers to the last bit, in every layout."""
+"""Prompts shared by several responses are computed once: the same results to the last bit, in every layout."""
 
 import functools
 

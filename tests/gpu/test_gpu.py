@@ -1,4 +1,4 @@
-"""PPO on one CUDA device over NCCL: dense, with experts, with offload; needs one, so CI without a GPU leaves it out."""
+"""PPO on one CUDA device over NCCL: dense, with experts, with offload."""
 
 import subprocess
 import sys

@@ -34,7 +34,7 @@ def _in_world(rank: int, parsed) -> str:
 
 
 def run_evaluate(command: list[str], size: int = 1) -> list[str]:
-    """Runs the program in a world of forked ranks; what each printed."""
+    """Runs the program in a world of forked ranks; returns what each rank printed."""
     import megarl.evaluate  # noqa: F401  imported once, before the fork
 
     return run_world(_in_world, size, program("evaluate", command, size))

@@ -1,4 +1,4 @@
-"""How close rollout and training must be on this machine: to the bit where its products give a row the same numbers in
+"""How close rollout and training must be on this machine: to the bit if its products give a row the same result in
 every matrix of at least `MIN_ROWS` rows, which is what megarl's exactness rests on (docs/exactness.md)."""
 
 import functools

@@ -66,5 +66,5 @@ def value_of(field):
 
 
 def required_flags(field) -> list[str]:
-    """Flags that give this one an effect."""
+    """Flags without which this one has no effect."""
     return REQUIRED.get(field.name, HOLDS.get(field.metadata["when"], "")).split()

@@ -1,4 +1,4 @@
-"""Flags of parallel layouts, and the layouts that every update must be the same in."""
+"""Flags of parallel layouts, and the layouts in which every update must be the same."""
 
 DENSE = "--num-layers 4 --adam-eps 1 --lr 0.05 --weight-decay 0.1 --clip-grad 1"  # no division by tiny second moments
 MOE = f"{DENSE} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-layer-freq ([0]+[1]*3)"

@@ -118,7 +118,7 @@ def program(name: str, argv: list[str], size: int):
 
 
 def in_world(rank: int, name: str, parsed) -> str:
-    """Runs a program on this rank of a world; what it printed. The report, which has its tests, is not drawn."""
+    """Runs a program on this rank of a world, without drawing the report; returns what it printed."""
     from megarl import train_reward, train_rl, train_sft
     from megarl.observe.timers import Timers
     from megarl.trainers import trainer
@@ -130,7 +130,7 @@ def in_world(rank: int, name: str, parsed) -> str:
 
 
 def train(name: str, argv: list[str], size: int = 1) -> list[str]:
-    """Runs a program in a world of forked ranks; what each rank printed."""
+    """Runs a program in a world of forked ranks; returns what each rank printed."""
     from megarl import train_reward, train_rl, train_sft  # noqa: F401  imported once, before the fork
 
     return run_world(in_world, size, name, program(name, argv, size))
@@ -159,7 +159,7 @@ def metrics(save: Path) -> dict[int, dict]:
 
 
 def timeless(row: dict) -> dict:
-    """A row without what depends on the clock and on the process: times, speeds, memory."""
+    """A row without the metrics that depend on clock or process: times, speeds, memory."""
     return {
         name: value
         for name, value in row.items()

@@ -1,4 +1,4 @@
-"""Tokenizers of every kind that megarl reads, made in a moment from a few words, and chat templates to go with them."""
+"""Small tokenizers of every kind that megarl reads, and chat templates for them."""
 
 import io
 import json
@@ -194,7 +194,7 @@ def wordpiece(folder: Path) -> str:
 
 
 def sentence_piece(path: Path, **options) -> str:
-    """A SentencePiece model that spells any text: in bytes what the words lack."""
+    """A SentencePiece model for any text, with byte fallback."""
     settings = dict(
         model_type="bpe",
         vocab_size=330,

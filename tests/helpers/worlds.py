@@ -83,7 +83,7 @@ class _Rank:
             os.setpgid(self.process.pid, self.process.pid)  # the child does it, too: whoever comes first
 
     def result(self):
-        """What the rank sent. RankFailed when it raised or ended."""
+        """The rank's result; RankFailed if it raised or ended."""
         try:
             raised, payload = pickle.loads(self.reader.recv_bytes())
         except EOFError:

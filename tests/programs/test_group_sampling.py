@@ -66,7 +66,7 @@ def test_a_filter_drops_groups_whose_rewards_are_equal(folder):
 
 
 def test_a_step_without_groups_that_differ_trains_nothing(folder):
-    """Nobody answers right: the verdicts of every group are equal."""
+    """No response is correct, so the correctness of every group is uniform."""
     save = run_of(folder, f"{GRPO} --group-filter correct --reward tests.helpers.programs:never_right")
     rows = metrics(save)
     assert sorted(rows) == [1, 2, 3]

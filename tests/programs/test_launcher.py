@@ -1,4 +1,4 @@
-"""Ranks forked from a warm process: they meet, failures and signals end all of them, and when torchrun takes over."""
+"""Ranks forked by the launcher: they form a group, failures and signals end all; when torchrun is used instead."""
 
 import gc
 import json

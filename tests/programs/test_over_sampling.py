@@ -1,4 +1,4 @@
-"""Over-sampling: of more groups than are wanted those with the shortest longest response, and writing that stops."""
+"""Over-sampling: keeps the groups whose longest response is shortest, and stops generation early."""
 
 import functools
 import json

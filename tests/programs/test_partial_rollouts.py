@@ -1,4 +1,4 @@
-"""Partial rollouts: interrupted groups resume in the next round as if uninterrupted."""
+"""Partial rollouts: interrupted groups resume in the next round with the same result as without interruption."""
 
 import functools
 import json

@@ -88,7 +88,7 @@ def test_groups_are_those_of_the_rank_order(rank):
     more = ["--actor-context-parallel-size", "2", "--critic-expert-model-parallel-size", "64"]
     with fake_world.fake_world(4096, rank):
         roles = arguments.parse([*LARGE, *more], 4096).roles
-        places = role_mesh.create_mesh(roles, timedelta(minutes=1)).places
+        places = role_mesh.create_mesh(roles, timedelta(minutes=1)).roles
         for name, context, expert in (("actor", 2, 32), ("critic", 1, 64), ("reference", 1, 32)):
             ranks, role_groups = roles[name].ranks, places[name]
             if rank not in ranks:

@@ -1,4 +1,4 @@
-"""The recipes: all are there, each is its paper's algorithm and no more, and trains with the models that it needs."""
+"""The recipes: each sets its paper's algorithm and nothing else, and trains with the models that it needs."""
 
 import json
 import math
@@ -147,7 +147,7 @@ def test_a_recipes_updates_do_not_depend_on_the_layout(variant, tmp_path):
 
 
 def values_of(program: arguments.RunConfig) -> dict:
-    """What the program runs with, by the names of a config file."""
+    """The settings of a program by the names of a config file."""
     return {name.replace("_", "-"): value for name, value in program.own_settings().items()}
 
 
@@ -165,7 +165,7 @@ def test_a_recipe_sets_the_values_of_its_paper_only(recipe):
 
 @pytest.mark.parametrize("recipe", MODELS)
 def test_a_recipe_works_after_the_quickstarts_file(recipe):
-    """What the quickstart's file has for PPO alone is dropped, and a warning names it."""
+    """Flags of the quickstart that only PPO uses are dropped, and a warning names them."""
     quickstart = ROOT / "configs" / "quickstart.yaml"
     program = arguments.parse(["--config", str(quickstart), str(FOLDER / f"{recipe}.yaml")], 1)
     ours = yaml.safe_load((FOLDER / f"{recipe}.yaml").read_text())

@@ -1,4 +1,4 @@
-"""launch/rlhf_pipeline.sh: what it hands from stage to stage, that every command is valid, and wrong use."""
+"""launch/rlhf_pipeline.sh: files passed from stage to stage, valid commands, wrong use."""
 
 import json
 import re

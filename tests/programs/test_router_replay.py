@@ -1,4 +1,4 @@
-"""Router replay in whole runs: training takes the recorded routes, whatever its routers would choose, in any layout."""
+"""Router replay in whole runs: training uses the recorded routes in any layout, even with perturbed routers."""
 
 import pytest
 
@@ -24,7 +24,7 @@ SELECTIVE = "--recompute-granularity selective --recompute-modules moe"
 
 
 def run(folder, size: int, flags: str, noisy_from: int = NEVER) -> tuple[dict, dict]:
-    """(what was seen on all ranks by kind, metrics by step) of a run without a warm start."""
+    """({kind: experts by token}, metrics by step) of a run without a warm start."""
     from megarl import train_rl  # noqa: F401  imported once, before the fork
 
     parsed = program("rl", rl_argv(folder, f"{MOE} {flags}", warm_start=False), size)
@@ -49,7 +49,7 @@ def test_the_rollouts_routes_close_the_gap(layout, tmp_path):
 
 
 def numbers(row: dict) -> dict:
-    """A row without what is measured of routers."""
+    """A row without router metrics."""
     return {name: value for name, value in row.items() if "router/" not in name}
 
 

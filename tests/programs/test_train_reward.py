@@ -1,4 +1,4 @@
-"""Training of reward models: pairs come in order, in every layout alike; runs resume; others start from the result."""
+"""Training of reward models: pairs become ordered, the same in every layout; resume; runs that start from it."""
 
 import functools
 import json

@@ -136,7 +136,7 @@ def turns(*contents: str) -> dict:
 
 
 def dialogues(folder: Path, last: str) -> str:
-    """Flags of training on sums by turns; each conversation ends with what the user says `last`, to no answer."""
+    """Flags of training on multi-turn sums; each conversation ends with the user's `last`, which has no answer."""
     rows = [turns(f"{a}+{b}", str(a + b), f"{a}+{a}", str(a + a), last) for a in range(3, 9) for b in range(2)]
     path, template = write_lines(folder / f"{last}.jsonl", rows), folder / "template.jinja"
     template.write_text(TEMPLATE)

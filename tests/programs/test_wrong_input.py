@@ -1,4 +1,4 @@
-"""Wrong input to the programs: exit status 2 and one line that says what is wrong, before any rank joins another."""
+"""Wrong input to the programs: exit status 2 and one line that says what is wrong, before any process group exists."""
 
 import json
 import os

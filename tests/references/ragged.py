@@ -53,7 +53,7 @@ def ragged_batches() -> list[RaggedBatch]:
 
 @dataclasses.dataclass
 class RaggedStep:
-    """A whole step: a ragged batch with the prompt and the score of each of its N responses."""
+    """A step: a ragged batch with the prompt and the score of each of its N responses."""
 
     batch: RaggedBatch
     kind: str  # of the scores: noise, verdicts, extreme, equal

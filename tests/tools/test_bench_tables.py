@@ -130,7 +130,7 @@ def test_the_quickstart_is_placed_as_the_benchmarks_say():
 
 
 class Bigrams(torch.nn.Embedding):
-    """What a library's causal model gives back, of a model that looks one token back."""
+    """The output of a library's causal model, for a model that depends on the previous token only."""
 
     def forward(self, ids, attention_mask, use_cache):
         assert attention_mask is None or attention_mask.shape == ids.shape

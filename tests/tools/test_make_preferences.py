@@ -50,7 +50,7 @@ def pairs(folder: Path, name: str = "train") -> list[Prompt]:
 
 
 def test_the_better_response_is_chosen(tmp_path, capsys):
-    """Right before wrong, much before little; nothing of an unfinished one; scores in the samples are not read."""
+    """Correct before wrong, larger gaps first; unfinished responses make no pair; sampled scores are ignored."""
     assert make(tmp_path, "--corrupted-pairs", "0", "--sampled-pairs", "9", "--min-gap", "0.19") == 0
     for word in WORDS:
         right = word[::-1]

@@ -158,7 +158,7 @@ def test_masked_out_infinity_stays_out_of_loss_and_gradient(mode):
 
 @EVERY_MODE
 def test_gradcheck_of_value_kl_and_entropy_terms(mode):
-    """As functions of the values, log-probs and logits: what the critic's and the actor's losses are made of."""
+    """The terms of the critic's and the actor's losses as functions of values, log-probs and logits."""
     batch = ragged_batches()[2]
     counts, generator = local_counts(batch.mask, batch.cu_seqlens), batch.generator
 

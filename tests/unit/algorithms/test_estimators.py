@@ -133,7 +133,7 @@ def test_declared_needs_and_options_are_those_read(name):
 
 
 def part_of(data, sequences):
-    """What a rank holds that has only these sequences, in this order."""
+    """The data of a rank with only these sequences, in this order."""
     spans = [slice(int(data.cu_seqlens[i]), int(data.cu_seqlens[i + 1])) for i in sequences]
     tokens = torch.cat([torch.arange(len(data.response_mask))[span] for span in spans] or [torch.arange(0)])
     fields = {name: getattr(data, name)[tokens] for name in ("token_rewards", "values", "response_mask")}
@@ -142,7 +142,7 @@ def part_of(data, sequences):
 
 
 def on_ranks(name, parts, options):
-    """Each rank's result; the first pass only collects what each of them puts into the sum over ranks."""
+    """Each rank's result; the first pass only collects each rank's summands."""
     given = []
     for part in parts:
         ESTIMATORS[name].function(dataclasses.replace(part, total=lambda x: given.append(x) or x), options)

@@ -13,7 +13,7 @@ CLOSE = dict(rtol=1e-9, atol=1e-7)  # below the 1e-6 that is promised; scores go
 
 
 def verl_outcome(function, step, **options):
-    """[N] what one of verl's outcome estimators gives a response, read off a token of it; the index as names."""
+    """[N]: the advantage that one of verl's outcome estimators gives each response, read at one of its tokens."""
     width = max(step.batch.lengths)
     rewards = torch.zeros(len(step.groups), width, dtype=torch.float64)
     rewards[:, -1] = step.scores

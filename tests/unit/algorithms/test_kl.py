@@ -69,7 +69,7 @@ def test_straight_through_forms_have_the_mean_gradient_of_the_true_kl():
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_gradcheck(kind):
-    """Of the estimate, and of it within limits that part of the tokens exceed."""
+    """Gradient of the estimate, and of the clamped one where some tokens exceed the limits."""
     generator = torch.Generator().manual_seed(4)
     logprobs, reference = (torch.randn(60, generator=generator, dtype=torch.float64) for _ in range(2))
     smooth = ((logprobs - reference).abs() - 1.5).abs() > 1e-3

@@ -98,7 +98,7 @@ def test_maj_at_k_is_the_mean_over_runs_that_share_nothing():
 
 @pytest.mark.parametrize("n, k", [(4, 1), (4, 2), (5, 2), (4, 3), (4, 4)])
 def test_maj_at_k_and_mean_at_k_are_unbiased(n, k):
-    """Over all outcomes of n draws the means are what k draws give."""
+    """Averaged over all outcomes of n draws, the estimates equal the expectation over k draws."""
     chances = {"a": 0.45, "b": 0.35, "c": 0.15, None: 0.05}
 
     def expected(draws, function):

@@ -1,4 +1,4 @@
-"""What every policy loss of the table keeps to: exact zeros, finite numbers, gradients, no neighbours, no old graph."""
+"""Properties of every policy loss: exact zeros, finite results, gradients, independent sequences, constant inputs."""
 
 import dataclasses
 import itertools
@@ -180,7 +180,7 @@ def frozen(name, tokens):
 @EVERY_LOSS
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_gradcheck(name, mode):
-    """Of the aggregated loss. Finite differences know no stop-gradient: where a loss has one, they check the function
+    """Of the aggregated loss. Finite differences ignore stop-gradients: if a loss has one, they check the function
     with those parts frozen, and the loss has to have its value and its gradient."""
     _, tokens = smooth_tokens()
     mask, borders = tokens.response_mask, tokens.cu_seqlens

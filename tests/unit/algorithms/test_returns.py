@@ -1,4 +1,4 @@
-"""Returns-to-go, and what spreads and sums over sequences: against verl, plain loops and closed forms."""
+"""Returns-to-go, and sums over and broadcasts to sequences: against verl, plain loops and closed forms."""
 
 import types
 

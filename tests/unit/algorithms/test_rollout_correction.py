@@ -1,4 +1,4 @@
-"""Rollout correction: weights, masks and diagnostics against verl and plain arithmetic; sums over parts."""
+"""Rollout correction: weights, masks and diagnostics against verl and plain arithmetic; sums over micro-batches."""
 
 import itertools
 import math
@@ -89,8 +89,8 @@ def test_weights_equal_verl(kind, floor, level):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("kind", "floor"), [("mis", None), ("icepop", 0.4)])
 def test_masked_tokens_equal_verls_rejections(kind, floor, level):
-    """verl rejects by k1 = −log w, so its bounds are the reciprocals of ours; and it takes what it rejects out of the
-    response mask, while ours stays in the denominators."""
+    """verl rejects by k1 = −log w, so its bounds are the reciprocals of ours; and it removes rejected tokens from the
+    response mask, while megarl keeps them in the denominators."""
     verl = load_verl_correction()
     bounds = f"{1 / 2.5}_{1e30 if floor is None else 1 / floor}"
     for batch, old, rollout in cases((0.01, 0.3, 1.0, 3.0)):  # verl holds the log-ratio of each token to ±20, not Σ
@@ -166,7 +166,7 @@ def test_report_of_extreme_gaps_equals_the_definitions(level):
 
 @pytest.mark.parametrize("options", EVERY_OPTION, ids=str)
 def test_microbatch_sums_add_up_to_the_whole(options):
-    """A weight does not depend on its micro-batch, to the last bit; the sums of the parts are those of the whole."""
+    """A weight does not depend on its micro-batch, to the last bit; sums over micro-batches add up to the batch's."""
     for batch, old, rollout in itertools.islice(cases(), 50):
         whole = correction_sums(old, rollout, batch.mask, batch.cu_seqlens, options)
         weights, parts = correction_weights(old, rollout, batch.mask, batch.cu_seqlens, options), []

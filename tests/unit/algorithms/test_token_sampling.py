@@ -213,7 +213,7 @@ def test_logits_are_not_changed():
 
 @pytest.mark.parametrize("size", [64, 96, 512, 768, 1000, 4096 + 32])
 def test_tokens_found_by_blocks_are_those_of_the_whole_cumulative_distribution(size):
-    """Where no number comes within rounding of a border between two tokens."""
+    """Checked where no random number is within rounding of a border between two tokens."""
     generator = torch.Generator().manual_seed(size)
     weights = (3 * torch.randn(200, size, generator=generator)).softmax(-1) * 7
     weights[::2, : size // 2], weights[1::2, size // 2 :] = 0.0, 0.0  # whole blocks without mass

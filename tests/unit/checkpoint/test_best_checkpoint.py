@@ -34,7 +34,7 @@ def steps(run: Path) -> list[int]:
 
 
 def loaded(run: Path, pointer: str | None = None) -> int:
-    """The step that a run or one of its pointers names, if its checkpoint is whole; UsageError else."""
+    """The step that a run or one of its pointers names; UsageError if its checkpoint is incomplete."""
     folder = folders.find(str(run / "checkpoints" / pointer if pointer else run), "--load")
     step = folders.read_manifest(folder, "--load")["step"]
     assert (folder / "tensors").read_text() == f"{step}"

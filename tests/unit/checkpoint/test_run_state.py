@@ -44,7 +44,7 @@ def learn(trainable_model, updates: int):
 
 
 def contents(trainable_model) -> dict:
-    """All that a checkpoint must bring back, as one rank would hold it; moments only where they are not sharded."""
+    """Everything that a checkpoint must restore, gathered; moments only if they are not sharded."""
     group, plain = trainable_model.role_groups.pg_collection.tp, {}
     found = {
         name: whole_tensor(name, p, p.detach(), group, True) for name, p in trainable_model.model[0].named_parameters()
@@ -175,7 +175,7 @@ def test_the_critic_keeps_its_head_when_it_loads_the_policys_weights(size, flags
 
 
 def commits(rank: int, parsed, run: Path) -> list:
-    """What lay in the run's folder whenever a file was committed, in order."""
+    """The contents of the run's folder whenever a file was committed, in order."""
     from megarl.checkpoint import folders, run_state
     from megarl.mcore.weights import dist_checkpoint
 

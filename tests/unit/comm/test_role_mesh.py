@@ -54,7 +54,7 @@ def test_sizes_of_expert_data_parallelism():
 
 
 def describe(rank, flags, program):
-    """{role: {group: world ranks}} on this rank, with what a `Place` says."""
+    """{role: {group: world ranks}} on this rank, with the attributes of its `RoleGroups`."""
     roles = parse_roles(flags, dist.get_world_size(), program=program)
     here = role_mesh.create_mesh(roles, SAFETY)
     assert (here.rank, here.size) == (rank, dist.get_world_size())

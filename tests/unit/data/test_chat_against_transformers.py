@@ -1,4 +1,4 @@
-"""Texts and tokens of conversations, compared one by one with what `transformers` made of them.
+"""Texts and tokens of conversations, compared one by one with those of `transformers`.
 
 `references/transformers_chat.py` says how the reference was recorded.
 """

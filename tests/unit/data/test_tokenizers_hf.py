@@ -1,4 +1,4 @@
-"""Hugging Face tokenizers: what their files say of special tokens and templates, and one line for each mistake."""
+"""Hugging Face tokenizers: special tokens and templates of their files, and one line for each error."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which flags go together: roles of a run, flags without effect, and rules, each of which can be the one that stops."""
+"""Combinations of flags: roles of a run, flags without effect, and rules, each of which can be broken alone."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Flags of single roles: role maps, caps of micro-batches, and what the rollout takes over from the actor."""
+"""Flags of single roles: role maps, token caps, and settings that the rollout inherits from the actor."""
 
 import pytest
 

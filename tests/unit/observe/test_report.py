@@ -85,7 +85,7 @@ def test_gap_panel_shows_zeros_and_a_power_of_ten(gaps, monkeypatch):
 
 
 def test_moe_runs_have_their_own_panels(monkeypatch):
-    """Each layer a line; the probe's gaps where there are some, and "not recorded" without replay."""
+    """One line per layer; the probe's gaps if there are any, and "not recorded" without replay."""
     row = {"router/load_imbalance": 0.5, "router/load_imbalance/layer_002": 0.4, "router/load_imbalance/layer_010": 0.6}
     texts, panels = _panel_texts([{"step": step, **FULL, **row} for step in (1, 2)], monkeypatch)
     assert len(panels["Load imbalance"].lines) == 3

@@ -13,7 +13,7 @@ from megarl.observe.timers import STEP, Timers, reduce_times
 
 
 class _Clock:
-    """Replaces the process's clocks: time stands still unless a test moves it."""
+    """Replaces the process's clocks: time is constant unless a test moves it."""
 
     def __init__(self):
         self.now_ns = 1_000

@@ -246,7 +246,7 @@ def test_offload_leaves_the_planned_bytes_on_device_and_host(flags):
         args, _, *built = build(flags, "llama", True)
         moved = offload.offload_trainable(*built)
     (critic,) = memory.stage_memory(role, VOCAB, "value", sum(LENGTHS), 1, 0)
-    tensors = sum(len(block.places) for kind in moved.blocks.values() for block in kind if hasattr(block, "places"))
+    tensors = sum(len(block.layouts) for kind in moved.blocks.values() for block in kind if hasattr(block, "layouts"))
     assert critic.resident == 0 and 0 <= moved.bytes - critic.host < 64 * tensors  # each ends at 64 bytes
     gone = critic.weights + critic.gradients
     assert critic.total == critic.transient == gone + max(critic.activations + critic.logits, critic.optimizer)

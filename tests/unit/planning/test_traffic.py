@@ -1,4 +1,4 @@
-"""Traffic of the plan: against what collectives of real updates send, and against the fields that a step moves."""
+"""Traffic of the plan: against the bytes of real collectives, and against the fields that a step moves."""
 
 import sys
 from datetime import timedelta
@@ -72,7 +72,7 @@ def count_sent(sent: list[float]):
 
 
 def sent_by_rank(rank: int, layouts: list[str]) -> list[tuple[float, dict]]:
-    """What this rank sends in one update of each layout, and what the plan says."""
+    """(bytes that this rank sends in one update, bytes of the plan) for each layout."""
     from megarl.mcore.model import forward_pass, gpt
     from megarl.mcore.parallel import pipeline
     from megarl.mcore.training import optimizer

@@ -1,4 +1,4 @@
-"""The verifier of programs: which code is taken, how tests are counted, and what does not pass for a solution."""
+"""The code verifier: which code is run, how tests are counted, and what is not accepted as a solution."""
 
 import json
 from dataclasses import replace
@@ -67,7 +67,7 @@ def test_asserts_count_as_one_more_test():
 
 
 def test_all_tests_share_the_time(monkeypatch):
-    """By a clock that says 10 s in the first test and what it had left in the second, which has that as its limit."""
+    """With a fake clock: the first test takes 10 s, and the second gets the remaining time as its limit."""
     now, given = 100.0, []
 
     def run(program, stdin, limits):

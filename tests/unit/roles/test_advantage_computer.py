@@ -1,4 +1,4 @@
-"""What the learning roles are given: scores and rows of real text, advantages and returns that no layout changes."""
+"""Training data of actor and critic: scores and rows of real text, advantages and returns equal in every layout."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ WORDS = [("Wie heißt du?", "Zoë"), ("数は？", "七")]
 
 
 def partly_right(sample) -> Score:
-    """A plug-in without parts."""
+    """A plug-in without components."""
     is_right = sample.response == sample.answer
     return Score(0.5 if is_right else -0.25, is_right)
 

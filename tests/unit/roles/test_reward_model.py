@@ -1,4 +1,4 @@
-"""The reward role with a model: the same scores in every layout, by any tokenizer; what becomes of them; failures."""
+"""The reward role with a model: equal scores in every layout, any tokenizer, normalization, ensembles, failures."""
 
 import functools
 import json
@@ -116,7 +116,7 @@ def test_a_broken_reward_model_ends_the_run():
 
 
 def broken_scores(rank: int, folder: Path) -> str:
-    """What scoring two texts says after weights of one token have become NaN."""
+    """The error of scoring two texts after the weights of one token have become NaN."""
     from datetime import timedelta
 
     from megarl.comm import microbatches as mb

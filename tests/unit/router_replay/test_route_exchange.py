@@ -72,7 +72,7 @@ def watched():
 
 
 def send_at_random(mesh, destination: str, seed: int) -> dict:
-    """One random exchange, compared with the truth; what it moved on this rank."""
+    """One random exchange compared with the recorded routes; returns what this rank moved."""
     whole, truth = truth_of(seed, seed % 12)
     generator = torch.Generator().manual_seed(seed)
     dp_assignment = {

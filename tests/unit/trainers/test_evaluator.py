@@ -1,4 +1,4 @@
-"""What an evaluation reports: metrics of a prompt, means over prompts and tasks, and which evaluation was the best."""
+"""Metrics of an evaluation: of a prompt, means over prompts and tasks, and which evaluation was the best."""
 
 import json
 

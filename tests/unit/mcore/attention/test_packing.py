@@ -32,10 +32,10 @@ def test_attention_segments_hold_every_token_once(lengths):
 
     packing = pack_sequences(torch.tensor(lengths))
     assert packing.padding == 0 and packing.tokens == sum(lengths)
-    queries = torch.cat([p.queries.flatten()[p.real] for p in packing.pieces])
+    queries = torch.cat([p.queries.flatten()[p.real_queries] for p in packing.segment_batches])
     assert queries[packing.restore].tolist() == list(range(sum(lengths)))
     assert packing.positions.tolist() == [i for n in lengths for i in range(n)]
-    padded = sum(p.keys.numel() for p in packing.pieces)
+    padded = sum(p.keys.numel() for p in packing.segment_batches)
     assert padded <= 1.6 * sum(lengths) + 16 * len(lengths)  # a class of lengths wastes at most half, and a vector
 
 
@@ -44,11 +44,11 @@ def test_sequence_parallelism_pads_the_micro_batch_alone(tensor_ranks, tokens, p
     from megarl.mcore.attention.packing import pack_sequences
 
     packing = pack_sequences(torch.tensor([1, tokens - 1]), tensor_ranks=tensor_ranks)
-    assert packing.padding == padding and len(packing.places) == tokens + padding
+    assert packing.padding == padding and len(packing.token_indices) == tokens + padding
 
 
 def over_context_ranks(rank, lengths, dtype):
-    """Attention's result and the gradients of query, key and value, put together from all ranks; and one rank's."""
+    """Attention's result and the gradients of query, key and value, gathered from all ranks; and those of one rank."""
     from megarl.mcore.attention.packing import pack_sequences
     from megarl.mcore.parallel.context_parallel import gather_result
 
@@ -62,7 +62,7 @@ def over_context_ranks(rank, lengths, dtype):
     expected = torch.autograd.grad((whole * weight).sum(), inputs)
 
     padded = [torch.cat([x, x.new_zeros(cut.padding, *x.shape[1:])]) for x in inputs]
-    local = packed_attention()(*(x[cut.places] for x in padded), None, packed_seq_params=cut)
+    local = packed_attention()(*(x[cut.token_indices] for x in padded), None, packed_seq_params=cut)
     result = gather_result(local, group)[cut.order][:total]
     gradients = torch.autograd.grad((result * weight).sum(), inputs)
     for gradient in gradients:

@@ -55,8 +55,8 @@ def trained_routes(stages, args, role_groups, requests, completions):
     routing = Routing("actor", moe_layers_of(stages), args.num_experts, seen)
     forward = lambda chunk, part: forward_pass.token_scores(chunk, part.tokens, part.lengths, 1.2, VOCAB, routing)  # noqa: E731
     forward_only(stages, [(part, places)], forward, role_groups.pg_collection)
-    real = seen.places < len(part.tokens)
-    return seen.places[real], routing.recorded(args.moe_router_topk)[real]
+    real = seen.token_indices < len(part.tokens)
+    return seen.token_indices[real], routing.recorded(args.moe_router_topk)[real]
 
 
 def check_routes(stages, args, place, requests, completions):
@@ -117,7 +117,7 @@ def test_more_than_256_experts_keep_their_ids():
 
 
 def written_with(rank, options: dict):
-    """(completions, what the engine went through), the same requests for all options, and against the training."""
+    """(completions, events in the engine) of the same requests for all options, compared with the training forward."""
     stages, args, place = build_stages(MOE)
     engine, requests = engine_of(stages[0], place, **options), requests_of(3, 4)
     completions = engine.generate(requests, 3, settings_of(temperature=1.2), True)
@@ -206,7 +206,7 @@ def faults(rank):
         (recorder, "record_indices", lambda routes: record(routes[1:])),
         (blocks, "store_routing_per_block", lambda routes: None),
         (blocks, "store_routing_per_block", lambda routes: store(routes[:-1])),
-        (blocks, "take_out", lambda is_active: None),
+        (blocks, "save_finished", lambda is_active: None),
     ):
         setattr(thing, name, fault)
         with pytest.raises(RuntimeError) as raised:

@@ -56,9 +56,9 @@ def test_other_precisions_use_torchs_product(dtype):
 
 
 def shapes_without_memory(rank):
-    """Of products of tensors on the meta device, and of such as stand in for others, in three types.
+    """Shapes of products of meta tensors and of fake tensors, in three dtypes.
 
-    Autograd refuses a process that was forked from one in which there were stand-ins.
+    Runs in a fork: autograd fails in processes forked after fake tensors were used.
     """
     found = [linear.matmul(torch.empty(9, 32, device="meta"), torch.empty(64, 32, device="meta")).shape]
     with FakeTensorMode() as mode:
@@ -101,7 +101,7 @@ def test_gradients_equal_torchs_linear():
 
 
 def of_layer(function, inputs, grad, kind: str) -> list:
-    """Output, and where a gradient comes in those of the inputs, of a layer on this rank."""
+    """Output of a layer on this rank, and the gradients of its inputs if one is given."""
     inputs = [None if t is None else t.clone().requires_grad_(t.requires_grad) for t in inputs]
     with torch.set_grad_enabled(grad is not None):
         out = function(

@@ -1,4 +1,4 @@
-"""SiLU: a token's numbers are the same bits whatever the number of tokens and threads."""
+"""SiLU: a token's result does not depend on the number of tokens and threads."""
 
 import torch
 from torch.nn import functional

@@ -1,4 +1,4 @@
-"""The dense feed-forward block: Megatron's numbers, in fewer passes."""
+"""The SwiGLU MLP: Megatron's results with less memory for backward."""
 
 import pytest
 import torch

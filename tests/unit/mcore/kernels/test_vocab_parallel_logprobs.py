@@ -39,7 +39,7 @@ def exact(hidden, weight, targets, temperature):
 
 
 def on_rank(rank, chunk, temperature, sequence_parallel, dtype=torch.float32):
-    """Scores and gradients as one rank computes them from its part of the inputs, and the collectives it took."""
+    """Scores and gradients of one rank from its shard of the inputs, and the collectives that it called."""
     size, collectives = dist.get_world_size(), []
     for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"):
         count_calls(name, collectives)
@@ -259,7 +259,7 @@ def test_peak_memory_is_at_most_a_tenth_of_the_naive_computations(tmp_path):
 
 
 def one_sided(rank, largest_kept):
-    """Gradients when only one input wants one, and what autograd keeps between forward and backward."""
+    """(whether gradients of single inputs equal those of both, elements that autograd saves for backward)."""
     vocab_parallel_logprobs.LARGEST_KEPT = largest_kept
     hidden, weight, targets = problem()
     both = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
@@ -302,7 +302,7 @@ def test_saved_logits_give_the_gradients_of_recomputed_ones(used):
 
 
 def some_places(rank, sequence_parallel):
-    """Scores and gradients of some tokens, and those that all tokens give when the others do not count."""
+    """Scores and gradients of some tokens, and those computed from all tokens with the others masked."""
     size = dist.get_world_size()
     hidden, weight, targets = problem()
     cut_chunks(5, PADDED // size)

@@ -16,7 +16,7 @@ BIAS = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid --mo
 
 
 def states(trainable_model) -> list:
-    """What its optimizer holds, parameters included."""
+    """The tensors of its optimizer, parameters included."""
     found = []
     for part in trainable_model.optimizer.chained_optimizers:
         for parameter in (p for group in part.optimizer.param_groups for p in group["params"]):

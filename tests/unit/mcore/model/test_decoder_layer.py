@@ -30,7 +30,7 @@ def test_rotary_embedding_equals_megatrons_to_the_bit(width):
     frequencies = torch.randn(20, 1, 1, width, generator=generator)
     heads, positions = torch.randn(7, 2, 3, 8, generator=generator), torch.tensor([0, 19, 4, 4, 7, 1, 12])
     turned = heads.clone()
-    Rotation.of(frequencies, torch.float32).at(positions).turn_(turned)
+    Rotation.of(frequencies, torch.float32).at(positions).apply_(turned)
     wanted = _apply_rotary_pos_emb_bshd(heads, frequencies[positions])
     assert torch.equal(turned, wanted) and not torch.equal(turned, heads)
 
@@ -42,7 +42,7 @@ def with_prompts_in_between(rank, limit):
 
     def watched():
         dedup, reads = plan()
-        kinds.add((bool(reads.decoding), bool(reads.prompts)))
+        kinds.add((bool(reads.decodes), bool(reads.prefills)))
         return dedup, reads
 
     engine.context._reads = watched
@@ -97,7 +97,7 @@ def with_twins(rank, may_share, shape, flags):
 
     def watched():
         dedup, reads = plan()
-        saved.append(0 if dedup is None else len(dedup.source) - len(dedup.kept))
+        saved.append(0 if dedup is None else len(dedup.inverse) - len(dedup.kept_tokens))
         return dedup, reads
 
     context._reads = watched
@@ -130,8 +130,8 @@ def test_duplicates_are_whole_equal_prompts():
     queries, keys = torch.tensor([3, 3, 3, 1]), torch.tensor([3, 9, 3, 1])
     found = deduplicate_prefills(text, queries, keys)
     assert found.requests.tolist() == [0, 1, 3]
-    assert found.kept.tolist() == [0, 1, 2, 3, 4, 5, 9, 10, 11]
-    assert found.source.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 6, 7, 8]
-    assert torch.equal(text[found.kept][found.source], text)
+    assert found.kept_tokens.tolist() == [0, 1, 2, 3, 4, 5, 9, 10, 11]
+    assert found.inverse.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 6, 7, 8]
+    assert torch.equal(text[found.kept_tokens][found.inverse], text)
     assert deduplicate_prefills(text[:9], queries[:3], torch.tensor([3, 9, 8])) is None
     assert deduplicate_prefills(torch.tensor([4] * 6), torch.ones(6).long(), torch.ones(6).long()) is None

@@ -13,7 +13,7 @@ ROUNDING = 2e-5  # of float32 numbers of about 1, whose sums have other orders o
 
 
 def scores_of(rank, flags, shape):
-    """Packed and one-by-one scores of a model, with all its parameters put together."""
+    """Packed and one-by-one scores of a model, with all its parameters gathered."""
     from megarl.mcore.model.forward_pass import inference_mode, token_scores
 
     model, args, place = build(flags, shape)

@@ -1,4 +1,4 @@
-"""No micro-batch makes the host wait for the device: its tensors have no numbers here that anybody could read."""
+"""No micro-batch makes the host wait for the device: here device tensors have no data that could be read."""
 
 import dataclasses
 import itertools
@@ -32,9 +32,9 @@ CASES = [*itertools.product(POLICY_LOSSES, ["token"]), *itertools.product(["ppo-
 
 
 class Device(TorchDispatchMode):
-    """Tensors of a device that holds no numbers; what the host made without them stays the host's, with its numbers.
+    """Fake device tensors without data; tensors that the host computes from its own stay real.
 
-    A mask as an index of what is written has a shape by its numbers, too, and torch's own stand-in does not say so.
+    Also rejects assignment through a mask, whose shape depends on data and which torch's fake tensors allow.
     """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -49,7 +49,7 @@ class Device(TorchDispatchMode):
 
 
 def on_device(mode: FakeTensorMode):
-    """Micro-batches of the device; what the host sends from now on arrives there. Batches were packed by the host."""
+    """Micro-batches on the device; later copies from the host arrive there. Batches were packed by the host."""
     from megarl.batch import Batch
     from megarl.comm import microbatches as mb
     from megarl.mcore import device
@@ -67,7 +67,7 @@ def on_device(mode: FakeTensorMode):
         there = Batch(**{name: mode.from_tensor(getattr(part, name)) for name in part.present()})
         there.host_metadata = part.host_metadata
         found.append((there, places))
-    device.send = lambda arrays, send=device.send: [mode.from_tensor(tensor) for tensor in send(arrays)]
+    device.to_device = lambda arrays, send=device.to_device: [mode.from_tensor(tensor) for tensor in send(arrays)]
     return found
 
 
@@ -86,7 +86,7 @@ def model_on(mode: FakeTensorMode, flags: str, value_head: bool):
 
 
 def objectives() -> list:
-    """What an actor minimises, with everything that its loss may hold."""
+    """An actor loss with all optional terms."""
     from megarl.roles.actor_loss import ActorLoss
 
     parsed = program("rl", FLAGS.split(), 1)

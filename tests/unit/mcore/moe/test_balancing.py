@@ -1,4 +1,4 @@
-"""Losses and the bias that balance experts: the papers' formulas in float64, Megatron's own functions, and errors."""
+"""Expert balancing, losses and bias: the papers' formulas in float64, Megatron's functions, errors."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def rows_of(lengths: list[int], padding: int):
 
 
 class Case:
-    """A router of drawn weights, hidden states of drawn tokens, and their routing."""
+    """A router with random weights, hidden states of random tokens, and their routing."""
 
     def __init__(self, flags: str, lengths=LENGTHS, padding: int = PADDING, more: int = 1, replays: bool = False):
         """`more`: how often the mini-batch has the tokens and sequences of this micro-batch."""
@@ -34,7 +34,7 @@ class Case:
         model, args, _ = build(f"{MOE} {flags}")
         self.router, draw = model.decoder.layers[1].mlp.router, torch.Generator().manual_seed(1)
         self.rows = rows_of(lengths, padding)
-        count, layers = len(self.rows.places), (1, 2)
+        count, layers = len(self.rows.token_indices), (1, 2)
         with torch.no_grad():
             self.router.weight.normal_(generator=draw)
             if self.router.has_share:
@@ -56,7 +56,7 @@ class Case:
             return self.router(self.hidden.unsqueeze(1))
 
     def gradients(self):
-        """(of hidden states, of the router's weight) that losses alone give."""
+        """Gradients (of hidden states, of the router's weight) of the losses alone."""
         gates, _ = self.run()
         (gates * 0).sum().backward()
         return self.hidden.grad, self.router.weight.grad

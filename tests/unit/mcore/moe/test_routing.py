@@ -1,4 +1,4 @@
-"""Routes of a micro-batch: gates and gradient of replay, which tokens have a route, and every way to be out of step."""
+"""Routes of a micro-batch: gates and gradient of replay, which tokens have a route, and mismatched routes."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def test_gates_of_replayed_experts_are_live_and_trained(scoring):
 
 
 def tokens_without_routes(rank):
-    """Per layer: whether routes were taken, experts a token, tokens routed live, and the load of the experts."""
+    """Per layer: whether routes were replayed, experts per token, tokens routed live, and the load of the experts."""
     from megarl.mcore.model.forward_pass import inference_mode, token_scores
 
     model, _, place = build(MOE)
@@ -110,7 +110,7 @@ def test_last_tokens_are_routed_live_and_all_others_as_recorded():
 def rows_of_rank(rank, flags: str, lengths: list[int]):
     args, place = join_actor(f"{MOE} {flags}")
     rows = routed_tokens(torch.tensor(lengths), place.pg_collection, args.sequence_parallel)
-    return rows.places.tolist(), rows.counted.tolist(), rows.sequence.tolist()
+    return rows.token_indices.tolist(), rows.counted.tolist(), rows.sequence.tolist()
 
 
 @pytest.mark.parametrize("flags, size", [
@@ -128,7 +128,7 @@ def test_every_token_is_routed_on_one_rank(flags, size, lengths):
 
 
 def out_of_step(rank):
-    """Messages of the errors that routes of other tokens, layers or passes give."""
+    """Error messages for routes of other tokens, layers or passes."""
     from megarl.mcore.model.forward_pass import token_scores
     from megarl.mcore.moe.router import check_recomputed, routers_of
 

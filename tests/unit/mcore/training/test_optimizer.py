@@ -27,7 +27,7 @@ SGD_LIKE = "--adam-eps 1 --lr 0.05 --clip-grad 0 --weight-decay 0.1"  # no divis
 
 
 def one_update(rank, flags, shape, parts, value_head):
-    """Gradients, gradient norm and updated weights of one update, put together over tensor-parallel ranks."""
+    """Gradients, gradient norm and updated weights of one update, gathered from the tensor-parallel ranks."""
     from megarl.mcore.training import optimizer
 
     model, wrapped, adam, args, place = wrapped_model(flags, shape, value_head)
