@@ -179,7 +179,7 @@ def held(tensors) -> int:
 
 
 def shares(rank):
-    """Bytes of the whole model; this rank's of parameters, gradients, moments; sharded layers; bytes left after scoring."""
+    """Bytes of the whole model; on this rank of parameters, gradients, moments; sharded layers; bytes after scoring."""
     found = trainable_model(SHARDED)
     (part,), parameters = found.optimizer.chained_optimizers, list(found.model.parameters())
     first, second = found.model[0].decoder.layers

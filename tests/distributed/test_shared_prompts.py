@@ -80,7 +80,7 @@ def test_the_first_response_of_a_prompt_holds_the_shared_prefix():
 def test_different_prompts_with_one_id_are_not_shared():
     batch = batch_of_groups([(3, [1, 2])])
     batch.tokens[4] += 1
-    with pytest.raises(RuntimeError, match="1 tokens of prompts differ between sequences whose prompt has"):
+    with pytest.raises(RuntimeError, match="1 prompt tokens differ between sequences with the same prompt id"):
         shared_of(batch)
 
 

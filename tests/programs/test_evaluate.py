@@ -171,7 +171,7 @@ REFUSALS = {
     "other shape": ("--hidden-size 64", r"--load .*: .* shape \[32, 32\]; the flags of actor describe \[32, 64\]"),
     "no prompts": ("--eval-prompts {none}", "--eval-prompts .*none: no such file"),
     "no tokenizer": ("--tokenizer-model {none}", "--tokenizer-model .*none: no such file"),
-    "nowhere to save": ("--save {sft}/metrics.jsonl", "--save .*metrics.jsonl.* not a folder"),
+    "nowhere to save": ("--save {sft}/metrics.jsonl", "--save .*metrics.jsonl.* not a writable folder"),
     "weights from elsewhere": ("--pretrained-checkpoint {sft}", "--pretrained-checkpoint .*: weights come from --load"),
     "unknown reward": ("--reward none", "--reward none: none is unknown"),
     "reward without answers": ("--reward reasoning-gym", "--eval-prompts .*:1: --reward reasoning-gym"),

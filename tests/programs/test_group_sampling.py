@@ -129,7 +129,7 @@ def test_an_unfinished_batch_waits_and_survives_a_resume_in_any_layout(folder):
 def test_buffered_groups_are_rejected_by_an_incompatible_run(folder):
     start = run_of(folder, WAITS, steps=4) / "checkpoints" / "step_00000001"
     for flags in (GRPO, f"{WAITS} --samples-per-prompt 3"):
-        with pytest.raises(RankFailed, match="--load: groups of 2 responses wait"):
+        with pytest.raises(RankFailed, match="--load: the checkpoint holds groups of 2 responses that wait"):
             train("rl", rl_argv(folder / "refused", f"--train-iters 4 --lr-decay-iters 9 {flags} --load {start}"))
 
 

@@ -132,8 +132,8 @@ def test_the_benchmark_reports_both_sides(monkeypatch, capsys):
     }
     lines = overlap.table({"sides": sides, "idle_ratio": {"ahead": 0.25}}, markdown=False).splitlines()
     assert lines == [
-        "before  40.0% idle  critic 50%  2.00 s a step  ",
-        "ahead  10.0% idle  critic 50%  2.00 s a step  0.25 × as idle",
+        "before  40.0% idle  critic 50%  2.00 s per step  ",
+        "ahead  10.0% idle  critic 50%  2.00 s per step  0.25 × as idle",
     ]
     for flags in overlap.SIDES.values():
         RLInputs(program("rl", rl_argv(Path("unused"), flags), overlap.RANKS))

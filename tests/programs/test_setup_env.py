@@ -283,7 +283,7 @@ def test_check_names_missing_and_unsuitable_packages(site):
     site.remove("einops")
     site.install("megatron-core", "0.16.1")
     result = site.check()
-    assert result.returncode == 1 and "problem: einops is missing, needed" in result.stdout
+    assert result.returncode == 1 and "problem: einops is missing, required" in result.stdout
     assert "problem: megatron-core 0.16.1 is installed, allowed <0.20,>=0.19" in result.stdout
     site.install("megatron-core", "0.20.0")
     assert "megatron-core 0.20.0 is installed" in site.check().stdout

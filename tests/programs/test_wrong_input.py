@@ -99,7 +99,7 @@ FLAGS = {
     "routes of a dense model": ("--router-replay rollout", 1, ["--router-replay rollout", "no experts"]),
     "routes of another model": ("--num-experts 4 --router-replay rollout --router-replay-reference"
                                 " --reference-num-experts 8", 1, ["--router-replay-reference", "--num-experts"]),
-    "nothing to verify": ("--verify-weights", 1, ["--verify-weights", "no transfer"]),
+    "nothing to verify": ("--verify-weights", 1, ["--verify-weights", "no weight sync to verify"]),
     "missing checkpoint": ("--load no/such", 1, ["--load no/such", "no such folder"]),
     "missing weights": ("--pretrained-checkpoint no/such", 1, ["--pretrained-checkpoint no/such", "no such folder"]),
     "other shape": ("--hidden-size 64", 1, ["--pretrained-checkpoint", "[32, 32]", "[32, 64]"]),
