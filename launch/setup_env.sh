@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# Makes, completes or reuses the Python environment of megarl.
+# Creates, completes or reuses the Python environment of megarl.
 #   PYTHON_BIN=$(bash launch/setup_env.sh [EXTRA,EXTRA])   extras of setup.py: gpu, math, test, bench; default none
-#   bash launch/setup_env.sh --which-python                only print the interpreter that would be used
-# The last line on stdout is the path of the environment's python; every message goes to stderr.
-# Reads: PYTHON (interpreter to use, never replaced by another), MEGARL_VENV (folder, default .venv of this checkout).
-# Exit status: 0 ready, 1 the installation failed, 2 wrong arguments or no usable interpreter.
-# A folder named by MEGARL_VENV holds the dependencies alone, so that several checkouts can share it, each running its
-# own code through PYTHONPATH; the checkout's own .venv holds the package too, as an editable install.
+#   bash launch/setup_env.sh --which-python                print the interpreter that would be used, and exit
+# The last line of stdout is the path of the environment's python; all messages go to stderr.
+# Reads: PYTHON (interpreter, used without fallback); MEGARL_VENV (folder, default .venv of this checkout).
+# Exit status: 0 ready; 1 the installation failed; 2 wrong arguments or no usable interpreter.
+# A folder MEGARL_VENV has only the dependencies, so that several checkouts can share it and run their own code through
+# PYTHONPATH; the checkout's own .venv also has the package, as an editable install.
 set -euo pipefail
 
 ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
-# megatron-core ships compiled wheels for these versions alone.
+# megatron-core has compiled wheels only for these versions.
 MINORS=(12 13)
-# What the tests compare with. Kept out of the import path, since these wheels bring top-level packages of their own.
+# Libraries that the tests compare with. Kept out of the import path, since they have further top-level packages.
 REFERENCES=(verl==0.9.1 torchrl==0.14.1)
-# Prints version and interpreter; a free-threaded build gets a "t", for it there are no wheels. In an environment the
+# Prints version and interpreter. A free-threaded build, which has no wheels, gets a "t". In an environment, the
 # interpreter is the one it was made from.
 PROBE='import sys, sysconfig, venv, ensurepip
 threads = "t" if sysconfig.get_config_var("Py_GIL_DISABLED") else ""
@@ -31,7 +31,7 @@ die() { # status line...
 
 # ---- the interpreter ----
 
-REFUSED=() # one line for each candidate that was tried in vain
+REFUSED=() # one line for each rejected candidate
 PICKED=''  # the interpreter
 VERSION='' # its version, as 3.12.1
 
@@ -58,7 +58,7 @@ probe() {
     return 1
 }
 
-# Candidates, one a line, best first: the PATH, then what pyenv has installed without activating it.
+# Candidates, one per line, best first: the PATH, then the versions that pyenv has installed.
 candidates() {
     local name minor base found
     for name in python3 "${MINORS[@]/#/python3.}"; do
@@ -112,7 +112,7 @@ write_state() { # status; the rename makes it atomic
 
 python_works() { [[ -x $PY && $("$PY" -I -c "$PROBE" 2>/dev/null) == "${S_python%.*}."* ]]; }
 
-# Whether the environment is complete: right setup.py, all extras wanted, and its python still runs.
+# Whether the environment is complete: same setup.py, all requested extras, and a working python.
 ready() {
     local extra
     read_state
@@ -123,7 +123,7 @@ ready() {
     python_works
 }
 
-# With PYTHON set, an environment of another Python version is refused, not used in its place.
+# With PYTHON set, an environment of another Python version is an error.
 refuse_other_version() {
     [[ -z ${PYTHON:-} || -z $S_python || ${S_python%.*} == "${VERSION%.*}" ]] || die 2 \
         "PYTHON=$PYTHON is Python $VERSION, but $VENV was made with $S_python;" \
@@ -149,7 +149,7 @@ prepare_folder() {
     local foreign
     if [[ ! -f $STATE ]]; then
         if [[ -e $VENV/pyvenv.cfg ]]; then
-            # Somebody else's: packages may be added, nothing is ever removed.
+            # Not made by this script: packages may be added, nothing is ever removed.
             S_maker=other
             S_python=$("$PY" -I -c "$PROBE" 2>/dev/null | cut -d' ' -f1) || true
             supported "$S_python" || die 2 \
@@ -204,7 +204,7 @@ install_references() {
     done
 }
 
-# Requirement lines for a comma-separated list of extras; a wrong extra ends the script before anything is made.
+# Requirement lines for a comma-separated list of extras; exits for a wrong extra before anything is made.
 list_requirements() { "$1" -I "$ROOT/tools/check_env.py" --requirements --extras "$2" || exit 2; }
 
 make_environment() {
@@ -225,7 +225,7 @@ make_environment() {
     install_packages
     S_setup=$(setup_hash) S_extras=$WANTED
     "$PY" -I "$ROOT/tools/check_env.py" --extras "$WANTED" >&2 || {
-        S_setup='' # complete as far as pip goes, so nothing is cleared, but the next run checks again
+        S_setup='' # pip succeeded, so nothing is cleared, but the next run checks again
         write_state ready
         die 1 "$VENV is not fit for megarl: see the problems above"
     }
@@ -255,7 +255,7 @@ main() {
             exec 9>"$VENV/megarl-env.lock"
             flock -n 9 || { say "waiting for another set-up of $VENV" && flock 9; }
         fi
-        if ! ready; then # another call may have made it meanwhile
+        if ! ready; then # another call may have made it in the meantime
             prepare_folder
             make_environment
         fi

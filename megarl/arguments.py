@@ -66,7 +66,7 @@ class RunConfig:
     rewards: tuple[expression.Term, ...]
     warnings: tuple[str, ...]
 
-    def own_settings(self) -> dict[str, object]:
+    def megarl_settings(self) -> dict[str, object]:
         """Values of megarl's own flags, including the policy loss's options, by name with underscores."""
         options = {flag.replace("-", "_"): value for flag, value in self.policy_loss.values().items()}
         return dataclasses.asdict(self.settings) | options
@@ -223,14 +223,14 @@ def _own_of_role(role: str, settings: Settings, values: dict) -> dict:
     return {f.name: values.get(f"{role}-{f.name.replace('_', '-')}", getattr(settings, f.name)) for f in fields}
 
 
-def check_microbatches(program: RunConfig):
+def check_microbatches(config: RunConfig):
     """UsageError unless each role's micro-batches hold its longest sequence, or a pair of them in train_reward."""
-    sequences = 2 if list(program.roles) == ["reward"] else 1
-    for role in program.with_models():
+    sequences = 2 if list(config.roles) == ["reward"] else 1
+    for role in config.with_models():
         cap, longest = role.max_tokens_per_microbatch, role.megatron.seq_length
         if cap < sequences * longest:
-            prefix = "" if cap == program.settings.max_tokens_per_microbatch else f"{role.name}-"
-            is_reward_limit = longest == program.settings.reward_max_length
+            prefix = "" if cap == config.settings.max_tokens_per_microbatch else f"{role.name}-"
+            is_reward_limit = longest == config.settings.reward_max_length
             limit = "--reward-max-length" if is_reward_limit else "--max-prompt-length + --max-response-length"
             needed = "one sequence" if sequences == 1 else "a pair"
             each = "" if sequences == 1 else " each"

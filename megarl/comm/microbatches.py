@@ -182,7 +182,7 @@ def build_microbatches(
     starts, microbatches = lengths.cumsum(0) - lengths, []
     for group in groups:
         rows = expand_ranges(starts[group], lengths[group])
-        positions, tokens = device.send([group.numpy(), rows.numpy()])
+        positions, tokens = device.to_device([group.numpy(), rows.numpy()])
         microbatch = batch.take(positions, tokens)
         shared = None if prompts is None else _shared_prefix(prompts.ids[group].numpy(), prompts.shared[group])
         microbatch.host_metadata = HostMetadata(lengths[group], None if mask is None else mask[rows], shared)
@@ -198,7 +198,7 @@ def _check_shared_prefixes(microbatches: list[Batch]):
             starts = microbatch.host_metadata.lengths.cumsum(0) - microbatch.host_metadata.lengths
             own = expand_ranges(starts, shared.tokens)
             held = expand_ranges(starts[shared.holders], shared.tokens)
-            own, held = device.send([own.numpy(), held.numpy()])
+            own, held = device.to_device([own.numpy(), held.numpy()])
             mismatches.append((microbatch.tokens[own] != microbatch.tokens[held]).sum())
     if mismatches and int(count := torch.stack(mismatches).sum()):
         raise RuntimeError(f"{int(count)} prompt tokens differ between sequences with the same prompt id")

@@ -21,7 +21,7 @@ class Producer(Protocol):
     outputs: tuple[str, ...]  # fields that it computes for the actor
 
 
-class Trainee(Protocol):
+class TrainedRole(Protocol):
     """A role that is trained on fields that are computed on the actor's ranks."""
 
     name: str
@@ -72,10 +72,10 @@ class StepBatch:
             if self._has(role.name):
                 self._transfer(role.name, ACTOR, role.outputs)
 
-    def scatter(self, trainee: Trainee):
+    def scatter(self, role: TrainedRole):
         """Sends a role its `targets`, which are computed on the actor's ranks."""
-        if self._has(trainee.name):
-            self._transfer(ACTOR, trainee.name, trainee.targets)
+        if self._has(role.name):
+            self._transfer(ACTOR, role.name, role.targets)
 
     def wait_sends(self):
         """Waits until everything that this rank has sent is received; the transfers themselves do not wait for it."""

@@ -32,7 +32,7 @@ def preference_pairs(prompts: PromptSet, encoder: Encoder, longest: int) -> list
             raise UsageError(f"{where}: chosen and rejected are the same text")
         samples += [(prompt, prompt.chosen), (prompt, prompt.rejected)]
     prompts.encode(encoder)
-    tokens = [ids for ids, _ in encoder.scored_batch(samples, longest)]
+    tokens = [ids for ids, _ in encoder.reward_model_inputs(samples, longest)]
     pairs = []
     for prompt, chosen, rejected in zip(prompts, tokens[::2], tokens[1::2], strict=True):
         if chosen == rejected:

@@ -36,7 +36,7 @@ def backend() -> str:
     return "nccl" if has_cuda() else "gloo"
 
 
-def send(arrays: list[np.ndarray]) -> list[torch.Tensor]:
+def to_device(arrays: list[np.ndarray]) -> list[torch.Tensor]:
     """Returns int64 host arrays as tensors on `device()`: one asynchronous copy, without a device synchronisation."""
     if not has_cuda():
         return [torch.from_numpy(array) for array in arrays]

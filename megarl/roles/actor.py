@@ -59,7 +59,8 @@ class Actor:
                 of_step += microbatches
             self._set_old_logprobs(batch, [(scores.logprobs, scores.entropy, at) for scores, at in results])
             if self.settings.router_replay == "old-logprob":
-                self.trainable_model.routes.table = self.trainable_model.routes.record(batch, of_step)
+                state = self.trainable_model.router_state
+                state.replayed_routes = state.record(batch, of_step)
 
     def passes_of_step(self, step_batch: StepBatch) -> list[Tensor]:
         """Positions in this replica's batch of the sequences of each pass of a step."""
@@ -111,7 +112,7 @@ class Actor:
             return
         if step_batch.step > self.settings.critic_warmup_steps:
             self._run_epochs(step_batch, kl_coefficient)
-        self.metrics |= self.trainable_model.routes.metrics("router", self.settings.router_replay != "none")
+        self.metrics |= self.trainable_model.router_state.metrics("router", self.settings.router_replay != "none")
         self.metrics |= self.trainable_model.offload.metrics(self.name)
 
     def _run_epochs(self, step_batch: StepBatch, kl_coefficient: float):

@@ -88,6 +88,6 @@ class Critic:
             "critic/grad_norm": sum(norm for _, _, norm in results) / len(results),
             "critic/learning_rate": self.trainable_model.learning_rate(),
             "critic/updates_skipped": sum(not applied for _, applied, _ in results),
-            **self.trainable_model.routes.metrics("critic/router"),
+            **self.trainable_model.router_state.metrics("critic/router"),
             **self.trainable_model.offload.metrics(self.name),
         }

@@ -26,7 +26,7 @@ class FrozenModel:
         """Builds the model. Arguments as of `TrainableModel`. A collective of the role."""
         self.role, self.role_groups = role, role_groups
         self.model = gpt.build_frozen_model(role.megatron, vocab_size, role_groups.pg_collection, value_head)
-        self.routes = RouterState(role, role_groups, self.model)
+        self.router_state = RouterState(role, role_groups, self.model)
         self.offload = offload.offload_frozen(self.model) if role.offload else offload.Offload({})
         self.offload.timed = functools.partial(timers.phase, role.name, "offload")
 
@@ -38,8 +38,8 @@ class FrozenModel:
     def forward_only(self, batch: Batch, forward) -> list:
         """Runs `forward(chunk, micro-batch)` over the replica's batch: [(result, positions)] on each of its ranks."""
         microbatches = mb.role_microbatches(batch, torch.arange(len(batch)), self.role, self.role_groups)
-        self.routes.attach(batch, microbatches)
+        self.router_state.attach(batch, microbatches)
         with self.offload.present("weights"):
             results = forward_only(self.model, microbatches, forward, self.role_groups.pg_collection)
-        self.routes.collect(microbatches, trained=False)
+        self.router_state.add_statistics(microbatches, trained=False)
         return results

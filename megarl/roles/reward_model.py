@@ -64,7 +64,7 @@ class RewardModel:
         if texts is None:
             return None
         try:
-            encoded = self.encoder.scored_batch(texts, self.role.megatron.seq_length)
+            encoded = self.encoder.reward_model_inputs(texts, self.role.megatron.seq_length)
         except UsageError as error:  # the prompts were checked at startup, so a response does not fit the template
             raise RuntimeError(str(error)) from error
         self.cut = sum(cut > 0 for _, cut in encoded)

@@ -56,7 +56,7 @@ class TrainableModel:
         self.wrapped = optimizer.wrap_for_training(self.model, role.megatron, role_groups.pg_collection)
         self.optimizer = optimizer.build_optimizer(self.wrapped, role.megatron, role_groups.pg_collection)
         self.scheduler = optimizer.build_scheduler(self.optimizer, role.megatron, updates)
-        self.routes = RouterState(role, role_groups, self.model)
+        self.router_state = RouterState(role, role_groups, self.model)
         self.offload = offload.Offload({})
         if role.offload:
             keeps_weights = role.name == "actor"  # generation uses them
@@ -69,7 +69,7 @@ class TrainableModel:
         """Runs `forward(chunk, micro-batch)` without gradients: [(result, positions)]."""
         with self.offload.present("weights"):
             results = forward_only(self.model, microbatches, forward, self.role_groups.pg_collection)
-        self.routes.collect(microbatches, trained=False)
+        self.router_state.add_statistics(microbatches, trained=False)
         return results
 
     def load_pretrained(self, folder: Path):
@@ -94,10 +94,10 @@ class TrainableModel:
         with self.on_device_for_updates():
             for chunk in self.wrapped:
                 chunk.zero_grad_buffer()
-            self.routes.train(microbatches)
+            self.router_state.set_token_counts(microbatches)
             groups = self.role_groups.pg_collection
             results = _run_microbatches(self.wrapped, microbatches, forward, loss, groups, train=True)
-            self.routes.collect(microbatches, trained=True)
+            self.router_state.add_statistics(microbatches, trained=True)
             with self.offload.present("optimizer", changed=True):
                 applied, norm = optimizer.update(self.optimizer)
             self.optimizer.zero_grad()  # frees the optimizer's copies of the gradients
@@ -112,7 +112,7 @@ class TrainableModel:
     def microbatches(self, batch: Batch, positions: torch.Tensor) -> Microbatches:
         """The micro-batches of this replica's sequences at `positions`, equally many on all replicas. Collective."""
         microbatches = mb.role_microbatches(batch, positions, self.role, self.role_groups)
-        self.routes.attach(batch, microbatches)
+        self.router_state.attach(batch, microbatches)
         return microbatches
 
     def state(self, extra: dict, loading: bool = False) -> dict:

@@ -75,14 +75,14 @@ def skip_if_enough_are_finished(
 
 def completions_to_batch(
     done: dict[int, Completion], prompts: list[PromptRequest], samples: int, requests: list[GenerationRequest],
-    no_routes: Tensor | None = None,
+    empty_routes: Tensor | None = None,
 ) -> Batch:  # fmt: skip
     """The completions of a replica as a packed batch, in ascending order of sequence ids.
 
     Args:
         done: completions by sequence id.
         prompts, samples, requests: of all replicas, as in `build_requests`.
-        no_routes: [0, L, k] routes of no tokens; None if the completions have no routes.
+        empty_routes: [0, L, k] routes of no tokens; None if the completions have no routes.
     """
     ids = torch.tensor(sorted(done), dtype=torch.int64)
     requests, completions = [requests[i] for i in sorted(done)], [done[i] for i in sorted(done)]
@@ -101,6 +101,6 @@ def completions_to_batch(
         tokens=torch.tensor(tokens, dtype=torch.int64),
         rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
         response_mask=torch.tensor(mask, dtype=torch.bool),
-        routes=None if no_routes is None else torch.cat([no_routes, *(c.routes for c in completions)]),
+        routes=None if empty_routes is None else torch.cat([empty_routes, *(c.routes for c in completions)]),
     )
     return batch.to(device.device())

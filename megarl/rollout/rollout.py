@@ -143,8 +143,8 @@ class Rollout:
             done = self._run_engine(requests, samples, sampling, records_routes, early_stop)
             partial = partial_responses_of(ids, prompts, samples)
             done |= self._without_new_tokens(requests, partial, samples, records_routes)
-            no_routes = self.engine.no_routes if records_routes else None
-            return completions_to_batch(done, prompts, samples, requests, no_routes)
+            empty_routes = self.engine.empty_routes if records_routes else None
+            return completions_to_batch(done, prompts, samples, requests, empty_routes)
 
     def _run_engine(
         self, requests: list[GenerationRequest], samples: int, sampling: SamplingSettings, records_routes: bool,
@@ -174,11 +174,11 @@ class Rollout:
         self, requests: list[GenerationRequest], partial: list[PartialResponse], samples: int, records_routes: bool
     ) -> dict[int, Completion]:
         """Completions of this replica's round-robin share of the requests without new tokens; routes are unknown."""
-        no_routes, done = self.engine.no_routes, {}
+        empty_routes, done = self.engine.empty_routes, {}
         for i in self._assigned_here(requests, samples):
             if not requests[i].max_new_tokens:
-                shape = (len(requests[i].prompt), *no_routes.shape[1:])
-                routes = no_routes.new_full(shape, NO_ROUTE) if records_routes else None
+                shape = (len(requests[i].prompt), *empty_routes.shape[1:])
+                routes = empty_routes.new_full(shape, NO_ROUTE) if records_routes else None
                 done[i] = Completion([], [], partial[i].is_finished, routes)
         return done
 

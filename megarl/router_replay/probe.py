@@ -20,9 +20,9 @@ def logprob_gaps(trainable_model, batch: Batch, forward) -> dict[str, float]:
 
     `trainable_model` is the actor's `TrainableModel`. Resets the statistics of its routers.
     """
-    table, positions, gaps = trainable_model.routes.table, mb.positions_of(batch, probed_ids()), {}
+    table, positions, gaps = trainable_model.router_state.replayed_routes, mb.positions_of(batch, probed_ids()), {}
     for name, routes in (("replayed", table), ("live", None)):
-        trainable_model.routes.table = routes
+        trainable_model.router_state.replayed_routes = routes
         results = trainable_model.forward_only(trainable_model.microbatches(batch, positions), forward)
         scored = dataclasses.replace(batch)
         mb.write_back(scored, "logprobs", [(scores.logprobs, at) for scores, at in results])
@@ -32,6 +32,6 @@ def logprob_gaps(trainable_model, batch: Batch, forward) -> dict[str, float]:
             torch.stack([gap.sum(), probed.response_mask.sum().double()])
         )
         gaps[f"router/gap_{name}"] = float(total / count.clamp(min=1))
-    trainable_model.routes.begin()
-    trainable_model.routes.table = table
+    trainable_model.router_state.begin_step()
+    trainable_model.router_state.replayed_routes = table
     return gaps

@@ -42,7 +42,7 @@ class RoutingReplay:
     def begin_step(self):
         """Resets the routers of all models: removes routes to replay, and statistics."""
         for state in self._router_states.values():
-            state.begin()
+            state.begin_step()
 
     def dispatch(self, step_batch: StepBatch):
         """Sends each rank the routes that it replays in the step, for its own tokens and layers only. Collective."""
@@ -57,4 +57,4 @@ class RoutingReplay:
                 wanted = state.wanted(batch, passes)
             table = self._exchange.send(step_batch[ROLLOUT], role, batch, wanted, step_batch.dp_assignment)
             if state is not None:
-                state.table = table
+                state.replayed_routes = table

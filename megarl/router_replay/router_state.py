@@ -35,11 +35,11 @@ class RouterState:
         self.layers = router.moe_layers_of(stages)
         # Ranks that hold the same layers and split the tokens of a micro-batch.
         self._token_group = role_groups.pg_collection.tp_cp if args.sequence_parallel else role_groups.pg_collection.cp
-        self.begin()
+        self.begin_step()
 
-    def begin(self):
+    def begin_step(self):
         """Starts a step: removes the routes to replay and resets the statistics."""
-        self.table: RouteTable | None = None  # routes to replay; None: the routers choose
+        self.replayed_routes: RouteTable | None = None  # routes to replay; None: the routers choose
         shape = (self.role.megatron.num_layers, self.experts, aux_loss_names(self.role.megatron), device.device())
         self._forward, self._training = RoutingStatistics.empty(*shape), RoutingStatistics.empty(*shape)
 
@@ -54,13 +54,13 @@ class RouterState:
         missing = torch.zeros((), dtype=torch.int64, device=batch.lengths.device)
         for microbatch, positions in microbatches:
             rows, replayed = self._rows(microbatch), None
-            if self.table is not None:
-                replayed = self.table.of(_tokens_of(batch, positions, rows))
+            if self.replayed_routes is not None:
+                replayed = self.replayed_routes.of(_tokens_of(batch, positions, rows))
                 counted = rows.counted.view(-1, 1, 1)
                 missing += ((replayed == NO_ROUTE) & counted).any(-1).sum()
                 replayed = replayed.masked_fill(~counted, NO_ROUTE)
             microbatch.routing = Routing(self.role.name, self.layers, self.experts, rows, replayed)
-        if self.table is not None and int(missing):
+        if self.replayed_routes is not None and int(missing):
             tokens = sum(int(microbatch.routing.rows.counted.sum()) for microbatch, _ in microbatches)
             raise RuntimeError(
                 f"{self.role.name}: {int(missing)} of {tokens * len(self.layers)} routes are missing ({tokens} tokens "
@@ -72,7 +72,7 @@ class RouterState:
         lengths, groups = microbatch.host_metadata.lengths, self.role_groups.pg_collection
         return routed_tokens(lengths, groups, self.role.megatron.sequence_parallel)
 
-    def train(self, microbatches: Microbatches):
+    def set_token_counts(self, microbatches: Microbatches):
         """Sets the mini-batch's token and sequence counts, by which auxiliary losses are divided. Collective."""
         if not self.experts:
             return
@@ -82,7 +82,7 @@ class RouterState:
         for microbatch, _ in microbatches:
             microbatch.routing.totals = totals
 
-    def collect(self, microbatches: Microbatches, trained: bool):
+    def add_statistics(self, microbatches: Microbatches, trained: bool):
         """Adds the statistics of micro-batches after a pass; `trained`: it was a pass with backward.
 
         Raises:
@@ -127,7 +127,7 @@ class RouterState:
         return wanted[:-1]
 
     def metrics(self, prefix: str, replays: bool = False) -> dict[str, float]:
-        """Router metrics since `begin`; {} for a dense model. A collective of the role."""
+        """Router metrics since `begin_step`; {} for a dense model. A collective of the role."""
         if not self.experts:
             return {}
         everyone = self.role_groups.pg_collection.intra_dist_opt
@@ -136,8 +136,8 @@ class RouterState:
 
 def _tokens_of(batch: Batch, positions: Tensor, rows: RoutedTokens) -> Tensor:
     """[R] int64 position in the batch of each row that this rank routes of a micro-batch; T for padding."""
-    tokens = torch.cat([batch.token_positions(positions), rows.places.new_tensor([len(batch.tokens)])])
-    return tokens[rows.places.clamp(max=len(tokens) - 1)]
+    tokens = torch.cat([batch.token_positions(positions), rows.token_indices.new_tensor([len(batch.tokens)])])
+    return tokens[rows.token_indices.clamp(max=len(tokens) - 1)]
 
 
 def _gathered(local: Tensor, group, ranks: int) -> Tensor:

@@ -25,7 +25,7 @@ from megarl.rollout.rollout import Rollout
 EVAL_STEP = 2**31  # step number of the random streams; no training step has it
 
 
-def ks_of(settings: Settings) -> tuple[int, ...]:
+def eval_ks(settings: Settings) -> tuple[int, ...]:
     """The k of pass@k, mean@k and maj@k, ascending: `--eval-k`, by default 1 and `--eval-responses`.
 
     Empty by default for a single response, where each of them equals the accuracy.
@@ -77,7 +77,7 @@ class Evaluator:
         """`tokens`: token ids of each prompt. The first `--eval-samples` prompts are evaluated."""
         self.settings, self.mesh, self.timers = settings, mesh, timers
         self.rollout, self.reward, self.prompts = rollout, reward, prompts
-        self.ks = ks_of(settings)
+        self.ks = eval_ks(settings)
         self.requests = [PromptRequest(line, ids) for line, ids in enumerate(tokens[: settings.eval_samples])]
 
     def evaluate(self) -> dict[str, float] | None:

@@ -76,7 +76,7 @@ class RewardModelTrainer(SupervisedTrainer):
     def update(self, examples: ExampleBatch):
         """One optimizer update on the mean loss of the pairs."""
         with self.timers.phase("reward", "update"):
-            self.trainable_model.routes.begin()
+            self.trainable_model.router_state.begin_step()
             count, margins = len(examples.examples), self._margins(examples.examples)
 
             def loss(scores, microbatch):
@@ -92,7 +92,7 @@ class RewardModelTrainer(SupervisedTrainer):
                 "reward/learning_rate": self.trainable_model.learning_rate(),
                 "reward/updates_skipped": int(not applied),
                 "perf/tokens": int(tokens),
-                **self.trainable_model.routes.metrics("router"),
+                **self.trainable_model.router_state.metrics("router"),
             }
 
     def evaluate_batch(self, examples: ExampleBatch) -> dict[str, float]:

@@ -146,7 +146,7 @@ class RLTrainer(Trainer):
         return {name: model for name, model in models.items() if model}
 
     def _router_states(self) -> dict[str, RouterState]:
-        return {name: model.routes for name, model in self._models().items()}
+        return {name: model.router_state for name, model in self._models().items()}
 
     def _load_pretrained(self):
         models = self._models()

@@ -38,7 +38,7 @@ class SFTTrainer(SupervisedTrainer):
     def update(self, examples: ExampleBatch):
         """One optimizer update on the mean negative log-probability of the response tokens."""
         with self.timers.phase("actor", "update"):
-            self.trainable_model.routes.begin()
+            self.trainable_model.router_state.begin_step()
             tokens = torch.stack([examples.batch.response_mask.sum(), examples.batch.lengths.sum()]).double()
             count, total = self.role_groups.dp_all_reduce(tokens)
 
@@ -54,7 +54,7 @@ class SFTTrainer(SupervisedTrainer):
                 "sft/learning_rate": self.trainable_model.learning_rate(),
                 "actor/updates_skipped": int(not applied),
                 "perf/tokens": int(total),
-                **self.trainable_model.routes.metrics("router"),
+                **self.trainable_model.router_state.metrics("router"),
             }
 
     def evaluate_batch(self, examples: ExampleBatch) -> dict[str, float]:

@@ -125,7 +125,7 @@ class SupervisedTrainer(Trainer, abc.ABC):
         microbatches = mb.role_microbatches(
             batch, torch.arange(len(batch)), self.role, self.role_groups, self.task.sequences_per_example
         )
-        self.trainable_model.routes.attach(batch, microbatches)
+        self.trainable_model.router_state.attach(batch, microbatches)
         return microbatches
 
     def evaluate(self, step: int):

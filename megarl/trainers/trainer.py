@@ -58,7 +58,7 @@ class Trainer:
             for name, role in self.config.roles.items()
             if role.model_role == name  # a rollout that shares the actor's model has the actor's settings
         }
-        return {"megarl": self.config.own_settings(), "world_size": self.mesh.size, "roles": roles}
+        return {"megarl": self.config.megarl_settings(), "world_size": self.mesh.size, "roles": roles}
 
     def steps(self) -> Iterator[int]:
         """Yields the numbers of the remaining steps, up to `--train-iters`, and counts them."""

@@ -36,7 +36,7 @@ def continue_run(rank, flags: str, source, target, value_head: bool):
 
     multiple = dist.get_world_size(place.pg_collection.pp) if len(trainable_model.model) > 1 else 1
     parts = split_microbatches(batch, 2, multiple)
-    trainable_model.routes.attach(batch, parts)
+    trainable_model.router_state.attach(batch, parts)
     assert trainable_model.update(parts, forward_of(value_head), loss)[1]
     if rank == 0:
         target.mkdir()

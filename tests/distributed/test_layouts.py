@@ -43,9 +43,9 @@ def update(rank, flags: str, parts: int, value_head: bool):
 
     multiple = dist.get_world_size(place.pg_collection.pp) if len(trainable_model.model) > 1 else 1
     parts = split_microbatches(batch, parts, multiple)
-    trainable_model.routes.attach(batch, parts)
+    trainable_model.router_state.attach(batch, parts)
     scores = [out for out, places in trainable_model.forward_only(parts, forward_of(value_head)) if len(places)]
-    trainable_model.routes.attach(batch, parts)
+    trainable_model.router_state.attach(batch, parts)
     losses, applied, norm = trainable_model.update(parts, forward_of(value_head), loss)
     assert applied
     total = place.dp_all_reduce(torch.stack(losses).sum())

@@ -71,8 +71,8 @@ def step(trainable_model, role_groups, count: int, value_head: bool = False, spo
     parts = split_microbatches(
         batch, count, dist.get_world_size(role_groups.pg_collection.pp) if len(trainable_model.model) > 1 else 1
     )
-    trainable_model.routes.begin()
-    trainable_model.routes.attach(batch, parts)
+    trainable_model.router_state.begin_step()
+    trainable_model.router_state.attach(batch, parts)
     losses, applied, norm = trainable_model.update(parts, forward, loss)
     return float(role_groups.dp_all_reduce(torch.stack(losses).sum())), applied, norm
 
@@ -86,7 +86,7 @@ def updates(rank, flags: str, count: int, value_head: bool = False):
     return (
         loss,
         norm,
-        trainable_model.routes.metrics("router"),
+        trainable_model.router_state.metrics("router"),
         whole_weights(trainable_model.model, place.pg_collection),
     )
 

@@ -10,10 +10,10 @@ from megarl.mcore.attention.packed_attention import PackedAttention
 D = 8  # channels of a head
 
 
-def packed_attention(scale=None):
+def packed_attention(scale=None, backend="sdpa"):
     """The attention of one layer with 4 heads."""
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4)
-    config.attention_kernel = "sdpa"
+    config.attention_kernel = backend
     groups = SimpleNamespace(tp=None, cp=None)
     return PackedAttention(config, 1, None, "self", softmax_scale=scale, pg_collection=groups)
 

@@ -69,7 +69,7 @@ class Watch:
         from megarl.router_replay import router_state
         from megarl.router_replay.router_state import RouterState
 
-        attach, collect, watch = RouterState.attach, RouterState.collect, self
+        attach, collect, watch = RouterState.attach, RouterState.add_statistics, self
 
         def attaching(self, batch, parts):
             attach(self, batch, parts)
@@ -78,7 +78,8 @@ class Watch:
 
         def collecting(self, parts, trained):
             collect(self, parts, trained)
-            if self.role.name == "critic" or (watch.replays and self.table is None):  # a probe with live routers
+            is_probe = watch.replays and self.replayed_routes is None  # with live routers
+            if self.role.name == "critic" or is_probe:
                 return
             for part, _ in parts:
                 batch, places = part.watched
@@ -86,7 +87,7 @@ class Watch:
                 kind = "reference" if self.role.name == "reference" else "updated" if trained else "passed"
                 watch.note(kind, batch, tokens, part.routing.recorded(self.topk), self.layers)
 
-        RouterState.attach, RouterState.collect = attaching, collecting
+        RouterState.attach, RouterState.add_statistics = attaching, collecting
 
 
 def run_watched(rank: int, parsed, noisy_from: int) -> dict:

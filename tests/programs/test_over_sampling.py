@@ -112,7 +112,7 @@ def cut(rank: int):
     engine, _, _ = make_engine(max_requests=8)
     bounds = iter([None, *[9] * 100])
     requests, s = make_requests(limit=20), settings_of()
-    found = dict(engine.stream(RequestList(enumerate(requests)), NEVER, s, longest=lambda: next(bounds)))
+    found = dict(engine.stream(RequestList(enumerate(requests)), NEVER, s, response_limit=lambda: next(bounds)))
     return [found[i] for i in range(len(requests))], engine.generate(requests, NEVER, s)
 
 

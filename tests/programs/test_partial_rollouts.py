@@ -31,15 +31,13 @@ def rows_of(batch) -> list[dict]:
     """Each sequence of a batch in plain numbers."""
     names = ("tokens", "response_mask", "rollout_logprobs", "versions")
     columns = [getattr(batch, name).split(batch.lengths.tolist()) for name in names]
-    manifest_entries = zip(
-        batch.sequence_ids.tolist(), batch.prompt_ids.tolist(), batch.finished.tolist(), *columns, strict=True
-    )
+    rows = zip(batch.sequence_ids.tolist(), batch.prompt_ids.tolist(), batch.finished.tolist(), *columns, strict=True)
     return [
         {
             "id": i, "line": line, "finished": finished, "prompt": tokens[~mask].tolist(),
             "response": tokens[mask].tolist(), "logprobs": logprobs[mask].tolist(), "versions": versions[mask].tolist(),
         }
-        for i, line, finished, tokens, mask, logprobs, versions in manifest_entries
+        for i, line, finished, tokens, mask, logprobs, versions in rows
     ]  # fmt: skip
 
 
@@ -218,7 +216,9 @@ def chunked(rank: int):
     model, _, place = build()
     engine = RolloutEngine(model, place.pg_collection, VOCAB, 48, 0.005, 8, False, True, step_tokens=12)
     bounds, requests = iter([7, *[5] * 100]), make_requests(limit=20)
-    found = dict(engine.stream(RequestList(enumerate(requests)), NEVER, settings_of(), longest=lambda: next(bounds)))
+    found = dict(
+        engine.stream(RequestList(enumerate(requests)), NEVER, settings_of(), response_limit=lambda: next(bounds))
+    )
     return [len(found[i].tokens) for i in range(len(requests))]
 
 

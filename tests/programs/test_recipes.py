@@ -148,7 +148,7 @@ def test_a_recipes_updates_do_not_depend_on_the_layout(variant, tmp_path):
 
 def values_of(program: arguments.RunConfig) -> dict:
     """The settings of a program by the names of a config file."""
-    return {name.replace("_", "-"): value for name, value in program.own_settings().items()}
+    return {name.replace("_", "-"): value for name, value in program.megarl_settings().items()}
 
 
 @pytest.mark.parametrize("recipe", MODELS)

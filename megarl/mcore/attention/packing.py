@@ -30,17 +30,17 @@ from megarl.mcore.parallel.context_parallel import chunk_indices, chunks_of, str
 class PackedLayout(PackedSeqParams):
     """Megatron's `PackedSeqParams` with the indices that megarl's attention and model need."""
 
-    pieces: list[SegmentBatch] | None = None  # the segment batches
+    segment_batches: list[SegmentBatch] | None = None
     order: Tensor | None = None  # [T] of context_parallel.stream_order; None without context parallelism
     restore: Tensor | None = None  # [T/c] int64 index of each of this rank's queries in the segment batches' results
-    places: Tensor | None = None  # [T/c] int64 indices in the padded stream of this rank's tokens
+    token_indices: Tensor | None = None  # [T/c] int64 indices in the padded stream of this rank's tokens
     positions: Tensor | None = None  # [T/c] int64 positions of this rank's tokens in their sequences
     first: Tensor | None = None  # [N] int64 stream index of the first token that each sequence holds
     last: Tensor | None = None  # [N] int64 stream index of the last one
     held: Tensor | None = None  # [tokens] int64 index in the unshared sequences of each stream token; None: identity
     source: Tensor | None = None  # [T] int64 stream index with the value of each token of the unshared sequences
     host_held: np.ndarray | None = None  # `held` on the host
-    host_places: np.ndarray | None = None  # `places` on the host
+    host_token_indices: np.ndarray | None = None  # `token_indices` on the host
     tokens: int = 0  # in the stream, without padding
     padding: int = 0  # tokens after them, one more sequence whose results are dropped
     routing: Routing | None = None  # of the micro-batch, if the model has experts
@@ -52,9 +52,9 @@ class ScoredTokens(NamedTuple):
     All int64 indices.
     """
 
-    places: Tensor  # [n] scored tokens among the rank's tokens; n is at least `MIN_ROWS` if the rank has that many
-    inside: Tensor  # [m] requested tokens among the n scored ones
-    wanted: Tensor  # [m] requested tokens among the rank's tokens
+    rows: Tensor  # [n] scored tokens among the rank's tokens; n is at least `MIN_ROWS` if the rank has that many
+    requested_of_scored: Tensor  # [m] requested tokens among the n scored ones
+    requested: Tensor  # [m] requested tokens among the rank's tokens
 
 
 def _padded_size(tokens: int, context_ranks: int, tensor_ranks: int) -> int:
@@ -82,7 +82,7 @@ def routed_tokens(lengths: Tensor, pg_collection, sequence_parallel: bool) -> Ro
     sequence = np.searchsorted(ends, indices, side="right")
     is_last = indices + 1 == ends[sequence.clip(max=len(ends) - 1)]
     counted = (indices < ends[-1]) & ~is_last
-    indices, sequence, counted = device.send([indices, sequence, counted.astype(np.int64)])
+    indices, sequence, counted = device.to_device([indices, sequence, counted.astype(np.int64)])
     return RoutedTokens(indices, counted.bool(), sequence, len(ends))
 
 
@@ -92,11 +92,11 @@ def scored_tokens(mask: Tensor, packing: PackedLayout) -> ScoredTokens:
     A token of a shared prefix is scored if it is requested for the holder.
     """
     requested = mask.numpy() if packing.host_held is None else mask.numpy()[packing.host_held]
-    next_requested = np.roll(np.append(requested, np.zeros(packing.padding, bool)), -1)[packing.host_places]
+    next_requested = np.roll(np.append(requested, np.zeros(packing.padding, bool)), -1)[packing.host_token_indices]
     is_scored = next_requested.copy()
     is_scored[:MIN_ROWS] = True
-    inside, wanted = np.flatnonzero(next_requested[is_scored]), np.flatnonzero(next_requested)
-    return ScoredTokens(*device.send([np.flatnonzero(is_scored), inside, wanted]))
+    indices = [np.flatnonzero(is_scored), np.flatnonzero(next_requested[is_scored]), np.flatnonzero(next_requested)]
+    return ScoredTokens(*device.to_device(indices))
 
 
 def _shared_token_indices(lengths: np.ndarray, stream: TokenStream) -> tuple[np.ndarray, np.ndarray]:
@@ -136,7 +136,7 @@ def pack_sequences(
     plans, indices = plan_segment_batches(segments_of_stream(stream, chunks), ranks == 1), chunk_indices(chunks)
     arrays = {
         "restore": np.concatenate([queries.ravel()[real] for queries, _, real, *_ in plans]).argsort(),
-        "places": indices,
+        "token_indices": indices,
         "positions": stream.positions()[indices],
         "first": stream.starts[:count],
         "last": stream.ends[:count] - 1,
@@ -145,16 +145,16 @@ def pack_sequences(
         arrays["order"] = stream_order(ranks, total)
     if shared is not None:
         arrays["held"], arrays["source"] = _shared_token_indices(lengths, stream)
-    sent = device.send([*arrays.values(), *itertools.chain(*plans)])
+    sent = device.to_device([*arrays.values(), *itertools.chain(*plans)])
     sent_plans = iter(sent[len(arrays) :])
     return PackedLayout(
         qkv_format="thd",  # cumulative lengths stay None: rotary embeddings are applied by position
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         cp_group=context,
-        pieces=[SegmentBatch.of(*itertools.islice(sent_plans, len(plan))) for plan in plans],
+        segment_batches=[SegmentBatch.of(*itertools.islice(sent_plans, len(plan))) for plan in plans],
         **dict(zip(arrays, sent, strict=False)),
-        host_places=indices,
+        host_token_indices=indices,
         host_held=arrays.get("held"),
         tokens=tokens,
         padding=total - tokens,

@@ -33,7 +33,7 @@ class SegmentBatch:
     queries: Tensor  # [n, Q] int64 indices among this rank's tokens; padding repeats the last query
     keys: Tensor  # [n, K] int64 indices in the stream or rows of the KV cache; padding repeats the last
     mask: Tensor | None  # [n, 1, Q, K] bool, True where attended; None: causal, query i attends to keys 0 … i
-    real: Tensor  # [m] int64 indices in [n·Q] of the queries that are not padding
+    real_queries: Tensor  # [m] int64 indices in [n·Q] of the queries that are not padding
 
     @classmethod
     def of(cls, queries: Tensor, keys: Tensor, real: Tensor, last_key: Tensor | None = None) -> "SegmentBatch":

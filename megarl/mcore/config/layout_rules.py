@@ -225,7 +225,7 @@ def _experts(args) -> list[LayoutRule]:
 
 def _balancing(args) -> list[LayoutRule]:
     """Rules on losses and the bias that balance experts; the parser returns one value or a list of them."""
-    kinds, weights = listed(args.moe_router_load_balancing_type), listed(args.moe_aux_loss_coeff)
+    kinds, weights = as_list(args.moe_router_load_balancing_type), as_list(args.moe_aux_loss_coeff)
     flag, factor, per_layer = "--moe-router-load-balancing-type", "--moe-aux-loss-coeff", args.moe_z_loss_coeff
     names, numbers = " ".join(kinds), " ".join(map(str, weights))
     idle = [weight for kind, weight in zip(kinds, weights, strict=False) if kind not in BALANCING_LOSSES]
@@ -247,7 +247,7 @@ def _balancing(args) -> list[LayoutRule]:
     ]  # fmt: skip
 
 
-def listed(value) -> list:
+def as_list(value) -> list:
     """Returns a flag's values as a list; Megatron's parser returns one value or a list."""
     return value if isinstance(value, list) else [value]
 

@@ -9,13 +9,14 @@ import warnings
 
 import torch
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.training.arguments import add_megatron_arguments, core_transformer_config_from_args, validate_args
 from torch.nn import functional
 
 from megarl.errors import ArgumentParser, UsageError
 from megarl.mcore import device
 from megarl.mcore.config import layout_rules
-from megarl.mcore.config.supported_flags import DEFAULTS, ONLY, used
+from megarl.mcore.config.supported_flags import ATTENTION_BACKENDS, DEFAULTS, ONLY, used
 from megarl.mcore.kernels.silu import silu
 from megarl.mcore.parallel.process_groups import ParallelSizes
 
@@ -27,8 +28,8 @@ def _parser() -> argparse.ArgumentParser:
     # On unless switched off, where there is something to reduce: `_overlaps`.
     parser.set_defaults(overlap_grad_reduce=None)
     for action in parser._actions:
-        if action.dest == "transformer_impl":
-            action.choices = None  # megarl's own layer specs: `_check_only`
+        if action.dest in ("transformer_impl", "attention_backend"):  # megarl has modules of its own for both
+            action.choices, action.type = None, str
     parser.add_argument("--no-overlap-grad-reduce", dest="overlap_grad_reduce", action="store_false", default=None)
     return parser
 
@@ -54,6 +55,14 @@ def _check_only(role: str, args):
         if value not in choices and value is not None:
             flag = next(option for option, name in destinations().items() if name == dest)
             raise UsageError(f"{role}: {flag} {value}: {reason} (allowed: {', '.join(map(str, choices))})")
+
+
+def _choose_attention(role: str, args):
+    """Sets `attention_kernel`, the module of `mcore/attention/backends` that `--attention-backend` names."""
+    name, args.attention_backend = args.attention_backend, AttnBackend.auto
+    args.attention_kernel = "sdpa" if name == "auto" else name
+    if args.attention_kernel not in ATTENTION_BACKENDS:
+        raise UsageError(f"{role}: --attention-backend {name}: allowed are auto, {', '.join(ATTENTION_BACKENDS)}")
 
 
 def _one_line(error: BaseException) -> str:
@@ -91,6 +100,7 @@ def parse(role: str, argv: list[str], ranks: int, own: dict, extra: frozenset[st
         setattr(args, name, value)
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.seq_length
+    _choose_attention(role, args)
     _check_only(role, args)
     for flag in ("num_layers", "hidden_size", "num_attention_heads"):
         if not getattr(args, flag):
@@ -136,6 +146,7 @@ def _validated(role: str, args):
 def transformer_config(args) -> TransformerConfig:
     """Megatron's model config; weights start the same for every tensor-parallel size on the CPU path."""
     config = core_transformer_config_from_args(args)
+    config.attention_kernel = args.attention_kernel
     if config.activation_func is functional.silu:
         config.activation_func = silu
     return config

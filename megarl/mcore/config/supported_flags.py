@@ -8,7 +8,6 @@ from pathlib import Path
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.enums import AttnBackend
 
 # Read by megarl (or by Megatron's own translation of arguments into configs) besides the fields of the configs.
 READ_BY_MODEL = {
@@ -30,8 +29,14 @@ READ_BY_DDP = {
 }  # fmt: skip
 READ_BY_PROGRAM = {"distributed_timeout_minutes"}
 
-# Names of the layer specs: found by their files, since this package must not import the models.
-LAYER_SPECS = tuple(sorted(m.name for m in pkgutil.iter_modules([str(Path(__file__).parents[1] / "model/layer_specs")])))
+
+def _modules(folder: str) -> tuple[str, ...]:
+    """Names of the modules in a folder of mcore, by their files: this package must not import the models."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules([str(Path(__file__).parents[1] / folder)])))
+
+
+LAYER_SPECS = _modules("model/layer_specs")
+ATTENTION_BACKENDS = _modules("attention/backends")
 
 # A destination of the parser -> the only value this version runs, and why a wrong answer would be worse than a refusal.
 ONLY = {
@@ -72,7 +77,6 @@ ONLY = {
     "window_size": (None, "sliding-window attention is not supported yet"),
     "softmax_type": ("vanilla", "attention sinks are not supported yet"),
     "layernorm_zero_centered_gamma": (False, "zero-centred norms are not supported yet"),
-    "attention_backend": (AttnBackend.auto, "attention runs through PyTorch's SDPA"),
 }
 
 # Families of flags for parts that megarl's models, optimizer and engine do not have.

@@ -162,7 +162,7 @@ class RolloutEngine:
         return self.context.kv_block_allocator.active_count * self.context.block_size_tokens
 
     @property
-    def no_routes(self) -> Tensor:
+    def empty_routes(self) -> Tensor:
         """[0, L, k] int16: empty routes, for their shape and dtype."""
         return torch.zeros(0, len(self.layers), self.model.config.moe_router_topk, dtype=torch.int16)
 

@@ -9,13 +9,8 @@ from megatron.core.inference.contexts.dynamic_context import DynamicInferenceCon
 from torch import Tensor
 
 from megarl.mcore import device
-from megarl.mcore.attention.paged_attention import (
-    CacheReads,
-    PagedAttention,
-    PrefillDedup,
-    deduplicate_prefills,
-    plan_cache_reads,
-)
+from megarl.mcore.attention import backends
+from megarl.mcore.attention.prefill_dedup import PrefillDedup, deduplicate_prefills
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.model.decoder_layer import Rotation, StepPlan
 
@@ -33,7 +28,8 @@ class PagedContext(DynamicInferenceContext):
         self.only_decodes = False  # the next step decodes one more token of each request of the last step
         self._frequencies: Tensor | None = None
         self._rotation: Rotation | None = None
-        self._attend = PagedAttention()
+        self._backend = backends.load(model_config)
+        self._attend = self._backend.PagedAttention()
         super().__init__(model_config, inference_config)
         self._is_coupled = dist.get_world_size(inference_config.pg_collection.ep) > 1
         # These layers need the step's full number of rows, so duplicate prompts are not skipped.
@@ -70,7 +66,7 @@ class PagedContext(DynamicInferenceContext):
             self._plan = StepPlan(
                 slot_mapping,
                 dedup,
-                rotation and rotation.at(positions if dedup is None else positions[dedup.kept]),
+                rotation and rotation.at(positions if dedup is None else positions[dedup.kept_tokens]),
                 reads,
                 self.memory_buffer.unbind(),
                 self._attend,
@@ -83,7 +79,7 @@ class PagedContext(DynamicInferenceContext):
             self._frequencies, self._rotation = frequencies, Rotation.of(frequencies, self.params_dtype)
         return self._rotation
 
-    def _reads(self) -> tuple[PrefillDedup | None, CacheReads]:
+    def _reads(self) -> tuple[PrefillDedup | None, object]:
         """Plans which keys each token of the step reads, without duplicate prompts."""
         active = slice(self.paused_request_count, self.total_request_count)
         queries = self.request_query_lengths[active].long()
@@ -100,8 +96,8 @@ class PagedContext(DynamicInferenceContext):
         dedup = deduplicate_prefills(self.token_to_input_ids[:total], queries, keys) if may_share else None
         if dedup is not None:
             queries, keys, pages = (x[dedup.requests] for x in (queries, keys, pages))
-            total = len(dedup.kept)
-        return dedup, plan_cache_reads(queries, keys, pages, total, self.memory_buffer[0])
+            total = len(dedup.kept_tokens)
+        return dedup, self._backend.plan_cache_reads(queries, keys, pages, total, self.memory_buffer[0])
 
     def reset(self, *args, **kwargs):
         """Drops all requests and zeroes the spare block, because padding reads it and must find finite numbers."""
@@ -132,7 +128,7 @@ class PagedContext(DynamicInferenceContext):
         self.only_decodes = self._is_simple and bool(active_requests_mask.all()) and self._advance(new_tokens)
         if self.only_decodes:
             return {"newly_paused_request_ids": None, "evict_request_ids": None}
-        self.kv_block_allocator.take_out(active_requests_mask)
+        self.kv_block_allocator.save_finished(active_requests_mask)
         return super().update_requests(active_requests_mask, new_tokens, *args, **kwargs)
 
     def advance_decode(self, new_tokens: Tensor) -> bool:

@@ -83,7 +83,7 @@ class RoutedBlocks(KVBlockAllocator):
         slots = c.token_to_block_idx[tokens].long(), c.token_to_local_position_within_kv_block[tokens].long()
         self.routes[slots] = torch.from_numpy(flat_routing)
 
-    def take_out(self, is_active: Tensor):
+    def save_finished(self, is_active: Tensor):
         """Copies the routes of requests that end with this step; `is_active`: [requests of the step], 0 if ended."""
         if not self.is_recording:
             return

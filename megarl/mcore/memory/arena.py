@@ -112,20 +112,20 @@ class Arena(DeviceBlock):
     def __init__(self, find: Callable[[], list[Tensor]]):
         """`find` returns the tensors, always in the same order, though some may have been replaced."""
         self.find, tensors = find, find()
-        self.places, size = lay_out(tensors)
+        self.layouts, size = lay_out(tensors)
         host_copy = host_memory(size)
-        for tensor, layout in zip(tensors, self.places, strict=True):
+        for tensor, layout in zip(tensors, self.layouts, strict=True):
             layout.on(host_copy.untyped_storage()).copy_(tensor.detach())
             tensor.data = tensor.new_empty(0)  # free the tensors before the block is allocated
         super().__init__(torch.empty(size, dtype=torch.uint8, device=device.device()).untyped_storage(), host_copy)
-        for tensor, layout in zip(tensors, self.places, strict=True):
+        for tensor, layout in zip(tensors, self.layouts, strict=True):
             tensor.data = layout.on(self.storage)
         self.is_changed = False
         self.leave()
 
     def leave(self):
         """Same as `DeviceBlock`; first moves replaced tensors, such as loaded optimizer states, onto the block."""
-        for tensor, layout in zip(self.find(), self.places, strict=True):
+        for tensor, layout in zip(self.find(), self.layouts, strict=True):
             if storage_of(tensor) != self.storage._cdata:
                 tensor.data = layout.on(self.storage).copy_(tensor.detach())
                 self.is_changed = True

@@ -7,6 +7,7 @@ Shapes: T tokens of the step, G key/value groups of R query heads each, D channe
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from megarl.mcore.attention.paged_attention import CacheReads, PagedAttention, PrefillDedup
+from megarl.mcore.attention.prefill_dedup import PrefillDedup
 from megarl.mcore.kernels.linear import apply_linear
 
 
@@ -37,7 +38,7 @@ class Rotation:
         """Returns the rotation of positions [T]."""
         return Rotation(self.cosines[positions], self.sines[positions])
 
-    def turn_(self, heads: Tensor):
+    def apply_(self, heads: Tensor):
         """Rotates [T, G, heads, D] in place, with Megatron's operations so that the bits equal those in training."""
         width = self.cosines.shape[-1]
         rotary = heads[..., :width]
@@ -52,9 +53,9 @@ class StepPlan:
     slot_mapping: Tensor  # [T] int64 rows of the flattened caches for the new keys and values
     dedup: PrefillDedup | None  # duplicate prompts, computed once; on the device; None: no duplicates
     rotation: Rotation | None  # of the tokens that are computed; None without rotary embeddings
-    reads: CacheReads
+    reads: object  # of the KV cache, by the attention backend
     caches: tuple[Tensor, ...]  # [blocks, block, G, 2, D] keys and values of each layer of this rank
-    attend: PagedAttention
+    attend: Callable[..., Tensor]  # the attention backend's `PagedAttention`
 
 
 class PagedSelfAttention(SelfAttention):
@@ -76,8 +77,8 @@ class PagedSelfAttention(SelfAttention):
         heads, cache = self._heads(hidden), plan.caches[self._cache_index]
         skips_rope = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
         if plan.rotation is not None and not skips_rope:
-            plan.rotation.turn_(heads[:, :, :-1])
-        kv = heads[:, :, -2:] if plan.dedup is None else heads[:, :, -2:].index_select(0, plan.dedup.source)
+            plan.rotation.apply_(heads[:, :, :-1])
+        kv = heads[:, :, -2:] if plan.dedup is None else heads[:, :, -2:].index_select(0, plan.dedup.inverse)
         cache.flatten(0, 1).index_copy_(0, plan.slot_mapping, kv)
         attended = plan.attend(heads[:, :, :-2], cache, plan.reads, self.core_attention.softmax_scale)
         return apply_linear(self.linear_proj, attended.unsqueeze(1))
@@ -137,8 +138,8 @@ def run_decode_layers(block: TransformerBlock, hidden: Tensor | None, context, f
     """
     hidden = hidden if block.pre_process else block.input_tensor
     dedup = context.plan(frequencies).dedup
-    hidden = hidden if dedup is None else hidden.index_select(0, dedup.kept)
+    hidden = hidden if dedup is None else hidden.index_select(0, dedup.kept_tokens)
     for layer in block.layers:
         hidden, _ = layer(hidden_states=hidden, inference_context=context, rotary_pos_emb=frequencies)
     hidden = hidden if block.final_layernorm is None else block.final_layernorm(hidden)
-    return hidden if dedup is None else hidden.index_select(0, dedup.source)
+    return hidden if dedup is None else hidden.index_select(0, dedup.inverse)

@@ -64,10 +64,11 @@ def _run(chunk, tokens: Tensor, lengths: Tensor, processor, routing: Routing | N
 
     def process(hidden_states, output_layer, output_weight, **_):
         weight = output_layer.weight if output_weight is None else output_weight
-        return processor(hidden_states.squeeze(1), output_layer, weight, next_tokens[packing.places], packing, model)
+        targets = next_tokens[packing.token_indices]
+        return processor(hidden_states.squeeze(1), output_layer, weight, targets, packing, model)
 
     return chunk(
-        padded[packing.places].unsqueeze(0),
+        padded[packing.token_indices].unsqueeze(0),
         packing.positions.unsqueeze(0),
         None,
         packed_seq_params=packing,
@@ -99,7 +100,7 @@ def token_scores(
         """TokenScores of the whole micro-batch from hidden states of this rank's tokens."""
         group, sequence_parallel = output_layer.tp_group, model.config.sequence_parallel
         scored = None if mask is None else scored_tokens(mask, packing)
-        rows = None if scored is None or len(targets) <= MIN_ROWS else scored.places
+        rows = None if scored is None or len(targets) <= MIN_ROWS else scored.rows
         row_targets = targets if rows is None else targets[rows]
         logprobs, entropy, _ = head_scores(
             hidden, weight, row_targets, temperature, vocab_size, group, sequence_parallel, rows, squares=False
@@ -107,8 +108,8 @@ def token_scores(
 
         def aligned(score: Tensor) -> Tensor:
             if scored is not None:
-                requested = score.index_select(0, scored.inside)
-                score = score.new_zeros(len(targets)).index_copy(0, scored.wanted, requested)
+                requested = score.index_select(0, scored.requested_of_scored)
+                score = score.new_zeros(len(targets)).index_copy(0, scored.requested, requested)
             return _align_to_tokens(_gather_stream(score, packing), packing)
 
         return TokenScores(aligned(logprobs), aligned(entropy))

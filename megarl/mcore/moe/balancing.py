@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megarl.mcore import device
-from megarl.mcore.config.layout_rules import listed
+from megarl.mcore.config.layout_rules import as_list
 from megarl.mcore.moe.routing import RoutedTokens, Routing
 
 
@@ -50,12 +50,13 @@ class BalancedRouter(TopKRouter):
         """
         if not (self.training and torch.is_grad_enabled()):
             return None
-        if self.bound is None or self.bound.totals is None:
+        if self.current_routing is None or self.current_routing.totals is None:
+            role = "a model" if self.current_routing is None else self.current_routing.role
             raise RuntimeError(
-                f"{'a model' if self.bound is None else self.bound.role} trains without the counts of its mini-batch, "
-                f"which divide the losses of MoE layer {self.layer_number}"
+                f"{role} trains without the counts of its mini-batch, which divide the losses of MoE layer "
+                f"{self.layer_number}"
             )
-        return self.bound
+        return self.current_routing
 
     def _attach(self, carrier: Tensor, name: str, routing: Routing, terms: Tensor, count: Tensor, coefficient: float):
         """Returns `carrier`, whose backward adds the loss: terms [R, …] of counted tokens over a global count."""
@@ -120,7 +121,7 @@ class BalancedRouter(TopKRouter):
 
 def _aux_loss_kinds(args) -> set[str]:
     """Returns the kinds of auxiliary losses with a non-zero coefficient."""
-    kinds, weights = listed(args.moe_router_load_balancing_type), listed(args.moe_aux_loss_coeff)
+    kinds, weights = as_list(args.moe_router_load_balancing_type), as_list(args.moe_aux_loss_coeff)
     return {kind for kind, weight in zip(kinds, weights, strict=True) if weight}
 
 

@@ -65,7 +65,7 @@ class Router(BalancedRouter):
             self.to_recompute.append(routing)
 
     @property
-    def bound(self) -> Routing | None:
+    def current_routing(self) -> Routing | None:
         """Returns the routing of the current micro-batch."""
         return self.router_replay.routing
 

@@ -20,7 +20,7 @@ NO_ROUTE = -1
 class RoutedTokens:
     """The R tokens of a micro-batch that this rank routes."""
 
-    places: Tensor  # [R] int64 indices in the micro-batch's token stream; from its number of tokens on: padding
+    token_indices: Tensor  # [R] int64 indices in the micro-batch's token stream; from its number of tokens on: padding
     counted: Tensor  # [R] bool, tokens that another token follows
     sequence: Tensor  # [R] int64 sequence of each token, 0 … N − 1; N: padding
     sequences: int  # N of the micro-batch
@@ -53,13 +53,13 @@ class Routing:
             RuntimeError: `replayed` is for other tokens or layers.
         """
         self.role, self.layers, self.rows, self.replayed, self.totals = role, layers, rows, replayed, totals
-        if replayed is not None and replayed.shape[:2] != (len(rows.places), len(layers)):
+        if replayed is not None and replayed.shape[:2] != (len(rows.token_indices), len(layers)):
             raise RuntimeError(
-                f"{role}: routes of {replayed.shape[0]} tokens in {replayed.shape[1]} layers for {len(rows.places)} "
-                f"tokens in MoE layers {list(layers)}"
+                f"{role}: routes of {replayed.shape[0]} tokens in {replayed.shape[1]} layers for "
+                f"{len(rows.token_indices)} tokens in MoE layers {list(layers)}"
             )
         self.used: dict[int, Tensor] = {}  # layer -> [R, k] chosen experts
-        device = rows.places.device
+        device = rows.token_indices.device
         self.load = torch.zeros(len(layers), experts, dtype=torch.int64, device=device)  # counted tokens per expert
         self.differs = torch.zeros(
             len(layers), dtype=torch.int64, device=device
@@ -75,9 +75,9 @@ class Routing:
         """
         if layer not in self.layers:
             raise RuntimeError(f"{self.role}: no routes for MoE layer {layer}, only for {list(self.layers)}")
-        if len(live) != len(self.rows.places):
+        if len(live) != len(self.rows.token_indices):
             raise RuntimeError(
-                f"{self.role}: routes of {len(self.rows.places)} tokens for {len(live)} in MoE layer {layer}"
+                f"{self.role}: routes of {len(self.rows.token_indices)} tokens for {len(live)} in MoE layer {layer}"
             )
         chosen, index = live, self.layers.index(layer)
         if self.replayed is not None:
@@ -98,7 +98,7 @@ class Routing:
         missing = [layer for layer in self.layers if layer not in self.used]
         if missing:
             raise RuntimeError(
-                f"{self.role}: {len(self.rows.places)} tokens were not routed in MoE layers {missing}, "
+                f"{self.role}: {len(self.rows.token_indices)} tokens were not routed in MoE layers {missing}, "
                 f"only in {sorted(self.used)}"
             )
 
@@ -106,6 +106,6 @@ class Routing:
         """Returns [R, L, topk] int16 routes taken, `NO_ROUTE` at tokens that do not count."""
         rows = self.rows
         if not self.layers:
-            return torch.zeros(len(rows.places), 0, topk, dtype=torch.int16, device=rows.places.device)
+            return torch.zeros(len(rows.token_indices), 0, topk, dtype=torch.int16, device=rows.token_indices.device)
         routes = torch.stack([self.used[layer] for layer in self.layers], dim=1).to(torch.int16)
         return routes.masked_fill(~rows.counted.view(-1, 1, 1), NO_ROUTE)

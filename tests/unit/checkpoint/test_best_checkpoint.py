@@ -19,13 +19,13 @@ def saved(run: Path, step: int, best: int | None, kept_for: str = "interval", ac
     folders.make_room(run, step)
     folder = folders.step_folder(run, step)
     (folder / "tensors").write_text(f"{step}")
-    manifest_entries = {
+    entries = {
         "world_size": 1,
         "program": "test",
         "kept_for": kept_for,
         "best": {"step": best, "accuracy": accuracy},
     }
-    folders.commit(run, step, manifest_entries)
+    folders.commit(run, step, entries)
     return folder
 
 

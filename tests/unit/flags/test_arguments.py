@@ -80,7 +80,7 @@ def test_every_setting_is_a_flag(field):
             value = "actor=0;reward=2"
         parsed = parse([*MODEL, *required_flags(field), flag_of(field), str(value)], 4, program)
         settings = parsed.settings
-        assert parsed.warnings == () and parsed.own_settings()[field.name] == value
+        assert parsed.warnings == () and parsed.megarl_settings()[field.name] == value
         assert getattr(settings, field.name) == value != field.default
         assert type(getattr(settings, field.name)) is type(value)
 
@@ -148,6 +148,10 @@ def test_flags_that_megarls_own_layers_would_ignore_are_rejected(argv):
 ])  # fmt: skip
 def test_unsupported_features_are_rejected(argv):
     assert argv[0].removesuffix("-format") in refusal(argv)
+
+
+def test_an_unknown_attention_backend_is_rejected_with_the_known_ones():
+    assert "--attention-backend flash: allowed are auto, sdpa" in refusal(["--attention-backend", "flash"])
 
 
 def test_the_error_of_a_router_flag_gives_the_reason():

@@ -89,7 +89,7 @@ def idle(flags: str) -> str:
 def test_options_reach_the_loss(loss, flags, expected):
     program = parsed(f"--policy-loss {loss} {flags}")
     assert program.policy_loss.values() == expected and program.warnings == ()
-    record = {name.replace("_", "-"): value for name, value in program.own_settings().items()}
+    record = {name.replace("_", "-"): value for name, value in program.megarl_settings().items()}
     assert expected.items() <= record.items() and record["gamma"] == 1.0
     assert policy_losses.POLICY_LOSSES[loss].options == type(program.policy_loss.options)()  # defaults stay as they are
 

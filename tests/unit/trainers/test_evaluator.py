@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megarl.flags.settings import Settings
-from megarl.trainers.evaluator import ks_of, mean_metrics, prompt_metrics
+from megarl.trainers.evaluator import eval_ks, mean_metrics, prompt_metrics
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.programs import inputs, write_lines
 from tests.helpers.tiny_models import parse_roles
@@ -51,7 +51,7 @@ def test_means_do_not_depend_on_the_order_of_prompts():
     (None, 1, ()), ("1", 1, (1,)), (None, 8, (1, 8)), ("4", 8, (4,)), ("8,1,4,4", 8, (1, 4, 8)),
 ])  # fmt: skip
 def test_attempts(given, responses, expected):
-    assert ks_of(Settings(eval_k=given, eval_responses=responses)) == expected
+    assert eval_ks(Settings(eval_k=given, eval_responses=responses)) == expected
 
 
 def test_tasks_are_reported_where_there_are_several(tmp_path):

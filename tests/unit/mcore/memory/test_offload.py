@@ -33,12 +33,12 @@ def step(trainable_model) -> tuple[torch.Tensor, torch.Tensor, float]:
         value = (values * part.advantages).sum() / 10
         return value, value.detach()
 
-    trainable_model.routes.attach(batch, parts)
+    trainable_model.router_state.attach(batch, parts)
     values = [out for out, _ in trainable_model.forward_only(parts, forward_of(True))]
     with trainable_model.on_device_for_updates():
-        trainable_model.routes.attach(batch, parts)
+        trainable_model.router_state.attach(batch, parts)
         losses, *_ = trainable_model.update(parts, forward_of(True), loss)
-        trainable_model.routes.attach(batch, parts)
+        trainable_model.router_state.attach(batch, parts)
         more, applied, norm = trainable_model.update(parts, forward_of(True), loss)
     assert applied
     return torch.cat(values), torch.stack(losses + more), norm

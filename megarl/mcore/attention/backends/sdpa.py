@@ -1,12 +1,10 @@
-"""Attention over the rollout engine's paged KV cache: reads of keys and values for the new tokens of a step.
+"""`--attention-backend sdpa` (the default): attention through PyTorch's SDPA, in training and over the paged KV cache.
 
-The new tokens of a step are a token stream, one request after another. Decodes (requests with one new token, in most
-steps all) read their pages through a scratch buffer that fits in the CPU cache. Prefills (requests with several) run as
-in training: a request's new tokens and its cached keys are an attention segment, and a segment batch is what one kernel
-call takes. Unlike a shared prefix, which one sequence of a packed micro-batch holds for others, equal prompts of a step
-are deduplicated as a whole. The cache must be finite even where a page has no key yet: such keys are masked, but
-0 · NaN is NaN.
-Shapes: N requests, T tokens of the step, G key/value groups of R query heads each, D channels per head.
+Training: one SDPA call per segment batch. Rollout: the new tokens of a step are a token stream, one request after
+another. Decodes (requests with one new token, in most steps all) read their pages through a scratch buffer that fits
+in the CPU cache. Prefills run as in training: a request's new tokens and its cached keys are an attention segment. The
+cache must be finite even where a page has no key yet: such keys are masked, but 0 · NaN is NaN.
+Shapes: N requests, T tokens, H query heads, G key/value groups of R query heads each, D channels per head.
 """
 
 import math
@@ -18,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from megarl.batch import expand_ranges
 from megarl.mcore import device
-from megarl.mcore.attention.packed_attention import attend_segments, gather_rows
+from megarl.mcore.attention.packing import PackedLayout
 from megarl.mcore.attention.segments import SegmentBatch, group_by_size, padded_key_count, plan_segments
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 
@@ -39,40 +36,41 @@ class DecodeReads(NamedTuple):
 class CacheReads:
     """The cache reads of a step, the same for all layers."""
 
-    decoding: list[DecodeReads]
-    prompts: list[SegmentBatch]
+    decodes: list[DecodeReads]
+    prefills: list[SegmentBatch]
     total: int  # T
 
 
-class PrefillDedup(NamedTuple):
-    """Deduplicated prefills of a step: equal prompts, such as those of a group's samples, are computed once."""
+def gather_rows(tokens: Tensor, indices: Tensor) -> Tensor:
+    """[T, heads, …] and indices [n, L] -> [n, heads, L, …].
 
-    requests: Tensor  # [N'] int64 requests that are computed
-    kept: Tensor  # [T'] int64 indices of their tokens and of padding
-    source: Tensor  # [T] int64 index among the kept tokens of each token of the step
-
-
-def deduplicate_prefills(tokens: Tensor, queries: Tensor, keys: Tensor) -> PrefillDedup | None:
-    """Finds equal prompts; returns None if no two are equal, or if fewer than `MIN_ROWS` tokens would remain.
-
-    Args:
-        tokens: [T] new tokens of the step and its padding, on the host.
-        queries, keys: [N] as in `plan_cache_reads`; only requests without cached keys are compared.
+    A token may be a key of several segments. On CUDA the backward of `index_select` adds their gradients in no fixed
+    order; that of indexing is deterministic.
     """
-    starts, is_uncached = queries.cumsum(0) - queries, queries == keys
-    ids, first_requests = tokens.tolist(), {}  # prompt -> the first request with it
-    bounds = zip(starts.tolist(), queries.tolist(), is_uncached.tolist(), strict=True)
-    prompts = [tuple(ids[a : a + n]) if uncached else i for i, (a, n, uncached) in enumerate(bounds)]
-    originals = torch.tensor([first_requests.setdefault(prompt, i) for i, prompt in enumerate(prompts)])
-    requests = originals.unique()
-    sizes, padding = queries[requests], torch.arange(int(queries.sum()), len(tokens))
-    remaining = int(sizes.sum())
-    if len(requests) == len(queries) or remaining + len(padding) < MIN_ROWS:
-        return None
-    kept_starts = (sizes.cumsum(0) - sizes)[torch.searchsorted(requests, originals)]
-    kept = torch.cat([expand_ranges(starts[requests], sizes), padding])
-    source = torch.cat([expand_ranges(kept_starts, queries), remaining + torch.arange(len(padding))])
-    return PrefillDedup(requests, kept, source)
+    flat = indices.flatten()
+    rows = tokens[flat] if tokens.is_cuda else tokens.index_select(0, flat)
+    return rows.unflatten(0, indices.shape).transpose(1, 2)
+
+
+def attend_segments(query: Tensor, key: Tensor, value: Tensor, segments: SegmentBatch, scale: float | None) -> Tensor:
+    """Returns outputs [m, H, D] of the segments' real queries, one segment after another.
+
+    Takes queries [T, H, D] of all tokens, and the segments' keys and values [n, G, K, D].
+    """
+    query, is_causal = gather_rows(query, segments.queries), segments.mask is None
+    out = sdpa(query, key, value, segments.mask, is_causal=is_causal, scale=scale, enable_gqa=True)
+    return out.transpose(1, 2).flatten(0, 1)[segments.real_queries]
+
+
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float | None) -> Tensor:
+    """Causal attention of a packed micro-batch: query [T, H, D] of this rank, key and value [T', G, D] of the whole
+    stream -> [T, H, D]."""
+
+    def attend(segments: SegmentBatch) -> Tensor:
+        keys, values = gather_rows(key, segments.keys), gather_rows(value, segments.keys)
+        return attend_segments(query, keys, values, segments, scale)
+
+    return torch.cat([attend(segments) for segments in layout.segment_batches])[layout.restore]
 
 
 def plan_cache_reads(queries: Tensor, keys: Tensor, pages: Tensor, total: int, cache: Tensor) -> CacheReads:
@@ -138,7 +136,7 @@ def _plan_prefills(first: Tensor, queries: Tensor, keys: Tensor, pages: Tensor, 
                 return np.take_along_axis(blocks, positions // block, 1) * block + positions % block
 
             plan = plan_segments(first[batch], queries[batch], keys[batch], is_causal, cache_rows)
-            batches.append(SegmentBatch.of(*device.send(plan)))
+            batches.append(SegmentBatch.of(*device.to_device(plan)))
     return batches
 
 
@@ -160,18 +158,18 @@ class PagedAttention:
 
     def __call__(self, query: Tensor, cache: Tensor, reads: CacheReads, scale: float | None = None) -> Tensor:
         """query [T, G, R, D] and a layer's cache [blocks, block, G, 2, D] with the new keys -> [T, G·R·D]."""
-        if len(reads.decoding) == 1 and isinstance(reads.decoding[0].tokens, slice) and not reads.prompts:
-            decodes = reads.decoding[0]
+        if len(reads.decodes) == 1 and isinstance(reads.decodes[0].tokens, slice) and not reads.prefills:
+            decodes = reads.decodes[0]
             out = self._decode(query[decodes.tokens], cache, decodes, scale)
             if len(out) == reads.total:
                 return out.flatten(1)
         result = query.new_zeros(query.shape)
-        for decodes in reads.decoding:
+        for decodes in reads.decodes:
             result[decodes.tokens] = self._decode(query[decodes.tokens], cache, decodes, scale)
-        for segments in reads.prompts:
+        for segments in reads.prefills:
             key_value = gather_rows(cache.flatten(0, 1), segments.keys)  # [n, G, K, 2, D]
             out = attend_segments(query.flatten(1, 2), *key_value.unbind(3), segments, scale)
-            result[segments.queries.flatten()[segments.real]] = out.view(-1, *query.shape[1:])
+            result[segments.queries.flatten()[segments.real_queries]] = out.view(-1, *query.shape[1:])
         return result.flatten(1)
 
     def _decode(self, query: Tensor, cache: Tensor, reads: DecodeReads, scale: float | None) -> Tensor:

@@ -1,0 +1,13 @@
+"""Attention backends, one module each, chosen by `--attention-backend NAME`: a new kernel is a new module here.
+
+A module defines `packed_attention(query, key, value, layout, scale)` for training, and for rollout `plan_cache_reads`
+and the class `PagedAttention`; `sdpa` documents their arguments. Layers do not know which backend runs.
+"""
+
+import importlib
+import types
+
+
+def load(config) -> types.ModuleType:
+    """The backend that a model's config names (`megatron_flags.transformer_config` sets it)."""
+    return importlib.import_module(f"{__name__}.{config.attention_kernel}")
