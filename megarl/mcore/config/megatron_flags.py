@@ -80,7 +80,7 @@ def parse(role: str, argv: list[str], ranks: int, own: dict, extra: frozenset[st
     """Megatron's namespace of one role, validated for that many ranks.
 
     Args:
-        argv: the role's Megatron flags, common ones first, its own behind them.
+        argv: the role's Megatron flags, common ones first, then its own.
         own: attributes that megarl decides (train_iters, seed, seq_length …); they win.
         extra: attributes that the calling program reads besides those in `used()`.
 
