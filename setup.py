@@ -13,6 +13,7 @@ INSTALL_REQUIRES = [
     "packaging>=24.2",
     "sentencepiece>=0.2,<0.3",
     "tokenizers>=0.22,<0.24",  # Hugging Face tokenizer files
+    "safetensors>=0.6,<1",  # Hugging Face weights
     "jinja2>=3.1.6,<4",  # chat templates
     "urllib3>=2.2,<3",  # remote rewards
     "pyyaml>=6,<7",

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from megarl import plugins
 from megarl.algorithms.estimators import ESTIMATORS, Estimator, estimator_of
@@ -17,9 +18,13 @@ from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.algorithms.policy_losses import POLICY_LOSSES, policy_loss_of
 from megarl.errors import UsageError
 from megarl.flags import combinations, config_files, parser, role_flags
+from megarl.flags.hf_models import read_hf_models, with_hf_defaults
 from megarl.flags.parser import build_parser
 from megarl.flags.settings import MODELS, Settings
 from megarl.rewards import expression
+
+if TYPE_CHECKING:
+    from megarl.mcore.weights.hf.hf_model import HFModel
 
 __all__ = ["MODELS", "RunConfig", "RoleSettings", "Settings", "build_parser", "parse"]
 
@@ -29,7 +34,8 @@ class RoleSettings:
     """One role: its world ranks, its complete, validated Megatron namespace, and its values of megarl's own flags.
 
     `model_role` is the role whose model it runs: itself, or the actor for a rollout that shares the actor's layout.
-    `has_model` is False for a reward role with verifiers only.
+    `has_model` is False for a reward role with verifiers only. `hf_model`: the Hugging Face folder that describes the
+    model; None: the flags do.
     """
 
     name: str
@@ -42,6 +48,11 @@ class RoleSettings:
     offload: bool
     model_role: str
     has_model: bool
+    hf_model: "HFModel | None"
+
+    def model_vocab_size(self, tokenizer_size: int) -> int:
+        """Tokens that the model knows: its folder may have more than the tokenizer."""
+        return self.hf_model.vocab_size if self.hf_model else tokenizer_size
 
     @property
     def microbatch_multiple(self) -> int:
@@ -188,18 +199,22 @@ def _role_settings(
     ranks: dict[str, range],
     context: combinations.FlagContext,
 ) -> dict[str, RoleSettings]:
-    from megarl.mcore.config import megatron_flags
+    from megarl.mcore.config import architecture, megatron_flags
 
     longest = settings.max_prompt_length + settings.max_response_length
     own = {"train_iters": settings.train_iters, "seed": settings.seed}
     lengths = {role: longest for role in ranks} | {"reward": settings.reward_max_length or longest}
     extra = frozenset({"global_batch_size"}) if context.program in ("sft", "reward") else frozenset()
-    found = {
-        role: megatron_flags.parse(role, tokens[role], len(role_ranks), own | {"seq_length": lengths[role]}, extra)
-        for role, role_ranks in ranks.items()
-    }
-    has_reward_model = combinations.CONDITIONS["model"].holds(context)
     chosen = {role: _own_of_role(role, settings, values) for role in ranks}
+    hf_models = read_hf_models(context.program, settings, chosen, lengths)
+    found = {}
+    for role, role_ranks in ranks.items():
+        hf_model = hf_models[role]
+        own_of_role = own | {"seq_length": lengths[role], "draws_weights": hf_model is None}
+        role_tokens = architecture.with_folder(role, hf_model, tokens[role]) if hf_model else tokens[role]
+        found[role] = megatron_flags.parse(role, role_tokens, len(role_ranks), own_of_role, extra)
+        chosen[role] = with_hf_defaults(role, chosen[role], values, hf_model)
+    has_reward_model = combinations.CONDITIONS["model"].holds(context)
     for role in (name for name in ranks if name in MODELS and chosen[name]["offload"]):
         if found[role].use_torch_fsdp2:
             raise UsageError(
@@ -211,8 +226,14 @@ def _role_settings(
     has_model = {role: role != "reward" or has_reward_model for role in ranks}
     return {
         role: RoleSettings(
-            role, role_ranks, found[role], model_role=model_roles[role], has_model=has_model[role], **chosen[role]
-        )
+            role,
+            role_ranks,
+            found[role],
+            model_role=model_roles[role],
+            has_model=has_model[role],
+            hf_model=hf_models[role],
+            **chosen[role],
+        )  # fmt: skip
         for role, role_ranks in ranks.items()
     }
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megarl.arguments import RoleSettings, RunConfig
 from megarl.checkpoint import folders, run_state
+from megarl.checkpoint.pretrained import CheckpointWeights, PretrainedWeights, folder_weights
 from megarl.comm.role_mesh import RoleGroups
 from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
@@ -23,7 +24,7 @@ from megarl.rollout.rollout import Rollout
 from megarl.trainers.evaluator import Evaluator
 from megarl.trainers.launch import launch
 from megarl.trainers.reward_factory import RewardFactory
-from megarl.trainers.setup import build_role_encoder, check_required, check_save, create_role_mesh
+from megarl.trainers.setup import build_role_encoder, check_required, check_save, check_vocabulary, create_role_mesh
 
 SETTINGS = ("eval_prompts", "eval_samples", "eval_responses", "eval_temperature", "top_k", "top_p", "reward",
             "max_prompt_length", "max_response_length", "seed")  # fmt: skip
@@ -36,7 +37,8 @@ class EvaluationInputs:
 
     def __init__(self, config: RunConfig):
         s, actor = config.settings, config.roles["actor"]
-        check_required({"--load": s.load, "--eval-prompts": s.eval_prompts, "--tokenizer-model": s.tokenizer_model})
+        check_required({"--load or --hf-model": s.load or actor.hf_model, "--eval-prompts": s.eval_prompts})
+        check_required({"--tokenizer-model": actor.tokenizer_model})
         if other := actor.megatron.pretrained_checkpoint:
             raise UsageError(f"--pretrained-checkpoint {other}: weights come from --load; leave it out")
         check_save(s)
@@ -45,17 +47,31 @@ class EvaluationInputs:
         self.prompts = load_prompts(s.eval_prompts, "--eval-prompts")
         self.tokens = self.prompts.encode(encoder, s.max_prompt_length)
         self.reward_factory = RewardFactory(config, self.prompts)
-        self.checkpoint = run_state.find_weights(s.load, "--load", "actor", actor.megatron, self.tokenizer.vocab_size)
+        check_vocabulary(actor, self.tokenizer.vocab_size)
+        self.vocab_size = actor.model_vocab_size(self.tokenizer.vocab_size)
+        self.checkpoint, self.weights = None, None
+        if s.load:
+            self.checkpoint = run_state.find_weights(s.load, "--load", "actor", actor.megatron, self.vocab_size)
+            self.weights = CheckpointWeights(self.checkpoint)
+        else:
+            self.weights = folder_weights(actor)
+
+    def source(self) -> dict:
+        """Where the weights come from, for the results."""
+        if self.checkpoint is None:
+            return {"hf_model": str(self.weights.weight_map.model.folder.path)}
+        manifest = folders.read_manifest(self.checkpoint, "--load")
+        return {"checkpoint": str(self.checkpoint), "program": manifest["program"], "step": manifest["step"]}
 
 
 def load_policy(
-    role: RoleSettings, role_groups: RoleGroups, vocab_size: int, checkpoint: Path
+    role: RoleSettings, role_groups: RoleGroups, vocab_size: int, weights: PretrainedWeights
 ) -> gpt.ModelChunks | None:
-    """The policy on this rank with a checkpoint's weights; None outside the role. Collective of the role."""
+    """The policy on this rank with these weights; None outside the role. Collective of the role."""
     if not role_groups.is_member:
         return None
     policy = gpt.build_frozen_model(role.megatron, vocab_size, role_groups.pg_collection)
-    run_state.load_weights(checkpoint, policy, role_groups.pg_collection)
+    weights.load(policy, role_groups.pg_collection)
     return policy
 
 
@@ -65,7 +81,7 @@ def evaluate(config: RunConfig, timers: Timers):
     if config.check:
         raise SystemExit(0)
     mesh = create_role_mesh(config)
-    policy = load_policy(roles["actor"], mesh["actor"], inputs.tokenizer.vocab_size, inputs.checkpoint)
+    policy = load_policy(roles["actor"], mesh["actor"], inputs.vocab_size, inputs.weights)
     rollout = Rollout(s, roles["rollout"], mesh, policy, inputs.tokenizer, timers)
     reward = inputs.reward_factory.role(mesh["reward"], inputs.tokenizer, timers)
     rollout.sync_weights()
@@ -76,7 +92,7 @@ def evaluate(config: RunConfig, timers: Timers):
         print(table(metrics), flush=True)
     samples = evaluator.samples() if s.save else None
     if samples is not None:
-        write_results(Path(s.save), inputs.checkpoint, evaluator, metrics, samples)
+        write_results(Path(s.save), inputs, evaluator, metrics, samples)
 
 
 def table(metrics: dict[str, float]) -> str:
@@ -93,13 +109,9 @@ def table(metrics: dict[str, float]) -> str:
     return "\n".join("  ".join([line[0].ljust(widths[0]), *rest]) for line, rest in zip(lines, cells, strict=True))
 
 
-def write_results(folder: Path, checkpoint: Path, evaluator: Evaluator, metrics: dict, samples: list[dict]):
+def write_results(folder: Path, inputs: EvaluationInputs, evaluator: Evaluator, metrics: dict, samples: list[dict]):
     """Writes `DIR/evaluation.json` (checkpoint, settings, metrics) and `DIR/samples.jsonl` (all responses)."""
-    manifest = folders.read_manifest(checkpoint, "--load")
-    row = {
-        "checkpoint": str(checkpoint),
-        "program": manifest["program"],
-        "step": manifest["step"],
+    row = inputs.source() | {
         "prompts": len(evaluator.requests),
         "settings": {name: getattr(evaluator.settings, name) for name in SETTINGS},
         "metrics": metrics,

@@ -144,15 +144,15 @@ def rules(context: FlagContext) -> list[FlagRule]:
     """All rules of a run, always the same number in the same order."""
     s = context.settings
     with_context = (_rewards(context), _sampling(context), _advantages(context), _replay(context))
-    groups = (*with_context, _overlap(s), _kl(s), _correction(s), _evaluation(s))
+    groups = (*with_context, _overlap(s), _kl(s), _correction(s), _evaluation(s), _export(s))
     return [rule for group in groups for rule in group]
 
 
 def _rewards(context: FlagContext) -> list[FlagRule]:
     s, names = context.settings, context.rewards
     return [
-        FlagRule("--reward", s.reward, "model" not in names or s.reward_model is not None,
-             "needs --reward-model, a run folder of train_reward"),
+        FlagRule("--reward", s.reward, "model" not in names or bool(s.reward_model or s.reward_hf_model),
+             "needs --reward-model, a run folder of train_reward, or --reward-hf-model"),
         FlagRule("--greedy-baseline", s.greedy_baseline,
              not s.greedy_baseline or not (s.reward_normalize or s.reward_clip),
              "uses raw scores; not allowed with --reward-normalize or --reward-clip"),
@@ -247,4 +247,10 @@ def _evaluation(s: Settings) -> list[FlagRule]:
         FlagRule("--eval-responses", responses, responses == 1 or s.eval_temperature > 0,
              "needs --eval-temperature above 0: greedy responses are all equal"),
         FlagRule("--eval-k", s.eval_k, largest <= responses, f"allowed is at most --eval-responses {responses}"),
+    ]  # fmt: skip
+
+
+def _export(s: Settings) -> list[FlagRule]:
+    return [
+        FlagRule("--export-hf", s.export_hf, not s.export_hf or s.save is not None, "needs --save"),
     ]  # fmt: skip

@@ -79,6 +79,9 @@ class Settings:
                                  programs=GENERATING)  # fmt: skip
     prompts: str | None = _flag(None, "JSONL file of training prompts", programs=TRAINING)
     eval_prompts: str | None = _flag(None, "JSONL file of held-out prompts", programs=ALL)
+    hf_model: str | None = _flag(None, "Hugging Face folder: gives architecture, weights, tokenizer, chat template and"
+                                 " end tokens; may differ per role", programs=ALL,
+                                 roles=("actor", "critic", "reference"))  # fmt: skip
     tokenizer_type: str = _one_of("SentencePieceTokenizer", TOKENIZERS, "tokenizer class: " + " or ".join(TOKENIZERS),
                                   programs=ALL, roles=("reward",))  # fmt: skip
     tokenizer_model: str | None = _flag(None, "tokenizer file (SentencePiece) or folder (Hugging Face)",
@@ -91,6 +94,9 @@ class Settings:
                         programs=GENERATING)  # fmt: skip
     reward_model: str | None = _flag(None, "run folder of train_reward; several, separated by commas, form an ensemble",
                                      programs=GENERATING, when="model")  # fmt: skip
+    reward_hf_model: str | None = _flag(None, "Hugging Face folder of a reward model (sequence classification with one"
+                                        " label); with --reward-model it gives all but the weights",
+                                        programs=GENERATING, when="model")  # fmt: skip
     reward_ensemble: str = _one_of("mean", ENSEMBLES, "how an ensemble's scores are combined: mean or min (2310.02743)",
                                    programs=GENERATING, when="ensemble")  # fmt: skip
     reward_max_length: int | None = _positive(None, "maximum tokens of a sequence that the reward model reads; longer"
@@ -235,6 +241,8 @@ class Settings:
     deterministic: bool = _flag(False, "use deterministic kernels; fails where none exists", programs=ALL)
     save: str | None = _flag(None, "run folder for metrics, samples, report and checkpoints", programs=ALL)
     save_interval: int = _not_negative(0, "steps between checkpoints; 0: only at the end", programs=TRAINING)
+    export_hf: bool = _flag(False, "also write the model of each checkpoint as a Hugging Face folder, hf/step_N in"
+                            " --save", programs=TRAINING)  # fmt: skip
     load: str | None = _flag(None, "run folder to resume from (training) or to evaluate", programs=ALL)
 
     @property

@@ -1,13 +1,12 @@
 """A model without optimizer: the reference model, and each reward model."""
 
 import functools
-from pathlib import Path
 
 import torch
 
 from megarl.arguments import RoleSettings
 from megarl.batch import Batch
-from megarl.checkpoint import run_state
+from megarl.checkpoint.pretrained import PretrainedWeights
 from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups
 from megarl.mcore.memory import offload
@@ -30,10 +29,10 @@ class FrozenModel:
         self.offload = offload.offload_frozen(self.model) if role.offload else offload.Offload({})
         self.offload.timed = functools.partial(timers.phase, role.name, "offload")
 
-    def load_pretrained(self, folder: Path):
-        """Loads and verifies the weights of a checkpoint. A collective of the role."""
+    def load_pretrained(self, weights: PretrainedWeights):
+        """Loads weights. A collective of the role."""
         with self.offload.present("weights", changed=True):
-            run_state.load_weights(folder, self.model, self.role_groups.pg_collection)
+            weights.load(self.model, self.role_groups.pg_collection)
 
     def forward_only(self, batch: Batch, forward) -> list:
         """Runs `forward(chunk, micro-batch)` over the replica's batch: [(result, positions)] on each of its ranks."""

@@ -1,13 +1,12 @@
 """A reward model or ensemble, which encodes prompts and responses with its own tokenizer and chat template."""
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
 from megarl.algorithms.normalization import combine
 from megarl.arguments import RoleSettings, Settings
 from megarl.batch import Batch, common_prefix_lengths
+from megarl.checkpoint.pretrained import PretrainedWeights
 from megarl.comm import exchange
 from megarl.comm.role_mesh import RoleGroups
 from megarl.data.conversations import Encoder
@@ -25,19 +24,17 @@ class RewardModel:
     """Frozen models with a scalar head on the ranks of the reward role."""
 
     def __init__(
-        self, settings: Settings, role: RoleSettings, role_groups: RoleGroups, encoder: Encoder, folders: list[Path],
-        timers: Timers,
+        self, settings: Settings, role: RoleSettings, role_groups: RoleGroups, encoder: Encoder,
+        weights: list[PretrainedWeights], timers: Timers,
     ):  # fmt: skip
-        """Builds a model for each folder and loads its weights. A collective of the role.
-
-        `folders`: validated checkpoints of train_reward.
-        """
+        """Builds a model for each of `weights` and loads them. A collective of the role."""
         self.settings, self.role, self.role_groups, self.encoder = settings, role, role_groups, encoder
         self.cut = 0  # truncated texts of the last call on this replica
         self.members: list[FrozenModel] = []
-        for folder in folders:
-            member = FrozenModel(role, role_groups, encoder.tokenizer.vocab_size, timers, value_head=True)
-            member.load_pretrained(folder)
+        vocab_size = role.model_vocab_size(encoder.tokenizer.vocab_size)
+        for of_member in weights:
+            member = FrozenModel(role, role_groups, vocab_size, timers, value_head=True)
+            member.load_pretrained(of_member)
             self.members.append(member)
 
     def prepare(self, prompts: list[Prompt]):

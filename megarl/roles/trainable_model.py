@@ -6,7 +6,7 @@ import torch
 
 from megarl.arguments import RoleSettings
 from megarl.batch import Batch
-from megarl.checkpoint import run_state
+from megarl.checkpoint.pretrained import PretrainedWeights
 from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups
 from megarl.errors import UsageError
@@ -16,6 +16,8 @@ from megarl.mcore.model import forward_pass, gpt
 from megarl.mcore.parallel import pipeline
 from megarl.mcore.training import optimizer
 from megarl.mcore.weights import dist_checkpoint
+from megarl.mcore.weights.hf.export_weights import export_weights
+from megarl.mcore.weights.hf.weight_map import WeightMap
 from megarl.router_replay.router_state import Microbatches, RouterState
 
 
@@ -51,7 +53,7 @@ class TrainableModel:
             updates: optimizer updates in one iteration, the unit of the schedule flags.
             value_head: a scalar head instead of the vocabulary projection.
         """
-        self.role, self.role_groups = role, role_groups
+        self.role, self.role_groups, self.value_head = role, role_groups, value_head
         self.model = gpt.build_model(role.megatron, vocab_size, role_groups.pg_collection, value_head)
         self.wrapped = optimizer.wrap_for_training(self.model, role.megatron, role_groups.pg_collection)
         self.optimizer = optimizer.build_optimizer(self.wrapped, role.megatron, role_groups.pg_collection)
@@ -72,10 +74,16 @@ class TrainableModel:
         self.router_state.add_statistics(microbatches, trained=False)
         return results
 
-    def load_pretrained(self, folder: Path):
-        """Loads and verifies only the weights of a checkpoint. A collective of the role."""
+    def load_pretrained(self, weights: PretrainedWeights):
+        """Loads only weights. A collective of the role."""
         with self.offload.present("weights", "optimizer", changed=True):
-            run_state.load_weights(folder, self.model, self.role_groups.pg_collection, optimizer=self.optimizer)
+            weights.load(self.model, self.role_groups.pg_collection, self.optimizer)
+
+    def export_hf(self, folder: Path):
+        """Writes the model as a Hugging Face folder like the one it came from. A collective of the role."""
+        weight_map = WeightMap(self.role.hf_model, self.role.megatron, self.value_head)
+        with self.offload.present("weights"):
+            export_weights(weight_map, self.model, self.role_groups.pg_collection, folder)
 
     def on_device_for_updates(self):
         """Context for a step's updates: keeps offloaded weights and gradients on the device in between."""

@@ -18,6 +18,7 @@ from megarl.mcore.memory.offload import KVCacheInGradBuffer
 from megarl.mcore.model import gpt
 from megarl.mcore.moe.routing import NO_ROUTE
 from megarl.mcore.weights.reshard import WeightTransfer
+from megarl.mcore.weights.reshard_plan import LocalWeights
 from megarl.observe.timers import Timers
 from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop, SharedRequestQueue, shortest_groups
 from megarl.rollout.requests import (
@@ -48,20 +49,21 @@ class Rollout:
         self.mesh, self.role_groups = mesh, mesh["rollout"]
         self.metrics: dict[str, float] = {}
         self.engine = self._transfer = self.model = None
+        vocab_size = role.model_vocab_size(tokenizer.vocab_size)
         if role.model_role == "actor":
             self.model = trained
         elif self.role_groups.is_member:
-            self.model = gpt.build_frozen_model(role.megatron, tokenizer.vocab_size, self.role_groups.pg_collection)
+            self.model = gpt.build_frozen_model(role.megatron, vocab_size, self.role_groups.pg_collection)
         if role.model_role == self.name and (trained is not None or self.model is not None):
             self._group = mesh.ranks_group("actor", self.name)
-            self._transfer = WeightTransfer(
-                trained, mesh["actor"].pg_collection, self.model, self.role_groups.pg_collection, self._group
-            )
+            source = LocalWeights(trained, mesh["actor"].pg_collection)
+            destination = LocalWeights(self.model, self.role_groups.pg_collection)
+            self._transfer = WeightTransfer(source, destination, self._group)
         if self.role_groups.is_member:
             self.engine = RolloutEngine(
                 self.model[0],
                 self.role_groups.pg_collection,
-                tokenizer.vocab_size,
+                vocab_size,
                 settings.max_prompt_length + settings.max_response_length,
                 settings.rollout_buffer_gb,
                 settings.rollout_max_requests,

@@ -1,10 +1,10 @@
 """Reads and checks verifiers and reward models before the process group exists, then builds the reward role."""
 
 import os
-from pathlib import Path
 
-from megarl.arguments import RunConfig
+from megarl.arguments import RoleSettings, RunConfig
 from megarl.checkpoint import run_state
+from megarl.checkpoint.pretrained import CheckpointWeights, PretrainedWeights, folder_weights
 from megarl.comm.role_mesh import RoleGroups
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
@@ -13,7 +13,7 @@ from megarl.observe.timers import Timers
 from megarl.rewards.build import build_verifiers, check_prompts
 from megarl.roles.reward import Reward
 from megarl.roles.reward_model import RewardModel
-from megarl.trainers.setup import build_role_encoder
+from megarl.trainers.setup import build_role_encoder, check_vocabulary
 
 FLAG = "--reward-model"
 
@@ -34,22 +34,30 @@ class RewardFactory:
         for prompt_set in prompts:
             check_prompts(config.settings, prompt_set, checks_prompts)
         self.encoder: Encoder | None = None
-        self.folders: list[Path] = []
+        self.weights: list[PretrainedWeights] = []
         if role.has_model:
             self.encoder = build_role_encoder(role, config.settings)
             for prompt_set in prompts if checks_prompts else ():
                 prompt_set.encode(self.encoder)
-            self.folders = [self._find_weights(path) for path in config.settings.reward_model.split(",")]
+            self.weights = self._find_weights(role)
 
-    def _find_weights(self, path: str) -> Path:
-        args = self.config.roles["reward"].megatron
-        return run_state.find_weights(
-            path, FLAG, "reward", args, self.encoder.tokenizer.vocab_size, sources=("reward",)
-        )
+    def _find_weights(self, role: RoleSettings) -> list[PretrainedWeights]:
+        paths = self.config.settings.reward_model
+        check_vocabulary(role, self.encoder.tokenizer.vocab_size)
+        if paths is None:
+            if not role.hf_model.has_scalar_head:
+                raise role.hf_model.folder.error("a language model; a reward model is a …ForSequenceClassification")
+            return [folder_weights(role, value_head=True)]
+        vocab_size = role.model_vocab_size(self.encoder.tokenizer.vocab_size)
+        model = "reward", role.megatron, vocab_size
+        return [
+            CheckpointWeights(run_state.find_weights(path, FLAG, *model, sources=("reward",)))
+            for path in paths.split(",")
+        ]
 
     def role(self, role_groups: RoleGroups, tokenizer: Tokenizer, timers: Timers) -> Reward:
         """Builds the reward role on this rank; `tokenizer` is the policy's. A collective of the role."""
         s, reward_model = self.config.settings, None
-        if self.folders and role_groups.is_member:
-            reward_model = RewardModel(s, self.config.roles["reward"], role_groups, self.encoder, self.folders, timers)
+        if self.weights and role_groups.is_member:
+            reward_model = RewardModel(s, self.config.roles["reward"], role_groups, self.encoder, self.weights, timers)
         return Reward(s, self.config.rewards, role_groups, tokenizer, self.verifiers, reward_model, timers)

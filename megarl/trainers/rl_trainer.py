@@ -1,10 +1,10 @@
 """RLTrainer: inputs and checks of an RL run, its roles, and dispatch, evaluation, logging and saving of a step."""
 
-import argparse
 from collections.abc import Iterator
 
 from megarl.arguments import RoleSettings, RunConfig, Settings
 from megarl.checkpoint import folders, run_state
+from megarl.checkpoint.pretrained import PretrainedWeights, find_pretrained
 from megarl.comm.step_batch import StepBatch
 from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
@@ -20,7 +20,7 @@ from megarl.router_replay.replay import RoutingReplay
 from megarl.router_replay.router_state import RouterState
 from megarl.trainers.evaluator import BestCheckpoint, Evaluator
 from megarl.trainers.reward_factory import RewardFactory
-from megarl.trainers.setup import build_role_encoder, check_training_flags, create_role_mesh
+from megarl.trainers.setup import build_role_encoder, check_training_flags, check_vocabulary, create_role_mesh
 from megarl.trainers.trainer import Trainer
 
 CHECKPOINTED_ROLES = ("actor", "critic", "reference")  # not reward models, which only score
@@ -44,12 +44,18 @@ class RLInputs:
         self.eval_prompts = load_prompts(s.eval_prompts, "--eval-prompts") if s.eval_prompts else None
         self.eval_tokens = self.eval_prompts.encode(encoder, s.max_prompt_length) if self.eval_prompts else []
         self.reward_factory = RewardFactory(config, *filter(None, (self.prompts, self.eval_prompts)))
-        vocab = self.tokenizer.vocab_size
-        self.pretrained = _check_pretrained(config, vocab)
+        tokens = self.tokenizer.vocab_size
+        check_vocabulary(config.roles["actor"], tokens)
+        for role in filter(None, map(config.roles.get, ("critic", "reference"))):  # a policy may sample any of its rows
+            check_vocabulary(role, config.roles["actor"].model_vocab_size(tokens))
+        self.pretrained = {} if s.load else _find_pretrained(config.roles, tokens)
         self.resume = None
         if s.load:
-            models = {name: config.roles[name].megatron for name in CHECKPOINTED_ROLES if name in config.roles}
-            shapes = {name: gpt.weight_shapes(name, args, vocab, resumes=True) for name, args in models.items()}
+            models = [config.roles[name] for name in CHECKPOINTED_ROLES if name in config.roles]
+            shapes = {
+                role.name: gpt.weight_shapes(role.name, role.megatron, role.model_vocab_size(tokens), resumes=True)
+                for role in models
+            }
             self.resume = folders.check_resume(s.load, "train_rl", s.train_iters, shapes)
 
 
@@ -77,16 +83,14 @@ def _check_replay(config: RunConfig):
         )
 
 
-def _check_pretrained(config: RunConfig, vocab_size: int) -> dict:
-    """Checkpoint folder by role, for roles that start from one; a critic may start from a reward model."""
-    checkpoints = {}
-    for name in filter(config.roles.get, CHECKPOINTED_ROLES):
-        args: argparse.Namespace = config.roles[name].megatron
-        if args.pretrained_checkpoint:
-            sources = ("actor", "reward") if name == "critic" else ("actor",)
-            flag, path = "--pretrained-checkpoint", args.pretrained_checkpoint
-            checkpoints[name] = run_state.find_weights(path, flag, name, args, vocab_size, sources)
-    return checkpoints
+def _find_pretrained(roles: dict[str, RoleSettings], tokens: int) -> dict[str, PretrainedWeights]:
+    """The initial weights of roles that do not draw them; a critic may start from a reward model."""
+    found = {}
+    for role in filter(None, map(roles.get, CHECKPOINTED_ROLES)):
+        is_critic = role.name == "critic"
+        sources = ("actor", "reward") if is_critic else ("actor",)
+        found[role.name] = find_pretrained(role, role.model_vocab_size(tokens), sources, value_head=is_critic)
+    return {name: weights for name, weights in found.items() if weights}
 
 
 class RLTrainer(Trainer):
@@ -117,11 +121,11 @@ class RLTrainer(Trainer):
     def _build_roles(self, config: RunConfig, timers: Timers):
         """Builds every role on every rank; a role has a model on its own ranks only."""
         s, mesh, roles, inputs = self.settings, self.mesh, config.roles, self.inputs
-        vocab_size = self.tokenizer.vocab_size
-        self.actor = Actor(s, roles["actor"], mesh["actor"], vocab_size, config.policy_loss, timers)
-        self.critic = Critic(s, roles.get("critic"), mesh["critic"], vocab_size, timers)
+        sizes = {name: role.model_vocab_size(self.tokenizer.vocab_size) for name, role in roles.items()}
+        self.actor = Actor(s, roles["actor"], mesh["actor"], sizes["actor"], config.policy_loss, timers)
+        self.critic = Critic(s, roles.get("critic"), mesh["critic"], sizes.get("critic"), timers)
         self.reward = inputs.reward_factory.role(mesh["reward"], self.tokenizer, timers)
-        self.reference = Reference(s, roles.get("reference"), mesh["reference"], vocab_size, timers)
+        self.reference = Reference(s, roles.get("reference"), mesh["reference"], sizes.get("reference"), timers)
         self.advantages = AdvantageComputer(s, config.estimator, mesh["actor"], timers)
         policy = self.actor.trainable_model
         trained, cache = (policy.model, policy.cache_in_grad_buffer) if policy else (None, None)
@@ -150,9 +154,9 @@ class RLTrainer(Trainer):
 
     def _load_pretrained(self):
         models = self._models()
-        for name, folder in self.inputs.pretrained.items():
+        for name, weights in self.inputs.pretrained.items():
             if name in models:
-                models[name].load_pretrained(folder)
+                models[name].load_pretrained(weights)
 
     def _evaluate_before_training(self):
         metrics = self.evaluator.evaluate()
@@ -222,6 +226,8 @@ class RLTrainer(Trainer):
             if self.settings.partial_rollouts:
                 files[PARTIAL_ROLLOUTS_FILE] = self.batcher.partial_rollouts.to_bytes()
             run_state.save(self.folder, step, self.mesh, self._states(loading=False), manifest, files)
+            if self.actor.trainable_model:
+                self.export(self.actor.trainable_model, step)
 
     def close(self):
         """Ends the run: writes timeline and report, prints the final accuracy. Collective."""

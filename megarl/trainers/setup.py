@@ -22,6 +22,9 @@ def check_training_flags(config: arguments.RunConfig):
         raise UsageError(f"--eval-interval {s.eval_interval}: needs --eval-prompts")
     if s.save_interval and not s.save:
         raise UsageError(f"--save-interval {s.save_interval}: needs --save")
+    trained = config.roles["actor" if "actor" in config.roles else "reward"]
+    if s.export_hf and trained.hf_model is None:
+        raise UsageError("--export-hf: needs --hf-model, whose names, types and files the export takes")
     check_save(s)
 
 
@@ -30,7 +33,18 @@ def build_role_encoder(role: arguments.RoleSettings, settings: arguments.Setting
     own = (role.tokenizer_type, role.tokenizer_model) != (settings.tokenizer_type, settings.tokenizer_model)
     tokenizer = build_tokenizer(role.tokenizer_type, role.tokenizer_model, f"{role.name}-" if own else "")
     prefix = "" if role.chat_template == settings.chat_template else f"{role.name}-"
-    return build_encoder(tokenizer, None if role.chat_template == "none" else role.chat_template, prefix)
+    chosen = role.chat_template
+    if chosen is None and role.hf_model is not None and tokenizer.template:
+        chosen = "tokenizer"
+    return build_encoder(tokenizer, None if chosen == "none" else chosen, prefix)
+
+
+def check_vocabulary(role: arguments.RoleSettings, tokens: int):
+    """UsageError if a role's Hugging Face folder describes a model of fewer than `tokens` tokens."""
+    if role.hf_model is not None and role.hf_model.vocab_size < tokens:
+        raise role.hf_model.folder.error(
+            f"config.json: vocab_size {role.hf_model.vocab_size}: the {role.name} reads ids up to {tokens - 1}"
+        )
 
 
 def check_required(flags: dict[str, object]):

@@ -9,6 +9,7 @@ from torch import Tensor
 from megarl.arguments import RunConfig, Settings
 from megarl.batch import Batch, common_prefix_lengths
 from megarl.checkpoint import folders, run_state
+from megarl.checkpoint.pretrained import find_pretrained
 from megarl.comm import load_balance
 from megarl.comm import microbatches as mb
 from megarl.data.conversations import Encoder
@@ -19,7 +20,13 @@ from megarl.mcore import device
 from megarl.mcore.model import gpt
 from megarl.observe.timers import Timers
 from megarl.roles.trainable_model import TrainableModel
-from megarl.trainers.setup import build_role_encoder, check_required, check_training_flags, create_role_mesh
+from megarl.trainers.setup import (
+    build_role_encoder,
+    check_required,
+    check_training_flags,
+    check_vocabulary,
+    create_role_mesh,
+)
 from megarl.trainers.trainer import Trainer
 
 
@@ -146,6 +153,7 @@ class SupervisedTrainer(Trainer, abc.ABC):
             manifest = self.manifest_entries(self.task.program, self.vocab_size, self.order)
             states = {self.task.role: self.trainable_model.state({})}
             run_state.save(self.folder, step, self.mesh, states, manifest)
+            self.export(self.trainable_model, step)
 
     def _resume(self):
         states = {self.task.role: self.trainable_model.state({}, loading=True)}
@@ -164,14 +172,15 @@ class SupervisedInputs:
         check_required({"--global-batch-size": role.megatron.global_batch_size})
         trainer.check(s)
         encoder = build_role_encoder(role, s)
-        self.vocab_size = encoder.tokenizer.vocab_size
+        check_vocabulary(role, encoder.tokenizer.vocab_size)
+        self.vocab_size = role.model_vocab_size(encoder.tokenizer.vocab_size)
         self.examples, self.held_out = trainer.read(load_prompts(s.prompts, "--prompts"), encoder, config), []
         if s.eval_prompts:
             self.held_out = trainer.read(load_prompts(s.eval_prompts, "--eval-prompts"), encoder, config)
         model = (task.role, role.megatron, self.vocab_size)
         self.pretrained = self.resume = None
-        if start := role.megatron.pretrained_checkpoint:
-            self.pretrained = run_state.find_weights(start, "--pretrained-checkpoint", *model, task.sources)
+        if not s.load:
+            self.pretrained = find_pretrained(role, self.vocab_size, task.sources, task.value_head)
         if s.load:
             shapes = {task.role: gpt.weight_shapes(*model, resumes=True, value_head=task.value_head)}
             self.resume = folders.check_resume(s.load, task.program, s.train_iters, shapes)

@@ -16,6 +16,7 @@ from megarl.observe.samples import SamplesWriter
 from megarl.observe.settings_file import write_settings
 from megarl.observe.timeline import write_timeline
 from megarl.observe.timers import Timers, reduce_times
+from megarl.roles.trainable_model import TrainableModel
 from megarl.trainers.async_metrics import AsyncMetrics
 from megarl.trainers.setup import distributed_timeout
 
@@ -81,6 +82,11 @@ class Trainer:
             "prompt_order": order.state_dict(),
             "steps_skipped": self.skipped,
         }
+
+    def export(self, model: TrainableModel, step: int):
+        """With `--export-hf`, writes a model as the Hugging Face folder `hf/step_N` of the run. A collective of it."""
+        if self.settings.export_hf:
+            model.export_hf(self.folder / "hf" / f"step_{step:08d}")
 
     def resume_from(self, folder: Path, order: PromptOrder) -> dict:
         """Restores step, counters and data position from a checkpoint; returns its whole manifest."""

@@ -244,11 +244,12 @@ def transferred(rank):
     """Whether an unsharded model has the actor's updated weights after a transfer."""
     from megarl.mcore.model.gpt import build_model
     from megarl.mcore.weights.reshard import WeightTransfer
+    from megarl.mcore.weights.reshard_plan import LocalWeights
 
     found = trainable_model(f"{SGD_LIKE} {SHARDED}")
     groups = found.role_groups.pg_collection
     other = build_model(found.role.megatron, VOCAB, groups)
-    transfer = WeightTransfer(found.model, groups, other, groups, groups.intra_dist_opt)
+    transfer = WeightTransfer(LocalWeights(found.model, groups), LocalWeights(other, groups), groups.intra_dist_opt)
     step(found)
     transfer.run()
     transfer.verify()

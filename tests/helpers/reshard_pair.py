@@ -52,9 +52,11 @@ class Pair:
 
     def transfer(self, **options):
         from megarl.mcore.weights.reshard import WeightTransfer
+        from megarl.mcore.weights.reshard_plan import LocalWeights
 
-        collections = [self.places[role].pg_collection for role in self.places]
-        return WeightTransfer(self.source, collections[0], self.destination, collections[1], self.group, **options)
+        models, places = (self.source, self.destination), self.places.values()
+        weights = [LocalWeights(model, place.pg_collection) for model, place in zip(models, places, strict=True)]
+        return WeightTransfer(*weights, self.group, **options)
 
     def check(self, expect=lambda tensor: tensor):
         """Every tensor of the destination on this rank, to the bit."""

@@ -26,6 +26,7 @@ from megarl.comm import role_mesh
 from megarl.launcher import run_ranks
 from megarl.mcore.model import gpt
 from megarl.mcore.weights.reshard import WeightTransfer
+from megarl.mcore.weights.reshard_plan import LocalWeights
 from tools.bench.tables import add_output_flags, whole_table
 
 VOCAB = 32_000
@@ -64,8 +65,8 @@ def measure(case: str, rounds: int) -> dict:
             models[name] = gpt.build_frozen_model(roles[name].megatron, VOCAB, mesh[name].pg_collection)
     group = mesh.ranks_group("actor", "rollout")
     began = time.perf_counter()
-    collections = {name: mesh[name].pg_collection for name in models}
-    transfer = WeightTransfer(models["actor"], collections["actor"], models["rollout"], collections["rollout"], group)
+    weights = {name: LocalWeights(model, mesh[name].pg_collection) for name, model in models.items()}
+    transfer = WeightTransfer(weights["actor"], weights["rollout"], group)
     planning = time.perf_counter() - began
     size = torch.tensor(sum(p.nbytes for p in models["rollout"].parameters()) if models["rollout"] else 0)
     dist.all_reduce(size, dist.ReduceOp.MAX, group=group)

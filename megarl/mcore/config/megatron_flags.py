@@ -76,6 +76,14 @@ def _overlaps(args, ranks: int) -> bool:
     return ranks > args.tensor_model_parallel_size * args.pipeline_model_parallel_size and not args.use_torch_fsdp2
 
 
+def parse_tokens(role: str, argv: list[str]) -> argparse.Namespace:
+    """Megatron's namespace of tokens after megarl's defaults, not validated. UsageError for a wrong token."""
+    try:
+        return _parser().parse_args(DEFAULTS + argv)
+    except UsageError as error:
+        raise UsageError(f"{role}: {error}") from None
+
+
 def parse(role: str, argv: list[str], ranks: int, own: dict, extra: frozenset[str] = frozenset()):
     """Megatron's namespace of one role, validated for that many ranks.
 
@@ -88,10 +96,7 @@ def parse(role: str, argv: list[str], ranks: int, own: dict, extra: frozenset[st
         UsageError: an unknown, unused or wrong flag; one line that names role, flag, value and what is allowed.
     """
     _refuse_unused(role, argv, extra)
-    try:
-        args = _parser().parse_args(DEFAULTS + argv)
-    except UsageError as error:
-        raise UsageError(f"{role}: {error}") from None
+    args = parse_tokens(role, argv)
     batch, args.global_batch_size = args.global_batch_size, None  # megarl's batches need no divisibility
     if batch is not None and batch < 1:
         raise UsageError(f"{role}: --global-batch-size {batch}: allowed is 1 or more")

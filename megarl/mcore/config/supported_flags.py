@@ -62,6 +62,7 @@ ONLY = {
     "hybrid_context_parallel": (False, "the packed stream is cut evenly over context-parallel ranks"),
     "hierarchical_context_parallel_sizes": (None, "the packed stream is cut evenly over context-parallel ranks"),
     "rotary_interleaved": (False, "rotary embeddings of packed tokens are not interleaved"),
+    "qk_l2_norm": (False, "norms of queries and keys are those of --qk-layernorm"),
     "qk_clip": (False, "clipping of attention logits is not supported yet"),
     "use_mup": (False, "μP is not supported yet"),
     "defer_embedding_wgrad_compute": (False, "it needs Megatron's own output layer and loss"),

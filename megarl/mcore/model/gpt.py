@@ -21,6 +21,7 @@ from megarl.mcore.moe.balancing import balancing_state
 from megarl.mcore.parallel.fsdp import shard
 
 HEAD = "output_layer.weight"  # name of the head after the last layer, either the vocabulary's or a scalar one
+HEAD_BIAS = "output_layer.bias"  # of a scalar head
 
 
 class ModelChunk(GPTModel):
@@ -127,13 +128,15 @@ def _build_chunk(
         vp_stage=virtual_stage,
     )
     if value_head and last:
-        chunk.output_layer = ValueHead(config, pg_collection.tp)
+        # Sequence classification of Hugging Face has no bias.
+        chunk.output_layer = ValueHead(config, pg_collection.tp, bias=args.draws_weights)
     if hasattr(chunk, "rotary_pos_emb"):
         chunk.rotary_pos_emb.cp_group = None  # otherwise it returns only Megatron's context-parallel slice
     if first and args.position_embedding_type == "learned_absolute":
         chunk.embedding.position_embeddings.to(config.params_dtype)  # Megatron always makes it fp32
     chunk.to(device=device.device())
-    initialize(chunk, args.seed, pg_collection)
+    if args.draws_weights:  # else they come from a folder: drawing them takes the memory of whole matrices
+        initialize(chunk, args.seed, pg_collection)
     return chunk
 
 
@@ -150,6 +153,7 @@ def weight_shapes(
     shapes = {f"{role}.embedding.word_embeddings.weight": (padded_vocab_size(args, vocab_size), hidden)}
     if value_head:
         shapes[f"{role}.{HEAD}"] = (1, hidden)
+        shapes[f"{role}.{HEAD_BIAS}"] = (1,) if args.draws_weights else None
     kinds, stacked = moe_layer_pattern(args), (layers,)
     prefix = moe_prefix = f"{role}.decoder.layers"
     if len(set(kinds)) > 1:  # Megatron stacks layers in a checkpoint only if all are alike

@@ -14,8 +14,8 @@ class ValueHead(torch.nn.Linear):
     Megatron's 16-bit optimizer, which keeps fp32 copies, cannot save a model of mixed precisions.
     """
 
-    def __init__(self, config, group):
-        super().__init__(config.hidden_size, 1, dtype=config.params_dtype, device=device.device())
+    def __init__(self, config, group, bias: bool = True):
+        super().__init__(config.hidden_size, 1, bias, dtype=config.params_dtype, device=device.device())
         self.group = group
         for parameter in self.parameters():
             torch.nn.init.zeros_(parameter)
@@ -26,7 +26,8 @@ class ValueHead(torch.nn.Linear):
 
         Not a matrix product with one column: its summation order depends on the number of rows.
         """
-        return (hidden.float() * self.weight.float()).sum(-1) + self.bias.float()
+        values = (hidden.float() * self.weight.float()).sum(-1)
+        return values if self.bias is None else values + self.bias.float()
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
         """Describes the weights to checkpoints, replicated over tensor-parallel ranks."""

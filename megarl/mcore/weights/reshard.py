@@ -49,21 +49,12 @@ class _Round(NamedTuple):
 class WeightTransfer:
     """Plans and runs weight transfers between two models. All methods are collectives of the group."""
 
-    def __init__(
-        self,
-        source,
-        source_pg_collection,
-        destination,
-        destination_pg_collection,
-        group,
-        bucket_bytes: int = 64 * 2**20,
-    ):
+    def __init__(self, source: LocalWeights, destination: LocalWeights, group, bucket_bytes: int = 64 * 2**20):
         """Builds the plan.
 
         Args:
-            source: the source model's chunks on this rank, or None on ranks that do not hold it.
-            source_pg_collection: process groups of the source's role.
-            destination, destination_pg_collection: the same for the model to be filled.
+            source, destination: weights of both models on this rank; empty on ranks that do not hold the model. The
+                destination may be anything else with `description` and `view`.
             group: all ranks of both.
             bucket_bytes: maximum bytes that a rank sends, and that it receives, in one exchange.
 
@@ -71,8 +62,7 @@ class WeightTransfer:
             ValueError: a key is missing on one side, has different shapes, or is incomplete in the source.
         """
         self.group, self.rank = group, dist.get_rank(group)
-        self.source = LocalWeights(source, source_pg_collection)
-        self.destination = LocalWeights(destination, destination_pg_collection)
+        self.source, self.destination = source, destination
         gathered = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, (self.source.description(), self.destination.description()), group=group)
         sources, destinations = zip(*gathered, strict=True)
@@ -195,7 +185,8 @@ def _messages(peer: int, bucket: list[ShardCopy], dtype: torch.dtype) -> list[_M
 
 
 def _needs_no_staging(message: _Message, memory: Tensor, dtype: torch.dtype) -> bool:
-    return len(message.copies) == 1 and memory.dtype == dtype and memory.is_contiguous()
+    is_local = memory.device.type == device.device().type  # a mapped file stays on the host
+    return len(message.copies) == 1 and memory.dtype == dtype and memory.is_contiguous() and is_local
 
 
 def _into_buckets(copies: list[ShardCopy], bucket_size: int) -> list[list[ShardCopy]]:

@@ -1,0 +1,51 @@
+"""The Hugging Face folders of a run's roles, and the flags of megarl whose defaults they change."""
+
+from typing import TYPE_CHECKING
+
+from megarl.flags.settings import Settings
+
+if TYPE_CHECKING:
+    from megarl.mcore.weights.hf.hf_model import HFModel
+
+
+def read_hf_models(
+    program: str, settings: Settings, chosen: dict[str, dict], lengths: dict[str, int]
+) -> "dict[str, HFModel | None]":
+    """The folder of each role, read and checked; None for a role without one. UsageError for a wrong one.
+
+    The rollout has the actor's. `--hf-model` does not give the reward model's weights, but it describes the role like
+    any common flag.
+
+    Args:
+        chosen: role -> its values of megarl's own flags; `hf_model` is removed.
+        lengths: role -> its longest sequence, in tokens.
+    """
+    paths = {role: own.pop("hf_model") for role, own in chosen.items()}
+    if "rollout" in paths:
+        paths["rollout"] = paths["actor"]
+    flags = {role: "--hf-model" if path == settings.hf_model else f"--{role}-hf-model" for role, path in paths.items()}
+    if "reward" in paths and program != "reward" and settings.reward_hf_model:
+        paths["reward"], flags["reward"] = settings.reward_hf_model, "--reward-hf-model"
+    from megarl.mcore.weights.hf.hf_model import read_model  # imports Megatron
+
+    read = {}
+    for role, path in paths.items():
+        key = path, flags[role], lengths[role]
+        if path is not None and key not in read:
+            read[key] = read_model(*key)
+    return {role: read.get((path, flags[role], lengths[role])) for role, path in paths.items()}
+
+
+def with_hf_defaults(role: str, own: dict, values: dict[str, object], hf_model: "HFModel | None") -> dict:
+    """A role's values of megarl's own flags; without flags for the tokenizer, it is the folder's.
+
+    Args:
+        values: the flags that the user gave, by name.
+    """
+    given = {"tokenizer-type", "tokenizer-model", f"{role}-tokenizer-type", f"{role}-tokenizer-model"}
+    has_own_folder = hf_model is not None and hf_model.folder.flag.startswith(f"--{role}-")
+    if has_own_folder:  # its tokenizer comes before that of the common flags
+        given -= {"tokenizer-type", "tokenizer-model"}
+    if hf_model is None or given & values.keys():
+        return own
+    return own | {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(hf_model.folder.path)}

@@ -1,0 +1,37 @@
+"""Flags of a role whose model a Hugging Face folder describes."""
+
+from megarl.errors import UsageError
+from megarl.mcore.config import megatron_flags
+from megarl.mcore.weights.hf.hf_model import HFModel
+
+# Attributes that change what a model computes, also where a folder's flags leave their defaults.
+ARCHITECTURE = frozenset({
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "group_query_attention", "num_query_groups",
+    "kv_channels", "swiglu", "squared_relu", "quick_geglu", "normalization", "norm_epsilon", "add_bias_linear",
+    "add_qkv_bias", "qk_layernorm", "position_embedding_type", "rotary_base", "rotary_percent",
+    "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor", "no_rope_freq",
+    "untie_embeddings_and_output_weights", "num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk",
+    "moe_router_pre_softmax", "moe_router_score_function", "moe_router_enable_expert_bias",
+    "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk",
+    "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "softmax_scale", "apply_query_key_layer_scaling",
+    "use_rotary_position_embeddings", "add_position_embedding", "layernorm_zero_centered_gamma",
+})  # fmt: skip
+
+
+def with_folder(role: str, hf_model: HFModel, tokens: list[str]) -> list[str]:
+    """A role's Megatron tokens after those of its folder.
+
+    Raises:
+        UsageError: a flag of the user contradicts the folder.
+    """
+    described = megatron_flags.parse_tokens(role, hf_model.tokens())
+    given = megatron_flags.parse_tokens(role, tokens)
+    for option in (token.split("=", 1)[0] for token in tokens):
+        dest = megatron_flags.destinations().get(option)
+        if dest in ARCHITECTURE and getattr(given, dest) != getattr(described, dest):
+            folder = hf_model.folder
+            raise UsageError(
+                f"{role}: {option} {getattr(given, dest)}: config.json of {folder.flag} {folder.path} describes "
+                f"{getattr(described, dest)}; leave the flag out"
+            )
+    return hf_model.tokens() + tokens

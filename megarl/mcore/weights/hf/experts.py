@@ -1,0 +1,52 @@
+"""Experts and routers of a config.json as Megatron's flags."""
+
+from megarl.mcore.weights.hf.model_config import ModelConfig
+
+# Names of one entry in different families and versions; defaults have the second.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def expert_flags(config: ModelConfig, ffn_hidden_size: int) -> dict[str, object]:
+    """Number and size of the experts. Routers compute in fp32, and balancing is off unless the user asks for it."""
+    return {
+        "num-experts": config.whole(*EXPERTS),
+        "moe-router-topk": config.whole("num_experts_per_tok"),
+        "moe-ffn-hidden-size": ffn_hidden_size,
+        "moe-router-dtype": "fp32",
+        "moe-router-load-balancing-type": "none",
+    }
+
+
+def softmax_gates(config: ModelConfig) -> dict[str, object]:
+    """Gates are the chosen experts' shares of a softmax over all, normalized to 1 or not.
+
+    Normalized, they equal a softmax over the chosen experts, which is what Megatron computes by default.
+    """
+    return {} if config.switch("norm_topk_prob") else {"moe-router-pre-softmax": True}
+
+
+def sigmoid_gates(config: ModelConfig) -> dict[str, object]:
+    """Gates are sigmoids, normalized over the chosen experts and scaled; a bias takes part in the choice alone."""
+    config.require("norm_topk_prob", True)
+    if config.whole("num_experts_per_tok") < 2:
+        raise config.error("num_experts_per_tok", "2 or more: Megatron does not normalize a single gate")
+    groups, group_topk = config.whole("n_group"), config.whole("topk_group")
+    flags = {
+        "moe-router-score-function": "sigmoid",
+        "moe-router-enable-expert-bias": True,
+        "moe-router-bias-update-rate": 0,
+        "moe-router-topk-scaling-factor": config.number("routed_scaling_factor"),
+    }
+    return flags | ({"moe-router-num-groups": groups, "moe-router-group-topk": group_topk} if groups > 1 else {})
+
+
+def sparse_layers(config: ModelConfig) -> dict[str, object]:
+    """Which layers have experts: every `decoder_sparse_step`-th one that `mlp_only_layers` does not name."""
+    layers, step = config.whole("num_hidden_layers"), config.whole("decoder_sparse_step")
+    dense = config.get("mlp_only_layers") or []
+    return layer_pattern([i not in dense and (i + 1) % step == 0 for i in range(layers)])
+
+
+def layer_pattern(has_experts: list[bool]) -> dict[str, object]:
+    """The flag that says which layers have experts; none if all have."""
+    return {} if all(has_experts) else {"moe-layer-freq": str([int(x) for x in has_experts]).replace(" ", "")}

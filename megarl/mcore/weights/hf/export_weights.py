@@ -1,0 +1,112 @@
+"""Writes a model of any layout as a Hugging Face folder: one more weight transfer, whose destination is a folder.
+
+Tensors have the names, types and files of the folder that the model came from. Each file has one writer. The folder
+cannot be loaded before the last rename: that of its index, or of its only weight file.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.mcore.weights.hf.export_plan import ExportPlan, plan_export
+from megarl.mcore.weights.hf.folder import CONFIG, INDEX
+from megarl.mcore.weights.hf.mapping import RowRange
+from megarl.mcore.weights.hf.safetensors_file import MappedFile
+from megarl.mcore.weights.hf.weight_map import WeightMap
+from megarl.mcore.weights.reshard import WeightTransfer
+from megarl.mcore.weights.reshard_plan import (
+    Coordinates,
+    GlobalTensor,
+    LocalWeights,
+    ShardDescription,
+    WeightShard,
+    merge_wholes,
+)
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")  # files that are not copied
+PARTIAL = ".partial"  # suffix of a file that is being written
+
+
+class _WrittenFiles:
+    """The files that this rank writes, as the destination of a weight transfer."""
+
+    def __init__(self, weight_map: WeightMap, wholes: dict[str, GlobalTensor], files: dict[str, MappedFile]):
+        """`wholes`: Megatron's tensors on all ranks; `files`: by name."""
+        self.wholes, self._shards = wholes, {}
+        tensors = {name: file for file in files.values() for name in file.names}
+        for key, whole in wholes.items():
+            for index in weight_map.indices(key, whole.shape):
+                rows, *rest = whole.shape[len(index) :]
+                for part in weight_map.ranges(key, index, rows, written=True):
+                    if part.name in tensors:
+                        shard = WeightShard(key, index, (part.row, *[0] * len(rest)), (part.rows, *rest))
+                        self._shards[shard] = part, tensors[part.name]
+
+    def description(self) -> ShardDescription:
+        """Returns the description that other ranks need for the plan."""
+        return ShardDescription(self.wholes, list(self._shards))
+
+    def view(self, shard: WeightShard, offset: Coordinates | None = None, shape: Coordinates | None = None) -> Tensor:
+        """Returns a view of a box of a file."""
+        part: RowRange = self._shards[shard][0]
+        offset, shape = offset or shard.offset, shape or shard.shape
+        start = (offset[0] - part.row + part.source_row, *offset[1:])
+        tensor = self._shards[shard][1][part.name]
+        return tensor[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
+
+
+@torch.no_grad()
+def export_weights(weight_map: WeightMap, stages, pg_collection, folder: Path):
+    """Writes a role's weights; a collective of the role.
+
+    Args:
+        weight_map: of the folder that the model came from, which also gives the files besides the weights.
+        stages: the model's chunks on this rank.
+        folder: to write; created, or overwritten if it exists.
+
+    Raises:
+        ValueError: the folder is the one that the model came from.
+    """
+    group, source = pg_collection.intra_dist_opt, LocalWeights(stages, pg_collection)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if folder.resolve() == weight_map.model.folder.path.resolve():
+        raise ValueError(f"{folder}: an export must not overwrite the folder that the model came from")
+    plan = plan_export(weight_map)
+    if rank == 0:
+        _prepare(folder)
+    dist.barrier(group)
+    gathered = [None] * size
+    dist.all_gather_object(gathered, source.description()._replace(shards=[]), group=group)
+    mine = [file for number, file in enumerate(plan.headers) if number % size == rank]
+    files = {file: MappedFile(folder / (file + PARTIAL), plan.headers[file]) for file in mine}
+    WeightTransfer(source, _WrittenFiles(weight_map, merge_wholes("source", gathered), files), group).run()
+    for file in files.values():
+        file.flush()
+    dist.barrier(group)
+    if rank == 0:
+        _publish(weight_map, plan, folder)
+    dist.barrier(group)
+
+
+def _prepare(folder: Path):
+    """Makes an earlier export in the folder unloadable, its index first, and removes it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in (folder / INDEX, *folder.glob("*.safetensors"), *folder.glob(f"*{PARTIAL}")):
+        path.unlink(missing_ok=True)
+
+
+def _publish(weight_map: WeightMap, plan: ExportPlan, folder: Path):
+    """Adds the files besides the weights, and gives the weight files their names; what makes it loadable is last."""
+    for path in sorted(weight_map.model.folder.path.iterdir()):
+        if path.is_file() and not path.name.endswith((*WEIGHTS, PARTIAL)) and path.name not in (CONFIG, INDEX):
+            shutil.copyfile(path, folder / path.name)
+    (folder / CONFIG).write_bytes(plan.config)
+    for file in plan.headers:
+        os.replace(folder / (file + PARTIAL), folder / file)
+    if plan.index is not None:
+        (folder / (INDEX + PARTIAL)).write_bytes(plan.index)
+        os.replace(folder / (INDEX + PARTIAL), folder / INDEX)

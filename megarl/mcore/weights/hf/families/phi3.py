@@ -1,0 +1,27 @@
+"""Phi-3 and Phi-4 (2404.14219, 2412.08905): one tensor of q, k and v, and one of gate and up."""
+
+from megarl.mcore.weights.hf.family import LAYERS, Family, check_windows, model_flags
+from megarl.mcore.weights.hf.mapping import fused_heads, rows
+from megarl.mcore.weights.hf.model_config import ModelConfig
+
+
+def flags(config: ModelConfig) -> dict[str, object]:
+    """Those of all families. Dropout is off, as in all of megarl's models."""
+    check_windows(config)
+    return model_flags(config)
+
+
+FAMILY = Family(
+    model_type="phi3",
+    defaults={
+        "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "hidden_act": "silu", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+    },
+    layers=LAYERS
+    | {
+        "self_attention.linear_qkv.weight": fused_heads("self_attn.qkv_proj.weight"),
+        "mlp.linear_fc1.weight": rows("mlp.gate_up_proj.weight"),
+    },
+    flags=flags,
+)  # fmt: skip

@@ -1,0 +1,22 @@
+"""Qwen2 and Qwen2.5 (2407.10671, 2412.15115): biases of queries, keys and values."""
+
+from megarl.mcore.weights.hf.family import LAYERS, Family, check_windows, model_flags
+from megarl.mcore.weights.hf.model_config import ModelConfig
+
+
+def flags(config: ModelConfig) -> dict[str, object]:
+    """Adds the biases."""
+    check_windows(config)
+    return model_flags(config) | {"add-qkv-bias": True}
+
+
+FAMILY = Family(
+    model_type="qwen2",
+    defaults={
+        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "hidden_act": "silu", "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "use_sliding_window": False,
+    },
+    layers=LAYERS,
+    flags=flags,
+)  # fmt: skip

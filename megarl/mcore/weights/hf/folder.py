@@ -1,0 +1,128 @@
+"""Reads a Hugging Face folder: config.json, generation_config.json, and the names, types and shapes of its tensors."""
+
+import functools
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+from megarl.errors import UsageError
+
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+READABLE = ("F32", "BF16", "F16")
+
+
+class StoredTensor(NamedTuple):
+    """Where a tensor is stored."""
+
+    file: str  # name in the folder
+    dtype: str  # as safetensors names it: F32, BF16, F16 …
+    shape: tuple[int, ...]
+
+
+class HFFolder:
+    """A folder as transformers' `save_pretrained` writes it, with weights in safetensors.
+
+    Every error is a UsageError of one line that starts with `flag` and the path.
+    """
+
+    def __init__(self, path: str | Path, flag: str = "--hf-model"):
+        """Reads config.json; the weights' headers are read when `tensors` is first used."""
+        self.path, self.flag = Path(path), flag
+        if not self.path.is_dir():
+            raise self.error("no such folder")
+        self.config = self._json(CONFIG)
+        if self.config is None:
+            raise self.error(f"{CONFIG} is missing; allowed is a folder of transformers' save_pretrained")
+
+    def error(self, problem: str) -> UsageError:
+        """A UsageError about this folder."""
+        return UsageError(f"{self.flag} {self.path}: {problem}")
+
+    @functools.cached_property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """The folder's tensors by name. UsageError for missing, damaged or contradictory files."""
+        index = self._json(INDEX)
+        if index is None:
+            if not (self.path / SINGLE).exists():
+                others = sorted(path.name for path in self.path.glob("*.bin"))
+                hint = f"; {others[0]} is a pickle: convert it to safetensors" if others else ""
+                raise self.error(f"{SINGLE} and {INDEX} are missing{hint}")
+            return self._header(SINGLE)
+        file_of = index.get("weight_map")
+        if not isinstance(file_of, dict) or not file_of or not all(isinstance(name, str) for name in file_of.values()):
+            raise self.error(f"{INDEX} has no weight_map of tensor names to files")
+        found: dict[str, StoredTensor] = {}
+        for file in sorted(set(file_of.values())):
+            if Path(file).name != file:
+                raise self.error(f"{INDEX} names {file!r}, which is no file of this folder")
+            for name, tensor in self._header(file).items():
+                if file_of.get(name) != file:
+                    where = f"puts it into {file_of[name]}" if name in file_of else "does not name it"
+                    raise self.error(f"{file} holds {name}, but {INDEX} {where}")
+                found[name] = tensor
+        for name in file_of.keys() - found.keys():
+            raise self.error(f"{INDEX} puts {name} into {file_of[name]}, which does not hold it")
+        return found
+
+    @functools.cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """Token ids that end a response: `eos_token_id` of generation_config.json, otherwise of config.json."""
+        generation = self._json(GENERATION_CONFIG) or {}
+        return end_ids_of(generation, self.config, self.error)
+
+    @functools.cached_property
+    def has_weights(self) -> bool:
+        """Whether the folder holds safetensors; without them it only describes a model."""
+        return (self.path / SINGLE).exists() or (self.path / INDEX).exists()
+
+    def files(self) -> list[str]:
+        """Names of the weight files, in order."""
+        return sorted({tensor.file for tensor in self.tensors.values()})
+
+    def _json(self, name: str) -> dict[str, Any] | None:
+        """The object in a JSON file; None if there is no such file."""
+        try:
+            content = json.loads((self.path / name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (ValueError, RecursionError) as error:
+            raise self.error(f"{name} is not JSON ({' '.join(str(error).split())})") from None
+        except OSError as error:
+            raise self.error(f"{name} cannot be read ({error.strerror})") from None
+        if not isinstance(content, dict):
+            raise self.error(f"{name} holds no JSON object")
+        return content
+
+    def _header(self, file: str) -> dict[str, StoredTensor]:
+        path = self.path / file
+        try:
+            if not path.is_file():
+                raise self.error(f"{file} is missing")
+            with safe_open(path, framework="pt") as stored:
+                slices = {name: stored.get_slice(name) for name in stored.keys()}
+                return {
+                    name: StoredTensor(file, each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()
+                }
+        except (SafetensorError, OSError, ValueError) as error:
+            raise self.error(f"{file} is no readable safetensors file ({' '.join(str(error).split())})") from None
+
+
+def end_ids_of(generation: dict, config: dict, error) -> tuple[int, ...]:
+    """`eos_token_id` (a number, or a list of them) of the first of two configurations that has one; () if none has."""
+    for content in (generation, config):
+        ids = content.get("eos_token_id")
+        if ids is not None:
+            ids = ids if isinstance(ids, list) else [ids]
+            if not all(type(i) is int and i >= 0 for i in ids):
+                raise error(f"eos_token_id {ids}: allowed are token ids")
+            return tuple(dict.fromkeys(ids))
+    return ()
+
+
+def elements(tensor: StoredTensor) -> int:
+    """Number of elements of a tensor."""
+    return math.prod(tensor.shape)

@@ -1,0 +1,75 @@
+"""The weights of a whole model by its flags alone: names and shapes as in a checkpoint, before any model exists."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megarl.mcore.weights.hf.family import EMBEDDING, HEAD
+from megarl.mcore.weights.hf.mapping import HeadLayout
+
+
+class ModelWeight(NamedTuple):
+    """One tensor of one layer or expert."""
+
+    key: str  # `decoder.layers.N.…`, also where a checkpoint stacks the layers
+    expert: int | None
+    shape: tuple[int, ...]
+
+
+def model_weights(args, vocab_size: int, has_experts: list[bool], value_head: bool = False) -> Iterator[ModelWeight]:
+    """Yields the weights of a language model, or of one with a scalar head.
+
+    Args:
+        args: the role's Megatron namespace.
+        vocab_size: without padding.
+        has_experts: of each layer.
+    """
+    yield ModelWeight(EMBEDDING, None, (vocab_size, args.hidden_size))
+    for layer, is_moe in enumerate(has_experts):
+        prefix, shapes = f"decoder.layers.{layer}.", _attention(args) | (_experts(args) if is_moe else _mlp(args))
+        for name, shape in shapes.items():
+            for expert in range(args.num_experts) if name.startswith("mlp.experts.") else (None,):
+                yield ModelWeight(prefix + name, expert, shape)
+    yield ModelWeight("decoder.final_layernorm.weight", None, (args.hidden_size,))
+    if value_head or args.untie_embeddings_and_output_weights:
+        yield ModelWeight(HEAD, None, (1 if value_head else vocab_size, args.hidden_size))
+
+
+def _attention(args) -> dict[str, tuple[int, ...]]:
+    heads, hidden = HeadLayout.of(args), args.hidden_size
+    width, attended = heads.groups * (heads.queries + 2) * heads.channels, heads.groups * heads.queries * heads.channels
+    shapes = {
+        "self_attention.linear_qkv.layer_norm_weight": (hidden,),
+        "self_attention.linear_qkv.weight": (width, hidden),
+        "self_attention.linear_proj.weight": (hidden, attended),
+    }
+    if args.add_bias_linear or args.add_qkv_bias:
+        shapes["self_attention.linear_qkv.bias"] = (width,)
+    if args.add_bias_linear:
+        shapes["self_attention.linear_proj.bias"] = (hidden,)
+    if args.qk_layernorm:
+        shapes |= {f"self_attention.{x}_layernorm.weight": (heads.channels,) for x in "qk"}
+    return shapes
+
+
+def _mlp(args) -> dict[str, tuple[int, ...]]:
+    hidden, ffn = args.hidden_size, args.ffn_hidden_size
+    shapes = {"mlp.linear_fc1.layer_norm_weight": (hidden,)} | _projections("mlp", hidden, ffn)
+    return shapes | ({"mlp.linear_fc1.bias": (2 * ffn,), "mlp.linear_fc2.bias": (hidden,)} if args.add_bias_linear
+                     else {})  # fmt: skip
+
+
+def _experts(args) -> dict[str, tuple[int, ...]]:
+    hidden, experts = args.hidden_size, args.num_experts
+    shapes = {"mlp.linear_fc1.layer_norm_weight": (hidden,), "mlp.router.weight": (experts, hidden)}
+    if args.moe_router_enable_expert_bias:
+        shapes["mlp.router.expert_bias"] = (experts,)
+    shapes |= _projections("mlp.experts.experts", hidden, args.moe_ffn_hidden_size or args.ffn_hidden_size)
+    if args.moe_shared_expert_intermediate_size:
+        shapes |= _projections("mlp.shared_experts", hidden, args.moe_shared_expert_intermediate_size)
+    if args.moe_shared_expert_gate:
+        shapes["mlp.shared_experts.gate_weight"] = (1, hidden)
+    return shapes
+
+
+def _projections(module: str, hidden: int, ffn: int) -> dict[str, tuple[int, ...]]:
+    return {f"{module}.linear_fc1.weight": (2 * ffn, hidden), f"{module}.linear_fc2.weight": (hidden, ffn)}

@@ -1,0 +1,110 @@
+"""Where each weight of a model lies in a Hugging Face folder, and whether the folder holds exactly these tensors."""
+
+import itertools
+from collections.abc import Iterator
+
+from megarl.mcore.model.pipeline_layout import moe_layer_pattern
+from megarl.mcore.weights.hf.family import EMBEDDING, HEAD, LAYER, LM_HEAD, MODEL, SCALAR_HEAD
+from megarl.mcore.weights.hf.folder import READABLE, HFFolder
+from megarl.mcore.weights.hf.hf_model import HFModel
+from megarl.mcore.weights.hf.mapping import HeadLayout, Mapping, RowRange
+from megarl.mcore.weights.hf.model_weights import model_weights
+
+NOT_STORED = (".expert_share",)  # buffers of training alone; they start anew
+
+
+class WeightMap:
+    """The tensors of a folder that a role's weights consist of, row by row."""
+
+    def __init__(self, model: HFModel, args, value_head: bool = False):
+        """`args`: the role's Megatron namespace; `value_head`: the role has a scalar head instead of the vocabulary's.
+
+        Raises:
+            UsageError: the folder has a scalar head, the role a vocabulary's.
+        """
+        if model.has_scalar_head and not value_head:
+            raise model.folder.error("a sequence-classification model; a policy needs a language model")
+        self.model, self.args, self.value_head = model, args, value_head
+        self._heads = HeadLayout.of(args)
+
+    def ranges(self, key: str, index: tuple[int, ...], rows: int, written: bool = False) -> list[RowRange]:
+        """The rows of the folder's tensors that a weight consists of; none for one that the folder does not have.
+
+        Args:
+            key: of a checkpoint.
+            index: layer, if the key stacks layers, then expert, if it stacks experts.
+            rows: of the weight, rows that pad the vocabulary included.
+            written: of a folder to write, which has a scalar head if the role has one.
+
+        Raises:
+            KeyError: the family has no tensor for such a weight.
+        """
+        match = LAYER.fullmatch(key)
+        if not match:
+            mapping = self._outer(key, written)
+            found = [] if mapping is None else mapping.ranges(rows, self._heads)
+            vocab_size = self.model.vocab_size
+            return [part._replace(rows=vocab_size) for part in found] if self.is_vocabulary(key) else found
+        if key.endswith(NOT_STORED):
+            return []
+        layer, rest = (int(match[1]), index) if match[1] else (index[0], index[1:])
+        found = self.model.family.layers[match[2]].ranges(rows, self._heads)
+        expert = rest[0] if rest else None
+        return [part._replace(name=f"model.layers.{layer}.{part.name.format(expert=expert)}") for part in found]
+
+    def _outer(self, key: str, written: bool) -> Mapping | None:
+        if key != HEAD:
+            return MODEL[key]
+        if not self.value_head:
+            return LM_HEAD
+        return SCALAR_HEAD if written or self.model.has_scalar_head else None
+
+    def is_vocabulary(self, key: str) -> bool:
+        """Whether a weight has a row for each token, with rows that pad the vocabulary after them."""
+        return key == EMBEDDING or key == HEAD and not self.value_head
+
+    @staticmethod
+    def indices(key: str, shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """Yields the index of every tensor that a key of this shape stacks, over layers, experts or both."""
+        match = LAYER.fullmatch(key)
+        stacked = 0 if not match else (match[1] is None) + match[2].startswith("mlp.experts.")
+        return itertools.product(*map(range, shape[:stacked]))
+
+    def expected(self) -> dict[str, tuple[int, ...]]:
+        """Shape by name of every tensor that the folder must have."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        vocab_size = self.model.vocab_size
+        for weight in model_weights(self.args, vocab_size, moe_layer_pattern(self.args), self.value_head):
+            index = () if weight.expert is None else (weight.expert,)
+            for part in self.ranges(weight.key, index, weight.shape[0]):
+                rows = max(part.source_row + part.rows, shapes.get(part.name, (0,))[0])
+                shapes[part.name] = (rows, *weight.shape[1:])
+        return shapes
+
+    def check(self):
+        """UsageError for the first tensor that is missing, unknown, of another shape or of a type that is not read."""
+        folder, expected = self.model.folder, self.expected()
+        tensors = folder.tensors
+        for name, shape in expected.items():
+            if name not in tensors:
+                raise folder.error(f"{name} is missing, which config.json needs")
+            if tensors[name].shape != shape:
+                found = list(tensors[name].shape)
+                raise folder.error(f"{name} has shape {found}; config.json describes {list(shape)}")
+            if tensors[name].dtype not in READABLE:
+                raise folder.error(f"{name} has type {tensors[name].dtype}; allowed are {', '.join(READABLE)}")
+        ignored = {"lm_head.weight"} if self.value_head else set()
+        for name in sorted(tensors.keys() - expected.keys() - ignored):
+            raise folder.error(_unknown(name, folder))
+
+
+def _unknown(name: str, folder: HFFolder) -> str:
+    """Why a tensor that no weight needs is refused."""
+    layers = folder.config.get("num_hidden_layers")
+    if name == "lm_head.weight":
+        return "holds lm_head.weight, but config.json ties it to the embedding (tie_word_embeddings)"
+    if name.startswith("model.layers.") and name.split(".")[2].isdigit() and int(name.split(".")[2]) >= layers:
+        return f"{name} belongs to a layer for multi-token prediction, which is not supported"
+    if name.endswith(("_scale", "_scale_inv", "_scales", ".scales", ".qweight", ".qzeros", "_blocks")):
+        return f"{name} belongs to quantized weights; allowed are fp32, bf16 and fp16"
+    return f"{name} is a tensor that megarl does not know in this family"
