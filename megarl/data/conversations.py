@@ -1,6 +1,7 @@
 """Tokenizes prompts, responses and whole conversations, with or without a chat template."""
 
 import functools
+import re
 from typing import Sequence
 
 from megarl.data.chat import ChatTemplate, load_template
@@ -101,20 +102,21 @@ class Encoder:
 
     def _rendered_turn(self, before: Sequence[Message], text: str, opened: str | None = None) -> tuple[str, str]:
         """The text before the assistant's `text`, and the turn up to and including EOS."""
-        template, eos = self.template, self.tokenizer.eos_token
+        template, end_tokens = self.template, self.tokenizer.end_tokens
         if opened is None:
             opened = template.render(before, add_generation_prompt=True)
         whole = template.render([*before, {"role": "assistant", "content": text}])
         if not whole.startswith(opened):
             raise UsageError(f"{template.flag}: the rendered conversation does not begin with its rendered prompt")
-        # Special tokens in contents are marked, so this EOS is the template's.
-        end = whole.find(eos, len(opened))
-        if end < 0:
+        # Special tokens in contents are marked, so this end is the template's.
+        found = re.compile("|".join(map(re.escape, end_tokens))).search(whole, len(opened))
+        if found is None:
             raise UsageError(
-                f"{template.flag}: an assistant's turn ends without the tokenizer's EOS {eos!r}; "
-                "write eos_token there, or make the token that ends a turn the tokenizer's eos_token"
+                f"{template.flag}: an assistant's turn ends without the tokenizer's EOS {end_tokens[0]!r}; "
+                "write eos_token there, make the token that ends a turn the tokenizer's eos_token, or name it in "
+                "eos_token_id of generation_config.json"
             )
-        return opened, whole[len(opened) : end + len(eos)]
+        return opened, whole[len(opened) : found.end()]
 
     def _cut(self, ids: list[int], longest: int) -> tuple[list[int], int]:
         cut = max(0, len(ids) - longest)

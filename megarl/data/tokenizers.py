@@ -14,16 +14,18 @@ from megarl.errors import UsageError
 class Tokenizer(Protocol):
     """Text to ids and back. `encode` adds no BOS, EOS or padding; `decode` drops them.
 
-    `special`: strings of the special tokens that a chat template may write, with their ids. `encode` never returns
+    `end_ids`: ids that end a response, `eos_id` among them; `end_tokens`: their strings. `special`: strings of the special tokens that a chat template may write, with their ids. `encode` never returns
     such an id, whatever the text says; `encode_template` returns it wherever the string occurs. `template`: the chat
     template in the tokenizer's files, or None.
     """
 
     eos_id: int
+    end_ids: tuple[int, ...]
     bos_id: int | None
     pad_id: int
     vocab_size: int
     eos_token: str
+    end_tokens: tuple[str, ...]
     bos_token: str | None
     special: Mapping[str, int]
     template: str | None
@@ -61,6 +63,7 @@ class SentencePieceTokenizer:
         self.bos_id = self._pieces.bos_id() if self._pieces.bos_id() >= 0 else None
         self.pad_id = self._pieces.pad_id() if self._pieces.pad_id() >= 0 else self.eos_id
         self.eos_token = self._pieces.id_to_piece(self.eos_id)
+        self.end_ids, self.end_tokens = (self.eos_id,), (self.eos_token,)
         self.bos_token = None if self.bos_id is None else self._pieces.id_to_piece(self.bos_id)
         control = [i for i in range(self.vocab_size) if self._pieces.is_control(i)]
         self.special = {self._pieces.id_to_piece(i): i for i in control}

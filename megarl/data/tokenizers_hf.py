@@ -52,12 +52,27 @@ class HuggingFaceTokenizer:
         self.bos_token = named.get("bos_token")
         self.eos_id = vocabulary[self.eos_token]
         self.bos_id = vocabulary[self.bos_token] if self.bos_token else None
+        self.end_ids, self.end_tokens = self._ends(file.parent, vocabulary, where)
         self.pad_id = vocabulary[named.get("pad_token", self.eos_token)]
         self.special = {name: vocabulary[name] for name in self._special if name in vocabulary}
         self._special_ids = frozenset(self.special.values())
         self._pattern = pattern_of(self.special)
         template = _read(file.parent / "chat_template.jinja", where, missing="")
         self.template = template or _default_template(config.get("chat_template"))
+
+    def _ends(self, folder: Path, vocabulary: dict[str, int], where: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Ids and strings of the tokens that end a response: EOS, then others in the model's configuration."""
+        configs = (
+            _parsed(_read(folder / name, where, missing="{}"), f"{where}: {name}").get("eos_token_id")
+            for name in ("generation_config.json", "config.json")  # the second is for folders without the first
+        )
+        listed = next((ids for ids in configs if ids is not None), [])
+        strings = {number: name for name, number in vocabulary.items()}
+        ids = tuple(dict.fromkeys([self.eos_id, *(listed if isinstance(listed, list) else [listed])]))
+        for number in ids:
+            if number not in strings:
+                raise UsageError(f"{where}: eos_token_id {number!r} of the model's configuration is not in the vocabulary")
+        return ids, tuple(strings[number] for number in ids)
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without BOS or EOS; a special token's string is encoded like any other text."""

@@ -161,9 +161,9 @@ class Rollout:
             # A prompt's samples stay together to share its KV cache, or for the early stop, which counts whole groups.
             unit = samples if self.settings.rollout_prefix_caching or early_stop else 1
             source = queue = SharedRequestQueue(requests, unit, self.role_groups)
-        end_token, limit, done = self.tokenizer.eos_id, queue and queue.share, {}
+        end_ids, limit, done = self.tokenizer.end_ids, queue and queue.share, {}
         longest = early_stop and early_stop.longest
-        for i, done[i] in self.engine.stream(source, end_token, sampling, records_routes, limit, longest):
+        for i, done[i] in self.engine.stream(source, end_ids, sampling, records_routes, limit, longest):
             if early_stop:
                 early_stop.ended(i, done[i])
         if queue:
@@ -203,7 +203,7 @@ class Rollout:
             sequences, bounds = batch.tokens.split(batch.lengths.tolist()), batch.cu_seqlens.tolist()
             # The last token has no route, so it is left out; the engine samples a token in its place.
             requests = [GenerationRequest(sequences[i][:-1].tolist(), 0, 1) for i in positions]
-            done = self.engine.generate(requests, self.tokenizer.eos_id, SamplingSettings(), routes=True)
+            done = self.engine.generate(requests, self.tokenizer.end_ids, SamplingSettings(), routes=True)
             for i, completion in zip(positions, done, strict=True):
                 batch.routes[bounds[i] : bounds[i + 1]] = completion.routes.to(batch.routes.device)
 

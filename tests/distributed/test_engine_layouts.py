@@ -78,7 +78,7 @@ def test_moe_models_generate_the_same_responses_in_every_layout(layout):
 
 
 def gaps_of_kinds(rank):
-    return {kind: generate_in_layout(rank, flags, {"temperature": 1.2}, 3)[1] for kind, flags in MOE_KINDS.items()}
+    return {kind: generate_in_layout(rank, flags, {"temperature": 1.2}, (3,))[1] for kind, flags in MOE_KINDS.items()}
 
 
 def test_rollout_and_training_logprobs_agree_for_every_moe_variant():

@@ -9,7 +9,7 @@ from tests.helpers.tiny_models import VOCAB, build_stages, one_microbatch
 EXPERTS = "--num-experts 8 --moe-router-topk 4 --moe-ffn-hidden-size 32"
 
 
-def generate_in_layout(rank, flags: str, sampling: dict, end: int, count: int = 20):
+def generate_in_layout(rank, flags: str, sampling: dict, end_ids: tuple[int, ...], count: int = 20):
     """({request: completion}, gap to the training forward) of the requests of this rank's replica."""
     from megarl.mcore.inference.engine import RolloutEngine
     from megarl.mcore.model import forward_pass
@@ -23,7 +23,7 @@ def generate_in_layout(rank, flags: str, sampling: dict, end: int, count: int = 
     numbers = list(range(count))[dp_rank::replicas]
     requests = [make_requests()[i] for i in numbers]
     settings = settings_of(**sampling)
-    done = engine.generate(requests, end, settings)
+    done = engine.generate(requests, end_ids, settings)
 
     everyone = [None] * args.context_parallel_size
     dist.all_gather_object(everyone, list(zip(requests, done, strict=True)), group=place.pg_collection.cp)

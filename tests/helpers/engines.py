@@ -4,7 +4,7 @@ import torch
 
 from tests.helpers.tiny_models import VOCAB, build
 
-NEVER = 31  # a padded column of the vocabulary: an end token that is never sampled
+NEVER = ()  # no token ends a response
 LIMIT, COUNT = 12, 20
 
 

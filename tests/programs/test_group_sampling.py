@@ -162,7 +162,7 @@ def baselines(rank: int, parsed) -> tuple[list, list]:
         run.inputs.prompt_tokens
     ):  # by the engine itself, past everything that deals prompts out
         requests = build_requests(torch.arange(1), [PromptRequest(line, tokens)], 1, 0, 0, 4)
-        (done,) = run.rollout.engine.generate(requests, run.tokenizer.eos_id, SamplingSettings(greedy=True))
+        (done,) = run.rollout.engine.generate(requests, run.tokenizer.end_ids, SamplingSettings(greedy=True))
         expected[line] = coarse_reward(Sample(run.inputs.prompts[line].prompt, run.tokenizer.decode(done.tokens)))
     return batch.baseline_scores.tolist(), [expected[line] for line in batch.prompt_ids.tolist()]
 

@@ -26,7 +26,7 @@ from tools.bench import common
 SHAPE = common.Shape(layers=6, hidden=512, ffn=1536, vocab=32_000)
 PROMPTS, NEW, LENGTH = [16 + i % 7 for i in range(32)], 64, 83
 SIDES = {"fp32": "", "bf16": "--bf16"}
-NO_END = -1  # a token that is never generated
+NO_END = ()  # no token ends a response
 FLAGS = f"--max-prompt-length 22 --max-response-length {NEW} --lr 1e-5 --max-tokens-per-microbatch 1400"
 
 

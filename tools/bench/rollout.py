@@ -32,7 +32,7 @@ from tools.bench import common
 
 SHAPE = common.Shape(layers=12, hidden=512, ffn=1536, vocab=32_000)
 PEERS = {"hf": "transformers", "hf-batch": "transformers"}
-NO_END = -1  # a token that is never generated
+NO_END = ()  # no token ends a response
 PAGE = 32  # tokens per page of Hugging Face's paged cache
 
 

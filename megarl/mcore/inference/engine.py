@@ -18,13 +18,13 @@ from megatron.core import parallel_state
 from megatron.core.inference.config import InferenceConfig
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron.core.inference.sampling_params import SamplingParams
-from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 from megatron.core.inference.utils import InferenceMode
 from torch import Tensor
 
 from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.mcore import device
 from megarl.mcore.inference.decode_loop import DecodeLoopEngine
+from megarl.mcore.inference.end_tokens import NO_TOKEN, EndTokens, EndTokensController
 from megarl.mcore.inference.keyed_sampling import KeyedSampling
 from megarl.mcore.inference.paged_context import PagedContext
 from megarl.mcore.inference.recorded_routes import attach_routes
@@ -50,7 +50,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Completion:
-    """A generated response: its tokens, their log-probs, and whether it ends with the end token."""
+    """A generated response: its tokens, their log-probs, and whether it ends with an end token."""
 
     tokens: list[int]  # the end token included
     logprobs: list[float]
@@ -147,7 +147,7 @@ class RolloutEngine:
         attach_routes(self.context, self.layers, model.config, pg_collection.tp)
         wrapper = GPTInferenceWrapper(model, self.context)
         self.sampling = KeyedSampling(vocab_size, tp_size)
-        self.controller = controller = TextGenerationController(wrapper, _TokenIdsOnly())
+        self.controller = controller = EndTokensController(wrapper, _TokenIdsOnly())
         controller._sampling = self.sampling
         was_training = model.training
         wrapper.prep_model_for_inference()
@@ -167,21 +167,23 @@ class RolloutEngine:
         return torch.zeros(0, len(self.layers), self.model.config.moe_router_topk, dtype=torch.int16)
 
     def generate(
-        self, requests: list[GenerationRequest], end_token: int, settings: SamplingSettings, routes: bool = False
-    ) -> list[Completion]:
+        self, requests: list[GenerationRequest], end_ids: tuple[int, ...], settings: SamplingSettings,
+        routes: bool = False,
+    ) -> list[Completion]:  # fmt: skip
         """Returns one completion per request, in order. All ranks of a replica call it with the same requests.
 
         Args:
+            end_ids: tokens that end a response.
             routes: also return which experts were chosen for each token (arXiv 2510.11370 §3).
 
         Raises:
             RuntimeError: the routes of some token are missing.
         """
-        done = dict(self.stream(RequestList(enumerate(requests)), end_token, settings, routes))
+        done = dict(self.stream(RequestList(enumerate(requests)), end_ids, settings, routes))
         return [done[number] for number in range(len(requests))]
 
     def stream(
-        self, source: RequestSource, end_token: int, settings: SamplingSettings, routes: bool = False,
+        self, source: RequestSource, end_ids: tuple[int, ...], settings: SamplingSettings, routes: bool = False,
         max_requests: int | None = None, response_limit: Callable[[], int | None] | None = None,
     ) -> Iterator[tuple[int, Completion]]:  # fmt: skip
         """Generates responses to all requests of a source; yields (request number, completion) as each ends.
@@ -193,7 +195,7 @@ class RolloutEngine:
 
         Args:
             source: returns the same requests on all ranks of a replica.
-            routes: as in `generate`.
+            end_ids, routes: as in `generate`.
             max_requests: maximum number of requests in the engine at a time; default: as many as it can hold.
             response_limit: called every `POLL_STEPS` steps; returns the maximum response length in tokens from now
                 on, None: that of each request. It may decrease: longer responses end soon, with their tokens so far.
@@ -203,16 +205,16 @@ class RolloutEngine:
         self.engine.resume()
         try:
             with self._cache_present(), prepacked_weights(self.model):
-                self._reset(settings, routes)
+                self._reset(settings, routes, EndTokens(end_ids))
                 self._response_limit, self._max_response = response_limit, None
                 max_requests = min(max_requests or self.max_requests, self.max_requests)
-                while finished := self._run_until_finished(source, end_token, routes, max_requests):
+                while finished := self._run_until_finished(source, routes, max_requests):
                     yield from finished
         finally:
             self.engine.suspend()
             self.model.train(was_training)
 
-    def _reset(self, settings: SamplingSettings, routes: bool):
+    def _reset(self, settings: SamplingSettings, routes: bool, end_tokens: EndTokens):
         self.context.reset()  # cached blocks of an earlier call were computed with older weights
         self.context.kv_block_allocator.record(routes)
         self.engine.requests.clear()
@@ -221,10 +223,11 @@ class RolloutEngine:
         self._source_numbers: dict[int, int] = {}  # request id in the engine -> number in the source
         self._num_admitted = self._steps = 0
         self._prompt_lengths = torch.zeros_like(self.sampling.keys)  # by request id
+        self.controller.end_tokens = self.context.end_tokens = end_tokens
         InferenceMode.unset_active()
 
     def _run_until_finished(
-        self, source: RequestSource, end_token: int, routes: bool, max_requests: int
+        self, source: RequestSource, routes: bool, max_requests: int
     ) -> list[tuple[int, Completion]]:
         """Runs steps until some requests finish and returns their completions; empty when all requests are done."""
         with torch.inference_mode(), self._inference_active(routes):
@@ -233,14 +236,14 @@ class RolloutEngine:
                 if self._response_limit and self._steps % POLL_STEPS == 0:
                     self._max_response = self._response_limit()
                 self._limit_responses(self._max_response)
-                self._admit(source, end_token, max_requests)
+                self._admit(source, max_requests)
                 if not self._any_replica_generates(source):
                     return []
                 if not self.engine.has_unfinished_requests():
                     if self.is_coupled:
                         self.controller.dummy_forward()  # this rank's experts compute tokens of other replicas
                 elif records := self.engine.step_modern()["finished_request_records"]:
-                    return [self._completion(record.merge(), end_token, routes) for record in records]
+                    return [self._completion(record.merge(), routes) for record in records]
 
     @contextlib.contextmanager
     def _inference_active(self, routes: bool):
@@ -253,7 +256,7 @@ class RolloutEngine:
             # Training cannot write to scratch memory of sequence parallelism that was allocated in inference mode.
             parallel_state.get_global_memory_buffer().buffer.clear()
 
-    def _admit(self, source: RequestSource, end_token: int, max_requests: int):
+    def _admit(self, source: RequestSource, max_requests: int):
         """Adds requests up to `max_requests`; none while some wait for cache, since another replica may start them."""
         room = 0 if self.engine.waiting_request_ids else max_requests - len(self._source_numbers)
         if room <= 0 or source.is_empty():
@@ -267,7 +270,7 @@ class RolloutEngine:
                 self._prompt_lengths = torch.cat([self._prompt_lengths, more])
             self.sampling.keys[request_id] = request.key
             self._prompt_lengths[request_id] = len(request.prompt)
-            self.engine.add_request(request_id, request.prompt, _params(request, end_token))
+            self.engine.add_request(request_id, request.prompt, _params(request))
             self._num_admitted += 1
 
     def _limit_responses(self, max_response: int | None):
@@ -277,14 +280,15 @@ class RolloutEngine:
             limits = self._prompt_lengths[c.request_ids[active].long()] + max_response
             c.request_output_lengths[active] = c.request_output_lengths[active].minimum(limits)
 
-    def _completion(self, request, end_token: int, routes: bool) -> tuple[int, Completion]:
+    def _completion(self, request, routes: bool) -> tuple[int, Completion]:
         tokens = [int(t) for t in request.generated_tokens]
         logprobs = [float(p) for p in request.generated_log_probs]
         if len(tokens) != len(logprobs):
             raise RuntimeError(f"the engine returned {len(tokens)} tokens and {len(logprobs)} log-probs for a request")
         length = len(request.prompt_tokens) + len(tokens)
         recorded = self.context.kv_block_allocator.routes_of(request.request_id, length) if routes else None
-        completion = Completion(tokens, logprobs, bool(tokens) and tokens[-1] == end_token, recorded)
+        is_finished = bool(tokens) and tokens[-1] in self.context.end_tokens.ids
+        completion = Completion(tokens, logprobs, is_finished, recorded)
         return self._source_numbers.pop(request.request_id), completion
 
     def _any_replica_generates(self, source: RequestSource) -> bool:
@@ -297,10 +301,10 @@ class RolloutEngine:
         return bool(any_has)
 
 
-def _params(request: GenerationRequest, end_token: int) -> SamplingParams:
+def _params(request: GenerationRequest) -> SamplingParams:
     return SamplingParams(
         num_tokens_to_generate=request.max_new_tokens,
-        termination_id=end_token,
+        termination_id=NO_TOKEN,  # set by `EndTokensController`
         return_log_probs=True,
         skip_prompt_log_probs=True,
     )

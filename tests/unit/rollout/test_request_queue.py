@@ -16,7 +16,7 @@ END, COUNT = 3, 24
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 
 
-def taken(rank: int, flags: str, unit: int, slow: bool = False, caching: bool = False, end: int = END):
+def taken(rank: int, flags: str, unit: int, slow: bool = False, caching: bool = False, end: tuple[int, ...] = (END,)):
     """(this rank's replica, its completions by request, keys left in the store) of a queue shared by all replicas.
 
     `slow`: the first of two replicas makes its next step only after the other one has made three more or has ended.

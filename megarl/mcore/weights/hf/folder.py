@@ -1,8 +1,7 @@
-"""Reads a Hugging Face folder: config.json, generation_config.json, and the names, types and shapes of its tensors."""
+"""Reads a Hugging Face folder: config.json, and the names, types and shapes of its tensors."""
 
 import functools
 import json
-import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from megarl.errors import UsageError
 
-CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+CONFIG = "config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 READABLE = ("F32", "BF16", "F16")
 
@@ -69,12 +68,6 @@ class HFFolder:
         return found
 
     @functools.cached_property
-    def end_ids(self) -> tuple[int, ...]:
-        """Token ids that end a response: `eos_token_id` of generation_config.json, otherwise of config.json."""
-        generation = self._json(GENERATION_CONFIG) or {}
-        return end_ids_of(generation, self.config, self.error)
-
-    @functools.cached_property
     def has_weights(self) -> bool:
         """Whether the folder holds safetensors; without them it only describes a model."""
         return (self.path / SINGLE).exists() or (self.path / INDEX).exists()
@@ -109,20 +102,3 @@ class HFFolder:
                 }
         except (SafetensorError, OSError, ValueError) as error:
             raise self.error(f"{file} is no readable safetensors file ({' '.join(str(error).split())})") from None
-
-
-def end_ids_of(generation: dict, config: dict, error) -> tuple[int, ...]:
-    """`eos_token_id` (a number, or a list of them) of the first of two configurations that has one; () if none has."""
-    for content in (generation, config):
-        ids = content.get("eos_token_id")
-        if ids is not None:
-            ids = ids if isinstance(ids, list) else [ids]
-            if not all(type(i) is int and i >= 0 for i in ids):
-                raise error(f"eos_token_id {ids}: allowed are token ids")
-            return tuple(dict.fromkeys(ids))
-    return ()
-
-
-def elements(tensor: StoredTensor) -> int:
-    """Number of elements of a tensor."""
-    return math.prod(tensor.shape)

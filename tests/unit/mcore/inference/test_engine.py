@@ -133,10 +133,10 @@ def test_the_length_limit_leaves_a_response_unfinished():
 
 def until_a_token(rank, end):
     engine, _, _ = make_engine()
-    completions = engine.generate(make_requests(), end, settings_of())
+    completions = engine.generate(make_requests(), (end,), settings_of())
     last_place = [len(c.tokens) for c in completions]
     at_limit = engine.generate(
-        [type(r)(r.prompt, r.key, n) for r, n in zip(make_requests(), last_place, strict=True)], end, settings_of()
+        [type(r)(r.prompt, r.key, n) for r, n in zip(make_requests(), last_place, strict=True)], (end,), settings_of()
     )
     return completions, at_limit
 

@@ -85,7 +85,7 @@ def generated(rank, flags: str):
     for options, every in (({}, make_requests(limit=8, count=8)), (shared, requests_of(3, 2))):
         requests = every[place.dp_rank :: len(place.replicas)][place.dp_rank :]  # replicas with unequal work
         engine = engine_of(stages[0], place, **options)
-        check_routes(stages, args, place, requests, engine.generate(requests, 3, settings_of(temperature=1.2), True))
+        check_routes(stages, args, place, requests, engine.generate(requests, (3,), settings_of(temperature=1.2), True))
     return engine.layers
 
 
@@ -120,7 +120,7 @@ def written_with(rank, options: dict):
     """(completions, events in the engine) of the same requests for all options, compared with the training forward."""
     stages, args, place = build_stages(MOE)
     engine, requests = engine_of(stages[0], place, **options), requests_of(3, 4)
-    completions = engine.generate(requests, 3, settings_of(temperature=1.2), True)
+    completions = engine.generate(requests, (3,), settings_of(temperature=1.2), True)
     check_routes(stages, args, place, requests, completions)
     record = {"shared": engine.engine._prefill_tokens_skipped, "evicted": engine.engine.evicted_request_count}
     return completions, record | {"step": engine.context.max_tokens}
