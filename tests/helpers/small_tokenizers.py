@@ -193,6 +193,18 @@ def wordpiece(folder: Path) -> str:
                 chat_template=PLAIN)  # fmt: skip
 
 
+def characters(folder: Path) -> str:
+    """100 tokens, for small models: four special ones with the first ids, space, new line and ASCII; the template in a
+    separate file."""
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>"]
+    made = Tokenizer(models.BPE(_numbered(special, ["\u2581", "\n", *ASCII]), [], unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    made.decoder = decoders.Metaspace(prepend_scheme="never", split=False)
+    path = save(folder, made, special, eos_token="<|im_end|>", pad_token="<|endoftext|>", unk_token="<unk>")
+    (folder / "chat_template.jinja").write_text(CHATML)
+    return path
+
+
 def sentence_piece(path: Path, **options) -> str:
     """A SentencePiece model for any text, with byte fallback."""
     settings = dict(
