@@ -1,0 +1,130 @@
+"""Configurations of small transformers models, one or more of each family, for tests/references/hf_models.py.
+
+Not imported by tests: needs transformers.
+"""
+
+from typing import Any, NamedTuple
+
+import transformers as hf
+
+BASE = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "initializer_range": 0.02,
+    "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1,
+           "mlp_only_layers": []}  # fmt: skip
+LLAMA_3 = {"rope_type": "llama3", "rope_theta": 500000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+           "original_max_position_embeddings": 8192}  # fmt: skip
+# From a short original context, so that few positions already show every part of the rule.
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+GLM_4_MOE = {
+    "num_hidden_layers": 4, "head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_shared_experts": 1,
+    "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5, "use_qk_norm": True, "attention_bias": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+DEEPSEEK = {
+    "num_key_value_heads": 4, "n_routed_experts": 8, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+    "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 24,
+}  # fmt: skip
+DEEPSEEK_V3 = DEEPSEEK | {
+    "num_experts_per_tok": 4, "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5, "q_lora_rank": 24, "num_mtp_layers": 0,
+}  # fmt: skip
+
+
+class Case(NamedTuple):
+    """A model class, its configuration, the type in which its weights are stored, and its end tokens."""
+
+    model: type
+    config: Any
+    dtype: str = "float32"
+    end: int | list[int] = 2
+
+
+def theta(base: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": base}
+
+
+def case(family: str, rope: dict[str, Any], dtype: str = "float32", end: int | list[int] = 2, **fields) -> Case:
+    """A causal model of `{family}Config` and `{family}ForCausalLM`."""
+    config = getattr(hf, f"{family}Config")(**BASE | {"rope_parameters": rope} | fields)
+    return Case(getattr(hf, f"{family.removesuffix('Text')}ForCausalLM"), config, dtype, end)
+
+
+def scalar(family: str, rope: dict[str, Any], **fields) -> Case:
+    """A model with a head of one row."""
+    config = getattr(hf, f"{family}Config")(**BASE | {"rope_parameters": rope, "num_labels": 1} | fields)
+    return Case(getattr(hf, f"{family}ForSequenceClassification"), config)
+
+
+def basic() -> dict[str, Case]:
+    """Families whose layers are Megatron's."""
+    return {
+        "llama2": case("Llama", theta(1e4), num_key_value_heads=4, rms_norm_eps=1e-5),
+        "llama3": case("Llama", LLAMA_3 | {"factor": 8.0}, end=[2, 0], vocab_size=112, num_hidden_layers=4,
+                       max_position_embeddings=131072, rms_norm_eps=1e-5),
+        "llama32": case("Llama", LLAMA_3 | {"factor": 32.0}, end=[2, 0], head_dim=32, tie_word_embeddings=True,
+                        max_position_embeddings=131072, rms_norm_eps=1e-5),
+        "smollm2": case("Llama", theta(1e5), hidden_size=96, num_attention_heads=3, num_key_value_heads=1,
+                        tie_word_embeddings=True, rms_norm_eps=1e-5),
+        "qwen2": case("Qwen2", theta(1e6), vocab_size=131, end=[2, 0]),
+        "qwen25_tied": case("Qwen2", theta(1e6), vocab_size=107, tie_word_embeddings=True, num_hidden_layers=4),
+        "qwen3": case("Qwen3", theta(1e6), head_dim=32, tie_word_embeddings=True, end=[2, 0]),
+        "mistral": case("Mistral", theta(1e6), vocab_size=101, sliding_window=None, rms_norm_eps=1e-5),
+        "phi4": case("Phi3", theta(250000.0), intermediate_size=160, rms_norm_eps=1e-5),
+        "qwen2_moe": case("Qwen2Moe", theta(1e6), **EXPERTS, norm_topk_prob=False,
+                          shared_expert_intermediate_size=96),
+        "qwen3_moe": case("Qwen3Moe", theta(1e6), **EXPERTS, norm_topk_prob=True, head_dim=32, vocab_size=160),
+        "mixtral": case("Mixtral", theta(1e6), num_local_experts=8, num_experts_per_tok=2, sliding_window=None,
+                        intermediate_size=96, rms_norm_eps=1e-5),
+        "glm4_moe": case("Glm4Moe", {}, end=[2, 0, 1], **GLM_4_MOE),
+        "glm4_moe_bf16": case("Glm4Moe", {}, dtype="bfloat16", end=[2, 0, 1], **GLM_4_MOE),
+        "llama_reward": scalar("Llama", theta(1e4), rms_norm_eps=1e-5),
+        "qwen3_reward": scalar("Qwen3", theta(1e6), head_dim=32),
+    }  # fmt: skip
+
+
+def further() -> dict[str, Case]:
+    """Families that need more of the layers."""
+    sliding, full = "sliding_attention", "full_attention"
+    two_bases = {sliding: theta(1e4), full: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}
+    yarn_on_full = {sliding: theta(1e4), full: YARN | {"beta_fast": 32.0, "beta_slow": 1.0}}
+    mscale = {"mscale": 0.8, "mscale_all_dim": 0.6, "beta_fast": 32.0, "beta_slow": 1.0}
+    return {
+        "llama_bias": case("Llama", theta(1e4), attention_bias=True, mlp_bias=False),
+        "llama_linear_rope": case("Llama", theta(1e4) | {"rope_type": "linear", "factor": 4.0}),
+        "llama_yarn": case("Llama", YARN | {"beta_fast": 8.0, "beta_slow": 2.0}),
+        "qwen3_yarn": case("Qwen3", YARN, head_dim=32, tie_word_embeddings=True),
+        "mistral_window": case("Mistral", theta(1e6), sliding_window=8, head_dim=32),
+        "qwen2_window": case("Qwen2", theta(1e6), use_sliding_window=True, sliding_window=8, max_window_layers=1),
+        "gemma2": case("Gemma2", theta(1e4), num_hidden_layers=4, head_dim=32, query_pre_attn_scalar=24,
+                       sliding_window=8, tie_word_embeddings=True, attn_logit_softcapping=2.0,
+                       final_logit_softcapping=5.0),
+        "gemma3": case("Gemma3Text", two_bases, num_hidden_layers=4, head_dim=32, query_pre_attn_scalar=24,
+                       sliding_window=8, tie_word_embeddings=True, layer_types=[sliding, sliding, full, sliding],
+                       end=[2, 0]),
+        "olmo2": case("Olmo2", theta(5e5)),
+        "olmo3": case("Olmo3", yarn_on_full, num_hidden_layers=4, sliding_window=8),
+        "gpt_oss": case("GptOss", YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}, num_hidden_layers=4,
+                        head_dim=32, num_local_experts=8, num_experts_per_tok=2, sliding_window=8,
+                        intermediate_size=48, rms_norm_eps=1e-5),
+        "deepseek_v2": case("DeepseekV2", theta(1e4), **DEEPSEEK, num_experts_per_tok=3, n_shared_experts=2,
+                            q_lora_rank=24, n_group=4, topk_group=2, topk_method="group_limited_greedy",
+                            routed_scaling_factor=2.0, norm_topk_prob=False),
+        "deepseek_v2_lite": case("DeepseekV2", theta(1e4), **DEEPSEEK, num_experts_per_tok=3, n_shared_experts=2,
+                                 q_lora_rank=None, topk_method="greedy", norm_topk_prob=False),
+        "deepseek_v3": case("DeepseekV3", theta(1e4), **DEEPSEEK_V3),
+        "deepseek_v3_yarn": case("DeepseekV3", YARN | mscale, **DEEPSEEK_V3),
+    }  # fmt: skip
+
+
+def old_style() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Cases with the configuration that transformers 4 wrote: the case of the same weights, and further fields."""
+    return {
+        "llama3_old_style": ("llama3", {}),
+        "qwen25_tied_old_style": ("qwen25_tied", {"use_sliding_window": False, "sliding_window": 8,
+                                                  "max_window_layers": 2}),
+        "qwen3_yarn_old_style": ("qwen3_yarn", {}),
+    }  # fmt: skip

@@ -1,0 +1,166 @@
+"""The small Hugging Face folders: the same on every machine, and what transformers reads, computes and writes."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from megarl.data.conversations import build_encoder
+from megarl.data.prompts import Prompt
+from megarl.data.tokenizers import build_tokenizer
+from tests.helpers.hf_folders import CASES, hash_of, largest_file, reference, uniform, weights, write_folder
+
+OLD_STYLE = [case for case in CASES if case.endswith("_old_style")]
+MESSAGES = [{"role": "user", "content": "Hello  world\n12"}]
+
+
+def content(folder):
+    """Each tensor of the folder's safetensors files, and their layout."""
+    tensors, layout = {}, []
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            for name in file.keys():
+                tensors[name] = file.get_tensor(name)
+                layout.append((name, file.get_slice(name).get_dtype(), file.get_slice(name).get_shape()))
+    return tensors, layout
+
+
+def parsed(path):
+    return json.loads(path.read_text())
+
+
+def test_uniform_numbers_are_drawn_from_the_name():
+    drawn = torch.from_numpy(uniform("model.norm.weight", [4096]))
+    assert (drawn[:3] * 2**23).tolist() == [6470939.0, -2076627.0, 5396371.0]
+    assert torch.equal(drawn * 2**23, (drawn * 2**23).round()) and -1 <= drawn.min() and drawn.max() < 1
+    assert abs(drawn.mean()) < 0.03 and abs(drawn.square().mean() - 1 / 3) < 0.02
+    assert torch.equal(torch.from_numpy(uniform("model.norm.weight", [2, 3])), drawn[:6].view(2, 3))
+    other = torch.from_numpy(uniform("model.layers.0.norm.weight", [4096]))
+    assert abs((drawn * other).mean()) < 0.02
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_files_hold_the_stored_tensors(tmp_path, case):
+    stored = reference(case)
+    tensors, layout = content(write_folder(case, tmp_path / case))
+    assert sorted(layout) == sorted(each[:3] for each in stored.tensors) and len(tensors) == len(layout)
+    assert hash_of(tensors) == hash_of(weights(case)) == stored.weights_hash
+    assert parsed(tmp_path / case / "config.json") == stored.config
+    assert ("lm_head.weight" in tensors) == (not stored.config.get("tie_word_embeddings") and stored.scores is None)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_stored_numbers_are_complete(case):
+    """Finite, of the stated lengths, and far enough from uniform for a comparison to mean something."""
+    stored = reference(case)
+    vocabulary = stored.config["vocab_size"]
+    assert [len(tokens) for tokens in stored.tokens] == [40, 23]
+    assert all(4 <= token < vocabulary for tokens in stored.tokens for token in tokens)
+    if stored.scores is not None:
+        assert stored.scores.shape == (2,) and stored.scores.isfinite().all()
+        assert stored.generation_config is stored.logprobs is stored.greedy is None
+        return
+    assert [len(logprobs) for logprobs in stored.logprobs] == [39, 22]
+    assert stored.last_logprobs.shape == (vocabulary,)
+    assert abs(stored.last_logprobs.exp().sum() - 1) < 1e-6
+    everything = torch.cat([*stored.logprobs, stored.last_logprobs])
+    assert everything.max() < 0 and everything.max() - everything.min() > 3
+    assert len(stored.prompt) == 8 and len(stored.greedy) == 64 and stored.margin > 1e-3
+    assert len(set(stored.greedy)) > 7 and max(stored.greedy) < vocabulary
+
+
+def test_old_configurations_share_weights_and_numbers():
+    assert len(OLD_STYLE) == 3
+    for case in OLD_STYLE:
+        old, new = reference(case), reference(case.removesuffix("_old_style"))
+        assert "rope_theta" in old.config and "rope_parameters" not in old.config
+        assert "rope_theta" not in new.config and "rope_parameters" in new.config
+        assert (old.weights_hash, old.tokens, old.greedy) == (new.weights_hash, new.tokens, new.greedy)
+
+
+def test_tokenizer_fits_into_every_vocabulary(tmp_path):
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(write_folder("qwen3", tmp_path / "qwen3")))
+    configs = [reference(case).config for case in CASES]
+    assert tokenizer.vocab_size == 100 <= min(config["vocab_size"] for config in configs)
+    assert {config["eos_token_id"] for config in configs} == {tokenizer.eos_id}
+    assert {config["pad_token_id"] for config in configs} == {tokenizer.pad_id}
+    text = "a  b\n{x}~ <|im_end|>"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.special == {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
+
+
+def test_weights_cannot_be_divided_among_any_number_of_files(tmp_path):
+    with pytest.raises(ValueError, match="cannot be divided among 1000 files"):
+        write_folder("llama2", tmp_path / "llama2", files=1000)
+
+
+# -- against transformers ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def transformers():
+    return pytest.importorskip("transformers")
+
+
+def load(transformers, case, folder, dtype):
+    from tests.references.hf_models import load
+
+    return load(getattr(transformers, reference(case).config["architectures"][0]), folder, dtype)
+
+
+def assert_same_files(one, other, pattern):
+    names = sorted(path.name for path in one.glob(pattern))
+    assert names == sorted(path.name for path in other.glob(pattern)) != []
+    assert [name for name in names if (one / name).read_bytes() != (other / name).read_bytes()] == []
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_transformers_computes_the_stored_numbers(tmp_path, transformers, case):
+    stored = reference(case)
+    model = load(transformers, case, write_folder(case, tmp_path / case), torch.float32)
+    outputs = [model(torch.tensor([tokens])).logits[0].double() for tokens in stored.tokens]
+    if stored.scores is not None:
+        torch.testing.assert_close(torch.cat(outputs), stored.scores, rtol=0, atol=1e-5)
+        return
+    for logits, tokens, expected in zip(outputs, stored.tokens, stored.logprobs, strict=True):
+        found = logits.log_softmax(-1)[range(len(tokens) - 1), tokens[1:]]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(outputs[0].log_softmax(-1)[-1], stored.last_logprobs, rtol=0, atol=1e-5)
+    best = model(torch.tensor([stored.prompt + stored.greedy])).logits[0, 7:-1].topk(2)
+    assert best.indices[:, 0].tolist() == stored.greedy
+    assert abs((best.values[:, 0] - best.values[:, 1]).min() - stored.margin) < 2e-5
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_transformers_writes_the_same_files(tmp_path, transformers, case):
+    folder = write_folder(case, tmp_path / "drawn")
+    load(transformers, case, folder, "auto").save_pretrained(tmp_path / "saved")
+    assert_same_files(folder, tmp_path / "saved", "model*")
+    if case not in OLD_STYLE:
+        assert_same_files(folder, tmp_path / "saved", "config.json")
+        assert (folder / "generation_config.json").exists() == (reference(case).scores is None)
+    if (folder / "generation_config.json").exists():
+        assert_same_files(folder, tmp_path / "saved", "generation_config.json")
+
+
+@pytest.mark.parametrize(
+    "case, files",
+    [("llama3", 2), ("qwen3_moe", 3), ("mixtral", 5), ("glm4_moe_bf16", 4), ("gpt_oss", 2), ("deepseek_v3", 3)],
+)
+def test_transformers_divides_the_weights_in_the_same_way(tmp_path, transformers, case, files):
+    folder = write_folder(case, tmp_path / "drawn", files)
+    assert len(list(folder.glob("model-*-of-*.safetensors"))) == files
+    model = load(transformers, case, folder, "auto")
+    model.save_pretrained(tmp_path / "saved", max_shard_size=largest_file(reference(case).tensors, files))
+    assert_same_files(folder, tmp_path / "saved", "model*")
+
+
+def test_transformers_reads_the_tokenizer(tmp_path, transformers):
+    folder = write_folder("llama2", tmp_path / "llama2")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    encoder = build_encoder(build_tokenizer("HuggingFaceTokenizer", str(folder)), "tokenizer")
+    ids = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+    assert list(ids) == encoder.prompt(Prompt(0, MESSAGES)) and len(set(ids)) > 10
