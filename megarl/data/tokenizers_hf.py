@@ -71,7 +71,9 @@ class HuggingFaceTokenizer:
         ids = tuple(dict.fromkeys([self.eos_id, *(listed if isinstance(listed, list) else [listed])]))
         for number in ids:
             if number not in strings:
-                raise UsageError(f"{where}: eos_token_id {number!r} of the model's configuration is not in the vocabulary")
+                raise UsageError(
+                    f"{where}: eos_token_id {number!r} of the model's configuration is not in the vocabulary"
+                )
         return ids, tuple(strings[number] for number in ids)
 
     def encode(self, text: str) -> list[int]:

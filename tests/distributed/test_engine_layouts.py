@@ -45,11 +45,11 @@ MOE_KINDS = {
 
 
 @functools.cache
-def single(flags: str, sampling: tuple, end: int):
+def single(flags: str, sampling: tuple, end: tuple[int, ...]):
     return run_world(generate_in_layout, 1, flags, dict(sampling), end)[0][0]
 
 
-def check(size: int, shape: str, flags: str, sampling: dict, end: int, allowed: float):
+def check(size: int, shape: str, flags: str, sampling: dict, end: tuple[int, ...], allowed: float):
     expected, found = single(shape, tuple(sampling.items()), end), {}
     for completions, gap in run_world(generate_in_layout, size, f"{shape} {flags}", sampling, end):
         assert gap <= allowed
@@ -62,7 +62,7 @@ def check(size: int, shape: str, flags: str, sampling: dict, end: int, allowed: 
 
 
 @pytest.mark.parametrize(
-    "sampling, end", [({"greedy": True}, NEVER), ({"temperature": 1.2}, 3)], ids=["greedy", "sampled"]
+    "sampling, end", [({"greedy": True}, NEVER), ({"temperature": 1.2}, (3,))], ids=["greedy", "sampled"]
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_responses_do_not_depend_on_the_layout(layout, sampling, end):
@@ -74,7 +74,7 @@ def test_responses_do_not_depend_on_the_layout(layout, sampling, end):
 @pytest.mark.parametrize("layout", MOE_LAYOUTS)
 def test_moe_models_generate_the_same_responses_in_every_layout(layout):
     size, flags = MOE_LAYOUTS[layout]
-    check(size, MOE, flags, {"temperature": 1.2}, 3, largest_gap_allowed())
+    check(size, MOE, flags, {"temperature": 1.2}, (3,), largest_gap_allowed())
 
 
 def gaps_of_kinds(rank):

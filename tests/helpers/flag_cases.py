@@ -4,7 +4,8 @@ import dataclasses
 
 from megarl.flags.settings import Settings
 
-FIELDS = dataclasses.fields(Settings)
+FOLDERS = ("hf_model", "reward_hf_model")  # their values are read at once: see test_hf_models.py
+FIELDS = [field for field in dataclasses.fields(Settings) if field.name not in FOLDERS]
 
 # Condition of `combinations.CONDITIONS` -> flags under which it holds, and flags under which it does not.
 HOLDS = {
@@ -44,7 +45,7 @@ VALUES = {
 }  # fmt: skip
 REQUIRED = {
     "reward_model": "--reward model", "reward_pattern": "--reward regex", "reward_url": "--reward remote",
-    "partial_rollouts": "--over-sampling 2 --rollout-correction tis",
+    "export_hf": "--save y", "partial_rollouts": "--over-sampling 2 --rollout-correction tis",
     "dynamic_sampling": "--group-filter reward", "one_step_off": "--rollout-correction tis",
     "kl_controller": "--kl-target 1",
     "eval_responses": "--eval-prompts x --eval-temperature 1",

@@ -1,8 +1,12 @@
 """Flags of a role whose model a Hugging Face folder describes."""
 
+from typing import TYPE_CHECKING
+
 from megarl.errors import UsageError
 from megarl.mcore.config import megatron_flags
-from megarl.mcore.weights.hf.hf_model import HFModel
+
+if TYPE_CHECKING:
+    from megarl.mcore.weights.hf.hf_model import HFModel
 
 # Attributes that change what a model computes, also where a folder's flags leave their defaults.
 ARCHITECTURE = frozenset({
@@ -18,7 +22,7 @@ ARCHITECTURE = frozenset({
 })  # fmt: skip
 
 
-def with_folder(role: str, hf_model: HFModel, tokens: list[str]) -> list[str]:
+def with_folder(role: str, hf_model: "HFModel", tokens: list[str]) -> list[str]:
     """A role's Megatron tokens after those of its folder.
 
     Raises:

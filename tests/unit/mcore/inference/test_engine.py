@@ -154,6 +154,23 @@ def test_the_end_token_finishes_a_response_and_belongs_to_it():
     assert at_limit == completions  # the end token at the last allowed position still finishes
 
 
+def until_one_of(rank, ends: tuple[int, ...]):
+    engine, _, _ = make_engine()
+    return engine.generate(make_requests(), ends, settings_of())
+
+
+def test_a_response_ends_at_the_first_of_several_end_tokens():
+    ends = (3, 7, 11)
+    endless, _ = standard()
+    completions = run_world(until_one_of, 1, ends)[0]
+    for completion, whole in zip(completions, endless, strict=True):
+        length = next((i + 1 for i, token in enumerate(whole.tokens) if token in ends), len(whole.tokens))
+        assert completion.tokens == whole.tokens[:length]
+        assert completion.logprobs == whole.logprobs[:length]
+        assert completion.finished == (completion.tokens[-1] in ends)
+    assert {completion.tokens[-1] for completion in completions} >= set(ends)
+
+
 def limits_of_their_own(rank):
     from megarl.mcore.inference.engine import GenerationRequest
 
