@@ -211,7 +211,10 @@ def _role_settings(
     for role, role_ranks in ranks.items():
         hf_model = hf_models[role]
         own_of_role = own | {"seq_length": lengths[role], "draws_weights": hf_model is None}
-        role_tokens = architecture.with_folder(role, hf_model, tokens[role]) if hf_model else tokens[role]
+        role_tokens = tokens[role]
+        if hf_model:
+            folder = f"{hf_model.folder.flag} {hf_model.folder.path}"
+            role_tokens = architecture.with_folder(role, hf_model.tokens(), folder, role_tokens)
         found[role] = megatron_flags.parse(role, role_tokens, len(role_ranks), own_of_role, extra)
         chosen[role] = with_hf_defaults(role, chosen[role], values, hf_model)
     has_reward_model = combinations.CONDITIONS["model"].holds(context)

@@ -1,12 +1,7 @@
 """Flags of a role whose model a Hugging Face folder describes."""
 
-from typing import TYPE_CHECKING
-
 from megarl.errors import UsageError
 from megarl.mcore.config import megatron_flags
-
-if TYPE_CHECKING:
-    from megarl.mcore.weights.hf.hf_model import HFModel
 
 # Attributes that change what a model computes, also where a folder's flags leave their defaults.
 ARCHITECTURE = frozenset({
@@ -22,20 +17,22 @@ ARCHITECTURE = frozenset({
 })  # fmt: skip
 
 
-def with_folder(role: str, hf_model: "HFModel", tokens: list[str]) -> list[str]:
-    """A role's Megatron tokens after those of its folder.
+def with_folder(role: str, described: list[str], folder: str, tokens: list[str]) -> list[str]:
+    """A role's Megatron tokens after those that describe its folder's model.
+
+    Args:
+        described: tokens of the folder's config.json.
+        folder: flag and path, for messages.
 
     Raises:
         UsageError: a flag of the user contradicts the folder.
     """
-    described = megatron_flags.parse_tokens(role, hf_model.tokens())
-    given = megatron_flags.parse_tokens(role, tokens)
+    of_folder, given = megatron_flags.parse_tokens(role, described), megatron_flags.parse_tokens(role, tokens)
     for option in (token.split("=", 1)[0] for token in tokens):
         dest = megatron_flags.destinations().get(option)
-        if dest in ARCHITECTURE and getattr(given, dest) != getattr(described, dest):
-            folder = hf_model.folder
+        if dest in ARCHITECTURE and getattr(given, dest) != getattr(of_folder, dest):
             raise UsageError(
-                f"{role}: {option} {getattr(given, dest)}: config.json of {folder.flag} {folder.path} describes "
-                f"{getattr(described, dest)}; leave the flag out"
+                f"{role}: {option} {getattr(given, dest)}: config.json of {folder} describes "
+                f"{getattr(of_folder, dest)}; leave the flag out"
             )
-    return hf_model.tokens() + tokens
+    return described + tokens

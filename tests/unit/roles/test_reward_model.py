@@ -119,6 +119,7 @@ def broken_scores(rank: int, folder: Path) -> str:
     """The error of scoring two texts after the weights of one token have become NaN."""
     from datetime import timedelta
 
+    from megarl.checkpoint.pretrained import CheckpointWeights
     from megarl.comm import microbatches as mb
     from megarl.comm import role_mesh
     from megarl.observe.timers import Timers
@@ -126,7 +127,8 @@ def broken_scores(rank: int, folder: Path) -> str:
     from megarl.trainers.setup import build_role_encoder
 
     parsed = program("reward", reward_argv(Path("x"), reads(folder, "")), 1)
-    role, weights = parsed.roles["reward"], folder / "one" / "checkpoints" / "step_00000006"
+    role = parsed.roles["reward"]
+    weights = CheckpointWeights(folder / "one" / "checkpoints" / "step_00000006")
     place, encoder = (
         role_mesh.create_mesh(parsed.roles, timedelta(minutes=1))["reward"],
         build_role_encoder(role, parsed.settings),
