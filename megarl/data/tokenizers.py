@@ -14,9 +14,10 @@ from megarl.errors import UsageError
 class Tokenizer(Protocol):
     """Text to ids and back. `encode` adds no BOS, EOS or padding; `decode` drops them.
 
-    `end_ids`: ids that end a response, `eos_id` among them; `end_tokens`: their strings. `special`: strings of the special tokens that a chat template may write, with their ids. `encode` never returns
-    such an id, whatever the text says; `encode_template` returns it wherever the string occurs. `template`: the chat
-    template in the tokenizer's files, or None.
+    `end_ids`: ids that end a response, `eos_id` among them; `end_tokens`: their strings. `special`: strings of the
+    special tokens that a chat template may write, with their ids. `encode` never returns such an id, whatever the text
+    says; `encode_template` returns it wherever the string occurs. `template`: the chat template in the tokenizer's
+    files, or None.
     """
 
     eos_id: int

@@ -1,0 +1,73 @@
+"""Hugging Face folders in every layout: the numbers that transformers computes, and exports equal byte for byte."""
+
+import filecmp
+import functools
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import hf_folders
+from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.hf_layouts import run_cases
+from tests.helpers.worlds import run_world
+
+DENSE = ("llama2", "llama3", "llama32", "llama3_old_style", "llama_linear_rope", "smollm2", "qwen2", "qwen25_tied",
+         "qwen25_tied_old_style", "qwen3", "mistral", "phi4")  # fmt: skip
+MOE = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "glm4_moe_bf16")
+REWARD = ("llama_reward", "qwen3_reward")
+SUPPORTED = DENSE + MOE + REWARD
+TP2, SP = "--tensor-model-parallel-size 2", "--sequence-parallel"
+UNEVEN_PP2 = "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1"
+ONE_GROUP = ("smollm2",)  # tensor parallelism would have to split one key and value group
+
+# layout -> ranks, flags, cases, whether the rollout engine runs on it
+LAYOUTS = {
+    "one rank": (1, "", SUPPORTED, True),
+    "tp2": (2, TP2, tuple(case for case in DENSE + REWARD if case not in ONE_GROUP), True),
+    "tp2-sp": (2, f"{TP2} {SP}", tuple(case for case in SUPPORTED if case not in ONE_GROUP), True),
+    "pp2": (2, UNEVEN_PP2, SUPPORTED, True),
+    "ep2": (2, "--expert-model-parallel-size 2", MOE, True),
+    "sharded": (2, "--use-torch-fsdp2", DENSE + REWARD, False),
+    "tp2-sp-ep2-pp2": (4, f"{TP2} {SP} {UNEVEN_PP2} --expert-model-parallel-size 2", MOE, True),
+    "cp2": (2, "--context-parallel-size 2", ("llama3", "qwen3_moe"), False),
+}
+
+
+def unequal_files(one: Path, other: Path) -> list[str]:
+    """Names of files that differ, or that only one folder has."""
+    names = {path.name for path in (*one.iterdir(), *other.iterdir())}
+    _, different, missing = filecmp.cmpfiles(one, other, sorted(names), shallow=False)
+    return different + missing
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """The folder of a case; some have one weight file, some two."""
+
+    @functools.cache
+    def write(case: str) -> Path:
+        files = 1 + (SUPPORTED.index(case) % 2)
+        return hf_folders.write_folder(case, tmp_path_factory.mktemp("folders") / case, files)
+
+    return write
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_computes_what_transformers_computes_and_exports_the_same_bytes(layout, folder_of, tmp_path):
+    size, flags, cases, generates = LAYOUTS[layout]
+    folders = {case: folder_of(case) for case in cases}
+    for found in run_world(run_cases, size, flags, folders, tmp_path, generates):
+        for case, result in found.items():
+            stored = hf_folders.reference(case)
+            assert result.difference <= 1e-5, (case, result.difference)
+            if generates and case not in REWARD:
+                assert result.greedy == stored.greedy, case
+                assert result.gap <= largest_gap_allowed(), (case, result.gap)
+    for case, folder in folders.items():
+        assert unequal_files(folder, tmp_path / case) == [], case
+
+
+def test_every_family_has_a_case():
+    from megarl.mcore.weights.hf.families import families
+
+    assert families().keys() == {hf_folders.reference(case).config["model_type"] for case in SUPPORTED}

@@ -1,0 +1,106 @@
+"""Models of Hugging Face folders in parallel layouts: their log-probs, greedy responses, and export."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megarl import arguments
+from megarl.comm import role_mesh
+from tests.helpers.hf_folders import Reference, reference
+from tests.helpers.tiny_models import one_microbatch
+from tests.helpers.worlds import SAFETY
+
+
+class InLayout(NamedTuple):
+    """What one rank found of a case."""
+
+    difference: float  # largest, of log-probs or scores from the stored ones
+    greedy: list[int] | None
+    gap: float | None  # of the rollout's log-probs from the training forward
+
+
+def role_of(folder: Path, flags: str, size: int, is_reward: bool):
+    """RoleSettings of the actor, or of the reward role, that a folder describes."""
+    program = "reward" if is_reward else "sft"
+    argv = f"--hf-model {folder} --max-prompt-length 40 --max-response-length 64 --global-batch-size 2 {flags}"
+    (role,) = arguments.parse(argv.split(), size, program).roles.values()
+    return role
+
+
+def run_cases(rank: int, flags: str, folders: dict[str, Path], exports: Path, generates: bool) -> dict[str, InLayout]:
+    """Each case imported, measured, and exported to a folder of its name in `exports`. A collective of the world."""
+    return {case: _run(case, folder, flags, exports / case, generates) for case, folder in folders.items()}
+
+
+_meshes = {}  # one set of groups for all cases of a kind, as programs have it
+
+
+def build(folder: Path, flags: str, is_reward: bool):
+    """(RoleSettings, role groups, chunks, PretrainedWeights) of a folder's model, with its weights."""
+    from megarl.checkpoint.pretrained import find_pretrained
+    from megarl.mcore.model import gpt
+
+    size = dist.get_world_size()
+    role = role_of(folder, flags, size, is_reward)
+    if is_reward not in _meshes:
+        _meshes[is_reward] = role_mesh.create_mesh({role.name: role}, SAFETY)[role.name]
+    groups = _meshes[is_reward]
+    vocab_size = role.model_vocab_size(0)
+    model = gpt.build_frozen_model(role.megatron, vocab_size, groups.pg_collection, is_reward)
+    weights = find_pretrained(role, vocab_size, value_head=is_reward)
+    weights.load(model, groups.pg_collection)
+    return role, groups, model, weights
+
+
+def _run(case: str, folder: Path, flags: str, export: Path, generates: bool) -> InLayout:
+    from megarl.mcore.weights.hf.export_weights import export_weights
+
+    stored = reference(case)
+    is_reward = stored.scores is not None
+    role, groups, model, weights = build(folder, flags, is_reward)
+    export_weights(weights.weight_map, model, groups.pg_collection, export)
+    vocab_size = role.model_vocab_size(0)
+    if is_reward:
+        return InLayout(float((scores(model, groups, stored.tokens) - stored.scores).abs().max()), None, None)
+    rows = logprobs(model, groups, stored.tokens, vocab_size)
+    difference = max(float((row - expected).abs().max()) for row, expected in zip(rows, stored.logprobs, strict=True))
+    return InLayout(difference, *_greedy(model, groups, stored, vocab_size) if generates else (None, None))
+
+
+def logprobs(model, groups, sequences: list[list[int]], vocab_size: int) -> list[torch.Tensor]:
+    """Log-probs of each sequence's tokens from the second on, by the training forward."""
+    from megarl.mcore.model.forward_pass import token_scores
+    from megarl.roles.trainable_model import forward_only
+
+    def forward(chunk, part):
+        return token_scores(chunk, part.tokens, part.lengths, 1.0, vocab_size, part.routing)
+
+    ((found, _),) = forward_only(model, one_microbatch(sequences), forward, groups.pg_collection)
+    return [row[1:] for row in found.logprobs.split([len(row) for row in sequences])]
+
+
+def scores(model, groups, sequences: list[list[int]]) -> torch.Tensor:
+    """The scalar head at each sequence's last token."""
+    from megarl.mcore.model.forward_pass import sequence_scores
+    from megarl.roles.trainable_model import forward_only
+
+    def forward(chunk, part):
+        return sequence_scores(chunk, part.tokens, part.lengths, part.routing)
+
+    ((found, _),) = forward_only(model, one_microbatch(sequences), forward, groups.pg_collection)
+    return found
+
+
+def _greedy(model, groups, stored: Reference, vocab_size: int) -> tuple[list[int], float]:
+    """The rollout's greedy continuation of the stored prompt, and its gap to the training forward."""
+    from megarl.algorithms.token_sampling import SamplingSettings
+    from megarl.mcore.inference.engine import GenerationRequest, RolloutEngine
+
+    engine = RolloutEngine(model[0], groups.pg_collection, vocab_size, 104, 0.01, 4)
+    request = GenerationRequest(stored.prompt, 0, len(stored.greedy))
+    (completion,) = engine.generate([request], (), SamplingSettings(greedy=True))
+    (row,) = logprobs(model, groups, [stored.prompt + completion.tokens], vocab_size)
+    gap = (row[len(stored.prompt) - 1 :] - torch.tensor(completion.logprobs)).abs().max()
+    return completion.tokens, float(gap)
