@@ -134,8 +134,12 @@ def read_manifest(folder: Path, flag: str) -> dict:
 
 
 def source_of(folder: Path, flag: str) -> str:
-    """The role whose weights others start from: 'reward' in a checkpoint of train_reward, otherwise 'actor'."""
-    return "reward" if read_manifest(folder, flag)["program"] == "train_reward" else "actor"
+    """The role whose weights others start from: 'reward' in a checkpoint of train_reward, otherwise 'actor'.
+
+    A converted checkpoint names it.
+    """
+    manifest = read_manifest(folder, flag)
+    return manifest.get("role") or ("reward" if manifest["program"] == "train_reward" else "actor")
 
 
 def read_shapes(folder: Path, flag: str) -> dict[str, tuple[int, ...]]:

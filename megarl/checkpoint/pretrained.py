@@ -20,10 +20,11 @@ class CheckpointWeights(NamedTuple):
     """A checkpoint of megarl."""
 
     folder: Path
+    source: str | None = None  # role whose weights they are; None: `folders.source_of` the checkpoint
 
     def load(self, stages, pg_collection, optimizer=None):
         """Loads them in any layout."""
-        run_state.load_weights(self.folder, stages, pg_collection, optimizer=optimizer)
+        run_state.load_weights(self.folder, stages, pg_collection, self.source, optimizer)
 
 
 class FolderWeights(NamedTuple):

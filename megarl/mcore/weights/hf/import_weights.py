@@ -1,5 +1,6 @@
 """Loads a Hugging Face folder into a model of any layout: each rank reads only its slices, without collectives."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -24,6 +25,19 @@ class StoredBox(NamedTuple):
     name: str
     slices: tuple[slice, ...]
 
+    def view_of(self, weights: LocalWeights) -> Tensor:
+        """The box of this rank's weights."""
+        return weights.view(self.shard, self.offset, self.shape)
+
+    def split(self, elements: int) -> Iterator["StoredBox"]:
+        """Yields it in parts of whole rows, at most `elements` each if a row is not larger."""
+        rows, (first, *rest) = max(1, elements * self.shape[0] // max(1, math.prod(self.shape))), self.slices
+        for start in range(0, self.shape[0], rows):
+            count = min(rows, self.shape[0] - start)
+            part = slice(first.start + start, first.start + start + count)
+            offset, shape = (self.offset[0] + start, *self.offset[1:]), (count, *self.shape[1:])
+            yield self._replace(offset=offset, shape=shape, slices=(part, *rest))
+
 
 def stored_boxes(weights: LocalWeights, weight_map: WeightMap) -> Iterator[StoredBox]:
     """Yields what this rank reads from the folder, or would write to it."""
@@ -45,45 +59,61 @@ def import_weights(weight_map: WeightMap, stages, pg_collection):
 
     A scalar head that the folder lacks keeps its initial value; rows that pad the vocabulary become 0.
     """
-    weights, by_file = LocalWeights(stages, pg_collection), defaultdict(list)
+    weights = LocalWeights(stages, pg_collection)
+    for shard in weights.description().shards:
+        if weight_map.is_vocabulary(shard.key):
+            weights.view(shard).zero_()
+    for box, stored in _read(weights, weight_map):
+        box.view_of(weights).copy_(stored)
+
+
+@torch.no_grad()
+def differing_tensors(weight_map: WeightMap, stages, pg_collection) -> dict[str, float]:
+    """Largest difference of each of the folder's tensors from this rank's weights, rounded to the folder's types.
+
+    Tensors without a difference, not even in the sign of a zero, are left out.
+    """
+    weights, different = LocalWeights(stages, pg_collection), {}
+    for box, stored in _read(weights, weight_map):
+        held = box.view_of(weights).to(stored.dtype).cpu().contiguous()
+        if not torch.equal(held.view(torch.uint8), stored.contiguous().view(torch.uint8)):
+            largest = float((held.double() - stored.double()).abs().max())
+            different[box.name] = max(different.get(box.name, 0.0), largest)
+    return different
+
+
+def _read(weights: LocalWeights, weight_map: WeightMap) -> Iterator[tuple[StoredBox, Tensor]]:
+    """Yields everything that this rank needs of the folder, file by file, in boxes of bounded size.
+
+    A tensor is a view of the mapped file; it must not be kept.
+    """
+    by_file = defaultdict(list)
     tensors = weight_map.model.folder.tensors
-    padding = {shard for shard in weights.description().shards if weight_map.is_vocabulary(shard.key)}
-    for shard in padding:
-        weights.view(shard).zero_()
     for box in stored_boxes(weights, weight_map):
         by_file[tensors[box.name].file].append(box)
     for file in sorted(by_file):
         reader = _Reader(weight_map.model.folder.path / file)
         for box in by_file[file]:
-            reader.copy(box, weights.view(box.shard, box.offset, box.shape))
+            for part in box.split(MAPPED_BYTES // 4 // 4):
+                yield part, reader.read(part)
         reader.close()
 
 
 class _Reader:
-    """Copies slices of one file's tensors, with a bounded part of the file mapped at a time."""
+    """Reads slices of one file's tensors, with a bounded part of the file mapped at a time."""
 
     def __init__(self, path):
         self.path, self._stored, self._mapped = path, None, 0
 
-    def copy(self, box: StoredBox, target: Tensor):
-        """Copies a box row by row group into memory of any type and device."""
-        rows = max(1, MAPPED_BYTES // 4 // max(1, target[0].numel() * 4)) if target.dim() else 1
-        first, *rest = box.slices
-        for start in range(first.start, first.stop, rows):
-            stop = min(start + rows, first.stop)
-            self._copy(box.name, (slice(start, stop), *rest), target[start - first.start : stop - first.start])
-
-    def _copy(self, name: str, slices: tuple[slice, ...], target: Tensor):
-        if self._stored is None:
+    def read(self, box: StoredBox) -> Tensor:
+        """A view of a box's tensor in the mapped file."""
+        if self._stored is None or self._mapped >= MAPPED_BYTES:
             self._stored, self._mapped = safe_open(self.path, framework="pt"), 0
-        source = self._stored.get_slice(name)
-        stored = source[slices]
-        target.copy_(stored.view(target.shape))
+        source = self._stored.get_slice(box.name)
+        stored = source[box.slices]
         # Slices of columns map the pages of whole rows.
         self._mapped += len(stored) * source.get_shape()[-1] * stored.element_size()
-        del source, stored
-        if self._mapped >= MAPPED_BYTES:
-            self.close()
+        return stored.view(box.shape) if stored.shape != box.shape else stored
 
     def close(self):
         """Releases the mapping."""

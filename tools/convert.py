@@ -1,0 +1,134 @@
+"""Converts between megarl's checkpoints and Hugging Face folders, and compares the two, in any parallel layout.
+
+    python tools/convert.py from-hf --hf-model DIR --save RUN
+    python tools/convert.py to-hf   --hf-model DIR --load RUN --save NEW_DIR
+    python tools/convert.py verify  --hf-model DIR --load RUN
+    torchrun --nproc-per-node 8 tools/convert.py to-hf … --tensor-model-parallel-size 8
+
+`from-hf` writes a checkpoint for `--pretrained-checkpoint` or `--load` of an evaluation. `to-hf` writes the weights of
+a run with the names, types and files of the folder that the run started from; a folder with only a config.json gives
+new files in its `dtype`. `verify` compares every bit of a checkpoint, rounded to the folder's types, with the folder.
+All take Megatron's flags. `--reward` or `--critic` as the first flag selects a model with a scalar head: a reward
+model, or the critic of an RL run.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megarl.arguments import RunConfig
+from megarl.checkpoint import folders, run_state
+from megarl.checkpoint.pretrained import CheckpointWeights, PretrainedWeights, folder_weights
+from megarl.errors import UsageError
+from megarl.mcore.model import gpt
+from megarl.mcore.weights import dist_checkpoint
+from megarl.mcore.weights.hf.export_weights import export_weights
+from megarl.mcore.weights.hf.import_weights import differing_tensors
+from megarl.mcore.weights.hf.weight_map import WeightMap
+from megarl.trainers.launch import launch
+from megarl.trainers.setup import check_required, check_save, create_role_mesh
+
+COMMANDS = ("from-hf", "to-hf", "verify")
+HEADS = {"--reward": "reward", "--critic": "critic"}  # roles with a scalar head, by option
+# The lengths of a run do not matter here; a model with few positions must pass the check of --max-position-embeddings.
+LENGTHS = ["--max-prompt-length", "1", "--max-response-length", "1"]
+NAMED = 5  # maximum tensors in the message of `verify`
+
+
+class Conversion:
+    """A model on this rank, filled from a folder or a checkpoint."""
+
+    def __init__(self, command: str, role: str, config: RunConfig):
+        """Checks the flags and loads the weights.
+
+        Args:
+            role: whose weights a checkpoint holds: actor, critic or reward.
+
+        Raises:
+            UsageError: a missing flag, or a wrong folder or checkpoint.
+        """
+        s, (self.settings,) = config.settings, config.roles.values()
+        self.name, self.value_head = role, role != "actor"
+        check_required({"--hf-model": self.settings.hf_model})
+        check_required({"--load": command == "from-hf" or s.load, "--save": command == "verify" or s.save})
+        check_save(s)
+        self.save = Path(s.save) if s.save else None
+        if self.save and self.save.resolve() == self.settings.hf_model.folder.path.resolve():
+            raise UsageError(f"--save {s.save}: is the folder of --hf-model; allowed is another one")
+        self.weight_map = WeightMap(self.settings.hf_model, self.settings.megatron, self.value_head)
+        self.source = self.settings.hf_model.folder.path if command == "from-hf" else s.load
+        weights = self._weights(None if command == "from-hf" else s.load)
+        if config.check:
+            raise SystemExit(0)
+        self.mesh = create_role_mesh(config)
+        self.groups = self.mesh[self.settings.name].pg_collection
+        vocab_size = self.settings.model_vocab_size(0)
+        self.model = gpt.build_frozen_model(self.settings.megatron, vocab_size, self.groups, self.value_head)
+        weights.load(self.model, self.groups)
+
+    def _weights(self, load: str | None) -> PretrainedWeights:
+        if load is None:
+            return folder_weights(self.settings, self.value_head)
+        folder = folders.find(load, "--load")
+        shapes = gpt.weight_shapes(
+            self.name, self.settings.megatron, self.settings.model_vocab_size(0), value_head=self.value_head
+        )
+        folders.check_weights(folder, "--load", self.name, shapes)
+        return CheckpointWeights(folder, self.name)
+
+    def from_hf(self):
+        """Writes a checkpoint of step 0 without optimizer state."""
+        states = {
+            self.name: dist_checkpoint.role_state(self.name, self.model, None, {}, self.groups, self.settings.ranks)
+        }
+        run_state.save(self.save, 0, self.mesh, states, {"program": "convert", "role": self.name})
+        self.say(f"{folders.step_folder(self.save, 0)}: the weights of {self.source}")
+
+    def to_hf(self):
+        """Writes a folder."""
+        export_weights(self.weight_map, self.model, self.groups, self.save)
+        self.say(f"{self.save}: the weights of {self.source}")
+
+    def verify(self):
+        """Compares with the folder; exit status 1 if a tensor differs."""
+        self.weight_map.check()
+        gathered = [None] * self.mesh.size
+        dist.all_gather_object(gathered, differing_tensors(self.weight_map, self.model, self.groups))
+        different = {name: max(found.get(name, 0.0) for found in gathered) for found in gathered for name in found}
+        count = len(self.weight_map.model.folder.tensors)
+        if different:
+            first = ", ".join(f"{name} (by {size:.3g})" for name, size in sorted(different.items())[:NAMED])
+            self.say(f"{len(different)} of {count} tensors differ: {first}")
+            raise SystemExit(1)
+        self.say(f"all {count} tensors are equal")
+
+    def say(self, text: str):
+        """Prints a line on rank 0."""
+        if self.mesh.rank == 0:
+            print(text, flush=True)
+
+
+def main():
+    """Takes the command and the head from the command line; the programs' parser reads the rest."""
+    command = sys.argv[1] if len(sys.argv) > 1 else "nothing"
+    if command in ("-h", "--help"):
+        print(__doc__)
+        sys.exit(0)
+    if command not in COMMANDS:
+        print(f"convert: {command}: allowed is {', '.join(COMMANDS)}, then flags", file=sys.stderr)
+        sys.exit(2)
+    rest = sys.argv[2:]
+    role = HEADS.get(rest[0] if rest else "", "actor")
+    rest = rest if role == "actor" else rest[1:]
+    sys.argv[1:] = LENGTHS + rest
+    with torch.no_grad():
+        launch(
+            lambda config, _: getattr(Conversion(command, role, config), command.replace("-", "_"))(),
+            "sft" if role == "actor" else "reward",
+        )
+
+
+if __name__ == "__main__":
+    main()
