@@ -25,7 +25,13 @@ INSTALL_REQUIRES = [
 EXTRAS = {
     "gpu": ["transformer-engine[pytorch]>=2.10,<3"],
     "math": ["math-verify>=0.8,<1"],  # --reward math-verify
-    "test": ["pytest>=8,<10", "hypothesis>=6.100,<7", "math-verify>=0.8,<1"],
+    "test": [
+        "pytest>=8,<10",
+        "hypothesis>=6.100,<7",
+        "math-verify>=0.8,<1",
+        "transformers>=5,<6",
+        "peft>=0.21,<0.22",  # what the tests compare with; megarl needs neither
+    ],
     "bench": ["transformers>=5,<6", "trl>=1.16,<2"],
 }
 

@@ -1,0 +1,127 @@
+"""The programs on models of Hugging Face folders: training, export, resume, evaluation, reward models and critics."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.helpers import hf_folders
+from tests.helpers.evaluation import run_evaluate
+from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.hf_layouts import build, logprobs
+from tests.helpers.programs import metrics, samples, timeless, train, write_lines
+from tests.helpers.worlds import run_world
+
+LENGTHS = "--max-prompt-length 48 --max-response-length 8 --max-tokens-per-microbatch 256"
+RL = (
+    f"{LENGTHS} --prompts-per-step 4 --samples-per-prompt 2 --minibatch-size 4 --lr 1e-3 --rollout-buffer-gb 0.01"
+    " --rollout-max-requests 8 --reward model+0.5*format --save-interval 1 --export-hf --critic-lr 3e-3"
+)
+TP2 = "--tensor-model-parallel-size 2"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Folders of a policy, a critic and a reward model, and files of prompts."""
+    folder = tmp_path_factory.mktemp("hf")
+    for case in ("llama3", "llama_reward", "qwen3_reward"):
+        hf_folders.write_folder(case, folder / case, files=2)
+    rows = [{"prompt": f"{one} + {one}?", "answer": str(2 * one)} for one in range(20)]
+    write_lines(folder / "train.jsonl", rows[:16])
+    write_lines(folder / "heldout.jsonl", rows[16:])
+    return folder
+
+
+def argv(data, save, flags: str = "") -> list[str]:
+    """PPO with every role from a folder."""
+    models = {"--hf-model": "llama3", "--critic-hf-model": "llama_reward", "--reward-hf-model": "qwen3_reward"}
+    paths = [token for flag, case in models.items() for token in (flag, str(data / case))]
+    return [*RL.split(), *paths, "--prompts", str(data / "train.jsonl"), "--save", str(save), *flags.split()]
+
+
+@pytest.fixture(scope="module")
+def run(data, tmp_path_factory):
+    """The run folder of two steps on two tensor-parallel ranks."""
+    save = tmp_path_factory.mktemp("runs") / "whole"
+    train("rl", argv(data, save, f"--train-iters 2 {TP2}"), 2)
+    return save
+
+
+def test_the_first_step_starts_from_the_folders_exactly(run):
+    first = metrics(run)[1]
+    assert first["rollout/logprob_gap_max"] <= largest_gap_allowed()
+    assert first["actor/ppo_kl_first"] == 0.0
+    assert abs(first["kl/reference"]) <= largest_gap_allowed()
+    assert first["actor/grad_norm"] > 0 and first["critic/grad_norm"] > 0
+
+
+def test_an_export_holds_the_trained_weights_and_every_file_besides(run, data):
+    source, export = data / "llama3", run / "hf" / "step_00000002"
+    names = {path.name for path in source.iterdir()}
+    assert {path.name for path in export.iterdir()} == names
+    for name in names:
+        same = (source / name).read_bytes() == (export / name).read_bytes()
+        assert same != name.endswith(".safetensors"), name
+    for name in names:
+        if name.endswith(".safetensors"):
+            before, after = load_file(source / name), load_file(export / name)
+            assert before.keys() == after.keys()
+            assert all(torch.equal(before[key], after[key]) == (not float(before[key].abs().sum())) for key in before)
+
+
+def logprobs_of(rank: int, folder) -> list[torch.Tensor]:
+    role, groups, model, _ = build(folder, "", False)
+    return logprobs(model, groups, hf_folders.reference("llama3").tokens, role.model_vocab_size(0))
+
+
+def test_transformers_computes_the_same_from_an_export(run):
+    transformers = pytest.importorskip("transformers")
+    export = run / "hf" / "step_00000002"
+    (ours,) = run_world(logprobs_of, 1, export)
+    model = transformers.AutoModelForCausalLM.from_pretrained(export, attn_implementation="eager").eval()
+    for tokens, found in zip(hf_folders.reference("llama3").tokens, ours, strict=True):
+        with torch.no_grad():
+            whole = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+        expected = whole.gather(1, torch.tensor(tokens[1:]).unsqueeze(1)).squeeze(1)
+        assert float((found - expected).abs().max()) <= 1e-5
+
+
+def test_a_resumed_run_gives_the_same_numbers_and_exports_the_same_bytes(run, data, tmp_path):
+    again = tmp_path / "again"
+    shutil.copytree(run / "checkpoints" / "step_00000001", again / "checkpoints" / "step_00000001")
+    (again / "checkpoints" / "latest").write_text("step_00000001\n")
+    train("rl", argv(data, again, f"--train-iters 2 {TP2} --load {again}"), 2)
+    assert timeless(metrics(again)[2]) == timeless(metrics(run)[2])
+    assert samples(again, 2) == samples(run, 2)
+    one, other = (folder / "hf" / "step_00000002" for folder in (run, again))
+    for path in one.iterdir():
+        assert path.read_bytes() == (other / path.name).read_bytes(), path.name
+
+
+def test_an_evaluation_of_a_folder_equals_that_of_the_run_that_wrote_it(run, data, tmp_path):
+    common = "--max-prompt-length 48 --max-response-length 8 --rollout-buffer-gb 0.01 --rollout-max-requests 8 --reward format".split()
+    common += ["--eval-prompts", str(data / "heldout.jsonl"), "--eval-responses", "2", "--eval-temperature", "1"]
+    export = str(run / "hf" / "step_00000002")
+    run_evaluate([*common, "--hf-model", export, "--save", str(tmp_path / "folder")])
+    run_evaluate([*common, "--hf-model", str(data / "llama3"), "--load", str(run), "--save", str(tmp_path / "run")])
+    rows = [(tmp_path / name / "samples.jsonl").read_text() for name in ("folder", "run")]
+    assert rows[0] == rows[1] and rows[0].count("\n") == 8
+    results = [json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("folder", "run")]
+    assert results[0]["metrics"] == results[1]["metrics"]
+    assert results[0]["hf_model"] == export and results[1]["program"] == "train_rl"
+
+
+def test_a_supervised_run_and_a_reward_model_start_from_folders(data, tmp_path):
+    lines = [{"prompt": f"{i}?", "answer": str(i)} for i in range(8)]
+    pairs = [{"prompt": f"{i}?", "chosen": str(i), "rejected": "no"} for i in range(8)]
+    files = [write_lines(tmp_path / "sft.jsonl", lines), write_lines(tmp_path / "pairs.jsonl", pairs)]
+    common = f"{LENGTHS} --global-batch-size 4 --train-iters 1 --lr 1e-3 --export-hf"
+    for program, case, file in zip(("sft", "reward"), ("llama3", "qwen3_reward"), files, strict=True):
+        save = tmp_path / program
+        train(program, [*common.split(), "--hf-model", str(data / case), "--prompts", str(file), "--save", str(save)])
+        export = save / "hf" / "step_00000001"
+        assert {path.name for path in export.iterdir()} == {path.name for path in (data / case).iterdir()}
+    head = load_file(tmp_path / "reward" / "hf" / "step_00000001" / "model-00002-of-00002.safetensors")["score.weight"]
+    assert not head.equal(hf_folders.weights("qwen3_reward")["score.weight"])
