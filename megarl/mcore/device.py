@@ -14,6 +14,7 @@ import types
 
 import numpy as np
 import torch
+import torch.utils._device
 
 CPU = torch.device("cpu")
 FACTORIES = (
@@ -203,6 +204,9 @@ def _patch_torch():
     torch.cuda.random.set_rng_state = torch.cuda.set_rng_state
     torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop = _no_op(), _no_op()
     torch.compile = _eager
+    # torch lists its factory functions when a device is first used as a context manager. After the wrapping it would
+    # list the wrappers, and `with torch.device("meta")`, with which transformers loads models, would do nothing.
+    torch.utils._device._device_constructors()
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.cuda = lambda self, *_, **__: self

@@ -110,6 +110,13 @@ def test_factories_keep_other_devices_and_arguments():
     assert made.dtype == torch.float64 and made.requires_grad and made.tolist() == [3.0, 3.0]
 
 
+def test_a_device_as_context_manager_still_chooses_the_device():
+    """Transformers builds a model on the meta device before it reads the weights."""
+    code = "import megarl.mcore, torch\nwith torch.device('meta'): print(torch.arange(3).device, torch.empty(2).device)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SAFETY_SECONDS)
+    assert done.stdout == "meta meta\n", done.stderr
+
+
 def test_tensors_and_modules_stay_where_they_are():
     tensor, module = torch.ones(2), torch.nn.Linear(2, 2)
     assert tensor.cuda() is tensor and tensor.cuda(0, non_blocking=True) is tensor
