@@ -19,16 +19,22 @@ def build_parser() -> argparse.ArgumentParser:
     """The program's own flags; all others are those of train_rl."""
     parser = ArgumentParser(prog="megarl.plan", allow_abbrev=False, epilog="Every other flag is one of train_rl.")
     parser.add_argument("--world-size", type=int, required=True, help="ranks of the run")
-    parser.add_argument("--vocab-size", type=int, help="size of the vocabulary; default: that of --tokenizer-model")
+    parser.add_argument(
+        "--vocab-size", type=int, help="size of the vocabulary; default: that of the folder or tokenizer"
+    )
     parser.add_argument("--json", help="also write the plan to this file as JSON")
     return parser
 
 
-def vocabulary(chosen, settings) -> int:
-    """Size of the vocabulary: `--vocab-size`, or that of the tokenizer of `settings` (the program's or a role's)."""
-    if chosen.vocab_size is None and not settings.tokenizer_model:
-        raise UsageError("--vocab-size is missing: it has no default without --tokenizer-model")
-    return chosen.vocab_size or build_tokenizer(settings.tokenizer_type, settings.tokenizer_model).vocab_size
+def vocabulary(chosen, role: arguments.RoleSettings) -> int:
+    """Size of a role's vocabulary: `--vocab-size`, or that of its Hugging Face folder or its tokenizer."""
+    if chosen.vocab_size is not None:
+        return chosen.vocab_size
+    if role.hf_model is not None:
+        return role.hf_model.vocab_size
+    if not role.tokenizer_model:
+        raise UsageError("--vocab-size is missing: it has no default without --hf-model or --tokenizer-model")
+    return build_tokenizer(role.tokenizer_type, role.tokenizer_model).vocab_size
 
 
 def main(argv: list[str]):
@@ -45,7 +51,7 @@ def main(argv: list[str]):
         program = arguments.parse(rest, chosen.world_size)
     warn(program.warnings)
     arguments.check_microbatches(program)
-    sizes = [vocabulary(chosen, program.settings)]
+    sizes = [vocabulary(chosen, program.roles["actor"])]
     if program.roles["reward"].has_model:
         sizes.append(vocabulary(chosen, program.roles["reward"]))
     plan = summary.make_plan(program, chosen.world_size, *sizes)

@@ -78,7 +78,8 @@ def _chunk(args, vocab_size: int, value_head: bool, layers: range, first: bool, 
     if last:
         weights += _norm(args, "decoder.final_layernorm", hidden)
         if value_head:
-            weights += [Weight("output_layer.weight", 1, hidden, size), Weight("output_layer.bias", 1, 1, size)]
+            weights.append(Weight("output_layer.weight", 1, hidden, size))
+            weights += [Weight("output_layer.bias", 1, 1, size)] if args.draws_weights else []
         elif not is_tied or not first:
             weights.append(Weight("output_layer.weight", vocab, vocab * hidden, size, is_shared=is_shared))
     return weights
