@@ -101,7 +101,8 @@ def test_a_resumed_run_gives_the_same_numbers_and_exports_the_same_bytes(run, da
 
 
 def test_an_evaluation_of_a_folder_equals_that_of_the_run_that_wrote_it(run, data, tmp_path):
-    common = "--max-prompt-length 48 --max-response-length 8 --rollout-buffer-gb 0.01 --rollout-max-requests 8 --reward format".split()
+    common = "--max-prompt-length 48 --max-response-length 8 --rollout-buffer-gb 0.01".split()
+    common += "--rollout-max-requests 8 --reward format".split()
     common += ["--eval-prompts", str(data / "heldout.jsonl"), "--eval-responses", "2", "--eval-temperature", "1"]
     export = str(run / "hf" / "step_00000002")
     run_evaluate([*common, "--hf-model", export, "--save", str(tmp_path / "folder")])
