@@ -1,18 +1,23 @@
-"""Packed attention of one layer, and random queries, keys and values for it."""
+"""Packed attention of one layer, and random queries, keys and values for it, packed or in a block cache."""
 
+import math
+import random
 from types import SimpleNamespace
 
 import torch
 from megatron.core.transformer import TransformerConfig
 
+from megarl.mcore.attention.backends import sdpa
 from megarl.mcore.attention.packed_attention import PackedAttention
+from megarl.mcore.attention.packing import pack_sequences
 
 D = 8  # channels of a head
 
 
-def packed_attention(scale=None, backend="sdpa"):
-    """The attention of one layer with 4 heads."""
-    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4)
+def packed_attention(scale=None, backend="sdpa", window=None):
+    """The attention of one layer with 4 heads; a token sees `window` tokens."""
+    size = None if window is None else (window - 1, 0)
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, window_size=size)
     config.attention_kernel = backend
     groups = SimpleNamespace(tp=None, cp=None)
     return PackedAttention(config, 1, None, "self", softmax_scale=scale, pg_collection=groups)
@@ -22,3 +27,65 @@ def random_heads(total, heads, dtype, seed):
     """[total, heads, D] random numbers."""
     generator = torch.Generator().manual_seed(seed)
     return 0.5 * torch.randn(total, heads, D, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def exact_attention(query, key, value, scale=None, window=None):
+    """One sequence in float64: query [Q, H, D], key and value [K, G, D]; query i sees keys 0 … K − Q + i, the last
+    `window` of them."""
+    heads, groups = query.shape[1], key.shape[1]
+    query, key, value = query.double(), key.double(), value.double()
+    key, value = (x.repeat_interleave(heads // groups, dim=1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * (D**-0.5 if scale is None else scale)
+    distance = torch.arange(len(query)).unsqueeze(1) + len(key) - len(query) - torch.arange(len(key))
+    seen = (distance >= 0) & (distance < (math.inf if window is None else window))
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -math.inf).softmax(-1), value)
+
+
+class PagedRequests:
+    """Requests in a block cache with randomly chosen blocks. Unused rows of their blocks hold other numbers,
+    and unused blocks NaN, as reused memory may."""
+
+    def __init__(self, requests, block, heads, groups, seed, dtype=torch.float32):
+        """requests: (new tokens, keys in all) of each; new ones are the last of the keys."""
+        draw = random.Random(seed)
+        counts = [-(-keys // block) for _, keys in requests]
+        total = sum(counts) + 4
+        free = draw.sample(range(total), total)
+        spare = free.pop()
+        self.query = [random_heads(new, heads, dtype, seed + 10 * i) for i, (new, _) in enumerate(requests)]
+        self.keys = [random_heads(keys, groups, dtype, seed + 10 * i + 1) for i, (_, keys) in enumerate(requests)]
+        self.values = [random_heads(keys, groups, dtype, seed + 10 * i + 2) for i, (_, keys) in enumerate(requests)]
+        self.pages = torch.full((len(requests), max(counts) + 2), spare)
+        self.cache = torch.full((total, block, groups, 2, D), float("nan"), dtype=dtype)
+        self.cache[spare] = 7.0
+        for i, (_, keys) in enumerate(requests):
+            for page in range(counts[i]):
+                place = free.pop()
+                self.pages[i, page] = place
+                rows = slice(page * block, min(keys, (page + 1) * block))
+                self.cache[place] = 9.0
+                both = torch.stack([self.keys[i][rows], self.values[i][rows]], dim=2)
+                self.cache[place, : rows.stop - rows.start] = both
+        self.queries, self.lengths = torch.tensor(requests).unbind(1)
+
+    def attend(self, padding=0, scale=None, window=None):
+        """The new tokens' attention over the cache, and zeros for padding."""
+        query = torch.cat([*self.query, self.query[0].new_full((padding, *self.query[0].shape[1:]), 5.0)])
+        reads = sdpa.plan_cache_reads(self.queries, self.lengths, self.pages, len(query), self.cache, window)
+        grouped = query.unflatten(1, (self.cache.shape[2], -1))
+        return sdpa.PagedAttention()(grouped, self.cache, reads, scale).view_as(query)
+
+    def expected(self, scale=None, window=None):
+        """The same, each request alone."""
+        parts = zip(self.query, self.keys, self.values, strict=True)
+        return torch.cat([exact_attention(*part, scale=scale, window=window) for part in parts])
+
+    def packed(self, window=None):
+        """The new tokens' rows of the training forward, over whole sequences."""
+        parts = []
+        for query, key, value in zip(self.query, self.keys, self.values, strict=True):
+            whole = torch.cat([query.new_zeros(len(key) - len(query), *query.shape[1:]), query])
+            layout = pack_sequences(torch.tensor([len(key)]), window=window)
+            out = packed_attention(window=window)(whole, key, value, None, packed_seq_params=layout)
+            parts.append(out[len(key) - len(query) :].view_as(query))
+        return torch.cat(parts)

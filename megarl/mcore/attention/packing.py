@@ -20,7 +20,13 @@ from torch import Tensor
 
 from megarl.batch import SharedPrefix
 from megarl.mcore import device
-from megarl.mcore.attention.segments import SegmentBatch, TokenStream, plan_segment_batches, segments_of_stream
+from megarl.mcore.attention.segments import (
+    SegmentBatch,
+    SegmentPlan,
+    TokenStream,
+    plan_segment_batches,
+    segments_of_stream,
+)
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.moe.routing import RoutedTokens, Routing
 from megarl.mcore.parallel.context_parallel import chunk_indices, chunks_of, stream_order
@@ -30,9 +36,8 @@ from megarl.mcore.parallel.context_parallel import chunk_indices, chunks_of, str
 class PackedLayout(PackedSeqParams):
     """Megatron's `PackedSeqParams` with the indices that megarl's attention and model need."""
 
-    segment_batches: list[SegmentBatch] | None = None
+    segments: tuple[SegmentPlan, SegmentPlan] | None = None  # by kind of layer, of `attention.windows`
     order: Tensor | None = None  # [T] of context_parallel.stream_order; None without context parallelism
-    restore: Tensor | None = None  # [T/c] int64 index of each of this rank's queries in the segment batches' results
     token_indices: Tensor | None = None  # [T/c] int64 indices in the padded stream of this rank's tokens
     positions: Tensor | None = None  # [T/c] int64 positions of this rank's tokens in their sequences
     first: Tensor | None = None  # [N] int64 stream index of the first token that each sequence holds
@@ -114,7 +119,7 @@ def _shared_token_indices(lengths: np.ndarray, stream: TokenStream) -> tuple[np.
 
 def pack_sequences(
     lengths: Tensor, context=None, tensor_ranks: int = 1, routing: Routing | None = None,
-    shared: SharedPrefix | None = None,
+    shared: SharedPrefix | None = None, window: int | None = None,
 ) -> PackedLayout:  # fmt: skip
     """Returns this rank's layout of sequences of these lengths [N] int64, each at least 1.
 
@@ -124,6 +129,7 @@ def pack_sequences(
         tensor_ranks: the t ranks over which sequence parallelism splits the stream; 1 without it.
         routing: routes of this micro-batch.
         shared: which sequences share a prefix.
+        window: tokens that a token sees in layers with a window; None: no layer has one.
 
     The stream is padded to a multiple of 2·c·t tokens (t for c = 1), and for c > 1 to at least `MIN_ROWS` per rank.
     """
@@ -133,9 +139,10 @@ def pack_sequences(
     total, tokens = int(stream.ends[-1]), int(stream.ends[count - 1])
     longest = max(int(lengths.max()), total - tokens)
     chunks = chunks_of(dist.get_rank(context) if ranks > 1 else 0, ranks, total)
-    plans, indices = plan_segment_batches(segments_of_stream(stream, chunks), ranks == 1), chunk_indices(chunks)
+    segments, indices = segments_of_stream(stream, chunks), chunk_indices(chunks)
+    window = None if window is None or segments.keys.max() <= window else window  # a longer one hides nothing
+    plans = [plan_segment_batches(segments, ranks == 1, w) for w in ([None] if window is None else [None, window])]
     arrays = {
-        "restore": np.concatenate([queries.ravel()[real] for queries, _, real, *_ in plans]).argsort(),
         "token_indices": indices,
         "positions": stream.positions()[indices],
         "first": stream.starts[:count],
@@ -145,14 +152,21 @@ def pack_sequences(
         arrays["order"] = stream_order(ranks, total)
     if shared is not None:
         arrays["held"], arrays["source"] = _shared_token_indices(lengths, stream)
-    sent = device.to_device([*arrays.values(), *itertools.chain(*plans)])
+    restores = [np.concatenate([q.ravel()[real] for q, _, real, *_ in plan]).argsort() for plan in plans]
+    sent = device.to_device([*arrays.values(), *restores, *itertools.chain(*itertools.chain(*plans))])
     sent_plans = iter(sent[len(arrays) :])
+    restores = list(itertools.islice(sent_plans, len(plans)))
+
+    def sent_batches(plan: list[list[np.ndarray]], window: int | None) -> list[SegmentBatch]:
+        return [SegmentBatch.of(list(itertools.islice(sent_plans, len(arrays))), window) for arrays in plan]
+
+    batches = [sent_batches(plan, w) for plan, w in zip(plans, (None, window), strict=False)]
     return PackedLayout(
         qkv_format="thd",  # cumulative lengths stay None: rotary embeddings are applied by position
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         cp_group=context,
-        segment_batches=[SegmentBatch.of(*itertools.islice(sent_plans, len(plan))) for plan in plans],
+        segments=(SegmentPlan(batches[0], restores[0]), SegmentPlan(batches[-1], restores[-1])),
         **dict(zip(arrays, sent, strict=False)),
         host_token_indices=indices,
         host_held=arrays.get("held"),

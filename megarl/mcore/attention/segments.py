@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megarl.batch import SharedPrefix
 from megarl.mcore import device
+from megarl.mcore.attention.windows import cut_segments
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS, VECTOR
 
 
@@ -36,12 +37,23 @@ class SegmentBatch:
     real_queries: Tensor  # [m] int64 indices in [n·Q] of the queries that are not padding
 
     @classmethod
-    def of(cls, queries: Tensor, keys: Tensor, real: Tensor, last_key: Tensor | None = None) -> "SegmentBatch":
-        """Returns the batch of a plan of `plan_segments`, sent to the device."""
-        if last_key is None:
+    def of(cls, plan: list[Tensor], window: int | None = None) -> "SegmentBatch":
+        """Returns the batch of a plan of `plan_segments`, sent to the device; `window`: keys that a query sees."""
+        queries, keys, real, *last_keys = plan
+        if not last_keys:
             return cls(queries, keys, None, real)
-        column = torch.arange(keys.shape[1], device=keys.device)
-        return cls(queries, keys, (column <= last_key.unsqueeze(2)).unsqueeze(1), real)
+        column, last_key = torch.arange(keys.shape[1], device=keys.device), last_keys[0].unsqueeze(2)
+        mask = column <= last_key
+        if window is not None:
+            mask &= column > last_key - window
+        return cls(queries, keys, mask.unsqueeze(1), real)
+
+
+class SegmentPlan(NamedTuple):
+    """The attention segments of a micro-batch on this rank, for layers with or without a window."""
+
+    batches: list[SegmentBatch]
+    restore: Tensor  # [T/c] int64 index of each of this rank's queries in the batches' results
 
 
 def size_buckets(longest: int) -> list[int]:
@@ -113,7 +125,7 @@ class TokenStream(NamedTuple):
 
 class Segments(NamedTuple):
     """n attention segments, all fields [n] int64. The first `prefix_length` keys are in the stream from `holder_start`
-    on, the other keys from `start` on."""
+    on, the other keys from `start` on; the first `unseen` of all keys are not read."""
 
     first: np.ndarray  # index of the first query among this rank's tokens
     queries: np.ndarray  # number of queries
@@ -121,10 +133,20 @@ class Segments(NamedTuple):
     start: np.ndarray
     prefix_length: np.ndarray
     holder_start: np.ndarray
+    unseen: np.ndarray
 
-    def key_indices(self, positions: np.ndarray) -> np.ndarray:
-        """Positions [n, K] of keys in their sequences -> indices in the stream."""
-        start, prefix, holder = (x[:, None] for x in (self.start, self.prefix_length, self.holder_start))
+    def within(self, window: int) -> "Segments":
+        """Cuts segments that are longer than the window."""
+        segment, offset, queries, keys, unseen = cut_segments(self.queries, self.keys, window)
+        pieces = Segments(*(field[segment] for field in self))
+        return pieces._replace(first=pieces.first + offset, queries=queries, keys=keys, unseen=unseen)
+
+    def key_indices(self, columns: np.ndarray) -> np.ndarray:
+        """Numbers [n, K] of keys that are read -> indices in the stream."""
+        start, prefix, holder, unseen = (
+            x[:, None] for x in (self.start, self.prefix_length, self.holder_start, self.unseen)
+        )
+        positions = unseen + columns
         return np.where(positions < prefix, holder, start - prefix) + positions
 
 
@@ -134,24 +156,32 @@ def segments_of_stream(stream: TokenStream, chunks: list[tuple[int, int]]) -> Se
     for start, stop in chunks:
         first, end = stream.starts.clip(min=start), stream.ends.clip(max=stop)
         keys, is_inside = stream.prefix_lengths + end - stream.starts, first < end
-        fields = (offset + first - start, end - first, keys, stream.starts, stream.prefix_lengths, holder_starts)
+        fields = (offset + first - start, end - first, keys, stream.starts, stream.prefix_lengths, holder_starts,
+                  np.zeros_like(keys))  # fmt: skip
         segments.append([field[is_inside] for field in fields])
         offset += stop - start
     return Segments(*map(np.concatenate, zip(*segments, strict=True)))
 
 
-def plan_segment_batches(segments: Segments, is_whole: bool) -> list[list[np.ndarray]]:
-    """Returns the plan of each segment batch. `is_whole`: this rank holds the whole stream, so that queries have the
-    indices of keys.
+def plan_segment_batches(segments: Segments, is_whole: bool, window: int | None = None) -> list[list[np.ndarray]]:
+    """Returns the plan of each segment batch.
+
+    Args:
+        is_whole: this rank holds the whole stream, so that queries have the indices of keys.
+        window: keys that a query sees; None: all.
 
     If queries are more than half of a segment's keys, its shared prefix is computed as queries again and dropped,
     because causal kernels are faster. Otherwise a mask costs less than the extra queries.
     """
     is_square, plans = is_whole & (2 * segments.queries > segments.keys), []
-    for is_causal, members in group_by_size(is_square, segments.queries, segments.keys):
+    if window is not None:
+        segments = segments.within(window)
+        is_square = is_whole & (2 * segments.queries > segments.keys) & (segments.keys <= window)
+    read = segments.keys - segments.unseen
+    for is_causal, members in group_by_size(is_square, segments.queries, read):
         group = Segments(*(x[members] for x in segments))
         if not is_causal:
-            plans.append(plan_segments(*group[:3], False, group.key_indices))
+            plans.append(plan_segments(group.first, group.queries, read[members], False, group.key_indices))
             continue
         _, keys, real = plan_segments(group.first, group.keys, group.keys, True, group.key_indices)
         plans.append([keys, keys, real[real % keys.shape[1] >= group.prefix_length[real // keys.shape[1]]]])

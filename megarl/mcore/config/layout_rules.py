@@ -26,7 +26,12 @@ class LayoutRule(NamedTuple):
 
 def check(role: str, args):
     """Raises UsageError for the first rule that a role's parsed flags break; `args.world_size` is the role's."""
-    for rule in rules(role, args):
+    require(role, rules(role, args))
+
+
+def require(role: str, rules: list[LayoutRule]):
+    """Raises UsageError for the first broken rule."""
+    for rule in rules:
         if not rule.holds:
             raise UsageError(f"{role}: {rule.flag} {rule.value}: allowed is {rule.allowed}")
 

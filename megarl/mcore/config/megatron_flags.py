@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from megarl.errors import ArgumentParser, UsageError
 from megarl.mcore import device
-from megarl.mcore.config import layout_rules
+from megarl.mcore.config import layout_rules, model_rules
 from megarl.mcore.config.supported_flags import ATTENTION_BACKENDS, DEFAULTS, ONLY, used
 from megarl.mcore.kernels.silu import silu
 from megarl.mcore.parallel.process_groups import ParallelSizes
@@ -111,6 +111,7 @@ def parse(role: str, argv: list[str], ranks: int, own: dict, extra: frozenset[st
         if not getattr(args, flag):
             raise UsageError(f"{role}: --{flag.replace('_', '-')} is missing: the model's shape has no default")
     layout_rules.check(role, args)
+    model_rules.check(role, args)
     if args.overlap_grad_reduce is None:
         args.overlap_grad_reduce = _overlaps(args, ranks)
     # Megatron wants a sequence length that context parallelism divides; megarl's cut of the packed stream does not.

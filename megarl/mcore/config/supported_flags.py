@@ -75,7 +75,6 @@ ONLY = {
     "optimizer_cpu_offload": (False, "optimizer offload is not supported yet"),
     "mtp_num_layers": (None, "multi-token prediction is not supported yet"),
     "num_distributed_optimizer_instances": (1, "one optimizer instance is supported"),
-    "window_size": (None, "sliding-window attention is not supported yet"),
     "softmax_type": ("vanilla", "attention sinks are not supported yet"),
     "layernorm_zero_centered_gamma": (False, "zero-centred norms are not supported yet"),
 }

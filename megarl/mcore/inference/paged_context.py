@@ -11,6 +11,7 @@ from torch import Tensor
 from megarl.mcore import device
 from megarl.mcore.attention import backends
 from megarl.mcore.attention.prefill_dedup import PrefillDedup, deduplicate_prefills
+from megarl.mcore.attention.windows import window_of
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.model.decoder_layer import Rotation, StepPlan
 
@@ -29,7 +30,7 @@ class PagedContext(DynamicInferenceContext):
         self._frequencies: Tensor | None = None
         self._rotation: Rotation | None = None
         self._backend = backends.load(model_config)
-        self._attend = self._backend.PagedAttention()
+        self._attend, self._window = self._backend.PagedAttention(), window_of(model_config)
         super().__init__(model_config, inference_config)
         self._is_coupled = dist.get_world_size(inference_config.pg_collection.ep) > 1
         # These layers need the step's full number of rows, so duplicate prompts are not skipped.
@@ -79,8 +80,8 @@ class PagedContext(DynamicInferenceContext):
             self._frequencies, self._rotation = frequencies, Rotation.of(frequencies, self.params_dtype)
         return self._rotation
 
-    def _reads(self) -> tuple[PrefillDedup | None, object]:
-        """Plans which keys each token of the step reads, without duplicate prompts."""
+    def _reads(self) -> tuple[PrefillDedup | None, tuple]:
+        """Plans which keys each token of the step reads, without duplicate prompts, in layers of each kind."""
         active = slice(self.paused_request_count, self.total_request_count)
         queries = self.request_query_lengths[active].long()
         keys = self.request_kv_length_offsets[active] + queries
@@ -97,7 +98,11 @@ class PagedContext(DynamicInferenceContext):
         if dedup is not None:
             queries, keys, pages = (x[dedup.requests] for x in (queries, keys, pages))
             total = len(dedup.kept_tokens)
-        return dedup, self._backend.plan_cache_reads(queries, keys, pages, total, self.memory_buffer[0])
+        request = queries, keys, pages, total, self.memory_buffer[0]
+        reads = self._backend.plan_cache_reads(*request)
+        if self._window is None or int(keys.max()) <= self._window:
+            return dedup, (reads, reads)
+        return dedup, (reads, self._backend.plan_cache_reads(*request, self._window))
 
     def reset(self, *args, **kwargs):
         """Drops all requests and zeroes the spare block, because padding reads it and must find finite numbers."""

@@ -53,7 +53,7 @@ class StepPlan:
     slot_mapping: Tensor  # [T] int64 rows of the flattened caches for the new keys and values
     dedup: PrefillDedup | None  # duplicate prompts, computed once; on the device; None: no duplicates
     rotation: Rotation | None  # of the tokens that are computed; None without rotary embeddings
-    reads: object  # of the KV cache, by the attention backend
+    reads: tuple  # of the KV cache, by the attention backend; by kind of layer, of `attention.windows`
     caches: tuple[Tensor, ...]  # [blocks, block, G, 2, D] keys and values of each layer of this rank
     attend: Callable[..., Tensor]  # the attention backend's `PagedAttention`
 
@@ -80,7 +80,8 @@ class PagedSelfAttention(SelfAttention):
             plan.rotation.apply_(heads[:, :, :-1])
         kv = heads[:, :, -2:] if plan.dedup is None else heads[:, :, -2:].index_select(0, plan.dedup.inverse)
         cache.flatten(0, 1).index_copy_(0, plan.slot_mapping, kv)
-        attended = plan.attend(heads[:, :, :-2], cache, plan.reads, self.core_attention.softmax_scale)
+        core = self.core_attention
+        attended = plan.attend(heads[:, :, :-2], cache, plan.reads[core.kind], core.softmax_scale)
         return apply_linear(self.linear_proj, attended.unsqueeze(1))
 
     def _heads(self, hidden: Tensor) -> Tensor:

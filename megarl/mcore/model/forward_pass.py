@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megarl.batch import SharedPrefix
 from megarl.mcore.attention.packing import PackedLayout, pack_sequences, scored_tokens
+from megarl.mcore.attention.windows import window_of
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.kernels.vocab_parallel_logprobs import head_scores
 from megarl.mcore.model.value_head import ValueHead
@@ -56,8 +57,9 @@ def _run(chunk, tokens: Tensor, lengths: Tensor, processor, routing: Routing | N
     model = chunk.module if hasattr(chunk, "module") else chunk  # with or without the gradient-buffer wrapper
     groups, sequence_parallel = model.pg_collection, model.config.sequence_parallel
     packing = pack_sequences(
-        lengths, groups.cp, dist.get_world_size(groups.tp) if sequence_parallel else 1, routing, shared
-    )
+        lengths, groups.cp, dist.get_world_size(groups.tp) if sequence_parallel else 1, routing, shared,
+        window_of(model.config),
+    )  # fmt: skip
     tokens = tokens if packing.held is None else tokens.index_select(0, packing.held)
     padded = torch.cat([tokens, tokens.new_zeros(packing.padding)])
     next_tokens = torch.cat([padded[1:], padded[:1]])

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from megarl.mcore import device
-from megarl.mcore.attention.packing import PackedLayout
-from megarl.mcore.attention.segments import SegmentBatch, group_by_size, padded_key_count, plan_segments
+from megarl.mcore.attention.segments import SegmentBatch, SegmentPlan, group_by_size, padded_key_count, plan_segments
+from megarl.mcore.attention.windows import cut_segments, drop_unseen
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 
 SCRATCH_BYTES = 2**23  # most bytes of keys and values gathered at once
@@ -62,18 +62,20 @@ def attend_segments(query: Tensor, key: Tensor, value: Tensor, segments: Segment
     return out.transpose(1, 2).flatten(0, 1)[segments.real_queries]
 
 
-def packed_attention(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float | None) -> Tensor:
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, segments: SegmentPlan, scale: float | None) -> Tensor:
     """Causal attention of a packed micro-batch: query [T, H, D] of this rank, key and value [T', G, D] of the whole
     stream -> [T, H, D]."""
 
-    def attend(segments: SegmentBatch) -> Tensor:
-        keys, values = gather_rows(key, segments.keys), gather_rows(value, segments.keys)
-        return attend_segments(query, keys, values, segments, scale)
+    def attend(batch: SegmentBatch) -> Tensor:
+        keys, values = gather_rows(key, batch.keys), gather_rows(value, batch.keys)
+        return attend_segments(query, keys, values, batch, scale)
 
-    return torch.cat([attend(segments) for segments in layout.segment_batches])[layout.restore]
+    return torch.cat([attend(batch) for batch in segments.batches])[segments.restore]
 
 
-def plan_cache_reads(queries: Tensor, keys: Tensor, pages: Tensor, total: int, cache: Tensor) -> CacheReads:
+def plan_cache_reads(
+    queries: Tensor, keys: Tensor, pages: Tensor, total: int, cache: Tensor, window: int | None = None
+) -> CacheReads:
     """Returns the cache reads of a step; arguments are on the host, except the cache.
 
     Args:
@@ -82,24 +84,29 @@ def plan_cache_reads(queries: Tensor, keys: Tensor, pages: Tensor, total: int, c
         pages: [N, P] int64 blocks of each request; any block of finite numbers after its last one.
         total: T; tokens after those of the requests are padding with zero results.
         cache: [blocks, block, G, 2, D] of any layer, for its device and dtype.
+        window: keys that a query sees; None: all. The cache has all keys.
     """
     first = queries.cumsum(0) - queries
     single = queries == 1
     if bool(single.all()):
-        return CacheReads(_plan_decodes(None, keys, pages, cache), [], total)
+        return CacheReads(_plan_decodes(None, keys, pages, cache, window), [], total)
     decodes, prefills = single.nonzero().flatten(), (~single).nonzero().flatten()
-    decoding = _plan_decodes(first[decodes], keys[decodes], pages[decodes], cache) if len(decodes) else []
-    prompts = _plan_prefills(first[prefills], queries[prefills], keys[prefills], pages[prefills], cache)
+    decoding = _plan_decodes(first[decodes], keys[decodes], pages[decodes], cache, window) if len(decodes) else []
+    prompts = _plan_prefills(first[prefills], queries[prefills], keys[prefills], pages[prefills], cache, window)
     return CacheReads(decoding, prompts, total)
 
 
-def _plan_decodes(tokens: Tensor | None, keys: Tensor, pages: Tensor, cache: Tensor) -> list[DecodeReads]:
+def _plan_decodes(
+    tokens: Tensor | None, keys: Tensor, pages: Tensor, cache: Tensor, window: int | None
+) -> list[DecodeReads]:
     """Splits n decodes into kernel calls of at most `SCRATCH_BYTES`, sorted by length if lengths differ much.
 
     `tokens` [n]: indices of their tokens; None: 0 … n − 1.
     """
     device, block = cache.device, cache.shape[1]
     row = cache[0, 0].numel() * cache.element_size()
+    if window is not None:
+        keys, pages = drop_unseen(keys, pages, window, block)
     longest = int(keys.max())
     if len(keys) * longest * row > SCRATCH_BYTES and len(keys) * longest > 1.25 * int(keys.sum()):
         order = keys.argsort(stable=True)
@@ -115,28 +122,37 @@ def _plan_decodes(tokens: Tensor | None, keys: Tensor, pages: Tensor, cache: Ten
         width = padded_key_count(longest, device)
         used = min(-(-width // block), pages.shape[1])
         width = min(width, used * block)
-        is_padding = torch.arange(width) >= keys[start:end].unsqueeze(1)
-        mask = torch.zeros(is_padding.shape, dtype=cache.dtype).masked_fill_(is_padding, -math.inf)[:, None, None, :]
+        column, count = torch.arange(width), keys[start:end].unsqueeze(1)
+        is_hidden = column >= count if window is None else (column >= count) | (column < count - window)
+        mask = torch.zeros(is_hidden.shape, dtype=cache.dtype).masked_fill_(is_hidden, -math.inf)[:, None, None, :]
         indices = slice(start, end) if tokens is None else tokens[start:end].to(device)
         reads.append(DecodeReads(indices, pages[start:end, :used].flatten().to(device), mask.to(device)))
         start = end
     return reads
 
 
-def _plan_prefills(first: Tensor, queries: Tensor, keys: Tensor, pages: Tensor, cache: Tensor) -> list[SegmentBatch]:
+def _plan_prefills(
+    first: Tensor, queries: Tensor, keys: Tensor, pages: Tensor, cache: Tensor, window: int | None
+) -> list[SegmentBatch]:
     """Returns the segment batches of n prefills, whose keys are rows of the flattened cache."""
     first, queries, keys, pages = (x.numpy() for x in (first, queries, keys, pages))
     row, block, batches = cache[0, 0].numel() * cache.element_size(), cache.shape[1], []
+    is_square, read, unseen = queries == keys, keys, np.zeros_like(keys)
+    if window is not None:
+        segment, offset, queries, keys, unseen = cut_segments(queries, keys, window)
+        first, pages = first[segment] + offset, pages[segment]
+        is_square, read = (queries == keys) & (keys <= window), keys - unseen
     # Segments are grouped as in packed training; the keys come from pages.
-    for is_causal, members in group_by_size(queries == keys, queries, keys):
-        limit = max(1, SCRATCH_BYTES // (row * int(keys[members].max())))
+    for is_causal, members in group_by_size(is_square, queries, read):
+        limit = max(1, SCRATCH_BYTES // (row * int(read[members].max())))
         for batch in np.split(members, range(limit, len(members), limit)):
 
-            def cache_rows(positions, blocks=pages[batch]):
+            def cache_rows(columns, blocks=pages[batch], unseen=unseen[batch, None]):
+                positions = unseen + columns
                 return np.take_along_axis(blocks, positions // block, 1) * block + positions % block
 
-            plan = plan_segments(first[batch], queries[batch], keys[batch], is_causal, cache_rows)
-            batches.append(SegmentBatch.of(*device.to_device(plan)))
+            plan = plan_segments(first[batch], queries[batch], read[batch], is_causal, cache_rows)
+            batches.append(SegmentBatch.of(device.to_device(plan), window))
     return batches
 
 

@@ -25,13 +25,14 @@ def cached(key, value, cu_seqlens):
 def test_prefill_and_decode_are_the_packed_attention():
     from megarl.mcore.attention.backends import sdpa
     from megarl.mcore.attention.packing import pack_sequences
+    from megarl.mcore.attention.windows import FULL
 
     generator = torch.Generator().manual_seed(3)
     lengths = torch.cat([torch.tensor([1, 2, 3, 4, 5, 31, 32, 33, 34, 35, 47, 64, 67]),
                          torch.randint(1, 80, (7,), generator=generator)])  # fmt: skip
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     query, key, value = (torch.randn(int(lengths.sum()), n, D, generator=generator) for n in (H, G, G))
-    packed = sdpa.packed_attention(query, key, value, pack_sequences(lengths), None)
+    packed = sdpa.packed_attention(query, key, value, pack_sequences(lengths).segments[FULL], None)
 
     cache, table = cached(key, value, cu_seqlens)
     for rows in ([0], [3, 4], [9], [5, 7, 12], list(range(len(lengths)))):

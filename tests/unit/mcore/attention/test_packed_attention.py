@@ -1,27 +1,11 @@
 """Packed and paged attention against a softmax written out for each sequence alone."""
 
-import random
-
 import pytest
 import torch
 
 from megarl.mcore.attention.backends import sdpa
 from megarl.mcore.attention.packing import pack_sequences
-from tests.helpers.attention_inputs import D, packed_attention, random_heads
-
-
-def naive(query, key, value, scale=None):
-    """One sequence: query [Q, H, D], key and value [K, G, D]; query i sees keys 0 … K − Q + i. In float64."""
-    heads, groups = query.shape[1], key.shape[1]
-    query, key, value = query.double(), key.double(), value.double()
-    out = torch.zeros_like(query)
-    for head in range(heads):
-        group = head * groups // heads
-        for i in range(len(query)):
-            seen = len(key) - len(query) + i + 1
-            scores = key[:seen, group] @ query[i, head] * (D**-0.5 if scale is None else scale)
-            out[i, head] = torch.exp(scores - scores.logsumexp(0)) @ value[:seen, group]
-    return out
+from tests.helpers.attention_inputs import D, PagedRequests, exact_attention, packed_attention, random_heads
 
 
 LENGTHS = [[1], [7], [1, 1, 1], [5, 1, 9, 2], [3, 12, 1, 12], [33, 2]]
@@ -41,7 +25,7 @@ def test_packed_attention_equals_each_sequence_alone(lengths, heads, groups, dty
 
     exact = [x.detach().double().requires_grad_() for x in inputs]
     parts = zip(*(x.split(lengths) for x in exact), strict=True)
-    expected = torch.cat([naive(*part) for part in parts])
+    expected = torch.cat([exact_attention(*part) for part in parts])
     wanted = torch.autograd.grad((expected * weight.double()).sum(), exact)
     assert (packed.view_as(expected) - expected).abs().max() <= TOLERANCE[dtype]
     for gradient, want in zip(gradients, wanted, strict=True):
@@ -53,7 +37,7 @@ def test_packed_scale_is_the_one_given():
     inputs = [random_heads(6, h, torch.float64, i) for i, h in enumerate((4, 2, 2))]
     packed = packed_attention(scale=0.7)(*inputs, None, packed_seq_params=pack_sequences(torch.tensor(lengths)))
     parts = zip(*(x.split(lengths) for x in inputs), strict=True)
-    expected = torch.cat([naive(*part, scale=0.7) for part in parts])
+    expected = torch.cat([exact_attention(*part, scale=0.7) for part in parts])
     assert (packed.view_as(expected) - expected).abs().max() <= 1e-12
 
 
@@ -65,55 +49,6 @@ def test_a_sequence_does_not_see_its_neighbours():
         x[4:] = float("nan")
     second = packed_attention()(*inputs, None, packed_seq_params=params)
     assert torch.equal(first[:4], second[:4])
-
-
-class _Cache:
-    """Requests in a block cache with randomly chosen blocks. Unused rows of their blocks hold other numbers,
-    and unused blocks NaN, as reused memory may."""
-
-    def __init__(self, requests, block, heads, groups, seed, dtype=torch.float32):
-        """requests: (new tokens, keys in all) of each; new ones are the last of the keys."""
-        draw = random.Random(seed)
-        counts = [-(-keys // block) for _, keys in requests]
-        total = sum(counts) + 4
-        free = draw.sample(range(total), total)
-        spare = free.pop()
-        self.query = [random_heads(new, heads, dtype, seed + 10 * i) for i, (new, _) in enumerate(requests)]
-        self.keys = [random_heads(keys, groups, dtype, seed + 10 * i + 1) for i, (_, keys) in enumerate(requests)]
-        self.values = [random_heads(keys, groups, dtype, seed + 10 * i + 2) for i, (_, keys) in enumerate(requests)]
-        self.pages = torch.full((len(requests), max(counts) + 2), spare)
-        self.cache = torch.full((total, block, groups, 2, D), float("nan"), dtype=dtype)
-        self.cache[spare] = 7.0
-        for i, (_, keys) in enumerate(requests):
-            for page in range(counts[i]):
-                place = free.pop()
-                self.pages[i, page] = place
-                rows = slice(page * block, min(keys, (page + 1) * block))
-                self.cache[place] = 9.0
-                both = torch.stack([self.keys[i][rows], self.values[i][rows]], dim=2)
-                self.cache[place, : rows.stop - rows.start] = both
-        self.queries, self.lengths = torch.tensor(requests).unbind(1)
-
-    def attend(self, padding=0, scale=None):
-        query = torch.cat([*self.query, self.query[0].new_full((padding, *self.query[0].shape[1:]), 5.0)])
-        reads = sdpa.plan_cache_reads(self.queries, self.lengths, self.pages, len(query), self.cache)
-        grouped = query.unflatten(1, (self.cache.shape[2], -1))
-        return sdpa.PagedAttention()(grouped, self.cache, reads, scale).view_as(query)
-
-    def expected(self, scale=None):
-        parts = zip(self.query, self.keys, self.values, strict=True)
-        return torch.cat([naive(*part, scale=scale) for part in parts])
-
-    def packed(self):
-        """The new tokens' rows of the training forward, over whole sequences."""
-        parts = []
-        for query, key, value in zip(self.query, self.keys, self.values, strict=True):
-            whole = torch.cat([query.new_zeros(len(key) - len(query), *query.shape[1:]), query])
-            out = packed_attention()(
-                whole, key, value, None, packed_seq_params=pack_sequences(torch.tensor([len(key)]))
-            )
-            parts.append(out[len(key) - len(query) :].view_as(query))
-        return torch.cat(parts)
 
 
 MIXES = {
@@ -130,7 +65,7 @@ MIXES = {
 @pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (2, 1)])
 @pytest.mark.parametrize("block, seed", [(4, 1), (16, 2), (1, 3)])
 def test_paged_attention_equals_each_request_alone(mix, heads, groups, block, seed):
-    cache = _Cache(MIXES[mix], block, heads, groups, seed)
+    cache = PagedRequests(MIXES[mix], block, heads, groups, seed)
     out = cache.attend(padding=3)
     expected = cache.expected()
     assert (out[: len(expected)] - expected).abs().max() <= TOLERANCE[torch.float32]
@@ -143,13 +78,13 @@ def test_paged_attention_equals_each_request_alone(mix, heads, groups, block, se
 def test_paged_has_the_bits_of_the_training_forward(mix, heads, groups, scratch, monkeypatch):
     """For any number of query heads a group, and wherever requests are cut into calls."""
     monkeypatch.setattr(sdpa, "SCRATCH_BYTES", scratch)
-    cache = _Cache(MIXES[mix], 16, heads, groups, 4)
+    cache = PagedRequests(MIXES[mix], 16, heads, groups, 4)
     assert torch.equal(cache.attend(), cache.packed())
 
 
 def test_scratch_bounds_what_is_gathered(monkeypatch):
     monkeypatch.setattr(sdpa, "SCRATCH_BYTES", 200 * 2 * 2 * D * 4)  # bytes of 200 keys and values of 2 groups
-    cache = _Cache(MIXES["far apart"], 16, 4, 2, 6)
+    cache = PagedRequests(MIXES["far apart"], 16, 4, 2, 6)
     reads = sdpa.plan_cache_reads(cache.queries, cache.lengths, cache.pages, 48, cache.cache)
     widths = [(len(part.mask), part.mask.shape[-1]) for part in reads.decodes]
     assert widths == [(2, 16), (1, 176), (1, 400)]  # the short ones together, the longest alone
@@ -157,5 +92,5 @@ def test_scratch_bounds_what_is_gathered(monkeypatch):
 
 
 def test_paged_in_float64_and_with_a_scale():
-    cache = _Cache(MIXES["mixed"], 4, 4, 2, 7, torch.float64)
+    cache = PagedRequests(MIXES["mixed"], 4, 4, 2, 7, torch.float64)
     assert (cache.attend(scale=0.3) - cache.expected(scale=0.3)).abs().max() <= 1e-12

@@ -29,13 +29,15 @@ def test_the_ranks_hold_the_stream_in_equal_shares(ranks):
 @pytest.mark.parametrize("lengths", RAGGED, ids=lambda x: str(x)[:24])
 def test_attention_segments_hold_every_token_once(lengths):
     from megarl.mcore.attention.packing import pack_sequences
+    from megarl.mcore.attention.windows import FULL
 
     packing = pack_sequences(torch.tensor(lengths))
     assert packing.padding == 0 and packing.tokens == sum(lengths)
-    queries = torch.cat([p.queries.flatten()[p.real_queries] for p in packing.segment_batches])
-    assert queries[packing.restore].tolist() == list(range(sum(lengths)))
+    batches, restore = packing.segments[FULL]
+    queries = torch.cat([p.queries.flatten()[p.real_queries] for p in batches])
+    assert queries[restore].tolist() == list(range(sum(lengths)))
     assert packing.positions.tolist() == [i for n in lengths for i in range(n)]
-    padded = sum(p.keys.numel() for p in packing.segment_batches)
+    padded = sum(p.keys.numel() for p in batches)
     assert padded <= 1.6 * sum(lengths) + 16 * len(lengths)  # a class of lengths wastes at most half, and a vector
 
 
