@@ -1,7 +1,7 @@
 """Sliding-window attention (2004.05150 §3.1): which layers have a window, and which keys of a segment it leaves.
 
 With `--window-size N,0` a token sees itself and the N tokens before it, as in Megatron and Transformer Engine: a
-Hugging Face `sliding_window` of W is `--window-size W-1,0`. `--window-attn-skip-freq` names the layers without a window.
+Hugging Face `sliding_window` of W is `--window-size W-1,0`. `--window-attn-skip-freq` names the layers without window.
 
 A key outside the window is masked, so its softmax weight is exactly 0. Whole blocks of keys that no query of a segment
 sees are not read; that keeps the bits, because the CPU kernel sums key blocks of `KEY_BLOCK` one after another.

@@ -42,7 +42,7 @@ def with_prompts_in_between(rank, limit):
 
     def watched():
         dedup, reads = plan()
-        kinds.add((bool(reads.decodes), bool(reads.prefills)))
+        kinds.add((bool(reads[0].decodes), bool(reads[0].prefills)))
         return dedup, reads
 
     engine.context._reads = watched

@@ -1,0 +1,20 @@
+"""Layers of Hugging Face families: log-probs and greedy tokens that transformers computed, in every kind of layout."""
+
+import pytest
+
+from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.hf_layers import check_case
+
+CASES = ["mistral_window", "qwen2_window"]
+LAYOUTS = {
+    "one": (1, ""),
+    "tp2-sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp2": (2, "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 2"),
+    "cp2": (2, "--context-parallel-size 2"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", CASES)
+def test_numbers_are_those_of_transformers(case, layout):
+    check_case(case, *LAYOUTS[layout], largest_gap_allowed())

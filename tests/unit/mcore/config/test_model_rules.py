@@ -1,0 +1,66 @@
+"""Rules on the flags that describe a model's layers: each can be broken, with its flag and value; right ones pass."""
+
+import pytest
+
+from megarl.arguments import parse
+from megarl.errors import UsageError
+from megarl.mcore.config import model_rules
+
+MODEL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128"
+    " --max-prompt-length 5 --max-response-length 6"
+)
+PATTERN = "a number above 1, or a pattern of 4 zeros (full attention) and ones, with a one"
+
+# Flags besides MODEL and what the line must say.
+WRONG = {
+    "one number": ("--window-size 4", "--window-size (4,): allowed is N,0 with N of 0 or more"),
+    "tokens after it": ("--window-size 4,1", "--window-size (4, 1): allowed is N,0"),
+    "endless window": ("--window-size=-1,0", "--window-size (-1, 0): allowed is N,0"),
+    "period alone": ("--window-attn-skip-freq 2", "--window-attn-skip-freq 2: allowed is none without --window-size"),
+    "period 1": ("--window-size 4,0 --window-attn-skip-freq 1", PATTERN),
+    "short pattern": ("--window-size 4,0 --window-attn-skip-freq [1,0]", PATTERN),
+    "no window at all": ("--window-size 4,0 --window-attn-skip-freq [0]*4", PATTERN),
+}
+RIGHT = [
+    "--window-size 0,0",
+    "--window-size 4,0 --window-attn-skip-freq 2",
+    "--window-size 4,0 --window-attn-skip-freq [1,0]*2",
+]
+
+
+def error_of(text: str) -> str:
+    """The line that refuses the flags."""
+    with pytest.raises(UsageError) as error:
+        parse(f"{MODEL} {text}".split(), 1, "sft")
+    return str(error.value)
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_models(case):
+    text, needle = WRONG[case]
+    line = error_of(text)
+    assert line.startswith("actor: ") and "\n" not in line and needle in line
+
+
+@pytest.mark.parametrize("text", RIGHT)
+def test_right_models(text):
+    assert parse(f"{MODEL} {text}".split(), 1, "sft").roles["actor"].megatron.num_layers == 4
+
+
+def test_each_rule_can_be_broken(monkeypatch):
+    """Every rule is the one that stops some case of the table: none is covered by those before it."""
+    stopped, total, check = set(), set(), model_rules.check
+
+    def recorded(role, args):
+        rules = model_rules.rules(args)
+        total.add(len(rules))
+        stopped.update(next(([i] for i, rule in enumerate(rules) if not rule.holds), []))
+        check(role, args)
+
+    monkeypatch.setattr(model_rules, "check", recorded)
+    for text, _ in WRONG.values():
+        error_of(text)
+    names = [rule.flag for rule in model_rules.rules(parse(MODEL.split(), 1, "sft").roles["actor"].megatron)]
+    assert total == {len(names)}  # always as many, in the same order
+    assert [f"{i}: {name}" for i, name in enumerate(names) if i not in stopped] == []
