@@ -35,6 +35,13 @@ def _scale(x: Tensor, eps: float) -> Tensor:
     return x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
 
 
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """[…, H] -> […, H], equal to the last bit with and without gradients."""
+    if torch.is_grad_enabled():
+        return _RMSNorm.apply(x.flatten(0, -2), weight, eps).view_as(x)
+    return (x * _scale(x, eps)).mul_(weight)
+
+
 class RMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm, with fewer passes over the activations in fp32 on a CPU."""
 
@@ -42,17 +49,55 @@ class RMSNorm(torch.nn.RMSNorm):
         """[…, H] -> […, H], equal to the last bit with and without gradients."""
         if x.device.type != "cpu" or x.dtype is not torch.float32 or self.weight.dtype is not torch.float32:
             return super().forward(x)
-        if torch.is_grad_enabled():
-            return _RMSNorm.apply(x.flatten(0, -2), self.weight, self.eps).view_as(x)
-        return (x * _scale(x, self.eps)).mul_(self.weight)
+        return _rms_norm(x, self.weight, self.eps)
+
+
+class ZeroCentredRMSNorm(torch.nn.RMSNorm):
+    """RMSNorm that multiplies by 1 + weight, as in Gemma. The weights start at 0.
+
+    It computes in fp32 and rounds once, at the end. Weights in which the 1 is folded would lose most of their bits.
+    """
+
+    def reset_parameters(self):
+        """Sets the weights to 0."""
+        torch.nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[…, H] -> […, H], equal to the last bit with and without gradients."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return _rms_norm(wide, 1 + self.weight.to(wide.dtype), self.eps).to(x.dtype)
+
+
+class ZeroCentredLayerNorm(torch.nn.LayerNorm):
+    """LayerNorm that multiplies by 1 + weight; otherwise like `ZeroCentredRMSNorm`."""
+
+    def reset_parameters(self):
+        """Sets weights and biases to 0."""
+        torch.nn.init.zeros_(self.weight)
+        torch.nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[…, H] -> […, H]."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        weight, bias = 1 + self.weight.to(wide.dtype), self.bias.to(wide.dtype)
+        return torch.nn.functional.layer_norm(wide, self.normalized_shape, weight, bias, self.eps).to(x.dtype)
+
+
+KINDS = {  # normalization, whether 1 is added to the weights
+    ("RMSNorm", False): RMSNorm,
+    ("RMSNorm", True): ZeroCentredRMSNorm,
+    ("LayerNorm", False): torch.nn.LayerNorm,
+    ("LayerNorm", True): ZeroCentredLayerNorm,
+}
 
 
 class Norm:
-    """Builds the RMSNorm or LayerNorm of `config.normalization`; marks its weights for sequence parallelism."""
+    """Builds the norm of `config.normalization` and `config.layernorm_zero_centered_gamma`; marks its weights for
+    sequence parallelism."""
 
     def __new__(cls, config, hidden_size: int, eps: float = 1e-5, **_):
-        kinds = {"RMSNorm": RMSNorm, "LayerNorm": torch.nn.LayerNorm}
-        norm = kinds[config.normalization](hidden_size, eps=eps, dtype=config.params_dtype)
+        kind = KINDS[config.normalization, config.layernorm_zero_centered_gamma]
+        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return norm

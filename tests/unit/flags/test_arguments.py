@@ -132,8 +132,7 @@ def test_megatron_flags_that_nothing_uses_are_rejected(flag, value):
 
 
 @pytest.mark.parametrize("argv", [
-    ["--softmax-type", "off-by-one"], ["--apply-layernorm-1p"],
-    ["--attention-backend", "flash"],
+    ["--softmax-type", "off-by-one"], ["--attention-backend", "flash"],
 ])  # fmt: skip
 def test_flags_that_megarls_own_layers_would_ignore_are_rejected(argv):
     assert argv[0] in refusal(argv)
