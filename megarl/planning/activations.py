@@ -11,7 +11,7 @@ from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.kernels.vocab_parallel_logprobs import LARGEST_KEPT, row_chunks
 from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern, stage_layers
-from megarl.planning.parameters import SCALAR_HEAD
+from megarl.planning.parameters import SCALAR_HEAD, is_gated
 
 SEGMENT_PADDING = 1.2
 
@@ -31,18 +31,20 @@ def _norm(args, width: int, fused: bool) -> int:
 def of_layer(args, is_moe: bool, tokens: int, fused: bool = True) -> float:
     """Bytes that one layer keeps for a micro-batch.
 
-    Norms 2·norm(H)·s; inputs of the linear layers (2H·s + A·D/t·n)·b; rotary tables 4·D·n·b; attention
-    ((2A + 2G)·D/t·b + 4A/t)·n·SEGMENT_PADDING, keys and values of all c·n tokens under context parallelism; the MLP.
+    Norms 2·norm(H)·s, twice that if before and after; inputs of the linear layers (2H·s + A·D/t·n)·b; rotary tables
+    4·D·n·b; attention ((2A + 2G)·D/t·b + 4A/t)·n·SEGMENT_PADDING, keys and values of all c·n tokens under context
+    parallelism; the MLP.
     Selective recomputation of the core attention keeps (A + 2G)·D/t·b·n of the attention's share.
     """
     n, s = _tokens(args, tokens)
     t, b, heads = args.tensor_model_parallel_size, args.params_dtype.itemsize, args.num_attention_heads
     hidden, channels = args.hidden_size, args.kv_channels
     groups = args.num_query_groups if args.group_query_attention else heads
-    total = 2 * _norm(args, hidden, fused) * s + (2 * hidden * s + heads * channels / t * n) * b
+    norms = 4 if args.layernorm_position == "sandwich" else 2
+    total = norms * _norm(args, hidden, fused) * s + (2 * hidden * s + heads * channels / t * n) * b
     if args.position_embedding_type == "rope":
         total += 4 * channels * n * b
-    if args.qk_layernorm:
+    if args.qk_layernorm or args.qk_layernorm_all_heads:
         total += (heads + groups) / t * _norm(args, channels, fused) * n
     keys = 2 * groups * channels / t * n * args.context_parallel_size * b
     if args.recompute_granularity == "selective":
@@ -54,13 +56,13 @@ def of_layer(args, is_moe: bool, tokens: int, fused: bool = True) -> float:
 
 def _mlp(args, ffn: float) -> float:
     """Bytes per token between the linear layers: 5F·b gated (input, gate, two factors, product), else 2F·b."""
-    return (5 if args.swiglu else 2) * ffn * args.params_dtype.itemsize
+    return (5 if is_gated(args) else 2) * ffn * args.params_dtype.itemsize
 
 
 def _moe(args, s: int) -> float:
     """Bytes of router outputs, k copies of each token, (6 or 3)·k·F/x channels; the shared expert for all n tokens."""
     k, x, b = args.moe_router_topk, args.expert_tensor_parallel_size, args.params_dtype.itemsize
-    inner = (6 if args.swiglu else 3) * args.moe_ffn_hidden_size * b
+    inner = (6 if is_gated(args) else 3) * args.moe_ffn_hidden_size * b
     total = s * (28 * k + k * x * args.hidden_size * b + k * inner)
     shared, t = args.moe_shared_expert_intermediate_size, args.tensor_model_parallel_size
     if shared:

@@ -90,20 +90,26 @@ def _layer(args, sizes: ParallelSizes, is_moe: bool) -> list[Weight]:
     hidden, t = args.hidden_size, sizes.tensor
     channels, heads, has_bias = args.kv_channels, args.num_attention_heads, args.add_bias_linear
     groups = args.num_query_groups if args.group_query_attention else heads
-    weights = _norm(args, "input_layernorm", hidden)
+    weights = [] if args.layernorm_position == "post" else _norm(args, "input_layernorm", hidden)
     weights += _matrix(args, "self_attention.linear_proj", hidden, heads * channels // t, has_bias)
     rows = (heads + 2 * groups) * channels // t
     weights += _matrix(args, "self_attention.linear_qkv", rows, hidden, has_bias or args.add_qkv_bias)
     if args.qk_layernorm:
         weights += _norm(args, "self_attention.q_layernorm", channels)
         weights += _norm(args, "self_attention.k_layernorm", channels)
-    weights += _norm(args, "pre_mlp_layernorm", hidden)
-    return weights + (_moe(args, sizes) if is_moe else _mlp(args, "mlp", args.ffn_hidden_size // t))
+    if args.qk_layernorm_all_heads:
+        weights += _norm(args, "self_attention.q_norm", heads * channels // t)
+        weights += _norm(args, "self_attention.k_norm", groups * channels // t)
+    weights += [] if args.layernorm_position == "post" else _norm(args, "pre_mlp_layernorm", hidden)
+    weights += _moe(args, sizes) if is_moe else _mlp(args, "mlp", args.ffn_hidden_size // t)
+    if args.layernorm_position != "pre":
+        weights += _norm(args, "post_self_attn_layernorm", hidden) + _norm(args, "post_mlp_layernorm", hidden)
+    return weights
 
 
 def _mlp(args, name: str, ffn: int) -> list[Weight]:
     """H·F in (twice when gated), F·H out, for the `ffn` channels of this rank."""
-    gates, bias = 2 if args.swiglu else 1, args.add_bias_linear
+    gates, bias = 2 if is_gated(args) else 1, args.add_bias_linear
     fc1 = _matrix(args, f"{name}.linear_fc1", gates * ffn, args.hidden_size, bias)
     return fc1 + _matrix(args, f"{name}.linear_fc2", args.hidden_size, ffn, bias)
 
@@ -135,6 +141,11 @@ def _matrix(args, name: str, rows: int, columns: int, has_bias: bool) -> list[We
 def _norm(args, name: str, width: int) -> list[Weight]:
     kinds = ("weight",) if args.normalization == "RMSNorm" else ("weight", "bias")
     return [Weight(f"{name}.{kind}", width, width, args.params_dtype.itemsize) for kind in kinds]
+
+
+def is_gated(args) -> bool:
+    """Whether MLPs have a gate."""
+    return args.swiglu or args.quick_geglu or args.geglu
 
 
 def is_half(args) -> bool:

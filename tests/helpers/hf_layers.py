@@ -24,11 +24,27 @@ ROWS = {
     "mlp.linear_fc1.layer_norm_weight": ["post_attention_layernorm.weight"],
     "mlp.linear_fc1.weight": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
     "mlp.linear_fc2.weight": ["mlp.down_proj.weight"],
+    "self_attention.q_layernorm.weight": ["self_attn.q_norm.weight"],
+    "self_attention.k_layernorm.weight": ["self_attn.k_norm.weight"],
+    "self_attention.q_norm.weight": ["self_attn.q_norm.weight"],
+    "self_attention.k_norm.weight": ["self_attn.k_norm.weight"],
+    "post_self_attn_layernorm.weight": ["post_attention_layernorm.weight"],
+    "post_mlp_layernorm.weight": ["post_feedforward_layernorm.weight"],
 }
+GEMMA = ROWS | {"mlp.linear_fc1.layer_norm_weight": ["pre_feedforward_layernorm.weight"]}
 MODEL = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",
     "output_layer.weight": "lm_head.weight",
+}
+
+SANDWICH = ["--geglu", "--layernorm-position", "sandwich", "--apply-layernorm-1p", "--embedding-multiplier", 8.0]
+FAMILY_FLAGS = {
+    "qwen2": ["--swiglu", "--add-qkv-bias"],
+    "olmo2": ["--swiglu", "--layernorm-position", "post", "--qk-layernorm-all-heads"],
+    "olmo3": ["--swiglu", "--layernorm-position", "post", "--qk-layernorm-all-heads"],
+    "gemma2": SANDWICH,
+    "gemma3": [*SANDWICH, "--qk-layernorm"],
 }
 
 
@@ -41,12 +57,11 @@ def flags_of(config: dict[str, Any]) -> list:
         "--group-query-attention", "--num-query-groups", config["num_key_value_heads"],
         "--kv-channels", config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
         "--normalization", "RMSNorm", "--norm-epsilon", config["rms_norm_eps"], "--disable-bias-linear",
-        "--make-vocab-size-divisible-by", 4, "--swiglu", "--rotary-base", int(rope["rope_theta"]),
+        "--make-vocab-size-divisible-by", 4, "--rotary-base", int(rope["rope_theta"]),
+        *FAMILY_FLAGS.get(config["model_type"].removesuffix("_text"), ["--swiglu"]),
     ]  # fmt: skip
     if not config["tie_word_embeddings"]:
         flags.append("--untie-embeddings-and-output-weights")
-    if config["model_type"] == "qwen2":
-        flags.append("--add-qkv-bias")
     return flags + _window_flags(config)
 
 
@@ -68,7 +83,8 @@ def whole_tensor(key: str, index: tuple[int, ...], weights: dict[str, torch.Tens
     if name.startswith("self_attention.linear_qkv.") and "norm" not in name:
         kind = name.rsplit(".", 1)[1]
         return _by_group([weights[f"{prefix}self_attn.{x}_proj.{kind}"] for x in "qkv"], config)
-    return torch.cat([weights[prefix + tensor] for tensor in ROWS[name]])
+    rows = GEMMA if config["model_type"].startswith("gemma") else ROWS
+    return torch.cat([weights[prefix + tensor] for tensor in rows[name]])
 
 
 def _place(key: str, index: tuple[int, ...]) -> tuple[int, tuple[int, ...], str]:

@@ -15,8 +15,9 @@ from torch.nn import functional
 
 from megarl.errors import ArgumentParser, UsageError
 from megarl.mcore import device
-from megarl.mcore.config import layout_rules, model_rules
+from megarl.mcore.config import layout_rules, model_flags, model_rules
 from megarl.mcore.config.supported_flags import ATTENTION_BACKENDS, DEFAULTS, ONLY, used
+from megarl.mcore.kernels.gelu import gelu_tanh
 from megarl.mcore.kernels.silu import silu
 from megarl.mcore.parallel.process_groups import ParallelSizes
 
@@ -25,6 +26,7 @@ from megarl.mcore.parallel.process_groups import ParallelSizes
 def _parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(prog="megatron", allow_abbrev=False, add_help=False)
     add_megatron_arguments(parser)
+    model_flags.add_to(parser)
     # On unless switched off, where there is something to reduce: `_overlaps`.
     parser.set_defaults(overlap_grad_reduce=None)
     for action in parser._actions:
@@ -153,6 +155,9 @@ def transformer_config(args) -> TransformerConfig:
     """Megatron's model config; weights start the same for every tensor-parallel size on the CPU path."""
     config = core_transformer_config_from_args(args)
     config.attention_kernel = args.attention_kernel
+    model_flags.copy_to(config, args)
+    if args.geglu:
+        config.gated_linear_unit, config.activation_func = True, gelu_tanh
     if config.activation_func is functional.silu:
         config.activation_func = silu
     return config

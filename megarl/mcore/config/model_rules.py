@@ -3,6 +3,8 @@
 A rule is data, as in `layout_rules`.
 """
 
+import math
+
 from megarl.mcore.config.layout_rules import LayoutRule, require
 
 
@@ -13,7 +15,7 @@ def check(role: str, args):
 
 def rules(args) -> list[LayoutRule]:
     """Returns all rules for a role's parsed namespace, before Megatron's own validation; their number is constant."""
-    return _windows(args)
+    return _windows(args) + _layers(args)
 
 
 def _windows(args) -> list[LayoutRule]:
@@ -25,6 +27,21 @@ def _windows(args) -> list[LayoutRule]:
         LayoutRule("--window-attn-skip-freq", freq, freq is None or size is not None, "none without --window-size"),
         LayoutRule("--window-attn-skip-freq", freq, fits,
              f"a number above 1, or a pattern of {layers} zeros (full attention) and ones, with a one"),
+    ]  # fmt: skip
+
+
+def _layers(args) -> list[LayoutRule]:
+    multiplier, all_heads, kind = args.embedding_multiplier, args.qk_layernorm_all_heads, args.normalization
+    others = [name for name in ("swiglu", "squared-relu", "quick-geglu") if getattr(args, name.replace("-", "_"))]
+    return [
+        LayoutRule("--embedding-multiplier", multiplier, multiplier is None or 0 < multiplier < math.inf, "above 0"),
+        LayoutRule("--qk-layernorm-all-heads", all_heads, not all_heads or not args.qk_layernorm,
+             "none with --qk-layernorm, which norms each head"),
+        LayoutRule("--qk-layernorm-all-heads", all_heads, not all_heads or kind == "RMSNorm",
+             f"none with --normalization {kind}: it is an RMSNorm"),
+        LayoutRule("--qk-layernorm-all-heads", all_heads, not all_heads or not args.layernorm_zero_centered_gamma,
+             "none with --apply-layernorm-1p"),
+        LayoutRule("--geglu", args.geglu, not args.geglu or not others, f"none with --{' --'.join(others)}"),
     ]  # fmt: skip
 
 

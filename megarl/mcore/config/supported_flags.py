@@ -9,6 +9,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
+from megarl.mcore.config import model_flags
+
 # Read by megarl (or by Megatron's own translation of arguments into configs) besides the fields of the configs.
 READ_BY_MODEL = {
     "add_position_embedding", "bias_gelu_fusion", "bias_swiglu_fusion", "group_query_attention", "swiglu",
@@ -109,4 +111,6 @@ def used() -> frozenset[str]:
     configs = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
     fields = {field.name for config in configs for field in dataclasses.fields(config)}
     ours = {name for name in fields if name in ONLY or not name.startswith(FOREIGN)}
-    return frozenset(ours | READ_BY_MODEL | READ_BY_SCHEDULER | READ_BY_DDP | READ_BY_PROGRAM)
+    return frozenset(
+        ours | model_flags.attributes() | READ_BY_MODEL | READ_BY_SCHEDULER | READ_BY_DDP | READ_BY_PROGRAM
+    )

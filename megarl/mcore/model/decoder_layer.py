@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megarl.mcore.attention.prefill_dedup import PrefillDedup
+from megarl.mcore.kernels.all_heads_norm import AllHeadsRMSNorm
 from megarl.mcore.kernels.linear import apply_linear
 
 
@@ -87,12 +88,34 @@ class PagedSelfAttention(SelfAttention):
     def _heads(self, hidden: Tensor) -> Tensor:
         """[T, G, R + 2, D] in fresh memory: the query heads of each group, then its key, then its value."""
         if self.q_layernorm is not None or self.config.num_query_groups < self.world_size:
-            query, key, value = self.get_query_key_value_tensors(hidden)
-            grouped = query.unflatten(2, (key.shape[2], -1))
-            return torch.cat([grouped, key.unsqueeze(3), value.unsqueeze(3)], dim=3).squeeze(1)
+            return self._normed_heads(hidden)
         projected, _ = apply_linear(self.linear_qkv, hidden)
         groups, channels = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
         return projected.view(len(projected), groups, -1, channels)
+
+    def _normed_heads(self, hidden: Tensor) -> Tensor:
+        """Same as `_heads`, with the norms of queries and keys."""
+        query, key, value = self.get_query_key_value_tensors(hidden)
+        grouped = query.unflatten(2, (key.shape[2], -1))
+        return torch.cat([grouped, key.unsqueeze(3), value.unsqueeze(3)], dim=3).squeeze(1)
+
+
+class AllHeadsNormAttention(PagedSelfAttention):
+    """Self-attention that norms its queries, and its keys, over all heads together."""
+
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        sizes = self.hidden_size_per_attention_head, self.tp_group
+        self.q_norm = AllHeadsRMSNorm(config, self.num_attention_heads_per_partition, *sizes)
+        self.k_norm = AllHeadsRMSNorm(config, self.num_query_groups_per_partition, *sizes)
+
+    def get_query_key_value_tensors(self, *args, **kwargs):
+        """Same as Megatron's, with the norms."""
+        query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
+        return self.q_norm(query), self.k_norm(key), value
+
+    def _heads(self, hidden: Tensor) -> Tensor:
+        return self._normed_heads(hidden)
 
 
 class DecoderLayer(TransformerLayer):

@@ -127,6 +127,9 @@ def _build_chunk(
         pg_collection=pg_collection,
         vp_stage=virtual_stage,
     )
+    if first and args.embedding_multiplier is not None:
+        factor = torch.tensor(args.embedding_multiplier, dtype=config.params_dtype).item()
+        chunk.embedding.register_forward_hook(lambda module, inputs, embedded: embedded * factor)
     if value_head and last:
         # Sequence classification of Hugging Face has no bias.
         chunk.output_layer = ValueHead(config, pg_collection.tp, bias=args.draws_weights)

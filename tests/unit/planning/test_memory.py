@@ -34,6 +34,8 @@ MODELS = [
     (f"{MOE} {EP2} --expert-tensor-parallel-size 2", "llama", False, 8),
     (f"{MOE} --num-experts 8 {SP2} --expert-model-parallel-size 4 {CP2}", "llama", False, 8),
     (f"{MOE} --tensor-model-parallel-size 4 --num-query-groups 4 --sequence-parallel {EP2}", "llama", False, 8),
+    (f"{TP2} --layernorm-position post --qk-layernorm-all-heads", "llama", False, 2),
+    ("--layernorm-position sandwich --geglu --disable-bias-linear", "gpt2", False, 1),
     ("--num-layers 3 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1", "llama", False, 2),
 ]  # fmt: skip
 

@@ -7,16 +7,29 @@ import dataclasses
 import functools
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megarl.mcore.attention.packed_attention import PackedAttention
 from megarl.mcore.kernels.norm import Norm
 from megarl.mcore.kernels.swiglu_mlp import SwiGLUMLP
-from megarl.mcore.model.decoder_layer import DecoderLayer, MoEDecoderLayer, PagedSelfAttention
+from megarl.mcore.model.decoder_layer import (
+    AllHeadsNormAttention,
+    DecoderLayer,
+    MoEDecoderLayer,
+    PagedSelfAttention,
+)
+from megarl.mcore.model.post_norm import PostNormLayer, PostNormMoELayer
 from megarl.mcore.moe.experts import Experts, SharedExperts
 from megarl.mcore.moe.router import Router
 
 final_norm = Norm  # after the last layer
+LAYERS = {  # norms only before attention and MLP, experts
+    (True, False): DecoderLayer,
+    (True, True): MoEDecoderLayer,
+    (False, False): PostNormLayer,
+    (False, True): PostNormMoELayer,
+}
 
 
 def layer_spec(args, is_moe: bool = False) -> ModuleSpec:
@@ -31,10 +44,10 @@ def layer_spec(args, is_moe: bool = False) -> ModuleSpec:
         qk_layernorm=args.qk_layernorm,
     )
     layer, attention = spec.submodules, spec.submodules.self_attention
-    spec.module = MoEDecoderLayer if is_moe else DecoderLayer
-    attention.module = PagedSelfAttention
+    spec.module = LAYERS[args.layernorm_position == "pre", is_moe]
+    attention.module = AllHeadsNormAttention if args.qk_layernorm_all_heads else PagedSelfAttention
     attention.submodules.core_attention = PackedAttention
-    layer.input_layernorm = layer.pre_mlp_layernorm = Norm
+    layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp if args.layernorm_position == "post" else Norm
     if args.qk_layernorm:
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = Norm
     if not is_moe:

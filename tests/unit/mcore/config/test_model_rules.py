@@ -21,8 +21,17 @@ WRONG = {
     "period 1": ("--window-size 4,0 --window-attn-skip-freq 1", PATTERN),
     "short pattern": ("--window-size 4,0 --window-attn-skip-freq [1,0]", PATTERN),
     "no window at all": ("--window-size 4,0 --window-attn-skip-freq [0]*4", PATTERN),
-}
+    "no embedding": ("--embedding-multiplier 0", "--embedding-multiplier 0.0: allowed is above 0"),
+    "two norms of queries": ("--qk-layernorm --qk-layernorm-all-heads --normalization RMSNorm",
+                             "--qk-layernorm-all-heads True: allowed is none with --qk-layernorm"),
+    "LayerNorm of all heads": ("--qk-layernorm-all-heads", "--qk-layernorm-all-heads True: allowed is none with --no"),
+    "zero-centred over all heads": ("--qk-layernorm-all-heads --normalization RMSNorm --apply-layernorm-1p",
+                                    "--qk-layernorm-all-heads True: allowed is none with --apply-layernorm-1p"),
+    "two gates": ("--swiglu --geglu", "--geglu True: allowed is none with --swiglu"),
+}  # fmt: skip
 RIGHT = [
+    "--geglu --layernorm-position sandwich --apply-layernorm-1p --embedding-multiplier 7.5",
+    "--qk-layernorm-all-heads --normalization RMSNorm --layernorm-position post",
     "--window-size 0,0",
     "--window-size 4,0 --window-attn-skip-freq 2",
     "--window-size 4,0 --window-attn-skip-freq [1,0]*2",

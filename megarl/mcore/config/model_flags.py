@@ -1,0 +1,53 @@
+"""Flags for layers that Megatron's parser cannot describe. They join its parser, so they may carry role prefixes.
+
+Each becomes an attribute of the role's namespace and of the model's config.
+"""
+
+from typing import NamedTuple
+
+
+class ModelFlag(NamedTuple):
+    """A flag without its dashes, the type of its value (None: a switch), its default, and what it means."""
+
+    name: str
+    kind: type | None
+    default: object
+    help: str
+    choices: tuple[str, ...] | None = None
+
+    @property
+    def attribute(self) -> str:
+        """The attribute that it sets."""
+        return self.name.replace("-", "_")
+
+
+MODEL_FLAGS = (
+    ModelFlag("layernorm-position", str, "pre", "norms of a layer: before attention and MLP, after them (OLMo 2), or "
+              "both (Gemma 2)", ("pre", "post", "sandwich")),
+    ModelFlag("qk-layernorm-all-heads", None, False, "RMSNorm of queries and of keys, over all heads (OLMo 2)"),
+    ModelFlag("embedding-multiplier", float, None, "factor of the embeddings, rounded to their type (Gemma)"),
+    ModelFlag("geglu", None, False, "gated MLP with the tanh form of GELU (Gemma)"),
+)  # fmt: skip
+
+
+def add_to(parser):
+    """Adds the flags to an argparse parser."""
+    group = parser.add_argument_group("megarl's layers")
+    for flag in MODEL_FLAGS:
+        if flag.kind is None:
+            group.add_argument(f"--{flag.name}", action="store_true", help=flag.help)
+        else:
+            group.add_argument(
+                f"--{flag.name}", type=flag.kind, default=flag.default, choices=flag.choices, help=flag.help
+            )
+
+
+def attributes() -> frozenset[str]:
+    """The attributes that the flags set."""
+    return frozenset(flag.attribute for flag in MODEL_FLAGS)
+
+
+def copy_to(config, args):
+    """Sets the flags' attributes on a model's config."""
+    for name in attributes():
+        setattr(config, name, getattr(args, name))
