@@ -8,6 +8,7 @@ segments are padded, for which `SEGMENT_PADDING` is a typical factor. Experts ar
 import torch
 
 from megarl.mcore.config.megatron_flags import parallel_sizes
+from megarl.mcore.config.model_flags import ROTARY
 from megarl.mcore.kernels.vocab_parallel_logprobs import LARGEST_KEPT, row_chunks
 from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern, stage_layers
@@ -42,7 +43,7 @@ def of_layer(args, is_moe: bool, tokens: int, fused: bool = True) -> float:
     groups = args.num_query_groups if args.group_query_attention else heads
     norms = 4 if args.layernorm_position == "sandwich" else 2
     total = norms * _norm(args, hidden, fused) * s + (2 * hidden * s + heads * channels / t * n) * b
-    if args.position_embedding_type == "rope":
+    if args.position_embedding_type in ROTARY:
         total += 4 * channels * n * b
     if args.qk_layernorm or args.qk_layernorm_all_heads:
         total += (heads + groups) / t * _norm(args, channels, fused) * n

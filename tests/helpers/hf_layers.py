@@ -41,6 +41,7 @@ MODEL = {
 SANDWICH = ["--geglu", "--layernorm-position", "sandwich", "--apply-layernorm-1p", "--embedding-multiplier", 8.0]
 FAMILY_FLAGS = {
     "qwen2": ["--swiglu", "--add-qkv-bias"],
+    "qwen3": ["--swiglu", "--qk-layernorm"],
     "olmo2": ["--swiglu", "--layernorm-position", "post", "--qk-layernorm-all-heads"],
     "olmo3": ["--swiglu", "--layernorm-position", "post", "--qk-layernorm-all-heads"],
     "gemma2": SANDWICH,
@@ -50,19 +51,40 @@ FAMILY_FLAGS = {
 
 def flags_of(config: dict[str, Any]) -> list:
     """The flags of a config.json, for what these models have."""
-    rope = config["rope_parameters"]
     flags = [
         "--num-layers", config["num_hidden_layers"], "--hidden-size", config["hidden_size"],
         "--ffn-hidden-size", config["intermediate_size"], "--num-attention-heads", config["num_attention_heads"],
         "--group-query-attention", "--num-query-groups", config["num_key_value_heads"],
         "--kv-channels", config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
         "--normalization", "RMSNorm", "--norm-epsilon", config["rms_norm_eps"], "--disable-bias-linear",
-        "--make-vocab-size-divisible-by", 4, "--rotary-base", int(rope["rope_theta"]),
+        "--make-vocab-size-divisible-by", 4,
         *FAMILY_FLAGS.get(config["model_type"].removesuffix("_text"), ["--swiglu"]),
     ]  # fmt: skip
     if not config["tie_word_embeddings"]:
         flags.append("--untie-embeddings-and-output-weights")
-    return flags + _window_flags(config)
+    return flags + _window_flags(config) + _rotary_flags(config["rope_parameters"])
+
+
+def _rotary_flags(rope: dict[str, Any]) -> list:
+    if "full_attention" in rope:
+        return [*_rotary_flags(rope["full_attention"]), "--window-rotary-base", rope["sliding_attention"]["rope_theta"]]
+    flags, kind = ["--rotary-base", rope["rope_theta"]], rope["rope_type"]
+    if kind == "linear":
+        flags += ["--rotary-seq-len-interpolation-factor", rope["factor"]]
+    if kind == "llama3":
+        flags += [
+            "--use-rope-scaling", "--rope-scaling-factor", rope["factor"], "--rope-low-freq-factor",
+            rope["low_freq_factor"], "--rope-high-freq-factor", rope["high_freq_factor"],
+            "--rope-original-max-position-embeddings", rope["original_max_position_embeddings"],
+        ]  # fmt: skip
+    if kind == "yarn":
+        flags += [
+            "--position-embedding-type", "yarn", "--rotary-scaling-factor", rope["factor"],
+            "--yarn-original-max-position-embeddings", rope["original_max_position_embeddings"],
+            "--yarn-beta-fast", rope.get("beta_fast", 32.0), "--yarn-beta-slow", rope.get("beta_slow", 1.0),
+        ]  # fmt: skip
+        flags += [] if rope.get("truncate", True) else ["--no-yarn-correction-range-round-to-int"]
+    return flags
 
 
 def _window_flags(config: dict[str, Any]) -> list:

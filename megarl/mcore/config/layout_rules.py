@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megarl.errors import UsageError
 from megarl.mcore import device
+from megarl.mcore.config.model_flags import ROTARY
 
 TRAINED = ("actor", "critic")  # roles that run backward
 BALANCING_LOSSES = ("seq_aux_loss", "global_aux_loss")  # losses that do not depend on the split into micro-batches
@@ -47,26 +48,27 @@ def _divides(size: int, whole: int) -> bool:
     return size > 0 and whole % size == 0
 
 
-def _least(flag: str, value, least: int = 1) -> LayoutRule:
-    return LayoutRule(flag, value, value is None or value >= least, f"{least} or more")
+def least(flag: str, value, limit: int = 1) -> LayoutRule:
+    """A flag whose value, if it is given, is a number not below a limit."""
+    return LayoutRule(flag, value, value is None or value >= limit, f"{limit} or more")
 
 
 def _sizes(args) -> list[LayoutRule]:
     return [
-        _least("--num-layers", args.num_layers),
-        _least("--hidden-size", args.hidden_size),
-        _least("--num-attention-heads", args.num_attention_heads),
-        _least("--num-query-groups", _groups(args)),
-        _least("--kv-channels", args.kv_channels),
-        _least("--ffn-hidden-size", args.ffn_hidden_size),
-        _least("--moe-ffn-hidden-size", args.moe_ffn_hidden_size),
-        _least("--num-experts", args.num_experts, 0),
-        _least("--make-vocab-size-divisible-by", args.make_vocab_size_divisible_by),
-        _least("--tensor-model-parallel-size", args.tensor_model_parallel_size),
-        _least("--pipeline-model-parallel-size", args.pipeline_model_parallel_size),
-        _least("--context-parallel-size", args.context_parallel_size),
-        _least("--expert-model-parallel-size", args.expert_model_parallel_size),
-        _least("--expert-tensor-parallel-size", args.expert_tensor_parallel_size),
+        least("--num-layers", args.num_layers),
+        least("--hidden-size", args.hidden_size),
+        least("--num-attention-heads", args.num_attention_heads),
+        least("--num-query-groups", _groups(args)),
+        least("--kv-channels", args.kv_channels),
+        least("--ffn-hidden-size", args.ffn_hidden_size),
+        least("--moe-ffn-hidden-size", args.moe_ffn_hidden_size),
+        least("--num-experts", args.num_experts, 0),
+        least("--make-vocab-size-divisible-by", args.make_vocab_size_divisible_by),
+        least("--tensor-model-parallel-size", args.tensor_model_parallel_size),
+        least("--pipeline-model-parallel-size", args.pipeline_model_parallel_size),
+        least("--context-parallel-size", args.context_parallel_size),
+        least("--expert-model-parallel-size", args.expert_model_parallel_size),
+        least("--expert-tensor-parallel-size", args.expert_tensor_parallel_size),
     ]
 
 
@@ -117,8 +119,8 @@ def _attention(args) -> list[LayoutRule]:
              f"a divisor of --num-attention-heads {heads}"),
         LayoutRule("--hidden-size", hidden, bool(args.kv_channels) or _divides(heads, hidden),
              f"a multiple of --num-attention-heads {heads}, or any with --kv-channels"),
-        LayoutRule("--kv-channels", channels, args.position_embedding_type != "rope" or channels % 2 == 0,
-             "an even number with --position-embedding-type rope"),
+        LayoutRule("--kv-channels", channels, args.position_embedding_type not in ROTARY or channels % 2 == 0,
+             "an even number with rotary embeddings"),
         LayoutRule("--make-vocab-size-divisible-by", divisor, _divides(tensor, divisor), multiple),
         LayoutRule("--ffn-hidden-size", ffn, ffn is None or not _has_dense_layers(args) or _divides(tensor, ffn),
              multiple),
@@ -172,15 +174,15 @@ def _virtual(args) -> list[LayoutRule]:
     per_stage, number = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
     first, second = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
     is_uneven = len(sizes) > 1 or args.decoder_first_pipeline_num_layers or args.decoder_last_pipeline_num_layers
-    least = 2 if args.overlap_p2p_comm else 3
+    fewest = 2 if args.overlap_p2p_comm else 3
     flag, value = (first, per_stage) if number is None else (second, number)
     return [
-        _least(first, per_stage),
-        _least(second, number),
+        least(first, per_stage),
+        least(second, number),
         LayoutRule(second, number, None in (per_stage, number), f"one of it and {first}"),
-        LayoutRule(flag, value, value is None or value == 1 and flag == second or stages >= least,
-             f"none with --pipeline-model-parallel-size {stages}: virtual stages need {least} or more"
-             + ("" if least == 2 else " without overlapped communication")),
+        LayoutRule(flag, value, value is None or value == 1 and flag == second or stages >= fewest,
+             f"none with --pipeline-model-parallel-size {stages}: virtual stages need {fewest} or more"
+             + ("" if fewest == 2 else " without overlapped communication")),
         LayoutRule(first, per_stage, per_stage is None or not is_uneven,
              f"{second} instead, because stages differ in size"),
         LayoutRule(first, per_stage, per_stage is None or all(_divides(per_stage, size) for size in sizes),

@@ -3,6 +3,7 @@
 Each becomes an attribute of the role's namespace and of the model's config.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -10,7 +11,7 @@ class ModelFlag(NamedTuple):
     """A flag without its dashes, the type of its value (None: a switch), its default, and what it means."""
 
     name: str
-    kind: type | None
+    kind: Callable | None
     default: object
     help: str
     choices: tuple[str, ...] | None = None
@@ -21,17 +22,31 @@ class ModelFlag(NamedTuple):
         return self.name.replace("-", "_")
 
 
+def number(text: str) -> int | float:
+    """Parses an int, or a float if it is not whole."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
 MODEL_FLAGS = (
     ModelFlag("layernorm-position", str, "pre", "norms of a layer: before attention and MLP, after them (OLMo 2), or "
               "both (Gemma 2)", ("pre", "post", "sandwich")),
     ModelFlag("qk-layernorm-all-heads", None, False, "RMSNorm of queries and of keys, over all heads (OLMo 2)"),
     ModelFlag("embedding-multiplier", float, None, "factor of the embeddings, rounded to their type (Gemma)"),
     ModelFlag("geglu", None, False, "gated MLP with the tanh form of GELU (Gemma)"),
+    ModelFlag("window-rotary-base", number, None, "rotary base, without scaling, of layers with a window (Gemma 3)"),
+    ModelFlag("rope-low-freq-factor", float, None, "of --use-rope-scaling (default 1)"),
+    ModelFlag("rope-high-freq-factor", float, None, "of --use-rope-scaling (default 4)"),
+    ModelFlag("rope-original-max-position-embeddings", int, None, "of --use-rope-scaling (default 8192)"),
 )  # fmt: skip
+ROTARY = ("rope", "yarn")  # values of --position-embedding-type with rotary embeddings
 
 
 def add_to(parser):
-    """Adds the flags to an argparse parser."""
+    """Adds the flags to an argparse parser; numbers of rotary embeddings need not be whole."""
+    for action in parser._actions:
+        if action.dest in ("rotary_base", "rotary_seq_len_interpolation_factor"):
+            action.type = number
     group = parser.add_argument_group("megarl's layers")
     for flag in MODEL_FLAGS:
         if flag.kind is None:

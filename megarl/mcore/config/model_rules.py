@@ -5,7 +5,10 @@ A rule is data, as in `layout_rules`.
 
 import math
 
-from megarl.mcore.config.layout_rules import LayoutRule, require
+from megarl.mcore.config.layout_rules import LayoutRule, least, require
+from megarl.mcore.config.model_flags import ROTARY
+
+DEFAULTS = {"rotary-scaling-factor": 1.0, "mscale": 1.0, "mscale-all-dim": 0.0}  # Megatron's; others are None
 
 
 def check(role: str, args):
@@ -15,7 +18,7 @@ def check(role: str, args):
 
 def rules(args) -> list[LayoutRule]:
     """Returns all rules for a role's parsed namespace, before Megatron's own validation; their number is constant."""
-    return _windows(args) + _layers(args)
+    return _windows(args) + _layers(args) + _rotary(args)
 
 
 def _windows(args) -> list[LayoutRule]:
@@ -43,6 +46,52 @@ def _layers(args) -> list[LayoutRule]:
              "none with --apply-layernorm-1p"),
         LayoutRule("--geglu", args.geglu, not args.geglu or not others, f"none with --{' --'.join(others)}"),
     ]  # fmt: skip
+
+
+def _rotary(args) -> list[LayoutRule]:
+    kind, base, window_base = args.position_embedding_type, args.rotary_base, args.window_rotary_base
+    linear, factor = args.rotary_seq_len_interpolation_factor, args.rotary_scaling_factor
+    llama3 = ("rope-low-freq-factor", "rope-high-freq-factor", "rope-original-max-position-embeddings")
+    yarn = ("yarn-original-max-position-embeddings", "yarn-beta-fast", "yarn-beta-slow",
+            "yarn-correction-range-round-to-int", "rotary-scaling-factor", "mscale", "mscale-all-dim")  # fmt: skip
+    low, high = _or(args.rope_low_freq_factor, 1.0), _or(args.rope_high_freq_factor, 4.0)
+    fast, slow = _or(args.yarn_beta_fast, 32.0), _or(args.yarn_beta_slow, 1.0)
+    return [
+        LayoutRule("--rotary-base", base, base > 1, "above 1"),
+        LayoutRule("--rotary-percent", args.rotary_percent, 0 < args.rotary_percent <= 1, "above 0, at most 1"),
+        LayoutRule("--window-rotary-base", window_base, window_base is None or window_base > 1, "above 1"),
+        LayoutRule("--window-rotary-base", window_base,
+             window_base is None or args.window_size is not None and kind in ROTARY,
+             "none without --window-size and rotary embeddings"),
+        LayoutRule("--rotary-seq-len-interpolation-factor", linear, linear is None or linear >= 1, "1 or more"),
+        LayoutRule("--rope-scaling-factor", args.rope_scaling_factor, args.rope_scaling_factor >= 1, "1 or more"),
+        *(_only_with(args, name, args.use_rope_scaling, "--use-rope-scaling") for name in llama3),
+        LayoutRule("--rope-high-freq-factor", high, 0 < low < high,
+             f"above --rope-low-freq-factor {low}, which is above 0"),
+        least("--rope-original-max-position-embeddings", args.rope_original_max_position_embeddings),
+        *(_only_with(args, name, kind == "yarn", "--position-embedding-type yarn") for name in yarn),
+        LayoutRule("--rotary-scaling-factor", factor, factor >= 1, "1 or more"),
+        LayoutRule("--yarn-beta-fast", fast, fast > slow > 0, f"above --yarn-beta-slow {slow}, which is above 0"),
+        least("--yarn-original-max-position-embeddings", args.yarn_original_max_position_embeddings),
+        LayoutRule("--use-rope-scaling", True, not args.use_rope_scaling or kind != "yarn" and linear is None,
+             "none with --position-embedding-type yarn or --rotary-seq-len-interpolation-factor"),
+        LayoutRule("--rotary-seq-len-interpolation-factor", linear, linear is None or kind != "yarn",
+             "none with --position-embedding-type yarn"),
+    ]  # fmt: skip
+
+
+def _or(value, default):
+    return default if value is None else value
+
+
+def _value(args, name: str):
+    return getattr(args, name.replace("-", "_"))
+
+
+def _only_with(args, name: str, holds: bool, flag: str) -> LayoutRule:
+    """A flag that has no effect without another one."""
+    value = _value(args, name)
+    return LayoutRule(f"--{name}", value, holds or value == DEFAULTS.get(name), f"none without {flag}")
 
 
 def _is_pattern(pattern: list[int], layers: int) -> bool:

@@ -19,7 +19,9 @@ READ_BY_MODEL = {
     "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor", "recompute_activations",
     "untie_embeddings_and_output_weights", "pretrained_checkpoint", "use_rotary_position_embeddings",
     "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
-    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "num_experts",
+    "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int",
+    "rotary_scaling_factor", "mscale", "mscale_all_dim", "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers", "num_experts",
 }  # fmt: skip
 READ_BY_SCHEDULER = {
     "lr_decay_iters", "lr_decay_style", "lr_warmup_fraction", "lr_warmup_init", "lr_warmup_iters",
@@ -71,7 +73,10 @@ ONLY = {
     "delay_wgrad_compute": (False, "it needs Transformer Engine"),
     "overlap_param_gather": (False, "weights are read right after an update, by rollout, scoring and checkpoints"),
     "overlap_param_gather_with_optimizer_step": (False, "weights are read right after an update"),
-    "position_embedding_type": (("rope", "learned_absolute", "none"), "other position embeddings are not supported"),
+    "position_embedding_type": (
+        ("rope", "yarn", "learned_absolute", "none"),
+        "other position embeddings are not supported",
+    ),
     "optimizer": ("adam", "other optimizers are not supported yet"),
     "use_precision_aware_optimizer": (False, "it needs Transformer Engine"),
     "optimizer_cpu_offload": (False, "optimizer offload is not supported yet"),

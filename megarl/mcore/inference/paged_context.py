@@ -13,6 +13,7 @@ from megarl.mcore.attention import backends
 from megarl.mcore.attention.prefill_dedup import PrefillDedup, deduplicate_prefills
 from megarl.mcore.attention.windows import window_of
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
+from megarl.mcore.model import rotary
 from megarl.mcore.model.decoder_layer import Rotation, StepPlan
 
 
@@ -28,7 +29,8 @@ class PagedContext(DynamicInferenceContext):
         self._plan: StepPlan | None = None
         self.only_decodes = False  # the next step decodes one more token of each request of the last step
         self._frequencies: Tensor | None = None
-        self._rotation: Rotation | None = None
+        self._rotations: list[Rotation] | None = None
+        self._model_config = model_config
         self._backend = backends.load(model_config)
         self._attend, self._window = self._backend.PagedAttention(), window_of(model_config)
         super().__init__(model_config, inference_config)
@@ -55,7 +57,7 @@ class PagedContext(DynamicInferenceContext):
         return super().initialize_attention_state(**kwargs)
 
     def plan(self, frequencies: Tensor | None) -> StepPlan:
-        """Returns the step's plan, built at its first layer; `frequencies`: rotary ones, [P, 1, 1, r], or None."""
+        """Returns the step's plan, built at its first layer; `frequencies`: rotary ones, of all positions, or None."""
         if self._plan is None:
             tokens = slice(self.padded_active_token_count)
             view = self.gpu_view
@@ -63,22 +65,29 @@ class PagedContext(DynamicInferenceContext):
             slot_mapping += view.token_to_local_position_within_kv_block[tokens]
             dedup, reads = self._reads()
             dedup = dedup and PrefillDedup(*(x.to(slot_mapping.device) for x in dedup))
-            positions, rotation = view.token_to_position_in_request[tokens].long(), self._rotation_of(frequencies)
+            positions = view.token_to_position_in_request[tokens].long()
+            positions = positions if dedup is None else positions[dedup.kept_tokens]
+            rotations = self._rotations_of(frequencies)
+            rotations = rotations and [rotation.at(positions) for rotation in rotations]
             self._plan = StepPlan(
                 slot_mapping,
                 dedup,
-                rotation and rotation.at(positions if dedup is None else positions[dedup.kept_tokens]),
+                rotations and (rotations[0], rotations[-1]),
                 reads,
                 self.memory_buffer.unbind(),
                 self._attend,
             )
         return self._plan
 
-    def _rotation_of(self, frequencies: Tensor | None) -> Rotation | None:
-        """Returns the rotation of all positions, computed once."""
+    def _rotations_of(self, frequencies: Tensor | None) -> list[Rotation] | None:
+        """Returns the rotations of all positions, computed once: one, or two if layers with a window have another."""
         if frequencies is not self._frequencies:
-            self._frequencies, self._rotation = frequencies, Rotation.of(frequencies, self.params_dtype)
-        return self._rotation
+            config, dtype, self._frequencies = self._model_config, self.params_dtype, frequencies
+            self._rotations = [
+                Rotation.of(rotary.of_kind(frequencies, config, kind), dtype, rotary.concentration(config, kind))
+                for kind in rotary.kinds(config)
+            ]
+        return self._rotations
 
     def _reads(self) -> tuple[PrefillDedup | None, tuple]:
         """Plans which keys each token of the step reads, without duplicate prompts, in layers of each kind."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from megarl.mcore.attention.prefill_dedup import PrefillDedup
 from megarl.mcore.kernels.all_heads_norm import AllHeadsRMSNorm
 from megarl.mcore.kernels.linear import apply_linear
+from megarl.mcore.model import rotary
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,11 @@ class Rotation:
     sines: Tensor  # negated in the first half, which multiplies the second half's channels
 
     @classmethod
-    def of(cls, frequencies: Tensor, dtype: torch.dtype) -> "Rotation":
-        """Builds it from Megatron's frequencies [P, 1, 1, r] of all positions."""
-        sines = frequencies.sin()
+    def of(cls, frequencies: Tensor, dtype: torch.dtype, factor: float = 1.0) -> "Rotation":
+        """Builds it from Megatron's frequencies [P, 1, 1, r] of all positions; `factor` of cosines and sines."""
+        sines = frequencies.sin() * factor
         sines[..., : sines.shape[-1] // 2].neg_()
-        return cls(frequencies.cos().to(dtype), sines.to(dtype))
+        return cls((frequencies.cos() * factor).to(dtype), sines.to(dtype))
 
     def at(self, positions: Tensor) -> "Rotation":
         """Returns the rotation of positions [T]."""
@@ -53,7 +54,8 @@ class StepPlan:
 
     slot_mapping: Tensor  # [T] int64 rows of the flattened caches for the new keys and values
     dedup: PrefillDedup | None  # duplicate prompts, computed once; on the device; None: no duplicates
-    rotation: Rotation | None  # of the tokens that are computed; None without rotary embeddings
+    # Of the tokens that are computed, by kind of layer, of `attention.windows`; None without rotary embeddings.
+    rotations: tuple[Rotation, Rotation] | None
     reads: tuple  # of the KV cache, by the attention backend; by kind of layer, of `attention.windows`
     caches: tuple[Tensor, ...]  # [blocks, block, G, 2, D] keys and values of each layer of this rank
     attend: Callable[..., Tensor]  # the attention backend's `PagedAttention`
@@ -62,10 +64,16 @@ class StepPlan:
 class PagedSelfAttention(SelfAttention):
     """Megatron's self-attention; in rollout it attends over the engine's KV cache."""
 
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        self._yarn_concentration_factor = rotary.concentration(config, self.core_attention.kind)
+
     def forward(self, hidden_states, attention_mask, *args, inference_context=None, rotary_pos_emb=None, **kwargs):
         """Same as Megatron's; `inference_context` is a `megarl.mcore.inference.paged_context.PagedContext`."""
         if inference_context is not None:
             return self.step(hidden_states, inference_context.plan(rotary_pos_emb))
+        if rotary_pos_emb is not None:
+            rotary_pos_emb = rotary.of_kind(rotary_pos_emb, self.config, self.core_attention.kind)
         return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
 
     @functools.cached_property
@@ -75,13 +83,12 @@ class PagedSelfAttention(SelfAttention):
 
     def step(self, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
         """[T, 1, H] (under sequence parallelism, this rank's tokens) -> output of that shape, and a bias to add."""
-        heads, cache = self._heads(hidden), plan.caches[self._cache_index]
+        heads, cache, core = self._heads(hidden), plan.caches[self._cache_index], self.core_attention
         skips_rope = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
-        if plan.rotation is not None and not skips_rope:
-            plan.rotation.apply_(heads[:, :, :-1])
+        if plan.rotations is not None and not skips_rope:
+            plan.rotations[core.kind].apply_(heads[:, :, :-1])
         kv = heads[:, :, -2:] if plan.dedup is None else heads[:, :, -2:].index_select(0, plan.dedup.inverse)
         cache.flatten(0, 1).index_copy_(0, plan.slot_mapping, kv)
-        core = self.core_attention
         attended = plan.attend(heads[:, :, :-2], cache, plan.reads[core.kind], core.softmax_scale)
         return apply_linear(self.linear_proj, attended.unsqueeze(1))
 

@@ -12,10 +12,12 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 
 from megarl.mcore import device
 from megarl.mcore.config.megatron_flags import transformer_config
+from megarl.mcore.config.model_flags import ROTARY
 from megarl.mcore.model.decoder_layer import run_decode_layers
 from megarl.mcore.model.initialization import initialize
 from megarl.mcore.model.layer_specs import block_spec
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern, virtual_stage_numbers
+from megarl.mcore.model.rotary import Rotary
 from megarl.mcore.model.value_head import ValueHead
 from megarl.mcore.moe.balancing import balancing_state
 from megarl.mcore.parallel.fsdp import shard
@@ -110,6 +112,7 @@ def _build_chunk(
     first = dist.get_rank(pg_collection.pp) == 0 and not virtual_stage
     last = dist.get_rank(pg_collection.pp) == dist.get_world_size(pg_collection.pp) - 1
     last = last and virtual_stage == virtual_stage_numbers(args)[-1]
+    is_rotary = args.position_embedding_type in ROTARY
     chunk = ModelChunk(
         config=config,
         transformer_layer_spec=block_spec(args, config, pg_collection, virtual_stage),
@@ -118,12 +121,7 @@ def _build_chunk(
         pre_process=first,
         post_process=last,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights and not value_head,
-        position_embedding_type=args.position_embedding_type,
-        rotary_percent=args.rotary_percent,
-        rotary_base=args.rotary_base,
-        rope_scaling=args.use_rope_scaling,
-        rope_scaling_factor=args.rope_scaling_factor,
-        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        position_embedding_type="rope" if is_rotary else args.position_embedding_type,
         pg_collection=pg_collection,
         vp_stage=virtual_stage,
     )
@@ -133,8 +131,8 @@ def _build_chunk(
     if value_head and last:
         # Sequence classification of Hugging Face has no bias.
         chunk.output_layer = ValueHead(config, pg_collection.tp, bias=args.draws_weights)
-    if hasattr(chunk, "rotary_pos_emb"):
-        chunk.rotary_pos_emb.cp_group = None  # otherwise it returns only Megatron's context-parallel slice
+    if is_rotary:
+        chunk.rotary_pos_emb = Rotary(args, config)
     if first and args.position_embedding_type == "learned_absolute":
         chunk.embedding.position_embeddings.to(config.params_dtype)  # Megatron always makes it fp32
     chunk.to(device=device.device())

@@ -49,7 +49,7 @@ WRONG = {
     "groups by TP": ("--tensor-model-parallel-size 8", 8, "--num-query-groups 4: allowed is a multiple of --tensor"),
     "groups by heads": ("--num-query-groups 3", 1, "--num-query-groups 3: allowed is a divisor of --num-attention"),
     "width by heads": ("--hidden-size 68", 1, "--hidden-size 68: allowed is a multiple of --num-attention-heads 8"),
-    "odd heads": ("--hidden-size 120", 1, "--kv-channels 15: allowed is an even number with --position-emb"),
+    "odd heads": ("--hidden-size 120", 1, "--kv-channels 15: allowed is an even number with rotary emb"),
     "vocabulary by TP": (f"{TP2} --make-vocab-size-divisible-by 33", 2, "--make-vocab-size-divisible-by 33"),
     "ffn by TP": (f"{TP2} --ffn-hidden-size 129", 2, "--ffn-hidden-size 129: allowed is a multiple of --tensor-model"),
     "first stage without PP": ("--decoder-first-pipeline-num-layers 2", 1, "--decoder-first-pipeline-num-layers 2"),

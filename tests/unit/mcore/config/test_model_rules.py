@@ -10,6 +10,7 @@ MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128"
     " --max-prompt-length 5 --max-response-length 6"
 )
+YARN = "--position-embedding-type yarn"
 PATTERN = "a number above 1, or a pattern of 4 zeros (full attention) and ones, with a one"
 
 # Flags besides MODEL and what the line must say.
@@ -28,8 +29,36 @@ WRONG = {
     "zero-centred over all heads": ("--qk-layernorm-all-heads --normalization RMSNorm --apply-layernorm-1p",
                                     "--qk-layernorm-all-heads True: allowed is none with --apply-layernorm-1p"),
     "two gates": ("--swiglu --geglu", "--geglu True: allowed is none with --swiglu"),
+    "rotary base": ("--rotary-base 1", "--rotary-base 1: allowed is above 1"),
+    "no rotation": ("--rotary-percent 0", "--rotary-percent 0.0: allowed is above 0"),
+    "base of windows": ("--window-size 4,0 --window-rotary-base 0.5", "--window-rotary-base 0.5: allowed is above 1"),
+    "base without windows": ("--window-rotary-base 50", "--window-rotary-base 50: allowed is none without --window"),
+    "linear factor": ("--rotary-seq-len-interpolation-factor 0.5", "-interpolation-factor 0.5: allowed is 1 or more"),
+    "Llama 3 factor": ("--use-rope-scaling --rope-scaling-factor 0.5", "--rope-scaling-factor 0.5: allowed is 1 or mo"),
+    "order of factors": ("--use-rope-scaling --rope-low-freq-factor 5",
+                         "--rope-high-freq-factor 4.0: allowed is above --rope-low-freq-factor 5.0"),
+    "Llama 3 length": ("--use-rope-scaling --rope-original-max-position-embeddings 0", "embeddings 0: allowed is 1 or"),
+    "YaRN factor": (f"{YARN} --rotary-scaling-factor 0.5", "--rotary-scaling-factor 0.5: allowed is 1 or more"),
+    "order of betas": (f"{YARN} --yarn-beta-fast 0.5", "--yarn-beta-fast 0.5: allowed is above --yarn-beta-slow 1.0"),
+    "YaRN length": (f"{YARN} --yarn-original-max-position-embeddings 0", "embeddings 0: allowed is 1 or more"),
+    "two scalings": (f"{YARN} --use-rope-scaling", "--use-rope-scaling True: allowed is none with --position-emb"),
+    "YaRN and linear": (f"{YARN} --rotary-seq-len-interpolation-factor 2",
+                        "-factor 2: allowed is none with --position-embedding-type yarn"),
+    **{f"{name} alone": (f"--{name} {value}", f"--{name} {value}: allowed is none without --{flag}") for flag, name,
+       value in [
+           ("use-rope-scaling", "rope-low-freq-factor", 2.0), ("use-rope-scaling", "rope-high-freq-factor", 8.0),
+           ("use-rope-scaling", "rope-original-max-position-embeddings", 64),
+           *(("position-embedding-type yarn", name, value) for name, value in [
+               ("yarn-original-max-position-embeddings", 64), ("yarn-beta-fast", 16.0), ("yarn-beta-slow", 2.0),
+               ("rotary-scaling-factor", 4.0), ("mscale", 0.5), ("mscale-all-dim", 0.5)]),
+       ]},
+    "rounding alone": ("--no-yarn-correction-range-round-to-int",
+                       "--yarn-correction-range-round-to-int False: allowed is none without --position-embedding-type"),
 }  # fmt: skip
 RIGHT = [
+    f"{YARN} --rotary-scaling-factor 4 --rotary-base 12345.5 --window-size 4,0 --window-rotary-base 1e4",
+    "--use-rope-scaling --rope-low-freq-factor 2 --rope-high-freq-factor 3 --rope-original-max-position-embeddings 64",
+    "--rotary-seq-len-interpolation-factor 2.5",
     "--geglu --layernorm-position sandwich --apply-layernorm-1p --embedding-multiplier 7.5",
     "--qk-layernorm-all-heads --normalization RMSNorm --layernorm-position post",
     "--window-size 0,0",
