@@ -178,7 +178,7 @@ def _continuation(stages, groups, prompt: list[int], vocab_size: int) -> tuple[l
         stages[0], groups, vocab_size, len(prompt) + GREEDY, 0.01, 4, prefix_caching=True, chunked_prefill=True
     )
     requests = [GenerationRequest(prompt[:n], 0, GREEDY) for n in (len(prompt), len(prompt) // 2, 3)]
-    done = engine.generate(requests, vocab_size, settings_of(greedy=True))
+    done = engine.generate(requests, (), settings_of(greedy=True))
     rows = [request.prompt + found.tokens for request, found in zip(requests, done, strict=True)]
     recomputed = _logprobs(stages, groups, rows, vocab_size)
     if recomputed is None:
