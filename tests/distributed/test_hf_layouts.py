@@ -8,14 +8,9 @@ import pytest
 
 from tests.helpers import hf_folders
 from tests.helpers.exactness import largest_gap_allowed
-from tests.helpers.hf_layouts import run_cases
+from tests.helpers.hf_layouts import DENSE, MOE, REWARD, SUPPORTED, run_cases
 from tests.helpers.worlds import run_world
 
-DENSE = ("llama2", "llama3", "llama32", "llama3_old_style", "llama_linear_rope", "smollm2", "qwen2", "qwen25_tied",
-         "qwen25_tied_old_style", "qwen3", "mistral", "phi4")  # fmt: skip
-MOE = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "glm4_moe_bf16")
-REWARD = ("llama_reward", "qwen3_reward")
-SUPPORTED = DENSE + MOE + REWARD
 TP2, SP = "--tensor-model-parallel-size 2", "--sequence-parallel"
 UNEVEN_PP2 = "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1"
 ONE_GROUP = ("smollm2",)  # tensor parallelism would have to split one key and value group

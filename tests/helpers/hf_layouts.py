@@ -12,6 +12,13 @@ from tests.helpers.hf_folders import Reference, reference
 from tests.helpers.tiny_models import one_microbatch
 from tests.helpers.worlds import SAFETY
 
+# Cases of hf_folders whose models megarl computes.
+DENSE = ("llama2", "llama3", "llama32", "llama3_old_style", "llama_linear_rope", "smollm2", "qwen2", "qwen25_tied",
+         "qwen25_tied_old_style", "qwen3", "mistral", "phi4")  # fmt: skip
+MOE = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "glm4_moe_bf16")
+REWARD = ("llama_reward", "qwen3_reward")
+SUPPORTED = DENSE + MOE + REWARD
+
 
 class InLayout(NamedTuple):
     """What one rank found of a case."""
