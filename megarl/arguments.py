@@ -211,11 +211,13 @@ def _role_settings(
     for role, role_ranks in ranks.items():
         hf_model = hf_models[role]
         own_of_role = own | {"seq_length": lengths[role], "draws_weights": hf_model is None}
-        role_tokens = tokens[role]
-        if hf_model:
-            folder = f"{hf_model.folder.flag} {hf_model.folder.path}"
-            role_tokens = architecture.with_folder(role, hf_model.tokens(), folder, role_tokens)
-        found[role] = megatron_flags.parse(role, role_tokens, len(role_ranks), own_of_role, extra)
+        described = hf_model.tokens() if hf_model else []
+        folder = f"{hf_model.folder.flag} {hf_model.folder.path}" if hf_model else ""
+        role_tokens = architecture.with_folder(role, described, folder, tokens[role]) if hf_model else tokens[role]
+        try:
+            found[role] = megatron_flags.parse(role, role_tokens, len(role_ranks), own_of_role, extra)
+        except UsageError as error:
+            raise architecture.with_source(error, described, folder) from None
         chosen[role] = with_hf_defaults(role, chosen[role], values, hf_model)
     has_reward_model = combinations.CONDITIONS["model"].holds(context)
     for role in (name for name in ranks if name in MODELS and chosen[name]["offload"]):

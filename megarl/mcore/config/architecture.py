@@ -6,14 +6,16 @@ from megarl.mcore.config import megatron_flags
 # Attributes that change what a model computes, also where a folder's flags leave their defaults.
 ARCHITECTURE = frozenset({
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "group_query_attention", "num_query_groups",
-    "kv_channels", "swiglu", "squared_relu", "quick_geglu", "normalization", "norm_epsilon", "add_bias_linear",
+    "kv_channels", "swiglu", "squared_relu", "quick_geglu", "normalization", "layernorm_epsilon", "add_bias_linear",
     "add_qkv_bias", "qk_layernorm", "position_embedding_type", "rotary_base", "rotary_percent",
     "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor", "no_rope_freq",
     "untie_embeddings_and_output_weights", "num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk",
     "moe_router_pre_softmax", "moe_router_score_function", "moe_router_enable_expert_bias",
     "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk",
-    "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "softmax_scale", "apply_query_key_layer_scaling",
+    "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "apply_query_key_layer_scaling",
     "use_rotary_position_embeddings", "add_position_embedding", "layernorm_zero_centered_gamma",
+    "activation_func_clamp_value", "glu_linear_offset", "apply_residual_connection_post_layernorm",
+    "moe_apply_probs_on_input",
 })  # fmt: skip
 
 
@@ -36,3 +38,10 @@ def with_folder(role: str, described: list[str], folder: str, tokens: list[str])
                 f"{getattr(of_folder, dest)}; leave the flag out"
             )
     return described + tokens
+
+
+def with_source(error: UsageError, described: list[str], folder: str) -> UsageError:
+    """An error about a role's flags that says which of them a folder gave. `described`, `folder`: as above."""
+    words = str(error).replace(":", " ").replace(",", " ").split()
+    named = [token for token in dict.fromkeys(described) if token.startswith("--") and token in words]
+    return UsageError(f"{error} ({', '.join(named)}: from config.json of {folder})") if named else error

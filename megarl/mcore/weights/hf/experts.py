@@ -43,7 +43,7 @@ def sigmoid_gates(config: ModelConfig) -> dict[str, object]:
 def sparse_layers(config: ModelConfig) -> dict[str, object]:
     """Which layers have experts: every `decoder_sparse_step`-th one that `mlp_only_layers` does not name."""
     layers, step = config.whole("num_hidden_layers"), config.whole("decoder_sparse_step")
-    dense = config.get("mlp_only_layers") or []
+    dense = config.items("mlp_only_layers", int, "layers")
     return layer_pattern([i not in dense and (i + 1) % step == 0 for i in range(layers)])
 
 

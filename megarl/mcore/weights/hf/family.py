@@ -90,7 +90,7 @@ def model_flags(config: ModelConfig) -> dict[str, object]:
 
 def check_windows(config: ModelConfig):
     """UsageError if attention is limited to a window that is shorter than a prompt with its response."""
-    kinds, window = config.get("layer_types") or [], config.get("sliding_window")
+    kinds, window = config.items("layer_types", str, "names"), config.get("sliding_window")
     is_limited = "sliding_attention" in kinds or (config.switch("use_sliding_window") if "use_sliding_window" in
                                                   config.names else window is not None and not kinds)  # fmt: skip
     if is_limited and (type(window) is not int or window < config.longest):

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,15 +32,16 @@ class HFFolder:
     def __init__(self, path: str | Path, flag: str = "--hf-model"):
         """Reads config.json; the weights' headers are read when `tensors` is first used."""
         self.path, self.flag = Path(path), flag
-        if not self.path.is_dir():
+        if not os.path.isdir(self.path):
             raise self.error("no such folder")
         self.config = self._json(CONFIG)
         if self.config is None:
             raise self.error(f"{CONFIG} is missing; allowed is a folder of transformers' save_pretrained")
 
     def error(self, problem: str) -> UsageError:
-        """A UsageError about this folder."""
-        return UsageError(f"{self.flag} {self.path}: {problem}")
+        """A UsageError about this folder. Names from its files cannot break the line."""
+        line = f"{self.flag} {self.path}: {problem}"
+        return UsageError("".join(each if each.isprintable() else repr(each)[1:-1] for each in line))
 
     @functools.cached_property
     def tensors(self) -> dict[str, StoredTensor]:
@@ -51,6 +53,8 @@ class HFFolder:
                 hint = f"; {others[0]} is a pickle: convert it to safetensors" if others else ""
                 raise self.error(f"{SINGLE} and {INDEX} are missing{hint}")
             return self._header(SINGLE)
+        if (self.path / SINGLE).exists():
+            raise self.error(f"holds both {INDEX} and {SINGLE}; remove the one that is not the model's")
         file_of = index.get("weight_map")
         if not isinstance(file_of, dict) or not file_of or not all(isinstance(name, str) for name in file_of.values()):
             raise self.error(f"{INDEX} has no weight_map of tensor names to files")

@@ -64,7 +64,10 @@ def _is_classifier(folder: HFFolder) -> bool:
         raise folder.error(
             f"config.json: architectures {', '.join(names)}: allowed are …{LANGUAGE_MODEL} and …{CLASSIFIER}"
         )
-    labels = folder.config.get("num_labels") or len(folder.config.get("id2label") or (0, 1))
+    id2label = folder.config.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # transformers' default
+    if not isinstance(id2label, dict):
+        raise folder.error(f"config.json: id2label {id2label!r}: allowed is an object")
+    labels = folder.config.get("num_labels") or len(id2label)
     if labels != 1:
         raise folder.error(f"config.json: {labels} labels: allowed is one, the score of a reward model or critic")
     return True

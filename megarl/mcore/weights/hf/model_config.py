@@ -14,7 +14,7 @@ class ModelConfig:
 
     def __init__(self, values: dict[str, Any], defaults: dict[str, Any], longest: int, error: Callable):
         self._values, self._error, self.longest = defaults | values, error, longest
-        self.names = frozenset(self._values)
+        self.names, self.defaults = frozenset(self._values), defaults
 
     def error(self, key: str, allowed: str) -> UsageError:
         """The error that an entry is not allowed."""
@@ -24,12 +24,12 @@ class ModelConfig:
         """An entry of any type; None if it is missing."""
         return self._values.get(key)
 
-    def whole(self, *keys: str) -> int:
-        """The first of these entries that is there: a whole number above 0."""
+    def whole(self, *keys: str, least: int = 1) -> int:
+        """The first of these entries that is there: a whole number, `least` or more."""
         key = next((key for key in keys if self.get(key) is not None), keys[0])
         value = self.get(key)
-        if type(value) is not int or value < 1:
-            raise self.error(key, "a whole number above 0")
+        if type(value) is not int or value < least:
+            raise self.error(key, "a whole number above 0" if least == 1 else f"a whole number of {least} or more")
         return value
 
     def number(self, key: str) -> float:
@@ -45,6 +45,13 @@ class ModelConfig:
         if value is not None and type(value) is not bool:
             raise self.error(key, "true or false")
         return bool(value)
+
+    def items(self, key: str, kind: type, what: str) -> list:
+        """An entry: a list of values of one type, `what` in messages; empty if it is missing."""
+        value = self.get(key)
+        if value is not None and not (isinstance(value, list) and all(type(item) is kind for item in value)):
+            raise self.error(key, f"a list of {what}")
+        return value or []
 
     def require(self, key: str, *allowed):
         """UsageError unless an entry has one of these values, the only ones that megarl's layers compute."""

@@ -14,14 +14,29 @@ def rotary_flags(config: ModelConfig) -> dict[str, object]:
     parameters = _object(config, "rope_parameters") or _old_style(config)
     if any(isinstance(value, dict) for value in parameters.values()):
         raise config.error("rope_parameters", "one set for all layers")
-    theta = parameters.get("rope_theta") or config.number("rope_theta")
-    if int(theta) != theta:
-        raise config.error("rope_theta", "a whole number")
+    theta = parameters.get("rope_theta", config.get("rope_theta"))
+    if not _is_positive(theta) or int(theta) != theta:
+        key = _source(config) if "rope_theta" in parameters else "rope_theta"
+        raise config.error(key, "a rope_theta that is a whole number above 0")
     flags = {"position-embedding-type": "rope", "rotary-base": int(theta)}
+    return flags | _fraction(config, parameters) | _scaling(config, parameters)
+
+
+def _fraction(config: ModelConfig, parameters: dict) -> dict[str, object]:
+    """Transformers rotates all channels in families whose class has no such entry, whatever config.json says."""
+    key = _source(config) if "partial_rotary_factor" in parameters else "partial_rotary_factor"
     fraction = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if fraction not in (None, 1, 1.0):
-        flags["rotary-percent"] = fraction
-    return flags | _scaling(config, parameters)
+    if fraction is None or type(fraction) in (int, float) and fraction == 1:
+        return {}
+    if "partial_rotary_factor" not in config.defaults:
+        raise config.error(key, "a partial_rotary_factor of 1 in this family")
+    if not _is_positive(fraction) or fraction > 1:
+        raise config.error(key, "a partial_rotary_factor above 0, at most 1")
+    return {"rotary-percent": fraction}
+
+
+def _is_positive(value: object) -> bool:
+    return type(value) in (int, float) and 0 < value < float("inf")
 
 
 def _object(config: ModelConfig, key: str) -> dict:
@@ -29,6 +44,10 @@ def _object(config: ModelConfig, key: str) -> dict:
     if value is not None and not isinstance(value, dict):
         raise config.error(key, "an object")
     return value or {}
+
+
+def _source(config: ModelConfig) -> str:
+    return "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
 
 
 def _old_style(config: ModelConfig) -> dict:
@@ -39,12 +58,12 @@ def _old_style(config: ModelConfig) -> dict:
 
 def _scaling(config: ModelConfig, parameters: dict) -> dict[str, object]:
     kind, factor = parameters.get("rope_type") or "default", parameters.get("factor")
-    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    key = _source(config)
     if kind == "default":
         return {}
     if kind not in ("linear", "llama3"):
         raise config.error(key, "rope_type default, linear or llama3")
-    if type(factor) not in (int, float) or factor <= 0:
+    if not _is_positive(factor):
         raise config.error(key, f"a factor above 0 for rope_type {kind}")
     if kind == "linear":
         if int(factor) != factor:

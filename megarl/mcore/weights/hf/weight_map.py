@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern
 from megarl.mcore.weights.hf.family import EMBEDDING, HEAD, LAYER, LM_HEAD, MODEL, SCALAR_HEAD
-from megarl.mcore.weights.hf.folder import READABLE, HFFolder
+from megarl.mcore.weights.hf.folder import READABLE
 from megarl.mcore.weights.hf.hf_model import HFModel
 from megarl.mcore.weights.hf.mapping import HeadLayout, Mapping, RowRange
 from megarl.mcore.weights.hf.model_weights import model_weights
@@ -95,12 +95,11 @@ class WeightMap:
                 raise folder.error(f"{name} has type {tensors[name].dtype}; allowed are {', '.join(READABLE)}")
         ignored = {"lm_head.weight"} if self.value_head else set()
         for name in sorted(tensors.keys() - expected.keys() - ignored):
-            raise folder.error(_unknown(name, folder))
+            raise folder.error(_unknown(name, self.args.num_layers))
 
 
-def _unknown(name: str, folder: HFFolder) -> str:
+def _unknown(name: str, layers: int) -> str:
     """Why a tensor that no weight needs is refused."""
-    layers = folder.config.get("num_hidden_layers")
     if name == "lm_head.weight":
         return "holds lm_head.weight, but config.json ties it to the embedding (tie_word_embeddings)"
     if name.startswith("model.layers.") and name.split(".")[2].isdigit() and int(name.split(".")[2]) >= layers:

@@ -16,7 +16,7 @@ FAMILY = Family(
     defaults={
         "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
         "num_attention_heads": 32, "hidden_act": "silu", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
+        "rope_theta": 10000.0, "partial_rotary_factor": 1.0,
     },
     layers=LAYERS
     | {
