@@ -1,0 +1,160 @@
+"""Damaged config.json files in Hugging Face folders: exit status 2 and one line that says what is wrong."""
+
+import pytest
+
+from tests.helpers import hf_folders
+from tests.helpers.hf_damage import CONFIG, config, cut, in_order, line_of, loop, remove, rope, text, without
+from tests.helpers.hf_layouts import SUPPORTED
+
+# -- config.json -------------------------------------------------------------------------------------------------
+
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=8192)  # fmt: skip
+SETS = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+
+FOLDER = "config.json of --hf-model"  # where a flag of Megatron comes from
+
+# name -> damage to a llama, what the line must contain
+CONFIGS = {
+    "missing": (remove(CONFIG), ["config.json is missing"]),
+    "empty": (text(CONFIG, ""), ["config.json is not JSON"]),
+    "half": (cut(CONFIG, 100), ["config.json is not JSON"]),
+    "not UTF-8": (text(CONFIG, b'{"model_type": "\xff"}'), ["config.json is not JSON"]),
+    "nested without end": (text(CONFIG, "[" * 200_000), ["config.json is not JSON"]),
+    "a list": (text(CONFIG, "[]"), ["config.json holds no JSON object"]),
+    "null": (text(CONFIG, "null"), ["config.json holds no JSON object"]),
+    "unreadable": (loop(CONFIG), ["config.json cannot be read"]),
+    "no family": (without("model_type"), ["model_type None: allowed are", "llama"]),
+    "unknown family": (config(model_type="gpt2"), ["model_type 'gpt2': allowed are", "llama"]),
+    "family of two lines": (config(model_type="ll\nama"), [r"model_type 'll\nama'"]),
+    "family no name": (config(model_type=["llama"]), ["model_type ['llama']"]),
+    "layers a text": (config(num_hidden_layers="x"), ["num_hidden_layers 'x': allowed is a whole number above 0"]),
+    "no layers": (config(num_hidden_layers=0), ["num_hidden_layers 0: allowed is a whole number above 0"]),
+    "half layers": (config(num_hidden_layers=2.5), ["num_hidden_layers 2.5: allowed is a whole number above 0"]),
+    "layers true": (config(num_hidden_layers=True), ["num_hidden_layers True: allowed is a whole number above 0"]),
+    "layers null": (config(num_hidden_layers=None), ["num_hidden_layers None: allowed is a whole number above 0"]),
+    "hidden size negative": (config(hidden_size=-64), ["hidden_size -64: allowed is a whole number above 0"]),
+    "vocabulary a text": (config(vocab_size="112"), ["vocab_size '112': allowed is a whole number above 0"]),
+    "head_dim a text": (config(head_dim="x"), ["head_dim 'x': allowed is a whole number above 0"]),
+    "heads not in groups": (config(num_key_value_heads=3), ["--num-query-groups 3", "--num-attention-heads 4", FOLDER]),
+    "epsilon a text": (config(rms_norm_eps="1e-5"), ["rms_norm_eps '1e-5': allowed is a number of 0 or more"]),
+    "epsilon negative": (config(rms_norm_eps=-1e-5), ["rms_norm_eps -1e-05: allowed is a number of 0 or more"]),
+    "epsilon NaN": (config(rms_norm_eps=float("nan")), ["rms_norm_eps nan: allowed is a number of 0 or more"]),
+    "activation": (config(hidden_act="gelu"), ["hidden_act 'gelu': allowed is 'silu'"]),
+    "biases half": (config(attention_bias=True), ["attention_bias True: allowed is False"]),
+    "biases a text": (config(attention_bias="yes"), ["attention_bias 'yes': allowed is true or false"]),
+    "tying a text": (config(tie_word_embeddings="no"), ["tie_word_embeddings 'no': allowed is true or false"]),
+    "positions": (config(max_position_embeddings=63), ["--max-position-embeddings 63", FOLDER, "64"]),
+    "quantized": (config(quantization_config={"quant_method": "fp8"}), ["quantization_config", "fp32, bf16 and fp16"]),
+    "without a head": (config(architectures=["LlamaModel"]), ["architectures LlamaModel", "…ForCausalLM"]),
+    "another head": (config(architectures=["LlamaForTokenClassification"]),
+                     ["architectures LlamaForTokenClassification: allowed"]),
+    "architectures a text": (config(architectures="LlamaForCausalLM"), ["architectures 'LlamaForCausalLM'", "a list"]),
+    "architectures numbers": (config(architectures=[1]), ["architectures [1]", "a list of names"]),
+    "rope a list": (config(rope_parameters=[1]), ["rope_parameters [1]: allowed is an object"]),
+    "rope scaling a text": (in_order(without("rope_parameters"), config(rope_theta=1e4, rope_scaling="linear")),
+                            ["rope_scaling 'linear': allowed is an object"]),
+    "rope unknown": (rope(rope_type="longrope", factor=4.0), ["rope_parameters", "'longrope'", "linear or llama3"]),
+    "rope dynamic": (rope(rope_type="dynamic", factor=4.0), ["'dynamic'", "linear or llama3"]),
+    "rope no name": (rope(rope_type=["linear"], factor=4.0), ["['linear']", "linear or llama3"]),
+    "rope of both kinds": (config(rope_parameters=SETS), ["rope_parameters", "allowed is one set for all layers"]),
+    "theta not whole": (rope(rope_theta=10000.5), ["rope_theta", "10000.5", "a whole number"]),
+    "theta a text": (rope(rope_theta="1e4"), ["rope_theta", "'1e4'"]),
+    "theta true": (rope(rope_theta=True), ["rope_theta", "True"]),
+    "theta negative": (rope(rope_theta=-1e4), ["rope_theta", "-10000.0"]),
+    "theta NaN": (rope(rope_theta=float("nan")), ["rope_theta", "nan"]),
+    "theta infinite": (rope(rope_theta=float("inf")), ["rope_theta", "inf"]),
+    "factor missing": (rope(rope_type="linear"), ["a factor above 0 for rope_type linear"]),
+    "factor a text": (rope(rope_type="linear", factor="4"), ["a factor above 0 for rope_type linear"]),
+    "factor 0": (rope(rope_type="linear", factor=0), ["a factor above 0 for rope_type linear"]),
+    "factor NaN": (rope(rope_type="linear", factor=float("nan")), ["a factor above 0 for rope_type linear"]),
+    "factor infinite": (rope(**LLAMA3 | {"factor": float("inf")}), ["a factor above 0 for rope_type llama3"]),
+    "factor not whole": (rope(rope_type="linear", factor=2.5), ["a whole factor for rope_type linear"]),
+    "llama3 frequencies": (rope(**LLAMA3 | {"high_freq_factor": 8.0}), ["allowed is high_freq_factor 4.0"]),
+    "llama3 length": (rope(**LLAMA3 | {"original_max_position_embeddings": 4096}),
+                      ["allowed is original_max_position_embeddings 8192"]),
+    "fraction": (rope(partial_rotary_factor=0.5), ["'partial_rotary_factor': 0.5", "of 1 in this family"]),
+    "fraction outside": (config(partial_rotary_factor=0.5), ["partial_rotary_factor 0.5: allowed is", "of 1 in this"]),
+}  # fmt: skip
+
+# case -> name -> damage, what the line must contain
+FAMILIES = {
+    "qwen2_moe": {
+        "no experts": (config(num_experts=0), ["num_experts 0: allowed is a whole number above 0"]),
+        "experts a text": (config(num_experts="4"), ["num_experts '4': allowed is a whole number above 0"]),
+        "no choice": (config(num_experts_per_tok=0), ["num_experts_per_tok 0: allowed is a whole number above 0"]),
+        "more than there are": (config(num_experts_per_tok=99), ["--moe-router-topk 99", FOLDER]),
+        "size": (config(moe_intermediate_size=None), ["moe_intermediate_size None: allowed is a whole number above 0"]),
+        "normalization a text": (config(norm_topk_prob="yes"), ["norm_topk_prob 'yes': allowed is true or false"]),
+        "period": (config(decoder_sparse_step=0), ["decoder_sparse_step 0: allowed is a whole number above 0"]),
+        "dense layers a number": (config(mlp_only_layers=1), ["mlp_only_layers 1: allowed is a list of layers"]),
+        "dense layers named": (config(mlp_only_layers=["0"]), ["mlp_only_layers ['0']: allowed is a list of layers"]),
+        "no layer with experts": (config(mlp_only_layers=[0, 1, 2, 3]), ["mlp.gate_proj.weight is missing"]),
+        "window a text": (config(use_sliding_window=True, sliding_window="8"), ["sliding_window '8'"]),
+        "window switch": (config(use_sliding_window="no"), ["use_sliding_window 'no': allowed is true or false"]),
+        "kinds of layers a number": (config(layer_types=4), ["layer_types 4: allowed is a list of names"]),
+        "biases a text": (config(qkv_bias="yes"), ["qkv_bias 'yes': allowed is true or false"]),
+    },
+    "glm4_moe": {
+        "not normalized": (config(norm_topk_prob=False), ["norm_topk_prob False: allowed is True"]),
+        "one choice": (config(num_experts_per_tok=1), ["num_experts_per_tok 1: allowed is 2 or more"]),
+        "scale a text": (config(routed_scaling_factor="x"), ["routed_scaling_factor 'x': allowed is a number"]),
+        "no shared expert": (config(n_shared_experts=0), ["n_shared_experts 0: allowed is a whole number above 0"]),
+        "dense layers a fraction": (config(first_k_dense_replace=1.5), ["first_k_dense_replace 1.5: allowed is a whole"]),
+        "dense layers alone": (config(first_k_dense_replace=4), ["mlp.gate_proj.weight is missing"]),
+        "groups of unequal size": (config(n_group=3, topk_group=1), ["--moe-router-num-groups 3", FOLDER]),
+        "more groups than there are": (config(n_group=2, topk_group=3), ["--moe-router-group-topk 3", FOLDER]),
+    },
+    "phi4": {
+        "fraction a text": (rope(partial_rotary_factor="half"), ["'half'", "above 0, at most 1"]),
+        "fraction 0": (rope(partial_rotary_factor=0), ["'partial_rotary_factor': 0", "above 0, at most 1"]),
+        "fraction above 1": (rope(partial_rotary_factor=1.5), ["1.5", "above 0, at most 1"]),
+        "fraction true": (rope(partial_rotary_factor=True), ["True", "above 0, at most 1"]),
+    },
+    "mistral": {
+        "window of a prompt": (config(sliding_window=63), ["sliding_window 63: allowed is null", "= 64 or more"]),
+    },
+    "qwen3": {"biases": (config(attention_bias=True), ["attention_bias True: allowed is False"])},
+    "llama_reward": {
+        "two labels": (config(id2label={"0": "bad", "1": "good"}), ["2 labels: allowed is one"]),
+        "two labels by number": (config(num_labels=2), ["2 labels: allowed is one"]),
+        "labels by default": (in_order(without("id2label", "num_labels")), ["2 labels: allowed is one"]),
+        "labels a number": (config(id2label=1), ["id2label 1: allowed is an object"]),
+    },
+}  # fmt: skip
+
+# Cases that transformers computes and megarl does not yet -> what the line must contain
+UNSUPPORTED = {
+    "deepseek_v2": "model_type 'deepseek_v2'", "deepseek_v2_lite": "model_type 'deepseek_v2'",
+    "deepseek_v3": "model_type 'deepseek_v3'", "deepseek_v3_yarn": "model_type 'deepseek_v3'",
+    "gemma2": "model_type 'gemma2'", "gemma3": "model_type 'gemma3_text'", "gpt_oss": "model_type 'gpt_oss'",
+    "olmo2": "model_type 'olmo2'", "olmo3": "model_type 'olmo3'", "llama_bias": "attention_bias True",
+    "llama_yarn": "'yarn'", "qwen3_yarn": "'yarn'", "qwen3_yarn_old_style": "'yarn'",
+    "mistral_window": "sliding_window 8", "qwen2_window": "sliding_window 8",
+}  # fmt: skip
+
+
+def refused(tmp_path, case, damage, needles):
+    folder = hf_folders.write_folder(case, tmp_path / "folder")
+    damage(folder)
+    line = line_of(tmp_path, folder, "reward" if case.endswith("_reward") else "sft")
+    assert all(needle in line for needle in [f"--hf-model {folder}", *needles]), line
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_damaged_configurations(name, tmp_path):
+    refused(tmp_path, "llama2", *CONFIGS[name])
+
+
+@pytest.mark.parametrize("case, name", [(case, name) for case, damages in FAMILIES.items() for name in damages])
+def test_damaged_configurations_of_other_families(case, name, tmp_path):
+    refused(tmp_path, case, *FAMILIES[case][name])
+
+
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_models_that_megarl_does_not_compute(case, tmp_path):
+    refused(tmp_path, case, lambda folder: None, ["config.json: ", UNSUPPORTED[case]])
+
+
+def test_every_case_is_computed_or_refused():
+    assert sorted([*SUPPORTED, *UNSUPPORTED]) == hf_folders.CASES
