@@ -116,16 +116,19 @@ _TOKENIZERS = {
 }
 
 
-def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None, flag_prefix: str = "") -> Tokenizer:
+def build_tokenizer(
+    tokenizer_type: str, tokenizer_model: str | None, flag_prefix: str = "", flag: str | None = None
+) -> Tokenizer:
     """The tokenizer of `--tokenizer-type` read from `--tokenizer-model`; UsageError if either is wrong.
 
-    `flag_prefix`: a role's prefix of the flags' names in error messages, e.g. "reward-".
+    `flag_prefix`: a role's prefix of the flags' names in error messages, e.g. "reward-"; `flag`: that gave the path,
+    if not --tokenizer-model.
     """
     if tokenizer_type not in _TOKENIZERS:
         raise UsageError(
             f"--{flag_prefix}tokenizer-type {tokenizer_type}: unknown; allowed: {', '.join(sorted(_TOKENIZERS))}"
         )
-    flag = f"--{flag_prefix}tokenizer-model"
+    flag = flag or f"--{flag_prefix}tokenizer-model"
     if not tokenizer_model:
         raise UsageError(f"{flag}: missing; {tokenizer_type} needs a model file")
     return _TOKENIZERS[tokenizer_type](tokenizer_model, flag)

@@ -35,8 +35,15 @@ class HuggingFaceTokenizer:
         stored = _parsed(_read(file, where), f"{where}: {file.name}")
         config_text = _read(file.parent / "tokenizer_config.json", where, missing="{}")
         config = _parsed(config_text, f"{where}: tokenizer_config.json")
-        named = {name: _content(config[name]) for name in _NAMED if config.get(name)}
-        self._special = _mark_special(stored, {*named.values(), *_listed(config)}, named)
+        try:
+            named = {name: _content(config[name]) for name in _NAMED if config.get(name)}
+            self._special = _mark_special(stored, {*named.values(), *_listed(config)}, named)
+        except (AttributeError, IndexError, KeyError, TypeError):
+            raise UsageError(
+                f"{where}: the special tokens of {file.name} or tokenizer_config.json are malformed"
+            ) from None
+        if not all(isinstance(name, str) for name in self._special):
+            raise UsageError(f"{where}: a special token of {file.name} or tokenizer_config.json is not a string")
         self._json = json.dumps(stored)
         self._plain = self._load(where)
         self._plain.encode_special_tokens = True
@@ -68,12 +75,13 @@ class HuggingFaceTokenizer:
         )
         listed = next((ids for ids in configs if ids is not None), [])
         strings = {number: name for name, number in vocabulary.items()}
-        ids = tuple(dict.fromkeys([self.eos_id, *(listed if isinstance(listed, list) else [listed])]))
-        for number in ids:
-            if number not in strings:
+        listed = [self.eos_id, *(listed if isinstance(listed, list) else [listed])]
+        for number in listed:
+            if type(number) is not int or number not in strings:
                 raise UsageError(
                     f"{where}: eos_token_id {number!r} of the model's configuration is not in the vocabulary"
                 )
+        ids = tuple(dict.fromkeys(listed))
         return ids, tuple(strings[number] for number in ids)
 
     def encode(self, text: str) -> list[int]:

@@ -8,6 +8,7 @@ import torch
 
 from megarl import arguments
 from megarl.comm import role_mesh
+from megarl.data.chat import ChatTemplate
 from megarl.data.conversations import Encoder, build_encoder
 from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
@@ -29,14 +30,16 @@ def check_training_flags(config: arguments.RunConfig):
 
 
 def build_role_encoder(role: arguments.RoleSettings, settings: arguments.Settings) -> Encoder:
-    """A role's tokenizer with its chat template. Errors name the role's prefixed flags if it has any."""
+    """A role's tokenizer with its chat template. Errors name the role's prefixed flags or folder, if any."""
     own = (role.tokenizer_type, role.tokenizer_model) != (settings.tokenizer_type, settings.tokenizer_model)
-    tokenizer = build_tokenizer(role.tokenizer_type, role.tokenizer_model, f"{role.name}-" if own else "")
+    folder = role.hf_model.folder if role.hf_model is not None else None
+    flag = folder.flag if own and folder is not None and role.tokenizer_model == str(folder.path) else None
+    tokenizer = build_tokenizer(role.tokenizer_type, role.tokenizer_model, f"{role.name}-" if own else "", flag)
     prefix = "" if role.chat_template == settings.chat_template else f"{role.name}-"
-    chosen = role.chat_template
-    if chosen is None and role.hf_model is not None and tokenizer.template:
-        chosen = "tokenizer"
-    return build_encoder(tokenizer, None if chosen == "none" else chosen, prefix)
+    if role.chat_template is None and folder is not None and tokenizer.template:
+        where = f"{flag or '--tokenizer-model'} {role.tokenizer_model}: chat template"
+        return Encoder(tokenizer, ChatTemplate(tokenizer.template, tokenizer, where), where)
+    return build_encoder(tokenizer, None if role.chat_template == "none" else role.chat_template, prefix)
 
 
 def check_vocabulary(role: arguments.RoleSettings, tokens: int):

@@ -103,7 +103,7 @@ def _unknown(name: str, layers: int) -> str:
     if name == "lm_head.weight":
         return "holds lm_head.weight, but config.json ties it to the embedding (tie_word_embeddings)"
     if name.startswith("model.layers.") and name.split(".")[2].isdigit() and int(name.split(".")[2]) >= layers:
-        return f"{name} belongs to a layer for multi-token prediction, which is not supported"
+        return f"{name} belongs to a layer after num_hidden_layers, as multi-token prediction has it; not supported"
     if name.endswith(("_scale", "_scale_inv", "_scales", ".scales", ".qweight", ".qzeros", "_blocks")):
         return f"{name} belongs to quantized weights; allowed are fp32, bf16 and fp16"
     return f"{name} is a tensor that megarl does not know in this family"
