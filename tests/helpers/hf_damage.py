@@ -12,6 +12,7 @@ from tests.helpers.forked_programs import error_line, launch
 from tests.helpers.programs import write_lines
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 FLAGS = "--max-prompt-length 48 --max-response-length 16 --max-tokens-per-microbatch 128"
 Damage = Callable[[Path], Any]
 

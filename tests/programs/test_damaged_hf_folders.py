@@ -100,7 +100,7 @@ FAMILIES = {
         "one choice": (config(num_experts_per_tok=1), ["num_experts_per_tok 1: allowed is 2 or more"]),
         "scale a text": (config(routed_scaling_factor="x"), ["routed_scaling_factor 'x': allowed is a number"]),
         "no shared expert": (config(n_shared_experts=0), ["n_shared_experts 0: allowed is a whole number above 0"]),
-        "dense layers a fraction": (config(first_k_dense_replace=1.5), ["first_k_dense_replace 1.5: allowed is a whole"]),
+        "dense layers a fraction": (config(first_k_dense_replace=1.5), ["first_k_dense_replace 1.5: allowed is a"]),
         "dense layers alone": (config(first_k_dense_replace=4), ["mlp.gate_proj.weight is missing"]),
         "groups of unequal size": (config(n_group=3, topk_group=1), ["--moe-router-num-groups 3", FOLDER]),
         "more groups than there are": (config(n_group=2, topk_group=3), ["--moe-router-group-topk 3", FOLDER]),
