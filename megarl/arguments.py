@@ -19,8 +19,10 @@ from megarl.algorithms.policy_losses import POLICY_LOSSES, policy_loss_of
 from megarl.errors import UsageError
 from megarl.flags import combinations, config_files, parser, role_flags
 from megarl.flags.hf_models import read_hf_models, with_hf_defaults
+from megarl.flags.lora import lora_of_roles
 from megarl.flags.parser import build_parser
 from megarl.flags.settings import MODELS, Settings
+from megarl.lora import LoRASettings
 from megarl.rewards import expression
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ class RoleSettings:
 
     `model_role` is the role whose model it runs: itself, or the actor for a rollout that shares the actor's layout.
     `has_model` is False for a reward role with verifiers only. `hf_model`: the Hugging Face folder that describes the
-    model; None: the flags do.
+    model; None: the flags do. `lora`: the factors that it trains instead of its weights.
     """
 
     name: str
@@ -49,6 +51,7 @@ class RoleSettings:
     model_role: str
     has_model: bool
     hf_model: "HFModel | None"
+    lora: LoRASettings | None
 
     def model_vocab_size(self, tokenizer_size: int) -> int:
         """Tokens that the model knows: its folder may have more than the tokenizer."""
@@ -219,6 +222,7 @@ def _role_settings(
         except UsageError as error:
             raise architecture.with_source(error, described, folder) from None
         chosen[role] = with_hf_defaults(role, chosen[role], values, hf_model)
+    lora = lora_of_roles(chosen, found, role_flags.TRAINED_ROLES[context.program])
     has_reward_model = combinations.CONDITIONS["model"].holds(context)
     for role in (name for name in ranks if name in MODELS and chosen[name]["offload"]):
         if found[role].use_torch_fsdp2:
@@ -237,6 +241,7 @@ def _role_settings(
             model_role=model_roles[role],
             has_model=has_model[role],
             hf_model=hf_models[role],
+            lora=lora[role],
             **chosen[role],
         )  # fmt: skip
         for role, role_ranks in ranks.items()

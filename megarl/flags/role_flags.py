@@ -167,7 +167,7 @@ def split(
 
 def _check_known(option: str, name: str, megatron: dict[str, str], own: list[str]):
     if name not in megatron:
-        close = difflib.get_close_matches(option, [*megatron, *own], n=1)
+        close = [name] if name in own else difflib.get_close_matches(option, [*megatron, *own], n=1)
         raise UsageError(f"{option}: unknown flag" + (f"; did you mean {close[0]}?" if close else ""))
 
 

@@ -15,9 +15,11 @@ from megarl.algorithms.kl import KL_KINDS
 from megarl.algorithms.normalization import ENSEMBLES
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.algorithms.rollout_correction import CORRECTIONS, LEVELS
+from megarl.lora import ALL_LINEAR, TARGETS, are_targets
 from megarl.rewards.expression import NAMES
 
 MODELS = ("actor", "critic", "reward", "reference")  # roles that run a model over packed sequences
+TRAINED = ("actor", "critic")
 FORMAT = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
 REPLAYS = ("none", "old-logprob", "rollout")  # source of the expert routes that the actor's training replays
 TRAINING, SUPERVISED, GENERATING = "rl sft reward", "sft reward", "rl evaluate"  # programs that share flags
@@ -221,6 +223,17 @@ class Settings:
                                                " replay; 0: none", when="routes")  # fmt: skip
     max_tokens_per_microbatch: int = _positive(16384, "maximum tokens of a micro-batch; may differ per role",
                                                programs=TRAINING, roles=MODELS)  # fmt: skip
+    # Low-rank factors.
+    lora_rank: int | None = _positive(None, "train low-rank factors of this rank instead of the weights (2106.09685);"
+                                      " may differ per role; default: all weights", programs=TRAINING,
+                                      roles=TRAINED)  # fmt: skip
+    lora_alpha: float | None = _positive(None, "α of the factors' scale α/rank; default: --lora-rank",
+                                         programs=TRAINING, roles=TRAINED)  # fmt: skip
+    lora_rslora: bool = _flag(False, "scale the factors by α/√rank (2312.03732)", programs=TRAINING, roles=TRAINED)
+    lora_targets: str | None = _flag(None, f"layers with factors, with commas: {', '.join(TARGETS)} (of experts, too),"
+                                     f" or {ALL_LINEAR} for all of them, the default", are_targets,
+                                     f"{ALL_LINEAR}, or names with commas among {', '.join(TARGETS)}",
+                                     programs=TRAINING, roles=TRAINED)  # fmt: skip
     # Evaluation.
     eval_interval: int = _not_negative(0, "steps between evaluations; 0: none", programs=TRAINING)
     eval_samples: int = _positive(256, "number of held-out prompts to evaluate", programs=ALL, when="evaluation")

@@ -11,6 +11,7 @@ from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups
 from megarl.errors import UsageError
 from megarl.mcore.attention import packing
+from megarl.mcore.lora import adapter
 from megarl.mcore.memory import offload
 from megarl.mcore.model import forward_pass, gpt
 from megarl.mcore.parallel import pipeline
@@ -55,6 +56,8 @@ class TrainableModel:
         """
         self.role, self.role_groups, self.value_head = role, role_groups, value_head
         self.model = gpt.build_model(role.megatron, vocab_size, role_groups.pg_collection, value_head)
+        if role.lora:
+            adapter.add_factors(self.model, role.lora, role.megatron, role_groups.pg_collection)
         self.wrapped = optimizer.wrap_for_training(self.model, role.megatron, role_groups.pg_collection)
         self.optimizer = optimizer.build_optimizer(self.wrapped, role.megatron, role_groups.pg_collection)
         self.scheduler = optimizer.build_scheduler(self.optimizer, role.megatron, updates)
@@ -78,6 +81,7 @@ class TrainableModel:
         """Loads only weights. A collective of the role."""
         with self.offload.present("weights", "optimizer", changed=True):
             weights.load(self.model, self.role_groups.pg_collection, self.optimizer)
+            adapter.set_base(self.model)
 
     def export_hf(self, folder: Path):
         """Writes the model as a Hugging Face folder like the one it came from. A collective of the role."""
@@ -108,6 +112,7 @@ class TrainableModel:
             self.router_state.add_statistics(microbatches, trained=True)
             with self.offload.present("optimizer", changed=True):
                 applied, norm = optimizer.update(self.optimizer)
+            adapter.merge(self.model)
             self.optimizer.zero_grad()  # frees the optimizer's copies of the gradients
         if applied:
             self.scheduler.step(1)
@@ -136,7 +141,9 @@ class TrainableModel:
     def restore(self, loaded: dict) -> dict:
         """Loads the filled state of `state(..., loading=True)`; returns the caller's `extra`."""
         with self.offload.present("weights", "optimizer", changed=True):
-            dist_checkpoint.load_weights(self.model, loaded["model"])
+            # Low-rank factors are loaded onto weights that come from elsewhere.
+            dist_checkpoint.load_weights(self.model, loaded["model"], strict=not adapter.adapted_linears(self.model))
+            adapter.merge(self.model)
             self.optimizer.load_state_dict(dist_checkpoint.optimizer_state(loaded, self.optimizer))
         try:
             self.scheduler.load_state_dict(loaded["plain"].pop("scheduler"))

@@ -41,13 +41,14 @@ VALUES = {
     "group_filter": "correct", "rollout_correction": "mis", "rollout_correction_level": "geometric", "eval_k": "1,2",
     "kl_horizon": 5000.0, "router_replay": "rollout", "tokenizer_type": "HuggingFaceTokenizer", "reward": "length",
     "reward_ensemble": "min", "reward_url": "http://x", "reward_model": "x", "rollout_dispatch": "static",
-    "over_sampling": 1.5,
+    "over_sampling": 1.5, "lora_targets": "q_proj",
 }  # fmt: skip
 REQUIRED = {
     "reward_model": "--reward model", "reward_pattern": "--reward regex", "reward_url": "--reward remote",
     "export_hf": "--save y", "partial_rollouts": "--over-sampling 2 --rollout-correction tis",
     "dynamic_sampling": "--group-filter reward", "one_step_off": "--rollout-correction tis",
     "kl_controller": "--kl-target 1",
+    "lora_alpha": "--lora-rank 4", "lora_rslora": "--lora-rank 4", "lora_targets": "--lora-rank 4",
     "eval_responses": "--eval-prompts x --eval-temperature 1",
     "eval_k": "--eval-prompts x --eval-temperature 1 --eval-responses 2",
 }  # fmt: skip

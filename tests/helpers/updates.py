@@ -45,8 +45,11 @@ def split_microbatches(batch, count: int, multiple: int):
     return parts + [(spare, places[-1])] * (count - len(parts))
 
 
-def whole_weights(stages, pg_collection) -> dict:
-    """Every tensor of the model by its name in a checkpoint, gathered from all ranks' shards."""
+def whole_weights(stages, pg_collection, describe=None) -> dict:
+    """Every tensor of the model by its name in a checkpoint, gathered from all ranks' shards.
+
+    `describe`: (chunk, metadata) -> sharded state; default: of all weights.
+    """
     from megarl.mcore.parallel.fsdp import local_rows
 
     shards = []
@@ -65,7 +68,8 @@ def whole_weights(stages, pg_collection) -> dict:
 
     metadata = {"distrib_optim_sharding_type": "fully_reshardable", "dp_cp_group": pg_collection.dp_cp}
     for chunk in stages:
-        visit(local_rows(chunk.sharded_state_dict(metadata=metadata)))
+        state = describe(chunk, metadata) if describe else chunk.sharded_state_dict(metadata=metadata)
+        visit(local_rows(state))
     everyone = [None] * dist.get_world_size(pg_collection.intra_dist_opt)
     dist.all_gather_object(everyone, shards, group=pg_collection.intra_dist_opt)
     found = {}

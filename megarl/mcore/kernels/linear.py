@@ -67,7 +67,7 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     return grad.flatten(0, -2).t() @ x.flatten(0, -2)  # BLAS is faster than oneDNN here
 
 
-def _gathered(x: Tensor, group) -> Tensor:
+def gather_tokens(x: Tensor, group) -> Tensor:
     """[T/t, …] of this rank -> [T, …] of the group's t ranks."""
     gathered = x.new_empty(len(x) * dist.get_world_size(group), *x.shape[1:])
     dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
@@ -82,7 +82,7 @@ class _Linear(torch.autograd.Function):
         """Under sequence parallelism x is this rank's [T/t, …]; backward gathers it again instead of saving it."""
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.group, ctx.sums_input_gradient, ctx.sequence_parallel = group, sums_input_gradient, sequence_parallel
-        return matmul(_gathered(x, group) if sequence_parallel else x, weight, bias)
+        return matmul(gather_tokens(x, group) if sequence_parallel else x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -98,7 +98,7 @@ class _Linear(torch.autograd.Function):
             elif ctx.sums_input_gradient:
                 handle = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
         if ctx.needs_input_grad[1]:
-            grad_weight = weight_gradient(grad, _gathered(x, ctx.group) if ctx.sequence_parallel else x)
+            grad_weight = weight_gradient(grad, gather_tokens(x, ctx.group) if ctx.sequence_parallel else x)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.flatten(0, -2).sum(0)
         if handle is not None:
@@ -127,7 +127,7 @@ def parallel_linear(
         )  # fmt: skip
     if torch.is_grad_enabled():
         return _Linear.apply(input, weight, bias, tp_group, allreduce_dgrad, sequence_parallel)
-    return matmul(_gathered(input, tp_group) if sequence_parallel else input, weight, bias)
+    return matmul(gather_tokens(input, tp_group) if sequence_parallel else input, weight, bias)
 
 
 def apply_linear(layer, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -136,7 +136,8 @@ def apply_linear(layer, x: Tensor) -> tuple[Tensor, Tensor | None]:
     In rollout on a CPU without tensor parallelism it bypasses Megatron's layer, whose overhead in a decode step equals
     a small product.
     """
-    if torch.is_grad_enabled() or x.device.type != "cpu" or layer.tp_group.size() > 1:
+    has_other_product = "adds_product" in vars(layer) and layer.adds_product  # low-rank factors in 16 bits
+    if torch.is_grad_enabled() or x.device.type != "cpu" or layer.tp_group.size() > 1 or has_other_product:
         return layer(x)
     added, skipped = (None, layer.bias) if layer.skip_bias_add else (layer.bias, None)
     return matmul(x, layer.weight, added), skipped

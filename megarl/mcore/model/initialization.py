@@ -52,6 +52,12 @@ def _method(name: str, config):
     return config.embedding_init_method if name.startswith("embedding.") else config.init_method
 
 
+def draw_uniform(whole_name: str, seed: int, shape: tuple[int, ...], bound: float) -> Tensor:
+    """A whole fp32 matrix on the host, uniform in ±`bound`."""
+    generator = torch.Generator().manual_seed(_seed(seed, whole_name))
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
 @torch.no_grad()
 def _draw(whole_name: str, name: str, parameter: Tensor, config, seed: int, pg_collection):
     is_expert = ".local_experts." in name

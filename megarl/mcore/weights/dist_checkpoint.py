@@ -63,6 +63,19 @@ def _weights(stages, pg_collection) -> dict:
     return {f"chunk{i}": chunk.sharded_state_dict(metadata=_metadata(pg_collection)) for i, chunk in enumerate(stages)}
 
 
+def _trained_weights(stages, pg_collection) -> dict:
+    """Returns what training changes of each chunk: low-rank factors where it has them, else all weights."""
+    if not has_factors(stages):
+        return _weights(stages, pg_collection)
+    metadata = _metadata(pg_collection)
+    return {f"chunk{i}": chunk.adapter.trained_state(chunk, metadata) for i, chunk in enumerate(stages)}
+
+
+def has_factors(stages) -> bool:
+    """Whether a model trains low-rank factors (`megarl.mcore.lora`), which are then all that its checkpoints hold."""
+    return any(hasattr(chunk, "adapter") for chunk in stages)
+
+
 def role_state(role: str, stages, optimizer, plain: dict, pg_collection, ranks: range, loading: bool = False) -> dict:
     """Returns one role's checkpoint state on this rank, ready for `save` or `load`.
 
@@ -74,7 +87,7 @@ def role_state(role: str, stages, optimizer, plain: dict, pg_collection, ranks: 
         loading: create the optimizer states that `load` will fill.
     """
     rank = dist.get_rank() - ranks.start
-    weights = _weights(stages, pg_collection)
+    weights = _trained_weights(stages, pg_collection)
     state = {"model": weights, "plain": _object("plain", plain, rank)}
     if optimizer is not None:
         whole = optimizer.sharded_state_dict(weights, is_loading=loading, metadata=_metadata(pg_collection))

@@ -1,0 +1,113 @@
+"""The factors of a model: they are added before training, merged after each update, and taken out for the reference."""
+
+import contextlib
+import re
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+from megarl.lora import LoRASettings
+from megarl.mcore.lora.layer import AdaptedLinear
+from megarl.mcore.lora.projections import projections_of
+from megarl.mcore.model.initialization import global_name
+from megarl.mcore.model.value_head import ValueHead
+
+EXPERT = re.compile(r"(.*\.local_experts)\.(\d+)(\..*)")
+BALANCING = (".expert_bias", ".expert_share")  # buffers that training changes beside the factors
+
+
+class Adapter(torch.nn.Module):
+    """The factors of one chunk, in the order of its layers; the chunk has it as `adapter`."""
+
+    def __init__(self, chunk, lora: LoRASettings, args, pg_collection):
+        """Draws factors for the layers that the targets name; `attach` makes the chunk train them."""
+        super().__init__()
+        self.pg_collection, self.experts = pg_collection, args.num_experts
+        found = []
+        for name, layer in chunk.decoder.named_modules(prefix="decoder"):
+            if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
+                if projections := projections_of(name, layer, args, lora.targets):
+                    whole_name = global_name(f"{name}.", chunk, pg_collection).removesuffix(".")
+                    found.append(AdaptedLinear(whole_name, layer, projections, lora, args.seed))
+        self.linears = torch.nn.ModuleList(found)
+
+    def attach(self, chunk):
+        """Freezes the chunk, except for a scalar head, and makes it train the factors."""
+        for parameter in chunk.parameters():
+            parameter.requires_grad_(False)
+        if isinstance(getattr(chunk, "output_layer", None), ValueHead):
+            chunk.output_layer.requires_grad_(True)
+        for linear in self.linears:
+            linear.attach()
+        chunk.adapter = self
+        if chunk.pre_process and chunk.config.recompute_granularity is not None:
+            # Recomputation saves no graph of a layer unless one of its inputs needs a gradient.
+            chunk.embedding.register_forward_hook(lambda module, inputs, output: _with_gradient(output))
+
+    def sharded_state_dict(self, *_, **__) -> dict:
+        """Nothing: the model's weights contain the factors. Checkpoints of the factors use `trained_state`."""
+        return {}
+
+    def trained_state(self, chunk, metadata: dict) -> dict:
+        """Describes to checkpoints all that training changes: factors, a scalar head, balancing buffers of experts."""
+        state = {}
+        for i, linear in enumerate(self.linears):
+            name, expert, replicas = linear.whole_name, None, self.pg_collection.dp_cp
+            if match := EXPERT.fullmatch(name):
+                name, expert, replicas = match[1] + match[3], (int(match[2]), self.experts), self.pg_collection.expt_dp
+            state |= linear.sharded_state(f"adapter.linears.{i}.", name, expert, dist.get_rank(replicas))
+        head = ("output_layer.",) if isinstance(getattr(chunk, "output_layer", None), ValueHead) else ()
+        whole = chunk.sharded_state_dict(metadata=metadata).items()
+        return state | {name: v for name, v in whole if name.startswith(head) or name.endswith(BALANCING)}
+
+
+def add_factors(stages, lora: LoRASettings, args, pg_collection):
+    """Freezes a model and adds factors, which change no result until they are trained; a scalar head stays trainable.
+
+    Args:
+        stages: the model's bare chunks, before they get gradient buffers.
+        args: the role's Megatron namespace.
+
+    Raises:
+        ValueError: a chunk has no layer that the targets name.
+    """
+    for chunk in stages:
+        adapter = Adapter(chunk, lora, args, pg_collection)
+        if not len(adapter.linears):
+            raise ValueError("a pipeline stage has no layer that --lora-targets names")
+        adapter.attach(chunk)
+
+
+def _with_gradient(output: torch.Tensor) -> torch.Tensor:
+    return output if output.requires_grad or not torch.is_grad_enabled() else output.requires_grad_()
+
+
+def adapted_linears(stages) -> list[AdaptedLinear]:
+    """The layers with factors; [] for a model without."""
+    return [linear for chunk in stages if hasattr(chunk, "adapter") for linear in chunk.adapter.linears]
+
+
+def merge(stages):
+    """Puts the present factors into the weights, after an update or a load."""
+    for linear in adapted_linears(stages):
+        linear.merge()
+
+
+def set_base(stages):
+    """Takes the present weights as those under the factors, after they were loaded; then merges."""
+    for linear in adapted_linears(stages):
+        linear.set_base()
+
+
+@contextlib.contextmanager
+def base_weights(stages):
+    """Context with the weights under the factors, to the last bit: of the reference policy. Copies nothing."""
+    linears = adapted_linears(stages)
+    for linear in linears:
+        linear.swap_base()
+    try:
+        yield
+    finally:
+        for linear in linears:
+            linear.swap_base()

@@ -1,0 +1,104 @@
+"""The product of a linear layer that has low-rank factors: y = x·Wᵀ + s·(x·Aᵀ)·Bᵀ, and its gradients."""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megarl.mcore.kernels.linear import gather_tokens, input_gradient, matmul, weight_gradient
+
+
+class LowRankProduct(NamedTuple):
+    """How a layer multiplies; factors are passed as [(A [r, K], B [n, r])], one pair per projection.
+
+    Under tensor parallelism a column-parallel layer holds its rows of B and the whole A; a row-parallel one its columns
+    of A and the whole B. What is whole gets a part of its gradient on each rank; `group` adds them up.
+    """
+
+    rows: tuple[slice | Tensor, ...]  # of the output, for each projection
+    scale: float
+    is_merged: bool  # the weight is W + s·B·A; else the factors' product is added to the output
+    is_row_parallel: bool
+    group: object  # tensor-parallel ranks of the layer
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, factors: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """[…, K] -> […, N]. Rollout and training call it, so their results are equal."""
+        output = matmul(x, weight, bias)
+        for rows, (a, b) in zip(self.rows, factors, strict=True) if not self.is_merged else ():
+            change = matmul(matmul(x, a), b).mul_(self.scale)
+            if isinstance(rows, slice):
+                output[..., rows] += change
+            else:
+                output.index_add_(-1, rows, change)
+        return output
+
+    def projected_gradients(self, grad: Tensor, factors: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """Output gradient […, N] -> for each projection its columns g […, n], and s·g·B […, r]."""
+        parts = [grad[..., rows].contiguous() for rows in self.rows]
+        return [(g, input_gradient(g, b).mul_(self.scale)) for g, (_, b) in zip(parts, factors, strict=True)]
+
+    def factor_gradients(
+        self, projected: list[tuple[Tensor, Tensor]], x: Tensor, factors: list[tuple[Tensor, Tensor]]
+    ) -> list[Tensor]:
+        """[dA, dB, dA, dB, …]: dA = s·(g·B)ᵀ·x and dB = s·gᵀ·(x·Aᵀ), summed over tensor-parallel ranks if whole."""
+        grads = []
+        for (g, gb), (a, _) in zip(projected, factors, strict=True):
+            grads += [weight_gradient(gb, x), weight_gradient(g, matmul(x, a)).mul_(self.scale)]
+        whole = grads[1::2] if self.is_row_parallel else grads[::2]
+        if dist.get_world_size(self.group) > 1:
+            flat = torch.cat([part.flatten() for part in whole])
+            dist.all_reduce(flat, group=self.group)
+            for part, total in zip(whole, flat.split([part.numel() for part in whole]), strict=True):
+                part.copy_(total.view(part.shape))
+        return grads
+
+
+class _AdaptedLinear(torch.autograd.Function):
+    """A linear layer whose weight gets no gradient, only its factors do."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, product, sums_input_gradient, sequence_parallel, *factors):
+        """Arguments as of `kernels.linear`; `factors` are A, B, A, B, …"""
+        ctx.save_for_backward(x, weight, *factors)
+        ctx.product, ctx.sums_input_gradient, ctx.sequence_parallel = product, sums_input_gradient, sequence_parallel
+        x = gather_tokens(x, product.group) if sequence_parallel else x
+        return product.forward(x, weight, bias, _pairs(factors))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        """Overlaps the collective of the input gradient with the factors' gradients."""
+        x, weight, *flat = ctx.saved_tensors
+        product, factors, grad_x, handle = ctx.product, _pairs(flat), None, None
+        projected = product.projected_gradients(grad, factors)
+        if ctx.needs_input_grad[0]:
+            grad_x = whole = input_gradient(grad, weight)
+            for (_, gb), (a, _) in zip(projected, factors, strict=True) if not product.is_merged else ():
+                whole += input_gradient(gb, a)
+            if ctx.sequence_parallel:
+                grad_x = whole.new_empty(len(whole) // dist.get_world_size(product.group), *whole.shape[1:])
+                handle = dist.reduce_scatter_tensor(grad_x, whole, group=product.group, async_op=True)
+            elif ctx.sums_input_gradient:
+                handle = dist.all_reduce(grad_x, group=product.group, async_op=True)
+        x = gather_tokens(x, product.group) if ctx.sequence_parallel else x
+        grads = product.factor_gradients(projected, x, factors)
+        if handle is not None:
+            handle.wait()
+        return grad_x, None, None, None, None, None, *grads
+
+
+def _pairs(flat) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(flat[::2], flat[1::2], strict=True))
+
+
+def adapted_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, product: LowRankProduct, factors: list[tuple[Tensor, Tensor]],
+    sums_input_gradient: bool, sequence_parallel: bool,
+) -> Tensor:  # fmt: skip
+    """[…, K], under sequence parallelism this rank's [T/t, …, K] -> […, N]; only the factors get gradients."""
+    if torch.is_grad_enabled():
+        flat = [tensor for pair in factors for tensor in pair]
+        return _AdaptedLinear.apply(x, weight, bias, product, sums_input_gradient, sequence_parallel, *flat)
+    return product.forward(gather_tokens(x, product.group) if sequence_parallel else x, weight, bias, factors)

@@ -1,0 +1,51 @@
+"""Which rows of Megatron's fused layers the projections of PEFT's names are.
+
+`linear_qkv` keeps, for each key and value group, R·D rows of q, D of k and D of v; `linear_fc1` all gate rows, then all
+up rows. A rank's rows have the same order.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LINEARS = {
+    "self_attention.linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "self_attention.linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+ROW_PARALLEL = ("o_proj", "down_proj")  # their inputs are split over tensor-parallel ranks, not their outputs
+
+
+class Projection(NamedTuple):
+    """One of PEFT's modules inside a linear layer of this rank."""
+
+    name: str
+    rows: slice | Tensor  # of the layer's output on this rank
+
+
+def projections_of(linear: str, layer, args, targets: tuple[str, ...]) -> list[Projection]:
+    """The targeted projections of a layer; [] if it has none.
+
+    Args:
+        linear: the layer's name in the model.
+        layer: Megatron's column- or row-parallel linear layer.
+        args: the role's Megatron namespace.
+    """
+    names = next((names for suffix, names in LINEARS.items() if linear.endswith(suffix)), ())
+    count = len(layer.weight)
+    if names == LINEARS["self_attention.linear_qkv"]:
+        groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+        rows = _rows_of_heads(count, args.num_attention_heads // groups, args.kv_channels, layer.weight.device)
+    elif len(names) == 2 and args.swiglu:
+        rows = [slice(0, count // 2), slice(count // 2, count)]
+    else:
+        names, rows = names[-1:], [slice(0, count)]
+    return [Projection(name, of_name) for name, of_name in zip(names, rows, strict=True) if name in targets]
+
+
+def _rows_of_heads(count: int, queries: int, channels: int, device) -> list[Tensor]:
+    """Rows of q, k and v among `count` rows; `queries` query heads share a key and a value head."""
+    grouped = torch.arange(count, device=device).view(-1, queries + 2, channels)
+    return [grouped[:, part].flatten() for part in (slice(0, queries), queries, queries + 1)]

@@ -1,0 +1,147 @@
+"""Low-rank factors in every parallel layout: gradients of the dense computation, frozen weights, equal numbers."""
+
+import functools
+
+import pytest
+import torch
+
+from tests.helpers.layouts import CP2, DENSE, EP2, MOE, PP2, RECOMPUTE, SP, TP2, VP2
+from tests.helpers.lora_models import (
+    LORA,
+    SCALE,
+    draw_factors,
+    trainable,
+    trained_state,
+    update_once,
+    whole_gradients,
+)
+from tests.helpers.updates import whole_weights
+from tests.helpers.worlds import run_world
+
+CHANNELS, QUERIES = 16, 2  # of the tiny llama: two groups of two query heads
+LAYOUTS = {
+    "one": (1, DENSE, ""),
+    "tp2": (2, DENSE, TP2),
+    "tp2-sp": (2, DENSE, f"{TP2} {SP}"),
+    "pp2": (2, DENSE, PP2),
+    "pp2-vp2": (2, DENSE, f"{PP2} {VP2}"),
+    "dp2": (2, DENSE, ""),
+    "cp2": (2, DENSE, CP2),
+    "tp2-pp2": (4, DENSE, f"{TP2} {PP2}"),
+    "tp2-sp-recompute": (2, DENSE, f"{TP2} {SP} {RECOMPUTE}"),
+    "moe": (1, MOE, ""),
+    "ep2": (2, MOE, EP2),
+    "tp2-sp-moe": (2, MOE, f"{TP2} {SP}"),
+    "tp2-ep2-sp": (4, MOE, f"{TP2} {SP} {EP2}"),
+}
+
+
+def low_rank(rank: int, flags: str):
+    """(weights with factors, factors, their gradients, loss, norm) of a model with drawn factors."""
+    model, place = trainable(f"{flags} --clip-grad 0 {LORA}")
+    draw_factors(model.model)
+    groups = place.pg_collection
+    weights = whole_weights(model.model, groups)
+    factors = whole_weights(model.model, groups, trained_state)
+    numbers = update_once(model, place)
+    return weights, factors, whole_gradients(model.model, groups, trained_state), *numbers
+
+
+def dense(rank: int, flags: str):
+    """(loss, gradients of all weights) of full fine-tuning from the weights that contain the factors."""
+    adapted, place = trainable(f"{flags} --clip-grad 0 {LORA}")
+    draw_factors(adapted.model)
+    model, _ = trainable(f"{flags} --clip-grad 0")
+    for chunk, other in zip(model.model, adapted.model, strict=True):
+        state = {name: value for name, value in other.state_dict().items() if not name.startswith("adapter.")}
+        chunk.load_state_dict(state)
+    loss, _ = update_once(model, place)
+    return loss, whole_gradients(model.model, place.pg_collection)
+
+
+@functools.cache
+def of_one_rank(shape: str):
+    return run_world(low_rank, 1, shape)[0], run_world(dense, 1, shape)[0]
+
+
+def rows_of(projection: str, count: int):
+    """Rows of a projection among the `count` rows of the whole fused weight."""
+    if projection in ("q_proj", "k_proj", "v_proj"):
+        grouped = torch.arange(count).view(-1, QUERIES + 2, CHANNELS)
+        return grouped[:, {"q_proj": slice(0, QUERIES), "k_proj": QUERIES, "v_proj": QUERIES + 1}[projection]].flatten()
+    halves = {"gate_proj": slice(0, count // 2), "up_proj": slice(count // 2, count)}
+    return torch.arange(count)[halves.get(projection, slice(0, count))]
+
+
+def expected_gradients(factors: dict, gradients: dict) -> dict:
+    """dA = s·Bᵀ·dW and dB = s·dW·Aᵀ for every pair of factors, stacked over experts."""
+    found = {}
+    for key in (key for key in factors if key.endswith(".lora_A")):
+        a, b = factors[key], factors[key.removesuffix("A") + "B"]
+        _, layers, number, *middle, projection, _ = key.removeprefix("lora.").split(".")
+        name = ".".join(middle).replace("local_experts", "experts") + ".weight"
+        stacked = f"decoder.{layers}.{name}"
+        whole = (
+            gradients[stacked][int(number)] if stacked in gradients else gradients[f"decoder.layers.{number}.{name}"]
+        )
+        dw = whole[..., rows_of(projection, whole.shape[-2]), :]
+        found[key] = SCALE * b.mT @ dw
+        found[key.removesuffix("A") + "B"] = SCALE * dw @ a.mT
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_equal_those_of_the_dense_computation(layout):
+    size, shape, flags = LAYOUTS[layout]
+    (one_weights, one_factors, _, _, one_norm), (dense_loss, gradients) = of_one_rank(shape)
+    expected = expected_gradients(one_factors, gradients)
+    for weights, factors, found, loss, norm in run_world(low_rank, size, f"{shape} {flags}"):
+        assert weights.keys() == one_weights.keys() and factors.keys() == one_factors.keys()
+        assert all(torch.equal(weights[key], weight) for key, weight in one_weights.items())
+        assert all(torch.equal(factors[key], factor) for key, factor in one_factors.items())
+        assert found.keys() == expected.keys() and len(found) == 2 * 7 * 4
+        for key, gradient in expected.items():
+            assert gradient.abs().max() > 1e-4, key
+            assert (found[key] - gradient).abs().max() <= 2e-6 * max(1, float(gradient.abs().max())), key
+        assert loss == pytest.approx(dense_loss, rel=1e-5, abs=2e-6)
+        norm_of_dense = torch.stack([g.double().square().sum() for g in expected.values()]).sum().sqrt()
+        assert norm == pytest.approx(float(norm_of_dense), rel=1e-5) and norm == pytest.approx(one_norm, rel=1e-5)
+
+
+def several_updates(rank: int, flags: str, value_head: bool = False):
+    """(weights under the factors before, after, weights with factors after, trained state after) three updates."""
+    from megarl.mcore.lora import adapter
+
+    model, place = trainable(f"{flags} {LORA}", value_head)
+    groups = place.pg_collection
+    before = whole_weights(model.model, groups)
+    for _ in range(3):
+        update_once(model, place, value_head=value_head)
+    with adapter.base_weights(model.model):
+        after = whole_weights(model.model, groups)
+    return before, after, whole_weights(model.model, groups), whole_weights(model.model, groups, trained_state)
+
+
+@pytest.mark.parametrize("value_head", [False, True])
+@pytest.mark.parametrize("flags", ["", "--use-distributed-optimizer", "--bf16"])
+def test_only_the_factors_and_a_scalar_head_change(flags, value_head):
+    ((before, after, merged, trained),) = run_world(several_updates, 1, f"{DENSE} {flags}", value_head)
+    heads = {"output_layer.weight", "output_layer.bias"} if value_head else set()
+    for key, weight in before.items():
+        assert torch.equal(after[key], weight) == (key not in heads), key
+    changed = {key for key in before if not torch.equal(merged[key], before[key])}
+    linears = {key for key in before if "linear_" in key and "norm" not in key}
+    assert changed == heads | (set() if "bf16" in flags else linears) and len(linears) == 4
+    assert {key for key in trained if not key.startswith("lora.")} == heads
+    assert all(trained[key].any() for key in trained if value_head is False)
+
+
+@pytest.mark.parametrize("layout", ["tp2-sp", "pp2-vp2", "dp2", "tp2-ep2-sp"])
+def test_updates_do_not_depend_on_the_layout(layout):
+    size, shape, flags = LAYOUTS[layout]
+    options = "--use-distributed-optimizer"
+    ((_, _, one_merged, one_trained),) = run_world(several_updates, 1, f"{shape} {options}")
+    for before, after, merged, trained in run_world(several_updates, size, f"{shape} {flags} {options}"):
+        assert all(torch.equal(after[key], weight) for key, weight in before.items())
+        assert max(float((merged[key] - weight).abs().max()) for key, weight in one_merged.items()) <= 5e-6
+        assert max(float((trained[key] - factor).abs().max()) for key, factor in one_trained.items()) <= 5e-6
