@@ -12,8 +12,8 @@ import re
 from pathlib import Path
 
 from megarl.arguments import RoleSettings, RunConfig
-from megarl.checkpoint import folders, run_state
-from megarl.checkpoint.pretrained import CheckpointWeights, PretrainedWeights, folder_weights
+from megarl.checkpoint import folders
+from megarl.checkpoint.pretrained import CheckpointWeights, PretrainedWeights, checkpoint_weights, folder_weights
 from megarl.comm.role_mesh import RoleGroups
 from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
@@ -39,8 +39,6 @@ class EvaluationInputs:
         s, actor = config.settings, config.roles["actor"]
         check_required({"--load or --hf-model": s.load or actor.hf_model, "--eval-prompts": s.eval_prompts})
         check_required({"--tokenizer-model": actor.tokenizer_model})
-        if other := actor.megatron.pretrained_checkpoint:
-            raise UsageError(f"--pretrained-checkpoint {other}: weights come from --load; leave it out")
         check_save(s)
         encoder = build_role_encoder(actor, s)
         self.tokenizer = encoder.tokenizer
@@ -51,10 +49,13 @@ class EvaluationInputs:
         self.vocab_size = actor.model_vocab_size(self.tokenizer.vocab_size)
         self.checkpoint, self.weights = None, None
         if s.load:
-            self.checkpoint = run_state.find_weights(s.load, "--load", "actor", actor.megatron, self.vocab_size)
-            self.weights = CheckpointWeights(self.checkpoint)
+            self.weights = checkpoint_weights(s.load, "--load", actor, self.vocab_size)
+            self.checkpoint = self.weights.folder
         else:
             self.weights = folder_weights(actor)
+        other = actor.megatron.pretrained_checkpoint
+        if other and (not s.load or isinstance(self.weights, CheckpointWeights)):  # it may be under low-rank factors
+            raise UsageError(f"--pretrained-checkpoint {other}: weights come from --load; leave it out")
 
     def source(self) -> dict:
         """Where the weights come from, for the results."""

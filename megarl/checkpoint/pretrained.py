@@ -4,9 +4,14 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from megarl.arguments import RoleSettings
-from megarl.checkpoint import run_state
+from megarl.checkpoint import adapters, folders, run_state
+from megarl.errors import UsageError
+from megarl.lora import LoRASettings
+from megarl.mcore.lora.stored import load_factors
 from megarl.mcore.weights.hf.import_weights import import_weights
 from megarl.mcore.weights.hf.weight_map import WeightMap
+
+BASES = ("actor", "reward")  # roles whose weights may be under factors
 
 
 class PretrainedWeights(Protocol):
@@ -25,6 +30,26 @@ class CheckpointWeights(NamedTuple):
     def load(self, stages, pg_collection, optimizer=None):
         """Loads them in any layout."""
         run_state.load_weights(self.folder, stages, pg_collection, self.source, optimizer)
+
+
+class FactorWeights(NamedTuple):
+    """A checkpoint of low-rank factors, with the weights that they are added to."""
+
+    folder: Path
+    source: str  # role whose factors they are
+    lora: LoRASettings
+    role: RoleSettings  # that they are loaded for
+    base: PretrainedWeights | None  # None: drawn from the seed
+
+    def load(self, stages, pg_collection, optimizer=None):
+        """Loads the weights, then adds the factors to them; a frozen model keeps factors of 16 bits apart."""
+        if self.base is not None:
+            self.base.load(stages, pg_collection)
+        load_factors(
+            self.folder, self.source, self.lora, stages, self.role.megatron, pg_collection, is_frozen=optimizer is None
+        )
+        if optimizer is not None:
+            optimizer.reload_model_params()
 
 
 class FolderWeights(NamedTuple):
@@ -55,8 +80,7 @@ def find_pretrained(
         UsageError: no such checkpoint or folder, or a model of other shapes.
     """
     if path := role.megatron.pretrained_checkpoint:
-        flag = "--pretrained-checkpoint"
-        return CheckpointWeights(run_state.find_weights(path, flag, role.name, role.megatron, vocab_size, sources))
+        return checkpoint_weights(path, "--pretrained-checkpoint", role, vocab_size, sources)
     return folder_weights(role, value_head) if role.hf_model else None
 
 
@@ -65,3 +89,42 @@ def folder_weights(role: RoleSettings, value_head: bool = False) -> FolderWeight
     weight_map = WeightMap(role.hf_model, role.megatron, value_head)
     weight_map.check()
     return FolderWeights(weight_map)
+
+
+def checkpoint_weights(
+    path: str, flag: str, role: RoleSettings, vocab_size: int, sources: tuple[str, ...] = ("actor",)
+) -> CheckpointWeights | FactorWeights:
+    """The weights in a checkpoint; arguments and errors as of `run_state.find_weights`.
+
+    The weights under low-rank factors are those of the role's flags; without flags, those that the factors were trained
+    on. Raises UsageError if these are gone.
+    """
+    folder = folders.find(path, flag)
+    source = folders.source_of(folder, flag)
+    stored = adapters.stored_factors(folder, flag, source)
+    if stored is None:
+        return CheckpointWeights(run_state.find_weights(path, flag, role.name, role.megatron, vocab_size, sources))
+    run_state.check_source(path, flag, role.name, source, sources)
+    shapes = adapters.checkpoint_shapes(source, role.megatron, stored.lora, value_head=source == "reward")
+    folders.check_weights(folder, flag, role.name, shapes)
+    return FactorWeights(folder, source, stored.lora, role, _base(folder, flag, role, vocab_size, stored.base))
+
+
+def _base(
+    folder: Path, flag: str, role: RoleSettings, vocab_size: int, stored: adapters.BaseSource
+) -> PretrainedWeights | None:
+    """The weights under the factors of a checkpoint."""
+    given = role.megatron.pretrained_checkpoint
+    path = given if given and flag != "--pretrained-checkpoint" else stored.pretrained_checkpoint
+    if path is not None:
+        return checkpoint_weights(path, f"{flag} {folder}: --pretrained-checkpoint", role, vocab_size, BASES)
+    if role.hf_model is not None:
+        return folder_weights(role)
+    if stored.hf_model is not None:
+        raise UsageError(f"{flag} {folder}: has low-rank factors of the weights in {stored.hf_model}; give --hf-model")
+    if stored.seed != role.megatron.seed:
+        raise UsageError(
+            f"{flag} {folder}: has low-rank factors of weights drawn from --seed {stored.seed}; the flags give "
+            f"{role.megatron.seed}"
+        )
+    return None

@@ -63,13 +63,18 @@ def find_weights(path: str, flag: str, role: str, args, vocab_size: int, sources
     """
     folder = folders.find(path, flag)
     source = folders.source_of(folder, flag)
+    check_source(path, flag, role, source, sources)
+    shapes = gpt.weight_shapes(source, args, vocab_size, value_head=source == "reward")
+    folders.check_weights(folder, flag, role, shapes)
+    return folder
+
+
+def check_source(path: str, flag: str, role: str, source: str, sources: tuple[str, ...]):
+    """UsageError unless the role whose weights a checkpoint holds is one of `sources`."""
     if source not in sources:
         kinds = {"actor": "a policy (of train_sft or train_rl)", "reward": "a reward model (of train_reward)"}
         allowed = " or ".join(kinds[name] for name in sources)
         raise UsageError(f"{flag} {path}: holds {kinds[source]}; {role} starts from {allowed}")
-    shapes = gpt.weight_shapes(source, args, vocab_size, value_head=source == "reward")
-    folders.check_weights(folder, flag, role, shapes)
-    return folder
 
 
 def load_weights(folder: Path, stages, pg_collection, source: str | None = None, optimizer=None):

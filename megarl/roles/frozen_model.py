@@ -1,4 +1,4 @@
-"""A model without optimizer: the reference model, and each reward model."""
+"""A model that is not trained: the reference model, and each reward model."""
 
 import functools
 
@@ -9,10 +9,11 @@ from megarl.batch import Batch
 from megarl.checkpoint.pretrained import PretrainedWeights
 from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups
+from megarl.mcore.lora import adapter
 from megarl.mcore.memory import offload
 from megarl.mcore.model import gpt
 from megarl.observe.timers import Timers
-from megarl.roles.trainable_model import forward_only
+from megarl.roles.trainable_model import TrainableModel, forward_only
 from megarl.router_replay.router_state import RouterState
 
 
@@ -42,3 +43,18 @@ class FrozenModel:
             results = forward_only(self.model, microbatches, forward, self.role_groups.pg_collection)
         self.router_state.add_statistics(microbatches, trained=False)
         return results
+
+
+class BaseModel(FrozenModel):
+    """The weights under a trained model's low-rank factors: they need no second model."""
+
+    def __init__(self, role: RoleSettings, trained: TrainableModel):
+        """`trained`: the model with the factors, in this role's layout."""
+        self.role, self.role_groups, self.model = role, trained.role_groups, trained.model
+        self.router_state = RouterState(role, self.role_groups, self.model)
+        self.offload, self._offload_of_trained = offload.Offload({}), trained.offload
+
+    def forward_only(self, batch: Batch, forward) -> list:
+        """Same as of `FrozenModel`, to the last bit."""
+        with self._offload_of_trained.present("weights"), adapter.base_weights(self.model):
+            return super().forward_only(batch, forward)

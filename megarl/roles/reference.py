@@ -5,10 +5,24 @@ from megarl.batch import Batch
 from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import StepBatch
+from megarl.mcore.config import supported_flags
 from megarl.mcore.model import forward_pass
 from megarl.mcore.weights import dist_checkpoint
 from megarl.observe.timers import Timers
-from megarl.roles.frozen_model import FrozenModel
+from megarl.roles.frozen_model import BaseModel, FrozenModel
+from megarl.roles.trainable_model import TrainableModel
+
+
+def shares_base(actor: RoleSettings, reference: RoleSettings | None) -> bool:
+    """Whether the reference is the model under the actor's low-rank factors, on the same ranks in the same layout."""
+    if reference is None or actor.lora is None or actor.ranks != reference.ranks:
+        return False
+    args = actor.megatron
+    if args.moe_router_enable_expert_bias and args.moe_router_bias_update_rate:  # then the routers change
+        return False
+    described = [{n: v for n, v in vars(r.megatron).items() if n not in supported_flags.training()} for r in
+                 (actor, reference)]  # fmt: skip
+    return described[0] == described[1] and actor.hf_model == reference.hf_model
 
 
 class Reference:
@@ -18,11 +32,18 @@ class Reference:
     outputs = ("reference_logprobs",)
 
     def __init__(
-        self, settings: Settings, role: RoleSettings | None, role_groups: RoleGroups, vocab_size: int, timers: Timers
-    ):
-        self.role = role
+        self, settings: Settings, role: RoleSettings | None, role_groups: RoleGroups, vocab_size: int, timers: Timers,
+        policy: TrainableModel | None = None,
+    ):  # fmt: skip
+        """`policy`: the actor, if the reference is the model under its low-rank factors (`shares_base`)."""
+        self.role, self.is_shared = role, policy is not None
         self.settings, self.role_groups, self.timers, self.vocab_size = settings, role_groups, timers, vocab_size
-        self.frozen_model = FrozenModel(role, role_groups, vocab_size, timers) if role_groups.is_member else None
+        self.frozen_model = None
+        if role_groups.is_member:
+            is_own = policy is None
+            self.frozen_model = (
+                FrozenModel(role, role_groups, vocab_size, timers) if is_own else BaseModel(role, policy)
+            )
         self.metrics: dict[str, float] = {}
 
     def logprobs(self, step_batch: StepBatch):

@@ -11,7 +11,7 @@ from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups
 from megarl.errors import UsageError
 from megarl.mcore.attention import packing
-from megarl.mcore.lora import adapter
+from megarl.mcore.lora import adapter, stored
 from megarl.mcore.memory import offload
 from megarl.mcore.model import forward_pass, gpt
 from megarl.mcore.parallel import pipeline
@@ -61,6 +61,7 @@ class TrainableModel:
         self.wrapped = optimizer.wrap_for_training(self.model, role.megatron, role_groups.pg_collection)
         self.optimizer = optimizer.build_optimizer(self.wrapped, role.megatron, role_groups.pg_collection)
         self.scheduler = optimizer.build_scheduler(self.optimizer, role.megatron, updates)
+        self._base_fingerprint: str | None = None  # of the weights under low-rank factors
         self.router_state = RouterState(role, role_groups, self.model)
         self.offload = offload.Offload({})
         if role.offload:
@@ -82,6 +83,7 @@ class TrainableModel:
         with self.offload.present("weights", "optimizer", changed=True):
             weights.load(self.model, self.role_groups.pg_collection, self.optimizer)
             adapter.set_base(self.model)
+            self._base_fingerprint = None
 
     def export_hf(self, folder: Path):
         """Writes the model as a Hugging Face folder like the one it came from. A collective of the role."""
@@ -131,6 +133,7 @@ class TrainableModel:
     def state(self, extra: dict, loading: bool = False) -> dict:
         """The role's checkpoint state with picklable `extra` of the caller; `loading`: as a template to fill."""
         plain = {"scheduler": self.scheduler.state_dict(), **extra}
+        plain |= self._fingerprint()
         with self.offload.present("weights", "optimizer"):  # a distributed optimizer gathers its state
             state = dist_checkpoint.role_state(
                 self.role.name, self.model, self.optimizer, plain, self.role_groups.pg_collection, self.role.ranks,
@@ -138,8 +141,22 @@ class TrainableModel:
             )  # fmt: skip
         return self.offload.on_host(state)
 
+    def _fingerprint(self) -> dict[str, str]:
+        """Identifies in a checkpoint the weights under low-rank factors; {} without factors. Collective."""
+        if self.role.lora and self._base_fingerprint is None:
+            with self.offload.present("weights"):
+                self._base_fingerprint = stored.base_fingerprint(self.model, self.role_groups.pg_collection)
+        return {stored.FINGERPRINT: self._base_fingerprint} if self.role.lora else {}
+
     def restore(self, loaded: dict) -> dict:
-        """Loads the filled state of `state(..., loading=True)`; returns the caller's `extra`."""
+        """Loads the filled state of `state(..., loading=True)`; returns the caller's `extra`.
+
+        Raises:
+            UsageError: another schedule, or other weights under the low-rank factors.
+        """
+        for name, found in self._fingerprint().items():
+            groups = self.role_groups.pg_collection
+            stored.check_fingerprint(loaded["plain"].pop(name), found, self.role.name, groups)
         with self.offload.present("weights", "optimizer", changed=True):
             # Low-rank factors are loaded onto weights that come from elsewhere.
             dist_checkpoint.load_weights(self.model, loaded["model"], strict=not adapter.adapted_linears(self.model))

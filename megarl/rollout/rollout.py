@@ -14,6 +14,7 @@ from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.mcore.inference.engine import Completion, GenerationRequest, RequestList, RolloutEngine
+from megarl.mcore.lora import adapter
 from megarl.mcore.memory.offload import KVCacheInGradBuffer
 from megarl.mcore.model import gpt
 from megarl.mcore.moe.routing import NO_ROUTE
@@ -55,6 +56,12 @@ class Rollout:
         elif self.role_groups.is_member:
             self.model = gpt.build_frozen_model(role.megatron, vocab_size, self.role_groups.pg_collection)
         if role.model_role == self.name and (trained is not None or self.model is not None):
+            if trained is not None and adapter.are_apart(trained):
+                raise UsageError(
+                    "--load: in 16 bits the rollout must run on the ranks and in the layout of the policy: a transfer "
+                    "of its weights would lose the low-rank factors",
+                    speaker=mesh["actor"].ranks.start,
+                )
             self._group = mesh.ranks_group("actor", self.name)
             source = LocalWeights(trained, mesh["actor"].pg_collection)
             destination = LocalWeights(self.model, self.role_groups.pg_collection)

@@ -3,8 +3,7 @@
 import os
 
 from megarl.arguments import RoleSettings, RunConfig
-from megarl.checkpoint import run_state
-from megarl.checkpoint.pretrained import CheckpointWeights, PretrainedWeights, folder_weights
+from megarl.checkpoint.pretrained import PretrainedWeights, checkpoint_weights, folder_weights
 from megarl.comm.role_mesh import RoleGroups
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
@@ -49,11 +48,7 @@ class RewardFactory:
                 raise role.hf_model.folder.error("a language model; a reward model is a …ForSequenceClassification")
             return [folder_weights(role, value_head=True)]
         vocab_size = role.model_vocab_size(self.encoder.tokenizer.vocab_size)
-        model = "reward", role.megatron, vocab_size
-        return [
-            CheckpointWeights(run_state.find_weights(path, FLAG, *model, sources=("reward",)))
-            for path in paths.split(",")
-        ]
+        return [checkpoint_weights(path, FLAG, role, vocab_size, sources=("reward",)) for path in paths.split(",")]
 
     def role(self, role_groups: RoleGroups, tokenizer: Tokenizer, timers: Timers) -> Reward:
         """Builds the reward role on this rank; `tokenizer` is the policy's. A collective of the role."""

@@ -3,17 +3,17 @@
 from collections.abc import Iterator
 
 from megarl.arguments import RoleSettings, RunConfig, Settings
-from megarl.checkpoint import folders, run_state
+from megarl.checkpoint import adapters, folders, run_state
 from megarl.checkpoint.pretrained import PretrainedWeights, find_pretrained
 from megarl.comm.step_batch import StepBatch
 from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
-from megarl.mcore.model import gpt, pipeline_layout
+from megarl.mcore.model import pipeline_layout
 from megarl.observe.timers import Timers
 from megarl.roles.actor import Actor
 from megarl.roles.advantage_computer import AdvantageComputer
 from megarl.roles.critic import Critic
-from megarl.roles.reference import Reference
+from megarl.roles.reference import Reference, shares_base
 from megarl.rollout.batcher import RolloutBatcher
 from megarl.rollout.rollout import Rollout
 from megarl.router_replay.replay import RoutingReplay
@@ -48,14 +48,12 @@ class RLInputs:
         check_vocabulary(config.roles["actor"], tokens)
         for role in filter(None, map(config.roles.get, ("critic", "reference"))):  # a policy may sample any of its rows
             check_vocabulary(role, config.roles["actor"].model_vocab_size(tokens))
-        self.pretrained = {} if s.load else _find_pretrained(config.roles, tokens)
+        saved = [r for r in _models_of(config.roles) if r.name != "reference" or _saves_reference(config.roles)]
+        self.pretrained = _find_pretrained(config.roles, tokens, saved if s.load else [])
         self.resume = None
         if s.load:
-            models = [config.roles[name] for name in CHECKPOINTED_ROLES if name in config.roles]
-            shapes = {
-                role.name: gpt.weight_shapes(role.name, role.megatron, role.model_vocab_size(tokens), resumes=True)
-                for role in models
-            }
+            adapters.check_factors(s.load, "--load", saved)
+            shapes = {role.name: adapters.resume_shapes(role, role.model_vocab_size(tokens)) for role in saved}
             self.resume = folders.check_resume(s.load, "train_rl", s.train_iters, shapes)
 
 
@@ -64,6 +62,10 @@ def _check_rollout(s: Settings, roles: dict[str, RoleSettings]):
     if s.verify_weights and rollout.model_role != "rollout":
         raise UsageError(
             "--verify-weights: the rollout shares the actor's weights, so there is no weight sync to verify"
+        )
+    if roles["actor"].lora and rollout.model_role == "rollout" and roles["actor"].megatron.params_dtype.itemsize < 4:
+        raise UsageError(
+            "--lora-rank: in 16 bits the rollout must run on the actor's ranks and layout: its weights have no factors"
         )
     if s.one_step_off and not ranks.isdisjoint(roles["actor"].ranks):
         raise UsageError("--one-step-off: needs a rollout in --role-map on other ranks than the actor")
@@ -83,10 +85,22 @@ def _check_replay(config: RunConfig):
         )
 
 
-def _find_pretrained(roles: dict[str, RoleSettings], tokens: int) -> dict[str, PretrainedWeights]:
-    """The initial weights of roles that do not draw them; a critic may start from a reward model."""
+def _models_of(roles: dict[str, RoleSettings]) -> list[RoleSettings]:
+    return [roles[name] for name in CHECKPOINTED_ROLES if name in roles]
+
+
+def _saves_reference(roles: dict[str, RoleSettings]) -> bool:
+    """Whether checkpoints hold the reference; beside low-rank factors of the actor they hold no other weights."""
+    return "reference" in roles and roles["actor"].lora is None
+
+
+def _find_pretrained(
+    roles: dict[str, RoleSettings], tokens: int, saved: list[RoleSettings]
+) -> dict[str, PretrainedWeights]:
+    """The initial weights of roles that neither draw them nor load them from a checkpoint of the run, which has those
+    of `saved`, except for the weights under low-rank factors. A critic may start from a reward model."""
     found = {}
-    for role in filter(None, map(roles.get, CHECKPOINTED_ROLES)):
+    for role in (role for role in _models_of(roles) if role.lora or role not in saved):
         is_critic = role.name == "critic"
         sources = ("actor", "reward") if is_critic else ("actor",)
         found[role.name] = find_pretrained(role, role.model_vocab_size(tokens), sources, value_head=is_critic)
@@ -108,10 +122,9 @@ class RLTrainer(Trainer):
         self._is_best = False  # whether the step's evaluation is the best so far
         self._accuracy_before: float | None = None  # on held-out prompts, on rank 0
         self._accuracy_after: float | None = None
+        self._load_pretrained()
         if inputs.resume:
             self._resume()
-        else:
-            self._load_pretrained()
         self.rollout.sync_weights()
         self.open(resumed=bool(inputs.resume))
         if not inputs.resume and self.evaluator:
@@ -125,7 +138,8 @@ class RLTrainer(Trainer):
         self.actor = Actor(s, roles["actor"], mesh["actor"], sizes["actor"], config.policy_loss, timers)
         self.critic = Critic(s, roles.get("critic"), mesh["critic"], sizes.get("critic"), timers)
         self.reward = inputs.reward_factory.role(mesh["reward"], self.tokenizer, timers)
-        self.reference = Reference(s, roles.get("reference"), mesh["reference"], sizes.get("reference"), timers)
+        shared = self.actor.trainable_model if shares_base(roles["actor"], roles.get("reference")) else None
+        self.reference = Reference(s, roles.get("reference"), mesh["reference"], sizes.get("reference"), timers, shared)
         self.advantages = AdvantageComputer(s, config.estimator, mesh["actor"], timers)
         policy = self.actor.trainable_model
         trained, cache = (policy.model, policy.cache_in_grad_buffer) if policy else (None, None)
@@ -155,7 +169,7 @@ class RLTrainer(Trainer):
     def _load_pretrained(self):
         models = self._models()
         for name, weights in self.inputs.pretrained.items():
-            if name in models:
+            if name in models and not (name == "reference" and self.reference.is_shared):
                 models[name].load_pretrained(weights)
 
     def _evaluate_before_training(self):
@@ -245,7 +259,7 @@ class RLTrainer(Trainer):
             states["actor"] = self.actor.trainable_model.state(extra, loading)
         if self.critic.trainable_model:
             states["critic"] = self.critic.trainable_model.state({}, loading)
-        if self.reference.frozen_model:
+        if self.reference.frozen_model and _saves_reference(self.config.roles):
             states["reference"] = self.reference.state()
         return states
 

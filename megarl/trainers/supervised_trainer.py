@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megarl.arguments import RunConfig, Settings
 from megarl.batch import Batch, common_prefix_lengths
-from megarl.checkpoint import folders, run_state
+from megarl.checkpoint import adapters, folders, run_state
 from megarl.checkpoint.pretrained import find_pretrained
 from megarl.comm import load_balance
 from megarl.comm import microbatches as mb
@@ -17,7 +17,6 @@ from megarl.data.order import PromptOrder
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.errors import UsageError
 from megarl.mcore import device
-from megarl.mcore.model import gpt
 from megarl.observe.timers import Timers
 from megarl.roles.trainable_model import TrainableModel
 from megarl.trainers.setup import (
@@ -177,10 +176,10 @@ class SupervisedInputs:
         self.examples, self.held_out = trainer.read(load_prompts(s.prompts, "--prompts"), encoder, config), []
         if s.eval_prompts:
             self.held_out = trainer.read(load_prompts(s.eval_prompts, "--eval-prompts"), encoder, config)
-        model = (task.role, role.megatron, self.vocab_size)
         self.pretrained = self.resume = None
-        if not s.load:
+        if not s.load or role.lora:  # a checkpoint of low-rank factors does not hold the weights under them
             self.pretrained = find_pretrained(role, self.vocab_size, task.sources, task.value_head)
         if s.load:
-            shapes = {task.role: gpt.weight_shapes(*model, resumes=True, value_head=task.value_head)}
+            adapters.check_factors(s.load, "--load", [role])
+            shapes = {task.role: adapters.resume_shapes(role, self.vocab_size, task.value_head)}
             self.resume = folders.check_resume(s.load, task.program, s.train_iters, shapes)

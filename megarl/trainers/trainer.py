@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.arguments import RunConfig
-from megarl.checkpoint import folders
+from megarl.checkpoint import adapters, folders
 from megarl.comm.role_mesh import RoleMesh
 from megarl.data.order import PromptOrder
 from megarl.mcore import device
@@ -81,6 +81,7 @@ class Trainer:
             "vocab_size": vocab_size,
             "prompt_order": order.state_dict(),
             "steps_skipped": self.skipped,
+            **adapters.manifest_entry(self.config.roles),
         }
 
     def export(self, model: TrainableModel, step: int):

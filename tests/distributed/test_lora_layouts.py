@@ -10,6 +10,7 @@ from tests.helpers.lora_models import (
     LORA,
     SCALE,
     draw_factors,
+    stored_tensors,
     trainable,
     trained_state,
     update_once,
@@ -145,3 +146,47 @@ def test_updates_do_not_depend_on_the_layout(layout):
         assert all(torch.equal(after[key], weight) for key, weight in before.items())
         assert max(float((merged[key] - weight).abs().max()) for key, weight in one_merged.items()) <= 5e-6
         assert max(float((trained[key] - factor).abs().max()) for key, factor in one_trained.items()) <= 5e-6
+
+
+ROUTES = {
+    DENSE: [(1, ""), (2, f"{TP2} {SP}"), (2, f"{PP2} {VP2}"), (1, "")],
+    f"{DENSE} --use-distributed-optimizer": [(2, ""), (2, TP2), (1, "")],
+    MOE: [(1, ""), (2, EP2), (4, f"{TP2} {SP} {EP2}"), (1, "")],
+}
+
+
+def restored(rank: int, flags: str, source, target, value_head: bool):
+    """Loads a checkpoint (or updates once), saves it; (weights under the factors, with factors, trained state)."""
+    from megarl.mcore.lora import adapter
+    from megarl.mcore.weights import dist_checkpoint
+
+    model, place = trainable(f"{flags} {LORA}", value_head)
+    groups = place.pg_collection
+    if source is None:
+        update_once(model, place, value_head=value_head)
+    else:
+        state = model.state({"count": 0}, loading=True)
+        assert model.restore(dist_checkpoint.load_role(state, source, groups)) == {"count": 3}
+    if rank == 0:
+        target.mkdir()
+    torch.distributed.barrier()
+    dist_checkpoint.save(model.state({"count": 3}), target)
+    merged, trained = whole_weights(model.model, groups), whole_weights(model.model, groups, trained_state)
+    with adapter.base_weights(model.model):
+        return whole_weights(model.model, groups), merged, trained
+
+
+@pytest.mark.parametrize("shape, value_head", [(s, s == DENSE) for s in ROUTES])
+def test_a_checkpoint_moves_through_layouts_to_the_bit(tmp_path, shape, value_head):
+    source, expected, tensors = None, None, []
+    for leg, (size, flags) in enumerate(ROUTES[shape]):
+        target = tmp_path / str(leg)
+        for found in run_world(restored, size, f"{shape} {flags}", source, target, value_head):
+            expected = expected or found
+            for one, other in zip(found, expected, strict=True):
+                assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in other)
+        source = target
+        tensors.append(stored_tensors(target))
+    assert len([key for key in tensors[0] if ".optimizer." in key]) >= 2 * 2 * 7 * 4  # moments of A and B
+    for key, tensor in tensors[0].items():
+        assert torch.equal(tensors[-1][key], tensor), key

@@ -2,6 +2,8 @@
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
+from torch.distributed.checkpoint import FileSystemReader
 
 from tests.helpers.tiny_models import VOCAB, join_actor, parse_roles
 from tests.helpers.updates import batch_of, clipped_loss, forward_of, split_microbatches, whole_weights
@@ -76,3 +78,12 @@ def whole_gradients(stages, pg_collection, describe=None) -> dict:
             gradient = parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter)
             parameter.data = gradient.clone().to(parameter)
     return whole_weights(stages, pg_collection, describe)
+
+
+def stored_tensors(folder) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint by key."""
+    reader = FileSystemReader(str(folder))
+    entries = reader.read_metadata().state_dict_metadata.items()
+    state = {key: torch.empty(item.size, dtype=item.properties.dtype) for key, item in entries if hasattr(item, "size")}
+    torch.distributed.checkpoint.load(state, storage_reader=reader, no_dist=True)
+    return state

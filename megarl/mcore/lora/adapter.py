@@ -45,6 +45,16 @@ class Adapter(torch.nn.Module):
             # Recomputation saves no graph of a layer unless one of its inputs needs a gradient.
             chunk.embedding.register_forward_hook(lambda module, inputs, output: _with_gradient(output))
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether layers add the factors' product to their output, because their weights have 16 bits."""
+        return not all(linear.product.is_merged for linear in self.linears)
+
+    def fold(self):
+        """Adds the factors to the weights for good, with rounding in 16 bits; they must not be attached."""
+        for linear in self.linears:
+            linear.fold()
+
     def sharded_state_dict(self, *_, **__) -> dict:
         """Nothing: the model's weights contain the factors. Checkpoints of the factors use `trained_state`."""
         return {}
@@ -86,6 +96,11 @@ def _with_gradient(output: torch.Tensor) -> torch.Tensor:
 def adapted_linears(stages) -> list[AdaptedLinear]:
     """The layers with factors; [] for a model without."""
     return [linear for chunk in stages if hasattr(chunk, "adapter") for linear in chunk.adapter.linears]
+
+
+def are_apart(stages) -> bool:
+    """Whether a model's weights do not contain its factors, so that a transfer of the weights would lose them."""
+    return any(chunk.adapter.is_apart for chunk in stages if hasattr(chunk, "adapter"))
 
 
 def merge(stages):

@@ -9,6 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megarl.lora import LoRASettings
+from megarl.mcore.model.pipeline_layout import moe_layer_pattern
+
 LINEARS = {
     "self_attention.linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "self_attention.linear_proj": ("o_proj",),
@@ -49,3 +52,33 @@ def _rows_of_heads(count: int, queries: int, channels: int, device) -> list[Tens
     """Rows of q, k and v among `count` rows; `queries` query heads share a key and a value head."""
     grouped = torch.arange(count, device=device).view(-1, queries + 2, channels)
     return [grouped[:, part].flatten() for part in (slice(0, queries), queries, queries + 1)]
+
+
+def factor_shapes(args, lora: LoRASettings) -> dict[str, tuple[int, ...]]:
+    """Global shapes of all factors of a model by their keys in a checkpoint, which stack the experts."""
+    hidden, attended, channels = args.hidden_size, args.num_attention_heads * args.kv_channels, args.kv_channels
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    sizes = {"q_proj": (attended, hidden), "o_proj": (hidden, attended)}
+    sizes |= dict.fromkeys(("k_proj", "v_proj"), (groups * channels, hidden))
+    shapes = {}
+
+    def add(prefix: str, stacked: tuple[int, ...], sizes: dict[str, tuple[int, int]]):
+        for suffix, names in LINEARS.items():
+            for name in (name for name in names if name in sizes and name in lora.targets):
+                rows, columns = sizes[name]
+                key = f"lora.{prefix}.{suffix}.{name}.lora_"
+                shapes[f"{key}A"], shapes[f"{key}B"] = (*stacked, lora.rank, columns), (*stacked, rows, lora.rank)
+
+    def mlp(ffn: int) -> dict[str, tuple[int, int]]:
+        return {"gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn)}
+
+    for number, is_moe in enumerate(moe_layer_pattern(args)):
+        layer = f"decoder.layers.{number}"
+        add(layer, (), sizes)
+        if not is_moe:
+            add(f"{layer}.mlp", (), mlp(args.ffn_hidden_size))
+            continue
+        add(f"{layer}.mlp.experts.local_experts", (args.num_experts,), mlp(args.moe_ffn_hidden_size))
+        if args.moe_shared_expert_intermediate_size:
+            add(f"{layer}.mlp.shared_experts", (), mlp(args.moe_shared_expert_intermediate_size))
+    return shapes

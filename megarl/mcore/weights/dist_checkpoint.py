@@ -96,6 +96,23 @@ def role_state(role: str, stages, optimizer, plain: dict, pg_collection, ranks: 
     return _prefixed(local_rows(state), role)
 
 
+def factors_state(role: str, stages, adapters, pg_collection, held: Container[str]) -> dict:
+    """Returns the state of a role's low-rank factors, and of what else training changed, as `role_state` saved it.
+
+    Args:
+        adapters: a `megarl.mcore.lora.adapter.Adapter` for each chunk.
+        held: the checkpoint's keys; a scalar head or balancing buffer that it lacks is left out.
+    """
+    metadata, weights = _metadata(pg_collection), {}
+    for i, (chunk, adapter) in enumerate(zip(stages, adapters, strict=True)):
+        weights[f"chunk{i}"] = _prefixed(adapter.trained_state(chunk, metadata), role)
+        for name in [name for name in weights[f"chunk{i}"] if not name.startswith("adapter.")]:
+            if weights[f"chunk{i}"][name].key not in held:
+                del weights[f"chunk{i}"][name]
+    plain = _object("plain", None, dist.get_rank(pg_collection.intra_dist_opt))
+    return {"model": weights, "plain": _prefixed({"plain": plain}, role)["plain"]}
+
+
 def model_state(role: str, stages, pg_collection, with_value_head: bool = True) -> dict:
     """Returns the state of one role's weights only, under the keys of `role` in the checkpoint."""
     weights = _weights(stages, pg_collection)

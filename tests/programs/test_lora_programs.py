@@ -1,0 +1,212 @@
+"""Programs with low-rank factors: exact resume in any layout, and checkpoints of factors that other programs load."""
+
+import functools
+import json
+
+import pytest
+import torch
+
+from megarl.checkpoint import folders
+from megarl.errors import UsageError
+from megarl.mcore.weights import dist_checkpoint
+from tests.helpers.evaluation import evaluate_argv, run_evaluate
+from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.lora_models import stored_tensors
+from tests.helpers.programs import (
+    GRADED,
+    inputs,
+    metrics,
+    preferences,
+    program,
+    reward_argv,
+    rl_argv,
+    samples,
+    sft_argv,
+    timeless_rows,
+    train,
+)
+
+LORA = "--lora-rank 2 --lora-alpha 8 --lr 1e-2 --critic-lr 2e-2"
+STEPS = "--train-iters 2 --save-interval 1"
+TP2 = "--tensor-model-parallel-size 2"
+
+
+@functools.cache
+def full_run(folder):
+    """A run of two steps on one rank."""
+    train("rl", rl_argv(folder, f"{GRADED} {LORA} {STEPS}"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return full_run(tmp_path_factory.mktemp("lora") / "run")
+
+
+def assert_same_checkpoints(one, other):
+    first, second = stored_tensors(one), stored_tensors(other)
+    assert first.keys() == second.keys() and len(first) > 10
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_the_rollout_agrees_and_the_policy_learns(run):
+    rows = metrics(run)
+    assert all(rows[step]["rollout/logprob_gap_max"] <= largest_gap_allowed() for step in (1, 2))
+    assert rows[1]["actor/ppo_kl_first"] == rows[2]["actor/ppo_kl_first"] == 0
+    assert rows[1]["kl/reference"] == 0 and rows[2]["kl/reference"] > 0  # B starts as 0
+    assert rows[1]["actor/grad_norm"] > 0 and rows[1]["critic/grad_norm"] > 0
+
+
+def test_a_checkpoint_holds_what_is_trained_alone(run):
+    keys = dist_checkpoint.tensor_shapes(folders.step_folder(run, 2))
+    weights = {key for key in keys if ".optimizer." not in key}
+    factors = {key for key in weights if ".lora." in key}
+    assert len(factors) == 2 * 2 * 7 * 2  # roles, layers, projections, A and B
+    assert weights - factors == {"critic.output_layer.weight", "critic.output_layer.bias"}
+    manifest = json.loads((folders.step_folder(run, 2) / "manifest.json").read_text())
+    assert manifest["lora"]["actor"]["factors"]["--lora-rank"] == 2
+    assert set(manifest["lora"]) == {"actor", "critic"}
+
+
+@pytest.mark.parametrize("size, flags", [(1, ""), (2, f"{TP2} --sequence-parallel")])
+def test_a_run_resumes_exactly(run, tmp_path, size, flags):
+    again = tmp_path / "again"
+    argv = rl_argv(again, f"{GRADED} {LORA} {STEPS} --load {folders.step_folder(run, 1)} {flags}")
+    train("rl", argv, size)
+    if size == 1:
+        assert timeless_rows(again, [2]) == timeless_rows(run, [2])
+        assert samples(again, 2) == samples(run, 2)
+        assert_same_checkpoints(folders.step_folder(again, 2), folders.step_folder(run, 2))
+    else:
+        found, expected = metrics(again)[2], metrics(run)[2]
+        assert found["rollout/logprob_gap_max"] <= largest_gap_allowed()
+        for name in ("reward/mean", "actor/loss", "critic/loss", "actor/grad_norm", "kl/reference"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+
+
+def test_the_shared_reference_equals_one_with_its_own_model(run, tmp_path):
+    places = "--role-map actor=0;critic=0;reward=0;reference=1"
+    train("rl", rl_argv(tmp_path, f"{GRADED} {LORA} {STEPS} {places}"), 2)
+    found, expected = timeless_rows(tmp_path, [1, 2]), timeless_rows(run, [1, 2])
+    for step in (1, 2):
+        assert found[step]["kl/reference"] == expected[step]["kl/reference"]
+        assert found[step]["actor/loss"] == expected[step]["actor/loss"]
+    assert_same_checkpoints(folders.step_folder(tmp_path, 2), folders.step_folder(run, 2))
+
+
+def test_a_rollout_in_its_own_layout_gets_the_factors(run, tmp_path):
+    flags = f"--rollout-tensor-model-parallel-size 2 --verify-weights {TP2.replace('2', '1')}"
+    train("rl", rl_argv(tmp_path, f"{GRADED} {LORA} {STEPS} {flags}"), 2)
+    for step, row in metrics(tmp_path).items():
+        assert row["rollout/logprob_gap_max"] <= max(2e-6, largest_gap_allowed()), step
+        assert row["kl/reference"] == pytest.approx(metrics(run)[step]["kl/reference"], rel=1e-4, abs=1e-7)
+
+
+@pytest.mark.parametrize("flags, says", [
+    ("--lora-rank 4 --lora-alpha 8", "the factors of the actor have --lora-rank 2; the flags give 4"),
+    ("--lora-rank 2 --lora-alpha 4", "the factors of the actor have --lora-alpha 8.0; the flags give 4.0"),
+    ("--lora-rank 2 --lora-alpha 8 --critic-lora-targets q_proj", "the factors of the critic have --lora-targets"),
+    ("", "has low-rank factors of the actor, whose flags give no --lora-rank"),
+])  # fmt: skip
+def test_other_factors_are_refused(run, tmp_path, flags, says):
+    from megarl.trainers.rl_trainer import RLInputs
+
+    with pytest.raises(UsageError) as error:
+        RLInputs(program("rl", rl_argv(tmp_path, f"{GRADED} {STEPS} {flags} --load {folders.step_folder(run, 1)}"), 1))
+    assert says in str(error.value)
+
+
+def test_other_weights_under_the_factors_are_refused(run, tmp_path):
+    argv = rl_argv(tmp_path, f"{GRADED} {LORA} {STEPS} --load {folders.step_folder(run, 1)}", warm_start=False)
+    with pytest.raises(AssertionError, match="the weights under the factors are not those of the checkpoint"):
+        train("rl", argv)
+
+
+# -- other programs ----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def tuned(folder):
+    """A supervised run with factors, from the warm start."""
+    train("sft", sft_argv(folder, f"{LORA_OF_ACTOR} --train-iters 4 --pretrained-checkpoint {inputs()}/sft"))
+    return folder
+
+
+LORA_OF_ACTOR = "--lora-rank 2 --lora-alpha 8"
+
+
+SAMPLED = f"{GRADED} --eval-responses 4 --eval-temperature 1"
+
+
+def evaluation(save, load, flags: str = "", size: int = 1) -> dict:
+    """Metrics of a checkpoint on held-out prompts, by four sampled responses each."""
+    run_evaluate(evaluate_argv(save, f"{SAMPLED} {flags}", load=load), size)
+    return json.loads((save / "evaluation.json").read_text())["metrics"]
+
+
+def assert_equal_to_training(found: dict, row: dict):
+    names = [name for name in row if name.startswith("eval/")]
+    assert len(names) > 2 and all(found[name] == row[name] for name in names)
+
+
+def test_an_evaluation_loads_factors_in_any_layout(tmp_path):
+    flags = f"{SAMPLED} {LORA} --train-iters 2 --eval-prompts {inputs()}/heldout.jsonl"
+    train("rl", rl_argv(tmp_path / "run", flags))
+    row = metrics(tmp_path / "run")[2]
+    for size, flags in ((1, ""), (1, f"--pretrained-checkpoint {inputs()}/sft"), (2, TP2)):
+        found = evaluation(tmp_path / f"{size}{len(flags)}", tmp_path / "run", flags, size)
+        assert_equal_to_training(found, row)
+    assert evaluation(tmp_path / "base", inputs() / "sft") != found
+
+
+def test_factors_on_top_of_factors(tmp_path):
+    """A run starts from a checkpoint of factors: its first policy is that one, and the factors under it stay."""
+    first = tuned(tmp_path / "first")
+    again = "--train-iters 1 --lr 0 --weight-decay 0 --kl-coefficient 0.1"
+    argv = rl_argv(tmp_path / "second", f"{GRADED} {LORA_OF_ACTOR} {again} --pretrained-checkpoint {first}")
+    train("rl", [*argv, "--advantage", "grpo"])
+    assert metrics(tmp_path / "second")[1]["kl/reference"] == 0
+    found = [evaluation(tmp_path / name / "eval", tmp_path / name) for name in ("first", "second")]
+    assert found[0] == found[1]
+
+
+def test_a_reward_model_and_a_critic_from_factors(tmp_path):
+    held_out = f"--eval-prompts {preferences()}/heldout-preferences.jsonl --eval-interval 10"
+    flags = f"--train-iters 20 {LORA_OF_ACTOR} --lr 2e-2 {held_out} --pretrained-checkpoint {inputs()}/sft"
+    train("reward", reward_argv(tmp_path / "reward", flags))
+    rows = metrics(tmp_path / "reward")
+    assert rows[20]["eval/loss"] < rows[10]["eval/loss"] < 0.6931
+    flags = f"--train-iters 1 --reward model --reward-model {tmp_path}/reward"
+    train("rl", rl_argv(tmp_path / "run", f"{flags} --critic-pretrained-checkpoint {tmp_path}/reward"))
+    assert metrics(tmp_path / "run")[1]["reward/std"] > 0
+
+
+@pytest.mark.parametrize("flags", ["", "--critic-lora-rank 2 --actor-offload --critic-offload"])
+def test_offloaded_roles(run, tmp_path, flags):
+    """Factors, and the weights under them, move to the host and back."""
+    train("rl", rl_argv(tmp_path, f"{GRADED} {LORA} {STEPS} --offload {flags}"))
+    assert_same_checkpoints(folders.step_folder(tmp_path, 2), folders.step_folder(run, 2))
+
+
+def test_16_bits(tmp_path):
+    """Factors stay apart: the rollout adds them as training does, and an evaluation, too."""
+    flags = f"{SAMPLED} {LORA} {STEPS} --bf16 --eval-prompts {inputs()}/heldout.jsonl --eval-interval 2"
+    train("rl", rl_argv(tmp_path / "run", flags))
+    rows = metrics(tmp_path / "run")
+    assert all(rows[step]["rollout/logprob_gap_max"] <= largest_gap_allowed(torch.bfloat16) for step in (1, 2))
+    assert rows[2]["kl/reference"] > 0
+    assert_equal_to_training(evaluation(tmp_path / "eval", tmp_path / "run", "--bf16"), rows[2])
+
+
+def test_16_bits_in_a_rollout_of_its_own_layout_are_refused(tmp_path):
+    from megarl.trainers.rl_trainer import RLInputs
+
+    flags = f"{GRADED} {LORA} --bf16 --rollout-tensor-model-parallel-size 2"
+    with pytest.raises(UsageError, match="--lora-rank: in 16 bits the rollout must run on the actor's ranks"):
+        RLInputs(program("rl", rl_argv(tmp_path, flags), 2))
+
+
+def test_recomputation_changes_nothing(run, tmp_path):
+    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    train("rl", rl_argv(tmp_path, f"{GRADED} {LORA} {STEPS} {recompute}"))
+    assert_same_checkpoints(folders.step_folder(tmp_path, 2), folders.step_folder(run, 2))
