@@ -1,6 +1,8 @@
 """The small Hugging Face folders: the same on every machine, and what transformers reads, computes and writes."""
 
+import importlib.util
 import json
+import traceback
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from megarl.data.conversations import build_encoder
 from megarl.data.prompts import Prompt
 from megarl.data.tokenizers import build_tokenizer
 from tests.helpers.hf_folders import CASES, hash_of, largest_file, reference, uniform, weights, write_folder
+from tests.helpers.worlds import run_world
 
 OLD_STYLE = [case for case in CASES if case.endswith("_old_style")]
 MESSAGES = [{"role": "user", "content": "Hello  world\n12"}]
@@ -96,15 +99,31 @@ def test_weights_cannot_be_divided_among_any_number_of_files(tmp_path):
         write_folder("llama2", tmp_path / "llama2", files=1000)
 
 
-# -- against transformers ----------------------------------------------------------------------------------------
+# -- against transformers, in a process of its own: it starts threads, and worlds are forked from this process --------
+
+needs_transformers = pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="needs transformers")
+DIVIDED = {"llama3": 2, "qwen3_moe": 3, "mixtral": 5, "glm4_moe_bf16": 4, "gpt_oss": 2, "deepseek_v3": 3}
 
 
-@pytest.fixture
-def transformers():
-    return pytest.importorskip("transformers")
+def failures(rank, check, cases, folder) -> dict[str, str]:
+    """What goes wrong with `check(case, folder)`, by case."""
+    found = {}
+    for case in cases:
+        try:
+            check(case, folder / case)
+        except Exception:
+            found[case] = traceback.format_exc()
+    return found
 
 
-def load(transformers, case, folder, dtype):
+def assert_none_fails(check, cases, folder):
+    (found,) = run_world(failures, 1, check, cases, folder)
+    assert not found, "\n".join(found.values())
+
+
+def load(case, folder, dtype):
+    import transformers
+
     from tests.references.hf_models import load
 
     return load(getattr(transformers, reference(case).config["architectures"][0]), folder, dtype)
@@ -116,11 +135,10 @@ def assert_same_files(one, other, pattern):
     assert [name for name in names if (one / name).read_bytes() != (other / name).read_bytes()] == []
 
 
-@pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
-def test_transformers_computes_the_stored_numbers(tmp_path, transformers, case):
+def computes_the_stored_numbers(case, folder):
     stored = reference(case)
-    model = load(transformers, case, write_folder(case, tmp_path / case), torch.float32)
+    model = load(case, write_folder(case, folder), torch.float32)
     outputs = [model(torch.tensor([tokens])).logits[0].double() for tokens in stored.tokens]
     if stored.scores is not None:
         torch.testing.assert_close(torch.cat(outputs), stored.scores, rtol=0, atol=1e-5)
@@ -134,33 +152,51 @@ def test_transformers_computes_the_stored_numbers(tmp_path, transformers, case):
     assert abs((best.values[:, 0] - best.values[:, 1]).min() - stored.margin) < 2e-5
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_transformers_writes_the_same_files(tmp_path, transformers, case):
-    folder = write_folder(case, tmp_path / "drawn")
-    load(transformers, case, folder, "auto").save_pretrained(tmp_path / "saved")
-    assert_same_files(folder, tmp_path / "saved", "model*")
+@needs_transformers
+def test_transformers_computes_the_stored_numbers(tmp_path):
+    assert_none_fails(computes_the_stored_numbers, CASES, tmp_path)
+
+
+def writes_the_same_files(case, folder):
+    write_folder(case, folder / "drawn")
+    load(case, folder / "drawn", "auto").save_pretrained(folder / "saved")
+    assert_same_files(folder / "drawn", folder / "saved", "model*")
     if case not in OLD_STYLE:
-        assert_same_files(folder, tmp_path / "saved", "config.json")
-        assert (folder / "generation_config.json").exists() == (reference(case).scores is None)
-    if (folder / "generation_config.json").exists():
-        assert_same_files(folder, tmp_path / "saved", "generation_config.json")
+        assert_same_files(folder / "drawn", folder / "saved", "config.json")
+        assert (folder / "drawn" / "generation_config.json").exists() == (reference(case).scores is None)
+    if (folder / "drawn" / "generation_config.json").exists():
+        assert_same_files(folder / "drawn", folder / "saved", "generation_config.json")
 
 
-@pytest.mark.parametrize(
-    "case, files",
-    [("llama3", 2), ("qwen3_moe", 3), ("mixtral", 5), ("glm4_moe_bf16", 4), ("gpt_oss", 2), ("deepseek_v3", 3)],
-)
-def test_transformers_divides_the_weights_in_the_same_way(tmp_path, transformers, case, files):
-    folder = write_folder(case, tmp_path / "drawn", files)
-    assert len(list(folder.glob("model-*-of-*.safetensors"))) == files
-    model = load(transformers, case, folder, "auto")
-    model.save_pretrained(tmp_path / "saved", max_shard_size=largest_file(reference(case).tensors, files))
-    assert_same_files(folder, tmp_path / "saved", "model*")
+@needs_transformers
+def test_transformers_writes_the_same_files(tmp_path):
+    assert_none_fails(writes_the_same_files, CASES, tmp_path)
 
 
-def test_transformers_reads_the_tokenizer(tmp_path, transformers):
-    folder = write_folder("llama2", tmp_path / "llama2")
+def divides_the_weights_in_the_same_way(case, folder):
+    files = DIVIDED[case]
+    write_folder(case, folder / "drawn", files)
+    assert len(list((folder / "drawn").glob("model-*-of-*.safetensors"))) == files
+    model = load(case, folder / "drawn", "auto")
+    model.save_pretrained(folder / "saved", max_shard_size=largest_file(reference(case).tensors, files))
+    assert_same_files(folder / "drawn", folder / "saved", "model*")
+
+
+@needs_transformers
+def test_transformers_divides_the_weights_in_the_same_way(tmp_path):
+    assert_none_fails(divides_the_weights_in_the_same_way, DIVIDED, tmp_path)
+
+
+def reads_the_tokenizer(case, folder):
+    import transformers
+
+    write_folder(case, folder)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     encoder = build_encoder(build_tokenizer("HuggingFaceTokenizer", str(folder)), "tokenizer")
     ids = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
     assert list(ids) == encoder.prompt(Prompt(0, MESSAGES)) and len(set(ids)) > 10
+
+
+@needs_transformers
+def test_transformers_reads_the_tokenizer(tmp_path):
+    assert_none_fails(reads_the_tokenizer, ["llama2"], tmp_path)
