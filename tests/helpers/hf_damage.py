@@ -13,7 +13,7 @@ from tests.helpers.programs import write_lines
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-FLAGS = "--max-prompt-length 48 --max-response-length 16 --max-tokens-per-microbatch 128"
+FLAGS = "--max-prompt-length 48 --max-response-length 16"
 Damage = Callable[[Path], Any]
 
 
@@ -21,9 +21,12 @@ def argv(tmp_path: Path, folder: Path | str, program: str = "sft", flags: str = 
     """Command line of a small run of a folder's model."""
     lines = {"prompt": "1+1=", "answer": "2"}, {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
     prompts = write_lines(tmp_path / "prompts.jsonl", [lines[program == "reward"]])
-    batch = {"sft": "--global-batch-size 1", "reward": "--global-batch-size 1", "evaluate": ""}.get(
-        program, "--prompts-per-step 2 --samples-per-prompt 2 --minibatch-size 2"
-    )
+    batch = {
+        "rl": "--max-tokens-per-microbatch 128 --prompts-per-step 2 --samples-per-prompt 2 --minibatch-size 2",
+        "sft": "--max-tokens-per-microbatch 128 --global-batch-size 1",
+        "reward": "--max-tokens-per-microbatch 128 --global-batch-size 1",
+        "evaluate": "",
+    }[program]
     name = "--eval-prompts" if program == "evaluate" else "--prompts"
     save = f"--save {tmp_path / 'run'}"
     return ["--hf-model", str(folder), *f"{FLAGS} {batch} {name} {prompts} {save} {flags}".split()]
