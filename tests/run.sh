@@ -4,6 +4,7 @@
 #   bash tests/run.sh tests/unit/comm
 # Without arguments the whole suite runs, in two processes with every other file each: most tests keep one core busy, and
 # worlds of ranks wait much of their time. Without a CUDA device the tests marked `gpu` are left out, which is printed.
+# Tests marked `long` run when they are selected: bash tests/run.sh -m long
 # The exit status is pytest's.
 set -euo pipefail
 
@@ -18,7 +19,7 @@ export OMP_NUM_THREADS=1
 
 select=()
 if ! "$PYTHON_BIN" tools/check_env.py --has-cuda; then
-    select=(-m "not gpu")
+    select=(-m "not gpu and not long")
     echo "tests/run.sh: leaves out the tests marked gpu, which need a CUDA device" >&2
 fi
 

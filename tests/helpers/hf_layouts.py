@@ -44,8 +44,8 @@ def run_cases(rank: int, flags: str, folders: dict[str, Path], exports: Path, ge
 _meshes = {}  # one set of groups for all cases of a kind, as programs have it
 
 
-def build(folder: Path, flags: str, is_reward: bool):
-    """(RoleSettings, role groups, chunks, PretrainedWeights) of a folder's model, with its weights."""
+def build(folder: Path, flags: str, is_reward: bool, load: bool = True):
+    """(RoleSettings, role groups, chunks, PretrainedWeights) of a folder's model; `load`: with its weights."""
     from megarl.checkpoint.pretrained import find_pretrained
     from megarl.mcore.model import gpt
 
@@ -57,7 +57,8 @@ def build(folder: Path, flags: str, is_reward: bool):
     vocab_size = role.model_vocab_size(0)
     model = gpt.build_frozen_model(role.megatron, vocab_size, groups.pg_collection, is_reward)
     weights = find_pretrained(role, vocab_size, value_head=is_reward)
-    weights.load(model, groups.pg_collection)
+    if load:
+        weights.load(model, groups.pg_collection)
     return role, groups, model, weights
 
 

@@ -13,7 +13,7 @@ from megarl.mcore.weights.hf.weight_map import WeightMap
 from megarl.mcore.weights.reshard_plan import Coordinates, LocalWeights, WeightShard, overlap
 
 # Bytes read from a file before its mapping is released: pages of a mapped file count as memory of the process.
-MAPPED_BYTES = 64 * 2**20
+MAPPED_BYTES = 32 * 2**20
 
 
 class StoredBox(NamedTuple):
