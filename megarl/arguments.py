@@ -37,7 +37,8 @@ class RoleSettings:
 
     `model_role` is the role whose model it runs: itself, or the actor for a rollout that shares the actor's layout.
     `has_model` is False for a reward role with verifiers only. `hf_model`: the Hugging Face folder that describes the
-    model; None: the flags do. `lora`: the factors that it trains instead of its weights.
+    model; None: the flags do. `lora`: the factors that it trains instead of its weights;
+    `lora_adapter`: the PEFT adapter that they start from.
     """
 
     name: str
@@ -52,6 +53,7 @@ class RoleSettings:
     has_model: bool
     hf_model: "HFModel | None"
     lora: LoRASettings | None
+    lora_adapter: str | None
 
     def model_vocab_size(self, tokenizer_size: int) -> int:
         """Tokens that the model knows: its folder may have more than the tokenizer."""
@@ -222,7 +224,8 @@ def _role_settings(
         except UsageError as error:
             raise architecture.with_source(error, described, folder) from None
         chosen[role] = with_hf_defaults(role, chosen[role], values, hf_model)
-    lora = lora_of_roles(chosen, found, role_flags.TRAINED_ROLES[context.program])
+    adapters = {role: own["lora_adapter"] for role, own in chosen.items()}
+    lora = lora_of_roles(chosen, found, hf_models, role_flags.TRAINED_ROLES[context.program])
     has_reward_model = combinations.CONDITIONS["model"].holds(context)
     for role in (name for name in ranks if name in MODELS and chosen[name]["offload"]):
         if found[role].use_torch_fsdp2:
@@ -242,6 +245,7 @@ def _role_settings(
             has_model=has_model[role],
             hf_model=hf_models[role],
             lora=lora[role],
+            lora_adapter=adapters[role],
             **chosen[role],
         )  # fmt: skip
         for role, role_ranks in ranks.items()

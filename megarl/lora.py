@@ -23,6 +23,10 @@ class LoRASettings:
         """s = α/r, or α/√r with rank stabilization (2312.03732)."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
+    def with_rank(self, rank: int) -> "LoRASettings":
+        """The same scale with another rank."""
+        return dataclasses.replace(self, rank=rank, alpha=self.scale * (math.sqrt(rank) if self.rslora else rank))
+
     def values(self) -> dict[str, object]:
         """The values as flags give them, by flag; what a checkpoint must agree on."""
         numbers = {"--lora-rank": self.rank, "--lora-alpha": self.alpha, "--lora-rslora": self.rslora}

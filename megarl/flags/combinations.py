@@ -253,4 +253,5 @@ def _evaluation(s: Settings) -> list[FlagRule]:
 def _export(s: Settings) -> list[FlagRule]:
     return [
         FlagRule("--export-hf", s.export_hf, not s.export_hf or s.save is not None, "needs --save"),
+        FlagRule("--export-peft", s.export_peft, not s.export_peft or s.save is not None, "needs --save"),
     ]  # fmt: skip

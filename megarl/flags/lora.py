@@ -5,15 +5,19 @@ import types
 from megarl.errors import UsageError
 from megarl.lora import ALL_LINEAR, ATTENTION_TARGETS, LoRASettings, parse_targets
 
-FLAGS = ("lora_rank", "lora_alpha", "lora_rslora", "lora_targets")
+FLAGS = ("lora_rank", "lora_alpha", "lora_rslora", "lora_targets", "lora_adapter")
+OF_ADAPTER = ("lora_alpha", "lora_rslora", "lora_targets")  # an adapter's folder gives them
 
 
-def lora_of_roles(chosen: dict[str, dict], megatron: dict, trained: tuple[str, ...]) -> dict[str, LoRASettings | None]:
+def lora_of_roles(
+    chosen: dict[str, dict], megatron: dict, hf_models: dict, trained: tuple[str, ...]
+) -> dict[str, LoRASettings | None]:
     """The factors of each role; None for a role that trains all of its weights, or none.
 
     Args:
         chosen: role -> its values of megarl's own flags; those of LoRA are removed.
         megatron: role -> its Megatron namespace.
+        hf_models: role -> the Hugging Face folder of its model, or None.
         trained: roles of the program that are trained.
 
     Raises:
@@ -25,30 +29,56 @@ def lora_of_roles(chosen: dict[str, dict], megatron: dict, trained: tuple[str, .
         found[role] = None
         if role in trained:
             given |= {"--" + name.replace("_", "-"): value for name, value in vars(role_settings).items() if value}
-            found[role] = _settings_of(role, role_settings, megatron[role])
-    idle = [flag for flag in given if flag != "--lora-rank"]
+            found[role] = _settings_of(role, role_settings, megatron[role], hf_models[role])
+    idle = list(given)
     if idle and not any(found.values()):
-        raise UsageError(f"{idle[0]} {given[idle[0]]}: needs --lora-rank")
+        raise UsageError(f"{idle[0]} {given[idle[0]]}: needs --lora-rank or --lora-adapter")
     return found
 
 
-def _settings_of(role: str, role_settings, args) -> LoRASettings | None:
+def _settings_of(role: str, role_settings, args, hf_model) -> LoRASettings | None:
     rank, alpha, text = role_settings.lora_rank, role_settings.lora_alpha, role_settings.lora_targets
-    if rank is None:
+    if rank is None and role_settings.lora_adapter is None:
         return None
     if args.use_torch_fsdp2:
-        raise UsageError(f"--lora-rank {rank}: not allowed with --use-torch-fsdp2; use --use-distributed-optimizer")
+        raise UsageError(f"{role}: --lora-rank is not allowed with --use-torch-fsdp2; use --use-distributed-optimizer")
+    if role_settings.lora_adapter is not None:
+        lora = _of_adapter(role, role_settings, args, hf_model)
+    else:
+        lora = LoRASettings(rank, float(rank if alpha is None else alpha), role_settings.lora_rslora,
+                            _targets(role, text, args))  # fmt: skip
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    size = args.tensor_model_parallel_size
+    if set(lora.targets) & set(ATTENTION_TARGETS[:3]) and groups % size:
+        raise UsageError(
+            f"--lora-targets {','.join(lora.targets)}: the {role}'s {groups} key and value heads are split over "
+            f"--tensor-model-parallel-size {size} ranks; allowed are divisors of {groups}, or targets without "
+            "q_proj, k_proj and v_proj"
+        )
+    return lora
+
+
+def _of_adapter(role: str, role_settings, args, hf_model) -> LoRASettings:
+    """The factors of a PEFT adapter; a larger `--lora-rank` keeps their scale."""
+    from megarl.mcore.lora.peft_files import read_adapter  # imports Megatron
+
+    path, rank = role_settings.lora_adapter, role_settings.lora_rank
+    if hf_model is None:
+        raise UsageError(f"--lora-adapter {path}: the {role} needs --hf-model, whose modules it names")
+    for name in (name for name in OF_ADAPTER if getattr(role_settings, name)):
+        raise UsageError(f"--{name.replace('_', '-')}: --lora-adapter {path} gives it; leave it out")
+    stored = read_adapter(path, "--lora-adapter", args, hf_model.family).lora
+    if rank is None:
+        return stored
+    if rank < stored.rank:
+        raise UsageError(f"--lora-rank {rank}: the factors of --lora-adapter {path} need {stored.rank} or more")
+    return stored.with_rank(rank)
+
+
+def _targets(role: str, text: str | None, args) -> tuple[str, ...]:
     targets = parse_targets(text or ALL_LINEAR)
     if not args.swiglu and text not in (None, ALL_LINEAR) and "gate_proj" in targets:
         raise UsageError(f"--lora-targets {text}: the {role} has no gate_proj, which needs --swiglu")
     if not args.swiglu:
         targets = tuple(name for name in targets if name != "gate_proj")
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    size = args.tensor_model_parallel_size
-    if set(targets) & set(ATTENTION_TARGETS[:3]) and groups % size:
-        raise UsageError(
-            f"--lora-targets {','.join(targets)}: the {role}'s {groups} key and value heads are split over "
-            f"--tensor-model-parallel-size {size} ranks; allowed are divisors of {groups}, or targets without "
-            "q_proj, k_proj and v_proj"
-        )
-    return LoRASettings(rank, float(rank if alpha is None else alpha), role_settings.lora_rslora, targets)
+    return targets

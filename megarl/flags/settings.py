@@ -234,6 +234,11 @@ class Settings:
                                      f" or {ALL_LINEAR} for all of them, the default", are_targets,
                                      f"{ALL_LINEAR}, or names with commas among {', '.join(TARGETS)}",
                                      programs=TRAINING, roles=TRAINED)  # fmt: skip
+    lora_adapter: str | None = _flag(None, "folder of a PEFT adapter: the factors to start from, with their rank, scale"
+                                     " and targets; needs --hf-model; a larger --lora-rank adds to theirs",
+                                     programs=TRAINING, roles=TRAINED)  # fmt: skip
+    export_peft: bool = _flag(False, "also write the factors of each checkpoint as a PEFT adapter, peft/step_N in"
+                              " --save; needs --hf-model", programs=TRAINING)  # fmt: skip
     # Evaluation.
     eval_interval: int = _not_negative(0, "steps between evaluations; 0: none", programs=TRAINING)
     eval_samples: int = _positive(256, "number of held-out prompts to evaluate", programs=ALL, when="evaluation")

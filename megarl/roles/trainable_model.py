@@ -11,7 +11,7 @@ from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups
 from megarl.errors import UsageError
 from megarl.mcore.attention import packing
-from megarl.mcore.lora import adapter, stored
+from megarl.mcore.lora import adapter, peft_files, stored, whole
 from megarl.mcore.memory import offload
 from megarl.mcore.model import forward_pass, gpt
 from megarl.mcore.parallel import pipeline
@@ -84,11 +84,29 @@ class TrainableModel:
             weights.load(self.model, self.role_groups.pg_collection, self.optimizer)
             adapter.set_base(self.model)
             self._base_fingerprint = None
+            if self.role.lora_adapter:
+                self._load_adapter()
+
+    def _load_adapter(self):
+        """Copies the factors of a PEFT adapter into the model, and into the optimizer's master weights."""
+        path, family = self.role.lora_adapter, self.role.hf_model.family
+        found = peft_files.read_adapter(path, "--lora-adapter", self.role.megatron, family)
+        whole.fill_factors(self.model, found.factors, found.head, self.role_groups.pg_collection)
+        adapter.merge(self.model)
+        self.optimizer.reload_model_params()
+
+    def export_peft(self, folder: Path):
+        """Writes the low-rank factors as a PEFT adapter. A collective of the role."""
+        with self.offload.present("weights"):
+            gathered = whole.gather_factors(self.model, self.role_groups.pg_collection)
+        if gathered is not None:
+            base, model = str(self.role.hf_model.folder.path), (self.role.megatron, self.role.hf_model.family)
+            peft_files.write_adapter(folder, self.role.lora, *gathered, base, *model)
 
     def export_hf(self, folder: Path):
         """Writes the model as a Hugging Face folder like the one it came from. A collective of the role."""
         weight_map = WeightMap(self.role.hf_model, self.role.megatron, self.value_head)
-        with self.offload.present("weights"):
+        with self.offload.present("weights"), adapter.folded_weights(self.model):
             export_weights(weight_map, self.model, self.role_groups.pg_collection, folder)
 
     def on_device_for_updates(self):

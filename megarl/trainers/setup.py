@@ -26,6 +26,8 @@ def check_training_flags(config: arguments.RunConfig):
     trained = config.roles["actor" if "actor" in config.roles else "reward"]
     if s.export_hf and trained.hf_model is None:
         raise UsageError("--export-hf: needs --hf-model, whose names, types and files the export takes")
+    if s.export_peft and (trained.hf_model is None or trained.lora is None):
+        raise UsageError("--export-peft: needs --hf-model, whose modules it names, and --lora-rank")
     check_save(s)
 
 

@@ -85,9 +85,11 @@ class Trainer:
         }
 
     def export(self, model: TrainableModel, step: int):
-        """With `--export-hf`, writes a model as the Hugging Face folder `hf/step_N` of the run. A collective of it."""
+        """Writes a model as Hugging Face folder `hf/step_N` and adapter `peft/step_N` by flag. Collective of it."""
         if self.settings.export_hf:
             model.export_hf(self.folder / "hf" / f"step_{step:08d}")
+        if self.settings.export_peft:
+            model.export_peft(self.folder / "peft" / f"step_{step:08d}")
 
     def resume_from(self, folder: Path, order: PromptOrder) -> dict:
         """Restores step, counters and data position from a checkpoint; returns its whole manifest."""

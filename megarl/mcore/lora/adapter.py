@@ -126,3 +126,19 @@ def base_weights(stages):
     finally:
         for linear in linears:
             linear.swap_base()
+
+
+@contextlib.contextmanager
+@torch.no_grad()
+def folded_weights(stages):
+    """Context with weights that contain the factors, for an export; rounded in 16 bits, where they are apart."""
+    apart = [linear for linear in adapted_linears(stages) if linear.base is None]
+    kept = [linear.layer.weight.data for linear in apart]
+    for linear in apart:
+        linear.layer.weight.data = linear.layer.weight.data.clone()
+        linear.fold()
+    try:
+        yield
+    finally:
+        for linear, weight in zip(apart, kept, strict=True):
+            linear.layer.weight.data = weight

@@ -197,6 +197,7 @@ WRONG = {
     "routes without reference": ("--router-replay rollout --router-replay-reference --kl-coefficient 0",
                                  "--router-replay-reference True: the run has no reference"),
     "equal responses": ("--eval-prompts x --eval-responses 2", "--eval-responses 2: needs --eval-temperature above 0"),
+    "export of factors to nowhere": ("--export-peft", "--export-peft True: needs --save"),
     "export to nowhere": ("--export-hf", "--export-hf True: needs --save"),
     "large k": ("--eval-prompts x --eval-k 1,2", "--eval-k 1,2: allowed is at most --eval-responses 1"),
 }  # fmt: skip

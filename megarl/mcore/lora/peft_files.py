@@ -1,0 +1,201 @@
+"""Adapter folders of PEFT 0.21: adapter_config.json and adapter_model.safetensors."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megarl.errors import UsageError
+from megarl.lora import TARGETS, LoRASettings
+from megarl.mcore.lora.peft_modules import PeftModule, fuse, peft_modules, unfuse
+from megarl.mcore.weights.hf.family import Family
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX, HEAD = "base_model.model.", "score.weight"
+OFF = ("use_dora", "fan_in_fan_out", "lora_bias", "layer_replication", "trainable_token_indices", "use_qalora",
+       "alora_invocation_tokens", "arrow_config", "megatron_config", "loftq_config", "corda_config",
+       "eva_config")  # fmt: skip
+LINEAR_INIT = (True, False, "gaussian", "orthogonal")  # other initializations change the weights under the factors
+
+
+class PeftAdapter(NamedTuple):
+    """A folder's factors as megarl trains them."""
+
+    lora: LoRASettings
+    factors: dict[str, Tensor]  # whole, by key in a checkpoint; ranks may be below that of `lora`
+    head: Tensor | None  # [1, H], a scalar head
+
+
+def read_adapter(path: str, flag: str, args, family: Family) -> PeftAdapter:
+    """Reads a folder for a model of any layout.
+
+    Args:
+        flag: that gave the path, for messages.
+        args: the role's Megatron namespace.
+        family: of the model.
+
+    Raises:
+        UsageError: not such a folder, or factors that megarl cannot train.
+    """
+    folder, error = Path(path), _error(flag, path)
+    config = _read_config(folder, error)
+    tensors = _read_tensors(folder, error)
+    head, factors = tensors.pop(HEAD, None), {}
+    for module in peft_modules(args, family):
+        pair = _take(module, tensors, config)
+        if pair is None:
+            continue
+        a, b = pair
+        if b.shape[-2] != module.rows or a.shape[-2] != b.shape[-1]:
+            raise error(f"{module.name} has factors {list(a.shape)} and {list(b.shape)}; its output is {module.rows}")
+        ratio = _scale(config, module.name, a.shape[-2]) / _scale(config, None, config["r"])
+        factors |= unfuse(module, a, b if ratio == 1 else b * ratio)
+    if tensors:
+        raise error(f"{sorted(tensors)[0]} is no factor of a layer that megarl adapts: {', '.join(TARGETS)}")
+    if not factors:
+        raise error(f"{WEIGHTS} has no factors")
+    names = {key.split(".")[-2] for key in factors}
+    rank = max(factor.shape[-2] for key, factor in factors.items() if key.endswith("A"))
+    rslora = bool(config.get("use_rslora"))
+    alpha = _scale(config, None, config["r"]) * (math.sqrt(rank) if rslora else rank)
+    return PeftAdapter(LoRASettings(rank, alpha, rslora, tuple(t for t in TARGETS if t in names)), factors, head)
+
+
+def _error(flag: str, path: str):
+    return lambda problem: UsageError(f"{flag} {path}: {problem}")
+
+
+def _read_config(folder: Path, error) -> dict:
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise error(f"{CONFIG} is missing; allowed is a folder of PEFT's save_pretrained") from None
+    except (OSError, ValueError) as problem:
+        raise error(f"{CONFIG} cannot be read ({' '.join(str(problem).split())})") from None
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        raise error(f"{CONFIG} describes no LoRA adapter (peft_type)")
+    for name in (name for name in OFF if config.get(name)):
+        raise error(f"{CONFIG}: {name} is not supported")
+    if config.get("bias", "none") != "none" or set(config.get("modules_to_save") or ()) - {"score", "classifier"}:
+        raise error(f"{CONFIG}: trains more than low-rank factors (bias, modules_to_save)")
+    if config.get("init_lora_weights", True) not in LINEAR_INIT:
+        raise error(
+            f"{CONFIG}: init_lora_weights {config['init_lora_weights']!r} changes the weights under the factors"
+        )
+    if type(config.get("r")) is not int or config["r"] < 1 or not isinstance(config.get("lora_alpha"), (int, float)):
+        raise error(f"{CONFIG}: r and lora_alpha must be numbers above 0")
+    return config
+
+
+def _read_tensors(folder: Path, error) -> dict[str, Tensor]:
+    """The tensors by name without PEFT's prefix."""
+    try:
+        tensors = load_file(folder / WEIGHTS)
+    except FileNotFoundError:
+        raise error(f"{WEIGHTS} is missing") from None
+    except (SafetensorError, OSError) as problem:
+        raise error(f"{WEIGHTS} is no readable safetensors file ({' '.join(str(problem).split())})") from None
+    return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+
+
+def _take(module: PeftModule, tensors: dict[str, Tensor], config: dict) -> tuple[Tensor, Tensor] | None:
+    """Removes a module's A [R, K] and B [N, R] from the tensors, experts in front."""
+    if module.experts is None:
+        return _pop(module.name, tensors)
+    experts, _, parameter = module.name.rpartition(".")
+    pair = _pop(_wrapper(experts, parameter, tensors, config), tensors)
+    if pair is None:
+        return _single_experts(experts, module, tensors)
+    a, b = pair
+    if len(a) % module.experts or b.shape[1] != len(a):
+        return pair  # of a wrong shape
+    a = a.view(module.experts, -1, a.shape[-1])
+    return a, b.view(len(b), -1, module.experts).permute(2, 0, 1)
+
+
+def _pop(name: str, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+    if f"{name}.lora_A.weight" not in tensors or f"{name}.lora_B.weight" not in tensors:
+        return None
+    return tensors.pop(f"{name}.lora_A.weight"), tensors.pop(f"{name}.lora_B.weight")
+
+
+def _wrapper(experts: str, parameter: str, tensors: dict[str, Tensor], config: dict) -> str:
+    """Name of the wrapper of a parameter: PEFT wraps the down projections around those of gate and up."""
+    named = [name.rpartition(".")[2] for name in config.get("target_parameters") or ()]
+    is_inner = parameter == "gate_up_proj" and (f"{experts}.base_layer.lora_A.weight" in tensors)
+    if is_inner:
+        return f"{experts}.base_layer"
+    return experts if parameter == "down_proj" or "down_proj" not in named else f"{experts}.none"
+
+
+def _single_experts(experts: str, module: PeftModule, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+    """Factors of modules of single experts, as older transformers have them: `experts.3.gate_proj`."""
+    projections = [member.key.rpartition(".")[2] for member in module.members]
+    names = [[f"{experts}.{i}.{name}" for name in projections] for i in range(module.experts)]
+    if not all(f"{name}.lora_A.weight" in tensors for of_expert in names for name in of_expert):
+        return None
+    stacked, rank = {}, 0
+    for i, member in enumerate(module.members):
+        pairs = [_pop(of_expert[i], tensors) for of_expert in names]
+        stacked[f"{member.key}.lora_A"], stacked[f"{member.key}.lora_B"] = map(torch.stack, zip(*pairs, strict=True))
+        rank = pairs[0][0].shape[0]
+    return fuse(module, stacked, rank)
+
+
+def _scale(config: dict, name: str | None, rank: int) -> float:
+    """s of a module; None: of those that no pattern names."""
+    patterns = (config.get("alpha_pattern") or {}).items() if name else ()
+    alphas = [alpha for pattern, alpha in patterns if re.match(rf"(.*\.)?({pattern})$", name)]
+    alpha = alphas[0] if alphas else config["lora_alpha"]
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def write_adapter(
+    folder: Path, lora: LoRASettings, factors: dict[str, Tensor], head: Tensor | None, base: str, args, family: Family
+):
+    """Writes a folder; its weights appear last, by a rename.
+
+    Args:
+        factors: whole factors of all layers by key in a checkpoint.
+        head: [1, H], a scalar head.
+        base: the folder of the weights under the factors, for the user.
+        args, family: as of `read_adapter`.
+    """
+    tensors, modules, parameters, ranks = {}, [], [], {}
+    for module in peft_modules(args, family):
+        pair = fuse(module, factors, lora.rank)
+        if pair is None:
+            continue
+        (a, b), name = pair, module.name
+        if a.shape[-2] != lora.rank:
+            ranks[name.rpartition(".")[2]] = a.shape[-2]
+        if module.experts is not None:
+            a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
+            parameters.append(name)
+            experts, _, parameter = name.rpartition(".")
+            name = f"{experts}.base_layer" if parameter == "gate_up_proj" and "down_proj" in lora.targets else experts
+        else:
+            modules.append(name)
+        tensors[f"{PREFIX}{name}.lora_A.weight"], tensors[f"{PREFIX}{name}.lora_B.weight"] = a, b
+    if head is not None:
+        tensors[f"{PREFIX}{HEAD}"] = head
+    alphas = {name: lora.scale * (math.sqrt(rank) if lora.rslora else rank) for name, rank in ranks.items()}
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM" if head is None else "SEQ_CLS", "base_model_name_or_path": base,
+        "r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora, "rank_pattern": ranks,
+        "alpha_pattern": alphas, "target_modules": modules, "target_parameters": parameters or None, "bias": "none",
+        "lora_dropout": 0.0, "fan_in_fan_out": False, "init_lora_weights": True, "inference_mode": True,
+        "modules_to_save": None if head is None else ["score"],
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / WEIGHTS).unlink(missing_ok=True)
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    partial = folder / f"{WEIGHTS}.partial"
+    save_file({name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}, partial)
+    partial.replace(folder / WEIGHTS)

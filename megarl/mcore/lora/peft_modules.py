@@ -1,0 +1,102 @@
+"""PEFT's modules of a model, and the factors of megarl that each consists of.
+
+A module that fuses projections has one A for all of them. Factors of separate projections fit into it with the sum of
+their ranks: A stacks theirs, and B has a block for each. `mlp.experts` is one module with factors of all experts.
+"""
+
+import re
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megarl.lora import TARGETS, LoRASettings
+from megarl.mcore.lora.projections import LINEARS, factor_shapes
+from megarl.mcore.weights.hf.family import Family
+
+KEY = re.compile(r"lora\.decoder\.layers\.(\d+)\.(.+)\.(\w+)\.lora_A")
+EXPERT_PARAMETERS = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}  # of transformers' `mlp.experts`
+
+
+class Member(NamedTuple):
+    """A projection inside a module."""
+
+    key: str  # of its factors in a checkpoint, without `.lora_A`
+    start: int  # its rows of the module's output
+    rows: int
+
+
+class PeftModule(NamedTuple):
+    """A module, or a parameter of several experts, that PEFT adapts."""
+
+    name: str  # without `base_model.model.`; of experts with the parameter's name at the end
+    members: tuple[Member, ...]
+    experts: int | None  # number of experts of a parameter that stacks them
+
+    @property
+    def rows(self) -> int:
+        """Rows of the module's output."""
+        return max(member.start + member.rows for member in self.members)
+
+
+def peft_modules(args, family: Family) -> list[PeftModule]:
+    """All modules of a model that may have factors, with their members.
+
+    Args:
+        args: the role's Megatron namespace.
+        family: names the modules.
+    """
+    shapes, modules = factor_shapes(args, LoRASettings(1, 1.0, False, TARGETS)), {}
+    for key in (key for key in shapes if key.endswith(".lora_A")):
+        layer, linear, projection = KEY.fullmatch(key).groups()
+        rows = shapes[key[:-1] + "B"][-2]
+        projections = next(names for suffix, names in LINEARS.items() if linear.endswith(suffix))
+        names = family.layers[linear.replace("local_experts", "experts") + ".weight"].names
+        is_expert = "local_experts" in linear
+        if is_expert:
+            name = f"mlp.experts.{EXPERT_PARAMETERS[linear.rpartition('.')[2]]}"
+        else:
+            name = names[projections.index(projection) if len(names) > 1 else 0].removesuffix(".weight")
+        members = modules.setdefault((f"model.layers.{layer}.{name}", is_expert), [])
+        start = sum(member.rows for member in members)
+        members.append(Member(key.removesuffix(".lora_A"), start, rows))
+    experts = args.num_experts
+    return [PeftModule(name, tuple(found), experts if stacks else None) for (name, stacks), found in modules.items()]
+
+
+def fuse(module: PeftModule, factors: dict[str, Tensor], rank: int) -> tuple[Tensor, Tensor] | None:
+    """A and B of a module, [R, K] and [N, R], experts in front; None if none of its members has factors.
+
+    Args:
+        factors: whole factors by key in a checkpoint.
+        rank: of each.
+    """
+    present = [member for member in module.members if f"{member.key}.lora_A" in factors]
+    if not present:
+        return None
+    a = torch.cat([factors[f"{member.key}.lora_A"] for member in present], dim=-2)
+    b = a.new_zeros(*a.shape[:-2], module.rows, rank * len(present))
+    for i, member in enumerate(present):
+        columns = slice(i * rank, (i + 1) * rank)
+        b[..., member.start : member.start + member.rows, columns] = factors[f"{member.key}.lora_B"]
+    return a, b
+
+
+def unfuse(module: PeftModule, a: Tensor, b: Tensor) -> dict[str, Tensor]:
+    """Factors of a module's members by key; the inverse of `fuse`.
+
+    A member whose rows of B use only its own part of the ranks gets that part; otherwise all members get the whole A.
+    """
+    parts = [(member, b[..., member.start : member.start + member.rows, :]) for member in module.members]
+    if b.any():  # members without factors have zeros
+        parts = [(member, part) for member, part in parts if part.any()]
+    each, found = a.shape[-2] // len(parts), {}
+    used = [slice(i * each, (i + 1) * each) for i in range(len(parts))]
+    is_block = each * len(parts) == a.shape[-2] and all(
+        part.count_nonzero() == part[..., columns].count_nonzero()
+        for (_, part), columns in zip(parts, used, strict=True)
+    )
+    for (member, part), columns in zip(parts, used, strict=True):
+        columns = columns if is_block else slice(None)
+        found[f"{member.key}.lora_A"], found[f"{member.key}.lora_B"] = a[..., columns, :], part[..., columns]
+    return found
