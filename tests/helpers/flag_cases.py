@@ -4,7 +4,7 @@ import dataclasses
 
 from megarl.flags.settings import Settings
 
-FOLDERS = ("hf_model", "reward_hf_model")  # their values are read at once: see test_hf_models.py
+FOLDERS = ("hf_model", "reward_hf_model", "lora_adapter")  # read at once: see test_hf_models.py and test_peft_files.py
 FIELDS = [field for field in dataclasses.fields(Settings) if field.name not in FOLDERS]
 
 # Condition of `combinations.CONDITIONS` -> flags under which it holds, and flags under which it does not.
@@ -45,7 +45,8 @@ VALUES = {
 }  # fmt: skip
 REQUIRED = {
     "reward_model": "--reward model", "reward_pattern": "--reward regex", "reward_url": "--reward remote",
-    "export_hf": "--save y", "export_peft": "--save y", "partial_rollouts": "--over-sampling 2 --rollout-correction tis",
+    "export_hf": "--save y",
+    "export_peft": "--save y", "partial_rollouts": "--over-sampling 2 --rollout-correction tis",
     "dynamic_sampling": "--group-filter reward", "one_step_off": "--rollout-correction tis",
     "kl_controller": "--kl-target 1",
     "lora_alpha": "--lora-rank 4", "lora_rslora": "--lora-rank 4", "lora_targets": "--lora-rank 4",

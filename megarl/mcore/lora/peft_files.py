@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megarl.errors import UsageError
-from megarl.lora import TARGETS, LoRASettings
+from megarl.lora import MLP_TARGETS, TARGETS, LoRASettings
 from megarl.mcore.lora.peft_modules import PeftModule, fuse, peft_modules, unfuse
 from megarl.mcore.weights.hf.family import Family
 
@@ -52,8 +52,11 @@ def read_adapter(path: str, flag: str, args, family: Family) -> PeftAdapter:
         if pair is None:
             continue
         a, b = pair
-        if b.shape[-2] != module.rows or a.shape[-2] != b.shape[-1]:
-            raise error(f"{module.name} has factors {list(a.shape)} and {list(b.shape)}; its output is {module.rows}")
+        if b.shape[-2] != module.rows or a.shape[-1] != module.columns or a.shape[-2] != b.shape[-1]:
+            raise error(
+                f"{module.name} has factors of shapes {list(a.shape)} and {list(b.shape)}; its input is "
+                f"{module.columns}, its output {module.rows}"
+            )
         ratio = _scale(config, module.name, a.shape[-2]) / _scale(config, None, config["r"])
         factors |= unfuse(module, a, b if ratio == 1 else b * ratio)
     if tensors:
@@ -180,6 +183,9 @@ def write_adapter(
             parameters.append(name)
             experts, _, parameter = name.rpartition(".")
             name = f"{experts}.base_layer" if parameter == "gate_up_proj" and "down_proj" in lora.targets else experts
+        elif args.num_experts and name.endswith(MLP_TARGETS):
+            # Among modules, PEFT would take these names for those of experts, as older transformers had them.
+            parameters.append(f"{name}.weight")
         else:
             modules.append(name)
         tensors[f"{PREFIX}{name}.lora_A.weight"], tensors[f"{PREFIX}{name}.lora_B.weight"] = a, b

@@ -31,6 +31,7 @@ class PeftModule(NamedTuple):
 
     name: str  # without `base_model.model.`; of experts with the parameter's name at the end
     members: tuple[Member, ...]
+    columns: int  # of its input
     experts: int | None  # number of experts of a parameter that stacks them
 
     @property
@@ -57,11 +58,14 @@ def peft_modules(args, family: Family) -> list[PeftModule]:
             name = f"mlp.experts.{EXPERT_PARAMETERS[linear.rpartition('.')[2]]}"
         else:
             name = names[projections.index(projection) if len(names) > 1 else 0].removesuffix(".weight")
-        members = modules.setdefault((f"model.layers.{layer}.{name}", is_expert), [])
+        members = modules.setdefault((f"model.layers.{layer}.{name}", shapes[key][-1], is_expert), [])
         start = sum(member.rows for member in members)
         members.append(Member(key.removesuffix(".lora_A"), start, rows))
     experts = args.num_experts
-    return [PeftModule(name, tuple(found), experts if stacks else None) for (name, stacks), found in modules.items()]
+    return [
+        PeftModule(name, tuple(found), columns, experts if stacks else None)
+        for (name, columns, stacks), found in modules.items()
+    ]
 
 
 def fuse(module: PeftModule, factors: dict[str, Tensor], rank: int) -> tuple[Tensor, Tensor] | None:

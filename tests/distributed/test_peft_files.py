@@ -1,0 +1,281 @@
+"""PEFT adapters of every family in and out, against PEFT: equal log-probs in any layout, equal factors back."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from megarl.errors import UsageError
+from tests.helpers import hf_folders
+from tests.helpers.hf_layouts import logprobs, role_of
+from tests.helpers.lora_models import draw_factors, trained_state
+from tests.helpers.updates import whole_weights
+from tests.helpers.worlds import SAFETY, run_world
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+TP2, SP = "--tensor-model-parallel-size 2", "--sequence-parallel"
+DENSE, MOE = ("llama3", "qwen2", "phi4"), ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe")
+LAYOUTS = {
+    "one rank": (1, "", DENSE + MOE),
+    "tp2-sp": (2, f"{TP2} {SP}", ("qwen2", "phi4", "qwen2_moe", "glm4_moe")),
+    "pp2": (2, "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1", ("llama3", "glm4_moe")),
+    "ep2": (2, "--expert-model-parallel-size 2", MOE),
+}
+DENSE_TARGETS = [
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "qkv_proj",
+    "gate_up_proj",
+]
+ATTENTION = [name for name in DENSE_TARGETS if name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    folders = {}
+
+    def write(case: str) -> Path:
+        if case not in folders:
+            folders[case] = hf_folders.write_folder(case, tmp_path_factory.mktemp("folders") / case)
+        return folders[case]
+
+    return write
+
+
+def load(folder: Path):
+    """transformers' model of a folder, in fp32."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def expected_logprobs(model, sequences) -> list[torch.Tensor]:
+    """Log-probs of each sequence's tokens from the second on."""
+    found = []
+    with torch.no_grad():
+        for ids in map(torch.tensor, sequences):
+            rows = model(ids.unsqueeze(0)).logits[0, :-1].double().log_softmax(-1)
+            found.append(rows.gather(1, ids[1:, None])[:, 0])
+    return found
+
+
+_meshes = {}
+
+
+def model_with_factors(folder: Path, flags: str):
+    """(TrainableModel of a folder, role groups)."""
+    from megarl.checkpoint.pretrained import find_pretrained
+    from megarl.comm import role_mesh
+    from megarl.roles.trainable_model import TrainableModel
+
+    role = role_of(folder, f"--lr 1e-3 {flags}", dist.get_world_size(), False)
+    if not _meshes:
+        _meshes["actor"] = role_mesh.create_mesh({"actor": role}, SAFETY)["actor"]
+    model = TrainableModel(role, _meshes["actor"], role.model_vocab_size(0), 1)
+    model.load_pretrained(find_pretrained(role, role.model_vocab_size(0)))
+    return model, _meshes["actor"]
+
+
+def exported(rank: int, folders: dict, flags: str, target: Path) -> dict:
+    """Log-probs of each case with drawn factors, which are written to `target`."""
+    found = {}
+    for case, folder in folders.items():
+        model, place = model_with_factors(folder, f"{flags} --lora-rank 4 --lora-alpha 6")
+        draw_factors(model.model)
+        model.export_peft(target / case)
+        sequences = hf_folders.reference(case).tokens
+        found[case] = logprobs(model.model, place, sequences, model.role.model_vocab_size(0))
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_peft_loads_what_is_written(layout, folder_of, tmp_path):
+    size, flags, cases = LAYOUTS[layout]
+    folders = {case: folder_of(case) for case in cases}
+    results = run_world(exported, size, folders, flags, tmp_path)
+    for case, folder in folders.items():
+        sequences = hf_folders.reference(case).tokens
+        base = expected_logprobs(load(folder), sequences)
+        adapted = expected_logprobs(peft.PeftModel.from_pretrained(load(folder), tmp_path / case), sequences)
+        assert max(float((a - b).abs().max()) for a, b in zip(base, adapted, strict=True)) > 0.1, case
+        for found in results:
+            difference = max(float((a - b).abs().max()) for a, b in zip(found[case], adapted, strict=True))
+            assert difference <= 1e-5, (case, difference)
+
+
+def imported(rank: int, adapters: dict, flags: str, target: Path) -> dict:
+    """(log-probs, rank, all factors) of each case that starts from an adapter; writes it again."""
+    found = {}
+    for case, (folder, adapter) in adapters.items():
+        model, place = model_with_factors(folder, f"{flags} --lora-adapter {adapter}")
+        model.export_peft(target / case)
+        sequences = hf_folders.reference(case).tokens
+        rows = logprobs(model.model, place, sequences, model.role.model_vocab_size(0))
+        whole = whole_weights(model.model, place.pg_collection, trained_state)
+        found[case] = rows, model.role.lora, whole
+    return found
+
+
+def make_adapter(folder: Path, target: Path, is_moe: bool, rslora: bool):
+    """A PEFT adapter with random factors; returns PEFT's model."""
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if is_moe else None
+    config = peft.LoraConfig(
+        r=4, lora_alpha=6, use_rslora=rslora, target_modules=ATTENTION if is_moe else DENSE_TARGETS,
+        target_parameters=parameters, task_type="CAUSAL_LM",
+    )  # fmt: skip
+    model = peft.get_peft_model(load(folder), config)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(target)
+    return model.eval()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rslora", [False, True])
+def test_what_peft_writes_is_loaded(layout, rslora, folder_of, tmp_path):
+    size, flags, cases = LAYOUTS[layout]
+    cases, expected = [case for case in cases if rslora is False or case in ("llama3", "qwen2", "qwen3_moe")], {}
+    adapters = {case: (folder_of(case), tmp_path / "peft" / case) for case in cases}
+    for case, (folder, target) in adapters.items():
+        sequences = hf_folders.reference(case).tokens
+        expected[case] = expected_logprobs(make_adapter(folder, target, case in MOE, rslora), sequences)
+    for found in run_world(imported, size, adapters, flags, tmp_path / "again"):
+        for case, (rows, lora, _) in found.items():
+            difference = max(float((a - b).abs().max()) for a, b in zip(rows, expected[case], strict=True))
+            assert difference <= 1e-5, (case, difference)
+            assert lora.rslora == rslora and lora.rank == 4
+    for case, (folder, _) in adapters.items():  # what is written again is the same adapter to PEFT
+        sequences = hf_folders.reference(case).tokens
+        again = expected_logprobs(peft.PeftModel.from_pretrained(load(folder), tmp_path / "again" / case), sequences)
+        assert max(float((a - b).abs().max()) for a, b in zip(again, expected[case], strict=True)) <= 1e-5, case
+
+
+def test_written_factors_are_read_to_the_bit(folder_of, tmp_path):
+    folders = {case: folder_of(case) for case in DENSE + MOE}
+    run_world(exported, 1, folders, "", tmp_path / "one")
+    adapters = {case: (folder, tmp_path / "one" / case) for case, folder in folders.items()}
+    run_world(imported, 1, adapters, "", tmp_path / "two")
+    for case in folders:
+        one, two = (load_file(tmp_path / name / case / "adapter_model.safetensors") for name in ("one", "two"))
+        assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one), case
+        configs = [(tmp_path / name / case / "adapter_config.json").read_text() for name in ("one", "two")]
+        assert configs[0] == configs[1]
+
+
+def test_a_larger_rank_keeps_the_function(folder_of, tmp_path):
+    folder, sequences = folder_of("llama3"), hf_folders.reference("llama3").tokens
+    expected = expected_logprobs(make_adapter(folder, tmp_path / "peft", False, True), sequences)
+    adapters = {"llama3": (folder, tmp_path / "peft")}
+    ((rows, lora, whole),) = (f["llama3"] for f in run_world(imported, 1, adapters, "--lora-rank 6", tmp_path / "x"))
+    assert max(float((a - b).abs().max()) for a, b in zip(rows, expected, strict=True)) <= 1e-5
+    assert lora.rank == 6
+    a, b = (next(value for key, value in whole.items() if key.endswith(name)) for name in ("lora_A", "lora_B"))
+    assert a[4:].all() and not b[:, 4:].any()  # new ranks can learn, and change nothing yet
+
+
+def test_modules_of_single_experts_are_read(folder_of, tmp_path):
+    """Factors as older transformers named them; PEFT's reading of a fused module is the reference."""
+    folder, target = folder_of("qwen3_moe"), tmp_path / "peft" / "qwen3_moe"
+    sequences = hf_folders.reference("qwen3_moe").tokens
+    make_adapter(folder, target, True, False)
+    tensors, experts = load_file(target / "adapter_model.safetensors"), 4
+    for name in [name for name in tensors if ".experts.base_layer.lora_A" in name]:
+        prefix, a = name.removesuffix("base_layer.lora_A.weight"), tensors.pop(name)
+        b = tensors.pop(f"{prefix}base_layer.lora_B.weight")
+        inner, outer = tensors.pop(f"{prefix}lora_A.weight"), tensors.pop(f"{prefix}lora_B.weight")
+        for i in range(experts):
+            of_expert = b.view(len(b), -1, experts)[..., i]
+            for half, projection in zip(of_expert.chunk(2), ("gate_proj", "up_proj"), strict=True):
+                tensors[f"{prefix}{i}.{projection}.lora_A.weight"] = a.view(experts, -1, a.shape[-1])[i].clone()
+                tensors[f"{prefix}{i}.{projection}.lora_B.weight"] = half.clone()
+            tensors[f"{prefix}{i}.down_proj.lora_A.weight"] = inner.view(experts, -1, inner.shape[-1])[i].clone()
+            tensors[f"{prefix}{i}.down_proj.lora_B.weight"] = outer.view(len(outer), -1, experts)[..., i].clone()
+    assert len(tensors) == 3 * 2 * (4 + 3 * experts)  # layers, factors, projections
+    adapters = {"qwen3_moe": (folder, target)}
+    ((fused, _, _),) = (found["qwen3_moe"] for found in run_world(imported, 1, adapters, "", tmp_path / "x"))
+    save_file(tensors, target / "adapter_model.safetensors")
+    change_config(target, target_parameters=None)
+    ((rows, lora, _),) = (found["qwen3_moe"] for found in run_world(imported, 1, adapters, "", tmp_path / "y"))
+    assert lora.rank == 4 and all(torch.equal(a, b) for a, b in zip(rows, fused, strict=True))
+    assert len(rows) == len(sequences)
+
+
+@pytest.fixture(scope="module")
+def adapter(folder_of, tmp_path_factory) -> Path:
+    target = tmp_path_factory.mktemp("adapter")
+    make_adapter(folder_of("llama3"), target, False, False)
+    return target
+
+
+def change_config(folder: Path, **changes):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+EMBEDDING = "base_model.model.model.embed_tokens.lora_embedding_A"
+FIT = "model.layers.0.self_attn.q_proj has factors of shapes"
+# What is changed in the config or the tensors, or the file and its new content (None: removed); what the error says.
+DAMAGES = {
+    "no config": (("adapter_config.json", None), "adapter_config.json is missing"),
+    "no weights": (("adapter_model.safetensors", None), "adapter_model.safetensors is missing"),
+    "not JSON": (("adapter_config.json", b"{"), "adapter_config.json cannot be read"),
+    "cut weights": (("adapter_model.safetensors", b"12"), "is no readable safetensors file"),
+    "another method": ({"peft_type": "IA3"}, "describes no LoRA adapter"),
+    "DoRA": ({"use_dora": True}, "use_dora is not supported"),
+    "trained biases": ({"bias": "all"}, "trains more than low-rank factors"),
+    "PiSSA": ({"init_lora_weights": "pissa"}, "changes the weights under the factors"),
+    "no rank": ({"r": None}, "r and lora_alpha must be numbers"),
+    "an embedding's": (lambda t: t | {EMBEDDING: t[Q].clone()}, "model.embed_tokens.lora_embedding_A is no factor of"),
+    "a wrong rank": (lambda t: t | {Q: t[Q][:2].clone()}, FIT),
+    "wrong columns": (lambda t: t | {Q: t[Q][:, :3].clone()}, FIT),
+    "half of a pair": (lambda t: {n: x for n, x in t.items() if n != Q}, "q_proj.lora_B.weight is no factor of"),
+    "nothing": (lambda t: {}, "has no factors"),
+}
+
+
+def damage_adapter(folder: Path, change):
+    """Applies a change of `DAMAGES`."""
+    if isinstance(change, dict):
+        change_config(folder, **change)
+    elif isinstance(change, tuple):
+        name, content = change
+        (folder / name).unlink() if content is None else (folder / name).write_bytes(content)
+    else:
+        tensors = load_file(folder / "adapter_model.safetensors")
+        save_file(change(tensors), folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_adapters_are_refused_in_one_line(damage, adapter, folder_of, tmp_path):
+    shutil.copytree(adapter, tmp_path / "bad")
+    change, says = DAMAGES[damage]
+    damage_adapter(tmp_path / "bad", change)
+    with pytest.raises(UsageError) as error:
+        role_of(folder_of("llama3"), f"--lr 1e-3 --lora-adapter {tmp_path}/bad", 1, False)
+    assert str(error.value).startswith(f"--lora-adapter {tmp_path}/bad: ") and says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("flags, says", [
+    ("--lora-rank 2", "--lora-rank 2: the factors of --lora-adapter"),
+    ("--lora-targets q_proj", "--lora-targets: --lora-adapter"),
+    ("--lora-alpha 3", "--lora-alpha: --lora-adapter"),
+    ("--lora-rslora", "--lora-rslora: --lora-adapter"),
+])  # fmt: skip
+def test_flags_that_contradict_an_adapter_are_refused(flags, says, adapter, folder_of):
+    with pytest.raises(UsageError) as error:
+        role_of(folder_of("llama3"), f"--lr 1e-3 --lora-adapter {adapter} {flags}", 1, False)
+    assert str(error.value).startswith(says)
