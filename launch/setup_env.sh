@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Creates, completes or reuses the Python environment of megarl.
-#   PYTHON_BIN=$(bash launch/setup_env.sh [EXTRA,EXTRA])   extras of setup.py: gpu, math, test, bench; default none
+#   PYTHON_BIN=$(bash launch/setup_env.sh [EXTRA,EXTRA])   extras of setup.py: gpu, math, test, bench, smollm2;
+#                                                          default none
 #   bash launch/setup_env.sh --which-python                print the interpreter that would be used, and exit
 # The last line of stdout is the path of the environment's python; all messages go to stderr.
 # Reads: PYTHON (interpreter, used without fallback); MEGARL_VENV (folder, default .venv of this checkout).
@@ -240,7 +241,7 @@ main() {
         return
     fi
     EXTRAS=${1:-}
-    [[ $# -le 1 && $EXTRAS =~ ^[a-z,]*$ ]] || die 2 "usage: bash launch/setup_env.sh [EXTRA,EXTRA | --which-python]"
+    [[ $# -le 1 && $EXTRAS =~ ^[a-z0-9,]*$ ]] || die 2 "usage: bash launch/setup_env.sh [EXTRA,EXTRA | --which-python]"
     VENV=${MEGARL_VENV:-$ROOT/.venv}
     [[ $VENV == /* ]] || VENV=$PWD/$VENV
     PY=$VENV/bin/python STATE=$VENV/megarl-env.state LOG=$VENV/megarl-env.log
