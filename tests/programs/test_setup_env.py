@@ -137,7 +137,7 @@ def test_first_call_installs_and_the_next_ones_call_no_pip(machine):
     status, out, err = machine.setup("test")
     assert (status, out) == (0, f"{machine.venv}/bin/python\n"), err
     (call,) = machine.pip_calls()
-    assert "megatron-core>=0.19,<0.20" in call and "pytest>=8" in call and "transformers" not in call
+    assert "megatron-core>=0.19,<0.20" in call and "pytest>=8" in call and "trl>=" not in call
     assert "--target" in machine.calls.read_text()
     for arguments in (["test"], []):
         assert machine.setup(*arguments) == (0, f"{machine.venv}/bin/python\n", "")

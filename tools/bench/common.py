@@ -210,9 +210,10 @@ def table(found: dict, markdown: bool) -> str:
 
 
 def parser(text: str, cases: dict, rounds: int) -> argparse.ArgumentParser:
-    """A parser with the flags of every benchmark; `text`: the module's docstring."""
+    """A parser with the flags of every benchmark; `text`: the module's docstring; `cases`: empty for a single one."""
     made = argparse.ArgumentParser(description=text.splitlines()[0], allow_abbrev=False)
-    made.add_argument("--case", choices=list(cases), default=next(iter(cases)), help="case; default: %(default)s")
+    if cases:
+        made.add_argument("--case", choices=list(cases), default=next(iter(cases)), help="case; default: %(default)s")
     made.add_argument("--rounds", type=int, default=rounds, help="rounds of each side; default: %(default)s")
     made.add_argument("--markdown", action="store_true", help="print rows of a Markdown table")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file")

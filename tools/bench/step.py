@@ -110,7 +110,25 @@ def run_megarl(folder: Path, case: Case, steps: int) -> list[float]:
 def run_trl(folder: Path, case: Case, steps: int, batch: int, continuous: bool) -> list[float]:
     """Seconds of each step of TRL's trainer in this process."""
     import datasets
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    if not case.ends:
+        tokenizer.add_special_tokens({"eos_token": "<end>"})  # an id above those of the model
+    return train_trl(
+        folder, steps, batch, case.new_tokens, use_transformers_continuous_batching=continuous,
+        transformers_continuous_batching_config=PAGED if continuous else None,
+        model=LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
+        reward_funcs=lambda completions, **_: [distinct(text) for text in completions],
+        train_dataset=datasets.load_dataset("json", data_files=str(folder / "prompts.jsonl"), split="train"),
+        processing_class=tokenizer,
+    )  # fmt: skip
+
+
+def train_trl(folder: Path, steps: int, batch: int, new_tokens: int, *, model, reward_funcs, train_dataset,
+              processing_class, peft_config=None, **options) -> list[float]:  # fmt: skip
+    """Seconds of each step of a GRPOTrainer with PROMPTS × SAMPLES responses per step; `options`: of its GRPOConfig."""
+    from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     ends = []
@@ -124,45 +142,37 @@ def run_trl(folder: Path, case: Case, steps: int, batch: int, continuous: bool) 
         def on_step_end(self, *_, **__):
             ends.append(time.perf_counter())
 
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    if not case.ends:
-        tokenizer.add_special_tokens({"eos_token": "<end>"})  # an id above those of the model
-    count = PROMPTS * SAMPLES
     config = GRPOConfig(
         output_dir=str(folder / "trl"), per_device_train_batch_size=batch // world_size(),
-        gradient_accumulation_steps=count // batch,
-        num_generations=SAMPLES, max_completion_length=case.new_tokens, max_steps=steps, learning_rate=RATE,
+        gradient_accumulation_steps=PROMPTS * SAMPLES // batch,
+        num_generations=SAMPLES, max_completion_length=new_tokens, max_steps=steps, learning_rate=RATE,
         lr_scheduler_type="constant", weight_decay=0.0, max_grad_norm=1.0, beta=0.0, temperature=1.0, top_k=0,
         bf16=False, gradient_checkpointing=False, use_cpu=not torch.cuda.is_available(), logging_strategy="no",
-        report_to=[], save_strategy="no", disable_tqdm=True, use_transformers_continuous_batching=continuous,
-        transformers_continuous_batching_config=PAGED if continuous else None,
+        report_to=[], save_strategy="no", disable_tqdm=True, **options,
     )  # fmt: skip
     GRPOTrainer(
-        model=LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
-        reward_funcs=lambda completions, **_: [distinct(text) for text in completions],
-        args=config,
-        train_dataset=datasets.load_dataset("json", data_files=str(folder / "prompts.jsonl"), split="train"),
-        processing_class=tokenizer,
-        callbacks=[Clock()],
-    ).train()
+        model=model, reward_funcs=reward_funcs, args=config, train_dataset=train_dataset,
+        processing_class=processing_class, callbacks=[Clock()], peft_config=peft_config,
+    ).train()  # fmt: skip
     return [end - start for start, end in zip(ends, ends[1:], strict=False)]
 
 
-def in_process(side: str, name: str, folder: Path, args: argparse.Namespace) -> list[float]:
-    """Seconds of the measured steps of one side in its own process."""
-    out = folder / "seconds.json"
-    command = [__file__, "--case", name, "--steps", str(args.steps), "--trl-batch", str(args.trl_batch)]
-    command += ["--trl-continuous"] * args.trl_continuous
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
-    command = [sys.executable, *launcher * (args.ranks > 1), *command]
-    threads = max(1, os.cpu_count() // args.ranks)
+def in_process(program: str, side: str, folder: Path, ranks: int, options: list[str]) -> list[float]:
+    """Seconds of the measured steps of one side: runs `program` with `options` on ranks that share the cores."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *launcher * (ranks > 1), program, *options, "--side", side, "--folder", str(folder)]
+    threads = max(1, os.cpu_count() // ranks)
     environment = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", **os.environ}
-    done = subprocess.run(
-        [*command, "--side", side, "--folder", str(folder)], env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise common.Unusable(f"{side} failed:\n{done.stdout}{done.stderr}")
-    return json.loads(out.read_text())[WARM_UP:]
+    return json.loads((folder / "seconds.json").read_text())[WARM_UP:]
+
+
+def write_seconds(folder: Path, seconds: list[float]):
+    """What `in_process` reads, from rank 0."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        (folder / "seconds.json").write_text(json.dumps(seconds))
 
 
 def measure(args: argparse.Namespace) -> dict:
@@ -170,8 +180,11 @@ def measure(args: argparse.Namespace) -> dict:
     case, sides = CASES[args.case], [common.OURS, *PEERS]
     steps = {side: [] for side in sides}
 
+    options = ["--case", args.case, "--steps", str(args.steps), "--trl-batch", str(args.trl_batch)]
+    options += ["--trl-continuous"] * args.trl_continuous
+
     def clock(side: str, folder: Path) -> float:
-        steps[side].append(in_process(side, args.case, folder, args))
+        steps[side].append(in_process(__file__, side, folder, args.ranks, options))
         return sum(steps[side][-1]) / len(steps[side][-1])
 
     with tempfile.TemporaryDirectory() as name:
@@ -181,8 +194,8 @@ def measure(args: argparse.Namespace) -> dict:
         common.export(chunk, case.shape, namespace, 32 + case.new_tokens).save_pretrained(folder / "model")
         common.alternate({side: lambda side=side: clock(side, folder) for side in sides}, args.rounds)
     seconds = {side: sum(rounds, []) for side, rounds in steps.items()}
-    options = {"ranks": args.ranks, "trl_batch": args.trl_batch, "trl_continuous": args.trl_continuous}
-    return common.report(args.case, seconds, {"responses": PROMPTS * SAMPLES}, **options)
+    settings = {"ranks": args.ranks, "trl_batch": args.trl_batch, "trl_continuous": args.trl_continuous}
+    return common.report(args.case, seconds, {"responses": PROMPTS * SAMPLES}, **settings)
 
 
 def main(argv: list[str] | None = None):
@@ -200,9 +213,7 @@ def main(argv: list[str] | None = None):
     if args.side:
         steps, case = WARM_UP + args.steps, CASES[args.case]
         run, *more = {common.OURS: (run_megarl,), "trl": (run_trl, args.trl_batch, args.trl_continuous)}[args.side]
-        seconds = json.dumps(run(args.folder, case, steps, *more))
-        if int(os.environ.get("RANK", 0)) == 0:
-            (args.folder / "seconds.json").write_text(seconds)
+        write_seconds(args.folder, run(args.folder, case, steps, *more))
         return
     common.installed(PEERS)
     found = measure(args)
