@@ -1,41 +1,54 @@
 """tools/compare_answers.py: transformers answers with each folder, and wrong use is one line."""
 
+import contextlib
+import importlib.util
+import io
 import json
 
 import pytest
 
+from tests.helpers.worlds import run_world
 from tools import compare_answers, smollm2_folder
+
+small_gguf = pytest.importorskip("tests.helpers.small_gguf")  # imports gguf
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A tiny model's folder, its copy with other weights, and a prompt file."""
-    pytest.importorskip("gguf")
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    from tests.helpers import small_gguf
-
+    """A tiny model's folder and a prompt file."""
     folder = tmp_path_factory.mktemp("answers")
     small_gguf.write(folder / "m.gguf")
     assert smollm2_folder.main([str(folder / "a"), "--gguf", str(folder / "m.gguf")]) == 0
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "a")
-    transformers.AutoTokenizer.from_pretrained(folder / "a").save_pretrained(folder / "b")
-    with torch.no_grad():
-        model.model.norm.weight.neg_()
-    model.save_pretrained(folder / "b")
     lines = [{"prompt": f"hello {number}", "answer": str(number)} for number in range(5)]
     (folder / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
 
-def test_the_answers_are_those_of_each_model(models, capsys):
-    names = [str(models / name) for name in "aba"]
-    options = ["--prompts", str(models / "p.jsonl"), "--count", "2", "--max-tokens", "5"]
-    assert compare_answers.main(["--models", *names, *options]) == 0
-    blocks = capsys.readouterr().out.strip("\n").split("\n\n")
-    assert [block.splitlines()[0] for block in blocks] == ["hello 0  [0]", "hello 2  [2]"]
-    for block in blocks:
-        rows = [row.partition("  ")[2].strip() if not row.startswith("hello") else "" for row in block.splitlines()]
-        assert rows[1] == rows[3] != rows[2] and len(rows) == 4
+def answers(rank: int, folder) -> str:
+    """The output for a model, its copy with other weights, and the model again, in a process of its own."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "a")
+    transformers.AutoTokenizer.from_pretrained(folder / "a").save_pretrained(folder / "b")
+    with torch.no_grad():
+        model.model.norm.weight.neg_()
+    model.save_pretrained(folder / "b")
+    options = ["--prompts", str(folder / "p.jsonl"), "--count", "2", "--max-tokens", "5"]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert compare_answers.main(["--models", *(str(folder / name) for name in "aba"), *options]) == 0
+    return printed.getvalue()
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="needs transformers")
+def test_the_answers_are_those_of_each_model(models):
+    (printed,) = run_world(answers, 1, models)
+    blocks = [block.splitlines() for block in printed.strip("\n").split("\n\n")]
+    assert [block[0] for block in blocks] == ["hello 0  [0]", "hello 2  [2]"]
+    for _, *rows in blocks:
+        assert [row.split()[0] for row in rows] == [str(models / name) for name in "aba"]
+        first, second, again = (row.split(maxsplit=1)[1] for row in rows)
+        assert first == again != second
 
 
 def test_wrong_use_is_one_line(models, capsys):

@@ -1,5 +1,6 @@
 """tools/smollm2_folder.py: a GGUF file becomes a Hugging Face folder with the same weights, log-probs and tokens."""
 
+import importlib.util
 import json
 
 import numpy
@@ -8,6 +9,7 @@ import pytest
 from megarl.data.conversations import build_encoder
 from megarl.data.prompts import Prompt
 from megarl.data.tokenizers import build_tokenizer
+from tests.helpers.worlds import run_world
 from tools import smollm2_folder
 
 gguf = pytest.importorskip("gguf")  # the extra `smollm2`
@@ -42,28 +44,50 @@ def test_weights_are_those_that_gguf_dequantises(folder):
         assert numpy.array_equal(copy, weight), name
 
 
-def test_transformers_computes_the_log_probs_of_the_file(folder):
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(folder / "hf", output_loading_info=True)
-    assert type(model).__name__ == "LlamaForCausalLM" and model.dtype == torch.float32
-    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
-    assert model.config.rms_norm_eps == 1e-5 and model.config.rope_parameters["rope_theta"] == 10000.0
-    assert (model.generation_config.eos_token_id, model.config.tie_word_embeddings) == (2, True)
+def in_transformers(rank: int, folder) -> dict:
+    """What transformers reads from the folder and computes, in a process of its own, since it starts threads."""
+    import torch
+    import transformers
 
-    def difference() -> float:
-        with torch.no_grad():
-            found = model.double()(torch.tensor([IDS])).logits[0].log_softmax(-1)
-        return float(numpy.abs(found.numpy() - small_gguf.logprobs(dequantised(), IDS)).max())
-
-    # Transformers keeps the angles of the rotary positions in fp32.
-    assert difference() < 2e-5
-    with torch.no_grad():  # the check can fail: the rows as they are in the file
-        for layer in model.model.layers:
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    config = model.config
+    found = {
+        "class": type(model).__name__,
+        "dtype": str(model.dtype),
+        "keys": [name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in report[kind]],
+        "config": (config.rms_norm_eps, config.rope_parameters["rope_theta"], config.tie_word_embeddings),
+        "end": model.generation_config.eos_token_id,
+        "text": tokenizer.encode("hello hello 1212"),
+        "chat": tokenizer.apply_chat_template(
+            [{"role": "user", "content": "hello 12"}], add_generation_prompt=True, return_dict=True
+        )["input_ids"],
+    }
+    with torch.no_grad():
+        found["logprobs"] = model.double()(torch.tensor([IDS])).logits[0].log_softmax(-1).numpy()
+        for layer in model.model.layers:  # as they are in the file
             weight = layer.self_attn.q_proj.weight
             swapped = weight.reshape(small_gguf.HEADS, 2, -1, small_gguf.HIDDEN).swapaxes(1, 2)
             weight.copy_(swapped.reshape(weight.shape).clone())
-    assert difference() > 1e-2
+        found["unturned"] = model(torch.tensor([IDS])).logits[0].log_softmax(-1).numpy()
+    return found
+
+
+@pytest.fixture(scope="module")
+def theirs(folder):
+    if not importlib.util.find_spec("transformers"):
+        pytest.skip("needs transformers")
+    (found,) = run_world(in_transformers, 1, folder / "hf")
+    return found
+
+
+def test_transformers_computes_the_log_probs_of_the_file(theirs):
+    assert (theirs["class"], theirs["dtype"], theirs["keys"]) == ("LlamaForCausalLM", "torch.float32", [])
+    assert (theirs["config"], theirs["end"]) == ((1e-5, 10000.0, True), 2)
+    expected = small_gguf.logprobs(dequantised(), IDS)
+    # Transformers keeps the angles of the rotary positions in fp32.
+    assert numpy.abs(theirs["logprobs"] - expected).max() < 2e-5
+    assert numpy.abs(theirs["unturned"] - expected).max() > 1e-2
 
 
 def test_the_tokenizer_splits_digits_and_keeps_special_tokens(folder):
@@ -80,11 +104,12 @@ def test_the_tokenizer_splits_digits_and_keeps_special_tokens(folder):
     ids = encoder.prompt(prompt)
     assert (ids[0], ids.count(1), ids.count(2)) == (1, 2, 1)
     assert encoder.response(prompt, "12")[-1] == 2 and len(encoder.response(prompt, "12")) == 3
-    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder / "hf")
-    assert theirs.encode("hello hello 1212") == tokenizer.encode("hello hello 1212")
-    message = [{"role": "user", "content": "hello 12"}]
-    rendered = theirs.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"]
-    assert rendered == encoder.prompt(Prompt(0, "hello 12"))
+
+
+def test_transformers_has_the_same_tokens(folder, theirs):
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(folder / "hf"))
+    assert theirs["text"] == tokenizer.encode("hello hello 1212")
+    assert theirs["chat"] == build_encoder(tokenizer, "tokenizer").prompt(Prompt(0, "hello 12"))
 
 
 def test_the_same_file_gives_the_same_bytes(folder, capsys):
