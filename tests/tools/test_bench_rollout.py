@@ -7,9 +7,10 @@ import sys
 import pytest
 import torch
 
+from tests.helpers import hf_folders
 from tests.helpers.tools import SMALL
 from tests.helpers.worlds import run_world
-from tools.bench import common, logprob, rollout, step, tables
+from tools.bench import common, logprob, lora_step, rollout, step, tables
 
 
 def test_rollout_cases_are_those_described():
@@ -172,6 +173,35 @@ def test_peers_that_are_missing(capsys):
     assert capsys.readouterr().out == "b is not installed: skipped\n"
     with pytest.raises(common.Unusable, match=r"pip install megarl\[bench\]"):
         common.installed({"b": "no_such_library"})
+
+
+def test_lora_step_has_the_same_work_on_both_sides(tmp_path):
+    from megarl import arguments
+    from megarl.data.prompts import load_prompts
+
+    hf_folders.write_folder("smollm2", tmp_path / "model")
+    lora_step.make_inputs(tmp_path)
+    flags = [*lora_step.megarl_flags(tmp_path, tmp_path / "model", 4)]
+    found = arguments.parse(flags, 1, "rl")
+    assert (found.settings.prompts_per_step, found.settings.samples_per_prompt, found.settings.train_iters) == (8, 8, 4)
+    factors = found.roles["actor"].lora
+    assert (factors.rank, factors.alpha, list(factors.targets)) == (16, 32, lora_step.TARGETS)
+    ours = [(prompt.text, prompt.answer) for prompt in load_prompts(str(tmp_path / "train.jsonl"))]
+    theirs = [json.loads(line) for line in (tmp_path / "chats.jsonl").read_text().splitlines()]
+    assert ours == [(chat["prompt"][0]["content"], chat["answer"]) for chat in theirs]
+    for response, right in [("6 * 7 = 42.", 1.0), ("42 or 43", 0.0), ("", 0.0)]:
+        assert lora_step.is_right(response, "42") == right
+
+
+def test_lora_step_needs_a_model_and_both_libraries(tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as ended:
+        lora_step.main(["--model", str(tmp_path)])
+    assert ended.value.code == 2
+    assert f"--model {tmp_path}: no Hugging Face folder, it has no config.json" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(lora_step, "PEERS", ("torch", "no_such_library"))
+    with pytest.raises(common.Unusable, match=r"pip install megarl\[bench\]"):
+        lora_step.main(["--model", str(tmp_path)])
 
 
 @pytest.mark.parametrize("bench", [rollout, step, logprob])
