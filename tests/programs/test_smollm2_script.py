@@ -84,8 +84,10 @@ def test_both_configs_have_the_same_task_and_policy():
     for name in ("hf-model", "reward", "reward-pattern", "max-prompt-length", "max-response-length", "lora-rank",
                  "lora-alpha", "temperature"):  # fmt: skip
         assert first[name] == second[name], name
-    assert "(\\d+)\\D*\\Z" == first["reward-pattern"] in (ROOT / "tools" / "make_products.py").read_text().replace(
-        "\\\\", "\\"
+    assert (
+        "(\\d+)\\D*\\Z"
+        == first["reward-pattern"]
+        in (ROOT / "tools" / "make_products.py").read_text().replace("\\\\", "\\")
     )
     assert first["prompts"] == "runs/smollm2_grpo/data/train.jsonl" and json.dumps(second).count("smollm2_ppo") == 3
 
