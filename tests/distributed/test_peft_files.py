@@ -190,7 +190,8 @@ def test_modules_of_single_experts_are_read(folder_of, tmp_path):
     folder, target = folder_of("qwen3_moe"), tmp_path / "peft" / "qwen3_moe"
     sequences = hf_folders.reference("qwen3_moe").tokens
     make_adapter(folder, target, True, False)
-    tensors, experts = load_file(target / "adapter_model.safetensors"), 4
+    config, tensors = hf_folders.reference("qwen3_moe").config, load_file(target / "adapter_model.safetensors")
+    experts = config.get("num_experts") or config["num_local_experts"]
     for name in [name for name in tensors if ".experts.base_layer.lora_A" in name]:
         prefix, a = name.removesuffix("base_layer.lora_A.weight"), tensors.pop(name)
         b = tensors.pop(f"{prefix}base_layer.lora_B.weight")
@@ -202,7 +203,7 @@ def test_modules_of_single_experts_are_read(folder_of, tmp_path):
                 tensors[f"{prefix}{i}.{projection}.lora_B.weight"] = half.clone()
             tensors[f"{prefix}{i}.down_proj.lora_A.weight"] = inner.view(experts, -1, inner.shape[-1])[i].clone()
             tensors[f"{prefix}{i}.down_proj.lora_B.weight"] = outer.view(len(outer), -1, experts)[..., i].clone()
-    assert len(tensors) == 3 * 2 * (4 + 3 * experts)  # layers, factors, projections
+    assert len(tensors) == config["num_hidden_layers"] * 2 * (4 + 3 * experts)
     adapters = {"qwen3_moe": (folder, target)}
     ((fused, _, _),) = (found["qwen3_moe"] for found in run_world(imported, 1, adapters, "", tmp_path / "x"))
     save_file(tensors, target / "adapter_model.safetensors")

@@ -48,16 +48,16 @@ def read_adapter(path: str, flag: str, args, family: Family) -> PeftAdapter:
     tensors = _read_tensors(folder, error)
     head, factors = tensors.pop(HEAD, None), {}
     for module in peft_modules(args, family):
-        pair = _take(module, tensors, config)
-        if pair is None:
+        found = _take(module, tensors, config)
+        if found is None:
             continue
-        a, b = pair
+        a, b, rank = found
         if b.shape[-2] != module.rows or a.shape[-1] != module.columns or a.shape[-2] != b.shape[-1]:
             raise error(
                 f"{module.name} has factors of shapes {list(a.shape)} and {list(b.shape)}; its input is "
                 f"{module.columns}, its output {module.rows}"
             )
-        ratio = _scale(config, module.name, a.shape[-2]) / _scale(config, None, config["r"])
+        ratio = _scale(config, module.name, rank) / _scale(config, None, config["r"])
         factors |= unfuse(module, a, b if ratio == 1 else b * ratio)
     if tensors:
         raise error(f"{sorted(tensors)[0]} is no factor of a layer that megarl adapts: {', '.join(TARGETS)}")
@@ -107,19 +107,20 @@ def _read_tensors(folder: Path, error) -> dict[str, Tensor]:
     return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
 
 
-def _take(module: PeftModule, tensors: dict[str, Tensor], config: dict) -> tuple[Tensor, Tensor] | None:
-    """Removes a module's A [R, K] and B [N, R] from the tensors, experts in front."""
+def _take(module: PeftModule, tensors: dict[str, Tensor], config: dict) -> tuple[Tensor, Tensor, int] | None:
+    """Removes a module's A [R, K] and B [N, R] from the tensors, experts in front; the last number is PEFT's rank."""
     if module.experts is None:
-        return _pop(module.name, tensors)
+        pair = _pop(module.name, tensors)
+        return pair and (*pair, len(pair[0]))
     experts, _, parameter = module.name.rpartition(".")
     pair = _pop(_wrapper(experts, parameter, tensors, config), tensors)
     if pair is None:
         return _single_experts(experts, module, tensors)
     a, b = pair
     if len(a) % module.experts or b.shape[1] != len(a):
-        return pair  # of a wrong shape
+        return a, b, len(a)  # of a wrong shape
     a = a.view(module.experts, -1, a.shape[-1])
-    return a, b.view(len(b), -1, module.experts).permute(2, 0, 1)
+    return a, b.view(len(b), -1, module.experts).permute(2, 0, 1), a.shape[1]
 
 
 def _pop(name: str, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
@@ -137,7 +138,7 @@ def _wrapper(experts: str, parameter: str, tensors: dict[str, Tensor], config: d
     return experts if parameter == "down_proj" or "down_proj" not in named else f"{experts}.none"
 
 
-def _single_experts(experts: str, module: PeftModule, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+def _single_experts(experts: str, module: PeftModule, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, int] | None:
     """Factors of modules of single experts, as older transformers have them: `experts.3.gate_proj`."""
     projections = [member.key.rpartition(".")[2] for member in module.members]
     names = [[f"{experts}.{i}.{name}" for name in projections] for i in range(module.experts)]
@@ -148,7 +149,7 @@ def _single_experts(experts: str, module: PeftModule, tensors: dict[str, Tensor]
         pairs = [_pop(of_expert[i], tensors) for of_expert in names]
         stacked[f"{member.key}.lora_A"], stacked[f"{member.key}.lora_B"] = map(torch.stack, zip(*pairs, strict=True))
         rank = pairs[0][0].shape[0]
-    return fuse(module, stacked, rank)
+    return *fuse(module, stacked, rank), rank
 
 
 def _scale(config: dict, name: str | None, rank: int) -> float:
