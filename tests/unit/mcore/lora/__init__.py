@@ -1,0 +1,1 @@
+"""Tests of low-rank factors: products, merged weights, layers of experts under tensor parallelism."""
