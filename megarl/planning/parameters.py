@@ -94,6 +94,9 @@ def _layer(args, sizes: ParallelSizes, is_moe: bool) -> list[Weight]:
     weights += _matrix(args, "self_attention.linear_proj", hidden, heads * channels // t, has_bias)
     rows = (heads + 2 * groups) * channels // t
     weights += _matrix(args, "self_attention.linear_qkv", rows, hidden, has_bias or args.add_qkv_bias)
+    if args.softmax_type == "learnable":
+        size = args.params_dtype.itemsize
+        weights.append(Weight("self_attention.core_attention.softmax_offset", heads // t, heads // t, size))
     if args.qk_layernorm:
         weights += _norm(args, "self_attention.q_layernorm", channels)
         weights += _norm(args, "self_attention.k_layernorm", channels)

@@ -5,7 +5,17 @@ import pytest
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.hf_layers import check_case
 
-CASES = ["mistral_window", "qwen2_window", "olmo2", "olmo3", "llama_linear_rope", "llama_yarn", "qwen3_yarn"]
+CASES = [
+    "mistral_window",
+    "qwen2_window",
+    "olmo2",
+    "olmo3",
+    "gemma2",
+    "gemma3",
+    "llama_linear_rope",
+    "llama_yarn",
+    "qwen3_yarn",
+]
 LAYOUTS = {
     "one": (1, ""),
     "tp2-sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),

@@ -14,13 +14,20 @@ from megarl.mcore.attention.packing import pack_sequences
 D = 8  # channels of a head
 
 
-def packed_attention(scale=None, backend="sdpa", window=None):
-    """The attention of one layer with 4 heads; a token sees `window` tokens."""
+def packed_attention(scale=None, backend="sdpa", window=None, softcap=None, sinks=None):
+    """The attention of one layer with 4 heads; a token sees `window` tokens; sinks [H]."""
     size = None if window is None else (window - 1, 0)
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, window_size=size)
     config.attention_kernel = backend
     groups = SimpleNamespace(tp=None, cp=None)
-    return PackedAttention(config, 1, None, "self", softmax_scale=scale, pg_collection=groups)
+    attention = PackedAttention(config, 1, None, "self", softmax_scale=scale, pg_collection=groups)
+    attention.options = score_options(softcap, sinks)
+    return attention
+
+
+def score_options(softcap=None, sinks=None) -> dict:
+    """Those of `ScoredAttention`; none without softcap and sinks."""
+    return {} if softcap is None and sinks is None else {"softcap": softcap, "sinks": sinks}
 
 
 def random_heads(total, heads, dtype, seed):
@@ -29,16 +36,20 @@ def random_heads(total, heads, dtype, seed):
     return 0.5 * torch.randn(total, heads, D, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def exact_attention(query, key, value, scale=None, window=None):
+def exact_attention(query, key, value, scale=None, window=None, softcap=None, sinks=None):
     """One sequence in float64: query [Q, H, D], key and value [K, G, D]; query i sees keys 0 … K − Q + i, the last
-    `window` of them."""
+    `window` of them; scores are capped; sinks [H] are scores of one more key without a value."""
     heads, groups = query.shape[1], key.shape[1]
     query, key, value = query.double(), key.double(), value.double()
     key, value = (x.repeat_interleave(heads // groups, dim=1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) * (D**-0.5 if scale is None else scale)
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     distance = torch.arange(len(query)).unsqueeze(1) + len(key) - len(query) - torch.arange(len(key))
     seen = (distance >= 0) & (distance < (math.inf if window is None else window))
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -math.inf).softmax(-1), value)
+    scores = scores.masked_fill(~seen, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, len(query), 1)], dim=-1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(key)], value)
 
 
 class PagedRequests:
@@ -68,24 +79,24 @@ class PagedRequests:
                 self.cache[place, : rows.stop - rows.start] = both
         self.queries, self.lengths = torch.tensor(requests).unbind(1)
 
-    def attend(self, padding=0, scale=None, window=None):
+    def attend(self, padding=0, scale=None, window=None, backend=sdpa, **options):
         """The new tokens' attention over the cache, and zeros for padding."""
         query = torch.cat([*self.query, self.query[0].new_full((padding, *self.query[0].shape[1:]), 5.0)])
-        reads = sdpa.plan_cache_reads(self.queries, self.lengths, self.pages, len(query), self.cache, window)
+        reads = backend.plan_cache_reads(self.queries, self.lengths, self.pages, len(query), self.cache, window)
         grouped = query.unflatten(1, (self.cache.shape[2], -1))
-        return sdpa.PagedAttention()(grouped, self.cache, reads, scale).view_as(query)
+        return backend.PagedAttention()(grouped, self.cache, reads, scale, **options).view_as(query)
 
-    def expected(self, scale=None, window=None):
+    def expected(self, **options):
         """The same, each request alone."""
         parts = zip(self.query, self.keys, self.values, strict=True)
-        return torch.cat([exact_attention(*part, scale=scale, window=window) for part in parts])
+        return torch.cat([exact_attention(*part, **options) for part in parts])
 
-    def packed(self, window=None):
+    def packed(self, window=None, **options):
         """The new tokens' rows of the training forward, over whole sequences."""
         parts = []
         for query, key, value in zip(self.query, self.keys, self.values, strict=True):
             whole = torch.cat([query.new_zeros(len(key) - len(query), *query.shape[1:]), query])
             layout = pack_sequences(torch.tensor([len(key)]), window=window)
-            out = packed_attention(window=window)(whole, key, value, None, packed_seq_params=layout)
+            out = packed_attention(window=window, **options)(whole, key, value, None, packed_seq_params=layout)
             parts.append(out[len(key) - len(query) :].view_as(query))
         return torch.cat(parts)

@@ -24,6 +24,7 @@ ROWS = {
     "mlp.linear_fc1.layer_norm_weight": ["post_attention_layernorm.weight"],
     "mlp.linear_fc1.weight": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
     "mlp.linear_fc2.weight": ["mlp.down_proj.weight"],
+    "self_attention.core_attention.softmax_offset": ["self_attn.sinks"],
     "self_attention.q_layernorm.weight": ["self_attn.q_norm.weight"],
     "self_attention.k_layernorm.weight": ["self_attn.k_norm.weight"],
     "self_attention.q_norm.weight": ["self_attn.q_norm.weight"],
@@ -60,6 +61,9 @@ def flags_of(config: dict[str, Any]) -> list:
         "--make-vocab-size-divisible-by", 4,
         *FAMILY_FLAGS.get(config["model_type"].removesuffix("_text"), ["--swiglu"]),
     ]  # fmt: skip
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"):
+        if config.get(name) is not None:
+            flags += [f"--{name.replace('_', '-')}", config[name]]
     if not config["tie_word_embeddings"]:
         flags.append("--untie-embeddings-and-output-weights")
     return flags + _window_flags(config) + _rotary_flags(config["rope_parameters"])

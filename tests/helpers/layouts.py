@@ -4,7 +4,10 @@ DENSE = "--num-layers 4 --adam-eps 1 --lr 0.05 --weight-decay 0.1 --clip-grad 1"
 MOE = f"{DENSE} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-layer-freq ([0]+[1]*3)"
 WINDOW = "--window-size 5,0 --window-attn-skip-freq 2"
 OLMO = f"{DENSE} {WINDOW} --layernorm-position post --qk-layernorm-all-heads"
-GEMMA = f"{DENSE} {WINDOW} --layernorm-position sandwich --apply-layernorm-1p --qk-layernorm --embedding-multiplier 8"
+GEMMA = (
+    f"{DENSE} {WINDOW} --layernorm-position sandwich --apply-layernorm-1p --qk-layernorm --embedding-multiplier 8"
+    " --attn-logit-softcapping 2 --final-logit-softcapping 5 --query-pre-attn-scalar 24 --softmax-type learnable"
+)
 TP2, SP, PP2 = "--tensor-model-parallel-size 2", "--sequence-parallel", "--pipeline-model-parallel-size 2"
 CP2, EP2 = "--context-parallel-size 2", "--expert-model-parallel-size 2"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -32,5 +35,6 @@ LAYOUTS = {
     "tp2-olmo": (2, OLMO, TP2),
     "pp2-cp2-olmo": (4, OLMO, f"{PP2} {CP2}"),
     "tp2-sp-gemma": (2, GEMMA, f"{TP2} {SP}"),
+    "pp2-cp2-gemma": (4, GEMMA, f"{PP2} {CP2}"),
     "tp2-ep2-sp": (4, MOE, f"{TP2} {SP} {EP2}"),
 }

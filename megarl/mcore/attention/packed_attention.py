@@ -3,9 +3,15 @@
 megatron-core's own core attention does not support packed sequences and builds the full score matrix.
 """
 
-import torch
-from megatron.core.transformer.module import MegatronModule
+from collections.abc import Mapping
+from types import MappingProxyType
 
+import torch
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+from megarl.mcore import device
 from megarl.mcore.attention import backends
 from megarl.mcore.attention.windows import kind_of_layer
 from megarl.mcore.parallel.context_parallel import gather_for_attention
@@ -13,6 +19,8 @@ from megarl.mcore.parallel.context_parallel import gather_for_attention
 
 class PackedAttention(MegatronModule):
     """Causal grouped-query attention over packed sequences [T, H, D], with any context parallelism."""
+
+    options: Mapping = MappingProxyType({})  # what the backend needs besides the scale
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, pg_collection, softmax_scale=None, **_):
         super().__init__(config=config)
@@ -28,4 +36,35 @@ class PackedAttention(MegatronModule):
             key_value = gather_for_attention(torch.cat([key, value], dim=1), layout.order, layout.cp_group)
             key, value = key_value.chunk(2, dim=1)
         segments = layout.segments[self.kind]
-        return self.backend.packed_attention(query, key, value, segments, self.softmax_scale).flatten(1)
+        return self.backend.packed_attention(query, key, value, segments, self.softmax_scale, **self.options).flatten(1)
+
+
+class ScoredAttention(PackedAttention):
+    """The same with a softcap, with sinks, or with both.
+
+    `softmax_offset` [H] are the sinks of this rank's heads, named as in Megatron; with `--softmax-type off-by-one`
+    they are 0.
+    """
+
+    def __init__(self, config, *args, pg_collection, **kwargs):
+        super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
+        heads = config.num_attention_heads // pg_collection.tp.size()
+        self.softmax_offset = None
+        if config.softmax_type == "off-by-one":
+            self.register_buffer("softmax_offset", torch.zeros(heads, device=device.device()), persistent=False)
+        elif config.softmax_type == "learnable":
+            zeros = torch.zeros(heads, dtype=config.params_dtype, device=device.device())
+            self.softmax_offset = torch.nn.Parameter(zeros)
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+
+    @property
+    def options(self) -> dict:
+        """The softcap and the sinks."""
+        return {"softcap": self.config.attn_logit_softcapping, "sinks": self.softmax_offset}
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
+        """Describes the sinks to checkpoints, split over tensor-parallel ranks."""
+        state, replicas = self.state_dict(prefix="", keep_vars=True), metadata["dp_cp_group"]
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, {"softmax_offset": 0}, sharded_offsets, tp_group=self.tp_group, dp_cp_group=replicas
+        )

@@ -62,7 +62,13 @@ def _check_only(role: str, args):
 def _choose_attention(role: str, args):
     """Sets `attention_kernel`, the module of `mcore/attention/backends` that `--attention-backend` names."""
     name, args.attention_backend = args.attention_backend, AttnBackend.auto
-    args.attention_kernel = "sdpa" if name == "auto" else name
+    has_options = model_flags.has_score_options(args)
+    args.attention_kernel = name if name != "auto" else model_flags.SCORE_BACKENDS[0] if has_options else "sdpa"
+    if has_options and name in ATTENTION_BACKENDS and name not in model_flags.SCORE_BACKENDS:
+        allowed = ", ".join(("auto", *model_flags.SCORE_BACKENDS))
+        raise UsageError(
+            f"{role}: --attention-backend {name}: allowed with --attn-logit-softcapping or --softmax-type are {allowed}"
+        )
     if args.attention_kernel not in ATTENTION_BACKENDS:
         raise UsageError(f"{role}: --attention-backend {name}: allowed are auto, {', '.join(ATTENTION_BACKENDS)}")
 
@@ -156,6 +162,8 @@ def transformer_config(args) -> TransformerConfig:
     config = core_transformer_config_from_args(args)
     config.attention_kernel = args.attention_kernel
     model_flags.copy_to(config, args)
+    if args.query_pre_attn_scalar is not None:
+        config.softmax_scale = args.query_pre_attn_scalar**-0.5
     if args.geglu:
         config.gated_linear_unit, config.activation_func = True, gelu_tanh
     if config.activation_func is functional.silu:

@@ -34,11 +34,15 @@ MODEL_FLAGS = (
     ModelFlag("qk-layernorm-all-heads", None, False, "RMSNorm of queries and of keys, over all heads (OLMo 2)"),
     ModelFlag("embedding-multiplier", float, None, "factor of the embeddings, rounded to their type (Gemma)"),
     ModelFlag("geglu", None, False, "gated MLP with the tanh form of GELU (Gemma)"),
+    ModelFlag("attn-logit-softcapping", float, None, "c of attention scores c·tanh(score/c) (Gemma 2)"),
+    ModelFlag("final-logit-softcapping", float, None, "c of logits c·tanh(logit/c) (Gemma 2)"),
+    ModelFlag("query-pre-attn-scalar", float, None, "attention scores are divided by its root (default --kv-channels)"),
     ModelFlag("window-rotary-base", number, None, "rotary base, without scaling, of layers with a window (Gemma 3)"),
     ModelFlag("rope-low-freq-factor", float, None, "of --use-rope-scaling (default 1)"),
     ModelFlag("rope-high-freq-factor", float, None, "of --use-rope-scaling (default 4)"),
     ModelFlag("rope-original-max-position-embeddings", int, None, "of --use-rope-scaling (default 8192)"),
 )  # fmt: skip
+SCORE_BACKENDS = ("eager",)  # attention backends for models that `has_score_options`
 ROTARY = ("rope", "yarn")  # values of --position-embedding-type with rotary embeddings
 
 
@@ -60,6 +64,11 @@ def add_to(parser):
 def attributes() -> frozenset[str]:
     """The attributes that the flags set."""
     return frozenset(flag.attribute for flag in MODEL_FLAGS)
+
+
+def has_score_options(args) -> bool:
+    """Whether attention scores are more than scaled products: a softcap or sinks."""
+    return args.attn_logit_softcapping is not None or args.softmax_type != "vanilla"
 
 
 def copy_to(config, args):

@@ -34,10 +34,11 @@ def _windows(args) -> list[LayoutRule]:
 
 
 def _layers(args) -> list[LayoutRule]:
-    multiplier, all_heads, kind = args.embedding_multiplier, args.qk_layernorm_all_heads, args.normalization
+    all_heads, kind = args.qk_layernorm_all_heads, args.normalization
     others = [name for name in ("swiglu", "squared-relu", "quick-geglu") if getattr(args, name.replace("-", "_"))]
     return [
-        LayoutRule("--embedding-multiplier", multiplier, multiplier is None or 0 < multiplier < math.inf, "above 0"),
+        *(_positive(args, name) for name in ("embedding-multiplier", "attn-logit-softcapping",
+                                             "final-logit-softcapping", "query-pre-attn-scalar")),
         LayoutRule("--qk-layernorm-all-heads", all_heads, not all_heads or not args.qk_layernorm,
              "none with --qk-layernorm, which norms each head"),
         LayoutRule("--qk-layernorm-all-heads", all_heads, not all_heads or kind == "RMSNorm",
@@ -78,6 +79,11 @@ def _rotary(args) -> list[LayoutRule]:
         LayoutRule("--rotary-seq-len-interpolation-factor", linear, linear is None or kind != "yarn",
              "none with --position-embedding-type yarn"),
     ]  # fmt: skip
+
+
+def _positive(args, name: str) -> LayoutRule:
+    value = _value(args, name)
+    return LayoutRule(f"--{name}", value, value is None or 0 < value < math.inf, "above 0")
 
 
 def _or(value, default):

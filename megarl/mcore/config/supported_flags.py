@@ -82,7 +82,6 @@ ONLY = {
     "optimizer_cpu_offload": (False, "optimizer offload is not supported yet"),
     "mtp_num_layers": (None, "multi-token prediction is not supported yet"),
     "num_distributed_optimizer_instances": (1, "one optimizer instance is supported"),
-    "softmax_type": ("vanilla", "attention sinks are not supported yet"),
 }
 
 # Families of flags for parts that megarl's models, optimizer and engine do not have.

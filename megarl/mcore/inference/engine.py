@@ -146,7 +146,7 @@ class RolloutEngine:
         self.context = PagedContext(model.config, config, cache_in_grad_buffer and cache_in_grad_buffer.memory)
         attach_routes(self.context, self.layers, model.config, pg_collection.tp)
         wrapper = GPTInferenceWrapper(model, self.context)
-        self.sampling = KeyedSampling(vocab_size, tp_size)
+        self.sampling = KeyedSampling(vocab_size, tp_size, model.config.final_logit_softcapping)
         self.controller = controller = EndTokensController(wrapper, _TokenIdsOnly())
         controller._sampling = self.sampling
         was_training = model.training

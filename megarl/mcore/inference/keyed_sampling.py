@@ -6,14 +6,15 @@ from torch import Tensor
 
 from megarl.algorithms.counter_rng import uniforms
 from megarl.algorithms.token_sampling import SamplingSettings, sample_tokens
-from megarl.mcore.kernels.vocab_parallel_logprobs import GatheredPolicy
+from megarl.mcore.kernels.vocab_parallel_logprobs import GatheredPolicy, softcap_
 
 
 class KeyedSampling(Sampling):
     """Samples the token at each position of a request with one number of the request's random stream."""
 
-    def __init__(self, vocab_size: int, tensor_ranks: int):
-        self.vocab_size, self.tensor_ranks = vocab_size, tensor_ranks
+    def __init__(self, vocab_size: int, tensor_ranks: int, softcap: float | None = None):
+        """`softcap`: as in `head_scores`."""
+        self.vocab_size, self.tensor_ranks, self.softcap = vocab_size, tensor_ranks, softcap
         self.settings = SamplingSettings()
         self.keys = torch.zeros(0, dtype=torch.int64)  # by request id
         self._policy: GatheredPolicy | None = None
@@ -21,6 +22,8 @@ class KeyedSampling(Sampling):
     def sample_kernel(self, logits, n, context, *, gather_indices=None, output=None, **_):
         """Samples tokens [n] of the active requests from logits [≥ n, V], as Megatron's sampling backends do."""
         rows = logits[:n] if gather_indices is None else logits[gather_indices[:n]]
+        if self.softcap is not None:
+            rows = softcap_(rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True), self.softcap)
         active = slice(context.paused_request_count, context.total_request_count)
         positions = context.request_kv_length_offsets[active] + context.request_query_lengths[active]
         numbers = uniforms(self.keys[context.request_ids[active].long()], positions.long()).to(rows.device)

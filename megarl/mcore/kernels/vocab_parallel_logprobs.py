@@ -59,6 +59,11 @@ def _at_least_fp32(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
+def softcap_(logits: Tensor, softcap: float) -> Tensor:
+    """Replaces logits by softcap · tanh(logits / softcap) (Gemma 2, 2408.00118 §2), in place."""
+    return logits.div_(softcap).tanh_().mul_(softcap)
+
+
 class _Head(NamedTuple):
     """Inputs of the head on this rank, whose columns of the vocabulary start at index `first`."""
 
@@ -69,6 +74,7 @@ class _Head(NamedTuple):
     temperature: float | Tensor  # a number, or [n]
     first: int
     vocab_size: int
+    softcap: float | None
 
     def inputs(self, rows: slice) -> Tensor:
         """Returns [C, H] hidden states of a chunk."""
@@ -78,10 +84,19 @@ class _Head(NamedTuple):
         """Returns [C, V/tp] logits over temperature in at least fp32, in a new buffer."""
         logits = linear.matmul(self.inputs(rows), self.weight)
         logits = logits.to(_at_least_fp32(logits))
+        if self.softcap is not None:
+            softcap_(logits, self.softcap)
         if isinstance(self.temperature, Tensor) or self.temperature != 1.0:
             logits.div_(_column(self.temperature, rows))
         logits[:, max(self.vocab_size - self.first, 0) :] = PADDED_LOGIT
         return logits
+
+    def softcap_slope(self, scaled: Tensor, rows: slice) -> Tensor | None:
+        """Returns the softcap's derivative from scaled logits [C, V/tp]; None without a softcap."""
+        if self.softcap is None:
+            return None
+        tanh = (scaled * _column(self.temperature, rows)).div_(self.softcap).clamp_(-1, 1)  # −1 in padded columns
+        return tanh.square_().neg_().add_(1)
 
     def columns(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Returns the targets' columns (0 if on another rank) and whether this rank has them, both [C, 1]."""
@@ -141,14 +156,15 @@ class _HeadScores(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, indices, temperature, vocab_size, group, squares):
+    def forward(ctx, hidden, weight, targets, indices, temperature, vocab_size, group, squares, softcap):
         """Arguments as in `head_scores`; hidden states are already gathered."""
         ctx.set_materialize_grads(False)
-        head = _Head(hidden, weight, targets, indices, temperature, dist.get_rank(group) * len(weight), vocab_size)
+        first = dist.get_rank(group) * len(weight)
+        head = _Head(hidden, weight, targets, indices, temperature, first, vocab_size, softcap)
         count, dtype = len(targets), _at_least_fp32(hidden)
         results = [hidden.new_empty(count, dtype=dtype) for _ in range(4 + squares)]
         needs_grad, kept = any(ctx.needs_input_grad[:2]), None
-        if needs_grad and count * len(weight) <= LARGEST_KEPT:
+        if needs_grad and softcap is None and count * len(weight) <= LARGEST_KEPT:
             kept = hidden.new_empty(count, len(weight), dtype=dtype)
         for rows in row_chunks(count, len(weight)):
             weights = None if kept is None else kept[rows]
@@ -175,22 +191,30 @@ class _HeadScores(torch.autograd.Function):
         grad_hidden = allocate(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=_at_least_fp32(weight)) if ctx.needs_input_grad[1] else None
         for rows in row_chunks(len(head.targets), len(weight)):
-            weights = head.scaled_logits(rows).sub_(_column(top, rows)).exp_() if kept is None else kept[rows]
+            weights, slope = None if kept is None else kept[rows], None
+            if weights is None:
+                weights = head.scaled_logits(rows)
+                slope = head.softcap_slope(weights, rows)
+                weights.sub_(_column(top, rows)).exp_()
             columns = [None if x is None else _column(x, rows) for x in (total, entropy, square_sum, *grads)]
             _accumulate(  # nested calls, so that no name keeps the logits' gradient during the next chunk
                 grad_hidden, grad_weight, head, rows,
-                _logits_grad(weights, kept is None, *columns[:3], columns[3:]), columns[3],
+                _logits_grad(weights, kept is None, *columns[:3], columns[3:]), columns[3], slope,
             )  # fmt: skip
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 6
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 7
 
 
-def _accumulate(grad_hidden, grad_weight, head: _Head, rows: slice, grad: Tensor, grad_logprob: Tensor | None):
+def _accumulate(
+    grad_hidden, grad_weight, head: _Head, rows: slice, grad: Tensor, grad_logprob: Tensor | None, slope: Tensor | None
+):
     """Adds the 1_y term to a chunk's gradient [C, V/tp]; writes its rows of `grad_hidden`, adds to `grad_weight`."""
     if grad_logprob is not None:
         columns, here = head.columns(rows)
         grad.scatter_add_(-1, columns, grad_logprob * here)
     if isinstance(head.temperature, Tensor) or head.temperature != 1.0:
         grad.div_(_column(head.temperature, rows))
+    if slope is not None:
+        grad.mul_(slope)
     grad = grad.to(head.hidden.dtype)
     if grad_hidden is not None:
         grad_hidden[rows if head.indices is None else head.indices[rows]] = linear.input_gradient(grad, head.weight)
@@ -204,7 +228,7 @@ def _accumulate(grad_hidden, grad_weight, head: _Head, rows: slice, grad: Tensor
 
 def head_scores(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature, vocab_size: int, group, sequence_parallel=False,
-    indices: Tensor | None = None, squares: bool = True,
+    indices: Tensor | None = None, squares: bool = True, softcap: float | None = None,
 ) -> HeadScores:  # fmt: skip
     """Returns scores of next-token distributions, differentiable once in `hidden` and `weight`.
 
@@ -218,6 +242,7 @@ def head_scores(
         sequence_parallel: whether the hidden states are split over the group.
         indices: [n] int64, distinct, n at least `MIN_ROWS`: the hidden state of each target; None: n = T, in order.
         squares: whether to compute Σπ²; two more passes over the logits.
+        softcap: c of logits c · tanh(logit / c); None: the logits stay as they are.
 
     Returns:
         HeadScores in float32 (float64 for float64 hidden states), equal on all ranks of the group.
@@ -237,7 +262,7 @@ def head_scores(
         missing = MIN_ROWS - total
         hidden, targets = pad(hidden, (0, 0, 0, missing)), pad(targets, (0, missing))
         temperature = pad(temperature, (0, missing), value=1.0) if isinstance(temperature, Tensor) else temperature
-    scores = _HeadScores.apply(hidden, weight, targets, indices, temperature, vocab_size, group, squares)
+    scores = _HeadScores.apply(hidden, weight, targets, indices, temperature, vocab_size, group, squares, softcap)
     return HeadScores(*(None if score is None else score[:total] for score in scores))
 
 

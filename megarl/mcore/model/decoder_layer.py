@@ -89,7 +89,7 @@ class PagedSelfAttention(SelfAttention):
             plan.rotations[core.kind].apply_(heads[:, :, :-1])
         kv = heads[:, :, -2:] if plan.dedup is None else heads[:, :, -2:].index_select(0, plan.dedup.inverse)
         cache.flatten(0, 1).index_copy_(0, plan.slot_mapping, kv)
-        attended = plan.attend(heads[:, :, :-2], cache, plan.reads[core.kind], core.softmax_scale)
+        attended = plan.attend(heads[:, :, :-2], cache, plan.reads[core.kind], core.softmax_scale, **core.options)
         return apply_linear(self.linear_proj, attended.unsqueeze(1))
 
     def _heads(self, hidden: Tensor) -> Tensor:

@@ -105,8 +105,9 @@ def token_scores(
         rows = None if scored is None or len(targets) <= MIN_ROWS else scored.rows
         row_targets = targets if rows is None else targets[rows]
         logprobs, entropy, _ = head_scores(
-            hidden, weight, row_targets, temperature, vocab_size, group, sequence_parallel, rows, squares=False
-        )
+            hidden, weight, row_targets, temperature, vocab_size, group, sequence_parallel, rows, squares=False,
+            softcap=model.config.final_logit_softcapping,
+        )  # fmt: skip
 
         def aligned(score: Tensor) -> Tensor:
             if scored is not None:

@@ -132,7 +132,7 @@ def test_megatron_flags_that_nothing_uses_are_rejected(flag, value):
 
 
 @pytest.mark.parametrize("argv", [
-    ["--softmax-type", "off-by-one"], ["--attention-backend", "flash"],
+    ["--attention-backend", "flash"], ["--attention-backend", "sdpa", "--softmax-type", "off-by-one"],
 ])  # fmt: skip
 def test_flags_that_megarls_own_layers_would_ignore_are_rejected(argv):
     assert argv[0] in refusal(argv)
@@ -150,7 +150,7 @@ def test_unsupported_features_are_rejected(argv):
 
 
 def test_an_unknown_attention_backend_is_rejected_with_the_known_ones():
-    assert "--attention-backend flash: allowed are auto, sdpa" in refusal(["--attention-backend", "flash"])
+    assert "--attention-backend flash: allowed are auto, eager, sdpa" in refusal(["--attention-backend", "flash"])
 
 
 def test_the_error_of_a_router_flag_gives_the_reason():

@@ -1,7 +1,8 @@
 """Attention backends, one module each, chosen by `--attention-backend NAME`: a new kernel is a new module here.
 
 A module defines `packed_attention(query, key, value, segments, scale)` for training, and for rollout `plan_cache_reads`
-and the class `PagedAttention`; `sdpa` documents their arguments. Layers do not know which backend runs.
+and the class `PagedAttention`; `sdpa` documents their arguments. Layers do not know which backend runs. Only for models
+with softcaps or sinks they also hand over `softcap` and `sinks`.
 """
 
 import importlib

@@ -172,21 +172,27 @@ class PagedAttention:
         torch.index_select(cache.flatten(1), 0, pages, out=rows)
         return rows.view(count, -1, *cache.shape[2:])[:, :width].transpose(1, 2).unbind(3)
 
-    def __call__(self, query: Tensor, cache: Tensor, reads: CacheReads, scale: float | None = None) -> Tensor:
-        """query [T, G, R, D] and a layer's cache [blocks, block, G, 2, D] with the new keys -> [T, G·R·D]."""
+    def __call__(self, query: Tensor, cache: Tensor, reads: CacheReads, scale: float | None = None, **options):
+        """query [T, G, R, D] and a layer's cache [blocks, block, G, 2, D] with the new keys -> [T, G·R·D].
+
+        `options`: of backends that compute more than this one.
+        """
         if len(reads.decodes) == 1 and isinstance(reads.decodes[0].tokens, slice) and not reads.prefills:
             decodes = reads.decodes[0]
-            out = self._decode(query[decodes.tokens], cache, decodes, scale)
+            out = self._decode(query[decodes.tokens], cache, decodes, scale, **options)
             if len(out) == reads.total:
                 return out.flatten(1)
         result = query.new_zeros(query.shape)
         for decodes in reads.decodes:
-            result[decodes.tokens] = self._decode(query[decodes.tokens], cache, decodes, scale)
+            result[decodes.tokens] = self._decode(query[decodes.tokens], cache, decodes, scale, **options)
         for segments in reads.prefills:
             key_value = gather_rows(cache.flatten(0, 1), segments.keys)  # [n, G, K, 2, D]
-            out = attend_segments(query.flatten(1, 2), *key_value.unbind(3), segments, scale)
+            out = self._prefill(query.flatten(1, 2), *key_value.unbind(3), segments, scale, **options)
             result[segments.queries.flatten()[segments.real_queries]] = out.view(-1, *query.shape[1:])
         return result.flatten(1)
+
+    def _prefill(self, *arguments) -> Tensor:
+        return attend_segments(*arguments)
 
     def _decode(self, query: Tensor, cache: Tensor, reads: DecodeReads, scale: float | None) -> Tensor:
         """[n, G, R, D] -> [n, G, R, D]. The heads of a group are rows of one product with the group's keys."""

@@ -10,7 +10,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megarl.mcore.attention.packed_attention import PackedAttention
+from megarl.mcore.attention.packed_attention import PackedAttention, ScoredAttention
+from megarl.mcore.config.model_flags import has_score_options
 from megarl.mcore.kernels.norm import Norm
 from megarl.mcore.kernels.swiglu_mlp import SwiGLUMLP
 from megarl.mcore.model.decoder_layer import (
@@ -46,7 +47,7 @@ def layer_spec(args, is_moe: bool = False) -> ModuleSpec:
     layer, attention = spec.submodules, spec.submodules.self_attention
     spec.module = LAYERS[args.layernorm_position == "pre", is_moe]
     attention.module = AllHeadsNormAttention if args.qk_layernorm_all_heads else PagedSelfAttention
-    attention.submodules.core_attention = PackedAttention
+    attention.submodules.core_attention = ScoredAttention if has_score_options(args) else PackedAttention
     layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp if args.layernorm_position == "post" else Norm
     if args.qk_layernorm:
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = Norm

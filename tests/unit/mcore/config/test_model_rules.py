@@ -22,7 +22,8 @@ WRONG = {
     "period 1": ("--window-size 4,0 --window-attn-skip-freq 1", PATTERN),
     "short pattern": ("--window-size 4,0 --window-attn-skip-freq [1,0]", PATTERN),
     "no window at all": ("--window-size 4,0 --window-attn-skip-freq [0]*4", PATTERN),
-    "no embedding": ("--embedding-multiplier 0", "--embedding-multiplier 0.0: allowed is above 0"),
+    **{name: (f"--{name} 0", f"--{name} 0.0: allowed is above 0") for name in (
+           "embedding-multiplier", "attn-logit-softcapping", "final-logit-softcapping", "query-pre-attn-scalar")},
     "two norms of queries": ("--qk-layernorm --qk-layernorm-all-heads --normalization RMSNorm",
                              "--qk-layernorm-all-heads True: allowed is none with --qk-layernorm"),
     "LayerNorm of all heads": ("--qk-layernorm-all-heads", "--qk-layernorm-all-heads True: allowed is none with --no"),

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from megarl.mcore.kernels import vocab_parallel_logprobs
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.kernels.linear import matmul
-from megarl.mcore.kernels.vocab_parallel_logprobs import GatheredPolicy, HeadScores, head_scores, row_chunks
+from megarl.mcore.kernels.vocab_parallel_logprobs import GatheredPolicy, HeadScores, head_scores, row_chunks, softcap_
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.output_heads import PADDED, PER_TOKEN, H, T, V, cut_chunks, problem, weighted
 from tests.helpers.worlds import SAFETY_SECONDS, run_world
@@ -326,3 +326,38 @@ def test_scores_of_some_tokens_equal_those_of_all_tokens(size, sequence_parallel
     for (whole, whole_gradients), (some, gradients) in run_world(some_places, size, sequence_parallel):
         assert all((x - y).abs().max() <= largest_gap_allowed() for x, y in zip(some, whole, strict=True))
         assert_close(gradients, whole_gradients, rtol=1e-5, atol=1e-5)
+
+
+def capped_on_rank(rank, chunk, temperature):
+    """Scores and gradients under a softcap, and how far the rollout's log-probs of the same logits are."""
+    size = dist.get_world_size()
+    hidden, weight, targets = problem()
+    share = weight.chunk(size)[rank].clone().requires_grad_()
+    cut_chunks(chunk, len(share))
+    hidden.requires_grad_()
+    scores = head_scores(hidden, share, targets, temperature, V, dist.group.WORLD, softcap=1.5)
+    gradients = torch.autograd.grad(weighted(scores), (hidden, share))
+    gap = None
+    if not isinstance(temperature, torch.Tensor):
+        capped = softcap_(matmul(hidden.detach(), weight), 1.5)
+        rollout = GatheredPolicy(capped, temperature, V, size).logprobs(targets)
+        gap = float((rollout - scores.logprobs.detach()).abs().max())
+    return [score.detach() for score in scores], gradients, gap
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("chunk, temperature", [(T, 1.0), (4, 0.5), (8, PER_TOKEN)])
+def test_softcapped_scores_and_gradients_are_those_of_log_softmax(size, chunk, temperature):
+    hidden, weight, targets = problem()
+    inputs = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    divisor = temperature.double().unsqueeze(-1) if isinstance(temperature, torch.Tensor) else temperature
+    expected = of_logits(1.5 * torch.tanh(inputs[0] @ inputs[1][:V].T / 1.5) / divisor, targets)
+    wanted = torch.autograd.grad(weighted(expected), inputs)
+    results = run_world(capped_on_rank, size, chunk, temperature)
+    for scores, (to_hidden, _), gap in results:
+        assert all((x - y).abs().max() <= ROUNDING for x, y in zip(scores, expected, strict=True))
+        assert gap is None or gap <= largest_gap_allowed()
+    to_hidden = sum(gradients[0] for _, gradients, _ in results) / size  # each rank has that of all
+    to_weight = torch.cat([gradients[1] for _, gradients, _ in results])
+    for found, want in zip((to_hidden, to_weight), wanted, strict=True):
+        assert (found - want).abs().max() <= 1e-4 * want.abs().max()

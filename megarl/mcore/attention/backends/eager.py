@@ -1,0 +1,154 @@
+"""`--attention-backend eager`: attention written out, for scores that fused kernels do not compute.
+
+Softcap (Gemma 2, 2408.00118 §2): scores become c · tanh(scores/c). Sinks (GPT-OSS, 2309.17453): each head has one more
+key whose score is a weight and whose value is 0. A segment's scores exist in memory; backward computes them again.
+Sums over keys run as matrix products and softmax rows of whole vectors, so a token has the same bits in every batch.
+Shapes: n segments of Q queries and K keys, H query heads, G key/value groups of R heads each, D channels per head.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megarl.mcore.attention.backends import sdpa
+from megarl.mcore.attention.segments import SegmentBatch, SegmentPlan
+from megarl.mcore.kernels.batch_invariance import MIN_ROWS, VECTOR
+from megarl.mcore.kernels.silu import by_whole_rows
+
+plan_cache_reads = sdpa.plan_cache_reads
+SCORES = 2**24  # most scores [n, H, Q, K] that exist at a time, if n > 1
+
+
+def _in_vectors(function, column: Tensor) -> Tensor:
+    """Applies an element-wise function to [..., 1]; each element fills a vector, so its place has no effect."""
+    wide = column.expand(*column.shape[:-1], VECTOR).contiguous()
+    return by_whole_rows(function, wide.flatten(0, -2))[:, :1].view(column.shape)
+
+
+def _weights(query: Tensor, key: Tensor, mask: Tensor, scale: float, softcap: float | None, sinks: Tensor | None):
+    """Returns softmax weights [n, G, R, Q, K] in at least fp32, what the softcap's tangent leaves of a score's gradient
+    (None: all), and the sink's share [n, G, R, Q, 1] (None: no sinks).
+
+    query [n, G, R, Q, D], key [n, G, K, D], mask [n or 1, 1, Q or 1, K], sinks [G, R].
+    """
+    raw = torch.matmul(query.flatten(2, 3), key.transpose(2, 3)).view(*query.shape[:-1], -1)
+    scores, slope = raw.to(torch.promote_types(raw.dtype, torch.float32)) * scale, None
+    if softcap is not None:
+        tanh = by_whole_rows(torch.tanh, (scores / softcap).flatten(0, -2)).view(scores.shape)
+        scores, slope = tanh * softcap, 1 - tanh.square()
+    scores = scores.masked_fill(~mask.unsqueeze(1), -math.inf)
+    weights = scores.softmax(-1)
+    if sinks is None:
+        return weights, slope, None
+    # The largest weight is e^0 over the sum of all: log Σ e^score needs no sum in another order.
+    log_sum = scores.amax(-1, keepdim=True) - _in_vectors(torch.log, weights.amax(-1, keepdim=True))
+    share = _in_vectors(torch.sigmoid, sinks.to(scores.dtype)[:, :, None, None] - log_sum)
+    return weights * (1 - share), slope, share
+
+
+def _chunks(query: Tensor, key: Tensor) -> list[slice]:
+    """Splits n segments so that each part has at most `SCORES` scores."""
+    each = query.shape[1] * query.shape[2] * key.shape[2]
+    step = max(1, SCORES // each)
+    return [slice(i, i + step) for i in range(0, len(query), step)]
+
+
+class _Attention(torch.autograd.Function):
+    """query [n, H, Q, D], key, value [n, G, K, D], sinks [H] or None, mask [n or 1, 1, Q or 1, K] -> [n, H, Q, D]."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, sinks, mask, scale, softcap):
+        ctx.save_for_backward(query, key, value, sinks, mask)
+        ctx.options = scale, softcap
+        out = query.new_empty(query.shape)  # the query of a decode is an expanded view
+        for rows in _chunks(query, key):
+            q, sink = _grouped(query[rows], key, sinks)
+            weights, *_ = _weights(q, key[rows], _of_rows(mask, rows), scale, softcap, sink)
+            attended = torch.matmul(weights.to(value.dtype).flatten(2, 3), value[rows])
+            out[rows] = attended.view(out[rows].shape)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        """With weights p and output y: ∂v = pᵀ∂y, ∂score = p · (∂y·v − ∂y·y), ∂sink = −share · ∂y·y."""
+        query, key, value, sinks, mask = ctx.saved_tensors
+        grads = [torch.empty_like(x) for x in (query, key, value)]
+        wide = torch.promote_types(query.dtype, torch.float32)
+        grad_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=wide)
+        for rows in _chunks(query, key):
+            q, sink = _grouped(query[rows], key, sinks)
+            weights, slope, share = _weights(q, key[rows], _of_rows(mask, rows), *ctx.options, sink)
+            flat = grad[rows].reshape(*q.shape).to(weights.dtype)
+            of_weights = torch.matmul(flat.flatten(2, 3), value[rows].to(weights.dtype).transpose(2, 3))
+            of_weights = of_weights.view(weights.shape)
+            mean = (weights * of_weights).sum(-1, keepdim=True)  # ∂y·y
+            of_scores = weights * (of_weights - mean)
+            if slope is not None:
+                of_scores *= slope
+            of_scores = (of_scores * ctx.options[0]).flatten(2, 3)
+            grads[0][rows] = torch.matmul(of_scores, key[rows].to(of_scores.dtype)).view(grads[0][rows].shape)
+            grads[1][rows] = torch.matmul(of_scores.transpose(2, 3), q.flatten(2, 3).to(of_scores.dtype))
+            grads[2][rows] = torch.matmul(weights.flatten(2, 3).transpose(2, 3), flat.flatten(2, 3))
+            if share is not None:
+                grad_sinks -= (share * mean).sum((0, 3, 4)).flatten()
+        return *grads, None if sinks is None else grad_sinks.to(sinks.dtype), None, None, None
+
+
+def _grouped(query: Tensor, key: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """[n, H, Q, D] and sinks [H] -> [n, G, R, Q, D] and [G, R]."""
+    groups = key.shape[1]
+    return query.unflatten(1, (groups, -1)), None if sinks is None else sinks.view(groups, -1)
+
+
+def _of_rows(mask: Tensor, rows: slice) -> Tensor:
+    return mask if len(mask) == 1 else mask[rows]
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, softcap, sinks) -> Tensor:
+    """Returns [n, H, Q, D]; mask [n or 1, 1, Q or 1, K] bool, True where attended; sinks [H] or None."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return _Attention.apply(query, key, value, sinks, mask, scale, softcap)
+
+
+def attend_segments(
+    query: Tensor, key: Tensor, value: Tensor, segments: SegmentBatch, scale, softcap=None, sinks=None
+) -> Tensor:
+    """As that of `sdpa`."""
+    query, mask = sdpa.gather_rows(query, segments.queries), segments.mask
+    if mask is None:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
+    out = attend(query, key, value, mask, scale, softcap, sinks)
+    return out.transpose(1, 2).flatten(0, 1)[segments.real_queries]
+
+
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, segments: SegmentPlan, scale: float | None,
+    softcap: float | None = None, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """As that of `sdpa`, with `softcap` and the `sinks` [H] of this rank's heads."""
+
+    def attended(batch: SegmentBatch) -> Tensor:
+        keys, values = sdpa.gather_rows(key, batch.keys), sdpa.gather_rows(value, batch.keys)
+        return attend_segments(query, keys, values, batch, scale, softcap, sinks)
+
+    return torch.cat([attended(batch) for batch in segments.batches])[segments.restore]
+
+
+class EagerPagedAttention(sdpa.PagedAttention):
+    """As that of `sdpa`, with softcap and sinks."""
+
+    def _prefill(self, query: Tensor, key: Tensor, value: Tensor, segments: SegmentBatch, scale, **options) -> Tensor:
+        return attend_segments(query, key, value, segments, scale, **options)
+
+    def _decode(self, query: Tensor, cache: Tensor, reads: sdpa.DecodeReads, scale, softcap=None, sinks=None) -> Tensor:
+        """[n, G, R, D] -> [n, G, R, D]. Each head's row is repeated: a product of fewer rows uses another kernel."""
+        copies = MIN_ROWS // math.gcd(query.shape[2], MIN_ROWS)
+        key, value = self._gather_pages(cache, reads.pages, reads.mask.shape[-1], len(query))
+        rows = query.flatten(1, 2).unsqueeze(2).expand(-1, -1, copies, -1)
+        return attend(rows, key, value, reads.mask == 0, scale, softcap, sinks)[:, :, 0].view(query.shape)
+
+
+PagedAttention = EagerPagedAttention

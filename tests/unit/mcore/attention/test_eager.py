@@ -1,0 +1,62 @@
+"""Softcap and sinks: against a softmax in float64, and with equal bits in training and rollout."""
+
+import itertools
+
+import pytest
+import torch
+
+from megarl.mcore.attention.backends import eager
+from megarl.mcore.attention.packing import pack_sequences
+from tests.helpers.attention_inputs import PagedRequests, exact_attention, packed_attention, random_heads, score_options
+from tests.helpers.exactness import largest_gap_allowed
+
+SINKS = torch.tensor([0.7, -1.5, 0.0, 2.0])
+KINDS = {"softcap": (0.4, None), "sinks": (None, SINKS), "both": (0.4, SINKS), "neither": (None, None)}
+
+
+@pytest.mark.parametrize("scores", [1, eager.SCORES])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lengths, window", [([33, 2, 16, 17], None), ([3, 12, 1, 40], 5)], ids=str)
+def test_output_and_gradients_equal_those_of_each_sequence_alone(lengths, window, kind, scores, monkeypatch):
+    monkeypatch.setattr(eager, "SCORES", scores)
+    softcap, sinks = KINDS[kind]
+    inputs = [random_heads(sum(lengths), h, torch.float64, i).requires_grad_() for i, h in enumerate((4, 2, 2))]
+    sinks = None if sinks is None else sinks.double().requires_grad_()
+    trained = inputs if sinks is None else [*inputs, sinks]
+    weight = random_heads(sum(lengths), 4, torch.float64, 3)
+    layout = pack_sequences(torch.tensor(lengths), window=window)
+    attention = packed_attention(0.8, "eager", window, softcap, sinks)
+    packed = attention(*inputs, None, packed_seq_params=layout).view_as(weight)
+    gradients = torch.autograd.grad((packed * weight).sum(), trained)
+    parts = zip(*(x.split(lengths) for x in inputs), strict=True)
+    expected = torch.cat([exact_attention(*part, 0.8, window, softcap, sinks) for part in parts])
+    wanted = torch.autograd.grad((expected * weight).sum(), trained)
+    assert (packed - expected).abs().max() <= 1e-12
+    for gradient, want in zip(gradients, wanted, strict=True):
+        assert want.abs().max() > 0 and (gradient - want).abs().max() <= 1e-12
+
+
+MIXES = {
+    "decode": [(1, 9), (1, 1), (1, 16), (1, 17)],
+    "mixed": [(1, 12), (7, 7), (1, 33), (4, 4), (3, 11), (8, 16), (1, 170), (40, 40)],
+    "long": [(1, 1400), (700, 700), (20, 1100), (1, 1)],
+}
+
+
+@pytest.mark.parametrize("mix, window", list(itertools.product(MIXES, [None, 5, 530])))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("groups", [4, 2, 1])
+def test_paged_attention_has_the_bits_of_the_training_forward(mix, window, kind, groups):
+    softcap, sinks = KINDS[kind]
+    requests = PagedRequests(MIXES[mix], 16, 4, groups, 4)
+    out = requests.attend(window=window, backend=eager, **score_options(softcap, sinks))
+    packed = requests.packed(window, backend="eager", softcap=softcap, sinks=sinks)
+    assert (out - packed).abs().max() <= largest_gap_allowed()
+    assert (out - requests.expected(window=window, softcap=softcap, sinks=sinks)).abs().max() <= 1e-5
+
+
+def test_without_softcap_and_sinks_it_is_the_fused_kernels_attention():
+    inputs = [random_heads(30, h, torch.float32, i) for i, h in enumerate((4, 2, 2))]
+    layout = pack_sequences(torch.tensor([12, 18]))
+    one, other = (packed_attention(backend=name)(*inputs, None, packed_seq_params=layout) for name in ("eager", "sdpa"))
+    assert (one - other).abs().max() <= 1e-6
