@@ -6,16 +6,9 @@ from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.hf_layers import check_case
 
 CASES = [
-    "mistral_window",
-    "qwen2_window",
-    "olmo2",
-    "olmo3",
-    "gemma2",
-    "gemma3",
-    "llama_linear_rope",
-    "llama_yarn",
-    "qwen3_yarn",
-]
+    "mistral_window", "qwen2_window", "gemma2", "gemma3", "olmo2", "olmo3", "gpt_oss", "llama_linear_rope",
+    "llama_yarn", "qwen3_yarn",
+]  # fmt: skip
 LAYOUTS = {
     "one": (1, ""),
     "tp2-sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
@@ -28,3 +21,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("case", CASES)
 def test_numbers_are_those_of_transformers(case, layout):
     check_case(case, *LAYOUTS[layout], largest_gap_allowed())
+
+
+def test_experts_over_ranks():
+    check_case("gpt_oss", 2, "--expert-model-parallel-size 2", largest_gap_allowed())

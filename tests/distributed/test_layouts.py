@@ -7,20 +7,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import distribute_tensor
 
-from tests.helpers.layouts import LAYOUTS
+from tests.helpers.layouts import EP2, LAYOUTS, MOE, PP2, SP, TP2
 from tests.helpers.tiny_models import VOCAB, join_actor, parse_roles
 from tests.helpers.updates import batch_of, clipped_loss, forward_of, split_microbatches, whole_weights
 from tests.helpers.worlds import run_world
 
 
-def update(rank, flags: str, parts: int, value_head: bool):
+def update(rank, flags: str, parts: int, value_head: bool, shape: str = "llama"):
     """(loss, gradient norm, sum of squared scores, whole weights before and after) of an update; equal on all ranks."""
     from megarl.algorithms.aggregation import token_mean
     from megarl.algorithms.value_loss import clipped_value_loss
     from megarl.roles.trainable_model import TrainableModel
 
-    roles = parse_roles(flags, dist.get_world_size())
-    args, place = join_actor(flags)
+    roles = parse_roles(flags, dist.get_world_size(), shape)
+    args, place = join_actor(flags, shape)
     trainable_model = TrainableModel(roles["actor"], place, VOCAB, 1, value_head)
     with torch.no_grad():
         for chunk in trainable_model.model:
@@ -68,11 +68,27 @@ def single(flags: str) -> dict:
 def test_an_update_does_not_depend_on_the_layout(layout):
     size, shape, flags = LAYOUTS[layout]
     for found in run_world(updates, size, f"{shape} {flags}", (1, 2, 5)):
-        for (_, head), (loss, norm, checked, before, after) in found.items():
-            one_loss, one_norm, one_checked, one_before, one_after = single(shape)[1, head]
-            assert before.keys() == one_before.keys()
-            assert all(torch.equal(before[key], weight) for key, weight in one_before.items())
-            assert checked == pytest.approx(one_checked, rel=1e-5)
-            assert loss == pytest.approx(one_loss, rel=1e-5, abs=2e-6)  # a mean of terms of about 1
-            assert norm == pytest.approx(one_norm, rel=1e-5)
-            assert max(float((after[key] - weight).abs().max()) for key, weight in one_after.items()) <= 1e-6
+        for (_, head), result in found.items():
+            check_update(result, single(shape)[1, head])
+
+
+def check_update(result, expected):
+    loss, norm, checked, before, after = result
+    one_loss, one_norm, one_checked, one_before, one_after = expected
+    assert before.keys() == one_before.keys()
+    assert all(torch.equal(before[key], weight) for key, weight in one_before.items())
+    assert checked == pytest.approx(one_checked, rel=1e-5)
+    assert loss == pytest.approx(one_loss, rel=1e-5, abs=2e-6)  # a mean of terms of about 1
+    assert norm == pytest.approx(one_norm, rel=1e-5)
+    assert max(float((after[key] - weight).abs().max()) for key, weight in one_after.items()) <= 1e-6
+
+
+def test_experts_with_biases_learn_the_same_in_every_layout():
+    """Router, experts and attention with biases, a clamped gate, sinks; the gpt2 shape has biases."""
+    flags = f"{MOE} --quick-geglu --glu-linear-offset 1 --activation-func-clamp-value 1.5 --softmax-type learnable"
+    (expected,) = run_world(update, 1, flags, 1, False, "gpt2")
+    biases = [key for key in expected[3] if key.endswith("experts.linear_fc2.bias")]
+    assert biases and all((expected[4][key] != expected[3][key]).any() for key in biases)
+    for layout in (EP2, f"{TP2} {SP} {EP2}", PP2):
+        for result in run_world(update, 2, f"{flags} {layout}", 1, False, "gpt2"):
+            check_update(result, expected)

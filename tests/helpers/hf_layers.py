@@ -24,6 +24,10 @@ ROWS = {
     "mlp.linear_fc1.layer_norm_weight": ["post_attention_layernorm.weight"],
     "mlp.linear_fc1.weight": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
     "mlp.linear_fc2.weight": ["mlp.down_proj.weight"],
+    "self_attention.linear_proj.bias": ["self_attn.o_proj.bias"],
+    "pre_mlp_layernorm.weight": ["post_attention_layernorm.weight"],
+    "mlp.router.weight": ["mlp.router.weight"],
+    "mlp.router.bias": ["mlp.router.bias"],
     "self_attention.core_attention.softmax_offset": ["self_attn.sinks"],
     "self_attention.q_layernorm.weight": ["self_attn.q_norm.weight"],
     "self_attention.k_layernorm.weight": ["self_attn.k_norm.weight"],
@@ -45,6 +49,7 @@ FAMILY_FLAGS = {
     "qwen3": ["--swiglu", "--qk-layernorm"],
     "olmo2": ["--swiglu", "--layernorm-position", "post", "--qk-layernorm-all-heads"],
     "olmo3": ["--swiglu", "--layernorm-position", "post", "--qk-layernorm-all-heads"],
+    "gpt_oss": ["--quick-geglu", "--glu-linear-offset", 1.0, "--softmax-type", "learnable"],
     "gemma2": SANDWICH,
     "gemma3": [*SANDWICH, "--qk-layernorm"],
 }
@@ -57,10 +62,11 @@ def flags_of(config: dict[str, Any]) -> list:
         "--ffn-hidden-size", config["intermediate_size"], "--num-attention-heads", config["num_attention_heads"],
         "--group-query-attention", "--num-query-groups", config["num_key_value_heads"],
         "--kv-channels", config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-        "--normalization", "RMSNorm", "--norm-epsilon", config["rms_norm_eps"], "--disable-bias-linear",
+        "--normalization", "RMSNorm", "--norm-epsilon", config["rms_norm_eps"],
         "--make-vocab-size-divisible-by", 4,
         *FAMILY_FLAGS.get(config["model_type"].removesuffix("_text"), ["--swiglu"]),
     ]  # fmt: skip
+    flags += _expert_flags(config) if config["model_type"] == "gpt_oss" else ["--disable-bias-linear"]
     for name in ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"):
         if config.get(name) is not None:
             flags += [f"--{name.replace('_', '-')}", config[name]]
@@ -91,6 +97,14 @@ def _rotary_flags(rope: dict[str, Any]) -> list:
     return flags
 
 
+def _expert_flags(config: dict[str, Any]) -> list:
+    return [
+        "--num-experts", config["num_local_experts"], "--moe-router-topk", config["num_experts_per_tok"],
+        "--moe-ffn-hidden-size", config["intermediate_size"], "--moe-router-load-balancing-type", "none",
+        "--moe-router-dtype", "fp32", "--activation-func-clamp-value", config["swiglu_limit"],
+    ]  # fmt: skip
+
+
 def _window_flags(config: dict[str, Any]) -> list:
     kinds = config.get("layer_types") or []
     if config.get("sliding_window") is None or kinds and "sliding_attention" not in kinds:
@@ -109,6 +123,8 @@ def whole_tensor(key: str, index: tuple[int, ...], weights: dict[str, torch.Tens
     if name.startswith("self_attention.linear_qkv.") and "norm" not in name:
         kind = name.rsplit(".", 1)[1]
         return _by_group([weights[f"{prefix}self_attn.{x}_proj.{kind}"] for x in "qkv"], config)
+    if name.startswith("mlp.experts."):
+        return _of_expert(weights, f"{prefix}mlp.experts.", name, rest[0])
     rows = GEMMA if config["model_type"].startswith("gemma") else ROWS
     return torch.cat([weights[prefix + tensor] for tensor in rows[name]])
 
@@ -123,6 +139,15 @@ def _by_group(parts: list[torch.Tensor], config) -> torch.Tensor:
     """Queries, keys and values -> for each key/value group its queries, its key, its value."""
     groups = config["num_key_value_heads"]
     return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
+
+
+def _of_expert(weights, prefix: str, name: str, expert: int) -> torch.Tensor:
+    """GPT-OSS: all experts in one tensor, transposed; gates and ups in turn."""
+    projection, kind = name.split(".")[-2:]
+    source = prefix + {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}[projection]
+    tensor = weights[source + ("_bias" if kind == "bias" else "")][expert]
+    tensor = tensor if kind == "bias" else tensor.t()
+    return torch.cat([tensor[::2], tensor[1::2]]) if projection == "linear_fc1" else tensor
 
 
 class Found(NamedTuple):

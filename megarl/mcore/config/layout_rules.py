@@ -202,8 +202,6 @@ def _experts(args) -> list[LayoutRule]:
     in_group = experts // groups if groups else 0  # experts of a group
     each = topk // chosen if chosen else 0  # experts chosen from each chosen group
     return [
-        LayoutRule("--num-experts", experts, not experts or not args.add_bias_linear,
-             "0 without --disable-bias-linear: biases of experts cannot be trained"),
         LayoutRule("--expert-model-parallel-size", size, size == 1 or experts > 0 and _divides(size, experts),
              f"a divisor of --num-experts {experts}" if experts else "1 without --num-experts"),
         LayoutRule("--expert-tensor-parallel-size", tensor, tensor == 1 or experts > 0, "1 without --num-experts"),

@@ -8,6 +8,7 @@ import traceback
 import warnings
 
 import torch
+from megatron.core.fusions import fused_bias_geglu
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.training.arguments import add_megatron_arguments, core_transformer_config_from_args, validate_args
@@ -17,9 +18,11 @@ from megarl.errors import ArgumentParser, UsageError
 from megarl.mcore import device
 from megarl.mcore.config import layout_rules, model_flags, model_rules
 from megarl.mcore.config.supported_flags import ATTENTION_BACKENDS, DEFAULTS, ONLY, used
-from megarl.mcore.kernels.gelu import gelu_tanh
+from megarl.mcore.kernels.gelu import gelu_tanh, quick_gelu
 from megarl.mcore.kernels.silu import silu
 from megarl.mcore.parallel.process_groups import ParallelSizes
+
+BATCH_INVARIANT = {functional.silu: silu, fused_bias_geglu.quick_gelu: quick_gelu}  # Megatron's activations -> megarl's
 
 
 @functools.cache
@@ -166,8 +169,7 @@ def transformer_config(args) -> TransformerConfig:
         config.softmax_scale = args.query_pre_attn_scalar**-0.5
     if args.geglu:
         config.gated_linear_unit, config.activation_func = True, gelu_tanh
-    if config.activation_func is functional.silu:
-        config.activation_func = silu
+    config.activation_func = BATCH_INVARIANT.get(config.activation_func, config.activation_func)
     return config
 
 

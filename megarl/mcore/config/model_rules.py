@@ -18,7 +18,7 @@ def check(role: str, args):
 
 def rules(args) -> list[LayoutRule]:
     """Returns all rules for a role's parsed namespace, before Megatron's own validation; their number is constant."""
-    return _windows(args) + _layers(args) + _rotary(args)
+    return _windows(args) + _layers(args) + _experts(args) + _rotary(args)
 
 
 def _windows(args) -> list[LayoutRule]:
@@ -46,6 +46,24 @@ def _layers(args) -> list[LayoutRule]:
         LayoutRule("--qk-layernorm-all-heads", all_heads, not all_heads or not args.layernorm_zero_centered_gamma,
              "none with --apply-layernorm-1p"),
         LayoutRule("--geglu", args.geglu, not args.geglu or not others, f"none with --{' --'.join(others)}"),
+    ]  # fmt: skip
+
+
+def _experts(args) -> list[LayoutRule]:
+    has_biases, ranks = args.num_experts and args.add_bias_linear, args.expert_tensor_parallel_size
+    shared, offset, clamp = (
+        args.moe_shared_expert_intermediate_size, args.glu_linear_offset, args.activation_func_clamp_value
+    )  # fmt: skip
+    is_gated = args.swiglu or args.quick_geglu or args.geglu
+    return [
+        LayoutRule("--expert-tensor-parallel-size", ranks, not has_biases or ranks == 1,
+             "1 without --disable-bias-linear: each rank would add an expert's bias"),
+        LayoutRule("--moe-shared-expert-intermediate-size", shared, not has_biases or shared is None,
+             "none without --disable-bias-linear: shared experts have no biases"),
+        LayoutRule("--glu-linear-offset", offset, offset == 0 or is_gated,
+             "0 without a gated MLP, as of --quick-geglu"),
+        LayoutRule("--activation-func-clamp-value", clamp, clamp is None or is_gated and clamp > 0,
+             "above 0, with a gated MLP, as of --quick-geglu"),
     ]  # fmt: skip
 
 

@@ -14,6 +14,16 @@ class Experts(SequentialMLP):
     """Repeats the last token of an expert with fewer than `MIN_ROWS` tokens on a CPU: matrix products of fewer rows use
     another kernel, so a token's output would depend on how many tokens its expert has."""
 
+    def __init__(self, num_local_experts: int, config, *args, **kwargs):
+        super().__init__(num_local_experts, config, *args, **kwargs)
+        if not config.add_bias_linear:
+            return
+        for expert in self.local_experts:
+            # Megatron adds the bias in place, which autograd forbids for a view, and marks its gradient to be summed
+            # over tensor-parallel ranks, which have other experts or other tokens of all ranks.
+            expert.linear_fc2.register_forward_hook(lambda module, inputs, result: (result[0].clone(), result[1]))
+            expert.linear_fc2.bias.sequence_parallel = False
+
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, gates: Tensor):
         """Tokens [T, H], grouped by expert, and their gates [T] -> ([T, H], no bias)."""
         counts = tokens_per_expert.to(hidden.device, torch.int64)

@@ -69,7 +69,6 @@ WRONG = {
     "virtual by stage": (f"{PP2} --num-layers-per-virtual-pipeline-stage 3", 2, "stage 3: allowed is a divisor of th"),
     "stage by virtual": (f"{PP4} --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 4"
                          " --num-virtual-stages-per-pipeline-rank 2", 4, "the layers of every stage (2, 4, 1)"),
-    "experts with biases": ("--num-experts 8", 1, "--num-experts 8: allowed is 0 without --disable-bias-linear"),
     "EP without experts": ("--expert-model-parallel-size 2", 2, "--expert-model-parallel-size 2: allowed is 1 without"),
     "experts by EP": (f"{MOE} --expert-model-parallel-size 3", 3, "--expert-model-parallel-size 3: allowed is a divi"),
     "expert TP without experts": ("--expert-tensor-parallel-size 2", 2, "--expert-tensor-parallel-size 2: allowed is"),

@@ -10,6 +10,7 @@ MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128"
     " --max-prompt-length 5 --max-response-length 6"
 )
+MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 8"
 YARN = "--position-embedding-type yarn"
 PATTERN = "a number above 1, or a pattern of 4 zeros (full attention) and ones, with a one"
 
@@ -30,6 +31,10 @@ WRONG = {
     "zero-centred over all heads": ("--qk-layernorm-all-heads --normalization RMSNorm --apply-layernorm-1p",
                                     "--qk-layernorm-all-heads True: allowed is none with --apply-layernorm-1p"),
     "two gates": ("--swiglu --geglu", "--geglu True: allowed is none with --swiglu"),
+    "shared expert with biases": (f"{MOE} --moe-shared-expert-intermediate-size 8",
+                                  "--moe-shared-expert-intermediate-size 8: allowed is none without --disable-bias"),
+    "offset without a gate": ("--glu-linear-offset 1", "--glu-linear-offset 1.0: allowed is 0 without a gated MLP"),
+    "clamp without a gate": ("--activation-func-clamp-value 7", "-clamp-value 7.0: allowed is above 0, with a gated"),
     "rotary base": ("--rotary-base 1", "--rotary-base 1: allowed is above 1"),
     "no rotation": ("--rotary-percent 0", "--rotary-percent 0.0: allowed is above 0"),
     "base of windows": ("--window-size 4,0 --window-rotary-base 0.5", "--window-rotary-base 0.5: allowed is above 1"),
@@ -57,6 +62,7 @@ WRONG = {
                        "--yarn-correction-range-round-to-int False: allowed is none without --position-embedding-type"),
 }  # fmt: skip
 RIGHT = [
+    f"{MOE} --quick-geglu --glu-linear-offset 1 --activation-func-clamp-value 7 --softmax-type learnable",
     f"{YARN} --rotary-scaling-factor 4 --rotary-base 12345.5 --window-size 4,0 --window-rotary-base 1e4",
     "--use-rope-scaling --rope-low-freq-factor 2 --rope-high-freq-factor 3 --rope-original-max-position-embeddings 64",
     "--rotary-seq-len-interpolation-factor 2.5",
@@ -98,8 +104,16 @@ def test_each_rule_can_be_broken(monkeypatch):
         check(role, args)
 
     monkeypatch.setattr(model_rules, "check", recorded)
+    from megarl.mcore.parallel import fake_world
+
     for text, _ in WRONG.values():
         error_of(text)
+    # On a CPU a rule on layouts stops expert tensor parallelism before.
+    with (
+        fake_world.fake_world(2),
+        pytest.raises(UsageError, match="--expert-tensor-parallel-size 2: allowed is 1 with"),
+    ):
+        parse(f"{MODEL} {MOE} --expert-tensor-parallel-size 2".split(), 2, "sft")
     names = [rule.flag for rule in model_rules.rules(parse(MODEL.split(), 1, "sft").roles["actor"].megatron)]
     assert total == {len(names)}  # always as many, in the same order
     assert [f"{i}: {name}" for i, name in enumerate(names) if i not in stopped] == []

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional
 
-from megarl.mcore.kernels.gelu import gelu_tanh
+from megarl.mcore.kernels.gelu import gelu_tanh, quick_gelu
 from megarl.mcore.kernels.silu import _shared_rows, silu
 from tests.helpers.worlds import run_world
 
@@ -34,20 +34,40 @@ def test_no_row_depends_on_others():
         assert len(found) == len(WIDTHS) * len(ROWS) and not any(count for _, _, count in found), threads
 
 
-def differing_rows_of_gelu(rank: int, threads: int) -> list[int]:
-    """How many rows' GELU, or its gradient, depends on other rows; of each number of rows."""
+def exact_gelus(x):
+    """GELU with tanh, and with the logistic function."""
+    x = x.double()
+    return x / 2 * (1 + (0.7978845608028654 * (x + 0.044715 * x**3)).tanh()), x * torch.sigmoid(1.702 * x)
+
+
+def differing_rows_of_gelus(rank: int, threads: int) -> list[int]:
+    """How many rows' GELUs depend on other rows: of each, of rows next to each other in memory and apart, and of each
+    number of rows."""
     torch.set_num_threads(threads)
-    both = torch.randn(max(ROWS), 1, 2 * 48, generator=torch.Generator().manual_seed(0))
-    alone = torch.cat([functional.gelu(row.chunk(2, -1)[0], approximate="tanh") for row in both.split(4)])
-    exact = both.double()[..., :48]
-    inner = 0.7978845608028654 * (exact + 0.044715 * exact**3)
-    assert (alone - exact / 2 * (1 + inner.tanh())).abs().max() < 1e-6
-    return [int((gelu_tanh(both[:rows].chunk(2, -1)[0]) != alone[:rows]).flatten(1).any(1).sum()) for rows in ROWS]
+    found = []
+    for width in (48, 40):
+        both = torch.randn(max(ROWS), 1, 2 * width, generator=torch.Generator().manual_seed(0))
+        apart = both.chunk(2, -1)[0]
+        for function, exact in zip((gelu_tanh, quick_gelu), exact_gelus(apart), strict=True):
+            alone = torch.cat([function(row) for row in apart.contiguous().split(4)])
+            assert (alone - exact).abs().max() < 1e-6
+            for rows in (apart, apart.contiguous()):
+                found += [int((function(rows[:n]) != alone[:n]).flatten(1).any(1).sum()) for n in (*ROWS, 7, 9, 13)]
+    return found
 
 
-def test_no_row_of_gelu_depends_on_others():
+def test_gradients_of_gelus():
+    x = torch.linspace(-6, 6, 4 * 48).view(4, 48)
+    for i, function in enumerate((gelu_tanh, quick_gelu)):
+        inputs = x.clone().requires_grad_(), x.double().requires_grad_()
+        found, expected = function(inputs[0]), exact_gelus(inputs[1])[i]
+        gradients = [torch.autograd.grad(out.sin().sum(), y)[0] for out, y in zip((found, expected), inputs)]
+        assert (gradients[0] - gradients[1]).abs().max() < 2e-6
+
+
+def test_no_row_of_gelus_depends_on_others():
     for threads in (1, 2, 3):
-        ((found),) = run_world(differing_rows_of_gelu, 1, threads)
+        ((found),) = run_world(differing_rows_of_gelus, 1, threads)
         assert not any(found), threads
 
 
