@@ -1,7 +1,7 @@
 """Flags of a role whose model a Hugging Face folder describes."""
 
 from megarl.errors import UsageError
-from megarl.mcore.config import megatron_flags
+from megarl.mcore.config import megatron_flags, model_flags
 
 # Attributes that change what a model computes, also where a folder's flags leave their defaults.
 ARCHITECTURE = frozenset({
@@ -15,8 +15,10 @@ ARCHITECTURE = frozenset({
     "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "apply_query_key_layer_scaling",
     "use_rotary_position_embeddings", "add_position_embedding", "layernorm_zero_centered_gamma",
     "activation_func_clamp_value", "glu_linear_offset", "apply_residual_connection_post_layernorm",
-    "moe_apply_probs_on_input",
-})  # fmt: skip
+    "moe_apply_probs_on_input", "window_size", "window_attn_skip_freq", "softmax_type",
+    "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int",
+    "rotary_scaling_factor", "mscale", "mscale_all_dim",
+}) | model_flags.attributes()  # fmt: skip
 
 
 def with_folder(role: str, described: list[str], folder: str, tokens: list[str]) -> list[str]:
