@@ -54,11 +54,10 @@ CONFIGS = {
     "rope a list": (config(rope_parameters=[1]), ["rope_parameters [1]: allowed is an object"]),
     "rope scaling a text": (in_order(without("rope_parameters"), config(rope_theta=1e4, rope_scaling="linear")),
                             ["rope_scaling 'linear': allowed is an object"]),
-    "rope unknown": (rope(rope_type="longrope", factor=4.0), ["rope_parameters", "'longrope'", "linear or llama3"]),
-    "rope dynamic": (rope(rope_type="dynamic", factor=4.0), ["'dynamic'", "linear or llama3"]),
-    "rope no name": (rope(rope_type=["linear"], factor=4.0), ["['linear']", "linear or llama3"]),
+    "rope unknown": (rope(rope_type="longrope", factor=4.0), ["rope_parameters", "'longrope'", "llama3 or yarn"]),
+    "rope dynamic": (rope(rope_type="dynamic", factor=4.0), ["'dynamic'", "linear, llama3 or yarn"]),
+    "rope no name": (rope(rope_type=["linear"], factor=4.0), ["['linear']", "linear, llama3 or yarn"]),
     "rope of both kinds": (config(rope_parameters=SETS), ["rope_parameters", "allowed is one set for all layers"]),
-    "theta not whole": (rope(rope_theta=10000.5), ["rope_theta", "10000.5", "a whole number"]),
     "theta a text": (rope(rope_theta="1e4"), ["rope_theta", "'1e4'"]),
     "theta true": (rope(rope_theta=True), ["rope_theta", "True"]),
     "theta negative": (rope(rope_theta=-1e4), ["rope_theta", "-10000.0"]),
@@ -69,10 +68,12 @@ CONFIGS = {
     "factor 0": (rope(rope_type="linear", factor=0), ["a factor above 0 for rope_type linear"]),
     "factor NaN": (rope(rope_type="linear", factor=float("nan")), ["a factor above 0 for rope_type linear"]),
     "factor infinite": (rope(**LLAMA3 | {"factor": float("inf")}), ["a factor above 0 for rope_type llama3"]),
-    "factor not whole": (rope(rope_type="linear", factor=2.5), ["a whole factor for rope_type linear"]),
-    "llama3 frequencies": (rope(**LLAMA3 | {"high_freq_factor": 8.0}), ["allowed is high_freq_factor 4.0"]),
-    "llama3 length": (rope(**LLAMA3 | {"original_max_position_embeddings": 4096}),
-                      ["allowed is original_max_position_embeddings 8192"]),
+    "llama3 frequencies": (rope(**LLAMA3 | {"high_freq_factor": 0.5}), ["--rope-high-freq-factor 0.5", FOLDER]),
+    "llama3 length": (rope(**LLAMA3 | {"original_max_position_embeddings": 0}),
+                      ["a number above 0 for original_max_position_embeddings"]),
+    "yarn without a length": (rope(rope_type="yarn", factor=4), ["a number above 0 for original_max_position_embed"]),
+    "yarn beta a text": (rope(rope_type="yarn", factor=4, original_max_position_embeddings=64, beta_fast="32"),
+                         ["a number above 0 for beta_fast"]),
     "fraction": (rope(partial_rotary_factor=0.5), ["'partial_rotary_factor': 0.5", "of 1 in this family"]),
     "fraction outside": (config(partial_rotary_factor=0.5), ["partial_rotary_factor 0.5: allowed is", "of 1 in this"]),
 }  # fmt: skip
@@ -112,7 +113,14 @@ FAMILIES = {
         "fraction true": (rope(partial_rotary_factor=True), ["True", "above 0, at most 1"]),
     },
     "mistral": {
-        "window of a prompt": (config(sliding_window=63), ["sliding_window 63: allowed is null", "= 64 or more"]),
+        "window a text": (config(sliding_window="8"), ["sliding_window '8': allowed is a whole number above 0"]),
+        "window 0": (config(sliding_window=0), ["sliding_window 0: allowed is a whole number above 0"]),
+    },
+    "gemma3": {
+        "rotation of windows scaled": (rope(sliding_attention={"rope_type": "linear", "factor": 2, "rope_theta": 1e4}),
+                                       ["a rope_theta above 0, and rope_type default, of sliding_attention"]),
+        "one rotation": (rope(sliding_attention=None), ["an object for full_attention and one for sliding_attention"]),
+        "both directions": (config(use_bidirectional_attention=True), ["use_bidirectional_attention True: allowed is"]),
     },
     "qwen3": {"biases": (config(attention_bias=True), ["attention_bias True: allowed is False"])},
     "llama_reward": {
@@ -127,10 +135,7 @@ FAMILIES = {
 UNSUPPORTED = {
     "deepseek_v2": "model_type 'deepseek_v2'", "deepseek_v2_lite": "model_type 'deepseek_v2'",
     "deepseek_v3": "model_type 'deepseek_v3'", "deepseek_v3_yarn": "model_type 'deepseek_v3'",
-    "gemma2": "model_type 'gemma2'", "gemma3": "model_type 'gemma3_text'", "gpt_oss": "model_type 'gpt_oss'",
-    "olmo2": "model_type 'olmo2'", "olmo3": "model_type 'olmo3'", "llama_bias": "attention_bias True",
-    "llama_yarn": "'yarn'", "qwen3_yarn": "'yarn'", "qwen3_yarn_old_style": "'yarn'",
-    "mistral_window": "sliding_window 8", "qwen2_window": "sliding_window 8",
+    "gpt_oss": "model_type 'gpt_oss'", "llama_bias": "attention_bias True",
 }  # fmt: skip
 
 

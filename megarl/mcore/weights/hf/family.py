@@ -29,6 +29,18 @@ MLP = {
     "mlp.linear_fc2.bias": rows("mlp.down_proj.bias"),
 }
 LAYERS = ATTENTION | MLP
+# With norms after attention and MLP, after those before them.
+SANDWICH = {
+    **LAYERS,
+    "post_self_attn_layernorm.weight": rows("post_attention_layernorm.weight"),
+    "mlp.linear_fc1.layer_norm_weight": rows("pre_feedforward_layernorm.weight"),
+    "post_mlp_layernorm.weight": rows("post_feedforward_layernorm.weight"),
+}
+# With norms after attention and MLP alone, and norms of queries and keys over all heads.
+POST_NORM = {key: value for key, value in SANDWICH.items() if "layer_norm_weight" not in key} | {
+    "self_attention.q_norm.weight": rows("self_attn.q_norm.weight"),
+    "self_attention.k_norm.weight": rows("self_attn.k_norm.weight"),
+}
 MODEL = {EMBEDDING: rows("model.embed_tokens.weight"), "decoder.final_layernorm.weight": rows("model.norm.weight")}
 LM_HEAD, SCALAR_HEAD = rows("lm_head.weight"), rows("score.weight")
 
@@ -67,9 +79,15 @@ class Family(NamedTuple):
     flags: Callable[[ModelConfig], dict[str, object]]
 
 
-def model_flags(config: ModelConfig) -> dict[str, object]:
-    """The flags that all families share: sizes, SwiGLU, RMSNorm, rotary embeddings, no biases."""
-    config.require("hidden_act", "silu")
+SWIGLU, GEGLU = ("hidden_act", "silu", "swiglu"), ("hidden_activation", "gelu_pytorch_tanh", "geglu")
+
+
+def model_flags(config: ModelConfig, gate: tuple[str, str, str] = SWIGLU, rotary=rotary_flags) -> dict[str, object]:
+    """The flags that all families share: sizes, gated MLP, RMSNorm, rotary embeddings, no biases.
+
+    `gate`: entry with the activation, its value, the flag. `rotary`: function for the flags of rotary embeddings.
+    """
+    config.require(*gate[:2])
     hidden, attention_heads = config.whole("hidden_size"), config.whole("num_attention_heads")
     return {
         "num-layers": config.whole("num_hidden_layers"),
@@ -79,20 +97,32 @@ def model_flags(config: ModelConfig) -> dict[str, object]:
         "group-query-attention": True,
         "num-query-groups": config.whole("num_key_value_heads", "num_attention_heads"),
         "kv-channels": config.get("head_dim") and config.whole("head_dim") or hidden // attention_heads,
-        "swiglu": True,
+        gate[2]: True,
         "normalization": "RMSNorm",
         "norm-epsilon": config.number("rms_norm_eps"),
         "disable-bias-linear": True,
         "max-position-embeddings": config.whole("max_position_embeddings"),
-        **rotary_flags(config),
+        **rotary(config),
     }
 
 
-def check_windows(config: ModelConfig):
-    """UsageError if attention is limited to a window that is shorter than a prompt with its response."""
+def window_flags(config: ModelConfig, is_window: Callable[[int], bool] | None = None) -> dict[str, object]:
+    """Which layers have which window; no flags without windows.
+
+    Args:
+        is_window: whether a layer, from 0, has one if config.json does not say it by `layer_types`; None: all have.
+    """
     kinds, window = config.items("layer_types", str, "names"), config.get("sliding_window")
-    is_limited = "sliding_attention" in kinds or (config.switch("use_sliding_window") if "use_sliding_window" in
-                                                  config.names else window is not None and not kinds)  # fmt: skip
-    if is_limited and (type(window) is not int or window < config.longest):
-        raise config.error("sliding_window", f"null, or --max-prompt-length + --max-response-length = {config.longest}"
-                           " or more: attention windows are not supported yet")  # fmt: skip
+    if "use_sliding_window" in config.names and not config.switch("use_sliding_window") and not kinds:
+        return {}
+    if "use_sliding_window" in config.names and is_window is None:  # Qwen
+        full = config.whole("max_window_layers", least=0) if "max_window_layers" in config.names else 28
+        is_window = full.__le__
+    layers = range(config.whole("num_hidden_layers"))
+    pattern = [kind == "sliding_attention" for kind in kinds] or [is_window is None or is_window(i) for i in layers]
+    is_asked_for = config.switch("use_sliding_window") or any(pattern)
+    size = config.whole("sliding_window") if is_asked_for and (kinds or window is not None) else None
+    if size is None or not any(pattern):
+        return {}
+    flags = {"window-size": f"{size - 1},0"}
+    return flags | ({} if all(pattern) else {"window-attn-skip-freq": str([int(x) for x in pattern]).replace(" ", "")})

@@ -25,7 +25,8 @@ def model_weights(args, vocab_size: int, has_experts: list[bool], value_head: bo
     """
     yield ModelWeight(EMBEDDING, None, (vocab_size, args.hidden_size))
     for layer, is_moe in enumerate(has_experts):
-        prefix, shapes = f"decoder.layers.{layer}.", _attention(args) | (_experts(args) if is_moe else _mlp(args))
+        prefix = f"decoder.layers.{layer}."
+        shapes = _norms(args) | _attention(args) | (_experts(args) if is_moe else _mlp(args))
         for name, shape in shapes.items():
             for expert in range(args.num_experts) if name.startswith("mlp.experts.") else (None,):
                 yield ModelWeight(prefix + name, expert, shape)
@@ -34,11 +35,20 @@ def model_weights(args, vocab_size: int, has_experts: list[bool], value_head: bo
         yield ModelWeight(HEAD, None, (1 if value_head else vocab_size, args.hidden_size))
 
 
+def _norms(args) -> dict[str, tuple[int, ...]]:
+    """Norms before and after attention and MLP."""
+    names = []
+    if args.layernorm_position != "post":
+        names += ["self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"]
+    if args.layernorm_position != "pre":
+        names += ["post_self_attn_layernorm.weight", "post_mlp_layernorm.weight"]
+    return dict.fromkeys(names, (args.hidden_size,))
+
+
 def _attention(args) -> dict[str, tuple[int, ...]]:
     heads, hidden = HeadLayout.of(args), args.hidden_size
     width, attended = heads.groups * (heads.queries + 2) * heads.channels, heads.groups * heads.queries * heads.channels
     shapes = {
-        "self_attention.linear_qkv.layer_norm_weight": (hidden,),
         "self_attention.linear_qkv.weight": (width, hidden),
         "self_attention.linear_proj.weight": (hidden, attended),
     }
@@ -48,19 +58,22 @@ def _attention(args) -> dict[str, tuple[int, ...]]:
         shapes["self_attention.linear_proj.bias"] = (hidden,)
     if args.qk_layernorm:
         shapes |= {f"self_attention.{x}_layernorm.weight": (heads.channels,) for x in "qk"}
+    if args.qk_layernorm_all_heads:
+        shapes["self_attention.q_norm.weight"] = (attended,)
+        shapes["self_attention.k_norm.weight"] = (heads.groups * heads.channels,)
     return shapes
 
 
 def _mlp(args) -> dict[str, tuple[int, ...]]:
     hidden, ffn = args.hidden_size, args.ffn_hidden_size
-    shapes = {"mlp.linear_fc1.layer_norm_weight": (hidden,)} | _projections("mlp", hidden, ffn)
+    shapes = _projections("mlp", hidden, ffn)
     return shapes | ({"mlp.linear_fc1.bias": (2 * ffn,), "mlp.linear_fc2.bias": (hidden,)} if args.add_bias_linear
                      else {})  # fmt: skip
 
 
 def _experts(args) -> dict[str, tuple[int, ...]]:
     hidden, experts = args.hidden_size, args.num_experts
-    shapes = {"mlp.linear_fc1.layer_norm_weight": (hidden,), "mlp.router.weight": (experts, hidden)}
+    shapes = {"mlp.router.weight": (experts, hidden)}
     if args.moe_router_enable_expert_bias:
         shapes["mlp.router.expert_bias"] = (experts,)
     shapes |= _projections("mlp.experts.experts", hidden, args.moe_ffn_hidden_size or args.ffn_hidden_size)

@@ -1,8 +1,10 @@
 """Rotary position embeddings of a config.json as Megatron's flags."""
 
+import math
+
 from megarl.mcore.weights.hf.model_config import ModelConfig
 
-# Megatron fixes these constants of Llama 3's scaling; only the factor is a flag.
+# Defaults of Megatron's flags for Llama 3's scaling.
 LLAMA3_CONSTANTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -14,11 +16,33 @@ def rotary_flags(config: ModelConfig) -> dict[str, object]:
     parameters = _object(config, "rope_parameters") or _old_style(config)
     if any(isinstance(value, dict) for value in parameters.values()):
         raise config.error("rope_parameters", "one set for all layers")
+    return _flags(config, parameters)
+
+
+def rotary_flags_by_kind(config: ModelConfig, window_key: str = "rope_theta") -> dict[str, object]:
+    """The same for families whose layers with a window have a rotation of their own, without scaling.
+
+    `window_key`: entry of a config.json of transformers 4 with the base of these layers.
+    """
+    sets = _object(config, "rope_parameters")
+    if "full_attention" not in sets and "sliding_attention" not in sets:
+        full, window = sets or _old_style(config), {"rope_theta": config.get(window_key)}
+    else:
+        full, window = sets.get("full_attention"), sets.get("sliding_attention")
+        if not isinstance(full, dict) or not isinstance(window, dict):
+            raise config.error("rope_parameters", "an object for full_attention and one for sliding_attention")
+    base = window.get("rope_theta")
+    if window.get("rope_type") not in (None, "default") or not _is_positive(base):
+        raise config.error("rope_parameters", "a rope_theta above 0, and rope_type default, of sliding_attention")
+    return _flags(config, full) | {"window-rotary-base": base}
+
+
+def _flags(config: ModelConfig, parameters: dict) -> dict[str, object]:
     theta = parameters.get("rope_theta", config.get("rope_theta"))
-    if not _is_positive(theta) or int(theta) != theta:
+    if not _is_positive(theta):
         key = _source(config) if "rope_theta" in parameters else "rope_theta"
-        raise config.error(key, "a rope_theta that is a whole number above 0")
-    flags = {"position-embedding-type": "rope", "rotary-base": int(theta)}
+        raise config.error(key, "a rope_theta above 0")
+    flags = {"position-embedding-type": "rope", "rotary-base": theta}
     return flags | _fraction(config, parameters) | _scaling(config, parameters)
 
 
@@ -61,15 +85,38 @@ def _scaling(config: ModelConfig, parameters: dict) -> dict[str, object]:
     key = _source(config)
     if kind == "default":
         return {}
-    if kind not in ("linear", "llama3"):
-        raise config.error(key, "rope_type default, linear or llama3")
+    if kind not in ("linear", "llama3", "yarn"):
+        raise config.error(key, "rope_type default, linear, llama3 or yarn")
     if not _is_positive(factor):
         raise config.error(key, f"a factor above 0 for rope_type {kind}")
     if kind == "linear":
-        if int(factor) != factor:
-            raise config.error(key, "a whole factor for rope_type linear")
-        return {"rotary-seq-len-interpolation-factor": int(factor)}
-    wrong = [name for name, value in LLAMA3_CONSTANTS.items() if parameters.get(name) != value]
+        return {"rotary-seq-len-interpolation-factor": factor}
+    if kind == "yarn":
+        return _yarn(config, key, parameters)
+    wrong = [name for name in LLAMA3_CONSTANTS if not _is_positive(parameters.get(name))]
     if wrong:
-        raise config.error(key, ", ".join(f"{name} {LLAMA3_CONSTANTS[name]}" for name in wrong))
-    return {"use-rope-scaling": True, "rope-scaling-factor": factor}
+        raise config.error(key, f"a number above 0 for {', '.join(wrong)}")
+    others = {f"rope-{name.replace('_', '-')}": parameters[name] for name, value in LLAMA3_CONSTANTS.items()
+              if parameters[name] != value}  # fmt: skip
+    return {"use-rope-scaling": True, "rope-scaling-factor": factor} | others
+
+
+def _yarn(config: ModelConfig, key: str, parameters: dict) -> dict[str, object]:
+    """Flags of YaRN with transformers' defaults; null means the default, too."""
+    given = {name: value for name, value in parameters.items() if value is not None}
+    names = ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale",
+             "mscale_all_dim")  # fmt: skip
+    wrong = [name for name in names if name in given and not _is_positive(given[name])]
+    if wrong or names[0] not in given:
+        raise config.error(key, f"a number above 0 for {', '.join(wrong) or names[0]}")
+    factor = given["factor"]
+    flags = {
+        "position-embedding-type": "yarn", "rotary-scaling-factor": factor,
+        "yarn-original-max-position-embeddings": given[names[0]],
+        "yarn-beta-fast": given.get("beta_fast", 32.0), "yarn-beta-slow": given.get("beta_slow", 1.0),
+    }  # fmt: skip
+    if "attention_factor" in given and factor > 1:
+        flags["mscale"] = (given["attention_factor"] - 1) / (0.1 * math.log(factor))
+    elif "mscale" in given and "mscale_all_dim" in given:
+        flags |= {"mscale": given["mscale"], "mscale-all-dim": given["mscale_all_dim"]}
+    return flags | ({} if given.get("truncate", True) else {"no-yarn-correction-range-round-to-int": True})

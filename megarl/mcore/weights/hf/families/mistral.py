@@ -1,13 +1,12 @@
 """Mistral (2310.06825)."""
 
-from megarl.mcore.weights.hf.family import LAYERS, Family, check_windows, model_flags
+from megarl.mcore.weights.hf.family import LAYERS, Family, model_flags, window_flags
 from megarl.mcore.weights.hf.model_config import ModelConfig
 
 
 def flags(config: ModelConfig) -> dict[str, object]:
     """Those of all families."""
-    check_windows(config)
-    return model_flags(config)
+    return model_flags(config) | window_flags(config)
 
 
 FAMILY = Family(

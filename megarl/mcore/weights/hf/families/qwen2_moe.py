@@ -1,14 +1,14 @@
 """Qwen1.5-MoE and Qwen2-MoE (2407.10671): shared experts behind a gate, and gates that need not add up to 1."""
 
 from megarl.mcore.weights.hf.experts import expert_flags, softmax_gates, sparse_layers
-from megarl.mcore.weights.hf.family import LAYERS, Family, check_windows, expert_layers, model_flags
+from megarl.mcore.weights.hf.family import LAYERS, Family, expert_layers, model_flags, window_flags
 from megarl.mcore.weights.hf.model_config import ModelConfig
 
 
 def flags(config: ModelConfig) -> dict[str, object]:
     """Adds experts, shared experts and biases of queries, keys and values."""
-    check_windows(config)
-    found = model_flags(config) | expert_flags(config, config.whole("moe_intermediate_size"))
+    found = model_flags(config) | window_flags(config)
+    found |= expert_flags(config, config.whole("moe_intermediate_size"))
     found |= softmax_gates(config) | sparse_layers(config)
     found["moe-shared-expert-intermediate-size"] = config.whole("shared_expert_intermediate_size")
     found["moe-shared-expert-gate"] = True

@@ -1,14 +1,13 @@
 """Qwen3 (2505.09388): norms of each query and key head."""
 
-from megarl.mcore.weights.hf.family import LAYERS, Family, check_windows, model_flags
+from megarl.mcore.weights.hf.family import LAYERS, Family, model_flags, window_flags
 from megarl.mcore.weights.hf.model_config import ModelConfig
 
 
 def flags(config: ModelConfig) -> dict[str, object]:
     """Adds the norms."""
     config.require("attention_bias", False, None)
-    check_windows(config)
-    return model_flags(config) | {"qk-layernorm": True}
+    return model_flags(config) | window_flags(config) | {"qk-layernorm": True}
 
 
 FAMILY = Family(
