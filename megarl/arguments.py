@@ -235,6 +235,8 @@ def _role_settings(
     model_roles = {role: role for role in ranks}
     if "rollout" in ranks and ranks["rollout"] == ranks["actor"]:
         model_roles["rollout"] = "actor" if role_flags.can_share_model(found["actor"], found["rollout"]) else "rollout"
+    if model_roles.get("rollout") == "actor":
+        lora["rollout"] = lora["actor"]
     has_model = {role: role != "reward" or has_reward_model for role in ranks}
     return {
         role: RoleSettings(

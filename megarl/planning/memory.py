@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megarl.lora import LoRASettings
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.planning import activations
+from megarl.planning.factors import trained_and_frozen
 from megarl.planning.parameters import SCALAR_HEAD, Weight, is_half, stage_weights
 
 GIB = 2**30
@@ -191,18 +193,19 @@ def stage_memory(role, vocab_size: int, kind: str, tokens: int, microbatches: in
         logits = activations.of_logits(args, vocab_size, kind, tokens) if stage == len(stages) - 1 else 0
         if args.use_torch_fsdp2:
             activation += gathered(chunks)
-        persistent = _persistent(chunks, args, kind, stage) if role.model_role == role.name else (0, 0, 0)
-        shared = min(kv_cache, _largest_buffer(chunks, args, stage)) if role.model_role != role.name else 0
+        persistent = _persistent(chunks, args, kind, stage, role.lora) if role.model_role == role.name else (0, 0, 0)
+        shared = min(kv_cache, _largest_buffer(chunks, args, stage, role.lora)) if role.model_role != role.name else 0
         memories.append(Memory(*persistent, kv_cache, activation, logits, offloaded, shared))
     return memories
 
 
-def _largest_buffer(chunks: list[list[Weight]], args, stage: int) -> int:
+def _largest_buffer(chunks: list[list[Weight]], args, stage: int, lora: LoRASettings | None) -> int:
     """Bytes of the largest gradient buffer of a stage; 0 under FSDP, which has none."""
     if args.use_torch_fsdp2:
         return 0
     in_fp32 = args.accumulate_allreduce_grads_in_fp32
-    gradient_buffers = [buffer for weights in chunks for buffer in buffers(weights, args, stage == 0)]
+    trained = [trained_and_frozen(weights, args, lora, value_head=False)[0] for weights in chunks]
+    gradient_buffers = [buffer for weights in trained for buffer in buffers(weights, args, stage == 0)]
     return max(b.elements * (4 if in_fp32 else b.itemsize) for b in gradient_buffers)
 
 
@@ -213,11 +216,18 @@ def _offloaded(role, kind: str) -> tuple[str, ...]:
     return ("gradients", "optimizer") if kind == "train" else ("weights", "gradients", "optimizer")
 
 
-def _persistent(chunks: list[list[Weight]], args, kind: str, stage: int) -> tuple[int, int, int]:
+def _persistent(
+    chunks: list[list[Weight]], args, kind: str, stage: int, lora: LoRASettings | None
+) -> tuple[int, int, int]:
     """Bytes of weights, gradients and optimizer states of a stage's fullest rank."""
     if kind in ("train", "value"):
-        sizes = [trained_bytes(weights, args, stage == 0) for weights in chunks]
-        return sum(s[0] for s in sizes), sum(s[1] for s in sizes), int(np.max(sum(s[2] for s in sizes)))
+        parts = [trained_and_frozen(weights, args, lora, kind in SCALAR_HEAD) for weights in chunks]
+        sizes = [trained_bytes(trained, args, stage == 0) for trained, _ in parts]
+        return (
+            sum(s[0] for s in sizes) + sum(frozen for _, frozen in parts),
+            sum(s[1] for s in sizes),
+            int(np.max(sum(s[2] for s in sizes))),
+        )
     if args.use_torch_fsdp2:
         return sum(sharded_bytes(weights, args)[0] for weights in chunks), 0, 0
     return sum(plain_bytes(weights) for weights in chunks), 0, 0

@@ -15,6 +15,7 @@ from megarl.comm.exchange import HEADER
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern, stage_layers
+from megarl.planning.factors import trained_and_frozen
 from megarl.planning.memory import buffers, plain_bytes, sharded_bytes
 from megarl.planning.parameters import SCALAR_HEAD, stage_weights
 
@@ -247,6 +248,7 @@ def gradients(role, kind: str, vocab_size: int, step: StepSizes, forwards: int, 
                 microbatches = count * step.updates / step.epochs  # of one pass over the batch
                 total += microbatches * (dense - 1) * ((forwards + backwards) * held + backwards * reduced)
                 continue
+            weights, _ = trained_and_frozen(weights, args, role.lora, kind in SCALAR_HEAD)
             for buffer in buffers(weights, args, number == 0):
                 gradient = buffer.elements * (4 if in_fp32 else buffer.itemsize)
                 both = gradient + buffer.elements * buffer.itemsize if args.use_distributed_optimizer else 2 * gradient

@@ -1,0 +1,61 @@
+"""Flags of low-rank factors: values per role, defaults, and what is refused."""
+
+import pytest
+
+from megarl.errors import UsageError
+from megarl.lora import TARGETS, LoRASettings
+from tests.helpers.tiny_models import parse_roles
+
+
+def lora_of(flags: str, role: str = "actor", size: int = 1, shape: str = "llama", program: str = "rl"):
+    return parse_roles(f"--max-tokens-per-microbatch 96 {flags}", size, shape, program)[role].lora
+
+
+def test_without_a_rank_a_role_trains_its_weights():
+    assert lora_of("") is None
+
+
+def test_defaults():
+    assert lora_of("--lora-rank 8") == LoRASettings(8, 8.0, False, TARGETS)
+    assert lora_of("--lora-rank 8", shape="gpt2").targets == tuple(name for name in TARGETS if name != "gate_proj")
+
+
+def test_values():
+    flags = "--lora-rank 8 --lora-alpha 32 --lora-rslora --lora-targets v_proj,q_proj"
+    assert lora_of(flags) == LoRASettings(8, 32.0, True, ("q_proj", "v_proj"))
+    assert lora_of(flags, program="sft") == lora_of(flags)
+
+
+def test_roles_differ_and_only_trained_ones_have_factors():
+    flags = "--lora-rank 8 --critic-lora-rank 2 --critic-lora-targets o_proj --reward exact-match"
+    assert lora_of(flags).rank == 8 and lora_of(flags, "critic") == LoRASettings(2, 2.0, False, ("o_proj",))
+    assert lora_of(flags, "reference") is None and lora_of("--actor-lora-rank 4", "critic") is None
+    assert lora_of(flags, "rollout") == lora_of(flags)  # it runs on the actor's model
+
+
+TP4 = "--tensor-model-parallel-size 4"
+
+
+@pytest.mark.parametrize("flags, size, says", [
+    ("--lora-rank 0", 1, "--lora-rank 0: allowed is a number above 0"),
+    ("--lora-rank 4 --lora-targets lm_head", 1, "--lora-targets lm_head: allowed is all-linear, or names"),
+    ("--lora-rank 4 --lora-targets embed_tokens,q_proj", 1, "--lora-targets embed_tokens,q_proj: allowed is"),
+    ("--lora-alpha 4", 1, "--lora-alpha 4.0: needs --lora-rank"),
+    ("--lora-rslora", 1, "--lora-rslora True: needs --lora-rank"),
+    ("--lora-rank 4 --use-torch-fsdp2", 2, "actor: --lora-rank is not allowed with --use-torch-fsdp2"),
+    (f"--lora-rank 4 {TP4}", 4, "the actor's 2 key and value heads are split over --tensor-model-parallel-size 4"),
+    ("--lora-adapter somewhere", 1, "--lora-adapter somewhere: the actor needs --hf-model"),
+])  # fmt: skip
+def test_what_is_refused(flags, size, says):
+    with pytest.raises(UsageError) as error:
+        lora_of(flags, size=size)
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_other_targets_may_be_split_further():
+    assert lora_of(f"--lora-rank 4 --lora-targets o_proj,down_proj {TP4}", size=4).targets == ("o_proj", "down_proj")
+
+
+def test_a_model_without_gates_has_no_gate_proj():
+    with pytest.raises(UsageError, match="the actor has no gate_proj"):
+        lora_of("--lora-rank 4 --lora-targets gate_proj", shape="gpt2")

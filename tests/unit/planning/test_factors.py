@@ -1,0 +1,56 @@
+"""Memory of the plan against real models with low-rank factors: trained and frozen bytes exactly, on every rank."""
+
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from megarl.comm import role_mesh
+from megarl.planning import memory
+from tests.helpers.tiny_models import VOCAB, parse_roles
+
+MOE = "--num-experts 4 --moe-ffn-hidden-size 36 --moe-router-topk 2 --moe-layer-freq [0,1]"
+SHARED = "--moe-shared-expert-intermediate-size 50"
+TP2, PP2, EP2 = (f"--{kind}-model-parallel-size 2" for kind in ("tensor", "pipeline", "expert"))
+MODELS = [
+    ("", "llama", False, 1), ("", "llama", True, 1), ("--bf16", "llama", False, 2), ("", "gpt2", False, 1),
+    (f"{MOE} {SHARED}", "llama", False, 1), (f"{MOE} {EP2}", "llama", False, 4), (TP2, "llama", True, 2),
+    (f"{TP2} --sequence-parallel {PP2} {MOE} {SHARED} {EP2}", "llama", False, 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "q_proj,v_proj,down_proj"])
+@pytest.mark.parametrize("more", ["", "--use-distributed-optimizer"])
+@pytest.mark.parametrize("flags, shape, value_head, ranks", MODELS)
+def test_bytes_are_exact(flags, shape, value_head, ranks, more, targets):
+    from megarl.mcore.lora import adapter
+    from megarl.mcore.model import gpt
+    from megarl.mcore.parallel import fake_world
+    from megarl.mcore.training import optimizer
+
+    kind, lora = "value" if value_head else "train", f"--lora-rank 3 --lora-targets {targets}"
+    found: dict[int, list] = {}
+    for rank in range(ranks):
+        with fake_world.fake_world(ranks, rank):
+            roles = parse_roles(f"{flags} {more} {lora}", ranks, shape)
+            role, groups = roles["actor"], role_mesh.create_mesh(roles, timedelta(minutes=1))["actor"].pg_collection
+            stages = gpt.build_model(role.megatron, VOCAB, groups, value_head)
+            adapter.add_factors(stages, role.lora, role.megatron, groups)
+            wrapped = optimizer.wrap_for_training(stages, role.megatron, groups)
+            built = optimizer.build_optimizer(wrapped, role.megatron, groups)
+            buffers = [b for w in wrapped for b in w.buffers + w.expert_parallel_buffers]
+            held = sum(
+                sum(p.nbytes for p in b.params) if b.param_data is None else b.param_data.nbytes for b in buffers
+            )
+            held += sum(p.nbytes for p in stages.parameters() if not p.requires_grad)
+            own = {p.untyped_storage().data_ptr() for p in stages.parameters()}
+            states = [t for part in built.chained_optimizers for s in part.optimizer.state.values() for t in s.values()]
+            masters = [p for part in built.chained_optimizers for group in part.optimizer.param_groups
+                       for p in group["params"] if p.untyped_storage().data_ptr() not in own]  # fmt: skip
+            found.setdefault(dist.get_rank(groups.pp), []).append(
+                (held, sum(b.grad_data.nbytes for b in buffers), sum(t.nbytes for t in states + masters))
+            )
+            planned = memory.stage_memory(role, VOCAB, kind, 64, 1, 0)
+    for stage, of_ranks in found.items():
+        largest = tuple(max(numbers) for numbers in zip(*of_ranks, strict=True))
+        assert (planned[stage].weights, planned[stage].gradients, planned[stage].optimizer) == largest
