@@ -20,8 +20,10 @@ import torch.distributed as dist
 
 from megarl.arguments import RunConfig
 from megarl.checkpoint import folders, run_state
-from megarl.checkpoint.pretrained import CheckpointWeights, PretrainedWeights, folder_weights
+from megarl.checkpoint.adapters import stored_factors
+from megarl.checkpoint.pretrained import CheckpointWeights, PretrainedWeights, factor_weights, folder_weights
 from megarl.errors import UsageError
+from megarl.mcore.lora.adapter import folded_weights
 from megarl.mcore.model import gpt
 from megarl.mcore.weights import dist_checkpoint
 from megarl.mcore.weights.hf.export_weights import export_weights
@@ -71,10 +73,10 @@ class Conversion:
     def _weights(self, load: str | None) -> PretrainedWeights:
         if load is None:
             return folder_weights(self.settings, self.value_head)
-        folder = folders.find(load, "--load")
-        shapes = gpt.weight_shapes(
-            self.name, self.settings.megatron, self.settings.model_vocab_size(0), value_head=self.value_head
-        )
+        folder, vocab_size = folders.find(load, "--load"), self.settings.model_vocab_size(0)
+        if stored := stored_factors(folder, "--load", self.name):
+            return factor_weights(folder, "--load", self.settings, vocab_size, self.name, stored)
+        shapes = gpt.weight_shapes(self.name, self.settings.megatron, vocab_size, value_head=self.value_head)
         folders.check_weights(folder, "--load", self.name, shapes)
         return CheckpointWeights(folder, self.name)
 
@@ -88,7 +90,8 @@ class Conversion:
 
     def to_hf(self):
         """Writes a folder."""
-        export_weights(self.weight_map, self.model, self.groups, self.save)
+        with folded_weights(self.model):
+            export_weights(self.weight_map, self.model, self.groups, self.save)
         self.say(f"{self.save}: the weights of {self.source}")
 
     def verify(self):

@@ -105,7 +105,18 @@ def checkpoint_weights(
     if stored is None:
         return CheckpointWeights(run_state.find_weights(path, flag, role.name, role.megatron, vocab_size, sources))
     run_state.check_source(path, flag, role.name, source, sources)
-    shapes = adapters.checkpoint_shapes(source, role.megatron, stored.lora, value_head=source == "reward")
+    return factor_weights(folder, flag, role, vocab_size, source, stored)
+
+
+def factor_weights(
+    folder: Path, flag: str, role: RoleSettings, vocab_size: int, source: str, stored: adapters.StoredFactors
+) -> FactorWeights:
+    """The factors of the role `source` in a checkpoint, with the weights under them; arguments as above.
+
+    Args:
+        stored: what the checkpoint says about the factors.
+    """
+    shapes = adapters.checkpoint_shapes(source, role.megatron, stored.lora, value_head=source != "actor")
     folders.check_weights(folder, flag, role.name, shapes)
     return FactorWeights(folder, source, stored.lora, role, _base(folder, flag, role, vocab_size, stored.base))
 
@@ -119,7 +130,7 @@ def _base(
     if path is not None:
         return checkpoint_weights(path, f"{flag} {folder}: --pretrained-checkpoint", role, vocab_size, BASES)
     if role.hf_model is not None:
-        return folder_weights(role)
+        return folder_weights(role, value_head=role.name in ("critic", "reward"))
     if stored.hf_model is not None:
         raise UsageError(f"{flag} {folder}: has low-rank factors of the weights in {stored.hf_model}; give --hf-model")
     if stored.seed != role.megatron.seed:

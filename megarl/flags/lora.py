@@ -3,7 +3,7 @@
 import types
 
 from megarl.errors import UsageError
-from megarl.lora import ALL_LINEAR, ATTENTION_TARGETS, LoRASettings, parse_targets
+from megarl.lora import ALL_LINEAR, LoRASettings, parse_targets
 
 FLAGS = ("lora_rank", "lora_alpha", "lora_rslora", "lora_targets", "lora_adapter")
 OF_ADAPTER = ("lora_alpha", "lora_rslora", "lora_targets")  # an adapter's folder gives them
@@ -43,19 +43,9 @@ def _settings_of(role: str, role_settings, args, hf_model) -> LoRASettings | Non
     if args.use_torch_fsdp2:
         raise UsageError(f"{role}: --lora-rank is not allowed with --use-torch-fsdp2; use --use-distributed-optimizer")
     if role_settings.lora_adapter is not None:
-        lora = _of_adapter(role, role_settings, args, hf_model)
-    else:
-        lora = LoRASettings(rank, float(rank if alpha is None else alpha), role_settings.lora_rslora,
+        return _of_adapter(role, role_settings, args, hf_model)
+    return LoRASettings(rank, float(rank if alpha is None else alpha), role_settings.lora_rslora,
                             _targets(role, text, args))  # fmt: skip
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    size = args.tensor_model_parallel_size
-    if set(lora.targets) & set(ATTENTION_TARGETS[:3]) and groups % size:
-        raise UsageError(
-            f"--lora-targets {','.join(lora.targets)}: the {role}'s {groups} key and value heads are split over "
-            f"--tensor-model-parallel-size {size} ranks; allowed are divisors of {groups}, or targets without "
-            "q_proj, k_proj and v_proj"
-        )
-    return lora
 
 
 def _of_adapter(role: str, role_settings, args, hf_model) -> LoRASettings:

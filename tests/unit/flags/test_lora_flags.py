@@ -33,9 +33,6 @@ def test_roles_differ_and_only_trained_ones_have_factors():
     assert lora_of(flags, "rollout") == lora_of(flags)  # it runs on the actor's model
 
 
-TP4 = "--tensor-model-parallel-size 4"
-
-
 @pytest.mark.parametrize("flags, size, says", [
     ("--lora-rank 0", 1, "--lora-rank 0: allowed is a number above 0"),
     ("--lora-rank 4 --lora-targets lm_head", 1, "--lora-targets lm_head: allowed is all-linear, or names"),
@@ -43,17 +40,12 @@ TP4 = "--tensor-model-parallel-size 4"
     ("--lora-alpha 4", 1, "--lora-alpha 4.0: needs --lora-rank"),
     ("--lora-rslora", 1, "--lora-rslora True: needs --lora-rank"),
     ("--lora-rank 4 --use-torch-fsdp2", 2, "actor: --lora-rank is not allowed with --use-torch-fsdp2"),
-    (f"--lora-rank 4 {TP4}", 4, "the actor's 2 key and value heads are split over --tensor-model-parallel-size 4"),
     ("--lora-adapter somewhere", 1, "--lora-adapter somewhere: the actor needs --hf-model"),
 ])  # fmt: skip
 def test_what_is_refused(flags, size, says):
     with pytest.raises(UsageError) as error:
         lora_of(flags, size=size)
     assert says in str(error.value) and "\n" not in str(error.value)
-
-
-def test_other_targets_may_be_split_further():
-    assert lora_of(f"--lora-rank 4 --lora-targets o_proj,down_proj {TP4}", size=4).targets == ("o_proj", "down_proj")
 
 
 def test_a_model_without_gates_has_no_gate_proj():

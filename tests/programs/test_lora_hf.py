@@ -1,0 +1,104 @@
+"""Low-rank factors on a model of a Hugging Face folder: exports, PEFT adapters, resume, conversion, evaluation."""
+
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megarl.checkpoint import folders
+from tests.helpers import hf_folders
+from tests.helpers.evaluation import run_evaluate
+from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.lora_models import stored_tensors
+from tests.helpers.programs import metrics, timeless_rows, train, write_lines
+from tests.helpers.worlds import run_world
+
+RL = (
+    "--max-prompt-length 48 --max-response-length 8 --max-tokens-per-microbatch 256 --prompts-per-step 4"
+    " --samples-per-prompt 2 --minibatch-size 4 --rollout-buffer-gb 0.01 --rollout-max-requests 8 --advantage grpo"
+    " --reward length --kl-coefficient 0.1 --kl-in loss --lr 1e-2 --save-interval 1 --export-hf --export-peft"
+)
+LORA = "--lora-rank 4 --lora-alpha 8"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Folders of a dense model and of one with experts, and a file of prompts."""
+    folder = tmp_path_factory.mktemp("hf")
+    for case in ("llama3", "qwen3_moe"):
+        hf_folders.write_folder(case, folder / case)
+    write_lines(folder / "train.jsonl", [{"prompt": f"{i} + {i}?", "answer": str(2 * i)} for i in range(16)])
+    return folder
+
+
+def argv(data, case: str, save, flags: str = "") -> list[str]:
+    files = ["--hf-model", str(data / case), "--prompts", str(data / "train.jsonl"), "--save", str(save)]
+    return [*RL.split(), *files, *flags.split()]
+
+
+@pytest.fixture(scope="module", params=["llama3", "qwen3_moe"])
+def run(request, data, tmp_path_factory):
+    """(case, run folder of two steps)."""
+    save = tmp_path_factory.mktemp("runs") / request.param
+    train("rl", argv(data, request.param, save, f"{LORA} --train-iters 2"))
+    return request.param, save
+
+
+def converted(rank: int, *words):
+    from tools import convert
+
+    sys.argv = ["convert.py", *map(str, words)]
+    convert.main()
+
+
+def test_all_ways_out_give_the_same_model(run, data, tmp_path):
+    """The export during training, the conversion of the checkpoint, and PEFT's merge of the adapter."""
+    case, save = run
+    source, export = data / case, save / "hf" / "step_00000002" / "model.safetensors"
+    words = ("to-hf", "--hf-model", source, "--load", save, "--save", tmp_path / "out")
+    run_world(converted, 1, *words)
+    assert export.read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
+    base, trained = load_file(source / "model.safetensors"), load_file(export)
+    changed = {name for name in base if not torch.equal(base[name], trained[name])}
+    linears = {name for name in base if name.endswith("_proj.weight")}
+    assert changed <= linears and len(changed) > len(linears) / 2  # an expert without tokens does not change
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    models = [
+        transformers.AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in (source, export.parent)
+    ]
+    adapted = peft.PeftModel.from_pretrained(models[0], save / "peft" / "step_00000002")
+    ids = torch.tensor([hf_folders.reference(case).tokens[0]])
+    with torch.no_grad():
+        found, expected = adapted(ids).logits, models[1](ids).logits
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_a_run_resumes_exactly_and_its_base_is_the_reference(run, data, tmp_path):
+    case, save = run
+    flags = f"{LORA} --train-iters 2 --load {folders.step_folder(save, 1)}"
+    train("rl", argv(data, case, tmp_path, flags))
+    assert timeless_rows(tmp_path, [2]) == timeless_rows(save, [2])
+    one, other = (stored_tensors(folders.step_folder(folder, 2)) for folder in (tmp_path, save))
+    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+    rows = metrics(save)
+    assert rows[1]["kl/reference"] == 0 and rows[2]["kl/reference"] > 0
+    assert max(row["rollout/logprob_gap_max"] for row in rows.values()) <= largest_gap_allowed()
+
+
+def test_an_adapter_starts_another_run(run, data, tmp_path):
+    """Its first export, before anything is learnt, is the model that the adapter came from."""
+    case, save = run
+    flags = f"--lora-adapter {save}/peft/step_00000002 --train-iters 1 --lr 0 --weight-decay 0"
+    train("rl", argv(data, case, tmp_path, flags))
+    one, other = (load_file(f / "hf" / f"step_{s:08d}" / "model.safetensors") for f, s in ((tmp_path, 1), (save, 2)))
+    assert all(torch.equal(one[name], other[name]) for name in other)
+    assert metrics(tmp_path)[1]["kl/reference"] > 0  # the reference is the base
+
+
+def test_an_evaluation_needs_the_folder(run, data, tmp_path):
+    case, save = run
+    words = ["--hf-model", data / case, "--load", save, "--eval-prompts", data / "train.jsonl", "--save", tmp_path]
+    lengths = "--max-prompt-length 48 --max-response-length 8 --rollout-buffer-gb 0.01 --rollout-max-requests 8"
+    run_evaluate([*map(str, words), *lengths.split(), "--reward", "length"])
+    assert (tmp_path / "samples.jsonl").stat().st_size > 0
