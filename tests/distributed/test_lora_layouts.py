@@ -148,10 +148,15 @@ def test_updates_do_not_depend_on_the_layout(layout):
         assert max(float((trained[key] - factor).abs().max()) for key, factor in one_trained.items()) <= 5e-6
 
 
+BIASED = (
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-2"
+    " --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.01"
+)
 ROUTES = {
     DENSE: [(1, ""), (2, f"{TP2} {SP}"), (2, f"{PP2} {VP2}"), (1, "")],
     f"{DENSE} --use-distributed-optimizer": [(2, ""), (2, TP2), (1, "")],
     MOE: [(1, ""), (2, EP2), (4, f"{TP2} {SP} {EP2}"), (1, "")],
+    f"{MOE} {BIASED}": [(1, ""), (2, f"{PP2} {VP2}"), (1, "")],
 }
 
 
@@ -187,6 +192,8 @@ def test_a_checkpoint_moves_through_layouts_to_the_bit(tmp_path, shape, value_he
                 assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in other)
         source = target
         tensors.append(stored_tensors(target))
+    balancing = {key for key in tensors[0] if key.endswith((".expert_bias", ".expert_share"))}
+    assert len(balancing) == (2 * 3 if BIASED in shape else 0) and all(tensors[0][key].any() for key in balancing)
     assert len([key for key in tensors[0] if ".optimizer." in key]) >= 2 * 2 * 7 * 4  # moments of A and B
     for key, tensor in tensors[0].items():
         assert torch.equal(tensors[-1][key], tensor), key
