@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE (2407.10671): shared experts with a gate, and gates of experts that need not add up to 1."""
+"""Qwen1.5-MoE and Qwen2-MoE (2407.10671): shared experts with a gate; gates of experts need not add up to 1."""
 
 from megarl.mcore.weights.hf.experts import expert_flags, softmax_gates, sparse_layers
 from megarl.mcore.weights.hf.family import LAYERS, Family, expert_layers, model_flags, window_flags
