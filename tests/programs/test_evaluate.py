@@ -193,14 +193,17 @@ def test_wrong_input_is_rejected_in_one_line(case, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("flag", ["--load", "--eval-prompts", "--tokenizer-model"])
-def test_flags_without_default_are_required(flag):
+@pytest.mark.parametrize(
+    "flag, named",
+    [("--load", "--load or --hf-model"), *((f, f) for f in ("--eval-prompts", "--tokenizer-model"))],
+)
+def test_flags_without_default_are_required(flag, named):
     from megarl.evaluate import evaluate
     from megarl.observe.timers import Timers
 
     command = evaluate_argv()
     place = command.index(flag)
-    with pytest.raises(UsageError, match=f"^{flag} is missing: it has no default$"):
+    with pytest.raises(UsageError, match=f"^{named} is missing: it has no default$"):
         evaluate(program("evaluate", command[:place] + command[place + 2 :], 1), Timers())
 
 
