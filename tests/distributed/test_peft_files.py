@@ -1,5 +1,6 @@
 """PEFT adapters of every family in and out, against PEFT: equal log-probs in any layout, equal factors back."""
 
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -16,8 +17,8 @@ from tests.helpers.lora_models import draw_factors, trained_state
 from tests.helpers.updates import whole_weights
 from tests.helpers.worlds import SAFETY, run_world
 
-peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
+# PEFT and transformers run in processes of their own: they start threads, and worlds are forked from this process.
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="needs peft")
 
 TP2, SP = "--tensor-model-parallel-size 2", "--sequence-parallel"
 DENSE, MOE = ("llama3", "qwen2", "phi4"), ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe")
@@ -55,6 +56,8 @@ def folder_of(tmp_path_factory):
 
 def load(folder: Path):
     """transformers' model of a folder, in fp32."""
+    import transformers
+
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
@@ -66,6 +69,14 @@ def expected_logprobs(model, sequences) -> list[torch.Tensor]:
             rows = model(ids.unsqueeze(0)).logits[0, :-1].double().log_softmax(-1)
             found.append(rows.gather(1, ids[1:, None])[:, 0])
     return found
+
+
+def in_peft(rank: int, folder: Path, adapter: Path, sequences) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Log-probs of a folder's model, and of it with an adapter."""
+    import peft
+
+    base = expected_logprobs(load(folder), sequences)
+    return base, expected_logprobs(peft.PeftModel.from_pretrained(load(folder), adapter), sequences)
 
 
 _meshes = {}
@@ -104,8 +115,7 @@ def test_peft_loads_what_is_written(layout, folder_of, tmp_path):
     results = run_world(exported, size, folders, flags, tmp_path)
     for case, folder in folders.items():
         sequences = hf_folders.reference(case).tokens
-        base = expected_logprobs(load(folder), sequences)
-        adapted = expected_logprobs(peft.PeftModel.from_pretrained(load(folder), tmp_path / case), sequences)
+        ((base, adapted),) = run_world(in_peft, 1, folder, tmp_path / case, sequences)
         assert max(float((a - b).abs().max()) for a, b in zip(base, adapted, strict=True)) > 0.1, case
         for found in results:
             difference = max(float((a - b).abs().max()) for a, b in zip(found[case], adapted, strict=True))
@@ -125,8 +135,10 @@ def imported(rank: int, adapters: dict, flags: str, target: Path) -> dict:
     return found
 
 
-def make_adapter(folder: Path, target: Path, is_moe: bool, rslora: bool):
-    """A PEFT adapter with random factors; returns PEFT's model."""
+def make_adapter(rank: int, folder: Path, target: Path, is_moe: bool, rslora: bool, sequences) -> list[torch.Tensor]:
+    """Writes a PEFT adapter with random factors; returns the log-probs with it."""
+    import peft
+
     parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if is_moe else None
     config = peft.LoraConfig(
         r=4, lora_alpha=6, use_rslora=rslora, target_modules=ATTENTION if is_moe else DENSE_TARGETS,
@@ -139,7 +151,7 @@ def make_adapter(folder: Path, target: Path, is_moe: bool, rslora: bool):
             if "lora_" in name:
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
     model.save_pretrained(target)
-    return model.eval()
+    return expected_logprobs(model.eval(), sequences)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -150,7 +162,7 @@ def test_what_peft_writes_is_loaded(layout, rslora, folder_of, tmp_path):
     adapters = {case: (folder_of(case), tmp_path / "peft" / case) for case in cases}
     for case, (folder, target) in adapters.items():
         sequences = hf_folders.reference(case).tokens
-        expected[case] = expected_logprobs(make_adapter(folder, target, case in MOE, rslora), sequences)
+        (expected[case],) = run_world(make_adapter, 1, folder, target, case in MOE, rslora, sequences)
     for found in run_world(imported, size, adapters, flags, tmp_path / "again"):
         for case, (rows, lora, _) in found.items():
             difference = max(float((a - b).abs().max()) for a, b in zip(rows, expected[case], strict=True))
@@ -158,7 +170,7 @@ def test_what_peft_writes_is_loaded(layout, rslora, folder_of, tmp_path):
             assert lora.rslora == rslora and lora.rank == 4
     for case, (folder, _) in adapters.items():  # what is written again is the same adapter to PEFT
         sequences = hf_folders.reference(case).tokens
-        again = expected_logprobs(peft.PeftModel.from_pretrained(load(folder), tmp_path / "again" / case), sequences)
+        ((_, again),) = run_world(in_peft, 1, folder, tmp_path / "again" / case, sequences)
         assert max(float((a - b).abs().max()) for a, b in zip(again, expected[case], strict=True)) <= 1e-5, case
 
 
@@ -176,7 +188,7 @@ def test_written_factors_are_read_to_the_bit(folder_of, tmp_path):
 
 def test_a_larger_rank_keeps_the_function(folder_of, tmp_path):
     folder, sequences = folder_of("llama3"), hf_folders.reference("llama3").tokens
-    expected = expected_logprobs(make_adapter(folder, tmp_path / "peft", False, True), sequences)
+    (expected,) = run_world(make_adapter, 1, folder, tmp_path / "peft", False, True, sequences)
     adapters = {"llama3": (folder, tmp_path / "peft")}
     ((rows, lora, whole),) = (f["llama3"] for f in run_world(imported, 1, adapters, "--lora-rank 6", tmp_path / "x"))
     assert max(float((a - b).abs().max()) for a, b in zip(rows, expected, strict=True)) <= 1e-5
@@ -189,7 +201,7 @@ def test_modules_of_single_experts_are_read(folder_of, tmp_path):
     """Factors as older transformers named them; PEFT's reading of a fused module is the reference."""
     folder, target = folder_of("qwen3_moe"), tmp_path / "peft" / "qwen3_moe"
     sequences = hf_folders.reference("qwen3_moe").tokens
-    make_adapter(folder, target, True, False)
+    run_world(make_adapter, 1, folder, target, True, False, sequences)
     config, tensors = hf_folders.reference("qwen3_moe").config, load_file(target / "adapter_model.safetensors")
     experts = config.get("num_experts") or config["num_local_experts"]
     for name in [name for name in tensors if ".experts.base_layer.lora_A" in name]:
@@ -216,7 +228,7 @@ def test_modules_of_single_experts_are_read(folder_of, tmp_path):
 @pytest.fixture(scope="module")
 def adapter(folder_of, tmp_path_factory) -> Path:
     target = tmp_path_factory.mktemp("adapter")
-    make_adapter(folder_of("llama3"), target, False, False)
+    run_world(make_adapter, 1, folder_of("llama3"), target, False, False, [])
     return target
 
 

@@ -1,5 +1,6 @@
 """Low-rank factors on a model of a Hugging Face folder: exports, PEFT adapters, resume, conversion, evaluation."""
 
+import importlib.util
 import sys
 
 import pytest
@@ -63,15 +64,22 @@ def test_all_ways_out_give_the_same_model(run, data, tmp_path):
     changed = {name for name in base if not torch.equal(base[name], trained[name])}
     linears = {name for name in base if name.endswith("_proj.weight")}
     assert changed <= linears and len(changed) > len(linears) / 2  # an expert without tokens does not change
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    models = [
-        transformers.AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in (source, export.parent)
-    ]
-    adapted = peft.PeftModel.from_pretrained(models[0], save / "peft" / "step_00000002")
+    if importlib.util.find_spec("peft"):
+        (largest,) = run_world(difference_in_peft, 1, source, export.parent, save / "peft" / "step_00000002", case)
+        assert largest <= 1e-5
+
+
+@torch.no_grad()
+def difference_in_peft(rank: int, source, export, adapter, case: str) -> float:
+    """Largest relative difference of logits: the source with the adapter, and the export."""
+    import peft
+    import transformers
+
+    models = [transformers.AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in (source, export)]
+    adapted = peft.PeftModel.from_pretrained(models[0], adapter)
     ids = torch.tensor([hf_folders.reference(case).tokens[0]])
-    with torch.no_grad():
-        found, expected = adapted(ids).logits, models[1](ids).logits
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    found, expected = adapted(ids).logits, models[1](ids).logits
+    return float((found - expected).abs().max() / expected.abs().max())
 
 
 def test_a_run_resumes_exactly_and_its_base_is_the_reference(run, data, tmp_path):
