@@ -160,6 +160,22 @@ def test_no_test_module_imports_another():
     assert importers(lambda name: name.startswith("tests.helpers."), elsewhere)
 
 
+def test_no_test_module_loads_libraries_that_start_threads():
+    """Worlds and the launcher fork the test process: what transformers and PEFT compute belongs into a world."""
+    loaded = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in TESTS
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "importorskip"
+        and node.args[0].value in ("transformers", "peft")
+    ]  # fmt: skip
+    assert not loaded
+    top = [node for path in TESTS if path.parent.name != "references" for node in ast.parse(path.read_text()).body]
+    modules = [alias.name for node in top if isinstance(node, ast.Import) for alias in node.names]
+    modules += [node.module for node in top if isinstance(node, ast.ImportFrom)]
+    assert not [name for name in modules if name.split(".")[0] in ("transformers", "peft")] and "torch" in modules
+
+
 def test_no_global_torch_function_mode():
     for path in FILES:
         names = {getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(ast.parse(path.read_text()))}
