@@ -216,3 +216,20 @@ def test_whole_tables():
     lines = [["case", "ratio"], ["move", "1.12"]]
     assert tables.whole_table(lines, markdown=False, width=6) == "  case ratio\n  move  1.12"
     assert tables.whole_table(lines, markdown=True, width=6) == "| case | ratio |\n| --- | --- |\n| move | 1.12 |"
+
+
+def end_ids_of_a_run(rank: int, name: str, folder) -> tuple[int, ...]:
+    """The ids that end a response in the benchmark's run of a case, which is not trained here."""
+    from megarl.data.tokenizers import HuggingFaceTokenizer
+
+    step.make_inputs(folder, step.CASES[name])
+    step.train_megarl = lambda folder, flags: HuggingFaceTokenizer(str(folder)).end_ids
+    return step.run_megarl(folder, step.CASES[name], 1)
+
+
+def test_responses_of_the_fixed_case_have_no_end_token(tmp_path):
+    ends = {}
+    for name in step.CASES:
+        (tmp_path / name).mkdir()
+        (ends[name],) = run_world(end_ids_of_a_run, 1, name, tmp_path / name)
+    assert ends == {"fixed": (), "ragged": (1,)}

@@ -56,13 +56,7 @@ def megarl_flags(folder: Path, model: Path, steps: int) -> list[str]:
 
 def run_megarl(folder: Path, model: Path, steps: int) -> list[float]:
     """Seconds of each step of a run in this process."""
-    from megarl import arguments, train_rl
-    from megarl.observe.timers import Timers
-
-    train_rl.train(arguments.parse(megarl_flags(folder, model, steps), step.world_size(), "rl"), Timers())
-    torch.distributed.destroy_process_group()
-    rows = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(row)["time/step_s"] for row in rows]
+    return step.train_megarl(folder, megarl_flags(folder, model, steps))
 
 
 def run_trl(folder: Path, model: Path, steps: int, batch: int) -> list[float]:

@@ -93,18 +93,24 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-def run_megarl(folder: Path, case: Case, steps: int) -> list[float]:
-    """Seconds of each step of a run in this process."""
+def train_megarl(folder: Path, flags: list[str]) -> list[float]:
+    """Seconds of each step of a run of megarl.train_rl in this process, with `{folder}/run` as its --save."""
     from megarl import arguments, train_rl
-    from megarl.data.tokenizers import HuggingFaceTokenizer
     from megarl.observe.timers import Timers
 
-    if not case.ends:
-        HuggingFaceTokenizer.eos_id = property(lambda self: -1, lambda self, value: None)
-    train_rl.train(arguments.parse(megarl_flags(folder, case, steps), world_size(), "rl"), Timers())
+    train_rl.train(arguments.parse(flags, world_size(), "rl"), Timers())
     torch.distributed.destroy_process_group()
     rows = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     return [json.loads(row)["time/step_s"] for row in rows]
+
+
+def run_megarl(folder: Path, case: Case, steps: int) -> list[float]:
+    """Seconds of each step of a run in this process."""
+    from megarl.data.tokenizers import HuggingFaceTokenizer
+
+    if not case.ends:
+        HuggingFaceTokenizer.end_ids = property(lambda self: (), lambda self, value: None)
+    return train_megarl(folder, megarl_flags(folder, case, steps))
 
 
 def run_trl(folder: Path, case: Case, steps: int, batch: int, continuous: bool) -> list[float]:
