@@ -2,6 +2,7 @@
 
 from megarl.lora import LoRASettings
 from megarl.mcore.lora.projections import LINEARS
+from megarl.mcore.weights.hf.mapping import HeadLayout
 from megarl.planning.parameters import Weight
 
 HEAD = "output_layer."  # of critics and reward models: it is trained beside the factors
@@ -47,6 +48,5 @@ def _rows(rows: int, projections: int, args) -> list[int]:
     if projections < 3:
         gates = 2 if projections == 2 and args.swiglu else 1
         return [rows // gates] * projections if gates == projections else [0] * (projections - 1) + [rows]
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    each = rows // (args.num_attention_heads // groups + 2)
+    each = rows // (HeadLayout.of(args).queries + 2)
     return [rows - 2 * each, each, each]

@@ -11,7 +11,7 @@ from megarl.lora import LoRASettings
 from megarl.mcore.lora.layer import AdaptedLinear
 from megarl.mcore.lora.projections import projections_of
 from megarl.mcore.model.initialization import global_name
-from megarl.mcore.model.value_head import ValueHead
+from megarl.mcore.model.value_head import has_value_head
 
 EXPERT = re.compile(r"(.*\.local_experts)\.(\d+)(\..*)")
 BALANCING = (".expert_bias", ".expert_share")  # buffers that training changes beside the factors
@@ -36,7 +36,7 @@ class Adapter(torch.nn.Module):
         """Freezes the chunk, except for a scalar head, and makes it train the factors."""
         for parameter in chunk.parameters():
             parameter.requires_grad_(False)
-        if isinstance(getattr(chunk, "output_layer", None), ValueHead):
+        if has_value_head(chunk):
             chunk.output_layer.requires_grad_(True)
         for linear in self.linears:
             linear.attach()
@@ -67,7 +67,7 @@ class Adapter(torch.nn.Module):
             if match := EXPERT.fullmatch(name):
                 name, expert, replicas = match[1] + match[3], (int(match[2]), self.experts), self.pg_collection.expt_dp
             state |= linear.sharded_state(f"adapter.linears.{i}.", name, expert, dist.get_rank(replicas))
-        head = ("output_layer.",) if isinstance(getattr(chunk, "output_layer", None), ValueHead) else ()
+        head = ("output_layer.",) if has_value_head(chunk) else ()
         whole = chunk.sharded_state_dict(metadata=metadata).items()
         return state | {name: v for name, v in whole if name.startswith(head) or name.endswith(BALANCING)}
 

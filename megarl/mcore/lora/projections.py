@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megarl.lora import LoRASettings
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern
+from megarl.mcore.weights.hf.mapping import HeadLayout
 
 LINEARS = {
     "self_attention.linear_qkv": ("q_proj", "k_proj", "v_proj"),
@@ -39,8 +40,7 @@ def projections_of(linear: str, layer, args, targets: tuple[str, ...]) -> list[P
     names = next((names for suffix, names in LINEARS.items() if linear.endswith(suffix)), ())
     count = len(layer.weight)
     if names == LINEARS["self_attention.linear_qkv"]:
-        groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-        rows = _rows_of_heads(count, args.num_attention_heads // groups, args.kv_channels, layer.weight.device)
+        rows = _rows_of_heads(count, HeadLayout.of(args), layer.weight.device)
     elif len(names) == 2 and args.swiglu:
         rows = [slice(0, count // 2), slice(count // 2, count)]
     else:
@@ -48,18 +48,18 @@ def projections_of(linear: str, layer, args, targets: tuple[str, ...]) -> list[P
     return [Projection(name, of_name) for name, of_name in zip(names, rows, strict=True) if name in targets]
 
 
-def _rows_of_heads(count: int, queries: int, channels: int, device) -> list[Tensor]:
-    """Rows of q, k and v among `count` rows; `queries` query heads share a key and a value head."""
-    grouped = torch.arange(count, device=device).view(-1, queries + 2, channels)
-    return [grouped[:, part].flatten() for part in (slice(0, queries), queries, queries + 1)]
+def _rows_of_heads(count: int, heads: HeadLayout, device) -> list[Tensor]:
+    """Rows of q, k and v among `count` rows."""
+    grouped = torch.arange(count, device=device).view(-1, heads.queries + 2, heads.channels)
+    return [grouped[:, part].flatten() for part in (slice(0, heads.queries), heads.queries, heads.queries + 1)]
 
 
 def factor_shapes(args, lora: LoRASettings) -> dict[str, tuple[int, ...]]:
     """Global shapes of all factors of a model by their keys in a checkpoint, which stack the experts."""
-    hidden, attended, channels = args.hidden_size, args.num_attention_heads * args.kv_channels, args.kv_channels
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    hidden, heads = args.hidden_size, HeadLayout.of(args)
+    attended = heads.groups * heads.queries * heads.channels
     sizes = {"q_proj": (attended, hidden), "o_proj": (hidden, attended)}
-    sizes |= dict.fromkeys(("k_proj", "v_proj"), (groups * channels, hidden))
+    sizes |= dict.fromkeys(("k_proj", "v_proj"), (heads.groups * heads.channels, hidden))
     shapes = {}
 
     def add(prefix: str, stacked: tuple[int, ...], sizes: dict[str, tuple[int, int]]):

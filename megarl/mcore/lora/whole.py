@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.mcore.model.value_head import ValueHead
+from megarl.mcore.model.value_head import has_value_head
 
 
 def gather_factors(stages, pg_collection) -> tuple[dict[str, Tensor], Tensor | None] | None:
@@ -17,7 +17,7 @@ def gather_factors(stages, pg_collection) -> tuple[dict[str, Tensor], Tensor | N
         for value in _factors(stages, pg_collection)
         if not any(value.replica_id)
     ]
-    heads = [chunk.output_layer.weight.detach().cpu() for chunk in stages if _has_head(chunk)]
+    heads = [chunk.output_layer.weight.detach().cpu() for chunk in stages if has_value_head(chunk)]
     group = pg_collection.intra_dist_opt
     gathered = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
     dist.gather_object((mine, heads), gathered, group=group, group_dst=0)
@@ -46,12 +46,8 @@ def fill_factors(stages, factors: dict[str, Tensor], head: Tensor | None, pg_col
                 whole[..., : factors[value.key].shape[-1]] = factors[value.key]
             value.data.copy_(whole[_box(value)].view(value.data.shape))
     for chunk in stages:
-        if head is not None and _has_head(chunk):
+        if head is not None and has_value_head(chunk):
             chunk.output_layer.weight.copy_(head)
-
-
-def _has_head(chunk) -> bool:
-    return isinstance(getattr(chunk, "output_layer", None), ValueHead)
 
 
 def _factors(stages, pg_collection) -> list:

@@ -35,3 +35,8 @@ class ValueHead(torch.nn.Linear):
         return make_sharded_tensors_for_checkpoint(
             state, prefix, {}, sharded_offsets, tp_group=self.group, dp_cp_group=replicas
         )
+
+
+def has_value_head(chunk) -> bool:
+    """Whether a model's chunk ends with a scalar head."""
+    return isinstance(getattr(chunk, "output_layer", None), ValueHead)

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch.distributed.checkpoint import FileSystemReader
 
-from megarl.mcore.model.value_head import ValueHead
+from megarl.mcore.model.value_head import has_value_head
 from megarl.mcore.parallel.fsdp import local_rows
 
 
@@ -117,7 +117,7 @@ def model_state(role: str, stages, pg_collection, with_value_head: bool = True) 
     """Returns the state of one role's weights only, under the keys of `role` in the checkpoint."""
     weights = _weights(stages, pg_collection)
     for chunk, state in zip(stages, weights.values(), strict=True):
-        if not with_value_head and isinstance(getattr(chunk, "output_layer", None), ValueHead):
+        if not with_value_head and has_value_head(chunk):
             for key in [key for key in state if key.startswith("output_layer.")]:
                 del state[key]
     return _prefixed(local_rows(weights), role)

@@ -30,7 +30,7 @@ def plan_export(weight_map: WeightMap) -> ExportPlan:
     A folder without weights gives the types by its config.json, and new files. If the head differs, a scalar one for a
     vocabulary's, its tensor takes the place of the other.
     """
-    folder, expected = weight_map.model.folder, _exported(weight_map)
+    folder, expected = weight_map.model.folder, weight_map.written().expected()
     config = (folder.path / CONFIG).read_bytes()
     if weight_map.value_head != weight_map.model.has_scalar_head:
         config = _classifier_config(folder.config)
@@ -43,14 +43,6 @@ def plan_export(weight_map: WeightMap) -> ExportPlan:
     else:
         headers = _changed_files(weight_map, expected)
     return ExportPlan(headers, None if list(headers) == [SINGLE] else _index(headers), config)
-
-
-def _exported(weight_map: WeightMap) -> dict[str, tuple[int, ...]]:
-    """Shape by name of every tensor to write."""
-    expected = weight_map.expected()
-    if weight_map.value_head and not weight_map.model.has_scalar_head:
-        expected["score.weight"] = (1, weight_map.args.hidden_size)
-    return expected
 
 
 def _dtype(weight_map: WeightMap) -> str:

@@ -35,16 +35,16 @@ class _WrittenFiles:
     """The files that this rank writes, as the destination of a weight transfer."""
 
     def __init__(self, weight_map: WeightMap, wholes: dict[str, GlobalTensor], files: dict[str, MappedFile]):
-        """`wholes`: Megatron's tensors on all ranks; `files`: by name."""
-        self.wholes, self._shards = wholes, {}
+        """`weight_map`: of the written folder; `wholes`: Megatron's tensors on all ranks; `files`: by name."""
+        self.wholes = wholes
+        self._shards: dict[WeightShard, tuple[RowRange, MappedFile]] = {}
         tensors = {name: file for file in files.values() for name in file.names}
         for key, whole in wholes.items():
             for index in weight_map.indices(key, whole.shape):
                 rows, *rest = whole.shape[len(index) :]
-                for part in weight_map.ranges(key, index, rows, written=True):
+                for part in weight_map.ranges(key, index, rows):
                     if part.name in tensors:
-                        shard = WeightShard(key, index, (part.row, *[0] * len(rest)), (part.rows, *rest))
-                        self._shards[shard] = part, tensors[part.name]
+                        self._shards[WeightShard(key, index, *part.box(rest))] = part, tensors[part.name]
 
     def description(self) -> ShardDescription:
         """Returns the description that other ranks need for the plan."""
@@ -52,11 +52,8 @@ class _WrittenFiles:
 
     def view(self, shard: WeightShard, offset: Coordinates | None = None, shape: Coordinates | None = None) -> Tensor:
         """Returns a view of a box of a file."""
-        part: RowRange = self._shards[shard][0]
-        offset, shape = offset or shard.offset, shape or shard.shape
-        start = (offset[0] - part.row + part.source_row, *offset[1:])
-        tensor = self._shards[shard][1][part.name]
-        return tensor[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
+        part, file = self._shards[shard]
+        return file[part.name][part.slices(offset or shard.offset, shape or shard.shape)]
 
 
 @torch.no_grad()
@@ -83,7 +80,7 @@ def export_weights(weight_map: WeightMap, stages, pg_collection, folder: Path):
     dist.all_gather_object(gathered, source.description()._replace(shards=[]), group=group)
     mine = [file for number, file in enumerate(plan.headers) if number % size == rank]
     files = {file: MappedFile(folder / (file + PARTIAL), plan.headers[file]) for file in mine}
-    WeightTransfer(source, _WrittenFiles(weight_map, merge_wholes("source", gathered), files), group).run()
+    WeightTransfer(source, _WrittenFiles(weight_map.written(), merge_wholes("source", gathered), files), group).run()
     for file in files.values():
         file.flush()
     dist.barrier(group)

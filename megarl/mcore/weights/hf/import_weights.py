@@ -40,17 +40,14 @@ class StoredBox(NamedTuple):
 
 
 def stored_boxes(weights: LocalWeights, weight_map: WeightMap) -> Iterator[StoredBox]:
-    """Yields what this rank reads from the folder, or would write to it."""
+    """Yields what this rank reads from the folder."""
     wholes, shards = weights.description()
     for shard in shards:
         rows, *rest = wholes[shard.key].shape[len(shard.index) :]
         for part in weight_map.ranges(shard.key, shard.index, rows):
-            box = overlap(((part.row, *[0] * len(rest)), (part.rows, *rest)), (shard.offset, shard.shape))
+            box = overlap(part.box(rest), (shard.offset, shard.shape))
             if box is not None:
-                offset, shape = box
-                start = (offset[0] - part.row + part.source_row, *offset[1:])
-                slices = tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
-                yield StoredBox(shard, offset, shape, part.name, slices)
+                yield StoredBox(shard, *box, part.name, part.slices(*box))
 
 
 @torch.no_grad()

@@ -29,6 +29,15 @@ class RowRange(NamedTuple):
     source_row: int  # first row in the folder's tensor
     rows: int
 
+    def box(self, columns: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(offset, shape) of the rows in the weight, whose other axes have these sizes."""
+        return (self.row, *[0] * len(columns)), (self.rows, *columns)
+
+    def slices(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+        """What a box (offset, shape) of the weight, inside these rows, is of the folder's tensor."""
+        start = (offset[0] - self.row + self.source_row, *offset[1:])
+        return tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
+
 
 class Rows(NamedTuple):
     """Whole tensors of equal size, one after another."""

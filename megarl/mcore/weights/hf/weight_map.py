@@ -27,21 +27,24 @@ class WeightMap:
         self.model, self.args, self.value_head = model, args, value_head
         self._heads = HeadLayout.of(args)
 
-    def ranges(self, key: str, index: tuple[int, ...], rows: int, written: bool = False) -> list[RowRange]:
+    def written(self) -> "WeightMap":
+        """The tensors of an export: it has a scalar head if the role has one."""
+        return WeightMap(self.model._replace(has_scalar_head=self.value_head), self.args, self.value_head)
+
+    def ranges(self, key: str, index: tuple[int, ...], rows: int) -> list[RowRange]:
         """The rows of the folder's tensors that a weight consists of; none for one that the folder does not have.
 
         Args:
             key: of a checkpoint.
             index: layer, if the key stacks layers, then expert, if it stacks experts.
             rows: of the weight, rows that pad the vocabulary included.
-            written: of a folder to write, which has a scalar head if the role has one.
 
         Raises:
             KeyError: the family has no tensor for such a weight.
         """
         match = LAYER.fullmatch(key)
         if not match:
-            mapping = self._outer(key, written)
+            mapping = self._outer(key)
             found = [] if mapping is None else mapping.ranges(rows, self._heads)
             vocab_size = self.model.vocab_size
             return [part._replace(rows=vocab_size) for part in found] if self.is_vocabulary(key) else found
@@ -52,12 +55,12 @@ class WeightMap:
         expert = rest[0] if rest else None
         return [part._replace(name=f"model.layers.{layer}.{part.name.format(expert=expert)}") for part in found]
 
-    def _outer(self, key: str, written: bool) -> Mapping | None:
+    def _outer(self, key: str) -> Mapping | None:
         if key != HEAD:
             return MODEL[key]
         if not self.value_head:
             return LM_HEAD
-        return SCALAR_HEAD if written or self.model.has_scalar_head else None
+        return SCALAR_HEAD if self.model.has_scalar_head else None
 
     def is_vocabulary(self, key: str) -> bool:
         """Whether a weight has a row for each token, with rows that pad the vocabulary after them."""
