@@ -66,9 +66,11 @@ def _of_adapter(role: str, role_settings, args, hf_model) -> LoRASettings:
 
 
 def _targets(role: str, text: str | None, args) -> tuple[str, ...]:
+    from megarl.mcore.config.model_flags import is_gated  # imports Megatron
+
     targets = parse_targets(text or ALL_LINEAR)
-    if not args.swiglu and text not in (None, ALL_LINEAR) and "gate_proj" in targets:
-        raise UsageError(f"--lora-targets {text}: the {role} has no gate_proj, which needs --swiglu")
-    if not args.swiglu:
+    if not is_gated(args) and text not in (None, ALL_LINEAR) and "gate_proj" in targets:
+        raise UsageError(f"--lora-targets {text}: the {role} has no gate_proj, which needs a gated MLP, as of --swiglu")
+    if not is_gated(args):
         targets = tuple(name for name in targets if name != "gate_proj")
     return targets

@@ -8,11 +8,11 @@ segments are padded, for which `SEGMENT_PADDING` is a typical factor. Experts ar
 import torch
 
 from megarl.mcore.config.megatron_flags import parallel_sizes
-from megarl.mcore.config.model_flags import ROTARY
+from megarl.mcore.config.model_flags import ROTARY, is_gated
 from megarl.mcore.kernels.vocab_parallel_logprobs import LARGEST_KEPT, row_chunks
 from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern, stage_layers
-from megarl.planning.parameters import SCALAR_HEAD, is_gated
+from megarl.planning.parameters import SCALAR_HEAD
 
 SEGMENT_PADDING = 1.2
 

@@ -1,6 +1,7 @@
 """Low-rank factors of a rank's weights, in the order in which megarl adds them (`megarl.mcore.lora`)."""
 
 from megarl.lora import LoRASettings
+from megarl.mcore.config.model_flags import is_gated
 from megarl.mcore.lora.projections import LINEARS
 from megarl.mcore.weights.hf.mapping import HeadLayout
 from megarl.planning.parameters import Weight
@@ -46,7 +47,7 @@ def _factors(weight: Weight, args, lora: LoRASettings) -> list[Weight]:
 def _rows(rows: int, projections: int, args) -> list[int]:
     """Rows of each projection of a layer."""
     if projections < 3:
-        gates = 2 if projections == 2 and args.swiglu else 1
+        gates = 2 if projections == 2 and is_gated(args) else 1
         return [rows // gates] * projections if gates == projections else [0] * (projections - 1) + [rows]
     each = rows // (HeadLayout.of(args).queries + 2)
     return [rows - 2 * each, each, each]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from megarl.mcore.config.megatron_flags import parallel_sizes
+from megarl.mcore.config.model_flags import is_gated
 from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern, stage_layers
 from megarl.mcore.parallel.process_groups import ParallelSizes
@@ -144,11 +145,6 @@ def _matrix(args, name: str, rows: int, columns: int, has_bias: bool) -> list[We
 def _norm(args, name: str, width: int) -> list[Weight]:
     kinds = ("weight",) if args.normalization == "RMSNorm" else ("weight", "bias")
     return [Weight(f"{name}.{kind}", width, width, args.params_dtype.itemsize) for kind in kinds]
-
-
-def is_gated(args) -> bool:
-    """Whether MLPs have a gate."""
-    return args.swiglu or args.quick_geglu or args.geglu
 
 
 def is_half(args) -> bool:

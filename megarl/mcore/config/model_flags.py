@@ -71,6 +71,11 @@ def has_score_options(args) -> bool:
     return args.attn_logit_softcapping is not None or args.softmax_type != "vanilla"
 
 
+def is_gated(args) -> bool:
+    """Whether MLPs have a gate."""
+    return args.swiglu or args.quick_geglu or args.geglu
+
+
 def copy_to(config, args):
     """Sets the flags' attributes on a model's config."""
     for name in attributes():

@@ -6,7 +6,7 @@ A rule is data, as in `layout_rules`.
 import math
 
 from megarl.mcore.config.layout_rules import LayoutRule, least, require
-from megarl.mcore.config.model_flags import ROTARY
+from megarl.mcore.config.model_flags import ROTARY, is_gated
 
 DEFAULTS = {"rotary-scaling-factor": 1.0, "mscale": 1.0, "mscale-all-dim": 0.0}  # Megatron's; others are None
 
@@ -54,15 +54,14 @@ def _experts(args) -> list[LayoutRule]:
     shared, offset, clamp = (
         args.moe_shared_expert_intermediate_size, args.glu_linear_offset, args.activation_func_clamp_value
     )  # fmt: skip
-    is_gated = args.swiglu or args.quick_geglu or args.geglu
     return [
         LayoutRule("--expert-tensor-parallel-size", ranks, not has_biases or ranks == 1,
              "1 without --disable-bias-linear: each rank would add an expert's bias"),
         LayoutRule("--moe-shared-expert-intermediate-size", shared, not has_biases or shared is None,
              "none without --disable-bias-linear: shared experts have no biases"),
-        LayoutRule("--glu-linear-offset", offset, offset == 0 or is_gated,
+        LayoutRule("--glu-linear-offset", offset, offset == 0 or is_gated(args),
              "0 without a gated MLP, as of --quick-geglu"),
-        LayoutRule("--activation-func-clamp-value", clamp, clamp is None or is_gated and clamp > 0,
+        LayoutRule("--activation-func-clamp-value", clamp, clamp is None or is_gated(args) and clamp > 0,
              "above 0, with a gated MLP, as of --quick-geglu"),
     ]  # fmt: skip
 

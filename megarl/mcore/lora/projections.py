@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megarl.lora import LoRASettings
+from megarl.mcore.config.model_flags import is_gated
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern
 from megarl.mcore.weights.hf.mapping import HeadLayout
 
@@ -41,7 +42,7 @@ def projections_of(linear: str, layer, args, targets: tuple[str, ...]) -> list[P
     count = len(layer.weight)
     if names == LINEARS["self_attention.linear_qkv"]:
         rows = _rows_of_heads(count, HeadLayout.of(args), layer.weight.device)
-    elif len(names) == 2 and args.swiglu:
+    elif len(names) == 2 and is_gated(args):
         rows = [slice(0, count // 2), slice(count // 2, count)]
     else:
         names, rows = names[-1:], [slice(0, count)]
