@@ -24,7 +24,7 @@ LAYOUTS = {
     "ep2": (2, "--expert-model-parallel-size 2", MOE, True),
     "sharded": (2, "--use-torch-fsdp2", DENSE + REWARD, False),
     "tp2-sp-ep2-pp2": (4, f"{TP2} {SP} {UNEVEN_PP2} --expert-model-parallel-size 2", MOE, True),
-    "cp2": (2, "--context-parallel-size 2", ("llama3", "qwen3_moe"), False),
+    "cp2": (2, "--context-parallel-size 2", DENSE + MOE, False),
 }
 
 

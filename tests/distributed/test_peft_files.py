@@ -21,10 +21,13 @@ from tests.helpers.worlds import SAFETY, run_world
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="needs peft")
 
 TP2, SP = "--tensor-model-parallel-size 2", "--sequence-parallel"
-DENSE, MOE = ("llama3", "qwen2", "phi4"), ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe")
+DENSE, MOE = (
+    ("llama3", "qwen2", "phi4", "gemma2", "olmo2"),
+    ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "gpt_oss"),
+)
 LAYOUTS = {
     "one rank": (1, "", DENSE + MOE),
-    "tp2-sp": (2, f"{TP2} {SP}", ("qwen2", "phi4", "qwen2_moe", "glm4_moe")),
+    "tp2-sp": (2, f"{TP2} {SP}", ("qwen2", "phi4", "gemma2", "qwen2_moe", "glm4_moe", "gpt_oss")),
     "pp2": (2, "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1", ("llama3", "glm4_moe")),
     "ep2": (2, "--expert-model-parallel-size 2", MOE),
 }

@@ -16,7 +16,7 @@ from tests.helpers.worlds import SAFETY
 DENSE = ("llama2", "llama3", "llama32", "llama3_old_style", "llama_linear_rope", "smollm2", "qwen2", "qwen25_tied",
          "qwen25_tied_old_style", "qwen3", "mistral", "phi4", "llama_yarn", "qwen3_yarn", "qwen3_yarn_old_style",
          "mistral_window", "qwen2_window", "gemma2", "gemma3", "olmo2", "olmo3")  # fmt: skip
-MOE = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "glm4_moe_bf16")
+MOE = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "glm4_moe_bf16", "gpt_oss")
 REWARD = ("llama_reward", "qwen3_reward")
 SUPPORTED = DENSE + MOE + REWARD
 
@@ -103,13 +103,24 @@ def scores(model, groups, sequences: list[list[int]]) -> torch.Tensor:
 
 
 def _greedy(model, groups, stored: Reference, vocab_size: int) -> tuple[list[int], float]:
-    """The rollout's greedy continuation of the stored prompt, and its gap to the training forward."""
+    """The rollout's greedy continuation of the stored prompt, and its gap to the training forward.
+
+    Two shorter prompts share its beginning, and no step has room for all three.
+    """
     from megarl.algorithms.token_sampling import SamplingSettings
     from megarl.mcore.inference.engine import GenerationRequest, RolloutEngine
 
-    engine = RolloutEngine(model[0], groups.pg_collection, vocab_size, 104, 0.01, 4)
-    request = GenerationRequest(stored.prompt, 0, len(stored.greedy))
-    (completion,) = engine.generate([request], (), SamplingSettings(greedy=True))
-    (row,) = logprobs(model, groups, [stored.prompt + completion.tokens], vocab_size)
-    gap = (row[len(stored.prompt) - 1 :] - torch.tensor(completion.logprobs)).abs().max()
-    return completion.tokens, float(gap)
+    prompt, count = stored.prompt, len(stored.greedy)
+    engine = RolloutEngine(
+        model[0], groups.pg_collection, vocab_size, len(prompt) + count, 0.01, 4, prefix_caching=True,
+        chunked_prefill=True, step_tokens=len(prompt) // 2,
+    )  # fmt: skip
+    requests = [GenerationRequest(prompt[:length], 0, count) for length in (len(prompt), len(prompt) // 2, 3)]
+    completions = engine.generate(requests, (), SamplingSettings(greedy=True))
+    sequences = [request.prompt + found.tokens for request, found in zip(requests, completions, strict=True)]
+    rows = logprobs(model, groups, sequences, vocab_size)
+    gaps = [
+        (row[-len(found.tokens) :] - torch.tensor(found.logprobs)).abs().max()
+        for row, found in zip(rows, completions, strict=True)
+    ]
+    return completions[0].tokens, float(max(gaps))

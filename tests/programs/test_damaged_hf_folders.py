@@ -123,6 +123,12 @@ FAMILIES = {
         "both directions": (config(use_bidirectional_attention=True), ["use_bidirectional_attention True: allowed is"]),
     },
     "qwen3": {"biases": (config(attention_bias=True), ["attention_bias True: allowed is False"])},
+    "gpt_oss": {
+        "MXFP4": (config(quantization_config={"quant_method": "mxfp4"}), ["quantized weights (quantization_config)"]),
+        "no biases": (config(attention_bias=False), ["attention_bias False: allowed is True"]),
+        "another gate": (config(swiglu_alpha=1.0), ["swiglu_alpha 1.0: allowed is 1.702"]),
+        "clamp a text": (config(swiglu_limit="7"), ["swiglu_limit '7': allowed is a number of 0 or more"]),
+    },
     "llama_reward": {
         "two labels": (config(id2label={"0": "bad", "1": "good"}), ["2 labels: allowed is one"]),
         "two labels by number": (config(num_labels=2), ["2 labels: allowed is one"]),
@@ -135,7 +141,7 @@ FAMILIES = {
 UNSUPPORTED = {
     "deepseek_v2": "model_type 'deepseek_v2'", "deepseek_v2_lite": "model_type 'deepseek_v2'",
     "deepseek_v3": "model_type 'deepseek_v3'", "deepseek_v3_yarn": "model_type 'deepseek_v3'",
-    "gpt_oss": "model_type 'gpt_oss'", "llama_bias": "attention_bias True",
+    "llama_bias": "attention_bias True",
 }  # fmt: skip
 
 

@@ -109,7 +109,7 @@ def further() -> dict[str, Case]:
         "olmo3": case("Olmo3", yarn_on_full, num_hidden_layers=4, sliding_window=8),
         "gpt_oss": case("GptOss", YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}, num_hidden_layers=4,
                         head_dim=32, num_local_experts=8, num_experts_per_tok=2, sliding_window=8,
-                        intermediate_size=48, rms_norm_eps=1e-5),
+                        intermediate_size=48, rms_norm_eps=1e-5, swiglu_limit=0.5),
         "deepseek_v2": case("DeepseekV2", theta(1e4), **DEEPSEEK, num_experts_per_tok=3, n_shared_experts=2,
                             q_lora_rank=24, n_group=4, topk_group=2, topk_method="group_limited_greedy",
                             routed_scaling_factor=2.0, norm_topk_prob=False),

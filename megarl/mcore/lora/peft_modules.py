@@ -13,6 +13,7 @@ from torch import Tensor
 from megarl.lora import TARGETS, LoRASettings
 from megarl.mcore.lora.projections import LINEARS, factor_shapes
 from megarl.mcore.weights.hf.family import Family
+from megarl.mcore.weights.hf.mapping import StackedExperts
 
 KEY = re.compile(r"lora\.decoder\.layers\.(\d+)\.(.+)\.(\w+)\.lora_A")
 EXPERT_PARAMETERS = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}  # of transformers' `mlp.experts`
@@ -22,7 +23,7 @@ class Member(NamedTuple):
     """A projection inside a module."""
 
     key: str  # of its factors in a checkpoint, without `.lora_A`
-    start: int  # its rows of the module's output
+    outputs: slice  # its rows of the module's output
     rows: int
 
 
@@ -37,7 +38,7 @@ class PeftModule(NamedTuple):
     @property
     def rows(self) -> int:
         """Rows of the module's output."""
-        return max(member.start + member.rows for member in self.members)
+        return sum(member.rows for member in self.members)
 
 
 def peft_modules(args, family: Family) -> list[PeftModule]:
@@ -52,15 +53,19 @@ def peft_modules(args, family: Family) -> list[PeftModule]:
         layer, linear, projection = KEY.fullmatch(key).groups()
         rows = shapes[key[:-1] + "B"][-2]
         projections = next(names for suffix, names in LINEARS.items() if linear.endswith(suffix))
-        names = family.layers[linear.replace("local_experts", "experts") + ".weight"].names
+        mapping = family.layers[linear.replace("local_experts", "experts") + ".weight"]
         is_expert = "local_experts" in linear
         if is_expert:
             name = f"mlp.experts.{EXPERT_PARAMETERS[linear.rpartition('.')[2]]}"
         else:
-            name = names[projections.index(projection) if len(names) > 1 else 0].removesuffix(".weight")
+            number = projections.index(projection) if len(mapping.names) > 1 else 0
+            name = mapping.names[number].removesuffix(".weight")
         members = modules.setdefault((f"model.layers.{layer}.{name}", shapes[key][-1], is_expert), [])
-        start = sum(member.rows for member in members)
-        members.append(Member(key.removesuffix(".lora_A"), start, rows))
+        first, step = sum(member.rows for member in members), 1
+        if isinstance(mapping, StackedExperts):  # rows of the projections take turns
+            first, step = len(members), mapping.projections
+        outputs = slice(first, first + (rows - 1) * step + 1, step)
+        members.append(Member(key.removesuffix(".lora_A"), outputs, rows))
     experts = args.num_experts
     return [
         PeftModule(name, tuple(found), columns, experts if stacks else None)
@@ -82,7 +87,7 @@ def fuse(module: PeftModule, factors: dict[str, Tensor], rank: int) -> tuple[Ten
     b = a.new_zeros(*a.shape[:-2], module.rows, rank * len(present))
     for i, member in enumerate(present):
         columns = slice(i * rank, (i + 1) * rank)
-        b[..., member.start : member.start + member.rows, columns] = factors[f"{member.key}.lora_B"]
+        b[..., member.outputs, columns] = factors[f"{member.key}.lora_B"]
     return a, b
 
 
@@ -91,7 +96,7 @@ def unfuse(module: PeftModule, a: Tensor, b: Tensor) -> dict[str, Tensor]:
 
     A member whose rows of B use only its own part of the ranks gets that part; otherwise all members get the whole A.
     """
-    parts = [(member, b[..., member.start : member.start + member.rows, :]) for member in module.members]
+    parts = [(member, b[..., member.outputs, :]) for member in module.members]
     if b.any():  # members without factors have zeros
         parts = [(member, part) for member, part in parts if part.any()]
     each, found = a.shape[-2] // len(parts), {}

@@ -53,7 +53,7 @@ class _WrittenFiles:
     def view(self, shard: WeightShard, offset: Coordinates | None = None, shape: Coordinates | None = None) -> Tensor:
         """Returns a view of a box of a file."""
         part, file = self._shards[shard]
-        return file[part.name][part.slices(offset or shard.offset, shape or shard.shape)]
+        return part.view_of(file[part.name], offset or shard.offset, shape or shard.shape)
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ ATTENTION = {
     "self_attention.linear_proj.bias": rows("self_attn.o_proj.bias"),
     "self_attention.q_layernorm.weight": rows("self_attn.q_norm.weight"),
     "self_attention.k_layernorm.weight": rows("self_attn.k_norm.weight"),
+    "self_attention.core_attention.softmax_offset": rows("self_attn.sinks"),
 }
 MLP = {
     "mlp.linear_fc1.layer_norm_weight": rows("post_attention_layernorm.weight"),

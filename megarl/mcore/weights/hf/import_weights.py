@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from megarl.mcore.weights.hf.mapping import RowRange
 from megarl.mcore.weights.hf.weight_map import WeightMap
 from megarl.mcore.weights.reshard_plan import Coordinates, LocalWeights, WeightShard, overlap
 
@@ -17,13 +18,12 @@ MAPPED_BYTES = 32 * 2**20
 
 
 class StoredBox(NamedTuple):
-    """A box of a shard, and the slices of the folder's tensor that it equals."""
+    """A box of a shard, and the rows of the folder's tensor in which it lies."""
 
     shard: WeightShard
     offset: Coordinates
     shape: Coordinates
-    name: str
-    slices: tuple[slice, ...]
+    rows: RowRange
 
     def view_of(self, weights: LocalWeights) -> Tensor:
         """The box of this rank's weights."""
@@ -31,12 +31,10 @@ class StoredBox(NamedTuple):
 
     def split(self, elements: int) -> Iterator["StoredBox"]:
         """Yields it in parts of whole rows, at most `elements` each if a row is not larger."""
-        rows, (first, *rest) = max(1, elements * self.shape[0] // max(1, math.prod(self.shape))), self.slices
+        rows = max(1, elements * self.shape[0] // max(1, math.prod(self.shape)))
         for start in range(0, self.shape[0], rows):
             count = min(rows, self.shape[0] - start)
-            part = slice(first.start + start, first.start + start + count)
-            offset, shape = (self.offset[0] + start, *self.offset[1:]), (count, *self.shape[1:])
-            yield self._replace(offset=offset, shape=shape, slices=(part, *rest))
+            yield self._replace(offset=(self.offset[0] + start, *self.offset[1:]), shape=(count, *self.shape[1:]))
 
 
 def stored_boxes(weights: LocalWeights, weight_map: WeightMap) -> Iterator[StoredBox]:
@@ -47,7 +45,7 @@ def stored_boxes(weights: LocalWeights, weight_map: WeightMap) -> Iterator[Store
         for part in weight_map.ranges(shard.key, shard.index, rows):
             box = overlap(part.box(rest), (shard.offset, shard.shape))
             if box is not None:
-                yield StoredBox(shard, *box, part.name, part.slices(*box))
+                yield StoredBox(shard, *box, part)
 
 
 @torch.no_grad()
@@ -75,7 +73,7 @@ def differing_tensors(weight_map: WeightMap, stages, pg_collection) -> dict[str,
         held = box.view_of(weights).to(stored.dtype).cpu().contiguous()
         if not torch.equal(held.view(torch.uint8), stored.contiguous().view(torch.uint8)):
             largest = float((held.double() - stored.double()).abs().max())
-            different[box.name] = max(different.get(box.name, 0.0), largest)
+            different[box.rows.name] = max(different.get(box.rows.name, 0.0), largest)
     return different
 
 
@@ -87,7 +85,7 @@ def _read(weights: LocalWeights, weight_map: WeightMap) -> Iterator[tuple[Stored
     by_file = defaultdict(list)
     tensors = weight_map.model.folder.tensors
     for box in stored_boxes(weights, weight_map):
-        by_file[tensors[box.name].file].append(box)
+        by_file[tensors[box.rows.name].file].append(box)
     for file in sorted(by_file):
         reader = _Reader(weight_map.model.folder.path / file)
         for box in by_file[file]:
@@ -106,11 +104,12 @@ class _Reader:
         """A view of a box's tensor in the mapped file."""
         if self._stored is None or self._mapped >= MAPPED_BYTES:
             self._stored, self._mapped = safe_open(self.path, framework="pt"), 0
-        source = self._stored.get_slice(box.name)
-        stored = source[box.slices]
-        # Slices of columns map the pages of whole rows.
-        self._mapped += len(stored) * source.get_shape()[-1] * stored.element_size()
-        return stored.view(box.shape) if stored.shape != box.shape else stored
+        source = self._stored.get_slice(box.rows.name)
+        stored = box.rows.view_of(source, box.offset, box.shape)
+        # Slices of the last axis map the pages of all of it.
+        lines = box.shape[0] if box.rows.expert is None else math.prod(box.shape[1:])
+        self._mapped += lines * source.get_shape()[-1] * stored.element_size()
+        return stored.reshape(box.shape)
 
     def close(self):
         """Releases the mapping."""

@@ -6,6 +6,8 @@ and value group together (R·D rows of q, D of k, D of v), and all gate rows bef
 
 from typing import NamedTuple
 
+from torch import Tensor
+
 
 class HeadLayout(NamedTuple):
     """Attention heads: G groups of R query heads with one key and one value head, D channels each."""
@@ -22,21 +24,33 @@ class HeadLayout(NamedTuple):
 
 
 class RowRange(NamedTuple):
-    """Rows of one of the folder's tensors that are consecutive rows of a weight."""
+    """Rows of a weight that are rows of one of the folder's tensors."""
 
     name: str  # of the tensor in the folder
     row: int  # first row in the weight
     source_row: int  # first row in the folder's tensor
     rows: int
+    step: int = 1  # from one row to the next in the folder's tensor
+    expert: int | None = None  # of a tensor that stacks experts; its rows are the last axis, [E, columns, rows]
 
     def box(self, columns: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(offset, shape) of the rows in the weight, whose other axes have these sizes."""
         return (self.row, *[0] * len(columns)), (self.rows, *columns)
 
-    def slices(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """What a box (offset, shape) of the weight, inside these rows, is of the folder's tensor."""
-        start = (offset[0] - self.row + self.source_row, *offset[1:])
-        return tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
+    def source_shape(self, columns: list[int], experts: int) -> tuple[int, ...]:
+        """The smallest shape of the folder's tensor that holds these rows, and as many experts."""
+        rows = self.source_row + (self.rows - 1) * self.step + 1
+        return (rows, *columns) if self.expert is None else (experts, *columns, rows)
+
+    def view_of(self, source, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        """A box (offset, shape) of the weight, inside these rows, as a view of the folder's tensor.
+
+        `source`: the whole tensor, or what safetensors has instead before it is read.
+        """
+        first = (offset[0] - self.row) * self.step + self.source_row
+        rows = slice(first, first + (shape[0] - 1) * self.step + 1, self.step)
+        columns = [slice(a, a + n) for a, n in zip(offset[1:], shape[1:], strict=True)]
+        return source[rows, *columns] if self.expert is None else source[self.expert, *columns, rows].t()
 
 
 class Rows(NamedTuple):
@@ -44,10 +58,22 @@ class Rows(NamedTuple):
 
     names: tuple[str, ...]
 
-    def ranges(self, rows: int, heads: HeadLayout) -> list[RowRange]:
-        """The ranges of a weight of `rows` rows."""
+    def ranges(self, rows: int, heads: HeadLayout, expert: int | None) -> list[RowRange]:
+        """The ranges of a weight of `rows` rows; `expert`: whose, if any."""
         each = rows // len(self.names)
-        return [RowRange(name, i * each, 0, each) for i, name in enumerate(self.names)]
+        return [RowRange(name.format(expert=expert), i * each, 0, each) for i, name in enumerate(self.names)]
+
+
+class StackedExperts(NamedTuple):
+    """One tensor of all experts, whose projections take turns row by row."""
+
+    names: tuple[str]
+    projections: int
+
+    def ranges(self, rows: int, heads: HeadLayout, expert: int | None) -> list[RowRange]:
+        """The ranges of a weight of `rows` rows; `expert`: whose."""
+        each, count = rows // self.projections, self.projections
+        return [RowRange(self.names[0], i * each, i, each, count, expert) for i in range(count)]
 
 
 class Heads(NamedTuple):
@@ -55,7 +81,7 @@ class Heads(NamedTuple):
 
     names: tuple[str, str, str]
 
-    def ranges(self, rows: int, heads: HeadLayout) -> list[RowRange]:
+    def ranges(self, rows: int, heads: HeadLayout, expert: int | None) -> list[RowRange]:
         """The ranges of a weight of `rows` rows."""
         return _by_group(self.names, (0, 0, 0), heads)
 
@@ -65,7 +91,7 @@ class FusedHeads(NamedTuple):
 
     names: tuple[str]
 
-    def ranges(self, rows: int, heads: HeadLayout) -> list[RowRange]:
+    def ranges(self, rows: int, heads: HeadLayout, expert: int | None) -> list[RowRange]:
         """The ranges of a weight of `rows` rows."""
         keys = heads.groups * heads.queries * heads.channels
         return _by_group(self.names * 3, (0, keys, keys + heads.groups * heads.channels), heads)
@@ -81,7 +107,7 @@ def _by_group(names: tuple[str, ...], starts: tuple[int, ...], heads: HeadLayout
     return found
 
 
-Mapping = Rows | Heads | FusedHeads
+Mapping = Rows | StackedExperts | Heads | FusedHeads
 
 
 def rows(*names: str) -> Rows:
@@ -97,3 +123,8 @@ def heads(query: str, key: str, value: str) -> Heads:
 def fused_heads(name: str) -> FusedHeads:
     """One tensor of queries, keys and values."""
     return FusedHeads((name,))
+
+
+def stacked_experts(name: str, projections: int = 1) -> StackedExperts:
+    """One tensor of all experts, [E, columns, rows] or of biases [E, rows]; rows of projections take turns."""
+    return StackedExperts((name,), projections)

@@ -56,6 +56,8 @@ def _attention(args) -> dict[str, tuple[int, ...]]:
         shapes["self_attention.linear_qkv.bias"] = (width,)
     if args.add_bias_linear:
         shapes["self_attention.linear_proj.bias"] = (hidden,)
+    if args.softmax_type == "learnable":
+        shapes["self_attention.core_attention.softmax_offset"] = (args.num_attention_heads,)
     if args.qk_layernorm:
         shapes |= {f"self_attention.{x}_layernorm.weight": (heads.channels,) for x in "qk"}
     if args.qk_layernorm_all_heads:
@@ -65,24 +67,27 @@ def _attention(args) -> dict[str, tuple[int, ...]]:
 
 
 def _mlp(args) -> dict[str, tuple[int, ...]]:
-    hidden, ffn = args.hidden_size, args.ffn_hidden_size
-    shapes = _projections("mlp", hidden, ffn)
-    return shapes | ({"mlp.linear_fc1.bias": (2 * ffn,), "mlp.linear_fc2.bias": (hidden,)} if args.add_bias_linear
-                     else {})  # fmt: skip
+    return _projections("mlp", args.hidden_size, args.ffn_hidden_size, args.add_bias_linear)
 
 
 def _experts(args) -> dict[str, tuple[int, ...]]:
     hidden, experts = args.hidden_size, args.num_experts
     shapes = {"mlp.router.weight": (experts, hidden)}
+    if args.add_bias_linear:
+        shapes["mlp.router.bias"] = (experts,)
     if args.moe_router_enable_expert_bias:
         shapes["mlp.router.expert_bias"] = (experts,)
-    shapes |= _projections("mlp.experts.experts", hidden, args.moe_ffn_hidden_size or args.ffn_hidden_size)
+    ffn = args.moe_ffn_hidden_size or args.ffn_hidden_size
+    shapes |= _projections("mlp.experts.experts", hidden, ffn, args.add_bias_linear)
     if args.moe_shared_expert_intermediate_size:
-        shapes |= _projections("mlp.shared_experts", hidden, args.moe_shared_expert_intermediate_size)
+        shapes |= _projections("mlp.shared_experts", hidden, args.moe_shared_expert_intermediate_size, False)
     if args.moe_shared_expert_gate:
         shapes["mlp.shared_experts.gate_weight"] = (1, hidden)
     return shapes
 
 
-def _projections(module: str, hidden: int, ffn: int) -> dict[str, tuple[int, ...]]:
-    return {f"{module}.linear_fc1.weight": (2 * ffn, hidden), f"{module}.linear_fc2.weight": (hidden, ffn)}
+def _projections(module: str, hidden: int, ffn: int, has_bias: bool) -> dict[str, tuple[int, ...]]:
+    shapes = {f"{module}.linear_fc1.weight": (2 * ffn, hidden), f"{module}.linear_fc2.weight": (hidden, ffn)}
+    if has_bias:
+        shapes |= {f"{module}.linear_fc1.bias": (2 * ffn,), f"{module}.linear_fc2.bias": (hidden,)}
+    return shapes

@@ -45,15 +45,14 @@ class WeightMap:
         match = LAYER.fullmatch(key)
         if not match:
             mapping = self._outer(key)
-            found = [] if mapping is None else mapping.ranges(rows, self._heads)
+            found = [] if mapping is None else mapping.ranges(rows, self._heads, None)
             vocab_size = self.model.vocab_size
             return [part._replace(rows=vocab_size) for part in found] if self.is_vocabulary(key) else found
         if key.endswith(NOT_STORED):
             return []
         layer, rest = (int(match[1]), index) if match[1] else (index[0], index[1:])
-        found = self.model.family.layers[match[2]].ranges(rows, self._heads)
-        expert = rest[0] if rest else None
-        return [part._replace(name=f"model.layers.{layer}.{part.name.format(expert=expert)}") for part in found]
+        found = self.model.family.layers[match[2]].ranges(rows, self._heads, rest[0] if rest else None)
+        return [part._replace(name=f"model.layers.{layer}.{part.name}") for part in found]
 
     def _outer(self, key: str) -> Mapping | None:
         if key != HEAD:
@@ -80,8 +79,8 @@ class WeightMap:
         for weight in model_weights(self.args, vocab_size, moe_layer_pattern(self.args), self.value_head):
             index = () if weight.expert is None else (weight.expert,)
             for part in self.ranges(weight.key, index, weight.shape[0]):
-                rows = max(part.source_row + part.rows, shapes.get(part.name, (0,))[0])
-                shapes[part.name] = (rows, *weight.shape[1:])
+                shape = part.source_shape(weight.shape[1:], self.args.num_experts)
+                shapes[part.name] = max(shapes.get(part.name, shape), shape)
         return shapes
 
     def check(self):

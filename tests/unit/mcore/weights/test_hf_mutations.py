@@ -35,9 +35,9 @@ class NextGroup(NamedTuple):
     heads: object
     moved: str  # name of the tensor
 
-    def ranges(self, rows, heads):
+    def ranges(self, rows, heads, expert):
         """The ranges of a weight of `rows` rows."""
-        found = self.heads.ranges(rows, heads)
+        found = self.heads.ranges(rows, heads, expert)
         sizes = {part.name: heads.groups * part.rows for part in found}
         rows_of = {part: (part.source_row + part.rows) % sizes[part.name] for part in found if self.moved in part.name}
         return [part._replace(source_row=rows_of.get(part, part.source_row)) for part in found]
@@ -70,6 +70,31 @@ def keys_and_values() -> Mistake:
         return layers | {QKV: layers[QKV]._replace(names=(query, value, key))}
 
     return Mistake(layers=change)
+
+
+class OtherTurns(NamedTuple):
+    """One tensor of all experts, whose projections are found elsewhere."""
+
+    stacked: object
+    change: Callable
+
+    def ranges(self, rows, heads, expert):
+        """The ranges of a weight of `rows` rows."""
+        return self.change(self.stacked.ranges(rows, heads, expert))
+
+
+def turns_swapped(found: list) -> list:
+    return [part._replace(source_row=1 - part.source_row) for part in found]
+
+
+def in_halves(found: list) -> list:
+    return [part._replace(source_row=part.row, step=1) for part in found]
+
+
+def of_experts(change: Callable) -> Mistake:
+    """Rows of a stacked tensor's projections taken from elsewhere."""
+    keys = [EXPERTS, EXPERTS.replace("weight", "bias")]
+    return Mistake(layers=lambda layers: layers | {key: OtherTurns(layers[key], change) for key in keys})
 
 
 def next_group(moved: str) -> Mistake:
@@ -145,6 +170,11 @@ MISTAKES = {
     "keys of another group": ("qwen2", next_group("k_proj")),
     "values of another group": ("qwen3", next_group("v_proj")),
     "norms": ("mistral", exchanged(*NORMS)),
+    "no sinks": ("gpt_oss", other_flags(softmax_type=None)),
+    "no offset of the linear half": ("gpt_oss", other_flags(glu_linear_offset=None)),
+    "gates not clamped": ("gpt_oss", other_flags(activation_func_clamp_value=None)),
+    "gate and up in turn": ("gpt_oss", of_experts(turns_swapped)),
+    "halves instead of turns": ("gpt_oss", of_experts(in_halves)),
 }  # fmt: skip
 
 
