@@ -15,8 +15,9 @@ from tests.helpers.worlds import SAFETY
 # Cases of hf_folders whose models megarl computes.
 DENSE = ("llama2", "llama3", "llama32", "llama3_old_style", "llama_linear_rope", "smollm2", "qwen2", "qwen25_tied",
          "qwen25_tied_old_style", "qwen3", "mistral", "phi4", "llama_yarn", "qwen3_yarn", "qwen3_yarn_old_style",
-         "mistral_window", "qwen2_window", "gemma2", "gemma3", "olmo2", "olmo3")  # fmt: skip
-MOE = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "glm4_moe_bf16", "gpt_oss")
+         "mistral_window", "qwen2_window", "qwen2_window_old_style", "gemma2", "gemma3", "olmo2", "olmo3")  # fmt: skip
+MOE = ("qwen2_moe", "qwen2_moe_window", "qwen2_moe_window_old_style", "qwen3_moe", "qwen3_moe_window", "mixtral",
+       "glm4_moe", "glm4_moe_bf16", "gpt_oss")  # fmt: skip
 REWARD = ("llama_reward", "qwen3_reward")
 SUPPORTED = DENSE + MOE + REWARD
 

@@ -93,6 +93,9 @@ FAMILIES = {
         "no layer with experts": (config(mlp_only_layers=[0, 1, 2, 3]), ["mlp.gate_proj.weight is missing"]),
         "window a text": (config(use_sliding_window=True, sliding_window="8"), ["sliding_window '8'"]),
         "window switch": (config(use_sliding_window="no"), ["use_sliding_window 'no': allowed is true or false"]),
+        "windows of layers that are off": (
+            config(layer_types=["sliding_attention"] * 4), ["allowed is no sliding_attention without a sliding_window"]
+        ),
         "kinds of layers a number": (config(layer_types=4), ["layer_types 4: allowed is a list of names"]),
         "biases a text": (config(qkv_bias="yes"), ["qkv_bias 'yes': allowed is true or false"]),
     },

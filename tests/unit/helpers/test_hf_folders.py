@@ -75,7 +75,7 @@ def test_stored_numbers_are_complete(case):
 
 
 def test_old_configurations_share_weights_and_numbers():
-    assert len(OLD_STYLE) == 3
+    assert len(OLD_STYLE) == 5
     for case in OLD_STYLE:
         old, new = reference(case), reference(case.removesuffix("_old_style"))
         assert "rope_theta" in old.config and "rope_parameters" not in old.config

@@ -107,23 +107,22 @@ def model_flags(config: ModelConfig, gate: tuple[str, str, str] = SWIGLU, rotary
     }
 
 
-def window_flags(config: ModelConfig, is_window: Callable[[int], bool] | None = None) -> dict[str, object]:
+def window_flags(config: ModelConfig, is_window: Callable[[int], bool] = lambda layer: True) -> dict[str, object]:
     """Which layers have which window; no flags without windows.
 
-    Args:
-        is_window: whether a layer, from 0, has one if config.json does not say it by `layer_types`; None: all have.
+    `is_window`: whether a layer, from 0, has one if config.json does not say it by `layer_types`.
     """
-    kinds, window = config.items("layer_types", str, "names"), config.get("sliding_window")
-    if "use_sliding_window" in config.names and not config.switch("use_sliding_window") and not kinds:
+    is_off = config.get("sliding_window") is None
+    if "use_sliding_window" in config.names:
+        is_off = not config.switch("use_sliding_window") or is_off
+    size = None if is_off else config.whole("sliding_window")
+    if kinds := config.items("layer_types", str, "names"):
+        has_window = [kind == "sliding_attention" for kind in kinds]
+    else:
+        has_window = [not is_off and is_window(layer) for layer in range(config.whole("num_hidden_layers"))]
+    if not any(has_window):
         return {}
-    if "use_sliding_window" in config.names and is_window is None:  # Qwen
-        full = config.whole("max_window_layers", least=0) if "max_window_layers" in config.names else 28
-        is_window = full.__le__
-    layers = range(config.whole("num_hidden_layers"))
-    pattern = [kind == "sliding_attention" for kind in kinds] or [is_window is None or is_window(i) for i in layers]
-    is_asked_for = config.switch("use_sliding_window") or any(pattern)
-    size = config.whole("sliding_window") if is_asked_for and (kinds or window is not None) else None
-    if size is None or not any(pattern):
-        return {}
-    flags = {"window-size": f"{size - 1},0"}
-    return flags | ({} if all(pattern) else {"window-attn-skip-freq": str([int(x) for x in pattern]).replace(" ", "")})
+    if size is None:
+        raise config.error("layer_types", "no sliding_attention without a sliding_window that is in use")
+    pattern = str([int(x) for x in has_window]).replace(" ", "")
+    return {"window-size": f"{size - 1},0"} | ({} if all(has_window) else {"window-attn-skip-freq": pattern})
