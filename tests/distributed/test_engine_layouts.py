@@ -33,25 +33,35 @@ MOE_LAYOUTS = {
     "tp2-ep2-sp-gather": (2, f"{TP2} {EP2} --sequence-parallel --moe-token-dispatcher-type allgather"),
     "ep2-pp2": (4, f"{EP2} {PP2}"),
 }
+LATENT_LAYOUTS = {"tp2": (2, TP2), "tp2-sp": (2, f"{TP2} --sequence-parallel"), "pp2": (2, PP2)}
+LATENT_MOE_LAYOUTS = {
+    "tp2-sp": (2, f"{TP2} --sequence-parallel"),
+    "ep2": (2, EP2),
+    "tp2-ep2-sp": (4, f"{TP2} {EP2} --sequence-parallel"),
+}
 MOE_KINDS = {
     "softmax": EXPERTS,
     "softmax of all": f"{EXPERTS} --moe-router-pre-softmax --moe-router-topk-scaling-factor 1.5",
     "one expert": "--num-experts 8 --moe-router-topk 1 --moe-router-pre-softmax --moe-ffn-hidden-size 32",
     "sigmoid": f"{EXPERTS} --moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5",
     "square root": f"{EXPERTS} --moe-router-score-function sqrtsoftplus --moe-router-enable-expert-bias",
+    "groups by their best": f"{EXPERTS} --moe-router-num-groups 4 --moe-router-group-topk 3 --moe-router-pre-softmax"
+    " --moe-router-group-score max",
     "groups": f"{EXPERTS} --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-dtype fp64",
     "shared, gated": f"{EXPERTS} --moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate",
 }
 
 
 @functools.cache
-def single(flags: str, sampling: tuple, end: tuple[int, ...]):
-    return run_world(generate_in_layout, 1, flags, dict(sampling), end)[0][0]
+def single(flags: str, sampling: tuple, end: tuple[int, ...], model: str = "llama"):
+    return run_world(generate_in_layout, 1, flags, dict(sampling), end, 20, model)[0][0]
 
 
-def check(size: int, shape: str, flags: str, sampling: dict, end: tuple[int, ...], allowed: float):
-    expected, found = single(shape, tuple(sampling.items()), end), {}
-    for completions, gap in run_world(generate_in_layout, size, f"{shape} {flags}", sampling, end):
+def check(
+    size: int, shape: str, flags: str, sampling: dict, end: tuple[int, ...], allowed: float, model: str = "llama"
+):
+    expected, found = single(shape, tuple(sampling.items()), end, model), {}
+    for completions, gap in run_world(generate_in_layout, size, f"{shape} {flags}", sampling, end, 20, model):
         assert gap <= allowed
         for number, completion in completions.items():
             assert texts([found.setdefault(number, completion)]) == texts([completion])  # ranks of a replica agree
@@ -75,6 +85,18 @@ def test_responses_do_not_depend_on_the_layout(layout, sampling, end):
 def test_moe_models_generate_the_same_responses_in_every_layout(layout):
     size, flags = MOE_LAYOUTS[layout]
     check(size, MOE, flags, {"temperature": 1.2}, (3,), largest_gap_allowed())
+
+
+@pytest.mark.parametrize("layout", LATENT_LAYOUTS)
+def test_latent_attention_generates_the_same_responses_in_every_layout(layout):
+    size, flags = LATENT_LAYOUTS[layout]
+    check(size, "", flags, {"temperature": 1.2}, (3,), largest_gap_allowed(), "latent")
+
+
+@pytest.mark.parametrize("layout", LATENT_MOE_LAYOUTS)
+def test_latent_attention_with_experts_generates_the_same_responses(layout):
+    size, flags = LATENT_MOE_LAYOUTS[layout]
+    check(size, MOE, flags, {"temperature": 1.2}, (3,), largest_gap_allowed(), "latent")
 
 
 def gaps_of_kinds(rank):

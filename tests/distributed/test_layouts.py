@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import distribute_tensor
 
-from tests.helpers.layouts import EP2, LAYOUTS, MOE, PP2, SP, TP2
+from tests.helpers.layouts import EP2, LATENT_LAYOUTS, LAYOUTS, MOE, PP2, SP, TP2
 from tests.helpers.tiny_models import VOCAB, join_actor, parse_roles
 from tests.helpers.updates import batch_of, clipped_loss, forward_of, split_microbatches, whole_weights
 from tests.helpers.worlds import run_world
@@ -92,3 +92,19 @@ def test_experts_with_biases_learn_the_same_in_every_layout():
     for layout in (EP2, f"{TP2} {SP} {EP2}", PP2):
         for result in run_world(update, 2, f"{flags} {layout}", 1, False, "gpt2"):
             check_update(result, expected)
+
+
+@functools.cache
+def single_latent(flags: str) -> tuple:
+    return run_world(update, 1, flags, 1, False, "latent")[0]
+
+
+@pytest.mark.parametrize("layout", LATENT_LAYOUTS)
+def test_latent_attention_learns_the_same_in_every_layout(layout):
+    """The weights of the latents are whole on every tensor-parallel rank; all heads share a latent."""
+    size, shape, flags = LATENT_LAYOUTS[layout]
+    for result in run_world(update, size, f"{shape} {flags}", 2, False, "latent"):
+        check_update(result, single_latent(shape))
+    before, after = single_latent(shape)[3:]
+    latent = [key for key in before if "_down_proj" in key or "kv_layernorm" in key]
+    assert latent and all((after[key] != before[key]).any() for key in latent)

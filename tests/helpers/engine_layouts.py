@@ -9,13 +9,15 @@ from tests.helpers.tiny_models import VOCAB, build_stages, one_microbatch
 EXPERTS = "--num-experts 8 --moe-router-topk 4 --moe-ffn-hidden-size 32"
 
 
-def generate_in_layout(rank, flags: str, sampling: dict, end_ids: tuple[int, ...], count: int = 20):
+def generate_in_layout(
+    rank, flags: str, sampling: dict, end_ids: tuple[int, ...], count: int = 20, shape: str = "llama"
+):
     """({request: completion}, gap to the training forward) of the requests of this rank's replica."""
     from megarl.mcore.inference.engine import RolloutEngine
     from megarl.mcore.model import forward_pass
     from megarl.roles.trainable_model import forward_only
 
-    stages, args, place = build_stages(flags)
+    stages, args, place = build_stages(flags, shape)
     # Context ranks hold the same weights: in generation each is a replica.
     replicas = len(place.replicas) * args.context_parallel_size
     dp_rank = place.dp_rank * args.context_parallel_size + dist.get_rank(place.pg_collection.cp)

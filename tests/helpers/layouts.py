@@ -38,3 +38,17 @@ LAYOUTS = {
     "pp2-cp2-gemma": (4, GEMMA, f"{PP2} {CP2}"),
     "tp2-ep2-sp": (4, MOE, f"{TP2} {SP} {EP2}"),
 }
+# Of models with multi-latent attention.
+LATENT_LAYOUTS = {
+    "tp2": (2, DENSE, TP2),
+    "tp2-sp": (2, DENSE, f"{TP2} {SP}"),
+    "tp4-sp": (4, DENSE, f"--tensor-model-parallel-size 4 {SP}"),
+    "pp2-vp2": (2, DENSE, f"{PP2} {VP2}"),
+    "cp2": (2, DENSE, CP2),
+    "tp2-sp-cp2": (4, DENSE, f"{TP2} {SP} {CP2}"),
+    "dp2-overlap": (2, DENSE, "--use-distributed-optimizer --overlap-grad-reduce"),
+    "sharded-dp2": (2, DENSE, "--use-torch-fsdp2"),
+    "tp2-sp-recompute": (2, DENSE, f"{TP2} {SP} {RECOMPUTE}"),
+    "pp2-cp2-recompute": (4, DENSE, f"{PP2} {CP2} --recompute-activations"),
+    "tp2-ep2-sp": (4, MOE, f"{TP2} {SP} {EP2}"),
+}

@@ -15,6 +15,10 @@ SHAPES = {
     "llama": "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --swiglu"
     " --normalization RMSNorm --disable-bias-linear --group-query-attention --num-query-groups 2"
     " --make-vocab-size-divisible-by 32 --init-method-std 0.1",
+    "latent": "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --swiglu"
+    " --normalization RMSNorm --disable-bias-linear --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16"
+    " --qk-head-dim 12 --qk-pos-emb-head-dim 8 --v-head-dim 14 --qk-layernorm --make-vocab-size-divisible-by 32"
+    " --init-method-std 0.1",
     "gpt2": "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128"
     " --position-embedding-type learned_absolute --untie-embeddings-and-output-weights"
     " --make-vocab-size-divisible-by 32 --init-method-std 0.1",

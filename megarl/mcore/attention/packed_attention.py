@@ -10,6 +10,7 @@ import torch
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
 
 from megarl.mcore import device
 from megarl.mcore.attention import backends
@@ -35,6 +36,10 @@ class PackedAttention(MegatronModule):
         if layout.order is not None:
             key_value = gather_for_attention(torch.cat([key, value], dim=1), layout.order, layout.cp_group)
             key, value = key_value.chunk(2, dim=1)
+        return self.attend(query, key, value, layout)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layout) -> Tensor:
+        """Same as `forward`, with keys and values [T', G, D] of the whole stream."""
         segments = layout.segments[self.kind]
         return self.backend.packed_attention(query, key, value, segments, self.softmax_scale, **self.options).flatten(1)
 

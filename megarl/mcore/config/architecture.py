@@ -17,7 +17,8 @@ ARCHITECTURE = frozenset({
     "activation_func_clamp_value", "glu_linear_offset", "apply_residual_connection_post_layernorm",
     "moe_apply_probs_on_input", "window_size", "window_attn_skip_freq", "softmax_type",
     "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int",
-    "rotary_scaling_factor", "mscale", "mscale_all_dim",
+    "rotary_scaling_factor", "mscale", "mscale_all_dim", "multi_latent_attention", "q_lora_rank", "kv_lora_rank",
+    "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
 }) | model_flags.attributes()  # fmt: skip
 
 

@@ -59,7 +59,7 @@ def _sizes(args) -> list[LayoutRule]:
         least("--hidden-size", args.hidden_size),
         least("--num-attention-heads", args.num_attention_heads),
         least("--num-query-groups", _groups(args)),
-        least("--kv-channels", args.kv_channels),
+        least("--v-head-dim" if args.multi_latent_attention else "--kv-channels", args.kv_channels),
         least("--ffn-hidden-size", args.ffn_hidden_size),
         least("--moe-ffn-hidden-size", args.moe_ffn_hidden_size),
         least("--num-experts", args.num_experts, 0),
@@ -119,8 +119,8 @@ def _attention(args) -> list[LayoutRule]:
              f"a divisor of --num-attention-heads {heads}"),
         LayoutRule("--hidden-size", hidden, bool(args.kv_channels) or _divides(heads, hidden),
              f"a multiple of --num-attention-heads {heads}, or any with --kv-channels"),
-        LayoutRule("--kv-channels", channels, args.position_embedding_type not in ROTARY or channels % 2 == 0,
-             "an even number with rotary embeddings"),
+        LayoutRule("--kv-channels", channels, args.position_embedding_type not in ROTARY or channels % 2 == 0
+             or args.multi_latent_attention, "an even number with rotary embeddings"),
         LayoutRule("--make-vocab-size-divisible-by", divisor, _divides(tensor, divisor), multiple),
         LayoutRule("--ffn-hidden-size", ffn, ffn is None or not _has_dense_layers(args) or _divides(tensor, ffn),
              multiple),
@@ -223,8 +223,11 @@ def _experts(args) -> list[LayoutRule]:
              f"a divisor of --num-experts {experts}"),
         LayoutRule("--moe-router-group-topk", chosen, (groups is None) == (chosen is None) and (
              chosen is None or 0 < chosen <= groups), f"from 1 to --moe-router-num-groups {groups}, both or neither"),
-        LayoutRule("--moe-router-topk", topk, not groups or not chosen or _divides(chosen, topk) and each <= in_group,
+        LayoutRule("--moe-router-topk", topk, not groups or not chosen or args.moe_router_group_score == "max"
+             or _divides(chosen, topk) and each <= in_group,
              f"a multiple of --moe-router-group-topk {chosen}, at most {in_group} in each of the chosen groups"),
+        LayoutRule("--moe-router-topk", topk, not groups or not chosen or topk <= chosen * in_group,
+             f"at most the {(chosen or 0) * in_group} experts of --moe-router-group-topk {chosen} groups"),
     ]  # fmt: skip
 
 

@@ -4,12 +4,13 @@ import argparse
 import contextlib
 import functools
 import io
+import math
 import traceback
 import warnings
 
 import torch
 from megatron.core.fusions import fused_bias_geglu
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.training.arguments import add_megatron_arguments, core_transformer_config_from_args, validate_args
 from torch.nn import functional
@@ -76,6 +77,14 @@ def _choose_attention(role: str, args):
         raise UsageError(f"{role}: --attention-backend {name}: allowed are auto, {', '.join(ATTENTION_BACKENDS)}")
 
 
+def _choose_channels(role: str, args):
+    """Sets `kv_channels` of multi-latent attention to the channels of its values, which are those of its output."""
+    if args.multi_latent_attention and args.kv_channels is not None:
+        raise UsageError(f"{role}: --kv-channels {args.kv_channels}: allowed is none with --multi-latent-attention")
+    if args.multi_latent_attention:
+        args.kv_channels = args.v_head_dim
+
+
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     # A bare assertion says nothing: quote the condition that failed.
@@ -121,6 +130,7 @@ def parse(role: str, argv: list[str], ranks: int, own: dict, extra: frozenset[st
     for flag in ("num_layers", "hidden_size", "num_attention_heads"):
         if not getattr(args, flag):
             raise UsageError(f"{role}: --{flag.replace('_', '-')} is missing: the model's shape has no default")
+    _choose_channels(role, args)
     layout_rules.check(role, args)
     model_rules.check(role, args)
     if args.overlap_grad_reduce is None:
@@ -161,8 +171,17 @@ def _validated(role: str, args):
 
 
 def transformer_config(args) -> TransformerConfig:
-    """Megatron's model config; weights start the same for every tensor-parallel size on the CPU path."""
-    config = core_transformer_config_from_args(args)
+    """Megatron's model config; weights start the same for every tensor-parallel size on the CPU path.
+
+    One of multi-latent attention is an `MLATransformerConfig` that says that it is not: Megatron then treats rotary
+    embeddings as those of any model, and the layer spec builds `LatentAttention`.
+    """
+    if args.multi_latent_attention:
+        others = argparse.Namespace(**vars(args) | {"multi_latent_attention": False})
+        config = core_transformer_config_from_args(others, MLATransformerConfig)
+        config.softmax_scale = _latent_softmax_scale(args)
+    else:
+        config = core_transformer_config_from_args(args)
     config.attention_kernel = args.attention_kernel
     model_flags.copy_to(config, args)
     if args.query_pre_attn_scalar is not None:
@@ -171,6 +190,14 @@ def transformer_config(args) -> TransformerConfig:
         config.gated_linear_unit, config.activation_func = True, gelu_tanh
     config.activation_func = BATCH_INVARIANT.get(config.activation_func, config.activation_func)
     return config
+
+
+def _latent_softmax_scale(args) -> float:
+    """1/√D for queries of D channels, times the square of what `--mscale-all-dim` makes of YaRN's factor."""
+    factor, mscale = args.rotary_scaling_factor, 1.0
+    if args.position_embedding_type == "yarn" and factor > 1:
+        mscale = 0.1 * args.mscale_all_dim * math.log(factor) + 1.0
+    return (args.qk_head_dim + args.qk_pos_emb_head_dim) ** -0.5 * mscale * mscale
 
 
 def parallel_sizes(args) -> ParallelSizes:

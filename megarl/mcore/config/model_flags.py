@@ -32,12 +32,15 @@ MODEL_FLAGS = (
     ModelFlag("layernorm-position", str, "pre", "norms of a layer: before attention and MLP, after them (OLMo 2), or "
               "both (Gemma 2)", ("pre", "post", "sandwich")),
     ModelFlag("qk-layernorm-all-heads", None, False, "RMSNorm of queries and of keys, over all heads (OLMo 2)"),
+    ModelFlag("latent-norm-epsilon", float, None, "epsilon of the norms of latents (default --norm-epsilon)"),
     ModelFlag("embedding-multiplier", float, None, "factor of the embeddings, rounded to their type (Gemma)"),
     ModelFlag("geglu", None, False, "gated MLP with the tanh form of GELU (Gemma)"),
     ModelFlag("attn-logit-softcapping", float, None, "c of attention scores c·tanh(score/c) (Gemma 2)"),
     ModelFlag("final-logit-softcapping", float, None, "c of logits c·tanh(logit/c) (Gemma 2)"),
     ModelFlag("query-pre-attn-scalar", float, None, "attention scores are divided by its root (default --kv-channels)"),
     ModelFlag("window-rotary-base", number, None, "rotary base, without scaling, of layers with a window (Gemma 3)"),
+    ModelFlag("moe-router-group-score", str, "sum", "score of --moe-router-num-groups: of its best experts, their sum "
+              "(DeepSeek-V3) or the largest (DeepSeek-V2)", ("sum", "max")),
     ModelFlag("rope-low-freq-factor", float, None, "of --use-rope-scaling (default 1)"),
     ModelFlag("rope-high-freq-factor", float, None, "of --use-rope-scaling (default 4)"),
     ModelFlag("rope-original-max-position-embeddings", int, None, "of --use-rope-scaling (default 8192)"),

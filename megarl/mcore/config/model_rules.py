@@ -8,7 +8,10 @@ import math
 from megarl.mcore.config.layout_rules import LayoutRule, least, require
 from megarl.mcore.config.model_flags import ROTARY, is_gated
 
-DEFAULTS = {"rotary-scaling-factor": 1.0, "mscale": 1.0, "mscale-all-dim": 0.0}  # Megatron's; others are None
+# Megatron's; others are None.
+DEFAULTS = {"rotary-scaling-factor": 1.0, "mscale": 1.0, "mscale-all-dim": 0.0, "kv-lora-rank": 32, "qk-head-dim": 128,
+            "qk-pos-emb-head-dim": 64, "v-head-dim": 128}  # fmt: skip
+LATENT = "--multi-latent-attention"
 
 
 def check(role: str, args):
@@ -18,7 +21,7 @@ def check(role: str, args):
 
 def rules(args) -> list[LayoutRule]:
     """Returns all rules for a role's parsed namespace, before Megatron's own validation; their number is constant."""
-    return _windows(args) + _layers(args) + _experts(args) + _rotary(args)
+    return _windows(args) + _layers(args) + _experts(args) + _rotary(args) + _latent_attention(args)
 
 
 def _windows(args) -> list[LayoutRule]:
@@ -63,6 +66,9 @@ def _experts(args) -> list[LayoutRule]:
              "0 without a gated MLP, as of --quick-geglu"),
         LayoutRule("--activation-func-clamp-value", clamp, clamp is None or is_gated(args) and clamp > 0,
              "above 0, with a gated MLP, as of --quick-geglu"),
+        LayoutRule("--moe-router-group-score", args.moe_router_group_score,
+             args.moe_router_group_score == "sum" or bool(args.moe_router_num_groups),
+             "sum without --moe-router-num-groups"),
     ]  # fmt: skip
 
 
@@ -95,6 +101,27 @@ def _rotary(args) -> list[LayoutRule]:
              "none with --position-embedding-type yarn or --rotary-seq-len-interpolation-factor"),
         LayoutRule("--rotary-seq-len-interpolation-factor", linear, linear is None or kind != "yarn",
              "none with --position-embedding-type yarn"),
+    ]  # fmt: skip
+
+
+def _latent_attention(args) -> list[LayoutRule]:
+    """Rules on multi-latent attention: its sizes, and what its layers do not compute."""
+    on, sizes = args.multi_latent_attention, ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim",
+                                              "v-head-dim")  # fmt: skip
+    kind, others = args.position_embedding_type, [
+        ("group-query-attention", False), ("add-qkv-bias", False), ("qk-layernorm-all-heads", False),
+        ("window-size", None), ("no-rope-freq", None), ("query-pre-attn-scalar", None), ("rotary-percent", 1.0),
+        ("attn-logit-softcapping", None), ("softmax-type", "vanilla"),
+    ]  # fmt: skip
+    return [
+        *(_only_with(args, name, on, LATENT) for name in (*sizes, "latent-norm-epsilon")),
+        *(least(f"--{name}", _value(args, name)) for name in sizes[:4]),  # the last one is a layout rule's
+        _positive(args, "latent-norm-epsilon"),
+        *(LayoutRule(f"--{name}", _value(args, name), not on or _value(args, name) % 2 == 0, "an even number")
+          for name in ("kv-lora-rank", "qk-pos-emb-head-dim")),
+        *(LayoutRule(f"--{name}", _value(args, name), not on or _value(args, name) == default, f"none with {LATENT}")
+          for name, default in others),
+        LayoutRule("--position-embedding-type", kind, not on or kind in ROTARY, f"{' or '.join(ROTARY)} with {LATENT}"),
     ]  # fmt: skip
 
 

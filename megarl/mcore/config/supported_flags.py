@@ -21,7 +21,8 @@ READ_BY_MODEL = {
     "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
     "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int",
     "rotary_scaling_factor", "mscale", "mscale_all_dim", "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers", "num_experts",
+    "decoder_last_pipeline_num_layers", "num_experts", "q_lora_rank", "kv_lora_rank", "qk_head_dim",
+    "qk_pos_emb_head_dim", "v_head_dim",
 }  # fmt: skip
 READ_BY_SCHEDULER = {
     "lr_decay_iters", "lr_decay_style", "lr_warmup_fraction", "lr_warmup_init", "lr_warmup_iters",
@@ -44,7 +45,6 @@ ATTENTION_BACKENDS = _modules("attention/backends")
 
 # A destination of the parser -> the only value this version runs, and why a wrong answer would be worse than a refusal.
 ONLY = {
-    "multi_latent_attention": (False, "multi-latent attention is not supported yet"),
     "transformer_impl": (LAYER_SPECS, "there is no such layer spec in mcore/model/layer_specs"),
     "fp8": (None, "fp8 is not supported yet"),
     "fp4": (None, "fp4 is not supported yet"),

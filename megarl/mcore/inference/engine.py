@@ -26,7 +26,7 @@ from megarl.mcore import device
 from megarl.mcore.inference.decode_loop import DecodeLoopEngine
 from megarl.mcore.inference.end_tokens import NO_TOKEN, EndTokens, EndTokensController
 from megarl.mcore.inference.keyed_sampling import KeyedSampling
-from megarl.mcore.inference.paged_context import PagedContext
+from megarl.mcore.inference.latent_context import context_of
 from megarl.mcore.inference.recorded_routes import attach_routes
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.kernels.linear import prepacked_weights
@@ -143,7 +143,7 @@ class RolloutEngine:
         self, config: InferenceConfig, pg_collection, vocab_size: int, cache_in_grad_buffer: KVCacheInGradBuffer | None
     ):
         model, tp_size = self.model, dist.get_world_size(pg_collection.tp)
-        self.context = PagedContext(model.config, config, cache_in_grad_buffer and cache_in_grad_buffer.memory)
+        self.context = context_of(model.config, config, cache_in_grad_buffer and cache_in_grad_buffer.memory)
         attach_routes(self.context, self.layers, model.config, pg_collection.tp)
         wrapper = GPTInferenceWrapper(model, self.context)
         self.sampling = KeyedSampling(vocab_size, tp_size, model.config.final_logit_softcapping)

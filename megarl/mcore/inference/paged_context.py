@@ -33,10 +33,15 @@ class PagedContext(DynamicInferenceContext):
         self._model_config = model_config
         self._backend = backends.load(model_config)
         self._attend, self._window = self._backend.PagedAttention(), window_of(model_config)
-        super().__init__(model_config, inference_config)
+        self._token_bytes: int | None = None  # of a token's keys and values when they are read; None: as in the cache
+        super().__init__(self._cache_config(model_config), inference_config)
         self._is_coupled = dist.get_world_size(inference_config.pg_collection.ep) > 1
         # These layers need the step's full number of rows, so duplicate prompts are not skipped.
         self._may_share = not model_config.sequence_parallel and model_config.num_moe_experts is None
+
+    def _cache_config(self, model_config):
+        """Returns the config from which Megatron computes the size of a block."""
+        return model_config
 
     def _allocate_memory_buffer(self):
         """Allocates [L, blocks, block size, G, 2, D]: a token's key and value are adjacent because reads need both."""
@@ -108,10 +113,10 @@ class PagedContext(DynamicInferenceContext):
             queries, keys, pages = (x[dedup.requests] for x in (queries, keys, pages))
             total = len(dedup.kept_tokens)
         request = queries, keys, pages, total, self.memory_buffer[0]
-        reads = self._backend.plan_cache_reads(*request)
+        reads = self._backend.plan_cache_reads(*request, None, self._token_bytes)
         if self._window is None or int(keys.max()) <= self._window:
             return dedup, (reads, reads)
-        return dedup, (reads, self._backend.plan_cache_reads(*request, self._window))
+        return dedup, (reads, self._backend.plan_cache_reads(*request, self._window, self._token_bytes))
 
     def reset(self, *args, **kwargs):
         """Drops all requests and zeroes the spare block, because padding reads it and must find finite numbers."""

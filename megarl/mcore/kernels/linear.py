@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megarl.mcore import device
+from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 
 HAS_INNER_PRODUCT = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 _inner_product = torch.ops.mkldnn._linear_pointwise.default if HAS_INNER_PRODUCT else None
@@ -37,7 +38,8 @@ def prepacked_weights(model):
     product. Weights must not change inside; the copies are freed on exit. Weights that oneDNN does not support, and
     sharded weights, are not copied.
     """
-    layers = [layer for layer in model.modules() if isinstance(layer, (ColumnParallelLinear, RowParallelLinear))]
+    kinds = ColumnParallelLinear, RowParallelLinear, ReplicatedLinear
+    layers = [layer for layer in model.modules() if isinstance(layer, kinds)]
     tied = model.shared_embedding_or_output_weight() if model.post_process else None
     weights = [w for w in (tied, *(layer.weight for layer in layers)) if w is not None]
     supported = [w for w in weights if _has_onednn_kernel(w, w) and type(w.data) is Tensor and w.dim() == 2]
@@ -141,6 +143,30 @@ def apply_linear(layer, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return layer(x)
     added, skipped = (None, layer.bias) if layer.skip_bias_add else (layer.bias, None)
     return matmul(x, layer.weight, added), skipped
+
+
+class ReplicatedLinear(torch.nn.Module):
+    """A linear layer without bias, of which every tensor-parallel rank has the whole weight [N, K].
+
+    Under sequence parallelism a rank's tokens give a part of the weight's gradient; the mark makes Megatron sum them.
+    """
+
+    def __init__(self, columns: int, rows: int, config, group):
+        """`group`: tensor-parallel ranks."""
+        super().__init__()
+        weight = torch.empty(rows, columns, dtype=config.params_dtype, device=device.device())
+        self.weight = torch.nn.Parameter(weight)
+        self.weight.sequence_parallel = config.sequence_parallel
+        self.tp_group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, 1, K] -> [T, 1, N]. Fewer rows than `MIN_ROWS`, a share of a step's tokens, are filled up."""
+        rows = torch.cat([x, x[-1:].expand(MIN_ROWS - len(x), -1, -1)]) if len(x) < MIN_ROWS else x
+        return self._forward_impl(rows, self.weight, None, False, False)[: len(x)]
+
+    def _forward_impl(self, input, weight, bias, allreduce_dgrad, sequence_parallel) -> Tensor:
+        """As that of Megatron's layers; low-rank factors replace it."""
+        return linear(input, weight) if torch.is_grad_enabled() else matmul(input, weight)
 
 
 def install():

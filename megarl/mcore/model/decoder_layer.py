@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
@@ -57,8 +57,14 @@ class StepPlan:
     # Of the tokens that are computed, by kind of layer, of `attention.windows`; None without rotary embeddings.
     rotations: tuple[Rotation, Rotation] | None
     reads: tuple  # of the KV cache, by the attention backend; by kind of layer, of `attention.windows`
-    caches: tuple[Tensor, ...]  # [blocks, block, G, 2, D] keys and values of each layer of this rank
+    # Of each layer of this rank: [blocks, block, G, 2, D] keys and values, or [blocks, block, W] latents.
+    caches: tuple[Tensor, ...]
     attend: Callable[..., Tensor]  # the attention backend's `PagedAttention`
+
+
+def cache_index(attention: Attention) -> int:
+    """Returns the index of a layer's cache among this rank's caches."""
+    return attention.layer_number - attention._get_pp_layer_offset_for_inference() - 1
 
 
 class PagedSelfAttention(SelfAttention):
@@ -78,8 +84,7 @@ class PagedSelfAttention(SelfAttention):
 
     @functools.cached_property
     def _cache_index(self) -> int:
-        """Index of this layer's cache among this rank's caches."""
-        return self.layer_number - self._get_pp_layer_offset_for_inference() - 1
+        return cache_index(self)
 
     def step(self, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
         """[T, 1, H] (under sequence parallelism, this rank's tokens) -> output of that shape, and a bias to add."""

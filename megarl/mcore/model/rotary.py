@@ -23,6 +23,8 @@ class Rotary(RotaryEmbedding):
         self.cp_group = None  # else it returns only Megatron's context-parallel slice
         on = "cpu" if config.use_cpu_initialization else device.device()
         channels = int(args.kv_channels * args.rotary_percent)
+        if args.multi_latent_attention:
+            channels = args.qk_pos_emb_head_dim
         self.exponents = torch.arange(0, channels, 2, dtype=torch.float32, device=on) / channels
         self.position_scale = 1 / (args.rotary_seq_len_interpolation_factor or 1)
         inverse = self._inverse(args.rotary_base)

@@ -19,6 +19,14 @@ from megarl.mcore.moe.balancing import BalancedRouter
 from megarl.mcore.moe.routing import Routing
 
 
+def topk_of_best_groups(scores: Tensor, topk: int, num_groups: int, group_topk: int) -> tuple[Tensor, Tensor]:
+    """Scores [R, E] -> the k best (values, experts) of the groups with the best single experts (2405.04434 §2.2.2)."""
+    best = scores.unflatten(1, (num_groups, -1)).amax(-1)
+    is_chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(group_topk, dim=-1).indices, True)
+    hidden = ~is_chosen.repeat_interleave(scores.shape[1] // num_groups, dim=1)
+    return scores.masked_fill(hidden, float("-inf")).topk(topk, dim=-1)
+
+
 class RouteRecorder(RouterReplay):
     """Chooses each token's experts: the replayed ones or the top k, in ascending order.
 
@@ -26,14 +34,17 @@ class RouteRecorder(RouterReplay):
     the last bit in rollout, training and replay.
     """
 
-    def __init__(self):
+    def __init__(self, group_score: str):
+        """`group_score`: `--moe-router-group-score`."""
         super().__init__()
         RouterReplay.global_router_replay_instances.remove(self)
         self.routing: Routing | None = None
+        self._is_group_max = group_score == "max"
 
     def get_replay_topk(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
         """Scores [R, E] -> (values, experts), both [R, k]; the values are the live scores of the chosen experts."""
-        _, experts = default_compute_topk(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)
+        compute_topk = topk_of_best_groups if self._is_group_max else default_compute_topk
+        _, experts = compute_topk(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)
         experts = experts.sort(dim=-1).values
         if self.router_replay_action == RouterReplayAction.RECORD:
             self.record_indices(experts)
@@ -47,7 +58,7 @@ class Router(BalancedRouter):
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
-        self.router_replay = RouteRecorder()
+        self.router_replay = RouteRecorder(config.moe_router_group_score)
         # With selective recomputation of MoE layers, backward calls only the router, once per micro-batch.
         self._recomputes = config.recompute_granularity == "selective" and "moe" in config.recompute_modules
         self._is_in_layer = False

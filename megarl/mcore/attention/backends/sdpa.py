@@ -74,8 +74,9 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segmen
 
 
 def plan_cache_reads(
-    queries: Tensor, keys: Tensor, pages: Tensor, total: int, cache: Tensor, window: int | None = None
-) -> CacheReads:
+    queries: Tensor, keys: Tensor, pages: Tensor, total: int, cache: Tensor, window: int | None = None,
+    token_bytes: int | None = None,
+) -> CacheReads:  # fmt: skip
     """Returns the cache reads of a step; arguments are on the host, except the cache.
 
     Args:
@@ -83,28 +84,28 @@ def plan_cache_reads(
         keys: [N] int64 keys of each request, including new ones: query i of q attends to keys 0 … k − q + i.
         pages: [N, P] int64 blocks of each request; any block of finite numbers after its last one.
         total: T; tokens after those of the requests are padding with zero results.
-        cache: [blocks, block, G, 2, D] of any layer, for its device and dtype.
+        cache: [blocks, block, …] of any layer, for its device and dtype.
         window: keys that a query sees; None: all. The cache has all keys.
+        token_bytes: of a token's keys and values when they are read; None: as many as in the cache.
     """
-    first = queries.cumsum(0) - queries
+    first, row = queries.cumsum(0) - queries, token_bytes or cache[0, 0].numel() * cache.element_size()
     single = queries == 1
     if bool(single.all()):
-        return CacheReads(_plan_decodes(None, keys, pages, cache, window), [], total)
+        return CacheReads(_plan_decodes(None, keys, pages, cache, window, row), [], total)
     decodes, prefills = single.nonzero().flatten(), (~single).nonzero().flatten()
-    decoding = _plan_decodes(first[decodes], keys[decodes], pages[decodes], cache, window) if len(decodes) else []
-    prompts = _plan_prefills(first[prefills], queries[prefills], keys[prefills], pages[prefills], cache, window)
+    decoding = _plan_decodes(first[decodes], keys[decodes], pages[decodes], cache, window, row) if len(decodes) else []
+    prompts = _plan_prefills(first[prefills], queries[prefills], keys[prefills], pages[prefills], cache, window, row)
     return CacheReads(decoding, prompts, total)
 
 
 def _plan_decodes(
-    tokens: Tensor | None, keys: Tensor, pages: Tensor, cache: Tensor, window: int | None
+    tokens: Tensor | None, keys: Tensor, pages: Tensor, cache: Tensor, window: int | None, row: int
 ) -> list[DecodeReads]:
     """Splits n decodes into kernel calls of at most `SCRATCH_BYTES`, sorted by length if lengths differ much.
 
-    `tokens` [n]: indices of their tokens; None: 0 … n − 1.
+    `tokens` [n]: indices of their tokens; None: 0 … n − 1. `row`: bytes of a token's keys and values.
     """
     device, block = cache.device, cache.shape[1]
-    row = cache[0, 0].numel() * cache.element_size()
     if window is not None:
         keys, pages = drop_unseen(keys, pages, window, block)
     longest = int(keys.max())
@@ -132,11 +133,11 @@ def _plan_decodes(
 
 
 def _plan_prefills(
-    first: Tensor, queries: Tensor, keys: Tensor, pages: Tensor, cache: Tensor, window: int | None
+    first: Tensor, queries: Tensor, keys: Tensor, pages: Tensor, cache: Tensor, window: int | None, row: int
 ) -> list[SegmentBatch]:
     """Returns the segment batches of n prefills, whose keys are rows of the flattened cache."""
     first, queries, keys, pages = (x.numpy() for x in (first, queries, keys, pages))
-    row, block, batches = cache[0, 0].numel() * cache.element_size(), cache.shape[1], []
+    block, batches = cache.shape[1], []
     is_square, read, unseen = queries == keys, keys, np.zeros_like(keys)
     if window is not None:
         segment, offset, queries, keys, unseen = cut_segments(queries, keys, window)
@@ -165,12 +166,20 @@ class PagedAttention:
     def _gather_pages(self, cache: Tensor, pages: Tensor, width: int, count: int) -> tuple[Tensor, Tensor]:
         """Cache [blocks, block, G, 2, D] -> keys and values [n, G, K, D], the first K of pages [n·P]; views of the
         scratch buffer."""
+        return self._page_rows(cache, pages, width, count).transpose(1, 2).unbind(3)
+
+    def _gather_keys(self, cache: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Cache [blocks, block, G, 2, D] and rows [n, K] of the flattened cache -> keys and values [n, G, K, D]."""
+        return gather_rows(cache.flatten(0, 1), keys).unbind(3)
+
+    def _page_rows(self, cache: Tensor, pages: Tensor, width: int, count: int) -> Tensor:
+        """Cache [blocks, block, …] -> [n, K, …], the first K rows of pages [n·P]; a view of the scratch buffer."""
         size, scratch = len(pages) * cache[0].numel(), self._scratch
         if scratch is None or scratch.numel() < size or scratch.dtype != cache.dtype or scratch.device != cache.device:
             scratch = self._scratch = cache.new_empty(size)
         rows = scratch[:size].view(len(pages), -1)
         torch.index_select(cache.flatten(1), 0, pages, out=rows)
-        return rows.view(count, -1, *cache.shape[2:])[:, :width].transpose(1, 2).unbind(3)
+        return rows.view(count, -1, *cache.shape[2:])[:, :width]
 
     def __call__(self, query: Tensor, cache: Tensor, reads: CacheReads, scale: float | None = None, **options):
         """query [T, G, R, D] and a layer's cache [blocks, block, G, 2, D] with the new keys -> [T, G·R·D].
@@ -186,8 +195,8 @@ class PagedAttention:
         for decodes in reads.decodes:
             result[decodes.tokens] = self._decode(query[decodes.tokens], cache, decodes, scale, **options)
         for segments in reads.prefills:
-            key_value = gather_rows(cache.flatten(0, 1), segments.keys)  # [n, G, K, 2, D]
-            out = self._prefill(query.flatten(1, 2), *key_value.unbind(3), segments, scale, **options)
+            key, value = self._gather_keys(cache, segments.keys)
+            out = self._prefill(query.flatten(1, 2), key, value, segments, scale, **options)
             result[segments.queries.flatten()[segments.real_queries]] = out.view(-1, *query.shape[1:])
         return result.flatten(1)
 

@@ -20,6 +20,7 @@ from megarl.mcore.model.decoder_layer import (
     MoEDecoderLayer,
     PagedSelfAttention,
 )
+from megarl.mcore.model.latent_attention import LatentAttention
 from megarl.mcore.model.post_norm import PostNormLayer, PostNormMoELayer
 from megarl.mcore.moe.experts import Experts, SharedExperts
 from megarl.mcore.moe.router import Router
@@ -43,14 +44,19 @@ def layer_spec(args, is_moe: bool = False) -> ModuleSpec:
         moe_grouped_gemm=args.moe_grouped_gemm,
         normalization=args.normalization,
         qk_layernorm=args.qk_layernorm,
+        multi_latent_attention=args.multi_latent_attention,
     )
     layer, attention = spec.submodules, spec.submodules.self_attention
     spec.module = LAYERS[args.layernorm_position == "pre", is_moe]
-    attention.module = AllHeadsNormAttention if args.qk_layernorm_all_heads else PagedSelfAttention
+    attention.module = _attention_kind(args)
     attention.submodules.core_attention = ScoredAttention if has_score_options(args) else PackedAttention
     layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp if args.layernorm_position == "post" else Norm
     if args.qk_layernorm:
-        attention.submodules.q_layernorm = attention.submodules.k_layernorm = Norm
+        names = ("q_layernorm", "kv_layernorm" if args.multi_latent_attention else "k_layernorm")
+        for name in names:
+            setattr(attention.submodules, name, Norm)
+    if args.multi_latent_attention:
+        layer.sharded_state_dict_keys_map = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}  # as of all models
     if not is_moe:
         layer.mlp = functools.partial(SwiGLUMLP.as_mlp_submodule, **layer.mlp.keywords)
     else:
@@ -60,3 +66,9 @@ def layer_spec(args, is_moe: bool = False) -> ModuleSpec:
         parts = dataclasses.replace(parts, router=Router, experts=experts, shared_experts=shared)
         layer.mlp = functools.partial(layer.mlp.func, submodules=parts)
     return spec
+
+
+def _attention_kind(args) -> type:
+    if args.multi_latent_attention:
+        return LatentAttention
+    return AllHeadsNormAttention if args.qk_layernorm_all_heads else PagedSelfAttention

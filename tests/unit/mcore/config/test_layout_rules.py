@@ -82,6 +82,9 @@ WRONG = {
     "groups without choice": (f"{MOE} --moe-router-num-groups 4", 1, "--moe-router-group-topk None: allowed is from 1"),
     "small groups": (f"{MOE} --moe-router-num-groups 4 --moe-router-group-topk 1", 1, "--moe-router-topk 4: allowed is"
                      " a multiple of --moe-router-group-topk 1, at most 2 in each"),
+    "groups with too few experts": (f"{MOE} --moe-router-num-groups 4 --moe-router-group-topk 1"
+                                    " --moe-router-group-score max", 1,
+                                    "--moe-router-topk 4: allowed is at most the 2 experts of"),
     "gather over replicas": (f"{MOE} --expert-model-parallel-size 4 {CP2} --moe-token-dispatcher-type allgather", 4,
                           "--moe-token-dispatcher-type allgather: allowed is alltoall, where"),
     "sinkhorn": (f"{MOE} {KIND} sinkhorn", 1, "sinkhorn: allowed is seq_aux_loss, global_aux_loss or none: others"),

@@ -12,6 +12,7 @@ MODEL = (
 )
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 8"
 YARN = "--position-embedding-type yarn"
+LATENT = "--multi-latent-attention"
 PATTERN = "a number above 1, or a pattern of 4 zeros (full attention) and ones, with a one"
 
 # Flags besides MODEL and what the line must say.
@@ -58,6 +59,27 @@ WRONG = {
                ("yarn-original-max-position-embeddings", 64), ("yarn-beta-fast", 16.0), ("yarn-beta-slow", 2.0),
                ("rotary-scaling-factor", 4.0), ("mscale", 0.5), ("mscale-all-dim", 0.5)]),
        ]},
+    "largest score without groups": (f"{MOE} --moe-router-group-score max",
+                                     "--moe-router-group-score max: allowed is sum without --moe-router-num-groups"),
+    **{f"{name} without latents": (f"--{name} {value}", f"--{name} {value}: allowed is none without {LATENT}")
+       for name, value in [("q-lora-rank", 8), ("kv-lora-rank", 8), ("qk-head-dim", 8), ("qk-pos-emb-head-dim", 8),
+                           ("v-head-dim", 8), ("latent-norm-epsilon", 0.1)]},
+    **{f"no {name}": (f"{LATENT} --{name} 0", f"--{name} 0: allowed is 1 or more")
+       for name in ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")},
+    **{f"odd {name}": (f"{LATENT} --{name} 7", f"--{name} 7: allowed is an even number")
+       for name in ("kv-lora-rank", "qk-pos-emb-head-dim")},
+    "epsilon of latents": (f"{LATENT} --latent-norm-epsilon 0", "--latent-norm-epsilon 0.0: allowed is above 0"),
+    **{f"latents and {flags.split()[0]}": (f"{LATENT} --{flags}", f"--{shown}: allowed is none with {LATENT}")
+       for flags, shown in [
+           ("group-query-attention --num-query-groups 2", "group-query-attention True"),
+           ("add-qkv-bias", "add-qkv-bias True"),
+           ("qk-layernorm-all-heads --normalization RMSNorm", "qk-layernorm-all-heads True"),
+           ("window-size 4,0", "window-size (4, 0)"), ("no-rope-freq 2", "no-rope-freq 2"),
+           ("query-pre-attn-scalar 5", "query-pre-attn-scalar 5.0"), ("rotary-percent 0.5", "rotary-percent 0.5"),
+           ("attn-logit-softcapping 5", "attn-logit-softcapping 5.0"),
+           ("softmax-type learnable", "softmax-type learnable"), ("kv-channels 16", "kv-channels 16")]},
+    "latents without rotation": (f"{LATENT} --position-embedding-type none",
+                                 f"--position-embedding-type none: allowed is rope or yarn with {LATENT}"),
     "rounding alone": ("--no-yarn-correction-range-round-to-int",
                        "--yarn-correction-range-round-to-int False: allowed is none without --position-embedding-type"),
 }  # fmt: skip
@@ -66,6 +88,9 @@ RIGHT = [
     f"{YARN} --rotary-scaling-factor 4 --rotary-base 12345.5 --window-size 4,0 --window-rotary-base 1e4",
     "--use-rope-scaling --rope-low-freq-factor 2 --rope-high-freq-factor 3 --rope-original-max-position-embeddings 64",
     "--rotary-seq-len-interpolation-factor 2.5",
+    f"{LATENT} --q-lora-rank 8 --kv-lora-rank 6 --qk-head-dim 5 --qk-pos-emb-head-dim 4 --v-head-dim 7 --qk-layernorm"
+    f" --latent-norm-epsilon 1e-6 {YARN} --rotary-scaling-factor 4 --mscale 0.7 --mscale-all-dim 0.7",
+    f"{LATENT} {MOE} --moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-group-score max",
     "--geglu --layernorm-position sandwich --apply-layernorm-1p --embedding-multiplier 7.5",
     "--qk-layernorm-all-heads --normalization RMSNorm --layernorm-position post",
     "--window-size 0,0",

@@ -53,7 +53,7 @@ def naive_scores(rank, shape):
     tokens, lengths = ragged_tokens([8])
     own = model.output_layer.weight
     head = model.embedding.word_embeddings.weight if own is None else own
-    assert (own is None) == (shape == "llama")
+    assert (own is None) == (shape != "gpt2")
     captured = {}
     model.decoder.register_forward_hook(lambda module, inputs, output: captured.update(hidden=output))
     with inference_mode(model):

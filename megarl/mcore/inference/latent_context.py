@@ -1,0 +1,37 @@
+"""Rollout state of models with multi-latent attention, whose cache holds latents."""
+
+import copy
+
+from megatron.core.transformer import MLATransformerConfig
+
+from megarl.mcore.attention.latent_cache import latent_attention
+from megarl.mcore.inference.paged_context import PagedContext
+
+
+class LatentContext(PagedContext):
+    """Caches the latent and the shared key of a token, W numbers in each layer and on every tensor-parallel rank."""
+
+    def __init__(self, model_config, inference_config, *args, **kwargs):
+        self._latent_channels = model_config.kv_lora_rank + model_config.qk_pos_emb_head_dim
+        super().__init__(model_config, inference_config, *args, **kwargs)
+        self._attend = latent_attention(self._backend)
+        heads = model_config.num_attention_heads // inference_config.pg_collection.tp.size()
+        width = max(model_config.qk_head_dim + model_config.qk_pos_emb_head_dim, model_config.v_head_dim)
+        self._token_bytes = 2 * heads * width * model_config.params_dtype.itemsize
+
+    def _cache_config(self, model_config):
+        """Returns a config whose one key and value together have as many channels as a latent."""
+        config = copy.copy(model_config)
+        config.num_query_groups, config.kv_channels = 1, self._latent_channels // 2
+        return config
+
+    def _allocate_memory_buffer(self):
+        """Allocates [L, blocks, block size, W]."""
+        super()._allocate_memory_buffer()
+        self.memory_buffer = self.memory_buffer.flatten(3)
+
+
+def context_of(model_config, *args, **kwargs) -> PagedContext:
+    """Returns the context for a model's kind of attention; arguments as of `PagedContext`."""
+    kind = LatentContext if isinstance(model_config, MLATransformerConfig) else PagedContext
+    return kind(model_config, *args, **kwargs)

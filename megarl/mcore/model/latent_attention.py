@@ -1,0 +1,169 @@
+"""Multi-latent attention (DeepSeek-V2, 2405.04434 §2.1) over packed sequences in training and a cache of latents.
+
+Parameters have Megatron's names, so that its checkpoints fit; the rest is megarl's own, because Megatron's module needs
+sequences that start at position 0, and its cache needs CUDA kernels with other bits than training.
+Projections to the latents are whole on each tensor-parallel rank, and so are the latents: their size does not depend on
+the number of heads. Keys, queries and values are padded to one width, because fused kernels need it.
+Shapes: T tokens, A heads of this rank with D channels for scores (the last r of them rotated) and V for values, L
+channels of a latent.
+"""
+
+import functools
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.transformer.attention import Attention
+from torch import Tensor
+from torch.nn.functional import pad
+
+from megarl.mcore.attention.latent_cache import Latents
+from megarl.mcore.kernels.linear import ReplicatedLinear, apply_linear, gather_tokens
+from megarl.mcore.model import rotary
+from megarl.mcore.model.decoder_layer import Rotation, StepPlan, cache_index
+from megarl.mcore.parallel.context_parallel import gather_for_attention
+
+
+class _ToHeads(torch.autograd.Function):
+    """[T/t, …] under sequence parallelism, else [T, …] -> [T, …], of which each rank computes its own heads.
+
+    Backward sums the gradients of all ranks' heads.
+    """
+
+    @staticmethod
+    def forward(ctx, x, group, sequence_parallel):
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        return gather_tokens(x, group) if sequence_parallel else x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous()
+        if not ctx.sequence_parallel:
+            dist.all_reduce(grad, group=ctx.group)
+            return grad, None, None
+        own = grad.new_empty(len(grad) // dist.get_world_size(ctx.group), *grad.shape[1:])
+        dist.reduce_scatter_tensor(own, grad, group=ctx.group)
+        return own, None, None
+
+
+def rotate_pairs(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotates channels (0, 1), (2, 3) … of [T, 1, heads, r].
+
+    In the result the first channels of all pairs come before the second ones, as in Megatron; scores do not depend on
+    the order.
+    """
+    first, second = x[..., 0::2], x[..., 1::2]
+    return torch.cat([first, second], -1) * rotation.cosines + torch.cat([second, first], -1) * rotation.sines
+
+
+class LatentAttention(Attention):
+    """Queries from the hidden states or a latent of them, keys and values from a latent that all heads share."""
+
+    def __init__(self, config, submodules, layer_number, attn_mask_type, **kwargs):
+        super().__init__(config, submodules, layer_number, attn_mask_type, "self", **kwargs)
+        self.kv_channels = config.qk_head_dim, config.v_head_dim
+        self.latent_channels = config.kv_lora_rank, config.qk_pos_emb_head_dim
+        self.score_channels = config.qk_head_dim, config.qk_pos_emb_head_dim
+        self.width = max(sum(self.score_channels), config.v_head_dim)
+        self.concentration = rotary.concentration(config, self.core_attention.kind)
+        heads, hidden, latent = config.num_attention_heads, config.hidden_size, config.kv_lora_rank
+        queries = heads * sum(self.score_channels)
+        self.has_query_latent = config.q_lora_rank is not None
+        if self.has_query_latent:
+            self.linear_q_down_proj = ReplicatedLinear(hidden, config.q_lora_rank, config, self.tp_group)
+            self.q_layernorm = self._norm(submodules.q_layernorm, config.q_lora_rank)
+            self.linear_q_up_proj = self._column_parallel(submodules.linear_q_up_proj, config.q_lora_rank, queries)
+        else:
+            self.linear_q_proj = self._column_parallel(submodules.linear_q_proj, hidden, queries)
+        self.linear_kv_down_proj = ReplicatedLinear(hidden, sum(self.latent_channels), config, self.tp_group)
+        self.kv_layernorm = self._norm(submodules.kv_layernorm, latent)
+        up = self._column_parallel(submodules.linear_kv_up_proj, latent, heads * sum(self.kv_channels))
+        # Its input is what `_ToHeads` returned.
+        up.sequence_parallel, up.allreduce_dgrad, up.disable_grad_reduce = False, False, True
+        self.linear_kv_up_proj = up
+
+    def _norm(self, kind, width: int):
+        epsilon = self.config.latent_norm_epsilon
+        return kind(self.config, width, self.config.layernorm_epsilon if epsilon is None else epsilon)
+
+    def _column_parallel(self, kind, columns: int, rows: int):
+        return kind(
+            columns, rows, config=self.config, init_method=self.config.init_method, gather_output=False, bias=False,
+            skip_bias_add=False, is_expert=False, tp_group=self.tp_group,
+        )  # fmt: skip
+
+    def get_query_key_value_tensors(self, *args, **kwargs):
+        """Megatron's interface, which `forward` does not use."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def _cache_index(self) -> int:
+        return cache_index(self)
+
+    def forward(
+        self, hidden_states, attention_mask, *, inference_context=None, rotary_pos_emb=None, packed_seq_params=None, **_
+    ) -> tuple[Tensor, Tensor | None]:
+        """[T, 1, H] (under sequence parallelism, this rank's tokens) -> output of that shape, and a bias to add.
+
+        `packed_seq_params` is a `PackedLayout`, `inference_context` a `PagedContext`; rotary_pos_emb [T, 1, r].
+        """
+        if inference_context is not None:
+            return self.step(hidden_states, inference_context.plan(rotary_pos_emb))
+        layout = packed_seq_params
+        rotation = Rotation.of(rotary_pos_emb.unsqueeze(1), hidden_states.dtype, self.concentration)
+        query, latents = self._query(hidden_states, rotation), self._latents(hidden_states, rotation)
+        if layout.order is not None:
+            latents = gather_for_attention(latents, layout.order, layout.cp_group)
+
+        def attend(query, latents):
+            return self.core_attention.attend(query, *self.expand(latents), layout)
+
+        if self.checkpoint_core_attention and self.training:  # keys and values are expanded again, too
+            attended = tensor_parallel.checkpoint(attend, False, query, latents)
+        else:
+            attended = attend(query, latents)
+        return self.linear_proj(self._values(attended))
+
+    def step(self, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
+        """As that of `PagedSelfAttention`, over a cache of latents [blocks, block, L + r]."""
+        core, cache = self.core_attention, plan.caches[self._cache_index]
+        rotation = plan.rotations[core.kind]
+        query, latents = self._query(hidden, rotation), self._latents(hidden, rotation)
+        latents = latents if plan.dedup is None else latents.index_select(0, plan.dedup.inverse)
+        cache.flatten(0, 1).index_copy_(0, plan.slot_mapping, latents)
+        reads, cached = plan.reads[core.kind], Latents(cache, self.expand)
+        attended = plan.attend(query.unsqueeze(2), cached, reads, core.softmax_scale, **core.options)
+        return apply_linear(self.linear_proj, self._values(attended))
+
+    def _query(self, hidden: Tensor, rotation: Rotation) -> Tensor:
+        """[T, 1, H] (under sequence parallelism, this rank's tokens) -> [T, A, width]."""
+        if self.has_query_latent:
+            projected, _ = apply_linear(self.linear_q_up_proj, self.q_layernorm(self.linear_q_down_proj(hidden)))
+        else:
+            projected, _ = apply_linear(self.linear_q_proj, hidden)
+        plain, turned = projected.unflatten(-1, (-1, sum(self.score_channels))).split(self.score_channels, -1)
+        return self._padded(torch.cat([plain, rotate_pairs(turned, rotation)], -1)).squeeze(1)
+
+    def _latents(self, hidden: Tensor, rotation: Rotation) -> Tensor:
+        """[T, 1, H] (under sequence parallelism, this rank's tokens) -> [T, L + r]: normed latents, rotated keys."""
+        latent, shared = self.linear_kv_down_proj(hidden).split(self.latent_channels, -1)
+        latents = torch.cat([self.kv_layernorm(latent), shared], -1)
+        if self.tp_group.size() > 1:
+            latents = _ToHeads.apply(latents, self.tp_group, self.config.sequence_parallel)
+        latent, shared = latents.split(self.latent_channels, -1)
+        return torch.cat([latent, rotate_pairs(shared.unsqueeze(2), rotation).squeeze(2)], -1).squeeze(1)
+
+    def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """[…, L + r] -> keys and values, both […, A, width]."""
+        latent, shared = latents.split(self.latent_channels, -1)
+        expanded, _ = apply_linear(self.linear_kv_up_proj, latent.contiguous())
+        key, value = expanded.unflatten(-1, (-1, sum(self.kv_channels))).split(self.kv_channels, -1)
+        shared = shared.unsqueeze(-2).expand(*key.shape[:-1], -1)
+        return self._padded(torch.cat([key, shared], -1)), self._padded(value)
+
+    def _padded(self, heads: Tensor) -> Tensor:
+        return pad(heads, (0, self.width - heads.shape[-1]))
+
+    def _values(self, attended: Tensor) -> Tensor:
+        """[T, A·width] -> [T, 1, A·V]."""
+        return attended.unflatten(-1, (-1, self.width))[..., : self.kv_channels[1]].flatten(1).unsqueeze(1)

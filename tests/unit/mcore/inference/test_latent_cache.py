@@ -1,0 +1,99 @@
+"""The cache of latents: its size, and rollouts that share, split, evict and regenerate its blocks."""
+
+import functools
+
+import pytest
+import torch
+
+from tests.helpers.engines import NEVER, generate_standard, largest_gap, make_engine, make_requests, settings_of, texts
+from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.tiny_models import VOCAB, build
+from tests.helpers.worlds import run_world
+
+LATENT, KEY = 16, 8  # channels of the tiny model
+
+
+@functools.cache
+def standard():
+    return run_world(generate_standard, 1, "", "latent")[0]
+
+
+def sizes(rank, flags: str):
+    engine, _, _ = make_engine(flags, "latent")
+    context = engine.context
+    return tuple(context.memory_buffer.shape), context.kv_block_allocator.total_count, context.block_size_bytes
+
+
+@pytest.mark.parametrize("ranks, flags", [(1, ""), (2, "--tensor-model-parallel-size 2")])
+def test_a_token_has_a_latent_and_a_key_in_each_layer_on_every_rank(ranks, flags):
+    for shape, blocks, block_bytes in run_world(sizes, ranks, flags):
+        assert shape == (2, blocks, 16, LATENT + KEY)
+        assert block_bytes == 2 * 16 * (LATENT + KEY) * 4
+        assert blocks * block_bytes <= 0.005 * 2**30 < (blocks + 2) * block_bytes
+
+
+def shared_prefixes(rank, **engine_settings):
+    """(texts with these settings, gap, texts of an engine without), for prompts that begin alike."""
+    from megarl.mcore.inference.engine import GenerationRequest, RolloutEngine
+
+    model, _, place = build("", "latent")
+    prompt = torch.randint(0, VOCAB, (36,), generator=torch.Generator().manual_seed(3)).tolist()
+    prompts = [prompt[:n] + [n % VOCAB] for n in (35, 20, 35, 33, 17, 3, 34, 33, 16)]
+    requests = [GenerationRequest(tokens, 100 + i, 12) for i, tokens in enumerate(prompts)]
+    found = []
+    for settings in ({}, engine_settings):
+        arguments = {"buffer_gb": 0.005, "max_requests": 32} | settings
+        engine = RolloutEngine(model, place.pg_collection, VOCAB, 48, **arguments)
+        found.append(engine.generate(requests, NEVER, settings_of()))
+    return texts(found[1]), largest_gap(model, requests, found[1], 1.0), texts(found[0])
+
+
+@pytest.mark.parametrize("engine_settings", [
+    {"prefix_caching": True}, {"chunked_prefill": True, "step_tokens": 12, "max_requests": 8},
+    {"prefix_caching": True, "chunked_prefill": True, "step_tokens": 12, "max_requests": 8},
+    {"prefix_caching": True, "buffer_gb": 0.00005}, {"buffer_gb": 0.00005, "max_requests": 3},
+], ids=str)  # fmt: skip
+def test_sharing_splitting_and_evicting_change_no_bit(engine_settings):
+    ((found, gap, expected),) = run_world(functools.partial(shared_prefixes, **engine_settings), 1)
+    assert found == expected and gap <= largest_gap_allowed()
+
+
+def in_small_reads(rank):
+    """Completions when each kernel call expands few latents, and how many calls there were."""
+    from megarl.mcore.attention.backends import sdpa
+
+    sdpa.SCRATCH_BYTES = 2**14
+    engine, model, _ = make_engine("", "latent")
+    calls, expand = [], model.decoder.layers[0].self_attention.expand
+    model.decoder.layers[0].self_attention.expand = lambda rows: calls.append(rows.shape) or expand(rows)
+    completions = engine.generate(make_requests(), NEVER, settings_of())
+    return texts(completions), largest_gap(model, make_requests(), completions, 1.0), calls
+
+
+def test_expanded_latents_stay_within_the_scratch_memory():
+    ((found, gap, calls),) = run_world(in_small_reads, 1)
+    assert found == texts(standard()[0]) and gap <= largest_gap_allowed()
+    wide = 2 * 4 * 20 * 4  # bytes of a token's keys and values
+    assert max(shape[0] * shape[1] * wide for shape in calls if shape[0] > 1) <= 2**14
+
+
+def with_garbage(rank):
+    engine, _, _ = make_engine("", "latent")
+    engine.context.memory_buffer.fill_(float("nan"))
+    return texts(engine.generate(make_requests(), NEVER, settings_of()))
+
+
+def test_old_contents_do_not_matter():
+    assert run_world(with_garbage, 1)[0] == texts(standard()[0])
+
+
+def on_backend(rank, flags: str):
+    return generate_standard(rank, flags, "latent")
+
+
+def test_the_written_out_backend_agrees_with_itself():
+    ((completions, gap),) = run_world(on_backend, 1, "--attention-backend eager")
+    assert gap <= largest_gap_allowed()
+    for found, expected in zip(completions, standard()[0], strict=True):
+        assert found.tokens == expected.tokens
+        assert found.logprobs == pytest.approx(expected.logprobs, abs=5e-5)
