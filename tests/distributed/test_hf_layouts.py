@@ -22,7 +22,7 @@ LAYOUTS = {
     "tp2-sp": (2, f"{TP2} {SP}", tuple(case for case in SUPPORTED if case not in ONE_GROUP), True),
     "pp2": (2, UNEVEN_PP2, SUPPORTED, True),
     "ep2": (2, "--expert-model-parallel-size 2", MOE, True),
-    "sharded": (2, "--use-torch-fsdp2", DENSE + REWARD, False),
+    "sharded": (2, "--use-torch-fsdp2", DENSE + REWARD + ("deepseek_v3", "deepseek_v2_lite"), False),
     "tp2-sp-ep2-pp2": (4, f"{TP2} {SP} {UNEVEN_PP2} --expert-model-parallel-size 2", MOE, True),
     "cp2": (2, "--context-parallel-size 2", DENSE + MOE, False),
 }

@@ -16,8 +16,9 @@ from tests.helpers.worlds import SAFETY
 DENSE = ("llama2", "llama3", "llama32", "llama3_old_style", "llama_linear_rope", "smollm2", "qwen2", "qwen25_tied",
          "qwen25_tied_old_style", "qwen3", "mistral", "phi4", "llama_yarn", "qwen3_yarn", "qwen3_yarn_old_style",
          "mistral_window", "qwen2_window", "qwen2_window_old_style", "gemma2", "gemma3", "olmo2", "olmo3")  # fmt: skip
+LATENT = ("deepseek_v3", "deepseek_v3_yarn", "kimi_k2", "moonlight", "deepseek_v2", "deepseek_v2_lite")
 MOE = ("qwen2_moe", "qwen2_moe_window", "qwen2_moe_window_old_style", "qwen3_moe", "qwen3_moe_window", "mixtral",
-       "glm4_moe", "glm4_moe_bf16", "gpt_oss")  # fmt: skip
+       "glm4_moe", "glm4_moe_bf16", "gpt_oss", *LATENT)  # fmt: skip
 REWARD = ("llama_reward", "qwen3_reward")
 SUPPORTED = DENSE + MOE + REWARD
 

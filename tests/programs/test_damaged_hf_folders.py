@@ -109,6 +109,33 @@ FAMILIES = {
         "groups of unequal size": (config(n_group=3, topk_group=1), ["--moe-router-num-groups 3", FOLDER]),
         "more groups than there are": (config(n_group=2, topk_group=3), ["--moe-router-group-topk 3", FOLDER]),
     },
+    "deepseek_v3": {
+        "biases": (config(attention_bias=True), ["attention_bias True: allowed is False"]),
+        "fewer keys than heads": (config(num_key_value_heads=2), ["num_key_value_heads 2: allowed is 4"]),
+        "halves rotated": (config(rope_interleave=False), ["rope_interleave False: allowed is True"]),
+        "every second layer": (config(moe_layer_freq=2), ["moe_layer_freq 2: allowed is 1"]),
+        "another score": (config(scoring_func="softmax"), ["scoring_func 'softmax': allowed is 'sigmoid'"]),
+        "another choice": (config(topk_method="greedy"), ["topk_method 'greedy': allowed is 'noaux_tc'"]),
+        "three experts of a group": (config(num_experts_per_tok=6), ["num_experts_per_tok 6: allowed is 2 for each"]),
+        "no latent": (config(kv_lora_rank=None), ["kv_lora_rank None: allowed is a whole number above 0"]),
+        "odd rotation": (config(qk_rope_head_dim=15), ["--qk-pos-emb-head-dim 15", "an even number", FOLDER]),
+        "another latent": (config(kv_lora_rank=18), ["kv_a_layernorm.weight has shape [16]; config.json describes ["]),
+        "linear rotation": (rope(rope_type="linear", factor=2), ["rope_type default or yarn in this family"]),
+        "quantized": (config(quantization_config={"quant_method": "fp8"}), ["quantization_config", "fp32, bf16 and"]),
+        "dense layers alone": (config(first_k_dense_replace=3), ["mlp.gate_proj.weight is missing"]),
+    },
+    "deepseek_v3_yarn": {
+        "one factor": (rope(mscale=None), ["mscale_all_dim beside mscale, without attention_factor"]),
+        "a factor of its own": (rope(attention_factor=1.2), ["mscale_all_dim beside mscale, without attention_factor"]),
+    },
+    "deepseek_v2": {
+        "normalized": (config(norm_topk_prob=True), ["norm_topk_prob True: allowed is False"]),
+        "another choice": (config(topk_method="noaux_tc"), ["topk_method 'noaux_tc': allowed is 'greedy' or 'group"]),
+        "no groups": (config(n_group=None), ["n_group None: allowed is a whole number above 0"]),
+        "groups of unequal size": (config(n_group=3), ["--moe-router-num-groups 3", FOLDER]),
+        "more groups than there are": (config(topk_group=5), ["--moe-router-group-topk 5", FOLDER]),
+        "biases of the MLP": (config(mlp_bias=True), ["mlp_bias True: allowed is False"]),
+    },
     "phi4": {
         "fraction a text": (rope(partial_rotary_factor="half"), ["'half'", "above 0, at most 1"]),
         "fraction 0": (rope(partial_rotary_factor=0), ["'partial_rotary_factor': 0", "above 0, at most 1"]),
@@ -142,8 +169,6 @@ FAMILIES = {
 
 # Cases that transformers computes and megarl does not yet -> what the line must contain
 UNSUPPORTED = {
-    "deepseek_v2": "model_type 'deepseek_v2'", "deepseek_v2_lite": "model_type 'deepseek_v2'",
-    "deepseek_v3": "model_type 'deepseek_v3'", "deepseek_v3_yarn": "model_type 'deepseek_v3'",
     "llama_bias": "attention_bias True",
 }  # fmt: skip
 

@@ -21,7 +21,17 @@ MODULES = {"rl": "train_rl", "sft": "train_sft", "reward": "train_reward", "eval
 def folders(tmp_path_factory) -> Path:
     """A folder of folders that no test changes."""
     made = tmp_path_factory.mktemp("folders")
-    for case in ("llama2", "qwen2", "qwen3", "mixtral", "qwen2_moe", "glm4_moe", "llama_reward", "smollm2"):
+    for case in (
+        "llama2",
+        "qwen2",
+        "qwen3",
+        "mixtral",
+        "qwen2_moe",
+        "glm4_moe",
+        "llama_reward",
+        "smollm2",
+        "deepseek_v2",
+    ):
         hf_folders.write_folder(case, made / case)
     smaller_vocabulary(112)(hf_folders.write_folder("llama2", made / "small"))
     (made / "file").write_text("no folder")
@@ -120,6 +130,8 @@ CONTRADICTIONS = {
     ],
     "glm4_moe": ["--moe-router-topk-scaling-factor 3", "--moe-router-score-function softmax", "--rotary-percent 1",
                  "--moe-shared-expert-gate", "--moe-router-num-groups 4"],
+    "deepseek_v2": ["--q-lora-rank 8", "--kv-lora-rank 8", "--qk-head-dim 8", "--qk-pos-emb-head-dim 8",
+                    "--v-head-dim 8", "--latent-norm-epsilon 1e-3", "--moe-router-group-score sum"],
 }  # fmt: skip
 
 

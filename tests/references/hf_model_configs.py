@@ -122,6 +122,8 @@ def further() -> dict[str, Case]:
                                  q_lora_rank=None, topk_method="greedy", norm_topk_prob=False),
         "deepseek_v3": case("DeepseekV3", theta(1e4), **DEEPSEEK_V3),
         "deepseek_v3_yarn": case("DeepseekV3", YARN | mscale, **DEEPSEEK_V3),
+        "moonlight": case("DeepseekV3", theta(5e4), **DEEPSEEK_V3 | {
+            "q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3, "rms_norm_eps": 1e-2}),
     }  # fmt: skip
 
 
@@ -134,4 +136,6 @@ def old_style() -> dict[str, tuple[str, dict[str, Any]]]:
         "qwen2_window_old_style": ("qwen2_window", {}),
         "qwen2_moe_window_old_style": ("qwen2_moe_window", {}),
         "qwen3_yarn_old_style": ("qwen3_yarn", {}),
+        "kimi_k2": ("deepseek_v3_yarn", {"model_type": "kimi_k2", "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+                                         "moe_layer_freq": 1, "num_nextn_predict_layers": 0}),
     }  # fmt: skip

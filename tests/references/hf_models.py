@@ -149,8 +149,9 @@ def as_before(config: dict[str, Any]) -> dict[str, Any]:
 def record_old_style(same_as: str, fields: dict[str, Any], case: Case) -> dict[str, Any]:
     content = hf_folders.stored(same_as)
     config = as_before(content["config"]) | fields
+    known = content | {"config": config | {"model_type": case.config.model_type}}  # transformers lacks that of Kimi-K2
     with tempfile.TemporaryDirectory() as scratch:
-        model = load(case.model, hf_folders.write(content | {"config": config}, Path(scratch) / "drawn"))
+        model = load(case.model, hf_folders.write(known, Path(scratch) / "drawn"))
     for tokens, logprobs in zip(content["tokens"], content["logprobs"], strict=True):
         found = next_logprobs(model, tokens)[range(len(tokens) - 1), tokens[1:]]
         assert digits(found) == logprobs

@@ -31,6 +31,8 @@ def sigmoid_gates(config: ModelConfig) -> dict[str, object]:
     if config.whole("num_experts_per_tok") < 2:
         raise config.error("num_experts_per_tok", "2 or more: Megatron does not normalize a single gate")
     groups, group_topk = config.whole("n_group"), config.whole("topk_group")
+    if groups > 1 and group_topk <= groups and config.whole("num_experts_per_tok") != 2 * group_topk:
+        raise config.error("num_experts_per_tok", "2 for each of topk_group groups, whose two best experts are added")
     flags = {
         "moe-router-score-function": "sigmoid",
         "moe-router-enable-expert-bias": True,

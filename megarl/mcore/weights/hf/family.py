@@ -42,6 +42,18 @@ POST_NORM = {key: value for key, value in SANDWICH.items() if "layer_norm_weight
     "self_attention.q_norm.weight": rows("self_attn.q_norm.weight"),
     "self_attention.k_norm.weight": rows("self_attn.k_norm.weight"),
 }
+# Multi-latent attention.
+LATENT = MLP | {
+    "input_layernorm.weight": rows("input_layernorm.weight"),
+    "self_attention.linear_q_proj.weight": rows("self_attn.q_proj.weight"),
+    "self_attention.linear_q_down_proj.weight": rows("self_attn.q_a_proj.weight"),
+    "self_attention.q_layernorm.weight": rows("self_attn.q_a_layernorm.weight"),
+    "self_attention.linear_q_up_proj.weight": rows("self_attn.q_b_proj.weight"),
+    "self_attention.linear_kv_down_proj.weight": rows("self_attn.kv_a_proj_with_mqa.weight"),
+    "self_attention.kv_layernorm.weight": rows("self_attn.kv_a_layernorm.weight"),
+    "self_attention.linear_kv_up_proj.weight": rows("self_attn.kv_b_proj.weight"),
+    "self_attention.linear_proj.weight": rows("self_attn.o_proj.weight"),
+}
 MODEL = {EMBEDDING: rows("model.embed_tokens.weight"), "decoder.final_layernorm.weight": rows("model.norm.weight")}
 LM_HEAD, SCALAR_HEAD = rows("lm_head.weight"), rows("score.weight")
 

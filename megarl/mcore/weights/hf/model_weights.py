@@ -37,15 +37,18 @@ def model_weights(args, vocab_size: int, has_experts: list[bool], value_head: bo
 
 def _norms(args) -> dict[str, tuple[int, ...]]:
     """Norms before and after attention and MLP."""
-    names = []
+    names, attention = [], "self_attention.linear_qkv.layer_norm_weight"
     if args.layernorm_position != "post":
-        names += ["self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"]
+        names = ["input_layernorm.weight" if args.multi_latent_attention else attention]
+        names.append("mlp.linear_fc1.layer_norm_weight")
     if args.layernorm_position != "pre":
         names += ["post_self_attn_layernorm.weight", "post_mlp_layernorm.weight"]
     return dict.fromkeys(names, (args.hidden_size,))
 
 
 def _attention(args) -> dict[str, tuple[int, ...]]:
+    if args.multi_latent_attention:
+        return _latent_attention(args)
     heads, hidden = HeadLayout.of(args), args.hidden_size
     width, attended = heads.groups * (heads.queries + 2) * heads.channels, heads.groups * heads.queries * heads.channels
     shapes = {
@@ -64,6 +67,26 @@ def _attention(args) -> dict[str, tuple[int, ...]]:
         shapes["self_attention.q_norm.weight"] = (attended,)
         shapes["self_attention.k_norm.weight"] = (heads.groups * heads.channels,)
     return shapes
+
+
+def _latent_attention(args) -> dict[str, tuple[int, ...]]:
+    """Queries from the hidden states or a latent of them, keys and values from a latent that all heads share."""
+    hidden, heads, latent, queries = args.hidden_size, args.num_attention_heads, args.kv_lora_rank, args.q_lora_rank
+    width, attended = heads * (args.qk_head_dim + args.qk_pos_emb_head_dim), heads * args.v_head_dim
+    shapes = {
+        "linear_kv_down_proj.weight": (latent + args.qk_pos_emb_head_dim, hidden),
+        "linear_kv_up_proj.weight": (heads * args.qk_head_dim + attended, latent),
+        "linear_proj.weight": (hidden, attended),
+    }
+    shapes |= {"linear_q_proj.weight": (width, hidden)} if queries is None else {
+        "linear_q_down_proj.weight": (queries, hidden), "linear_q_up_proj.weight": (width, queries)
+    }  # fmt: skip
+    if args.add_bias_linear:
+        shapes["linear_proj.bias"] = (hidden,)
+    if args.qk_layernorm:
+        norms = {"q": queries, "kv": latent}
+        shapes |= {f"{name}_layernorm.weight": (size,) for name, size in norms.items() if size is not None}
+    return {f"self_attention.{name}": shape for name, shape in shapes.items()}
 
 
 def _mlp(args) -> dict[str, tuple[int, ...]]:

@@ -175,6 +175,16 @@ MISTAKES = {
     "gates not clamped": ("gpt_oss", other_flags(activation_func_clamp_value=None)),
     "gate and up in turn": ("gpt_oss", of_experts(turns_swapped)),
     "halves instead of turns": ("gpt_oss", of_experts(in_halves)),
+    "latents without norms": ("deepseek_v2", other_flags(qk_layernorm=None)),
+    "epsilon of latents": ("moonlight", other_flags(latent_norm_epsilon=None)),
+    "best groups not asked for": (
+        "deepseek_v2",
+        other_flags(moe_router_num_groups=None, moe_router_group_topk=None, moe_router_group_score=None),
+    ),
+    "all groups": ("deepseek_v3", other_flags(moe_router_group_topk=4)),
+    "rotation with another factor": ("deepseek_v3_yarn", other_flags(mscale=0.6)),
+    "scores with another factor": ("deepseek_v3_yarn", other_flags(mscale=0.8, mscale_all_dim=0.8)),
+    "scores without YaRN": ("kimi_k2", other_flags(mscale_all_dim=None)),
 }  # fmt: skip
 
 

@@ -1,0 +1,54 @@
+"""What the DeepSeek families share: multi-latent attention, dense layers before those with experts, shared experts."""
+
+from megarl.mcore.weights.hf.experts import expert_flags, layer_pattern
+from megarl.mcore.weights.hf.family import model_flags
+from megarl.mcore.weights.hf.model_config import ModelConfig
+from megarl.mcore.weights.hf.rotary import rotary_flags
+
+NORM_EPSILON = 1e-6  # of latents, in transformers and in DeepSeek's own code, whatever rms_norm_eps says
+
+
+def deepseek_flags(config: ModelConfig) -> dict[str, object]:
+    """All but the routers' flags."""
+    config.require("attention_bias", False, None)
+    config.require("num_key_value_heads", config.whole("num_attention_heads"), None)
+    config.require("moe_layer_freq", 1, None)
+    found = model_flags(config, rotary=_rotary_flags)
+    for name in ("group-query-attention", "num-query-groups", "kv-channels"):
+        del found[name]
+    found |= _latent_attention_flags(config)
+    found |= expert_flags(config, config.whole("moe_intermediate_size"))
+    shared = config.whole("n_shared_experts") * config.whole("moe_intermediate_size")
+    found["moe-shared-expert-intermediate-size"] = shared
+    dense, layers = config.whole("first_k_dense_replace", least=0), config.whole("num_hidden_layers")
+    return found | layer_pattern([i >= dense for i in range(layers)])
+
+
+def _latent_attention_flags(config: ModelConfig) -> dict[str, object]:
+    flags = {
+        "multi-latent-attention": True,
+        "qk-layernorm": True,
+        "kv-lora-rank": config.whole("kv_lora_rank"),
+        "qk-head-dim": config.whole("qk_nope_head_dim"),
+        "qk-pos-emb-head-dim": config.whole("qk_rope_head_dim"),
+        "v-head-dim": config.whole("v_head_dim"),
+    }
+    if config.get("q_lora_rank") is not None:
+        flags["q-lora-rank"] = config.whole("q_lora_rank")
+    if config.number("rms_norm_eps") != NORM_EPSILON:
+        flags["latent-norm-epsilon"] = NORM_EPSILON
+    return flags
+
+
+def _rotary_flags(config: ModelConfig) -> dict[str, object]:
+    """Those of all families; `mscale_all_dim` scales attention scores, too, as Megatron does it with both factors."""
+    flags = rotary_flags(config)
+    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    scaling = config.get(key) or {}
+    if flags["position-embedding-type"] != "yarn" and (scaling.get("rope_type") or scaling.get("type")) not in (
+        None, "default",
+    ):  # fmt: skip
+        raise config.error(key, "rope_type default or yarn in this family")
+    if scaling.get("mscale_all_dim") and "mscale-all-dim" not in flags:
+        raise config.error(key, "mscale_all_dim beside mscale, without attention_factor")
+    return flags
