@@ -32,17 +32,26 @@ def _norm(args, width: int, fused: bool) -> int:
 def of_layer(args, is_moe: bool, tokens: int, fused: bool = True) -> float:
     """Bytes that one layer keeps for a micro-batch.
 
-    Norms 2·norm(H)·s, twice that if before and after; inputs of the linear layers (2H·s + A·D/t·n)·b; rotary tables
-    4·D·n·b; attention ((2A + 2G)·D/t·b + 4A/t)·n·SEGMENT_PADDING, keys and values of all c·n tokens under context
-    parallelism; the MLP.
-    Selective recomputation of the core attention keeps (A + 2G)·D/t·b·n of the attention's share.
+    Norms 2·norm(H)·s, twice that if before and after; inputs of the linear layers (2H·s + A·D/t·n)·b; attention; MLP.
     """
     n, s = _tokens(args, tokens)
     t, b, heads = args.tensor_model_parallel_size, args.params_dtype.itemsize, args.num_attention_heads
     hidden, channels = args.hidden_size, args.kv_channels
-    groups = args.num_query_groups if args.group_query_attention else heads
     norms = 4 if args.layernorm_position == "sandwich" else 2
     total = norms * _norm(args, hidden, fused) * s + (2 * hidden * s + heads * channels / t * n) * b
+    total += _latent_attention(args, n, s, fused) if args.multi_latent_attention else _attention(args, n, fused)
+    return total + (_moe(args, s) if is_moe else _mlp(args, args.ffn_hidden_size / t) * n)
+
+
+def _attention(args, n: int, fused: bool) -> float:
+    """Bytes of rotary tables 4·D·n·b and of attention ((2A + 2G)·D/t·b + 4A/t)·n·SEGMENT_PADDING, keys and values of
+    all c·n tokens under context parallelism.
+
+    Selective recomputation of the core attention keeps (A + 2G)·D/t·b·n of the attention's share.
+    """
+    t, b, heads = args.tensor_model_parallel_size, args.params_dtype.itemsize, args.num_attention_heads
+    channels, total = args.kv_channels, 0.0
+    groups = args.num_query_groups if args.group_query_attention else heads
     if args.position_embedding_type in ROTARY:
         total += 4 * channels * n * b
     if args.qk_layernorm or args.qk_layernorm_all_heads:
@@ -52,7 +61,27 @@ def of_layer(args, is_moe: bool, tokens: int, fused: bool = True) -> float:
         total += heads * channels / t * n * b + keys
     else:
         total += SEGMENT_PADDING * (2 * heads * channels / t * n * b + keys + 4 * heads / t * n)
-    return total + (_moe(args, s) if is_moe else _mlp(args, args.ffn_hidden_size / t) * n)
+    return total
+
+
+def _latent_attention(args, n: int, s: int, fused: bool) -> float:
+    """Bytes of rotary tables 4·r·n·b; of latents, their norms and inputs of the layers that expand them; of attention
+    with A key and value heads, all of the widest head's W channels.
+
+    Selective recomputation of the core attention keeps A·W/t·b·n and the latents of all c·n tokens.
+    """
+    t, b, heads = args.tensor_model_parallel_size, args.params_dtype.itemsize, args.num_attention_heads
+    rotary, latent, all_tokens = args.qk_pos_emb_head_dim, args.kv_lora_rank, n * args.context_parallel_size
+    width = max(args.qk_head_dim + rotary, args.v_head_dim)
+    total = 4 * rotary * n * b
+    for size in (latent, args.q_lora_rank or 0):
+        total += (_norm(args, size, fused) if args.qk_layernorm else 0) * s
+    total += (args.q_lora_rank or 0) * s * b
+    query = heads * width / t * n * b
+    if args.recompute_granularity == "selective":
+        return total + query + (latent + rotary) * all_tokens * b
+    keys = 2 * heads * width / t * all_tokens * b
+    return total + latent * all_tokens * b + SEGMENT_PADDING * (2 * query + keys + 4 * heads / t * n)
 
 
 def _mlp(args, ffn: float) -> float:

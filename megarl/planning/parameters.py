@@ -1,7 +1,7 @@
 """Parameters in closed form: every weight of a model chunk on one rank, in Megatron's order.
 
-Symbols: H hidden size, D channels of a head, A heads, G query groups, F ffn size (input doubled when gated), V the
-padded vocabulary, E experts; t, e and x the tensor-, expert- and expert-tensor-parallel sizes.
+Symbols: H hidden size, D channels of a head, A heads, G query groups, L channels of a latent, F ffn size (input doubled
+when gated), V the padded vocabulary, E experts; t, e and x the tensor-, expert- and expert-tensor-parallel sizes.
 """
 
 from typing import NamedTuple
@@ -87,12 +87,22 @@ def _chunk(args, vocab_size: int, value_head: bool, layers: range, first: bool, 
 
 
 def _layer(args, sizes: ParallelSizes, is_moe: bool) -> list[Weight]:
-    """Attention: (A + 2G)·D·H/t and A·D·H/t; two norms; an MLP or a mixture of experts."""
+    """Attention; two norms; an MLP or a mixture of experts."""
     hidden, t = args.hidden_size, sizes.tensor
-    channels, heads, has_bias = args.kv_channels, args.num_attention_heads, args.add_bias_linear
-    groups = args.num_query_groups if args.group_query_attention else heads
     weights = [] if args.layernorm_position == "post" else _norm(args, "input_layernorm", hidden)
-    weights += _matrix(args, "self_attention.linear_proj", hidden, heads * channels // t, has_bias)
+    weights += _latent_attention(args, t) if args.multi_latent_attention else _attention(args, t)
+    weights += [] if args.layernorm_position == "post" else _norm(args, "pre_mlp_layernorm", hidden)
+    weights += _moe(args, sizes) if is_moe else _mlp(args, "mlp", args.ffn_hidden_size // t)
+    if args.layernorm_position != "pre":
+        weights += _norm(args, "post_self_attn_layernorm", hidden) + _norm(args, "post_mlp_layernorm", hidden)
+    return weights
+
+
+def _attention(args, t: int) -> list[Weight]:
+    """(A + 2G)·D·H/t and A·D·H/t."""
+    channels, heads, has_bias = args.kv_channels, args.num_attention_heads, args.add_bias_linear
+    groups, hidden = args.num_query_groups if args.group_query_attention else heads, args.hidden_size
+    weights = _matrix(args, "self_attention.linear_proj", hidden, heads * channels // t, has_bias)
     rows = (heads + 2 * groups) * channels // t
     weights += _matrix(args, "self_attention.linear_qkv", rows, hidden, has_bias or args.add_qkv_bias)
     if args.softmax_type == "learnable":
@@ -104,11 +114,25 @@ def _layer(args, sizes: ParallelSizes, is_moe: bool) -> list[Weight]:
     if args.qk_layernorm_all_heads:
         weights += _norm(args, "self_attention.q_norm", heads * channels // t)
         weights += _norm(args, "self_attention.k_norm", groups * channels // t)
-    weights += [] if args.layernorm_position == "post" else _norm(args, "pre_mlp_layernorm", hidden)
-    weights += _moe(args, sizes) if is_moe else _mlp(args, "mlp", args.ffn_hidden_size // t)
-    if args.layernorm_position != "pre":
-        weights += _norm(args, "post_self_attn_layernorm", hidden) + _norm(args, "post_mlp_layernorm", hidden)
     return weights
+
+
+def _latent_attention(args, t: int) -> list[Weight]:
+    """Latents of L and r channels on every rank; from them, Q query latents and the values, the heads of this rank."""
+    hidden, heads, latent = args.hidden_size, args.num_attention_heads // t, args.kv_lora_rank
+    queries, width = args.q_lora_rank, heads * (args.qk_head_dim + args.qk_pos_emb_head_dim)
+    weights = _matrix(args, "self_attention.linear_proj", hidden, heads * args.v_head_dim, args.add_bias_linear)
+    norms = {name: _norm(args, f"self_attention.{name}_layernorm", size) if args.qk_layernorm and size else []
+             for name, size in (("q", queries), ("kv", latent))}  # fmt: skip
+    if queries is None:
+        weights += _matrix(args, "self_attention.linear_q_proj", width, hidden, False)
+    else:
+        weights += _matrix(args, "self_attention.linear_q_down_proj", queries, hidden, False) + norms["q"]
+        weights += _matrix(args, "self_attention.linear_q_up_proj", width, queries, False)
+    down = latent + args.qk_pos_emb_head_dim
+    weights += _matrix(args, "self_attention.linear_kv_down_proj", down, hidden, False) + norms["kv"]
+    up = heads * (args.qk_head_dim + args.v_head_dim)
+    return weights + _matrix(args, "self_attention.linear_kv_up_proj", up, latent, False)
 
 
 def _mlp(args, name: str, ffn: int) -> list[Weight]:

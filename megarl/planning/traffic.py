@@ -186,7 +186,8 @@ def tensor(args, n: int, forwards: int, backwards: int) -> float:
     """Attention and each dense or shared MLP: an all-reduce of n·H·b in forward and backward (or gather and scatter).
 
     Under sequence parallelism the backward gathers once more. Embedding and head together count as one. Experts gather
-    and scatter k copies over x ranks.
+    and scatter k copies over x ranks. In place of H, what enters the heads of multi-latent attention has as many
+    channels as its latents.
     """
     t, x, wide = args.tensor_model_parallel_size, args.expert_tensor_parallel_size, args.hidden_size
     b, stages = args.params_dtype.itemsize, args.pipeline_model_parallel_size
@@ -194,8 +195,14 @@ def tensor(args, n: int, forwards: int, backwards: int) -> float:
     dense = 2 * layers - (0 if args.moe_shared_expert_intermediate_size else experts)
     both = forwards + backwards
     rounds = dense * (2 * both + (backwards if args.sequence_parallel else 0)) + 2 * both / stages
+    channels = rounds * wide
+    if args.multi_latent_attention:
+        queries = args.q_lora_rank or wide
+        fewer = wide - queries - args.kv_lora_rank - args.qk_pos_emb_head_dim
+        channels -= layers * fewer * (both if args.sequence_parallel else 2 * backwards)
+        channels -= layers * backwards * (wide - queries) if args.sequence_parallel else 0
     s = n / t if args.sequence_parallel else n
-    return rounds * (t - 1) / t * n * wide * b + 2 * both * experts * (x - 1) * args.moe_router_topk * s * wide * b
+    return channels * (t - 1) / t * n * b + 2 * both * experts * (x - 1) * args.moe_router_topk * s * wide * b
 
 
 def _gathered_logits(args, vocab_size: int, tokens: float) -> float:
@@ -206,9 +213,12 @@ def _gathered_logits(args, vocab_size: int, tokens: float) -> float:
 
 
 def context(args, n: int, forwards: int, backwards: int) -> float:
-    """Each layer all-gathers keys and values of n tokens from every rank, and reduce-scatters their gradients."""
+    """Each layer all-gathers keys and values of n tokens, or their latents, from every rank, and reduce-scatters their
+    gradients."""
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     width = 2 * groups * args.kv_channels / args.tensor_model_parallel_size
+    if args.multi_latent_attention:
+        width = args.kv_lora_rank + args.qk_pos_emb_head_dim
     layers = args.num_layers / args.pipeline_model_parallel_size
     return (forwards + backwards) * layers * (args.context_parallel_size - 1) * n * width * args.params_dtype.itemsize
 
@@ -234,7 +244,8 @@ def gradients(role, kind: str, vocab_size: int, step: StepSizes, forwards: int, 
     """Each update all-reduces gradients; the distributed optimizer reduce-scatters them and all-gathers the weights.
 
     With FSDP, every micro-batch gathers the weights in each pass and scatters the gradients of each backward. The
-    gradients of embeddings tied across pipeline stages are all-reduced in addition.
+    gradients of embeddings tied across pipeline stages are all-reduced in addition, and under sequence parallelism
+    those of weights that every tensor-parallel rank has whole.
     """
     args = role.megatron
     stages, size = stage_weights(args, vocab_size, kind in SCALAR_HEAD), parallel_sizes(args)
@@ -254,6 +265,9 @@ def gradients(role, kind: str, vocab_size: int, step: StepSizes, forwards: int, 
                 both = gradient + buffer.elements * buffer.itemsize if args.use_distributed_optimizer else 2 * gradient
                 total += step.updates * (buffer.ranks - 1) / buffer.ranks * both
             total += step.updates * sum(w.elements * (4 if in_fp32 else w.itemsize) for w in weights if w.is_shared)
+            replicated = sum(w.elements * (4 if in_fp32 else w.itemsize) for w in weights if "_down_proj." in w.name)
+            share = 2 * (size.tensor - 1) / size.tensor if args.sequence_parallel else 0
+            total += step.updates * share * replicated
     return total / len(stages)
 
 

@@ -37,6 +37,8 @@ MODELS = [
     (f"{TP2} --layernorm-position post --qk-layernorm-all-heads", "llama", False, 2),
     ("--layernorm-position sandwich --geglu --disable-bias-linear", "gpt2", False, 1),
     ("--num-layers 3 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1", "llama", False, 2),
+    ("", "latent", True, 1), (f"{TP2} --bf16", "latent", False, 2),
+    (f"{DENSE_FIRST} {SP2} {EP2} {PP2}", "latent", False, 8),
 ]  # fmt: skip
 
 
@@ -220,10 +222,12 @@ ALONE = [
     ("--num-layers 4 --recompute-activations", "llama", False, 1),
     (f"{FULL} uniform --recompute-num-layers 2", "llama", False, 1),
     (f"{FULL} block --recompute-num-layers 3", "llama", False, 1),
+    ("", "latent", False, 1), ("--bf16", "latent", False, 1), ("--recompute-activations", "latent", False, 1),
 ]  # fmt: skip
 PAIR = [
     (TP2, "llama", False, 1), (SP2, "llama", False, 1), (f"{SP2} {DISTRIBUTED}", "gpt2", True, 1),
     (f"{CP2} {DISTRIBUTED}", "llama", False, 1), (f"{MOE} {EP2}", "llama", False, 1),
+    (TP2, "latent", False, 1), (SP2, "latent", False, 1), (CP2, "latent", False, 1),
     (f"{DENSE_FIRST} {SP2} {EP2}", "llama", False, 1), (f"{PP2} --num-layers 4", "llama", False, 1),
     (f"{PP2} --num-layers 4", "llama", False, 4),
     (f"{PP2} --num-layers 4 --bf16", "llama", True, 4), (VPP, "llama", False, 4), (VPP, "llama", False, 2),

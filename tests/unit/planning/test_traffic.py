@@ -34,6 +34,7 @@ LAYOUTS = [
     f"{PP2} --num-layers 4 --untie-embeddings-and-output-weights --num-layers-per-virtual-pipeline-stage 1",
     f"{TP2} --num-layers 4 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 ]  # fmt: skip
+LATENT = [TP2, f"{TP2} --sequence-parallel", "--context-parallel-size 2"]  # with multi-latent attention
 # Bytes that a call sends over a ring of r ranks: from its first arguments.
 RINGS = {
     "all_reduce": lambda r, tensor: 2 * (r - 1) / r * tensor.nbytes,
@@ -71,7 +72,7 @@ def count_sent(sent: list[float]):
     dist.ProcessGroup.send = counted_send
 
 
-def sent_by_rank(rank: int, layouts: list[str]) -> list[tuple[float, dict]]:
+def sent_by_rank(rank: int, layouts: list[str], shape: str) -> list[tuple[float, dict]]:
     """(bytes that this rank sends in one update, bytes of the plan) for each layout."""
     from megarl.mcore.model import forward_pass, gpt
     from megarl.mcore.parallel import pipeline
@@ -80,8 +81,8 @@ def sent_by_rank(rank: int, layouts: list[str]) -> list[tuple[float, dict]]:
     found, sent = [], [0.0]
     count_sent(sent)
     for flags in layouts:
-        role = parse_roles(flags, dist.get_world_size())["actor"]
-        args, place = join_actor(flags)
+        role = parse_roles(flags, dist.get_world_size(), shape)["actor"]
+        args, place = join_actor(flags, shape)
         stages = gpt.build_model(args, VOCAB, place.pg_collection)
         wrapped = optimizer.wrap_for_training(stages, args, place.pg_collection)
         built = optimizer.build_optimizer(wrapped, args, place.pg_collection)
@@ -101,10 +102,11 @@ def sent_by_rank(rank: int, layouts: list[str]) -> list[tuple[float, dict]]:
     return found
 
 
-def test_a_real_update_sends_the_planned_bytes():
+@pytest.mark.parametrize("shape, layouts", [("llama", LAYOUTS), ("latent", LATENT)], ids=["llama", "latent"])
+def test_a_real_update_sends_the_planned_bytes(shape, layouts):
     """Within 5 %: statistics of the head, shapes between stages and gradient norms are not in the plan."""
-    ranks = run_world(sent_by_rank, 2, LAYOUTS, timeout=120)
-    for layout, results in zip(LAYOUTS, zip(*ranks, strict=True), strict=True):
+    ranks = run_world(sent_by_rank, 2, layouts, shape, timeout=120)
+    for layout, results in zip(layouts, zip(*ranks, strict=True), strict=True):
         real = sum(sent for sent, _ in results) / len(results)
         planned = sum(results[0][1].values())
         assert abs(planned / real - 1) < 0.05, (layout, real, results[0][1])
