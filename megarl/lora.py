@@ -6,7 +6,8 @@ import math
 ALL_LINEAR = "all-linear"
 ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
-TARGETS = ATTENTION_TARGETS + MLP_TARGETS
+LATENT_TARGETS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")  # of multi-latent attention
+TARGETS = ATTENTION_TARGETS + MLP_TARGETS + LATENT_TARGETS
 
 
 @dataclasses.dataclass(frozen=True)

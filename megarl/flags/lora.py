@@ -3,9 +3,10 @@
 import types
 
 from megarl.errors import UsageError
-from megarl.lora import ALL_LINEAR, LoRASettings, parse_targets
+from megarl.lora import ALL_LINEAR, LATENT_TARGETS, LoRASettings, parse_targets
 
 FLAGS = ("lora_rank", "lora_alpha", "lora_rslora", "lora_targets", "lora_adapter")
+QUERY_LATENT = ("q_a_proj", "q_b_proj")
 OF_ADAPTER = ("lora_alpha", "lora_rslora", "lora_targets")  # an adapter's folder gives them
 
 
@@ -66,11 +67,20 @@ def _of_adapter(role: str, role_settings, args, hf_model) -> LoRASettings:
 
 
 def _targets(role: str, text: str | None, args) -> tuple[str, ...]:
+    targets, missing = parse_targets(text or ALL_LINEAR), _missing(args)
+    if text not in (None, ALL_LINEAR):
+        for name in (name for name in targets if name in missing):
+            raise UsageError(f"--lora-targets {text}: the {role} has no {name}, which needs {missing[name]}")
+    return tuple(name for name in targets if name not in missing)
+
+
+def _missing(args) -> dict[str, str]:
+    """The targets that a model does not have, and what they need."""
     from megarl.mcore.config.model_flags import is_gated  # imports Megatron
 
-    targets = parse_targets(text or ALL_LINEAR)
-    if not is_gated(args) and text not in (None, ALL_LINEAR) and "gate_proj" in targets:
-        raise UsageError(f"--lora-targets {text}: the {role} has no gate_proj, which needs a gated MLP, as of --swiglu")
-    if not is_gated(args):
-        targets = tuple(name for name in targets if name != "gate_proj")
-    return targets
+    found = {} if is_gated(args) else {"gate_proj": "a gated MLP, as of --swiglu"}
+    if not args.multi_latent_attention:
+        return found | dict.fromkeys(LATENT_TARGETS, "--multi-latent-attention")
+    found |= dict.fromkeys(("k_proj", "v_proj"), "no --multi-latent-attention")
+    has_latent = args.q_lora_rank is not None
+    return found | ({"q_proj": "no --q-lora-rank"} if has_latent else dict.fromkeys(QUERY_LATENT, "--q-lora-rank"))

@@ -37,9 +37,18 @@ LAYOUTS = {
 }
 
 
-def low_rank(rank: int, flags: str):
+LATENT_LAYOUTS = {
+    "tp2": (2, DENSE, TP2),
+    "tp2-sp": (2, DENSE, f"{TP2} {SP}"),
+    "pp2-recompute": (2, DENSE, f"{PP2} --recompute-activations"),
+    "cp2": (2, DENSE, CP2),
+    "tp2-ep2-sp": (4, MOE, f"{TP2} {SP} {EP2}"),
+}
+
+
+def low_rank(rank: int, flags: str, model_shape: str = "llama"):
     """(weights with factors, factors, their gradients, loss, norm) of a model with drawn factors."""
-    model, place = trainable(f"{flags} --clip-grad 0 {LORA}")
+    model, place = trainable(f"{flags} --clip-grad 0 {LORA}", shape=model_shape)
     draw_factors(model.model)
     groups = place.pg_collection
     weights = whole_weights(model.model, groups)
@@ -48,11 +57,11 @@ def low_rank(rank: int, flags: str):
     return weights, factors, whole_gradients(model.model, groups, trained_state), *numbers
 
 
-def dense(rank: int, flags: str):
+def dense(rank: int, flags: str, model_shape: str = "llama"):
     """(loss, gradients of all weights) of full fine-tuning from the weights that contain the factors."""
-    adapted, place = trainable(f"{flags} --clip-grad 0 {LORA}")
+    adapted, place = trainable(f"{flags} --clip-grad 0 {LORA}", shape=model_shape)
     draw_factors(adapted.model)
-    model, _ = trainable(f"{flags} --clip-grad 0")
+    model, _ = trainable(f"{flags} --clip-grad 0", shape=model_shape)
     for chunk, other in zip(model.model, adapted.model, strict=True):
         state = {name: value for name, value in other.state_dict().items() if not name.startswith("adapter.")}
         chunk.load_state_dict(state)
@@ -61,8 +70,8 @@ def dense(rank: int, flags: str):
 
 
 @functools.cache
-def of_one_rank(shape: str):
-    return run_world(low_rank, 1, shape)[0], run_world(dense, 1, shape)[0]
+def of_one_rank(shape: str, model_shape: str = "llama"):
+    return run_world(low_rank, 1, shape, model_shape)[0], run_world(dense, 1, shape, model_shape)[0]
 
 
 def rows_of(projection: str, count: int):
@@ -93,14 +102,22 @@ def expected_gradients(factors: dict, gradients: dict) -> dict:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_equal_those_of_the_dense_computation(layout):
-    size, shape, flags = LAYOUTS[layout]
-    (one_weights, one_factors, _, _, one_norm), (dense_loss, gradients) = of_one_rank(shape)
+    check_gradients(*LAYOUTS[layout], "llama", 7)
+
+
+@pytest.mark.parametrize("layout", LATENT_LAYOUTS)
+def test_gradients_of_latent_attention_equal_those_of_the_dense_computation(layout):
+    check_gradients(*LATENT_LAYOUTS[layout], "latent", 8)
+
+
+def check_gradients(size: int, shape: str, flags: str, model_shape: str, projections: int):
+    (one_weights, one_factors, _, _, one_norm), (dense_loss, gradients) = of_one_rank(shape, model_shape)
     expected = expected_gradients(one_factors, gradients)
-    for weights, factors, found, loss, norm in run_world(low_rank, size, f"{shape} {flags}"):
+    for weights, factors, found, loss, norm in run_world(low_rank, size, f"{shape} {flags}", model_shape):
         assert weights.keys() == one_weights.keys() and factors.keys() == one_factors.keys()
         assert all(torch.equal(weights[key], weight) for key, weight in one_weights.items())
         assert all(torch.equal(factors[key], factor) for key, factor in one_factors.items())
-        assert found.keys() == expected.keys() and len(found) == 2 * 7 * 4
+        assert found.keys() == expected.keys() and len(found) == 2 * projections * 4
         for key, gradient in expected.items():
             assert gradient.abs().max() > 1e-4, key
             assert (found[key] - gradient).abs().max() <= 2e-6 * max(1, float(gradient.abs().max())), key

@@ -23,11 +23,11 @@ pytestmark = pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="ne
 TP2, SP = "--tensor-model-parallel-size 2", "--sequence-parallel"
 DENSE, MOE = (
     ("llama3", "qwen2", "phi4", "gemma2", "olmo2"),
-    ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "gpt_oss"),
+    ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe", "gpt_oss", "deepseek_v3", "deepseek_v2_lite"),
 )
 LAYOUTS = {
     "one rank": (1, "", DENSE + MOE),
-    "tp2-sp": (2, f"{TP2} {SP}", ("qwen2", "phi4", "gemma2", "qwen2_moe", "glm4_moe", "gpt_oss")),
+    "tp2-sp": (2, f"{TP2} {SP}", ("qwen2", "phi4", "gemma2", "qwen2_moe", "glm4_moe", "gpt_oss", "deepseek_v3")),
     "pp2": (2, "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1", ("llama3", "glm4_moe")),
     "ep2": (2, "--expert-model-parallel-size 2", MOE),
 }
@@ -42,7 +42,7 @@ DENSE_TARGETS = [
     "qkv_proj",
     "gate_up_proj",
 ]
-ATTENTION = [name for name in DENSE_TARGETS if name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,12 @@ LORA = "--lora-rank 4 --lora-alpha 6"
 SCALE = 1.5
 
 
-def trainable(flags: str, value_head: bool = False):
+def trainable(flags: str, value_head: bool = False, shape: str = "llama"):
     """(the actor's TrainableModel, its role groups); biases and norms are Megatron's initial ones."""
     from megarl.roles.trainable_model import TrainableModel
 
-    role = parse_roles(flags, dist.get_world_size())["actor"]
-    _, place = join_actor(flags)
+    role = parse_roles(flags, dist.get_world_size(), shape)["actor"]
+    _, place = join_actor(flags, shape)
     return TrainableModel(role, place, VOCAB, 1, value_head), place
 
 
@@ -29,10 +29,11 @@ def draw_factors(stages):
     for linear in adapter.adapted_linears(stages):
         size, rank = dist.get_world_size(linear.layer.tp_group), dist.get_rank(linear.layer.tp_group)
         for name, factors in linear.factors.items():
-            rows = len(factors.b) * (1 if linear.is_row_parallel else size)
+            is_whole = linear.is_row_parallel or linear.is_replicated
+            rows = len(factors.b) * (1 if is_whole else size)
             whole = draw_uniform(f"{linear.whole_name}.{name}", 7, (rows, factors.b.shape[1]), 0.3)
             with torch.no_grad():
-                factors.b.copy_(whole if linear.is_row_parallel else whole.chunk(size)[rank])
+                factors.b.copy_(whole if is_whole else whole.chunk(size)[rank])
     adapter.merge(stages)
 
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from megarl.lora import LoRASettings
+from megarl.mcore.kernels.linear import ReplicatedLinear
 from megarl.mcore.lora.layer import AdaptedLinear
 from megarl.mcore.lora.projections import projections_of
 from megarl.mcore.model.initialization import global_name
@@ -26,7 +27,7 @@ class Adapter(torch.nn.Module):
         self.pg_collection, self.experts = pg_collection, args.num_experts
         found = []
         for name, layer in chunk.decoder.named_modules(prefix="decoder"):
-            if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
+            if isinstance(layer, (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)):
                 if projections := projections_of(name, layer, args, lora.targets):
                     whole_name = global_name(f"{name}.", chunk, pg_collection).removesuffix(".")
                     found.append(AdaptedLinear(whole_name, layer, projections, lora, args.seed))

@@ -8,7 +8,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
 from megarl.lora import LoRASettings
-from megarl.mcore.kernels.linear import matmul
+from megarl.mcore.kernels.linear import ReplicatedLinear, matmul
 from megarl.mcore.lora.product import LowRankProduct, adapted_linear
 from megarl.mcore.lora.projections import ROW_PARALLEL, Projection
 from megarl.mcore.model.initialization import draw_uniform
@@ -35,10 +35,10 @@ class AdaptedLinear(torch.nn.Module):
         super().__init__()
         self._layer = (layer,)  # in a tuple: the model already has it as a module
         self.whole_name, weight = name, layer.weight
-        self.is_row_parallel = projections[0].name in ROW_PARALLEL
+        self.is_row_parallel, self.is_replicated = projections[0].name in ROW_PARALLEL, type(layer) is ReplicatedLinear
         self.product = LowRankProduct(
             tuple(projection.rows for projection in projections), lora.scale, weight.dtype is torch.float32,
-            self.is_row_parallel, layer.tp_group,
+            self.is_row_parallel, None if self.is_replicated else layer.tp_group,
         )  # fmt: skip
         self.base: torch.nn.Parameter | None = None  # W, where the layer's weight has the factors merged
         self.factors = torch.nn.ModuleDict()
@@ -70,6 +70,9 @@ class AdaptedLinear(torch.nn.Module):
     def _mark_parallel(self, weight: Tensor):
         """Sets the marks by which Megatron reduces gradients and counts each factor once in their norm."""
         for a, b in self.pairs():
+            if self.is_replicated:
+                a.sequence_parallel = b.sequence_parallel = weight.sequence_parallel
+                continue
             split, axis = (a, 1) if self.is_row_parallel else (b, 0)
             split.tensor_model_parallel, split.partition_dim, split.partition_stride = True, axis, 1
             a.allreduce = b.allreduce = getattr(weight, "allreduce", True)
@@ -139,10 +142,8 @@ class AdaptedLinear(torch.nn.Module):
         size, rank = dist.get_world_size(self.layer.tp_group), dist.get_rank(self.layer.tp_group)
         stacked, state = () if expert is None else ((0, *expert),), {}
         for projection, factors in self.factors.items():
-            for factor, axis in (
-                ("a", 1 if self.is_row_parallel else None),
-                ("b", None if self.is_row_parallel else 0),
-            ):
+            a_axis, b_axis = (1, None) if self.is_row_parallel else (None, None if self.is_replicated else 0)
+            for factor, axis in (("a", a_axis), ("b", b_axis)):
                 split = () if axis is None else ((axis + len(stacked), rank, size),)
                 state[f"{prefix}factors.{projection}.{factor}"] = ShardedTensor.from_rank_offsets(
                     f"lora.{name}.{projection}.lora_{factor.upper()}", getattr(factors, factor), *stacked, *split,

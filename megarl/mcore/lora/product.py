@@ -21,7 +21,7 @@ class LowRankProduct(NamedTuple):
     scale: float
     is_merged: bool  # the weight is W + s·B·A; else the factors' product is added to the output
     is_row_parallel: bool
-    group: object  # tensor-parallel ranks of the layer
+    group: object  # tensor-parallel ranks of the layer; None: each has the whole layer
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, factors: list[tuple[Tensor, Tensor]]) -> Tensor:
         """[…, K] -> […, N]. Rollout and training call it, so their results are equal."""
@@ -47,7 +47,7 @@ class LowRankProduct(NamedTuple):
         for (g, gb), (a, _) in zip(projected, factors, strict=True):
             grads += [weight_gradient(gb, x), weight_gradient(g, matmul(x, a)).mul_(self.scale)]
         whole = grads[1::2] if self.is_row_parallel else grads[::2]
-        if dist.get_world_size(self.group) > 1:
+        if self.group is not None and dist.get_world_size(self.group) > 1:
             flat = torch.cat([part.flatten() for part in whole])
             dist.all_reduce(flat, group=self.group)
             for part, total in zip(whole, flat.split([part.numel() for part in whole]), strict=True):

@@ -1,7 +1,7 @@
-"""Which rows of Megatron's fused layers the projections of PEFT's names are.
+"""Which rows of Megatron's layers the projections of PEFT's names are.
 
 `linear_qkv` keeps, for each key and value group, R·D rows of q, D of k and D of v; `linear_fc1` all gate rows, then all
-up rows. A rank's rows have the same order.
+up rows. A rank's rows have the same order. Projections of multi-latent attention are layers of their own.
 """
 
 from typing import NamedTuple
@@ -17,6 +17,11 @@ from megarl.mcore.weights.hf.mapping import HeadLayout
 LINEARS = {
     "self_attention.linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "self_attention.linear_proj": ("o_proj",),
+    "self_attention.linear_q_proj": ("q_proj",),
+    "self_attention.linear_q_down_proj": ("q_a_proj",),
+    "self_attention.linear_q_up_proj": ("q_b_proj",),
+    "self_attention.linear_kv_down_proj": ("kv_a_proj_with_mqa",),
+    "self_attention.linear_kv_up_proj": ("kv_b_proj",),
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
@@ -57,14 +62,13 @@ def _rows_of_heads(count: int, heads: HeadLayout, device) -> list[Tensor]:
 
 def factor_shapes(args, lora: LoRASettings) -> dict[str, tuple[int, ...]]:
     """Global shapes of all factors of a model by their keys in a checkpoint, which stack the experts."""
-    hidden, heads = args.hidden_size, HeadLayout.of(args)
-    attended = heads.groups * heads.queries * heads.channels
-    sizes = {"q_proj": (attended, hidden), "o_proj": (hidden, attended)}
-    sizes |= dict.fromkeys(("k_proj", "v_proj"), (heads.groups * heads.channels, hidden))
-    shapes = {}
+    hidden, shapes = args.hidden_size, {}
+    absent = "self_attention.linear_qkv" if args.multi_latent_attention else "self_attention.linear_q_proj"
+    linears = {suffix: names for suffix, names in LINEARS.items() if suffix != absent}  # both have a q_proj
+    sizes = _latent_attention_sizes(args) if args.multi_latent_attention else _attention_sizes(args)
 
     def add(prefix: str, stacked: tuple[int, ...], sizes: dict[str, tuple[int, int]]):
-        for suffix, names in LINEARS.items():
+        for suffix, names in linears.items():
             for name in (name for name in names if name in sizes and name in lora.targets):
                 rows, columns = sizes[name]
                 key = f"lora.{prefix}.{suffix}.{name}.lora_"
@@ -83,3 +87,23 @@ def factor_shapes(args, lora: LoRASettings) -> dict[str, tuple[int, ...]]:
         if args.moe_shared_expert_intermediate_size:
             add(f"{layer}.mlp.shared_experts", (), mlp(args.moe_shared_expert_intermediate_size))
     return shapes
+
+
+def _attention_sizes(args) -> dict[str, tuple[int, int]]:
+    """Rows and columns of the projections."""
+    hidden, heads = args.hidden_size, HeadLayout.of(args)
+    attended = heads.groups * heads.queries * heads.channels
+    sizes = {"q_proj": (attended, hidden), "o_proj": (hidden, attended)}
+    return sizes | dict.fromkeys(("k_proj", "v_proj"), (heads.groups * heads.channels, hidden))
+
+
+def _latent_attention_sizes(args) -> dict[str, tuple[int, int]]:
+    hidden, heads, latent, queries = args.hidden_size, args.num_attention_heads, args.kv_lora_rank, args.q_lora_rank
+    width, attended = heads * (args.qk_head_dim + args.qk_pos_emb_head_dim), heads * args.v_head_dim
+    sizes = {
+        "kv_a_proj_with_mqa": (latent + args.qk_pos_emb_head_dim, hidden),
+        "kv_b_proj": (heads * args.qk_head_dim + attended, latent),
+        "o_proj": (hidden, attended),
+    }
+    of_queries = {"q_a_proj": (queries, hidden), "q_b_proj": (width, queries)}
+    return sizes | ({"q_proj": (width, hidden)} if queries is None else of_queries)

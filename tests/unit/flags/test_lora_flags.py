@@ -3,7 +3,7 @@
 import pytest
 
 from megarl.errors import UsageError
-from megarl.lora import TARGETS, LoRASettings
+from megarl.lora import LATENT_TARGETS, TARGETS, LoRASettings
 from tests.helpers.tiny_models import parse_roles
 
 
@@ -16,8 +16,11 @@ def test_without_a_rank_a_role_trains_its_weights():
 
 
 def test_defaults():
-    assert lora_of("--lora-rank 8") == LoRASettings(8, 8.0, False, TARGETS)
-    assert lora_of("--lora-rank 8", shape="gpt2").targets == tuple(name for name in TARGETS if name != "gate_proj")
+    targets = tuple(name for name in TARGETS if name not in LATENT_TARGETS)
+    assert lora_of("--lora-rank 8") == LoRASettings(8, 8.0, False, targets)
+    assert lora_of("--lora-rank 8", shape="gpt2").targets == tuple(name for name in targets if name != "gate_proj")
+    of_latents = tuple(name for name in TARGETS if name not in ("q_proj", "k_proj", "v_proj"))
+    assert lora_of("--lora-rank 8 --lora-targets all-linear", shape="latent").targets == of_latents
 
 
 def test_values():
@@ -46,6 +49,15 @@ def test_what_is_refused(flags, size, says):
     with pytest.raises(UsageError) as error:
         lora_of(flags, size=size)
     assert says in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("shape, name, needs", [
+    ("llama", "q_a_proj", "--multi-latent-attention"), ("llama", "kv_b_proj", "--multi-latent-attention"),
+    ("latent", "q_proj", "no --q-lora-rank"), ("latent", "v_proj", "no --multi-latent-attention"),
+])  # fmt: skip
+def test_targets_are_those_of_the_models_attention(shape, name, needs):
+    with pytest.raises(UsageError, match=f"the actor has no {name}, which needs {needs}"):
+        lora_of(f"--lora-rank 4 --lora-targets o_proj,{name}", shape=shape)
 
 
 def test_a_model_without_gates_has_no_gate_proj():

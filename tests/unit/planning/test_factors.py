@@ -16,6 +16,7 @@ MODELS = [
     ("", "llama", False, 1), ("", "llama", True, 1), ("--bf16", "llama", False, 2), ("", "gpt2", False, 1),
     (f"{MOE} {SHARED}", "llama", False, 1), (f"{MOE} {EP2}", "llama", False, 4), (TP2, "llama", True, 2),
     (f"{TP2} --sequence-parallel {PP2} {MOE} {SHARED} {EP2}", "llama", False, 4),
+    ("", "latent", False, 1), (f"{TP2} --sequence-parallel {MOE} {SHARED} {EP2}", "latent", False, 4),
 ]  # fmt: skip
 
 
@@ -28,6 +29,7 @@ def test_bytes_are_exact(flags, shape, value_head, ranks, more, targets):
     from megarl.mcore.parallel import fake_world
     from megarl.mcore.training import optimizer
 
+    targets = targets.replace("q_proj,v_proj", "q_b_proj,kv_a_proj_with_mqa") if shape == "latent" else targets
     kind, lora = "value" if value_head else "train", f"--lora-rank 3 --lora-targets {targets}"
     found: dict[int, list] = {}
     for rank in range(ranks):
