@@ -108,7 +108,7 @@ def _latent_attention(args) -> list[LayoutRule]:
     """Rules on multi-latent attention: its sizes, and what its layers do not compute."""
     on, sizes = args.multi_latent_attention, ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim",
                                               "v-head-dim")  # fmt: skip
-    kind, others = args.position_embedding_type, [
+    modules, kind, others = args.recompute_modules or [], args.position_embedding_type, [
         ("group-query-attention", False), ("add-qkv-bias", False), ("qk-layernorm-all-heads", False),
         ("window-size", None), ("no-rope-freq", None), ("query-pre-attn-scalar", None), ("rotary-percent", 1.0),
         ("attn-logit-softcapping", None), ("softmax-type", "vanilla"),
@@ -121,6 +121,8 @@ def _latent_attention(args) -> list[LayoutRule]:
           for name in ("kv-lora-rank", "qk-pos-emb-head-dim")),
         *(LayoutRule(f"--{name}", _value(args, name), not on or _value(args, name) == default, f"none with {LATENT}")
           for name, default in others),
+        LayoutRule("--recompute-modules", " ".join(modules), not on or "mla_up_proj" not in modules,
+             f"core_attn without mla_up_proj with {LATENT}: it expands latents again, too"),
         LayoutRule("--position-embedding-type", kind, not on or kind in ROTARY, f"{' or '.join(ROTARY)} with {LATENT}"),
     ]  # fmt: skip
 

@@ -148,7 +148,7 @@ class LatentAttention(Attention):
         """[T, 1, H] (under sequence parallelism, this rank's tokens) -> [T, L + r]: normed latents, rotated keys."""
         latent, shared = self.linear_kv_down_proj(hidden).split(self.latent_channels, -1)
         latents = torch.cat([self.kv_layernorm(latent), shared], -1)
-        if self.tp_group.size() > 1:
+        if self.tp_group.size() > 1 and (self.config.sequence_parallel or torch.is_grad_enabled()):
             latents = _ToHeads.apply(latents, self.tp_group, self.config.sequence_parallel)
         latent, shared = latents.split(self.latent_channels, -1)
         return torch.cat([latent, rotate_pairs(shared.unsqueeze(2), rotation).squeeze(2)], -1).squeeze(1)

@@ -78,6 +78,8 @@ WRONG = {
            ("query-pre-attn-scalar 5", "query-pre-attn-scalar 5.0"), ("rotary-percent 0.5", "rotary-percent 0.5"),
            ("attn-logit-softcapping 5", "attn-logit-softcapping 5.0"),
            ("softmax-type learnable", "softmax-type learnable"), ("kv-channels 16", "kv-channels 16")]},
+    "latents expanded again": (f"{LATENT} --recompute-granularity selective --recompute-modules core_attn mla_up_proj",
+                               "--recompute-modules core_attn mla_up_proj: allowed is core_attn without mla_up_proj"),
     "latents without rotation": (f"{LATENT} --position-embedding-type none",
                                  f"--position-embedding-type none: allowed is rope or yarn with {LATENT}"),
     "rounding alone": ("--no-yarn-correction-range-round-to-int",
