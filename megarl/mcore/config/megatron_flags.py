@@ -174,10 +174,11 @@ def transformer_config(args) -> TransformerConfig:
     """Megatron's model config; weights start the same for every tensor-parallel size on the CPU path.
 
     One of multi-latent attention is an `MLATransformerConfig` that says that it is not: Megatron then treats rotary
-    embeddings as those of any model, and the layer spec builds `LatentAttention`.
+    embeddings as those of any model, and the layer spec builds `LatentAttention`. It also denies its norms, because
+    Megatron would sum the gradients of `q_layernorm` over tensor-parallel ranks, as of norms of a rank's heads.
     """
     if args.multi_latent_attention:
-        others = argparse.Namespace(**vars(args) | {"multi_latent_attention": False})
+        others = argparse.Namespace(**vars(args) | {"multi_latent_attention": False, "qk_layernorm": False})
         config = core_transformer_config_from_args(others, MLATransformerConfig)
         config.softmax_scale = _latent_softmax_scale(args)
     else:
