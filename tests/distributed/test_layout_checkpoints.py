@@ -10,14 +10,14 @@ from tests.helpers.updates import batch_of, clipped_loss, forward_of, split_micr
 from tests.helpers.worlds import run_world
 
 
-def continue_run(rank, flags: str, source, target, value_head: bool):
+def continue_run(rank, flags: str, source, target, value_head: bool, model: str = "llama"):
     """Loads (or not), updates once, saves; returns the whole weights before and after."""
     from megarl.algorithms.aggregation import token_mean
     from megarl.mcore.weights import dist_checkpoint
     from megarl.roles.trainable_model import TrainableModel
 
-    roles = parse_roles(flags, dist.get_world_size())
-    _, place = join_actor(flags)
+    roles = parse_roles(flags, dist.get_world_size(), model)
+    _, place = join_actor(flags, model)
     trainable_model = TrainableModel(roles["actor"], place, VOCAB, 1, value_head)
     if source:
         state = trainable_model.state({"count": 0}, loading=True)
@@ -52,13 +52,13 @@ DISTRIBUTED_ROUTE = [(2, ""), (4, f"{TP2} {PP2}"), (2, f"{PP2} {VP2}"), (1, "")]
 EXPERT_ROUTE = [(1, ""), (2, EP2), (4, f"{TP2} {SP} {EP2}"), (4, f"{PP2} {EP2}"), (1, "")]
 
 
-def travel(folder, shape: str, route, value_head: bool = False):
+def travel(folder, shape: str, route, value_head: bool = False, model: str = "llama"):
     """One update in each layout of the route; compares with a run that stays on one rank."""
     stay = here = arrived = None
     for leg, (size, flags) in enumerate(route):
         still, moved = folder / f"stay{leg}", folder / f"move{leg}"
-        ((before, expected),) = run_world(continue_run, 1, shape, stay, still, value_head)
-        for start, found in run_world(continue_run, size, f"{shape} {flags}", here, moved, value_head):
+        ((before, expected),) = run_world(continue_run, 1, shape, stay, still, value_head, model)
+        for start, found in run_world(continue_run, size, f"{shape} {flags}", here, moved, value_head, model):
             assert start.keys() == before.keys()
             assert arrived is None or all(torch.equal(start[key], arrived[key]) for key in start)
             assert max(float((found[key] - weight).abs().max()) for key, weight in expected.items()) <= 2e-6 * (leg + 1)
@@ -67,6 +67,10 @@ def travel(folder, shape: str, route, value_head: bool = False):
 
 def test_a_dense_checkpoint_continues_in_other_layouts(tmp_path):
     travel(tmp_path, DENSE, DENSE_ROUTE)
+
+
+def test_a_checkpoint_of_latent_attention_continues_in_other_layouts(tmp_path):
+    travel(tmp_path, f"{MOE} --use-distributed-optimizer", [(2, f"{TP2} {SP}"), (2, EP2), (1, "")], model="latent")
 
 
 def test_a_distributed_optimizer_checkpoint_continues_in_other_layouts(tmp_path):
