@@ -1,0 +1,53 @@
+"""Published models with multi-latent attention: their config.json is understood, and their parameters are counted."""
+
+import json
+
+import pytest
+
+from megarl import arguments
+from megarl.planning import parameters
+
+YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn"}  # fmt: skip
+V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "ep_size": 1, "first_k_dense_replace": 3,
+    "hidden_act": "silu", "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512,
+    "max_position_embeddings": 163840, "model_type": "deepseek_v3", "moe_intermediate_size": 2048, "moe_layer_freq": 1,
+    "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "rope_scaling": YARN,
+    "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False,
+    "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "v_head_dim": 128, "vocab_size": 129280,
+}  # fmt: skip
+K2 = V3 | {
+    "model_type": "kimi_k2", "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "n_routed_experts": 384,
+    "num_attention_heads": 64, "num_key_value_heads": 64, "routed_scaling_factor": 2.827, "vocab_size": 163840,
+    "rope_theta": 50000.0, "rope_scaling": YARN | {"factor": 32.0}, "num_nextn_predict_layers": 0,
+}  # fmt: skip
+V2 = V3 | {
+    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "first_k_dense_replace": 1,
+    "hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536, "n_routed_experts": 160,
+    "n_shared_experts": 2, "norm_topk_prob": False, "num_experts_per_tok": 6, "num_hidden_layers": 60,
+    "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}, "routed_scaling_factor": 16.0,
+    "scoring_func": "softmax", "topk_group": 3, "topk_method": "group_limited_greedy", "vocab_size": 102400,
+}  # fmt: skip
+V2_LITE = V2 | {
+    "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_group": 1, "topk_group": 1,
+    "n_routed_experts": 64, "num_attention_heads": 16, "num_hidden_layers": 27, "num_key_value_heads": 16,
+    "q_lora_rank": None, "routed_scaling_factor": 1.0, "topk_method": "greedy",
+}  # fmt: skip
+
+# config.json, parameters in all and of one token in billions: 2412.19437, 2507.20534, 2405.04434 and its appendix B.
+MODELS = {"V3": (V3, 671, 37), "K2": (K2, 1026, 32), "V2": (V2, 236, 21), "V2-Lite": (V2_LITE, 15.7, 2.4)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_the_published_ones(name, tmp_path):
+    config, total, active = MODELS[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = f"--hf-model {tmp_path} --max-prompt-length 8 --max-response-length 8 --global-batch-size 1 --bf16"
+    (role,) = arguments.parse(flags.split(), 1, "sft").roles.values()
+    found = parameters.parameter_totals(role.megatron, config["vocab_size"], False)
+    assert round(found.total / 1e9, 1 if total < 100 else 0) == total
+    embedding = config["vocab_size"] * config["hidden_size"]  # not everyone counts it, or the head, as active
+    assert found.active - 2 * embedding <= active * 1e9 <= found.active + 0.5e9
