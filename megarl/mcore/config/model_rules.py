@@ -12,6 +12,13 @@ from megarl.mcore.config.model_flags import ROTARY, is_gated
 DEFAULTS = {"rotary-scaling-factor": 1.0, "mscale": 1.0, "mscale-all-dim": 0.0, "kv-lora-rank": 32, "qk-head-dim": 128,
             "qk-pos-emb-head-dim": 64, "v-head-dim": 128}  # fmt: skip
 LATENT = "--multi-latent-attention"
+LATENT_SIZES = ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
+# Flags of other kinds of attention, and their defaults.
+NOT_LATENT = {
+    "group-query-attention": False, "add-qkv-bias": False, "qk-layernorm-all-heads": False, "window-size": None,
+    "no-rope-freq": None, "query-pre-attn-scalar": None, "rotary-percent": 1.0, "attn-logit-softcapping": None,
+    "softmax-type": "vanilla",
+}  # fmt: skip
 
 
 def check(role: str, args):
@@ -106,21 +113,15 @@ def _rotary(args) -> list[LayoutRule]:
 
 def _latent_attention(args) -> list[LayoutRule]:
     """Rules on multi-latent attention: its sizes, and what its layers do not compute."""
-    on, sizes = args.multi_latent_attention, ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim",
-                                              "v-head-dim")  # fmt: skip
-    modules, kind, others = args.recompute_modules or [], args.position_embedding_type, [
-        ("group-query-attention", False), ("add-qkv-bias", False), ("qk-layernorm-all-heads", False),
-        ("window-size", None), ("no-rope-freq", None), ("query-pre-attn-scalar", None), ("rotary-percent", 1.0),
-        ("attn-logit-softcapping", None), ("softmax-type", "vanilla"),
-    ]  # fmt: skip
+    on, modules, kind = args.multi_latent_attention, args.recompute_modules or [], args.position_embedding_type
     return [
-        *(_only_with(args, name, on, LATENT) for name in (*sizes, "latent-norm-epsilon")),
-        *(least(f"--{name}", _value(args, name)) for name in sizes[:4]),  # the last one is a layout rule's
+        *(_only_with(args, name, on, LATENT) for name in (*LATENT_SIZES, "latent-norm-epsilon")),
+        *(least(f"--{name}", _value(args, name)) for name in LATENT_SIZES[:4]),  # the last one is a layout rule's
         _positive(args, "latent-norm-epsilon"),
         *(LayoutRule(f"--{name}", _value(args, name), not on or _value(args, name) % 2 == 0, "an even number")
           for name in ("kv-lora-rank", "qk-pos-emb-head-dim")),
         *(LayoutRule(f"--{name}", _value(args, name), not on or _value(args, name) == default, f"none with {LATENT}")
-          for name, default in others),
+          for name, default in NOT_LATENT.items()),
         LayoutRule("--recompute-modules", " ".join(modules), not on or "mla_up_proj" not in modules,
              f"core_attn without mla_up_proj with {LATENT}: it expands latents again, too"),
         LayoutRule("--position-embedding-type", kind, not on or kind in ROTARY, f"{' or '.join(ROTARY)} with {LATENT}"),

@@ -2,7 +2,8 @@
 
 A module defines `packed_attention(query, key, value, segments, scale)` for training, and for rollout `plan_cache_reads`
 and the class `PagedAttention`; `sdpa` documents their arguments. Layers do not know which backend runs. Only for models
-with softcaps or sinks they also hand over `softcap` and `sinks`.
+with softcaps or sinks they also hand over `softcap` and `sinks`. Over latents (`attention.latent_cache`) a
+`PagedAttention` reads through other versions of `_gather_pages` and `_gather_keys`.
 """
 
 import importlib
