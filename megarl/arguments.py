@@ -37,7 +37,7 @@ class RoleSettings:
 
     `model_role` is the role whose model it runs: itself, or the actor for a rollout that shares the actor's layout.
     `has_model` is False for a reward role with verifiers only. `hf_model`: the Hugging Face folder that describes the
-    model; None: the flags do. `lora`: the factors that it trains instead of its weights;
+    model; None: the flags do. `lora`: the factors that it trains instead of its weights; a rollout has the actor's.
     `lora_adapter`: the PEFT adapter that they start from.
     """
 
@@ -235,7 +235,7 @@ def _role_settings(
     model_roles = {role: role for role in ranks}
     if "rollout" in ranks and ranks["rollout"] == ranks["actor"]:
         model_roles["rollout"] = "actor" if role_flags.can_share_model(found["actor"], found["rollout"]) else "rollout"
-    if model_roles.get("rollout") == "actor":
+    if "rollout" in ranks:
         lora["rollout"] = lora["actor"]
     has_model = {role: role != "reward" or has_reward_model for role in ranks}
     return {

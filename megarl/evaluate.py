@@ -7,13 +7,20 @@ Loads any policy of train_rl or train_sft, whatever layout wrote it: `--load RUN
         --eval-prompts heldout.jsonl --eval-responses 8 --eval-temperature 1 --eval-k 1,4,8 --save runs/evaluation
 """
 
+import dataclasses
 import json
 import re
 from pathlib import Path
 
 from megarl.arguments import RoleSettings, RunConfig
 from megarl.checkpoint import folders
-from megarl.checkpoint.pretrained import CheckpointWeights, PretrainedWeights, checkpoint_weights, folder_weights
+from megarl.checkpoint.pretrained import (
+    CheckpointWeights,
+    FactorWeights,
+    PretrainedWeights,
+    checkpoint_weights,
+    folder_weights,
+)
 from megarl.comm.role_mesh import RoleGroups
 from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
@@ -76,6 +83,12 @@ def load_policy(
     return policy
 
 
+def rollout_role(config: RunConfig, inputs: EvaluationInputs) -> RoleSettings:
+    """The rollout's settings, with the low-rank factors of the checkpoint if it has any."""
+    lora = inputs.weights.lora if isinstance(inputs.weights, FactorWeights) else None
+    return dataclasses.replace(config.roles["rollout"], lora=lora)
+
+
 def evaluate(config: RunConfig, timers: Timers):
     """Generates and scores responses with the policy, prints a table and writes the results to `--save`."""
     inputs, s, roles = EvaluationInputs(config), config.settings, config.roles
@@ -83,7 +96,7 @@ def evaluate(config: RunConfig, timers: Timers):
         raise SystemExit(0)
     mesh = create_role_mesh(config)
     policy = load_policy(roles["actor"], mesh["actor"], inputs.vocab_size, inputs.weights)
-    rollout = Rollout(s, roles["rollout"], mesh, policy, inputs.tokenizer, timers)
+    rollout = Rollout(s, rollout_role(config, inputs), mesh, policy, inputs.tokenizer, timers)
     reward = inputs.reward_factory.role(mesh["reward"], inputs.tokenizer, timers)
     rollout.sync_weights()
     evaluator = Evaluator(s, mesh, rollout, reward, inputs.prompts, inputs.tokens, timers)

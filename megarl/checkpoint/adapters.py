@@ -31,7 +31,7 @@ class StoredFactors(NamedTuple):
 def manifest_entry(roles: dict[str, RoleSettings]) -> dict:
     """The manifest's entry about all roles with factors; {} if there are none."""
     found = {}
-    for role in (role for role in roles.values() if role.lora and role.model_role == role.name):
+    for role in (role for role in roles.values() if role.lora and role.name != "rollout"):
         checkpoint, hf_model = role.megatron.pretrained_checkpoint, role.hf_model
         if checkpoint:
             checkpoint = str(folders.find(checkpoint, "--pretrained-checkpoint").resolve())

@@ -4,7 +4,7 @@ from megarl.lora import LoRASettings
 from megarl.mcore.config.model_flags import is_gated
 from megarl.mcore.lora.projections import LINEARS
 from megarl.mcore.weights.hf.mapping import HeadLayout
-from megarl.planning.parameters import Weight
+from megarl.planning.parameters import Weight, is_half
 
 HEAD = "output_layer."  # of critics and reward models: it is trained beside the factors
 
@@ -25,6 +25,11 @@ def trained_and_frozen(
             trained += factors
             frozen += weight.elements * weight.itemsize if weight.itemsize == 4 else 0
     return trained, frozen
+
+
+def factors_apart(weights: list[Weight], args, lora: LoRASettings | None) -> list[Weight]:
+    """The factors that a chunk's weights do not contain, as in 16 bits."""
+    return [] if lora is None or not is_half(args) else trained_and_frozen(weights, args, lora, value_head=False)[0]
 
 
 def _factors(weight: Weight, args, lora: LoRASettings) -> list[Weight]:

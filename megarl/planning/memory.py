@@ -12,7 +12,7 @@ import numpy as np
 from megarl.lora import LoRASettings
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.planning import activations
-from megarl.planning.factors import trained_and_frozen
+from megarl.planning.factors import factors_apart, trained_and_frozen
 from megarl.planning.parameters import SCALAR_HEAD, Weight, is_half, stage_weights
 
 GIB = 2**30
@@ -230,7 +230,8 @@ def _persistent(
         )
     if args.use_torch_fsdp2:
         return sum(sharded_bytes(weights, args)[0] for weights in chunks), 0, 0
-    return sum(plain_bytes(weights) for weights in chunks), 0, 0
+    factors = sum(plain_bytes(factors_apart(weights, args, lora)) for weights in chunks)  # of a rollout's own model
+    return sum(plain_bytes(weights) for weights in chunks) + factors, 0, 0
 
 
 def gathered(chunks: list[list[Weight]]) -> int:

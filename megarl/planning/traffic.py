@@ -15,9 +15,9 @@ from megarl.comm.exchange import HEADER
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern, stage_layers
-from megarl.planning.factors import trained_and_frozen
+from megarl.planning.factors import factors_apart, trained_and_frozen
 from megarl.planning.memory import buffers, plain_bytes, sharded_bytes
-from megarl.planning.parameters import SCALAR_HEAD, stage_weights
+from megarl.planning.parameters import SCALAR_HEAD, is_half, stage_weights
 
 
 @dataclass(frozen=True)
@@ -272,10 +272,15 @@ def gradients(role, kind: str, vocab_size: int, step: StepSizes, forwards: int, 
 
 
 def weights_to_rollout(roles: dict, vocab_size: int) -> int:
-    """Bytes that all ranks of a rollout with a separate model receive after each update, else 0."""
+    """Bytes that all ranks of a rollout with a separate model receive after each update, else 0.
+
+    Weights under low-rank factors of 16 bits travel only once.
+    """
     rollout = roles["rollout"]
     if rollout.model_role != "rollout":
         return 0
     stages = stage_weights(rollout.megatron, vocab_size, False)
-    each = len(rollout.ranks) // len(stages)
-    return each * sum(plain_bytes(weights) for chunks in stages for weights in chunks)
+    each, chunks = len(rollout.ranks) // len(stages), [weights for chunks in stages for weights in chunks]
+    if rollout.lora and is_half(rollout.megatron):
+        chunks = [factors_apart(weights, rollout.megatron, rollout.lora) for weights in chunks]
+    return each * sum(map(plain_bytes, chunks))

@@ -15,11 +15,10 @@ from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.mcore.inference.engine import Completion, GenerationRequest, RequestList, RolloutEngine
 from megarl.mcore.lora import adapter
+from megarl.mcore.lora.transfer import PolicyTransfer
 from megarl.mcore.memory.offload import KVCacheInGradBuffer
 from megarl.mcore.model import gpt
 from megarl.mcore.moe.routing import NO_ROUTE
-from megarl.mcore.weights.reshard import WeightTransfer
-from megarl.mcore.weights.reshard_plan import LocalWeights
 from megarl.observe.timers import Timers
 from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop, SharedRequestQueue, shortest_groups
 from megarl.rollout.requests import (
@@ -50,22 +49,18 @@ class Rollout:
         self.mesh, self.role_groups = mesh, mesh["rollout"]
         self.metrics: dict[str, float] = {}
         self.engine = self._transfer = self.model = None
+        has_factors = role.lora is not None and adapter.keeps_apart(role.megatron)
         vocab_size = role.model_vocab_size(tokenizer.vocab_size)
         if role.model_role == "actor":
             self.model = trained
         elif self.role_groups.is_member:
             self.model = gpt.build_frozen_model(role.megatron, vocab_size, self.role_groups.pg_collection)
+            if has_factors:
+                adapter.add_frozen_factors(self.model, role.lora, role.megatron, self.role_groups.pg_collection)
         if role.model_role == self.name and (trained is not None or self.model is not None):
-            if trained is not None and adapter.are_apart(trained):
-                raise UsageError(
-                    "--load: in 16 bits the rollout must run on the ranks and in the layout of the policy: a transfer "
-                    "of its weights would lose the low-rank factors",
-                    speaker=mesh["actor"].ranks.start,
-                )
             self._group = mesh.ranks_group("actor", self.name)
-            source = LocalWeights(trained, mesh["actor"].pg_collection)
-            destination = LocalWeights(self.model, self.role_groups.pg_collection)
-            self._transfer = WeightTransfer(source, destination, self._group)
+            models = (trained, mesh["actor"].pg_collection), (self.model, self.role_groups.pg_collection)
+            self._transfer = PolicyTransfer(*models, self._group, has_factors)
         if self.role_groups.is_member:
             self.engine = RolloutEngine(
                 self.model[0],

@@ -63,10 +63,6 @@ def _check_rollout(s: Settings, roles: dict[str, RoleSettings]):
         raise UsageError(
             "--verify-weights: the rollout shares the actor's weights, so there is no weight sync to verify"
         )
-    if roles["actor"].lora and rollout.model_role == "rollout" and roles["actor"].megatron.params_dtype.itemsize < 4:
-        raise UsageError(
-            "--lora-rank: in 16 bits the rollout must run on the actor's ranks and layout: its weights have no factors"
-        )
     if s.one_step_off and not ranks.isdisjoint(roles["actor"].ranks):
         raise UsageError("--one-step-off: needs a rollout in --role-map on other ranks than the actor")
 

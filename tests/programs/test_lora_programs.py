@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 
 import pytest
 import torch
@@ -188,22 +189,63 @@ def test_offloaded_roles(run, tmp_path, flags):
     assert_same_checkpoints(folders.step_folder(tmp_path, 2), folders.step_folder(run, 2))
 
 
-def test_16_bits(tmp_path):
+# -- 16 bits -----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def run_of_16_bits(folder):
+    """A run of two steps whose rollout is on the actor's ranks and layout."""
+    train("rl", rl_argv(folder, f"{IN_16_BITS} --eval-prompts {inputs()}/heldout.jsonl --eval-interval 2"))
+    return folder
+
+
+IN_16_BITS = f"{SAMPLED} {LORA} {STEPS} --bf16"
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory):
+    return run_of_16_bits(tmp_path_factory.mktemp("lora") / "half")
+
+
+def test_16_bits(half, tmp_path):
     """Factors stay apart: the rollout adds them as training does, and an evaluation, too."""
-    flags = f"{SAMPLED} {LORA} {STEPS} --bf16 --eval-prompts {inputs()}/heldout.jsonl --eval-interval 2"
-    train("rl", rl_argv(tmp_path / "run", flags))
-    rows = metrics(tmp_path / "run")
+    rows = metrics(half)
     assert all(rows[step]["rollout/logprob_gap_max"] <= largest_gap_allowed(torch.bfloat16) for step in (1, 2))
     assert rows[2]["kl/reference"] > 0
-    assert_equal_to_training(evaluation(tmp_path / "eval", tmp_path / "run", "--bf16"), rows[2])
+    assert_equal_to_training(evaluation(tmp_path / "eval", half, "--bf16"), rows[2])
+    apart = "--bf16 --role-map actor=0;rollout=1;reward=1"
+    assert_equal_to_training(evaluation(tmp_path / "apart", half, apart, 2), rows[2])
 
 
-def test_16_bits_in_a_rollout_of_its_own_layout_are_refused(tmp_path):
-    from megarl.trainers.rl_trainer import RLInputs
+ELSEWHERE = "--role-map actor=0;critic=0;reward=0;reference=0;rollout=1 --verify-weights"
 
-    flags = f"{GRADED} {LORA} --bf16 --rollout-tensor-model-parallel-size 2"
-    with pytest.raises(UsageError, match="--lora-rank: in 16 bits the rollout must run on the actor's ranks"):
-        RLInputs(program("rl", rl_argv(tmp_path, flags), 2))
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_16_bits_in_a_rollout_on_other_ranks(half, tmp_path, resumes):
+    """The factors alone travel to it after the first time, and no number changes."""
+    flags = f"--load {folders.step_folder(half, 1)}" if resumes else ""
+    train("rl", rl_argv(tmp_path, f"{IN_16_BITS} {ELSEWHERE} {flags}"), 2)
+    rows, expected = metrics(tmp_path), metrics(half)
+    for step in (2,) if resumes else (1, 2):
+        assert rows[step]["rollout/logprob_gap_max"] <= largest_gap_allowed(torch.bfloat16)
+        for name in ("reward/mean", "actor/loss", "actor/grad_norm", "kl/reference", "critic/loss"):
+            assert rows[step][name] == expected[step][name], name
+        assert samples(tmp_path, step) == samples(half, step)
+    assert_same_checkpoints(folders.step_folder(tmp_path, 2), folders.step_folder(half, 2))
+    shapes = dist_checkpoint.tensor_shapes(folders.step_folder(half, 2)).items()
+    factors = sum(math.prod(shape) for key, shape in shapes if key.startswith("actor.lora."))
+    assert rows[2]["weights/sync_bytes"] == 2 * factors > 0
+
+
+def test_16_bits_learn_with_a_rollout_in_its_own_layout(tmp_path):
+    flags = f"{LORA_OF_ACTOR} --bf16 --train-iters 14 --reward length --reward-length 1 --lr 2e-2 --kl-coefficient 0"
+    flags += f" --advantage grpo {TP2} --rollout-tensor-model-parallel-size 1 --verify-weights"
+    train("rl", rl_argv(tmp_path, flags), 2)
+    rows = [row for step, row in metrics(tmp_path).items() if step]
+    for row in rows:
+        assert row["rollout/logprob_gap_max"] <= 0.1  # tensor-parallel sums are rounded to 16 bits
+        assert row["actor/ppo_kl_first"] == row["actor/updates_skipped"] == 0
+    assert rows[-1]["reward/mean"] > rows[0]["reward/mean"] + 0.3
 
 
 def test_recomputation_changes_nothing(run, tmp_path):

@@ -90,6 +90,13 @@ def add_factors(stages, lora: LoRASettings, args, pg_collection):
         adapter.attach(chunk)
 
 
+def add_frozen_factors(stages, lora: LoRASettings, args, pg_collection):
+    """Adds factors to a model that is not trained; arguments as of `add_factors`. Others fill them."""
+    for chunk in stages:
+        Adapter(chunk, lora, args, pg_collection).attach(chunk)
+        chunk.requires_grad_(False)
+
+
 def _with_gradient(output: torch.Tensor) -> torch.Tensor:
     return output if output.requires_grad or not torch.is_grad_enabled() else output.requires_grad_()
 
@@ -99,9 +106,14 @@ def adapted_linears(stages) -> list[AdaptedLinear]:
     return [linear for chunk in stages if hasattr(chunk, "adapter") for linear in chunk.adapter.linears]
 
 
-def are_apart(stages) -> bool:
-    """Whether a model's weights do not contain its factors, so that a transfer of the weights would lose them."""
-    return any(chunk.adapter.is_apart for chunk in stages if hasattr(chunk, "adapter"))
+def keeps_apart(args) -> bool:
+    """Whether the weights of a role's model do not contain its factors; `args`: its Megatron namespace."""
+    return args.params_dtype is not torch.float32
+
+
+def trained_state(chunk, metadata: dict) -> dict:
+    """`Adapter.trained_state` of a chunk with factors."""
+    return chunk.adapter.trained_state(chunk, metadata)
 
 
 def merge(stages):

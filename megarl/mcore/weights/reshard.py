@@ -82,6 +82,10 @@ class WeightTransfer:
             self._exchange(round_)
         return self.bytes_sent
 
+    def free_staging(self):
+        """Frees the staging buffers; the next transfer makes them anew."""
+        self._staging.clear()
+
     def verify(self):
         """Compares every weight of the destination, on all its ranks, with the source's.
 

@@ -79,12 +79,20 @@ class LocalWeights:
     Each call takes new views, because an optimizer or an offload may move parameters and replace buffers.
     """
 
-    def __init__(self, stages, pg_collection):
-        """`stages`: the model's chunks on this rank, or None outside the role; `pg_collection`: the role's groups."""
+    def __init__(self, stages, pg_collection, describe=None):
+        """Describes what a rank holds.
+
+        Args:
+            stages: the model's chunks on this rank, or None outside the role.
+            pg_collection: the role's groups.
+            describe: (chunk, metadata) -> sharded state; default: of all weights.
+        """
         self.wholes, self._locations = {}, {}
         for chunk in () if stages is None else stages:
             getters = {id(tensor): getter for tensor, getter in _tensors(chunk)}
-            for value in nested_values(chunk.sharded_state_dict(metadata={"dp_cp_group": pg_collection.dp_cp})):
+            metadata = {"dp_cp_group": pg_collection.dp_cp}
+            state = describe(chunk, metadata) if describe else chunk.sharded_state_dict(metadata=metadata)
+            for value in nested_values(state):
                 if isinstance(value, (ShardedTensor, ShardedTensorFactory)):
                     if id(value.data) not in getters:
                         raise ValueError(f"{value.key}: the model describes a copy of it, which cannot be written to")

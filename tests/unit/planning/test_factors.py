@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from megarl.comm import role_mesh
-from megarl.planning import memory
+from megarl.planning import memory, traffic
 from tests.helpers.tiny_models import VOCAB, parse_roles
 
 MOE = "--num-experts 4 --moe-ffn-hidden-size 36 --moe-router-topk 2 --moe-layer-freq [0,1]"
@@ -56,3 +56,24 @@ def test_bytes_are_exact(flags, shape, value_head, ranks, more, targets):
     for stage, of_ranks in found.items():
         largest = tuple(max(numbers) for numbers in zip(*of_ranks, strict=True))
         assert (planned[stage].weights, planned[stage].gradients, planned[stage].optimizer) == largest
+
+
+@pytest.mark.parametrize("flags, ranks", [("", 3), (MOE, 3), (f"--rollout-{TP2[2:]}", 4)])
+def test_a_rollout_gets_the_factors_of_16_bits(flags, ranks):
+    """Its weights are those of a model with factors, and only these travel after each update."""
+    from megarl.mcore.lora import adapter
+    from megarl.mcore.model import gpt
+    from megarl.mcore.parallel import fake_world
+
+    places = f"--role-map actor=0-1;critic=0;reward=0;rollout=2-{ranks - 1} --kl-coefficient 0"
+    sent = 0
+    for rank in range(2, ranks):
+        with fake_world.fake_world(ranks, rank):
+            roles = parse_roles(f"{flags} {places} --bf16 --lora-rank 3", ranks, program="rl")
+            role, groups = roles["rollout"], role_mesh.create_mesh(roles, timedelta(minutes=1))["rollout"].pg_collection
+            stages = gpt.build_frozen_model(role.megatron, VOCAB, groups)
+            adapter.add_frozen_factors(stages, role.lora, role.megatron, groups)
+            (planned,) = memory.stage_memory(role, VOCAB, "generate", 64, 1, 0)
+            assert planned.weights == sum(p.nbytes for p in stages.parameters())
+            sent += sum(p.nbytes for chunk in stages for p in chunk.adapter.parameters())
+    assert traffic.weights_to_rollout(roles, VOCAB) == sent > 0

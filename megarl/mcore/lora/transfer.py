@@ -1,0 +1,41 @@
+"""The transfer of a policy to a rollout's own model, with low-rank factors that its weights do not contain."""
+
+from megarl.mcore.lora.adapter import trained_state
+from megarl.mcore.weights.reshard import WeightTransfer
+from megarl.mcore.weights.reshard_plan import LocalWeights
+
+
+class PolicyTransfer:
+    """Brings all weights of a policy to another model. All methods are collectives of the group.
+
+    The weights under factors of 16 bits never change: they travel once, what training changes travels each time.
+    """
+
+    def __init__(self, policy: tuple, rollout: tuple, group, has_factors: bool):
+        """Plans the transfers.
+
+        Args:
+            policy, rollout: (stages, process groups) of both models on this rank; (None, None) outside the role.
+            group: all ranks of both.
+            has_factors: both models have factors apart from their weights.
+        """
+        whole = WeightTransfer(LocalWeights(*policy), LocalWeights(*rollout), group)
+        self._transfers, self._has_run = [whole], False
+        if has_factors:
+            trained = (LocalWeights(*model, trained_state) for model in (policy, rollout))
+            self._transfers.append(WeightTransfer(*trained, group))
+
+    def run(self) -> int:
+        """Transfers what the destination lacks; returns the bytes that this rank sent to others."""
+        whole, *trained = self._transfers
+        due = trained if trained and self._has_run else self._transfers
+        sent = sum(transfer.run() for transfer in due)
+        if trained:
+            whole.free_staging()
+        self._has_run = True
+        return sent
+
+    def verify(self):
+        """Compares every weight and factor, as `WeightTransfer.verify`."""
+        for transfer in self._transfers:
+            transfer.verify()
