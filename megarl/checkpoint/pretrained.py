@@ -42,14 +42,20 @@ class FactorWeights(NamedTuple):
     base: PretrainedWeights | None  # None: drawn from the seed
 
     def load(self, stages, pg_collection, optimizer=None):
-        """Loads the weights, then adds the factors to them; a frozen model keeps factors of 16 bits apart."""
-        if self.base is not None:
-            self.base.load(stages, pg_collection)
-        load_factors(
-            self.folder, self.source, self.lora, stages, self.role.megatron, pg_collection, is_frozen=optimizer is None
-        )
+        """Loads the weights, then adds the factors to them; a frozen model keeps factors of 16 bits apart.
+
+        The reference is the policy that training starts from, whose weights contain them.
+        """
+        self._load(stages, pg_collection, is_frozen=optimizer is None and self.role.name != "reference")
         if optimizer is not None:
             optimizer.reload_model_params()
+
+    def _load(self, stages, pg_collection, is_frozen: bool):
+        if isinstance(self.base, FactorWeights):
+            self.base._load(stages, pg_collection, is_frozen=False)  # as under the factors of a trained model
+        elif self.base is not None:
+            self.base.load(stages, pg_collection)
+        load_factors(self.folder, self.source, self.lora, stages, self.role.megatron, pg_collection, is_frozen)
 
 
 class FolderWeights(NamedTuple):

@@ -237,6 +237,18 @@ def test_16_bits_in_a_rollout_on_other_ranks(half, tmp_path, resumes):
     assert rows[2]["weights/sync_bytes"] == 2 * factors > 0
 
 
+def test_16_bits_on_top_of_factors(tmp_path):
+    """The weights under a run's factors contain those of its first policy with rounding; an evaluation has the same."""
+    first = f"{LORA_OF_ACTOR} --bf16 --train-iters 4 --lr 5e-2 --pretrained-checkpoint {inputs()}/sft"
+    train("sft", sft_argv(tmp_path / "first", first))
+    flags = f"{IN_16_BITS} --eval-prompts {inputs()}/heldout.jsonl --eval-interval 2"
+    flags += f" --role-map actor=0;critic=0;reward=0;reference=1 --pretrained-checkpoint {tmp_path}/first"
+    train("rl", rl_argv(tmp_path / "run", flags), 2)
+    rows = metrics(tmp_path / "run")
+    assert rows[1]["kl/reference"] == 0 < rows[2]["kl/reference"]
+    assert_equal_to_training(evaluation(tmp_path / "eval", tmp_path / "run", "--bf16"), rows[2])
+
+
 def test_16_bits_learn_with_a_rollout_in_its_own_layout(tmp_path):
     flags = f"{LORA_OF_ACTOR} --bf16 --train-iters 14 --reward length --reward-length 1 --lr 2e-2 --kl-coefficient 0"
     flags += f" --advantage grpo {TP2} --rollout-tensor-model-parallel-size 1 --verify-weights"
