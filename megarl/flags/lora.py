@@ -41,8 +41,6 @@ def _settings_of(role: str, role_settings, args, hf_model) -> LoRASettings | Non
     rank, alpha, text = role_settings.lora_rank, role_settings.lora_alpha, role_settings.lora_targets
     if rank is None and role_settings.lora_adapter is None:
         return None
-    if args.use_torch_fsdp2:
-        raise UsageError(f"{role}: --lora-rank is not allowed with --use-torch-fsdp2; use --use-distributed-optimizer")
     if role_settings.lora_adapter is not None:
         return _of_adapter(role, role_settings, args, hf_model)
     return LoRASettings(rank, float(rank if alpha is None else alpha), role_settings.lora_rslora,

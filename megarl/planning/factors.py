@@ -11,25 +11,27 @@ HEAD = "output_layer."  # of critics and reward models: it is trained beside the
 
 def trained_and_frozen(
     weights: list[Weight], args, lora: LoRASettings | None, value_head: bool
-) -> tuple[list[Weight], int]:
-    """The weights of a chunk that are trained, and the bytes of all others: without factors, all and 0.
+) -> tuple[list[Weight], list[Weight]]:
+    """The weights of a chunk that are trained, and all others: without factors, all and none.
 
     In fp32 a layer with factors also keeps its weight without them.
     """
     if lora is None:
-        return weights, 0
+        return weights, []
     trained = [w for w in weights if value_head and w.name.startswith(HEAD)]
-    frozen = sum(w.elements * w.itemsize for w in weights if w not in trained)
-    for weight in weights:
-        if factors := _factors(weight, args, lora):
-            trained += factors
-            frozen += weight.elements * weight.itemsize if weight.itemsize == 4 else 0
-    return trained, frozen
+    frozen = [w for w in weights if w not in trained]
+    frozen += [w for w in weights if w.itemsize == 4 and _factors(w, args, lora)]
+    return trained + all_factors(weights, args, lora), frozen
+
+
+def all_factors(weights: list[Weight], args, lora: LoRASettings | None) -> list[Weight]:
+    """The factors of a chunk's weights."""
+    return [] if lora is None else [factor for weight in weights for factor in _factors(weight, args, lora)]
 
 
 def factors_apart(weights: list[Weight], args, lora: LoRASettings | None) -> list[Weight]:
     """The factors that a chunk's weights do not contain, as in 16 bits."""
-    return [] if lora is None or not is_half(args) else trained_and_frozen(weights, args, lora, value_head=False)[0]
+    return all_factors(weights, args, lora) if is_half(args) else []
 
 
 def _factors(weight: Weight, args, lora: LoRASettings) -> list[Weight]:

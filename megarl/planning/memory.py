@@ -12,8 +12,8 @@ import numpy as np
 from megarl.lora import LoRASettings
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.planning import activations
-from megarl.planning.factors import factors_apart, trained_and_frozen
-from megarl.planning.parameters import SCALAR_HEAD, Weight, is_half, stage_weights
+from megarl.planning.factors import all_factors, factors_apart, trained_and_frozen
+from megarl.planning.parameters import LAYERS, SCALAR_HEAD, Weight, is_half, stage_weights
 
 GIB = 2**30
 ALIGNMENT, BUCKET_ALIGNMENT = 64, 128  # elements; the distributed optimizer's padding
@@ -193,6 +193,7 @@ def stage_memory(role, vocab_size: int, kind: str, tokens: int, microbatches: in
         logits = activations.of_logits(args, vocab_size, kind, tokens) if stage == len(stages) - 1 else 0
         if args.use_torch_fsdp2:
             activation += gathered(chunks)
+            activation += sum(plain_bytes(all_factors(weights, args, role.lora)) for weights in chunks)
         persistent = _persistent(chunks, args, kind, stage, role.lora) if role.model_role == role.name else (0, 0, 0)
         shared = min(kv_cache, _largest_buffer(chunks, args, stage, role.lora)) if role.model_role != role.name else 0
         memories.append(Memory(*persistent, kv_cache, activation, logits, offloaded, shared))
@@ -224,21 +225,24 @@ def _persistent(
         parts = [trained_and_frozen(weights, args, lora, kind in SCALAR_HEAD) for weights in chunks]
         sizes = [trained_bytes(trained, args, stage == 0) for trained, _ in parts]
         return (
-            sum(s[0] for s in sizes) + sum(frozen for _, frozen in parts),
+            sum(s[0] for s in sizes) + sum(_held(frozen, args) for _, frozen in parts),
             sum(s[1] for s in sizes),
             int(np.max(sum(s[2] for s in sizes))),
         )
-    if args.use_torch_fsdp2:
-        return sum(sharded_bytes(weights, args)[0] for weights in chunks), 0, 0
-    factors = sum(plain_bytes(factors_apart(weights, args, lora)) for weights in chunks)  # of a rollout's own model
-    return sum(plain_bytes(weights) for weights in chunks) + factors, 0, 0
+    # A rollout's own model has the factors, too.
+    return sum(_held(weights + factors_apart(weights, args, lora), args) for weights in chunks), 0, 0
+
+
+def _held(weights: list[Weight], args) -> int:
+    """Bytes of weights without gradients on a rank, under FSDP on the fullest."""
+    return sharded_bytes(weights, args)[0] if args.use_torch_fsdp2 else plain_bytes(weights)
 
 
 def gathered(chunks: list[list[Weight]]) -> int:
     """Bytes of FSDP weights gathered at a time: embedding, head, the layer in use and the prefetched one."""
     layers, rest = {}, 0
     for weight in (w for chunk in chunks for w in chunk):
-        if weight.name.startswith("decoder.layers."):
+        if weight.name.startswith(LAYERS):
             number = weight.name.split(".")[2]
             layers[number] = layers.get(number, 0) + weight.elements * weight.itemsize
         else:

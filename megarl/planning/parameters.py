@@ -14,6 +14,7 @@ from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern, stage_layers
 from megarl.mcore.parallel.process_groups import ParallelSizes
 
+LAYERS = "decoder.layers."  # prefix of the names of transformer layers
 SCALAR_HEAD = ("value", "reward model")  # kinds (see `memory.stage_memory`) with one output per token
 
 
@@ -75,7 +76,7 @@ def _chunk(args, vocab_size: int, value_head: bool, layers: range, first: bool, 
             weights.append(Weight("embedding.position_embeddings.weight", rows, rows * hidden, size))
     kinds = moe_layer_pattern(args)
     for number, layer in enumerate(layers):
-        weights += [w._replace(name=f"decoder.layers.{number}.{w.name}") for w in _layer(args, sizes, kinds[layer])]
+        weights += [w._replace(name=f"{LAYERS}{number}.{w.name}") for w in _layer(args, sizes, kinds[layer])]
     if last:
         weights += _norm(args, "decoder.final_layernorm", hidden)
         if value_head:

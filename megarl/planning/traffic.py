@@ -15,9 +15,9 @@ from megarl.comm.exchange import HEADER
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern, stage_layers
-from megarl.planning.factors import factors_apart, trained_and_frozen
+from megarl.planning.factors import all_factors, factors_apart, trained_and_frozen
 from megarl.planning.memory import buffers, plain_bytes, sharded_bytes
-from megarl.planning.parameters import SCALAR_HEAD, is_half, stage_weights
+from megarl.planning.parameters import LAYERS, SCALAR_HEAD, is_half, stage_weights
 
 
 @dataclass(frozen=True)
@@ -254,10 +254,15 @@ def gradients(role, kind: str, vocab_size: int, step: StepSizes, forwards: int, 
     for number, chunks in enumerate(stages):
         for weights in chunks:
             if args.use_torch_fsdp2:
-                held, reduced = sharded_bytes(weights, args)
+                factors = all_factors(weights, args, role.lora)
+                held, _ = sharded_bytes(weights + factors, args)
+                _, reduced = sharded_bytes(trained_and_frozen(weights, args, role.lora, kind in SCALAR_HEAD)[0], args)
                 count = step.microbatches(size.data(len(role.ranks)), role.max_tokens_per_microbatch)
                 microbatches = count * step.updates / step.epochs  # of one pass over the batch
                 total += microbatches * (dense - 1) * ((forwards + backwards) * held + backwards * reduced)
+                if factors and not is_half(args):  # they are gathered with the embeddings, to be merged
+                    outside = [w for w in weights if not w.name.startswith(LAYERS)]
+                    total += step.updates * (dense - 1) * sharded_bytes(outside + factors, args)[0]
                 continue
             weights, _ = trained_and_frozen(weights, args, role.lora, kind in SCALAR_HEAD)
             for buffer in buffers(weights, args, number == 0):

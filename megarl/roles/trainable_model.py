@@ -59,6 +59,7 @@ class TrainableModel:
         if role.lora:
             adapter.add_factors(self.model, role.lora, role.megatron, role_groups.pg_collection)
         self.wrapped = optimizer.wrap_for_training(self.model, role.megatron, role_groups.pg_collection)
+        adapter.keep_base(self.model)
         self.optimizer = optimizer.build_optimizer(self.wrapped, role.megatron, role_groups.pg_collection)
         self.scheduler = optimizer.build_scheduler(self.optimizer, role.megatron, updates)
         self._base_fingerprint: str | None = None  # of the weights under low-rank factors

@@ -19,6 +19,7 @@ from tests.helpers.lora_models import (
 from tests.helpers.updates import whole_weights
 from tests.helpers.worlds import run_world
 
+FSDP = "--use-torch-fsdp2"
 CHANNELS, QUERIES = 16, 2  # of the tiny llama: two groups of two query heads
 LAYOUTS = {
     "one": (1, DENSE, ""),
@@ -34,6 +35,11 @@ LAYOUTS = {
     "ep2": (2, MOE, EP2),
     "tp2-sp-moe": (2, MOE, f"{TP2} {SP}"),
     "tp2-ep2-sp": (4, MOE, f"{TP2} {SP} {EP2}"),
+    "fsdp2": (2, DENSE, FSDP),
+    "fsdp3": (3, DENSE, FSDP),
+    "tp2-sp-fsdp2": (4, DENSE, f"{TP2} {SP} {FSDP}"),
+    "cp2-fsdp2-recompute": (2, DENSE, f"{CP2} {RECOMPUTE} {FSDP}"),
+    "fsdp2-moe": (2, MOE, FSDP),
 }
 
 
@@ -141,9 +147,9 @@ def several_updates(rank: int, flags: str, value_head: bool = False):
 
 
 @pytest.mark.parametrize("value_head", [False, True])
-@pytest.mark.parametrize("flags", ["", "--use-distributed-optimizer", "--bf16"])
+@pytest.mark.parametrize("flags", ["", "--use-distributed-optimizer", "--bf16", FSDP, f"{FSDP} --bf16"])
 def test_only_the_factors_and_a_scalar_head_change(flags, value_head):
-    ((before, after, merged, trained),) = run_world(several_updates, 1, f"{DENSE} {flags}", value_head)
+    before, after, merged, trained = run_world(several_updates, 2, f"{DENSE} {flags}", value_head)[0]
     heads = {"output_layer.weight", "output_layer.bias"} if value_head else set()
     for key, weight in before.items():
         assert torch.equal(after[key], weight) == (key not in heads), key
@@ -154,10 +160,10 @@ def test_only_the_factors_and_a_scalar_head_change(flags, value_head):
     assert all(trained[key].any() for key in trained if value_head is False)
 
 
-@pytest.mark.parametrize("layout", ["tp2-sp", "pp2-vp2", "dp2", "tp2-ep2-sp"])
+@pytest.mark.parametrize("layout", ["tp2-sp", "pp2-vp2", "dp2", "tp2-ep2-sp", "fsdp3", "fsdp2-moe"])
 def test_updates_do_not_depend_on_the_layout(layout):
     size, shape, flags = LAYOUTS[layout]
-    options = "--use-distributed-optimizer"
+    options = "" if FSDP in flags else "--use-distributed-optimizer"
     ((_, _, one_merged, one_trained),) = run_world(several_updates, 1, f"{shape} {options}")
     for before, after, merged, trained in run_world(several_updates, size, f"{shape} {flags} {options}"):
         assert all(torch.equal(after[key], weight) for key, weight in before.items())
@@ -170,9 +176,10 @@ BIASED = (
     " --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.01"
 )
 ROUTES = {
-    DENSE: [(1, ""), (2, f"{TP2} {SP}"), (2, f"{PP2} {VP2}"), (1, "")],
+    DENSE: [(1, ""), (2, f"{TP2} {SP}"), (3, FSDP), (2, f"{PP2} {VP2}"), (4, f"{TP2} {SP} {FSDP}"), (1, "")],
+    f"{DENSE} --bf16": [(1, ""), (2, FSDP), (2, TP2), (1, "")],
     f"{DENSE} --use-distributed-optimizer": [(2, ""), (2, TP2), (1, "")],
-    MOE: [(1, ""), (2, EP2), (4, f"{TP2} {SP} {EP2}"), (1, "")],
+    MOE: [(1, ""), (2, EP2), (2, FSDP), (4, f"{TP2} {SP} {EP2}"), (1, "")],
     f"{MOE} {BIASED}": [(1, ""), (2, f"{PP2} {VP2}"), (1, "")],
 }
 

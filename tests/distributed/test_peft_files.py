@@ -30,6 +30,7 @@ LAYOUTS = {
     "tp2-sp": (2, f"{TP2} {SP}", ("qwen2", "phi4", "gemma2", "qwen2_moe", "glm4_moe", "gpt_oss", "deepseek_v3")),
     "pp2": (2, "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1", ("llama3", "glm4_moe")),
     "ep2": (2, "--expert-model-parallel-size 2", MOE),
+    "fsdp2": (2, "--use-torch-fsdp2", ("llama3", "qwen3_moe")),
 }
 DENSE_TARGETS = [
     "q_proj",

@@ -25,6 +25,7 @@ def draw_factors(stages):
     """Fills B, which starts as 0, with numbers that are the same in every layout; merges."""
     from megarl.mcore.lora import adapter
     from megarl.mcore.model.initialization import draw_uniform
+    from megarl.mcore.parallel.fsdp import rows_here
 
     for linear in adapter.adapted_linears(stages):
         size, rank = dist.get_world_size(linear.layer.tp_group), dist.get_rank(linear.layer.tp_group)
@@ -32,8 +33,8 @@ def draw_factors(stages):
             is_whole = linear.is_row_parallel or linear.is_replicated
             rows = len(factors.b) * (1 if is_whole else size)
             whole = draw_uniform(f"{linear.whole_name}.{name}", 7, (rows, factors.b.shape[1]), 0.3)
-            with torch.no_grad():
-                factors.b.copy_(whole if is_whole else whole.chunk(size)[rank])
+            data, here = rows_here(factors.b)
+            data.copy_((whole if is_whole else whole.chunk(size)[rank])[here.start : here.stop])
     adapter.merge(stages)
 
 
@@ -76,8 +77,7 @@ def whole_gradients(stages, pg_collection, describe=None) -> dict:
     """As `whole_weights`, of the gradients of an update without clipping; the model cannot be used afterwards."""
     for chunk in stages:
         for parameter in chunk.parameters():
-            gradient = parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter)
-            parameter.data = gradient.clone().to(parameter)
+            parameter.detach().copy_(parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter))
     return whole_weights(stages, pg_collection, describe)
 
 

@@ -53,13 +53,35 @@ def converted(rank: int, *words):
     convert.main()
 
 
+def assert_equal_to_conversion(source, save, out, *flags):
+    """The export of the second step is what the checkpoint becomes."""
+    run_world(converted, 1, "to-hf", "--hf-model", source, "--load", save, "--save", out, *flags)
+    export = save / "hf" / "step_00000002" / "model.safetensors"
+    assert export.read_bytes() == (out / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("flags", ["", "--bf16"])
+def test_exports_of_sharded_parameters(data, tmp_path, flags):
+    source, layout = data / "llama3", "--use-torch-fsdp2 --tensor-model-parallel-size 1"
+    train("rl", argv(data, "llama3", tmp_path / "run", f"{LORA} --train-iters 2 {layout} {flags}"), 2)
+    assert_equal_to_conversion(source, tmp_path / "run", tmp_path / "out", *flags.split())
+    base, trained = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out"))
+    assert sum(not torch.equal(base[name], trained[name]) for name in base) > 7
+    factors = load_file(tmp_path / "run" / "peft" / "step_00000002" / "adapter_model.safetensors")
+    stored = stored_tensors(folders.step_folder(tmp_path / "run", 2))
+    for name in ("q_proj", "o_proj"):
+        for side in "AB":
+            written = factors[f"base_model.model.model.layers.0.self_attn.{name}.lora_{side}.weight"]
+            linear = {"q_proj": "linear_qkv", "o_proj": "linear_proj"}[name]
+            kept = stored[f"actor.lora.decoder.layers.0.self_attention.{linear}.{name}.lora_{side}"]
+            assert torch.equal(written, kept.to(written.dtype)) and written.any()
+
+
 def test_all_ways_out_give_the_same_model(run, data, tmp_path):
     """The export during training, the conversion of the checkpoint, and PEFT's merge of the adapter."""
     case, save = run
     source, export = data / case, save / "hf" / "step_00000002" / "model.safetensors"
-    words = ("to-hf", "--hf-model", source, "--load", save, "--save", tmp_path / "out")
-    run_world(converted, 1, *words)
-    assert export.read_bytes() == (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert_equal_to_conversion(source, save, tmp_path / "out")
     base, trained = load_file(source / "model.safetensors"), load_file(export)
     changed = {name for name in base if not torch.equal(base[name], trained[name])}
     linears = {name for name in base if name.endswith("_proj.weight")}

@@ -10,6 +10,7 @@ import torch
 from megarl.checkpoint import folders
 from megarl.errors import UsageError
 from megarl.mcore.weights import dist_checkpoint
+from megarl.roles.reference import shares_base
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.lora_models import stored_tensors
@@ -171,14 +172,15 @@ def test_factors_on_top_of_factors(tmp_path):
     assert found[0] == found[1]
 
 
-def test_a_reward_model_and_a_critic_from_factors(tmp_path):
+@pytest.mark.parametrize("size, sharded", [(1, ""), (2, "--use-torch-fsdp2"), (2, "--use-torch-fsdp2 --bf16")])
+def test_a_reward_model_and_a_critic_from_factors(tmp_path, size, sharded):
     held_out = f"--eval-prompts {preferences()}/heldout-preferences.jsonl --eval-interval 10"
     flags = f"--train-iters 20 {LORA_OF_ACTOR} --lr 2e-2 {held_out} --pretrained-checkpoint {inputs()}/sft"
-    train("reward", reward_argv(tmp_path / "reward", flags))
+    train("reward", reward_argv(tmp_path / "reward", f"{flags} {sharded}"), size)
     rows = metrics(tmp_path / "reward")
     assert rows[20]["eval/loss"] < rows[10]["eval/loss"] < 0.6931
     flags = f"--train-iters 1 --reward model --reward-model {tmp_path}/reward"
-    train("rl", rl_argv(tmp_path / "run", f"{flags} --critic-pretrained-checkpoint {tmp_path}/reward"))
+    train("rl", rl_argv(tmp_path / "run", f"{flags} --critic-pretrained-checkpoint {tmp_path}/reward {sharded}"), size)
     assert metrics(tmp_path / "run")[1]["reward/std"] > 0
 
 
@@ -264,3 +266,32 @@ def test_recomputation_changes_nothing(run, tmp_path):
     recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     train("rl", rl_argv(tmp_path, f"{GRADED} {LORA} {STEPS} {recompute}"))
     assert_same_checkpoints(folders.step_folder(tmp_path, 2), folders.step_folder(run, 2))
+
+
+# -- sharded parameters ------------------------------------------------------------------------------------------
+
+FSDP = "--actor-use-torch-fsdp2 --critic-use-torch-fsdp2 --reference-use-torch-fsdp2 --verify-weights"
+
+
+@pytest.mark.parametrize("precision", ["", "--bf16"])
+def test_sharded_parameters(run, tmp_path, precision):
+    """A run learns as one without sharding, shares its reference, and resumes exactly."""
+    flags = f"{GRADED} {LORA} {STEPS} {FSDP} {precision}"
+    roles = program("rl", rl_argv(tmp_path / "run", flags), 2).roles
+    assert shares_base(roles["actor"], roles["reference"])
+    train("rl", rl_argv(tmp_path / "run", flags), 2)
+    rows, expected = metrics(tmp_path / "run"), metrics(run)
+    for step in (1, 2):
+        gap = largest_gap_allowed(torch.bfloat16 if precision else torch.float32)
+        assert rows[step]["rollout/logprob_gap_max"] <= gap
+        for name in ("reward/mean", "actor/loss", "critic/loss", "actor/grad_norm") if not precision else ():
+            assert rows[step][name] == pytest.approx(expected[step][name], rel=1e-4, abs=1e-6), name
+    assert rows[1]["kl/reference"] == 0 < rows[2]["kl/reference"]
+    argv = rl_argv(tmp_path / "again", f"{flags} --load {folders.step_folder(tmp_path / 'run', 1)}")
+    train("rl", argv, 2)
+    (again,), (row,) = (timeless_rows(tmp_path / name, [2]).values() for name in ("again", "run"))
+    assert {name for name in row if again[name] != row[name]} <= {"weights/sync_s"} and again.keys() == row.keys()
+    assert samples(tmp_path / "again", 2) == samples(tmp_path / "run", 2)
+    assert_same_checkpoints(folders.step_folder(tmp_path / "again", 2), folders.step_folder(tmp_path / "run", 2))
+    found = evaluation(tmp_path / "eval", tmp_path / "run", precision)
+    assert found == evaluation(tmp_path / "sharded", tmp_path / "run", f"{precision} --actor-use-torch-fsdp2", 2)

@@ -13,6 +13,7 @@ from megarl.mcore.lora.layer import AdaptedLinear
 from megarl.mcore.lora.projections import projections_of
 from megarl.mcore.model.initialization import global_name
 from megarl.mcore.model.value_head import has_value_head
+from megarl.mcore.parallel.fsdp import gathered_outside_layers, rows_here
 
 EXPERT = re.compile(r"(.*\.local_experts)\.(\d+)(\..*)")
 BALANCING = (".expert_bias", ".expert_share")  # buffers that training changes beside the factors
@@ -52,7 +53,7 @@ class Adapter(torch.nn.Module):
         return not all(linear.product.is_merged for linear in self.linears)
 
     def fold(self):
-        """Adds the factors to the weights for good, with rounding in 16 bits; they must not be attached."""
+        """Adds the whole factors to the weights for good, with rounding in 16 bits; they must not be merged."""
         for linear in self.linears:
             linear.fold()
 
@@ -116,16 +117,26 @@ def trained_state(chunk, metadata: dict) -> dict:
     return chunk.adapter.trained_state(chunk, metadata)
 
 
-def merge(stages):
-    """Puts the present factors into the weights, after an update or a load."""
+def keep_base(stages):
+    """Copies the weights under the factors that will be merged; FSDP must have sharded them before."""
     for linear in adapted_linears(stages):
-        linear.merge()
+        linear.keep_base()
+
+
+def merge(stages):
+    """Puts the present factors into the weights, after an update or a load. A collective under FSDP."""
+    for chunk in stages:
+        if hasattr(chunk, "adapter") and not chunk.adapter.is_apart:
+            with gathered_outside_layers(chunk):
+                for linear in chunk.adapter.linears:
+                    linear.merge()
 
 
 def set_base(stages):
     """Takes the present weights as those under the factors, after they were loaded; then merges."""
     for linear in adapted_linears(stages):
         linear.set_base()
+    merge(stages)
 
 
 @contextlib.contextmanager
@@ -145,13 +156,14 @@ def base_weights(stages):
 @torch.no_grad()
 def folded_weights(stages):
     """Context with weights that contain the factors, for an export; rounded in 16 bits, where they are apart."""
-    apart = [linear for linear in adapted_linears(stages) if linear.base is None]
-    kept = [linear.layer.weight.data for linear in apart]
-    for linear in apart:
-        linear.layer.weight.data = linear.layer.weight.data.clone()
-        linear.fold()
+    apart = [chunk for chunk in stages if hasattr(chunk, "adapter") and chunk.adapter.is_apart]
+    weights = [rows_here(linear.layer.weight).data for linear in adapted_linears(apart)]
+    kept = [weight.clone() for weight in weights]
+    for chunk in apart:
+        with gathered_outside_layers(chunk):
+            chunk.adapter.fold()
     try:
         yield
     finally:
-        for linear, weight in zip(apart, kept, strict=True):
-            linear.layer.weight.data = weight
+        for weight, of_base in zip(weights, kept, strict=True):
+            weight.copy_(of_base)

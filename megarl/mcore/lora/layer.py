@@ -6,12 +6,14 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from megarl.lora import LoRASettings
 from megarl.mcore.kernels.linear import ReplicatedLinear, matmul
 from megarl.mcore.lora.product import LowRankProduct, adapted_linear
 from megarl.mcore.lora.projections import ROW_PARALLEL, Projection
 from megarl.mcore.model.initialization import draw_uniform
+from megarl.mcore.parallel.fsdp import rows_here
 
 
 class Factors(torch.nn.Module):
@@ -40,7 +42,8 @@ class AdaptedLinear(torch.nn.Module):
             tuple(projection.rows for projection in projections), lora.scale, weight.dtype is torch.float32,
             self.is_row_parallel, None if self.is_replicated else layer.tp_group,
         )  # fmt: skip
-        self.base: torch.nn.Parameter | None = None  # W, where the layer's weight has the factors merged
+        # W, where the layer's weight has the factors merged; under FSDP this rank's rows.
+        self.base: torch.nn.Parameter | None = None
         self.factors = torch.nn.ModuleDict()
         size, rank = dist.get_world_size(layer.tp_group), dist.get_rank(layer.tp_group)
         for projection in projections:
@@ -48,15 +51,19 @@ class AdaptedLinear(torch.nn.Module):
             bound = 1 / math.sqrt(columns)  # torch's kaiming_uniform_ with a = √5
             a = draw_uniform(f"{name}.{projection.name}.lora_A", seed, (lora.rank, columns), bound)
             a = a.chunk(size, 1)[rank] if self.is_row_parallel else a
-            b = weight.new_zeros(len(weight[projection.rows]), lora.rank)
-            self.factors[projection.name] = Factors(a.to(weight).contiguous(), b)
+            like = {"dtype": weight.dtype, "device": weight.device}
+            b = torch.zeros(_height(projection.rows), lora.rank, **like)
+            self.factors[projection.name] = Factors(a.to(**like).contiguous(), b)
         self._mark_parallel(weight)
 
     def attach(self):
         """Makes the layer train the factors, and in 16 bits use them."""
         self.layer._forward_impl, self.layer.adds_product = self._forward_impl, not self.product.is_merged
+
+    def keep_base(self):
+        """Keeps a copy of W if the layer's weight will have the factors merged; after FSDP has sharded the weight."""
         if self.product.is_merged:
-            self.base = torch.nn.Parameter(self.layer.weight.detach().clone(), requires_grad=False)
+            self.base = torch.nn.Parameter(rows_here(self.layer.weight).data.clone(), requires_grad=False)
 
     @property
     def layer(self):
@@ -85,44 +92,51 @@ class AdaptedLinear(torch.nn.Module):
         return adapted_linear(input, weight, bias, self.product, self.pairs(), allreduce_dgrad, sequence_parallel)
 
     @torch.no_grad()
-    def change(self) -> list[tuple[slice | Tensor, Tensor]]:
-        """Rows of the weight and s·B·A [n, K] for each projection.
+    def change(self, here: range) -> list[tuple[slice | Tensor, Tensor]]:
+        """Rows, counted from the first of `here`, and their s·B·A [n, K], for each projection with rows in `here`.
 
         The axis that tensor parallelism splits is that of `matmul`'s rows, whose results do not depend on their number:
-        each layout gets the same weight.
+        each layout gets the same weight. The factors must be whole.
         """
-        changes = []
+        changes, is_whole = [], len(here) == len(self.layer.weight)
         for rows, (a, b) in zip(self.product.rows, self.pairs(), strict=True):
+            rows, held = (rows, slice(None)) if is_whole else _within(rows, here)
             if self.is_row_parallel:
-                product = matmul(a.t().contiguous(), b).t()
+                product = matmul(a.t().contiguous(), b).t()[held]
             else:
-                product = matmul(b, a.t().contiguous())
+                product = matmul(b[held], a.t().contiguous())
             changes.append((rows, product.mul_(self.product.scale)))
         return changes
 
     @torch.no_grad()
     def merge(self):
         """Sets the layer's weight to W + s·B·A; does nothing in 16 bits, where they stay apart."""
-        for rows, change in () if self.base is None else self.change():
-            self.layer.weight.data[rows] = self.base.data[rows] + change
+        weight, here = rows_here(self.layer.weight)
+        for rows, change in () if self.base is None else self.change(here):
+            weight[rows] = self.base.data[rows] + change
 
     @torch.no_grad()
     def fold(self):
-        """Adds s·B·A to the weight of a layer that is not attached; in 16 bits with rounding."""
-        for rows, change in self.change():
-            self.layer.weight.data[rows] += change
+        """Adds s·B·A to a weight that does not contain it; in 16 bits with rounding."""
+        weight, here = rows_here(self.layer.weight)
+        for rows, change in self.change(here):
+            weight[rows] += change
+
+    def set_base(self):
+        """Takes W from the layer's weight, which has no factors merged."""
+        if self.base is not None:
+            self.base.data.copy_(rows_here(self.layer.weight).data)
 
     @torch.no_grad()
-    def set_base(self):
-        """Takes W from the layer's weight, then merges."""
-        if self.base is not None:
-            self.base.data.copy_(self.layer.weight.data)
-            self.merge()
-
     def swap_base(self):
         """Exchanges the memory of the layer's weight and of W; in 16 bits the layer stops or starts adding factors."""
         layer = self.layer
-        if self.base is not None:
+        if self.base is not None and isinstance(layer.weight, DTensor):  # FSDP gathers from the weight's own memory
+            weight = rows_here(layer.weight).data
+            kept = weight.clone()
+            weight.copy_(self.base)
+            self.base.copy_(kept)
+        elif self.base is not None:
             layer.weight.data, self.base.data = self.base.data, layer.weight.data
         elif layer.adds_product:
             del layer._forward_impl
@@ -150,3 +164,17 @@ class AdaptedLinear(torch.nn.Module):
                     replica_id=(0, rank if axis is None else 0, replica), prepend_axis_num=len(stacked),
                 )  # fmt: skip
         return state
+
+
+def _height(rows: slice | Tensor) -> int:
+    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+
+
+def _within(rows: slice | Tensor, here: range) -> tuple[slice | Tensor, slice | Tensor]:
+    """Those of a projection's rows that are in `here`: counted from its first, and from the projection's first."""
+    if isinstance(rows, slice):
+        start, stop = max(rows.start, here.start), min(rows.stop, here.stop)
+        start = min(start, stop)
+        return slice(start - here.start, stop - here.start), slice(start - rows.start, stop - rows.start)
+    held = ((rows >= here.start) & (rows < here.stop)).nonzero().flatten()
+    return rows[held] - here.start, held

@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.mcore.model.value_head import has_value_head
+from megarl.mcore.parallel import fsdp
 
 
 def gather_factors(stages, pg_collection) -> tuple[dict[str, Tensor], Tensor | None] | None:
@@ -12,12 +13,9 @@ def gather_factors(stages, pg_collection) -> tuple[dict[str, Tensor], Tensor | N
 
     A collective of the role.
     """
-    mine = [
-        (value.key, value.global_shape, _box(value), value.data.detach().cpu())
-        for value in _factors(stages, pg_collection)
-        if not any(value.replica_id)
-    ]
-    heads = [chunk.output_layer.weight.detach().cpu() for chunk in stages if has_value_head(chunk)]
+    found = [(value, fsdp.whole(value.data).cpu()) for value in _factors(stages, pg_collection)]
+    mine = [(v.key, v.global_shape, _box(v), data) for v, data in found if not any(v.replica_id)]
+    heads = [fsdp.whole(chunk.output_layer.weight).cpu() for chunk in stages if has_value_head(chunk)]
     group = pg_collection.intra_dist_opt
     gathered = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
     dist.gather_object((mine, heads), gathered, group=group, group_dst=0)
@@ -38,16 +36,21 @@ def fill_factors(stages, factors: dict[str, Tensor], head: Tensor | None, pg_col
     """
     for value in _factors(stages, pg_collection):
         if value.key in factors:
-            whole = value.data.new_zeros(value.global_shape)
+            whole = torch.zeros(value.global_shape, dtype=value.data.dtype, device=value.data.device)
             if value.key.endswith("A"):
-                whole[_box(value)] = value.data
+                whole[_box(value)] = fsdp.whole(value.data)
                 whole[..., : factors[value.key].shape[-2], :] = factors[value.key]
             else:
                 whole[..., : factors[value.key].shape[-1]] = factors[value.key]
-            value.data.copy_(whole[_box(value)].view(value.data.shape))
+            _copy_rows(value.data, whole[_box(value)].view(value.data.shape))
     for chunk in stages:
         if head is not None and has_value_head(chunk):
-            chunk.output_layer.weight.copy_(head)
+            _copy_rows(chunk.output_layer.weight, head)
+
+
+def _copy_rows(parameter: Tensor, whole: Tensor):
+    data, here = fsdp.rows_here(parameter)
+    data.copy_(whole[here.start : here.stop])
 
 
 def _factors(stages, pg_collection) -> list:

@@ -5,7 +5,9 @@ during those of the whole model. Megatron's wrapper hard-codes "cuda", averages 
 This one replaces Megatron's DistributedDataParallel, sums gradients, and runs on every device.
 """
 
+import contextlib
 from dataclasses import replace
+from typing import NamedTuple
 
 import megatron.core.dist_checkpointing.optimizer as checkpoint_optimizer
 import torch
@@ -13,7 +15,7 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from torch.distributed import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -64,6 +66,39 @@ def shard(chunk, pg_collection, reduce_in_fp32: bool = False):
         module.set_force_sum_reduction_for_comms(True)
     for name, parameter in chunk.named_parameters():
         vars(parameter).update(attributes[name])  # Megatron's tensor- and sequence-parallel marks
+
+
+class RowsHere(NamedTuple):
+    """A parameter's rows on this rank: all, without FSDP."""
+
+    data: torch.Tensor  # a view
+    rows: range
+
+
+def rows_here(parameter: torch.Tensor) -> RowsHere:
+    """This rank's rows of a parameter, outside of forward and backward passes."""
+    if not isinstance(parameter, DTensor):
+        return RowsHere(parameter.detach(), range(len(parameter)))
+    placed = parameter.shape, parameter.device_mesh, parameter.placements
+    (height, *_), (first, *_) = compute_local_shape_and_global_offset(*placed)
+    return RowsHere(parameter.detach().to_local(), range(first, first + height))
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    """All rows of a parameter; a collective of the ranks that shard it."""
+    return parameter.detach().full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+@contextlib.contextmanager
+def gathered_outside_layers(chunk):
+    """Context in which the parameters of a chunk outside of its transformer layers are whole, to be read."""
+    if isinstance(chunk, FSDPModule):
+        chunk.unshard()
+    try:
+        yield
+    finally:
+        if isinstance(chunk, FSDPModule):
+            chunk.reshard()
 
 
 def local_rows(state: dict) -> dict:

@@ -105,7 +105,7 @@ def factors_state(role: str, stages, adapters, pg_collection, held: Container[st
     """
     metadata, weights = _metadata(pg_collection), {}
     for i, (chunk, adapter) in enumerate(zip(stages, adapters, strict=True)):
-        weights[f"chunk{i}"] = _prefixed(adapter.trained_state(chunk, metadata), role)
+        weights[f"chunk{i}"] = _prefixed(local_rows(adapter.trained_state(chunk, metadata)), role)
         for name in [name for name in weights[f"chunk{i}"] if not name.startswith("adapter.")]:
             if weights[f"chunk{i}"][name].key not in held:
                 del weights[f"chunk{i}"][name]

@@ -42,7 +42,6 @@ def test_roles_differ_and_only_trained_ones_have_factors():
     ("--lora-rank 4 --lora-targets embed_tokens,q_proj", 1, "--lora-targets embed_tokens,q_proj: allowed is"),
     ("--lora-alpha 4", 1, "--lora-alpha 4.0: needs --lora-rank"),
     ("--lora-rslora", 1, "--lora-rslora True: needs --lora-rank"),
-    ("--lora-rank 4 --use-torch-fsdp2", 2, "actor: --lora-rank is not allowed with --use-torch-fsdp2"),
     ("--lora-adapter somewhere", 1, "--lora-adapter somewhere: the actor needs --hf-model"),
 ])  # fmt: skip
 def test_what_is_refused(flags, size, says):

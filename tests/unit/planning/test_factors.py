@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megarl.comm import role_mesh
 from megarl.planning import memory, traffic
 from tests.helpers.tiny_models import VOCAB, parse_roles
+from tests.helpers.worlds import run_world
 
 MOE = "--num-experts 4 --moe-ffn-hidden-size 36 --moe-router-topk 2 --moe-layer-freq [0,1]"
 SHARED = "--moe-shared-expert-intermediate-size 50"
@@ -39,6 +40,7 @@ def test_bytes_are_exact(flags, shape, value_head, ranks, more, targets):
             stages = gpt.build_model(role.megatron, VOCAB, groups, value_head)
             adapter.add_factors(stages, role.lora, role.megatron, groups)
             wrapped = optimizer.wrap_for_training(stages, role.megatron, groups)
+            adapter.keep_base(stages)
             built = optimizer.build_optimizer(wrapped, role.megatron, groups)
             buffers = [b for w in wrapped for b in w.buffers + w.expert_parallel_buffers]
             held = sum(
@@ -77,3 +79,36 @@ def test_a_rollout_gets_the_factors_of_16_bits(flags, ranks):
             assert planned.weights == sum(p.nbytes for p in stages.parameters())
             sent += sum(p.nbytes for chunk in stages for p in chunk.adapter.parameters())
     assert traffic.weights_to_rollout(roles, VOCAB) == sent > 0
+
+
+def sharded_bytes_of_rank(rank: int, flags: str, value_head: bool):
+    """(real, planned) bytes of weights, gradients and optimizer states after an update, under FSDP."""
+    from tests.helpers.lora_models import trainable, update_once
+
+    model, _ = trainable(flags, value_head)
+    update_once(model, model.role_groups, value_head=value_head)
+
+    def local(tensor):
+        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+    held = [local(p) for p in model.model.parameters()]
+    own = {p.untyped_storage().data_ptr() for p in held}
+    gradients = [p for p in model.model.parameters() if p.requires_grad]
+    in_fp32 = model.role.megatron.accumulate_allreduce_grads_in_fp32
+    states = 0
+    for part in model.optimizer.chained_optimizers:
+        masters = [local(p) for group in part.optimizer.param_groups for p in group["params"]]
+        states += sum(p.nbytes for p in masters if p.untyped_storage().data_ptr() not in own)
+        states += sum(local(t).nbytes for state in part.optimizer.state.values() for t in state.values())
+    real = (sum(p.nbytes for p in held),
+            sum(local(p).numel() * (4 if in_fp32 else p.element_size()) for p in gradients), states)  # fmt: skip
+    (planned,) = memory.stage_memory(model.role, VOCAB, "value" if value_head else "train", 64, 1, 0)
+    return real, (planned.weights, planned.gradients, planned.optimizer)
+
+
+@pytest.mark.parametrize("flags, value_head", [("", False), ("", True), ("--bf16", False), (TP2, False)])
+def test_sharded_bytes_are_exact(flags, value_head):
+    for real, planned in run_world(sharded_bytes_of_rank, 4, f"--use-torch-fsdp2 --lora-rank 4 {flags}", value_head)[
+        :1
+    ]:
+        assert real == planned

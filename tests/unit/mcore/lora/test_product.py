@@ -76,6 +76,7 @@ def expert_layers(rank: int, dtype: torch.dtype, is_attached: bool) -> dict:
     for layer in layers:
         layer.layer.weight.requires_grad_(False)
         layer.attach()
+        layer.keep_base()
     factors = {name: f for layer in layers for name, f in layer.factors.items()}
     for name, f in factors.items():
         is_row, rows = name == "down_proj", HIDDEN if name == "down_proj" else FFN
