@@ -141,7 +141,10 @@ def set_base(stages):
 
 @contextlib.contextmanager
 def base_weights(stages):
-    """Context with the weights under the factors, to the last bit: of the reference policy. Copies nothing."""
+    """Context with the weights under the factors, to the last bit: of the reference policy.
+
+    Exchanges memory; only under FSDP it copies this rank's rows.
+    """
     linears = adapted_linears(stages)
     for linear in linears:
         linear.swap_base()
