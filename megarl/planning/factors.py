@@ -2,8 +2,7 @@
 
 from megarl.lora import LoRASettings
 from megarl.mcore.config.model_flags import is_gated
-from megarl.mcore.lora.projections import LINEARS
-from megarl.mcore.weights.hf.mapping import HeadLayout
+from megarl.mcore.model.projections import LINEARS, HeadLayout
 from megarl.planning.parameters import Weight, is_half
 
 HEAD = "output_layer."  # of critics and reward models: it is trained beside the factors

@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers import hf_folders
 from tests.helpers.exactness import largest_gap_allowed
-from tests.helpers.hf_layouts import DENSE, MOE, REWARD, SUPPORTED, run_cases
+from tests.helpers.hf_layouts import DENSE, FAMILIES, MOE, REWARD, SUPPORTED, run_cases
 from tests.helpers.worlds import run_world
 
 TP2, SP = "--tensor-model-parallel-size 2", "--sequence-parallel"
@@ -22,7 +22,7 @@ LAYOUTS = {
     "tp2-sp": (2, f"{TP2} {SP}", tuple(case for case in SUPPORTED if case not in ONE_GROUP), True),
     "pp2": (2, UNEVEN_PP2, SUPPORTED, True),
     "ep2": (2, "--expert-model-parallel-size 2", MOE, True),
-    "sharded": (2, "--use-torch-fsdp2", DENSE + REWARD + ("deepseek_v3", "deepseek_v2_lite"), False),
+    "sharded": (2, "--use-torch-fsdp2", SUPPORTED, False),
     "tp2-sp-ep2-pp2": (4, f"{TP2} {SP} {UNEVEN_PP2} --expert-model-parallel-size 2", MOE, True),
     "cp2": (2, "--context-parallel-size 2", DENSE + MOE, False),
 }
@@ -49,7 +49,19 @@ def folder_of(tmp_path_factory):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_computes_what_transformers_computes_and_exports_the_same_bytes(layout, folder_of, tmp_path):
-    size, flags, cases, generates = LAYOUTS[layout]
+    size, _, cases, _ = LAYOUTS[layout]
+    check(layout, [case for case in cases if size == 1 or case in FAMILIES], folder_of, tmp_path)
+
+
+@pytest.mark.long  # ten minutes
+@pytest.mark.parametrize("layout", [layout for layout, (size, *_) in LAYOUTS.items() if size > 1])
+def test_further_cases_in_every_layout(layout, folder_of, tmp_path):
+    check(layout, [case for case in LAYOUTS[layout][2] if case not in FAMILIES], folder_of, tmp_path)
+
+
+def check(layout, cases, folder_of, tmp_path):
+    """Compares what a layout finds of the cases."""
+    size, flags, _, generates = LAYOUTS[layout]
     folders = {case: folder_of(case) for case in cases}
     for found in run_world(run_cases, size, flags, folders, tmp_path, generates):
         for case, result in found.items():
@@ -65,4 +77,5 @@ def test_every_layout_computes_what_transformers_computes_and_exports_the_same_b
 def test_every_family_has_a_case():
     from megarl.mcore.weights.hf.families import families
 
-    assert families().keys() == {hf_folders.reference(case).config["model_type"] for case in SUPPORTED}
+    assert families().keys() == {hf_folders.reference(case).config["model_type"] for case in FAMILIES}
+    assert set(FAMILIES) <= set(SUPPORTED)

@@ -27,9 +27,9 @@ DENSE, MOE = (
 )
 LAYOUTS = {
     "one rank": (1, "", DENSE + MOE),
-    "tp2-sp": (2, f"{TP2} {SP}", ("qwen2", "phi4", "gemma2", "qwen2_moe", "glm4_moe", "gpt_oss", "deepseek_v3")),
+    "tp2-sp": (2, f"{TP2} {SP}", ("phi4", "gemma2", "qwen2_moe", "gpt_oss", "deepseek_v3")),
     "pp2": (2, "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1", ("llama3", "glm4_moe")),
-    "ep2": (2, "--expert-model-parallel-size 2", MOE),
+    "ep2": (2, "--expert-model-parallel-size 2", ("qwen3_moe", "gpt_oss")),
     "fsdp2": (2, "--use-torch-fsdp2", ("llama3", "qwen3_moe")),
 }
 DENSE_TARGETS = [

@@ -21,6 +21,10 @@ MOE = ("qwen2_moe", "qwen2_moe_window", "qwen2_moe_window_old_style", "qwen3_moe
        "glm4_moe", "glm4_moe_bf16", "gpt_oss", *LATENT)  # fmt: skip
 REWARD = ("llama_reward", "qwen3_reward")
 SUPPORTED = DENSE + MOE + REWARD
+# One case of each family; two where folders differ in their tensors.
+FAMILIES = ("llama3", "qwen25_tied", "qwen3_yarn", "mistral_window", "phi4", "gemma2", "gemma3", "olmo2", "olmo3",
+            "qwen2_moe_window", "qwen3_moe", "mixtral", "glm4_moe", "gpt_oss", "deepseek_v3_yarn", "kimi_k2",
+            "deepseek_v2", "deepseek_v2_lite", *REWARD)  # fmt: skip
 
 
 class InLayout(NamedTuple):

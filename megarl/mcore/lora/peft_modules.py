@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megarl.lora import TARGETS, LoRASettings
-from megarl.mcore.lora.projections import LINEARS, factor_shapes
+from megarl.mcore.lora.projections import factor_shapes
+from megarl.mcore.model.projections import LINEARS
 from megarl.mcore.weights.hf.family import Family
 from megarl.mcore.weights.hf.mapping import StackedExperts
 

@@ -102,6 +102,8 @@ def test_weights_cannot_be_divided_among_any_number_of_files(tmp_path):
 # -- against transformers, in a process of its own: it starts threads, and worlds are forked from this process --------
 
 needs_transformers = pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="needs transformers")
+# transformers does not know this `model_type`; hf_models.py compared its numbers with those of DeepSeek-V3.
+KNOWN = [case for case in CASES if case != "kimi_k2"]
 DIVIDED = {"llama3": 2, "qwen3_moe": 3, "mixtral": 5, "glm4_moe_bf16": 4, "gpt_oss": 2, "deepseek_v3": 3}
 
 
@@ -154,7 +156,7 @@ def computes_the_stored_numbers(case, folder):
 
 @needs_transformers
 def test_transformers_computes_the_stored_numbers(tmp_path):
-    assert_none_fails(computes_the_stored_numbers, CASES, tmp_path)
+    assert_none_fails(computes_the_stored_numbers, KNOWN, tmp_path)
 
 
 def writes_the_same_files(case, folder):
@@ -170,7 +172,7 @@ def writes_the_same_files(case, folder):
 
 @needs_transformers
 def test_transformers_writes_the_same_files(tmp_path):
-    assert_none_fails(writes_the_same_files, CASES, tmp_path)
+    assert_none_fails(writes_the_same_files, KNOWN, tmp_path)
 
 
 def divides_the_weights_in_the_same_way(case, folder):

@@ -1,26 +1,14 @@
 """Which rows of a folder's tensors a weight of Megatron consists of.
 
-All weights but the vocabulary's have the same columns in both. Along the rows, Megatron keeps q, k and v of each key
-and value group together (R·D rows of q, D of k, D of v), and all gate rows before all up rows.
+All weights but the vocabulary's have the same columns in both; `mcore.model.projections` says in which order Megatron
+fuses rows.
 """
 
 from typing import NamedTuple
 
 from torch import Tensor
 
-
-class HeadLayout(NamedTuple):
-    """Attention heads: G groups of R query heads with one key and one value head, D channels each."""
-
-    groups: int
-    queries: int  # per group
-    channels: int
-
-    @classmethod
-    def of(cls, args) -> "HeadLayout":
-        """That of a role's Megatron namespace."""
-        groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-        return cls(groups, args.num_attention_heads // groups, args.kv_channels)
+from megarl.mcore.model.projections import HeadLayout
 
 
 class RowRange(NamedTuple):

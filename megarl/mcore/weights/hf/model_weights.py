@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from megarl.mcore.model.projections import HeadLayout, attention_sizes, linear_sizes, mlp_sizes
 from megarl.mcore.weights.hf.family import EMBEDDING, HEAD
-from megarl.mcore.weights.hf.mapping import HeadLayout
 
 
 class ModelWeight(NamedTuple):
@@ -47,50 +47,33 @@ def _norms(args) -> dict[str, tuple[int, ...]]:
 
 
 def _attention(args) -> dict[str, tuple[int, ...]]:
-    if args.multi_latent_attention:
-        return _latent_attention(args)
-    heads, hidden = HeadLayout.of(args), args.hidden_size
-    width, attended = heads.groups * (heads.queries + 2) * heads.channels, heads.groups * heads.queries * heads.channels
-    shapes = {
-        "self_attention.linear_qkv.weight": (width, hidden),
-        "self_attention.linear_proj.weight": (hidden, attended),
-    }
-    if args.add_bias_linear or args.add_qkv_bias:
-        shapes["self_attention.linear_qkv.bias"] = (width,)
+    linears = linear_sizes(args, attention_sizes(args))
+    shapes = {f"{linear}.weight": size for linear, size in linears.items()}
+    qkv = linears.get("self_attention.linear_qkv")
+    if qkv and (args.add_bias_linear or args.add_qkv_bias):
+        shapes["self_attention.linear_qkv.bias"] = qkv[:1]
     if args.add_bias_linear:
-        shapes["self_attention.linear_proj.bias"] = (hidden,)
+        shapes["self_attention.linear_proj.bias"] = (args.hidden_size,)
     if args.softmax_type == "learnable":
         shapes["self_attention.core_attention.softmax_offset"] = (args.num_attention_heads,)
-    if args.qk_layernorm:
-        shapes |= {f"self_attention.{x}_layernorm.weight": (heads.channels,) for x in "qk"}
-    if args.qk_layernorm_all_heads:
-        shapes["self_attention.q_norm.weight"] = (attended,)
-        shapes["self_attention.k_norm.weight"] = (heads.groups * heads.channels,)
-    return shapes
+    return shapes | _query_and_key_norms(args)
 
 
-def _latent_attention(args) -> dict[str, tuple[int, ...]]:
-    """Queries from the hidden states or a latent of them, keys and values from a latent that all heads share."""
-    hidden, heads, latent, queries = args.hidden_size, args.num_attention_heads, args.kv_lora_rank, args.q_lora_rank
-    width, attended = heads * (args.qk_head_dim + args.qk_pos_emb_head_dim), heads * args.v_head_dim
-    shapes = {
-        "linear_kv_down_proj.weight": (latent + args.qk_pos_emb_head_dim, hidden),
-        "linear_kv_up_proj.weight": (heads * args.qk_head_dim + attended, latent),
-        "linear_proj.weight": (hidden, attended),
-    }
-    shapes |= {"linear_q_proj.weight": (width, hidden)} if queries is None else {
-        "linear_q_down_proj.weight": (queries, hidden), "linear_q_up_proj.weight": (width, queries)
-    }  # fmt: skip
-    if args.add_bias_linear:
-        shapes["linear_proj.bias"] = (hidden,)
-    if args.qk_layernorm:
-        norms = {"q": queries, "kv": latent}
-        shapes |= {f"{name}_layernorm.weight": (size,) for name, size in norms.items() if size is not None}
-    return {f"self_attention.{name}": shape for name, shape in shapes.items()}
+def _query_and_key_norms(args) -> dict[str, tuple[int, ...]]:
+    """Norms of each head, of all heads together, or of latents."""
+    heads, norms = HeadLayout.of(args), {}
+    if args.qk_layernorm and args.multi_latent_attention:
+        norms = {"q_layernorm": args.q_lora_rank, "kv_layernorm": args.kv_lora_rank}
+    elif args.qk_layernorm:
+        norms = {"q_layernorm": heads.channels, "k_layernorm": heads.channels}
+    elif args.qk_layernorm_all_heads:
+        each = heads.groups * heads.channels
+        norms = {"q_norm": each * heads.queries, "k_norm": each}
+    return {f"self_attention.{name}.weight": (size,) for name, size in norms.items() if size is not None}
 
 
 def _mlp(args) -> dict[str, tuple[int, ...]]:
-    return _projections("mlp", args.hidden_size, args.ffn_hidden_size, args.add_bias_linear)
+    return _projections(args, "mlp", args.ffn_hidden_size, args.add_bias_linear)
 
 
 def _experts(args) -> dict[str, tuple[int, ...]]:
@@ -101,16 +84,15 @@ def _experts(args) -> dict[str, tuple[int, ...]]:
     if args.moe_router_enable_expert_bias:
         shapes["mlp.router.expert_bias"] = (experts,)
     ffn = args.moe_ffn_hidden_size or args.ffn_hidden_size
-    shapes |= _projections("mlp.experts.experts", hidden, ffn, args.add_bias_linear)
+    shapes |= _projections(args, "mlp.experts.experts", ffn, args.add_bias_linear)
     if args.moe_shared_expert_intermediate_size:
-        shapes |= _projections("mlp.shared_experts", hidden, args.moe_shared_expert_intermediate_size, False)
+        shapes |= _projections(args, "mlp.shared_experts", args.moe_shared_expert_intermediate_size, False)
     if args.moe_shared_expert_gate:
         shapes["mlp.shared_experts.gate_weight"] = (1, hidden)
     return shapes
 
 
-def _projections(module: str, hidden: int, ffn: int, has_bias: bool) -> dict[str, tuple[int, ...]]:
-    shapes = {f"{module}.linear_fc1.weight": (2 * ffn, hidden), f"{module}.linear_fc2.weight": (hidden, ffn)}
-    if has_bias:
-        shapes |= {f"{module}.linear_fc1.bias": (2 * ffn,), f"{module}.linear_fc2.bias": (hidden,)}
-    return shapes
+def _projections(args, module: str, ffn: int, has_bias: bool) -> dict[str, tuple[int, ...]]:
+    linears = linear_sizes(args, mlp_sizes(args.hidden_size, ffn))
+    shapes = {f"{module}.{linear}.weight": size for linear, size in linears.items()}
+    return shapes | ({f"{module}.{linear}.bias": size[:1] for linear, size in linears.items()} if has_bias else {})

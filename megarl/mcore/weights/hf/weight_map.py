@@ -4,10 +4,11 @@ import itertools
 from collections.abc import Iterator
 
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern
+from megarl.mcore.model.projections import HeadLayout
 from megarl.mcore.weights.hf.family import EMBEDDING, HEAD, LAYER, LM_HEAD, MODEL, SCALAR_HEAD
 from megarl.mcore.weights.hf.folder import READABLE
 from megarl.mcore.weights.hf.hf_model import HFModel
-from megarl.mcore.weights.hf.mapping import HeadLayout, Mapping, RowRange
+from megarl.mcore.weights.hf.mapping import Mapping, RowRange
 from megarl.mcore.weights.hf.model_weights import model_weights
 
 NOT_STORED = (".expert_share",)  # buffers of training alone; they start anew

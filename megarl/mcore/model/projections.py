@@ -1,0 +1,80 @@
+"""The projections of a layer by their names in Hugging Face's models, their sizes, and Megatron's linear layers.
+
+Megatron fuses some: `linear_qkv` keeps, for each key and value group, R·D rows of q, D of k and D of v; `linear_fc1`
+all gate rows, then all up rows. Projections of multi-latent attention are layers of their own.
+"""
+
+from typing import NamedTuple
+
+# Suffix of a linear layer's name -> its projections, in the order of its rows.
+LINEARS = {
+    "self_attention.linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "self_attention.linear_proj": ("o_proj",),
+    "self_attention.linear_q_proj": ("q_proj",),
+    "self_attention.linear_q_down_proj": ("q_a_proj",),
+    "self_attention.linear_q_up_proj": ("q_b_proj",),
+    "self_attention.linear_kv_down_proj": ("kv_a_proj_with_mqa",),
+    "self_attention.linear_kv_up_proj": ("kv_b_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+
+Sizes = dict[str, tuple[int, int]]  # rows and columns of projections by name
+
+
+class HeadLayout(NamedTuple):
+    """Attention heads: G groups of R query heads with one key and one value head, D channels each."""
+
+    groups: int
+    queries: int  # per group
+    channels: int
+
+    @classmethod
+    def of(cls, args) -> "HeadLayout":
+        """That of a role's Megatron namespace."""
+        groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+        return cls(groups, args.num_attention_heads // groups, args.kv_channels)
+
+
+def linears_of(args) -> dict[str, tuple[str, ...]]:
+    """Those of `LINEARS` that a model has; of multi-latent attention perhaps more. `args`: its Megatron namespace."""
+    absent = "self_attention.linear_qkv" if args.multi_latent_attention else "self_attention.linear_q_proj"
+    return {suffix: names for suffix, names in LINEARS.items() if suffix != absent}  # both have a q_proj
+
+
+def attention_sizes(args) -> Sizes:
+    """Sizes of the attention's projections in a model with this Megatron namespace."""
+    if args.multi_latent_attention:
+        return _latent_attention_sizes(args)
+    hidden, heads = args.hidden_size, HeadLayout.of(args)
+    attended = heads.groups * heads.queries * heads.channels
+    sizes = {"q_proj": (attended, hidden), "o_proj": (hidden, attended)}
+    return sizes | dict.fromkeys(("k_proj", "v_proj"), (heads.groups * heads.channels, hidden))
+
+
+def _latent_attention_sizes(args) -> Sizes:
+    """Queries come from the hidden states or a latent of them, keys and values from a latent that all heads share."""
+    hidden, heads, latent, queries = args.hidden_size, args.num_attention_heads, args.kv_lora_rank, args.q_lora_rank
+    width, attended = heads * (args.qk_head_dim + args.qk_pos_emb_head_dim), heads * args.v_head_dim
+    sizes = {
+        "kv_a_proj_with_mqa": (latent + args.qk_pos_emb_head_dim, hidden),
+        "kv_b_proj": (heads * args.qk_head_dim + attended, latent),
+        "o_proj": (hidden, attended),
+    }
+    of_queries = {"q_a_proj": (queries, hidden), "q_b_proj": (width, queries)}
+    return sizes | ({"q_proj": (width, hidden)} if queries is None else of_queries)
+
+
+def mlp_sizes(hidden: int, ffn: int) -> Sizes:
+    """Sizes of the projections of a gated MLP or expert."""
+    return {"gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn)}
+
+
+def linear_sizes(args, sizes: Sizes) -> Sizes:
+    """Rows and columns of the linear layers that hold these projections, by suffix of their names."""
+    found = {}
+    for suffix, names in linears_of(args).items():
+        parts = [sizes[name] for name in names if name in sizes]
+        if parts:
+            found[suffix] = sum(rows for rows, _ in parts), parts[0][1]
+    return found
