@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers import hf_folders
 from tests.helpers.exactness import largest_gap_allowed
-from tests.helpers.hf_layouts import DENSE, FAMILIES, MOE, REWARD, SUPPORTED, run_cases
+from tests.helpers.hf_layouts import DENSE, FAMILIES, MOE, REWARD, SHORT, SUPPORTED, run_cases
 from tests.helpers.worlds import run_world
 
 TP2, SP = "--tensor-model-parallel-size 2", "--sequence-parallel"
@@ -77,7 +77,7 @@ def check(layout, cases, folder_of, tmp_path):
             stored = hf_folders.reference(case)
             assert result.difference <= 1e-5, (case, result.difference)
             if generates and case not in REWARD:
-                assert result.greedy == stored.greedy, case
+                assert result.greedy == stored.greedy[: None if size == 1 else SHORT], case
                 assert result.gap <= largest_gap_allowed(), (case, result.gap)
     for case, folder in folders.items():
         assert unequal_files(folder, tmp_path / case) == [], case

@@ -32,6 +32,7 @@ LAYOUTS = {
     "ep2": (2, "--expert-model-parallel-size 2", ("qwen3_moe", "gpt_oss")),
     "fsdp2": (2, "--use-torch-fsdp2", ("llama3", "qwen3_moe")),
 }
+RSLORA = ("llama3", "qwen2", "qwen3_moe")
 DENSE_TARGETS = [
     "q_proj",
     "k_proj",
@@ -75,7 +76,12 @@ def expected_logprobs(model, sequences) -> list[torch.Tensor]:
     return found
 
 
-def in_peft(rank: int, folder: Path, adapter: Path, sequences) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def run_in_one_process(function, calls: list[tuple]) -> list:
+    """Results of a function that needs PEFT, whose import takes seconds: one process computes all of them."""
+    return run_world(lambda _: [function(*call) for call in calls], 1)[0]
+
+
+def in_peft(folder: Path, adapter: Path, sequences) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Log-probs of a folder's model, and of it with an adapter."""
     import peft
 
@@ -117,9 +123,8 @@ def test_peft_loads_what_is_written(layout, folder_of, tmp_path):
     size, flags, cases = LAYOUTS[layout]
     folders = {case: folder_of(case) for case in cases}
     results = run_world(exported, size, folders, flags, tmp_path)
-    for case, folder in folders.items():
-        sequences = hf_folders.reference(case).tokens
-        ((base, adapted),) = run_world(in_peft, 1, folder, tmp_path / case, sequences)
+    calls = [(folder, tmp_path / case, hf_folders.reference(case).tokens) for case, folder in folders.items()]
+    for case, (base, adapted) in zip(folders, run_in_one_process(in_peft, calls), strict=True):
         assert max(float((a - b).abs().max()) for a, b in zip(base, adapted, strict=True)) > 0.1, case
         for found in results:
             difference = max(float((a - b).abs().max()) for a, b in zip(found[case], adapted, strict=True))
@@ -139,7 +144,7 @@ def imported(rank: int, adapters: dict, flags: str, target: Path) -> dict:
     return found
 
 
-def make_adapter(rank: int, folder: Path, target: Path, is_moe: bool, rslora: bool, sequences) -> list[torch.Tensor]:
+def make_adapter(folder: Path, target: Path, is_moe: bool, rslora: bool, sequences) -> list[torch.Tensor]:
     """Writes a PEFT adapter with random factors; returns the log-probs with it."""
     import peft
 
@@ -158,23 +163,40 @@ def make_adapter(rank: int, folder: Path, target: Path, is_moe: bool, rslora: bo
     return expected_logprobs(model.eval(), sequences)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("rslora", [False, True])
-def test_what_peft_writes_is_loaded(layout, rslora, folder_of, tmp_path):
-    size, flags, cases = LAYOUTS[layout]
-    cases, expected = [case for case in cases if rslora is False or case in ("llama3", "qwen2", "qwen3_moe")], {}
-    adapters = {case: (folder_of(case), tmp_path / "peft" / case) for case in cases}
-    for case, (folder, target) in adapters.items():
-        sequences = hf_folders.reference(case).tokens
-        (expected[case],) = run_world(make_adapter, 1, folder, target, case in MOE, rslora, sequences)
-    for found in run_world(imported, size, adapters, flags, tmp_path / "again"):
+@pytest.fixture(scope="module")
+def made_by_peft(folder_of, tmp_path_factory) -> dict[tuple[str, bool], tuple[Path, list[torch.Tensor]]]:
+    """(case, whether it is scaled as rsLoRA does) -> an adapter that PEFT wrote, and PEFT's log-probs with it."""
+    pairs = [(case, False) for case in DENSE + MOE] + [(case, True) for case in RSLORA]
+    target = tmp_path_factory.mktemp("adapters")
+    calls = [
+        (folder_of(case), target / f"{case}-{rslora}", case in MOE, rslora, hf_folders.reference(case).tokens)
+        for case, rslora in pairs
+    ]
+    logprobs = run_in_one_process(make_adapter, calls)
+    return {pair: (call[1], rows) for pair, call, rows in zip(pairs, calls, logprobs, strict=True)}
+
+
+def cases_of(layout: str, rslora: bool) -> list[str]:
+    """The cases whose adapters a layout loads; few of them are made as rsLoRA scales them."""
+    return [case for case in LAYOUTS[layout][2] if not rslora or case in RSLORA]
+
+
+@pytest.mark.parametrize(
+    "layout, rslora", [(layout, rslora) for layout in LAYOUTS for rslora in (False, True) if cases_of(layout, rslora)]
+)
+def test_what_peft_writes_is_loaded(layout, rslora, made_by_peft, folder_of, tmp_path):
+    size, flags, _ = LAYOUTS[layout]
+    cases = cases_of(layout, rslora)
+    adapters = {case: (folder_of(case), made_by_peft[case, rslora][0]) for case in cases}
+    expected = {case: made_by_peft[case, rslora][1] for case in cases}
+    for found in run_world(imported, size, adapters, flags, tmp_path):
         for case, (rows, lora, _) in found.items():
             difference = max(float((a - b).abs().max()) for a, b in zip(rows, expected[case], strict=True))
             assert difference <= 1e-5, (case, difference)
             assert lora.rslora == rslora and lora.rank == 4
-    for case, (folder, _) in adapters.items():  # what is written again is the same adapter to PEFT
-        sequences = hf_folders.reference(case).tokens
-        ((_, again),) = run_world(in_peft, 1, folder, tmp_path / "again" / case, sequences)
+    # What is written again is the same adapter to PEFT.
+    calls = [(folder_of(case), tmp_path / case, hf_folders.reference(case).tokens) for case in cases]
+    for case, (_, again) in zip(cases, run_in_one_process(in_peft, calls), strict=True):
         assert max(float((a - b).abs().max()) for a, b in zip(again, expected[case], strict=True)) <= 1e-5, case
 
 
@@ -190,10 +212,9 @@ def test_written_factors_are_read_to_the_bit(folder_of, tmp_path):
         assert configs[0] == configs[1]
 
 
-def test_a_larger_rank_keeps_the_function(folder_of, tmp_path):
-    folder, sequences = folder_of("llama3"), hf_folders.reference("llama3").tokens
-    (expected,) = run_world(make_adapter, 1, folder, tmp_path / "peft", False, True, sequences)
-    adapters = {"llama3": (folder, tmp_path / "peft")}
+def test_a_larger_rank_keeps_the_function(made_by_peft, folder_of, tmp_path):
+    target, expected = made_by_peft["llama3", True]
+    adapters = {"llama3": (folder_of("llama3"), target)}
     ((rows, lora, whole),) = (f["llama3"] for f in run_world(imported, 1, adapters, "--lora-rank 6", tmp_path / "x"))
     assert max(float((a - b).abs().max()) for a, b in zip(rows, expected, strict=True)) <= 1e-5
     assert lora.rank == 6
@@ -201,11 +222,11 @@ def test_a_larger_rank_keeps_the_function(folder_of, tmp_path):
     assert a[4:].all() and not b[:, 4:].any()  # new ranks can learn, and change nothing yet
 
 
-def test_modules_of_single_experts_are_read(folder_of, tmp_path):
+def test_modules_of_single_experts_are_read(made_by_peft, folder_of, tmp_path):
     """Factors as older transformers named them; PEFT's reading of a fused module is the reference."""
-    folder, target = folder_of("qwen3_moe"), tmp_path / "peft" / "qwen3_moe"
+    folder, target = folder_of("qwen3_moe"), tmp_path / "qwen3_moe"
     sequences = hf_folders.reference("qwen3_moe").tokens
-    run_world(make_adapter, 1, folder, target, True, False, sequences)
+    shutil.copytree(made_by_peft["qwen3_moe", False][0], target)
     config, tensors = hf_folders.reference("qwen3_moe").config, load_file(target / "adapter_model.safetensors")
     experts = config.get("num_experts") or config["num_local_experts"]
     for name in [name for name in tensors if ".experts.base_layer.lora_A" in name]:
@@ -229,11 +250,9 @@ def test_modules_of_single_experts_are_read(folder_of, tmp_path):
     assert len(rows) == len(sequences)
 
 
-@pytest.fixture(scope="module")
-def adapter(folder_of, tmp_path_factory) -> Path:
-    target = tmp_path_factory.mktemp("adapter")
-    run_world(make_adapter, 1, folder_of("llama3"), target, False, False, [])
-    return target
+@pytest.fixture
+def adapter(made_by_peft) -> Path:
+    return made_by_peft["llama3", False][0]
 
 
 def change_config(folder: Path, **changes):

@@ -25,6 +25,7 @@ SUPPORTED = DENSE + MOE + REWARD
 FAMILIES = ("llama3", "qwen25_tied", "qwen3_yarn", "mistral_window", "phi4", "gemma2", "gemma3", "olmo2", "olmo3",
             "qwen2_moe_window", "qwen3_moe", "mixtral", "glm4_moe", "gpt_oss", "deepseek_v3_yarn", "kimi_k2",
             "deepseek_v2", "deepseek_v2_lite", *REWARD)  # fmt: skip
+SHORT = 24  # tokens that several ranks generate; with the prompt more than any case's attention window
 
 
 class InLayout(NamedTuple):
@@ -111,12 +112,13 @@ def scores(model, groups, sequences: list[list[int]]) -> torch.Tensor:
 def _greedy(model, groups, stored: Reference, vocab_size: int) -> tuple[list[int], float]:
     """The rollout's greedy continuation of the stored prompt, and its gap to the training forward.
 
-    Two shorter prompts share its beginning, and no step has room for all three.
+    Two shorter prompts share its beginning, and no step has room for all three. Several ranks exchange data at every
+    token, which takes most of the time: they generate less.
     """
     from megarl.algorithms.token_sampling import SamplingSettings
     from megarl.mcore.inference.engine import GenerationRequest, RolloutEngine
 
-    prompt, count = stored.prompt, len(stored.greedy)
+    prompt, count = stored.prompt, len(stored.greedy) if dist.get_world_size() == 1 else SHORT
     engine = RolloutEngine(
         model[0], groups.pg_collection, vocab_size, len(prompt) + count, 0.01, 4, prefix_caching=True,
         chunked_prefill=True, step_tokens=len(prompt) // 2,
