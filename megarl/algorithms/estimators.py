@@ -28,6 +28,7 @@ class StepData:
 
     # Of all S responses of the step, the same on every rank:
     scores: Tensor  # [S] float64 sum of a response's token rewards: its score minus the KL penalty, if in the reward
+    raw_scores: Tensor  # [S] float64 the same without the KL penalty: what tells good responses from bad ones
     groups: Tensor  # [S] int64 prompt that the response belongs to, 0 … G−1 in any order, groups of any size
     response_lengths: Tensor  # [S] int64 response tokens, without observation tokens
     baselines: Tensor | None  # [S] float64 reward of the greedy response to the same prompt
@@ -78,17 +79,17 @@ def grpo_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
 
     With `group_std` off, A_i = R_i − mean_G: Dr. GRPO (arXiv 2503.20783).
     """
-    return _on_tokens(step, options, grpo(step.scores, step.groups, std=options.group_std))
+    return _on_tokens(step, options, grpo(step.scores, step.groups, std=options.group_std, raw_scores=step.raw_scores))
 
 
 def rloo_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
     """A_i = R_i − mean of the others' R on every token (RLOO, arXiv 2402.14740)."""
-    return _on_tokens(step, options, rloo(step.scores, step.groups))
+    return _on_tokens(step, options, rloo(step.scores, step.groups, raw_scores=step.raw_scores))
 
 
 def opo_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
     """A_i = R_i − Σ|o|R / Σ|o| over the group, on every token (OPO, arXiv 2505.23585)."""
-    return _on_tokens(step, options, opo(step.scores, step.groups, step.response_lengths))
+    return _on_tokens(step, options, opo(step.scores, step.groups, step.response_lengths, raw_scores=step.raw_scores))
 
 
 def reinforce_plus_plus_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
@@ -102,7 +103,7 @@ def reinforce_plus_plus_baseline_advantages(step: StepData, options: AdvantageOp
 
     Whitening moves the zeros of equal groups too, by the token mean of the batch.
     """
-    return _on_tokens(step, options, centred(step.scores, step.groups))
+    return _on_tokens(step, options, centred(step.scores, step.groups, raw_scores=step.raw_scores))
 
 
 def remax_advantages(step: StepData, options: AdvantageOptions) -> Advantages:

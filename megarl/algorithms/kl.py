@@ -8,6 +8,9 @@ from torch import Tensor
 from megarl.algorithms.packed import require_same_shape
 
 KL_KINDS = ("k1", "k2", "k3", "k1+", "k3+")
+# Clamp of log π_θ − log π_ref, in the loss and in the reward: exp(89) overflows float32, and one such token would give
+# a whole group of responses no finite advantage.
+REFERENCE_LOG_RATIO_LIMIT = 20.0
 
 
 def kl_estimate(

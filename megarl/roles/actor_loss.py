@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.aggregation import aggregate, masked_sum
-from megarl.algorithms.kl import kl_estimate
+from megarl.algorithms.kl import REFERENCE_LOG_RATIO_LIMIT, kl_estimate
 from megarl.algorithms.policy_loss import PolicyLoss, PolicyTokens
 from megarl.algorithms.rollout_correction import CorrectionOptions, correction_weights
 from megarl.arguments import Settings
@@ -55,7 +55,7 @@ class ActorLoss:
             value = value - s.entropy_coefficient * reduce(scores.entropy)
         if s.kl_in == "loss" and kl_coefficient > 0:
             reference = microbatch.reference_logprobs.masked_fill(~mask, 0.0)
-            kl = reduce(kl_estimate(scores.logprobs, reference, s.kl_estimator, log_ratio_limit=20.0))
+            kl = reduce(kl_estimate(scores.logprobs, reference, s.kl_estimator, REFERENCE_LOG_RATIO_LIMIT))
             value = value + kl_coefficient * kl
         means = [
             masked_sum(x.detach().double(), mask) / counts[0].clamp(min=1)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from megarl.algorithms.advantages import token_rewards
 from megarl.algorithms.estimators import AdvantageOptions, Estimator, StepData
-from megarl.algorithms.kl import AdaptiveKLController, FixedKLController, kl_estimate
+from megarl.algorithms.kl import REFERENCE_LOG_RATIO_LIMIT, AdaptiveKLController, FixedKLController, kl_estimate
 from megarl.algorithms.packed import sums_by_sequence
 from megarl.arguments import Settings
 from megarl.batch import Batch
@@ -45,17 +45,18 @@ class AdvantageComputer:
         """The estimator's inputs; per-sequence sums come from all replicas, exactly: each is summed with zeros."""
         rewards = self._token_rewards(batch)
         baselines = torch.zeros_like(batch.scores) if batch.baseline_scores is None else batch.baseline_scores
-        step_sums = torch.zeros(count, 3, dtype=torch.float64, device=rewards.device)
+        step_sums = torch.zeros(count, 4, dtype=torch.float64, device=rewards.device)
         totals = sums_by_sequence(rewards.double(), batch.response_mask, batch.cu_seqlens)
-        step_sums[batch.sequence_ids] = torch.stack(
-            [totals, batch.response_lengths.double(), baselines.double()], dim=1
-        )
+        lengths = batch.response_lengths.double()
+        raw_scores = torch.where(lengths > 0, batch.scores.to(rewards).double(), 0.0)  # as `token_rewards` reads them
+        step_sums[batch.sequence_ids] = torch.stack([totals, raw_scores, lengths, baselines.double()], dim=1)
         step_sums = self.role_groups.dp_all_reduce(step_sums)
         return StepData(
             scores=step_sums[:, 0],
+            raw_scores=step_sums[:, 1],
             groups=torch.arange(count, device=rewards.device) // self.settings.samples_per_prompt,
-            response_lengths=step_sums[:, 1].long(),
-            baselines=None if batch.baseline_scores is None else step_sums[:, 2],
+            response_lengths=step_sums[:, 2].long(),
+            baselines=None if batch.baseline_scores is None else step_sums[:, 3],
             sequence_ids=batch.sequence_ids,
             token_rewards=rewards,
             values=batch.values,
@@ -67,7 +68,8 @@ class AdvantageComputer:
     def _token_rewards(self, batch: Batch) -> Tensor:
         beta, penalty = self.kl_coefficient, torch.zeros_like(batch.rollout_logprobs)
         if self.settings.kl_in == "reward" and beta > 0:
-            penalty = kl_estimate(batch.logprobs, batch.reference_logprobs, self.settings.kl_estimator)
+            logprobs = batch.logprobs, batch.reference_logprobs
+            penalty = kl_estimate(*logprobs, self.settings.kl_estimator, REFERENCE_LOG_RATIO_LIMIT)
         return token_rewards(batch.scores, penalty, beta, batch.response_mask, batch.cu_seqlens)
 
     def update_kl_coefficient(self, step_batch: StepBatch):

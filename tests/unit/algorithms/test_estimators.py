@@ -25,9 +25,11 @@ def alone(tensor):
 def step_data(step, beta, dtype=torch.float64):
     """The whole step on one rank; `beta` weighs the KL penalty. Entries outside the mask are NaN: they are not read."""
     batch, where = step.batch, (step.batch.mask, step.batch.cu_seqlens)
-    rewards = token_rewards(step.scores, batch.normal(), beta, *where).to(dtype)
+    penalty = batch.normal()
+    rewards = token_rewards(step.scores, penalty, beta, *where).to(dtype)
     return StepData(
         scores=sums_by_sequence(rewards.double(), *where),
+        raw_scores=sums_by_sequence(token_rewards(step.scores, penalty, 0.0, *where).to(dtype).double(), *where),
         groups=step.groups,
         response_lengths=sums_by_sequence(batch.mask.long(), *where),
         baselines=torch.randn(len(step.groups), generator=batch.generator, dtype=torch.float64),
@@ -69,6 +71,7 @@ def test_estimators_equal_verl(case):
     # No groups of one, for which verl has other conventions: tests of the group functions compare those.
     for number, step in enumerate(ragged_steps(lone=False)):
         data, batch = step_data(step, beta=0.1 * (number // 4 % 2)), step.batch
+        data = dataclasses.replace(data, raw_scores=data.scores)  # verl does not tell scores from the KL penalty
         ours = run(case.split(" ")[0], data, options)[batch.mask]
         if whitened and float(ours.abs().max()) < 1e-3:
             # Only rounding is left of equal values, and verl's count + 1e-8 shows in it: ours are looked at alone.
@@ -100,12 +103,28 @@ def test_groups_of_one_and_groups_of_equal_scores_get_exactly_zero():
     for step in ragged_steps(lone=True):
         data = step_data(step, 0.1)
         lone = torch.isin(data.sequence_ids, (step.sizes == 1).nonzero())
-        equal = dataclasses.replace(data, scores=0.1 * data.groups.double())
+        equal = dataclasses.replace(data, raw_scores=0.1 * data.groups.double())  # `scores` have a KL penalty
         for name in BY_GROUP:
             of_sequence = sums_by_sequence(run(name, data, PLAIN).abs(), data.response_mask, data.cu_seqlens)
             assert not of_sequence[lone].any()
             for options in (PLAIN, WHITE):
                 assert not run(name, equal, options).any()
+
+
+@pytest.mark.parametrize("name", BY_GROUP)
+def test_groups_of_unequal_scores_count_the_penalty(name):
+    for step in ragged_steps(lone=False):
+        data = step_data(step, 0.1)
+        lowest, highest = (
+            data.raw_scores.new_zeros(int(data.groups.max()) + 1).scatter_reduce(
+                0, data.groups, data.raw_scores, kind, include_self=False
+            )[data.groups]
+            for kind in ("amin", "amax")
+        )
+        with_penalty = run(name, data, PLAIN)
+        of_scores = run(name, dataclasses.replace(data, raw_scores=data.scores), PLAIN)
+        is_equal = torch.repeat_interleave(lowest == highest, data.cu_seqlens.diff())
+        assert torch.equal(with_penalty, torch.where(is_equal, 0.0, of_scores))
 
 
 def test_remax_gives_zero_to_the_reward_of_the_greedy_response():

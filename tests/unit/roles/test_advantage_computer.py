@@ -98,8 +98,8 @@ def test_a_character_that_was_cut_can_be_shown_and_is_not_the_answer(tmp_path):
 # -- experience --------------------------------------------------------------------------------------------------
 
 
-def completed(rank: int, parsed):
-    """(batch, metrics, KL coefficient afterwards) of this replica."""
+def completed(rank: int, parsed, change=None):
+    """(batch, metrics, KL coefficient afterwards) of this replica; `change` alters its batch before."""
     from megarl.comm import role_mesh
     from megarl.roles.advantage_computer import AdvantageComputer
 
@@ -107,6 +107,8 @@ def completed(rank: int, parsed):
     batch = experience(place.dp_rank, len(place.replicas))
     role = AdvantageComputer(parsed.settings, parsed.estimator, place, Timers())
     batch.advantages = batch.returns = None
+    if change:
+        change(batch)
     role.compute(LocalStepBatch(actor=batch))
     role.update_kl_coefficient(LocalStepBatch(actor=batch))
     return batch, role.metrics, role.kl_coefficient
@@ -161,3 +163,30 @@ def test_returns_are_score_minus_kl_to_the_end_and_advantages_are_white(tmp_path
     assert metrics["perf/tokens"] == len(mask)
     assert metrics["rollout/response_length_mean"] == pytest.approx(int(mask.sum()) / SEQUENCES)
     assert metrics["reward/accuracy"] == 0.5 and metrics["rollout/finished_fraction"] == pytest.approx(2 / 3)
+
+
+def equal_scores(batch: Batch):
+    """All as good as a response without tokens, which receives no score."""
+    batch.scores.zero_()
+
+
+def unlikely_token(batch: Batch):
+    """The policy has drifted so far from the reference that exp of the difference overflows float32."""
+    first = batch.response_mask.nonzero()[0]
+    batch.reference_logprobs[first], batch.logprobs[first] = -0.1, -120.0
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_responses_of_equal_score_have_no_advantage_whatever_their_kl(estimator, size, tmp_path):
+    parsed = program("rl", rl_argv(tmp_path, f"--advantage {estimator} --kl-coefficient 0.3"), size)
+    for batch, metrics, _ in run_world(completed, size, parsed, equal_scores):
+        assert metrics["kl/reference"] != 0 and not batch.advantages.any()
+    assert any(batch.advantages.any() for batch, _, _ in run_world(completed, size, parsed))
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_a_token_far_from_the_reference_leaves_finite_advantages(kind, tmp_path):
+    parsed = program("rl", rl_argv(tmp_path, f"--advantage grpo --kl-coefficient 0.3 --kl-estimator {kind}"), 1)
+    ((batch, _, _),) = run_world(completed, 1, parsed, unlikely_token)
+    assert batch.advantages.any() and batch.advantages.isfinite().all()
