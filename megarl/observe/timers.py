@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 from megarl.observe.timeline import MAX_EVENTS, STEP_CATEGORY, TraceEvent
 
-IDLE_PHASES = frozenset({"wait", "exchange"})
+EVALUATION = "eval_"  # prefix of the phases of an evaluation
+IDLE_PHASES = frozenset({"wait", "exchange", f"{EVALUATION}wait", f"{EVALUATION}exchange"})
 STEP = ("", "step")  # the key of the whole step's wall seconds in the results of `end_step`
 
 
@@ -28,12 +29,23 @@ class Timers:
         self._seconds_ns: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._open: list[list] = []  # [role, phase, nanoseconds of the phases inside]
         self._where: tuple[str, str] | None = None
+        self._prefix = ""
         self._step_start_ns: int | None = None
         self.step = 0
 
     @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Phases inside belong to an evaluation: `rollout` becomes `eval_rollout`, and so on."""
+        self._prefix = EVALUATION
+        try:
+            yield
+        finally:
+            self._prefix = ""
+
+    @contextmanager
     def phase(self, role: str, name: str) -> Iterator[None]:
         """Time the body as phase `name` of `role`."""
+        name = self._prefix + name
         start = time.perf_counter_ns()
         if self._step_start_ns is None:  # setup before the first phase belongs to no step
             self._step_start_ns = start

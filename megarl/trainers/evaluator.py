@@ -5,7 +5,7 @@ metric is computed per prompt and then averaged over prompts, so it does not dep
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 import torch.distributed as dist
@@ -85,6 +85,13 @@ class Evaluator:
 
         A collective of the world. Prompts without a task count only in the overall metrics.
         """
+        with self.timers.evaluation():
+            by_prompt = self._scored_rows()
+        gathered = self._gather([(line, prompt_metrics(list(rows), self.ks)) for line, rows in by_prompt])
+        return None if gathered is None else self._by_task([metrics for _, metrics in gathered])
+
+    def _scored_rows(self) -> Iterator[tuple[int, Iterator[dict]]]:
+        """Generates and scores the responses; (line, its responses' rows) of the prompts that this rank scores."""
         n, s = self.settings.eval_responses, self.settings
         self.reward.prepare(self.prompts, [request.line for request in self.requests])
         responses = self.rollout.generate(self.requests, n, EVAL_STEP, temperature=s.eval_temperature)
@@ -94,9 +101,7 @@ class Evaluator:
         step_batch = StepBatch(self.mesh, self.timers, dp_assignment, responses, EVAL_STEP, self.prompts)
         step_batch.dispatch("reward")
         self.reward.score(step_batch, for_training=False)
-        by_prompt = itertools.groupby(self._rows(), lambda row: row["sequence"] // n)
-        gathered = self._gather([(line, prompt_metrics(list(rows), self.ks)) for line, rows in by_prompt])
-        return None if gathered is None else self._by_task([metrics for _, metrics in gathered])
+        return itertools.groupby(self._rows(), lambda row: row["sequence"] // n)
 
     def samples(self) -> list[dict] | None:
         """Rows of all responses of the last evaluation, with tasks, on rank 0 (None elsewhere). Collective."""

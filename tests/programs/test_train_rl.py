@@ -68,6 +68,8 @@ def check_rows(rows: dict):
     evaluation = ("accuracy", "reward", "response_length_mean", "finished_fraction")
     assert set(rows[0]) == {"step", *(f"eval/{name}" for name in evaluation)}
     assert [step for step, row in rows.items() if "eval/accuracy" in row] == [0, 2, 3]
+    phases = ("time/actor/rollout_s", "time/actor/eval_rollout_s", "time/reward/eval_score_s")
+    assert [[name in rows[step] for name in phases] for step in (1, 2)] == [[True, False, False], [True] * 3]
     for step in (1, 2, 3):
         assert [name for name in METRICS if rows[step].get(name) is None] == []
         assert rows[step]["rollout/logprob_gap_max"] <= largest_gap_allowed()

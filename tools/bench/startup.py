@@ -52,7 +52,7 @@ def first_rollout(folder: Path, began: float) -> dict[str, float]:
     origin = int(trace["otherData"]["start_unix_ns"]) / 1e9 - began
     first = {}
     for event in sorted((e for e in trace["traceEvents"] if e["ph"] == "X"), key=lambda e: e["ts"]):
-        if event["name"].endswith("/rollout"):
+        if event["name"].endswith(("/rollout", "/eval_rollout")):
             first.setdefault(event["tid"], event)
     begins = [event["ts"] / 1e6 for event in first.values()]
     ends = [(event["ts"] + event["dur"]) / 1e6 for event in first.values()]

@@ -49,6 +49,24 @@ def test_phases_accumulate_and_reset(clock):
     assert timers.end_step() == {("critic", "values"): 1.0, STEP: 4.0}
 
 
+def test_an_evaluation_has_phases_of_its_own(clock):
+    timers = Timers()
+    with timers.phase("actor", "rollout"):
+        clock.sleep(2)
+    with pytest.raises(ValueError), timers.evaluation(), timers.phase("actor", "rollout"):
+        clock.sleep(4)
+        raise ValueError
+    assert timers.current() == ("actor", "eval_rollout")
+    with timers.evaluation(), timers.phase("reward", "exchange"):
+        clock.sleep(1)
+    with timers.phase("actor", "rollout"):
+        clock.sleep(8)
+    times = timers.end_step()
+    assert times == {("actor", "rollout"): 10.0, ("actor", "eval_rollout"): 4.0, ("reward", "eval_exchange"): 1.0,
+                     STEP: 15.0}  # fmt: skip
+    assert reduce_times([times], [["actor", "reward"]])["time/idle_fraction"] == pytest.approx(1 / 15)
+
+
 def test_nested_phases_add_up_to_the_step(clock):
     timers = Timers()
     with timers.phase("actor", "update"):
