@@ -20,6 +20,10 @@ class UsageError(Exception):
         self.speaker = speaker
 
 
+class RunStopped(Exception):
+    """A limit that the user has set ends the run. Programs print it in one line and exit with status 1."""
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """An argparse parser that raises UsageError instead of exiting."""
 

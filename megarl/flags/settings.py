@@ -16,6 +16,7 @@ from megarl.algorithms.normalization import ENSEMBLES
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.algorithms.rollout_correction import CORRECTIONS, LEVELS
 from megarl.lora import ALL_LINEAR, TARGETS, are_targets
+from megarl.observe.alarms import DEFAULT_ALARMS, are_alarms
 from megarl.rewards.expression import NAMES
 
 MODELS = ("actor", "critic", "reward", "reference")  # roles that run a model over packed sequences
@@ -256,6 +257,11 @@ class Settings:
                           roles=MODELS)  # fmt: skip
     train_iters: int = _positive(100, "number of training steps", programs=TRAINING)
     seed: int = _not_negative(1, "seed of every random stream", programs=ALL)
+    alarms: str = _flag(DEFAULT_ALARMS, "conditions on metrics and what then happens, as 'actor/ppo_kl > 0.3: skip;"
+                        " critic/loss > 10x: warn' (10x: ten times its median); actions: warn, skip the update, stop",
+                        are_alarms, programs=TRAINING)  # fmt: skip
+    max_skipped_steps: int = _not_negative(20, "end the run after this many steps in a row with a skipped update; 0:"
+                                           " never", programs=TRAINING)  # fmt: skip
     deterministic: bool = _flag(False, "use deterministic kernels; fails where none exists", programs=ALL)
     save: str | None = _flag(None, "run folder for metrics, samples, report and checkpoints", programs=ALL)
     save_interval: int = _not_negative(0, "steps between checkpoints; 0: only at the end", programs=TRAINING)

@@ -15,6 +15,7 @@ from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import StepBatch
 from megarl.mcore.model.forward_pass import TokenScores, token_scores
+from megarl.observe.alarms import UpdateCheck
 from megarl.observe.timers import Timers
 from megarl.roles.actor_loss import METRIC_NAMES, ActorLoss
 from megarl.roles.trainable_model import TrainableModel
@@ -31,7 +32,7 @@ class Actor:
         timers: Timers,
     ):  # fmt: skip
         self.settings, self.role_groups, self.timers, self.vocab_size = settings, role_groups, timers, vocab_size
-        self.loss = ActorLoss(settings, policy_loss)
+        self.loss, self.update_check = ActorLoss(settings, policy_loss), UpdateCheck(settings.alarms, self.name)
         self.trainable_model = None
         self.metrics: dict[str, float] = {}
         if role_groups.is_member:
@@ -112,6 +113,8 @@ class Actor:
             return
         if step_batch.step > self.settings.critic_warmup_steps:
             self._run_epochs(step_batch, kl_coefficient)
+        else:
+            self.trainable_model.pass_over_step()
         self.metrics |= self.trainable_model.router_state.metrics("router", self.settings.router_replay != "none")
         self.metrics |= self.trainable_model.offload.metrics(self.name)
 
@@ -135,12 +138,19 @@ class Actor:
             value, sums = self.loss(scores, microbatch, old_logprobs, counts, kl_coefficient)
             return value, (sums, logprobs, entropy) if on_policy else (sums,)
 
+        def accepts(results: list, norm: float) -> bool:
+            nonlocal sums
+            sums = self.role_groups.dp_all_reduce(torch.stack([of_microbatch for of_microbatch, *_ in results]).sum(0))
+            metrics = dict(zip(METRIC_NAMES, sums.tolist(), strict=True)) | {"actor/grad_norm": norm}
+            return self.update_check.accepts(metrics["actor/loss"], metrics)
+
+        sums = None
         microbatches = self.trainable_model.microbatches(batch, positions)
-        results, applied, norm = self.trainable_model.update(microbatches, self._forward, loss)
+        results, applied, norm = self.trainable_model.update(microbatches, self._forward, loss, accepts)
         if on_policy:
             scored = zip(results, microbatches, strict=True)
             self._set_old_logprobs(batch, [(logprobs, entropy, at) for (_, logprobs, entropy), (_, at) in scored])
-        return self.role_groups.dp_all_reduce(torch.stack([sums for sums, *_ in results]).sum(0)), applied, norm
+        return sums, applied, norm
 
     def _summarize(self, results):
         means = torch.stack([sums for sums, _, _ in results]).mean(0).tolist()

@@ -13,8 +13,11 @@ from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import StepBatch
 from megarl.mcore.model import forward_pass
+from megarl.observe.alarms import UpdateCheck
 from megarl.observe.timers import Timers
 from megarl.roles.trainable_model import TrainableModel
+
+METRIC_NAMES = ("critic/loss", "critic/clip_fraction")
 
 
 class Critic:
@@ -28,7 +31,7 @@ class Critic:
         self, settings: Settings, role: RoleSettings | None, role_groups: RoleGroups, vocab_size: int, timers: Timers
     ):
         self.settings, self.role_groups, self.timers = settings, role_groups, timers
-        self.trainable_model = None
+        self.trainable_model, self.update_check = None, UpdateCheck(settings.alarms, self.name)
         self.metrics: dict[str, float] = {}
         if role_groups.is_member:
             self.trainable_model = TrainableModel(
@@ -76,15 +79,21 @@ class Critic:
             clipped = masked_sum(terms.clipped.double(), mask) / count.clamp(min=1)
             return value, torch.stack([value.detach().double(), clipped])
 
+        def accepts(results: list, norm: float) -> bool:
+            nonlocal sums
+            sums = self.role_groups.dp_all_reduce(torch.stack(results).sum(0))
+            metrics = dict(zip(METRIC_NAMES, sums.tolist(), strict=True)) | {"critic/grad_norm": norm}
+            return self.update_check.accepts(metrics["critic/loss"], metrics)
+
+        sums = None
         microbatches = self.trainable_model.microbatches(batch, positions)
-        sums, applied, norm = self.trainable_model.update(microbatches, self._forward, loss)
-        return self.role_groups.dp_all_reduce(torch.stack(sums).sum(0)), applied, norm
+        _, applied, norm = self.trainable_model.update(microbatches, self._forward, loss, accepts)
+        return sums, applied, norm
 
     def _summarize(self, results):
         means = torch.stack([sums for sums, _, _ in results]).mean(0).tolist()
+        self.metrics |= dict(zip(METRIC_NAMES, means, strict=True))
         self.metrics |= {
-            "critic/loss": means[0],
-            "critic/clip_fraction": means[1],
             "critic/grad_norm": sum(norm for _, _, norm in results) / len(results),
             "critic/learning_rate": self.trainable_model.learning_rate(),
             "critic/updates_skipped": sum(not applied for _, applied, _ in results),

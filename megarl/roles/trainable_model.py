@@ -1,5 +1,7 @@
 """The trainable model of an actor or critic, with optimizer, learning-rate schedule and update step."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -54,7 +56,7 @@ class TrainableModel:
             updates: optimizer updates in one iteration, the unit of the schedule flags.
             value_head: a scalar head instead of the vocabulary projection.
         """
-        self.role, self.role_groups, self.value_head = role, role_groups, value_head
+        self.role, self.role_groups, self.value_head, self.updates = role, role_groups, value_head, updates
         self.model = gpt.build_model(role.megatron, vocab_size, role_groups.pg_collection, value_head)
         if role.lora:
             adapter.add_factors(self.model, role.lora, role.megatron, role_groups.pg_collection)
@@ -114,12 +116,16 @@ class TrainableModel:
         """Context for a step's updates: keeps offloaded weights and gradients on the device in between."""
         return self.offload.present("weights", "gradients", changed=True)
 
-    def update(self, microbatches: Microbatches, forward, loss) -> tuple[list, bool, float]:
+    def update(
+        self, microbatches: Microbatches, forward, loss, accepts: Callable[[list, float], bool] = lambda *_: True
+    ) -> tuple[list, bool, float]:
         """One optimizer update over the micro-batches of a mini-batch.
 
         Args:
             forward: (chunk, micro-batch) -> output.
             loss: (output, micro-batch) -> (local sum divided by the global count, result).
+            accepts: (results, gradient norm) -> whether to apply the update; called on every rank of the role, with the
+                same answer.
 
         Returns:
             Results of the micro-batches, whether the update was applied, and the gradient norm.
@@ -132,12 +138,16 @@ class TrainableModel:
             results = _run_microbatches(self.wrapped, microbatches, forward, loss, groups, train=True)
             self.router_state.add_statistics(microbatches, trained=True)
             with self.offload.present("optimizer", changed=True):
-                applied, norm = optimizer.update(self.optimizer)
+                applied, norm = optimizer.update(self.optimizer, functools.partial(accepts, results))
             adapter.merge(self.model)
             self.optimizer.zero_grad()  # frees the optimizer's copies of the gradients
         if applied:
             self.scheduler.step(1)
         return results, applied, norm
+
+    def pass_over_step(self):
+        """Advances the schedule by an iteration without updates."""
+        self.scheduler.step(self.updates)
 
     def learning_rate(self) -> float:
         """The learning rate of the next update."""

@@ -7,7 +7,7 @@ import traceback
 import torch
 
 from megarl import arguments
-from megarl.errors import WARNED, UsageError, warn
+from megarl.errors import WARNED, RunStopped, UsageError, warn
 from megarl.observe.timers import Timers
 
 
@@ -32,6 +32,9 @@ def launch(train, program: str):
         if rank == error.speaker:
             print(f"megarl: error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+    except RunStopped as error:
+        print(f"megarl: stopped: {error}", file=sys.stderr, flush=True)
+        os._exit(1)  # as below
     except Exception as error:
         role, phase = timers.current() or ("program", "set-up")
         reason = " ".join(f"{type(error).__name__}: {error}".split())

@@ -1,5 +1,7 @@
 """Reward model training on preference pairs: Bradley-Terry loss, accuracy on held-out pairs."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -83,9 +85,16 @@ class RewardModelTrainer(SupervisedTrainer):
                 total, sums = self._measure(scores, microbatch, margins)
                 return total / count, sums / count
 
-            means, applied, norm = self.trainable_model.update(self.microbatches(examples.batch), self._forward, loss)
-            tokens = examples.batch.lengths.sum().double().view(1)
-            *means, tokens = self.role_groups.dp_all_reduce(torch.cat([torch.stack(means).sum(0), tokens])).tolist()
+            def accepts(results: list, norm: float) -> bool:
+                nonlocal means, tokens
+                tokens = examples.batch.lengths.sum().double().view(1)
+                sums = torch.cat([torch.stack(results).sum(0), tokens])
+                *means, tokens = self.role_groups.dp_all_reduce(sums).tolist()
+                return math.isfinite(means[0])
+
+            means = tokens = None
+            microbatches = self.microbatches(examples.batch)
+            _, applied, norm = self.trainable_model.update(microbatches, self._forward, loss, accepts)
             self.metrics = {
                 **{f"reward/{name}": mean for name, mean in zip(METRIC_NAMES, means, strict=True)},
                 "reward/grad_norm": norm,

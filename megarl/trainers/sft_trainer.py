@@ -1,5 +1,7 @@
 """Supervised fine-tuning: the loss is the mean negative log-probability of the response tokens."""
 
+import math
+
 import torch
 
 from megarl.algorithms.aggregation import masked_sum, token_mean
@@ -46,8 +48,14 @@ class SFTTrainer(SupervisedTrainer):
                 value = token_mean(-scores.logprobs, microbatch.response_mask, count)
                 return value, value.detach().double()
 
-            losses, applied, norm = self.trainable_model.update(self.microbatches(examples.batch), self._forward, loss)
-            mean = self.role_groups.dp_all_reduce(torch.stack(losses).sum())
+            def accepts(losses: list, norm: float) -> bool:
+                nonlocal mean
+                mean = self.role_groups.dp_all_reduce(torch.stack(losses).sum())
+                return math.isfinite(mean)
+
+            mean = None
+            microbatches = self.microbatches(examples.batch)
+            _, applied, norm = self.trainable_model.update(microbatches, self._forward, loss, accepts)
             self.metrics = {
                 "sft/loss": float(mean),
                 "sft/grad_norm": norm,

@@ -1,5 +1,6 @@
 """The base class of all trainers: steps, metrics, files of the run, and resume."""
 
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +9,9 @@ from megarl.arguments import RunConfig
 from megarl.checkpoint import adapters, folders
 from megarl.comm.role_mesh import RoleMesh
 from megarl.data.order import PromptOrder
+from megarl.errors import RunStopped
 from megarl.mcore import device
+from megarl.observe.alarms import Alarms
 from megarl.observe.metrics_file import MetricsWriter
 from megarl.observe.progress import RL_FIELDS, Progress
 from megarl.observe.report import write_report
@@ -28,6 +31,7 @@ class Trainer:
         self.config, self.settings, self.mesh, self.timers = config, config.settings, mesh, timers
         self.step = 0
         self.skipped = 0
+        self._skipped_in_a_row, self._alarms = 0, Alarms(config.settings.alarms)
         self.last_step = config.settings.train_iters
         self._fields = fields
         self._writer = self._progress = None
@@ -122,7 +126,9 @@ class Trainer:
         row = {name: value for of_rank in reversed(metrics) for name, value in of_rank.items()}  # the first rank wins
         for name in (name for name in row if name.startswith("memory/")):
             row[name] = max(of_rank.get(name, 0) for of_rank in metrics)
-        self.skipped += any(value for name, value in row.items() if name.endswith("/updates_skipped"))
+        is_skipped = any(value for name, value in row.items() if name.endswith("/updates_skipped"))
+        self.skipped += is_skipped
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if is_skipped else 0
         roles_of_ranks = [self.mesh.roles_of(rank) for rank in range(self.mesh.size)]
         times = reduce_times(times, roles_of_ranks)
         row |= times | {"steps_skipped": self.skipped}
@@ -136,6 +142,12 @@ class Trainer:
             SamplesWriter(self.folder).write(step, rows)
         self.write(step, row)
         self._progress.line(step, row, seconds[0])
+        self._alarms.watch(step, row)
+        if self._skipped_in_a_row >= (self.settings.max_skipped_steps or math.inf):
+            raise RunStopped(
+                f"--max-skipped-steps {self.settings.max_skipped_steps}: in each of the last {self._skipped_in_a_row} "
+                f"steps, up to step {step}, an update was skipped: a loss or gradient was not finite, or over a limit"
+            )
 
     def write(self, step: int, row: dict[str, float]):
         """Appends a step's line to the metrics file; rank 0 only."""

@@ -41,7 +41,7 @@ VALUES = {
     "group_filter": "correct", "rollout_correction": "mis", "rollout_correction_level": "geometric", "eval_k": "1,2",
     "kl_horizon": 5000.0, "router_replay": "rollout", "tokenizer_type": "HuggingFaceTokenizer", "reward": "length",
     "reward_ensemble": "min", "reward_url": "http://x", "reward_model": "x", "rollout_dispatch": "static",
-    "over_sampling": 1.5, "lora_targets": "q_proj",
+    "over_sampling": 1.5, "lora_targets": "q_proj", "alarms": "actor/ppo_kl > 1: stop",
 }  # fmt: skip
 REQUIRED = {
     "reward_model": "--reward model", "reward_pattern": "--reward regex", "reward_url": "--reward remote",

@@ -2,12 +2,14 @@
 
 import functools
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.forked_programs import launch
 from tests.helpers.programs import (
     GRADED,
     PLACED,
@@ -264,6 +266,16 @@ def test_a_run_saved_during_critic_warmup_resumes_exactly(size, layout, tmp_path
     assert timeless_rows(tmp_path / "part", (2, 3)) == timeless_rows(tmp_path / "whole", (2, 3))
 
 
+def test_the_schedule_goes_on_while_the_critic_warms_up(tmp_path):
+    flags = f"--train-iters 4 --lr-decay-style linear --lr-decay-iters 4 --min-lr 0 {GRADED}"
+    rates = []
+    for name, more in (("plain", ""), ("warm-up", "--critic-warmup-steps 2")):
+        run_world(watched, 1, program("rl", rl_argv(tmp_path / name, f"{flags} {more}"), 1))
+        rows = metrics(tmp_path / name)
+        rates.append([rows[step].get("actor/learning_rate") for step in (1, 2, 3, 4)])
+    assert rates[1] == [None, None, *rates[0][2:]] and rates[0][2] > rates[0][3] == 0
+
+
 def poisoned(rank: int, parsed) -> list:
     """A run whose second step has NaN advantages on one replica."""
     from megarl.roles.advantage_computer import AdvantageComputer
@@ -292,3 +304,20 @@ def test_a_step_that_is_not_finite_on_one_replica_is_skipped_by_all_and_counted(
     assert [rows[step]["actor/updates_skipped"] for step in (1, 2, 3)] == [0, 2, 0]
     assert [rows[step]["steps_skipped"] for step in (1, 2, 3)] == [0, 1, 1]
     assert rows[2]["actor/loss"] is None and rows[3]["actor/loss"] is not None
+
+
+def test_a_run_ends_after_many_skipped_steps(tmp_path):
+    argv = rl_argv(tmp_path, f"--train-iters 4 --minibatch-size 12 --save-interval 1 --max-skipped-steps 1 {GRADED}")
+    with pytest.raises(RankFailed, match="RunStopped: --max-skipped-steps 1: .* up to step 2, an update was skipped"):
+        run_world(poisoned, 2, program("rl", argv, 2))
+    assert list(metrics(tmp_path)) == [1, 2]  # and the checkpoint before it is the latest
+    assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "step_00000001"
+
+
+def test_an_alarm_ends_a_run_in_one_line(tmp_path):
+    argv = rl_argv(tmp_path, f"--train-iters 3 --alarms reward/mean>-1:stop {GRADED}")
+    status, _, errors = launch(tmp_path, argv)
+    assert status == 1
+    (line,) = [line for line in errors.splitlines() if line.startswith("megarl: stopped: ")]
+    assert re.fullmatch(r"megarl: stopped: step 1: reward/mean is \S+ \(--alarms 'reward/mean > -1: stop'\)", line)
+    assert "Traceback" not in errors and list(metrics(tmp_path)) == [1]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import megatron.core.optimizer as megatron_optimizer
 import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
@@ -101,21 +102,25 @@ def build_optimizer(wrapped: list[DistributedDataParallel | FullyShardedDataPara
     return optimizer
 
 
-def update(optimizer) -> tuple[bool, float]:
+def update(optimizer, accepts: Callable[[float], bool] = lambda norm: True) -> tuple[bool, float]:
     """Applies the clipped gradients and updates expert-balancing state; returns (applied, norm before clipping).
 
     The norm is the same on every rank of the role, so all ranks skip a non-finite gradient together.
+
+    Args:
+        accepts: whether to apply gradients of this norm; the same answer on every rank of the role.
     """
-    applied, norm = _step(optimizer)
+    applied, norm = _step(optimizer, accepts)
     finish_update(optimizer.routers, applied)
     return applied, norm
 
 
-def _step(optimizer) -> tuple[bool, float]:
+def _step(optimizer, accepts: Callable[[float], bool]) -> tuple[bool, float]:
     overflow = optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
     config = optimizer.config
-    if overflow or not math.isfinite(norm) or norm > config.grad_norm_skip_threshold:
+    is_accepted = accepts(norm)  # a collective
+    if overflow or not is_accepted or not math.isfinite(norm) or norm > config.grad_norm_skip_threshold:
         return False, norm
     if config.clip_grad > 0:
         for chained in optimizer.chained_optimizers:

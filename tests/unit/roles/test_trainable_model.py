@@ -63,6 +63,16 @@ def test_replicas_without_sequences_change_nothing(name, tmp_path):
         assert its_numbers == pytest.approx(numbers, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.parametrize("metric", ["actor/grad_norm", "actor/loss", "critic/loss"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_alarm_skips_updates(metric, size, tmp_path):
+    name = metric.split("/")[0]
+    for action in ("skip", "warn"):  # limits that every number is above
+        for _, _, numbers, unchanged in update(tmp_path, name, f"--alarms {metric}>-1e9:{action}", size):
+            assert unchanged == (action == "skip")
+            assert (numbers[f"{name}/updates_skipped"] > 0) == unchanged and numbers[metric] != 0
+
+
 @pytest.mark.parametrize("name, field", [("actor", "advantages"), ("critic", "returns")])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_an_update_that_is_not_finite_on_one_replica_is_skipped_on_all(name, field, value, tmp_path):

@@ -1,0 +1,135 @@
+"""`--alarms`: conditions on metrics, and what follows when one holds: a warning, a skipped update, the end of the run.
+
+    actor/ppo_kl > 0.3: skip; critic/loss > 10x: warn; reward/mean < 0.2: stop
+
+A limit is a number, or a multiple (`10x`) of the metric's median over the last steps, which must be positive.
+"""
+
+import math
+import operator
+import re
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from megarl.errors import RunStopped, UsageError, warn
+
+DEFAULT_ALARMS = "; ".join((
+    "actor/grad_norm > 10x: warn", "actor/ppo_kl > 0.5: warn", "critic/loss > 10x: warn", "sft/loss > 3x: warn",
+    "reward/loss > 3x: warn", "reward/mean < 0.3x: warn", "rollout/response_length_mean < 0.3x: warn",
+    "rollout/logprob_gap_mean > 0.05: warn",
+))  # fmt: skip
+ACTIONS = ("warn", "skip", "stop")
+# Metrics of one update, which all ranks of the role have before they apply it.
+OF_UPDATE = {
+    "actor": ("actor/loss", "actor/entropy", "actor/ppo_kl", "actor/clip_fraction", "actor/kl_loss", "actor/grad_norm"),
+    "critic": ("critic/loss", "critic/clip_fraction", "critic/grad_norm"),
+}
+HISTORY, LEAST_HISTORY = 20, 5  # steps that the median is taken of
+_ALARM = re.compile(r"\s*(\S+?)\s*([<>])\s*([^\s:]+?)(x?)\s*:\s*(\w+)\s*")
+_OPERATORS = {"<": operator.lt, ">": operator.gt}
+
+
+class Alarm(NamedTuple):
+    """One condition and its action."""
+
+    metric: str
+    sign: str  # "<" or ">"
+    limit: float
+    is_relative: bool  # whether the limit is a multiple of the median
+    action: str  # one of ACTIONS
+
+    def __str__(self) -> str:
+        return f"{self.metric} {self.sign} {self.limit:g}{'x' * self.is_relative}: {self.action}"
+
+    def holds(self, value: float, history: Sequence[float] = ()) -> bool:
+        """Whether a metric's value meets the condition; a relative one needs a history with a positive median."""
+        limit = self.limit
+        if self.is_relative:
+            if len(history) < LEAST_HISTORY or (middle := median(history)) <= 0:
+                return False
+            limit *= middle
+        return _OPERATORS[self.sign](value, limit)
+
+
+def parse_alarms(text: str) -> list[Alarm]:
+    """The alarms of a flag's value, separated by `;`. UsageError for a malformed one, or one that cannot skip."""
+    return [_parse(part) for part in text.split(";") if part.strip()]
+
+
+def are_alarms(text: str) -> bool:
+    """True; UsageError as in `parse_alarms`."""
+    parse_alarms(text)
+    return True
+
+
+def _parse(text: str) -> Alarm:
+    match, error = _ALARM.fullmatch(text), f"--alarms {text.strip()!r}: "
+    if match is None:
+        raise UsageError(f"{error}allowed is 'METRIC > LIMIT: ACTION' or with <, as in 'actor/ppo_kl > 0.3: warn'")
+    metric, sign, limit, multiple, action = match.groups()
+    try:
+        number = float(limit)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise UsageError(f"{error}{limit!r} is no limit; allowed is a number such as 0.3, or a multiple such as 10x")
+    if action not in ACTIONS:
+        raise UsageError(f"{error}{action!r} is no action; allowed are {', '.join(ACTIONS)}")
+    alarm = Alarm(metric, sign, number, bool(multiple), action)
+    skippable = [name for names in OF_UPDATE.values() for name in names]
+    if action == "skip" and metric not in skippable:
+        raise UsageError(f"{error}only an update can be skipped, by what is known before it: {', '.join(skippable)}")
+    if action == "skip" and alarm.is_relative:
+        raise UsageError(f"{error}skip needs a number as its limit; a multiple is allowed with warn and stop")
+    return alarm
+
+
+class UpdateCheck:
+    """Decides before an update whether it is applied, from numbers that are the same on all ranks of the role."""
+
+    def __init__(self, text: str, role: str):
+        """`text`: value of `--alarms`."""
+        alarms = [alarm for alarm in parse_alarms(text) if alarm.action == "skip"]
+        self._alarms = [alarm for alarm in alarms if alarm.metric in OF_UPDATE[role]]
+
+    def accepts(self, loss: float, metrics: Mapping[str, float]) -> bool:
+        """Whether the loss is finite and no alarm says to skip."""
+        found = [alarm for alarm in self._alarms if alarm.metric in metrics and alarm.holds(metrics[alarm.metric])]
+        return math.isfinite(loss) and not found
+
+
+class Alarms:
+    """Watches the metrics of steps; rank 0 only. Alarms that skip are those of `UpdateCheck`."""
+
+    def __init__(self, text: str):
+        """`text`: value of `--alarms`."""
+        self._alarms = [alarm for alarm in parse_alarms(text) if alarm.action != "skip"]
+        self._unseen = {alarm.metric for alarm in self._alarms if text != DEFAULT_ALARMS}
+        self._history = defaultdict(lambda: deque(maxlen=HISTORY))
+        self._holding: set[Alarm] = set()
+
+    def watch(self, step: int, metrics: Mapping[str, float]):
+        """Looks at the metrics of a step: an alarm warns once when its condition begins to hold.
+
+        Raises:
+            RunStopped: an alarm with the action `stop` holds.
+        """
+        if unknown := sorted(name for name in self._unseen - metrics.keys() if not name.startswith("eval/")):
+            warn([f"--alarms: step {step} has no metric {', '.join(unknown)}"])
+        self._unseen = set()
+        found = {alarm for alarm in self._alarms if self._holds(alarm, metrics)}
+        for metric in {alarm.metric for alarm in self._alarms if alarm.is_relative} & metrics.keys():
+            if math.isfinite(metrics[metric]):
+                self._history[metric].append(metrics[metric])
+        for alarm in sorted(found - self._holding):
+            text = f"step {step}: {alarm.metric} is {metrics[alarm.metric]:.4g} (--alarms {str(alarm)!r})"
+            if alarm.action == "stop":
+                raise RunStopped(text)
+            warn([text])
+        self._holding = found
+
+    def _holds(self, alarm: Alarm, metrics: Mapping[str, float]) -> bool:
+        value = metrics.get(alarm.metric)
+        return value is not None and alarm.holds(value, self._history[alarm.metric])
