@@ -26,10 +26,21 @@ class KeyedSampling(Sampling):
             rows = softcap_(rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True), self.softcap)
         active = slice(context.paused_request_count, context.total_request_count)
         positions = context.request_kv_length_offsets[active] + context.request_query_lengths[active]
-        numbers = uniforms(self.keys[context.request_ids[active].long()], positions.long()).to(rows.device)
+        numbers = uniforms(self.keys[context.request_ids[active].long()], positions.long())
         self._policy = GatheredPolicy(rows, self.settings.temperature, self.vocab_size, self.tensor_ranks)
-        tokens = sample_tokens(rows[:, : self.vocab_size], self._policy.weights, numbers, self.settings)
+        tokens = self._tokens(rows[:, : self.vocab_size], numbers)
         return tokens if output is None else output.copy_(tokens)
+
+    def _tokens(self, logits: Tensor, numbers: Tensor) -> Tensor:
+        """Returns tokens [n] of logits [n, V], on their device; `numbers` [n] are the host's.
+
+        A deterministic run samples on the host: torch has no deterministic cumulative sum of floating-point numbers
+        for CUDA and refuses the other one.
+        """
+        is_refused = logits.device.type == "cuda" and torch.are_deterministic_algorithms_enabled()
+        place = torch.device("cpu") if is_refused and not self.settings.greedy else logits.device
+        weights = self._policy.weights.to(place)
+        return sample_tokens(logits, weights, numbers.to(place), self.settings).to(logits.device)
 
     def log_probs(self, tokens: Tensor) -> Tensor:
         """Returns [n] log-probs of the tokens [n] just sampled, under the temperature-scaled policy over the whole

@@ -70,7 +70,8 @@ class RoutedBlocks(KVBlockAllocator):
         """
         blocks = super().allocate_memory_blocks(num_blocks)
         if blocks is not None and num_blocks:
-            self.context.memory_buffer.index_fill_(1, blocks.long(), 0)
+            memory = self.context.memory_buffer
+            memory.index_fill_(1, blocks.long().to(memory.device), 0)  # the allocator's blocks are the host's
             if self.is_recording:
                 self.routes[blocks.long()] = NO_ROUTE
         return blocks

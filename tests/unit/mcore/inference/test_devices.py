@@ -1,0 +1,83 @@
+"""The engine's steps on a CUDA device: here device tensors have no numbers, and an operation on two devices raises."""
+
+from types import SimpleNamespace
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megarl.algorithms.token_sampling import SamplingSettings
+from tests.helpers.worlds import run_world
+
+BLOCKS, BLOCK, VOCAB, REQUESTS = 12, 16, 512, 4
+
+
+class Host(TorchDispatchMode):
+    """Within fake tensors: what the host computes from its own tensors is real. Notes where cumulative sums of
+    floating-point numbers are computed, which torch refuses on CUDA in deterministic runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.sums = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.overloadpacket is torch.ops.aten.cumsum and args[0].dtype.is_floating_point:
+            self.sums.add(args[0].device.type)
+        is_fake = any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves((args, kwargs)))
+        if is_fake or torch.device(kwargs.get("device") or "cpu").type == "cuda":
+            return func(*args, **kwargs)
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
+
+
+def on_device(*shape: int) -> torch.Tensor:
+    """A tensor on the device, to which others can now move: `mcore/device.py` made torch ignore it."""
+    torch.Tensor.to = getattr(torch.Tensor.to, "__wrapped__", torch.Tensor.to)
+    tensor = torch.ops.aten.empty.memory_format(shape, device=torch.device("cuda"))
+    assert tensor.is_cuda and torch.zeros(1).to(tensor.device).is_cuda
+    return tensor
+
+
+# Both run in a fork: autograd fails in processes forked after fake tensors were used.
+def cleared_blocks(rank) -> list[int]:
+    """Blocks of the host's allocator, cleared in a cache on the device."""
+    from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
+
+    from megarl.mcore.inference.recorded_routes import RoutedBlocks
+
+    with FakeTensorMode(allow_non_fake_inputs=True), Host():
+        memory = on_device(2, BLOCKS, BLOCK, 2, 8)
+        context = SimpleNamespace(memory_buffer=memory, block_size_tokens=BLOCK)
+        blocks = RoutedBlocks(KVBlockAllocator(context, BLOCKS, 0), layers=(0, 1), topk=2)
+        blocks.record(True)
+        return blocks.allocate_memory_blocks(3).tolist()
+
+
+def sampled(rank, settings: SamplingSettings, deterministic: bool):
+    """(device of the tokens, of their log-probs, devices of floating-point cumulative sums) of one decode step."""
+    from megarl.mcore.inference.keyed_sampling import KeyedSampling
+
+    torch.use_deterministic_algorithms(deterministic)
+    row = torch.arange(REQUESTS, dtype=torch.int32)
+    context = SimpleNamespace(
+        paused_request_count=0, total_request_count=REQUESTS, request_ids=row,
+        request_kv_length_offsets=row, request_query_lengths=row,
+    )  # fmt: skip
+    sampling = KeyedSampling(VOCAB, 1)
+    sampling.settings, sampling.keys = settings, torch.arange(REQUESTS)
+    with FakeTensorMode(allow_non_fake_inputs=True), Host() as host:
+        tokens = sampling.sample_kernel(on_device(REQUESTS, VOCAB), REQUESTS, context)
+        return tokens.device.type, sampling.log_probs(tokens).device.type, sorted(host.sums)
+
+
+def test_blocks_of_a_cache_on_the_device_are_cleared():
+    assert run_world(cleared_blocks, 1) == [[8, 9, 10]]
+
+
+def test_a_deterministic_run_needs_no_cumulative_sum_on_the_device():
+    for settings in (SamplingSettings(1.1), SamplingSettings(top_k=5, top_p=0.9)):
+        assert run_world(sampled, 1, settings, True) == [("cuda", "cuda", ["cpu"])]
+        assert run_world(sampled, 1, settings, False) == [("cuda", "cuda", ["cuda"])]
+    assert run_world(sampled, 1, SamplingSettings(greedy=True), True) == [("cuda", "cuda", [])]
