@@ -43,19 +43,22 @@ def main(argv: list[str]) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads of numpy's BLAS would prevent the fork
     gc.disable()  # imports create half a million objects; collecting garbage would take a fifth of the time
     os.environ[WARNED] = "" if options.node_rank in (None, "0") else "1"  # the first node's launcher prints them
-    if status := run(module, [*options.flags, "--check"]):
-        return status
-    os.environ[WARNED] = "1"  # the ranks parse the flags again and must not print them
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if options.nnodes == 1 and can_fork():
-        if options.program != "evaluate":
-            importlib.import_module("torch._dynamo")  # torch imports it for an optimizer: half a second per rank
-        gc.freeze()  # the ranks' garbage collector skips the imported objects, too
-        gc.enable()
-        status = run_ranks(lambda: run(module, options.flags), ranks)
-        gc.unfreeze()  # triton's bindings report objects that still exist at exit
-        return status
+    from megarl.data import node_files  # imports numpy
+
+    with node_files.folder_for_ranks():
+        if status := run(module, [*options.flags, "--check"]):
+            return status
+        os.environ[WARNED] = "1"  # the ranks parse the flags again and must not print them
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if options.nnodes == 1 and can_fork():
+            if options.program != "evaluate":
+                importlib.import_module("torch._dynamo")  # torch imports it for an optimizer: half a second per rank
+            gc.freeze()  # the ranks' garbage collector skips the imported objects, too
+            gc.enable()
+            status = run_ranks(lambda: run(module, options.flags), ranks)
+            gc.unfreeze()  # triton's bindings report objects that still exist at exit
+            return status
     del os.environ["WORLD_SIZE"]
     os.execv(sys.executable, [sys.executable, *torchrun(options)])
 

@@ -34,7 +34,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, tokenizer: Tokenizer, flag: str = "--chat-template"):
-        self.tokenizer, self.flag = tokenizer, flag
+        self.tokenizer, self.flag, self.source = tokenizer, flag, source
         self._marks = Marks(tokenizer.special)
         self._pattern = pattern_of(tokenizer.special)
         self._names = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}

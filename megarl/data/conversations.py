@@ -29,6 +29,11 @@ class Encoder:
             # Fail now, not in the middle of a run: some templates drop a message with empty content.
             self.responses([(Prompt(0, "a"), "b"), (Prompt(0, "a"), "")])
 
+    @property
+    def fingerprint(self) -> tuple:
+        """Tokenizer, template and flag, as values that differ where the tokens or the errors differ."""
+        return self.tokenizer.fingerprint, self.template and self.template.source, self.flag
+
     def prompt(self, prompt: Prompt) -> list[int]:
         """The tokens that the policy continues; with a template they end with the opening of the assistant's turn."""
         return list(self._encoded(prompt.key)[1])

@@ -8,13 +8,18 @@ target of supervised training), `chosen` and `rejected` (strings, the better and
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Iterator
 
+import numpy as np
+
+from megarl.data import node_files
 from megarl.data.messages import Message, conversation_of, message_error, text_of
+from megarl.data.ragged import Ragged
 from megarl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -67,42 +72,48 @@ class Prompt:
 
 
 class PromptSet:
-    """The prompts of one file, in file order."""
+    """The prompts of one file, in file order. It holds the file's text, and each access reads one line of it."""
 
-    def __init__(self, prompts: list[Prompt], path: str, flag: str):
-        self._prompts = prompts
+    def __init__(self, lines: Ragged, path: str, flag: str):
+        """`lines`: the UTF-8 bytes of each line, all valid."""
+        self._lines = lines
         self.path = path
         self.flag = flag
 
     def __len__(self) -> int:
-        return len(self._prompts)
+        return len(self._lines)
 
     def __getitem__(self, index: int) -> Prompt:
-        return self._prompts[index]
+        index = range(len(self))[index]
+        return Prompt(index=index, **_fields(json.loads(self._lines.view(index).tobytes())))
 
     def __iter__(self) -> Iterator[Prompt]:
-        return iter(self._prompts)
+        return (self[index] for index in range(len(self)))
 
     def where(self, index: int) -> str:
         """`--prompts data/train.jsonl:17`, the start of an error message about prompt `index`."""
         return f"{self.flag} {self.path}:{index + 1}"
 
-    def encode(self, encoder: Encoder, max_prompt_length: int | None = None) -> list[list[int]]:
+    def encode(self, encoder: Encoder, max_prompt_length: int | None = None) -> Ragged:
         """Tokens of every prompt as the policy reads it; UsageError if one has none or more than `max_prompt_length`.
 
-        None: any length, to check that `encoder` accepts every prompt.
+        One rank of a node encodes them for all. None: any length, to check that `encoder` accepts every prompt.
         """
-        encoded = []
-        for prompt in self._prompts:
-            where = self.where(prompt.index)
-            if prompt.messages is not None:
-                raise UsageError(f"{where}: prompt is missing; messages are for supervised training")
-            try:
-                ids = prompt_tokens(prompt, encoder, max_prompt_length)
-            except UsageError as error:
-                raise UsageError(f"{where}: {error}") from None
-            encoded.append(ids)
-        return encoded
+
+        def key() -> tuple:
+            return "tokens", self.where(0), node_files.identity(self.path), encoder.fingerprint, max_prompt_length
+
+        rows = (self._encoded(prompt, encoder, max_prompt_length) for prompt in self)
+        return Ragged.of_arrays(node_files.arrays(key, lambda: Ragged.of_tokens(rows).arrays()))
+
+    def _encoded(self, prompt: Prompt, encoder: Encoder, max_prompt_length: int | None) -> list[int]:
+        where = self.where(prompt.index)
+        if prompt.messages is not None:
+            raise UsageError(f"{where}: prompt is missing; messages are for supervised training")
+        try:
+            return prompt_tokens(prompt, encoder, max_prompt_length)
+        except UsageError as error:
+            raise UsageError(f"{where}: {error}") from None
 
 
 def prompt_tokens(prompt: Prompt, encoder: Encoder, max_prompt_length: int | None = None) -> list[int]:
@@ -116,24 +127,44 @@ def prompt_tokens(prompt: Prompt, encoder: Encoder, max_prompt_length: int | Non
 
 
 def load_prompts(path: str, flag: str = "--prompts") -> PromptSet:
-    """Read and check every line of a prompt file; `flag` names its option in error messages.
+    """Reads and checks every line of a prompt file; `flag` names its option in error messages.
 
-    Blank lines may follow the last prompt. Raises UsageError with the line number for the first bad line, and for a
-    file that is missing, not UTF-8, or without prompts.
+    One rank of a node does it for all. Blank lines may follow the last prompt. Raises UsageError with the line number
+    for the first bad line, and for a file that is missing, not UTF-8, or without prompts.
     """
-    lines = _read_text(path, flag).split("\n")
-    while lines and not lines[-1].strip():
-        lines.pop()
-    if not lines:
-        raise UsageError(f"{flag} {path}: the file holds no prompt")
+
+    def key() -> tuple:
+        return "prompts", flag, path, node_files.identity(path)
+
+    lines = node_files.arrays(key, lambda: _read_lines(path, flag).arrays())
+    return PromptSet(Ragged.of_arrays(lines), path, flag)
+
+
+def _read_lines(path: str, flag: str) -> Ragged:
+    """The checked lines of a prompt file."""
+    raw = _read_text(path, flag)
+    text = np.frombuffer(raw, np.uint8)
+    breaks = np.flatnonzero(text == ord("\n"))  # in UTF-8 no other character contains this byte
     # One line, one prompt: line number = index + 1, which `PromptSet.where` relies on.
-    prompts = [Prompt(index=i, **_parse_line(line, f"{flag} {path}:{i + 1}")) for i, line in enumerate(lines)]
-    return PromptSet(prompts, path, flag)
+    lines = Ragged(text, np.concatenate([[0], breaks + 1, [len(text)]]).astype(np.int64))
+    count = len(lines)
+    while count and not lines.view(count - 1).tobytes().decode().strip():
+        count -= 1
+    if not count:
+        raise UsageError(f"{flag} {path}: the file holds no prompt")
+    offsets = lines.offsets[: count + 1]
+    for i in range(count):
+        line = lines.view(i).tobytes().decode()
+        _check_line(line.removesuffix("\n"), f"{flag} {path}:{i + 1}")
+    return Ragged(text[: offsets[-1]], offsets)
 
 
-def _read_text(path: str, flag: str) -> str:
+def _read_text(path: str, flag: str) -> bytes:
+    """The bytes of a UTF-8 file without its byte order mark."""
     try:
-        return Path(path).read_bytes().decode("utf-8-sig")
+        raw = Path(path).read_bytes()
+        raw.decode("utf-8-sig")
+        return raw.removeprefix(codecs.BOM_UTF8)
     except FileNotFoundError:
         raise UsageError(f"{flag} {path}: no such file") from None
     except OSError as error:
@@ -142,7 +173,13 @@ def _read_text(path: str, flag: str) -> str:
         raise UsageError(f"{flag} {path}: not UTF-8 (byte {error.start}); convert the file to UTF-8") from None
 
 
-def _parse_line(line: str, where: str) -> dict[str, Any]:
+def _fields(entry: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a line; a null means that the field is absent."""
+    return {name: value for name, value in entry.items() if value is not None}
+
+
+def _check_line(line: str, where: str):
+    """UsageError unless the line is a prompt."""
     if not line.strip():
         raise UsageError(f"{where}: blank line between prompts; expected one JSON object per line")
     try:
@@ -159,8 +196,7 @@ def _parse_line(line: str, where: str) -> dict[str, Any]:
             f"{where}: unknown field {unknown[0]!r}; allowed: {', '.join(_FIELD_TYPES)} "
             "(anything else belongs inside metadata)"
         )
-    # A null means that the field is absent.
-    fields = {name: value for name, value in entry.items() if value is not None}
+    fields = _fields(entry)
     for name, value in fields.items():
         _check_field(name, value, where)
     if "messages" in fields:
@@ -171,7 +207,6 @@ def _parse_line(line: str, where: str) -> dict[str, Any]:
         raise UsageError(f"{where}: prompt is empty")
     elif isinstance(fields["prompt"], list) and fields["prompt"][-1]["role"] == "assistant":
         raise UsageError(f"{where}: the prompt's last message must not be the assistant's, who answers it")
-    return fields
 
 
 def _check_conversation(fields: dict[str, Any], where: str) -> None:

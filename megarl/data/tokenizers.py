@@ -1,5 +1,6 @@
 """The tokenizer interface, SentencePiece, and the tokenizers by the name of `--tokenizer-type`."""
 
+import hashlib
 import itertools
 from pathlib import Path
 from typing import Mapping, Protocol, Sequence
@@ -17,7 +18,7 @@ class Tokenizer(Protocol):
     `end_ids`: ids that end a response, `eos_id` among them; `end_tokens`: their strings. `special`: strings of the
     special tokens that a chat template may write, with their ids. `encode` never returns such an id, whatever the text
     says; `encode_template` returns it wherever the string occurs. `template`: the chat template in the tokenizer's
-    files, or None.
+    files, or None. `fingerprint`: hash of these files.
     """
 
     eos_id: int
@@ -30,6 +31,7 @@ class Tokenizer(Protocol):
     bos_token: str | None
     special: Mapping[str, int]
     template: str | None
+    fingerprint: str
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -55,6 +57,7 @@ class SentencePieceTokenizer:
     def __init__(self, model_path: str, flag: str = "--tokenizer-model"):
         where = f"{flag} {model_path}"
         self._pieces = _read_pieces(model_path, where)
+        self.fingerprint = hashlib.blake2b(self._pieces.serialized_model_proto(), digest_size=16).hexdigest()
         self.vocab_size = self._pieces.vocab_size()
         if self.vocab_size == 0:
             raise UsageError(f"{where}: not a SentencePiece model file (it holds no pieces)")

@@ -1,6 +1,7 @@
 """Hugging Face tokenizers: a tokenizer.json, and the tokenizer_config.json that names its special tokens."""
 
 import functools
+import hashlib
 import itertools
 import json
 from pathlib import Path
@@ -60,6 +61,8 @@ class HuggingFaceTokenizer:
         self.eos_id = vocabulary[self.eos_token]
         self.bos_id = vocabulary[self.bos_token] if self.bos_token else None
         self.end_ids, self.end_tokens = self._ends(file.parent, vocabulary, where)
+        files = repr((self._json, config_text, self.end_ids)).encode()
+        self.fingerprint = hashlib.blake2b(files, digest_size=16).hexdigest()
         self.pad_id = vocabulary[named.get("pad_token", self.eos_token)]
         self.special = {name: vocabulary[name] for name in self._special if name in vocabulary}
         self._special_ids = frozenset(self.special.values())

@@ -20,6 +20,7 @@ from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT, StepBatch
 from megarl.data.order import PromptOrder
 from megarl.data.prompts import PromptSet
+from megarl.data.ragged import Ragged
 from megarl.mcore import device
 from megarl.observe.timers import Timers
 from megarl.roles.reward import Reward
@@ -48,7 +49,7 @@ class RolloutBatcher:
 
     def __init__(
         self, settings: Settings, mesh: RoleMesh, rollout: Rollout, reward: Reward, prompts: PromptSet,
-        prompt_tokens: list[list[int]], hidden_size: int, timers: Timers,
+        prompt_tokens: Ragged, hidden_size: int, timers: Timers,
     ):  # fmt: skip
         """
         Args:
@@ -122,7 +123,7 @@ class RolloutBatcher:
         """The next prompts of the set; `draws` counts how often this step has drawn each line."""
         requests = []
         for line in self.order.take(count):
-            requests.append(PromptRequest(line, self.prompt_tokens[line], draws[line]))
+            requests.append(PromptRequest(line, self.prompt_tokens.view(line), draws[line]))
             draws[line] += 1
         return requests
 

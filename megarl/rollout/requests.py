@@ -1,6 +1,7 @@
 """Converts prompts to requests of the engine, and its completions to a packed batch."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ class PromptRequest(NamedTuple):
     """A prompt for which a group of responses is requested."""
 
     line: int  # in the prompt set
-    tokens: list[int]
+    tokens: Sequence[int]
     draw_index: int = 0  # how often the same step has drawn this line before
     step: int | None = None  # step that drew the line; None: the step that generates
     partial: tuple[PartialResponse, ...] = ()  # one for each sample, to be continued; empty: a new group
@@ -52,7 +53,7 @@ def build_requests(
         keys[is_of_step] = stream_keys(seed, drawn_in, lines[is_of_step], streams[is_of_step])
     partial = partial_responses_of(ids, prompts, samples)
     return [
-        GenerationRequest(prompt.tokens + response.tokens, key, response.remaining(max_new_tokens))
+        GenerationRequest([*prompt.tokens, *response.tokens], key, response.remaining(max_new_tokens))
         for prompt, key, response in zip(of_ids, keys.tolist(), partial, strict=True)
     ]
 

@@ -16,6 +16,7 @@ from megarl.comm import load_balance
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT, StepBatch
 from megarl.data.prompts import PromptSet
+from megarl.data.ragged import Ragged
 from megarl.flags.settings import parse_positive_ints
 from megarl.observe.timers import Timers
 from megarl.roles.reward import Reward
@@ -72,13 +73,14 @@ class Evaluator:
 
     def __init__(
         self, settings: Settings, mesh: RoleMesh, rollout: Rollout, reward: Reward, prompts: PromptSet,
-        tokens: list[list[int]], timers: Timers,
+        tokens: Ragged, timers: Timers,
     ):  # fmt: skip
         """`tokens`: token ids of each prompt. The first `--eval-samples` prompts are evaluated."""
         self.settings, self.mesh, self.timers = settings, mesh, timers
         self.rollout, self.reward, self.prompts = rollout, reward, prompts
         self.ks = eval_ks(settings)
-        self.requests = [PromptRequest(line, ids) for line, ids in enumerate(tokens[: settings.eval_samples])]
+        lines = range(min(len(tokens), settings.eval_samples))
+        self.requests = [PromptRequest(line, tokens.view(line)) for line in lines]
 
     def evaluate(self) -> dict[str, float] | None:
         """Metrics by name on rank 0, None elsewhere: `eval/accuracy`, `eval/pass@4`, `eval/<task>/accuracy`, …

@@ -5,9 +5,11 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megarl import arguments
 from megarl.comm import role_mesh
+from megarl.data import node_files
 from megarl.data.chat import ChatTemplate
 from megarl.data.conversations import Encoder, build_encoder
 from megarl.data.tokenizers import build_tokenizer
@@ -78,7 +80,11 @@ def create_role_mesh(config: arguments.RunConfig) -> role_mesh.RoleMesh:
     """Joins the process group and creates the process groups of all roles."""
     if config.settings.deterministic:
         make_deterministic()
-    return role_mesh.create_mesh(config.roles, distributed_timeout(config))
+    mesh = role_mesh.create_mesh(config.roles, distributed_timeout(config))
+    if mesh.size > 1:
+        dist.barrier()  # all ranks have read their inputs
+    node_files.remove()
+    return mesh
 
 
 def distributed_timeout(config: arguments.RunConfig) -> timedelta:

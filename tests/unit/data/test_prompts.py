@@ -141,8 +141,8 @@ def test_bad_files(tmp_path):
 def test_encode_checks_lengths(tmp_path):
     path = write(tmp_path, {"prompt": "ab"}, {"prompt": "abcd"})
     prompts = load_prompts(path)
-    assert prompts.encode(PLAIN, 4) == [[97, 98], [97, 98, 99, 100]] == prompts.encode(PLAIN)
-    assert prompts.encode(CHAT, 6) == [list(map(ord, text)) for text in ("uaba", "uabcda")]
+    assert list(prompts.encode(PLAIN, 4)) == [[97, 98], [97, 98, 99, 100]] == list(prompts.encode(PLAIN))
+    assert list(prompts.encode(CHAT, 6)) == [list(map(ord, text)) for text in ("uaba", "uabcda")]
     with pytest.raises(UsageError) as caught:
         prompts.encode(PLAIN, 3)
     assert str(caught.value) == f"--prompts {path}:2: the prompt has 4 tokens; --max-prompt-length allows 3"
