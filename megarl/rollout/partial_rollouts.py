@@ -2,19 +2,18 @@
 
 Partial rollouts (Kimi k1.5, arXiv 2501.12599 §2.6; APRIL, 2509.18521): a round that stops early keeps its unfinished
 groups, with the log-probs and the version of the policy that generated each token. The next round starts with them.
-Every rank holds all of them, so any replica of any layout can continue any group.
+The replica that generated a group's first tokens holds them and continues the group.
 """
 
 import io
-import itertools
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megarl.arguments import Settings
-from megarl.batch import GENERATED_FIELDS, Batch, concatenate, expand_ranges
-from megarl.comm.exchange import from_bytes, to_bytes
+from megarl.batch import GENERATED_FIELDS, Batch, concatenate, expand_ranges, round_robin
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT
 from megarl.errors import UsageError
@@ -22,19 +21,33 @@ from megarl.mcore import device
 from megarl.rollout.requests import PartialResponse, PromptRequest
 
 VERSIONS = "versions"  # kept in addition to `GENERATED_FIELDS`
+NO_TOKEN = 1 << 40  # stands for the version of a group without tokens: later than any
 _RESTORED_FIELDS = ("response_mask", "rollout_logprobs", VERSIONS)
 
 
+class CarriedGroup(NamedTuple):
+    """What every rank knows of an unfinished group."""
+
+    line: int
+    draw_index: int
+    step: int  # that drew the line
+    dp_rank: int  # replica that holds the responses
+    lengths: tuple[int, ...]  # tokens of each response
+    finished: tuple[bool, ...]
+    oldest: int  # policy version of its oldest token; `NO_TOKEN` without any
+
+
 class PartialRolloutBuffer:
-    """The unfinished groups, oldest first; the same on every rank."""
+    """The unfinished groups, oldest first. Each replica holds the responses that it generated and continues them."""
 
     def __init__(self, mesh: RoleMesh, settings: Settings):
         self.mesh, self.settings, self.samples = mesh, settings, settings.samples_per_prompt
         self.version = 0  # policy version: updates so far
         self.dropped = 0  # groups dropped for `--max-staleness` since the last `metrics`
-        self._groups: list[tuple[int, int, int]] = []  # line, draw index, step that drew the line
-        self._responses: Batch | None = None  # of `_groups`, numbered from 0, on the host
+        self._groups: list[CarriedGroup] = []  # of all replicas, the same on every rank
+        self._responses: Batch | None = None  # this replica's, on the host; ids number the responses of `_groups`
         self._continued: Batch | None = None  # of the groups that the present round continues
+        self._continued_count = 0  # of all replicas
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -43,31 +56,28 @@ class PartialRolloutBuffer:
         """Removes and returns at most `count` groups, oldest first. `keep_unfinished` puts back those not taken."""
         self._drop_stale()
         popped, self._groups = self._groups[:count], self._groups[count:]
-        self._continued, self._responses = _split_batch(self._responses, len(popped) * self.samples)
-        if not popped:
-            return []
-        b, requests = self._continued, []
-        responses = zip(b.tokens.split(b.lengths.tolist()), b.prompt_lengths.tolist(), b.finished.tolist(), strict=True)
-        for line, draw_index, step in popped:
-            group = list(itertools.islice(responses, self.samples))
-            partial = tuple(
-                PartialResponse(tokens[start:].tolist(), is_finished) for tokens, start, is_finished in group
-            )
-            tokens, prompt_length, _ = group[0]
-            requests.append(PromptRequest(line, tokens[:prompt_length].tolist(), draw_index, step, partial))
-        return requests
+        self._continued_count = len(popped) * self.samples
+        self._continued, self._responses = _split_batch(self._responses, self._continued_count)
+        held = _rows(self._continued)
+        return [self._request(group, held, number * self.samples) for number, group in enumerate(popped)]
+
+    def _request(self, group: CarriedGroup, held: dict[int, tuple[list[int], int]], first: int) -> PromptRequest:
+        """The request of a group whose responses are numbered from `first`; `held`: of `_rows`."""
+        prompt, partial = [], []
+        for i, (length, is_finished) in enumerate(zip(group.lengths, group.finished, strict=True)):
+            tokens, start = held.get(first + i, ([], 0))
+            prompt = tokens[:start]
+            partial.append(PartialResponse(length, is_finished, tokens[start:]))
+        return PromptRequest(group.line, prompt, group.draw_index, group.step, tuple(partial), group.dp_rank)
 
     def _drop_stale(self):
         limit = self.settings.max_staleness
         if not limit or not len(self):
             return
-        batch, oldest = self._responses, torch.full((len(self) * self.samples,), self.version, dtype=torch.int32)
-        token_ids = torch.repeat_interleave(batch.sequence_ids, batch.lengths)[batch.response_mask]
-        oldest = oldest.scatter_reduce(0, token_ids, batch.versions[batch.response_mask], "amin")
-        is_fresh = self.version - oldest.view(-1, self.samples).amin(1) <= limit
+        is_fresh = torch.tensor([self.version - group.oldest <= limit for group in self._groups])
         self.dropped += int((~is_fresh).sum())
         self._groups = [group for group, fresh in zip(self._groups, is_fresh.tolist(), strict=True) if fresh]
-        self._responses = _renumbered(batch.select(is_fresh.repeat_interleave(self.samples).nonzero().flatten()))
+        self._responses = _select(self._responses, is_fresh.repeat_interleave(self.samples))
 
     def keep_unfinished(
         self, batch: Batch | None, requests: list[PromptRequest], step: int, taken: Tensor, longest: int | None
@@ -78,7 +88,7 @@ class PartialRolloutBuffer:
         does not depend on the layout or on timing. A collective of the world if groups are kept.
 
         Args:
-            batch: of `Rollout.generate`.
+            batch: of `Rollout.generate`; one replica has all responses of a group that is not taken.
             requests: given to `Rollout.generate`, those of `pop_oldest` first.
             taken, longest: of `Rollout.earliest_groups`; all groups and None if all are taken.
         """
@@ -90,10 +100,8 @@ class PartialRolloutBuffer:
         if len(taken) < len(requests):
             is_kept = torch.ones(len(requests), dtype=torch.bool)
             is_kept[taken] = False
-            self._keep(batch, is_kept)
-            kept = [requests[i] for i in is_kept.nonzero().flatten().tolist()]
-            self._groups = [(r.line, r.draw_index, step if r.step is None else r.step) for r in kept] + self._groups
-        self._continued = None
+            self._keep(batch, [requests[i] for i in is_kept.nonzero().flatten().tolist()], is_kept, step)
+        self._continued, self._continued_count = None, 0
         return batch, new_tokens
 
     def _restore_continued(self, batch: Batch):
@@ -101,29 +109,29 @@ class PartialRolloutBuffer:
         batch.versions = torch.full_like(batch.tokens, self.version, dtype=torch.int32)
         if self._continued is None:
             return
-        is_continued = (batch.sequence_ids < len(self._continued)).nonzero().flatten()
-        before = self._continued.select(batch.sequence_ids[is_continued].cpu()).to(batch.tokens.device)
+        is_continued = (batch.sequence_ids < self._continued_count).nonzero().flatten()
+        found = torch.searchsorted(self._continued.sequence_ids, batch.sequence_ids[is_continued].cpu())
+        before = self._continued.select(found).to(batch.tokens.device)
         positions = expand_ranges(batch.cu_seqlens[:-1][is_continued], before.lengths)
         for name in _RESTORED_FIELDS:
             getattr(batch, name)[positions] = getattr(before, name)
         batch.prompt_lengths[is_continued] = before.prompt_lengths
 
-    def _keep(self, batch: Batch | None, is_kept: Tensor):
-        """Copies the sequences of the kept groups ([G] bool) from the replicas that hold them to every rank."""
-        role_groups, names = self.mesh[ROLLOUT], [*GENERATED_FIELDS, VERSIONS]
-        sizes = torch.zeros(len(role_groups.replicas), dtype=torch.int64, device=device.device())
-        if role_groups.is_leader:
-            chosen = is_kept.to(batch.sequence_ids.device).repeat_interleave(self.samples)[batch.sequence_ids]
-            mine = to_bytes(batch.select(chosen.nonzero().flatten()), names)
-            sizes[role_groups.dp_rank] = len(mine)
-        dist.all_reduce(sizes)
-        payload = torch.zeros(int(sizes.sum()), dtype=torch.uint8, device=sizes.device)
-        shares = payload.split(sizes.tolist())
-        if role_groups.is_leader:
-            shares[role_groups.dp_rank].copy_(mine)
-        dist.all_reduce(payload)  # as an all-gather: each share is 0 on all ranks but one
-        kept = concatenate([from_bytes(share, names) for share in shares]).to("cpu")
-        self._responses = _renumbered(kept, self._responses)
+    def _keep(self, batch: Batch | None, requests: list[PromptRequest], is_kept: Tensor, step: int):
+        """Keeps this replica's share of the kept groups ([G] bool) and tells every rank which replica has which."""
+        role_groups, kept = self.mesh[ROLLOUT], None
+        if batch is not None:
+            names = [*GENERATED_FIELDS, VERSIONS]
+            kept = Batch(**{name: getattr(batch, name).cpu() for name in names})
+            kept = _select(kept, is_kept.repeat_interleave(self.samples))
+        known = torch.zeros(len(requests) * self.samples, 4, dtype=torch.int64, device=device.device())
+        if role_groups.is_leader and kept is not None:
+            own = torch.cat([_known(kept), torch.full((len(kept), 1), role_groups.dp_rank)], 1)
+            known[kept.sequence_ids.to(known.device)] = own.to(known.device)
+        dist.all_reduce(known)
+        groups = _carried_groups(requests, known.cpu().view(len(requests), self.samples, 4), step)
+        self._responses = _joined(kept, self._responses, len(known))
+        self._groups = groups + self._groups
 
     def staleness_metrics(self, batch: Batch | None) -> dict[str, float]:
         """Staleness, in updates, of the response tokens of a batch before it is trained on; {} outside the rollout.
@@ -153,15 +161,30 @@ class PartialRolloutBuffer:
         dropped, self.dropped = self.dropped, 0
         return {"rollout/carried_groups": len(self), "rollout/dropped_groups": dropped}
 
-    def to_bytes(self) -> bytes:
-        """The state for `from_bytes`."""
-        fields = {name: getattr(self._responses, name) for name in self._responses.present()} if len(self) else {}
-        file = io.BytesIO()
-        torch.save({"version": self.version, "samples": self.samples, "groups": self._groups, **fields}, file)
+    def to_bytes(self) -> bytes | None:
+        """The state for `from_bytes`, on rank 0; None on other ranks. Collective."""
+        shares = self.mesh.gather(self._responses if self.mesh[ROLLOUT].is_leader else None)
+        if shares is None:
+            return None
+        responses = concatenate([share for share in shares if share is not None]) if len(self) else None
+        fields = {name: getattr(responses, name) for name in responses.present()} if responses else {}
+        groups, file = [(group.line, group.draw_index, group.step) for group in self._groups], io.BytesIO()
+        torch.save({"version": self.version, "samples": self.samples, "groups": groups, **fields}, file)
         return file.getvalue()
 
+    def _assign(self, groups: list[tuple[int, int, int]], batch: Batch):
+        """Takes the groups (line, draw index, step) of a checkpoint and this replica's share of their responses."""
+        role_groups = self.mesh[ROLLOUT]
+        dp_ranks = round_robin(batch.sequence_ids, len(role_groups.replicas), self.samples)
+        requests = [PromptRequest(line, (), draw_index, step) for line, draw_index, step in groups]
+        known = torch.cat([_known(batch), dp_ranks.unsqueeze(1)], 1).view(len(groups), self.samples, 4)
+        self._groups = _carried_groups(requests, known, 0)
+        if role_groups.is_member:
+            own = (dp_ranks == role_groups.dp_rank).nonzero().flatten()
+            self._responses = batch.select(own) if len(own) else None
+
     def from_bytes(self, data: bytes):
-        """Loads the groups of a checkpoint.
+        """Loads the groups of a checkpoint, assigned round-robin to the rollout's present replicas.
 
         Raises:
             UsageError: the run has no partial rollouts, another group size, or too small length limits.
@@ -175,11 +198,13 @@ class PartialRolloutBuffer:
                 f"--load: the checkpoint holds {len(groups)} unfinished groups of {samples} responses; add "
                 f"--partial-rollouts --samples-per-prompt {samples}"
             )
-        self.version, self._groups, self._responses = version, groups, Batch(**fields) if groups else None
+        self.version, self._groups, self._responses = version, [], None
         if not groups:
             return
-        prompt = int(self._responses.prompt_lengths.max())
-        response = int((self._responses.lengths - self._responses.prompt_lengths).max())
+        batch = Batch(**fields)
+        self._assign(groups, batch)
+        prompt = int(batch.prompt_lengths.max())
+        response = int((batch.lengths - batch.prompt_lengths).max())
         if prompt > s.max_prompt_length or response > s.max_response_length:
             raise UsageError(
                 f"--load: the checkpoint holds unfinished groups with prompts of up to {prompt} and responses of up to "
@@ -187,23 +212,55 @@ class PartialRolloutBuffer:
             )
 
 
+def _carried_groups(requests: list[PromptRequest], known: Tensor, step: int) -> list[CarriedGroup]:
+    """The groups of requests; `known`: [G, samples, 4] length, finished, oldest version, dp rank."""
+    groups = []
+    for request, (lengths, finished, oldest, dp_ranks) in zip(requests, known.transpose(1, 2).tolist(), strict=True):
+        drawn_in = step if request.step is None else request.step
+        of_request = request.line, request.draw_index, drawn_in, dp_ranks[0]
+        groups.append(CarriedGroup(*of_request, tuple(lengths), tuple(map(bool, finished)), min(oldest)))
+    return groups
+
+
+def _known(batch: Batch) -> Tensor:
+    """[N, 3] int64 response length, finished, oldest version of each sequence."""
+    token_ids = torch.repeat_interleave(torch.arange(len(batch)), batch.lengths)[batch.response_mask]
+    oldest = torch.full((len(batch),), NO_TOKEN)
+    oldest = oldest.scatter_reduce(0, token_ids, batch.versions[batch.response_mask].long(), "amin")
+    return torch.stack([batch.lengths - batch.prompt_lengths, batch.finished.long(), oldest], 1)
+
+
+def _rows(batch: Batch | None) -> dict[int, tuple[list[int], int]]:
+    """(tokens, prompt length) of each sequence by id."""
+    if batch is None:
+        return {}
+    tokens = [row.tolist() for row in batch.tokens.split(batch.lengths.tolist())]
+    return dict(zip(batch.sequence_ids.tolist(), zip(tokens, batch.prompt_lengths.tolist(), strict=True), strict=True))
+
+
+def _select(batch: Batch | None, is_chosen: Tensor) -> Batch | None:
+    """The sequences whose ids are chosen ([N] bool), numbered among the chosen ones; None if there are none."""
+    if batch is None or not len(index := is_chosen[batch.sequence_ids].nonzero().flatten()):
+        return None
+    chosen = batch.select(index)
+    chosen.sequence_ids = (is_chosen.cumsum(0) - 1)[chosen.sequence_ids]
+    return chosen
+
+
 def _split_batch(batch: Batch | None, count: int) -> tuple[Batch | None, Batch | None]:
-    """The first `count` sequences and the others, each numbered from 0; None instead of an empty batch."""
+    """The sequences with ids below `count` and the others, each numbered from 0; None instead of an empty batch."""
     if batch is None:
         return None, None
-    front, back = torch.arange(len(batch)).tensor_split([count])
-    return tuple(_renumbered(batch.select(index)) if len(index) else None for index in (front, back))
+    is_front = torch.arange(int(batch.sequence_ids[-1]) + 1) < count
+    return _select(batch, is_front), _select(batch, ~is_front)
 
 
-def _renumbered(*batches: Batch | None) -> Batch | None:
-    """Joins batches in the order given, numbered from 0; None without sequences."""
-    batches = [batch for batch in batches if batch is not None and len(batch)]
-    if not batches:
-        return None
-    new_ids = torch.arange(sum(map(len, batches))).split([len(batch) for batch in batches])
-    for batch, ids in zip(batches, new_ids, strict=True):
-        batch.sequence_ids = ids
-    return concatenate(batches)
+def _joined(front: Batch | None, back: Batch | None, count: int) -> Batch | None:
+    """Both batches, with the ids of the second moved up by `count`."""
+    if back is not None:
+        back.sequence_ids = back.sequence_ids + count
+    batches = [batch for batch in (front, back) if batch is not None]
+    return concatenate(batches) if batches else None
 
 
 def _truncate(batch: Batch, longest: int) -> Batch:

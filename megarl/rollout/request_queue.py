@@ -6,8 +6,8 @@ do not depend on the replica that generates them, because every request has its 
 
 import array
 import itertools
-from collections import Counter, deque
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megarl.comm.role_mesh import RoleGroups
 from megarl.mcore import device
 from megarl.mcore.inference.engine import Completion, GenerationRequest
+from megarl.rollout.requests import RoundRequests
 
 UNFINISHED = 1 << 40  # stands for the length of an unfinished response
 _calls = itertools.count()  # numbers the calls; all ranks of the rollout make the same calls in the same order
@@ -50,31 +51,44 @@ class SharedRequestQueue:
     its ranks.
     """
 
-    def __init__(self, requests: list[GenerationRequest], unit: int, role_groups: RoleGroups):
+    def __init__(self, requests: RoundRequests, unit: int, role_groups: RoleGroups):
         """
         Args:
-            requests: of all replicas, the same on every rank; those with `max_new_tokens` 0 are skipped.
+            requests: the same on every rank; finished ones are skipped, and a replica begins with those that only it
+                can continue.
             unit: adjacent requests that go to one replica, such as a prompt's samples that share its KV cache.
             role_groups: of the rollout.
         """
         self.requests, self.unit, self.entry = requests, unit, StoreEntry(role_groups)
-        starts = range(0, len(requests), unit)
-        units = (_unfinished(requests, range(len(requests))[start : start + unit]) for start in starts)
-        self._order = sorted(filter(None, units), key=lambda unit: (-max(len(requests[i].prompt) for i in unit), unit))
-        self._drawn: deque[int] = deque()  # by this replica, not yet taken by its engine
+        units = [start for start in range(0, len(requests), unit) if self._open_ids(start)]
+        self._order = sorted((start for start in units if self._owner(start) is None), key=self._longest_first)
+        own = [start for start in units if self._owner(start) == role_groups.dp_rank]
+        self._drawn = deque(self._ids_of(own))  # by this replica, not yet taken by its engine
         self._is_exhausted = not self._order
+        # Limit on the requests that a replica runs at a time, so that the first replica cannot draw all of them.
+        self.share = -(-len(units) // len(role_groups.replicas)) * unit
 
-    @property
-    def share(self) -> int:
-        """Limit on the requests that a replica runs at a time, so that the first replica cannot draw all of them."""
-        return -(-len(self._order) // len(self.entry.role_groups.replicas)) * self.unit
+    def _owner(self, start: int) -> int | None:
+        return self.requests.prompts[start // self.requests.samples].dp_rank
+
+    def _open_ids(self, start: int) -> list[int]:
+        """Ids of a unit with tokens left to generate."""
+        return [i for i in range(start, min(start + self.unit, len(self.requests))) if self.requests.limits[i]]
+
+    def _ids_of(self, starts: Iterable[int]) -> Iterator[int]:
+        return itertools.chain.from_iterable(map(self._open_ids, starts))
+
+    def _longest_first(self, start: int) -> tuple[int, int]:
+        samples = self.requests.samples
+        return -max(len(self.requests.prompts[i // samples].tokens) for i in self._open_ids(start)), start
 
     def take(self, room: int) -> list[tuple[int, GenerationRequest]]:
         """At most `room` requests, each with its index in the list."""
         missing = room - len(self._drawn)
         if missing > 0 and not self._is_exhausted:
             self._draw(-(-missing // self.unit))
-        return [(i, self.requests[i]) for i in (self._drawn.popleft() for _ in range(min(room, len(self._drawn))))]
+        ids = [self._drawn.popleft() for _ in range(min(room, len(self._drawn)))]
+        return list(zip(ids, self.requests.build(ids), strict=True))
 
     def is_empty(self) -> bool:
         """Whether all requests were taken, as far as this replica knows."""
@@ -89,12 +103,7 @@ class SharedRequestQueue:
         first = entry.store.add(entry.key, units) - units if entry.role_groups.is_leader else 0
         first = entry.broadcast_in_replica(first)
         self._is_exhausted = first + units >= len(self._order)
-        self._drawn.extend(itertools.chain.from_iterable(self._order[first : first + units]))
-
-
-def _unfinished(requests: list[GenerationRequest], indices: Iterable[int]) -> list[int]:
-    """Indices of the requests with tokens left to generate."""
-    return [i for i in indices if requests[i].max_new_tokens > 0]
+        self._drawn.extend(self._ids_of(self._order[first : first + units]))
 
 
 class GroupEarlyStop:
@@ -106,13 +115,16 @@ class GroupEarlyStop:
     tokens than the last of them has.
     """
 
-    def __init__(self, wanted: int, samples: int, requests: list[GenerationRequest], role_groups: RoleGroups):
-        """`wanted`: groups to select, including those finished before, which are fewer. `requests`: of all replicas."""
-        self.samples, self.entry = samples, StoreEntry(role_groups)
-        self._limits = [request.max_new_tokens for request in requests]
-        self._left = Counter(i // samples for i, limit in enumerate(self._limits) if limit)  # responses by group
-        self._longest = dict.fromkeys(self._left, 0)  # response so far, by group
-        self.wanted = wanted - (len(requests) // samples - len(self._left))
+    def __init__(self, wanted: int, requests: RoundRequests, role_groups: RoleGroups):
+        """`wanted`: groups to select, including those finished before, which are fewer."""
+        self.samples, self.entry = requests.samples, StoreEntry(role_groups)
+        self._limits = requests.limits
+        self._ended: dict[int, list[int]] = {}  # lengths of the responses that ended here, by group
+        groups = range(len(requests) // self.samples)
+        self.wanted = wanted - sum(not any(self._limits_of(group)) for group in groups)
+
+    def _limits_of(self, group: int) -> list[int]:
+        return self._limits[group * self.samples : (group + 1) * self.samples]
 
     def ended(self, number: int, completion: Completion):
         """Records a completion; one replica generates all responses of a group."""
@@ -120,10 +132,11 @@ class GroupEarlyStop:
         if not completion.finished and length < self._limits[number]:
             return  # stopped early
         group = number // self.samples
-        self._left[group] -= 1
-        self._longest[group] = max(self._longest[group], length)
-        if not self._left[group] and self.entry.role_groups.is_leader:
-            self._publish(self._longest[group] << 32 | group)
+        lengths = self._ended.setdefault(group, [])
+        lengths.append(length)
+        is_complete = len(lengths) == sum(limit > 0 for limit in self._limits_of(group))
+        if is_complete and self.entry.role_groups.is_leader:
+            self._publish(max(lengths) << 32 | group)
 
     def longest(self) -> int | None:
         """Limit on the new tokens of a response, None until enough groups are finished. A collective of the replica."""

@@ -1,6 +1,5 @@
 """Converts prompts to requests of the engine, and its completions to a packed batch."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,89 +13,113 @@ from megarl.mcore.inference.engine import Completion, GenerationRequest
 
 
 class PartialResponse(NamedTuple):
-    """The first tokens of a response, generated in an earlier step."""
+    """The first tokens of a response, generated in an earlier step; only the replica that continues it has `tokens`."""
 
-    tokens: list[int] = []
+    length: int = 0
     is_finished: bool = False  # ends with the end token
+    tokens: Sequence[int] = ()
 
     def remaining(self, limit: int) -> int:
         """Tokens that can still be generated if a response has at most `limit` tokens."""
-        return 0 if self.is_finished else limit - len(self.tokens)
+        return 0 if self.is_finished else limit - self.length
 
 
 class PromptRequest(NamedTuple):
     """A prompt for which a group of responses is requested."""
 
     line: int  # in the prompt set
-    tokens: Sequence[int]
+    tokens: Sequence[int]  # () on replicas that do not hold the group's partial responses
     draw_index: int = 0  # how often the same step has drawn this line before
     step: int | None = None  # step that drew the line; None: the step that generates
     partial: tuple[PartialResponse, ...] = ()  # one for each sample, to be continued; empty: a new group
+    dp_rank: int | None = None  # replica that holds the partial responses and continues them; None: any replica
 
 
-def build_requests(
-    ids: Tensor, prompts: list[PromptRequest], samples: int, seed: int, step: int, max_new_tokens: int
-) -> list[GenerationRequest]:
-    """One request for each sequence id [N]; id i is sample i mod `samples` of prompt i div `samples`.
-
-    The random stream of a response is keyed by the prompt's line, the step that drew it, and the sample, so it does not
-    depend on the order of prompts in the step. If a step draws a line again, its samples use the next streams. A
-    partial response is appended to the prompt, and the engine continues it; `max_new_tokens` is 0 if it is finished.
-    """
-    of_ids = [prompts[i] for i in (ids // samples).tolist()]
-    lines = torch.tensor([prompt.line for prompt in of_ids], dtype=torch.int64)
-    streams = torch.tensor([prompt.draw_index * samples for prompt in of_ids], dtype=torch.int64) + ids % samples
-    steps = torch.tensor([step if prompt.step is None else prompt.step for prompt in of_ids], dtype=torch.int64)
-    keys = torch.empty_like(lines)
-    for drawn_in in steps.unique().tolist():
-        is_of_step = steps == drawn_in
-        keys[is_of_step] = stream_keys(seed, drawn_in, lines[is_of_step], streams[is_of_step])
-    partial = partial_responses_of(ids, prompts, samples)
-    return [
-        GenerationRequest([*prompt.tokens, *response.tokens], key, response.remaining(max_new_tokens))
-        for prompt, key, response in zip(of_ids, keys.tolist(), partial, strict=True)
-    ]
-
-
-def partial_responses_of(ids: Tensor, prompts: list[PromptRequest], samples: int) -> list[PartialResponse]:
-    """The partial response of each sequence id, empty in a new group; ids as in `build_requests`."""
+def remaining_tokens(prompts: list[PromptRequest], samples: int, limit: int) -> list[int]:
+    """Tokens that each response to the prompts may still get, by sequence id; `limit`: of a whole response."""
     empty = (PartialResponse(),) * samples
-    return [(prompts[i // samples].partial or empty)[i % samples] for i in ids.tolist()]
+    return [response.remaining(limit) for prompt in prompts for response in prompt.partial or empty]
 
 
-def skip_if_enough_are_finished(
-    requests: list[GenerationRequest], samples: int, wanted: int
-) -> list[GenerationRequest]:
-    """The requests unchanged, or all with `max_new_tokens` 0 if at least `wanted` groups are finished already."""
-    is_open = torch.tensor([request.max_new_tokens > 0 for request in requests]).view(-1, samples).any(1)
-    if len(is_open) - int(is_open.sum()) < wanted:
-        return requests
-    return [dataclasses.replace(request, max_new_tokens=0) for request in requests]
+class RoundRequests:
+    """The requests of a round by sequence id: id i is sample i mod `samples` of prompt i div `samples`.
+
+    Every rank knows how long each response may get; a request is built on the replica that takes it.
+    """
+
+    def __init__(self, prompts: list[PromptRequest], samples: int, seed: int, step: int, max_new_tokens: int):
+        """`prompts`: of all replicas; `step`: the one that generates; `max_new_tokens`: of a whole response."""
+        self.prompts, self.samples = prompts, samples
+        self._seed, self._step = seed, step
+        self.limits = remaining_tokens(prompts, samples, max_new_tokens)  # 0: the response is finished
+
+    def __len__(self) -> int:
+        return len(self.limits)
+
+    def skip_if_enough_are_finished(self, wanted: int):
+        """Generates nothing if at least `wanted` groups are finished already."""
+        groups = range(0, len(self), self.samples)
+        if sum(not any(self.limits[i : i + self.samples]) for i in groups) >= wanted:
+            self.limits = [0] * len(self)
+
+    def assigned_to(self, dp_rank: int, replicas: int) -> list[int]:
+        """Ids of a replica without dispatch: groups that it continues, and its round-robin share of the others."""
+        owners = (group % replicas if p.dp_rank is None else p.dp_rank for group, p in enumerate(self.prompts))
+        groups = [group for group, owner in enumerate(owners) if owner == dp_rank]
+        return [group * self.samples + sample for group in groups for sample in range(self.samples)]
+
+    def partial(self, i: int) -> PartialResponse:
+        """The partial response that is continued; empty in a new group."""
+        partial = self.prompts[i // self.samples].partial
+        return partial[i % self.samples] if partial else PartialResponse()
+
+    def prompt(self, i: int) -> list[int]:
+        """The prompt of a response, with the tokens of its partial response."""
+        return [*self.prompts[i // self.samples].tokens, *self.partial(i).tokens]
+
+    def build(self, ids: Sequence[int]) -> list[GenerationRequest]:
+        """The requests of these ids, which this replica continues or any may take.
+
+        The random stream of a response is keyed by the prompt's line, the step that drew it, and the sample, so it does
+        not depend on the order of prompts in the step. If a step draws a line again, its samples use the next streams.
+        """
+        prompts = [self.prompts[i // self.samples] for i in ids]
+        lines = torch.tensor([prompt.line for prompt in prompts], dtype=torch.int64)
+        streams = [p.draw_index * self.samples + i % self.samples for p, i in zip(prompts, ids, strict=True)]
+        streams = torch.tensor(streams, dtype=torch.int64)
+        steps = torch.tensor([self._step if p.step is None else p.step for p in prompts], dtype=torch.int64)
+        keys = torch.empty_like(lines)
+        for drawn_in in steps.unique().tolist():
+            is_of_step = steps == drawn_in
+            keys[is_of_step] = stream_keys(self._seed, drawn_in, lines[is_of_step], streams[is_of_step])
+        return [
+            GenerationRequest(self.prompt(i), key, self.limits[i]) for i, key in zip(ids, keys.tolist(), strict=True)
+        ]
 
 
 def completions_to_batch(
-    done: dict[int, Completion], prompts: list[PromptRequest], samples: int, requests: list[GenerationRequest],
-    empty_routes: Tensor | None = None,
-) -> Batch:  # fmt: skip
+    done: dict[int, Completion], requests: RoundRequests, empty_routes: Tensor | None = None
+) -> Batch:
     """The completions of a replica as a packed batch, in ascending order of sequence ids.
 
     Args:
         done: completions by sequence id.
-        prompts, samples, requests: of all replicas, as in `build_requests`.
+        requests: of the round.
         empty_routes: [0, L, k] routes of no tokens; None if the completions have no routes.
     """
-    ids = torch.tensor(sorted(done), dtype=torch.int64)
-    requests, completions = [requests[i] for i in sorted(done)], [done[i] for i in sorted(done)]
+    ids = sorted(done)
+    completions, prompts = [done[i] for i in ids], [requests.prompt(i) for i in ids]
     tokens, mask, logprobs = [], [], []
-    for request, completion in zip(requests, completions, strict=True):
-        tokens += request.prompt + completion.tokens
-        mask += [False] * len(request.prompt) + [True] * len(completion.tokens)
-        logprobs += [0.0] * len(request.prompt) + completion.logprobs
-    lengths = [len(r.prompt) + len(c.tokens) for r, c in zip(requests, completions, strict=True)]
+    for prompt, completion in zip(prompts, completions, strict=True):
+        tokens += prompt + completion.tokens
+        mask += [False] * len(prompt) + [True] * len(completion.tokens)
+        logprobs += [0.0] * len(prompt) + completion.logprobs
+    lengths = [len(prompt) + len(c.tokens) for prompt, c in zip(prompts, completions, strict=True)]
+    lines = [requests.prompts[i // requests.samples].line for i in ids]
     batch = Batch(
-        sequence_ids=ids,
-        prompt_ids=torch.tensor([prompts[i].line for i in (ids // samples).tolist()], dtype=torch.int64),
-        prompt_lengths=torch.tensor([len(r.prompt) for r in requests], dtype=torch.int64),
+        sequence_ids=torch.tensor(ids, dtype=torch.int64),
+        prompt_ids=torch.tensor(lines, dtype=torch.int64),
+        prompt_lengths=torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64),
         finished=torch.tensor([c.finished for c in completions], dtype=torch.bool),
         lengths=torch.tensor(lengths, dtype=torch.int64),
         tokens=torch.tensor(tokens, dtype=torch.int64),

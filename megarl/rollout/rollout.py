@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megarl.algorithms.token_sampling import SamplingSettings
 from megarl.arguments import RoleSettings, Settings
-from megarl.batch import Batch, round_robin
+from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleMesh
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
@@ -21,14 +21,7 @@ from megarl.mcore.model import gpt
 from megarl.mcore.moe.routing import NO_ROUTE
 from megarl.observe.timers import Timers
 from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop, SharedRequestQueue, shortest_groups
-from megarl.rollout.requests import (
-    PartialResponse,
-    PromptRequest,
-    build_requests,
-    completions_to_batch,
-    partial_responses_of,
-    skip_if_enough_are_finished,
-)
+from megarl.rollout.requests import PromptRequest, RoundRequests, completions_to_batch, remaining_tokens
 
 
 class Rollout:
@@ -136,32 +129,30 @@ class Rollout:
             return None
         s = self.settings
         with self.timers.phase(self.role_groups.model_role, "rollout"):
-            ids = torch.arange(len(prompts) * samples)
-            requests = build_requests(ids, prompts, samples, s.seed, step, s.max_response_length)
-            requests = requests if wanted is None else skip_if_enough_are_finished(requests, samples, wanted)
+            requests = RoundRequests(prompts, samples, s.seed, step, s.max_response_length)
+            if wanted is not None:
+                requests.skip_if_enough_are_finished(wanted)
             records_routes = temperature is None and self.recorded_layers is not None
             temperature = s.temperature if temperature is None else temperature
             sampling = SamplingSettings(temperature or 1.0, s.top_k, s.top_p, greedy=temperature == 0)
-            stops_early = wanted is not None and wanted < len(prompts) and any(r.max_new_tokens for r in requests)
-            early_stop = GroupEarlyStop(wanted, samples, requests, self.role_groups) if stops_early else None
-            done = self._run_engine(requests, samples, sampling, records_routes, early_stop)
-            partial = partial_responses_of(ids, prompts, samples)
-            done |= self._without_new_tokens(requests, partial, samples, records_routes)
-            empty_routes = self.engine.empty_routes if records_routes else None
-            return completions_to_batch(done, prompts, samples, requests, empty_routes)
+            stops_early = wanted is not None and wanted < len(prompts) and any(requests.limits)
+            early_stop = GroupEarlyStop(wanted, requests, self.role_groups) if stops_early else None
+            done = self._run_engine(requests, sampling, records_routes, early_stop)
+            done |= self._without_new_tokens(requests, records_routes)
+            return completions_to_batch(done, requests, self.engine.empty_routes if records_routes else None)
 
     def _run_engine(
-        self, requests: list[GenerationRequest], samples: int, sampling: SamplingSettings, records_routes: bool,
+        self, requests: RoundRequests, sampling: SamplingSettings, records_routes: bool,
         early_stop: GroupEarlyStop | None,
     ) -> dict[int, Completion]:  # fmt: skip
-        """This replica's completions, by index in the requests of all replicas."""
+        """This replica's completions by sequence id."""
         queue = None
         if self.is_static:
-            mine = self._assigned_here(requests, samples)
-            source = RequestList((i, requests[i]) for i in mine if requests[i].max_new_tokens)
+            mine = [i for i in self._assigned_here(requests) if requests.limits[i]]
+            source = RequestList(zip(mine, requests.build(mine), strict=True))
         else:
             # A prompt's samples stay together to share its KV cache, or for the early stop, which counts whole groups.
-            unit = samples if self.settings.rollout_prefix_caching or early_stop else 1
+            unit = requests.samples if self.settings.rollout_prefix_caching or early_stop else 1
             source = queue = SharedRequestQueue(requests, unit, self.role_groups)
         end_ids, limit, done = self.tokenizer.end_ids, queue and queue.share, {}
         longest = early_stop and early_stop.longest
@@ -174,30 +165,26 @@ class Rollout:
             early_stop.close()
         return done
 
-    def _without_new_tokens(
-        self, requests: list[GenerationRequest], partial: list[PartialResponse], samples: int, records_routes: bool
-    ) -> dict[int, Completion]:
-        """Completions of this replica's round-robin share of the requests without new tokens; routes are unknown."""
+    def _without_new_tokens(self, requests: RoundRequests, records_routes: bool) -> dict[int, Completion]:
+        """Completions of this replica's requests without new tokens; routes are unknown."""
         empty_routes, done = self.engine.empty_routes, {}
-        for i in self._assigned_here(requests, samples):
-            if not requests[i].max_new_tokens:
-                shape = (len(requests[i].prompt), *empty_routes.shape[1:])
+        for i in self._assigned_here(requests):
+            if not requests.limits[i]:
+                shape = (len(requests.prompt(i)), *empty_routes.shape[1:])
                 routes = empty_routes.new_full(shape, NO_ROUTE) if records_routes else None
-                done[i] = Completion([], [], partial[i].is_finished, routes)
+                done[i] = Completion([], [], requests.partial(i).is_finished, routes)
         return done
 
-    def _assigned_here(self, requests: list[GenerationRequest], samples: int) -> list[int]:
-        """Indices of the requests that round-robin assigns to this replica."""
-        dp_ranks = round_robin(torch.arange(len(requests)), len(self.role_groups.replicas), samples).tolist()
-        return [i for i, dp_rank in enumerate(dp_ranks) if dp_rank == self.role_groups.dp_rank]
+    def _assigned_here(self, requests: RoundRequests) -> list[int]:
+        return requests.assigned_to(self.role_groups.dp_rank, len(self.role_groups.replicas))
 
     def recompute_routes(self, batch: Batch | None, prompts: list[PromptRequest], samples: int):
         """Prefills responses that were finished before `generate`, to record their routes under the present policy.
 
         `batch`: this rank's share of the responses to `prompts`, as given to `generate`.
         """
-        limit, ids = self.settings.max_response_length, torch.arange(len(prompts) * samples)
-        is_finished = torch.tensor([not r.remaining(limit) for r in partial_responses_of(ids, prompts, samples)])
+        remaining = remaining_tokens(prompts, samples, self.settings.max_response_length)
+        is_finished = torch.tensor([not tokens for tokens in remaining])
         if batch is None or self.recorded_layers is None or not is_finished.any():
             return
         with self.timers.phase(self.role_groups.model_role, "rollout"):
@@ -217,10 +204,9 @@ class Rollout:
         Finished groups rank by the new tokens of their longest response, then by number. `batch`: this rank's share. A
         collective of the world.
         """
-        ids, limit = torch.arange(len(prompts) * samples), self.settings.max_response_length
-        new_tokens = torch.zeros_like(ids, device=device.device())
+        new_tokens = torch.zeros(len(prompts) * samples, dtype=torch.int64, device=device.device())
         if self.role_groups.is_leader:
-            remaining = [response.remaining(limit) for response in partial_responses_of(ids, prompts, samples)]
+            remaining = remaining_tokens(prompts, samples, self.settings.max_response_length)
             lengths = batch.response_lengths
             is_finished = batch.finished | (lengths == new_tokens.new_tensor(remaining)[batch.sequence_ids])
             new_tokens[batch.sequence_ids] = lengths.masked_fill(~is_finished, UNFINISHED)

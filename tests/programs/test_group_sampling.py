@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.helpers.programs import (
     addition,
@@ -151,7 +150,7 @@ def baselines(rank: int, parsed) -> tuple[list, list]:
     from megarl.algorithms.token_sampling import SamplingSettings
     from megarl.observe.timers import Timers
     from megarl.rewards.base import Sample
-    from megarl.rollout.requests import PromptRequest, build_requests
+    from megarl.rollout.requests import PromptRequest, RoundRequests
     from megarl.trainers.rl_trainer import RLTrainer
 
     run = RLTrainer(parsed, Timers())
@@ -161,7 +160,7 @@ def baselines(rank: int, parsed) -> tuple[list, list]:
     for line, tokens in enumerate(
         run.inputs.prompt_tokens
     ):  # by the engine itself, past everything that deals prompts out
-        requests = build_requests(torch.arange(1), [PromptRequest(line, tokens)], 1, 0, 0, 4)
+        requests = RoundRequests([PromptRequest(line, tokens)], 1, 0, 0, 4).build([0])
         (done,) = run.rollout.engine.generate(requests, run.tokenizer.end_ids, SamplingSettings(greedy=True))
         expected[line] = coarse_reward(Sample(run.inputs.prompts[line].prompt, run.tokenizer.decode(done.tokens)))
     return batch.baseline_scores.tolist(), [expected[line] for line in batch.prompt_ids.tolist()]

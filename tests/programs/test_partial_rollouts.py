@@ -188,20 +188,23 @@ def test_the_layout_does_not_change_the_responses(size, flags, folder):
 
 
 def test_nothing_is_generated_once_enough_groups_are_complete():
-    from megarl.rollout.requests import PartialResponse, PromptRequest, build_requests, skip_if_enough_are_finished
+    from megarl.rollout.requests import PartialResponse, PromptRequest, RoundRequests
 
-    ended, cut = PartialResponse([7, 1], True), PartialResponse([7, 8, 9], False)
+    ended, cut = PartialResponse(2, True, [7, 1]), PartialResponse(3, False, [7, 8, 9])
     prompts = [
         PromptRequest(3, [5], 0, 4, (ended, ended)),
         PromptRequest(2, [6], 1, 4, (ended, cut)),
         PromptRequest(1, [5, 6]),
     ]
-    requests = build_requests(torch.arange(6), prompts, 2, seed=1, step=5, max_new_tokens=3)
+    round_requests = RoundRequests(prompts, 2, seed=1, step=5, max_new_tokens=3)
+    requests = round_requests.build(range(6))
     assert [r.prompt for r in requests] == [[5, 7, 1]] * 2 + [[6, 7, 1], [6, 7, 8, 9]] + [[5, 6]] * 2
     assert [r.max_new_tokens for r in requests] == [0, 0, 0, 0, 3, 3]  # the limit ends a response, too
-    assert skip_if_enough_are_finished(requests, 2, 3) == requests
-    assert [r.max_new_tokens for r in skip_if_enough_are_finished(requests, 2, 2)] == [0] * 6
-    before = build_requests(torch.arange(2), [PromptRequest(2, [6], 1)], 2, seed=1, step=4, max_new_tokens=3)
+    round_requests.skip_if_enough_are_finished(3)
+    assert round_requests.limits == [0, 0, 0, 0, 3, 3]
+    round_requests.skip_if_enough_are_finished(2)
+    assert round_requests.limits == [0] * 6
+    before = RoundRequests([PromptRequest(2, [6], 1)], 2, seed=1, step=4, max_new_tokens=3).build(range(2))
     assert [r.key for r in before] == [r.key for r in requests[2:4]]
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.engines import NEVER, make_requests, settings_of
+from tests.helpers.engines import LIMIT, NEVER, make_requests, settings_of
 from tests.helpers.programs import metrics, rl_argv, samples, timeless, train
 from tests.helpers.tiny_models import VOCAB, build_stages
 from tests.helpers.worlds import SAFETY, run_world
@@ -23,6 +23,7 @@ def taken(rank: int, flags: str, unit: int, slow: bool = False, caching: bool = 
     """
     from megarl.mcore.inference.engine import RolloutEngine
     from megarl.rollout.request_queue import SharedRequestQueue
+    from megarl.rollout.requests import PromptRequest, RoundRequests
 
     stages, _, place = build_stages(flags)
     engine = RolloutEngine(stages[0], place.pg_collection, VOCAB, 48, 0.005, 4, caching)
@@ -39,7 +40,8 @@ def taken(rank: int, flags: str, unit: int, slow: bool = False, caching: bool = 
 
     if slow:
         engine.engine.step_modern = paced
-    source = SharedRequestQueue(make_requests(count=COUNT), unit, place)
+    prompts = [PromptRequest(line, request.prompt) for line, request in enumerate(make_requests(count=COUNT))]
+    source = SharedRequestQueue(RoundRequests(prompts, 1, 1, 0, LIMIT), unit, place)
     routes = "experts" in flags
     done = dict(engine.stream(source, end, settings_of(), routes, source.share))
     if slow and place.dp_rank == 1:

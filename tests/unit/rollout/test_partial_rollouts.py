@@ -1,0 +1,95 @@
+"""Carried groups: each replica holds its own, every rank knows of all, and their file is the same in any layout."""
+
+import torch
+
+from megarl.arguments import Settings
+from megarl.batch import Batch
+from tests.helpers.tiny_models import parse_roles
+from tests.helpers.worlds import SAFETY, run_world
+
+GROUPS, SAMPLES = 5, 2
+SETTINGS = {"samples_per_prompt": SAMPLES, "partial_rollouts": True, "max_staleness": 1}
+
+
+def responses(groups: list[int]) -> Batch:
+    """Prompts of 1 to 3 tokens with responses of 0 to 4 tokens, the same in every layout."""
+    ids = torch.tensor([group * SAMPLES + i for group in groups for i in range(SAMPLES)])
+    prompts, lengths = ids // SAMPLES % 3 + 1, ids // SAMPLES % 3 + 1 + ids % 5
+    mask = [i >= p for p, n in zip(prompts.tolist(), lengths.tolist(), strict=True) for i in range(n)]
+    tokens = [10 * i + j for i, n in zip(ids.tolist(), lengths.tolist(), strict=True) for j in range(n)]
+    return Batch(
+        sequence_ids=ids, prompt_ids=ids // SAMPLES, prompt_lengths=prompts, finished=ids % 4 == 3, lengths=lengths,
+        tokens=torch.tensor(tokens), rollout_logprobs=-torch.tensor(tokens) / 7, response_mask=torch.tensor(mask),
+    )  # fmt: skip
+
+
+def carried(rank: int, flags: str) -> tuple:
+    """(the file, lines that this rank holds, requests of the next round, its batch restored) after one round."""
+    from megarl.comm import role_mesh
+    from megarl.rollout.partial_rollouts import PartialRolloutBuffer
+    from megarl.rollout.requests import PromptRequest
+
+    mesh = role_mesh.create_mesh(parse_roles(flags, torch.distributed.get_world_size(), program="rl"), SAFETY)
+    place, settings = mesh["rollout"], Settings(**SETTINGS)
+    buffer = PartialRolloutBuffer(mesh, settings)
+    mine = [group for group in range(GROUPS) if group % len(place.replicas) == place.dp_rank]
+    requests = [PromptRequest(group, ()) for group in range(GROUPS)]
+    buffer.keep_unfinished(responses(mine), requests, 7, torch.tensor([1]), 3)
+    data = buffer.to_bytes()
+    held = sorted(set(buffer._responses.prompt_ids.tolist()))
+    buffer.version = 1
+    popped = buffer.pop_oldest(2)
+    again = responses([0]) if any(r.partial[1].tokens for r in popped[:1]) else None
+    if again is not None:
+        again.prompt_lengths, again.response_mask = again.lengths.clone(), torch.zeros_like(again.response_mask)
+        buffer._restore_continued(again)
+    resumed = PartialRolloutBuffer(mesh, settings)
+    resumed.from_bytes(torch.distributed.distributed_c10d._get_default_store().get("file") if rank else stored(data))
+    return data, held, popped, again, sorted(set(resumed._responses.prompt_ids.tolist()))
+
+
+def stored(data: bytes) -> bytes:
+    """The file of rank 0, for the other ranks."""
+    torch.distributed.distributed_c10d._get_default_store().set("file", data)
+    return data
+
+
+def test_each_replica_holds_the_groups_that_it_began():
+    ((data, held, popped, again, resumed),) = run_world(carried, 1, "")
+    assert held == resumed == [0, 2, 3, 4] and [request.line for request in popped] == [0, 2]
+    assert [p.length for p in popped[0].partial] == [0, 1] and popped[0].step == 7 and popped[0].dp_rank == 0
+    assert [p.is_finished for p in popped[1].partial] == [False, False]  # the second was cut to 3 tokens
+    assert again.response_mask.tolist() == [False, False, True] and again.versions.tolist() == [0, 0, 0]
+    two = run_world(carried, 2, "")
+    assert two[0][0] == data and two[1][0] is None, "the file is that of one replica"
+    assert [result[1] for result in two] == [[0, 2, 4], [3]]
+    assert [result[4] for result in two] == [[0, 3], [2, 4]]  # kept groups 0, 2, 3, 4 in turn
+    mine, other = (result[2] for result in two)
+    assert mine == popped
+    for whole, known in zip(popped, other, strict=True):
+        assert known.tokens == [] and all(p.tokens == [] for p in known.partial)
+        assert known._replace(tokens=whole.tokens, partial=whole.partial) == whole
+        assert [p[:2] for p in known.partial] == [p[:2] for p in whole.partial]
+
+
+def stale(rank: int) -> tuple[list[int], list[int]]:
+    """Lines left, and those that this rank holds, after groups have become too old."""
+    from megarl.comm import role_mesh
+    from megarl.rollout.partial_rollouts import PartialRolloutBuffer
+    from megarl.rollout.requests import PromptRequest
+
+    mesh = role_mesh.create_mesh(parse_roles("", torch.distributed.get_world_size(), program="rl"), SAFETY)
+    place, buffer = mesh["rollout"], PartialRolloutBuffer(mesh, Settings(**SETTINGS))
+    for version, lines in ((0, (0, 1)), (2, (2, 3))):
+        buffer.version = version
+        mine = [group for group in range(2) if group % len(place.replicas) == place.dp_rank]
+        batch = responses([group + lines[0] for group in mine])
+        batch.sequence_ids = batch.sequence_ids - lines[0] * SAMPLES
+        buffer.keep_unfinished(batch, [PromptRequest(line, ()) for line in lines], 1, torch.tensor([], dtype=int), 9)
+    buffer._drop_stale()
+    return [group.line for group in buffer._groups], sorted(set(buffer._responses.prompt_ids.tolist()))
+
+
+def test_stale_groups_are_dropped_where_they_are_held():
+    assert run_world(stale, 1) == [([2, 3], [2, 3])]
+    assert run_world(stale, 2) == [([2, 3], [2]), ([2, 3], [3])]
