@@ -170,6 +170,8 @@ def _sampling(context: FlagContext) -> list[FlagRule]:
              "needs --samples-per-prompt 2 or more: it compares the responses of a group"),
         FlagRule("--dynamic-sampling", s.dynamic_sampling, not s.dynamic_sampling or s.group_filter != "none",
              "needs --group-filter reward or correct: without a filter the batch is always full"),
+        FlagRule("--rollout-bank", s.rollout_bank, s.rollout_bank is None or s.save is not None,
+             "needs --save: a checkpoint tells which responses are no longer needed"),
         FlagRule("--over-sampling", s.over_sampling, s.over_sampling == 1 or not s.one_step_off,
              "not allowed with --one-step-off: the groups to keep are known only when the round ends"),
         FlagRule("--partial-rollouts", partial, not partial or s.over_sampling > 1,

@@ -73,7 +73,7 @@ class SharedRequestQueue:
 
     def _open_ids(self, start: int) -> list[int]:
         """Ids of a unit with tokens left to generate."""
-        return [i for i in range(start, min(start + self.unit, len(self.requests))) if self.requests.limits[i]]
+        return [i for i in range(start, min(start + self.unit, len(self.requests))) if self.requests.is_open(i)]
 
     def _ids_of(self, starts: Iterable[int]) -> Iterator[int]:
         return itertools.chain.from_iterable(map(self._open_ids, starts))

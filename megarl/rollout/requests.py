@@ -52,6 +52,7 @@ class RoundRequests:
         self.prompts, self.samples = prompts, samples
         self._seed, self._step = seed, step
         self.limits = remaining_tokens(prompts, samples, max_new_tokens)  # 0: the response is finished
+        self.banked: list[bool] | None = None  # responses that some replica has from a bank; None: none
 
     def __len__(self) -> int:
         return len(self.limits)
@@ -61,6 +62,14 @@ class RoundRequests:
         groups = range(0, len(self), self.samples)
         if sum(not any(self.limits[i : i + self.samples]) for i in groups) >= wanted:
             self.limits = [0] * len(self)
+
+    def is_open(self, i: int) -> bool:
+        """Whether the engine has to generate a response."""
+        return self.limits[i] > 0 and not (self.banked and self.banked[i])
+
+    def bind(self, owners: dict[int, int]):
+        """Has the replicas `owners` (by group) generate these groups."""
+        self.prompts = [p._replace(dp_rank=owners.get(group, p.dp_rank)) for group, p in enumerate(self.prompts)]
 
     def assigned_to(self, dp_rank: int, replicas: int) -> list[int]:
         """Ids of a replica without dispatch: groups that it continues, and its round-robin share of the others."""

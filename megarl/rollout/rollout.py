@@ -1,6 +1,7 @@
 """The rollout: generates responses with the actor's policy, on the actor's module or on a model with its own layout."""
 
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,13 +14,15 @@ from megarl.comm.role_mesh import RoleMesh
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
 from megarl.mcore import device
+from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.inference.engine import Completion, GenerationRequest, RequestList, RolloutEngine
 from megarl.mcore.lora import adapter
-from megarl.mcore.lora.transfer import PolicyTransfer
+from megarl.mcore.lora.transfer import PolicyTransfer, policy_checksums
 from megarl.mcore.memory.offload import KVCacheInGradBuffer
 from megarl.mcore.model import gpt
 from megarl.mcore.moe.routing import NO_ROUTE
 from megarl.observe.timers import Timers
+from megarl.rollout.bank import RolloutBank
 from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop, SharedRequestQueue, shortest_groups
 from megarl.rollout.requests import PromptRequest, RoundRequests, completions_to_batch, remaining_tokens
 
@@ -41,8 +44,8 @@ class Rollout:
         self.settings, self.role, self.timers, self.tokenizer = settings, role, timers, tokenizer
         self.mesh, self.role_groups = mesh, mesh["rollout"]
         self.metrics: dict[str, float] = {}
-        self.engine = self._transfer = self.model = None
-        has_factors = role.lora is not None and adapter.keeps_apart(role.megatron)
+        self.engine = self._transfer = self.model = self.bank = self._fingerprint = None
+        self._has_factors = has_factors = role.lora is not None and adapter.keeps_apart(role.megatron)
         vocab_size = role.model_vocab_size(tokenizer.vocab_size)
         if role.model_role == "actor":
             self.model = trained
@@ -67,6 +70,8 @@ class Rollout:
                 cache_in_grad_buffer=cache_in_grad_buffer if role.model_role == "actor" else None,
             )
             self._check_capacity()
+            if settings.rollout_bank:
+                self.bank = RolloutBank(Path(settings.rollout_bank), self.role_groups, vocab_size)
 
     def _check_capacity(self):
         s, capacity = self.settings, self.engine.capacity
@@ -95,6 +100,7 @@ class Rollout:
 
         A collective of the ranks of actor and rollout.
         """
+        self._fingerprint = None
         self.metrics = {"weights/sync_bytes": 0, "weights/sync_s": 0.0}
         if self._transfer is None:
             return
@@ -132,33 +138,53 @@ class Rollout:
             requests = RoundRequests(prompts, samples, s.seed, step, s.max_response_length)
             if wanted is not None:
                 requests.skip_if_enough_are_finished(wanted)
+            is_banked = temperature is None and self.bank is not None
             records_routes = temperature is None and self.recorded_layers is not None
             temperature = s.temperature if temperature is None else temperature
             sampling = SamplingSettings(temperature or 1.0, s.top_k, s.top_p, greedy=temperature == 0)
             stops_early = wanted is not None and wanted < len(prompts) and any(requests.limits)
+            banked = self._from_bank(step, requests, sampling, records_routes, stops_early) if is_banked else None
             early_stop = GroupEarlyStop(wanted, requests, self.role_groups) if stops_early else None
-            done = self._run_engine(requests, sampling, records_routes, early_stop)
+            done = self._run_engine(requests, sampling, records_routes, early_stop, banked)
             done |= self._without_new_tokens(requests, records_routes)
             return completions_to_batch(done, requests, self.engine.empty_routes if records_routes else None)
 
+    def _from_bank(
+        self, step: int, requests: RoundRequests, sampling: SamplingSettings, records_routes: bool, whole_groups: bool
+    ) -> dict[int, Completion]:
+        """This replica's banked responses by sequence id. A collective of the role."""
+        if self._fingerprint is None:
+            checksums = policy_checksums(self.model, self.role_groups.pg_collection, self._has_factors)
+            self._fingerprint = tuple(sorted(checksums.items()))
+        args = self.role.megatron
+        layout = parallel_sizes(args), args.params_dtype, args.attention_kernel, args.transformer_impl
+        common = self._fingerprint, layout, sampling, self.tokenizer.end_ids
+        return self.bank.take(
+            step, requests, common, self.engine.empty_routes if records_routes else None, whole_groups
+        )
+
     def _run_engine(
         self, requests: RoundRequests, sampling: SamplingSettings, records_routes: bool,
-        early_stop: GroupEarlyStop | None,
+        early_stop: GroupEarlyStop | None, banked: dict[int, Completion] | None,
     ) -> dict[int, Completion]:  # fmt: skip
-        """This replica's completions by sequence id."""
+        """This replica's completions by sequence id: `banked` ones and new ones; without a bank, `banked` is None."""
         queue = None
         if self.is_static:
-            mine = [i for i in self._assigned_here(requests) if requests.limits[i]]
+            mine = [i for i in self._assigned_here(requests) if requests.is_open(i)]
             source = RequestList(zip(mine, requests.build(mine), strict=True))
         else:
             # A prompt's samples stay together to share its KV cache, or for the early stop, which counts whole groups.
             unit = requests.samples if self.settings.rollout_prefix_caching or early_stop else 1
             source = queue = SharedRequestQueue(requests, unit, self.role_groups)
-        end_ids, limit, done = self.tokenizer.end_ids, queue and queue.share, {}
+        end_ids, limit, done = self.tokenizer.end_ids, queue and queue.share, dict(banked or {})
         longest = early_stop and early_stop.longest
+        for i, completion in done.items() if early_stop else ():
+            early_stop.ended(i, completion)
         for i, done[i] in self.engine.stream(source, end_ids, sampling, records_routes, limit, longest):
             if early_stop:
                 early_stop.ended(i, done[i])
+            if banked is not None:
+                self.bank.add(i, done[i])
         if queue:
             queue.close()
         if early_stop:

@@ -63,6 +63,11 @@ def _check_rollout(s: Settings, roles: dict[str, RoleSettings]):
         raise UsageError(
             "--verify-weights: the rollout shares the actor's weights, so there is no weight sync to verify"
         )
+    if s.rollout_bank and s.router_replay == "rollout" and rollout.megatron.pipeline_model_parallel_size > 1:
+        raise UsageError(
+            f"--rollout-bank {s.rollout_bank}: not allowed with --router-replay rollout if the rollout has several "
+            "pipeline stages, since each records other routes"
+        )
     if s.one_step_off and not ranks.isdisjoint(roles["actor"].ranks):
         raise UsageError("--one-step-off: needs a rollout in --role-map on other ranks than the actor")
 
@@ -236,6 +241,8 @@ class RLTrainer(Trainer):
             if self.settings.partial_rollouts:
                 files[PARTIAL_ROLLOUTS_FILE] = self.batcher.partial_rollouts.to_bytes()
             run_state.save(self.folder, step, self.mesh, self._states(loading=False), manifest, files)
+            if self.rollout.bank:
+                self.rollout.bank.discard(self.folder)
             if self.actor.trainable_model:
                 self.export(self.actor.trainable_model, step)
 

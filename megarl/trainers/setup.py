@@ -62,12 +62,12 @@ def check_required(flags: dict[str, object]):
 
 
 def check_save(settings: arguments.Settings):
-    """UsageError if `--save` is given but cannot be created or written to."""
-    if settings.save:
-        path = Path(settings.save).absolute()
+    """UsageError if the folder of `--save` or `--rollout-bank` cannot be created or written to."""
+    for flag, folder in (("--save", settings.save), ("--rollout-bank", settings.rollout_bank)):
+        path = Path(folder or ".").absolute()
         existing = next(p for p in (path, *path.parents) if p.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK):
-            raise UsageError(f"--save {settings.save}: {existing} is not a writable folder")
+        if folder and not (existing.is_dir() and os.access(existing, os.W_OK)):
+            raise UsageError(f"{flag} {folder}: {existing} is not a writable folder")
 
 
 def make_deterministic():

@@ -45,7 +45,7 @@ VALUES = {
 }  # fmt: skip
 REQUIRED = {
     "reward_model": "--reward model", "reward_pattern": "--reward regex", "reward_url": "--reward remote",
-    "export_hf": "--save y",
+    "export_hf": "--save y", "rollout_bank": "--save y",
     "export_peft": "--save y", "partial_rollouts": "--over-sampling 2 --rollout-correction tis",
     "dynamic_sampling": "--group-filter reward", "one_step_off": "--rollout-correction tis",
     "kl_controller": "--kl-target 1",

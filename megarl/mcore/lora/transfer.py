@@ -1,8 +1,17 @@
 """The transfer of a policy to a rollout's own model, with low-rank factors that its weights do not contain."""
 
 from megarl.mcore.lora.adapter import trained_state
+from megarl.mcore.weights import reshard
 from megarl.mcore.weights.reshard import WeightTransfer
 from megarl.mcore.weights.reshard_plan import LocalWeights
+
+
+def policy_checksums(stages, pg_collection, has_factors: bool) -> dict[str, int]:
+    """Checksums of all weights of a policy and of its factors by key, as `reshard.checksum`; collective of the role."""
+    sums = reshard.checksum(stages, pg_collection, pg_collection.intra_dist_opt)
+    if has_factors:
+        sums |= reshard.checksum(stages, pg_collection, pg_collection.intra_dist_opt, trained_state)
+    return sums
 
 
 class PolicyTransfer:

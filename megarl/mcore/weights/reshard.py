@@ -216,7 +216,7 @@ def _split(buffer: Tensor, copies: list[ShardCopy]) -> list[Tensor]:
 # -- checksums ---------------------------------------------------------------------------------------------------
 
 
-def checksum(stages, pg_collection, group) -> dict[str, int]:
+def checksum(stages, pg_collection, group, describe=None) -> dict[str, int]:
     """Returns a checksum for every key of a model's weights, equal in any layout; a collective of the group.
 
     The sum, modulo 2^64, of each element's bits times an odd hash of its index in the whole tensor. One changed bit
@@ -226,11 +226,12 @@ def checksum(stages, pg_collection, group) -> dict[str, int]:
         stages: the model's chunks on this rank, or None on ranks of the group that do not hold it.
         pg_collection: process groups of the model's role.
         group: all ranks that call this function.
+        describe: as for `LocalWeights`.
 
     Raises:
         RuntimeError: replicas of a shard have different bits.
     """
-    return _checksum(LocalWeights(stages, pg_collection), group)
+    return _checksum(LocalWeights(stages, pg_collection, describe), group)
 
 
 def _checksum(weights: LocalWeights, group, dtypes: dict[str, torch.dtype] | None = None) -> dict[str, int]:

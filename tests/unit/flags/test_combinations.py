@@ -171,6 +171,7 @@ WRONG = {
     "large mini-batch": ("--minibatch-size 65", "--minibatch-size 65: allowed is at most --prompts-per-step × --sam"),
     "filter of single responses": ("--group-filter reward --samples-per-prompt 1", "--group-filter reward: needs --s"),
     "nothing to fill up": ("--dynamic-sampling", "--dynamic-sampling True: needs --group-filter"),
+    "a bank without checkpoints": ("--rollout-bank x", "--rollout-bank x: needs --save"),
     "a race ahead": ("--over-sampling 2 --one-step-off --rollout-correction tis",
                      "--over-sampling 2.0: not allowed with"),
     "parts of nothing": ("--partial-rollouts", "--partial-rollouts True: needs --over-sampling above 1"),

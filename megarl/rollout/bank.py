@@ -1,0 +1,213 @@
+"""Finished responses of the running steps on disk (`--rollout-bank`), so that a killed run generates only the rest.
+
+Each replica appends the responses that it finishes to a file of its own. After a restart a response is used again if
+its request is the same to the bit: policy, prompt, random stream, sampling, and everything that may change rounding.
+A response depends on nothing else, so the run's results are those of a run without interruption.
+"""
+
+import itertools
+import math
+import os
+import platform
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megarl.checkpoint.folders import LATEST
+from megarl.comm.role_mesh import RoleGroups
+from megarl.errors import warn
+from megarl.mcore import device
+from megarl.mcore.inference.engine import Completion, GenerationRequest
+from megarl.rollout import bank_file
+from megarl.rollout.bank_file import DamagedRecord, Entry
+from megarl.rollout.requests import RoundRequests
+
+SUFFIX = ".bank"
+NOBODY = 1 << 40  # stands for the dp rank of a response that no replica has
+
+
+def numerics() -> tuple:
+    """What changes the rounding of a forward pass besides model and layout."""
+    processor = torch.cuda.get_device_name() if device.has_cuda() else torch.backends.cpu.get_cpu_capability()
+    return torch.__version__, platform.machine(), processor
+
+
+class RolloutBank:
+    """The bank on one rank of the rollout. Replica leaders read and write files; methods are collectives of the role.
+
+    A file `step_N/W-A.bank` was written by replica W in the step's A-th attempt. Replica R of n reads the files with
+    W mod n = R, so no two replicas read the same file, and all files are read in any layout.
+    """
+
+    def __init__(self, folder: Path, role_groups: RoleGroups, vocab_size: int):
+        """`vocab_size`: tokens that a response may have."""
+        self.folder, self.role_groups, self.vocab_size = folder, role_groups, vocab_size
+        self._step: int | None = None
+        self._found: list[Entry] = []  # by earlier attempts, of this replica's files
+        self._file: int | None = None  # descriptor; opened with the first record
+        self._is_full = False  # nothing can be written in this step
+        self._requests: RoundRequests | None = None
+        self._common = b""
+
+    def take(self, step: int, requests: RoundRequests, common: tuple, routes: torch.Tensor | None, whole_groups: bool):
+        """This replica's responses from the bank by sequence id; marks those of all replicas in `requests`.
+
+        Args:
+            common: what all requests of the round depend on, as values with a `repr`.
+            routes: empty routes [0, L, k]; None if responses have none.
+            whole_groups: the rest of a group is then generated where its banked responses are.
+        """
+        self._requests, self._routes = requests, routes
+        self._common = bank_file.hash_of(repr((common, numerics())).encode())
+        if step != self._step:
+            self._begin(step)
+        bodies = self._matching() if self.role_groups.is_leader else []
+        completions = {}
+        for body in self._broadcast(bodies):
+            _, number, completion = bank_file.unpack(body)
+            completions.setdefault(number, completion)
+        owners = torch.full((len(requests),), NOBODY, dtype=torch.int64, device=device.device())
+        owners[list(completions)] = self.role_groups.dp_rank
+        dist.all_reduce(owners, op=dist.ReduceOp.MIN, group=self.role_groups.pg_collection.dp)
+        owners = owners.cpu()
+        if whole_groups:
+            owner_of_group = owners.view(-1, requests.samples).amin(1)
+            owners[owners != owner_of_group.repeat_interleave(requests.samples)] = NOBODY
+            requests.bind({group: rank for group, rank in enumerate(owner_of_group.tolist()) if rank != NOBODY})
+        requests.banked = (owners != NOBODY).tolist()
+        count = sum(requests.banked)
+        if count and self.role_groups.rank == self.role_groups.ranks.start:
+            total = sum(limit > 0 for limit in requests.limits)
+            print(
+                f"megarl: step {step}: {count} of {total} responses are in {self.folder}", file=sys.stderr, flush=True
+            )
+        return {i: c for i, c in sorted(completions.items()) if owners[i] == self.role_groups.dp_rank}
+
+    def add(self, number: int, completion: Completion):
+        """Appends a response of the round of the last `take`, unless it was stopped early. Not a collective."""
+        is_finished = completion.finished or len(completion.tokens) == self._requests.limits[number]
+        if not is_finished or not self.role_groups.is_leader or self._is_full:
+            return
+        (request,) = self._requests.build([number])
+        try:
+            if self._file is None:
+                self._file = self._create()
+            bank_file.append(self._file, bank_file.pack(self._identity(request), number, completion))
+        except OSError as error:
+            warn([f"--rollout-bank {self.folder}: the responses of step {self._step} are not kept: {error.strerror}"])
+            self._is_full = True
+
+    def discard(self, run: Path):
+        """Removes this replica's files of all steps up to the run's latest checkpoint. Not a collective."""
+        latest = run / "checkpoints" / LATEST
+        if not self.role_groups.is_leader or not latest.is_file():
+            return
+        step = int(latest.read_text().strip().removeprefix("step_"))
+        for folder in self.folder.glob("step_*"):
+            number = folder.name.removeprefix("step_")
+            if number.isdecimal() and int(number) <= step and folder.is_dir():
+                for path in self._own_files(folder):
+                    path.unlink(missing_ok=True)
+                try:
+                    folder.rmdir()
+                except OSError:  # other replicas still have files in it
+                    pass
+
+    def _begin(self, step: int):
+        """Closes the file of the last step and looks for records of earlier attempts."""
+        self.close()
+        self._step, self._found, self._is_full = step, [], False
+        if not self.role_groups.is_leader:
+            return
+        for path in self._own_files(self._folder_of(step)):
+            try:
+                self._found += bank_file.entries(path)
+            except OSError as error:
+                warn([f"--rollout-bank {path}: is ignored: {error.strerror}"])
+
+    def close(self):
+        """Closes the file."""
+        if self._file is not None:
+            os.close(self._file)
+        self._file = None
+
+    def _folder_of(self, step: int) -> Path:
+        return self.folder / f"step_{step:08d}"
+
+    def _own_files(self, folder: Path) -> list[Path]:
+        replicas, found = len(self.role_groups.replicas), []
+        for path in sorted(folder.glob(f"*-*{SUFFIX}")):
+            writer = path.name.partition("-")[0]
+            if writer.isdecimal() and int(writer) % replicas == self.role_groups.dp_rank:
+                found.append(path)
+        return found
+
+    def _create(self) -> int:
+        folder = self._folder_of(self._step)
+        folder.mkdir(parents=True, exist_ok=True)
+        for attempt in itertools.count():
+            path = folder / f"{self.role_groups.dp_rank:05d}-{attempt:03d}{SUFFIX}"
+            try:
+                return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            except FileExistsError:  # of an earlier attempt
+                continue
+
+    def _identity(self, request: GenerationRequest) -> bytes:
+        return bank_file.hash_of(self._common + repr((request.key, request.max_new_tokens, request.prompt)).encode())
+
+    def _matching(self) -> list[bytes]:
+        """Bodies of the records that answer requests of this round; keeps the other records for later rounds."""
+        bodies, left = [], []
+        for entry in self._found:
+            request = self._request(entry.number)
+            if request is None or self._identity(request) != entry.identity:
+                left.append(entry)
+                continue
+            try:
+                body = bank_file.read(entry)
+                if self._answers(request, bank_file.unpack(body)[2]):
+                    bodies.append(body)
+            except (DamagedRecord, OSError) as error:
+                warn([f"--rollout-bank {entry.path}: {error}"])
+        self._found = left
+        return bodies
+
+    def _request(self, number: int) -> GenerationRequest | None:
+        """A request that this replica may take, with tokens left to generate."""
+        requests = self._requests
+        if not 0 <= number < len(requests) or not requests.limits[number]:
+            return None
+        if requests.prompts[number // requests.samples].dp_rank not in (None, self.role_groups.dp_rank):
+            return None
+        return requests.build([number])[0]
+
+    def _answers(self, request: GenerationRequest, completion: Completion) -> bool:
+        """Whether a completion could be the engine's: whoever can write to the folder may write anything."""
+        tokens, routes = completion.tokens, completion.routes
+        if not 1 <= len(tokens) <= request.max_new_tokens or not all(0 <= t < self.vocab_size for t in tokens):
+            return False
+        if not completion.finished and len(tokens) < request.max_new_tokens:
+            return False
+        if self._routes is None:
+            return routes is None and all(map(math.isfinite, completion.logprobs))
+        shape = (len(request.prompt) + len(tokens), *self._routes.shape[1:])
+        return routes is not None and routes.shape == shape and all(map(math.isfinite, completion.logprobs))
+
+    def _broadcast(self, bodies: list[bytes]) -> list[bytes]:
+        """The leader's records, on all ranks of the replica."""
+        ranks = self.role_groups.replica
+        if len(ranks) == 1:
+            return bodies
+        sizes = torch.tensor([len(body) for body in bodies], dtype=torch.int64, device=device.device())
+        count = torch.tensor([len(sizes)], dtype=torch.int64, device=sizes.device)
+        dist.broadcast(count, ranks[0], group=self.role_groups.replica_group)
+        if not int(count):
+            return []
+        sizes = sizes if self.role_groups.is_leader else sizes.new_zeros(int(count))
+        dist.broadcast(sizes, ranks[0], group=self.role_groups.replica_group)
+        data = bytearray(b"".join(bodies)) if bodies else bytearray(int(sizes.sum()))
+        payload = torch.frombuffer(data, dtype=torch.uint8).to(sizes.device)
+        dist.broadcast(payload, ranks[0], group=self.role_groups.replica_group)
+        return [part.cpu().numpy().tobytes() for part in payload.split(sizes.tolist())]
