@@ -148,7 +148,8 @@ def _exchange(
     buffers = dict.fromkeys(ranks, torch.empty(0, dtype=torch.uint8, device=device.device()))
     if batch is not None:
         dp_ranks = dp_assignment.to(batch.sequence_ids.device)[batch.sequence_ids]
-        for dp_rank, leader in enumerate(receiver.leaders):
-            buffers[leader] = to_bytes(batch.select((dp_ranks == dp_rank).nonzero().flatten()), names)
+        for dp_rank in dp_ranks.unique().tolist():  # others get nothing: their number grows with the world
+            of_rank = batch.select((dp_ranks == dp_rank).nonzero().flatten())
+            buffers[receiver.leaders[dp_rank]] = to_bytes(of_rank, names)
     arrived = filter(len, _all_to_all([buffers[rank] for rank in ranks], group, pending))
     return concatenate([from_bytes(buffer, names) for buffer in arrived] or [empty_batch(names, device.device())])

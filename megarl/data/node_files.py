@@ -5,6 +5,7 @@ needed and no rank waits for one that has crashed. The files are in a folder of 
 user can read. Mapped files stay readable after `remove`.
 """
 
+import atexit
 import contextlib
 import fcntl
 import hashlib
@@ -22,7 +23,7 @@ from megarl.errors import UsageError, warn
 FOLDER = "MEGARL_NODE_FOLDER"  # environment variable: the folder that a launcher made for its ranks and will remove
 USERS = "users.lock"  # in a job's folder: every process that uses the folder holds a shared lock
 SMALL = 4096  # bytes: smaller files are read; empty ones could not be mapped
-_used: dict[Path, int] = {}  # folder -> descriptor of this process's lock
+_used: dict[tuple[int, Path], int] = {}  # (this process, folder) -> descriptor of its lock
 
 
 def identity(path: str) -> tuple:
@@ -62,11 +63,10 @@ def remove():
     """Removes the job's files, if this is the node's first rank; every rank must have read them before."""
     if os.environ.get(FOLDER):
         return  # its launcher removes it
-    for folder, descriptor in _used.items():
-        os.close(descriptor)
+    for folder in _own_folders():
+        os.close(_used.pop((os.getpid(), folder)))
         if int(os.environ.get("LOCAL_RANK", 0)) == 0:
             shutil.rmtree(folder, ignore_errors=True)
-    _used.clear()
 
 
 @contextlib.contextmanager
@@ -82,7 +82,7 @@ def folder_for_ranks() -> Iterator[None]:
         yield
     finally:
         del os.environ[FOLDER]
-        os.close(_used.pop(folder))
+        os.close(_used.pop((os.getpid(), folder)))
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -108,14 +108,29 @@ def _open_folder(name: str) -> Path:
     if not base.is_dir() or base.is_symlink() or stat.st_uid != os.getuid() or stat.st_mode & 0o077:
         raise PermissionError(0, f"{base} is open to others")
     folder = base / name
-    if folder not in _used:
+    if folder not in _own_folders():
         with _locked(base / "folders.lock"):
             folder.mkdir(exist_ok=True)
-            _used[folder] = _lock(folder / USERS, fcntl.LOCK_SH)
+            _used[os.getpid(), folder] = _lock(folder / USERS, fcntl.LOCK_SH)
+            atexit.register(_leave)
             for other in base.iterdir():
                 if other != folder and other.is_dir() and not _is_in_use(other):
                     shutil.rmtree(other, ignore_errors=True)
     return folder
+
+
+def _own_folders() -> list[Path]:
+    """Folders that this process has opened; a fork does not count those of its parent."""
+    return [folder for process, folder in _used if process == os.getpid()]
+
+
+def _leave():
+    """Removes what `remove` did not, if this is the last process that uses it: at exit, as after wrong input."""
+    for folder in _own_folders():
+        with contextlib.suppress(OSError), _locked(folder.parent / "folders.lock"):
+            os.close(_used.pop((os.getpid(), folder)))
+            if not _is_in_use(folder):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _compute_into(folder: Path, compute: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray] | None:

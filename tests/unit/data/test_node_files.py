@@ -3,6 +3,8 @@
 import fcntl
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import tracemalloc
 from multiprocessing import get_context
@@ -15,6 +17,7 @@ from megarl.data.conversations import Encoder
 from megarl.data.prompts import load_prompts
 from megarl.data.ragged import Ragged
 from megarl.errors import UsageError
+from tests.helpers.programs import environment
 from tests.helpers.worlds import SAFETY_SECONDS
 
 LINES = 20_000
@@ -60,7 +63,6 @@ def computing(log, entered=None, go_on=None):
 
 
 def take(log, entered, go_on):
-    node_files._used.clear()  # inherited from the fork's parent, whose lock it is
     found = node_files.arrays(lambda: ("key",), computing(log, entered, go_on))
     os._exit(0 if found["values"][7] == 7 and isinstance(found["values"], np.memmap) else 1)
 
@@ -136,6 +138,18 @@ def test_mapped_arrays_outlive_the_files_and_the_prompt_file(node, tmp_path):
     node_files.remove()
     assert not [found for found in node.glob("megarl-*/*") if found.is_dir()]
     assert prompts[999].prompt == "question 999"
+
+
+def test_the_last_process_that_exits_removes_what_is_left(node, tmp_path):
+    (tmp_path / "p.jsonl").write_text("{}\n")
+    code = "import sys; from megarl.data.prompts import load_prompts; load_prompts(sys.argv[1])"
+    command = [sys.executable, "-c", code, str(tmp_path / "p.jsonl")]
+    env = environment(LOCAL_WORLD_SIZE="2", TMPDIR=str(node))
+    first, second = (subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) for _ in range(2))
+    for rank in (first, second):
+        assert "p.jsonl:1: prompt is missing" in rank.communicate(timeout=SAFETY_SECONDS)[1]
+    assert (node / f"megarl-{os.getuid()}").is_dir()
+    assert not [found for found in node.glob("megarl-*/*") if found.is_dir()]
 
 
 def test_folders_of_killed_jobs_are_removed_and_others_kept(node):
