@@ -20,7 +20,7 @@ from megarl.observe.settings_file import write_settings
 from megarl.observe.timeline import write_timeline
 from megarl.observe.timers import Timers, reduce_times
 from megarl.roles.trainable_model import TrainableModel
-from megarl.trainers.async_metrics import AsyncMetrics
+from megarl.trainers.async_metrics import AsyncMetrics, StepReport
 from megarl.trainers.setup import distributed_timeout
 
 
@@ -113,7 +113,8 @@ class Trainer:
         if (peak := device.peak_bytes()) is not None:
             metrics = metrics | {f"memory/{role}/peak_bytes": peak for role in self.mesh.roles_of(self.mesh.rank)}
         seconds, self._started = time.perf_counter() - self._started, time.perf_counter()
-        self._async_metrics.publish(self.step, (metrics, self.timers.end_step(self.step), seconds, samples))
+        report = StepReport(metrics, self.timers.end_step(self.step), seconds, list(samples))
+        self._async_metrics.publish(self.step, report)
         self.flush(wait=self.step == self.last_step)
 
     def flush(self, wait: bool = True):
