@@ -94,7 +94,7 @@ def evaluate(config: RunConfig, timers: Timers):
     inputs, s, roles = EvaluationInputs(config), config.settings, config.roles
     if config.check:
         raise SystemExit(0)
-    mesh = create_role_mesh(config)
+    mesh = create_role_mesh(config, timers)
     policy = load_policy(roles["actor"], mesh["actor"], inputs.vocab_size, inputs.weights)
     rollout = Rollout(s, rollout_role(config, inputs), mesh, policy, inputs.tokenizer, timers)
     reward = inputs.reward_factory.role(mesh["reward"], inputs.tokenizer, timers)

@@ -29,6 +29,7 @@ from megarl.mcore.weights import dist_checkpoint
 from megarl.mcore.weights.hf.export_weights import export_weights
 from megarl.mcore.weights.hf.import_weights import differing_tensors
 from megarl.mcore.weights.hf.weight_map import WeightMap
+from megarl.observe.timers import Timers
 from megarl.trainers.launch import launch
 from megarl.trainers.setup import check_required, check_save, create_role_mesh
 
@@ -64,7 +65,7 @@ class Conversion:
         weights = self._weights(None if command == "from-hf" else s.load)
         if config.check:
             raise SystemExit(0)
-        self.mesh = create_role_mesh(config)
+        self.mesh = create_role_mesh(config, Timers())
         self.groups = self.mesh[self.settings.name].pg_collection
         vocab_size = self.settings.model_vocab_size(0)
         self.model = gpt.build_frozen_model(self.settings.megatron, vocab_size, self.groups, self.value_head)

@@ -16,6 +16,8 @@ from megarl.mcore import device
 from megarl.mcore.config import megatron_flags
 from megarl.mcore.parallel import process_groups
 
+# Time-out of collectives in a run with heartbeats, which know waiting from hanging.
+NO_LIMIT = timedelta(days=3650)
 POLICY_PAIRS = (
     frozenset(("rollout", "actor")),
     frozenset(("rollout", "reference")),
@@ -104,20 +106,30 @@ class RoleMesh:
         return items
 
 
-def join_process_group(timeout: timedelta):
-    """Initializes torch.distributed from the launcher's environment; without a launcher, with a world of one rank."""
+def join_process_group(timeout: timedelta, collective_timeout: timedelta | None = None):
+    """Initializes torch.distributed from the launcher's environment; without a launcher, with a world of one rank.
+
+    Args:
+        timeout: of the ranks' first meeting and of their store.
+        collective_timeout: of collectives; default: `timeout`.
+    """
     if dist.is_initialized():
         return
     if device.has_cuda():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    store, rank, size = dist.HashStore(), 0, 1
     if "RANK" in os.environ:
-        dist.init_process_group(device.backend(), timeout=timeout)
-    else:
-        dist.init_process_group(device.backend(), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    limit = collective_timeout or timeout
+    dist.init_process_group(device.backend(), store=store, rank=rank, world_size=size, timeout=limit)
 
 
 def create_mesh(roles: dict, timeout: timedelta) -> RoleMesh:
-    """Initializes torch.distributed and creates the groups of all roles ({name: `RoleSettings`}). Collective."""
+    """Initializes torch.distributed and creates the groups of all roles ({name: `RoleSettings`}). Collective.
+
+    `timeout`: of collectives.
+    """
     join_process_group(timeout)
     cache, rank, all_groups = process_groups.GroupCache(timeout), dist.get_rank(), {}
     for name, role in roles.items():

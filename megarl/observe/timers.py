@@ -5,6 +5,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from megarl.observe import activity
 from megarl.observe.timeline import MAX_EVENTS, STEP_CATEGORY, TraceEvent
 
 EVALUATION = "eval_"  # prefix of the phases of an evaluation
@@ -46,6 +47,7 @@ class Timers:
     def phase(self, role: str, name: str) -> Iterator[None]:
         """Time the body as phase `name` of `role`."""
         name = self._prefix + name
+        activity.tick()
         start = time.perf_counter_ns()
         if self._step_start_ns is None:  # setup before the first phase belongs to no step
             self._step_start_ns = start
@@ -61,6 +63,7 @@ class Timers:
         self._where = (self._open[-1][0], self._open[-1][1]) if self._open else None
 
     def _close(self, frame: list, start: int) -> None:
+        activity.tick()
         elapsed = time.perf_counter_ns() - start
         role, name, inside = frame
         self._open.pop()

@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+from megarl.observe import activity
 from megarl.rewards import guard
 from megarl.rewards.base import Job, Sample, Score, Verifier, failure
 from megarl.rewards.pool import Workers
@@ -33,11 +34,11 @@ class VerifierSet:
             name: [threads.submit(self._verifiers[name].outcomes, [sample]) for sample in samples]
             for name, threads in self._threads.items()
         }
-        outcomes = self._limited(samples)
+        with activity.limited():
+            outcomes = self._limited(samples)
+            outcomes |= {name: [future.result()[0] for future in futures] for name, futures in in_threads.items()}
         for name in self.names:
-            if name in in_threads:
-                outcomes[name] = [future.result()[0] for future in in_threads[name]]
-            elif name not in outcomes:
+            if name not in outcomes:
                 outcomes[name] = self._verifiers[name].outcomes(samples)
         self.failures = {name: [each for each in outcomes[name] if isinstance(each, str)] for name in self.names}
         return {

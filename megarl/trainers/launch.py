@@ -8,6 +8,7 @@ import torch
 
 from megarl import arguments
 from megarl.errors import WARNED, RunStopped, UsageError, warn
+from megarl.faults import heartbeat
 from megarl.observe.timers import Timers
 
 
@@ -28,6 +29,7 @@ def launch(train, program: str):
         if rank == 0 and not os.environ.get(WARNED):
             warn(config.warnings)
         train(config, timers)
+        heartbeat.finish()
     except UsageError as error:
         if rank == error.speaker:
             print(f"megarl: error: {error}", file=sys.stderr, flush=True)

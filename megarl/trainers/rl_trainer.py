@@ -115,7 +115,7 @@ class RLTrainer(Trainer):
         inputs = RLInputs(config)
         if config.check:
             raise SystemExit(0)
-        super().__init__(config, create_role_mesh(config), timers)
+        super().__init__(config, create_role_mesh(config, timers), timers)
         self.inputs, self.tokenizer = inputs, inputs.tokenizer
         self._build_roles(config, timers)
         self._metrics: dict[str, float] = {}  # of the step, this rank's

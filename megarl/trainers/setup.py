@@ -14,6 +14,8 @@ from megarl.data.chat import ChatTemplate
 from megarl.data.conversations import Encoder, build_encoder
 from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
+from megarl.faults import heartbeat
+from megarl.observe.timers import Timers
 
 
 def check_training_flags(config: arguments.RunConfig):
@@ -76,17 +78,20 @@ def make_deterministic():
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def create_role_mesh(config: arguments.RunConfig) -> role_mesh.RoleMesh:
-    """Joins the process group and creates the process groups of all roles."""
+def create_role_mesh(config: arguments.RunConfig, timers: Timers) -> role_mesh.RoleMesh:
+    """Joins the process group, starts the heartbeat and creates the process groups of all roles."""
     if config.settings.deterministic:
         make_deterministic()
-    mesh = role_mesh.create_mesh(config.roles, distributed_timeout(config))
+    limit = progress_limit(config)
+    role_mesh.join_process_group(limit, role_mesh.NO_LIMIT)
+    heartbeat.start(limit, timers)
+    mesh = role_mesh.create_mesh(config.roles, role_mesh.NO_LIMIT)
     if mesh.size > 1:
         dist.barrier()  # all ranks have read their inputs
     node_files.remove()
     return mesh
 
 
-def distributed_timeout(config: arguments.RunConfig) -> timedelta:
-    """The time-out of collectives, `--distributed-timeout-minutes`."""
+def progress_limit(config: arguments.RunConfig) -> timedelta:
+    """The longest time without progress before a run counts as hung, `--distributed-timeout-minutes`."""
     return timedelta(minutes=next(iter(config.roles.values())).megatron.distributed_timeout_minutes)

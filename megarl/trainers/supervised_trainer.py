@@ -56,7 +56,7 @@ class SupervisedTrainer(Trainer, abc.ABC):
         inputs = SupervisedInputs(config, type(self))
         if config.check:
             raise SystemExit(0)
-        super().__init__(config, create_role_mesh(config), timers, self.fields)
+        super().__init__(config, create_role_mesh(config, timers), timers, self.fields)
         self.inputs, self.role_groups = inputs, self.mesh[self.task.role]
         self.role, self.vocab_size = config.roles[self.task.role], inputs.vocab_size
         self.trainable_model = TrainableModel(

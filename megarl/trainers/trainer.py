@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megarl.arguments import RunConfig
 from megarl.checkpoint import adapters, folders
-from megarl.comm.role_mesh import RoleMesh
+from megarl.comm.role_mesh import NO_LIMIT, RoleMesh
 from megarl.data.order import PromptOrder
 from megarl.errors import RunStopped
 from megarl.mcore import device
@@ -21,7 +21,6 @@ from megarl.observe.timeline import write_timeline
 from megarl.observe.timers import Timers, reduce_times
 from megarl.roles.trainable_model import TrainableModel
 from megarl.trainers.async_metrics import AsyncMetrics, StepReport
-from megarl.trainers.setup import distributed_timeout
 
 
 class Trainer:
@@ -36,7 +35,7 @@ class Trainer:
         self._fields = fields
         self._writer = self._progress = None
         self._started = time.perf_counter()
-        self._async_metrics = AsyncMetrics(mesh, distributed_timeout(config))
+        self._async_metrics = AsyncMetrics(mesh, NO_LIMIT)
 
     @property
     def folder(self) -> Path | None:

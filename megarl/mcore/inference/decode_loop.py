@@ -6,6 +6,8 @@ an event loop, per-request metadata and tensors of changes. With small layers, t
 
 from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
 
+from megarl.observe import activity
+
 
 class DecodeLoopEngine(DynamicInferenceEngine):
     """Generates the same tokens and log-probs as Megatron's engine, to the last bit."""
@@ -14,6 +16,7 @@ class DecodeLoopEngine(DynamicInferenceEngine):
 
     def step_modern(self) -> dict:
         """Runs one step of all requests; returns the finished requests under "finished_request_records"."""
+        activity.tick()
         if not self._only_decodes:
             self._decoding_requests = None
             return super().step_modern()

@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel.schedules import (
 from torch.utils import _pytree as pytree
 
 from megarl.mcore import device
+from megarl.observe import activity
 
 
 class KnownShapeCommunicator(P2PCommunicator):
@@ -60,6 +61,7 @@ def run_microbatches(
 
     def forward_step(iterator: Iterable, chunk):
         microbatch = next(iterator)
+        activity.tick()
 
         def loss_function(output):
             value, result = loss(output, microbatch)

@@ -1,0 +1,1 @@
+"""What keeps a long run alive or ends it: heartbeats, signals, restarts."""

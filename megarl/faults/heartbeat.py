@@ -1,0 +1,192 @@
+"""Finds ranks that hang: every rank publishes what it does, and rank 0 sees who has made no progress for too long.
+
+Waiting is not hanging: a rank may wait in a collective for hours while another role works, so collectives have no time
+limit (`role_mesh.NO_LIMIT`). A run is hung when, for `--distributed-timeout-minutes`,
+
+- a rank has sent no heartbeat: its process is gone, stopped, or holds the interpreter's lock; or
+- no rank of a role that computes (`COMPUTING`) has made progress: there its ranks wait for nobody but each other; or
+- no rank of the world has made progress.
+
+Then a table of all ranks is printed and every rank ends with status 1. Rank 0 watches all ranks, all ranks watch
+rank 0. A thread does this with a store client of its own; it calls no collective. In each interval (a twentieth of the
+limit, at most 30 s) a rank sends one `set` and one `get`, rank 0 one `set` and one `multi_get`: 2 requests a rank.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megarl.faults import hang_report
+from megarl.observe import activity
+from megarl.observe.timers import Timers
+
+MAX_INTERVAL = 30.0  # seconds between two heartbeats
+INTERVALS = 20  # heartbeats in the limit
+IO_BYTES = 1 << 20  # read or written since the last heartbeat: progress, e.g. of a checkpoint
+PROCESS_IO = Path("/proc/self/io")
+KEY = "megarl/heartbeat"
+
+
+class Pulse:
+    """This rank's progress: ticks, collectives, and file traffic."""
+
+    def __init__(self):
+        self._io, self._io_events = 0, 0
+
+    def collectives(self) -> int:
+        """Collectives that this rank has started, over all its groups."""
+        total = 0
+        for group in list(dist.distributed_c10d._world.pg_map):
+            try:
+                total += group._get_backend(_device_of(group))._get_sequence_number_for_group()
+            except RuntimeError:  # a group that is being created or destroyed
+                continue
+        return total
+
+    def progress(self) -> int:
+        """A number that changes whenever this rank makes progress."""
+        transferred = _io_bytes()
+        if transferred - self._io >= IO_BYTES:
+            self._io, self._io_events = transferred, self._io_events + 1
+        return activity.ticks() + self.collectives() + self._io_events
+
+
+def _device_of(group):
+    return group._device_types[0]
+
+
+def _io_bytes() -> int:
+    """Bytes that this process has read and written; 0 where the system does not tell."""
+    try:
+        return sum(int(line.split()[1]) for line in PROCESS_IO.read_text().splitlines())
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+class Heartbeat:
+    """Publishes this rank's state and watches the others, in a thread, until `finish`."""
+
+    def __init__(self, store, rank: int, size: int, limit: timedelta, timers: Timers,
+                 end: Callable[[int], None] = os._exit):  # fmt: skip
+        """
+        Args:
+            store: a client of its own: requests of two threads to one client get mixed up.
+            limit: longest time without progress.
+            end: ends this process with a status.
+        """
+        self._store, self._rank, self._size, self._timers, self._end = store, rank, size, timers, end
+        self.limit, self.interval = limit.total_seconds(), min(MAX_INTERVAL, limit.total_seconds() / INTERVALS)
+        self._store.set_timeout(limit)
+        self._main, self._pulse, self._beats = threading.get_ident(), Pulse(), 0
+        self._finished = threading.Event()
+        self._watch = hang_report.Watch(self.limit, time.monotonic())
+        self._publish()
+        self._answered = time.monotonic()  # when the store last did what it was asked for
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+        threading.Thread(target=self._watch_store, name="heartbeat store", daemon=True).start()
+
+    def finish(self):
+        """Publishes that this rank has ended its work, and stops. Rank 0 waits for all: it may serve the store."""
+        self._finished.set()
+        self._thread.join()
+
+    def _state(self, verdict: str | None = None) -> dict:
+        role, phase = self._timers.current() or (None, None)
+        self._beats += 1
+        return {
+            "beat": self._beats,
+            "role": role,
+            "phase": phase,
+            "step": self._timers.step,
+            "progress": self._pulse.progress(),
+            "collectives": self._pulse.collectives(),
+            "where": hang_report.where(sys._current_frames().get(self._main)),
+            "done": self._finished.is_set(),
+            "verdict": verdict,
+        }
+
+    def _publish(self, verdict: str | None = None):
+        self._store.set(f"{KEY}/{self._rank}", json.dumps(self._state(verdict)))
+
+    def _run(self):
+        try:
+            while not self._finished.wait(self.interval):
+                self._publish()
+                self._look()
+                self._answered = time.monotonic()
+            self._publish()
+            self._store.set(f"{KEY}/{self._rank}/done", "")
+            if self._rank == 0:
+                self._store.wait([f"{KEY}/{rank}/done" for rank in range(self._size)])
+        except (RuntimeError, ValueError) as error:  # no answer from the store within the limit, or its process is gone
+            if self._finished.is_set() and self._rank == 0:
+                self._watch.update(self._read(range(self._size)), time.monotonic())
+                self._stop("some ranks do not end", self._watch.table(range(self._size)))
+            elif not self._finished.is_set():
+                self._stop(f"the store does not answer rank {self._rank}: {str(error).splitlines()[0]}", [])
+
+    def _watch_store(self):
+        """Ends this process if the store does not answer. Requests to a stopped process wait for ever."""
+        while not self._finished.wait(self.interval):
+            seconds = time.monotonic() - self._answered
+            if seconds >= self.limit + 2 * self.interval:
+                self._stop(f"the store has not answered rank {self._rank} for {seconds:.0f} s", [])
+
+    def _look(self):
+        """Reads the other ranks' states and ends this process if the run is hung."""
+        everyone = range(self._size)
+        states = self._read(everyone if self._rank == 0 else [0])
+        self._watch.update(states, time.monotonic())
+        if self._rank == 0:
+            problem = self._watch.problem(everyone)
+            if problem:
+                self._publish(problem)
+                self._stop(problem, self._watch.table(everyone))
+            return
+        if states.get(0, {}).get("verdict"):
+            self._end(1)  # rank 0 has said why
+        # Rank 1 speaks for rank 0; the others only if rank 1 does not end the run either.
+        patience = 0 if self._rank == 1 else 2 * self.interval
+        problem = self._watch.silence(0, patience)
+        if problem:
+            self._watch.update(self._read(everyone), time.monotonic())
+            self._stop(problem, self._watch.table(everyone) if self._rank == 1 else [])
+
+    def _read(self, ranks) -> dict[int, dict]:
+        """The states of these ranks; without those that have published none yet."""
+        keys = [f"{KEY}/{rank}" for rank in ranks]
+        if not self._watch.has_all and not self._store.check(keys):
+            keys = [key for key in keys if self._store.check([key])]
+        found = self._store.multi_get(keys) if keys else []
+        return {int(key.rsplit("/", 1)[1]): json.loads(value) for key, value in zip(keys, found, strict=True)}
+
+    def _stop(self, problem: str, table: list[str]):
+        print("\n".join([f"megarl: hung: {problem}", *table]), file=sys.stderr, flush=True)
+        self._end(1)
+
+
+_running: Heartbeat | None = None
+
+
+def start(limit: timedelta, timers: Timers):
+    """Starts this process's heartbeat in the default process group; ends an earlier one."""
+    global _running
+    finish()
+    store = dist.distributed_c10d._get_default_store().clone()
+    _running = Heartbeat(store, dist.get_rank(), dist.get_world_size(), limit, timers)
+
+
+def finish():
+    """Ends this process's heartbeat: this rank has ended its work."""
+    global _running
+    if _running is not None:
+        _running.finish()
+        _running = None

@@ -1,0 +1,158 @@
+"""Heartbeats of real ranks: one that sleeps, is stopped, holds the store or ends; the limits of collectives."""
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.comm import role_mesh
+from megarl.faults import heartbeat
+from megarl.observe.timers import Timers
+from megarl.trainers import setup
+from tests.helpers.programs import program
+from tests.helpers.worlds import SAFETY, RankFailed, run_world, wait_until
+
+
+def sleep_for_ever():
+    while True:
+        time.sleep(1000)
+
+
+def tcp_store(rank: int, server: int):
+    """A client of a TCPStore that rank `server` serves."""
+    meeting = dist.distributed_c10d._get_default_store()
+    if rank == server:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=SAFETY)
+        meeting.set("port", str(store.port))
+        return store
+    return dist.TCPStore("127.0.0.1", int(meeting.get("port")), is_master=False, timeout=SAFETY)
+
+
+class Impatient(heartbeat.Heartbeat):
+    """Has a long limit until `is_time(heartbeat)` holds, then a short one: so the test does not depend on the clock."""
+
+    is_time = None
+
+    def _look(self):
+        if self.is_time():
+            self._watch._limit = 0.0
+        super()._look()
+
+
+def start(rank: int, store, is_time, timers: Timers) -> Impatient:
+    heartbeat.MAX_INTERVAL, Impatient.is_time = 0.02, is_time
+    return Impatient(store.clone(), rank, 2, SAFETY, timers)
+
+
+def one_sleeps(rank: int):
+    timers = Timers()
+    timers.step = 7
+
+    def is_time(self):
+        states = self._read(range(2))
+        positions = [states[rank]["where"] if rank in states else "" for rank in range(2)]
+        return positions[0].startswith("all_reduce") and positions[1].endswith("sleep_for_ever")
+
+    store = tcp_store(rank, 0)
+    beat = start(rank, store, is_time, timers)
+    beat._watch.silence = lambda *_: None  # with a limit of 0 s every rank is silent
+    with timers.phase("critic", "update"):
+        if rank == 1:
+            sleep_for_ever()
+        dist.all_reduce(torch.ones(1))
+
+
+def test_a_rank_that_sleeps_for_ever_is_found(capfd):
+    with pytest.raises(RankFailed, match="ended with exit code 1"):
+        run_world(one_sleeps, 2)
+    lines = capfd.readouterr().err.splitlines()
+    lines = lines[next(i for i, line in enumerate(lines) if line.startswith("megarl: hung: ")) :]
+    assert "progress for" in lines[0] and lines[0].endswith("; not in a collective: rank 1 (critic/update)")
+    waiting, sleeping = ([line.split() for line in lines if line.split()[:1] == [rank]][0] for rank in "01")
+    assert waiting[1:3] == ["critic/update", "7"] and "all_reduce" in waiting
+    assert sleeping[1:3] == ["critic/update", "7"] and sleeping[-1] == "sleep_for_ever"
+
+
+def is_stopped(pid: int) -> bool:
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rsplit(")", 1)[1].split()[0] == "T"
+
+
+def one_is_stopped(rank: int, server: int):
+    store = tcp_store(rank, server)
+    if rank == 0:
+        store.set("pid", str(os.getpid()))
+    pid = int(store.get("pid"))
+    beat = start(rank, store, lambda self: rank == 1 and is_stopped(pid), Timers())
+    store.set(f"ready{rank}", "")
+    if rank == 0:
+        store.get("ready1")
+        while True:  # every thread of the process stops, also after somebody continues it
+            os.kill(pid, signal.SIGSTOP)
+    if server == 0:
+        assert wait_until(lambda: is_stopped(pid))
+        beat.limit = 0.0
+    beat._thread.join()
+
+
+@pytest.mark.parametrize("server, needle", [
+    (1, "rank 0 (set-up) has sent no heartbeat for"), (0, "the store has not answered rank 1 for "),
+])  # fmt: skip
+def test_a_stopped_rank_0_is_found_by_rank_1(server, needle, capfd):
+    """Also if the store is in its process, as without torchrun and launcher."""
+    with pytest.raises(RankFailed, match="rank 1 of 2 ended with exit code 1"):
+        run_world(one_is_stopped, 2, server)
+    assert f"megarl: hung: {needle}" in capfd.readouterr().err
+
+
+def one_ends_early(rank: int) -> bool:
+    store, ends = tcp_store(rank, 0), []
+    heartbeat.MAX_INTERVAL = 0.02
+    beat = heartbeat.Heartbeat(store.clone(), rank, 2, SAFETY, Timers(), ends.append)
+    if rank == 0:
+        assert wait_until(lambda: beat._watch.is_done(1))
+        beat._watch._limit = 0.0
+        assert beat._watch.silence(1) is None
+    beat.finish()
+    assert not beat._thread.is_alive()
+    dist.barrier()
+    return ends == []
+
+
+def test_a_rank_that_has_ended_its_work_is_not_hung():
+    assert run_world(one_ends_early, 2) == [True, True]
+
+
+def limits(rank: int, config) -> tuple[set, bool]:
+    mesh = setup.create_role_mesh(config, Timers())
+    groups = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    timeouts = {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+    pulse = heartbeat.Pulse()
+    before = pulse.collectives()
+    mesh["actor"].dp_all_reduce(torch.ones(1))
+    dist.barrier()
+    found = pulse.collectives() - before
+    heartbeat.finish()
+    return timeouts, found
+
+
+def test_collectives_of_a_run_have_no_time_limit_and_are_counted(tmp_path):
+    flags = "--role-map actor=0-1;critic=0;reference=1;reward=0 --num-layers 1 --hidden-size 32 --num-attention-heads 2"
+    config = program("rl", [*flags.split(), "--max-prompt-length", "4", "--max-response-length", "4"], 2)
+    assert run_world(limits, 2, config) == [({role_mesh.NO_LIMIT}, 2)] * 2
+
+
+def joined_limit(rank: int):
+    dist.destroy_process_group()
+    del os.environ["RANK"]
+    role_mesh.join_process_group(timedelta(seconds=5), role_mesh.NO_LIMIT)
+    store = dist.distributed_c10d._get_default_store()
+    return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout, store.timeout
+
+
+def test_the_first_meeting_has_a_limit_and_collectives_of_the_world_have_none():
+    assert run_world(joined_limit, 1) == [(role_mesh.NO_LIMIT, timedelta(seconds=5))]
