@@ -31,7 +31,7 @@ from megarl.rollout.rollout import Rollout
 from megarl.trainers.evaluator import Evaluator
 from megarl.trainers.launch import launch
 from megarl.trainers.reward_factory import RewardFactory
-from megarl.trainers.setup import build_role_encoder, check_required, check_save, check_vocabulary, create_role_mesh
+from megarl.trainers.setup import build_role_encoder, check_required, check_save, check_vocabulary, read_inputs
 
 SETTINGS = ("eval_prompts", "eval_samples", "eval_responses", "eval_temperature", "top_k", "top_p", "reward",
             "max_prompt_length", "max_response_length", "seed")  # fmt: skip
@@ -91,10 +91,8 @@ def rollout_role(config: RunConfig, inputs: EvaluationInputs) -> RoleSettings:
 
 def evaluate(config: RunConfig, timers: Timers):
     """Generates and scores responses with the policy, prints a table and writes the results to `--save`."""
-    inputs, s, roles = EvaluationInputs(config), config.settings, config.roles
-    if config.check:
-        raise SystemExit(0)
-    mesh = create_role_mesh(config, timers)
+    s, roles = config.settings, config.roles
+    inputs, mesh, _ = read_inputs(config, timers, lambda: EvaluationInputs(config))
     policy = load_policy(roles["actor"], mesh["actor"], inputs.vocab_size, inputs.weights)
     rollout = Rollout(s, rollout_role(config, inputs), mesh, policy, inputs.tokenizer, timers)
     reward = inputs.reward_factory.role(mesh["reward"], inputs.tokenizer, timers)

@@ -12,6 +12,7 @@ All take Megatron's flags. `--reward` or `--critic` as the first flag selects a 
 model, or the critic of an RL run.
 """
 
+import functools
 import sys
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from megarl.mcore.weights.hf.import_weights import differing_tensors
 from megarl.mcore.weights.hf.weight_map import WeightMap
 from megarl.observe.timers import Timers
 from megarl.trainers.launch import launch
-from megarl.trainers.setup import check_required, check_save, create_role_mesh
+from megarl.trainers.setup import check_required, check_save, read_inputs
 
 COMMANDS = ("from-hf", "to-hf", "verify")
 HEADS = {"--reward": "reward", "--critic": "critic"}  # roles with a scalar head, by option
@@ -62,10 +63,8 @@ class Conversion:
             raise UsageError(f"--save {s.save}: is the folder of --hf-model; allowed is another one")
         self.weight_map = WeightMap(self.settings.hf_model, self.settings.megatron, self.value_head)
         self.source = self.settings.hf_model.folder.path if command == "from-hf" else s.load
-        weights = self._weights(None if command == "from-hf" else s.load)
-        if config.check:
-            raise SystemExit(0)
-        self.mesh = create_role_mesh(config, Timers())
+        read = functools.partial(self._weights, None if command == "from-hf" else s.load)
+        weights, self.mesh, _ = read_inputs(config, Timers(), read)
         self.groups = self.mesh[self.settings.name].pg_collection
         vocab_size = self.settings.model_vocab_size(0)
         self.model = gpt.build_frozen_model(self.settings.megatron, vocab_size, self.groups, self.value_head)

@@ -29,6 +29,8 @@ sys.path.insert(0, str(ROOT))
 
 TIMED = ("time/", "_per_s", "/sync_s", "perf/mfu")  # substrings of the names of time metrics
 MACHINE = ("memory/",)  # prefixes of the names of memory metrics
+# Entries of a manifest that describe how it was saved, not the state of the run.
+OF_THE_SAVE = {"format", "checksum", "files", "versions", "layout", "data", "frozen"}
 DAPO = ("--config configs/quickstart.yaml configs/recipes/dapo.yaml --over-sampling 1.5 --partial-rollouts"
         " --max-staleness 2 --rollout-correction tis --minibatch-size 128 --max-sampling-rounds 3")  # fmt: skip
 
@@ -164,29 +166,43 @@ def samples_of(run: Path) -> dict[str, str]:
 def checkpoints_of(run: Path) -> dict[str, str]:
     """Digest of every checkpoint entry by key, and of other files by content, whatever their name."""
     import torch
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
     found = {}
     for folder in sorted((run / "checkpoints").glob("step_*")):
-        state = {}
-        _load_state_dict(
-            state, storage_reader=dcp.FileSystemReader(str(folder)), planner=_EmptyStateDictLoadPlanner(), no_dist=True
-        )
-        for key, value in _leaves(state):
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        frozen = [folder.parent / "frozen" / name for name in manifest.get("frozen", {}).values()]
+        for key, value in [item for source in (folder, *frozen) for item in _leaves(_state_of(source))]:
             name = f"{folder.name}/{key}"
             if torch.is_tensor(value):
                 found[name] = digest(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-            elif isinstance(value, io.BytesIO):
-                found[name] = _object_digest(torch.load(value, weights_only=False))
             else:
-                found[name] = _object_digest(value)
+                found.setdefault(name, _object_digest(value))  # both have Megatron's `common_state`
         others = sorted(_object_digest(torch.load(path, weights_only=True)) for path in folder.glob("*.pt"))
         others = [text for path, text in zip(sorted(folder.glob("*.pt")), others, strict=True) if path.stem != "common"]
         found |= {f"{folder.name}/file {i}": text for i, text in enumerate(others)}
-        found[f"{folder.name}/manifest"] = digest((folder / "manifest.json").read_bytes())
+        kept = {key: value for key, value in manifest.items() if key not in OF_THE_SAVE}
+        found[f"{folder.name}/manifest"] = digest((json.dumps(kept, indent=1, sort_keys=True) + "\n").encode())
     return found
+
+
+def _state_of(folder: Path) -> dict:
+    """All entries of a checkpoint's folder, read without running code from it."""
+    import torch
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    from megarl.mcore.weights.safe_reading import SafeReader
+
+    class Planner(_EmptyStateDictLoadPlanner):
+        def load_bytes(self, read_item, value):
+            data = io.BytesIO()
+            torch.save(torch.load(value, weights_only=True), data)  # torch's planner would run code that it names
+            data.seek(0)
+            super().load_bytes(read_item, data)
+
+    state = {}
+    _load_state_dict(state, storage_reader=SafeReader(str(folder)), planner=Planner(), no_dist=True)
+    return state
 
 
 def _leaves(state: dict, prefix: str = ""):

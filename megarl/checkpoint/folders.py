@@ -1,20 +1,31 @@
 """`DIR/checkpoints/step_%08d/`, each with a manifest; the files `latest` and `best` there name one of them each.
 
-Both pointers are written after a checkpoint is complete and changed before one is removed. So a run that is killed at
+A checkpoint is written under another name, `.writing-step_%08d`, and renamed when every file and the manifest are on
+the disk. Both pointers are written after that and changed before a checkpoint is removed. So a run that is killed at
 any time leaves them naming complete checkpoints.
 """
 
+import contextlib
+import hashlib
 import json
+import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.errors import UsageError
+from megarl.checkpoint import manifest as manifests
+from megarl.errors import WARNED, UsageError, warn
 from megarl.mcore.weights import dist_checkpoint
-from megarl.observe.files import write_atomically
+from megarl.observe.files import sync_directory, write_atomically
 
-MANIFEST = "manifest.json"
+MANIFEST = manifests.NAME
 LATEST, BEST = "latest", "best"
-REMOVED = ".removed-"  # prefix of a folder that is being removed
+WRITING, REMOVED = ".writing-", ".removed-"  # prefixes of folders that are being written and removed
+FROZEN = "frozen"  # folder of the weights that no step changes, and the manifest's entry that names them by role
+
+_damaged: dict[Path, str] = {}  # checkpoints in which this process found damage, with what it is
+_warned: set[str] = set()  # warnings that this process has printed
+_found: list[list[Path]] = []  # results of `find`, one list for each `recorded` that is open
 
 
 def step_folder(run: Path, step: int) -> Path:
@@ -22,17 +33,100 @@ def step_folder(run: Path, step: int) -> Path:
     return Path(run) / "checkpoints" / f"step_{step:08d}"
 
 
-def commit(run: Path, step: int, manifest: dict):
-    """Marks a step's checkpoint as complete, then as the latest, so that readers never find a half-written one.
+# -- writing -----------------------------------------------------------------------------------------------------
 
-    `best` then names the step `manifest["best"]["step"]`, this one or an earlier one, if its checkpoint exists.
+
+def writing_folder(run: Path, name: str) -> Path:
+    """The folder in which a checkpoint is written until it gets its name."""
+    return Path(run) / "checkpoints" / f"{WRITING}{name}"
+
+
+def make_room(run: Path, name: str):
+    """Creates an empty `writing_folder` and removes what a killed run left."""
+    writing = writing_folder(run, name)
+    writing.parent.mkdir(parents=True, exist_ok=True)
+    discard(run)
+    writing.mkdir()
+
+
+def discard(run: Path):
+    """Removes checkpoints that are half-written or half-removed."""
+    for prefix in (WRITING, REMOVED):
+        for unfinished in (Path(run) / "checkpoints").glob(f"{prefix}*"):
+            shutil.rmtree(unfinished)
+
+
+def commit(run: Path, step: int, entries: dict, files: dict[str, dict]):
+    """Makes what was written into the folder of `make_room` the step's checkpoint, then the latest.
+
+    `best` then names the step `entries["best"]["step"]`, this one or an earlier one, if its checkpoint exists.
+
+    Args:
+        entries: of the manifest.
+        files: `manifest.seal` of every file by name.
     """
     folder = step_folder(run, step)
-    write_atomically(folder / MANIFEST, json.dumps({"step": step, **manifest}, indent=1, sort_keys=True) + "\n")
+    writing = writing_folder(run, folder.name)
+    manifests.write(writing, {"step": step, **entries, "files": files})
+    _replace(writing, folder)
     _point(folder.parent, LATEST, folder)
-    best = (manifest.get("best") or {}).get("step")
+    best = (entries.get("best") or {}).get("step")
     if best is not None and (step_folder(run, best) / MANIFEST).is_file():
         commit_best(run, best)
+    for unfinished in folder.parent.glob(f"{REMOVED}*"):
+        shutil.rmtree(unfinished)
+
+
+def commit_frozen(run: Path, entries: dict, files: dict[str, dict]) -> str:
+    """Gives weights that no step changes a name that follows from their content, and returns it.
+
+    Arguments as of `commit`. If the run's folder has the same weights already, these are kept.
+    """
+    digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:16]
+    writing, folder = writing_folder(run, FROZEN), Path(run) / "checkpoints" / FROZEN / digest
+    manifests.write(writing, {**entries, "files": files})
+    folder.parent.mkdir(exist_ok=True)
+    if folder.exists() and not _is_intact(folder):
+        remove(folder)
+    if folder.exists():
+        shutil.rmtree(writing)
+    else:
+        writing.rename(folder)
+        sync_directory(folder.parent)
+    return digest
+
+
+def _is_intact(folder: Path) -> bool:
+    try:
+        check(folder, "--save")
+    except UsageError:
+        return False
+    return True
+
+
+def _replace(writing: Path, folder: Path):
+    """Gives a written checkpoint its name; an older one with this name is no longer named by a pointer, then goes."""
+    checkpoints = folder.parent
+    if folder.exists():
+        if named(checkpoints, LATEST) == folder:
+            others = [other for other in complete(checkpoints) if other != folder]
+            _point(checkpoints, LATEST, others[-1] if others else None)
+        if named(checkpoints, BEST) == folder:
+            _point(checkpoints, BEST, None)
+        folder.rename(folder.with_name(f"{REMOVED}{folder.name}"))
+    writing.rename(folder)
+    sync_directory(checkpoints)
+
+
+def restart_from(checkpoints: Path, latest: Path | None, stale: list[Path]):
+    """Makes `latest` name a checkpoint, or none, and `best` none of the stale ones: the best before, if it exists."""
+    best, before = named(checkpoints, BEST), None
+    if best in stale and latest is not None:
+        step = (read_manifest(latest, "--load").get("best") or {}).get("step")
+        before = None if step is None else step_folder(checkpoints.parent, step)
+    _point(checkpoints, LATEST, latest)
+    if best in stale:
+        _point(checkpoints, BEST, before if before in complete(checkpoints) and before not in stale else None)
 
 
 def commit_best(run: Path, step: int):
@@ -41,38 +135,19 @@ def commit_best(run: Path, step: int):
     These have `"kept_for": "best"` in their manifests. The latest checkpoint is kept until a later one exists.
     """
     folder = step_folder(run, step)
-    if _named(folder.parent, BEST) != folder:
+    if named(folder.parent, BEST) != folder:
         _point(folder.parent, BEST, folder)
-    for other in _complete(folder.parent):
-        if other not in (folder, _named(folder.parent, LATEST)) and _kept_for(other) == "best":
-            _remove(other)
+    for other in complete(folder.parent):
+        if other not in (folder, named(folder.parent, LATEST)) and _kept_for(other) == "best":
+            remove(other)
 
 
-def make_room(run: Path, step: int):
-    """Creates an empty folder for a step's checkpoint and removes an old one, half-written or of an earlier run.
-
-    If `latest` names the old one, it is first changed to the newest other checkpoint; `best` is removed.
-    """
-    folder = step_folder(run, step)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    for unfinished in folder.parent.glob(f"{REMOVED}*"):  # the run was killed while it removed them
-        shutil.rmtree(unfinished)
-    if _named(folder.parent, LATEST) == folder:
-        others = [other for other in _complete(folder.parent) if other != folder]
-        _point(folder.parent, LATEST, others[-1] if others else None)
-    if _named(folder.parent, BEST) == folder:
-        _point(folder.parent, BEST, None)
-    if folder.exists():
-        _remove(folder)
-    folder.mkdir()
-
-
-def _complete(checkpoints: Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first."""
+def complete(checkpoints: Path) -> list[Path]:
+    """The checkpoints of a run that were written to the end, oldest first."""
     return sorted(manifest.parent for manifest in checkpoints.glob(f"step_*/{MANIFEST}"))
 
 
-def _named(checkpoints: Path, pointer: str) -> Path | None:
+def named(checkpoints: Path, pointer: str) -> Path | None:
     """The folder that `latest` or `best` names; None if the pointer does not exist."""
     path = checkpoints / pointer
     return checkpoints / path.read_text(encoding="utf-8").strip() if path.is_file() else None
@@ -81,7 +156,7 @@ def _named(checkpoints: Path, pointer: str) -> Path | None:
 def _point(checkpoints: Path, pointer: str, folder: Path | None):
     """Makes the pointer `latest` or `best` name a folder; None removes the pointer."""
     if folder is None:
-        (checkpoints / pointer).unlink()
+        (checkpoints / pointer).unlink(missing_ok=True)
     else:
         write_atomically(checkpoints / pointer, folder.name + "\n")
 
@@ -94,43 +169,121 @@ def _kept_for(folder: Path) -> str | None:
         return None
 
 
-def _remove(folder: Path):
-    """Removes a folder; renamed first, so that no reader sees it half-removed."""
+def remove(folder: Path):
+    """Removes a checkpoint; renamed first, so that no reader sees it half-removed."""
     shutil.rmtree(folder.rename(folder.with_name(f"{REMOVED}{folder.name}")))
+
+
+# -- reading -----------------------------------------------------------------------------------------------------
 
 
 def find(path: str, flag: str) -> Path:
     """The checkpoint folder of a path: a run folder (its latest), a step's folder, or a pointer `latest` or `best`.
 
+    If the latest of a run is damaged, the newest intact one, with a warning. Checks that every file exists and has its
+    size; `integrity.find_damage` reads them.
+
     Raises:
-        UsageError: no such checkpoint, or an incomplete one.
+        UsageError: no such checkpoint, or an incomplete or damaged one.
     """
     folder = Path(path)
     try:
-        pointer = folder / "checkpoints" / LATEST if folder.is_dir() else folder
-        if pointer.is_file() and pointer.name in (LATEST, BEST):
-            folder = _named(pointer.parent, pointer.name)
-        if not folder.is_dir():
-            raise UsageError(
-                f"{flag} {path}: no such folder; allowed is a run's folder, one of its checkpoints, or checkpoints/best"
-            )
-        read_manifest(folder, flag)
+        if (folder / "checkpoints").is_dir():
+            folder = _newest_intact(folder / "checkpoints", path, flag)
+        else:
+            if folder.is_file() and folder.name in (LATEST, BEST):
+                folder = named(folder.parent, folder.name)
+            if not folder.is_dir():
+                raise _nothing(path, flag)
+            check(folder, flag)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{flag} {path}: cannot be read ({error})") from None
+    for found in _found:
+        found.append(folder)
     return folder
+
+
+def _nothing(path: str, flag: str) -> UsageError:
+    return UsageError(
+        f"{flag} {path}: no such folder; allowed is a run's folder, one of its checkpoints, or checkpoints/best"
+    )
+
+
+def _newest_intact(checkpoints: Path, path: str, flag: str) -> Path:
+    """The latest checkpoint of a run; if it cannot be used, the newest one that can."""
+    problems: list[str] = []
+    try:
+        latest = named(checkpoints, LATEST)
+    except UnicodeDecodeError:
+        latest = None
+        problems.append(f"{flag} {checkpoints / LATEST}: is damaged")
+    newest_first = complete(checkpoints)[::-1]
+    for folder in dict.fromkeys([latest, *newest_first] if latest else newest_first):
+        try:
+            if not folder.is_dir():
+                raise UsageError(f"{flag} {checkpoints / LATEST}: names {folder.name!r}, which does not exist")
+            check(folder, flag)
+        except UsageError as error:
+            problems.append(str(error))
+            continue
+        _warn(problems, folder)
+        return folder
+    raise UsageError(problems[0]) if problems else _nothing(path, flag)
+
+
+def _warn(problems: list[str], used: Path):
+    """Warns, once in a run, about checkpoints that cannot be used: a launcher has seen all but those just read."""
+    texts = [f"{problem}; {used.name} is used" for problem in problems]
+    if os.environ.get("RANK", "0") == "0" and (_damaged or not os.environ.get(WARNED)):
+        warn(text for text in texts if text not in _warned)
+    _warned.update(texts)
+
+
+def check(folder: Path, flag: str) -> dict:
+    """A checkpoint's manifest; UsageError unless all its files exist with their sizes and no others do."""
+    manifest = read_manifest(folder, flag)
+    if problem := _damaged.get(folder.resolve()) or manifests.check_sizes(folder, manifest):
+        raise UsageError(f"{flag} {folder}: {problem}")
+    return manifest
+
+
+def mark_damaged(folder: Path, problem: str):
+    """Makes `find` reject a checkpoint from now on, in this process."""
+    _damaged[folder.resolve()] = problem
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Path]]:
+    """Context in which `find` adds the checkpoints that it returns to a list."""
+    found: list[Path] = []
+    _found.append(found)
+    try:
+        yield found
+    finally:
+        _found.remove(found)
 
 
 def read_manifest(folder: Path, flag: str) -> dict:
     """The manifest that `commit` wrote into a checkpoint; UsageError if it is missing or damaged."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(f"{flag} {folder}: holds no complete checkpoint ({MANIFEST} is missing)") from None
-    except ValueError as error:
-        raise UsageError(f"{flag} {folder}: {MANIFEST} is damaged ({error})") from None
-    if not isinstance(manifest, dict) or not {"step", "world_size", "program"} <= set(manifest):
-        raise UsageError(f"{flag} {folder}: {MANIFEST} is damaged (step, world_size or program is missing)")
-    return manifest
+    return manifests.read(folder, flag)
+
+
+def frozen_folder(folder: Path, manifest: dict, role: str, flag: str) -> Path:
+    """The folder with a role's weights: the checkpoint's, or the one of weights that no step changes.
+
+    Raises:
+        UsageError: it was not copied with the checkpoint.
+    """
+    digest = manifest.get(FROZEN, {}).get(role)
+    if digest is None:
+        return folder
+    candidates = [parent / FROZEN / digest for parent in folder.resolve().parents[:2]]  # the second: of `abandoned-1`
+    for candidate in candidates:
+        if candidate.is_dir():
+            return candidate
+    raise UsageError(
+        f"{flag} {folder}: the weights of the {role} are in {FROZEN}/{digest} beside it, which is missing; copy it, too"
+    )
 
 
 def source_of(folder: Path, flag: str) -> str:
@@ -165,27 +318,3 @@ def check_weights(folder: Path, flag: str, role: str, expected: dict[str, tuple[
             raise UsageError(
                 f"{flag} {folder}: {key} has shape {list(shapes[key])}; the flags of {role} describe {list(shape)}"
             )
-
-
-def check_resume(path: str, program: str, train_iters: int, expected: dict[str, dict]) -> Path:
-    """The checkpoint to resume from, checked before any work starts.
-
-    Args:
-        program: module name of the program; checkpoints of other programs are rejected.
-        expected: role -> global shapes of its weights according to the flags, as for `check_weights`.
-
-    Raises:
-        UsageError: no readable checkpoint of this program and these models, or no steps left to do.
-    """
-    folder = find(path, "--load")
-    manifest = read_manifest(folder, "--load")
-    if manifest["program"] != program:
-        raise UsageError(f"--load {path}: was written by {manifest['program']}; {program} resumes only its own runs")
-    if manifest["step"] >= train_iters:
-        raise UsageError(
-            f"--train-iters {train_iters}: the checkpoint of --load {path} is at step {manifest['step']}; "
-            "allowed is more"
-        )
-    for role, shapes in expected.items():
-        check_weights(folder, "--load", role, shapes)
-    return folder

@@ -2,35 +2,17 @@
 
 from pathlib import Path
 
-import torch.distributed as dist
-
 from megarl.checkpoint import folders
+from megarl.checkpoint.writer import CheckpointWriter
 from megarl.comm.role_mesh import RoleMesh
 from megarl.errors import UsageError
 from megarl.mcore.model import gpt
 from megarl.mcore.weights import dist_checkpoint
-from megarl.observe.files import write_atomically
 
 
 def save(run: Path, step: int, mesh: RoleMesh, roles: dict, manifest: dict, files: dict[str, bytes] | None = None):
-    """Writes `DIR/checkpoints/step_%08d`; a collective of the world.
-
-    Args:
-        roles: role -> its state on this rank (`TrainableModel.state`), for the roles of this rank.
-        manifest: entries of the manifest. `best` (`BestCheckpoint.state_dict`) defines the step that
-            `DIR/checkpoints/best` names; `kept_for` "best" lets the next best checkpoint remove this one.
-        files: further files of the folder by name, written by rank 0.
-    """
-    folder = folders.step_folder(run, step)
-    if mesh.rank == 0:
-        folders.make_room(run, step)
-    dist.barrier()
-    dist_checkpoint.save({**roles, **dist_checkpoint.rank_state()}, folder)
-    if mesh.rank == 0:
-        for name, data in (files or {}).items():
-            write_atomically(folder / name, data)
-        folders.commit(run, step, {"world_size": mesh.size, **manifest})
-    dist.barrier()
+    """Writes `DIR/checkpoints/step_%08d`; a collective of the world. Arguments as of `CheckpointWriter.save`."""
+    CheckpointWriter(run, mesh).save(step, roles, manifest, files)
 
 
 def load(folder: Path, mesh: RoleMesh, roles: dict, flag: str = "--load") -> dict:
@@ -39,11 +21,12 @@ def load(folder: Path, mesh: RoleMesh, roles: dict, flag: str = "--load") -> dic
     Random states are restored only if the world size is the same. No result depends on them: megarl draws every random
     number from seed, step and position, so a run can resume in another layout with the same numbers.
     """
-    loaded = {}
+    loaded, manifest = {}, folders.read_manifest(folder, flag)
     for name, role_groups in mesh.roles.items():
         if name in roles:
-            loaded[name] = dist_checkpoint.load_role(roles[name], folder, role_groups.pg_collection)
-    if folders.read_manifest(folder, flag)["world_size"] == mesh.size:
+            held = folders.frozen_folder(folder, manifest, name, flag)
+            loaded[name] = dist_checkpoint.load_role(roles[name], held, role_groups.pg_collection)
+    if manifest["world_size"] == mesh.size:
         dist_checkpoint.restore_rank_state(dist_checkpoint.load(dist_checkpoint.rank_state(), folder)["rng"])
     return loaded
 

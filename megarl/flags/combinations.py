@@ -89,6 +89,7 @@ CONDITIONS: dict[str, Condition] = {
                          "--eval-temperature 0 is greedy"),
     "evaluation": Condition(lambda context: context.program == "evaluate" or context.settings.eval_prompts is not None,
                             "needs --eval-prompts"),
+    "load": Condition(lambda context: context.settings.load is not None, "needs --load"),
     "best": Condition(lambda context: bool(context.settings.eval_prompts and context.settings.eval_interval
                                            and context.settings.save),
                       "needs --eval-prompts, --eval-interval and --save"),

@@ -270,6 +270,8 @@ class Settings:
     export_hf: bool = _flag(False, "also write the model of each checkpoint as a Hugging Face folder, hf/step_N in"
                             " --save", programs=TRAINING)  # fmt: skip
     load: str | None = _flag(None, "run folder to resume from (training) or to evaluate", programs=ALL)
+    load_changed_data: bool = _flag(False, "resume although --prompts or --eval-prompts have changed: the new prompts"
+                                    " are drawn from their start", programs=TRAINING, when="load")  # fmt: skip
 
     @property
     def sequences_per_step(self) -> int:

@@ -90,6 +90,11 @@ def read_metrics(path: Path) -> list[dict]:
     return [record for _, record in _read_lines(Path(path))]
 
 
+def lines_after(path: Path, last_step: int) -> bytes:
+    """The lines of a metrics.jsonl with later steps, byte for byte. Errors as of `read_metrics`."""
+    return b"".join(line + b"\n" for line, record in _read_lines(Path(path)) if record["step"] > last_step)
+
+
 def _read_lines(path: Path) -> list[tuple[bytes, dict]]:
     """(raw line, its record) for every complete line."""
     if not path.is_file():

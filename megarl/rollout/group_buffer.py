@@ -16,6 +16,7 @@ from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT
 from megarl.errors import UsageError
 from megarl.mcore import device
+from megarl.mcore.weights.safe_reading import load_plain
 
 
 class GroupBuffer:
@@ -83,14 +84,17 @@ class GroupBuffer:
         batch = self.batch.to("cpu")
         return role_groups.dp_rank, batch if role_groups.is_leader else Batch(routes=batch.routes), self.layers or ()
 
-    def from_bytes(self, data: bytes):
+    def from_bytes(self, data: bytes, where: str):
         """Loads the groups of a checkpoint, assigned round-robin to the rollout's present replicas.
 
+        Args:
+            where: start of the message if the data are damaged or unsafe.
+
         Raises:
-            UsageError: the groups were sampled with other flags.
+            UsageError: damaged data, or the groups were sampled with other flags.
             RuntimeError: the routes of a layer are missing.
         """
-        fields = torch.load(io.BytesIO(data), weights_only=True)
+        fields = load_plain(data, where)
         samples, layers = fields.pop("samples"), fields.pop("layers", None)
         wanted = {*GENERATED_FIELDS, *self.extra_fields, *(["routes"] if self.layers is not None else [])}
         if samples != self.samples or set(fields) != wanted:

@@ -18,6 +18,7 @@ from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT
 from megarl.errors import UsageError
 from megarl.mcore import device
+from megarl.mcore.weights.safe_reading import load_plain
 from megarl.rollout.requests import PartialResponse, PromptRequest
 
 VERSIONS = "versions"  # kept in addition to `GENERATED_FIELDS`
@@ -183,13 +184,16 @@ class PartialRolloutBuffer:
             own = (dp_ranks == role_groups.dp_rank).nonzero().flatten()
             self._responses = batch.select(own) if len(own) else None
 
-    def from_bytes(self, data: bytes):
+    def from_bytes(self, data: bytes, where: str):
         """Loads the groups of a checkpoint, assigned round-robin to the rollout's present replicas.
 
+        Args:
+            where: start of the message if the data are damaged or unsafe.
+
         Raises:
-            UsageError: the run has no partial rollouts, another group size, or too small length limits.
+            UsageError: damaged data, the run has no partial rollouts, another group size, or too small length limits.
         """
-        s, fields = self.settings, torch.load(io.BytesIO(data), weights_only=True)
+        s, fields = self.settings, load_plain(data, where)
         version, samples, groups = (fields.pop(name) for name in ("version", "samples", "groups"))
         if not s.partial_rollouts and not groups:
             return

@@ -1,9 +1,10 @@
 """RLTrainer: inputs and checks of an RL run, its roles, and dispatch, evaluation, logging and saving of a step."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from megarl.arguments import RoleSettings, RunConfig, Settings
-from megarl.checkpoint import adapters, folders, run_state
+from megarl.checkpoint import adapters, resume, run_state
 from megarl.checkpoint.pretrained import PretrainedWeights, find_pretrained
 from megarl.comm.step_batch import StepBatch
 from megarl.data.prompts import load_prompts
@@ -20,7 +21,7 @@ from megarl.router_replay.replay import RoutingReplay
 from megarl.router_replay.router_state import RouterState
 from megarl.trainers.evaluator import BestCheckpoint, Evaluator
 from megarl.trainers.reward_factory import RewardFactory
-from megarl.trainers.setup import build_role_encoder, check_training_flags, check_vocabulary, create_role_mesh
+from megarl.trainers.setup import build_role_encoder, check_training_flags, check_vocabulary, read_inputs
 from megarl.trainers.trainer import Trainer
 
 CHECKPOINTED_ROLES = ("actor", "critic", "reference")  # not reward models, which only score
@@ -51,10 +52,11 @@ class RLInputs:
         saved = [r for r in _models_of(config.roles) if r.name != "reference" or _saves_reference(config.roles)]
         self.pretrained = _find_pretrained(config.roles, tokens, saved if s.load else [])
         self.resume = None
+        self.data = resume.data_fingerprints(encoder, s) if s.load or s.save else {}
         if s.load:
             adapters.check_factors(s.load, "--load", saved)
             shapes = {role.name: adapters.resume_shapes(role, role.model_vocab_size(tokens)) for role in saved}
-            self.resume = folders.check_resume(s.load, "train_rl", s.train_iters, shapes)
+            self.resume = resume.check_resume("train_rl", s, self.data, shapes)
 
 
 def _check_rollout(s: Settings, roles: dict[str, RoleSettings]):
@@ -112,11 +114,9 @@ class RLTrainer(Trainer):
     """A reinforcement-learning run on this rank: roles, data, and everything of a step besides the algorithm."""
 
     def __init__(self, config: RunConfig, timers: Timers):
-        inputs = RLInputs(config)
-        if config.check:
-            raise SystemExit(0)
-        super().__init__(config, create_role_mesh(config, timers), timers)
-        self.inputs, self.tokenizer = inputs, inputs.tokenizer
+        inputs, mesh, used = read_inputs(config, timers, lambda: RLInputs(config))
+        super().__init__(config, mesh, inputs, timers)
+        self.tokenizer = inputs.tokenizer
         self._build_roles(config, timers)
         self._metrics: dict[str, float] = {}  # of the step, this rank's
         self._samples: list[dict] = []
@@ -127,7 +127,7 @@ class RLTrainer(Trainer):
         if inputs.resume:
             self._resume()
         self.rollout.sync_weights()
-        self.open(resumed=bool(inputs.resume))
+        self.open(inputs.resume, used)
         if not inputs.resume and self.evaluator:
             self._evaluate_before_training()
         timers.end_step(0)
@@ -240,7 +240,7 @@ class RLTrainer(Trainer):
             files = {} if buffered is None else {GROUP_BUFFER_FILE: buffered}
             if self.settings.partial_rollouts:
                 files[PARTIAL_ROLLOUTS_FILE] = self.batcher.partial_rollouts.to_bytes()
-            run_state.save(self.folder, step, self.mesh, self._states(loading=False), manifest, files)
+            self.checkpoints.save(step, self._states(loading=False), manifest, files, self._frozen_states())
             if self.rollout.bank:
                 self.rollout.bank.discard(self.folder)
             if self.actor.trainable_model:
@@ -262,9 +262,15 @@ class RLTrainer(Trainer):
             states["actor"] = self.actor.trainable_model.state(extra, loading)
         if self.critic.trainable_model:
             states["critic"] = self.critic.trainable_model.state({}, loading)
-        if self.reference.frozen_model and _saves_reference(self.config.roles):
-            states["reference"] = self.reference.state()
+        if loading:
+            states |= {name: state() for name, state in self._frozen_states().items() if self.mesh[name].is_member}
         return states
+
+    def _frozen_states(self) -> dict:
+        """Role -> function that returns its checkpoint state on this rank, for roles whose weights never change."""
+        if not _saves_reference(self.config.roles):
+            return {}
+        return {"reference": self.reference.state if self.mesh["reference"].is_member else dict}
 
     def _reward_moments(self) -> dict | None:
         """The reward role's running moments, on rank 0. Collective."""
@@ -281,9 +287,12 @@ class RLTrainer(Trainer):
         if manifest.get("reward"):
             self.reward.moments.load_state_dict(manifest["reward"])
         if (folder / GROUP_BUFFER_FILE).exists():
-            self._resume_group_buffer((folder / GROUP_BUFFER_FILE).read_bytes())
+            self._resume_group_buffer(folder / GROUP_BUFFER_FILE)
         if (folder / PARTIAL_ROLLOUTS_FILE).exists():
-            self.batcher.partial_rollouts.from_bytes((folder / PARTIAL_ROLLOUTS_FILE).read_bytes())
+            file = folder / PARTIAL_ROLLOUTS_FILE
+            self.batcher.partial_rollouts.from_bytes(file.read_bytes(), f"--load {file}")
+        if "prompts" in resume.changed_data(manifest, self.inputs.data):
+            self._check_no_groups()
         if "critic" in loaded:
             self.critic.trainable_model.restore(loaded["critic"])
         if "reference" in loaded:
@@ -292,12 +301,20 @@ class RLTrainer(Trainer):
             extra = self.actor.trainable_model.restore(loaded["actor"])
             self.advantages.controller.load_state_dict(extra["kl_controller"])
 
-    def _resume_group_buffer(self, data: bytes):
+    def _resume_group_buffer(self, file: Path):
         """Restores the groups of an incomplete batch, or of a batch that was generated ahead."""
         s, buffer = self.settings, self.batcher.group_buffer
-        buffer.from_bytes(data)
+        buffer.from_bytes(file.read_bytes(), f"--load {file}")
         if len(buffer) >= s.prompts_per_step if not s.one_step_off else len(buffer) != s.prompts_per_step:
             raise UsageError(
                 f"--load: a batch of {len(buffer)} groups was generated ahead; allowed are --one-step-off and "
                 f"--prompts-per-step {len(buffer)}"
+            )
+
+    def _check_no_groups(self):
+        """UsageError if groups of the old prompts wait, which name their prompts by line."""
+        if len(self.batcher.group_buffer) or len(self.batcher.partial_rollouts):
+            raise UsageError(
+                f"--load-changed-data: the checkpoint of --load {self.settings.load} holds responses to the old "
+                "prompts that wait for their batch; resume with the old --prompts, or from a step without them"
             )

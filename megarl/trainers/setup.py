@@ -1,13 +1,16 @@
 """Set-up shared by the programs before their roles exist: flag checks, tokenizers and process groups."""
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megarl import arguments
+from megarl.checkpoint import folders, integrity
 from megarl.comm import role_mesh
 from megarl.data import node_files
 from megarl.data.chat import ChatTemplate
@@ -16,6 +19,8 @@ from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
 from megarl.faults import heartbeat
 from megarl.observe.timers import Timers
+
+Inputs = TypeVar("Inputs")
 
 
 def check_training_flags(config: arguments.RunConfig):
@@ -78,6 +83,37 @@ def make_deterministic():
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
+def read_inputs(
+    config: arguments.RunConfig, timers: Timers, read: Callable[[], Inputs]
+) -> tuple[Inputs, role_mesh.RoleMesh, list[Path]]:
+    """Reads a program's inputs, joins the process group, and reads every checkpoint among the inputs for damage.
+
+    If the latest checkpoint of a run is damaged, the inputs are read again with the newest intact one. With `--check`
+    the program ends here, before the process group.
+
+    Args:
+        read: reads and checks the inputs; raises UsageError.
+
+    Returns:
+        The inputs, the role mesh, and the checkpoints among the inputs.
+    """
+    with folders.recorded() as found:
+        inputs = read()
+    if config.check:
+        raise SystemExit(0)
+    mesh, intact = create_role_mesh(config, timers), set()
+    while damaged := integrity.find_damage([folder for folder in dict.fromkeys(found) if folder not in intact]):
+        intact |= set(found) - damaged.keys()
+        for folder, problem in damaged.items():
+            folders.mark_damaged(folder, problem)
+        with folders.recorded() as found:
+            inputs = read()
+    if mesh.size > 1:
+        dist.barrier()  # all ranks have read their inputs
+    node_files.remove()
+    return inputs, mesh, found
+
+
 def create_role_mesh(config: arguments.RunConfig, timers: Timers) -> role_mesh.RoleMesh:
     """Joins the process group, starts the heartbeat and creates the process groups of all roles."""
     if config.settings.deterministic:
@@ -85,11 +121,7 @@ def create_role_mesh(config: arguments.RunConfig, timers: Timers) -> role_mesh.R
     limit = progress_limit(config)
     role_mesh.join_process_group(limit, role_mesh.NO_LIMIT)
     heartbeat.start(limit, timers)
-    mesh = role_mesh.create_mesh(config.roles, role_mesh.NO_LIMIT)
-    if mesh.size > 1:
-        dist.barrier()  # all ranks have read their inputs
-    node_files.remove()
-    return mesh
+    return role_mesh.create_mesh(config.roles, role_mesh.NO_LIMIT)
 
 
 def progress_limit(config: arguments.RunConfig) -> timedelta:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megarl.arguments import RunConfig, Settings
 from megarl.batch import Batch, common_prefix_lengths
-from megarl.checkpoint import adapters, folders, run_state
+from megarl.checkpoint import adapters, resume, run_state
 from megarl.checkpoint.pretrained import find_pretrained
 from megarl.comm import load_balance
 from megarl.comm import microbatches as mb
@@ -24,7 +24,7 @@ from megarl.trainers.setup import (
     check_required,
     check_training_flags,
     check_vocabulary,
-    create_role_mesh,
+    read_inputs,
 )
 from megarl.trainers.trainer import Trainer
 
@@ -53,11 +53,9 @@ class SupervisedTrainer(Trainer, abc.ABC):
     fields: tuple  # metrics in the progress line of a step
 
     def __init__(self, config: RunConfig, timers: Timers):
-        inputs = SupervisedInputs(config, type(self))
-        if config.check:
-            raise SystemExit(0)
-        super().__init__(config, create_role_mesh(config, timers), timers, self.fields)
-        self.inputs, self.role_groups = inputs, self.mesh[self.task.role]
+        inputs, mesh, used = read_inputs(config, timers, lambda: SupervisedInputs(config, type(self)))
+        super().__init__(config, mesh, inputs, timers, self.fields)
+        self.role_groups = mesh[self.task.role]
         self.role, self.vocab_size = config.roles[self.task.role], inputs.vocab_size
         self.trainable_model = TrainableModel(
             self.role, self.role_groups, self.vocab_size, updates=1, value_head=self.task.value_head
@@ -68,7 +66,7 @@ class SupervisedTrainer(Trainer, abc.ABC):
             self.trainable_model.load_pretrained(inputs.pretrained)
         if inputs.resume:
             self._resume()
-        self.open(resumed=bool(inputs.resume))
+        self.open(inputs.resume, used)
 
     @staticmethod
     @abc.abstractmethod
@@ -151,7 +149,7 @@ class SupervisedTrainer(Trainer, abc.ABC):
         if self.folder and self.is_due(self.settings.save_interval):
             manifest = self.manifest_entries(self.task.program, self.vocab_size, self.order)
             states = {self.task.role: self.trainable_model.state({})}
-            run_state.save(self.folder, step, self.mesh, states, manifest)
+            self.checkpoints.save(step, states, manifest)
             self.export(self.trainable_model, step)
 
     def _resume(self):
@@ -179,7 +177,8 @@ class SupervisedInputs:
         self.pretrained = self.resume = None
         if not s.load or role.lora:  # a checkpoint of low-rank factors does not hold the weights under them
             self.pretrained = find_pretrained(role, self.vocab_size, task.sources, task.value_head)
+        self.data = resume.data_fingerprints(encoder, s) if s.load or s.save else {}
         if s.load:
             adapters.check_factors(s.load, "--load", [role])
             shapes = {task.role: adapters.resume_shapes(role, self.vocab_size, task.value_head)}
-            self.resume = folders.check_resume(s.load, task.program, s.train_iters, shapes)
+            self.resume = resume.check_resume(task.program, s, self.data, shapes)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.arguments import RunConfig
-from megarl.checkpoint import adapters, folders
+from megarl.checkpoint import adapters, branch, folders, resume
+from megarl.checkpoint.writer import CheckpointWriter, layout_of
 from megarl.comm.role_mesh import NO_LIMIT, RoleMesh
 from megarl.data.order import PromptOrder
 from megarl.errors import RunStopped
@@ -26,8 +27,11 @@ from megarl.trainers.async_metrics import AsyncMetrics, StepReport
 class Trainer:
     """Counts the steps of a run and writes its files; only rank 0 writes."""
 
-    def __init__(self, config: RunConfig, mesh: RoleMesh, timers: Timers, fields=RL_FIELDS):
+    def __init__(self, config: RunConfig, mesh: RoleMesh, inputs, timers: Timers, fields=RL_FIELDS):
+        """`inputs`: of the program; `data` are the `resume.data_fingerprints`, `resume` the checkpoint or None."""
         self.config, self.settings, self.mesh, self.timers = config, config.settings, mesh, timers
+        self.inputs = inputs
+        self.checkpoints = CheckpointWriter(self.folder, mesh) if self.folder else None
         self.step = 0
         self.skipped = 0
         self._skipped_in_a_row, self._alarms = 0, Alarms(config.settings.alarms)
@@ -42,13 +46,19 @@ class Trainer:
         """Folder of the run; None without `--save`."""
         return Path(self.settings.save) if self.settings.save else None
 
-    def open(self, resumed: bool):
-        """Opens the run's files: appends after `self.step` if resumed, otherwise starts new ones."""
+    def open(self, resumed: Path | None, used: list[Path]):
+        """Opens the run's files: appends after `self.step` if resumed, otherwise starts new ones.
+
+        Args:
+            resumed: the checkpoint that the run resumes from.
+            used: all checkpoints that it has loaded.
+        """
         if self.mesh.rank:
             return
         self._progress = Progress(self.settings.train_iters, fields=self._fields)
         if self.folder:
             self.folder.mkdir(parents=True, exist_ok=True)
+            branch.begin(self.folder, self.step, resumed, used)
             self._writer = MetricsWriter(self.folder, resume_step=self.step if resumed else None)
             write_settings(self.folder, self._settings())
 
@@ -84,6 +94,8 @@ class Trainer:
             "vocab_size": vocab_size,
             "prompt_order": order.state_dict(),
             "steps_skipped": self.skipped,
+            resume.DATA: self.inputs.data,
+            "layout": layout_of(self.config.roles),
             **adapters.manifest_entry(self.config.roles),
         }
 
@@ -98,7 +110,10 @@ class Trainer:
         """Restores step, counters and data position from a checkpoint; returns its whole manifest."""
         manifest = folders.read_manifest(folder, "--load")
         self.step, self.skipped = manifest["step"], manifest["steps_skipped"]
-        order.load_state_dict(manifest["prompt_order"])
+        if "prompts" not in resume.changed_data(manifest, self.inputs.data):
+            order.load_state_dict(manifest["prompt_order"])
+        if self.checkpoints:
+            self.checkpoints.adopt_frozen(manifest)
         return manifest
 
     def publish(self, metrics: dict[str, float], samples: list[dict] = ()):

@@ -18,7 +18,8 @@ HOLDS = {
     "partial": "--partial-rollouts --over-sampling 2 --rollout-correction tis",
     "rounds": "--dynamic-sampling --group-filter reward", "overlong": "--overlong-buffer 4",
     "sampled": "--eval-prompts x --eval-temperature 1", "evaluation": "--eval-prompts x",
-    "best": "--eval-prompts x --eval-interval 1 --save y", "model": "--reward model --reward-model x",
+    "best": "--eval-prompts x --eval-interval 1 --save y", "load": "--load x",
+    "model": "--reward model --reward-model x",
     "ensemble": "--reward model --reward-model x,y", "regex": "--reward regex --reward-pattern x",
     "format": "--reward format", "length": "--reward length", "code": "--reward code",
     "remote": "--reward remote --reward-url http://x", "verifiers": "", "local": "",
@@ -30,6 +31,7 @@ FAILS = {
     "routes": "--router-replay old-logprob",
     "partial": "--over-sampling 2",
     "rounds": "--group-filter reward", "overlong": "", "evaluation": "", "best": "--eval-prompts x --eval-interval 1",
+    "load": "",
     "model": "", "ensemble": "--reward model --reward-model x", "regex": "", "format": "", "length": "", "code": "",
     "remote": "", "verifiers": "--reward model --reward-model x", "local": "--reward remote --reward-url http://x",
 }  # fmt: skip

@@ -169,8 +169,9 @@ def test_a_run_resumed_in_its_folder_equals_the_uninterrupted_one(folder, tmp_pa
     coefficients = [metrics(whole)[step]["kl/coefficient"] for step in range(1, 5)]
     assert len(set(coefficients)) == 4  # the controller moved, and its state came back
     assert sorted(path.name for path in (save / "checkpoints").iterdir()) == [
-        "latest", "step_00000002", "step_00000004",
+        "frozen", "latest", "step_00000002", "step_00000004",
     ]  # fmt: skip
+    assert len(list((save / "checkpoints" / "frozen").iterdir())) == 1  # the reference, written once
 
 
 def test_a_step_loaded_into_another_folder_continues_there(folder, tmp_path):

@@ -1,6 +1,5 @@
 """Wrong input to the programs: exit status 2 and one line that says what is wrong, before any process group exists."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.checkpoint import manifest
 from tests.helpers.forked_programs import error_line, launch
 from tests.helpers.programs import environment, inputs, rl_argv, sft_argv, train
 from tests.helpers.worlds import SAFETY_SECONDS
@@ -179,14 +179,22 @@ def damaged(folder: Path, run: Path, damage) -> Path:
     return copy
 
 
+def garbage_metadata(step: Path):
+    """Garbage that has its checksum."""
+    (step / ".metadata").write_bytes(b"garbage")
+    entries = manifest.read(step, "--load")
+    manifest.write(step, entries | {"files": entries["files"] | {".metadata": manifest.seal(step / ".metadata")}})
+
+
 DAMAGES = {
-    "garbage metadata": (lambda step: (step / ".metadata").write_bytes(b"garbage"), "unreadable checkpoint"),
-    "no metadata": (lambda step: (step / ".metadata").unlink(), "unreadable checkpoint"),
+    "garbage metadata": (lambda step: (step / ".metadata").write_bytes(b"garbage"), ".metadata has 7 bytes"),
+    "no metadata": (lambda step: (step / ".metadata").unlink(), ".metadata is missing"),
+    "sealed garbage": (garbage_metadata, "unreadable checkpoint"),
     "no manifest": (lambda step: (step / "manifest.json").unlink(), "manifest.json is missing"),
     "half a manifest": (lambda step: (step / "manifest.json").write_text('{"step": 1,'), "manifest.json is damaged"),
     "another manifest": (lambda step: (step / "manifest.json").write_text("[]"), "manifest.json"),
     "empty manifest": (lambda step: (step / "manifest.json").write_text("{}"), "manifest.json"),
-    "no folder": (shutil.rmtree, "no such folder"),
+    "no folder": (shutil.rmtree, "step_00000001', which does not exist"),
 }
 
 
@@ -204,7 +212,7 @@ RESUMES = {
     "other hidden size": ("--hidden-size 64", ["[32, 64]", "[32, 32]"]),
     "fewer layers": ("--num-layers 1", ["shape"]),
     "fewer steps": ("--train-iters 0", ["--train-iters"]),
-    "other prompts": ("--prompts {heldout}", ["--prompts", "16", "284"]),
+    "other prompts": ("--prompts {heldout}", ["--prompts", "heldout.jsonl", "train.jsonl", "--load-changed-data"]),
 }
 
 
@@ -219,8 +227,7 @@ def test_a_checkpoint_of_another_run(case, tmp_path, checkpoint):
 def test_resuming_a_run_past_its_last_step(tmp_path, checkpoint):
     copy = damaged(tmp_path, checkpoint, lambda step: None)
     step = copy / "checkpoints" / "step_00000001"
-    manifest = json.loads((step / "manifest.json").read_text())
-    (step / "manifest.json").write_text(json.dumps({**manifest, "step": 5}))
+    manifest.write(step, {**manifest.read(step, "--load"), "step": 5})
     line = error_line(launch(tmp_path, rl_argv(tmp_path / "run", f"--train-iters 3 --load {copy}", warm_start=False)))
     assert "--train-iters 3" in line and "5" in line
 
@@ -235,7 +242,7 @@ def test_supervised_checkpoints_do_not_resume_rl(tmp_path):
 
 @pytest.mark.parametrize("flags, needle", [
     ("--role-map actor=0;critic=0;reward=0;reference=9", "--role-map"),
-    ("--load {damaged}", "unreadable checkpoint"),
+    ("--load {damaged}", ".metadata has 7 bytes"),
 ])  # fmt: skip
 def test_the_program_itself(flags, needle, tmp_path, checkpoint):
     copy = damaged(tmp_path, checkpoint, lambda step: (step / ".metadata").write_bytes(b"garbage"))

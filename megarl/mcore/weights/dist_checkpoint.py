@@ -6,7 +6,6 @@ which may not belong to the role.
 """
 
 import copy
-import queue
 from collections.abc import Container
 from pathlib import Path
 
@@ -15,13 +14,17 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, merge
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import CheckpointException
 
+from megarl.errors import UsageError
 from megarl.mcore.model.value_head import has_value_head
 from megarl.mcore.parallel.fsdp import local_rows
+from megarl.mcore.weights import safe_reading
+from megarl.mcore.weights.planned_save import plan_save
+
+safe_reading.install()
 
 
 def _metadata(pg_collection) -> dict:
@@ -160,20 +163,29 @@ def restore_rank_state(state: dict):
 
 def save(state: dict, folder: Path):
     """Saves to a folder, which must exist and be empty; a collective of the whole world."""
-    # Megatron starts a process for the results of asynchronous saves; a plain queue suffices for this one.
-    filesystem_async._results_queue = filesystem_async._results_queue or queue.Queue()
-    with torch.no_grad():
-        dist_checkpointing.save(state, str(folder))
+    planned = plan_save(state, folder)
+    results = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(planned.write(), results, dst=0)
+    if results is not None:
+        planned.finish(results)
+    dist.barrier()
 
 
 def load(state: dict, folder: Path, group=None) -> dict:
     """Loads what `state` describes; a collective of the group (None: the world), with a non-empty state on each rank.
 
-    Keys missing from the folder raise an exception.
+    Keys missing from the folder raise an exception. Raises UsageError for a file that holds more than data.
     """
     strict = StrictHandling.ASSUME_OK_UNEXPECTED
-    with torch.no_grad():
-        return dist_checkpointing.load(state, str(folder), strict=strict, process_group=group)
+    try:
+        with torch.no_grad():
+            return dist_checkpointing.load(state, str(folder), strict=strict, process_group=group)
+    except safe_reading.UnsafeFile as error:
+        raise UsageError(f"unsafe or damaged checkpoint: {error}", speaker=dist.get_rank()) from None
+    except CheckpointException as failure:
+        if error := safe_reading.reason_of(failure):
+            raise UsageError(f"unsafe or damaged checkpoint: {error}", speaker=dist.get_rank()) from None
+        raise
 
 
 def load_role(state: dict, folder: Path, pg_collection) -> dict:
@@ -233,5 +245,5 @@ def _restore_lists(state: dict):
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Returns the global shape of every tensor in a checkpoint from its metadata; needs no process group."""
     # Megatron's reader of this file passes properties to torch.empty that newer torch versions reject.
-    entries = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    entries = safe_reading.SafeReader(str(folder)).read_metadata().state_dict_metadata
     return {key: tuple(entry.size) for key, entry in entries.items() if hasattr(entry, "size")}

@@ -1,32 +1,13 @@
 """The best checkpoint: named, kept and replaced, and a run killed at any instant leaves checkpoints that load."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
 from megarl.checkpoint import folders
 from megarl.errors import UsageError
-
-
-class Killed(BaseException):
-    """Simulates the end of the process: no later code runs."""
-
-
-def saved(run: Path, step: int, best: int | None, kept_for: str = "interval", accuracy: float = 0.5) -> Path:
-    """A checkpoint saved as `state.save` does, with one file instead of its tensors."""
-    folders.make_room(run, step)
-    folder = folders.step_folder(run, step)
-    (folder / "tensors").write_text(f"{step}")
-    entries = {
-        "world_size": 1,
-        "program": "test",
-        "kept_for": kept_for,
-        "best": {"step": best, "accuracy": accuracy},
-    }
-    folders.commit(run, step, entries)
-    return folder
+from tests.helpers.checkpoints import every_death, saved
 
 
 def steps(run: Path) -> list[int]:
@@ -113,50 +94,6 @@ def test_a_best_pointer_to_a_missing_step_is_rejected(text, tmp_path):
 
 
 # -- killed at any instant ---------------------------------------------------------------------------------------
-
-
-def killed_before(monkeypatch, number: int, action) -> bool:
-    """Runs `action` up to before its number-th change of the file system; whether it was killed there."""
-    seen = []
-
-    def deadly(change):
-        def wrapper(*args, **kwargs):
-            seen.append(change)
-            if len(seen) > number:
-                raise Killed
-            return change(*args, **kwargs)
-
-        return wrapper
-
-    def tree(path, ignore_errors=False):  # goes file by file, as the real one does
-        for file in sorted(Path(path).rglob("*")) if Path(path).exists() else []:
-            deadly(Path.unlink)(file)
-        shutil_rmtree(path, ignore_errors)
-
-    shutil_rmtree = shutil.rmtree
-    with monkeypatch.context() as patch:
-        patch.setattr(folders.shutil, "rmtree", deadly(tree))
-        patch.setattr(folders, "write_atomically", deadly(folders.write_atomically))
-        for name in ("mkdir", "rename", "unlink"):
-            patch.setattr(Path, name, deadly(getattr(Path, name)))
-        try:
-            action()
-        except Killed:
-            return True
-    return False
-
-
-def every_death(monkeypatch, folder: Path, prepare, action):
-    """The run's folder as each possible instant of death leaves it, and last as a life to the end does."""
-    for number in range(100):
-        run = folder / str(number)
-        prepare(run)
-        died = killed_before(monkeypatch, number, lambda run=run: action(run))
-        yield run
-        if not died:
-            assert number > 5  # changes that were met
-            return
-    raise AssertionError("it never came to its end")
 
 
 def test_a_better_one_is_saved_and_the_run_killed_at_any_instant(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megarl.errors import UsageError
+from tests.helpers.checkpoints import saved
 from tests.helpers.programs import inputs, program, rl_argv, sft_argv
 from tests.helpers.tiny_models import whole_tensor
 from tests.helpers.worlds import SAFETY, run_world
@@ -174,65 +175,33 @@ def test_the_critic_keeps_its_head_when_it_loads_the_policys_weights(size, flags
 # -- folders -----------------------------------------------------------------------------------------------------
 
 
-def commits(rank: int, parsed, run: Path) -> list:
-    """The contents of the run's folder whenever a file was committed, in order."""
-    from megarl.checkpoint import folders, run_state
-    from megarl.mcore.weights import dist_checkpoint
-
-    here, found = trainable_models(parsed)
-    seen, write, save_tensors = [], folders.write_atomically, dist_checkpoint.save
-
-    def there():
-        return sorted(path.name for path in run.rglob("*") if path.name in ("manifest.json", "latest", ".metadata"))
-
-    def watch(path, *args):
-        seen.append((Path(path).name, there()))
-        write(path, *args)
-
-    def watch_tensors(*args):
-        seen.append(("tensors", there()))
-        save_tensors(*args)
-
-    folders.write_atomically, dist_checkpoint.save = watch, watch_tensors
-    run_state.save(run, 3, here, {"actor": found["actor"].state({})}, {"program": "test"})
-    return seen
-
-
-def test_the_manifest_is_written_after_the_tensors_and_latest_last(tmp_path):
-    assert run_world(commits, 1, sft(tmp_path), tmp_path)[0] == [
-        ("tensors", []), ("manifest.json", [".metadata"]), ("latest", [".metadata", "manifest.json"]),
-    ]  # fmt: skip
-    assert (tmp_path / "checkpoints" / "latest").read_text() == "step_00000003\n"
-
-
-def committed(run: Path, step: int) -> Path:
-    from megarl.checkpoint import folders
-
-    folder = folders.step_folder(run, step)
-    folder.mkdir(parents=True)
-    folders.commit(run, step, {"world_size": 1, "program": "test"})
-    return folder
+def test_manifest_and_latest_name_the_step(tmp_path):
+    run_world(save, 1, sft(tmp_path), tmp_path, 0)
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step_00000007\n"
+    manifest = json.loads((checkpoint_of(tmp_path) / "manifest.json").read_text())
+    assert {"step": 7, "world_size": 1, "program": "test", "format": 2}.items() <= manifest.items()
+    assert manifest["files"].keys() == {".metadata", "__0_0.distcp", "metadata.json"}
+    assert manifest["versions"].keys() == {"megarl", "megatron-core", "torch"}
 
 
 def test_an_interrupted_save_leaves_the_one_before(tmp_path):
     from megarl.checkpoint import folders
 
-    first = committed(tmp_path, 1)
+    first = saved(tmp_path, 1)
     half = folders.step_folder(tmp_path, 2)
     half.mkdir()
     (half / "__0_0.distcp").write_bytes(b"half")
     assert folders.find(str(tmp_path), "--load") == first
     with pytest.raises(UsageError, match=f"--load {half}: .*manifest.json is missing"):
         folders.find(str(half), "--load")
-    assert folders.find(str(committed(tmp_path, 3)), "--load") == folders.find(str(tmp_path), "--load")
+    assert folders.find(str(saved(tmp_path, 3)), "--load") == folders.find(str(tmp_path), "--load")
 
 
-def test_manifest_and_step_folders_can_be_named(tmp_path):
+def test_step_folders_can_be_named(tmp_path):
     from megarl.checkpoint import folders
 
-    first, second = committed(tmp_path, 1), committed(tmp_path, 2)
+    first, second = saved(tmp_path, 1), saved(tmp_path, 2)
     assert folders.find(str(first), "--load") == first and folders.find(str(tmp_path), "--load") == second
-    assert json.loads((first / "manifest.json").read_text()) == {"step": 1, "world_size": 1, "program": "test"}
 
 
 @pytest.mark.parametrize("make", [

@@ -111,9 +111,9 @@ def taken_up(rank: int, flags: str, data: bytes):
     ):
         waiting.layers = layers
         with pytest.raises(error, match=message):
-            waiting.from_bytes(data)
+            waiting.from_bytes(data, "waiting.pt")
     waiting.layers = held
-    waiting.from_bytes(data)
+    waiting.from_bytes(data, "waiting.pt")
     return contents(waiting), waiting.to_bytes()
 
 

@@ -1,0 +1,89 @@
+"""Which checkpoint a run resumes from, and whether the run's data are still those that it was written with."""
+
+import hashlib
+from pathlib import Path
+
+from megarl.arguments import Settings
+from megarl.checkpoint import folders
+from megarl.data.conversations import Encoder
+from megarl.errors import UsageError
+
+DATA = "data"  # the manifest's entry with the fingerprints of prompts, tokenizer and chat template
+_MAY_CHANGE = ("prompts", "eval_prompts")  # with --load-changed-data
+
+
+def data_fingerprints(encoder: Encoder, settings: Settings) -> dict[str, dict[str, str]]:
+    """The manifest's entry about a run's data: {flag: {"value": …, "sha256": …}}; values are for messages only.
+
+    Args:
+        encoder: the policy's tokenizer and chat template.
+    """
+    found = {}
+    for name in _MAY_CHANGE:
+        if path := getattr(settings, name):
+            with open(path, "rb") as file:
+                found[name] = {"value": str(path), "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    tokenizer, template = encoder.tokenizer, encoder.template.source if encoder.template else ""
+    ids = (tokenizer.bos_id, tokenizer.pad_id, tokenizer.end_ids, sorted(tokenizer.special.items()))
+    found["tokenizer_model"] = _entry(settings.tokenizer_model, (tokenizer.fingerprint + repr(ids)).encode())
+    found["chat_template"] = _entry(settings.chat_template, template.encode("utf-8", errors="backslashreplace"))
+    return found
+
+
+def _entry(value: str | None, content: bytes) -> dict[str, str]:
+    return {"value": str(value or "(default)"), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def changed_data(manifest: dict, data: dict[str, dict[str, str]]) -> list[str]:
+    """Names of the `data_fingerprints` that differ from a checkpoint's; a file that either lacks does not differ."""
+    stored = manifest.get(DATA, {})
+    return [name for name in sorted(stored.keys() & data.keys()) if stored[name]["sha256"] != data[name]["sha256"]]
+
+
+def check_data(manifest: dict, settings: Settings, data: dict[str, dict[str, str]]):
+    """Checks that a run to resume has the data of its checkpoint.
+
+    Raises:
+        UsageError: another seed or tokenizer, or, without `--load-changed-data`, other prompts.
+    """
+    path, seed, stored = settings.load, settings.seed, manifest.get(DATA, {})
+    if manifest.get("seed", seed) != seed:
+        raise UsageError(f"--seed {seed}: the checkpoint of --load {path} was written with --seed {manifest['seed']}")
+    for name in changed_data(manifest, data):
+        if name in _MAY_CHANGE and settings.load_changed_data:
+            continue
+        advice = "; --load-changed-data resumes with other prompts" if name in _MAY_CHANGE else ""
+        raise UsageError(
+            f"--{name.replace('_', '-')} {data[name]['value']}: has other content than the checkpoint of --load {path} "
+            f"was written with ({stored[name]['value']}){advice}"
+        )
+
+
+def check_resume(program: str, settings: Settings, data: dict, expected: dict[str, dict]) -> Path:
+    """The checkpoint of `--load` to resume from, checked before any work starts.
+
+    Args:
+        program: module name of the program; checkpoints of other programs are rejected.
+        data: `data_fingerprints` of the run.
+        expected: role -> global shapes of its weights according to the flags, as for `folders.check_weights`.
+
+    Raises:
+        UsageError: no readable checkpoint of this program, these models and these data, or no steps left to do.
+    """
+    path, train_iters = settings.load, settings.train_iters
+    folder = folders.find(path, "--load")
+    manifest = folders.read_manifest(folder, "--load")
+    if manifest["program"] != program:
+        raise UsageError(f"--load {path}: was written by {manifest['program']}; {program} resumes only its own runs")
+    if manifest["step"] >= train_iters:
+        raise UsageError(
+            f"--train-iters {train_iters}: the checkpoint of --load {path} is at step {manifest['step']}; "
+            "allowed is more"
+        )
+    check_data(manifest, settings, data)
+    for role, shapes in expected.items():
+        held = folders.frozen_folder(folder, manifest, role, "--load")
+        if held != folder:
+            folders.check(held, "--load")
+        folders.check_weights(held, "--load", role, shapes)
+    return folder

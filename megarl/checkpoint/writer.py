@@ -1,0 +1,147 @@
+"""Writes a run's checkpoints: every rank its own files, then rank 0 the manifest, the name and the pointers."""
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megarl.checkpoint import folders
+from megarl.checkpoint import manifest as manifests
+from megarl.comm.role_mesh import RoleMesh
+from megarl.mcore.config import megatron_flags
+from megarl.mcore.weights import dist_checkpoint
+from megarl.mcore.weights.planned_save import PlannedSave, plan_save
+from megarl.observe.files import write_atomically
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written; those before it are intact."""
+
+
+class _Pending:
+    """A checkpoint that this rank writes."""
+
+    def __init__(self, step: int, folder: Path, planned: PlannedSave, entries: dict, files: dict[str, bytes]):
+        self.step, self.folder, self.planned, self.entries, self.files = step, folder, planned, entries, files
+
+    def write(self) -> tuple:
+        """(write results, {file: `manifest.seal`}, error) of this rank's files; the error is None or a line."""
+        try:
+            results = self.planned.write()
+            return results, {name: manifests.seal(self.folder / name) for name in self.planned.files}, None
+        except Exception as error:
+            return [], {}, _line(error)
+
+
+class CheckpointWriter:
+    """Saves checkpoints to a run's folder."""
+
+    def __init__(self, run: Path, mesh: RoleMesh):
+        self.run, self.mesh = run, mesh
+        self._frozen: dict[str, str] = {}  # role -> its folder in `checkpoints/frozen`
+
+    def save(
+        self, step: int, roles: dict, manifest: dict, files: dict[str, bytes] | None = None,
+        frozen: dict[str, Callable[[], dict]] | None = None,
+    ):  # fmt: skip
+        """Writes `DIR/checkpoints/step_%08d`; a collective of the world.
+
+        Args:
+            roles: role -> its state on this rank (`TrainableModel.state`), for the roles of this rank.
+            manifest: entries of the manifest. `best` (`BestCheckpoint.state_dict`) defines the step that
+                `DIR/checkpoints/best` names; `kept_for` "best" lets the next best checkpoint remove this one.
+            files: further files of the folder by name, written by rank 0.
+            frozen: roles whose weights never change -> their state on this rank. These are written only once.
+
+        Raises:
+            SaveError: on all ranks, if it could not be written.
+        """
+        for role in [role for role in frozen or () if role not in self._frozen]:
+            self._frozen[role] = self._save_frozen(step, role, frozen[role]())
+        if frozen:
+            manifest = {**manifest, folders.FROZEN: {role: self._frozen[role] for role in frozen}}
+        name = folders.step_folder(self.run, step).name
+        self._agree(step, lambda: folders.make_room(self.run, name))
+        folder = folders.writing_folder(self.run, name)
+        planned = plan_save({**roles, **dist_checkpoint.rank_state()}, folder)
+        entries = {"world_size": self.mesh.size, "versions": manifests.versions(), **manifest}
+        self._commit(_Pending(step, folder, planned, entries, files or {}))
+
+    def adopt_frozen(self, manifest: dict):
+        """Frozen weights that the run's folder holds since an earlier start are not written again.
+
+        `manifest`: of the checkpoint that the run has resumed from.
+        """
+        for role, digest in manifest.get(folders.FROZEN, {}).items():
+            if (self.run / "checkpoints" / folders.FROZEN / digest / manifests.NAME).is_file():
+                self._frozen[role] = digest
+
+    def _save_frozen(self, step: int, role: str, state: dict) -> str:
+        """Writes a role's weights to `checkpoints/frozen/<digest of its files>` and returns the digest. Collective."""
+        self._agree(step, lambda: folders.make_room(self.run, folders.FROZEN))
+        folder = folders.writing_folder(self.run, folders.FROZEN)
+        pending = _Pending(step, folder, plan_save(state, folder), {}, {})
+        gathered, digest = self.mesh.gather(pending.write()), [None]
+        entries = {"step": 0, "world_size": self.mesh.size, "program": folders.FROZEN, "role": role}
+        self._agree(
+            step, lambda: digest.append(folders.commit_frozen(self.run, entries, self._seal(pending, gathered)))
+        )
+        digest = digest[-1:]
+        dist.broadcast_object_list(digest, src=0)
+        return digest[0]
+
+    def _commit(self, pending: _Pending):
+        gathered = self.mesh.gather(pending.write())
+        self._agree(pending.step, lambda: self._finish(pending, gathered))
+
+    def _finish(self, pending: _Pending, gathered: list[tuple]):
+        """Completes a checkpoint on rank 0, when all ranks have written their files."""
+        folders.commit(self.run, pending.step, pending.entries, self._seal(pending, gathered))
+
+    def _seal(self, pending: _Pending, gathered: list[tuple]) -> dict[str, dict]:
+        """Writes what rank 0 adds to the files of all ranks; `manifest.seal` of every file by name."""
+        for rank, (_, _, error) in enumerate(gathered):
+            if error:
+                raise SaveError(f"rank {rank}: {error}")
+        pending.planned.finish([results for results, _, _ in gathered])
+        for name, data in pending.files.items():
+            write_atomically(pending.folder / name, data)
+        sealed = {name: entry for _, of_rank, _ in gathered for name, entry in of_rank.items()}
+        for path in pending.folder.iterdir():
+            if path.name not in sealed:
+                sealed[path.name] = manifests.seal(path)
+        return sealed
+
+    def _agree(self, step: int, action):
+        """Runs an action on rank 0; if it fails, every rank raises `SaveError`. Collective."""
+        failed = [None]
+        if self.mesh.rank == 0:
+            try:
+                action()
+            except (OSError, SaveError) as error:
+                failed = [_line(error)]
+        dist.broadcast_object_list(failed, src=0)
+        if failed[0]:
+            if self.mesh.rank == 0:
+                self._clean_up()
+            raise SaveError(f"the checkpoint of step {step} could not be written: {failed[0]}")
+
+    def _clean_up(self):
+        """Frees the space of a checkpoint that could not be written."""
+        for unfinished in (self.run / "checkpoints").glob(f"{folders.WRITING}*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def layout_of(roles: dict) -> dict[str, dict]:
+    """The manifest's entry about ranks and parallel sizes ({name: `RoleSettings`})."""
+    return {
+        name: {"ranks": f"{role.ranks.start}-{role.ranks.stop - 1}"}
+        | dataclasses.asdict(megatron_flags.parallel_sizes(role.megatron))
+        for name, role in roles.items()
+    }
+
+
+def _line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -1,0 +1,87 @@
+"""Saving in two parts: all ranks plan together, then each rank writes its own file, at once or in a thread.
+
+Megatron's own split, with its writer and format. Writing and finishing need no collective, so that a rank may train
+while it writes.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.storage import WriteResult
+
+
+class PlannedSave:
+    """This rank's share of a checkpoint."""
+
+    def __init__(self, strategy: TorchDistSaveShardedStrategy, writer, metadata):
+        self.finalize_fns: list = []  # Megatron adds its own here, which are collectives: `finish` replaces them
+        self._strategy, self._writer, self._metadata = strategy, writer, metadata
+        writer.storage_meta = lambda: None  # a random number and this folder's name: equal saves have equal bytes
+        if metadata is not None:
+            metadata.all_local_plans = None  # for a cache that is not used
+
+    @property
+    def files(self) -> list[str]:
+        """Names of the files that `write` creates."""
+        return [name for _, name, _ in self._writer.write_buckets]
+
+    def snapshot(self, state: dict):
+        """Copies this rank's tensors to host memory, so that training may change them before `write`.
+
+        Args:
+            state: the state that was planned; other tensors are copies already.
+        """
+        live = {value.data.untyped_storage().data_ptr() for value in nested_values(state) if _has_tensor(value)}
+        self._to_host(live)
+
+    def _to_host(self, live: set[int]):
+        buckets = []
+        for path, name, (objects, tensors) in self._writer.write_buckets:
+            copied = []
+            for item, tensor in tensors:
+                is_live = tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in live
+                copied.append((item, tensor.clone() if is_live else tensor.to("cpu")))
+            buckets.append((path, name, (objects, copied)))
+        self._writer.write_buckets = buckets
+
+    def write(self) -> list[WriteResult]:
+        """Writes this rank's files and flushes them to the disk; `finish` needs the result. May run in a thread."""
+        self._to_host(set())
+        transforms, written = [self._writer.transforms], []
+        for number, bucket in enumerate(self._writer.write_buckets):
+            write = filesystem_async.FileSystemWriterAsync.write_preloaded_data
+            _, results = write(transforms, number, bucket, None, None, use_fsync=True)
+            if isinstance(results, BaseException):
+                raise results
+            written += results
+        return written
+
+    def finish(self, results: list[list[WriteResult]]):
+        """Writes the metadata, on rank 0; `results` are those of all ranks."""
+        self._writer.finish(self._metadata, results)
+        config = CheckpointingConfig(self._strategy.backend, self._strategy.version)
+        save_config(config, str(self._writer.checkpoint_dir))
+
+
+class _Strategy(TorchDistSaveShardedStrategy):
+    def _get_save_and_finalize_callbacks(self, writer, save_state_dict_ret, async_strategy) -> PlannedSave:
+        _, metadata, _ = save_state_dict_ret
+        return PlannedSave(self, writer, metadata)
+
+
+def plan_save(state: dict, folder: Path) -> PlannedSave:
+    """Plans a save to a folder, which must exist and be empty; a collective of the whole world."""
+    # Megatron would start a process for this queue, which `PlannedSave.write` does not use.
+    filesystem_async._results_queue = filesystem_async._results_queue or os.devnull
+    with torch.no_grad():
+        return dist_checkpointing.save(state, str(folder), _Strategy(), async_sharded_save=True, async_strategy="mcore")
+
+
+def _has_tensor(value) -> bool:
+    return isinstance(getattr(value, "data", None), torch.Tensor)

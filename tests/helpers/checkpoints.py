@@ -1,0 +1,80 @@
+"""Small checkpoints for tests, and runs that are killed between two changes of the file system."""
+
+import shutil
+from pathlib import Path
+
+from megarl.checkpoint import folders, manifest
+
+# A run whose checkpoints also hold groups that wait for their batch, and unfinished groups.
+WAITING = (
+    "--advantage grpo --group-filter reward --dynamic-sampling --max-sampling-rounds 1 --over-sampling 1.5"
+    " --partial-rollouts --rollout-correction tis --reward tests.helpers.programs:coarse_reward"
+)
+
+
+class Killed(BaseException):
+    """Simulates the end of the process: no later code runs."""
+
+
+def saved(run: Path, step: int, best: int | None = None, kept_for: str = "interval", accuracy: float = 0.5) -> Path:
+    """A checkpoint saved as `CheckpointWriter.save` does, with one file instead of its tensors."""
+    folder = folders.step_folder(run, step)
+    folders.make_room(run, folder.name)
+    tensors = folders.writing_folder(run, folder.name) / "tensors"
+    tensors.write_text(f"{step}")
+    entries = {
+        "world_size": 1,
+        "program": "test",
+        "kept_for": kept_for,
+        "best": {"step": best, "accuracy": accuracy},
+    }
+    folders.commit(run, step, entries, {"tensors": manifest.seal(tensors)})
+    return folder
+
+
+def killed_before(monkeypatch, number: int, action, *modules) -> bool:
+    """Runs `action` up to before its number-th change of the file system; whether it was killed there."""
+    seen = []
+
+    def deadly(change):
+        def wrapper(*args, **kwargs):
+            seen.append(change)
+            if len(seen) > number:
+                raise Killed
+            return change(*args, **kwargs)
+
+        return wrapper
+
+    def tree(path, ignore_errors=False):  # goes file by file, as the real one does
+        for file in sorted(Path(path).rglob("*")) if Path(path).exists() else []:
+            deadly(Path.unlink)(file)
+        shutil_rmtree(path, ignore_errors)
+
+    shutil_rmtree = shutil.rmtree
+    with monkeypatch.context() as patch:
+        patch.setattr(folders.shutil, "rmtree", deadly(tree))
+        for module in (folders, manifest, *modules):
+            patch.setattr(module, "write_atomically", deadly(module.write_atomically))
+        for name in ("mkdir", "rename", "unlink"):
+            patch.setattr(Path, name, deadly(getattr(Path, name)))
+        try:
+            action()
+        except Killed:
+            return True
+    return False
+
+
+def every_death(monkeypatch, folder: Path, prepare, action, *modules):
+    """The run's folder as each possible instant of death leaves it, and last as a life to the end does.
+
+    `modules`: others that write files with `write_atomically`.
+    """
+    for number in range(100):
+        run = folder / str(number)
+        prepare(run)
+        died = killed_before(monkeypatch, number, lambda run=run: action(run), *modules)
+        yield run
+        if not died:
+            assert number > 5  # changes that were met
+            return
+    raise AssertionError("it never came to its end")

@@ -1,0 +1,165 @@
+"""A damaged checkpoint is found: any flipped byte, a truncated, missing or unknown file; and what is chosen instead."""
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megarl.checkpoint import folders, integrity, manifest
+from megarl.errors import UsageError
+from tests.helpers.checkpoints import WAITING, saved
+from tests.helpers.programs import rl_argv, train
+from tests.helpers.worlds import run_world
+
+FLIPS = 400
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run with every kind of file: policy, optimizer states, frozen reference, waiting and unfinished groups."""
+    folder = tmp_path_factory.mktemp("integrity") / "run"
+    train("rl", rl_argv(folder, f"{WAITING} --train-iters 1"))
+    return folder
+
+
+def files_of(checkpoint: Path) -> list[Path]:
+    """All files of a checkpoint and of the frozen weights that it names."""
+    entries = folders.read_manifest(checkpoint, "--load")
+    held = [checkpoint, folders.frozen_folder(checkpoint, entries, "reference", "--load")]
+    return [path for folder in held for path in sorted(folder.iterdir())]
+
+
+def problem(checkpoint: Path) -> str:
+    """What a program finds wrong with a checkpoint; "" if nothing."""
+    try:
+        entries = folders.check(checkpoint, "--load")
+        folders.check(folders.frozen_folder(checkpoint, entries, "reference", "--load"), "--load")
+        return "".join(integrity.find_damage([checkpoint]).values())
+    except UsageError as error:
+        return str(error)
+
+
+def flipped(path: Path, position: int, bit: int):
+    """Flips one bit of a file in place."""
+    with open(path, "r+b") as file:
+        file.seek(position)
+        byte = file.read(1)[0]
+        file.seek(position)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+def undetected_flips(rank: int, checkpoint: Path, count: int) -> tuple[int, list]:
+    """(flips, those that no check found or whose message does not name the file)."""
+    files, draw, missed, flips = files_of(checkpoint), random.Random(7), [], 0
+    assert problem(checkpoint) == ""
+    for path in files:
+        for _ in range(count // len(files)):
+            position, bit, flips = draw.randrange(path.stat().st_size), draw.randrange(8), flips + 1
+            flipped(path, position, bit)
+            if path.name not in problem(checkpoint):
+                missed.append((path.name, position, bit))
+            flipped(path, position, bit)
+    assert problem(checkpoint) == ""
+    return flips, missed
+
+
+def test_every_flipped_bit_is_detected(run):
+    checkpoint = folders.step_folder(run, 1)
+    names = {path.name for path in files_of(checkpoint)}
+    assert names == {".metadata", "__0_0.distcp", "manifest.json", "metadata.json", "parts.pt", "waiting.pt"}
+    ((flips, missed),) = run_world(undetected_flips, 1, checkpoint, FLIPS)
+    assert flips >= 300 and not missed
+
+
+def damaged_files(rank: int, checkpoint: Path, copy: Path) -> list:
+    """The damages of whole files that no check found."""
+    missed = []
+    for path in files_of(checkpoint):
+        for name, damage in {
+            "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+            "empty": lambda path: path.write_bytes(b""),
+            "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+            "missing": lambda path: path.unlink(),
+            "unknown": lambda path: path.with_name("common.pt").write_bytes(b""),
+        }.items():
+            shutil.copytree(checkpoint.parent, copy)
+            damage(copy / path.relative_to(checkpoint.parent))
+            named = "common.pt" if name == "unknown" else path.name
+            if named not in problem(copy / checkpoint.name):
+                missed.append((name, path))
+            shutil.rmtree(copy)
+    return missed
+
+
+def test_truncated_missing_and_unknown_files_are_detected(run, tmp_path):
+    assert run_world(damaged_files, 1, folders.step_folder(run, 1), tmp_path / "copy") == [[]]
+
+
+def test_a_checkpoint_without_its_frozen_weights_says_which_to_copy(run, tmp_path):
+    copy = shutil.copytree(folders.step_folder(run, 1), tmp_path / "step_00000001")
+    entries = folders.check(copy, "--load")  # enough for its policy
+    digest = entries["frozen"]["reference"]
+    with pytest.raises(UsageError, match=f"--load {copy}: .* frozen/{digest} beside it, which is missing; copy it"):
+        folders.frozen_folder(copy, entries, "reference", "--load")
+
+
+def shares(rank: int, checkpoints: list[Path]) -> tuple:
+    """(files that this rank read, damage found)."""
+    read, check = [], manifest.check_content
+    manifest.check_content = lambda folder, name, entry: read.append(folder / name) or check(folder, name, entry)
+    return read, integrity.find_damage(checkpoints)
+
+
+def test_each_file_is_read_once_and_all_ranks_learn_what_is_damaged(tmp_path):
+    checkpoints = [saved(tmp_path, step) for step in range(1, 6)]
+    (checkpoints[3] / "tensors").write_text("!")
+    found = run_world(shares, 3, checkpoints)
+    assert sorted(path for read, _ in found for path in read) == [folder / "tensors" for folder in checkpoints]
+    assert all(1 <= len(read) <= 2 for read, _ in found)
+    expected = {checkpoints[3]: "tensors is damaged (its content does not have its checksum)"}
+    assert all(damage == expected for _, damage in found)
+
+
+# -- what is chosen ----------------------------------------------------------------------------------------------
+
+
+def test_a_run_with_a_damaged_latest_uses_the_newest_intact_one(tmp_path, capsys):
+    for step in (1, 2, 3):
+        saved(tmp_path, step, 3 if step == 3 else None)
+    broken = folders.step_folder(tmp_path, 3)
+    (broken / "tensors").unlink()
+    assert folders.find(str(tmp_path), "--load") == folders.step_folder(tmp_path, 2)
+    warning = f"megarl: warning: --load {broken}: tensors is missing; step_00000002 is used\n"
+    assert capsys.readouterr().err == warning
+    for certain in (broken, tmp_path / "checkpoints" / "latest", tmp_path / "checkpoints" / "best"):
+        with pytest.raises(UsageError, match=f"^--load {broken}: tensors is missing$"):
+            folders.find(str(certain), "--load")
+    (folders.step_folder(tmp_path, 2) / "manifest.json").write_text("{}")
+    assert folders.find(str(tmp_path), "--load") == folders.step_folder(tmp_path, 1)
+    (folders.step_folder(tmp_path, 1) / "tensors").unlink()
+    with pytest.raises(UsageError, match=f"^--load {broken}: tensors is missing$"):
+        folders.find(str(tmp_path), "--load")
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"step_00000009\n", b"step_000", None])
+def test_a_damaged_latest_file_is_replaced_by_the_newest_one(content, tmp_path):
+    saved(tmp_path, 1)
+    newest, pointer = saved(tmp_path, 2), tmp_path / "checkpoints" / "latest"
+    pointer.unlink() if content is None else pointer.write_bytes(content)
+    assert folders.find(str(tmp_path), "--load") == newest
+
+
+def test_a_half_written_folder_is_never_chosen(tmp_path):
+    first = saved(tmp_path, 1)
+    folders.make_room(tmp_path, "step_00000002")
+    (folders.writing_folder(tmp_path, "step_00000002") / "tensors").write_text("2")
+    (tmp_path / "checkpoints" / "latest").unlink()
+    assert folders.find(str(tmp_path), "--load") == first
+
+
+def test_a_checkpoint_of_an_older_version_is_rejected_in_one_line(tmp_path):
+    folder = saved(tmp_path, 1)
+    (folder / "manifest.json").write_text('{"step": 1, "world_size": 1, "program": "train_rl"}')
+    with pytest.raises(UsageError, match=f"^--load {folder}: was written by an older version, without checksums"):
+        folders.find(str(folder), "--load")
