@@ -44,7 +44,9 @@ def carried(rank: int, flags: str) -> tuple:
         again.prompt_lengths, again.response_mask = again.lengths.clone(), torch.zeros_like(again.response_mask)
         buffer._restore_continued(again)
     resumed = PartialRolloutBuffer(mesh, settings)
-    resumed.from_bytes(torch.distributed.distributed_c10d._get_default_store().get("file") if rank else stored(data), "parts.pt")
+    resumed.from_bytes(
+        torch.distributed.distributed_c10d._get_default_store().get("file") if rank else stored(data), "parts.pt"
+    )
     return data, held, popped, again, sorted(set(resumed._responses.prompt_ids.tolist()))
 
 
