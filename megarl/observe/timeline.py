@@ -12,6 +12,7 @@ from megarl.observe.files import write_atomically
 
 # About 200 steps of 25 phases; at 100 bytes per event, 0.5 MB per rank.
 MAX_EVENTS = 5000
+ALL_RANKS_EVENTS = 200_000  # in a file: 20 MB, which viewers still open
 STEP_CATEGORY = "step"
 
 
@@ -22,6 +23,11 @@ class TraceEvent(NamedTuple):
     category: str
     start_ns: int
     duration_ns: int
+
+
+def last_events(events: Sequence[TraceEvent], ranks: int) -> Sequence[TraceEvent]:
+    """The last events of a rank, at most its share of `ALL_RANKS_EVENTS`, which rank 0 gathers."""
+    return events[-max(1, ALL_RANKS_EVENTS // ranks) :]
 
 
 def write_timeline(path: Path, events_by_rank: Sequence[Sequence[TraceEvent]]) -> None:

@@ -18,7 +18,7 @@ from megarl.observe.progress import RL_FIELDS, Progress
 from megarl.observe.report import write_report
 from megarl.observe.samples import SamplesWriter
 from megarl.observe.settings_file import write_settings
-from megarl.observe.timeline import write_timeline
+from megarl.observe.timeline import last_events, write_timeline
 from megarl.observe.timers import Timers, reduce_times
 from megarl.roles.trainable_model import TrainableModel
 from megarl.trainers.async_metrics import AsyncMetrics, StepReport
@@ -172,7 +172,7 @@ class Trainer:
     def close(self):
         """Writes the remaining steps, the timeline and the report. Collective."""
         self.flush()
-        events = self.mesh.gather(self.timers.events())
+        events = self.mesh.gather(last_events(self.timers.events(), self.mesh.size))
         if events is None or self._writer is None:
             return
         self._writer.close()
