@@ -1,9 +1,13 @@
 """Preference pairs: the reward model's inputs for the chosen and the rejected response to one prompt."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
+from megarl.data.ragged import LazyList, Ragged
 from megarl.errors import UsageError
 
 
@@ -16,12 +20,19 @@ class Pair:
     margin: float
 
 
-def preference_pairs(prompts: PromptSet, encoder: Encoder, longest: int) -> list[Pair]:
-    """The pair of every line, each text at most `longest` tokens long (cut by `Encoder.scored`).
+def preference_pairs(prompts: PromptSet, encoder: Encoder, longest: int) -> Sequence[Pair]:
+    """The pair of every line, each text at most `longest` tokens long (cut by `Encoder.reward_model_inputs`).
 
-    Raises UsageError with file and line if chosen or rejected is missing, or if both are the same text or the same
-    tokens.
+    One rank of a node tokenizes them for all. Raises UsageError with file and line if chosen or rejected is missing, or
+    if both are the same text or the same tokens.
     """
+    arrays = prompts.on_node(lambda: _arrays(prompts, encoder, longest), "preferences", encoder, longest)
+    tokens, margins = Ragged.of_arrays(arrays), arrays["margins"]
+    return LazyList(len(margins), lambda line: Pair(tokens[2 * line], tokens[2 * line + 1], float(margins[line])))
+
+
+def _arrays(prompts: PromptSet, encoder: Encoder, longest: int) -> dict[str, np.ndarray]:
+    """Tokens of chosen and rejected in turn, and margins."""
     samples = []
     for prompt in prompts:
         where = prompts.where(prompt.index)
@@ -33,9 +44,8 @@ def preference_pairs(prompts: PromptSet, encoder: Encoder, longest: int) -> list
         samples += [(prompt, prompt.chosen), (prompt, prompt.rejected)]
     prompts.encode(encoder)
     tokens = [ids for ids, _ in encoder.reward_model_inputs(samples, longest)]
-    pairs = []
-    for prompt, chosen, rejected in zip(prompts, tokens[::2], tokens[1::2], strict=True):
+    for line, (chosen, rejected) in enumerate(zip(tokens[::2], tokens[1::2], strict=True)):
         if chosen == rejected:
-            raise UsageError(f"{prompts.where(prompt.index)}: chosen and rejected become the same tokens")
-        pairs.append(Pair(chosen, rejected, float(prompt.margin or 0)))
-    return pairs
+            raise UsageError(f"{prompts.where(line)}: chosen and rejected become the same tokens")
+    margins = [float(prompt.margin or 0) for prompt, _ in samples[::2]]
+    return Ragged.of_rows(tokens).arrays() | {"margins": np.array(margins)}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import codecs
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Iterator
@@ -100,11 +101,20 @@ class PromptSet:
         One rank of a node encodes them for all. None: any length, to check that `encoder` accepts every prompt.
         """
 
-        def key() -> tuple:
-            return "tokens", self.where(0), node_files.identity(self.path), encoder.fingerprint, max_prompt_length
+        def encoded() -> dict[str, np.ndarray]:
+            return Ragged.of_rows(self._encoded(prompt, encoder, max_prompt_length) for prompt in self).arrays()
 
-        rows = (self._encoded(prompt, encoder, max_prompt_length) for prompt in self)
-        return Ragged.of_arrays(node_files.arrays(key, lambda: Ragged.of_tokens(rows).arrays()))
+        return Ragged.of_arrays(self.on_node(encoded, "tokens", encoder, max_prompt_length))
+
+    def on_node(
+        self, compute: Callable[[], dict[str, np.ndarray]], name: str, encoder: Encoder, *options
+    ) -> dict[str, np.ndarray]:
+        """Arrays that one rank of a node computes from this file with an encoder (`node_files.arrays`)."""
+
+        def key() -> tuple:
+            return name, self.where(0), node_files.identity(self.path), encoder.fingerprint, options
+
+        return node_files.arrays(key, compute)
 
     def _encoded(self, prompt: Prompt, encoder: Encoder, max_prompt_length: int | None) -> list[int]:
         where = self.where(prompt.index)

@@ -1,7 +1,8 @@
 """Rows of unequal length in two flat arrays, which ranks of a node can map from one file."""
 
 import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,13 +16,12 @@ class Ragged:
         self._view = memoryview(values)
 
     @classmethod
-    def of_tokens(cls, rows: Iterable[list[int]]) -> "Ragged":
-        """Rows of token ids as int32, which are read one by one."""
-        values, offsets = array.array("i"), array.array("q", [0])
+    def of_rows(cls, rows: Iterable[list], dtype=np.int32) -> "Ragged":
+        """Rows of numbers, which are taken one by one."""
+        builder = RaggedBuilder(dtype)
         for row in rows:
-            values.extend(row)
-            offsets.append(len(values))
-        return cls(np.frombuffer(values, np.int32), np.frombuffer(offsets, np.int64))
+            builder.add(row)
+        return builder.build()
 
     @classmethod
     def of_arrays(cls, arrays: dict[str, np.ndarray]) -> "Ragged":
@@ -44,3 +44,35 @@ class Ragged:
 
     def __iter__(self) -> Iterator[list[int]]:
         return (self[row] for row in range(len(self)))
+
+
+class RaggedBuilder:
+    """Collects rows without a Python object per number."""
+
+    def __init__(self, dtype=np.int32):
+        """`dtype`: int32, or bool."""
+        self._dtype, self._values = dtype, array.array("i" if dtype == np.int32 else "B")
+        self._offsets = array.array("q", [0])
+
+    def add(self, row: list):
+        """Appends a row."""
+        self._values.extend(row)
+        self._offsets.append(len(self._values))
+
+    def build(self) -> Ragged:
+        """The rows so far."""
+        return Ragged(np.frombuffer(self._values, self._dtype), np.frombuffer(self._offsets, np.int64))
+
+
+class LazyList(Sequence):
+    """A list whose items are made when they are read; a slice is a plain list."""
+
+    def __init__(self, length: int, item: Callable[[int], Any]):
+        self._length, self._item = length, item
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index):
+        positions = range(self._length)[index]
+        return [self._item(i) for i in positions] if isinstance(index, slice) else self._item(positions)

@@ -1,7 +1,12 @@
 """Supervised examples: tokens of conversations, with the mask of the tokens to train on."""
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import Prompt, PromptSet, prompt_tokens
+from megarl.data.ragged import LazyList, Ragged, RaggedBuilder
 from megarl.errors import UsageError
 
 Example = tuple[list[int], list[bool]]
@@ -9,24 +14,35 @@ Example = tuple[list[int], list[bool]]
 
 def sft_examples(
     prompts: PromptSet, encoder: Encoder, max_prompt_length: int, max_response_length: int
-) -> list[Example]:
+) -> Sequence[Example]:
     """`(tokens, response_mask)` per line, equally long; the mask covers the responses, each with its EOS.
 
     A line's response is its `response`, else its `answer`; in a line with `messages` every assistant message is one.
     Lengths are in tokens; `max_response_length` counts the EOS, as in a rollout, and a conversation in messages may be
-    as long as both limits together. Raises UsageError with file and line for a line without a response, or too long.
+    as long as both limits together. One rank of a node tokenizes them for all. Raises UsageError with file and line for
+    a line without a response, or too long.
     """
-    examples = []
+    limits = max_prompt_length, max_response_length
+    arrays = prompts.on_node(lambda: _arrays(prompts, encoder, *limits), "sft", encoder, *limits)
+    tokens, mask = (Ragged(arrays[name], arrays["offsets"]) for name in ("values", "mask"))
+    return LazyList(len(tokens), lambda line: (tokens[line], mask[line]))
+
+
+def _arrays(
+    prompts: PromptSet, encoder: Encoder, max_prompt_length: int, max_response_length: int
+) -> dict[str, np.ndarray]:
+    tokens, masks = RaggedBuilder(), RaggedBuilder(np.bool_)
     for prompt in prompts:
-        where = prompts.where(prompt.index)
         try:
             if prompt.messages is not None:
-                examples.append(_conversation(prompt, encoder, max_prompt_length + max_response_length))
+                example = _conversation(prompt, encoder, max_prompt_length + max_response_length)
             else:
-                examples.append(_prompt_and_response(prompt, encoder, max_prompt_length, max_response_length))
+                example = _prompt_and_response(prompt, encoder, max_prompt_length, max_response_length)
         except UsageError as error:
-            raise UsageError(f"{where}: {error}") from None
-    return examples
+            raise UsageError(f"{prompts.where(prompt.index)}: {error}") from None
+        tokens.add(example[0])
+        masks.add(example[1])
+    return tokens.build().arrays() | {"mask": masks.build().values}
 
 
 def _prompt_and_response(prompt: Prompt, encoder: Encoder, max_prompt_length: int, max_response_length: int) -> Example:

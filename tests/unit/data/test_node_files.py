@@ -189,9 +189,9 @@ def test_the_launchers_folder_serves_its_ranks_and_is_removed(node, tmp_path, mo
 
 
 def test_rows_of_unequal_length():
-    rows = Ragged.of_tokens(iter([[1, 2], [], [3]]))
+    rows = Ragged.of_rows(iter([[1, 2], [], [3]]))
     assert list(rows) == [[1, 2], [], [3]] and len(rows) == 3 and rows[-1] == [3]
     assert [*rows.view(0), 7] == [1, 2, 7] and rows.view(0).obj is rows.values
-    assert list(Ragged.of_arrays(rows.arrays())) == list(rows) and not len(Ragged.of_tokens([]))
+    assert list(Ragged.of_arrays(rows.arrays())) == list(rows) and not len(Ragged.of_rows([]))
     with pytest.raises(IndexError):
         rows[3]

@@ -182,7 +182,7 @@ def test_sft_tokens_and_mask(tmp_path):
         write(tmp_path, {"prompt": "ab", "response": "c", "answer": "z"}, {"prompt": "d", "answer": "ef"})
     )
     examples = sft_examples(prompts, PLAIN, max_prompt_length=2, max_response_length=3)
-    assert examples == [
+    assert list(examples) == [
         ([97, 98, 99, 0], [False, False, True, True]),
         ([100, 101, 102, 0], [False, True, True, True]),
     ]
