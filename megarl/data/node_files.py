@@ -60,13 +60,14 @@ def arrays(key: Callable[[], tuple], compute: Callable[[], dict[str, np.ndarray]
 
 
 def remove():
-    """Removes the job's files, if this is the node's first rank; every rank must have read them before."""
+    """Leaves the job's files; the last process that does removes them. Also called at exit, as after wrong input."""
     if os.environ.get(FOLDER):
         return  # its launcher removes it
     for folder in _own_folders():
-        os.close(_used.pop((os.getpid(), folder)))
-        if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError), _locked(folder.parent / "folders.lock"):
+            os.close(_used.pop((os.getpid(), folder)))
+            if not _is_in_use(folder):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -95,9 +96,9 @@ def _job_folder() -> Path:
     """The folder of this job on this node."""
     if os.environ.get(FOLDER):
         return Path(os.environ[FOLDER])
-    # All ranks that a launcher started on a node have the same parent.
-    attempt = os.environ.get("MASTER_PORT", 0), os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-    return _open_folder("-".join(map(str, (os.getppid(), *attempt))))
+    # Without a port, the ranks were forked from one process.
+    job = os.environ.get("MASTER_PORT") or f"fork-{os.getppid()}"
+    return _open_folder(f"{job}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}")
 
 
 def _open_folder(name: str) -> Path:
@@ -112,7 +113,7 @@ def _open_folder(name: str) -> Path:
         with _locked(base / "folders.lock"):
             folder.mkdir(exist_ok=True)
             _used[os.getpid(), folder] = _lock(folder / USERS, fcntl.LOCK_SH)
-            atexit.register(_leave)
+            atexit.register(remove)
             for other in base.iterdir():
                 if other != folder and other.is_dir() and not _is_in_use(other):
                     shutil.rmtree(other, ignore_errors=True)
@@ -122,15 +123,6 @@ def _open_folder(name: str) -> Path:
 def _own_folders() -> list[Path]:
     """Folders that this process has opened; a fork does not count those of its parent."""
     return [folder for process, folder in _used if process == os.getpid()]
-
-
-def _leave():
-    """Removes what `remove` did not, if this is the last process that uses it: at exit, as after wrong input."""
-    for folder in _own_folders():
-        with contextlib.suppress(OSError), _locked(folder.parent / "folders.lock"):
-            os.close(_used.pop((os.getpid(), folder)))
-            if not _is_in_use(folder):
-                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _compute_into(folder: Path, compute: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray] | None:
