@@ -1,5 +1,7 @@
 """The verifier `code`: runs a response's Python code in the sandbox against the tests of its prompt."""
 
+import ast
+import builtins
 import re
 import secrets
 import time
@@ -15,15 +17,39 @@ from megarl.rewards.text import check_metadata
 
 _FENCE = re.compile(r"^```(?:python3?|py)[ \t]*\r?\n(.*?)(?:^```|\Z)", re.MULTILINE | re.DOTALL | re.IGNORECASE)
 
-# Program and asserts share one namespace, as in one file; code under `if __name__ == "__main__"` does not run. The
-# program may exit with status 0 before the asserts run, so only a random mark printed after them proves that all
-# passed. A program that inspects the interpreter can find the mark.
-_ASSERTS = """
-__name__ = "program"
-__import__("sys").modules["program"] = __import__("sys").modules["__main__"]
-exec(compile({program!r}, "program.py", "exec"))
-exec(compile({asserts!r}, "tests.py", "exec"))
-__import__("os").write(1, b"{mark}")
+# Runs in the sandbox. Asserts run in the program's namespace, as in one file; code under `if __name__ == "__main__"`
+# does not run. What the program assigns is no part of the harness: the tests are compiled first, and Python's built-ins
+# and the modules that the tests import are as before the program. It may exit with status 0 before the asserts run, so
+# only a random mark printed after them proves that all passed. A program that inspects the interpreter can find it.
+_HARNESS = """
+def check():
+    import builtins, os, sys
+    program = compile({program!r}, "program.py", "exec", dont_inherit=True)
+    tests = compile({tests!r}, "tests.py", "exec", dont_inherit=True)
+    for name in {imports!r}:
+        try:
+            __import__(name)
+        except ImportError:
+            pass
+    modules = {{name: sys.modules[name] for name in {imports!r} if name in sys.modules}}
+    before = [(vars(module), dict(vars(module))) for module in (builtins, os, sys, *modules.values())]
+    execute, write, settrace, setprofile = exec, os.write, sys.settrace, sys.setprofile
+    module = type(sys)("program")
+    loaded, names = sys.modules, vars(module)
+    loaded["program"] = module
+    execute(program, names)
+    settrace(None)
+    setprofile(None)
+    for now, then in before:
+        now.update(then)
+    loaded.update(modules)
+    loaded["program"] = module
+    names["__builtins__"] = builtins
+    for private, name in {builtins!r}:
+        names[private] = builtins.__dict__[name]
+    execute(tests, names)
+    write(1, b"{mark}")
+check()
 """
 
 
@@ -43,8 +69,59 @@ class _Asserts:
 
     def passed(self, program: str, limits: Limits) -> bool:
         mark = secrets.token_hex(16)
-        outcome = sandbox.run(_ASSERTS.format(program=program, asserts=self.code, mark=mark), limits=limits)
+        tests, private = with_own_builtins(self.code, f"_{secrets.token_hex(8)}_")
+        script = _HARNESS.format(
+            program=program, tests=tests, imports=_imports(self.code), builtins=private, mark=mark
+        )  # fmt: skip
+        outcome = sandbox.run(script, limits=limits)
         return outcome.status == "ok" and mark in outcome.stdout
+
+
+def with_own_builtins(tests: str, prefix: str) -> tuple[str, list[tuple[str, str]]]:
+    """The tests with Python's built-ins under private names, which a program cannot have defined; (private, built-in).
+
+    Built-ins that the tests define themselves keep their names. So do all if the tests use no other name: then it is
+    the program's function that is called like a built-in, as in `assert sum(10, 15) == 6`.
+    """
+    tree = ast.parse(tests)
+    used = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    bound = {node.id for node in used if not isinstance(node.ctx, ast.Load)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
+            bound.add(node.name)
+    free = {node.id for node in used} - bound
+    python = {name for name in free if hasattr(builtins, name) and not name.startswith("__")}
+    if free == python and not _imports_program(tree):
+        return tests, []
+    for node in used:
+        if node.id in python:
+            node.id = prefix + node.id
+    return ast.unparse(tree), [(prefix + name, name) for name in sorted(python)]
+
+
+def _imports_program(tree: ast.AST) -> bool:
+    return any("program" in names for names in _imported(tree))
+
+
+def _imports(tests: str) -> list[str]:
+    return sorted({name for names in _imported(ast.parse(tests)) for name in names} - {"program"})
+
+
+def _imported(tree: ast.AST) -> list[list[str]]:
+    """The modules of each import statement."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.append([alias.name for alias in node.names])
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.append([node.module])
+    return found
 
 
 def check(sample: Sample, limits: Limits = Limits()) -> Score:
@@ -102,6 +179,10 @@ def _tests(metadata: dict[str, Any] | None) -> list[_Example | _Asserts]:
     if asserts is not None:
         if not isinstance(asserts, str) or not asserts.strip():
             raise ValueError("metadata: test_code must be a string of Python statements")
+        try:
+            compile(asserts, "test_code", "exec", dont_inherit=True)
+        except (SyntaxError, ValueError) as error:
+            raise ValueError(f"metadata: test_code is no Python: {error}") from None
         tests.append(_Asserts(asserts))
     if not tests:
         raise ValueError("metadata must hold tests, a list of objects with input and output, or test_code")

@@ -60,6 +60,56 @@ def test_asserts_must_be_reached_and_hold(response, passes):
     assert score(response, test_code=SQUARE).correct is passes
 
 
+RIGHT = "def square(x): return x * x"
+WRONG = "def square(x): return 9"
+
+
+@pytest.mark.parametrize("names", [
+    "def compile(*_, **__): pass\ndef exec(*_): pass", "def open(*_): raise OSError\ndef print(*_): pass",
+    "AssertionError = None\nlen = None\nabs = str", "_mark = tests = program = modules = before = names = 1",
+    "def check(): pass", "import builtins\nbuiltins.compile = builtins.exec = None",
+    "class os: pass\nclass sys: pass", "__builtins__ = {}",
+])  # fmt: skip
+def test_what_a_program_defines_is_not_the_checker_s(names):
+    tests = SQUARE + "\nassert len([square(2)]) == 1 and abs(-square(2)) == 4\nprint(square(2))"
+    assert score(f"{names}\n{RIGHT}", test_code=tests).correct
+    assert score(f"{RIGHT}\n{names}", test_code=tests).correct
+    assert not score(f"{WRONG}\n{names}", test_code=tests).correct
+
+
+@pytest.mark.parametrize("cheat", [
+    "def compile(*_, **__): return 'pass'", "def exec(*_): pass", "exec = print = lambda *_: None",
+    "import builtins\nbuiltins.exec = lambda *_: None", "import builtins\nbuiltins.compile = lambda *_, **__: ''",
+    "import builtins\nbuiltins.all = all = lambda _: True", "def all(_): return True",
+    "class AssertionError(BaseException): pass", "__builtins__['all'] = lambda _: True",
+    "import math\nmath.isclose = lambda *_: True", "import sys\nclass math: isclose = lambda *_: True\n"
+    "sys.modules['math'] = math", "import sys\nsys.settrace(lambda *_: sys.exit(0))", "import os; os._exit(0)",
+    "import os\nos.write = lambda *_: 1\nos._exit(0)", "import os\nfor n in range(3, 9):\n  try: "
+    "print(os.pread(n, 9999, 0))\n  except OSError: pass", "print(globals(), locals(), vars(), __name__)",
+    "import sys\nprint(sys.argv, sys.orig_argv, vars(sys.modules['__main__']))",
+])  # fmt: skip
+def test_a_wrong_program_cannot_change_the_tests(cheat):
+    tests = "import math\nassert all(square(n) == n * n for n in range(5))\nassert math.isclose(square(2), 4)"
+    assert not score(f"{WRONG}\n{cheat}", test_code=tests).correct
+    assert score(RIGHT, test_code=tests).correct
+
+
+def test_a_function_that_is_called_like_a_built_in():
+    """As in MBPP: if tests use no other name, they mean the program's; or they import it."""
+    right, wrong = "def sum(a, b): return 6 if (a, b) == (10, 15) else 3", "def sum(a, b): return 25"
+    for tests in ("assert sum(10, 15) == 6", "from program import sum\nassert sum(10, 15) == 6 and square"):
+        tests += "" if "square" not in tests else "(2) == 4"
+        assert score(f"{RIGHT}\n{right}", test_code=tests).correct
+        assert not score(f"{RIGHT}\n{wrong}", test_code=tests).correct
+
+
+def test_tests_share_the_program_s_state():
+    response = "count = 0\ndef more():\n    global count\n    count += 1"
+    assert score(response, test_code="assert count == 0\nmore()\nassert count == 1").correct
+    with pytest.raises(ValueError, match="test_code is no Python"):
+        score(response, test_code="assert more(")
+
+
 def test_asserts_count_as_one_more_test():
     response = "def square(x): return x * x\nif __name__ == '__main__': print(2 * int(input()))"
     assert score(response, tests=DOUBLES, test_code=SQUARE).correct
