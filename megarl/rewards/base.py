@@ -28,13 +28,23 @@ class Score:
     """`reward` trains the policy; `correct` counts for accuracy.
 
     `parts` are named reward components for the log; if any are given, they add up to the reward. `extracted` is the
-    response's answer, right or wrong, for majority votes; None: no answer, so no vote.
+    response's answer, right or wrong, for majority votes; None: no answer, so no vote. `timed_out`: a wrong answer,
+    because scoring the response took too long.
     """
 
     reward: float
     correct: bool
     parts: dict[str, float] = field(default_factory=dict)
     extracted: str | None = None
+    timed_out: bool = False
+
+
+class ScoringError(Exception):
+    """A verifier has no score for a sample; the message is the whole reason."""
+
+
+class TimedOut(str):
+    """The reason of a failure that was a time-out."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,7 @@ def whole_response(sample: Sample) -> str | None:
 
 def failure(name: str, sample: Sample, problem: object) -> str:
     """One line that says why the verifier `name` has no score for a sample; exceptions are shown with their type."""
-    if isinstance(problem, BaseException):
+    if isinstance(problem, BaseException) and not isinstance(problem, ScoringError):
         problem = f"{type(problem).__name__}: {problem}"
     shown = sample.prompt if len(sample.prompt) <= 80 else sample.prompt[:77] + "..."
     return f"reward {name} on prompt {shown!r}: {problem}"
@@ -110,7 +120,7 @@ class Verifier:
         if problem:
             raise RuntimeError(failure(self.name, sample, problem))
         parts = {str(name): float(value) for name, value in result.parts.items()}
-        return Score(float(result.reward), bool(result.correct), parts, result.extracted)
+        return Score(float(result.reward), bool(result.correct), parts, result.extracted, bool(result.timed_out))
 
 
 def _problem(result: object) -> str | None:

@@ -1,7 +1,6 @@
 """Builds the verifiers of --reward and checks that the prompts have what they need."""
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,31 +57,37 @@ def _remote(options: Options) -> Callable[[Sample], Score | float]:
 class _BuiltIn:
     """`make` builds the function; `check` checks the prompts; `load` checks them with what the verifier imports.
 
-    `package`: slow to import, so workers import it at start. `limited`: it can hang, so it needs a time limit.
-    `threads`: it enforces the limit itself and may run on this many threads.
+    `limited`: it can hang, so it needs a time limit.
+    `threads`: it enforces the limit itself and may run on this many threads. `wrong`: its score of a response with
+    which it takes too long. `isolated`: a process of its own scores each response and says whether that took too long.
     """
 
     make: Callable[[Options], Callable[[Sample], Score | float]]
     check: Callable[[PromptSet], None] | None = None
     load: Callable[[PromptSet, Options], None] | None = None
-    package: str | None = None
     limited: bool = True
     threads: Callable[[Options], int] | None = None
+    wrong: Score | None = None
+    isolated: bool = False
 
 
 _BUILT_IN = {
     "exact-match": _BuiltIn(
         lambda _: text.exact_match, lambda prompts: text.check_answers("exact-match", prompts), limited=False
     ),
-    "regex": _BuiltIn(lambda options: text.regex(options.pattern)),
+    "regex": _BuiltIn(lambda options: text.regex(options.pattern), wrong=Score(0.0, False, {"regex": 0.0})),
     "math-verify": _BuiltIn(
-        lambda _: mathematics.math_verify, mathematics.check_mathematics,
-        lambda prompts, options: mathematics.load_mathematics(prompts, options.timeout), "math_verify",
+        lambda options: mathematics.math_verify(options.timeout), mathematics.check_mathematics,
+        lambda prompts, options: mathematics.load_mathematics(prompts, options.timeout), limited=False,
+        threads=lambda options: max(1, options.workers),
+        isolated=True,
     ),
     "reasoning-gym": _BuiltIn(
-        lambda _: tasks.reasoning_gym, tasks.check_tasks, lambda prompts, _: tasks.load_tasks(prompts), "reasoning_gym"
+        lambda options: tasks.reasoning_gym(options.timeout), tasks.check_tasks,
+        lambda prompts, _: tasks.load_tasks(prompts), limited=False, threads=lambda options: max(1, options.workers),
+        isolated=True,
     ),
-    "format": _BuiltIn(lambda options: text.format_match(options.format)),
+    "format": _BuiltIn(lambda options: text.format_match(options.format), wrong=Score(0.0, False, {"format": 0.0})),
     "length": _BuiltIn(lambda options: text.length(options.length), limited=False),
     # Each program runs in its own process; a thread waits for it.
     "code": _BuiltIn(
@@ -106,20 +111,17 @@ def build_verifiers(settings) -> VerifierSet:
     threads = {name: traits[name].threads(options) for name in names if traits[name].threads}
     workers = Workers(options.workers, (options, limited)) if options.workers and limited else None
     verifiers = build_named_verifiers(options, names)
-    return VerifierSet(verifiers, dict.fromkeys(limited, options.timeout), threads, workers, settings.reward_fallback)
+    return VerifierSet(
+        verifiers, dict.fromkeys(limited, options.timeout), threads, workers, settings.reward_fallback,
+        wrong={name: traits[name].wrong for name in names if traits[name].wrong},
+        timing=[name for name in names if traits[name].wrong or traits[name].isolated],
+    )  # fmt: skip
 
 
 def build_named_verifiers(options: Options, names: Sequence[str]) -> dict[str, Verifier]:
     """The verifiers `names`, built-in or plug-in. Raises UsageError as `build_verifiers` does."""
     built_in: dict[str, Any] = {name: _BUILT_IN[name].make(options) for name in names if name in _BUILT_IN}
     return {name: Verifier(name, plugins.load("--reward", name, built_in)) for name in names}
-
-
-def import_packages(names: Sequence[str]):
-    """Import the packages of the verifiers `names` now; it takes seconds, which their first sample would pay."""
-    for name in names:
-        if name in _BUILT_IN and _BUILT_IN[name].package:
-            importlib.import_module(_BUILT_IN[name].package)
 
 
 def check_prompts(settings, prompts: PromptSet, scores_here: bool = False):

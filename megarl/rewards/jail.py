@@ -279,6 +279,11 @@ def filter_calls() -> None:
     program += [(equal, 0, 4, clone), (load, 0, 0, 16), (any_bit, 0, 1, _ANY_NAMESPACE), deny, allow]
     program += [(equal, 0, 4, socket), (load, 0, 0, 16), (equal, 1, 0, 1), deny, allow]  # 1: AF_UNIX
     program += [(equal, 0, 4, prctl), (load, 0, 0, 16), (equal, 0, 1, _SET_PDEATHSIG), deny, allow, allow]
+    install_filter(program)
+
+
+def install_filter(program: list[tuple[int, int, int, int]]) -> None:
+    """Install a filter given as lines of BPF: operation, lines to skip if true, if false, operand."""
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
     _call("prctl", _SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     _call("prctl", _SET_SECCOMP, 2, struct.pack("HxxxxxxP", len(program), ctypes.addressof(code)), 0, 0)

@@ -4,19 +4,32 @@ import functools
 import importlib.util
 import logging
 import re
+from collections.abc import Callable
 from typing import Any
 
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
 from megarl.rewards import guard
-from megarl.rewards.base import Sample, Score
+from megarl.rewards.base import Sample, Score, ScoringError
+from megarl.rewards.isolated import Isolated
 from megarl.rewards.text import answer_text, check_answers
 
 _MARKED = re.compile(r"\$|\\\(|\\\[|\\boxed")  # delimiters of mathematics in text
 _WORD = re.compile(r"(?<![\\A-Za-z])(?!sqrt\b)[A-Za-z]{2,}")  # \alpha and x are not words
 
 
-def math_verify(sample: Sample) -> Score:
+WRONG = Score(0.0, False, {"math_verify": 0.0})
+
+
+def math_verify(seconds: float) -> Callable[[Sample], Score]:
+    """A verifier: `score_inside` in a process of its own for each response, with at most `seconds` (`isolated`).
+
+    The package's parser calls sympy's, which evaluates text, and computes whatever numbers it says.
+    """
+    return Isolated("math-verify", seconds)
+
+
+def score_inside(sample: Sample) -> Score:
     """1 if the response's answer equals the reference, as `1/2`, `0.5` and `\\frac{1}{2}` do; else 0.
 
     The answer is the last `\\boxed{...}`, or a formula, or the last number of the last `<answer>...</answer>`, or of
@@ -51,6 +64,15 @@ def parsed(text: str) -> list[Any]:
     return []
 
 
+def prepare(metadata: dict[str, Any] | None):
+    """Nothing to build: answers are parsed with the response."""
+
+
+def warm_up():
+    """Import the package and what it imports with the first expression."""
+    score_inside(Sample("", "\\boxed{\\frac{1}{2}}", "0.5"))
+
+
 def check_mathematics(prompts: PromptSet):
     """UsageError for the first line without an answer, or if the package is missing; does not import it."""
     if importlib.util.find_spec("math_verify") is None:
@@ -59,7 +81,11 @@ def check_mathematics(prompts: PromptSet):
 
 
 def load_mathematics(prompts: PromptSet, seconds: float):
-    """UsageError for the first line whose answer cannot be parsed within `seconds`."""
+    """UsageError for the first line whose answer cannot be parsed within `seconds`, or if responses cannot be."""
+    try:
+        Isolated("math-verify", seconds).prepare({})
+    except ScoringError as error:
+        raise UsageError(f"--reward math-verify: {error}") from None
     for prompt in prompts:
         try:
             expression, problem = guard.call(parsed, prompt.answer, seconds), ""

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from multiprocessing import Pipe, connection
 
-from megarl.rewards.base import Job, Score, failure
+from megarl.rewards.base import Job, Score, TimedOut, failure
 
 _START_SECONDS = 300.0  # for a worker's imports; a plug-in may load a model
 
@@ -93,12 +93,12 @@ class _Worker:
 
     def outcome(self, jobs: Sequence[Job]) -> list[Score | str] | None:
         """The job's result or reasons for its failure; None while it runs. Also checks that the worker has started."""
-        answer = problem = None
+        answer, problem, late = None, None, False
         try:
             if self.connection.poll():
                 answer = self.connection.recv()
             elif time.monotonic() >= self.deadline:
-                problem = f"no result within {self._seconds:g} s"
+                problem, late = f"no result within {self._seconds:g} s", True
             else:
                 return None
         except (EOFError, OSError):
@@ -110,7 +110,8 @@ class _Worker:
             if answer != "ready":
                 raise RuntimeError(f"a worker of the verifiers did not start: {answer or problem}")
             return None
-        return answer or [failure(jobs[number].name, sample, problem) for sample in jobs[number].samples]
+        reason = TimedOut if late else str
+        return answer or [reason(failure(jobs[number].name, sample, problem)) for sample in jobs[number].samples]
 
     def lives(self) -> bool:
         return self.busy or self.process.poll() is None

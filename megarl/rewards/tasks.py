@@ -7,32 +7,59 @@ from typing import Any
 
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
-from megarl.rewards.base import Sample, Score
+from megarl.rewards.base import Sample, Score, ScoringError
+from megarl.rewards.isolated import Isolated
+from megarl.rewards.task_text import harmless, make_safe
 from megarl.rewards.text import answer_text, check_metadata
 
 # Every task scores a right answer exactly 1.0. Partly right ones get less: 0.01 for a wrong but well-formed answer, or
 # 0.9999999999999999 for a word spelt backward followed by more letters.
 _CORRECT_FROM = 1.0
+WRONG = Score(0.0, False, {"reasoning_gym": 0.0})
 
 
-def reasoning_gym(sample: Sample) -> Score:
-    """The score, 0 to 1, of the task's own scorer in reasoning_gym; partly right answers get less than 1.
+def reasoning_gym(seconds: float) -> Callable[[Sample], Score]:
+    """A verifier: the score, 0 to 1, of the task's own scorer in reasoning_gym; partly right answers get less than 1.
 
     The task is `metadata["source_dataset"]`. Scores the text in the last `<answer>...</answer>`, or the whole response
     without one. Some scorers raise on text that they cannot parse: that counts as a wrong answer if the same scorer
-    accepts the reference answer. A response cut by the length limit scores 0.
+    accepts the reference answer. A response cut by the length limit scores 0. Every response is scored on a copy of
+    the metadata in a process of its own (`isolated`), which takes at most `seconds`.
     """
-    scorer = task_scorer(_source_dataset(sample.metadata))
-    if not sample.finished:
-        return Score(0.0, False, {"reasoning_gym": 0.0})
+    isolated = Isolated("reasoning-gym", seconds)
+
+    def verify(sample: Sample) -> Score:
+        _source_dataset(sample.metadata)
+        if sample.finished:
+            return isolated(sample)
+        isolated.prepare(sample.metadata)
+        return WRONG
+
+    return verify
+
+
+def score_inside(sample: Sample) -> Score:
+    """The score of a response; runs confined."""
     entry = {"answer": sample.answer, "metadata": sample.metadata}
     extracted = answer_text(sample.response)
+    task = _source_dataset(sample.metadata)
+    scorer = task_scorer(task)
     try:
-        score = float(scorer(extracted, entry))
+        score = float(scorer(harmless(task, extracted, sample.answer), entry))
     except Exception:
-        scorer(sample.answer, entry)
+        scorer(sample.answer, entry)  # raises if the entry is broken
         score = 0.0
     return Score(score, score >= _CORRECT_FROM, {"reasoning_gym": score}, extracted or None)
+
+
+def prepare(metadata: dict[str, Any] | None):
+    """Build the scorer for samples with this metadata."""
+    task_scorer(_source_dataset(metadata))
+
+
+def warm_up():
+    """Import what takes long."""
+    import reasoning_gym  # noqa: F401
 
 
 def check_tasks(prompts: PromptSet):
@@ -44,13 +71,17 @@ def check_tasks(prompts: PromptSet):
 
 def load_tasks(prompts: PromptSet):
     """Build the scorer of every task in `prompts`; UsageError for a task that reasoning_gym cannot score."""
+    isolated, known = Isolated("reasoning-gym", 1.0), set()
     for prompt in prompts:
         task = _source_dataset(prompt.metadata)
+        if task in known:
+            continue
         try:
-            task_scorer(task)
-        except Exception as error:
+            isolated.prepare({"source_dataset": task})
+        except ScoringError as error:
             where = prompts.where(prompt.index)
             raise UsageError(f"{where}: --reward reasoning-gym: no scorer for task {task!r}: {error}") from None
+        known.add(task)
 
 
 @functools.lru_cache(maxsize=None)
@@ -59,7 +90,9 @@ def task_scorer(task: str) -> Callable[[str | None, dict[str, Any]], float]:
     # Imported here, because it takes about a second and 80 MB, and only scoring processes need it.
     from reasoning_gym import get_score_answer_fn
 
-    return get_score_answer_fn(task)
+    scorer = get_score_answer_fn(task)
+    make_safe(task, scorer)
+    return scorer
 
 
 def _source_dataset(metadata: dict[str, Any] | None) -> str:

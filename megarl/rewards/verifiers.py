@@ -1,10 +1,12 @@
 """All verifiers of a run: where each runs, its time limit, and the fallback score of a sample on which one fails."""
 
+import dataclasses
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from megarl.observe import activity
 from megarl.rewards import guard
-from megarl.rewards.base import Job, Sample, Score, Verifier, failure
+from megarl.rewards.base import Job, Sample, Score, TimedOut, Verifier, failure
 from megarl.rewards.pool import Workers
 
 
@@ -14,12 +16,18 @@ class VerifierSet:
     Verifiers in `seconds` may hang: they have that many seconds per sample (a batched call: times its samples) and run
     in `workers`, or without workers in this process under an alarm. Those in `threads` enforce their own limit and run
     concurrently on that many threads. All others run in this process without a limit.
+
+    `wrong` holds the score of a wrong answer for verifiers of responses alone. If such a one exceeds its seconds, the
+    response is at fault: it gets this score, unless the reference answer takes too long, too. Plug-ins may wait for
+    something else, so their time-outs are failures. `timeouts` counts the last call's wrong answers of this kind.
     """
 
     def __init__(self, verifiers: dict[str, Verifier], seconds: dict[str, float], threads: dict[str, int],
-                 workers: Workers | None, fallback: float):  # fmt: skip
+                 workers: Workers | None, fallback: float, wrong: dict[str, Score], timing: Sequence[str]):  # fmt: skip
         self.names = tuple(verifiers)
         self.failures: dict[str, list[str]] = {name: [] for name in verifiers}
+        self.timeouts = dict.fromkeys(timing, 0)
+        self._wrong = {name: dataclasses.replace(score, timed_out=True) for name, score in wrong.items()}
         self._verifiers, self._seconds, self._workers = verifiers, seconds, workers
         self._threads = {name: ThreadPoolExecutor(count, f"reward-{name}") for name, count in threads.items()}
         self._fallback = Score(fallback, False)
@@ -41,6 +49,8 @@ class VerifierSet:
             if name not in outcomes:
                 outcomes[name] = self._verifiers[name].outcomes(samples)
         self.failures = {name: [each for each in outcomes[name] if isinstance(each, str)] for name in self.names}
+        for name in self.timeouts:
+            self.timeouts[name] = sum(isinstance(each, Score) and each.timed_out for each in outcomes[name])
         return {
             name: [self._fallback if isinstance(each, str) else each for each in outcomes[name]] for name in self.names
         }
@@ -60,13 +70,29 @@ class VerifierSet:
             else:
                 jobs += [Job(name, [sample], seconds) for sample in samples]
         outcomes: dict[str, list[Score | str]] = {name: [] for name in self._seconds}
-        results = self._workers.run(jobs) if self._workers is not None else map(self._run_here, jobs)
+        results = self._run(jobs)
+        late = [
+            number for number, (job, result) in enumerate(zip(jobs, results, strict=True))
+            if job.name in self._wrong and isinstance(result[0], TimedOut)
+        ]  # fmt: skip
+        checks = [dataclasses.replace(jobs[number], samples=[_reference(*jobs[number].samples)]) for number in late]
+        for number, check in zip(late, self._run(checks), strict=True):
+            if isinstance(check[0], Score):
+                results[number] = [self._wrong[jobs[number].name]]
         for job, result in zip(jobs, results, strict=True):
             outcomes[job.name] += result
         return outcomes
+
+    def _run(self, jobs: list[Job]) -> list[list[Score | str]]:
+        return self._workers.run(jobs) if self._workers is not None else list(map(self._run_here, jobs))
 
     def _run_here(self, job: Job) -> list[Score | str]:
         try:
             return guard.call(self._verifiers[job.name].outcomes, job.samples, job.seconds)
         except TimeoutError as error:
-            return [failure(job.name, sample, str(error)) for sample in job.samples]
+            return [TimedOut(failure(job.name, sample, str(error))) for sample in job.samples]
+
+
+def _reference(sample: Sample) -> Sample:
+    """The sample with its answer as the response, or with an empty one."""
+    return dataclasses.replace(sample, response=sample.answer or "", finished=True)

@@ -29,9 +29,8 @@ def _serve(connection: Connection):
     options, names = connection.recv()
     verifiers = {}
     try:
-        from megarl.rewards.build import build_named_verifiers, import_packages
+        from megarl.rewards.build import build_named_verifiers
 
-        import_packages(names)
         verifiers = build_named_verifiers(options, names)
         answer = "ready"
     except BaseException as error:

@@ -19,7 +19,7 @@ from megarl.rewards.base import Sample, Score
 from megarl.rewards.composition import compose
 from megarl.rewards.expression import MODEL, Term
 from megarl.rewards.verifiers import VerifierSet
-from megarl.roles.reward_metrics import RewardStatistics
+from megarl.roles.reward_metrics import FailureWindow, RewardStatistics
 from megarl.roles.reward_model import RewardModel
 
 
@@ -40,6 +40,7 @@ class Reward:
         self.settings, self.terms, self.role_groups, self.timers = settings, terms, role_groups, timers
         self.tokenizer, self.verifiers, self.reward_model = tokenizer, verifiers, reward_model
         self.moments = RunningMoments()  # of the reward model's scores of training responses
+        self._failure_window = FailureWindow(settings.reward_max_failures)
         self.rows: list[dict]
         self.begin_step()
 
@@ -65,7 +66,7 @@ class Reward:
         running moments and the statistics unchanged.
 
         Raises:
-            RuntimeError: a verifier failed on a larger share of the samples than `--reward-max-failures` allows.
+            RuntimeError: a verifier failed on more of the latest samples than `--reward-max-failures` allows.
         """
         batch = step_batch[self.name]
         if batch is None or batch.scores is not None:
@@ -111,7 +112,7 @@ class Reward:
         """Scores of the replica's responses; sets `rows`. A collective of the replica leaders."""
         samples = self._samples(texts, batch)
         columns = self.verifiers.score(samples)
-        self._statistics.check_failures(self.verifiers.failures, count, self.settings.reward_max_failures)
+        self._statistics.check_failures(self.verifiers.failures, self.verifiers.timeouts, count, self._failure_window)
         values = {name: [score.reward for score in column] for name, column in columns.items()}
         if model_scores is not None:
             values[MODEL], normalized = model_scores.tolist()

@@ -1,5 +1,7 @@
 """Statistics of a step's scores by reward term over all replicas, and the limit on verifier failures."""
 
+from collections import Counter, deque
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -7,6 +9,36 @@ from torch import Tensor
 from megarl.comm.role_mesh import RoleGroups
 from megarl.mcore import device
 from megarl.rewards.expression import MODEL, Term
+
+WINDOW = 1000  # samples
+LEAST_FAILURES = 50  # of one verifier, that can end a run: fewer are chance, or one prompt's fault
+
+
+class FailureWindow:
+    """The latest calls, of at least 1,000 samples if there were so many, and how many of these failed, by verifier.
+
+    It is no part of a checkpoint: after a resume it starts empty.
+    """
+
+    def __init__(self, allowed: float):
+        """`allowed`: share of the samples; 0: the first failure is too much."""
+        self.allowed, self.samples, self.failed = allowed, 0, Counter()
+        self._calls: deque[tuple[int, dict[str, int]]] = deque()
+
+    def add(self, count: int, failed: dict[str, int]):
+        """Adds a call's samples and failures; drops the oldest calls that a full window does not need."""
+        self._calls.append((count, failed))
+        self.samples += count
+        self.failed.update(failed)
+        while self.samples - self._calls[0][0] >= WINDOW:
+            count, failed = self._calls.popleft()
+            self.samples -= count
+            self.failed.subtract(failed)
+
+    def exceeded(self, name: str) -> bool:
+        """Whether the verifier `name` has failed too often."""
+        least = LEAST_FAILURES if self.allowed else 1
+        return self.failed[name] >= least and self.failed[name] > self.allowed * self.samples
 
 
 class RewardStatistics:
@@ -16,6 +48,7 @@ class RewardStatistics:
         self.role_groups, self.names = role_groups, [term.name for term in terms]
         self._sums = {name: torch.zeros(3, dtype=torch.float64) for name in self.names}  # count, sum, sum of squares
         self._failures = dict.fromkeys((name for name in self.names if name != MODEL), 0)
+        self._timeouts: dict[str, int] = {}
         self._model = torch.zeros(3, dtype=torch.float64)  # texts, truncated texts, sum of ensemble deviations
 
     def add(self, values: dict[str, list[float]]):
@@ -29,32 +62,37 @@ class RewardStatistics:
         spread = float(scores.std(0, correction=0).sum())
         self._model += torch.tensor([scores.shape[1], cut, spread], dtype=torch.float64)
 
-    def check_failures(self, failures: dict[str, list[str]], count: int, allowed: float):
-        """Counts the samples on which verifiers failed. A collective of the replica leaders.
+    def check_failures(
+        self, failures: dict[str, list[str]], timeouts: dict[str, int], count: int, window: FailureWindow
+    ):
+        """Counts the samples on which verifiers failed or timed out. A collective of the replica leaders.
 
         Args:
             failures: reasons by verifier, for this replica's samples.
+            timeouts: wrong answers by verifier, for this replica's samples.
             count: samples on all replicas.
+            window: the samples so far, of all replicas; changed.
 
         Raises:
-            RuntimeError: more than the allowed share failed; names the first reason of each replica.
+            RuntimeError: more than the allowed share of the window failed; names the first reason of each replica.
         """
-        for name, share in zip(self._failures, self._shares(failures, count), strict=True):
-            self._failures[name] += round(share * count)
-            if share > allowed:
+        if not self._failures:
+            return
+        rows = [[len(failures.get(name, [])), timeouts.get(name, 0)] for name in self._failures]
+        counts = self.role_groups.dp_all_reduce(torch.tensor(rows, dtype=torch.float64).to(device.device())).tolist()
+        window.add(count, {name: int(failed) for name, (failed, _) in zip(self._failures, counts, strict=True)})
+        for name, (failed, late) in zip(self._failures, counts, strict=True):
+            self._failures[name] += int(failed)
+            if name in timeouts:
+                self._timeouts[name] = self._timeouts.get(name, 0) + int(late)
+            if window.exceeded(name):
                 reasons = [None] * len(self.role_groups.replicas)
                 dist.all_gather_object(reasons, failures.get(name, [])[:1], group=self.role_groups.pg_collection.dp)
                 reasons = " | ".join(dict.fromkeys(reason for of_replica in reasons for reason in of_replica))
                 raise RuntimeError(
-                    f"reward {name} failed on {round(share * count)} of {count} samples; --reward-max-failures allows "
-                    f"{allowed:g} of them; {reasons}"
+                    f"reward {name} failed on {window.failed[name]} of {window.samples} samples; --reward-max-failures "
+                    f"allows {window.allowed:g} of them; {reasons}"
                 )
-
-    def _shares(self, failures: dict[str, list[str]], count: int) -> list[float]:
-        counts = torch.tensor([len(failures.get(name, [])) for name in self._failures], dtype=torch.float64)
-        if not self._failures:
-            return []
-        return (self.role_groups.dp_all_reduce(counts.to(device.device())) / max(count, 1)).tolist()
 
     def metrics(self) -> dict[str, float]:
         """`reward/<term>/mean` and so on, on replica leaders; {} elsewhere. A collective of the leaders."""
@@ -70,4 +108,5 @@ class RewardStatistics:
         if texts:
             metrics["reward/model/cut_fraction"] = cut / texts
             metrics["reward/model/disagreement"] = spread / texts
-        return metrics | {f"reward/{name}/failures": count for name, count in self._failures.items()}
+        metrics |= {f"reward/{name}/failures": count for name, count in self._failures.items()}
+        return metrics | {f"reward/{name}/timeouts": count for name, count in self._timeouts.items()}

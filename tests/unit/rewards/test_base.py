@@ -117,7 +117,7 @@ def test_packages_are_imported_only_to_score_and_torch_never(tmp_path):
         check_prompts(settings, prompts)
         assert not {"reasoning_gym", "sympy", "urllib3"} & set(sys.modules)
         check_prompts(settings, prompts, scores_here=True)
-        assert {"reasoning_gym", "sympy"} <= set(sys.modules)
+        assert "sympy" in sys.modules and "reasoning_gym" not in sys.modules  # which a process of its own imports
         import megarl.rewards.remote, megarl.rewards.worker
         assert "torch" not in sys.modules
     """

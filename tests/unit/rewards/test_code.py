@@ -89,9 +89,9 @@ def test_what_a_program_defines_is_not_the_checker_s(names):
     "import sys\nprint(sys.argv, sys.orig_argv, vars(sys.modules['__main__']))",
 ])  # fmt: skip
 def test_a_wrong_program_cannot_change_the_tests(cheat):
-    tests = "import math\nassert all(square(n) == n * n for n in range(5))\nassert math.isclose(square(2), 4)"
-    assert not score(f"{WRONG}\n{cheat}", test_code=tests).correct
-    assert score(RIGHT, test_code=tests).correct
+    for tests in ("assert all(square(n) == n * n for n in range(5))", "import math\nassert math.isclose(square(2), 4)"):
+        assert not score(f"{WRONG}\n{cheat}", test_code=tests).correct
+        assert score(RIGHT, test_code=tests).correct
 
 
 def test_a_function_that_is_called_like_a_built_in():

@@ -130,13 +130,25 @@ def test_a_batched_verifier_is_called_once(build, workers):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_pattern_that_never_ends(build, workers):
+def test_a_time_out_that_the_response_caused_is_a_wrong_answer(build, workers):
     verifiers = build("regex+format+length", workers, reward_pattern="(a+)+$", reward_format="(a|aa)+", reward_length=5)
     many = verifiers.score([Sample("q", "a" * 50 + "b", tokens=50), Sample("q", "aa", tokens=6)])
-    assert [score.reward for score in many["regex"]] == [-2.0, 1.0]
-    assert [score.reward for score in many["format"]] == [-2.0, 1.0]
+    assert many["regex"] == [Score(0.0, False, {"regex": 0.0}, timed_out=True), Score(1.0, True, {"regex": 1.0}, "aa")]
+    assert [score.reward for score in many["format"]] == [0.0, 1.0]
     assert [score.reward for score in many["length"]] == [0.0, 0.8]
-    assert [len(reasons) for reasons in verifiers.failures.values()] == [1, 1, 0]
+    assert not any(verifiers.failures.values()) and verifiers.timeouts == {"regex": 1, "format": 1}
+    # Where the reference answer takes too long, too, the pattern is at fault.
+    slow = "a" * 50 + "b"
+    assert verifiers.score([Sample("q", slow, slow)])["regex"] == [FAILED]
+    (reason,) = verifiers.failures["regex"]
+    assert reason.endswith("no result within 1 s") and verifiers.timeouts == {"regex": 0, "format": 0}
+
+
+def test_a_formula_that_takes_for_ever_is_a_wrong_answer(build):
+    verifiers = build("math-verify", timeout=5.0)
+    huge = Sample("q", "$9^{9^{9^9}}$", "0.5"), Sample("q", "$9^{9^{9^9}}$", "$9^{9^{9^9}}$")
+    scores = verifiers.score([huge[0], Sample("q", "$\\frac{1}{2}$", "0.5")])["math-verify"]
+    assert [score.reward for score in scores] == [0.0, 1.0] and not verifiers.failures["math-verify"]
 
 
 def test_code_verifiers_run_in_parallel_with_others(build):

@@ -173,8 +173,8 @@ def test_failing_verifiers_are_counted_and_above_their_share_stop_the_run(tmp_pa
     failed = [row for row in sampled if row["reward_values"][broken] == -1]
     assert found[f"reward/{broken}/failures"] == len(failed) > 0 == found["reward/length/failures"]
     assert all(int(row["answer"]) % 2 for row in failed)
-    with pytest.raises(Exception, match=f"reward {broken} failed on {len(failed)} of 12 .* allows 0.25 .* odd"):
-        train("rl", rl_argv(tmp_path / "other", f"{flags} --reward-max-failures 0.25"), 2)
+    with pytest.raises(Exception, match=f"reward {broken} failed on {len(failed)} of 12 .* allows 0 of them; .* odd"):
+        train("rl", rl_argv(tmp_path / "other", f"{flags} --reward-max-failures 0"), 2)
 
 
 def fails_on_odd_answers(sample) -> float:

@@ -1,0 +1,138 @@
+"""The process of `isolated.py`: `python -m megarl.rewards.scorer NAME`, which scores with the verifier NAME.
+
+Requests and replies are lines of JSON on standard input and output. For each sample it forks a child, which confines
+itself (`compute_only`), scores one response, and writes the result to a pipe. So what a response does to the child
+ends with it, and no later sample sees it. This process itself handles nothing but the prompts' own data.
+"""
+
+import json
+import os
+import select
+import signal
+import sys
+import time
+from dataclasses import asdict, replace
+
+from megarl.rewards import compute_only
+from megarl.rewards.base import Sample, Score
+
+_MEMORY = 1 << 30  # bytes of address space that scoring may add
+_MAX_RESULT = 1 << 22  # bytes; a response's answer is part of it
+
+
+def main():
+    """Serve until standard input ends."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what packages print
+    name = sys.argv[1]
+    module = _module(name)
+    problem = compute_only.works()
+    if problem is None:
+        module.warm_up()
+    print(json.dumps({"problem": problem}), file=replies, flush=True)
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        try:
+            answer = _answer(module, request)
+        except Exception as error:
+            answer = {"problem": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=replies, flush=True)
+
+
+def _module(name: str):
+    """`score_inside(sample)` scores in the child; `prepare(sample)` runs before the fork, without the response."""
+    if name == "math-verify":
+        from megarl.rewards import mathematics as module
+    else:
+        from megarl.rewards import tasks as module
+    return module
+
+
+def _answer(module, request: dict) -> dict:
+    if request["sample"] is None:
+        module.prepare(request["metadata"])
+        return {"problem": None}
+    sample, seconds = Sample(**request["sample"]), request["seconds"]
+    module.prepare(sample.metadata)
+    result = _in_child(module, sample, seconds)
+    if "score" in result:
+        return result
+    # Is it the response's fault? Not if the reference answer fares no better.
+    reference = _in_child(module, replace(sample, response=sample.answer or "", finished=True), seconds)
+    if "score" not in reference:
+        return reference
+    wrong = replace(module.WRONG, extracted=None, timed_out="late" in result)
+    return {"score": asdict(wrong)}
+
+
+def _in_child(module, sample: Sample, seconds: float) -> dict:
+    """{"score": fields of a Score}, or {"problem": why there is none}, with "late" if the time was up."""
+    result, report = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _score(module, sample, seconds, report)
+    os.close(report)
+    try:
+        content = _read(result, seconds)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        os.close(result)
+    if content is None:
+        return {"problem": f"no result within {seconds:g} s", "late": True}
+    try:
+        return _checked(json.loads(content))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return {"problem": f"the process that scored it ended with status {os.waitstatus_to_exitcode(status)}"}
+
+
+def _score(module, sample: Sample, seconds: float, report: int):
+    """The child; never returns."""
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        compute_only.confine(report, seconds, _MEMORY)
+        try:
+            result = {"score": asdict(module.score_inside(sample))}
+        except Exception as error:
+            result = {"problem": f"{type(error).__name__}: {error}"[:1000]}
+        content = json.dumps(result).encode()
+        while content:
+            content = content[os.write(report, content) :]
+    finally:
+        os._exit(0)
+
+
+def _read(stream: int, seconds: float) -> bytes | None:
+    """What the child writes until it closes the pipe; None at the limit. The parent's exit ends this process."""
+    content, deadline, events = bytearray(), time.monotonic() + seconds, select.poll()
+    events.register(stream, select.POLLIN)
+    events.register(0, 0)  # only its hang-up
+    while len(content) < _MAX_RESULT:
+        ready = dict(events.poll(max(0.0, (deadline - time.monotonic()) * 1000)))
+        if 0 in ready:
+            os._exit(0)
+        if not ready:
+            return None
+        chunk = os.read(stream, 1 << 16)
+        if not chunk:
+            break
+        content += chunk
+    return bytes(content)
+
+
+def _checked(result: dict) -> dict:
+    """The child's result, reduced to what a result may hold: the child is in the hands of the response."""
+    if "score" not in result:
+        return {"problem": str(result["problem"])}
+    fields = result["score"]
+    score = Score(
+        float(fields["reward"]), bool(fields["correct"]), {str(k): float(v) for k, v in fields["parts"].items()},
+        None if fields["extracted"] is None else str(fields["extracted"]),
+    )  # fmt: skip
+    if not 0.0 <= score.reward <= 1.0:
+        raise ValueError("outside 0 to 1")
+    return {"score": asdict(score)}
+
+
+if __name__ == "__main__":
+    main()

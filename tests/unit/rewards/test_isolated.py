@@ -1,0 +1,136 @@
+"""Scoring in confined processes: what they cannot do, how they end, and that none is shared with a fork."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megarl.rewards import compute_only, isolated, scorer, tasks
+from megarl.rewards.base import Sample, Score, ScoringError
+from megarl.rewards.isolated import Isolated
+from megarl.rewards.mathematics import math_verify
+
+SUM = Sample("7 + 8 =", "15", "15", {"source_dataset": "chain_sum"})
+
+
+def test_a_confined_process_can_only_compute():
+    assert compute_only.works() is None
+
+
+def test_a_filter_that_does_not_hold_is_noticed(monkeypatch):
+    monkeypatch.setattr(compute_only, "_filter_calls", lambda *_: None)
+    assert "a process could be started" in compute_only.works()
+    monkeypatch.setattr(compute_only, "_ALLOWED", {})
+    assert "no list of system calls" in compute_only.works()
+
+
+class Hostile:
+    """In place of a verifier's module: runs what the response says, as a scorer that is taken over would."""
+
+    WRONG = Score(0.0, False, {"part": 0.0})
+
+    @staticmethod
+    def score_inside(sample):
+        exec(sample.response)
+        return Score(0.5, False)
+
+    @staticmethod
+    def prepare(metadata):
+        pass
+
+
+def answer(response, reference="pass", seconds=20.0):
+    sample = {"prompt": "", "response": response, "answer": reference, "metadata": {}, "finished": True}
+    return scorer._answer(Hostile, {"sample": sample, "seconds": seconds})
+
+
+@pytest.fixture(autouse=True)
+def standard_input(monkeypatch):
+    """An open one, as the process has: the end of it would end this process."""
+    read, write = os.pipe()
+    kept = os.dup(0)
+    os.dup2(read, 0)
+    yield
+    os.dup2(kept, 0)
+    for descriptor in (read, write, kept):
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("response", [
+    "raise ValueError", "raise SystemExit", "raise KeyboardInterrupt", "import os; os._exit(0)", "bytearray(1 << 33)",
+    "import ctypes; ctypes.string_at(0)", "import os, signal; os.kill(os.getppid(), signal.SIGKILL)",
+    "import os; os.fork()", "import subprocess; subprocess.run(['true'])", "open('/tmp/megarl-none', 'w')",
+    "import socket; socket.socket()",
+    "import os; [os.write(n, b'{\"score\": NaN}') for n in range(3, 99) if os.path.exists(f'/proc/self/fd/{n}')]",
+    "import os; os.rename('/tmp/a', '/tmp/b')", "import os; os.chmod('/tmp', 0)", "import threading as t; "
+    "t.Thread(target=print).start()", "raise Exception('\\ud800' * 9999)",
+])  # fmt: skip
+def test_what_a_response_does_is_a_wrong_answer(response):
+    assert answer(response) == {"score": {"reward": 0.0, "correct": False, "parts": {"part": 0.0}, "extracted": None,
+                                          "timed_out": False}}  # fmt: skip
+    assert not os.path.exists("/tmp/megarl-none")
+
+
+def test_what_a_child_says_is_checked():
+    for text in ('{"score": {"reward": 7.0, "correct": true, "parts": {}, "extracted": null}}', "[" * 99999, "{}", "7"):
+        response = f"import os\nfor n in range(3, 64):\n  try: os.write(n, {text!r}.encode())\n  except OSError: pass"
+        assert answer(response + "\nos._exit(0)")["score"]["reward"] == 0.0
+
+
+def test_a_response_that_never_ends_is_wrong_and_a_reference_that_does_not_is_a_failure():
+    assert answer("while True: pass", seconds=2.0)["score"]["timed_out"]
+    assert answer("while True: pass", "while True: pass", 0.5) == {"problem": "no result within 0.5 s", "late": True}
+    assert answer("1 / 0", "1 / 0")["problem"] == "ZeroDivisionError: division by zero"
+
+
+def test_nothing_of_a_response_stays():
+    keep = "import builtins\nif hasattr(builtins, 'x'): raise ValueError\nbuiltins.x = 1"
+    assert [answer(keep)["score"]["reward"] for _ in range(2)] == [0.5, 0.5]
+
+
+def test_each_process_has_scorers_of_its_own():
+    verify = tasks.reasoning_gym(60.0)
+    assert verify(SUM).correct
+    mine = isolated._idle[os.getpid(), "reasoning-gym"][0]._process.pid
+    read, write = os.pipe()
+    if os.fork() == 0:
+        try:
+            verify(SUM)
+            other = isolated._idle[os.getpid(), "reasoning-gym"][0]
+            os.write(write, json.dumps(other._process.pid).encode())
+            other.close()
+        finally:
+            os._exit(0)
+    os.close(write)
+    with open(read) as stream:
+        assert json.load(stream) != mine
+    os.wait()
+    assert verify(SUM).correct and isolated._idle[os.getpid(), "reasoning-gym"][0]._process.pid == mine
+
+
+def test_one_that_died_is_replaced():
+    verify = Isolated("math-verify", 60.0)
+    half = Sample("q", "$\\frac{1}{2}$", "0.5")
+    assert verify(half) == math_verify(60.0)(half) == Score(1.0, True, {"math_verify": 1.0}, "1/2")
+    process = isolated._idle[os.getpid(), "math-verify"][0]._process
+    process.kill()
+    process.wait()
+    with pytest.raises((ScoringError, OSError)):
+        verify(half)
+    assert verify(half).correct
+
+
+def test_it_ends_with_its_caller():
+    program = """if True:
+        from megarl.rewards import isolated
+        from megarl.rewards.base import Sample
+        from megarl.rewards.mathematics import math_verify
+        math_verify(60.0)(Sample("q", "1", "1"))
+        (scorers,) = isolated._idle.values()
+        print(scorers[0]._process.pid)
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300)
+    # It holds standard error, too, so that `run` has waited for its end.
+    assert done.stdout.strip().isdigit()
