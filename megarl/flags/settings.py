@@ -129,7 +129,8 @@ class Settings:
                                         " process", when="local", programs=GENERATING)  # fmt: skip
     reward_fallback: float = _flag(0.0, "score of a sample whose verifier failed", math.isfinite, "a finite number",
                                    programs=GENERATING, when="verifiers")  # fmt: skip
-    reward_max_failures: float = _fraction(0.1, "fraction of the latest samples that may fail in a verifier before the run stops",
+    reward_max_failures: float = _fraction(0.1, "fraction of the latest samples that may fail in a verifier before"
+                                           " the run stops; 0: none",
                                            programs=GENERATING, when="verifiers")  # fmt: skip
     # Preferences (train_reward).
     preference_margin: float = _not_negative(0.0, "margin added to each pair's own margin (2307.09288 eq. 2)",
