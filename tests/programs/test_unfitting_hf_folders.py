@@ -121,7 +121,7 @@ CONTRADICTIONS = {
         "--num-query-groups 1", "--normalization LayerNorm", "--norm-epsilon 1e-3", "--rotary-base 500000",
         "--rotary-percent 0.5", "--rotary-seq-len-interpolation-factor 2", "--use-rope-scaling", "--add-qkv-bias",
         "--qk-layernorm", "--squared-relu", "--num-experts 4", "--position-embedding-type none",
-        "--glu-linear-offset 1", "--activation-func-clamp-value 7", "--apply-residual-connection-post-layernorm",
+        "--glu-linear-offset 1", "--activation-func-clamp-value 7",
     ],
     "smollm2": ["--untie-embeddings-and-output-weights"],
     "mixtral": [

@@ -78,6 +78,8 @@ def _ranges(args) -> list[LayoutRule]:
     return [
         LayoutRule("--lr", lr, 0 <= lr < math.inf, "0 or more"),
         LayoutRule("--min-lr", floor, 0 <= floor <= lr, f"from 0 to --lr {lr}"),
+        LayoutRule("--decoupled-min-lr", args.decoupled_min_lr, not args.decoupled_min_lr or bool(args.decoupled_lr),
+             "none without --decoupled-lr"),
         LayoutRule("--clip-grad", args.clip_grad, args.clip_grad >= 0, "0 (off) or more"),
         LayoutRule("--weight-decay", args.weight_decay, args.weight_decay >= 0, "0 or more"),
         LayoutRule("--adam-beta1", args.adam_beta1, 0 <= args.adam_beta1 < 1, "from 0 to below 1"),

@@ -10,7 +10,8 @@ from megarl.mcore.config.model_flags import ROTARY, is_gated
 
 # Megatron's; others are None.
 DEFAULTS = {"rotary-scaling-factor": 1.0, "mscale": 1.0, "mscale-all-dim": 0.0, "kv-lora-rank": 32, "qk-head-dim": 128,
-            "qk-pos-emb-head-dim": 64, "v-head-dim": 128}  # fmt: skip
+            "qk-pos-emb-head-dim": 64, "v-head-dim": 128, "rope-scaling-factor": 8.0,
+            "num-query-groups": 1}  # fmt: skip
 LATENT = "--multi-latent-attention"
 LATENT_SIZES = ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "qk-pos-emb-head-dim", "v-head-dim")
 # Flags of other kinds of attention, and their defaults.
@@ -44,9 +45,10 @@ def _windows(args) -> list[LayoutRule]:
 
 
 def _layers(args) -> list[LayoutRule]:
-    all_heads, kind = args.qk_layernorm_all_heads, args.normalization
+    all_heads, kind, modules = args.qk_layernorm_all_heads, args.normalization, args.recompute_modules or []
     others = [name for name in ("swiglu", "squared-relu", "quick-geglu") if getattr(args, name.replace("-", "_"))]
     return [
+        _only_with(args, "num-query-groups", args.group_query_attention, "--group-query-attention"),
         *(_positive(args, name) for name in ("embedding-multiplier", "attn-logit-softcapping",
                                              "final-logit-softcapping", "query-pre-attn-scalar")),
         LayoutRule("--qk-layernorm-all-heads", all_heads, not all_heads or not args.qk_layernorm,
@@ -55,6 +57,8 @@ def _layers(args) -> list[LayoutRule]:
              f"none with --normalization {kind}: it is an RMSNorm"),
         LayoutRule("--qk-layernorm-all-heads", all_heads, not all_heads or not args.layernorm_zero_centered_gamma,
              "none with --apply-layernorm-1p"),
+        LayoutRule("--recompute-modules", " ".join(modules), "layernorm" not in modules,
+             "none with layernorm: it needs Transformer Engine"),
         LayoutRule("--geglu", args.geglu, not args.geglu or not others, f"none with --{' --'.join(others)}"),
     ]  # fmt: skip
 
@@ -97,6 +101,7 @@ def _rotary(args) -> list[LayoutRule]:
         LayoutRule("--rotary-seq-len-interpolation-factor", linear, linear is None or linear >= 1, "1 or more"),
         LayoutRule("--rope-scaling-factor", args.rope_scaling_factor, args.rope_scaling_factor >= 1, "1 or more"),
         *(_only_with(args, name, args.use_rope_scaling, "--use-rope-scaling") for name in llama3),
+        _only_with(args, "rope-scaling-factor", args.use_rope_scaling, "--use-rope-scaling"),
         LayoutRule("--rope-high-freq-factor", high, 0 < low < high,
              f"above --rope-low-freq-factor {low}, which is above 0"),
         least("--rope-original-max-position-embeddings", args.rope_original_max_position_embeddings),

@@ -13,8 +13,8 @@ from megarl.mcore.config import model_flags
 
 # Read by megarl (or by Megatron's own translation of arguments into configs) besides the fields of the configs.
 READ_BY_MODEL = {
-    "add_position_embedding", "bias_gelu_fusion", "bias_swiglu_fusion", "group_query_attention", "swiglu",
-    "squared_relu", "quick_geglu", "init_method_xavier_uniform", "make_vocab_size_divisible_by",
+    "bias_gelu_fusion", "bias_swiglu_fusion", "group_query_attention", "swiglu",
+    "squared_relu", "quick_geglu", "make_vocab_size_divisible_by",
     "max_position_embeddings", "no_persist_layer_norm", "position_embedding_type", "rotary_base", "rotary_percent",
     "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor", "recompute_activations",
     "untie_embeddings_and_output_weights", "pretrained_checkpoint", "use_rotary_position_embeddings",
@@ -30,7 +30,7 @@ READ_BY_SCHEDULER = {
     "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler",
 }  # fmt: skip
 READ_BY_DDP = {
-    "accumulate_allreduce_grads_in_fp32", "ddp_bucket_size", "ddp_average_in_collective", "use_torch_fsdp2",
+    "accumulate_allreduce_grads_in_fp32", "ddp_bucket_size", "use_torch_fsdp2",
 }  # fmt: skip
 READ_BY_PROGRAM = {"distributed_timeout_minutes"}
 
@@ -91,6 +91,40 @@ FOREIGN = (
     "use_kitchen", "qk_clip_", "moe_router_quantile_", "optimizer_offload_", "cuda_graph_", "gtp_",
 )  # fmt: skip
 
+# Fields of Megatron's configs that nothing reads on megarl's path, or only code for parts that megarl does not have.
+WITHOUT_EFFECT = {
+    # CUDA graphs, Transformer Engine, fp8, fused kernels of Megatron's own loss and layers
+    "enable_cuda_graph", "external_cuda_graph", "optimizer_cuda_graph", "moe_pad_experts_for_cuda_graph_inference",
+    "use_te_activation_func", "use_transformer_engine_op_fuser", "reuse_grad_buf_for_mxfp8_param_ag",
+    "keep_fp8_transpose_cache", "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
+    "cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "use_fused_weighted_squared_relu",
+    "fused_residual_rmsnorm", "use_grouped_gemm_for_dense_mlp", "use_grouped_gemm_for_shared_expert",
+    "disable_bf16_reduced_precision_matmul", "wgrad_deferral_limit",
+    # attention: megarl's backends take softmax in fp32, and cut the packed stream over context-parallel ranks
+    "flash_decode", "flash_attention_version", "apply_query_key_layer_scaling", "attention_softmax_in_fp32",
+    "cp_comm_type", "max_seqlen_per_dp_cp_rank", "mrope_section", "test_mode",
+    # layers
+    "apply_residual_connection_post_layernorm", "is_hybrid_model", "use_mamba_mem_eff_path",
+    # experts: own permutation and products; no tokens are dropped
+    "moe_apply_probs_on_input", "moe_per_layer_logging", "moe_token_drop_policy", "moe_mlp_glu_interleave_size",
+    "moe_shared_expert_glu_interleave_size", "moe_permute_fusion_into_hybridep", "high_priority_a2a_comm_stream",
+    # offload is --offload, sharding is --use-torch-fsdp2
+    "cpu_offloading_num_layers", "cpu_offloading_retain_pinned_cpu_buffers", "offload_modules",
+    "min_offloaded_tensor_size", "delay_offload_until_cuda_graph", "delta_offload_bytes_across_pp_ranks",
+    "activation_offload_fraction", "fine_grained_offloading_max_inflight_offloads", "init_model_with_meta_device",
+    "data_parallel_sharding_strategy", "outer_dp_sharding_strategy", "suggested_communication_unit_size",
+    "disable_symmetric_registration", "gradient_reduce_div_fusion", "tensor_parallel_num_weight_shards",
+    "expert_tensor_parallel_num_weight_shards",
+    # communication
+    "align_param_gather", "pipeline_model_parallel_comm_backend", "use_ring_exchange_p2p",
+    "nccl_all_reduce_for_prefill",
+    # optimizer: without the precision-aware one, and on the device
+    "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "use_torch_optimizer_for_cpu_offload",
+    "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params",
+    # measurements of Megatron's training loop
+    "log_num_zeros_in_grad", "barrier_with_L1_time",
+}  # fmt: skip
+
 DEFAULTS = [
     "--micro-batch-size", "1", "--transformer-impl", "local", "--no-rope-fusion", "--no-persist-layer-norm",
     "--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-bias-gelu-fusion",
@@ -114,7 +148,7 @@ def used() -> frozenset[str]:
     """Attributes that change what megarl does; a flag for any other is refused."""
     configs = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
     fields = {field.name for config in configs for field in dataclasses.fields(config)}
-    ours = {name for name in fields if name in ONLY or not name.startswith(FOREIGN)}
+    ours = {name for name in fields if name in ONLY or not name.startswith(FOREIGN)} - WITHOUT_EFFECT
     return frozenset(
         ours | model_flags.attributes() | READ_BY_MODEL | READ_BY_SCHEDULER | READ_BY_DDP | READ_BY_PROGRAM
     )

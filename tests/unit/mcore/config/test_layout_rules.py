@@ -37,6 +37,8 @@ WRONG = {
     "negative decay": ("--weight-decay -1", 1, "--weight-decay -1.0"),
     "beta 1": ("--adam-beta1 1", 1, "--adam-beta1 1.0"),
     "beta 2": ("--adam-beta2 -0.5", 1, "--adam-beta2 -0.5"),
+    "floor of no rate of its own": ("--decoupled-min-lr 1e-6", 1,
+                                    "--decoupled-min-lr 1e-06: allowed is none without --decoupled-lr"),
     "epsilon": ("--adam-eps 0", 1, "--adam-eps 0.0"),
     "few positions": ("--max-position-embeddings 10", 1, "--max-position-embeddings 10: allowed is --max-prompt"),
     "endless warm-up": ("--lr-warmup-iters 100", 1, "--lr-warmup-iters 100: allowed is below"),

@@ -31,6 +31,10 @@ WRONG = {
     "LayerNorm of all heads": ("--qk-layernorm-all-heads", "--qk-layernorm-all-heads True: allowed is none with --no"),
     "zero-centred over all heads": ("--qk-layernorm-all-heads --normalization RMSNorm --apply-layernorm-1p",
                                     "--qk-layernorm-all-heads True: allowed is none with --apply-layernorm-1p"),
+    "groups of no grouped queries": ("--num-query-groups 2",
+                                     "--num-query-groups 2: allowed is none without --group-query-attention"),
+    "recomputed norms": ("--recompute-granularity selective --recompute-modules core_attn layernorm",
+                         "--recompute-modules core_attn layernorm: allowed is none with layernorm"),
     "two gates": ("--swiglu --geglu", "--geglu True: allowed is none with --swiglu"),
     "shared expert with biases": (f"{MOE} --moe-shared-expert-intermediate-size 8",
                                   "--moe-shared-expert-intermediate-size 8: allowed is none without --disable-bias"),
@@ -53,7 +57,8 @@ WRONG = {
                         "-factor 2: allowed is none with --position-embedding-type yarn"),
     **{f"{name} alone": (f"--{name} {value}", f"--{name} {value}: allowed is none without --{flag}") for flag, name,
        value in [
-           ("use-rope-scaling", "rope-low-freq-factor", 2.0), ("use-rope-scaling", "rope-high-freq-factor", 8.0),
+           ("use-rope-scaling", "rope-low-freq-factor", 2.0), ("use-rope-scaling", "rope-scaling-factor", 4.0),
+           ("use-rope-scaling", "rope-high-freq-factor", 8.0),
            ("use-rope-scaling", "rope-original-max-position-embeddings", 64),
            *(("position-embedding-type yarn", name, value) for name, value in [
                ("yarn-original-max-position-embeddings", 64), ("yarn-beta-fast", 16.0), ("yarn-beta-slow", 2.0),

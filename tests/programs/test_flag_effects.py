@@ -1,0 +1,241 @@
+"""Every accepted flag of Megatron's changes something that a run reads: no flag is parsed and forgotten.
+
+Small runs of the real program note which attributes of the roles' flags, and of Megatron's configs made from them, code
+reads that does more than check or copy them. Each flag must change one of these.
+"""
+
+import argparse
+import dataclasses
+import functools
+import re
+import sys
+
+import pytest
+
+from megarl.errors import UsageError
+from tests.helpers import programs
+from tests.helpers.worlds import run_world
+
+# Files whose reads only check, print or copy: the configs' own, those of flags, and generated methods.
+COPYING = (
+    "transformer_config.py", "model_parallel_config.py", "optimizer_config.py", "dataclasses.py", "copy.py",
+    "distributed_data_parallel_config.py", "arguments.py", "argument_utils.py", "argparse.py", "<string>",
+)  # fmt: skip
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
+LATENT = ("--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 12 --qk-pos-emb-head-dim 8"
+          " --v-head-dim 14 --qk-layernorm")  # fmt: skip
+YARN, LLAMA3 = "--position-embedding-type yarn", "--use-rope-scaling"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
+BALANCE = ("--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1"
+           " --moe-router-enable-expert-bias --moe-router-score-function sigmoid")  # fmt: skip
+GROUPS = "--moe-router-num-groups 4 --moe-router-group-topk 2"
+SHARED = "--moe-shared-expert-intermediate-size 32"
+TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+TWO_RATES = "--decoupled-lr 1e-3 --decoupled-min-lr 1e-4"
+GROUPED = " --group-query-attention --num-query-groups 2"
+
+RUNS = [  # ranks, flags
+    (1, f"--bf16 --use-distributed-optimizer {FULL} --window-size 3,0 {TWO_RATES}"),
+    (1, f"--fp16 {SELECTIVE} core_attn mlp --position-embedding-type learned_absolute"),
+    (1, f"{EXPERTS} {BALANCE} {SHARED} {GROUPS} {LLAMA3} --router-replay rollout {SELECTIVE} moe"),
+    (1, f"{LATENT} {YARN}"),
+    (2, f"{TP2} --sequence-parallel"),
+    (2, f"{PP2} --num-layers 4 --num-virtual-stages-per-pipeline-rank 2"),
+]
+
+# Flags without which another one has no effect or is refused: company -> attributes.
+COMPANY = {
+    EXPERTS: "expert_model_parallel_size moe_ffn_hidden_size moe_router_topk",
+    f"{EXPERTS} --expert-model-parallel-size 2 --bf16": "overlap_moe_expert_parallel_comm",
+    f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss": "moe_aux_loss_coeff",
+    f"{EXPERTS} --moe-router-score-function sigmoid": "moe_router_enable_expert_bias",
+    f"{EXPERTS} {GROUPS}": "moe_router_num_groups moe_router_group_score",
+    f"{EXPERTS} --moe-router-num-groups 2 --moe-router-group-topk 1": "moe_router_group_topk",
+    LATENT: "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim latent_norm_epsilon",
+    f"{LATENT} {YARN}": "yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow mscale mscale_all_dim "
+                        "yarn_correction_range_round_to_int rotary_scaling_factor use_rotary_position_embeddings",
+    LLAMA3: "rope_scaling_factor rope_low_freq_factor rope_high_freq_factor rope_original_max_position_embeddings",
+    "--window-size 3,0": "window_attn_skip_freq window_rotary_base",
+    "--swiglu": "glu_linear_offset activation_func_clamp_value",
+    "--normalization RMSNorm": "qk_layernorm_all_heads",
+    "--disable-bias-linear": "add_qkv_bias",
+    "--group-query-attention": "num_query_groups",
+    "--bf16": "fp32_residual_connection main_grads_dtype",
+    "--decoupled-lr 1e-4": "decoupled_min_lr",
+    "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.2":
+        "start_weight_decay end_weight_decay weight_decay_incr_style",
+    TP2: "sequence_parallel",
+    f"{TP2} {FULL}": "distribute_saved_activations",
+    PP2: "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_model_parallel_layout "
+         "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank",
+    "--num-layers 8 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2":
+        "overlap_p2p_comm_warmup_flush overlap_p2p_comm",
+}  # fmt: skip
+
+# Values that differ from the defaults and are allowed, where the type alone gives none: attribute -> tokens.
+VALUES = {
+    "window_size": "5,0", "window_attn_skip_freq": "2", "hidden_size": "128", "attention_backend": "eager",
+    "recompute_granularity": "selective", "recompute_modules": "mlp", "recompute_num_layers": "2",
+    "moe_layer_freq": "2", "max_position_embeddings": "64", "lr_wsd_decay_iters": "3", "min_lr": "1e-6",
+    "lr_warmup_init": "1e-6", "decoupled_min_lr": "1e-6", "decoder_first_pipeline_num_layers": "1",
+    "decoder_last_pipeline_num_layers": "1", "pipeline_model_parallel_layout": "Et|tttL",
+    "num_layers_per_virtual_pipeline_stage": "1", "num_virtual_stages_per_pipeline_rank": "2", "yarn_beta_fast": "40",
+    "rotary_scaling_factor": "4", "rope_scaling_factor": "4", "rope_high_freq_factor": "8", "num_query_groups": "4",
+    "moe_router_score_function": "sigmoid", "moe_router_load_balancing_type": "none", "moe_router_num_groups": "2",
+    "moe_router_group_topk": "2", "moe_router_topk": "1 --moe-router-pre-softmax", "position_embedding_type": "none",
+    "weight_decay_incr_style": "cosine", "start_weight_decay": "0.15", "end_weight_decay": "0.3",
+    "moe_token_dispatcher_type": "allgather", "pretrained_checkpoint": "x", "no_rope_freq": "2",
+}  # fmt: skip
+
+# Switches that ask for what every run has here anyway, so their opposites are not to be had.
+ALREADY_SO = {
+    "--calculate-per-token-loss", "--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--no-bias-swiglu-fusion",
+    "--no-bias-dropout-fusion", "--no-rope-fusion", "--no-persist-layer-norm", "--no-gradient-accumulation-fusion",
+    "--yarn-correction-range-round-to-int", "--use-cpu-initialization", "--overlap-grad-reduce",
+}  # fmt: skip
+# Refused by Megatron without a GPU or Transformer Engine, or without one of those that `ONLY` refuses; by megarl: gloo.
+REFUSED_HERE = {
+    "overlap_dispatch_backward_with_experts_wgrad", "ep_overlap_early_attn_memory_release", "moe_grouped_gemm",
+    "moe_single_grouped_weight", "moe_single_grouped_bias", "moe_enable_deepep", "moe_permute_fusion",
+    "moe_pad_expert_input_to_capacity", "moe_router_padding_for_quantization", "moe_router_padding_for_fp8",
+    "batch_invariant_mode", "symmetric_ar_type", "fine_grained_activation_offloading", "log_max_attention_logit",
+    "expert_tensor_parallel_size",
+}  # fmt: skip
+
+
+# -- what runs read ------------------------------------------------------------------------------------------------
+
+
+def notes_reads(kind: type, read: set[str]):
+    """Adds to `read` every attribute that is read from objects of the class, but not by code that copies or checks."""
+    original = kind.__getattribute__
+
+    def get(self, name):
+        code = sys._getframe(1).f_code
+        copies = code.co_filename.endswith(COPYING) or code.co_name == "_fields"
+        if not copies and "/mcore/config/" not in code.co_filename and "/megarl/flags/" not in code.co_filename:
+            read.add(name)
+        return original(self, name)
+
+    kind.__getattribute__ = get
+
+
+class Flags(argparse.Namespace):
+    """A role's flags whose reads are noted."""
+
+
+def reads(rank: int, argv: list[str], size: int) -> dict[str, set[str]]:
+    """One step of PPO on this rank; attributes read, by the object that has them."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import TransformerConfig
+
+    kinds = {
+        "flags": Flags, "model": TransformerConfig, "optimizer": OptimizerConfig, "ddp": DistributedDataParallelConfig
+    }  # fmt: skip
+    parsed, read = programs.program("rl", argv, size), {name: set() for name in kinds}
+    for name, kind in kinds.items():
+        notes_reads(kind, read[name])
+    for role in parsed.roles.values():
+        role.megatron.__class__ = Flags
+    programs.in_world(rank, "rl", parsed)
+    return read
+
+
+@functools.cache
+def read_by_runs(folder) -> frozenset[tuple[str, str]]:
+    """(object, attribute) of everything that a rank of one of the runs reads."""
+    from megarl import train_rl  # noqa: F401  imported once, before the forks
+
+    found = set()
+    for number, (size, flags) in enumerate(RUNS):
+        more = f"--train-iters 1 --reward exact-match {flags}"
+        line = " ".join(programs.rl_argv(folder / str(number), more, warm_start=False))
+        line = line.replace(GROUPED, "") if LATENT in flags else line
+        for read in run_world(reads, size, line.split(), size):
+            found |= {(kind, name) for kind, names in read.items() for name in names}
+    return frozenset(found)
+
+
+# -- what flags change ---------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def resolved(flags: str) -> dict[tuple[str, str], str]:
+    """(object, attribute) -> value as text: a role's flags for four ranks, and Megatron's configs made from them."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+
+    from megarl.mcore.config import megatron_flags
+
+    shape = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128"
+    own = {"train_iters": 10, "seed": 1, "seq_length": 48, "draws_weights": True}
+    args = megatron_flags.parse("actor", f"{shape} {flags}".split(), 4, own)
+    of_ddp = {"grad_reduce_in_fp32": args.accumulate_allreduce_grads_in_fp32, "bucket_size": args.ddp_bucket_size}
+    copied = {
+        name: {field.name: getattr(args, field.name, None) for field in dataclasses.fields(kind)}
+        for name, kind in (("optimizer", OptimizerConfig), ("ddp", DistributedDataParallelConfig))
+    }
+    objects = copied | {"flags": vars(args), "model": vars(megatron_flags.transformer_config(args))}
+    objects["ddp"] |= of_ddp
+    return {
+        (kind, name): re.sub(r" at 0x\w+", "", repr(value))
+        for kind, values in objects.items()
+        for name, value in values.items()
+    }
+
+
+def tokens(action: argparse.Action) -> str:
+    """A value of a flag that is not its default; '' for a switch."""
+    if action.nargs == 0 or action.dest in VALUES:
+        return "" if action.nargs == 0 else VALUES[action.dest]
+    if action.choices:
+        return next(str(choice) for choice in action.choices if choice != action.default)
+    if action.type is float:
+        return str((action.default or 0.25) / 2)
+    return str((action.default or 1) * 2) if action.type is int else "2"
+
+
+def accepted() -> list[argparse.Action]:
+    """Megatron's flags that megarl uses."""
+    from megarl.mcore.config import megatron_flags, supported_flags
+
+    return [action for action in megatron_flags._parser()._actions if action.dest in supported_flags.used()]
+
+
+def changed(option: str, action: argparse.Action) -> set[tuple[str, str]] | None:
+    """What a flag changes beside its company; None: it is refused there."""
+    company = next((flags for flags, names in COMPANY.items() if action.dest in names.split()), "")
+    before = resolved(company)
+    try:
+        after = resolved(f"{company} {option} {tokens(action)}")
+    except UsageError:
+        return None
+    return {key for key in after if after[key] != before.get(key)}
+
+
+def test_every_accepted_flag_changes_what_a_run_reads(tmp_path_factory):
+    from megarl.mcore.config.supported_flags import ONLY
+
+    read, wrong, refused = read_by_runs(tmp_path_factory.mktemp("reads")), {}, set()
+    for action in accepted():
+        for option in action.option_strings:
+            found = changed(option, action)
+            if found is None:
+                refused.add(action.dest)
+            elif bool(found & read) == (option in ALREADY_SO):
+                wrong[option] = found
+    assert not wrong, f"flags without effect: {wrong}"
+    assert refused - set(ONLY) == REFUSED_HERE
+    assert len(read) > 200
+
+
+@pytest.mark.parametrize("flag", [
+    "--ddp-average-in-collective", "--cross-entropy-loss-fusion", "--log-num-zeros-in-grad", "--flash-decode",
+    "--cpu-offloading-num-layers 2", "--enable-cuda-graph", "--init-method-xavier-uniform", "--no-position-embedding",
+    "--use-te-activation-func", "--cp-comm-type p2p", "--moe-apply-probs-on-input", "--no-align-param-gather",
+])  # fmt: skip
+def test_flags_that_had_no_effect_are_refused(flag):
+    with pytest.raises(UsageError, match=f"{flag.split()[0]} is a Megatron flag that megarl does not use"):
+        resolved(flag)
