@@ -8,6 +8,9 @@ from collections.abc import Iterable
 WARNED = "MEGARL_WARNED"  # environment variable: set if a launcher has printed the warnings already
 
 
+STOPPED = 3  # exit status of a run that one of its own limits ended; no launcher of megarl starts it again
+
+
 class UsageError(Exception):
     """Wrong input that the user can fix: one line that names the flag, its value, and what is allowed.
 
@@ -21,7 +24,7 @@ class UsageError(Exception):
 
 
 class RunStopped(Exception):
-    """A limit that the user has set ends the run. Programs print it in one line and exit with status 1."""
+    """A limit that the user has set ends the run. Programs print it in one line and exit with status `STOPPED`."""
 
 
 class ArgumentParser(argparse.ArgumentParser):

@@ -15,20 +15,22 @@ import contextlib
 import ctypes
 import gc
 import importlib
-import logging
 import os
 import runpy
 import signal
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import connection
 from pathlib import Path
 
-from megarl.errors import WARNED
+from megarl.errors import STOPPED, WARNED
 
-GRACE = 10  # seconds that ranks have to exit after Ctrl-C
+GRACE = 10  # seconds that ranks have to exit after a second signal
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # that stop a run; Slurm sends the last one
+WRONG_FLAGS = 2  # exit status
+ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # torchrun's name
 PR_SET_PDEATHSIG = 1
 THREADS = Path("/proc/self/task")
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # CPU quota of the container: "quota period" in microseconds, or "max period"
@@ -56,7 +58,7 @@ def main(argv: list[str]) -> int:
                 importlib.import_module("torch._dynamo")  # torch imports it for an optimizer: half a second per rank
             gc.freeze()  # the ranks' garbage collector skips the imported objects, too
             gc.enable()
-            status = run_ranks(lambda: run(module, options.flags), ranks)
+            status = run_ranks(lambda: run(module, options.flags), ranks, options.max_restarts)
             gc.unfreeze()  # triton's bindings report objects that still exist at exit
             return status
     del os.environ["WORLD_SIZE"]
@@ -72,6 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--node-rank")
     parser.add_argument("--master-addr")
     parser.add_argument("--master-port")
+    parser.add_argument(
+        "--max-restarts", type=int, default=0, help="start the ranks again after a failure, at most so often"
+    )
     parser.add_argument("program", help="train_rl, train_sft, train_reward or evaluate")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the program")
     return parser
@@ -84,6 +89,8 @@ def torchrun(options: argparse.Namespace) -> list[str]:
         names = ("nnodes", "node_rank", "master_addr", "master_port")
         rendezvous = [text for name in names for text in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
     ranks = ["--nproc-per-node", str(options.nproc_per_node)]
+    if options.max_restarts:
+        ranks += ["--max-restarts", str(options.max_restarts)]
     return ["-m", "torch.distributed.run", *rendezvous, *ranks, "-m", f"megarl.{options.program}", *options.flags]
 
 
@@ -113,40 +120,89 @@ def can_fork() -> bool:
     return not torch.cuda.is_available() and THREADS.exists() and len(list(THREADS.iterdir())) == 1
 
 
-def run_ranks(function: Callable[[], int], ranks: int) -> int:
+def run_ranks(function: Callable[[], int], ranks: int, max_restarts: int = 0) -> int:
     """Forks ranks that connect to a store in this process. Returns 0, or the status of the first rank that fails.
 
-    If a rank fails, torch ends the others with SIGTERM, and after 30 s with SIGKILL. This process forwards a SIGTERM to
-    all ranks. If it is killed, they are killed, too.
+    If a rank fails, the others are killed. SIGTERM, SIGINT and SIGUSR1 are passed on to all ranks, which may end their
+    step and exit with 0; `GRACE` seconds after a second one the ranks are killed. If this process is killed, they are
+    killed, too.
 
     Args:
         function: runs on each rank, with the environment of torch's `env://`; returns the exit status.
+        max_restarts: how often all ranks are started again after one failed, unless because of wrong flags, a limit of the run, or a
+                signal.
     """
-    from torch.multiprocessing import ProcessExitedException, start_processes
+    for attempt in range(max_restarts + 1):
+        os.environ[ATTEMPT] = str(attempt)
+        status, is_signalled = _run_once(function, ranks)
+        if status in (0, WRONG_FLAGS, STOPPED) or is_signalled:
+            break
+        if attempt < max_restarts:
+            print(f"megarl: restart {attempt + 1} of at most {max_restarts}", file=sys.stderr, flush=True)
+    del os.environ[ATTEMPT]
+    return status
 
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it warns for each rank that it ends
+
+def _run_once(function: Callable[[], int], ranks: int) -> tuple[int, bool]:
+    """Runs all ranks once: exit status, and whether a signal has come."""
+    from torch.multiprocessing import start_processes
+
     listener = socket.create_server(("127.0.0.1", 0), backlog=ranks)
     context = start_processes(_rank, (ranks, listener, function), ranks, join=False, start_method="fork")
-    before = signal.signal(signal.SIGTERM, lambda *_: [process.terminate() for process in context.processes])
+    signals = _Signals(context.processes)
     try:
         with _serving(listener, ranks):
-            while not context.join():
-                pass
-    except ProcessExitedException as failure:
-        if failure.signal_name:
-            print(f"megarl: rank {failure.error_index} was ended by {failure.signal_name}", file=sys.stderr, flush=True)
-        return abs(failure.exit_code) + 128 * (failure.exit_code < 0)
-    except KeyboardInterrupt:  # the ranks got it, too; torch would wait forever for one that hangs
-        deadline = time.monotonic() + GRACE
-        try:
-            for process in context.processes:
-                process.join(max(0, deadline - time.monotonic()))
-        finally:
-            for process in context.processes:
-                process.kill()
-        return 128 + signal.SIGINT
+            status = _wait(context.processes, signals)
+        if len(signals.received) > 1 and status:
+            status = 128 + signals.received[-1]
+        return status, bool(signals.received)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signals.release()
+        for process in context.processes:
+            process.kill()
+
+
+class _Signals:
+    """Passes this process's signals on to the ranks."""
+
+    def __init__(self, processes: list):
+        self._processes, self.received = processes, []
+        self._before = {number: signal.signal(number, self._pass_on) for number in SIGNALS}
+
+    def _pass_on(self, number: int, frame):
+        self.received.append(number)
+        for process in self._processes:
+            if process.exitcode is None:
+                os.kill(process.pid, number)
+        if len(self.received) > 1:
+            signal.signal(signal.SIGALRM, self._kill)
+            signal.setitimer(signal.ITIMER_REAL, GRACE)
+
+    def _kill(self, number: int, frame):
+        for process in self._processes:
+            process.kill()
+
+    def release(self):
+        """Gives the signals back."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def _wait(processes: list, signals: _Signals) -> int:
+    """Waits for all ranks; kills them when one fails. Returns 0 or the status of the first that fails."""
+    running = {process.sentinel: (rank, process) for rank, process in enumerate(processes)}
+    while running:
+        for sentinel in connection.wait(list(running)):
+            rank, process = running.pop(sentinel)
+            process.join()
+            if process.exitcode:
+                for other in processes:
+                    other.kill()
+                if process.exitcode < 0 and not signals.received:
+                    name = signal.Signals(-process.exitcode).name
+                    print(f"megarl: rank {rank} was ended by {name}", file=sys.stderr, flush=True)
+                return abs(process.exitcode) + 128 * (process.exitcode < 0)
     return 0
 
 

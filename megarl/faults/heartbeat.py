@@ -12,6 +12,7 @@ rank 0. A thread does this with a store client of its own; it calls no collectiv
 limit, at most 30 s) a rank sends one `set` and one `get`, rank 0 one `set` and one `multi_get`: 2 requests a rank.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -171,6 +172,21 @@ class Heartbeat:
     def _stop(self, problem: str, table: list[str]):
         print("\n".join([f"megarl: hung: {problem}", *table]), file=sys.stderr, flush=True)
         self._end(1)
+
+
+def report_failure():
+    """Tells the other ranks' signal handlers that this rank has failed, if the store still answers."""
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            dist.distributed_c10d._get_default_store().set(f"{KEY}/failed", "1")
+
+
+def has_failed(store) -> bool:
+    """Whether a rank has reported a failure, or the store is gone."""
+    try:
+        return store.check([f"{KEY}/failed"])
+    except RuntimeError:
+        return True
 
 
 _running: Heartbeat | None = None

@@ -268,6 +268,8 @@ class Settings:
     deterministic: bool = _flag(False, "use deterministic kernels; fails where none exists", programs=ALL)
     save: str | None = _flag(None, "run folder for metrics, samples, report and checkpoints", programs=ALL)
     save_interval: int = _not_negative(0, "steps between checkpoints; 0: only at the end", programs=TRAINING)
+    exit_grace: float = _positive(3600.0, "seconds that the running step has to end after SIGTERM, SIGINT or SIGUSR1,"
+                                  " before it is dropped", programs=TRAINING)  # fmt: skip
     export_hf: bool = _flag(False, "also write the model of each checkpoint as a Hugging Face folder, hf/step_N in"
                             " --save", programs=TRAINING)  # fmt: skip
     load: str | None = _flag(None, "run folder to resume from (training) or to evaluate", programs=ALL)

@@ -6,10 +6,10 @@ import traceback
 
 import torch
 
-from megarl import arguments
-from megarl.errors import WARNED, RunStopped, UsageError, warn
+from megarl.errors import STOPPED, WARNED, RunStopped, UsageError, warn
 from megarl.faults import heartbeat
 from megarl.observe.timers import Timers
+from megarl.trainers import restart
 
 
 def launch(train, program: str):
@@ -23,9 +23,13 @@ def launch(train, program: str):
         program: 'rl', 'sft', 'reward' or 'evaluate'.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    timers = Timers()
+    timers, config = Timers(), None
     try:
-        config = arguments.parse(sys.argv[1:], size, program)
+        config = restart.parse(sys.argv[1:], size, program)
+        if config is None:
+            if rank == 0:
+                restart.finish_report(sys.argv[1:], size, program)
+            return
         if rank == 0 and not os.environ.get(WARNED):
             warn(config.warnings)
         train(config, timers)
@@ -36,15 +40,27 @@ def launch(train, program: str):
         sys.exit(2)
     except RunStopped as error:
         print(f"megarl: stopped: {error}", file=sys.stderr, flush=True)
-        os._exit(1)  # as below
-    except Exception as error:
-        role, phase = timers.current() or ("program", "set-up")
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        where = f"{role}/{phase} of step {timers.step}"
-        print(f"megarl: rank {rank} failed in {where}: {reason}", file=sys.stderr, flush=True)
-        traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # a normal exit would wait for collectives that the other ranks never join
+        heartbeat.report_failure()
+        os._exit(STOPPED)  # as in `_fail`
+    except Exception as error:
+        _fail(rank, timers, error)
+    except SystemExit as error:
+        if config is None or config.check:
+            raise
+        _fail(rank, timers, error)  # a plug-in called sys.exit: the other ranks would wait for this one
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def _fail(rank: int, timers: Timers, error: BaseException):
+    """Ends this process with status 1 and says where it failed."""
+    role, phase = timers.current() or ("program", "between phases" if timers.step else "set-up")
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    where = f"{role}/{phase} of step {timers.step}"
+    print(f"megarl: rank {rank} failed in {where}: {reason}", file=sys.stderr, flush=True)
+    traceback.print_exc()
+    sys.stderr.flush()
+    heartbeat.report_failure()
+    os._exit(1)  # a normal exit would wait for collectives that the other ranks never join

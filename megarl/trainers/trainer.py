@@ -1,6 +1,8 @@
 """The base class of all trainers: steps, metrics, files of the run, and resume."""
 
+import abc
 import math
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ from megarl.checkpoint.writer import CheckpointWriter, layout_of
 from megarl.comm.role_mesh import NO_LIMIT, RoleMesh
 from megarl.data.order import PromptOrder
 from megarl.errors import RunStopped
+from megarl.faults.stop import RunStop
 from megarl.mcore import device
 from megarl.observe.alarms import Alarms
 from megarl.observe.metrics_file import MetricsWriter
@@ -24,7 +27,7 @@ from megarl.roles.trainable_model import TrainableModel
 from megarl.trainers.async_metrics import AsyncMetrics, StepReport
 
 
-class Trainer:
+class Trainer(abc.ABC):
     """Counts the steps of a run and writes its files; only rank 0 writes."""
 
     def __init__(self, config: RunConfig, mesh: RoleMesh, inputs, timers: Timers, fields=RL_FIELDS):
@@ -40,6 +43,7 @@ class Trainer:
         self._writer = self._progress = None
         self._started = time.perf_counter()
         self._async_metrics = AsyncMetrics(mesh, NO_LIMIT)
+        self._run_stop = RunStop(mesh.rank, config.settings.exit_grace, timers)
 
     @property
     def folder(self) -> Path | None:
@@ -75,11 +79,31 @@ class Trainer:
         return {"megarl": self.config.megarl_settings(), "world_size": self.mesh.size, "roles": roles}
 
     def steps(self) -> Iterator[int]:
-        """Yields the numbers of the remaining steps, up to `--train-iters`, and counts them."""
-        self._started = time.perf_counter()
+        """Yields the numbers of the remaining steps, up to `--train-iters`, and counts them.
+
+        After a signal the steps end early, and the last one is saved.
+        """
+        self._started, first = time.perf_counter(), self.step + 1
         while self.step < self.last_step:
+            if not self._run_stop.may_begin(self.step + 1):
+                self._stop(first)
+                return
             self.step = self.timers.step = self.step + 1
             yield self.step
+
+    @abc.abstractmethod
+    def save(self, step: int):
+        """Saves a checkpoint if one is due. Collective."""
+
+    def _stop(self, first: int):
+        """Saves the step that a signal made the last one, unless it is saved already. `first`: of this process."""
+        interval = self.settings.save_interval
+        if self.folder and self.step >= first and not (interval and self.step % interval == 0):
+            self.last_step = self.step
+            self.save(self.step)
+        if self.mesh.rank == 0:
+            saved = f"resume with --load {self.folder}" if self.folder else "without --save nothing is saved"
+            print(f"megarl: stopped by a signal after step {self.step}; {saved}", file=sys.stderr, flush=True)
 
     def is_due(self, interval: int) -> bool:
         """Whether an action is due now that runs every `interval` steps (0: never) and after the last one."""

@@ -95,7 +95,7 @@ class _Rank:
 
     def where(self) -> str:
         """Stack of a rank that does not answer."""
-        os.kill(self.process.pid, signal.SIGUSR1)
+        os.kill(self.process.pid, signal.SIGUSR2)
         # A stack ends with its outermost frame, which is the parent's, too, or with dots where it is very deep.
         last = (f" in {traceback.extract_stack()[0].name}\n", "  ...\n")
         wait_until(lambda: self.stack.read_text().endswith(last) or not self.process.is_alive())
@@ -130,7 +130,7 @@ def _child(writer, rank: int, size: int, folder: Path, function, args):
     if sys.platform == "linux":  # end with the test process, however that ends
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with open(folder / f"stack-{rank}", "w") as stack:
-        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+        faulthandler.register(signal.SIGUSR2, file=stack, all_threads=False)
         try:
             answer = (False, _run(rank, size, folder, function, args))
             message = pickle.dumps(answer)

@@ -155,7 +155,7 @@ def test_ranks_divide_the_cores_and_only_ranks_collect_garbage(given, threads, m
     monkeypatch.setenv("OMP_NUM_THREADS", given)
     monkeypatch.setattr(launcher, "cores", lambda: 7)
     monkeypatch.setattr(launcher, "run", lambda module, flags: seen.append((module, flags, gc.isenabled())) or 0)
-    monkeypatch.setattr(launcher, "run_ranks", lambda function, ranks: function() or seen.append(ranks) or 0)
+    monkeypatch.setattr(launcher, "run_ranks", lambda function, ranks, _: function() or seen.append(ranks) or 0)
     for name in ("WORLD_SIZE", "OPENBLAS_NUM_THREADS"):
         monkeypatch.setenv(name, "1")
     assert launcher.main(["--nproc-per-node", "2", "evaluate", "--seed", "1"]) == 0

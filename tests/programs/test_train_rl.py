@@ -318,7 +318,7 @@ def test_a_run_ends_after_many_skipped_steps(tmp_path):
 def test_an_alarm_ends_a_run_in_one_line(tmp_path):
     argv = rl_argv(tmp_path, f"--train-iters 3 --alarms reward/mean>-1:stop {GRADED}")
     status, _, errors = launch(tmp_path, argv)
-    assert status == 1
+    assert status == 3
     (line,) = [line for line in errors.splitlines() if line.startswith("megarl: stopped: ")]
     assert re.fullmatch(r"megarl: stopped: step 1: reward/mean is \S+ \(--alarms 'reward/mean > -1: stop'\)", line)
     assert "Traceback" not in errors and list(metrics(tmp_path)) == [1]

@@ -1,0 +1,153 @@
+"""Stops a run at a step's end after SIGTERM, SIGINT or SIGUSR1: all ranks agree on the step, without a collective.
+
+The signals may reach one rank or all, in different steps. Whether step N begins is one entry of the rendezvous store:
+the first rank that comes to it writes "go", a rank with a signal writes "stop" to the first step that nobody has begun.
+Nobody waits; a step costs each rank one request.
+
+A signal is read by a thread from a pipe: Python's own handlers run only when the main thread returns from native code,
+which a collective may never do.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+
+import torch.distributed as dist
+
+from megarl.faults import heartbeat
+from megarl.observe.timers import Timers
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SAME_SIGNAL = 1.0  # seconds; a terminal's Ctrl-C reaches a rank twice, from the terminal and from its launcher
+KEY = "megarl/begins"
+KEPT = 64  # entries of the last steps; no rank is that many steps after another
+_GO, _STOP = "go", "stop"
+
+
+class StepAgreement:
+    """Whether a step begins: one answer for all ranks."""
+
+    def __init__(self, store, rank: int):
+        """`store`: of this process's main thread."""
+        self._store, self._rank = store, rank
+
+    def begins(self, step: int) -> bool:
+        """Whether this step begins on all ranks. Every rank asks for every step, in order."""
+        if self._rank == 0 and step > KEPT:
+            self._store.delete_key(f"{KEY}/{step - KEPT}")
+        return self._store.compare_set(f"{KEY}/{step}", "", _GO).decode() == _GO
+
+
+def refuse_next_step(store, step: int) -> tuple[int, bool]:
+    """Makes all ranks stop before the first step after `step` that nobody has begun.
+
+    Returns:
+        That step, and whether this rank was the first to refuse it.
+    """
+    while True:
+        step += 1
+        if store.check([f"{KEY}/{step}"]):
+            if store.get(f"{KEY}/{step}").decode() == _STOP:
+                return step, False
+        elif store.compare_set(f"{KEY}/{step}", "", _STOP).decode() == _STOP:
+            return step, True
+
+
+class StopSignals:
+    """Handles the signals of this process from `install` on."""
+
+    def __init__(self, store, grace: float, timers: Timers):
+        """
+        Args:
+            store: a client of its own.
+            grace: seconds that the running step has to end.
+        """
+        self._store, self._grace, self._timers = store, grace, timers
+        self.received: int | None = None  # the first signal
+        self._step_ended = threading.Event()
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+
+    def install(self):
+        """Takes the signals over, in the main thread."""
+        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        for number in SIGNALS:
+            signal.signal(number, _noted)
+        threading.Thread(target=self._run, name="signals", daemon=True).start()
+
+    def step_ended(self):
+        """The last step has ended in time: what is left is to save."""
+        self._step_ended.set()
+
+    def _run(self):
+        number = self._next(None)
+        self.received, deadline = number, time.monotonic() + self._grace
+        first = time.monotonic()
+        self._stop(signal.Signals(number).name)
+        while True:
+            number = self._next(None if self._step_ended.is_set() else deadline)
+            if number is not None and time.monotonic() - first >= SAME_SIGNAL:
+                os._exit(128 + number)
+            if number is None and not self._step_ended.is_set():
+                step = self._timers.step
+                _say(f"step {step} did not end within --exit-grace {self._grace:g} s: it is dropped, nothing is saved")
+                os._exit(128 + self.received)
+
+    def _stop(self, name: str):
+        if heartbeat.has_failed(self._store):  # a launcher ends this rank after another one failed
+            os._exit(1)
+        step, is_first = refuse_next_step(self._store, self._timers.step)
+        if is_first:
+            _say(f"{name}: stopping before step {step}; a second signal ends the run at once")
+
+    def _next(self, deadline: float | None) -> int | None:
+        """The next signal; None if there is none until the deadline."""
+        seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready, _, _ = select.select([self._reader], [], [], seconds)
+        return os.read(self._reader, 1)[0] if ready else None
+
+
+def _noted(number, frame):
+    """Python calls a handler besides writing to the pipe; nothing is left to do."""
+
+
+def _say(text: str):
+    print(f"megarl: {text}", file=sys.stderr, flush=True)
+
+
+def _release_in_child():
+    """A forked process, such as a writer of checkpoints, is ended by its parent, not by a signal to the whole job."""
+    if signal.getsignal(signal.SIGTERM) is _noted:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in (signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+
+
+os.register_at_fork(after_in_child=_release_in_child)
+
+
+class RunStop:
+    """What a training program needs: may the next step begin, and was the run stopped."""
+
+    def __init__(self, rank: int, grace: float, timers: Timers):
+        """`grace`: `--exit-grace`."""
+        self._agreement = StepAgreement(dist.distributed_c10d._get_default_store(), rank)
+        self._grace, self._timers = grace, timers
+        self._signals: StopSignals | None = None
+
+    def may_begin(self, step: int) -> bool:
+        """Whether all ranks begin this step. From the first call on, signals stop the run instead of ending it."""
+        if self._signals is None:
+            store = dist.distributed_c10d._get_default_store().clone()
+            self._signals = StopSignals(store, self._grace, self._timers)
+            with contextlib.suppress(ValueError):  # not the main thread: signals keep their effect
+                self._signals.install()
+        if self._agreement.begins(step):
+            return True
+        self._signals.step_ended()
+        return False

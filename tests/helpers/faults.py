@@ -1,0 +1,85 @@
+"""Programs on ranks that the launcher forks from the test process, with a fault in a phase of one rank."""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megarl import launcher, train_rl, train_sft
+from megarl.faults import heartbeat
+from megarl.observe.timers import Timers
+from megarl.trainers import launch as launch_module
+from megarl.trainers import trainer
+from megarl.trainers.evaluator import Evaluator
+
+PROGRAMS = {"rl": train_rl.train, "sft": train_sft.train}
+EVALUATE = ("evaluate", "evaluate")  # stands for `Evaluator.evaluate`, which has no phase of its own
+
+
+def run(argv: list[str], ranks: int, prepare: Callable[[], None] = lambda: None, restarts: int = 0, name="rl") -> int:
+    """Exit status of a program on forked ranks; `prepare` runs on each before the program starts."""
+
+    def rank() -> int:
+        sys.argv = [name, *argv]
+        trainer.write_report = lambda folder: None
+        prepare()
+        launch_module.launch(PROGRAMS[name], name)
+        return 0
+
+    return launcher.run_ranks(rank, ranks, restarts)
+
+
+def rank() -> int:
+    """This process's rank."""
+    return int(os.environ["RANK"])
+
+
+def attempt() -> int:
+    """How often the ranks were started before."""
+    return int(os.environ[launcher.ATTEMPT])
+
+
+def in_phase(where: tuple[str, str], step: int, fault: Callable[[], None]):
+    """Makes this rank call `fault` inside a phase (role, name) of a step, each time that it enters it."""
+    phase, evaluate = Timers.phase, Evaluator.evaluate
+
+    @contextlib.contextmanager
+    def faulty(self, role, name):
+        with phase(self, role, name):
+            if (role, name) == where and self.step == step:
+                fault()
+            yield
+
+    def faulty_evaluate(self, *args):
+        if self.timers.step == step:
+            fault()
+        return evaluate(self, *args)
+
+    Timers.phase = faulty
+    if where == EVALUATE:
+        Evaluator.evaluate = faulty_evaluate
+
+
+def raise_error():
+    """The fault of a rank that fails."""
+    raise ValueError("injected")
+
+
+def sleep_for_ever():
+    """The fault of a rank that hangs."""
+    while True:
+        time.sleep(1000)
+
+
+def watch_after(asleep: Path, seconds: float = 1.0):
+    """Makes this rank's heartbeat frequent, and the limit short once the file exists: before that nothing is hung."""
+    heartbeat.MAX_INTERVAL, look = 0.05, heartbeat.Heartbeat._look
+
+    def impatient(self):
+        if asleep.exists():
+            self._watch._limit = seconds
+        look(self)
+
+    heartbeat.Heartbeat._look = impatient

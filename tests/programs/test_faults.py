@@ -1,0 +1,160 @@
+"""Faults of real runs: a rank that raises or hangs in a phase, signals, kills and restarts."""
+
+import os
+import shutil
+import signal
+import sys
+
+import pytest
+
+from tests.helpers import faults
+from tests.helpers.programs import GRADED, inputs, metrics, rl_argv, samples, sft_argv, timeless_rows
+
+TWO = "--role-map rollout=0;actor=1;critic=0;reward=0;reference=1"
+PHASES = {  # phase: the rank that enters it
+    ("rollout", "rollout"): 0, ("reward", "score"): 0, ("reference", "logprobs"): 1, ("critic", "values"): 0,
+    ("actor", "logprobs"): 1, ("actor", "advantages"): 1, ("actor", "update"): 1, ("critic", "update"): 0,
+    ("rollout", "sync"): 0, ("actor", "save"): 1, faults.EVALUATE: 1,
+}  # fmt: skip
+RAISES, SLEEPS = [("critic", "update"), ("actor", "save")], [("reward", "score"), ("actor", "update")]
+
+
+def every_phase(by_default: list[tuple[str, str]]) -> list:
+    """A case for each phase; the others are long."""
+    return [pytest.param(phase, marks=[] if phase in by_default else pytest.mark.long, id="-".join(phase))
+            for phase in PHASES]  # fmt: skip
+
+
+def argv(folder, more: str) -> list[str]:
+    """A run of two ranks that saves and evaluates each step."""
+    held_out = f"--eval-prompts {inputs()}/heldout.jsonl --eval-interval 1 --eval-samples 4"
+    return rl_argv(folder, f"{TWO} --save-interval 1 {GRADED} {held_out} {more}")
+
+
+def place(phase: tuple[str, str]) -> str:
+    """The phase in messages."""
+    return "program/between phases" if phase == faults.EVALUATE else "/".join(phase)
+
+
+@pytest.mark.parametrize("phase", every_phase(RAISES))
+def test_a_rank_that_raises_ends_the_run_and_says_where(phase, tmp_path, capfd):
+    """Long: pytest -m long tests/programs/test_faults.py"""
+    rank = PHASES[phase]
+    status = faults.run(argv(tmp_path, "--train-iters 2"), 2, lambda: (
+        faults.in_phase(phase, 1, faults.raise_error) if faults.rank() == rank else None))  # fmt: skip
+    lines = capfd.readouterr().err.splitlines()
+    assert status == 1
+    assert lines[0] == f"megarl: rank {rank} failed in {place(phase)} of step 1: ValueError: injected"
+
+
+@pytest.mark.parametrize("phase", every_phase(SLEEPS))
+def test_a_rank_that_sleeps_for_ever_ends_the_run_and_is_named(phase, tmp_path, capfd):
+    """Long: pytest -m long tests/programs/test_faults.py"""
+    rank, asleep = PHASES[phase], tmp_path / "asleep"
+
+    def sleep():
+        asleep.touch()
+        faults.sleep_for_ever()
+
+    def prepare():
+        faults.watch_after(asleep)
+        if faults.rank() == rank:
+            faults.in_phase(phase, 1, sleep)
+
+    status = faults.run(argv(tmp_path / "run", "--train-iters 2"), 2, prepare)
+    lines = capfd.readouterr().err.splitlines()
+    assert status == 1
+    assert lines[0].startswith("megarl: hung: "), lines
+    row = next(line.split() for line in lines[1:] if line.split()[0] == str(rank))
+    where = "between phases" if phase == faults.EVALUATE else place(phase)
+    assert " ".join(row[1:]).startswith(f"{where} 1 ") and row[-1] == "sleep_for_ever", lines
+
+
+def test_a_plug_in_that_exits_fails_the_run(tmp_path, capfd):
+    status = faults.run(argv(tmp_path, "--train-iters 2"), 2, lambda: (
+        faults.in_phase(("reward", "score"), 1, lambda: sys.exit(0))))  # fmt: skip
+    assert status == 1
+    assert capfd.readouterr().err.startswith("megarl: rank 0 failed in reward/score of step 1: SystemExit: 0\n")
+
+
+# -- signals and restarts ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Three steps in one go."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert faults.run(argv(folder, "--train-iters 3"), 2) == 0
+    return folder
+
+
+def assert_same_run(folder, other):
+    rows = [timeless_rows(save, range(4)) for save in (folder, other)]
+    for row in (row for of_run in rows for row in of_run.values()):
+        row.pop("weights/sync_s", None)
+    assert rows[0] == rows[1]
+    assert all(samples(folder, step) == samples(other, step) for step in (1, 2, 3))
+
+
+def test_a_signal_on_one_rank_saves_on_all_and_the_run_goes_on_exactly(undisturbed, tmp_path, capfd):
+    """Rank 0 generates the responses of step 2 when the other rank, in step 1, gets the signal."""
+    flags = "--train-iters 3 --save-interval 0"
+    status = faults.run(argv(tmp_path, flags), 2, lambda: faults.rank() == 1 and faults.in_phase(
+        ("actor", "update"), 1, lambda: os.kill(os.getpid(), signal.SIGUSR1)))  # fmt: skip
+    lines = capfd.readouterr().err.splitlines()
+    assert status == 0 and lines[0].startswith("megarl: SIGUSR1: stopping before step "), lines
+    last = int(lines[0].split()[5].rstrip(";"))
+    assert lines[1:] == [f"megarl: stopped by a signal after step {last - 1}; resume with --load {tmp_path}"]
+    assert (tmp_path / "checkpoints" / "latest").read_text() == f"step_{last - 1:08d}\n"
+    assert faults.run(argv(tmp_path, f"{flags} --load {tmp_path}"), 2) == 0
+    assert_same_run(tmp_path, undisturbed)
+
+
+def test_without_save_a_signal_ends_a_run_with_status_0(tmp_path, capfd):
+    flags = sft_argv(tmp_path, "--train-iters 500")
+    del flags[flags.index("--save") : flags.index("--save") + 2]
+    status = faults.run(flags, 1, lambda: faults.in_phase(
+        ("actor", "update"), 2, lambda: os.kill(os.getppid(), signal.SIGTERM)), name="sft")  # fmt: skip
+    lines = capfd.readouterr().err.splitlines()
+    assert status == 0 and lines[-1].endswith("; without --save nothing is saved"), lines
+    assert not list(tmp_path.iterdir())
+
+
+def kill_at(*faulty: tuple[int, tuple[str, str], int]):
+    """Kills a rank (rank, phase, step) in each attempt."""
+
+    def prepare():
+        if faults.attempt() < len(faulty) and faults.rank() == faulty[faults.attempt()][0]:
+            _, phase, step = faulty[faults.attempt()]
+            faults.in_phase(phase, step, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+    return prepare
+
+
+def test_a_run_with_killed_ranks_is_started_again_and_gives_the_same_numbers(undisturbed, tmp_path, capfd):
+    """Killed before the first checkpoint, in an update, while it saves, and after the last checkpoint."""
+    kills = (0, ("rollout", "rollout"), 1), (1, ("actor", "update"), 2), (1, ("actor", "save"), 2)
+    status = faults.run(argv(tmp_path, "--train-iters 3"), 2, kill_at(*kills), restarts=3)
+    assert status == 0
+    ended = [line for line in capfd.readouterr().err.splitlines() if line.startswith("megarl: rank")]
+    assert {line.split("ended by ")[1] for line in ended if "ended" in line} == {"SIGKILL"}
+    assert_same_run(tmp_path, undisturbed)
+
+
+def test_a_run_that_was_killed_after_its_last_step_has_nothing_left_to_do(undisturbed, tmp_path, capfd):
+    shutil.copytree(undisturbed, tmp_path / "run")
+    before = metrics(undisturbed)
+
+    def fail_first():
+        if faults.attempt() == 0:
+            os._exit(1)
+
+    assert faults.run(argv(tmp_path / "run", "--train-iters 3"), 2, fail_first, restarts=1) == 0
+    printed = capfd.readouterr()
+    assert printed.out.startswith("megarl: the last step of ")
+    assert printed.err == "megarl: restart 1 of at most 1\n" and metrics(tmp_path / "run") == before
+
+
+def test_wrong_flags_are_not_tried_again(tmp_path, capfd):
+    assert faults.run(argv(tmp_path, "--train-iters 0"), 2, restarts=3) == 2
+    assert capfd.readouterr().err.count("\n") == 1
