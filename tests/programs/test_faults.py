@@ -9,6 +9,7 @@ import pytest
 
 from tests.helpers import faults
 from tests.helpers.programs import GRADED, inputs, metrics, rl_argv, samples, sft_argv, timeless_rows
+from tools import record_runs
 
 TWO = "--role-map rollout=0;actor=1;critic=0;reward=0;reference=1"
 PHASES = {  # phase: the rank that enters it
@@ -94,10 +95,13 @@ def assert_same_run(folder, other):
         row.pop("weights/sync_s", None)
     assert rows[0] == rows[1]
     assert all(samples(folder, step) == samples(other, step) for step in (1, 2, 3))
+    last = [record_runs.checkpoints_of(save) for save in (folder, other)]
+    last = [{k: v for k, v in found.items() if k.startswith("step_00000003/")} for found in last]
+    assert last[0] == last[1] and len(last[0]) > 50
 
 
 def test_a_signal_on_one_rank_saves_on_all_and_the_run_goes_on_exactly(undisturbed, tmp_path, capfd):
-    """Rank 0 generates the responses of step 2 when the other rank, in step 1, gets the signal."""
+    """The signal reaches one of two ranks, in the first step."""
     flags = "--train-iters 3 --save-interval 0"
     status = faults.run(argv(tmp_path, flags), 2, lambda: faults.rank() == 1 and faults.in_phase(
         ("actor", "update"), 1, lambda: os.kill(os.getpid(), signal.SIGUSR1)))  # fmt: skip

@@ -1,0 +1,50 @@
+"""tools/chaos.py: planned kills, the table; long: kills of a run, whose results stay the same."""
+
+import json
+
+import pytest
+
+from tools import chaos
+
+
+def test_kills_are_drawn_from_the_seed_and_reach_every_rank_and_phase_change():
+    changes = [20, 20, 10, 8]
+    kills = chaos.plan(1, 2000, changes)
+    assert kills == chaos.plan(1, 2000, changes) != chaos.plan(2, 2000, changes)
+    assert {(k.rank, k.change) for k in kills if k.rank == 3} == {(3, change) for change in range(int(8 * 1.5) + 1)}
+    assert {k.rank for k in kills} == set(range(4))
+    assert all(0 <= k.delay <= (chaos.DELAY if k.change else chaos.START_DELAY) for k in kills)
+
+
+def test_the_table_counts_phases_and_ranks():
+    done = [{"rank": 1, "phase": "actor/save"}, {"rank": 1, "phase": "set-up"}, {"rank": 3, "phase": "actor/save"}]
+    assert chaos.table(done).splitlines() == [
+        "| phase | kills |", "|---|---|", "| actor/save | 2 |", "| set-up | 1 |", "| all | 3 |", "",
+        "ranks: 0: 0, 1: 2, 2: 0, 3: 1",
+    ]  # fmt: skip
+
+
+def test_a_run_that_differs_or_ends_early_is_a_failure(tmp_path, monkeypatch, capsys):
+    """Both runs are replaced: the first writes its phase changes, the second a kill and other metrics."""
+
+    def run(argv, prepare, restarts=0):
+        save = tmp_path / argv[argv.index("--save") + 1].rsplit("/", 1)[1]
+        save.mkdir()
+        (save / "metrics.jsonl").write_text(json.dumps({"step": 1, "a": restarts, "time/x_s": restarts}) + "\n")
+        for rank in range(chaos.RANKS):
+            (tmp_path / f"changes-{rank}").write_text("40")
+        if restarts:
+            (tmp_path / "kills.jsonl").write_text(json.dumps({"rank": 0, "phase": "actor/save"}) + "\n")
+        return 0
+
+    monkeypatch.setattr(chaos, "run", run)
+    assert chaos.main(["--out", str(tmp_path), "--kills", "2"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == ["1 of 2 kills before the run ended: give more --steps", "run: metrics: step 1"]
+
+
+@pytest.mark.long
+def test_fifty_kills_change_nothing(tmp_path, capfd):
+    """pytest -m long tests/tools/test_chaos.py"""
+    assert chaos.main(["--out", str(tmp_path), "--kills", "50"]) == 0
+    assert capfd.readouterr().out.splitlines()[-1].startswith("no difference")

@@ -1,0 +1,219 @@
+#!/usr/bin/env python3
+"""Kills random ranks of a PPO run again and again, and checks that the run's results are those of an undisturbed one.
+
+    python tools/chaos.py --kills 50 --out /tmp/chaos
+
+Runs PPO (actor on two ranks, critic on one, reward and reference on one; a tiny model, a checkpoint each step) once
+undisturbed and once with restarts, in which each start of the ranks but the last ends with a SIGKILL. Whom it hits and
+when is drawn from the seed: at the n-th phase change of a rank, or while the program starts, plus a few milliseconds.
+
+Compared are the digests of tools/record_runs.py: all metrics of all steps as printed except those of time and memory
+(`time/`, `memory/`, `perf/mfu`, and names with `_per_s` or `/sync_s`), all sample files, and every tensor, object and
+manifest of every step's checkpoint, the last one included. Prints where the kills fell and exits with 1 if anything
+differs, or if the run ended before all kills were done.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import threading
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from megarl import launcher, train_rl  # noqa: E402
+from megarl.observe.timers import Timers  # noqa: E402
+from megarl.trainers import launch, trainer  # noqa: E402
+from tools import record_runs  # noqa: E402
+from tools.train_tokenizer import train as train_tokenizer  # noqa: E402
+
+RANKS = 4
+FLAGS = (
+    "--role-map actor=0-1;critic=2;reward=3;reference=3 --num-layers 2 --hidden-size 32 --num-attention-heads 4"
+    " --ffn-hidden-size 64 --swiglu --normalization RMSNorm --disable-bias-linear --make-vocab-size-divisible-by 32"
+    " --max-prompt-length 6 --max-response-length 4 --max-tokens-per-microbatch 40 --prompts-per-step 6"
+    " --samples-per-prompt 2 --minibatch-size 6 --ppo-epochs 2 --lr 1e-3 --critic-lr 3e-3 --kl-coefficient 0.05"
+    " --kl-controller adaptive --kl-target 0.01 --rollout-buffer-gb 0.001 --rollout-max-requests 8 --seed 5"
+    " --save-interval 1 --reward tools.chaos:digits"
+)
+DELAY = 0.05  # seconds at most between a phase change and the kill
+START_DELAY = 0.5  # seconds at most between the program's start and a kill in its set-up
+REACH = 1.5  # steps after a start in which kills fall
+SET_UP = 0.06  # share of kills while the program starts
+
+
+class Kill(NamedTuple):
+    """A planned SIGKILL of one rank."""
+
+    rank: int
+    change: int  # the phase change after which it comes; 0: the program's start
+    delay: float  # seconds
+
+
+def digits(sample) -> float:
+    """A reward that differs between responses: the sum of the digits."""
+    return sum(int(c) for c in sample.response if c.isdigit()) / 20
+
+
+def plan(seed: int, kills: int, changes_per_step: list[int]) -> list[Kill]:
+    """The kill of each start. `changes_per_step`: phase changes in a step, by rank."""
+    rng, planned = random.Random(seed), []
+    for _ in range(kills):
+        rank = rng.randrange(len(changes_per_step))
+        if rng.random() < SET_UP:
+            planned.append(Kill(rank, 0, rng.uniform(0, START_DELAY)))
+        else:
+            last = max(1, int(REACH * changes_per_step[rank]))
+            planned.append(Kill(rank, rng.randint(1, last), rng.uniform(0, DELAY)))
+    return planned
+
+
+class PhaseChanges:
+    """Counts the beginnings and ends of phases in this process."""
+
+    def __init__(self):
+        self.count, self.timers, phase = 0, None, Timers.phase
+
+        @contextmanager
+        def counted(timers, role, name):
+            with phase(timers, role, name):
+                self._change(timers)
+                yield
+            self._change(timers)
+
+        Timers.phase = counted
+        self._at, self._then = None, None
+
+    def at(self, change: int, then):
+        """Calls `then()` at this change."""
+        self._at, self._then = change, then
+
+    def _change(self, timers: Timers):
+        self.count, self.timers = self.count + 1, timers
+        if self.count == self._at:
+            self._then()
+
+    def where(self, last_step: int) -> tuple[int, str]:
+        """Step and phase at this moment."""
+        if self.timers is None or self.timers.step == 0:
+            return 0, "set-up"
+        current = self.timers.current()
+        between = "end of the run" if self.timers.step == last_step else "between phases"
+        return self.timers.step, "/".join(current) if current else between
+
+
+def run(argv: list[str], prepare, restarts: int = 0) -> int:
+    """Runs train_rl on forked ranks; `prepare()` is called on each before the program starts."""
+
+    def rank() -> int:
+        sys.argv = ["megarl.train_rl", *argv]
+        trainer.write_report = lambda folder: None
+        finish = prepare()
+        launch.launch(train_rl.train, "rl")
+        finish()
+        return 0
+
+    return launcher.run_ranks(rank, RANKS, restarts)
+
+
+def count_changes(folder: Path):
+    """Makes this rank write how many phase changes it had."""
+    changes, rank = PhaseChanges(), os.environ["RANK"]
+    return lambda: (folder / f"changes-{rank}").write_text(str(changes.count))
+
+
+def arm(kills: list[Kill], record: Path, last_step: int):
+    """Plans this start's kill if it hits this rank."""
+    attempt, rank, changes = int(os.environ[launcher.ATTEMPT]), int(os.environ["RANK"]), PhaseChanges()
+    if attempt < len(kills) and kills[attempt].rank == rank:
+        kill = kills[attempt]
+
+        def die():
+            step, phase = changes.where(last_step)
+            line = json.dumps({"attempt": attempt, "rank": rank, "step": step, "phase": phase}) + "\n"
+            with open(record, "a") as file:
+                file.write(line)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def start():
+            timer = threading.Timer(kill.delay, die)
+            timer.daemon = True
+            timer.start()
+
+        start() if kill.change == 0 else changes.at(kill.change, start)
+    return lambda: None
+
+
+def make_inputs(folder: Path) -> list[str]:
+    """Prompts and tokenizer; returns their flags."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(30) for b in range(10)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts = [text for row in rows for text in row.values()]
+    (folder / "tokenizer.model").write_bytes(train_tokenizer(texts, 16, False))
+    return ["--prompts", str(folder / "train.jsonl"), "--tokenizer-model", str(folder / "tokenizer.model")]
+
+
+def table(kills: list[dict]) -> str:
+    """How many kills fell into each phase, and on each rank."""
+    phases = Counter(kill["phase"] for kill in kills)
+    ranks = Counter(kill["rank"] for kill in kills)
+    lines = ["| phase | kills |", "|---|---|", *(f"| {phase} | {n} |" for phase, n in phases.most_common())]
+    lines += [f"| all | {len(kills)} |", "", "ranks: " + ", ".join(f"{r}: {ranks[r]}" for r in range(RANKS))]
+    return "\n".join(lines)
+
+
+def processor() -> str:
+    """The processor's name, if the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "unknown"
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def compare(out: Path, seed: int, kills: int, steps: int) -> tuple[list[dict], list[str]]:
+    """Both runs: the kills that were done, and what differs, a line each."""
+    flags = [*FLAGS.split(), *make_inputs(out / "data"), "--train-iters", str(steps)]
+    if run([*flags, "--save", str(out / "undisturbed")], lambda: count_changes(out)):
+        raise RuntimeError("the undisturbed run failed")
+    changes = [int((out / f"changes-{rank}").read_text()) // steps for rank in range(RANKS)]
+    planned, record = plan(seed, kills, changes), out / "kills.jsonl"
+    record.unlink(missing_ok=True)
+    status = run([*flags, "--save", str(out / "disturbed")], lambda: arm(planned, record, steps), restarts=kills)
+    done = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+    problems = [f"the disturbed run ended with status {status}"] if status else []
+    if len(done) < kills:
+        problems.append(f"{len(done)} of {kills} kills before the run ended: give more --steps")
+    if not status:
+        recorded = [{"run": record_runs.record(out / name)} for name in ("undisturbed", "disturbed")]
+        problems += record_runs.differences(*recorded)
+    return done, problems
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="empty or new folder of the runs")
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--steps", type=int, help="of the run; default: as many as kills, at least 4")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args(argv)
+    steps = options.steps or max(4, options.kills)
+    done, problems = compare(options.out, options.seed, options.kills, steps)
+    print(table(done))
+    print(f"{steps} steps on {RANKS} ranks; processor: {processor()}")
+    print("\n".join(problems) if problems else "no difference: metrics, samples and checkpoints are byte-identical")
+    return bool(problems)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main(sys.argv[1:]))
