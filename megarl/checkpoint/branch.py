@@ -30,7 +30,7 @@ def begin(run: Path, step: int, source: Path | None, used: list[Path]):
     stale = [
         folder
         for folder in sorted(checkpoints.glob("step_*"))
-        if folder.resolve() not in stays and (not in_place or _step_of(folder) > step)
+        if folder.resolve() not in stays and (not in_place or folders.step_of(folder) > step)
     ]
     if in_place and (stale or folders.named(checkpoints, folders.LATEST) != source):
         folders.restart_from(checkpoints, source, stale)
@@ -52,12 +52,6 @@ def _is_in(source: Path, run: Path) -> bool:
     return source.resolve().parent == (run / "checkpoints").resolve()
 
 
-def _step_of(path: Path) -> int:
-    """The step in a name such as step_00000012 or step_00000012.jsonl; -1 without one."""
-    digits = path.name.removeprefix("step_").split(".")[0]
-    return int(digits) if digits.isdigit() else -1
-
-
 def _free(checkpoints: Path, name: str) -> Path:
     number = 1
     while (checkpoints / f"{name}-{number}").exists():
@@ -72,7 +66,7 @@ def _move_outputs(run: Path, step: int, aside: Path):
     if (run / FILE_NAME).exists():
         write_atomically(aside / FILE_NAME, lines_after(run / FILE_NAME, step))
     for name in _OUTPUTS:
-        later = [path for path in sorted((run / name).glob("step_*")) if _step_of(path) > step]
+        later = [path for path in sorted((run / name).glob("step_*")) if folders.step_of(path) > step]
         if later:
             (aside / name).mkdir()
         for path in later:

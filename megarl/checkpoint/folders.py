@@ -142,6 +142,36 @@ def commit_best(run: Path, step: int):
             remove(other)
 
 
+def prune(run: Path, last: int, every: int, used: list[Path]):
+    """Removes checkpoints but the newest `last` (0: none is removed), every step that `every` divides, and the best.
+
+    Those that `latest` names, that are `used`, or whose manifest cannot be read stay, too.
+    """
+    if not last:
+        return
+    checkpoints = Path(run) / "checkpoints"
+    kept = {path.resolve() for path in (*complete(checkpoints)[-last:], *used)}
+    kept |= {path.resolve() for path in (named(checkpoints, LATEST), named(checkpoints, BEST)) if path}
+    for folder in complete(checkpoints):
+        if folder.resolve() in kept or not _is_readable(folder) or (every and step_of(folder) % every == 0):
+            continue
+        remove(folder)
+
+
+def _is_readable(folder: Path) -> bool:
+    try:
+        read_manifest(folder, "--save")
+    except UsageError:
+        return False
+    return True
+
+
+def step_of(path: Path) -> int:
+    """The step in a name such as step_00000012 or step_00000012.jsonl; -1 without one."""
+    digits = path.name.removeprefix("step_").split(".")[0]
+    return int(digits) if digits.isdigit() else -1
+
+
 def complete(checkpoints: Path) -> list[Path]:
     """The checkpoints of a run that were written to the end, oldest first."""
     return sorted(manifest.parent for manifest in checkpoints.glob(f"step_*/{MANIFEST}"))

@@ -1,15 +1,23 @@
-"""Writes a run's checkpoints: every rank its own files, then rank 0 the manifest, the name and the pointers."""
+"""Writes a run's checkpoints: every rank its own files, then rank 0 the manifest, the name and the pointers.
+
+With `--async-save` a rank copies its state to host memory and trains on while a thread writes the copy. The thread
+takes part in no collective: `poll`, after each step, completes a checkpoint that all ranks have written.
+"""
 
 import dataclasses
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from megarl.checkpoint import folders
 from megarl.checkpoint import manifest as manifests
 from megarl.comm.role_mesh import RoleMesh
+from megarl.errors import warn
+from megarl.mcore import device
 from megarl.mcore.config import megatron_flags
 from megarl.mcore.weights import dist_checkpoint
 from megarl.mcore.weights.planned_save import PlannedSave, plan_save
@@ -20,33 +28,66 @@ class SaveError(RuntimeError):
     """A checkpoint could not be written; those before it are intact."""
 
 
+@dataclasses.dataclass(frozen=True)
+class SavePolicy:
+    """How checkpoints are written (`--async-save`, `--on-save-failure`), and which are kept (`--keep-…`)."""
+
+    asynchronous: bool = False
+    stops: bool = True  # the run ends if one cannot be written
+    keep_last: int = 0  # 0: all
+    keep_every: int = 0  # 0: none for this reason
+
+
 class _Pending:
     """A checkpoint that this rank writes."""
 
     def __init__(self, step: int, folder: Path, planned: PlannedSave, entries: dict, files: dict[str, bytes]):
         self.step, self.folder, self.planned, self.entries, self.files = step, folder, planned, entries, files
+        self._written: tuple | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, state: dict):
+        """Copies the state that was planned, and begins to write the copy in a thread."""
+        self.planned.snapshot(state)
+        self._thread = threading.Thread(target=self._write, name="checkpoint")
+        self._thread.start()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the thread has ended."""
+        return not self._thread.is_alive()
 
     def write(self) -> tuple:
         """(write results, {file: `manifest.seal`}, error) of this rank's files; the error is None or a line."""
+        if self._thread is None:
+            self._write()
+        else:
+            self._thread.join()
+        return self._written
+
+    def _write(self):
         try:
-            results = self.planned.write()
-            return results, {name: manifests.seal(self.folder / name) for name in self.planned.files}, None
-        except Exception as error:
-            return [], {}, _line(error)
+            self._written = (*self.planned.write(), None)
+        except BaseException as error:
+            self._written = ([], {}, _line(error))
+            if not isinstance(error, Exception):
+                raise
 
 
 class CheckpointWriter:
     """Saves checkpoints to a run's folder."""
 
-    def __init__(self, run: Path, mesh: RoleMesh):
-        self.run, self.mesh = run, mesh
+    def __init__(self, run: Path, mesh: RoleMesh, policy: SavePolicy = SavePolicy()):
+        self.run, self.mesh, self.policy = run, mesh, policy
+        self.used: list[Path] = []  # checkpoints whose weights the run has loaded: never removed
         self._frozen: dict[str, str] = {}  # role -> its folder in `checkpoints/frozen`
+        self._pending: _Pending | None = None
 
     def save(
         self, step: int, roles: dict, manifest: dict, files: dict[str, bytes] | None = None,
         frozen: dict[str, Callable[[], dict]] | None = None,
     ):  # fmt: skip
-        """Writes `DIR/checkpoints/step_%08d`; a collective of the world.
+        """Writes `DIR/checkpoints/step_%08d`, asynchronously by the policy; a collective of the world.
 
         Args:
             roles: role -> its state on this rank (`TrainableModel.state`), for the roles of this rank.
@@ -56,18 +97,52 @@ class CheckpointWriter:
             frozen: roles whose weights never change -> their state on this rank. These are written only once.
 
         Raises:
-            SaveError: on all ranks, if it could not be written.
+            SaveError: on all ranks, if this one or the one before could not be written and the policy says stop.
         """
-        for role in [role for role in frozen or () if role not in self._frozen]:
+        self.wait()
+        self._handled(lambda: self._save(step, roles, manifest, files or {}, frozen or {}))
+
+    def poll(self):
+        """Completes an asynchronous save that all ranks have written; a collective while one is pending."""
+        if self._pending is None:
+            return
+        is_written = torch.tensor([int(self._pending.is_written)], device=device.device())
+        dist.all_reduce(is_written, op=dist.ReduceOp.MIN)
+        if is_written.item():
+            self.wait()
+
+    def wait(self):
+        """Waits for an asynchronous save and completes it. Collective."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._handled(lambda: self._commit(pending))
+
+    def _handled(self, save: Callable[[], None]):
+        """Runs a save; if it fails, the run stops or goes on by the policy, on all ranks alike."""
+        try:
+            save()
+        except SaveError as error:
+            if self.policy.stops:
+                raise
+            if self.mesh.rank == 0:
+                warn([f"{error}; the run goes on (--on-save-failure continue)"])
+
+    def _save(self, step: int, roles: dict, manifest: dict, files: dict[str, bytes], frozen: dict[str, Callable]):
+        for role in [role for role in frozen if role not in self._frozen]:
             self._frozen[role] = self._save_frozen(step, role, frozen[role]())
         if frozen:
             manifest = {**manifest, folders.FROZEN: {role: self._frozen[role] for role in frozen}}
         name = folders.step_folder(self.run, step).name
         self._agree(step, lambda: folders.make_room(self.run, name))
-        folder = folders.writing_folder(self.run, name)
-        planned = plan_save({**roles, **dist_checkpoint.rank_state()}, folder)
+        folder, state = folders.writing_folder(self.run, name), {**roles, **dist_checkpoint.rank_state()}
+        planned = plan_save(state, folder)
         entries = {"world_size": self.mesh.size, "versions": manifests.versions(), **manifest}
-        self._commit(_Pending(step, folder, planned, entries, files or {}))
+        pending = _Pending(step, folder, planned, entries, files)
+        if self.policy.asynchronous:
+            pending.start(state)
+            self._pending = pending
+        else:
+            self._commit(pending)
 
     def adopt_frozen(self, manifest: dict):
         """Frozen weights that the run's folder holds since an earlier start are not written again.
@@ -99,6 +174,10 @@ class CheckpointWriter:
     def _finish(self, pending: _Pending, gathered: list[tuple]):
         """Completes a checkpoint on rank 0, when all ranks have written their files."""
         folders.commit(self.run, pending.step, pending.entries, self._seal(pending, gathered))
+        try:
+            folders.prune(self.run, self.policy.keep_last, self.policy.keep_every, self.used)
+        except OSError as error:
+            warn([f"--keep-last {self.policy.keep_last}: an older checkpoint cannot be removed ({error})"])
 
     def _seal(self, pending: _Pending, gathered: list[tuple]) -> dict[str, dict]:
         """Writes what rank 0 adds to the files of all ranks; `manifest.seal` of every file by name."""
@@ -121,7 +200,7 @@ class CheckpointWriter:
             try:
                 action()
             except (OSError, SaveError) as error:
-                failed = [_line(error)]
+                failed = [str(error) if isinstance(error, SaveError) else _line(error)]
         dist.broadcast_object_list(failed, src=0)
         if failed[0]:
             if self.mesh.rank == 0:

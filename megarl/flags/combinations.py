@@ -89,6 +89,8 @@ CONDITIONS: dict[str, Condition] = {
                          "--eval-temperature 0 is greedy"),
     "evaluation": Condition(lambda context: context.program == "evaluate" or context.settings.eval_prompts is not None,
                             "needs --eval-prompts"),
+    "saved": Condition(lambda context: context.settings.save is not None, "needs --save"),
+    "keep_last": Condition(lambda context: context.settings.keep_last > 0, "needs --keep-last"),
     "load": Condition(lambda context: context.settings.load is not None, "needs --load"),
     "best": Condition(lambda context: bool(context.settings.eval_prompts and context.settings.eval_interval
                                            and context.settings.save),

@@ -268,6 +268,14 @@ class Settings:
     deterministic: bool = _flag(False, "use deterministic kernels; fails where none exists", programs=ALL)
     save: str | None = _flag(None, "run folder for metrics, samples, report and checkpoints", programs=ALL)
     save_interval: int = _not_negative(0, "steps between checkpoints; 0: only at the end", programs=TRAINING)
+    async_save: bool = _flag(False, "write checkpoints beside the training, from a copy in host memory",
+                             programs=TRAINING, when="saved")  # fmt: skip
+    keep_last: int = _not_negative(0, "checkpoints to keep besides the best one: the newest; 0: all", programs=TRAINING,
+                                   when="saved")  # fmt: skip
+    keep_every: int = _not_negative(0, "with --keep-last also keep checkpoints of steps that this number divides; 0:"
+                                    " none", programs=TRAINING, when="keep_last")  # fmt: skip
+    on_save_failure: str = _one_of("stop", ("stop", "continue"), "what a run does if a checkpoint cannot be written:"
+                                   " stop or continue", programs=TRAINING, when="saved")  # fmt: skip
     exit_grace: float = _positive(3600.0, "seconds that the running step has to end after SIGTERM, SIGINT or SIGUSR1,"
                                   " before it is dropped", programs=TRAINING)  # fmt: skip
     export_hf: bool = _flag(False, "also write the model of each checkpoint as a Hugging Face folder, hf/step_N in"

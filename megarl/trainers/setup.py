@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megarl import arguments
 from megarl.checkpoint import folders, integrity
+from megarl.checkpoint.writer import SavePolicy
 from megarl.comm import role_mesh
 from megarl.data import node_files
 from megarl.data.chat import ChatTemplate
@@ -122,6 +123,12 @@ def create_role_mesh(config: arguments.RunConfig, timers: Timers) -> role_mesh.R
     role_mesh.join_process_group(limit, role_mesh.NO_LIMIT)
     heartbeat.start(limit, timers)
     return role_mesh.create_mesh(config.roles, role_mesh.NO_LIMIT)
+
+
+def save_policy(settings: arguments.Settings) -> SavePolicy:
+    """How checkpoints are written, and which are kept."""
+    s = settings
+    return SavePolicy(s.async_save, s.on_save_failure == "stop", s.keep_last, s.keep_every)
 
 
 def progress_limit(config: arguments.RunConfig) -> timedelta:

@@ -25,6 +25,7 @@ from megarl.observe.timeline import last_events, write_timeline
 from megarl.observe.timers import Timers, reduce_times
 from megarl.roles.trainable_model import TrainableModel
 from megarl.trainers.async_metrics import AsyncMetrics, StepReport
+from megarl.trainers.setup import save_policy
 
 
 class Trainer(abc.ABC):
@@ -34,7 +35,7 @@ class Trainer(abc.ABC):
         """`inputs`: of the program; `data` are the `resume.data_fingerprints`, `resume` the checkpoint or None."""
         self.config, self.settings, self.mesh, self.timers = config, config.settings, mesh, timers
         self.inputs = inputs
-        self.checkpoints = CheckpointWriter(self.folder, mesh) if self.folder else None
+        self.checkpoints = CheckpointWriter(self.folder, mesh, save_policy(self.settings)) if self.folder else None
         self.step = 0
         self.skipped = 0
         self._skipped_in_a_row, self._alarms = 0, Alarms(config.settings.alarms)
@@ -57,6 +58,8 @@ class Trainer(abc.ABC):
             resumed: the checkpoint that the run resumes from.
             used: all checkpoints that it has loaded.
         """
+        if self.checkpoints:
+            self.checkpoints.used = used
         if self.mesh.rank:
             return
         self._progress = Progress(self.settings.train_iters, fields=self._fields)
@@ -154,6 +157,8 @@ class Trainer(abc.ABC):
         report = StepReport(metrics, self.timers.end_step(self.step), seconds, list(samples))
         self._async_metrics.publish(self.step, report)
         self.flush(wait=self.step == self.last_step)
+        if self.checkpoints:
+            self.checkpoints.poll()
 
     def flush(self, wait: bool = True):
         """Writes and prints steps that all ranks have ended, on rank 0; `wait`: all steps that rank 0 has ended."""
@@ -194,7 +199,9 @@ class Trainer(abc.ABC):
             self._writer.write(step, row)
 
     def close(self):
-        """Writes the remaining steps, the timeline and the report. Collective."""
+        """Writes the remaining steps, the timeline and the report; waits for the last checkpoint. Collective."""
+        if self.checkpoints:
+            self.checkpoints.wait()
         self.flush()
         events = self.mesh.gather(last_events(self.timers.events(), self.mesh.size))
         if events is None or self._writer is None:

@@ -18,7 +18,8 @@ HOLDS = {
     "partial": "--partial-rollouts --over-sampling 2 --rollout-correction tis",
     "rounds": "--dynamic-sampling --group-filter reward", "overlong": "--overlong-buffer 4",
     "sampled": "--eval-prompts x --eval-temperature 1", "evaluation": "--eval-prompts x",
-    "best": "--eval-prompts x --eval-interval 1 --save y", "load": "--load x",
+    "best": "--eval-prompts x --eval-interval 1 --save y", "load": "--load x", "saved": "--save y",
+    "keep_last": "--save y --keep-last 1",
     "model": "--reward model --reward-model x",
     "ensemble": "--reward model --reward-model x,y", "regex": "--reward regex --reward-pattern x",
     "format": "--reward format", "length": "--reward length", "code": "--reward code",
@@ -31,7 +32,7 @@ FAILS = {
     "routes": "--router-replay old-logprob",
     "partial": "--over-sampling 2",
     "rounds": "--group-filter reward", "overlong": "", "evaluation": "", "best": "--eval-prompts x --eval-interval 1",
-    "load": "",
+    "load": "", "saved": "", "keep_last": "--save y",
     "model": "", "ensemble": "--reward model --reward-model x", "regex": "", "format": "", "length": "", "code": "",
     "remote": "", "verifiers": "--reward model --reward-model x", "local": "--reward remote --reward-url http://x",
 }  # fmt: skip
@@ -43,7 +44,7 @@ VALUES = {
     "group_filter": "correct", "rollout_correction": "mis", "rollout_correction_level": "geometric", "eval_k": "1,2",
     "kl_horizon": 5000.0, "router_replay": "rollout", "tokenizer_type": "HuggingFaceTokenizer", "reward": "length",
     "reward_ensemble": "min", "reward_url": "http://x", "reward_model": "x", "rollout_dispatch": "static",
-    "over_sampling": 1.5, "lora_targets": "q_proj", "alarms": "actor/ppo_kl > 1: stop",
+    "over_sampling": 1.5, "lora_targets": "q_proj", "alarms": "actor/ppo_kl > 1: stop", "on_save_failure": "continue",
 }  # fmt: skip
 REQUIRED = {
     "reward_model": "--reward model", "reward_pattern": "--reward regex", "reward_url": "--reward remote",

@@ -165,7 +165,7 @@ def save(state: dict, folder: Path):
     """Saves to a folder, which must exist and be empty; a collective of the whole world."""
     planned = plan_save(state, folder)
     results = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(planned.write(), results, dst=0)
+    dist.gather_object(planned.write()[0], results, dst=0)
     if results is not None:
         planned.finish(results)
     dist.barrier()

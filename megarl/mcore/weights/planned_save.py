@@ -4,6 +4,8 @@ Megatron's own split, with its writer and format. Writing and finishing need no 
 while it writes.
 """
 
+import contextlib
+import hashlib
 import os
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 from torch.distributed.checkpoint.storage import WriteResult
 
 
@@ -25,11 +28,6 @@ class PlannedSave:
         writer.storage_meta = lambda: None  # a random number and this folder's name: equal saves have equal bytes
         if metadata is not None:
             metadata.all_local_plans = None  # for a cache that is not used
-
-    @property
-    def files(self) -> list[str]:
-        """Names of the files that `write` creates."""
-        return [name for _, name, _ in self._writer.write_buckets]
 
     def snapshot(self, state: dict):
         """Copies this rank's tensors to host memory, so that training may change them before `write`.
@@ -50,23 +48,71 @@ class PlannedSave:
             buckets.append((path, name, (objects, copied)))
         self._writer.write_buckets = buckets
 
-    def write(self) -> list[WriteResult]:
-        """Writes this rank's files and flushes them to the disk; `finish` needs the result. May run in a thread."""
+    def write(self) -> tuple[list[WriteResult], dict[str, dict]]:
+        """Writes this rank's files and flushes them to the disk. May run in a thread.
+
+        Returns:
+            What `finish` needs, and {file: {"size": …, "sha256": …}}.
+        """
         self._to_host(set())
-        transforms, written = [self._writer.transforms], []
-        for number, bucket in enumerate(self._writer.write_buckets):
-            write = filesystem_async.FileSystemWriterAsync.write_preloaded_data
-            _, results = write(transforms, number, bucket, None, None, use_fsync=True)
-            if isinstance(results, BaseException):
-                raise results
-            written += results
-        return written
+        results, sealed = [], {}
+        for path, name, (objects, tensors) in self._writer.write_buckets:
+            with _HashedFile(path) as file:
+                for item, data in (*objects, *tensors):
+                    kind = SerializationFormat.TORCH_SAVE
+                    results.append(_write_item(self._writer.transforms, file, data, item, name, kind))
+            sealed[name] = {"size": file.size, "sha256": file.digest.hexdigest()}
+        return results, sealed
 
     def finish(self, results: list[list[WriteResult]]):
         """Writes the metadata, on rank 0; `results` are those of all ranks."""
         self._writer.finish(self._metadata, results)
         config = CheckpointingConfig(self._strategy.backend, self._strategy.version)
         save_config(config, str(self._writer.checkpoint_dir))
+
+
+class _HashedFile:
+    """A file that is hashed while it is written; leaving the context flushes it to the disk.
+
+    An error of a write is raised at the end: torch.save ends the process if its file raises.
+    """
+
+    def __init__(self, path):
+        self._path, self._file, self._error = path, open(path, "wb"), None
+        self.size, self.digest = 0, hashlib.sha256()
+
+    def write(self, data) -> int:
+        """Appends bytes; after an error it only counts them."""
+        count = memoryview(data).nbytes
+        try:
+            if self._error is None:
+                self._file.write(data)
+        except OSError as error:
+            self._error = error
+        self.digest.update(data)
+        self.size += count
+        return count
+
+    def tell(self) -> int:
+        """Bytes so far."""
+        return self.size
+
+    def flush(self):
+        """Does nothing: the file is flushed at the end."""
+
+    def __enter__(self) -> "_HashedFile":
+        return self
+
+    def __exit__(self, *_):
+        try:
+            if self._error is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        finally:
+            with contextlib.suppress(OSError):  # what an error has left in the buffer
+                self._file.close()
+        if self._error is not None:
+            raise OSError(self._error.errno, self._error.strerror, str(self._path))
 
 
 class _Strategy(TorchDistSaveShardedStrategy):

@@ -1,0 +1,225 @@
+"""Asynchronous saves have the bytes of synchronous ones; saves that fail end alike on all ranks; what is kept."""
+
+import errno
+import os
+import resource
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.checkpoint import folders, integrity
+from megarl.checkpoint.writer import CheckpointWriter, SaveError, SavePolicy
+from megarl.errors import UsageError
+from megarl.mcore.weights import planned_save
+from tests.helpers.checkpoints import saved
+from tests.helpers.programs import in_world, metrics, program, sft_argv, train
+from tests.helpers.worlds import SAFETY, SAFETY_SECONDS, run_world
+
+TP2 = "--tensor-model-parallel-size 2"
+ENTRIES = {"program": "test"}
+
+
+def trainable_model(parsed):
+    from megarl.comm import role_mesh
+    from megarl.roles.trainable_model import TrainableModel
+
+    mesh = role_mesh.create_mesh(parsed.roles, SAFETY)
+    return mesh, TrainableModel(parsed.roles["actor"], mesh["actor"], 16, updates=1)
+
+
+def parsed(folder: Path, size: int, flags: str = ""):
+    return program("sft", sft_argv(folder, f"--train-iters 4 {flags}"), size)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+class Gate:
+    """Holds back the writing of files until it is opened."""
+
+    def __init__(self):
+        self.event, self.write = threading.Event(), planned_save.PlannedSave.write
+        gate = self
+
+        def held(planned):
+            assert gate.event.wait(SAFETY_SECONDS)
+            return gate.write(planned)
+
+        planned_save.PlannedSave.write = held
+
+    def open(self):
+        self.event.set()
+
+
+def change_everything(model):
+    """What an update does to weights and moments."""
+    for value in [*model.model[0].parameters(), *model.optimizer.param_groups[0]["params"]]:
+        value.data.fill_(7.0)
+    for chained in model.optimizer.chained_optimizers:
+        for states in chained.optimizer.state.values():
+            for value in states.values():
+                if isinstance(value, torch.Tensor):
+                    value.fill_(7.0)
+
+
+def saved_both_ways(rank: int, config, run: Path, offload: bool):
+    mesh, model = trainable_model(config)
+    files = {"more.pt": b"more"} if rank == 0 else {}
+    CheckpointWriter(run / "sync", mesh).save(1, {"actor": model.state({})}, ENTRIES, files)
+    gate, writer = Gate(), CheckpointWriter(run / "async", mesh, SavePolicy(asynchronous=True))
+    writer.save(1, {"actor": model.state({})}, ENTRIES, files)
+    change_everything(model)  # while the copy waits to be written
+    writer.poll()
+    assert not (run / "async" / "checkpoints" / "latest").exists()
+    gate.open()
+    writer.wait()
+    writer.wait()  # nothing is pending
+
+
+@pytest.mark.parametrize("flags", ["", "--use-distributed-optimizer", TP2, "--bf16"])
+def test_an_asynchronous_save_has_the_bytes_of_a_synchronous_one(flags, tmp_path):
+    run_world(saved_both_ways, 2, parsed(tmp_path, 2, flags), tmp_path, False)
+    first, second = (folders.find(str(tmp_path / name), "--load") for name in ("sync", "async"))
+    assert contents(first) == contents(second) and len(contents(first)) == 6
+
+
+def one_rank_is_late(rank: int, config, run: Path) -> list[bool]:
+    """Whether the checkpoint exists: when rank 0 has written, and when both have and the loop has come by."""
+    mesh, model = trainable_model(config)
+    gate, writer = Gate(), CheckpointWriter(run, mesh, SavePolicy(asynchronous=True))
+    if rank == 0:
+        gate.open()
+    writer.save(1, {"actor": model.state({})}, ENTRIES)
+    if rank == 0:
+        writer._pending.write()
+    writer.poll()
+    seen = [(run / "checkpoints" / "latest").exists()]
+    gate.open()
+    writer._pending.write()
+    writer.poll()
+    torch.distributed.barrier()
+    return [*seen, (run / "checkpoints" / "latest").exists()]
+
+
+def test_it_is_committed_when_all_ranks_have_written(tmp_path):
+    assert run_world(one_rank_is_late, 2, parsed(tmp_path, 2, TP2), tmp_path) == [[False, True]] * 2
+
+
+def test_a_run_that_saves_beside_its_training_has_the_same_checkpoints(tmp_path):
+    for name, flag in (("sync", ""), ("async", "--async-save")):
+        train("sft", sft_argv(tmp_path / name, f"--train-iters 3 --save-interval 1 {flag}"))
+    for step in (1, 2, 3):  # the last one is waited for
+        first, second = (contents(folders.step_folder(tmp_path / name, step)) for name in ("sync", "async"))
+        assert first == second
+
+
+# -- saves that fail ---------------------------------------------------------------------------------------------
+
+
+def failing_save(rank: int, config, run: Path, policy: SavePolicy, fails: str) -> list:
+    """[message or None of a save of step 2 that fails, latest step], then the same after a third one that does not."""
+    mesh, model = trainable_model(config)
+    writer, limits = CheckpointWriter(run, mesh, policy), resource.getrlimit(resource.RLIMIT_FSIZE)
+    frozen = {"reference": dict}
+
+    def save(step: int) -> list:
+        try:
+            writer.save(step, {"actor": model.state({})}, ENTRIES, {}, frozen)
+            writer.wait()
+            message = None
+        except SaveError as error:
+            message = str(error)
+        torch.distributed.barrier()
+        return [message, folders.find(str(run), "--load").name]
+
+    save(1)
+    make_room = folders.make_room
+    if fails == "size" and rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    if fails == "read-only":
+        folders.make_room = read_only
+    found = save(2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    folders.make_room = make_room
+    assert rank or not list((run / "checkpoints").glob(".*"))  # its space is free again
+    found += save(3)
+    return [*found, list(integrity.find_damage([folders.find(str(run), "--load")]))]
+
+
+def read_only(*_):
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS), "checkpoints")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("fails, reason", [
+    ("size", "rank 1: OSError: [Errno 27] File too large"),
+    ("read-only", "OSError: [Errno 30] Read-only file system: 'checkpoints'"),
+])  # fmt: skip
+def test_a_save_that_fails_leaves_the_one_before_and_all_ranks_agree(fails, reason, asynchronous, tmp_path, capfd):
+    config = parsed(tmp_path, 2, TP2)
+    stops = run_world(failing_save, 2, config, tmp_path / "stop", SavePolicy(asynchronous, True), fails)
+    for message, latest, *third in stops:
+        assert message.startswith(f"the checkpoint of step 2 could not be written: {reason}") and "\n" not in message
+        assert latest == "step_00000001" and third == [None, "step_00000003", []]
+    assert stops[0] == stops[1]
+    capfd.readouterr()
+    goes_on = run_world(failing_save, 2, config, tmp_path / "continue", SavePolicy(asynchronous, False), fails)
+    assert goes_on == [[None, "step_00000001", None, "step_00000003", []]] * 2
+    line = f"megarl: warning: the checkpoint of step 2 could not be written: {reason}"
+    assert capfd.readouterr().err.count(line) == 1
+
+
+def without_space(rank: int, config) -> str | None:
+    """A run in which no checkpoint can be written; the message that ends it."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    try:
+        in_world(rank, "sft", config)
+    except SaveError as error:
+        return str(error)
+
+
+def test_a_run_without_space_stops_or_goes_on(tmp_path):
+    flags = "--train-iters 3 --save-interval 1 --on-save-failure"
+    (message,) = run_world(without_space, 1, program("sft", sft_argv(tmp_path / "a", f"{flags} stop"), 1))
+    assert message.startswith("the checkpoint of step 1 could not be written: rank 0: OSError: [Errno 27]")
+    assert run_world(without_space, 1, program("sft", sft_argv(tmp_path / "b", f"{flags} continue"), 1)) == [None]
+    assert sorted(metrics(tmp_path / "b")) == [1, 2, 3]
+    with pytest.raises(UsageError):
+        folders.find(str(tmp_path / "b"), "--load")
+
+
+# -- retention ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("last, every, best, kept", [
+    (0, 0, None, [1, 2, 3, 4, 5, 6]),
+    (2, 0, None, [5, 6]),
+    (2, 3, None, [3, 5, 6]),
+    (1, 0, 2, [2, 6]),
+    (1, 4, 2, [2, 4, 6]),
+    (9, 0, None, [1, 2, 3, 4, 5, 6]),
+])  # fmt: skip
+def test_which_checkpoints_are_kept(last, every, best, kept, tmp_path):
+    for step in range(1, 7):
+        saved(tmp_path, step, best if best and best <= step else None)
+        folders.prune(tmp_path, last, every, [])
+    found = sorted(folders.step_of(path) for path in (tmp_path / "checkpoints").glob("step_*"))
+    assert found == kept and folders.find(str(tmp_path), "--load").name == "step_00000006"
+
+
+def test_weights_that_the_run_started_from_and_unreadable_checkpoints_are_kept(tmp_path):
+    used, unreadable = saved(tmp_path, 1), saved(tmp_path, 2)
+    (unreadable / "manifest.json").write_text("{}")
+    for step in (3, 4):
+        saved(tmp_path, step)
+    folders.prune(tmp_path, 1, 0, [used])
+    assert sorted(folders.step_of(path) for path in (tmp_path / "checkpoints").glob("step_*")) == [1, 2, 4]
+
+
+def test_a_run_keeps_its_newest_checkpoints(tmp_path):
+    train("sft", sft_argv(tmp_path, "--train-iters 4 --save-interval 1 --keep-last 1 --keep-every 2"))
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["latest", "step_00000002", "step_00000004"]
