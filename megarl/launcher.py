@@ -129,8 +129,8 @@ def run_ranks(function: Callable[[], int], ranks: int, max_restarts: int = 0) ->
 
     Args:
         function: runs on each rank, with the environment of torch's `env://`; returns the exit status.
-        max_restarts: how often all ranks are started again after one failed, unless because of wrong flags, a limit of the run, or a
-                signal.
+        max_restarts: how often all ranks are started again after one failed; not after wrong flags, a signal, or a
+            limit of the run that was reached.
     """
     for attempt in range(max_restarts + 1):
         os.environ[ATTEMPT] = str(attempt)

@@ -54,7 +54,7 @@ def test_the_launcher_warns_once(node, times, tmp_path, monkeypatch, capfd):
     """Its check does, on the first node; the ranks, which read the flags again, do not."""
     monkeypatch.setenv(WARNED, "1")  # of a launcher around this one
     monkeypatch.setattr(launcher, "can_fork", lambda: True)
-    monkeypatch.setattr(launcher, "run_ranks", lambda function, ranks: function())
+    monkeypatch.setattr(launcher, "run_ranks", lambda function, *_: function())
     monkeypatch.setattr(gc, "freeze", lambda: None)
     argv = ["--nproc-per-node", "2", "--node-rank", node, "train_rl", *rl_argv(tmp_path, f"{IDLE} --check")]
     assert launcher.main(argv) == 0
