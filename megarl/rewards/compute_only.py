@@ -30,10 +30,11 @@ _ALLOWED = {
 }  # fmt: skip
 
 
-def confine(keep: int, seconds: float, memory: int):
+def confine(keep: int, seconds: float | None, memory: int):
     """Confine this process: of its files only the descriptor `keep` stays; `memory` more bytes of address space.
 
-    It dies with its parent. `seconds` bound its CPU time (rounded up). OSError if this machine has no such filter.
+    It dies with its parent. `seconds` bound its CPU time (rounded up); None: no bound. OSError if this machine has no
+    such filter.
     """
     machine = os.uname().machine
     if machine not in _ALLOWED:
@@ -46,7 +47,8 @@ def confine(keep: int, seconds: float, memory: int):
     jail._call("prctl", _SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
     with open("/proc/self/statm", "rb") as file:
         used = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    limits = {"CPU": math.ceil(seconds), "AS": used + memory, "FSIZE": 0, "CORE": 0, "NOFILE": 64}
+    limits = {"AS": used + memory, "FSIZE": 0, "CORE": 0, "NOFILE": 64}
+    limits |= {} if seconds is None else {"CPU": math.ceil(seconds)}
     for name, value in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(kind)[1]

@@ -68,6 +68,16 @@ def prepare(metadata: dict[str, Any] | None):
     """Nothing to build: answers are parsed with the response."""
 
 
+def prepared() -> int:
+    """Children inherit the same at any time."""
+    return 0
+
+
+def may_share(metadata: dict[str, Any] | None) -> bool:
+    """False: every response is parsed."""
+    return False
+
+
 def warm_up():
     """Import the package and what it imports with the first expression."""
     score_inside(Sample("", "\\boxed{\\frac{1}{2}}", "0.5"))

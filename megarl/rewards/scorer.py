@@ -1,14 +1,17 @@
 """The process of `isolated.py`: `python -m megarl.rewards.scorer NAME`, which scores with the verifier NAME.
 
-Requests and replies are lines of JSON on standard input and output. For each sample it forks a child, which confines
-itself (`compute_only`), scores one response, and writes the result to a pipe. So what a response does to the child
-ends with it, and no later sample sees it. This process itself handles nothing but the prompts' own data.
+Requests and replies are lines of JSON on standard input and output. This process itself handles nothing but the
+prompts' own data; responses are scored by forked children that confine themselves (`compute_only`). Where a verifier
+parses or evaluates a response, each has a child of its own: what a response does to the child ends with it, and no
+later sample sees it. Where a verifier only compares text, one child serves many responses: a fork takes longer.
 """
 
+import functools
 import json
 import os
 import select
 import signal
+import socket
 import sys
 import time
 from dataclasses import asdict, replace
@@ -30,17 +33,22 @@ def main():
     if problem is None:
         module.warm_up()
     print(json.dumps({"problem": problem}), file=replies, flush=True)
+    shared = _SharedChild(module)
     for line in sys.stdin.buffer:
         request = json.loads(line)
         try:
-            answer = _answer(module, request)
+            answer = _answer(module, request, shared)
         except Exception as error:
             answer = {"problem": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=replies, flush=True)
 
 
 def _module(name: str):
-    """`score_inside(sample)` scores in the child; `prepare(sample)` runs before the fork, without the response."""
+    """`score_inside(sample)` scores in the child; `prepare(metadata)` runs before the fork, without the response.
+
+    `may_share(metadata)`: whether the verifier only compares the response's text; `prepared()` changes with what the
+    children inherit.
+    """
     if name == "math-verify":
         from megarl.rewards import mathematics as module
     else:
@@ -48,17 +56,18 @@ def _module(name: str):
     return module
 
 
-def _answer(module, request: dict) -> dict:
+def _answer(module, request: dict, shared: "_SharedChild") -> dict:
     if request["sample"] is None:
         module.prepare(request["metadata"])
         return {"problem": None}
     sample, seconds = Sample(**request["sample"]), request["seconds"]
     module.prepare(sample.metadata)
-    result = _in_child(module, sample, seconds)
+    run = shared.run if module.may_share(sample.metadata) else functools.partial(_in_child, module)
+    result = run(sample, seconds)
     if "score" in result:
         return result
     # Is it the response's fault? Not if the reference answer fares no better.
-    reference = _in_child(module, replace(sample, response=sample.answer or "", finished=True), seconds)
+    reference = run(replace(sample, response=sample.answer or "", finished=True), seconds)
     if "score" not in reference:
         return reference
     wrong = replace(module.WRONG, extracted=None, timed_out="late" in result)
@@ -86,24 +95,84 @@ def _in_child(module, sample: Sample, seconds: float) -> dict:
         return {"problem": f"the process that scored it ended with status {os.waitstatus_to_exitcode(status)}"}
 
 
-def _score(module, sample: Sample, seconds: float, report: int):
-    """The child; never returns."""
+class _SharedChild:
+    """A child that scores responses of which the verifier only compares the text."""
+
+    def __init__(self, module):
+        self._module, self._pid, self._socket, self._prepared = module, None, None, None
+
+    def run(self, sample: Sample, seconds: float) -> dict:
+        """As `_in_child`. The child is replaced after a failure, and when there is more to inherit."""
+        if self._pid is None or self._prepared != self._module.prepared():
+            self._end()
+            self._start()
+        try:
+            self._socket.sendall(json.dumps(asdict(sample)).encode() + b"\n")
+            content = _read(self._socket.fileno(), seconds, b"\n")
+            if content is None:
+                result = {"problem": f"no result within {seconds:g} s", "late": True}
+            else:
+                result = _checked(json.loads(content))
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            result = {"problem": "the process that scored it ended"}
+        if "score" not in result:
+            self._end()
+        return result
+
+    def _start(self):
+        self._prepared = self._module.prepared()
+        self._socket, other = socket.socketpair()
+        self._pid = os.fork()
+        if self._pid == 0:
+            _serve(self._module, other.fileno())
+        other.close()
+
+    def _end(self):
+        if self._pid is not None:
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+            self._socket.close()
+            self._pid = None
+
+
+def _serve(module, connection: int):
+    """The shared child; never returns."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        compute_only.confine(report, seconds, _MEMORY)
-        try:
-            result = {"score": asdict(module.score_inside(sample))}
-        except Exception as error:
-            result = {"problem": f"{type(error).__name__}: {error}"[:1000]}
-        content = json.dumps(result).encode()
-        while content:
-            content = content[os.write(report, content) :]
+        compute_only.confine(connection, None, _MEMORY)
+        requests = os.fdopen(connection, "rb", closefd=False)
+        for line in requests:
+            _report(module, Sample(**json.loads(line)), connection)
     finally:
         os._exit(0)
 
 
-def _read(stream: int, seconds: float) -> bytes | None:
-    """What the child writes until it closes the pipe; None at the limit. The parent's exit ends this process."""
+def _score(module, sample: Sample, seconds: float, report: int):
+    """The child of one response; never returns."""
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        compute_only.confine(report, seconds, _MEMORY)
+        _report(module, sample, report)
+    finally:
+        os._exit(0)
+
+
+def _report(module, sample: Sample, report: int):
+    """Scores a sample and writes the result, a line."""
+    try:
+        result = {"score": asdict(module.score_inside(sample))}
+    except Exception as error:
+        result = {"problem": f"{type(error).__name__}: {error}"[:1000]}
+    content = json.dumps(result).encode() + b"\n"
+    while content:
+        content = content[os.write(report, content) :]
+
+
+def _read(stream: int, seconds: float, end: bytes | None = None) -> bytes | None:
+    """What the child writes until `end`, or until it closes the pipe; None at the limit.
+
+    The parent's exit ends this process.
+    """
     content, deadline, events = bytearray(), time.monotonic() + seconds, select.poll()
     events.register(stream, select.POLLIN)
     events.register(0, 0)  # only its hang-up
@@ -117,6 +186,8 @@ def _read(stream: int, seconds: float) -> bytes | None:
         if not chunk:
             break
         content += chunk
+        if end is not None and content.endswith(end):
+            break
     return bytes(content)
 
 

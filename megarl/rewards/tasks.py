@@ -9,7 +9,7 @@ from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
 from megarl.rewards.base import Sample, Score, ScoringError
 from megarl.rewards.isolated import Isolated
-from megarl.rewards.task_text import harmless, make_safe
+from megarl.rewards.task_text import EXPRESSIONS, LITERALS, harmless, make_safe
 from megarl.rewards.text import answer_text, check_metadata
 
 # Every task scores a right answer exactly 1.0. Partly right ones get less: 0.01 for a wrong but well-formed answer, or
@@ -24,7 +24,8 @@ def reasoning_gym(seconds: float) -> Callable[[Sample], Score]:
     The task is `metadata["source_dataset"]`. Scores the text in the last `<answer>...</answer>`, or the whole response
     without one. Some scorers raise on text that they cannot parse: that counts as a wrong answer if the same scorer
     accepts the reference answer. A response cut by the length limit scores 0. Every response is scored on a copy of
-    the metadata in a process of its own (`isolated`), which takes at most `seconds`.
+    the metadata in a confined process (`isolated`), which takes at most `seconds`; it has the process for itself if
+    the scorer evaluates text.
     """
     isolated = Isolated("reasoning-gym", seconds)
 
@@ -55,6 +56,16 @@ def score_inside(sample: Sample) -> Score:
 def prepare(metadata: dict[str, Any] | None):
     """Build the scorer for samples with this metadata."""
     task_scorer(_source_dataset(metadata))
+
+
+def prepared() -> int:
+    """Number of scorers that have been built."""
+    return task_scorer.cache_info().currsize
+
+
+def may_share(metadata: dict[str, Any] | None) -> bool:
+    """Whether the task's scorer only compares the response's text."""
+    return _source_dataset(metadata) not in LITERALS | EXPRESSIONS
 
 
 def warm_up():

@@ -40,10 +40,20 @@ class Hostile:
     def prepare(metadata):
         pass
 
+    @staticmethod
+    def prepared():
+        return 0
 
-def answer(response, reference="pass", seconds=20.0):
-    sample = {"prompt": "", "response": response, "answer": reference, "metadata": {}, "finished": True}
-    return scorer._answer(Hostile, {"sample": sample, "seconds": seconds})
+    @staticmethod
+    def may_share(metadata):
+        return bool(metadata)
+
+
+def answer(response, reference="pass", seconds=20.0, shared=None):
+    """The answer to a request; `shared`: the child that scores it, instead of one of its own."""
+    metadata = {} if shared is None else {"shared": True}
+    sample = {"prompt": "", "response": response, "answer": reference, "metadata": metadata, "finished": True}
+    return scorer._answer(Hostile, {"sample": sample, "seconds": seconds}, shared or scorer._SharedChild(Hostile))
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +81,21 @@ def test_what_a_response_does_is_a_wrong_answer(response):
     assert answer(response) == {"score": {"reward": 0.0, "correct": False, "parts": {"part": 0.0}, "extracted": None,
                                           "timed_out": False}}  # fmt: skip
     assert not os.path.exists("/tmp/megarl-none")
+
+
+def test_a_child_that_many_responses_share_is_replaced_when_it_fails(tmp_path):
+    shared, right = scorer._SharedChild(Hostile), {"reward": 0.5, "correct": False, "parts": {}, "extracted": None}
+    seen = []
+    for response in ("pass", "pass", "raise ValueError", "pass", "import os; os._exit(0)", "pass", "while True: pass"):
+        found = answer(response, seconds=20.0 if response != "while True: pass" else 0.5, shared=shared)["score"]
+        seen.append((shared._pid, found["reward"], found["timed_out"]))
+        if response == "pass":
+            assert found == {**right, "timed_out": False}
+    pids, rewards, late = zip(*seen, strict=True)
+    assert rewards == (0.5, 0.5, 0.0, 0.5, 0.0, 0.5, 0.0) and late == (*[False] * 6, True)
+    assert pids[0] == pids[1] != pids[3] != pids[5]
+    assert answer("open('/tmp/megarl-none', 'w')", shared=shared)["score"]["reward"] == 0.0
+    shared._end()
 
 
 def test_what_a_child_says_is_checked():
