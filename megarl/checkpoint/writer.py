@@ -67,7 +67,11 @@ class _Pending:
 
     def _write(self):
         try:
-            self._written = (*self.planned.write(), None)
+            results, sealed = self.planned.write()
+            for name, data in self.files.items():
+                write_atomically(self.folder / name, data)
+                sealed[name] = manifests.seal(self.folder / name)
+            self._written = (results, sealed, None)
         except BaseException as error:
             self._written = ([], {}, _line(error))
             if not isinstance(error, Exception):
@@ -93,7 +97,7 @@ class CheckpointWriter:
             roles: role -> its state on this rank (`TrainableModel.state`), for the roles of this rank.
             manifest: entries of the manifest. `best` (`BestCheckpoint.state_dict`) defines the step that
                 `DIR/checkpoints/best` names; `kept_for` "best" lets the next best checkpoint remove this one.
-            files: further files of the folder by name, written by rank 0.
+            files: further files of this rank by name, which no other rank has.
             frozen: roles whose weights never change -> their state on this rank. These are written only once.
 
         Raises:
@@ -185,8 +189,6 @@ class CheckpointWriter:
             if error:
                 raise SaveError(f"rank {rank}: {error}")
         pending.planned.finish([results for results, _, _ in gathered])
-        for name, data in pending.files.items():
-            write_atomically(pending.folder / name, data)
         sealed = {name: entry for _, of_rank, _ in gathered for name, entry in of_rank.items()}
         for path in pending.folder.iterdir():
             if path.name not in sealed:

@@ -26,6 +26,7 @@ from megarl.observe.timers import Timers
 from megarl.roles.reward import Reward
 from megarl.rollout.group_buffer import GroupBuffer
 from megarl.rollout.partial_rollouts import VERSIONS, PartialRolloutBuffer
+from megarl.rollout.replica_files import GROUP_BUFFER_FILE, PARTIAL_ROLLOUTS_FILE
 from megarl.rollout.requests import PromptRequest
 from megarl.rollout.rollout import Rollout
 
@@ -64,6 +65,13 @@ class RolloutBatcher:
         self._filter_column = GROUP_FILTERS.get(settings.group_filter)
         fields = (*settings.sampled_fields, *([VERSIONS] if settings.partial_rollouts else []))
         self.group_buffer = GroupBuffer(mesh, settings.samples_per_prompt, fields, rollout.recorded_layers)
+
+    def files(self) -> dict[str, bytes | None]:
+        """The groups that wait, for a checkpoint: files of this replica by name, on its leader. Collective."""
+        found = {GROUP_BUFFER_FILE: self.group_buffer.to_bytes()}
+        if self.settings.partial_rollouts:
+            found[PARTIAL_ROLLOUTS_FILE] = self.partial_rollouts.to_bytes()
+        return found
 
     def generate(self, step: int) -> StepBatch | None:
         """The batch of a step. Collective.

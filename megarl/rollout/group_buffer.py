@@ -1,11 +1,12 @@
 """Complete groups that wait until the step's batch is full, and their checkpoint.
 
 A group is a prompt with its `--samples-per-prompt` responses. Each sequence stays on the replica of the rollout that
-generated it, and its routes on the ranks that hold the MoE layer. A checkpoint holds everything in one place, so a run
-with another layout can resume.
+generated it, and its routes on the ranks that hold the MoE layer. A replica saves its groups with the routes of all
+layers, so a run with another layout can resume.
 """
 
 import io
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -55,45 +56,51 @@ class GroupBuffer:
         self.batch = kept if self.batch is None else concatenate([self.batch, kept])
 
     def to_bytes(self) -> bytes | None:
-        """The state for `from_bytes`, on rank 0; None on other ranks or without groups. Collective."""
-        if not len(self):
+        """This replica's state for `from_bytes`, on its leader; None on other ranks or without groups. Collective."""
+        role_groups = self.mesh[ROLLOUT]
+        if not len(self) or not role_groups.is_member:
             return None
-        shards = self.mesh.gather(self._shard())
-        if shards is None:
+        shards = [self._shard()]
+        if len(role_groups.replica) > 1:
+            shards = shards * len(role_groups.replica) if role_groups.is_leader else None
+            dist.gather_object(self._shard(), shards, role_groups.replica[0], role_groups.replica_group)
+        if not role_groups.is_leader or (role_groups.dp_rank and not len(self.batch)):
             return None
-        replicas = [
-            [shard for shard in shards if shard and shard[0] == dp_rank]
-            for dp_rank in range(len(self.mesh[ROLLOUT].replicas))
-        ]
-        layers = None if self.layers is None else sorted(layer for shard in replicas[0] for layer in shard[2])
-        batch, file = concatenate([_join_shards(shards, layers) for shards in replicas]), io.BytesIO()
+        shards = list(filter(None, shards))
+        layers = None if self.layers is None else sorted(layer for _, held in shards for layer in held)
+        batch, file = _join_shards(shards, layers), io.BytesIO()
         fields = {name: getattr(batch, name) for name in batch.present()}
         torch.save({"samples": self.samples, "layers": layers, **fields}, file)
         return file.getvalue()
 
-    def _shard(self) -> tuple[int, Batch, tuple[int, ...]] | None:
-        """(dp rank, batch, layers of its routes) that this rank saves; None if another rank saves the same.
+    def _shard(self) -> tuple[Batch, tuple[int, ...]] | None:
+        """(batch, layers of its routes) that this rank saves; None if another rank saves the same.
 
         One rank of each pipeline stage saves the routes of its layers, the leader also all other fields.
         """
         role_groups = self.mesh[ROLLOUT]
-        if not role_groups.is_member:
-            return None
         if dist.get_rank(role_groups.pg_collection.tp) or dist.get_rank(role_groups.pg_collection.cp):
             return None
         batch = self.batch.to("cpu")
-        return role_groups.dp_rank, batch if role_groups.is_leader else Batch(routes=batch.routes), self.layers or ()
+        return batch if role_groups.is_leader else Batch(routes=batch.routes), self.layers or ()
 
-    def from_bytes(self, data: bytes, where: str):
+    def from_bytes(self, files: Iterable[tuple[bytes, str]]):
         """Loads the groups of a checkpoint, assigned round-robin to the rollout's present replicas.
 
         Args:
-            where: start of the message if the data are damaged or unsafe.
+            files: state of each replica that saved it, and start of the message if it is damaged or unsafe.
 
         Raises:
             UsageError: damaged data, or the groups were sampled with other flags.
             RuntimeError: the routes of a layer are missing.
         """
+        shares = [self._read(*file) for file in files]
+        self.groups = sum(count for count, _ in shares) // self.samples
+        if self.mesh[ROLLOUT].is_member:
+            self.batch = concatenate([batch for _, batch in shares]).to(device.device())
+
+    def _read(self, data: bytes, where: str) -> tuple[int, Batch | None]:
+        """(sequences in a file, this replica's share of them)."""
         fields = load_plain(data, where)
         samples, layers = fields.pop("samples"), fields.pop("layers", None)
         wanted = {*GENERATED_FIELDS, *self.extra_fields, *(["routes"] if self.layers is not None else [])}
@@ -104,23 +111,22 @@ class GroupBuffer:
                 "be those that they were sampled with"
             )
         role_groups, batch = self.mesh[ROLLOUT], Batch(**fields)
-        self.groups = len(batch) // samples
         if not role_groups.is_member:
-            return
+            return len(batch), None
         if self.layers is not None:
             missing = sorted({*self.layers} - {*layers})
             if missing:
                 raise RuntimeError(f"rollout: saved groups have routes of MoE layers {layers} and lack {missing}")
             batch.routes = batch.routes[:, [layers.index(layer) for layer in self.layers]]
         dp_assignment = round_robin(batch.sequence_ids, len(role_groups.replicas), samples)
-        self.batch = batch.select((dp_assignment == role_groups.dp_rank).nonzero().flatten()).to(device.device())
+        return len(batch), batch.select((dp_assignment == role_groups.dp_rank).nonzero().flatten())
 
 
 def _join_shards(shards: list[tuple], layers: list[int] | None) -> Batch:
     """The batch of a replica, with the routes of all layers in the order of `layers`."""
-    batch = next(batch for _, batch, _ in shards if batch.lengths is not None)
+    batch = next(batch for batch, _ in shards if batch.lengths is not None)
     if layers is not None:
-        held = [layer for shard in shards for layer in shard[2]]
-        routes = torch.cat([shard[1].routes for shard in shards], dim=1)
+        held = [layer for _, of_shard in shards for layer in of_shard]
+        routes = torch.cat([batch.routes for batch, _ in shards], dim=1)
         batch.routes = routes[:, [held.index(layer) for layer in layers]]
     return batch

@@ -6,6 +6,7 @@ The replica that generated a group's first tokens holds them and continues the g
 """
 
 import io
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.arguments import Settings
-from megarl.batch import GENERATED_FIELDS, Batch, concatenate, expand_ranges, round_robin
+from megarl.batch import GENERATED_FIELDS, Batch, concatenate, empty_batch, expand_ranges, round_robin
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT
 from megarl.errors import UsageError
@@ -163,57 +164,63 @@ class PartialRolloutBuffer:
         return {"rollout/carried_groups": len(self), "rollout/dropped_groups": dropped}
 
     def to_bytes(self) -> bytes | None:
-        """The state for `from_bytes`, on rank 0; None on other ranks. Collective."""
-        shares = self.mesh.gather(self._responses if self.mesh[ROLLOUT].is_leader else None)
-        if shares is None:
+        """This replica's state for `from_bytes`, on its leader; None on other ranks or without responses, but for the
+        first replica."""
+        role_groups, responses = self.mesh[ROLLOUT], self._responses
+        if not role_groups.is_leader or (role_groups.dp_rank and responses is None):
             return None
-        responses = concatenate([share for share in shares if share is not None]) if len(self) else None
         fields = {name: getattr(responses, name) for name in responses.present()} if responses else {}
         groups, file = [(group.line, group.draw_index, group.step) for group in self._groups], io.BytesIO()
         torch.save({"version": self.version, "samples": self.samples, "groups": groups, **fields}, file)
         return file.getvalue()
 
-    def _assign(self, groups: list[tuple[int, int, int]], batch: Batch):
-        """Takes the groups (line, draw index, step) of a checkpoint and this replica's share of their responses."""
-        role_groups = self.mesh[ROLLOUT]
-        dp_ranks = round_robin(batch.sequence_ids, len(role_groups.replicas), self.samples)
-        requests = [PromptRequest(line, (), draw_index, step) for line, draw_index, step in groups]
-        known = torch.cat([_known(batch), dp_ranks.unsqueeze(1)], 1).view(len(groups), self.samples, 4)
-        self._groups = _carried_groups(requests, known, 0)
-        if role_groups.is_member:
-            own = (dp_ranks == role_groups.dp_rank).nonzero().flatten()
-            self._responses = batch.select(own) if len(own) else None
-
-    def from_bytes(self, data: bytes, where: str):
+    def from_bytes(self, files: Iterable[tuple[bytes, str]]):
         """Loads the groups of a checkpoint, assigned round-robin to the rollout's present replicas.
 
         Args:
-            where: start of the message if the data are damaged or unsafe.
+            files: state of each replica that saved it, and start of the message if it is damaged or unsafe.
 
         Raises:
             UsageError: damaged data, the run has no partial rollouts, another group size, or too small length limits.
         """
-        s, fields = self.settings, load_plain(data, where)
-        version, samples, groups = (fields.pop(name) for name in ("version", "samples", "groups"))
-        if not s.partial_rollouts and not groups:
+        s, role_groups, own = self.settings, self.mesh[ROLLOUT], []
+        prompt = response = 0
+        for data, where in files:
+            fields = load_plain(data, where)
+            version, samples, groups = (fields.pop(name) for name in ("version", "samples", "groups"))
+            self._check_saved(samples, len(groups))
+            if not own:
+                known = torch.zeros(len(groups) * samples, 4, dtype=torch.int64)
+            batch = Batch(**fields) if fields else _no_responses()
+            dp_ranks = round_robin(batch.sequence_ids, len(role_groups.replicas), samples)
+            known[batch.sequence_ids] = torch.cat([_known(batch), dp_ranks.unsqueeze(1)], 1)
+            own.append(batch.select((dp_ranks == role_groups.dp_rank).nonzero().flatten()))
+            prompt = max([prompt, *batch.prompt_lengths.tolist()])
+            response = max([response, *(batch.lengths - batch.prompt_lengths).tolist()])
+        if not s.partial_rollouts:
             return
-        if not s.partial_rollouts or (groups and samples != self.samples):
-            raise UsageError(
-                f"--load: the checkpoint holds {len(groups)} unfinished groups of {samples} responses; add "
-                f"--partial-rollouts --samples-per-prompt {samples}"
-            )
-        self.version, self._groups, self._responses = version, [], None
-        if not groups:
-            return
-        batch = Batch(**fields)
-        self._assign(groups, batch)
-        prompt = int(batch.prompt_lengths.max())
-        response = int((batch.lengths - batch.prompt_lengths).max())
         if prompt > s.max_prompt_length or response > s.max_response_length:
             raise UsageError(
                 f"--load: the checkpoint holds unfinished groups with prompts of up to {prompt} and responses of up to "
                 f"{response} tokens; raise --max-prompt-length and --max-response-length to at least these"
             )
+        requests = [PromptRequest(line, (), draw_index, step) for line, draw_index, step in groups]
+        self._groups = _carried_groups(requests, known.view(len(groups), samples, 4), 0)
+        self.version, batch = version, concatenate(own)
+        self._responses = batch if len(batch) else None
+
+    def _check_saved(self, samples: int, groups: int):
+        """UsageError unless this run can continue that many saved groups."""
+        s = self.settings
+        if groups and (not s.partial_rollouts or samples != self.samples):
+            raise UsageError(
+                f"--load: the checkpoint holds {groups} unfinished groups of {samples} responses; add "
+                f"--partial-rollouts --samples-per-prompt {samples}"
+            )
+
+
+def _no_responses() -> Batch:
+    return empty_batch([*GENERATED_FIELDS, VERSIONS], "cpu")
 
 
 def _carried_groups(requests: list[PromptRequest], known: Tensor, step: int) -> list[CarriedGroup]:

@@ -16,6 +16,7 @@ from megarl.roles.advantage_computer import AdvantageComputer
 from megarl.roles.critic import Critic
 from megarl.roles.reference import Reference, shares_base
 from megarl.rollout.batcher import RolloutBatcher
+from megarl.rollout.replica_files import GROUP_BUFFER_FILE, PARTIAL_ROLLOUTS_FILE, of_replica, read_replicas
 from megarl.rollout.rollout import Rollout
 from megarl.router_replay.replay import RoutingReplay
 from megarl.router_replay.router_state import RouterState
@@ -26,8 +27,6 @@ from megarl.trainers.trainer import Trainer
 
 CHECKPOINTED_ROLES = ("actor", "critic", "reference")  # not reward models, which only score
 SAMPLES_PER_FILE = 64  # responses of a step in its samples file
-GROUP_BUFFER_FILE = "waiting.pt"  # in a checkpoint's folder: groups of an incomplete batch
-PARTIAL_ROLLOUTS_FILE = "parts.pt"  # groups with unfinished responses
 
 
 class RLInputs:
@@ -236,10 +235,11 @@ class RLTrainer(Trainer):
         kept_for = "interval" if is_due else "best"
         manifest |= {"best": self.best.state_dict(), "kept_for": kept_for, "reward": self._reward_moments()}
         with self.timers.phase("actor", "save"):
-            buffered = self.batcher.group_buffer.to_bytes()
-            files = {} if buffered is None else {GROUP_BUFFER_FILE: buffered}
-            if self.settings.partial_rollouts:
-                files[PARTIAL_ROLLOUTS_FILE] = self.batcher.partial_rollouts.to_bytes()
+            files = {
+                of_replica(name, self.mesh["rollout"].dp_rank): data
+                for name, data in self.batcher.files().items()
+                if data is not None
+            }
             self.checkpoints.save(step, self._states(loading=False), manifest, files, self._frozen_states())
             if self.rollout.bank:
                 self.rollout.bank.discard(self.folder)
@@ -287,10 +287,9 @@ class RLTrainer(Trainer):
         if manifest.get("reward"):
             self.reward.moments.load_state_dict(manifest["reward"])
         if (folder / GROUP_BUFFER_FILE).exists():
-            self._resume_group_buffer(folder / GROUP_BUFFER_FILE)
+            self._resume_group_buffer(folder)
         if (folder / PARTIAL_ROLLOUTS_FILE).exists():
-            file = folder / PARTIAL_ROLLOUTS_FILE
-            self.batcher.partial_rollouts.from_bytes(file.read_bytes(), f"--load {file}")
+            self.batcher.partial_rollouts.from_bytes(read_replicas(folder, PARTIAL_ROLLOUTS_FILE))
         if "prompts" in resume.changed_data(manifest, self.inputs.data):
             self._check_no_groups()
         if "critic" in loaded:
@@ -301,10 +300,10 @@ class RLTrainer(Trainer):
             extra = self.actor.trainable_model.restore(loaded["actor"])
             self.advantages.controller.load_state_dict(extra["kl_controller"])
 
-    def _resume_group_buffer(self, file: Path):
+    def _resume_group_buffer(self, folder: Path):
         """Restores the groups of an incomplete batch, or of a batch that was generated ahead."""
         s, buffer = self.settings, self.batcher.group_buffer
-        buffer.from_bytes(file.read_bytes(), f"--load {file}")
+        buffer.from_bytes(read_replicas(folder, GROUP_BUFFER_FILE))
         if len(buffer) >= s.prompts_per_step if not s.one_step_off else len(buffer) != s.prompts_per_step:
             raise UsageError(
                 f"--load: a batch of {len(buffer)} groups was generated ahead; allowed are --one-step-off and "

@@ -1,4 +1,4 @@
-"""Carried groups: each replica holds its own, every rank knows of all, and their file is the same in any layout."""
+"""Carried groups: each replica holds and saves its own, every rank knows of all, and any layout can load them."""
 
 import torch
 
@@ -24,7 +24,7 @@ def responses(groups: list[int]) -> Batch:
 
 
 def carried(rank: int, flags: str) -> tuple:
-    """(the file, lines that this rank holds, requests of the next round, its batch restored) after one round."""
+    """(its file, lines that this rank holds, requests of the next round, its batch restored) after one round."""
     from megarl.comm import role_mesh
     from megarl.rollout.partial_rollouts import PartialRolloutBuffer
     from megarl.rollout.requests import PromptRequest
@@ -43,29 +43,33 @@ def carried(rank: int, flags: str) -> tuple:
     if again is not None:
         again.prompt_lengths, again.response_mask = again.lengths.clone(), torch.zeros_like(again.response_mask)
         buffer._restore_continued(again)
-    resumed = PartialRolloutBuffer(mesh, settings)
-    resumed.from_bytes(
-        torch.distributed.distributed_c10d._get_default_store().get("file") if rank else stored(data), "parts.pt"
-    )
-    return data, held, popped, again, sorted(set(resumed._responses.prompt_ids.tolist()))
+    return data, held, popped, again
 
 
-def stored(data: bytes) -> bytes:
-    """The file of rank 0, for the other ranks."""
-    torch.distributed.distributed_c10d._get_default_store().set("file", data)
-    return data
+def resumed(rank: int, files: list[bytes]) -> tuple[bytes, list[int]]:
+    """(the file, lines that this rank holds) after the groups were loaded from files of several replicas."""
+    from megarl.comm import role_mesh
+    from megarl.rollout.partial_rollouts import PartialRolloutBuffer
+
+    mesh = role_mesh.create_mesh(parse_roles("", torch.distributed.get_world_size(), program="rl"), SAFETY)
+    buffer = PartialRolloutBuffer(mesh, Settings(**SETTINGS))
+    buffer.from_bytes((data, "parts.pt") for data in files)
+    return buffer.to_bytes(), sorted(set(buffer._responses.prompt_ids.tolist()))
 
 
 def test_each_replica_holds_the_groups_that_it_began():
-    ((data, held, popped, again, resumed),) = run_world(carried, 1, "")
-    assert held == resumed == [0, 2, 3, 4] and [request.line for request in popped] == [0, 2]
+    ((data, held, popped, again),) = run_world(carried, 1, "")
+    assert held == [0, 2, 3, 4] and [request.line for request in popped] == [0, 2]
     assert [p.length for p in popped[0].partial] == [0, 1] and popped[0].step == 7 and popped[0].dp_rank == 0
     assert [p.is_finished for p in popped[1].partial] == [False, False]  # the second was cut to 3 tokens
     assert again.response_mask.tolist() == [False, False, True] and again.versions.tolist() == [0, 0, 0]
     two = run_world(carried, 2, "")
-    assert two[0][0] == data and two[1][0] is None, "the file is that of one replica"
     assert [result[1] for result in two] == [[0, 2, 4], [3]]
-    assert [result[4] for result in two] == [[0, 3], [2, 4]]  # kept groups 0, 2, 3, 4 in turn
+    files = [result[0] for result in two]
+    assert run_world(resumed, 1, files) == run_world(resumed, 1, [data]) == [(data, held)]
+    dealt = run_world(resumed, 2, files)
+    assert [lines for _, lines in dealt] == [[0, 3], [2, 4]]  # groups 0, 2, 3, 4 in turn
+    assert run_world(resumed, 1, [file for file, _ in dealt]) == [(data, held)]
     mine, other = (result[2] for result in two)
     assert mine == popped
     for whole, known in zip(popped, other, strict=True):
