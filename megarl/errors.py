@@ -6,6 +6,7 @@ import typing
 from collections.abc import Iterable
 
 WARNED = "MEGARL_WARNED"  # environment variable: set if a launcher has printed the warnings already
+LARGEST = 2**63 - 1  # number in a tensor
 
 
 STOPPED = 3  # exit status of a run that one of its own limits ended; no launcher of megarl starts it again
@@ -28,7 +29,22 @@ class RunStopped(Exception):
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """An argparse parser that raises UsageError instead of exiting."""
+    """An argparse parser that raises UsageError instead of exiting, and for values that argparse would let pass."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        """As argparse's. UsageError also for a null character, a whole number too large for a tensor, and `--flag=--`,
+        of which argparse makes an empty list."""
+        for token in args or ():
+            if "\0" in token:
+                raise UsageError(f"{token!r}: allowed is text without null characters")
+            if token.startswith("--") and token.endswith("=--"):
+                raise UsageError(f"{token}: has no value")
+        found, rest = super().parse_known_args(args, namespace)
+        for action in self._actions:
+            value = getattr(found, action.dest, None)
+            if isinstance(value, int) and not -LARGEST <= value <= LARGEST:
+                raise UsageError(f"{action.option_strings[0]} {value}: allowed are numbers up to {LARGEST}")
+        return found, rest
 
     def error(self, message: str) -> typing.NoReturn:
         raise UsageError(message)

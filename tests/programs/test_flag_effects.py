@@ -61,6 +61,7 @@ COMPANY = {
     "--normalization RMSNorm": "qk_layernorm_all_heads",
     "--disable-bias-linear": "add_qkv_bias",
     "--group-query-attention": "num_query_groups",
+    "--recompute-granularity selective": "recompute_modules",
     "--bf16": "fp32_residual_connection main_grads_dtype",
     "--decoupled-lr 1e-4": "decoupled_min_lr",
     "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.2":

@@ -13,6 +13,7 @@ from megarl.mcore import device
 from megarl.mcore.config.model_flags import ROTARY
 
 TRAINED = ("actor", "critic")  # roles that run backward
+MOST_LAYERS = 100_000
 BALANCING_LOSSES = ("seq_aux_loss", "global_aux_loss")  # losses that do not depend on the split into micro-batches
 
 
@@ -55,7 +56,7 @@ def least(flag: str, value, limit: int = 1) -> LayoutRule:
 
 def _sizes(args) -> list[LayoutRule]:
     return [
-        least("--num-layers", args.num_layers),
+        LayoutRule("--num-layers", args.num_layers, 1 <= args.num_layers <= MOST_LAYERS, f"from 1 to {MOST_LAYERS}"),
         least("--hidden-size", args.hidden_size),
         least("--num-attention-heads", args.num_attention_heads),
         least("--num-query-groups", _groups(args)),
@@ -74,8 +75,10 @@ def _sizes(args) -> list[LayoutRule]:
 
 def _ranges(args) -> list[LayoutRule]:
     lr, floor, decay = args.lr, args.min_lr, args.lr_decay_iters or args.train_iters
-    positions = args.max_position_embeddings
+    positions, std, epsilon = args.max_position_embeddings, args.init_method_std, args.layernorm_epsilon
+    fraction, scale = args.lr_warmup_fraction, args.loss_scale
     return [
+        least("--lr-decay-iters", args.lr_decay_iters),
         LayoutRule("--lr", lr, 0 <= lr < math.inf, "0 or more"),
         LayoutRule("--min-lr", floor, 0 <= floor <= lr, f"from 0 to --lr {lr}"),
         LayoutRule("--decoupled-min-lr", args.decoupled_min_lr, not args.decoupled_min_lr or bool(args.decoupled_lr),
@@ -89,6 +92,14 @@ def _ranges(args) -> list[LayoutRule]:
              f"--max-prompt-length + --max-response-length = {args.seq_length} or more"),
         LayoutRule("--lr-warmup-iters", args.lr_warmup_iters, args.lr_warmup_iters < decay,
              f"below --lr-decay-iters (default --train-iters) {decay}"),
+        least("--lr-warmup-iters", args.lr_warmup_iters, 0),
+        LayoutRule("--lr-warmup-fraction", fraction, fraction is None or 0 <= fraction < 1, "from 0 to below 1"),
+        LayoutRule("--init-method-std", std, 0 <= std < math.inf, "0 or more"),
+        LayoutRule("--norm-epsilon", epsilon, 0 < epsilon < math.inf, "above 0"),
+        LayoutRule("--loss-scale", scale, scale is None or 0 < scale < math.inf, "above 0"),
+        LayoutRule("--fp16", args.fp16, not args.fp16 or not args.bf16, "none with --bf16"),
+        least("--distributed-timeout-minutes", args.distributed_timeout_minutes),
+        least("--ddp-bucket-size", args.ddp_bucket_size),
     ]  # fmt: skip
 
 

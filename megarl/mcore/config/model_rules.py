@@ -59,6 +59,9 @@ def _layers(args) -> list[LayoutRule]:
              "none with --apply-layernorm-1p"),
         LayoutRule("--recompute-modules", " ".join(modules), "layernorm" not in modules,
              "none with layernorm: it needs Transformer Engine"),
+        LayoutRule("--recompute-modules", " ".join(modules),
+             not modules or args.recompute_activations or args.recompute_granularity is not None,
+             "none without --recompute-granularity"),
         LayoutRule("--geglu", args.geglu, not args.geglu or not others, f"none with --{' --'.join(others)}"),
     ]  # fmt: skip
 

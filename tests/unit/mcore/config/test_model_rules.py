@@ -35,6 +35,8 @@ WRONG = {
                                      "--num-query-groups 2: allowed is none without --group-query-attention"),
     "recomputed norms": ("--recompute-granularity selective --recompute-modules core_attn layernorm",
                          "--recompute-modules core_attn layernorm: allowed is none with layernorm"),
+    "recomputed modules alone": ("--recompute-modules mlp",
+                                 "--recompute-modules mlp: allowed is none without --recompute-granularity"),
     "two gates": ("--swiglu --geglu", "--geglu True: allowed is none with --swiglu"),
     "shared expert with biases": (f"{MOE} --moe-shared-expert-intermediate-size 8",
                                   "--moe-shared-expert-intermediate-size 8: allowed is none without --disable-bias"),
