@@ -174,7 +174,7 @@ class _Signals:
         for process in self._processes:
             if process.exitcode is None:
                 os.kill(process.pid, number)
-        if len(self.received) > 1:
+        if len(self.received) == 2:
             signal.signal(signal.SIGALRM, self._kill)
             signal.setitimer(signal.ITIMER_REAL, GRACE)
 

@@ -5,7 +5,8 @@
 
 Runs PPO (actor on two ranks, critic on one, reward and reference on one; a tiny model, a checkpoint each step) once
 undisturbed and once with restarts, in which each start of the ranks but the last ends with a SIGKILL. Whom it hits and
-when is drawn from the seed: at the n-th phase change of a rank, or while the program starts, plus a few milliseconds.
+when is drawn from the seed: the rank, one of its phases or the program's start, one of the times that it enters or
+leaves this phase in the next one and a half steps, and up to some milliseconds after that.
 
 Compared are the digests of tools/record_runs.py: all metrics of all steps as printed except those of time and memory
 (`time/`, `memory/`, `perf/mfu`, and names with `_per_s` or `/sync_s`), all sample files, and every tensor, object and
@@ -43,10 +44,10 @@ FLAGS = (
     " --kl-controller adaptive --kl-target 0.01 --rollout-buffer-gb 0.001 --rollout-max-requests 8 --seed 5"
     " --save-interval 1 --reward tools.chaos:digits"
 )
-DELAY = 0.05  # seconds at most between a phase change and the kill
+DELAYS = (0.002, 0.05)  # seconds at most between a phase change and the kill: one or the other
 START_DELAY = 0.5  # seconds at most between the program's start and a kill in its set-up
 REACH = 1.5  # steps after a start in which kills fall
-SET_UP = 0.06  # share of kills while the program starts
+START = "start"  # stands for the program's start among the phases
 
 
 class Kill(NamedTuple):
@@ -62,16 +63,17 @@ def digits(sample) -> float:
     return sum(int(c) for c in sample.response if c.isdigit()) / 20
 
 
-def plan(seed: int, kills: int, changes_per_step: list[int]) -> list[Kill]:
-    """The kill of each start. `changes_per_step`: phase changes in a step, by rank."""
+def plan(seed: int, kills: int, changes: list[list[str]]) -> list[Kill]:
+    """The kill of each start. `changes`: by rank, the phases that its phase changes within reach enter or leave."""
     rng, planned = random.Random(seed), []
     for _ in range(kills):
-        rank = rng.randrange(len(changes_per_step))
-        if rng.random() < SET_UP:
+        rank = rng.randrange(len(changes))
+        phase = rng.choice([START, *sorted(set(changes[rank]))])
+        if phase == START:
             planned.append(Kill(rank, 0, rng.uniform(0, START_DELAY)))
         else:
-            last = max(1, int(REACH * changes_per_step[rank]))
-            planned.append(Kill(rank, rng.randint(1, last), rng.uniform(0, DELAY)))
+            numbers = [number for number, name in enumerate(changes[rank], 1) if name == phase]
+            planned.append(Kill(rank, rng.choice(numbers), rng.uniform(0, rng.choice(DELAYS))))
     return planned
 
 
@@ -79,14 +81,14 @@ class PhaseChanges:
     """Counts the beginnings and ends of phases in this process."""
 
     def __init__(self):
-        self.count, self.timers, phase = 0, None, Timers.phase
+        self.names, self.timers, phase = [], None, Timers.phase
 
         @contextmanager
         def counted(timers, role, name):
             with phase(timers, role, name):
-                self._change(timers)
+                self._change(timers, f"{role}/{name}")
                 yield
-            self._change(timers)
+            self._change(timers, f"{role}/{name}")
 
         Timers.phase = counted
         self._at, self._then = None, None
@@ -95,9 +97,10 @@ class PhaseChanges:
         """Calls `then()` at this change."""
         self._at, self._then = change, then
 
-    def _change(self, timers: Timers):
-        self.count, self.timers = self.count + 1, timers
-        if self.count == self._at:
+    def _change(self, timers: Timers, name: str):
+        self.names.append(name)
+        self.timers = timers
+        if len(self.names) == self._at:
             self._then()
 
     def where(self, last_step: int) -> tuple[int, str]:
@@ -124,9 +127,9 @@ def run(argv: list[str], prepare, restarts: int = 0) -> int:
 
 
 def count_changes(folder: Path):
-    """Makes this rank write how many phase changes it had."""
+    """Makes this rank write the phases of its phase changes."""
     changes, rank = PhaseChanges(), os.environ["RANK"]
-    return lambda: (folder / f"changes-{rank}").write_text(str(changes.count))
+    return lambda: (folder / f"changes-{rank}").write_text(json.dumps(changes.names))
 
 
 def arm(kills: list[Kill], record: Path, last_step: int):
@@ -184,8 +187,9 @@ def compare(out: Path, seed: int, kills: int, steps: int) -> tuple[list[dict], l
     flags = [*FLAGS.split(), *make_inputs(out / "data"), "--train-iters", str(steps)]
     if run([*flags, "--save", str(out / "undisturbed")], lambda: count_changes(out)):
         raise RuntimeError("the undisturbed run failed")
-    changes = [int((out / f"changes-{rank}").read_text()) // steps for rank in range(RANKS)]
-    planned, record = plan(seed, kills, changes), out / "kills.jsonl"
+    changes = [json.loads((out / f"changes-{rank}").read_text()) for rank in range(RANKS)]
+    reach = [names[: int(REACH * len(names) / steps)] for names in changes]
+    planned, record = plan(seed, kills, reach), out / "kills.jsonl"
     record.unlink(missing_ok=True)
     status = run([*flags, "--save", str(out / "disturbed")], lambda: arm(planned, record, steps), restarts=kills)
     done = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []

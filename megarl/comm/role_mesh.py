@@ -120,6 +120,8 @@ def join_process_group(timeout: timedelta, collective_timeout: timedelta | None 
     store, rank, size = dist.HashStore(), 0, 1
     if "RANK" in os.environ:
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        # torchrun keeps its store when it starts the ranks again: they would connect to addresses of dead ones.
+        store = dist.PrefixStore(f"megarl/start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     store.set_timeout(timeout)
     limit = collective_timeout or timeout
     dist.init_process_group(device.backend(), store=store, rank=rank, world_size=size, timeout=limit)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from megarl.observe.timers import Timers
 from megarl.trainers import launch as launch_module
 from megarl.trainers import trainer
 from megarl.trainers.evaluator import Evaluator
+from tests.helpers import programs
 
 PROGRAMS = {"rl": train_rl.train, "sft": train_sft.train}
 EVALUATE = ("evaluate", "evaluate")  # stands for `Evaluator.evaluate`, which has no phase of its own
@@ -60,6 +62,17 @@ def in_phase(where: tuple[str, str], step: int, fault: Callable[[], None]):
     Timers.phase = faulty
     if where == EVALUATE:
         Evaluator.evaluate = faulty_evaluate
+
+
+_scored: list = []
+
+
+def graded_reward(sample) -> float:
+    """A plug-in like the one of tests.helpers.programs; kills its rank in the first start, at the fifth response."""
+    _scored.append(sample)
+    if attempt() == 0 and len(_scored) == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return programs.graded_reward(sample)
 
 
 def raise_error():

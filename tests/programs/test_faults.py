@@ -4,11 +4,24 @@ import os
 import shutil
 import signal
 import sys
+import time
+from datetime import timedelta
 
 import pytest
 
+from megarl.observe import activity
+from megarl.trainers import setup
 from tests.helpers import faults
-from tests.helpers.programs import GRADED, inputs, metrics, rl_argv, samples, sft_argv, timeless_rows
+from tests.helpers.programs import (
+    GRADED,
+    inputs,
+    metrics,
+    rl_argv,
+    samples,
+    sft_argv,
+    timeless_rows,
+    torchrun,
+)
 from tools import record_runs
 
 TWO = "--role-map rollout=0;actor=1;critic=0;reward=0;reference=1"
@@ -69,6 +82,39 @@ def test_a_rank_that_sleeps_for_ever_ends_the_run_and_is_named(phase, tmp_path, 
     row = next(line.split() for line in lines[1:] if line.split()[0] == str(rank))
     where = "between phases" if phase == faults.EVALUATE else place(phase)
     assert " ".join(row[1:]).startswith(f"{where} 1 ") and row[-1] == "sleep_for_ever", lines
+
+
+@pytest.mark.long
+def test_a_role_that_works_for_three_times_the_limit_does_not_end_the_run(undisturbed, tmp_path, monkeypatch):
+    """The critic's update takes a minute of small work, with a limit of 20 s; the actor waits for it.
+
+    Long: pytest -m long tests/programs/test_faults.py
+    """
+    monkeypatch.setattr(setup, "progress_limit", lambda config: timedelta(seconds=20))
+
+    def work():
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            activity.tick()
+            time.sleep(0.1)
+
+    def prepare():
+        if faults.rank() == 0:
+            faults.in_phase(("critic", "update"), 2, work)
+
+    assert faults.run(argv(tmp_path, "--train-iters 3"), 2, prepare) == 0
+    assert_same_run(tmp_path, undisturbed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("restarts, status", [(1, 0), (0, 1)])
+def test_torchrun_starts_a_run_again(restarts, status, tmp_path, undisturbed):
+    """Long: pytest -m long tests/programs/test_faults.py"""
+    plug_in = "--reward tests.helpers.faults:graded_reward"
+    done = torchrun("megarl.train_rl", argv(tmp_path, f"--train-iters 3 {plug_in}"), 2, restarts)
+    assert done.returncode == status, done.stderr
+    if not status:
+        assert_same_run(tmp_path, undisturbed)
 
 
 def test_a_plug_in_that_exits_fails_the_run(tmp_path, capfd):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megarl import launcher
 from tests.helpers.programs import environment
-from tests.helpers.worlds import wait_until_gone
+from tests.helpers.worlds import wait_until, wait_until_gone
 
 PATIENCE = 300  # seconds of a wait that should be short; the tests are about order and outcome, not about time
 
@@ -125,6 +125,57 @@ def test_after_an_interrupt_stuck_ranks_are_killed(tmp_path, monkeypatch):
     process.join(PATIENCE)
     assert process.exitcode == 128 + signal.SIGINT
     assert wait_until_gone(pids(tmp_path, 2))
+
+
+@pytest.mark.parametrize("number", launcher.SIGNALS)
+def test_ranks_that_end_well_after_a_signal_give_status_0(number, tmp_path):
+    """The signal of the launcher's process reaches all ranks, and starts none of them again."""
+
+    def end() -> int:
+        signal.signal(number, lambda *_: (tmp_path / f"ended {rank()}").touch())
+        note_pid(tmp_path)
+        dist.init_process_group("gloo")
+        if rank() == 0:
+            pids(tmp_path, 2)
+            os.kill(os.getppid(), number)
+        assert wait_until((tmp_path / f"ended {rank()}").exists)
+        return 0
+
+    assert launcher.run_ranks(end, 2, max_restarts=1) == 0
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_second_signal_kills_ranks_that_ignore_it(tmp_path, monkeypatch):
+    def ignore() -> int:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        note_pid(tmp_path)
+        pids(tmp_path, 2)
+        dist.init_process_group("gloo")
+        if rank() == 0:
+            while True:  # two signals before the launcher has seen the first are one
+                os.kill(os.getppid(), signal.SIGTERM)
+                time.sleep(0.05)
+        time.sleep(PATIENCE)
+
+    monkeypatch.setattr(launcher, "GRACE", 0.1)
+    assert launcher.run_ranks(ignore, 2, max_restarts=5) == 128 + signal.SIGTERM
+    assert wait_until_gone(pids(tmp_path, 2))
+
+
+def test_failed_ranks_are_started_again_with_a_store_of_their_own(tmp_path, capfd):
+    def fail_twice() -> int:
+        attempt = int(os.environ[launcher.ATTEMPT])
+        dist.init_process_group("gloo")
+        total = torch.tensor([attempt])
+        dist.all_reduce(total)
+        (tmp_path / f"{attempt}-{rank()}").touch()
+        assert total == 2 * attempt and wait_until((tmp_path / f"{attempt}-{1 - rank()}").exists)
+        return 0 if attempt == 2 or rank() == 0 else 7
+
+    assert launcher.run_ranks(fail_twice, 2, max_restarts=1) == 7
+    assert capfd.readouterr().err == "megarl: restart 1 of at most 1\n"
+    assert launcher.run_ranks(fail_twice, 2, max_restarts=5) == 0
+    assert launcher.ATTEMPT not in os.environ
 
 
 def test_ranks_end_with_their_launcher(tmp_path):

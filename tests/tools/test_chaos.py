@@ -7,13 +7,15 @@ import pytest
 from tools import chaos
 
 
-def test_kills_are_drawn_from_the_seed_and_reach_every_rank_and_phase_change():
-    changes = [20, 20, 10, 8]
-    kills = chaos.plan(1, 2000, changes)
-    assert kills == chaos.plan(1, 2000, changes) != chaos.plan(2, 2000, changes)
-    assert {(k.rank, k.change) for k in kills if k.rank == 3} == {(3, change) for change in range(int(8 * 1.5) + 1)}
-    assert {k.rank for k in kills} == set(range(4))
-    assert all(0 <= k.delay <= (chaos.DELAY if k.change else chaos.START_DELAY) for k in kills)
+def test_kills_are_drawn_from_the_seed_and_reach_every_phase_change_each_phase_equally_often():
+    changes = [["actor/rollout"] * 2 + ["actor/exchange"] * 6 + ["actor/save"] * 2, ["critic/update"] * 4]
+    kills = chaos.plan(1, 4000, changes)
+    assert kills == chaos.plan(1, 4000, changes) != chaos.plan(2, 4000, changes)
+    assert {(k.rank, k.change) for k in kills} == {(0, n) for n in range(11)} | {(1, n) for n in range(5)}
+    of_actor = [k.change for k in kills if k.rank == 0]
+    for numbers in ({0}, {1, 2}, set(range(3, 9)), {9, 10}):  # the start, then the three phases
+        assert sum(n in numbers for n in of_actor) == pytest.approx(len(of_actor) / 4, rel=0.15)
+    assert all(0 <= k.delay <= (max(chaos.DELAYS) if k.change else chaos.START_DELAY) for k in kills)
 
 
 def test_the_table_counts_phases_and_ranks():
@@ -32,7 +34,7 @@ def test_a_run_that_differs_or_ends_early_is_a_failure(tmp_path, monkeypatch, ca
         save.mkdir()
         (save / "metrics.jsonl").write_text(json.dumps({"step": 1, "a": restarts, "time/x_s": restarts}) + "\n")
         for rank in range(chaos.RANKS):
-            (tmp_path / f"changes-{rank}").write_text("40")
+            (tmp_path / f"changes-{rank}").write_text(json.dumps(["actor/save"] * 40))
         if restarts:
             (tmp_path / "kills.jsonl").write_text(json.dumps({"rank": 0, "phase": "actor/save"}) + "\n")
         return 0

@@ -247,6 +247,25 @@ def test_without_a_launcher_the_world_has_one_rank():
     assert run_world(alone, 1) == [(1, "gloo")]
 
 
+def test_ranks_that_are_started_again_do_not_read_what_their_predecessors_left_in_the_store():
+    def started_again(rank):
+        import os
+
+        dist.destroy_process_group()
+        agent, found = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), []
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(agent.port), TORCHELASTIC_USE_AGENT_STORE="True")
+        for attempt in range(2):
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+            role_mesh.join_process_group(SAFETY)
+            store = dist.distributed_c10d._get_default_store()
+            found.append(store.check(["left"]))
+            store.set("left", "")
+            dist.destroy_process_group()
+        return found
+
+    assert run_world(started_again, 1) == [[False, False]]
+
+
 def test_a_launchers_variables_define_the_world():
     def launched(rank, port):
         import os
