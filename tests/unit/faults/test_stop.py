@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from megarl.faults import stop
+from megarl.faults import heartbeat, stop
 from megarl.faults.stop import KEPT, RunStop, StepAgreement, StopSignals, refuse_next_step
 from megarl.observe.timers import Timers
 from tests.helpers.programs import environment
@@ -97,6 +97,22 @@ def test_a_step_that_does_not_end_in_the_grace_period_is_dropped(capfd):
         run_world(signalled_in_a_long_step, 1)
     line = capfd.readouterr().err.splitlines()[-1]
     assert line == "megarl: step 0 did not end within --exit-grace 0.01 s: it is dropped, nothing is saved"
+
+
+def ended_by_a_launcher(rank: int):
+    dist.distributed_c10d._get_default_store = lambda: store
+    store = dist.HashStore()
+    heartbeat.report_failure()
+    StopSignals(store, SAFETY_SECONDS, Timers()).install()
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait()
+
+
+def test_a_signal_after_another_rank_has_failed_ends_the_process_at_once(capfd):
+    """torchrun ends the other ranks with SIGTERM: there is no step to finish without the failed one."""
+    with pytest.raises(RankFailed, match="ended with exit code 1"):
+        run_world(ended_by_a_launcher, 1)
+    assert capfd.readouterr().err == ""
 
 
 def signalled_while_it_saves(rank: int) -> int:
