@@ -19,7 +19,6 @@ import time
 import torch.distributed as dist
 
 from megarl.faults import heartbeat
-from megarl.observe.timers import Timers
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SAME_SIGNAL = 1.0  # seconds; a terminal's Ctrl-C reaches a rank twice, from the terminal and from its launcher
@@ -60,13 +59,14 @@ def refuse_next_step(store, step: int) -> tuple[int, bool]:
 class StopSignals:
     """Handles the signals of this process from `install` on."""
 
-    def __init__(self, store, grace: float, timers: Timers):
+    def __init__(self, store, grace: float, step: int):
         """
         Args:
             store: a client of its own.
             grace: seconds that the running step has to end.
+            step: the last step that this rank has begun; set `step` anew with each one.
         """
-        self._store, self._grace, self._timers = store, grace, timers
+        self._store, self._grace, self.step = store, grace, step
         self.received: int | None = None  # the first signal
         self._step_ended = threading.Event()
         self._reader, self._writer = os.pipe()
@@ -93,14 +93,13 @@ class StopSignals:
             if number is not None and time.monotonic() - first >= SAME_SIGNAL:
                 os._exit(128 + number)
             if number is None and not self._step_ended.is_set():
-                step = self._timers.step
-                _say(f"step {step} did not end within --exit-grace {self._grace:g} s: it is dropped, nothing is saved")
+                _say(f"step {self.step} did not end within --exit-grace {self._grace:g} s: dropped, nothing is saved")
                 os._exit(128 + self.received)
 
     def _stop(self, name: str):
         if heartbeat.has_failed(self._store):  # a launcher ends this rank after another one failed
             os._exit(1)
-        step, is_first = refuse_next_step(self._store, self._timers.step)
+        step, is_first = refuse_next_step(self._store, self.step)
         if is_first:
             _say(f"{name}: stopping before step {step}; a second signal ends the run at once")
 
@@ -134,20 +133,21 @@ os.register_at_fork(after_in_child=_release_in_child)
 class RunStop:
     """What a training program needs: may the next step begin, and was the run stopped."""
 
-    def __init__(self, rank: int, grace: float, timers: Timers):
+    def __init__(self, rank: int, grace: float):
         """`grace`: `--exit-grace`."""
         self._agreement = StepAgreement(dist.distributed_c10d._get_default_store(), rank)
-        self._grace, self._timers = grace, timers
+        self._grace = grace
         self._signals: StopSignals | None = None
 
     def may_begin(self, step: int) -> bool:
         """Whether all ranks begin this step. From the first call on, signals stop the run instead of ending it."""
         if self._signals is None:
             store = dist.distributed_c10d._get_default_store().clone()
-            self._signals = StopSignals(store, self._grace, self._timers)
+            self._signals = StopSignals(store, self._grace, step - 1)
             with contextlib.suppress(ValueError):  # not the main thread: signals keep their effect
                 self._signals.install()
         if self._agreement.begins(step):
+            self._signals.step = step
             return True
         self._signals.step_ended()
         return False

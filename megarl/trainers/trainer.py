@@ -44,7 +44,7 @@ class Trainer(abc.ABC):
         self._writer = self._progress = None
         self._started = time.perf_counter()
         self._async_metrics = AsyncMetrics(mesh, NO_LIMIT)
-        self._run_stop = RunStop(mesh.rank, config.settings.exit_grace, timers)
+        self._run_stop = RunStop(mesh.rank, config.settings.exit_grace)
 
     @property
     def folder(self) -> Path | None:

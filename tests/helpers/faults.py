@@ -4,17 +4,19 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from megarl import launcher, train_rl, train_sft
-from megarl.faults import heartbeat
+from megarl.faults import heartbeat, stop
 from megarl.observe.timers import Timers
 from megarl.trainers import launch as launch_module
 from megarl.trainers import trainer
 from megarl.trainers.evaluator import Evaluator
 from tests.helpers import programs
+from tests.helpers.worlds import SAFETY_SECONDS
 
 PROGRAMS = {"rl": train_rl.train, "sft": train_sft.train}
 EVALUATE = ("evaluate", "evaluate")  # stands for `Evaluator.evaluate`, which has no phase of its own
@@ -84,6 +86,20 @@ def sleep_for_ever():
     """The fault of a rank that hangs."""
     while True:
         time.sleep(1000)
+
+
+def signal_self(number: int):
+    """The fault of a rank that gets a signal; returns when the signal has been dealt with."""
+    refuse, is_done = stop.refuse_next_step, threading.Event()
+
+    def refuse_and_tell(*args):
+        result = refuse(*args)
+        is_done.set()
+        return result
+
+    stop.refuse_next_step = refuse_and_tell
+    os.kill(os.getpid(), number)
+    assert is_done.wait(SAFETY_SECONDS)
 
 
 def watch_after(asleep: Path, seconds: float = 1.0):

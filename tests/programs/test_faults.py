@@ -153,7 +153,7 @@ def test_a_signal_on_one_rank_saves_on_all_and_the_run_goes_on_exactly(undisturb
     """The signal reaches one of two ranks, in the first step."""
     flags = "--train-iters 3 --save-interval 0"
     status = faults.run(argv(tmp_path, flags), 2, lambda: faults.rank() == 1 and faults.in_phase(
-        ("actor", "update"), 1, lambda: os.kill(os.getpid(), signal.SIGUSR1)))  # fmt: skip
+        ("actor", "update"), 1, lambda: faults.signal_self(signal.SIGUSR1)))  # fmt: skip
     lines = capfd.readouterr().err.splitlines()
     assert status == 0 and lines[0].startswith("megarl: SIGUSR1: stopping before step "), lines
     last = int(lines[0].split()[5].rstrip(";"))
@@ -161,6 +161,34 @@ def test_a_signal_on_one_rank_saves_on_all_and_the_run_goes_on_exactly(undisturb
     assert (tmp_path / "checkpoints" / "latest").read_text() == f"step_{last - 1:08d}\n"
     assert faults.run(argv(tmp_path, f"{flags} --load {tmp_path}"), 2) == 0
     assert_same_run(tmp_path, undisturbed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rank, phase, step", [
+    (1, ("actor", "update"), 1), (0, ("rollout", "rollout"), 2), (0, ("critic", "update"), 2),
+])  # fmt: skip
+def test_a_batch_that_was_generated_ahead_survives_a_signal(rank, phase, step, tmp_path):
+    """With --one-step-off the ranks are in different steps. Long: pytest -m long tests/programs/test_faults.py"""
+    flags = "--one-step-off --rollout-correction tis --train-iters 3 --save-interval 0"
+    whole, save = tmp_path / "whole", tmp_path / "stopped"
+    assert faults.run(argv(whole, flags), 2) == 0
+    assert faults.run(argv(save, flags), 2, lambda: faults.rank() == rank and faults.in_phase(
+        phase, step, lambda: faults.signal_self(signal.SIGTERM))) == 0  # fmt: skip
+    assert (save / "checkpoints" / "latest").read_text() != "step_00000003\n"
+    assert faults.run(argv(save, f"{flags} --load {save}"), 2) == 0
+    assert_same_run(save, whole)
+
+
+def test_a_supervised_run_is_saved_after_a_signal(tmp_path):
+    def prepare():
+        faults.in_phase(("actor", "update"), 2, lambda: faults.signal_self(signal.SIGINT))
+
+    whole, save, flags = tmp_path / "whole", tmp_path / "stopped", "--train-iters 5"
+    assert faults.run(sft_argv(whole, flags), 1, name="sft") == 0
+    assert faults.run(sft_argv(save, flags), 1, prepare, name="sft") == 0
+    assert (save / "checkpoints" / "latest").read_text() == "step_00000002\n"
+    assert faults.run(sft_argv(save, f"{flags} --load {save}"), 1, name="sft") == 0
+    assert timeless_rows(save, range(1, 6)) == timeless_rows(whole, range(1, 6))
 
 
 def test_without_save_a_signal_ends_a_run_with_status_0(tmp_path, capfd):

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from megarl.faults import heartbeat, stop
 from megarl.faults.stop import KEPT, RunStop, StepAgreement, StopSignals, refuse_next_step
-from megarl.observe.timers import Timers
 from tests.helpers.programs import environment
 from tests.helpers.worlds import SAFETY_SECONDS, RankFailed, run_world, wait_until
 
@@ -43,11 +42,9 @@ def test_entries_of_earlier_steps_are_deleted():
 
 def run_until_stopped(rank: int, signalled: list[int]) -> int:
     """Ranks that get up to seven steps apart; those in `signalled` get a signal, in different steps."""
-    timers, done = Timers(), 0
-    run_stop = RunStop(rank, SAFETY_SECONDS, timers)
+    run_stop, done = RunStop(rank, SAFETY_SECONDS), 100  # the steps before are those of a run that it continues
     while run_stop.may_begin(done + 1):
-        timers.step = done + 1
-        if rank in signalled and done == 3 + rank:
+        if rank in signalled and done == 103 + rank:
             os.kill(os.getpid(), signal.SIGTERM)
         done += 1
         if done % 7 == 0:
@@ -59,14 +56,14 @@ def run_until_stopped(rank: int, signalled: list[int]) -> int:
 @pytest.mark.parametrize("signalled", [[0], [1], [0, 1]])
 def test_all_ranks_end_with_the_same_step(signalled):
     first, second = run_world(run_until_stopped, 2, signalled)
-    assert first == second >= 3
+    assert first == second > 103
 
 
 # -- the process -------------------------------------------------------------------------------------------------
 
 
 def handler(grace: float) -> StopSignals:
-    signals = StopSignals(dist.HashStore(), grace, Timers())
+    signals = StopSignals(dist.HashStore(), grace, 7)
     signals.install()
     return signals
 
@@ -83,7 +80,7 @@ def signalled_twice(rank: int):
 def test_a_second_signal_ends_the_process_at_once(capfd):
     with pytest.raises(RankFailed, match=f"ended with exit code {128 + signal.SIGINT}"):
         run_world(signalled_twice, 1)
-    assert capfd.readouterr().err == ("megarl: SIGTERM: stopping before step 1; a second signal ends the run at once\n")
+    assert capfd.readouterr().err == ("megarl: SIGTERM: stopping before step 8; a second signal ends the run at once\n")
 
 
 def signalled_in_a_long_step(rank: int):
@@ -96,14 +93,14 @@ def test_a_step_that_does_not_end_in_the_grace_period_is_dropped(capfd):
     with pytest.raises(RankFailed, match=f"ended with exit code {128 + signal.SIGUSR1}"):
         run_world(signalled_in_a_long_step, 1)
     line = capfd.readouterr().err.splitlines()[-1]
-    assert line == "megarl: step 0 did not end within --exit-grace 0.01 s: it is dropped, nothing is saved"
+    assert line == "megarl: step 7 did not end within --exit-grace 0.01 s: dropped, nothing is saved"
 
 
 def ended_by_a_launcher(rank: int):
     dist.distributed_c10d._get_default_store = lambda: store
     store = dist.HashStore()
     heartbeat.report_failure()
-    StopSignals(store, SAFETY_SECONDS, Timers()).install()
+    StopSignals(store, SAFETY_SECONDS, 7).install()
     os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait()
 
@@ -149,9 +146,8 @@ def test_a_forked_process_is_ended_by_its_parent_alone():
 
 BLOCKED = """import os, signal, sys, time
 from megarl.faults import stop
-from megarl.observe.timers import Timers
 import torch.distributed as dist
-stop.StopSignals(dist.HashStore(), 0.01, Timers()).install()
+stop.StopSignals(dist.HashStore(), 0.01, 0).install()
 os.kill(os.getpid(), signal.SIGTERM)
 dist.HashStore().wait(["never"])  # native code: Python's handlers do not run
 """
