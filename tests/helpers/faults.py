@@ -67,6 +67,7 @@ def in_phase(where: tuple[str, str], step: int, fault: Callable[[], None]):
 
 
 _scored: list = []
+_signals: list[int] = []  # that this rank has sent to itself
 
 
 def graded_reward(sample) -> float:
@@ -89,7 +90,10 @@ def sleep_for_ever():
 
 
 def signal_self(number: int):
-    """The fault of a rank that gets a signal; returns when the signal has been dealt with."""
+    """The fault of a rank that gets one signal; returns when it has been dealt with."""
+    if _signals:
+        return  # an evaluation enters the phases of a step again
+    _signals.append(number)
     refuse, is_done = stop.refuse_next_step, threading.Event()
 
     def refuse_and_tell(*args):
