@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megarl.batch import round_robin
 from megarl.comm import exchange
 from megarl.errors import UsageError
-from megarl.trainers.async_metrics import AsyncMetrics
+from megarl.trainers.async_metrics import AsyncMetrics, StepReport
 from megarl.trainers.rl_trainer import RLInputs
 from tests.helpers.batches import create_mesh, random_batch, sequences
 from tests.helpers.exactness import largest_gap_allowed
@@ -96,17 +96,21 @@ def test_a_sender_does_not_wait_for_the_receiver():
     assert given == taken
 
 
+def report(rank: int, value: float) -> StepReport:
+    return StepReport({"value": value}, {}, float(rank), [])
+
+
 def publish(rank: int):
     from megarl.comm.role_mesh import RoleMesh
 
     store, metrics_of_ranks = store_of_ranks(), AsyncMetrics(RoleMesh({}, {}, {}), timedelta(seconds=20))
-    metrics_of_ranks.publish(1, ("one", rank))
+    metrics_of_ranks.publish(1, report(rank, 0.1))
     if rank == 1:
         store.wait(["half"], timedelta(seconds=20))
-        metrics_of_ranks.publish(2, ("two", rank))
+        metrics_of_ranks.publish(2, report(rank, 0.2))
         return metrics_of_ranks.poll(wait=True)
-    store.wait(["megarl/told/1/1"], timedelta(seconds=20))
-    metrics_of_ranks.publish(2, ("two", rank))
+    store.wait(["megarl/report/1/1"], timedelta(seconds=20))
+    metrics_of_ranks.publish(2, report(rank, 0.2))
     half = metrics_of_ranks.poll(wait=False)
     store.set("half", "1")
     return half, metrics_of_ranks.poll(wait=True), metrics_of_ranks.poll(wait=True)
@@ -114,7 +118,7 @@ def publish(rank: int):
 
 def test_rank_0_reads_the_metrics_of_all_ranks():
     (half, rest, nothing), other = run_world(publish, 2)
-    assert half == [(1, [("one", 0), ("one", 1)])] and rest == [(2, [("two", 0), ("two", 1)])]
+    assert half == [(1, [report(0, 0.1), report(1, 0.1)])] and rest == [(2, [report(0, 0.2), report(1, 0.2)])]
     assert nothing == other == []
 
 
