@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.layouts import CP2, DENSE, EP2, MOE, PP2, SP, TP2, VP2
+from tests.helpers.lora_models import stored_tensors
 from tests.helpers.tiny_models import VOCAB, join_actor, parse_roles
 from tests.helpers.updates import batch_of, clipped_loss, forward_of, split_microbatches, whole_weights
 from tests.helpers.worlds import run_world
@@ -88,3 +89,47 @@ def test_a_critic_checkpoint_loads_exactly_in_fp32_and_bf16(tmp_path, precision)
 @pytest.mark.parametrize("flags, route", [("", EXPERT_ROUTE), ("--use-distributed-optimizer", EXPERT_ROUTE[:2])])
 def test_a_moe_checkpoint_continues_in_other_layouts(tmp_path, flags, route):
     travel(tmp_path, f"{MOE} {flags}", route)
+
+
+def train_and_save(rank, flags: str, target):
+    """Saves a model after one update, so that its moments are not 0."""
+    continue_run(rank, flags, None, target, False)
+
+
+def load_and_save(rank, flags: str, sources, targets):
+    """Loads checkpoints one after the other into the same model, and saves each again."""
+    from megarl.mcore.weights import dist_checkpoint
+    from megarl.roles.trainable_model import TrainableModel
+
+    _, place = join_actor(flags)
+    model = TrainableModel(parse_roles(flags, dist.get_world_size())["actor"], place, VOCAB, 1)
+    for source, target in zip(sources, targets, strict=True):
+        state = model.state({"count": 0}, loading=True)
+        model.restore(dist_checkpoint.load_role(state, source, place.pg_collection))
+        if rank == 0:
+            target.mkdir()
+        dist.barrier()
+        dist_checkpoint.save(model.state({"count": 3}), target)
+
+
+SAVED = [(1, ""), (4, f"{TP2} {PP2}"), (2, CP2), (2, "")]
+LOADED = [(2, f"{TP2} {SP}"), (2, f"{PP2} {VP2}"), (4, f"{TP2} {CP2}"), (2, "--use-torch-fsdp2")]
+
+
+@pytest.mark.parametrize("flags, loaded", [
+    ("", LOADED),
+    pytest.param("--use-distributed-optimizer", [*LOADED[:3], (4, PP2)], marks=pytest.mark.long),
+])  # fmt: skip
+def test_weights_and_moments_of_four_layouts_are_the_same_bits_in_four_others(flags, loaded, tmp_path):
+    sources = [tmp_path / f"saved{i}" for i in range(len(SAVED))]
+    for source, (size, layout) in zip(sources, SAVED, strict=True):
+        run_world(train_and_save, size, f"{DENSE} {flags} {layout}", source)
+    expected = [stored_tensors(source) for source in sources]
+    assert all(any("exp_avg_sq" in key for key in tensors) for tensors in expected)
+    for number, (size, layout) in enumerate(loaded):
+        targets = [tmp_path / f"loaded{number}-{i}" for i in range(len(SAVED))]
+        run_world(load_and_save, size, f"{DENSE} {flags} {layout}", sources, targets)
+        for tensors, target in zip(expected, targets, strict=True):
+            found = stored_tensors(target)
+            assert found.keys() == tensors.keys()
+            assert all(torch.equal(found[key], value) for key, value in tensors.items()), (layout, target)

@@ -97,7 +97,8 @@ def test_transformers_computes_the_same_from_an_export(run):
 
 def test_a_resumed_run_gives_the_same_numbers_and_exports_the_same_bytes(run, data, tmp_path):
     again = tmp_path / "again"
-    shutil.copytree(run / "checkpoints" / "step_00000001", again / "checkpoints" / "step_00000001")
+    for name in ("step_00000001", "frozen"):
+        shutil.copytree(run / "checkpoints" / name, again / "checkpoints" / name)
     (again / "checkpoints" / "latest").write_text("step_00000001\n")
     train("rl", argv(data, again, f"--train-iters 2 {TP2} --load {again}"), 2)
     assert timeless(metrics(again)[2]) == timeless(metrics(run)[2])

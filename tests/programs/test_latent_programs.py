@@ -61,7 +61,8 @@ def test_a_rollout_on_ranks_of_its_own_gets_the_weights(data, tmp_path):
 
 def test_a_resumed_run_gives_the_same_numbers(run, data, tmp_path):
     again = tmp_path / "again"
-    shutil.copytree(run / "checkpoints" / "step_00000001", again / "checkpoints" / "step_00000001")
+    for name in ("step_00000001", "frozen"):
+        shutil.copytree(run / "checkpoints" / name, again / "checkpoints" / name)
     (again / "checkpoints" / "latest").write_text("step_00000001\n")
     train("rl", argv(data, again, f"--train-iters 2 {TP2_EP2} --load {again}"), 2)
     assert timeless(metrics(again)[2]) == timeless(metrics(run)[2]) and samples(again, 2) == samples(run, 2)
