@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 TIMED = ("time/", "_per_s", "/sync_s", "perf/mfu")  # substrings of the names of time metrics
 MACHINE = ("memory/",)  # prefixes of the names of memory metrics
 # Entries of a manifest that describe how it was saved, not the state of the run.
-OF_THE_SAVE = {"format", "checksum", "files", "versions", "layout", "data", "frozen"}
+OF_THE_SAVE = {"format", "checksum", "files", "versions", "layout", "data", "settings", "frozen"}
 DAPO = ("--config configs/quickstart.yaml configs/recipes/dapo.yaml --over-sampling 1.5 --partial-rollouts"
         " --max-staleness 2 --rollout-correction tis --minibatch-size 128 --max-sampling-rounds 3")  # fmt: skip
 

@@ -3,12 +3,27 @@
 import hashlib
 from pathlib import Path
 
-from megarl.arguments import Settings
+from megarl.arguments import RunConfig, Settings
 from megarl.checkpoint import folders
 from megarl.data.conversations import Encoder
 from megarl.errors import UsageError
+from megarl.flags.settings import TRAINED
 
 DATA = "data"  # the manifest's entry with the fingerprints of prompts, tokenizer and chat template
+SETTINGS = "settings"  # the manifest's entry with the settings that decide the numbers
+# Settings of files, layout, memory and the length of a run, and those that DATA fingerprints.
+_NOT_NUMBERS = {
+    "role_map", "prompts", "eval_prompts", "hf_model", "tokenizer_type", "tokenizer_model", "chat_template", "seed",
+    "reward_model", "reward_hf_model", "reward_url", "reward_retries", "reward_concurrency", "reward_memory_mb",
+    "reward_timeout", "reward_workers", "rollout_buffer_gb", "rollout_max_requests", "rollout_dispatch",
+    "rollout_prefix_caching", "rollout_chunked_prefill", "verify_weights", "max_tokens_per_microbatch", "lora_adapter",
+    "export_peft", "export_hf", "eval_interval", "keep_best", "offload", "train_iters", "deterministic", "save",
+    "save_interval", "async_save", "keep_last", "keep_every", "on_save_failure", "load", "load_changed_data",
+}  # fmt: skip
+_LEARNING = (
+    "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "lr_decay_style",
+    "lr_decay_iters", "lr_warmup_iters", "lr_warmup_fraction", "global_batch_size",
+)  # fmt: skip
 _MAY_CHANGE = ("prompts", "eval_prompts")  # with --load-changed-data
 
 
@@ -34,6 +49,26 @@ def _entry(value: str | None, content: bytes) -> dict[str, str]:
     return {"value": str(value or "(default)"), "sha256": hashlib.sha256(content).hexdigest()}
 
 
+def settings_entry(config: RunConfig) -> dict[str, object]:
+    """The manifest's entry about the settings that decide a run's numbers, by flag; roles' flags have their prefix."""
+    found = {flag_of(name): value for name, value in vars(config.settings).items() if name not in _NOT_NUMBERS}
+    for role in (role for name, role in config.roles.items() if name in TRAINED):
+        found |= {flag_of(f"{role.name}-{name}"): getattr(role.megatron, name) for name in _LEARNING}
+    return found
+
+
+def flag_of(name: str) -> str:
+    """`--kl-target` of the setting `kl_target`."""
+    return "--" + name.replace("_", "-")
+
+
+def changed_settings(manifest: dict, settings: dict[str, object]) -> str | None:
+    """A line about the settings that differ from a checkpoint's; None if none does."""
+    stored = manifest.get(SETTINGS, settings)
+    changed = [name for name in sorted(stored.keys() & settings.keys()) if stored[name] != settings[name]]
+    return ", ".join(f"{name} {settings[name]} (before: {stored[name]})" for name in changed) or None
+
+
 def changed_data(manifest: dict, data: dict[str, dict[str, str]]) -> list[str]:
     """Names of the `data_fingerprints` that differ from a checkpoint's; a file that either lacks does not differ."""
     stored = manifest.get(DATA, {})
@@ -54,7 +89,7 @@ def check_data(manifest: dict, settings: Settings, data: dict[str, dict[str, str
             continue
         advice = "; --load-changed-data resumes with other prompts" if name in _MAY_CHANGE else ""
         raise UsageError(
-            f"--{name.replace('_', '-')} {data[name]['value']}: has other content than the checkpoint of --load {path} "
+            f"{flag_of(name)} {data[name]['value']}: has other content than the checkpoint of --load {path} "
             f"was written with ({stored[name]['value']}){advice}"
         )
 

@@ -12,7 +12,7 @@ from megarl.checkpoint import adapters, branch, folders, resume
 from megarl.checkpoint.writer import CheckpointWriter, layout_of
 from megarl.comm.role_mesh import NO_LIMIT, RoleMesh
 from megarl.data.order import PromptOrder
-from megarl.errors import RunStopped
+from megarl.errors import RunStopped, warn
 from megarl.faults.stop import RunStop
 from megarl.mcore import device
 from megarl.observe.alarms import Alarms
@@ -122,6 +122,7 @@ class Trainer(abc.ABC):
             "prompt_order": order.state_dict(),
             "steps_skipped": self.skipped,
             resume.DATA: self.inputs.data,
+            resume.SETTINGS: resume.settings_entry(self.config),
             "layout": layout_of(self.config.roles),
             **adapters.manifest_entry(self.config.roles),
         }
@@ -139,6 +140,9 @@ class Trainer(abc.ABC):
         self.step, self.skipped = manifest["step"], manifest["steps_skipped"]
         if "prompts" not in resume.changed_data(manifest, self.inputs.data):
             order.load_state_dict(manifest["prompt_order"])
+        changed = resume.changed_settings(manifest, resume.settings_entry(self.config))
+        if changed and self.mesh.rank == 0:
+            warn([f"--load {folder}: resumes with other settings: {changed}"])
         if self.checkpoints:
             self.checkpoints.adopt_frozen(manifest)
         return manifest

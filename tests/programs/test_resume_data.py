@@ -1,12 +1,14 @@
 """Resuming: other prompts, another seed or tokenizer are refused; a damaged checkpoint is passed over; branches."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from megarl.checkpoint import folders
+from megarl.arguments import Settings
+from megarl.checkpoint import folders, resume
 from megarl.errors import UsageError
 from tests.helpers.checkpoints import WAITING
 from tests.helpers.lora_models import stored_tensors
@@ -103,6 +105,19 @@ def test_changed_prompts_are_refused_while_responses_to_the_old_ones_wait(tmp_pa
     train("rl", rl_argv(tmp_path / "run", f"{flags} 1"))
     argv = rl_argv(tmp_path / "on", f"{flags} 2 --load {tmp_path}/run --prompts {other_prompts(tmp_path)}")
     assert message([*argv, "--load-changed-data"], "rl").startswith("--load-changed-data: the checkpoint of --load")
+
+
+def test_settings_that_decide_no_number_exist():
+    assert resume._NOT_NUMBERS <= {field.name for field in dataclasses.fields(Settings)}
+
+
+def test_other_settings_are_named_and_a_layout_is_not(run, tmp_path, capfd):
+    resumed = f"--train-iters 4 {SCHEDULE} --load {run}"
+    train("sft", sft_argv(tmp_path / "a", f"{resumed} --tensor-model-parallel-size 2 --save-interval 2"), 2)
+    assert "other settings" not in capfd.readouterr().err
+    train("sft", sft_argv(tmp_path / "b", f"{resumed} --clip-grad 0.5"))
+    line = f"megarl: warning: --load {folders.step_folder(run, 3)}: resumes with other settings: --actor-clip-grad 0.5"
+    assert f"{line} (before: 1.0)\n" in capfd.readouterr().err
 
 
 # -- damage ------------------------------------------------------------------------------------------------------
