@@ -50,10 +50,15 @@ def make_room(run: Path, name: str):
 
 
 def discard(run: Path):
-    """Removes checkpoints that are half-written or half-removed."""
-    for prefix in (WRITING, REMOVED):
-        for unfinished in (Path(run) / "checkpoints").glob(f"{prefix}*"):
-            shutil.rmtree(unfinished)
+    """Removes half-written checkpoints."""
+    for unfinished in (Path(run) / "checkpoints").glob(f"{WRITING}*"):
+        shutil.rmtree(unfinished)
+
+
+def sweep(run: Path):
+    """Removes older checkpoints that were renamed for it, also by a run that was killed. May run in a thread."""
+    for unfinished in (Path(run) / "checkpoints").glob(f"{REMOVED}*"):
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def commit(run: Path, step: int, entries: dict, files: dict[str, dict]):
@@ -73,8 +78,6 @@ def commit(run: Path, step: int, entries: dict, files: dict[str, dict]):
     best = (entries.get("best") or {}).get("step")
     if best is not None and (step_folder(run, best) / MANIFEST).is_file():
         commit_best(run, best)
-    for unfinished in folder.parent.glob(f"{REMOVED}*"):
-        shutil.rmtree(unfinished)
 
 
 def commit_frozen(run: Path, entries: dict, files: dict[str, dict]) -> str:
@@ -87,7 +90,7 @@ def commit_frozen(run: Path, entries: dict, files: dict[str, dict]) -> str:
     manifests.write(writing, {**entries, "files": files})
     folder.parent.mkdir(exist_ok=True)
     if folder.exists() and not _is_intact(folder):
-        remove(folder)
+        shutil.rmtree(folder)
     if folder.exists():
         shutil.rmtree(writing)
     else:
@@ -113,7 +116,7 @@ def _replace(writing: Path, folder: Path):
             _point(checkpoints, LATEST, others[-1] if others else None)
         if named(checkpoints, BEST) == folder:
             _point(checkpoints, BEST, None)
-        folder.rename(folder.with_name(f"{REMOVED}{folder.name}"))
+        remove(folder)
     writing.rename(folder)
     sync_directory(checkpoints)
 
@@ -143,7 +146,8 @@ def commit_best(run: Path, step: int):
 
 
 def prune(run: Path, last: int, every: int, used: list[Path]):
-    """Removes checkpoints but the newest `last` (0: none is removed), every step that `every` divides, and the best.
+    """Gives checkpoints another name that `sweep` removes: all but the newest `last` (0: all are kept), every step that
+    `every` divides, and the best.
 
     Those that `latest` names, that are `used`, or whose manifest cannot be read stay, too.
     """
@@ -200,8 +204,11 @@ def _kept_for(folder: Path) -> str | None:
 
 
 def remove(folder: Path):
-    """Removes a checkpoint; renamed first, so that no reader sees it half-removed."""
-    shutil.rmtree(folder.rename(folder.with_name(f"{REMOVED}{folder.name}")))
+    """Renames a checkpoint for `sweep`, so that no reader sees it half-removed."""
+    target = folder.with_name(f"{REMOVED}{folder.name}")
+    if target.exists():  # a killed run left it
+        shutil.rmtree(target)
+    folder.rename(target)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------

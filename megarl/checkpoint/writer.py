@@ -86,6 +86,7 @@ class CheckpointWriter:
         self.used: list[Path] = []  # checkpoints whose weights the run has loaded: never removed
         self._frozen: dict[str, str] = {}  # role -> its folder in `checkpoints/frozen`
         self._pending: _Pending | None = None
+        self._sweeper: threading.Thread | None = None  # removes older checkpoints, on rank 0
 
     def save(
         self, step: int, roles: dict, manifest: dict, files: dict[str, bytes] | None = None,
@@ -103,7 +104,7 @@ class CheckpointWriter:
         Raises:
             SaveError: on all ranks, if this one or the one before could not be written and the policy says stop.
         """
-        self.wait()
+        self._complete()
         self._handled(lambda: self._save(step, roles, manifest, files or {}, frozen or {}))
 
     def poll(self):
@@ -113,10 +114,18 @@ class CheckpointWriter:
         is_written = torch.tensor([int(self._pending.is_written)], device=device.device())
         dist.all_reduce(is_written, op=dist.ReduceOp.MIN)
         if is_written.item():
-            self.wait()
+            self._complete()
 
     def wait(self):
         """Waits for an asynchronous save and completes it. Collective."""
+        self._complete()
+        self._join_sweeper()
+
+    def _join_sweeper(self):
+        if self._sweeper is not None:
+            self._sweeper.join()
+
+    def _complete(self):
         pending, self._pending = self._pending, None
         if pending is not None:
             self._handled(lambda: self._commit(pending))
@@ -182,6 +191,16 @@ class CheckpointWriter:
             folders.prune(self.run, self.policy.keep_last, self.policy.keep_every, self.used)
         except OSError as error:
             warn([f"--keep-last {self.policy.keep_last}: an older checkpoint cannot be removed ({error})"])
+        self._sweep()
+
+    def _sweep(self):
+        """Removes older checkpoints: for large files that takes as long as a copy of the state."""
+        if self.policy.asynchronous:
+            self._join_sweeper()
+            self._sweeper = threading.Thread(target=folders.sweep, args=(self.run,), name="sweep")
+            self._sweeper.start()
+        else:
+            folders.sweep(self.run)
 
     def _seal(self, pending: _Pending, gathered: list[tuple]) -> dict[str, dict]:
         """Writes what rank 0 adds to the files of all ranks; `manifest.seal` of every file by name."""

@@ -29,6 +29,7 @@ def saved(run: Path, step: int, best: int | None = None, kept_for: str = "interv
         "best": {"step": best, "accuracy": accuracy},
     }
     folders.commit(run, step, entries, {"tensors": manifest.seal(tensors)})
+    folders.sweep(run)
     return folder
 
 

@@ -206,6 +206,7 @@ def test_which_checkpoints_are_kept(last, every, best, kept, tmp_path):
     for step in range(1, 7):
         saved(tmp_path, step, best if best and best <= step else None)
         folders.prune(tmp_path, last, every, [])
+        folders.sweep(tmp_path)
     found = sorted(folders.step_of(path) for path in (tmp_path / "checkpoints").glob("step_*"))
     assert found == kept and folders.find(str(tmp_path), "--load").name == "step_00000006"
 
