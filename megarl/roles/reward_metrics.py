@@ -12,6 +12,7 @@ from megarl.rewards.expression import MODEL, Term
 
 WINDOW = 1000  # samples
 LEAST_FAILURES = 50  # of one verifier, that can end a run: fewer are chance, or one prompt's fault
+LEAST_SAMPLES = 8  # of which none could be scored: then the verifier itself is broken
 
 
 class FailureWindow:
@@ -36,9 +37,10 @@ class FailureWindow:
             self.failed.subtract(failed)
 
     def exceeded(self, name: str) -> bool:
-        """Whether the verifier `name` has failed too often."""
-        least = LEAST_FAILURES if self.allowed else 1
-        return self.failed[name] >= least and self.failed[name] > self.allowed * self.samples
+        """Whether the verifier `name` has failed too often, or always."""
+        failed, least = self.failed[name], LEAST_FAILURES if self.allowed else 1
+        is_broken = failed == self.samples >= LEAST_SAMPLES
+        return failed > self.allowed * self.samples and (failed >= least or is_broken)
 
 
 class RewardStatistics:

@@ -22,10 +22,15 @@ def test_small_calls_do_not_end_a_run():
 
 
 def test_a_share_above_the_limit_ends_it_once_there_are_enough():
-    assert calls(FailureWindow(0.1), *[(10, 10)] * 5) == [False] * 4 + [True]
+    assert calls(FailureWindow(0.1), *[(10, 9)] * 6) == [False] * 5 + [True]
     assert calls(FailureWindow(0.1), (LEAST_FAILURES, LEAST_FAILURES - 1)) == [False]
     assert calls(FailureWindow(0.1), (8 * WINDOW, 800), (1, 1)) == [False, True]
     assert calls(FailureWindow(1.0), *[(10, 10)] * 200) == [False] * 200
+
+
+def test_a_verifier_that_scores_nothing_at_all_ends_it_soon():
+    assert calls(FailureWindow(0.1), *[(4, 4)] * 2) == [False, True]
+    assert calls(FailureWindow(0.1), (1, 0), *[(4, 4)] * 3) == [False] * 4
 
 
 def test_without_an_allowance_the_first_failure_ends_it():
