@@ -20,7 +20,8 @@ SPLIT = {
 
 @pytest.mark.parametrize("arguments, variables, says", [
     ([], {}, "no program given"), (["train"], {}, "unknown program train"), (["train_sft"], {"NPROC": "0"}, "NPROC=0"),
-    (["train_sft"], {"NPROC": "two"}, "NPROC=two"), (["train_sft"], {"MAX_RESTARTS": "-1"}, "MAX_RESTARTS=-1"), (["train_sft", "--lr-rate", "1"], {}, "--lr-rate"),
+    (["train_sft"], {"NPROC": "two"}, "NPROC=two"), (["train_sft", "--lr-rate", "1"], {}, "--lr-rate"),
+    (["train_sft"], {"MAX_RESTARTS": "-1"}, "MAX_RESTARTS=-1"),
 ])  # fmt: skip
 def test_wrong_use_is_reported_in_one_line(arguments, variables, says):
     done = launch(arguments, **variables)
