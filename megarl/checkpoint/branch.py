@@ -6,7 +6,7 @@ nobody continues, and a second resume would take them for its own.
 
 from pathlib import Path
 
-from megarl.checkpoint import folders
+from megarl.checkpoint import commit, folders
 from megarl.errors import warn
 from megarl.observe.files import sync_directory, write_atomically
 from megarl.observe.metrics_file import FILE_NAME, lines_after, start_fresh
@@ -33,9 +33,9 @@ def begin(run: Path, step: int, source: Path | None, used: list[Path]):
         if folder.resolve() not in stays and (not in_place or folders.step_of(folder) > step)
     ]
     if in_place and (stale or folders.named(checkpoints, folders.LATEST) != source):
-        folders.restart_from(checkpoints, source, stale)
+        commit.restart_from(checkpoints, source, stale)
     elif stale:
-        folders.restart_from(checkpoints, None, stale)
+        commit.restart_from(checkpoints, None, stale)
     if stale:
         aside = _free(checkpoints, ABANDONED)
         if in_place:

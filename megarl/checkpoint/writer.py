@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megarl.checkpoint import folders
+from megarl.checkpoint import commit, folders
 from megarl.checkpoint import manifest as manifests
 from megarl.comm.role_mesh import RoleMesh
 from megarl.errors import warn
@@ -146,8 +146,8 @@ class CheckpointWriter:
         if frozen:
             manifest = {**manifest, folders.FROZEN: {role: self._frozen[role] for role in frozen}}
         name = folders.step_folder(self.run, step).name
-        self._agree(step, lambda: folders.make_room(self.run, name))
-        folder, state = folders.writing_folder(self.run, name), {**roles, **dist_checkpoint.rank_state()}
+        self._agree(step, lambda: commit.make_room(self.run, name))
+        folder, state = commit.writing_folder(self.run, name), {**roles, **dist_checkpoint.rank_state()}
         planned = plan_save(state, folder)
         entries = {"world_size": self.mesh.size, "versions": manifests.versions(), **manifest}
         pending = _Pending(step, folder, planned, entries, files)
@@ -168,14 +168,12 @@ class CheckpointWriter:
 
     def _save_frozen(self, step: int, role: str, state: dict) -> str:
         """Writes a role's weights to `checkpoints/frozen/<digest of its files>` and returns the digest. Collective."""
-        self._agree(step, lambda: folders.make_room(self.run, folders.FROZEN))
-        folder = folders.writing_folder(self.run, folders.FROZEN)
+        self._agree(step, lambda: commit.make_room(self.run, folders.FROZEN))
+        folder = commit.writing_folder(self.run, folders.FROZEN)
         pending = _Pending(step, folder, plan_save(state, folder), {}, {})
         gathered, digest = self.mesh.gather(pending.write()), [None]
         entries = {"step": 0, "world_size": self.mesh.size, "program": folders.FROZEN, "role": role}
-        self._agree(
-            step, lambda: digest.append(folders.commit_frozen(self.run, entries, self._seal(pending, gathered)))
-        )
+        self._agree(step, lambda: digest.append(commit.commit_frozen(self.run, entries, self._seal(pending, gathered))))
         digest = digest[-1:]
         dist.broadcast_object_list(digest, src=0)
         return digest[0]
@@ -186,9 +184,9 @@ class CheckpointWriter:
 
     def _finish(self, pending: _Pending, gathered: list[tuple]):
         """Completes a checkpoint on rank 0, when all ranks have written their files."""
-        folders.commit(self.run, pending.step, pending.entries, self._seal(pending, gathered))
+        commit.commit(self.run, pending.step, pending.entries, self._seal(pending, gathered))
         try:
-            folders.prune(self.run, self.policy.keep_last, self.policy.keep_every, self.used)
+            commit.prune(self.run, self.policy.keep_last, self.policy.keep_every, self.used)
         except OSError as error:
             warn([f"--keep-last {self.policy.keep_last}: an older checkpoint cannot be removed ({error})"])
         self._sweep()
@@ -197,10 +195,10 @@ class CheckpointWriter:
         """Removes older checkpoints: for large files that takes as long as a copy of the state."""
         if self.policy.asynchronous:
             self._join_sweeper()
-            self._sweeper = threading.Thread(target=folders.sweep, args=(self.run,), name="sweep")
+            self._sweeper = threading.Thread(target=commit.sweep, args=(self.run,), name="sweep")
             self._sweeper.start()
         else:
-            folders.sweep(self.run)
+            commit.sweep(self.run)
 
     def _seal(self, pending: _Pending, gathered: list[tuple]) -> dict[str, dict]:
         """Writes what rank 0 adds to the files of all ranks; `manifest.seal` of every file by name."""
@@ -230,7 +228,7 @@ class CheckpointWriter:
 
     def _clean_up(self):
         """Frees the space of a checkpoint that could not be written."""
-        for unfinished in (self.run / "checkpoints").glob(f"{folders.WRITING}*"):
+        for unfinished in (self.run / "checkpoints").glob(f"{commit.WRITING}*"):
             shutil.rmtree(unfinished, ignore_errors=True)
 
 

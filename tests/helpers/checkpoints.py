@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from megarl.checkpoint import folders, manifest
+from megarl.checkpoint import commit, folders, manifest
 
 # A run whose checkpoints also hold groups that wait for their batch, and unfinished groups.
 WAITING = (
@@ -19,8 +19,8 @@ class Killed(BaseException):
 def saved(run: Path, step: int, best: int | None = None, kept_for: str = "interval", accuracy: float = 0.5) -> Path:
     """A checkpoint saved as `CheckpointWriter.save` does, with one file instead of its tensors."""
     folder = folders.step_folder(run, step)
-    folders.make_room(run, folder.name)
-    tensors = folders.writing_folder(run, folder.name) / "tensors"
+    commit.make_room(run, folder.name)
+    tensors = commit.writing_folder(run, folder.name) / "tensors"
     tensors.write_text(f"{step}")
     entries = {
         "world_size": 1,
@@ -28,8 +28,8 @@ def saved(run: Path, step: int, best: int | None = None, kept_for: str = "interv
         "kept_for": kept_for,
         "best": {"step": best, "accuracy": accuracy},
     }
-    folders.commit(run, step, entries, {"tensors": manifest.seal(tensors)})
-    folders.sweep(run)
+    commit.commit(run, step, entries, {"tensors": manifest.seal(tensors)})
+    commit.sweep(run)
     return folder
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.checkpoint import folders, integrity
+from megarl.checkpoint import commit, folders, integrity
 from megarl.checkpoint.writer import CheckpointWriter, SaveError, SavePolicy
 from megarl.errors import UsageError
 from megarl.mcore.weights import planned_save
@@ -136,14 +136,14 @@ def failing_save(rank: int, config, run: Path, policy: SavePolicy, fails: str) -
         return [message, folders.find(str(run), "--load").name]
 
     save(1)
-    make_room = folders.make_room
+    make_room = commit.make_room
     if fails == "size" and rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     if fails == "read-only":
-        folders.make_room = read_only
+        commit.make_room = read_only
     found = save(2)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    folders.make_room = make_room
+    commit.make_room = make_room
     assert rank or not list((run / "checkpoints").glob(".*"))  # its space is free again
     found += save(3)
     return [*found, list(integrity.find_damage([folders.find(str(run), "--load")]))]
@@ -205,8 +205,8 @@ def test_a_run_without_space_stops_or_goes_on(tmp_path):
 def test_which_checkpoints_are_kept(last, every, best, kept, tmp_path):
     for step in range(1, 7):
         saved(tmp_path, step, best if best and best <= step else None)
-        folders.prune(tmp_path, last, every, [])
-        folders.sweep(tmp_path)
+        commit.prune(tmp_path, last, every, [])
+        commit.sweep(tmp_path)
     found = sorted(folders.step_of(path) for path in (tmp_path / "checkpoints").glob("step_*"))
     assert found == kept and folders.find(str(tmp_path), "--load").name == "step_00000006"
 
@@ -216,7 +216,7 @@ def test_weights_that_the_run_started_from_and_unreadable_checkpoints_are_kept(t
     (unreadable / "manifest.json").write_text("{}")
     for step in (3, 4):
         saved(tmp_path, step)
-    folders.prune(tmp_path, 1, 0, [used])
+    commit.prune(tmp_path, 1, 0, [used])
     assert sorted(folders.step_of(path) for path in (tmp_path / "checkpoints").glob("step_*")) == [1, 2, 4]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.checkpoint import folders
+from megarl.checkpoint import commit, folders
 from megarl.errors import UsageError
 from tests.helpers.checkpoints import every_death, saved
 
@@ -78,7 +78,7 @@ def test_a_run_resumed_from_an_earlier_step_has_its_own_best(tmp_path):
 def test_what_latest_names_is_never_removed(tmp_path):
     saved(tmp_path, 5, 5)
     saved(tmp_path, 12, 12, "best")
-    folders.commit_best(tmp_path, 5)
+    commit.commit_best(tmp_path, 5)
     assert (steps(tmp_path), loaded(tmp_path), loaded(tmp_path, "best")) == ([5, 12], 12, 5)
     saved(tmp_path, 15, 5)
     assert (steps(tmp_path), loaded(tmp_path), loaded(tmp_path, "best")) == ([5, 15], 15, 5)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.checkpoint import folders, integrity, manifest
+from megarl.checkpoint import commit, folders, integrity, manifest
 from megarl.errors import UsageError
 from tests.helpers.checkpoints import WAITING, saved
 from tests.helpers.programs import rl_argv, train
@@ -152,8 +152,8 @@ def test_a_damaged_latest_file_is_replaced_by_the_newest_one(content, tmp_path):
 
 def test_a_half_written_folder_is_never_chosen(tmp_path):
     first = saved(tmp_path, 1)
-    folders.make_room(tmp_path, "step_00000002")
-    (folders.writing_folder(tmp_path, "step_00000002") / "tensors").write_text("2")
+    commit.make_room(tmp_path, "step_00000002")
+    (commit.writing_folder(tmp_path, "step_00000002") / "tensors").write_text("2")
     (tmp_path / "checkpoints" / "latest").unlink()
     assert folders.find(str(tmp_path), "--load") == first
 

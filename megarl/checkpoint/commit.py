@@ -1,0 +1,179 @@
+"""Gives a written checkpoint its name, and removes older ones, so that a kill at any instant leaves complete ones.
+
+A checkpoint is written under another name, `.writing-step_%08d`, and renamed when every file and the manifest are on
+the disk. The pointers `latest` and `best` are written after that and changed before a checkpoint is removed.
+"""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+from megarl.checkpoint import manifest as manifests
+from megarl.checkpoint.folders import (
+    BEST,
+    FROZEN,
+    LATEST,
+    MANIFEST,
+    check,
+    complete,
+    named,
+    point,
+    read_manifest,
+    step_folder,
+    step_of,
+)
+from megarl.errors import UsageError
+from megarl.observe.files import sync_directory
+
+WRITING, REMOVED = ".writing-", ".removed-"  # prefixes of folders that are being written and removed
+
+
+def writing_folder(run: Path, name: str) -> Path:
+    """The folder in which a checkpoint is written until it gets its name."""
+    return Path(run) / "checkpoints" / f"{WRITING}{name}"
+
+
+def make_room(run: Path, name: str):
+    """Creates an empty `writing_folder` and removes what a killed run left."""
+    writing = writing_folder(run, name)
+    writing.parent.mkdir(parents=True, exist_ok=True)
+    discard(run)
+    writing.mkdir()
+
+
+def discard(run: Path):
+    """Removes half-written checkpoints."""
+    for unfinished in (Path(run) / "checkpoints").glob(f"{WRITING}*"):
+        shutil.rmtree(unfinished)
+
+
+def sweep(run: Path):
+    """Removes older checkpoints that were renamed for it, also by a run that was killed. May run in a thread."""
+    for unfinished in (Path(run) / "checkpoints").glob(f"{REMOVED}*"):
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def commit(run: Path, step: int, entries: dict, files: dict[str, dict]):
+    """Makes what was written into the folder of `make_room` the step's checkpoint, then the latest.
+
+    `best` then names the step `entries["best"]["step"]`, this one or an earlier one, if its checkpoint exists.
+
+    Args:
+        entries: of the manifest.
+        files: `manifest.seal` of every file by name.
+    """
+    folder = step_folder(run, step)
+    writing = writing_folder(run, folder.name)
+    manifests.write(writing, {"step": step, **entries, "files": files})
+    _replace(writing, folder)
+    point(folder.parent, LATEST, folder)
+    best = (entries.get("best") or {}).get("step")
+    if best is not None and (step_folder(run, best) / MANIFEST).is_file():
+        commit_best(run, best)
+
+
+def commit_frozen(run: Path, entries: dict, files: dict[str, dict]) -> str:
+    """Gives weights that no step changes a name that follows from their content, and returns it.
+
+    Arguments as of `commit`. If the run's folder has the same weights already, these are kept.
+    """
+    digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:16]
+    writing, folder = writing_folder(run, FROZEN), Path(run) / "checkpoints" / FROZEN / digest
+    manifests.write(writing, {**entries, "files": files})
+    folder.parent.mkdir(exist_ok=True)
+    if folder.exists() and not _is_intact(folder):
+        shutil.rmtree(folder)
+    if folder.exists():
+        shutil.rmtree(writing)
+    else:
+        writing.rename(folder)
+        sync_directory(folder.parent)
+    return digest
+
+
+def _is_intact(folder: Path) -> bool:
+    try:
+        check(folder, "--save")
+    except UsageError:
+        return False
+    return True
+
+
+def _replace(writing: Path, folder: Path):
+    """Gives a written checkpoint its name; an older one with this name is no longer named by a pointer, then goes."""
+    checkpoints = folder.parent
+    if folder.exists():
+        if named(checkpoints, LATEST) == folder:
+            others = [other for other in complete(checkpoints) if other != folder]
+            point(checkpoints, LATEST, others[-1] if others else None)
+        if named(checkpoints, BEST) == folder:
+            point(checkpoints, BEST, None)
+        remove(folder)
+    writing.rename(folder)
+    sync_directory(checkpoints)
+
+
+def restart_from(checkpoints: Path, latest: Path | None, stale: list[Path]):
+    """Makes `latest` name a checkpoint, or none, and `best` none of the stale ones: the best before, if it exists."""
+    best, before = named(checkpoints, BEST), None
+    if best in stale and latest is not None:
+        step = (read_manifest(latest, "--load").get("best") or {}).get("step")
+        before = None if step is None else step_folder(checkpoints.parent, step)
+    point(checkpoints, LATEST, latest)
+    if best in stale:
+        point(checkpoints, BEST, before if before in complete(checkpoints) and before not in stale else None)
+
+
+def commit_best(run: Path, step: int):
+    """Marks a complete checkpoint as the best, then removes those that were kept only as earlier best ones.
+
+    These have `"kept_for": "best"` in their manifests. The latest checkpoint is kept until a later one exists.
+    """
+    folder = step_folder(run, step)
+    if named(folder.parent, BEST) != folder:
+        point(folder.parent, BEST, folder)
+    for other in complete(folder.parent):
+        if other not in (folder, named(folder.parent, LATEST)) and _kept_for(other) == "best":
+            remove(other)
+
+
+def prune(run: Path, last: int, every: int, used: list[Path]):
+    """Gives checkpoints another name that `sweep` removes: all but the newest `last` (0: all are kept), every step that
+    `every` divides, and the best.
+
+    Those that `latest` names, that are `used`, or whose manifest cannot be read stay, too.
+    """
+    if not last:
+        return
+    checkpoints = Path(run) / "checkpoints"
+    kept = {path.resolve() for path in (*complete(checkpoints)[-last:], *used)}
+    kept |= {path.resolve() for path in (named(checkpoints, LATEST), named(checkpoints, BEST)) if path}
+    for folder in complete(checkpoints):
+        if folder.resolve() in kept or not _is_readable(folder) or (every and step_of(folder) % every == 0):
+            continue
+        remove(folder)
+
+
+def _is_readable(folder: Path) -> bool:
+    try:
+        read_manifest(folder, "--save")
+    except UsageError:
+        return False
+    return True
+
+
+def _kept_for(folder: Path) -> str | None:
+    """Why a checkpoint was saved ('interval' or 'best'); None if its manifest does not say."""
+    try:
+        return read_manifest(folder, "--save").get("kept_for")
+    except UsageError:
+        return None
+
+
+def remove(folder: Path):
+    """Renames a checkpoint for `sweep`, so that no reader sees it half-removed."""
+    target = folder.with_name(f"{REMOVED}{folder.name}")
+    if target.exists():  # a killed run left it
+        shutil.rmtree(target)
+    folder.rename(target)
