@@ -53,7 +53,7 @@ def killed_before(monkeypatch, number: int, action, *modules) -> bool:
 
     shutil_rmtree = shutil.rmtree
     with monkeypatch.context() as patch:
-        patch.setattr(folders.shutil, "rmtree", deadly(tree))
+        patch.setattr(shutil, "rmtree", deadly(tree))
         for module in (folders, manifest, *modules):
             patch.setattr(module, "write_atomically", deadly(module.write_atomically))
         for name in ("mkdir", "rename", "unlink"):
