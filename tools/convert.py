@@ -94,8 +94,8 @@ class Conversion:
             export_weights(self.weight_map, self.model, self.groups, self.save)
         self.say(f"{self.save}: the weights of {self.source}")
 
-    def verify(self):
-        """Compares with the folder; exit status 1 if a tensor differs."""
+    def verify(self) -> int:
+        """Compares with the folder; returns the exit status, 1 if a tensor differs."""
         self.weight_map.check()
         gathered = [None] * self.mesh.size
         dist.all_gather_object(gathered, differing_tensors(self.weight_map, self.model, self.groups))
@@ -104,8 +104,9 @@ class Conversion:
         if different:
             first = ", ".join(f"{name} (by {size:.3g})" for name, size in sorted(different.items())[:NAMED])
             self.say(f"{len(different)} of {count} tensors differ: {first}")
-            raise SystemExit(1)
-        self.say(f"all {count} tensors are equal")
+        else:
+            self.say(f"all {count} tensors are equal")
+        return int(bool(different))
 
     def say(self, text: str):
         """Prints a line on rank 0."""

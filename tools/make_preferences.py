@@ -26,6 +26,7 @@ from megarl.rewards.tasks import check_tasks, load_tasks, reasoning_gym
 from tools.make_prompts import normalise, write_files
 
 MOST_EDITS = 2  # maximum edits of a corrupted answer
+SECONDS = 30.0  # that scoring one response may take
 TRIES = 10  # per corrupted answer, since an edit may undo another
 FIELDS = {"prompt": str, "response": str, "finished": bool}  # fields of a sample that are read
 
@@ -99,7 +100,7 @@ def read_samples(path: str, flag: str, prompts: PromptSet) -> dict[int, list[str
 
 def score(prompt: Prompt, response: str) -> float:
     """Score of a response by the scorer of the prompt's task, 0 to 1."""
-    return reasoning_gym(Sample(prompt.text, response, prompt.answer, prompt.metadata)).reward
+    return reasoning_gym(SECONDS)(Sample(prompt.text, response, prompt.answer, prompt.metadata)).reward
 
 
 def corrupted(answer: str, alphabet: str, draw: random.Random) -> str:

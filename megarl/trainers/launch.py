@@ -19,7 +19,7 @@ def launch(train, program: str):
     rank's process with status 1 and a line that names rank, role, phase and step; the launcher ends the other ranks.
 
     Args:
-        train: the program's main function.
+        train: the program's main function; what it returns is the exit status, None is 0.
         program: 'rl', 'sft', 'reward' or 'evaluate'.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -32,7 +32,7 @@ def launch(train, program: str):
             return
         if rank == 0 and not os.environ.get(WARNED):
             warn(config.warnings)
-        train(config, timers)
+        status = train(config, timers)
         heartbeat.finish()
     except UsageError as error:
         if rank == error.speaker:
@@ -52,6 +52,8 @@ def launch(train, program: str):
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+    if status:
+        sys.exit(status)
 
 
 def _fail(rank: int, timers: Timers, error: BaseException):

@@ -216,10 +216,12 @@ def changed(option: str, action: argparse.Action) -> set[tuple[str, str]] | None
     return {key for key in after if after[key] != before.get(key)}
 
 
-def test_every_accepted_flag_changes_what_a_run_reads(tmp_path_factory):
-    from megarl.mcore.config.supported_flags import ONLY
+def effects(rank: int, read: frozenset) -> tuple[dict, set]:
+    """(switches without effect or with one that is not expected -> what they change, flags refused).
 
-    read, wrong, refused = read_by_runs(tmp_path_factory.mktemp("reads")), {}, set()
+    In a process of its own: some of Megatron's configs change the process that makes them.
+    """
+    wrong, refused = {}, set()
     for action in accepted():
         for option in action.option_strings:
             found = changed(option, action)
@@ -227,6 +229,14 @@ def test_every_accepted_flag_changes_what_a_run_reads(tmp_path_factory):
                 refused.add(action.dest)
             elif bool(found & read) == (option in ALREADY_SO):
                 wrong[option] = found
+    return wrong, refused
+
+
+def test_every_accepted_flag_changes_what_a_run_reads(tmp_path_factory):
+    from megarl.mcore.config.supported_flags import ONLY
+
+    read = read_by_runs(tmp_path_factory.mktemp("reads"))
+    ((wrong, refused),) = run_world(effects, 1, read)
     assert not wrong, f"flags without effect: {wrong}"
     assert refused - set(ONLY) == REFUSED_HERE
     assert len(read) > 200

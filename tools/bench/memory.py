@@ -31,7 +31,7 @@ MODEL = (
 )
 SMALL = "--rollout-buffer-gb 0.016"
 SIDES = {
-    "nothing": f"{NOTHING} --num-query-groups 2 {SMALL}", "training": SMALL,
+    "nothing": f"{NOTHING} --group-query-attention --num-query-groups 2 {SMALL}", "training": SMALL,
     "ppo": f"--rollout-buffer-gb {4 * PARAMETERS / 2**30}",
 }  # fmt: skip
 

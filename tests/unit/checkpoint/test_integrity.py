@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.checkpoint import commit, folders, integrity, manifest
-from megarl.errors import UsageError
+from megarl.errors import WARNED, UsageError
 from tests.helpers.checkpoints import WAITING, saved
 from tests.helpers.programs import rl_argv, train
 from tests.helpers.worlds import run_world
@@ -124,7 +124,8 @@ def test_each_file_is_read_once_and_all_ranks_learn_what_is_damaged(tmp_path):
 # -- what is chosen ----------------------------------------------------------------------------------------------
 
 
-def test_a_run_with_a_damaged_latest_uses_the_newest_intact_one(tmp_path, capsys):
+def test_a_run_with_a_damaged_latest_uses_the_newest_intact_one(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv(WARNED, raising=False)  # a launcher that other tests ran in this process may have set it
     for step in (1, 2, 3):
         saved(tmp_path, step, 3 if step == 3 else None)
     broken = folders.step_folder(tmp_path, 3)
