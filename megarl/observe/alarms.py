@@ -16,7 +16,7 @@ from typing import NamedTuple
 from megarl.errors import RunStopped, UsageError, warn
 
 DEFAULT_ALARMS = "; ".join((
-    "actor/grad_norm > 10x: warn", "actor/ppo_kl > 0.5: warn", "critic/loss > 10x: warn", "sft/loss > 3x: warn",
+    "actor/grad_norm > 30x: warn", "actor/ppo_kl > 0.5: warn", "critic/loss > 10x: warn", "sft/loss > 3x: warn",
     "reward/loss > 3x: warn", "reward/mean < 0.3x: warn", "rollout/response_length_mean < 0.3x: warn",
     "rollout/logprob_gap_mean > 0.05: warn",
 ))  # fmt: skip
@@ -120,15 +120,19 @@ class Alarms:
             warn([f"--alarms: step {step} has no metric {', '.join(unknown)}"])
         self._unseen = set()
         found = {alarm for alarm in self._alarms if self._holds(alarm, metrics)}
+        texts = {alarm: self._text(alarm, step, metrics) for alarm in found - self._holding}
         for metric in {alarm.metric for alarm in self._alarms if alarm.is_relative} & metrics.keys():
             if math.isfinite(metrics[metric]):
                 self._history[metric].append(metrics[metric])
-        for alarm in sorted(found - self._holding):
-            text = f"step {step}: {alarm.metric} is {metrics[alarm.metric]:.4g} (--alarms {str(alarm)!r})"
+        for alarm in sorted(texts):
             if alarm.action == "stop":
-                raise RunStopped(text)
-            warn([text])
+                raise RunStopped(texts[alarm])
+            warn([texts[alarm]])
         self._holding = found
+
+    def _text(self, alarm: Alarm, step: int, metrics: Mapping[str, float]) -> str:
+        usual = f", median {median(self._history[alarm.metric]):.4g}" if alarm.is_relative else ""
+        return f"step {step}: {alarm.metric} is {metrics[alarm.metric]:.4g}{usual} (--alarms {str(alarm)!r})"
 
     def _holds(self, alarm: Alarm, metrics: Mapping[str, float]) -> bool:
         value = metrics.get(alarm.metric)

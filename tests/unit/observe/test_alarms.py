@@ -57,7 +57,7 @@ def test_a_multiple_is_of_the_median_of_earlier_steps(capsys):
     watch("m < 0.3x: warn", [1.0, 2.0, 3.0, 4.0, 5.0, 0.91, 0.74])
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(" (")[0] for line in lines] == [
-        f"megarl: warning: step {at}" for at in ("8: m is 3.1", "7: m is 0.74")
+        f"megarl: warning: step {at}" for at in ("8: m is 3.1, median 1", "7: m is 0.74, median 2.5")
     ]
 
 
