@@ -1,13 +1,13 @@
 """Preference pairs: the reward model's inputs for the chosen and the rejected response to one prompt."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from megarl.data.conversations import Encoder
+from megarl.data.examples import Examples
 from megarl.data.prompts import PromptSet
-from megarl.data.ragged import LazyList, Ragged
+from megarl.data.ragged import Ragged
 from megarl.errors import UsageError
 
 
@@ -20,7 +20,7 @@ class Pair:
     margin: float
 
 
-def preference_pairs(prompts: PromptSet, encoder: Encoder, longest: int) -> Sequence[Pair]:
+def preference_pairs(prompts: PromptSet, encoder: Encoder, longest: int) -> Examples:
     """The pair of every line, each text at most `longest` tokens long (cut by `Encoder.reward_model_inputs`).
 
     One rank of a node tokenizes them for all. Raises UsageError with file and line if chosen or rejected is missing, or
@@ -28,7 +28,7 @@ def preference_pairs(prompts: PromptSet, encoder: Encoder, longest: int) -> Sequ
     """
     arrays = prompts.on_node(lambda: _arrays(prompts, encoder, longest), "preferences", encoder, longest)
     tokens, margins = Ragged.of_arrays(arrays), arrays["margins"]
-    return LazyList(len(margins), lambda line: Pair(tokens[2 * line], tokens[2 * line + 1], float(margins[line])))
+    return Examples(tokens, lambda line: Pair(tokens[2 * line], tokens[2 * line + 1], float(margins[line])), 2)
 
 
 def _arrays(prompts: PromptSet, encoder: Encoder, longest: int) -> dict[str, np.ndarray]:

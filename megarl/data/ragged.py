@@ -1,8 +1,7 @@
 """Rows of unequal length in two flat arrays, which ranks of a node can map from one file."""
 
 import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -35,6 +34,10 @@ class Ragged:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    def lengths(self, rows: np.ndarray) -> np.ndarray:
+        """int64: number of items of each of these rows."""
+        return self.offsets[rows + 1] - self.offsets[rows]
+
     def view(self, row: int) -> memoryview:
         """A row without a copy; its items are Python numbers."""
         return self._view[self.offsets[row] : self.offsets[row + 1]]
@@ -62,17 +65,3 @@ class RaggedBuilder:
     def build(self) -> Ragged:
         """The rows so far."""
         return Ragged(np.frombuffer(self._values, self._dtype), np.frombuffer(self._offsets, np.int64))
-
-
-class LazyList(Sequence):
-    """A list whose items are made when they are read; a slice is a plain list."""
-
-    def __init__(self, length: int, item: Callable[[int], Any]):
-        self._length, self._item = length, item
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index):
-        positions = range(self._length)[index]
-        return [self._item(i) for i in positions] if isinstance(index, slice) else self._item(positions)

@@ -1,20 +1,17 @@
 """Supervised examples: tokens of conversations, with the mask of the tokens to train on."""
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from megarl.data.conversations import Encoder
+from megarl.data.examples import Examples
 from megarl.data.prompts import Prompt, PromptSet, prompt_tokens
-from megarl.data.ragged import LazyList, Ragged, RaggedBuilder
+from megarl.data.ragged import Ragged, RaggedBuilder
 from megarl.errors import UsageError
 
 Example = tuple[list[int], list[bool]]
 
 
-def sft_examples(
-    prompts: PromptSet, encoder: Encoder, max_prompt_length: int, max_response_length: int
-) -> Sequence[Example]:
+def sft_examples(prompts: PromptSet, encoder: Encoder, max_prompt_length: int, max_response_length: int) -> Examples:
     """`(tokens, response_mask)` per line, equally long; the mask covers the responses, each with its EOS.
 
     A line's response is its `response`, else its `answer`; in a line with `messages` every assistant message is one.
@@ -25,7 +22,7 @@ def sft_examples(
     limits = max_prompt_length, max_response_length
     arrays = prompts.on_node(lambda: _arrays(prompts, encoder, *limits), "sft", encoder, *limits)
     tokens, mask = (Ragged(arrays[name], arrays["offsets"]) for name in ("values", "mask"))
-    return LazyList(len(tokens), lambda line: (tokens[line], mask[line]))
+    return Examples(tokens, lambda line: (tokens[line], mask[line]))
 
 
 def _arrays(

@@ -10,6 +10,7 @@ from megarl.algorithms.preference_loss import bradley_terry
 from megarl.arguments import RunConfig, Settings
 from megarl.batch import Batch
 from megarl.data.conversations import Encoder
+from megarl.data.examples import Examples
 from megarl.data.preferences import Pair, preference_pairs
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
@@ -28,7 +29,7 @@ class RewardModelTrainer(SupervisedTrainer):
     fields = REWARD_FIELDS
 
     @staticmethod
-    def read(prompts: PromptSet, encoder: Encoder, config: RunConfig) -> list:
+    def read(prompts: PromptSet, encoder: Encoder, config: RunConfig) -> Examples:
         """The pair of each line."""
         return preference_pairs(prompts, encoder, config.roles["reward"].megatron.seq_length)
 
@@ -55,16 +56,19 @@ class RewardModelTrainer(SupervisedTrainer):
             chunk, microbatch.tokens, metadata.lengths, microbatch.routing, metadata.shared
         )
 
-    def _margins(self, pairs: list[Pair]) -> Tensor:
-        margins = [pair.margin + self.settings.preference_margin for pair in pairs]
-        return torch.tensor(margins, dtype=torch.float32, device=device.device())
+    def _margins(self, pairs: ExampleBatch) -> Tensor:
+        """[P] by number in the batch; only those of this replica's pairs are set."""
+        margins = torch.zeros(pairs.count)
+        for number, pair in pairs.examples.items():
+            margins[number] = pair.margin + self.settings.preference_margin
+        return margins.to(device.device())
 
     def _measure(self, scores: Tensor, microbatch: Batch, margins: Tensor) -> tuple[Tensor, Tensor]:
         """(sum of the pairs' losses, float64 [4] sums of `METRIC_NAMES`) of a micro-batch.
 
         Args:
             scores: [N] of its sequences; those of a pair are adjacent.
-            margins: [P] of all pairs of the batch, over all replicas.
+            margins: [P] of the batch's pairs (`_margins`).
         """
         chosen, rejected = scores.view(-1, 2).unbind(1)
         last_tokens = microbatch.cu_seqlens[1:] - 1
@@ -79,7 +83,7 @@ class RewardModelTrainer(SupervisedTrainer):
         """One optimizer update on the mean loss of the pairs."""
         with self.timers.phase("reward", "update"):
             self.trainable_model.router_state.begin_step()
-            count, margins = len(examples.examples), self._margins(examples.examples)
+            count, margins = examples.count, self._margins(examples)
 
             def loss(scores, microbatch):
                 total, sums = self._measure(scores, microbatch, margins)
@@ -107,9 +111,9 @@ class RewardModelTrainer(SupervisedTrainer):
     def evaluate_batch(self, examples: ExampleBatch) -> dict[str, float]:
         """Loss, accuracy, margin and mean score of held-out pairs. Collective."""
         sums = torch.zeros(len(METRIC_NAMES), dtype=torch.float64, device=device.device())
-        margins = self._margins(examples.examples)
+        margins = self._margins(examples)
         for scores, positions in self.trainable_model.forward_only(self.microbatches(examples.batch), self._forward):
             if len(positions):
                 sums += self._measure(scores, examples.batch.select(positions), margins)[1]
-        means = (self.role_groups.dp_all_reduce(sums) / len(examples.examples)).tolist()
+        means = (self.role_groups.dp_all_reduce(sums) / examples.count).tolist()
         return {f"eval/{name}": mean for name, mean in zip(METRIC_NAMES, means, strict=True)}

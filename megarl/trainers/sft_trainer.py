@@ -7,6 +7,7 @@ import torch
 from megarl.algorithms.aggregation import masked_sum, token_mean
 from megarl.arguments import RunConfig
 from megarl.data.conversations import Encoder
+from megarl.data.examples import Examples
 from megarl.data.prompts import PromptSet
 from megarl.data.sft import sft_examples
 from megarl.mcore import device
@@ -22,7 +23,7 @@ class SFTTrainer(SupervisedTrainer):
     fields = SFT_FIELDS
 
     @staticmethod
-    def read(prompts: PromptSet, encoder: Encoder, config: RunConfig) -> list:
+    def read(prompts: PromptSet, encoder: Encoder, config: RunConfig) -> Examples:
         """(tokens, mask of the tokens in the loss) of each line."""
         limits = config.settings.max_prompt_length, config.settings.max_response_length
         return sft_examples(prompts, encoder, *limits)

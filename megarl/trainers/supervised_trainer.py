@@ -1,7 +1,8 @@
 """The base class of SFTTrainer and RewardModelTrainer: inputs, batches, evaluation, checkpoints and resume."""
 
 import abc
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from megarl.checkpoint.pretrained import find_pretrained
 from megarl.comm import load_balance
 from megarl.comm import microbatches as mb
 from megarl.data.conversations import Encoder
+from megarl.data.examples import Examples
 from megarl.data.order import PromptOrder
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.errors import UsageError
@@ -42,7 +44,8 @@ class TaskSpec(NamedTuple):
 class ExampleBatch(NamedTuple):
     """The examples of a step or an evaluation."""
 
-    examples: list  # of all replicas
+    count: int  # of all replicas
+    examples: dict[int, Any]  # this replica's, by their number in the batch
     batch: Batch  # this replica's sequences; example i of k sequences has the ids i·k … i·k + k − 1
 
 
@@ -70,7 +73,7 @@ class SupervisedTrainer(Trainer, abc.ABC):
 
     @staticmethod
     @abc.abstractmethod
-    def read(prompts: PromptSet, encoder: Encoder, config: RunConfig) -> list:
+    def read(prompts: PromptSet, encoder: Encoder, config: RunConfig) -> Examples:
         """The example of each line of a file; UsageError with file and line for an invalid one."""
 
     @staticmethod
@@ -98,31 +101,31 @@ class SupervisedTrainer(Trainer, abc.ABC):
 
     def next_batch(self) -> ExampleBatch:
         """The next `--global-batch-size` examples."""
-        lines = self.order.take(self.role.megatron.global_batch_size)
-        return self._batch_of([self.inputs.examples[line] for line in lines])
+        return self._batch_of(self.inputs.examples, self.order.take(self.role.megatron.global_batch_size))
 
-    def _batch_of(self, examples: list) -> ExampleBatch:
-        sequences = [sequence for example in examples for sequence in self.sequences(example)]
+    def _batch_of(self, examples: Examples, lines: Sequence[int]) -> ExampleBatch:
+        """This replica's part of the examples of these lines; of the others only the lengths are read."""
         per_example = self.task.sequences_per_example
-        lengths = torch.tensor([len(tokens) for tokens, _ in sequences], dtype=torch.int64)
+        lengths = torch.from_numpy(examples.lengths(lines))
         # The cost of an example is estimated as if its sequences were one.
-        example_lengths, minibatches = lengths.view(-1, per_example).sum(1), [torch.arange(len(examples))]
         dp_assignment = load_balance.balance_by_flops(
-            example_lengths, minibatches, len(self.role_groups.replicas), self.role.megatron.hidden_size
+            lengths.sum(1), [torch.arange(len(lines))], len(self.role_groups.replicas), self.role.megatron.hidden_size
         )
-        ids = torch.arange(len(sequences)).view(-1, per_example)[dp_assignment == self.role_groups.dp_rank].flatten()
-        mine, prompts = [sequences[i] for i in ids.tolist()], {}
+        numbers = (dp_assignment == self.role_groups.dp_rank).nonzero().flatten()
+        mine = {number: examples[lines[number]] for number in numbers.tolist()}
+        sequences = [sequence for example in mine.values() for sequence in self.sequences(example)]
+        prompts = {}
         if per_example > 1:
-            prefix_lengths = common_prefix_lengths([tokens for tokens, _ in mine], ids // per_example)
-            prompts = {"prompt_ids": ids // per_example, "prompt_lengths": prefix_lengths}
+            ids = numbers.repeat_interleave(per_example)
+            prompts = {"prompt_ids": ids, "prompt_lengths": common_prefix_lengths([s for s, _ in sequences], ids)}
         batch = Batch(
-            sequence_ids=ids,
-            lengths=lengths[ids],
-            tokens=torch.tensor([t for tokens, _ in mine for t in tokens], dtype=torch.int64),
-            response_mask=torch.tensor([m for _, mask in mine for m in mask], dtype=torch.bool),
+            sequence_ids=(numbers[:, None] * per_example + torch.arange(per_example)).flatten(),
+            lengths=lengths[numbers].flatten(),
+            tokens=torch.tensor([t for tokens, _ in sequences for t in tokens], dtype=torch.int64),
+            response_mask=torch.tensor([m for _, mask in sequences for m in mask], dtype=torch.bool),
             **prompts,
         )
-        return ExampleBatch(examples, batch.to(device.device()))
+        return ExampleBatch(len(lines), mine, batch.to(device.device()))
 
     def microbatches(self, batch: Batch) -> list[tuple[Batch, Tensor]]:
         """This replica's micro-batches, equally many on every replica; the sequences of an example share one."""
@@ -136,7 +139,8 @@ class SupervisedTrainer(Trainer, abc.ABC):
         """Evaluates on held-out examples every `--eval-interval` steps; the run ends at its target. Collective."""
         s = self.settings
         if s.eval_prompts and self.is_due(s.eval_interval):
-            self.metrics |= self.evaluate_batch(self._batch_of(self.inputs.held_out[: s.eval_samples]))
+            lines = range(len(self.inputs.held_out))[: s.eval_samples]
+            self.metrics |= self.evaluate_batch(self._batch_of(self.inputs.held_out, lines))
             if self.has_reached_target():
                 self.last_step = step
 

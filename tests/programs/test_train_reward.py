@@ -99,8 +99,9 @@ def watched(rank: int, parsed) -> list[tuple[list, list]]:
 
     class Watched(reward_model_trainer.RewardModelTrainer):
         def next_batch(self):
-            drawn = super().next_batch()
-            seen.append((own_means(self.trainable_model.model[0], drawn.examples, *options), []))
+            lines = self.order.indices(self.order.position, self.role.megatron.global_batch_size)
+            drawn, pairs = super().next_batch(), [self.inputs.examples[line] for line in lines]
+            seen.append((own_means(self.trainable_model.model[0], pairs, *options), []))
             assert all(part.host_metadata.shared for part, places in self.microbatches(drawn.batch) if len(places))
             return drawn
 

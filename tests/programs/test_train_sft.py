@@ -81,9 +81,10 @@ def watched(rank: int, parsed) -> list[tuple[float, float]]:
 
     class Watched(sft_trainer.SFTTrainer):
         def next_batch(self):
-            drawn = super().next_batch()
-            seen.append([own_loss(self.trainable_model.model, drawn.examples, self.vocab_size)])
-            return drawn
+            lines = self.order.indices(self.order.position, self.role.megatron.global_batch_size)
+            drawn = [self.inputs.examples[line] for line in lines]
+            seen.append([own_loss(self.trainable_model.model, drawn, self.vocab_size)])
+            return super().next_batch()
 
         def log(self, step):
             super().log(step)
@@ -105,6 +106,27 @@ def test_the_loss_counts_response_tokens_alone(size, tmp_path):
         assert len(seen) == 4
         for own, recorded in seen:
             assert recorded == pytest.approx(own, rel=1e-5)
+
+
+def lines_read(rank: int, parsed) -> tuple[list[int], list[int]]:
+    """The lines of a step's batch, and those that this rank has read."""
+    from megarl.observe.timers import Timers
+    from megarl.trainers.sft_trainer import SFTTrainer
+
+    trainer, read = SFTTrainer(parsed, Timers()), []
+    example = trainer.inputs.examples._example
+    trainer.inputs.examples._example = lambda line: (read.append(line), example(line))[1]
+    lines = trainer.order.indices(0, trainer.role.megatron.global_batch_size)
+    trainer.next_batch()
+    return lines, read
+
+
+def test_a_replica_reads_only_its_share_of_a_batch(tmp_path):
+    argv = sft_argv(tmp_path, "--global-batch-size 9 --tensor-model-parallel-size 2")
+    found = run_world(lines_read, 4, program("sft", argv, 4))
+    shares = [read for _, read in found]
+    assert shares[0] == shares[1] and shares[2] == shares[3]  # ranks of one replica
+    assert sorted(shares[0] + shares[2]) == sorted(found[0][0]) and all(shares)
 
 
 def test_examples_hold_prompt_answer_and_end_and_the_mask_skips_the_prompt():
