@@ -164,7 +164,7 @@ def samples_of(run: Path) -> dict[str, str]:
 
 
 def checkpoints_of(run: Path) -> dict[str, str]:
-    """Digest of every checkpoint entry by key, and of other files by content, whatever their name."""
+    """Digest of every checkpoint entry by key."""
     import torch
 
     found = {}
@@ -177,11 +177,25 @@ def checkpoints_of(run: Path) -> dict[str, str]:
                 found[name] = digest(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
             else:
                 found.setdefault(name, _object_digest(value))  # both have Megatron's `common_state`
-        others = sorted(_object_digest(torch.load(path, weights_only=True)) for path in folder.glob("*.pt"))
-        others = [text for path, text in zip(sorted(folder.glob("*.pt")), others, strict=True) if path.stem != "common"]
-        found |= {f"{folder.name}/file {i}": text for i, text in enumerate(others)}
+        found |= {f"{folder.name}/{key}": value for key, value in _waiting_groups(folder).items()}
         kept = {key: value for key, value in manifest.items() if key not in OF_THE_SAVE}
         found[f"{folder.name}/manifest"] = digest((json.dumps(kept, indent=1, sort_keys=True) + "\n").encode())
+    return found
+
+
+def _waiting_groups(folder: Path) -> dict[str, str]:
+    """Digests of the responses that wait in a checkpoint, of all replicas: which one has a response depends on time."""
+    import torch
+
+    from megarl.batch import FIELDS, Batch, concatenate
+
+    found = {}
+    for kind in ("waiting", "parts"):
+        states = [torch.load(path, weights_only=True) for path in sorted(folder.glob(f"{kind}*.pt"))]
+        batches = [Batch(**{name: s.pop(name) for name in FIELDS if name in s}) for s in states if "lengths" in s]
+        joined = concatenate(batches) if batches else Batch()
+        if states:
+            found[kind] = _object_digest([states[0], {name: getattr(joined, name) for name in joined.present()}])
     return found
 
 
