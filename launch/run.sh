@@ -3,8 +3,8 @@
 #   NPROC=4 bash launch/run.sh train_rl --config configs/quickstart.yaml
 # Reads: NPROC (ranks on this node, default 1); NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT (for several nodes; run
 # the command on each); MAX_RESTARTS (default 0); OMP_NUM_THREADS (threads per rank, default: the node's cores divided by
-# its ranks); PYTHON and MEGARL_VENV (see launch/setup_env.sh). Under srun, start the program itself with `python -m megarl.train_rl`, one task
-# per rank, with RANK, LOCAL_RANK and WORLD_SIZE set from Slurm's variables.
+# its ranks); PYTHON and MEGARL_VENV (see launch/setup_env.sh). Under srun, start the program itself with
+# `python -m megarl.train_rl`, one task per rank, with RANK, LOCAL_RANK and WORLD_SIZE set from Slurm's variables.
 # Exit status: 0; 2 after one line for wrong flags or variables; otherwise that of the rank that failed, or torchrun's
 # (with CUDA, and on several nodes).
 set -euo pipefail

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 WARNED = "MEGARL_WARNED"  # environment variable: set if a launcher has printed the warnings already
 LARGEST = 2**63 - 1  # number in a tensor
-
-
 STOPPED = 3  # exit status of a run that one of its own limits ended; no launcher of megarl starts it again
 
 

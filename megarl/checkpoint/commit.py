@@ -134,7 +134,9 @@ def commit_best(run: Path, step: int):
     if named(folder.parent, BEST) != folder:
         point(folder.parent, BEST, folder)
     for other in complete(folder.parent):
-        if other not in (folder, named(folder.parent, LATEST)) and _kept_for(other) == "best":
+        if other in (folder, named(folder.parent, LATEST)):
+            continue
+        if (manifest := _manifest(other)) and manifest.get("kept_for") == "best":
             remove(other)
 
 
@@ -150,23 +152,15 @@ def prune(run: Path, last: int, every: int, used: list[Path]):
     kept = {path.resolve() for path in (*complete(checkpoints)[-last:], *used)}
     kept |= {path.resolve() for path in (named(checkpoints, LATEST), named(checkpoints, BEST)) if path}
     for folder in complete(checkpoints):
-        if folder.resolve() in kept or not _is_readable(folder) or (every and step_of(folder) % every == 0):
+        if folder.resolve() in kept or _manifest(folder) is None or (every and step_of(folder) % every == 0):
             continue
         remove(folder)
 
 
-def _is_readable(folder: Path) -> bool:
+def _manifest(folder: Path) -> dict | None:
+    """The manifest of a checkpoint; None if it cannot be read."""
     try:
-        read_manifest(folder, "--save")
-    except UsageError:
-        return False
-    return True
-
-
-def _kept_for(folder: Path) -> str | None:
-    """Why a checkpoint was saved ('interval' or 'best'); None if its manifest does not say."""
-    try:
-        return read_manifest(folder, "--save").get("kept_for")
+        return read_manifest(folder, "--save")
     except UsageError:
         return None
 

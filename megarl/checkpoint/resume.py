@@ -3,8 +3,11 @@
 import hashlib
 from pathlib import Path
 
+import numpy as np
+
 from megarl.arguments import RunConfig, Settings
 from megarl.checkpoint import folders
+from megarl.data import node_files
 from megarl.data.conversations import Encoder
 from megarl.errors import UsageError
 from megarl.flags.settings import TRAINED
@@ -36,13 +39,22 @@ def data_fingerprints(encoder: Encoder, settings: Settings) -> dict[str, dict[st
     found = {}
     for name in _MAY_CHANGE:
         if path := getattr(settings, name):
-            with open(path, "rb") as file:
-                found[name] = {"value": str(path), "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+            found[name] = {"value": str(path), "sha256": _file_digest(path)}
     tokenizer, template = encoder.tokenizer, encoder.template.source if encoder.template else ""
     ids = (tokenizer.bos_id, tokenizer.pad_id, tokenizer.end_ids, sorted(tokenizer.special.items()))
     found["tokenizer_model"] = _entry(settings.tokenizer_model, (tokenizer.fingerprint + repr(ids)).encode())
     found["chat_template"] = _entry(settings.chat_template, template.encode("utf-8", errors="backslashreplace"))
     return found
+
+
+def _file_digest(path: str) -> str:
+    """SHA-256 of a file, which one rank of a node computes for all."""
+
+    def digest() -> dict[str, np.ndarray]:
+        with open(path, "rb") as file:
+            return {"digest": np.frombuffer(hashlib.file_digest(file, "sha256").digest(), np.uint8)}
+
+    return node_files.arrays(lambda: ("sha256", path, node_files.identity(path)), digest)["digest"].tobytes().hex()
 
 
 def _entry(value: str | None, content: bytes) -> dict[str, str]:

@@ -171,12 +171,9 @@ class CheckpointWriter:
         self._agree(step, lambda: commit.make_room(self.run, folders.FROZEN))
         folder = commit.writing_folder(self.run, folders.FROZEN)
         pending = _Pending(step, folder, plan_save(state, folder), {}, {})
-        gathered, digest = self.mesh.gather(pending.write()), [None]
+        gathered = self.mesh.gather(pending.write())
         entries = {"step": 0, "world_size": self.mesh.size, "program": folders.FROZEN, "role": role}
-        self._agree(step, lambda: digest.append(commit.commit_frozen(self.run, entries, self._seal(pending, gathered))))
-        digest = digest[-1:]
-        dist.broadcast_object_list(digest, src=0)
-        return digest[0]
+        return self._agree(step, lambda: commit.commit_frozen(self.run, entries, self._seal(pending, gathered)))
 
     def _commit(self, pending: _Pending):
         gathered = self.mesh.gather(pending.write())
@@ -212,19 +209,21 @@ class CheckpointWriter:
                 sealed[path.name] = manifests.seal(path)
         return sealed
 
-    def _agree(self, step: int, action):
-        """Runs an action on rank 0; if it fails, every rank raises `SaveError`. Collective."""
-        failed = [None]
+    def _agree(self, step: int, action: Callable[[], str | None]) -> str | None:
+        """Runs an action on rank 0, whose result all ranks return; if it fails, all raise `SaveError`. Collective."""
+        outcome = [None, None]  # result, failure
         if self.mesh.rank == 0:
             try:
-                action()
+                outcome[0] = action()
             except (OSError, SaveError) as error:
-                failed = [str(error) if isinstance(error, SaveError) else _line(error)]
-        dist.broadcast_object_list(failed, src=0)
-        if failed[0]:
+                outcome[1] = str(error) if isinstance(error, SaveError) else _line(error)
+        dist.broadcast_object_list(outcome, src=0)
+        result, failure = outcome
+        if failure:
             if self.mesh.rank == 0:
                 self._clean_up()
-            raise SaveError(f"the checkpoint of step {step} could not be written: {failed[0]}")
+            raise SaveError(f"the checkpoint of step {step} could not be written: {failure}")
+        return result
 
     def _clean_up(self):
         """Frees the space of a checkpoint that could not be written."""

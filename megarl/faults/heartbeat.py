@@ -51,12 +51,12 @@ class Pulse:
                 continue
         return total
 
-    def progress(self) -> int:
-        """A number that changes whenever this rank makes progress."""
+    def progress(self, collectives: int) -> int:
+        """A number that changes whenever this rank makes progress; `collectives`: the result of that method."""
         transferred = _io_bytes()
         if transferred - self._io >= IO_BYTES:
             self._io, self._io_events = transferred, self._io_events + 1
-        return activity.ticks() + self.collectives() + self._io_events
+        return activity.ticks() + collectives + self._io_events
 
 
 def _device_of(group):
@@ -101,14 +101,15 @@ class Heartbeat:
 
     def _state(self, verdict: str | None = None) -> dict:
         role, phase = self._timers.current() or (None, None)
+        collectives = self._pulse.collectives()
         self._beats += 1
         return {
             "beat": self._beats,
             "role": role,
             "phase": phase,
             "step": self._timers.step,
-            "progress": self._pulse.progress(),
-            "collectives": self._pulse.collectives(),
+            "progress": self._pulse.progress(collectives),
+            "collectives": collectives,
             "where": hang_report.where(sys._current_frames().get(self._main)),
             "done": self._finished.is_set(),
             "verdict": verdict,

@@ -7,11 +7,10 @@ privilege, so it also works in containers that forbid namespaces; `jail` is the 
 
 import math
 import os
-import resource
 
 from megarl.rewards import jail
+from megarl.rewards.jail import ALLOW, ANY_BIT, DENY, EQUAL, LOAD
 
-_SET_PDEATHSIG, _SIGKILL = 1, 9
 _WRITES = 0o3 | 0o100 | 0o1000 | 0o2000 | 0o20000000  # O_ACCMODE, O_CREAT, O_TRUNC, O_APPEND, O_TMPFILE
 # read, write, close, fstat, newfstatat, lseek, mmap, mprotect, munmap, brk, mremap, madvise, rt_sigprocmask,
 # rt_sigaction, rt_sigreturn, sigaltstack, pread64, faccessat, faccessat2, readlinkat, getdents64, statx, getcwd,
@@ -44,27 +43,21 @@ def confine(keep: int, seconds: float | None, memory: int):
         os.dup2(nothing, descriptor)
     os.closerange(3, keep)
     os.closerange(keep + 1, 1 << 16)
-    jail._call("prctl", _SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
+    jail.die_with_parent()
     with open("/proc/self/statm", "rb") as file:
         used = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     limits = {"AS": used + memory, "FSIZE": 0, "CORE": 0, "NOFILE": 64}
     limits |= {} if seconds is None else {"CPU": math.ceil(seconds)}
-    for name, value in limits.items():
-        kind = getattr(resource, f"RLIMIT_{name}")
-        hard = resource.getrlimit(kind)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (value, value))
+    jail.set_limits(limits)
     _filter_calls(*_ALLOWED[machine], jail._CALLS[machine][0])
 
 
 def _filter_calls(allowed: tuple[int, ...], openat: int, architecture: int):
-    load, equal, any_bit, answer = 0x20, 0x15, 0x45, 0x06
-    allow, deny = (answer, 0, 0, 0x7FFF0000), (answer, 0, 0, 0x50001)
-    # Lines as in `jail.filter_calls`. The flags of openat are its third argument, at offset 32.
-    program = [(load, 0, 0, 4), (equal, 1, 0, architecture), deny, (load, 0, 0, 0)]
+    program = jail.native_calls(architecture)
     for number in allowed:
-        program += [(equal, 0, 1, number), allow]
-    program += [(equal, 1, 0, openat), deny, (load, 0, 0, 32), (any_bit, 0, 1, _WRITES), deny, allow]
+        program += [(EQUAL, 0, 1, number), ALLOW]
+    # The flags of openat are its third argument, at offset 32.
+    program += [(EQUAL, 1, 0, openat), DENY, (LOAD, 0, 0, 32), (ANY_BIT, 0, 1, _WRITES), DENY, ALLOW]
     jail.install_filter(program)
 
 

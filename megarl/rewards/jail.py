@@ -31,6 +31,9 @@ _ANY_NAMESPACE = 0x7E020000
 _NOSUID, _NODEV, _BIND, _REC, _PRIVATE = 2, 4, 4096, 16384, 1 << 18
 _SET_PDEATHSIG, _SET_SECCOMP, _SET_NO_NEW_PRIVS = 1, 22, 38
 _NOBODY = 65534
+# Lines of a filter of system calls: operation, lines to skip if true, if false, operand.
+LOAD, EQUAL, _AT_LEAST, ANY_BIT, _ANSWER = 0x20, 0x15, 0x35, 0x45, 0x06
+ALLOW, DENY = (_ANSWER, 0, 0, 0x7FFF0000), (_ANSWER, 0, 0, 0x50001)
 
 # `site` would add exit and quit, but importing it takes longer than the rest of the start.
 _PRELUDE = (
@@ -195,7 +198,7 @@ def _become_program(source, stdin, uid, cpu_seconds, memory, report, result) -> 
             os.setgroups([])
             os.setresgid(uid, uid, uid)
             os.setresuid(uid, uid, uid)
-        _call("prctl", _SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
+        die_with_parent()
         os.write(report, b"+")  # fails, as intended, if the script outside is gone
         filter_calls()
         python = sys.executable
@@ -257,6 +260,11 @@ def _unnamed_file(content: bytes) -> int:
 def _limit(cpu_seconds: int, memory: int) -> None:
     limits = {"CPU": cpu_seconds, "AS": memory, "NPROC": PROCESSES, "NOFILE": OPEN_FILES, "FSIZE": FILES_BYTES}
     limits |= {"STACK": 8 << 20, "CORE": 0, "MEMLOCK": 0, "MSGQUEUE": 0, "RTPRIO": 0}
+    set_limits(limits)
+
+
+def set_limits(limits: dict[str, int]) -> None:
+    """Set resource limits of this process by name, where the system allows as much; they cannot be raised again."""
     for name, value in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(kind)[1]
@@ -264,26 +272,34 @@ def _limit(cpu_seconds: int, memory: int) -> None:
         resource.setrlimit(kind, (value, value))
 
 
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends."""
+    _call("prctl", _SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
+
+
 def filter_calls() -> None:
     """Install a seccomp filter that denies the calls of _CALLS to this process and its descendants, irrevocably."""
     architecture, denied, (clone, clone3, socket, prctl), _ = _CALLS[os.uname().machine]
-    load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
-    allow, deny, unknown = (answer, 0, 0, 0x7FFF0000), (answer, 0, 0, 0x50001), (answer, 0, 0, 0x50026)
-    # Each line: operation, lines to skip if true, if false, operand. The call's number is at offset 0, its first
-    # argument at 16. All calls of other architectures are denied, and those of x32, which begin at 1 << 30.
-    program = [(load, 0, 0, 4), (equal, 1, 0, architecture), deny, (load, 0, 0, 0), (at_least, 0, 1, 1 << 30), deny]
+    unknown = (_ANSWER, 0, 0, 0x50026)
+    # The call's first argument is at offset 16. Calls of x32 are denied, too; they begin at 1 << 30.
+    program = [*native_calls(architecture), (_AT_LEAST, 0, 1, 1 << 30), DENY]
     for number in denied:
-        program += [(equal, 0, 1, number), deny]
+        program += [(EQUAL, 0, 1, number), DENY]
     # ENOSYS makes libc fall back to clone, whose flags the filter can read.
-    program += [(equal, 0, 1, clone3), unknown]
-    program += [(equal, 0, 4, clone), (load, 0, 0, 16), (any_bit, 0, 1, _ANY_NAMESPACE), deny, allow]
-    program += [(equal, 0, 4, socket), (load, 0, 0, 16), (equal, 1, 0, 1), deny, allow]  # 1: AF_UNIX
-    program += [(equal, 0, 4, prctl), (load, 0, 0, 16), (equal, 0, 1, _SET_PDEATHSIG), deny, allow, allow]
+    program += [(EQUAL, 0, 1, clone3), unknown]
+    program += [(EQUAL, 0, 4, clone), (LOAD, 0, 0, 16), (ANY_BIT, 0, 1, _ANY_NAMESPACE), DENY, ALLOW]
+    program += [(EQUAL, 0, 4, socket), (LOAD, 0, 0, 16), (EQUAL, 1, 0, 1), DENY, ALLOW]  # 1: AF_UNIX
+    program += [(EQUAL, 0, 4, prctl), (LOAD, 0, 0, 16), (EQUAL, 0, 1, _SET_PDEATHSIG), DENY, ALLOW, ALLOW]
     install_filter(program)
 
 
+def native_calls(architecture: int) -> list[tuple[int, int, int, int]]:
+    """The first lines of a filter: deny calls of other architectures, then load the call's number."""
+    return [(LOAD, 0, 0, 4), (EQUAL, 1, 0, architecture), DENY, (LOAD, 0, 0, 0)]
+
+
 def install_filter(program: list[tuple[int, int, int, int]]) -> None:
-    """Install a filter given as lines of BPF: operation, lines to skip if true, if false, operand."""
+    """Install a filter of system calls, irrevocably, given as lines of BPF (`LOAD` and the others)."""
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
     _call("prctl", _SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     _call("prctl", _SET_SECCOMP, 2, struct.pack("HxxxxxxP", len(program), ctypes.addressof(code)), 0, 0)

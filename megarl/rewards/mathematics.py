@@ -16,8 +16,6 @@ from megarl.rewards.text import answer_text, check_answers
 
 _MARKED = re.compile(r"\$|\\\(|\\\[|\\boxed")  # delimiters of mathematics in text
 _WORD = re.compile(r"(?<![\\A-Za-z])(?!sqrt\b)[A-Za-z]{2,}")  # \alpha and x are not words
-
-
 WRONG = Score(0.0, False, {"math_verify": 0.0})
 
 

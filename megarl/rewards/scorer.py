@@ -17,7 +17,7 @@ import time
 from dataclasses import asdict, replace
 
 from megarl.rewards import compute_only
-from megarl.rewards.base import Sample, Score
+from megarl.rewards.base import Sample, Score, reference_sample
 
 _MEMORY = 1 << 30  # bytes of address space that scoring may add
 _MAX_RESULT = 1 << 22  # bytes; a response's answer is part of it
@@ -67,7 +67,7 @@ def _answer(module, request: dict, shared: "_SharedChild") -> dict:
     if "score" in result:
         return result
     # Is it the response's fault? Not if the reference answer fares no better.
-    reference = run(replace(sample, response=sample.answer or "", finished=True), seconds)
+    reference = run(reference_sample(sample), seconds)
     if "score" not in reference:
         return reference
     wrong = replace(module.WRONG, extracted=None, timed_out="late" in result)

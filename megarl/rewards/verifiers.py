@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from megarl.observe import activity
 from megarl.rewards import guard
-from megarl.rewards.base import Job, Sample, Score, TimedOut, Verifier, failure
+from megarl.rewards.base import Job, Sample, Score, TimedOut, Verifier, failure, reference_sample
 from megarl.rewards.pool import Workers
 
 
@@ -75,7 +75,9 @@ class VerifierSet:
             number for number, (job, result) in enumerate(zip(jobs, results, strict=True))
             if job.name in self._wrong and isinstance(result[0], TimedOut)
         ]  # fmt: skip
-        checks = [dataclasses.replace(jobs[number], samples=[_reference(*jobs[number].samples)]) for number in late]
+        checks = [
+            dataclasses.replace(jobs[number], samples=[reference_sample(*jobs[number].samples)]) for number in late
+        ]
         for number, check in zip(late, self._run(checks), strict=True):
             if isinstance(check[0], Score):
                 results[number] = [self._wrong[jobs[number].name]]
@@ -91,8 +93,3 @@ class VerifierSet:
             return guard.call(self._verifiers[job.name].outcomes, job.samples, job.seconds)
         except TimeoutError as error:
             return [TimedOut(failure(job.name, sample, str(error))) for sample in job.samples]
-
-
-def _reference(sample: Sample) -> Sample:
-    """The sample with its answer as the response, or with an empty one."""
-    return dataclasses.replace(sample, response=sample.answer or "", finished=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megarl.checkpoint.folders import LATEST
+from megarl.checkpoint import folders
 from megarl.comm.role_mesh import RoleGroups
 from megarl.errors import warn
 from megarl.mcore import device
@@ -101,10 +101,10 @@ class RolloutBank:
 
     def discard(self, run: Path):
         """Removes this replica's files of all steps up to the run's latest checkpoint. Not a collective."""
-        latest = run / "checkpoints" / LATEST
-        if not self.role_groups.is_leader or not latest.is_file():
+        latest = folders.named(run / "checkpoints", folders.LATEST)
+        if not self.role_groups.is_leader or latest is None:
             return
-        step = int(latest.read_text().strip().removeprefix("step_"))
+        step = folders.step_of(latest)
         for folder in self.folder.glob("step_*"):
             number = folder.name.removeprefix("step_")
             if number.isdecimal() and int(number) <= step and folder.is_dir():

@@ -60,10 +60,11 @@ class GroupBuffer:
         role_groups = self.mesh[ROLLOUT]
         if not len(self) or not role_groups.is_member:
             return None
-        shards = [self._shard()]
-        if len(role_groups.replica) > 1:
-            shards = shards * len(role_groups.replica) if role_groups.is_leader else None
-            dist.gather_object(self._shard(), shards, role_groups.replica[0], role_groups.replica_group)
+        shard = self._shard()
+        shards = [shard] * len(role_groups.replica)
+        if len(shards) > 1:
+            gathered = shards if role_groups.is_leader else None
+            dist.gather_object(shard, gathered, role_groups.replica[0], role_groups.replica_group)
         if not role_groups.is_leader or (role_groups.dp_rank and not len(self.batch)):
             return None
         shards = list(filter(None, shards))

@@ -39,10 +39,8 @@ def launch(train, program: str):
             print(f"megarl: error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
     except RunStopped as error:
-        print(f"megarl: stopped: {error}", file=sys.stderr, flush=True)
-        sys.stderr.flush()
-        heartbeat.report_failure()
-        os._exit(STOPPED)  # as in `_fail`
+        print(f"megarl: stopped: {error}", file=sys.stderr)
+        _exit(STOPPED)
     except Exception as error:
         _fail(rank, timers, error)
     except SystemExit as error:
@@ -63,6 +61,11 @@ def _fail(rank: int, timers: Timers, error: BaseException):
     where = f"{role}/{phase} of step {timers.step}"
     print(f"megarl: rank {rank} failed in {where}: {reason}", file=sys.stderr, flush=True)
     traceback.print_exc()
+    _exit(1)
+
+
+def _exit(status: int):
+    """Ends this process at once: a normal exit would wait for collectives that the other ranks never join."""
     sys.stderr.flush()
     heartbeat.report_failure()
-    os._exit(1)  # a normal exit would wait for collectives that the other ranks never join
+    os._exit(status)

@@ -100,8 +100,7 @@ class Trainer(abc.ABC):
 
     def _stop(self, first: int):
         """Saves the step that a signal made the last one, unless it is saved already. `first`: of this process."""
-        interval = self.settings.save_interval
-        if self.folder and self.step >= first and not (interval and self.step % interval == 0):
+        if self.folder and self.step >= first and not self.is_due(self.settings.save_interval):
             self.last_step = self.step
             self.save(self.step)
         if self.mesh.rank == 0:

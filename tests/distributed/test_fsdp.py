@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from tests.helpers.checkpoints import save_state
 from tests.helpers.tiny_models import VOCAB, farthest, join_actor, parse_roles, ragged_tokens, whole_tensor
 from tests.helpers.worlds import run_world
 
@@ -274,7 +275,7 @@ def relay(rank, flags: str, value_head: bool, source, target, updates: int):
     for _ in range(updates):
         assert step(found, value_head=value_head)[1]
     if target:
-        dist_checkpoint.save({"r": found.state({})}, target)
+        save_state({"r": found.state({})}, target)
     return before, contents(found)
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.helpers.checkpoints import save_state
 from tests.helpers.layouts import CP2, DENSE, EP2, MOE, PP2, SP, TP2, VP2
 from tests.helpers.lora_models import stored_tensors
 from tests.helpers.tiny_models import VOCAB, join_actor, parse_roles
@@ -42,7 +43,7 @@ def continue_run(rank, flags: str, source, target, value_head: bool, model: str 
     if rank == 0:
         target.mkdir()
     dist.barrier()
-    dist_checkpoint.save(trainable_model.state({"count": 3}), target)
+    save_state(trainable_model.state({"count": 3}), target)
     return before, whole_weights(trainable_model.model, place.pg_collection)
 
 
@@ -109,7 +110,7 @@ def load_and_save(rank, flags: str, sources, targets):
         if rank == 0:
             target.mkdir()
         dist.barrier()
-        dist_checkpoint.save(model.state({"count": 3}), target)
+        save_state(model.state({"count": 3}), target)
 
 
 SAVED = [(1, ""), (4, f"{TP2} {PP2}"), (2, CP2), (2, "")]

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 
+from tests.helpers.checkpoints import save_state
 from tests.helpers.layouts import CP2, DENSE, EP2, MOE, PP2, RECOMPUTE, SP, TP2, VP2
 from tests.helpers.lora_models import (
     LORA,
@@ -199,7 +200,7 @@ def restored(rank: int, flags: str, source, target, value_head: bool):
     if rank == 0:
         target.mkdir()
     torch.distributed.barrier()
-    dist_checkpoint.save(model.state({"count": 3}), target)
+    save_state(model.state({"count": 3}), target)
     merged, trained = whole_weights(model.model, groups), whole_weights(model.model, groups, trained_state)
     with adapter.base_weights(model.model):
         return whole_weights(model.model, groups), merged, trained

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.helpers.checkpoints import save_state
 from tests.helpers.layouts import CP2, EP2, PP2, RECOMPUTE, SP, TP2, VP2
 from tests.helpers.tiny_models import VOCAB, join_actor, parse_roles
 from tests.helpers.updates import batch_of, clipped_loss, split_microbatches, whole_weights
@@ -233,7 +234,7 @@ def relay(rank, flags: str, source, target):
     if rank == 0:
         target.mkdir()
     dist.barrier()
-    dist_checkpoint.save(trainable_model.state({}), target)
+    save_state(trainable_model.state({}), target)
     return before, whole_weights(trainable_model.model, place.pg_collection)
 
 

@@ -33,6 +33,20 @@ def saved(run: Path, step: int, best: int | None = None, kept_for: str = "interv
     return folder
 
 
+def save_state(state: dict, folder: Path):
+    """Saves a state as `CheckpointWriter` does, without a manifest; a collective of the whole world."""
+    import torch.distributed as dist
+
+    from megarl.mcore.weights.planned_save import plan_save
+
+    planned = plan_save(state, folder)
+    results = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(planned.write()[0], results, dst=0)
+    if results is not None:
+        planned.finish(results)
+    dist.barrier()
+
+
 def killed_before(monkeypatch, number: int, action, *modules) -> bool:
     """Runs `action` up to before its number-th change of the file system; whether it was killed there."""
     seen = []

@@ -22,7 +22,6 @@ from megarl.errors import UsageError
 from megarl.mcore.model.value_head import has_value_head
 from megarl.mcore.parallel.fsdp import local_rows
 from megarl.mcore.weights import safe_reading
-from megarl.mcore.weights.planned_save import plan_save
 
 safe_reading.install()
 
@@ -80,7 +79,7 @@ def has_factors(stages) -> bool:
 
 
 def role_state(role: str, stages, optimizer, plain: dict, pg_collection, ranks: range, loading: bool = False) -> dict:
-    """Returns one role's checkpoint state on this rank, ready for `save` or `load`.
+    """Returns one role's checkpoint state on this rank, ready for `plan_save` or `load`.
 
     Args:
         role: prefix of its keys.
@@ -161,16 +160,6 @@ def restore_rank_state(state: dict):
     get_cuda_rng_tracker().set_states(state["tracker"])
 
 
-def save(state: dict, folder: Path):
-    """Saves to a folder, which must exist and be empty; a collective of the whole world."""
-    planned = plan_save(state, folder)
-    results = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(planned.write()[0], results, dst=0)
-    if results is not None:
-        planned.finish(results)
-    dist.barrier()
-
-
 def load(state: dict, folder: Path, group=None) -> dict:
     """Loads what `state` describes; a collective of the group (None: the world), with a non-empty state on each rank.
 
@@ -180,9 +169,7 @@ def load(state: dict, folder: Path, group=None) -> dict:
     try:
         with torch.no_grad():
             return dist_checkpointing.load(state, str(folder), strict=strict, process_group=group)
-    except safe_reading.UnsafeFile as error:
-        raise UsageError(f"unsafe or damaged checkpoint: {error}", speaker=dist.get_rank()) from None
-    except CheckpointException as failure:
+    except (safe_reading.UnsafeFile, CheckpointException) as failure:
         if error := safe_reading.reason_of(failure):
             raise UsageError(f"unsafe or damaged checkpoint: {error}", speaker=dist.get_rank()) from None
         raise

@@ -75,12 +75,20 @@ class SafeReader(FileSystemReader):
         return done
 
 
-class SafeLoadPlanner(torch_strategy.MCoreLoadPlanner):
-    """Megatron's planner, which reads objects as plain data and tensors only."""
+class _PlainObjects:
+    """Mixin of a planner that reads objects as plain data and tensors only."""
 
     def load_bytes(self, read_item, value: io.BytesIO):
         """Reads one object."""
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+
+class SafeLoadPlanner(_PlainObjects, torch_strategy.MCoreLoadPlanner):
+    """Megatron's planner for safe reading."""
+
+
+class _SafeDefaultPlanner(_PlainObjects, DefaultLoadPlanner):
+    """torch's planner for safe reading."""
 
 
 def load_plain(data: bytes, where: str):
@@ -93,11 +101,6 @@ def load_plain(data: bytes, where: str):
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file can raise anything
         raise UsageError(f"{where}: {_line(error)}") from None
-
-
-class _SafeDefaultPlanner(DefaultLoadPlanner):
-    def load_bytes(self, read_item, value: io.BytesIO):
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
 
 def _load_common_state(checkpoint_dir) -> dict:
@@ -119,9 +122,10 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:200]}"
 
 
-def reason_of(failure: CheckpointException) -> UnsafeFile | None:
-    """The `UnsafeFile` that torch's loader wrapped, if this was the reason why it failed."""
-    return next((error for error, _ in failure.failures.values() if isinstance(error, UnsafeFile)), None)
+def reason_of(failure: UnsafeFile | CheckpointException) -> UnsafeFile | None:
+    """The `UnsafeFile` that is the failure, or that torch's loader wrapped in it; None if it had another reason."""
+    errors = [failure] if isinstance(failure, UnsafeFile) else [error for error, _ in failure.failures.values()]
+    return next((error for error in errors if isinstance(error, UnsafeFile)), None)
 
 
 def install():

@@ -65,7 +65,7 @@ def change_everything(model):
                     value.fill_(7.0)
 
 
-def saved_both_ways(rank: int, config, run: Path, offload: bool):
+def saved_both_ways(rank: int, config, run: Path):
     mesh, model = trainable_model(config)
     files = {"more.pt": b"more"} if rank == 0 else {}
     CheckpointWriter(run / "sync", mesh).save(1, {"actor": model.state({})}, ENTRIES, files)
@@ -81,7 +81,7 @@ def saved_both_ways(rank: int, config, run: Path, offload: bool):
 
 @pytest.mark.parametrize("flags", ["", "--use-distributed-optimizer", TP2, "--bf16"])
 def test_an_asynchronous_save_has_the_bytes_of_a_synchronous_one(flags, tmp_path):
-    run_world(saved_both_ways, 2, parsed(tmp_path, 2, flags), tmp_path, False)
+    run_world(saved_both_ways, 2, parsed(tmp_path, 2, flags), tmp_path)
     first, second = (folders.find(str(tmp_path / name), "--load") for name in ("sync", "async"))
     assert contents(first) == contents(second) and len(contents(first)) == 6
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from datetime import timedelta
 
 import pytest
@@ -13,13 +12,9 @@ from megarl.comm import role_mesh
 from megarl.faults import heartbeat
 from megarl.observe.timers import Timers
 from megarl.trainers import setup
+from tests.helpers.faults import sleep_for_ever
 from tests.helpers.programs import program
 from tests.helpers.worlds import SAFETY, RankFailed, run_world, wait_until
-
-
-def sleep_for_ever():
-    while True:
-        time.sleep(1000)
 
 
 def tcp_store(rank: int, server: int):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.helpers.checkpoints import save_state
 from tests.helpers.programs import metrics, rl_argv, samples, timeless, train
 from tests.helpers.trainable_models import DISTRIBUTED, MOE, TP2, critic_model
 from tests.helpers.updates import batch_of, forward_of, split_microbatches
@@ -71,7 +72,7 @@ def steps_with_offload(rank: int, flags: str, folder: Path):
     if rank == 0:
         folder.mkdir()
     dist.barrier()
-    dist_checkpoint.save(moved.state({"count": 1}), folder)
+    save_state(moved.state({"count": 1}), folder)
     other = critic_model(flags, True)
     state = other.state({}, loading=True)
     assert_away(other)
