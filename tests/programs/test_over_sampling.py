@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.engines import NEVER, make_engine, make_requests, settings_of
 from tests.helpers.programs import metrics, program, rl_argv, samples, timeless, train
-from tests.helpers.worlds import SAFETY, run_world
+from tests.helpers.worlds import SAFETY, run_world, wait_until
 
 LONG = (
     "--advantage grpo --kl-coefficient 0 --lr 1e-4 --temperature 1 --max-response-length 60 --rollout-max-requests 6"
@@ -69,6 +69,29 @@ def test_a_resumed_run_equals_the_uninterrupted_one(folder):
 # -- the race ----------------------------------------------------------------------------------------------------
 
 
+def at_one_pace(rank: int, rollout) -> list[int]:
+    """Makes the engines of two replicas take each step together, so that no clock decides; returns a list of 0s, one
+    per step of this rank."""
+    import torch.distributed as dist
+
+    store, steps = dist.distributed_c10d._get_default_store(), []
+    step, run, other = rollout.engine.engine.step_modern, rollout._run_engine, f"steps/{1 - rank}"
+
+    def together():
+        steps.append(0)
+        store.set(f"steps/{rank}", str(len(steps)))
+        assert wait_until(lambda: store.check([other]) and int(store.get(other)) >= len(steps) - 1)
+        return step()
+
+    def until_its_end(*args):
+        done = run(*args)
+        store.set(f"steps/{rank}", str(1 << 30))
+        return done
+
+    rollout.engine.engine.step_modern, rollout._run_engine = together, until_its_end
+    return steps
+
+
 def raced(rank: int, parsed, wanted: int | None):
     """(steps of this rank's engine, generated lengths by sequence, groups that finish first)."""
     from megarl.comm import role_mesh
@@ -82,9 +105,7 @@ def raced(rank: int, parsed, wanted: int | None):
     tokenizer = build_tokenizer("SentencePieceTokenizer", parsed.settings.tokenizer_model)
     stages = build_model(parsed.roles["actor"].megatron, tokenizer.vocab_size, here["actor"].pg_collection)
     rollout = Rollout(parsed.settings, parsed.roles["rollout"], here, stages, tokenizer, Timers())
-    engine, steps = rollout.engine.engine, []
-    step = engine.step_modern
-    engine.step_modern = lambda: steps.append(0) or step()
+    steps = at_one_pace(rank, rollout)
     prompts = [PromptRequest(i, [1 + i, 2, 3]) for i in range(10)]
     batch = rollout.generate(prompts, 2, 0, wanted=wanted)
     first, _ = rollout.earliest_groups(batch, prompts, 2, wanted or 3)
