@@ -19,6 +19,11 @@ class SamplingSettings:
     top_p: float = 1.0
     greedy: bool = False
 
+    @property
+    def is_restricted(self) -> bool:
+        """Whether some tokens of the vocabulary may be excluded."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1)
+
 
 def restrict_to_top_k_top_p(weights: Tensor, settings: SamplingSettings) -> Tensor:
     """Zero the weights [N, V] (probabilities, or any multiple of them) outside of top-k and top-p."""

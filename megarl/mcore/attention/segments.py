@@ -8,6 +8,7 @@ A shared prefix (`megarl.batch.SharedPrefix`) is in the stream once, held by one
 others read its keys there. All plans follow from the sequence lengths, on the host.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -33,20 +34,26 @@ class SegmentBatch:
 
     queries: Tensor  # [n, Q] int64 indices among this rank's tokens; padding repeats the last query
     keys: Tensor  # [n, K] int64 indices in the stream or rows of the KV cache; padding repeats the last
-    mask: Tensor | None  # [n, 1, Q, K] bool, True where attended; None: causal, query i attends to keys 0 … i
-    real_queries: Tensor  # [m] int64 indices in [n·Q] of the queries that are not padding
+    last_keys: Tensor | None  # [n, Q] int64 last key that each query attends to; None: causal, query i has key i
+    real_queries: Tensor  # [m] ascending int64 indices in [n·Q] of the queries that are not padding
+    window: int | None  # keys that a query sees, the last ones; None: all
 
     @classmethod
     def of(cls, plan: list[Tensor], window: int | None = None) -> "SegmentBatch":
         """Returns the batch of a plan of `plan_segments`, sent to the device; `window`: keys that a query sees."""
         queries, keys, real, *last_keys = plan
-        if not last_keys:
-            return cls(queries, keys, None, real)
-        column, last_key = torch.arange(keys.shape[1], device=keys.device), last_keys[0].unsqueeze(2)
+        return cls(queries, keys, last_keys[0] if last_keys else None, real, window)
+
+    @functools.cached_property
+    def mask(self) -> Tensor | None:
+        """[n, 1, Q, K] bool, True where attended; None: causal."""
+        if self.last_keys is None:
+            return None
+        column, last_key = torch.arange(self.keys.shape[1], device=self.keys.device), self.last_keys.unsqueeze(2)
         mask = column <= last_key
-        if window is not None:
-            mask &= column > last_key - window
-        return cls(queries, keys, mask.unsqueeze(1), real)
+        if self.window is not None:
+            mask &= column > last_key - self.window
+        return mask.unsqueeze(1)
 
 
 class SegmentPlan(NamedTuple):

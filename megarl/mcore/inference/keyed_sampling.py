@@ -6,6 +6,7 @@ from torch import Tensor
 
 from megarl.algorithms.counter_rng import uniforms
 from megarl.algorithms.token_sampling import SamplingSettings, sample_tokens
+from megarl.mcore.kernels import native
 from megarl.mcore.kernels.vocab_parallel_logprobs import GatheredPolicy, softcap_
 
 
@@ -18,6 +19,7 @@ class KeyedSampling(Sampling):
         self.settings = SamplingSettings()
         self.keys = torch.zeros(0, dtype=torch.int64)  # by request id
         self._policy: GatheredPolicy | None = None
+        self._log_probs: Tensor | None = None  # of the tokens just sampled, if the compiled kernel sampled them
 
     def sample_kernel(self, logits, n, context, *, gather_indices=None, output=None, **_):
         """Samples tokens [n] of the active requests from logits [≥ n, V], as Megatron's sampling backends do."""
@@ -27,9 +29,23 @@ class KeyedSampling(Sampling):
         active = slice(context.paused_request_count, context.total_request_count)
         positions = context.request_kv_length_offsets[active] + context.request_query_lengths[active]
         numbers = uniforms(self.keys[context.request_ids[active].long()], positions.long())
-        self._policy = GatheredPolicy(rows, self.settings.temperature, self.vocab_size, self.tensor_ranks)
-        tokens = self._tokens(rows[:, : self.vocab_size], numbers)
+        if native.computes(rows) and not self.settings.is_restricted:
+            tokens = self._sample(rows.contiguous(), numbers)
+        else:
+            self._policy = GatheredPolicy(rows, self.settings.temperature, self.vocab_size, self.tensor_ranks)
+            self._log_probs, tokens = None, self._tokens(rows[:, : self.vocab_size], numbers)
         return tokens if output is None else output.copy_(tokens)
+
+    def _sample(self, logits: Tensor, numbers: Tensor) -> Tensor:
+        """Returns tokens [n] of logits [n, V], sampled by the compiled kernel in one pass; keeps their log-probs.
+
+        These equal those of training, which uses the same kernel for the sums of the softmax.
+        """
+        s = self.settings
+        numbers = numbers[:0] if s.greedy else numbers
+        tokens, chosen, totals = native.ops.sample(logits, s.temperature, self.vocab_size, self.tensor_ranks, numbers)
+        self._log_probs = chosen - totals.sum(-1).log()
+        return tokens
 
     def _tokens(self, logits: Tensor, numbers: Tensor) -> Tensor:
         """Returns tokens [n] of logits [n, V], on their device; `numbers` [n] are the host's.
@@ -45,7 +61,7 @@ class KeyedSampling(Sampling):
     def log_probs(self, tokens: Tensor) -> Tensor:
         """Returns [n] log-probs of the tokens [n] just sampled, under the temperature-scaled policy over the whole
         vocabulary, as training recomputes them."""
-        return self._policy.logprobs(tokens)
+        return self._policy.logprobs(tokens) if self._log_probs is None else self._log_probs
 
     def log_probs_kernel(self, logits, context, *, token_to_request_index=None):
         """Not supported: `PagedContext` needs only the log-probs of sampled tokens."""

@@ -1,11 +1,14 @@
 """Matrix products of linear layers and heads, and a CPU implementation of Megatron's parallel linear layers.
 
-In fp32 on a CPU, products with weights use oneDNN's inner product if this torch has it. With few rows, as in a decode
-step, it takes half the time of BLAS, and from two rows on a row's result does not depend on the number of rows. Rollout
-and training both use it, so that they are equal to the last bit. Other cases use torch's products.
+In fp32 on a CPU, products with weights use megarl's compiled kernel, else oneDNN's inner product if this torch has it.
+With few rows, as in a decode step, both take half the time of BLAS, and from two rows on a row's result does not depend
+on the number of rows. Rollout and training use the same, so that they are equal to the last bit. Other cases use
+torch's products.
 """
 
 import contextlib
+import functools
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -18,11 +21,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megarl.mcore import device
+from megarl.mcore.kernels import native
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 
 HAS_INNER_PRODUCT = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 _inner_product = torch.ops.mkldnn._linear_pointwise.default if HAS_INNER_PRODUCT else None
-_prepacked: dict[int, Tensor] = {}  # id of a weight -> its copy in oneDNN's layout, inside `prepacked_weights`
+_prepacked: dict[int, Tensor] = {}  # id of a weight -> its copy in the kernel's layout, inside `prepacked_weights`
 PREPACK_ROWS = 64  # rows that the layout is chosen for; results are the same for any number of rows
 
 
@@ -30,33 +34,64 @@ def _has_onednn_kernel(x: Tensor, weight: Tensor) -> bool:
     return HAS_INNER_PRODUCT and x.dtype is torch.float32 is weight.dtype and weight.device.type == "cpu"
 
 
+def _pack(weight: Tensor) -> Tensor | None:
+    """The weight [N, K] in the layout of the kernel that multiplies by it; None: as it is."""
+    if type(weight) is not Tensor or weight.dim() != 2:
+        return None
+    if native.computes(weight):
+        return native.ops.pack_weight(weight)
+    return torch.ops.mkldnn._reorder_linear_weight(weight, PREPACK_ROWS) if _has_onednn_kernel(weight, weight) else None
+
+
 @contextlib.contextmanager
 def prepacked_weights(model):
     """Uses prepacked copies of a model's weights inside: equal to the last bit, and faster with few rows.
 
     A decode step multiplies every weight by few rows, so reordering the weight each time would cost as much as the
-    product. Weights must not change inside; the copies are freed on exit. Weights that oneDNN does not support, and
-    sharded weights, are not copied.
+    product. Weights must not change inside; the copies are freed on exit. Sharded weights are not copied.
     """
     kinds = ColumnParallelLinear, RowParallelLinear, ReplicatedLinear
     layers = [layer for layer in model.modules() if isinstance(layer, kinds)]
     tied = model.shared_embedding_or_output_weight() if model.post_process else None
     weights = [w for w in (tied, *(layer.weight for layer in layers)) if w is not None]
-    supported = [w for w in weights if _has_onednn_kernel(w, w) and type(w.data) is Tensor and w.dim() == 2]
+    packed = {}
     try:
         with torch.no_grad():
-            _prepacked.update((id(w), torch.ops.mkldnn._reorder_linear_weight(w.data, PREPACK_ROWS)) for w in supported)
+            packed |= {id(w): copy for w in weights if (copy := _pack(w.data)) is not None}
+            _prepacked.update(packed)
         yield
     finally:
-        for weight in supported:
-            _prepacked.pop(id(weight), None)
+        for number in packed:
+            _prepacked.pop(number, None)
+
+
+def prepacked(weight: Tensor) -> Tensor | None:
+    """The copy of a weight inside `prepacked_weights`; None if it has none."""
+    return _prepacked.get(id(weight))
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """[…, K] and weight [N, K] -> […, N] = x · weightᵀ + bias [N]. Not differentiable; see `linear`."""
+    if native.computes(x, weight):
+        return _native_product(x, weight, _prepacked.get(id(weight)), bias)
     if _has_onednn_kernel(x, weight):
         return _inner_product(x, _prepacked.get(id(weight), weight), bias, "none", [], "")
     return torch.nn.functional.linear(x, weight, bias)
+
+
+def _native_product(x: Tensor, weight: Tensor, packed: Tensor | None, bias: Tensor | None) -> Tensor:
+    if packed is None:
+        return native.ops.linear(x.contiguous(), weight, bias)
+    return native.ops.packed_linear(x.contiguous(), packed, len(weight), bias)
+
+
+def product_with(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """`matmul` with a weight [N, K] as a function of x: for several products, the weight is packed once."""
+    if native.computes(weight):
+        packed = _prepacked.get(id(weight))
+        packed = native.ops.pack_weight(weight) if packed is None else packed
+        return lambda x: _native_product(x, weight, packed, None) if native.computes(x) else matmul(x, weight)
+    return functools.partial(matmul, weight=weight)
 
 
 def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
@@ -66,7 +101,20 @@ def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """Output gradient […, N] and input […, K] -> weight gradient [N, K] = gradᵀ · x."""
-    return grad.flatten(0, -2).t() @ x.flatten(0, -2)  # BLAS is faster than oneDNN here
+    grad, x = grad.flatten(0, -2), x.flatten(0, -2)
+    if native.computes(grad, x):
+        return native.ops.weight_gradient(grad, x)
+    return grad.t() @ x  # BLAS is faster than oneDNN here
+
+
+def add_weight_gradient(total: Tensor, grad: Tensor, x: Tensor):
+    """Adds gradᵀ · x of grad [T, N] and x [T, K] to `total` [N, K], which may have a wider dtype."""
+    if native.computes(total, grad, x):
+        native.ops.add_weight_gradient(total, grad, x)
+    elif total.dtype == grad.dtype:
+        total.addmm_(grad.t(), x)  # avoids a second buffer of the weight's size
+    else:
+        total.add_(grad.t() @ x)
 
 
 def gather_tokens(x: Tensor, group) -> Tensor:

@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megarl.mcore.kernels import native
+
 
 class _RMSNorm(torch.autograd.Function):
     """x [T, H] and weight [H] -> x · r · weight with r = (mean x² + ε)^−½ (1910.07467 eq. 4)."""
 
     @staticmethod
     def forward(ctx, x, weight, eps):
-        scale = _scale(x, eps)
+        out, scale = _normed(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
+        return out
 
     @staticmethod
     @once_differentiable
@@ -30,16 +32,19 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x, product.t().mv(scale.squeeze(1)), None
 
 
-def _scale(x: Tensor, eps: float) -> Tensor:
-    """[…, H] -> […, 1] reciprocal root mean square."""
-    return x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """[…, H] -> the normed [..., H], and the reciprocal root mean square […, 1]."""
+    if native.computes(x, weight):
+        return native.ops.rms_norm(x.contiguous(), weight, eps)
+    scale = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (x * scale).mul_(weight), scale
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """[…, H] -> […, H], equal to the last bit with and without gradients."""
     if torch.is_grad_enabled():
         return _RMSNorm.apply(x.flatten(0, -2), weight, eps).view_as(x)
-    return (x * _scale(x, eps)).mul_(weight)
+    return _normed(x, weight, eps)[0]
 
 
 class RMSNorm(torch.nn.RMSNorm):

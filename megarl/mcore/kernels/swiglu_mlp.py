@@ -5,6 +5,7 @@ from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megarl.mcore.kernels import native
 from megarl.mcore.kernels.linear import apply_linear
 from megarl.mcore.kernels.silu import silu
 
@@ -14,6 +15,7 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
+        x = x.contiguous()
         ctx.save_for_backward(x)
         return swiglu(x)
 
@@ -21,6 +23,8 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
+        if native.computes(x, grad):
+            return native.ops.swiglu_backward(grad.contiguous(), x)
         (gate, up), grad_x = x.chunk(2, dim=-1), torch.empty_like(x)
         grad_gate, grad_up = grad_x.chunk(2, dim=-1)
         torch.mul(grad, torch.nn.functional.silu(gate), out=grad_up)
@@ -30,6 +34,8 @@ class _SwiGLU(torch.autograd.Function):
 
 def swiglu(x: Tensor) -> Tensor:
     """[…, 2F] -> […, F]; differentiable only through `SwiGLUMLP`."""
+    if native.computes(x):
+        return native.ops.swiglu(x.contiguous())
     gate, up = x.chunk(2, dim=-1)
     return silu(gate).mul_(up)
 
@@ -40,14 +46,15 @@ class SwiGLUMLP(MLP):
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
         c = self.config
-        self._is_plain_swiglu = (
+        self.is_plain_swiglu = (
             c.gated_linear_unit and c.activation_func is silu and not c.add_bias_linear and not c.glu_linear_offset
             and c.activation_func_clamp_value is None and not c.bias_activation_fusion and not c.use_te_activation_func
         )  # fmt: skip
 
     def forward(self, hidden: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
         """[T, 1, H] (under sequence parallelism, this rank's tokens) -> output of that shape, and a bias to add."""
-        if not self._is_plain_swiglu or args or kwargs:
+        is_called_plainly = all(x is None for x in (*args, *kwargs.values()))  # Megatron's layer passes empty options
+        if not self.is_plain_swiglu or not is_called_plainly:
             return super().forward(hidden, *args, **kwargs)
         both, _ = apply_linear(self.linear_fc1, hidden)
         return apply_linear(self.linear_fc2, _SwiGLU.apply(both) if torch.is_grad_enabled() else swiglu(both))

@@ -6,6 +6,7 @@ maximum, and the stacked sums), backward none.
 Shapes: T tokens, n of them scored; H channels, V columns of the padded vocabulary, C tokens of a chunk.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from megarl.mcore.kernels import linear
+from megarl.mcore.kernels import linear, native
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 
 PADDED_LOGIT = -1e30  # logit of a padded column; finite, because 0 · −∞ in the entropy would be NaN
@@ -75,6 +76,7 @@ class _Head(NamedTuple):
     first: int
     vocab_size: int
     softcap: float | None
+    product: Callable[[Tensor], Tensor]  # with the weight
 
     def inputs(self, rows: slice) -> Tensor:
         """Returns [C, H] hidden states of a chunk."""
@@ -82,7 +84,7 @@ class _Head(NamedTuple):
 
     def scaled_logits(self, rows: slice) -> Tensor:
         """Returns [C, V/tp] logits over temperature in at least fp32, in a new buffer."""
-        logits = linear.matmul(self.inputs(rows), self.weight)
+        logits = self.product(self.inputs(rows))
         logits = logits.to(_at_least_fp32(logits))
         if self.softcap is not None:
             softcap_(logits, self.softcap)
@@ -112,13 +114,15 @@ def _statistics(logits: Tensor, columns: Tensor, here: Tensor, group, weights: T
     """
     top = logits.amax(-1)
     dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-    shifted = logits.sub_(top.unsqueeze(-1))
-    chosen = shifted.gather(-1, columns).masked_fill(~here, 0.0).squeeze(-1)
-    weights = torch.exp(shifted, out=weights)
-    sums = [weights.sum(-1), chosen, shifted.mul_(weights).sum(-1)]
-    if squares:
-        sums.append(torch.mul(weights, weights, out=shifted).sum(-1))
-    sums = torch.stack(sums)
+    chosen = logits.gather(-1, columns).sub_(top.unsqueeze(-1)).masked_fill(~here, 0.0).squeeze(-1)
+    if native.computes(logits):
+        total, weighted, *square = native.ops.softmax_sums(logits, top, logits if weights is None else weights)
+    else:
+        shifted = logits.sub_(top.unsqueeze(-1))
+        weights = torch.exp(shifted, out=weights)
+        total, weighted = weights.sum(-1), shifted.mul_(weights).sum(-1)
+        square = [torch.mul(weights, weights, out=shifted).sum(-1)] if squares else []
+    sums = torch.stack([total, chosen, weighted, *square[:squares]])
     dist.all_reduce(sums, group=group)
     total, chosen, weighted, *square = sums
     log_total = total.log()
@@ -160,7 +164,8 @@ class _HeadScores(torch.autograd.Function):
         """Arguments as in `head_scores`; hidden states are already gathered."""
         ctx.set_materialize_grads(False)
         first = dist.get_rank(group) * len(weight)
-        head = _Head(hidden, weight, targets, indices, temperature, first, vocab_size, softcap)
+        product = linear.product_with(weight)
+        head = _Head(hidden, weight, targets, indices, temperature, first, vocab_size, softcap, product)
         count, dtype = len(targets), _at_least_fp32(hidden)
         results = [hidden.new_empty(count, dtype=dtype) for _ in range(4 + squares)]
         needs_grad, kept = any(ctx.needs_input_grad[:2]), None
@@ -174,7 +179,7 @@ class _HeadScores(torch.autograd.Function):
         top, total, logprobs, entropy, *square_sum = results
         square_sum = square_sum[0] if squares else None
         ctx.save_for_backward(hidden, weight, targets, indices, kept, top, total, entropy, square_sum)
-        ctx.rest = head[4:]
+        ctx.rest = head[4:-1]
         return logprobs, entropy, square_sum
 
     @staticmethod
@@ -185,17 +190,20 @@ class _HeadScores(torch.autograd.Function):
         The caller sums the gradients of hidden states over the ranks, once for all chunks.
         """
         *inputs, kept, top, total, entropy, square_sum = ctx.saved_tensors
-        head = _Head(*inputs, *ctx.rest)
+        head = _Head(*inputs, *ctx.rest, linear.product_with(inputs[1]) if kept is None else None)
         hidden, weight = head.hidden, head.weight
         allocate = torch.empty_like if head.indices is None else torch.zeros_like
         grad_hidden = allocate(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(weight, dtype=_at_least_fp32(weight)) if ctx.needs_input_grad[1] else None
+        grad_weight = weight.new_zeros(weight.shape, dtype=_at_least_fp32(weight)) if ctx.needs_input_grad[1] else None
         for rows in row_chunks(len(head.targets), len(weight)):
             weights, slope = None if kept is None else kept[rows], None
             if weights is None:
                 weights = head.scaled_logits(rows)
                 slope = head.softcap_slope(weights, rows)
-                weights.sub_(_column(top, rows)).exp_()
+                if native.computes(weights):
+                    native.ops.softmax_sums(weights, top[rows], weights)
+                else:
+                    weights.sub_(_column(top, rows)).exp_()
             columns = [None if x is None else _column(x, rows) for x in (total, entropy, square_sum, *grads)]
             _accumulate(  # nested calls, so that no name keeps the logits' gradient during the next chunk
                 grad_hidden, grad_weight, head, rows,
@@ -218,12 +226,8 @@ def _accumulate(
     grad = grad.to(head.hidden.dtype)
     if grad_hidden is not None:
         grad_hidden[rows if head.indices is None else head.indices[rows]] = linear.input_gradient(grad, head.weight)
-    if grad_weight is None:
-        return
-    if grad_weight.dtype == grad.dtype:
-        grad_weight.addmm_(grad.T, head.inputs(rows))  # avoids a second buffer of the weight's size
-    else:
-        grad_weight.add_(grad.T @ head.inputs(rows))
+    if grad_weight is not None:
+        linear.add_weight_gradient(grad_weight, grad, head.inputs(rows))
 
 
 def head_scores(
@@ -279,9 +283,17 @@ class GatheredPolicy:
         self.scaled = scaled if temperature == 1.0 else scaled / temperature
         self.top = self.scaled[:, :vocab_size].amax(-1, keepdim=True)
         # [n, V]: e^(logit − largest logit), 0 in padded columns
-        self.weights = (self.scaled - self.top).exp_()
-        self.weights[:, vocab_size:] = 0.0
-        self.log_total = self.weights.unflatten(-1, (tensor_ranks, -1)).sum(-1).sum(-1).log()
+        if native.computes(self.scaled):
+            self.weights = self.scaled.clone(memory_format=torch.contiguous_format)
+            self.weights[:, vocab_size:] = PADDED_LOGIT
+            shares = self.weights.view(len(logits) * tensor_ranks, -1)
+            tops = self.top.expand(-1, tensor_ranks).flatten()
+            totals = native.ops.softmax_sums(shares, tops, shares)[0].view(-1, tensor_ranks)
+        else:
+            self.weights = (self.scaled - self.top).exp_()
+            self.weights[:, vocab_size:] = 0.0
+            totals = self.weights.unflatten(-1, (tensor_ranks, -1)).sum(-1)
+        self.log_total = totals.sum(-1).log()
 
     def logprobs(self, tokens: Tensor) -> Tensor:
         """Returns [n] log-probabilities of one token per row [n]."""

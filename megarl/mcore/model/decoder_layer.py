@@ -19,7 +19,7 @@ from torch import Tensor
 from megarl.mcore.attention.prefill_dedup import PrefillDedup
 from megarl.mcore.kernels.all_heads_norm import AllHeadsRMSNorm
 from megarl.mcore.kernels.linear import apply_linear
-from megarl.mcore.model import rotary
+from megarl.mcore.model import native_decode, rotary
 
 
 @dataclass(frozen=True)
@@ -173,9 +173,13 @@ def run_decode_layers(block: TransformerBlock, hidden: Tensor | None, context, f
         frequencies: rotary frequencies of all positions, None without rotary embeddings.
     """
     hidden = hidden if block.pre_process else block.input_tensor
-    dedup = context.plan(frequencies).dedup
+    plan = context.plan(frequencies)
+    dedup = plan.dedup
     hidden = hidden if dedup is None else hidden.index_select(0, dedup.kept_tokens)
-    for layer in block.layers:
-        hidden, _ = layer(hidden_states=hidden, inference_context=context, rotary_pos_emb=frequencies)
+    if native_decode.computes(block, plan):
+        hidden = native_decode.run(block, hidden, plan)
+    else:
+        for layer in block.layers:
+            hidden, _ = layer(hidden_states=hidden, inference_context=context, rotary_pos_emb=frequencies)
     hidden = hidden if block.final_layernorm is None else block.final_layernorm(hidden)
     return hidden if dedup is None else hidden.index_select(0, dedup.inverse)

@@ -94,7 +94,7 @@ def plan_cache_reads(
         return CacheReads(_plan_decodes(None, keys, pages, cache, window, row), [], total)
     decodes, prefills = single.nonzero().flatten(), (~single).nonzero().flatten()
     decoding = _plan_decodes(first[decodes], keys[decodes], pages[decodes], cache, window, row) if len(decodes) else []
-    prompts = _plan_prefills(first[prefills], queries[prefills], keys[prefills], pages[prefills], cache, window, row)
+    prompts = plan_prefills(first[prefills], queries[prefills], keys[prefills], pages[prefills], cache, window, row)
     return CacheReads(decoding, prompts, total)
 
 
@@ -132,10 +132,14 @@ def _plan_decodes(
     return reads
 
 
-def _plan_prefills(
-    first: Tensor, queries: Tensor, keys: Tensor, pages: Tensor, cache: Tensor, window: int | None, row: int
-) -> list[SegmentBatch]:
-    """Returns the segment batches of n prefills, whose keys are rows of the flattened cache."""
+def plan_prefills(
+    first: Tensor, queries: Tensor, keys: Tensor, pages: Tensor, cache: Tensor, window: int | None = None,
+    row: int | None = None,
+) -> list[SegmentBatch]:  # fmt: skip
+    """Returns the segment batches of n prefills, whose keys are rows of the flattened cache.
+
+    `row`: bytes of a token's keys and values, of which a batch gathers `SCRATCH_BYTES`; None: it gathers none.
+    """
     first, queries, keys, pages = (x.numpy() for x in (first, queries, keys, pages))
     block, batches = cache.shape[1], []
     is_square, read, unseen = queries == keys, keys, np.zeros_like(keys)
@@ -145,7 +149,7 @@ def _plan_prefills(
         is_square, read = (queries == keys) & (keys <= window), keys - unseen
     # Segments are grouped as in packed training; the keys come from pages.
     for is_causal, members in group_by_size(is_square, queries, read):
-        limit = max(1, SCRATCH_BYTES // (row * int(read[members].max())))
+        limit = len(members) if row is None else max(1, SCRATCH_BYTES // (row * int(read[members].max())))
         for batch in np.split(members, range(limit, len(members), limit)):
 
             def cache_rows(columns, blocks=pages[batch], unseen=unseen[batch, None]):

@@ -5,6 +5,7 @@ import torch
 from megatron.core.transformer.mlp import MLP
 from torch.testing import assert_close
 
+from megarl.mcore.kernels import native
 from tests.helpers.tiny_models import build
 from tests.helpers.worlds import run_world
 
@@ -31,7 +32,10 @@ def both_ways(rank, flags, dtype):
 def test_a_swiglu_mlp_equals_megatrons(dtype):
     name, ((out, grads), (wanted, wanted_grads)), same = run_world(both_ways, 1, "", dtype)[0]
     assert name == "SwiGLUMLP" and same
-    assert torch.equal(out, wanted)
+    if dtype is torch.float32 and native.is_used():  # another exp
+        assert_close(out, wanted, rtol=0, atol=1e-6 * float(wanted.abs().max()))
+    else:
+        assert torch.equal(out, wanted)
     for grad, other in zip(grads, wanted_grads, strict=True):
         scale = float(other.abs().max())
         assert_close(grad, other, rtol=0, atol=scale * (3e-2 if dtype is torch.bfloat16 else 1e-6))

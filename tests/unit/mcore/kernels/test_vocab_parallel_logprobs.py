@@ -254,7 +254,8 @@ def test_peak_memory_is_at_most_a_tenth_of_the_naive_computations(tmp_path):
     assert report["naive_peak_bytes"] >= 3 * 4 * tokens * vocab  # the measurement sees what is there
     assert report["ratio"] <= 0.10
     rows = row_chunks(tokens, vocab)[0].stop
-    assert report["chunked_peak_bytes"] <= 4 * (2.5 * rows * vocab + vocab * hidden)  # two buffers and a gradient
+    kept = 2 * vocab * hidden  # the weight's gradient, and its copy in the layout of the compiled kernel
+    assert report["chunked_peak_bytes"] <= 4 * (2.5 * rows * vocab + kept)  # two buffers
     assert max(value for key, value in report.items() if key.endswith("_difference")) <= 5e-5
 
 

@@ -73,9 +73,11 @@ def on_device(mode: FakeTensorMode):
 
 def model_on(mode: FakeTensorMode, flags: str, value_head: bool):
     """(stages, in gradient buffers, collection): a model of the device."""
+    from megarl.mcore.kernels import native
     from megarl.mcore.model import gpt
     from megarl.mcore.training import optimizer
 
+    native.enable(False)  # the device has no such kernels
     args, place = join_actor(flags)
     torch.nn.Module.to = lambda module, *_, **__: module  # torch cannot move such tensors, and they are there already
     with mode:

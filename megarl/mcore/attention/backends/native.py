@@ -1,0 +1,134 @@
+"""Attention by the compiled kernels (`kernels.native`): no copies of keys and values, in training and in rollout.
+
+`--attention-backend sdpa` uses it for models in fp32 on a CPU without a window, softcap, sinks or latents. A query's
+result depends on its query and its keys alone, and is the same in a decode step, a prefill and a training forward.
+Shapes: as in `sdpa`.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from megatron.core.transformer import MLATransformerConfig
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megarl.mcore.attention.backends import sdpa
+from megarl.mcore.attention.segments import SegmentBatch, SegmentPlan
+from megarl.mcore.attention.windows import window_of
+from megarl.mcore.kernels import native
+
+
+def computes(config) -> bool:
+    """Whether the kernels compute the attention of a model with this config."""
+    is_plain = window_of(config) is None and not isinstance(config, MLATransformerConfig)
+    is_fp32 = config.params_dtype is torch.float32
+    return native.is_used() and is_plain and is_fp32 and config.kv_channels % native.VECTOR == 0
+
+
+class _SegmentAttention(torch.autograd.Function):
+    """query [T, H, D], key, value [T', G, D] -> outputs [m, H, D] of the segments' real queries."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, segments, scale):
+        indices = segments.queries, segments.keys, segments.last_keys, segments.real_queries
+        out, sums = native.ops.segment_attention(query, key, value, *indices, scale)
+        ctx.save_for_backward(query, key, value, out, sums)
+        ctx.indices, ctx.scale = indices, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        query, key, value, out, sums = ctx.saved_tensors
+        grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
+        native.ops.segment_attention_backward(
+            grad.contiguous(), query, key, value, *ctx.indices, out, sums, ctx.scale, *grads
+        )
+        return *grads, None, None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, segments: SegmentBatch, scale: float) -> Tensor:
+    if torch.is_grad_enabled():
+        return _SegmentAttention.apply(query, key, value, segments, scale)
+    indices = segments.queries, segments.keys, segments.last_keys, segments.real_queries
+    return native.ops.segment_attention(query, key, value, *indices, scale)[0]
+
+
+def softmax_scale(channels: int, scale: float | None) -> float:
+    """The factor of the scores: 1/√D unless the model has another one."""
+    return 1 / math.sqrt(channels) if scale is None else scale
+
+
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, segments: SegmentPlan, scale: float | None) -> Tensor:
+    """As that of `sdpa`."""
+    scale = softmax_scale(query.shape[-1], scale)
+    outputs = [_attend(query, key, value, batch, scale) for batch in segments.batches]
+    return torch.cat(outputs)[segments.restore]
+
+
+class DecodeReads(NamedTuple):
+    """The n decodes of a step."""
+
+    tokens: slice | Tensor  # [n] indices of their tokens in the step
+    pages: Tensor  # [n, P] int64 cache blocks
+    keys: Tensor  # [n] int64 keys that each token sees
+    starts: Tensor  # int64 first token of each run of tokens with the same pages, which share their reads; then n
+
+
+@dataclass(frozen=True)
+class CacheReads:
+    """The cache reads of a step, the same for all layers."""
+
+    decodes: DecodeReads | None
+    prefills: list[SegmentBatch]
+    total: int  # T
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether each token of the step is a decoded one."""
+        return self.decodes is not None and len(self.decodes.keys) == self.total
+
+
+def plan_cache_reads(
+    queries: Tensor, keys: Tensor, pages: Tensor, total: int, cache: Tensor, window: None = None,
+    token_bytes: int | None = None,
+) -> CacheReads:  # fmt: skip
+    """As that of `sdpa`."""
+    first, single = queries.cumsum(0) - queries, queries == 1
+    if bool(single.all()):
+        return CacheReads(_decode_reads(slice(len(keys)), keys, pages, cache), [], total)
+    decodes, prompts = single.nonzero().flatten(), (~single).nonzero().flatten()
+    prefills = sdpa.plan_prefills(first[prompts], queries[prompts], keys[prompts], pages[prompts], cache)
+    decoding = _decode_reads(first[decodes], keys[decodes], pages[decodes], cache) if len(decodes) else None
+    return CacheReads(decoding, prefills, total)
+
+
+def _decode_reads(tokens: slice | Tensor, keys: Tensor, pages: Tensor, cache: Tensor) -> DecodeReads:
+    pages = pages[:, : -(-int(keys.max()) // cache.shape[1])].contiguous()
+    is_new = (pages[1:] != pages[:-1]).any(1).nonzero().flatten() + 1
+    starts = torch.cat([is_new.new_zeros(1), is_new, is_new.new_full((1,), len(keys))])
+    return DecodeReads(tokens, pages, keys.contiguous(), starts)
+
+
+class PagedAttention:
+    """Attention over the paged cache."""
+
+    def __call__(self, query: Tensor, cache: Tensor, reads: CacheReads, scale: float | None = None) -> Tensor:
+        """query [T, G, R, D] and a layer's cache [blocks, block, G, 2, D] with the new keys -> [T, G·R·D]."""
+        scale = softmax_scale(query.shape[-1], scale)
+        if reads.only_decodes:
+            return _decode(query, cache, reads.decodes, scale)
+        result = query.new_zeros(query.shape[0], query[0].numel())
+        if reads.decodes is not None:
+            result[reads.decodes.tokens] = _decode(query[reads.decodes.tokens], cache, reads.decodes, scale)
+        key, value = cache.flatten(0, 1).unbind(2)
+        for segments in reads.prefills:
+            out = _attend(query.flatten(1, 2), key, value, segments, scale)
+            result[segments.queries.flatten()[segments.real_queries]] = out.flatten(1)
+        return result
+
+
+def _decode(query: Tensor, cache: Tensor, reads: DecodeReads, scale: float) -> Tensor:
+    return native.ops.cache_attention(query, cache, reads.pages, reads.keys, reads.starts, scale)

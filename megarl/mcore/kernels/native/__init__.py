@@ -1,0 +1,69 @@
+"""Compiled kernels for fp32 on a CPU (`src/`, PyTorch operators `megarl::…`), as an alternative to PyTorch's operators.
+
+`launch/setup_env.sh` compiles them with `tools/build_kernels.py` if there is a C++ compiler; without them everything
+runs on PyTorch's operators. A row's bits depend on nothing but the row, so rollout and training agree to the last bit;
+both always use the same kernels. Operators take contiguous tensors.
+"""
+
+import functools
+import hashlib
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megarl.mcore import device
+
+SOURCES = Path(__file__).with_name("src")
+VECTOR = 16  # head channels must be a multiple of this
+ops = torch.ops.megarl
+
+_is_enabled = True
+
+
+def library() -> Path:
+    """Where the compiled kernels of these sources for this processor belong, in the Python environment."""
+    content = b"".join(path.read_bytes() for path in sorted(SOURCES.iterdir()))
+    return Path(sys.prefix) / "megarl" / f"kernels-{hashlib.sha256(content + _processor()).hexdigest()[:16]}.so"
+
+
+def _processor() -> bytes:
+    """The instructions that this processor has: the compiler uses all of them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
+    except OSError:
+        return b""
+    return next((line for line in lines if line.startswith((b"flags", b"Features"))), b"")
+
+
+@functools.cache
+def is_built() -> bool:
+    """Whether the compiled kernels are there and this process has loaded them."""
+    if device.has_cuda() or not (path := library()).exists():
+        return False
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:  # compiled for another torch
+        warnings.warn(f"{path}: {str(error).splitlines()[0]}; PyTorch's operators are used", stacklevel=2)
+        return False
+    return True
+
+
+def enable(is_enabled: bool):
+    """Switches the kernels on or off for all models that this process builds afterwards; on by default."""
+    global _is_enabled
+    _is_enabled = is_enabled
+
+
+def is_used() -> bool:
+    """Whether the kernels are built and switched on."""
+    return _is_enabled and is_built()
+
+
+def computes(*tensors: Tensor) -> bool:
+    """Whether the kernels compute with these tensors."""
+    return is_used() and all(
+        x.dtype is torch.float32 and x.device.type == "cpu" and type(x) in (Tensor, torch.nn.Parameter) for x in tensors
+    )  # other types have no memory, such as those of a fake mode

@@ -1,0 +1,167 @@
+// One decode step of a plain dense model: RMSNorm, grouped-query attention over the paged cache, SwiGLU. It calls the
+// functions that training calls, so the bits are the same.
+#pragma once
+
+#include <vector>
+
+#include "attention.h"
+#include "gemm.h"
+#include "rows.h"
+
+namespace megarl {
+
+// Rotates the first `width` channels of a head in place: x · cos + swapped · sin, each rounded, as in training. `sines`
+// are negated in the first half.
+inline void rotate(float* head, const float* cosines, const float* sines, int width, float* scratch) {
+    int half = width / 2;
+    std::copy(head + half, head + width, scratch);
+    std::copy(head, head + half, scratch + half);
+    for (int i = 0; i < width; ++i) {
+        float a = head[i] * cosines[i], b = scratch[i] * sines[i];
+        head[i] = a + b;
+    }
+}
+
+// The paged cache [blocks, block, G, 2, D] of one layer and what the rows of a step read of it.
+struct PagedReads {
+    const float* cache;
+    int64_t block_tokens, groups, channels;
+    const int64_t* pages;  // [rows, pages_per_row]
+    int64_t pages_per_row;
+    const int64_t* keys;  // [rows] keys that a row sees
+
+    int64_t token_stride() const { return groups * 2 * channels; }
+    const float* key(int64_t row, int64_t position, int64_t group) const {
+        int64_t page = pages[row * pages_per_row + position / block_tokens];
+        return cache + (page * block_tokens + position % block_tokens) * token_stride() + group * 2 * channels;
+    }
+};
+
+// query [rows] with `row_stride`, group g's R heads at g · group_stride -> out [rows, G, R, D]. `starts` [n + 1]: rows
+// starts[i] … starts[i + 1] − 1 have the same pages, and share their reads.
+inline void paged_attention(const float* query, int64_t row_stride, int64_t group_stride, const PagedReads& reads,
+                            const int64_t* starts, int64_t n, int64_t heads, float scale, float* out) {
+    int64_t groups = reads.groups, channels = reads.channels;
+    parallel_parts(n * groups, thread_count(), [&](int64_t first, int64_t last) {
+        static thread_local GroupAttention attention;
+        std::vector<const float*> keys, values;
+        std::vector<QueryRow> rows;
+        for (int64_t task = first; task < last; ++task) {
+            int64_t i = task / groups, g = task % groups, longest = 0;
+            rows.clear();
+            for (int64_t row = starts[i]; row < starts[i + 1]; ++row) {
+                longest = std::max(longest, reads.keys[row]);
+                for (int64_t h = 0; h < heads; ++h)
+                    rows.push_back({query + row * row_stride + g * group_stride + h * channels,
+                                    out + ((row * groups + g) * heads + h) * channels, nullptr, reads.keys[row]});
+            }
+            keys.resize(longest), values.resize(longest);
+            for (int64_t k = 0; k < longest; ++k) {
+                keys[k] = reads.key(starts[i], k, g);
+                values[k] = keys[k] + channels;
+            }
+            attention.load_keys(keys.data(), values.data(), longest, int(channels));
+            attention.attend(rows.data(), int64_t(rows.size()), scale);
+        }
+    });
+}
+
+// Weights of one layer; packed ones as by `pack`.
+struct Layer {
+    const float *attention_norm, *qkv, *qkv_bias, *query_norm, *key_norm, *proj, *mlp_norm, *fc1, *fc2;
+    float* cache;
+};
+
+struct Step {
+    int64_t rows, hidden, groups, heads, channels, ffn;  // heads: query heads of a group
+    float eps, scale;
+    const float *cosines, *sines;  // [rows, rotary]
+    int64_t rotary;                // rotated channels; 0 without rotary embeddings
+    const int64_t* slots;          // [rows] of the flattened cache for the new keys and values
+    PagedReads reads;
+    const int64_t* starts;
+    int64_t requests;
+};
+
+class DecodeLayers {
+  public:
+    explicit DecodeLayers(const Step& step)
+        : s_(step), normed_(s_.rows * s_.hidden), qkv_(s_.rows * qkv_width()), attended_(s_.rows * query_width()),
+          output_(s_.rows * s_.hidden), wide_(s_.rows * 2 * s_.ffn), activated_(s_.rows * s_.ffn) {}
+
+    // hidden [rows, H], in place.
+    void run(const Layer& layer, float* hidden) {
+        norm(hidden, layer.attention_norm);
+        product(normed_, s_.hidden, layer.qkv, qkv_width(), qkv_, layer.qkv_bias);
+        write_cache(layer);
+        PagedReads reads = s_.reads;
+        reads.cache = layer.cache;
+        paged_attention(qkv_.data(), qkv_width(), (s_.heads + 2) * s_.channels, reads, s_.starts, s_.requests, s_.heads,
+                        s_.scale, attended_.data());
+        product(attended_, query_width(), layer.proj, s_.hidden, output_, nullptr);
+        add_output(hidden);
+        norm(hidden, layer.mlp_norm);
+        product(normed_, s_.hidden, layer.fc1, 2 * s_.ffn, wide_, nullptr);
+        for_rows(s_.ffn, [&](int64_t i) {
+            const float* gate = wide_.data() + i * 2 * s_.ffn;
+            swiglu(gate, gate + s_.ffn, s_.ffn, activated_.data() + i * s_.ffn);
+        });
+        product(activated_, s_.ffn, layer.fc2, s_.hidden, output_, nullptr);
+        add_output(hidden);
+    }
+
+  private:
+    int64_t qkv_width() const { return s_.groups * (s_.heads + 2) * s_.channels; }
+    int64_t query_width() const { return s_.groups * s_.heads * s_.channels; }
+
+    template <typename F>
+    void for_rows(int64_t width, const F& f) {
+        int64_t threads = s_.rows * width < (1 << 16) ? 1 : thread_count();
+        parallel_parts(s_.rows, threads, [&](int64_t first, int64_t last) {
+            for (int64_t i = first; i < last; ++i) f(i);
+        });
+    }
+
+    void norm(const float* hidden, const float* weight) {
+        for_rows(s_.hidden, [&](int64_t i) {
+            rms_norm(hidden + i * s_.hidden, weight, s_.hidden, s_.eps, normed_.data() + i * s_.hidden);
+        });
+    }
+
+    void product(const std::vector<float>& x, int64_t k, const float* weight, int64_t n, std::vector<float>& out,
+                 const float* bias) {
+        gemm({x.data(), k, 1}, s_.rows, k, weight, n, out.data(), n, bias);
+    }
+
+    // Norms and rotates queries and keys; writes keys and values.
+    void write_cache(const Layer& layer) {
+        for_rows(qkv_width(), [&](int64_t i) {
+            std::vector<float> scratch(std::max(s_.rotary, s_.channels));
+            for (int64_t g = 0; g < s_.groups; ++g) {
+                float* group = qkv_.data() + i * qkv_width() + g * (s_.heads + 2) * s_.channels;
+                for (int64_t h = 0; h <= s_.heads; ++h) {
+                    float* head = group + h * s_.channels;
+                    const float* weight = h < s_.heads ? layer.query_norm : layer.key_norm;
+                    if (weight) rms_norm(head, weight, s_.channels, s_.eps, head);
+                    if (s_.rotary)
+                        rotate(head, s_.cosines + i * s_.rotary, s_.sines + i * s_.rotary, int(s_.rotary),
+                               scratch.data());
+                }
+                float* to = layer.cache + s_.slots[i] * s_.reads.token_stride() + g * 2 * s_.channels;
+                std::copy_n(group + s_.heads * s_.channels, 2 * s_.channels, to);
+            }
+        });
+    }
+
+    void add_output(float* hidden) {
+        for_rows(s_.hidden, [&](int64_t i) {
+            float *to = hidden + i * s_.hidden, *from = output_.data() + i * s_.hidden;
+            for (int64_t j = 0; j < s_.hidden; ++j) to[j] += from[j];
+        });
+    }
+
+    const Step& s_;
+    std::vector<float> normed_, qkv_, attended_, output_, wide_, activated_;
+};
+
+}  // namespace megarl

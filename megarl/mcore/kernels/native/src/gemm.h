@@ -1,0 +1,168 @@
+// Products with weights: out [M, N] = x [M, K] · weightᵀ + bias, fp32.
+//
+// The weight is packed into panels of PANEL columns: panel p is [K][PANEL], padded with zeros. Each element of the
+// result is one chain of fused multiply-adds over k in ascending order, starting at 0. So a row's bits depend neither
+// on the other rows nor on their number, the number of threads, or the block sizes below.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "parallel.h"
+#include "simd.h"
+
+namespace megarl {
+
+constexpr int PANEL = 2 * W;
+constexpr int ROWS = W == 16 ? 12 : 6;  // of a tile; its 2 · ROWS accumulators fill the registers
+constexpr int64_t K_BLOCK = 256;        // a panel's rows that stay in the first-level cache
+constexpr int64_t M_BLOCK = 16 * ROWS;  // rows of x that stay in the second-level cache
+constexpr int64_t PACKED_K = 4 * K_BLOCK;  // a panel's rows that are packed at a time
+
+inline int64_t panels_of(int64_t n) { return (n + PANEL - 1) / PANEL; }
+
+// Elements [n, k] of a matrix with any strides -> packed [panels · K · PANEL].
+struct Matrix {
+    const float* data;
+    int64_t row_stride, column_stride;
+};
+
+inline void pack_panel(Matrix from, int64_t columns, int64_t k, float* panel) {
+    if (from.row_stride == 1 && columns == PANEL) {
+        for (int64_t i = 0; i < k; ++i)
+            for (int j = 0; j < 2; ++j)
+                store(panel + i * PANEL + j * W, load(from.data + i * from.column_stride + j * W));
+        return;
+    }
+    int64_t whole = from.column_stride == 1 && columns == PANEL ? k / W * W : 0;
+    for (int64_t i = 0; i < whole; i += W)
+        for (int j = 0; j < 2; ++j)
+            transpose(from.data + j * W * from.row_stride + i, from.row_stride, panel + i * PANEL + j * W, PANEL);
+    for (int64_t i = whole; i < k; ++i)
+        for (int64_t j = 0; j < PANEL; ++j)
+            panel[i * PANEL + j] = j < columns ? from.data[j * from.row_stride + i * from.column_stride] : 0.0f;
+}
+
+inline void pack(Matrix weight, int64_t n, int64_t k, float* packed) {
+    parallel_for(panels_of(n), [&](int64_t p) {
+        Matrix from{weight.data + p * PANEL * weight.row_stride, weight.row_stride, weight.column_stride};
+        pack_panel(from, std::min<int64_t>(PANEL, n - p * PANEL), k, packed + p * k * PANEL);
+    });
+}
+
+template <int M>
+void tile(Matrix x, const float* panel, int64_t k, float* out, int64_t out_stride, int columns,
+          bool is_first) {
+    Vec acc[M][2];
+    bool is_whole = columns == PANEL;
+    float rest[PANEL];
+    for (int i = 0; i < M; ++i)
+        for (int j = 0; j < 2; ++j) {
+            if (is_first) {
+                acc[i][j] = zero();
+            } else if (is_whole) {
+                acc[i][j] = load(out + i * out_stride + j * W);
+            } else {
+                for (int c = 0; c < W; ++c) rest[c] = j * W + c < columns ? out[i * out_stride + j * W + c] : 0.0f;
+                acc[i][j] = load(rest);
+            }
+        }
+    for (int64_t l = 0; l < k; ++l) {
+        Vec left = load(panel + l * PANEL), right = load(panel + l * PANEL + W);
+        for (int i = 0; i < M; ++i) {
+            Vec factor = all(x.data[i * x.row_stride + l * x.column_stride]);
+            acc[i][0] = fma(factor, left, acc[i][0]);
+            acc[i][1] = fma(factor, right, acc[i][1]);
+        }
+    }
+    for (int i = 0; i < M; ++i) {
+        if (is_whole) {
+            store(out + i * out_stride, acc[i][0]);
+            store(out + i * out_stride + W, acc[i][1]);
+        } else {
+            store(rest, acc[i][0]);
+            store(rest + W, acc[i][1]);
+            std::copy(rest, rest + columns, out + i * out_stride);
+        }
+    }
+}
+
+template <int M>
+void tile_of(int rows, Matrix x, const float* panel, int64_t k, float* out, int64_t out_stride, int columns,
+             bool is_first) {
+    if constexpr (M == 1) {
+        tile<1>(x, panel, k, out, out_stride, columns, is_first);
+    } else if (rows == M) {
+        tile<M>(x, panel, k, out, out_stride, columns, is_first);
+    } else {
+        tile_of<M - 1>(rows, x, panel, k, out, out_stride, columns, is_first);
+    }
+}
+
+// Rows [0, m) of some panels of out; `adds`: to what out holds.
+inline void gemm_panels(Matrix x, int64_t m, int64_t k, const float* packed, int64_t n, int64_t first_panel,
+                        int64_t last_panel, float* out, int64_t out_stride, const float* bias, bool adds) {
+    for (int64_t m0 = 0; m0 < m; m0 += M_BLOCK) {
+        int64_t rows = std::min(M_BLOCK, m - m0), tiles = (rows + ROWS - 1) / ROWS;
+        for (int64_t p = first_panel; p < last_panel; ++p) {
+            int columns = int(std::min<int64_t>(PANEL, n - p * PANEL));
+            float* block = out + m0 * out_stride + p * PANEL;
+            for (int64_t k0 = 0; k0 < k; k0 += K_BLOCK)
+                for (int64_t t = 0; t < tiles; ++t) {  // of even sizes
+                    int64_t start = rows * t / tiles, end = rows * (t + 1) / tiles;
+                    const float* left = x.data + (m0 + start) * x.row_stride + k0 * x.column_stride;
+                    tile_of<ROWS>(int(end - start), {left, x.row_stride, x.column_stride},
+                                  packed + (p * k + k0) * PANEL, std::min(K_BLOCK, k - k0), block + start * out_stride,
+                                  out_stride, columns, k0 == 0 && !adds);
+                }
+            if (bias)
+                for (int64_t i = 0; i < rows; ++i)
+                    for (int j = 0; j < columns; ++j) block[i * out_stride + j] += bias[p * PANEL + j];
+        }
+    }
+}
+
+// Calls f(first row, last row, first panel, last panel) on each thread's share of a product.
+template <typename F>
+void gemm_shares(int64_t m, int64_t k, int64_t n, const F& f) {
+    int64_t panels = panels_of(n), threads = m * n * k < PARALLEL_WORK ? 1 : thread_count();
+    if (panels >= 4 * threads || m < threads * ROWS) {
+        parallel_parts(panels, threads, [&](int64_t first, int64_t last) { f(int64_t(0), m, first, last); });
+    } else {
+        parallel_parts(m, threads, [&](int64_t first, int64_t last) { f(first, last, int64_t(0), panels); });
+    }
+}
+
+inline Matrix rows_from(Matrix x, int64_t row) { return {x.data + row * x.row_stride, x.row_stride, x.column_stride}; }
+inline Matrix columns_from(Matrix x, int64_t column) {
+    return {x.data + column * x.column_stride, x.row_stride, x.column_stride};
+}
+
+inline void gemm(Matrix x, int64_t m, int64_t k, const float* packed, int64_t n, float* out, int64_t out_stride,
+                 const float* bias = nullptr) {
+    gemm_shares(m, k, n, [&](int64_t first, int64_t last, int64_t first_panel, int64_t last_panel) {
+        gemm_panels(rows_from(x, first), last - first, k, packed, n, first_panel, last_panel,
+                    out + first * out_stride, out_stride, bias, false);
+    });
+}
+
+// The same with a weight [N, K] that is not packed; packs a part of a panel at a time. `adds`: to what out holds.
+inline void gemm_unpacked(Matrix x, int64_t m, int64_t k, Matrix weight, int64_t n, float* out, int64_t out_stride,
+                          const float* bias, bool adds) {
+    gemm_shares(m, k, n, [&](int64_t first, int64_t last, int64_t first_panel, int64_t last_panel) {
+        static thread_local std::vector<float> panel;
+        panel.resize(std::min(k, PACKED_K) * PANEL);
+        for (int64_t k0 = 0; k0 < k; k0 += PACKED_K) {
+            int64_t depth = std::min(PACKED_K, k - k0);
+            for (int64_t p = first_panel; p < last_panel; ++p) {
+                int64_t columns = std::min<int64_t>(PANEL, n - p * PANEL);
+                pack_panel(columns_from(rows_from(weight, p * PANEL), k0), columns, depth, panel.data());
+                gemm_panels(columns_from(rows_from(x, first), k0), last - first, depth, panel.data(), columns, 0, 1,
+                            out + first * out_stride + p * PANEL, out_stride,
+                            bias && k0 + depth == k ? bias + p * PANEL : nullptr, adds || k0 > 0);
+            }
+        }
+    });
+}
+
+}  // namespace megarl

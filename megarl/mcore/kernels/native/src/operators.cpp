@@ -1,0 +1,390 @@
+// PyTorch operators `megarl::…` over the kernels of this folder; all tensors are float32 or int64, on the CPU.
+// Shapes: T tokens or rows, H query heads in G groups of R, D channels per head.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include "attention.h"
+#include "decode.h"
+#include "gemm.h"
+#include "parallel.h"
+#include "rows.h"
+#include "sampling.h"
+
+namespace megarl {
+
+using at::Tensor;
+
+int thread_count() { return omp_in_parallel() ? 1 : omp_get_max_threads(); }
+
+namespace {
+
+const float* floats(const Tensor& x) {
+    TORCH_CHECK(x.scalar_type() == at::kFloat && x.is_contiguous(), "megarl kernels: a float32, contiguous tensor");
+    return x.const_data_ptr<float>();
+}
+float* mutable_floats(const Tensor& x) {
+    floats(x);
+    return x.mutable_data_ptr<float>();
+}
+const int64_t* integers(const Tensor& x) {
+    TORCH_CHECK(x.scalar_type() == at::kLong && x.is_contiguous(), "megarl kernels: an int64, contiguous tensor");
+    return x.const_data_ptr<int64_t>();
+}
+Matrix matrix(const Tensor& x) {
+    TORCH_CHECK(x.scalar_type() == at::kFloat && x.dim() == 2, "megarl kernels: a float32 matrix");
+    return {x.const_data_ptr<float>(), x.stride(0), x.stride(1)};
+}
+Matrix transposed(const Tensor& x) {
+    Matrix m = matrix(x);
+    return {m.data, m.column_stride, m.row_stride};
+}
+
+// weight [N, K] of any strides -> [panels, K, PANEL].
+Tensor pack_weight(const Tensor& weight) {
+    Matrix from = matrix(weight);
+    Tensor packed = at::empty({panels_of(weight.size(0)), weight.size(1), PANEL}, weight.options().memory_format(std::nullopt));
+    pack(from, weight.size(0), weight.size(1), packed.mutable_data_ptr<float>());
+    return packed;
+}
+
+// x […, K], contiguous, and a packed weight -> […, columns].
+Tensor packed_linear(const Tensor& x, const Tensor& packed, int64_t columns, const std::optional<Tensor>& bias) {
+    int64_t k = packed.size(1), rows = k ? x.numel() / k : 0;
+    TORCH_CHECK(x.size(-1) == k && panels_of(columns) == packed.size(0), "megarl::packed_linear: sizes do not fit");
+    auto sizes = x.sizes().vec();
+    sizes.back() = columns;
+    Tensor out = at::empty(sizes, packed.options());
+    gemm({floats(x), k, 1}, rows, k, floats(packed), columns, out.mutable_data_ptr<float>(), columns,
+         bias ? floats(*bias) : nullptr);
+    return out;
+}
+
+// x […, K], contiguous, and weight [N, K] of any strides -> […, N].
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+    int64_t k = weight.size(1), n = weight.size(0), rows = k ? x.numel() / k : 0;
+    TORCH_CHECK(x.size(-1) == k, "megarl::linear: sizes do not fit");
+    auto sizes = x.sizes().vec();
+    sizes.back() = n;
+    Tensor out = at::empty(sizes, x.options());
+    gemm_unpacked({floats(x), k, 1}, rows, k, matrix(weight), n, out.mutable_data_ptr<float>(), n,
+                  bias ? floats(*bias) : nullptr, false);
+    return out;
+}
+
+// Adds gradᵀ · x of grad [T, N] and x [T, K] to `sum` [N, K], or writes it there.
+void write_weight_gradient(const Tensor& sum, const Tensor& grad, const Tensor& x, bool adds) {
+    int64_t n = grad.size(1), k = x.size(1), tokens = grad.size(0);
+    TORCH_CHECK(x.size(0) == tokens && sum.numel() == n * k, "megarl::weight_gradient: sizes do not fit");
+    if (!tokens && !adds) sum.zero_();
+    gemm_unpacked(transposed(grad), n, tokens, transposed(x), k, mutable_floats(sum), k, nullptr, adds);
+}
+
+Tensor weight_gradient(const Tensor& grad, const Tensor& x) {
+    Tensor out = at::empty({grad.size(1), x.size(1)}, x.options().memory_format(std::nullopt));
+    write_weight_gradient(out, grad, x, false);
+    return out;
+}
+
+void add_weight_gradient(const Tensor& sum, const Tensor& grad, const Tensor& x) {
+    write_weight_gradient(sum, grad, x, true);
+}
+
+// x […, H] and weight [H] -> the same shape, and […, 1] reciprocal root mean squares.
+std::tuple<Tensor, Tensor> rms_norm_rows(const Tensor& x, const Tensor& weight, double eps) {
+    int64_t width = x.size(-1), rows = x.numel() / std::max<int64_t>(width, 1);
+    auto sizes = x.sizes().vec();
+    Tensor out = at::empty(sizes, x.options());
+    sizes.back() = 1;
+    Tensor scales = at::empty(sizes, x.options());
+    const float *from = floats(x), *gain = floats(weight);
+    float *to = mutable_floats(out), *scale = mutable_floats(scales);
+    parallel_parts(rows, rows * width < (1 << 16) ? 1 : thread_count(), [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; ++i)
+            scale[i] = rms_norm(from + i * width, gain, width, float(eps), to + i * width);
+    });
+    return {out, scales};
+}
+
+// x […, 2F] -> […, F].
+Tensor swiglu_rows(const Tensor& x) {
+    int64_t width = x.size(-1) / 2, rows = x.numel() / std::max<int64_t>(2 * width, 1);
+    auto sizes = x.sizes().vec();
+    sizes.back() = width;
+    Tensor out = at::empty(sizes, x.options());
+    const float* from = floats(x);
+    float* to = mutable_floats(out);
+    parallel_parts(rows, rows * width < (1 << 15) ? 1 : thread_count(), [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; ++i)
+            swiglu(from + 2 * i * width, from + (2 * i + 1) * width, width, to + i * width);
+    });
+    return out;
+}
+
+Tensor swiglu_rows_backward(const Tensor& grad, const Tensor& x) {
+    int64_t width = x.size(-1) / 2, rows = x.numel() / std::max<int64_t>(2 * width, 1);
+    Tensor out = at::empty(x.sizes(), x.options());
+    const float *from = floats(x), *slope = floats(grad);
+    float* to = mutable_floats(out);
+    parallel_parts(rows, rows * width < (1 << 15) ? 1 : thread_count(), [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; ++i)
+            swiglu_backward(slope + i * width, from + 2 * i * width, from + (2 * i + 1) * width, width,
+                            to + 2 * i * width, to + (2 * i + 1) * width);
+    });
+    return out;
+}
+
+// ---- attention of a segment batch ----
+
+// Sizes and pointers of a segment batch: n segments, padded to Q queries and K keys.
+struct SegmentRows {
+    const int64_t *queries, *keys, *last_keys, *real;
+    int64_t n, q, k, m;
+    int64_t seen(int64_t i, int64_t j) const { return (last_keys ? last_keys[i * q + j] : j) + 1; }
+};
+
+SegmentRows segment_rows(const Tensor& queries, const Tensor& keys, const std::optional<Tensor>& last_keys,
+                         const Tensor& real) {
+    return {integers(queries), integers(keys), last_keys ? integers(*last_keys) : nullptr, integers(real),
+            queries.size(0),   queries.size(1), keys.size(1), real.size(0)};
+}
+
+struct HeadView {  // [T, heads, D] whose last dimension is contiguous
+    float* data;
+    int64_t token, head;
+    explicit HeadView(const Tensor& x)
+        : data(const_cast<float*>(x.const_data_ptr<float>())), token(x.stride(0)), head(x.stride(1)) {
+        TORCH_CHECK(x.scalar_type() == at::kFloat && x.dim() == 3 && x.stride(2) == 1 && x.size(2) % W == 0,
+                    "megarl kernels: heads [T, heads, D] in float32, D a multiple of the vector");
+    }
+    float* at(int64_t t, int64_t h) const { return data + t * token + h * head; }
+};
+
+// First index of `real` of each segment [n + 1].
+std::vector<int64_t> bounds_of(const SegmentRows& s) {
+    std::vector<int64_t> bounds(s.n + 1, s.m);
+    int64_t at = 0;
+    for (int64_t i = 0; i <= s.n; ++i) {
+        while (at < s.m && s.real[at] < i * s.q) ++at;
+        bounds[i] = at;
+    }
+    return bounds;
+}
+
+// Keys that the real queries of a segment see.
+int64_t longest_of(const SegmentRows& s, const std::vector<int64_t>& bounds, int64_t i) {
+    int64_t longest = 0;
+    for (int64_t r = bounds[i]; r < bounds[i + 1]; ++r)
+        longest = std::max(longest, s.seen(i, s.real[r] - i * s.q));
+    return longest;
+}
+
+// Returns outputs [m, H, D] of the real queries and their log-sums [m, H].
+std::tuple<Tensor, Tensor> segment_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                             const Tensor& queries, const Tensor& keys,
+                                             const std::optional<Tensor>& last_keys, const Tensor& real,
+                                             double scale) {
+    SegmentRows s = segment_rows(queries, keys, last_keys, real);
+    int64_t heads = query.size(1), groups = key.size(1), channels = query.size(2), shared = heads / groups;
+    HeadView q(query), k(key), v(value);
+    Tensor out = at::empty({s.m, heads, channels}, query.options().memory_format(std::nullopt));
+    Tensor sums = at::empty({s.m, heads}, out.options());
+    float *to = out.mutable_data_ptr<float>(), *log_sums = sums.mutable_data_ptr<float>();
+    std::vector<int64_t> bounds = bounds_of(s);
+    parallel_parts(s.n * groups, thread_count(), [&](int64_t first, int64_t last) {
+        static thread_local GroupAttention attention;
+        std::vector<const float*> at_key, at_value;
+        std::vector<QueryRow> rows;
+        for (int64_t task = first; task < last; ++task) {
+            int64_t i = task / groups, g = task % groups, longest = longest_of(s, bounds, i);
+            at_key.resize(longest), at_value.resize(longest), rows.clear();
+            for (int64_t j = 0; j < longest; ++j) {
+                at_key[j] = k.at(s.keys[i * s.k + j], g);
+                at_value[j] = v.at(s.keys[i * s.k + j], g);
+            }
+            for (int64_t r = bounds[i]; r < bounds[i + 1]; ++r) {
+                int64_t j = s.real[r] - i * s.q;
+                for (int64_t h = g * shared; h < (g + 1) * shared; ++h)
+                    rows.push_back({q.at(s.queries[i * s.q + j], h), to + (r * heads + h) * channels,
+                                    log_sums + r * heads + h, s.seen(i, j)});
+            }
+            attention.load_keys(at_key.data(), at_value.data(), longest, int(channels));
+            attention.attend(rows.data(), int64_t(rows.size()), float(scale));
+        }
+    });
+    return {out, sums};
+}
+
+// Gradients of query, key and value [T, heads, D]; `grad`, `out` [m, H, D] and `sums` [m, H] are of the real queries.
+// A query may be in one segment only; keys may be in several, whose gradients are added in their order.
+void segment_attention_backward(const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value,
+                                const Tensor& queries, const Tensor& keys, const std::optional<Tensor>& last_keys,
+                                const Tensor& real, const Tensor& out, const Tensor& sums, double scale,
+                                const Tensor& grad_query, const Tensor& grad_key, const Tensor& grad_value) {
+    SegmentRows s = segment_rows(queries, keys, last_keys, real);
+    int64_t heads = query.size(1), groups = key.size(1), channels = query.size(2), shared = heads / groups;
+    HeadView q(query), k(key), v(value), g_out(grad), o(out), g_query(grad_query), g_key(grad_key), g_value(grad_value);
+    const float* log_sums = floats(sums);
+    std::vector<int64_t> bounds = bounds_of(s);
+    parallel_parts(groups, thread_count(), [&](int64_t first, int64_t last) {
+        static thread_local GroupAttentionBackward backward;
+        std::vector<const float*> at_key, at_value;
+        std::vector<float*> to_key, to_value;
+        std::vector<QueryGradient> rows;
+        for (int64_t g = first; g < last; ++g)
+            for (int64_t i = 0; i < s.n; ++i) {
+                int64_t longest = longest_of(s, bounds, i);
+                at_key.resize(longest), at_value.resize(longest), to_key.resize(longest), to_value.resize(longest);
+                rows.clear();
+                for (int64_t j = 0; j < longest; ++j) {
+                    int64_t at = s.keys[i * s.k + j];
+                    at_key[j] = k.at(at, g), at_value[j] = v.at(at, g);
+                    to_key[j] = g_key.at(at, g), to_value[j] = g_value.at(at, g);
+                }
+                for (int64_t r = bounds[i]; r < bounds[i + 1]; ++r) {
+                    int64_t j = s.real[r] - i * s.q, at = s.queries[i * s.q + j];
+                    for (int64_t h = g * shared; h < (g + 1) * shared; ++h)
+                        rows.push_back({q.at(at, h), g_out.at(r, h), o.at(r, h), g_query.at(at, h),
+                                        log_sums[r * heads + h], s.seen(i, j)});
+                }
+                backward.run(at_key.data(), at_value.data(), longest, int(channels), rows.data(), int64_t(rows.size()),
+                             float(scale), to_key.data(), to_value.data());
+            }
+    });
+}
+
+// ---- the paged cache and decode steps ----
+
+PagedReads paged_reads(const Tensor& cache, const Tensor& pages, const Tensor& keys) {
+    TORCH_CHECK(cache.dim() == 5 && cache.size(3) == 2 && cache.size(4) % W == 0, "megarl kernels: cache [B, b, G, 2, D]");
+    return {floats(cache), cache.size(1), cache.size(2), cache.size(4), integers(pages), pages.size(1), integers(keys)};
+}
+
+// query [T, G, R, D] (channels and heads contiguous), a layer's cache, pages [T, P], keys [T] and starts [n + 1] of the
+// rows with the same pages -> [T, G · R · D].
+Tensor cache_attention(const Tensor& query, const Tensor& cache, const Tensor& pages, const Tensor& keys,
+                       const Tensor& starts, double scale) {
+    TORCH_CHECK(query.stride(3) == 1 && query.stride(2) == query.size(3), "megarl::cache_attention: heads not adjacent");
+    Tensor out = at::empty({query.size(0), query.numel() / query.size(0)}, cache.options().memory_format(std::nullopt));
+    paged_attention(query.const_data_ptr<float>(), query.stride(0), query.stride(1), paged_reads(cache, pages, keys),
+                    integers(starts), starts.numel() - 1, query.size(2), float(scale), out.mutable_data_ptr<float>());
+    return out;
+}
+
+constexpr int64_t LAYER_WEIGHTS = 9;
+
+// hidden [T, H], changed in place by all layers. `weights`: LAYER_WEIGHTS per layer, in the order of `Layer`; those that
+// a layer lacks are empty.
+void decode_layers(const Tensor& hidden, at::TensorList weights, at::TensorList caches, const Tensor& cosines,
+                   const Tensor& sines, const Tensor& slots, const Tensor& pages, const Tensor& keys,
+                   const Tensor& starts, int64_t query_heads, int64_t ffn, double eps, double scale) {
+    int64_t layers = int64_t(caches.size());
+    TORCH_CHECK(int64_t(weights.size()) == layers * LAYER_WEIGHTS, "megarl::decode_layers: weights of some layers miss");
+    if (!layers) return;
+    PagedReads reads = paged_reads(caches[0], pages, keys);
+    int64_t rows = hidden.size(0);
+    TORCH_CHECK(slots.numel() == rows && keys.numel() == rows && pages.size(0) == rows,
+                "megarl::decode_layers: slots, keys or pages of other rows");
+    Step step{rows,  hidden.size(1), reads.groups, query_heads / reads.groups, reads.channels, ffn, float(eps),
+              float(scale), cosines.numel() ? floats(cosines) : nullptr, sines.numel() ? floats(sines) : nullptr,
+              cosines.numel() / std::max<int64_t>(rows, 1), integers(slots), reads, integers(starts),
+              starts.numel() - 1};
+    DecodeLayers run(step);
+    for (int64_t i = 0; i < layers; ++i) {
+        auto at = [&](int64_t j) -> const float* {
+            const Tensor& weight = weights[i * LAYER_WEIGHTS + j];
+            return weight.numel() ? floats(weight) : nullptr;
+        };
+        run.run({at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7), at(8), mutable_floats(caches[i])},
+                mutable_floats(hidden));
+    }
+}
+
+// ---- the head ----
+
+// logits [n, V] and tops [n] -> [3, n]: Σ e^(x − top), Σ (x − top) e^(x − top), Σ e^2(x − top); writes e^(x − top) to
+// `out` [n, V], which may be the logits.
+Tensor softmax_sums_rows(const Tensor& logits, const Tensor& tops, const Tensor& out) {
+    int64_t n = logits.size(0), width = logits.size(1);
+    Tensor sums = at::empty({3, n}, logits.options().memory_format(std::nullopt));
+    const float *from = floats(logits), *top = floats(tops);
+    float *to = mutable_floats(out), *result = mutable_floats(sums);
+    parallel_parts(n, n * width < (1 << 15) ? 1 : thread_count(), [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; ++i) {
+            SoftmaxSums s = softmax_sums<true>(from + i * width, width, top[i], to + i * width);
+            result[i] = s.weights, result[n + i] = s.shifted, result[2 * n + i] = s.squares;
+        }
+    });
+    return sums;
+}
+
+// logits [n, V'], of which the first `vocab` columns are tokens, in `parts` shares of V' / parts columns, as of
+// tensor-parallel ranks; numbers [n] float64 in (0, 1), or empty for the most probable token.
+// Returns tokens [n], their scaled logit minus the largest one [n], and the softmax's denominators of the parts [n, parts].
+std::tuple<Tensor, Tensor, Tensor> sample_rows(const Tensor& logits, double temperature, int64_t vocab, int64_t parts,
+                                               const Tensor& numbers) {
+    int64_t n = logits.size(0), width = logits.size(1), share = width / parts;
+    Tensor tokens = at::empty({n}, logits.options().memory_format(std::nullopt).dtype(at::kLong));
+    Tensor chosen = at::empty({n}, logits.options().memory_format(std::nullopt));
+    Tensor totals = at::empty({n, parts}, chosen.options());
+    const float* from = floats(logits);
+    const double* number = numbers.numel() ? numbers.const_data_ptr<double>() : nullptr;
+    int64_t* token = tokens.mutable_data_ptr<int64_t>();
+    float *difference = mutable_floats(chosen), *total = mutable_floats(totals), divisor = float(temperature);
+    parallel_parts(n, n * width < (1 << 15) ? 1 : thread_count(), [&](int64_t first, int64_t last) {
+        std::vector<float> scaled(vocab), weights(vocab);
+        for (int64_t i = first; i < last; ++i) {
+            const float* row = from + i * width;
+            if (divisor != 1.0f) {
+                for (int64_t j = 0; j < vocab; ++j) scaled[j] = row[j] / divisor;
+                row = scaled.data();
+            }
+            float top = largest_of(row, vocab);
+            for (int64_t p = 0; p < parts; ++p) {
+                int64_t start = std::min(p * share, vocab), end = std::min((p + 1) * share, vocab);
+                total[i * parts + p] =
+                    softmax_sums<false>(row + start, end - start, top, weights.data() + start).weights;
+            }
+            token[i] = number ? inverse_cdf(weights.data(), vocab, number[i]) : argmax(row, vocab);
+            difference[i] = row[token[i]] - top;
+        }
+    });
+    return {tokens, chosen, totals};
+}
+
+}  // namespace
+
+TORCH_LIBRARY(megarl, m) {
+    m.def("pack_weight(Tensor weight) -> Tensor", &pack_weight);
+    m.def("packed_linear(Tensor x, Tensor packed, int columns, Tensor? bias) -> Tensor", &packed_linear);
+    m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", &linear);
+    m.def("weight_gradient(Tensor grad, Tensor x) -> Tensor", &weight_gradient);
+    m.def("add_weight_gradient(Tensor(a!) sum, Tensor grad, Tensor x) -> ()", &add_weight_gradient);
+    m.def("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)", &rms_norm_rows);
+    m.def("swiglu(Tensor x) -> Tensor", &swiglu_rows);
+    m.def("swiglu_backward(Tensor grad, Tensor x) -> Tensor", &swiglu_rows_backward);
+    m.def(
+        "segment_attention(Tensor query, Tensor key, Tensor value, Tensor queries, Tensor keys, Tensor? last_keys, "
+        "Tensor real, float scale) -> (Tensor, Tensor)",
+        &segment_attention);
+    m.def(
+        "segment_attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor queries, Tensor keys, "
+        "Tensor? last_keys, Tensor real, Tensor out, Tensor sums, float scale, Tensor(a!) grad_query, "
+        "Tensor(b!) grad_key, Tensor(c!) grad_value) -> ()",
+        &segment_attention_backward);
+    m.def(
+        "cache_attention(Tensor query, Tensor cache, Tensor pages, Tensor keys, Tensor starts, float scale) -> Tensor",
+        &cache_attention);
+    m.def(
+        "decode_layers(Tensor(a!) hidden, Tensor[] weights, Tensor(b!)[] caches, Tensor cosines, Tensor sines, "
+        "Tensor slots, Tensor pages, Tensor keys, Tensor starts, int query_heads, int ffn, float eps, float scale) "
+        "-> ()",
+        &decode_layers);
+    m.def("softmax_sums(Tensor logits, Tensor tops, Tensor(a!) out) -> Tensor", &softmax_sums_rows);
+    m.def(
+        "sample(Tensor logits, float temperature, int vocab, int parts, Tensor numbers) -> (Tensor, Tensor, Tensor)",
+        &sample_rows);
+}
+
+}  // namespace megarl

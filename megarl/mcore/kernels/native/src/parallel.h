@@ -1,0 +1,37 @@
+// Threads of torch's OpenMP pool. A function inside never starts another parallel region.
+#pragma once
+
+#include <omp.h>
+
+#include <cstdint>
+
+namespace megarl {
+
+constexpr int64_t PARALLEL_WORK = 1 << 20;  // multiply-adds below which a second thread costs more than it gives
+
+int thread_count();  // as in torch.get_num_threads()
+
+// Calls f(first, last) on each thread's contiguous share of [0, count).
+template <typename F>
+void parallel_parts(int64_t count, int64_t threads, const F& f) {
+    if (threads <= 1 || count <= 1 || omp_in_parallel()) {
+        if (count > 0) f(int64_t(0), count);
+        return;
+    }
+#pragma omp parallel num_threads(int(threads))
+    {
+        int64_t i = omp_get_thread_num(), n = omp_get_num_threads();
+        int64_t first = count * i / n, last = count * (i + 1) / n;
+        if (first < last) f(first, last);
+    }
+}
+
+// Calls f(i) for i in [0, count) on all threads.
+template <typename F>
+void parallel_for(int64_t count, const F& f) {
+    parallel_parts(count, thread_count(), [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; ++i) f(i);
+    });
+}
+
+}  // namespace megarl

@@ -1,0 +1,147 @@
+// Vectors of W floats, for AVX-512 and for AVX2 with FMA. The compiler must not contract products and sums by itself
+// (-ffp-contract=off): a function gives the same bits wherever it is inlined.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace megarl {
+
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+
+constexpr int W = 16;
+using Vec = __m512;
+
+inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
+inline Vec load(const float* p, int n) { return _mm512_maskz_loadu_ps(__mmask16((1u << n) - 1), p); }  // 0 < n < W
+inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
+inline void store(float* p, Vec x, int n) { _mm512_mask_storeu_ps(p, __mmask16((1u << n) - 1), x); }
+inline Vec all(float x) { return _mm512_set1_ps(x); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }  // a · b + c, rounded once
+inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+inline Vec round(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Vec times_power_of_2(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }
+inline Vec zero_below(Vec x, float limit, Vec y) {  // y where x ≥ limit, else 0
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, all(limit), _CMP_NLT_UQ), y);
+}
+inline Vec first(int n, Vec x, Vec other) {  // the first n elements of x, then those of `other`
+    return _mm512_mask_mov_ps(other, __mmask16((1u << n) - 1), x);
+}
+
+// Transposes W rows of W floats, `stride` floats apart, into `to`.
+inline void transpose(const float* from, int64_t stride, float* to, int64_t to_stride) {
+    __m512 r[16], t[16];
+    for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_ps(from + i * stride);
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = _mm512_shuffle_ps(t[i], t[i + 2], 0x44);
+        r[i + 1] = _mm512_shuffle_ps(t[i], t[i + 2], 0xEE);
+        r[i + 2] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+        r[i + 3] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0xEE);
+    }
+    for (int i = 0; i < 16; i += 8)
+        for (int j = 0; j < 4; ++j) {
+            t[i + j] = _mm512_shuffle_f32x4(r[i + j], r[i + j + 4], 0x88);
+            t[i + j + 4] = _mm512_shuffle_f32x4(r[i + j], r[i + j + 4], 0xDD);
+        }
+    for (int j = 0; j < 8; ++j) {
+        r[j] = _mm512_shuffle_f32x4(t[j], t[j + 8], 0x88);
+        r[j + 8] = _mm512_shuffle_f32x4(t[j], t[j + 8], 0xDD);
+    }
+    for (int i = 0; i < 16; ++i) _mm512_storeu_ps(to + i * to_stride, r[i]);
+}
+
+#elif defined(__AVX2__) && defined(__FMA__)
+
+constexpr int W = 8;
+using Vec = __m256;
+
+inline __m256i mask_of(int n) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
+inline Vec load(const float* p, int n) { return _mm256_maskload_ps(p, mask_of(n)); }
+inline void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
+inline void store(float* p, Vec x, int n) { _mm256_maskstore_ps(p, mask_of(n), x); }
+inline Vec all(float x) { return _mm256_set1_ps(x); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+inline Vec round(Vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Vec times_power_of_2(Vec x, Vec n) {  // for results that are normal numbers
+    return _mm256_castsi256_ps(
+        _mm256_add_epi32(_mm256_castps_si256(x), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
+}
+inline Vec zero_below(Vec x, float limit, Vec y) {
+    return _mm256_and_ps(y, _mm256_cmp_ps(x, all(limit), _CMP_NLT_UQ));
+}
+inline Vec first(int n, Vec x, Vec other) { return _mm256_blendv_ps(other, x, _mm256_castsi256_ps(mask_of(n))); }
+
+inline void transpose(const float* from, int64_t stride, float* to, int64_t to_stride) {
+    __m256 r[8], t[8];
+    for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps(from + i * stride);
+    for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+        t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+        r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+        r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xEE);
+        r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+        r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xEE);
+    }
+    for (int i = 0; i < 4; ++i) {
+        t[i] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x20);
+        t[i + 4] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x31);
+    }
+    for (int i = 0; i < 8; ++i) _mm256_storeu_ps(to + i * to_stride, t[i]);
+}
+
+#else
+#error "these kernels need AVX-512, or AVX2 with FMA"
+#endif
+
+// GCC's vectors have these operators; names make call sites read alike.
+inline Vec add(Vec a, Vec b) { return a + b; }
+inline Vec sub(Vec a, Vec b) { return a - b; }
+inline Vec mul(Vec a, Vec b) { return a * b; }
+inline Vec div(Vec a, Vec b) { return a / b; }
+inline Vec zero() { return all(0.0f); }
+
+// Elements in a fixed tree: halves are added until one number is left.
+inline float sum(Vec x) {
+    float v[W];
+    store(v, x);
+    for (int n = W / 2; n > 0; n /= 2)
+        for (int i = 0; i < n; ++i) v[i] += v[i + n];
+    return v[0];
+}
+
+inline float largest(Vec x) {
+    float v[W];
+    store(v, x);
+    for (int n = W / 2; n > 0; n /= 2)
+        for (int i = 0; i < n; ++i) v[i] = v[i] > v[i + n] ? v[i] : v[i + n];
+    return v[0];
+}
+
+// e^x for x ≤ 88, within 2 units in the last place; 0 below the smallest normal result; NaN for NaN.
+inline Vec exp(Vec x) {
+    const float smallest = -87.33654f;
+    Vec n = round(mul(x, all(1.44269504f)));
+    Vec r = fma(n, all(-0.693145752f), x);  // ln 2 in two parts, the first of which has zeros in its last bits
+    r = fma(n, all(-1.42860677e-6f), r);
+    Vec p = all(1.98756918e-4f);  // minimax polynomial of (e^r − 1 − r) / r² on ±ln 2 / 2
+    p = fma(p, r, all(1.39819994e-3f));
+    p = fma(p, r, all(8.33345205e-3f));
+    p = fma(p, r, all(4.16657962e-2f));
+    p = fma(p, r, all(1.66666657e-1f));
+    p = fma(p, r, all(5.0e-1f));
+    p = add(fma(p, mul(r, r), r), all(1.0f));
+    return zero_below(x, smallest, times_power_of_2(p, max(n, all(-126.0f))));
+}
+
+}  // namespace megarl

@@ -1,0 +1,102 @@
+"""Decode steps of plain dense layers in one compiled operator (`kernels.native`), on a CPU in fp32.
+
+Plain layers have RMSNorms before attention and MLP, grouped-query attention, SwiGLU and no biases but those of queries,
+keys and values. The operator calls the kernels that the layers of a training forward call, so the bits are the same.
+"""
+
+import torch
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_block import TransformerBlock
+from torch import Tensor
+
+from megarl.mcore.attention.backends import native as native_attention
+from megarl.mcore.attention.packed_attention import PackedAttention
+from megarl.mcore.kernels import native
+from megarl.mcore.kernels.linear import prepacked
+from megarl.mcore.kernels.norm import RMSNorm
+from megarl.mcore.kernels.swiglu_mlp import SwiGLUMLP
+
+
+def computes(block: TransformerBlock, plan) -> bool:
+    """Whether `run` computes this step of a block; `plan`: its `StepPlan`."""
+    reads = plan.reads[0]
+    only_decodes = isinstance(reads, native_attention.CacheReads) and reads.only_decodes
+    return only_decodes and plan.dedup is None and bool(_weights(block))
+
+
+def run(block: TransformerBlock, hidden: Tensor, plan) -> Tensor:
+    """Returns the hidden states [T, 1, H] after a block's layers, without its final norm."""
+    config, first, reads = block.config, block.layers[0], plan.reads[0].decodes
+    out = hidden.squeeze(1).clone(memory_format=torch.contiguous_format)
+    empty = out.new_empty(0)
+    rotation = (empty, empty) if plan.rotations is None else (plan.rotations[0].cosines, plan.rotations[0].sines)
+    scale = native_attention.softmax_scale(config.kv_channels, first.self_attention.core_attention.softmax_scale)
+    native.ops.decode_layers(
+        out, _weights(block), plan.caches, *rotation, plan.slot_mapping, reads.pages, reads.keys, reads.starts,
+        config.num_attention_heads, config.ffn_hidden_size, config.layernorm_epsilon, scale,
+    )  # fmt: skip
+    return out.unsqueeze(1)
+
+
+def _weights(block: TransformerBlock) -> list[Tensor]:
+    """The weights of all layers in the order of the operator's `Layer`; empty unless all layers are plain and their
+    weights are prepacked."""
+    if not native.is_used() or not len(block.layers) or not hasattr(block.layers[0].self_attention, "linear_qkv"):
+        return []
+    packed = prepacked(block.layers[0].self_attention.linear_qkv.weight)
+    made_for, weights = getattr(block, "_native_weights", (None, []))
+    if packed is None or made_for is packed:
+        return [] if packed is None else weights
+    is_plain = all(map(_is_plain, block.layers)) and not block.config.no_rope_freq
+    weights = [weight for layer in block.layers for weight in _weights_of(layer)] if is_plain else []
+    block._native_weights = packed, weights
+    return weights
+
+
+def _is_plain(layer) -> bool:
+    from megarl.mcore.model.decoder_layer import DecoderLayer, PagedSelfAttention  # they import this module
+
+    attention, mlp = layer.self_attention, layer.mlp
+    if type(layer) is not DecoderLayer or type(attention) is not PagedSelfAttention or type(mlp) is not SwiGLUMLP:
+        return False
+    norms = [layer.input_layernorm, layer.pre_mlp_layernorm]
+    norms += [norm for norm in (attention.q_layernorm, attention.k_layernorm) if not _is_absent(norm)]
+    linears = [attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2]
+    has_biases = any(linear.bias is not None for linear in linears[1:])
+    return (
+        all(type(norm) is RMSNorm for norm in norms)
+        and len(norms) in (2, 4)
+        and all(_is_whole(linear) for linear in linears)
+        and not has_biases
+        and type(attention.core_attention) is PackedAttention
+        and mlp.is_plain_swiglu
+        and layer.config.mlp_chunks_for_prefill == 1
+    )
+
+
+def _is_absent(norm) -> bool:
+    return norm is None or isinstance(norm, IdentityOp)
+
+
+def _is_whole(linear) -> bool:
+    """Whether the layer's prepacked weight is all that it multiplies by."""
+    has_other_product = vars(linear).get("adds_product", False)
+    return linear.tp_group.size() == 1 and not has_other_product and prepacked(linear.weight) is not None
+
+
+def _weights_of(layer) -> list[Tensor]:
+    attention, mlp = layer.self_attention, layer.mlp
+    norms = [norm for norm in (attention.q_layernorm, attention.k_layernorm)]
+    query_norm, key_norm = (torch.empty(0) if _is_absent(norm) else norm.weight.data for norm in norms)
+    bias = attention.linear_qkv.bias
+    return [
+        layer.input_layernorm.weight.data,
+        prepacked(attention.linear_qkv.weight),
+        torch.empty(0) if bias is None else bias.data,
+        query_norm,
+        key_norm,
+        prepacked(attention.linear_proj.weight),
+        layer.pre_mlp_layernorm.weight.data,
+        prepacked(mlp.linear_fc1.weight),
+        prepacked(mlp.linear_fc2.weight),
+    ]
