@@ -47,12 +47,15 @@ inline float rms_norm(const float* x, const float* weight, int64_t n, float eps,
     return scale;
 }
 
-inline Vec sigmoid(Vec x) { return div(all(1.0f), add(all(1.0f), exp(max(sub(zero(), x), all(-88.0f))))); }
+constexpr float SILU_ZERO = -88.0f;  // below it silu and its derivative are 0 to within the smallest numbers
 
-// The exponent's argument is at most 88: below −88 the sigmoid is 0 to within the smallest numbers.
+inline Vec sigmoid(Vec x) {  // of x ≥ SILU_ZERO, for which the exponential is finite
+    return div(all(1.0f), add(all(1.0f), exp(sub(zero(), max(x, all(SILU_ZERO))))));
+}
+
 inline Vec silu(Vec x) {
-    Vec e = exp(sub(zero(), max(x, all(-88.0f))));
-    return div(x, add(all(1.0f), e));
+    Vec e = exp(sub(zero(), max(x, all(SILU_ZERO))));
+    return zero_below(x, SILU_ZERO, div(x, add(all(1.0f), e)));
 }
 
 // silu(gate) · up (2002.05202 eq. 5).
@@ -67,9 +70,9 @@ inline void swiglu_backward(const float* grad, const float* gate, const float* u
                             float* grad_up) {
     for_vectors(n, [&](int64_t i, int width) {
         Vec g = load_some(grad + i, width), x = load_some(gate + i, width), u = load_some(up + i, width);
-        Vec s = div(all(1.0f), add(all(1.0f), exp(sub(zero(), max(x, all(-88.0f))))));
-        store_some(grad_up + i, mul(g, mul(x, s)), width);
-        Vec slope = mul(s, fma(x, sub(all(1.0f), s), all(1.0f)));  // of silu
+        Vec s = sigmoid(x);
+        store_some(grad_up + i, mul(g, silu(x)), width);
+        Vec slope = zero_below(x, SILU_ZERO, mul(s, fma(x, sub(all(1.0f), s), all(1.0f))));  // of silu
         store_some(grad_gate + i, mul(mul(g, u), slope), width);
     });
 }

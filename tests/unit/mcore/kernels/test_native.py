@@ -1,0 +1,175 @@
+"""The compiled kernels: PyTorch's results, and a row's bits that depend on nothing but the row."""
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.testing import assert_close
+
+from megarl.mcore.kernels import native
+
+ROOT = Path(__file__).resolve().parents[4]
+pytestmark = pytest.mark.skipif(not native.is_built(), reason="no compiled kernels: no C++ compiler, or CUDA")
+ROWS = [1, 2, 3, 4, 5, 7, 11, 12, 13, 25, 193]  # around the sizes of a tile and of a block
+FEW = list(itertools.product([1, 17, 64, 100, 300], [1, 16, 33, 320]))  # inner size, columns
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(1)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def assert_fits(found: torch.Tensor, wanted: torch.Tensor, terms: int = 1):
+    """A tolerance for sums of so many terms, relative to the largest element."""
+    assert found.dtype is torch.float32
+    assert_close(found.double(), wanted.double(), rtol=0, atol=2e-6 * terms**0.5 * float(wanted.abs().max()))
+
+
+# -- products ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("inner", "columns"), FEW)
+def test_products_equal_exact_ones_and_each_row_has_its_own_bits(inner, columns, threads):
+    x, weight, bias = torch.randn(193, inner), torch.randn(columns, inner), torch.randn(columns)
+    packed = native.ops.pack_weight(weight)
+    found = native.ops.packed_linear(x, packed, columns, bias)
+    assert_fits(found, functional.linear(x.double(), weight.double(), bias.double()), inner)
+    assert torch.equal(native.ops.linear(x, weight, bias), found)  # without a packed copy
+    assert torch.equal(native.ops.linear(x, weight.t().contiguous().t(), bias), found)  # in other strides
+    for rows in ROWS:
+        assert torch.equal(native.ops.packed_linear(x[:rows], packed, columns, bias), found[:rows])
+        assert torch.equal(native.ops.linear(x[-rows:].clone(), weight, bias), found[-rows:])
+
+
+def test_a_long_inner_size_is_summed_in_one_order():
+    x, weight = torch.randn(9, 3000), torch.randn(70, 3000)  # several blocks
+    found = native.ops.packed_linear(x, native.ops.pack_weight(weight), 70, None)
+    assert torch.equal(native.ops.linear(x, weight, None), found)
+    assert_fits(found, x.double() @ weight.double().t(), 3000)
+
+
+@pytest.mark.parametrize("tokens", [1, 30, 2500])
+def test_weight_gradients_equal_exact_ones_and_add_up(tokens, threads):
+    grad, x = torch.randn(tokens, 2 * 37)[:, ::2], torch.randn(tokens, 70)
+    wanted = grad.double().t() @ x.double()
+    found = native.ops.weight_gradient(grad, x)
+    assert_fits(found, wanted, tokens)
+    native.ops.add_weight_gradient(found, grad, x)
+    assert_fits(found, 2 * wanted, tokens)
+
+
+def test_a_weight_gradient_of_no_tokens_is_zero():
+    assert native.ops.weight_gradient(torch.randn(0, 3), torch.randn(0, 5)).tolist() == [[0.0] * 5] * 3
+
+
+# -- rows --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1, 15, 16, 64, 100, 257])
+def test_norms_and_swiglu_equal_torchs_and_each_row_has_its_own_bits(width, threads):
+    x, weight = torch.randn(300, 2 * width) * 4, torch.randn(width)
+    narrow = x[:, :width].contiguous()
+    normed, scales = native.ops.rms_norm(narrow, weight, 1e-5)
+    assert_fits(normed, functional.rms_norm(narrow.double(), (width,), weight.double(), 1e-5))
+    assert_fits(scales, narrow.double().square().mean(-1, keepdim=True).add(1e-5).rsqrt())
+    product = native.ops.swiglu(x)
+    assert_fits(product, functional.silu(x[:, :width].double()) * x[:, width:].double())
+    for rows in ROWS:
+        assert torch.equal(native.ops.rms_norm(narrow[rows : 2 * rows], weight, 1e-5)[0], normed[rows : 2 * rows])
+        assert torch.equal(native.ops.swiglu(x[rows : 2 * rows]), product[rows : 2 * rows])
+
+
+def test_swiglus_gradient_equals_autograds():
+    x, grad = (torch.randn(5, 200) * 30).double().requires_grad_(), torch.randn(5, 100)
+    gate, up = x.chunk(2, -1)
+    (wanted,) = torch.autograd.grad(functional.silu(gate) * up, x, grad.double())
+    assert_fits(native.ops.swiglu_backward(grad, x.detach().float()), wanted)
+
+
+def test_extreme_inputs_give_finite_products_and_nan_stays_nan():
+    gate = torch.tensor([-3e38, -200.0, -88.5, -87.0, -0.0, 0.0, 88.5, 200.0, 3e38, float("nan")])
+    found = native.ops.swiglu(torch.cat([gate, torch.ones(10)])[None])[0]
+    assert found[:-1].isfinite().all() and found[-1].isnan()
+    assert_close(found[4:-1], functional.silu(gate[4:-1]))
+    assert found[:4].abs().max() < 2e-36
+    slopes = native.ops.swiglu_backward(torch.ones(1, 10), torch.cat([gate, torch.ones(10)])[None])[0]
+    assert slopes[[*range(9), *range(10, 19)]].isfinite().all() and slopes[:4].abs().max() < 2e-36
+
+
+def test_softmax_sums_equal_exact_ones_and_drop_padding():
+    logits = torch.randn(6, 1000) * 5
+    tops, weights = logits.amax(-1), torch.empty(6, 1000)
+    sums = native.ops.softmax_sums(logits, tops, weights)
+    shifted = logits.double() - tops.double().unsqueeze(-1)
+    exact = shifted.exp()
+    assert_fits(weights, exact)
+    for found, wanted in zip(sums, (exact.sum(-1), (shifted * exact).sum(-1), exact.square().sum(-1)), strict=True):
+        assert_fits(found, wanted, 8)
+    padded = torch.cat([logits, torch.full((6, 24), -1e30)], dim=-1)
+    assert torch.equal(native.ops.softmax_sums(padded, tops, padded), sums)  # in place
+    assert torch.equal(padded[:, :1000], weights) and not padded[:, 1000:].any()
+
+
+# -- sampling ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("vocab", "parts"), [(5, 1), (1000, 1), (1000, 2), (1024, 2)])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_tokens_are_those_of_the_inverse_cdf(vocab, parts, temperature):
+    logits = torch.randn(200, 1024) * 3
+    numbers = torch.rand(200, dtype=torch.float64)
+    tokens, chosen, totals = native.ops.sample(logits, temperature, vocab, parts, numbers)
+    scaled = logits[:, :vocab].double() / temperature
+    cumulative = scaled.softmax(-1).cumsum(-1)
+    before = torch.cat([cumulative.new_zeros(200, 1), cumulative], dim=-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
+    after = cumulative.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    assert ((before - 1e-5 <= numbers) & (numbers <= after + 1e-5)).all()
+    logprobs = chosen - totals.sum(-1).log()
+    assert_close(logprobs.double(), scaled.log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1), atol=1e-5, rtol=0)
+
+
+def test_without_numbers_the_most_probable_token_is_taken():
+    logits = torch.randn(50, 77)
+    tokens, *_ = native.ops.sample(logits, 1.0, 70, 1, torch.empty(0, dtype=torch.float64))
+    assert torch.equal(tokens, logits[:, :70].argmax(-1))
+
+
+@pytest.mark.parametrize("number", [1e-300, 1 - 2**-53])
+def test_extreme_numbers_take_a_token_with_weight(number):
+    logits = torch.full((1, 600), -1e30)
+    logits[0, [3, 590]] = 0.0
+    tokens, *_ = native.ops.sample(logits, 1.0, 600, 1, torch.tensor([number], dtype=torch.float64))
+    assert tokens.item() == (3 if number < 0.5 else 590)
+
+
+# -- building ----------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_compiler_is_one_line(tmp_path):
+    command = [sys.executable, str(ROOT / "tools/build_kernels.py"), str(native.SOURCES), str(tmp_path / "x.so")]
+    done = subprocess.run(command, env={"CXX": "no-such-compiler"}, capture_output=True, text=True)
+    assert done.returncode == 1 and not list(tmp_path.iterdir())
+    assert done.stdout == (
+        "no compiled kernels, so PyTorch's operators are used: no C++ compiler no-such-compiler\n"
+    )
+
+
+def test_sources_that_do_not_compile_are_one_line(tmp_path):
+    (tmp_path / "operators.cpp").write_text("#error broken\n")
+    library = tmp_path / "x.so"
+    command = [sys.executable, str(ROOT / "tools/build_kernels.py"), str(tmp_path), str(library)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "broken" in done.stdout and done.stdout.count("\n") == 1
+    assert not library.exists()
