@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Starts a megarl program on this node's ranks: checks its flags, then forks the ranks or executes torchrun.
 #   NPROC=4 bash launch/run.sh train_rl --config configs/quickstart.yaml
-# Reads: NPROC (ranks on this node, default 1); NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT (for several nodes; run
-# the command on each); MAX_RESTARTS (default 0); OMP_NUM_THREADS (threads per rank, default: the node's cores divided by
-# its ranks); PYTHON and MEGARL_VENV (see launch/setup_env.sh). Under srun, start the program itself with
-# `python -m megarl.train_rl`, one task per rank, with RANK, LOCAL_RANK and WORLD_SIZE set from Slurm's variables.
+# Reads: NPROC (ranks on this node; default: 1, but for training on the CPUs of one node without OMP_NUM_THREADS one rank
+# with all threads or one for each core, whichever a measurement finds faster); NNODES, NODE_RANK, MASTER_ADDR and
+# MASTER_PORT (for several nodes; run the command on each); MAX_RESTARTS (default 0); OMP_NUM_THREADS (threads per rank,
+# default: the node's cores divided by its ranks); PYTHON and MEGARL_VENV (see launch/setup_env.sh). Under srun, start
+# the program itself with `python -m megarl.train_rl`, one task per rank, with RANK, LOCAL_RANK and WORLD_SIZE set from
+# Slurm's variables.
 # Exit status: 0; 2 after one line for wrong flags or variables; otherwise that of the rank that failed, or torchrun's
 # (with CUDA, and on several nodes).
 set -euo pipefail
@@ -18,10 +20,9 @@ case $NAME in
     train_rl | train_sft | train_reward | evaluate) ;;
     *) echo "run.sh: unknown program $NAME; allowed: $PROGRAMS" >&2; exit 2 ;;
 esac
-NPROC=${NPROC:-1}
 NNODES=${NNODES:-1}
 for name in NPROC NNODES; do
-    [[ ${!name} =~ ^[1-9][0-9]*$ ]] || { echo "run.sh: $name=${!name}: allowed is a whole number above 0" >&2; exit 2; }
+    [[ -z ${!name:-} || ${!name} =~ ^[1-9][0-9]*$ ]] || { echo "run.sh: $name=${!name}: allowed is a whole number above 0" >&2; exit 2; }
 done
 MAX_RESTARTS=${MAX_RESTARTS:-0}  # after a failure, from the latest checkpoint of --save
 [[ $MAX_RESTARTS =~ ^[0-9]+$ ]] || { echo "run.sh: MAX_RESTARTS=$MAX_RESTARTS: allowed is a whole number" >&2; exit 2; }
@@ -36,4 +37,6 @@ if [[ $NNODES -gt 1 ]]; then
         --master-addr "${MASTER_ADDR:?run.sh: MASTER_ADDR is not set}"
         --master-port "${MASTER_PORT:?run.sh: MASTER_PORT is not set}")
 fi
-exec "$PYTHON_BIN" -m megarl.launcher "${nodes[@]}" --nproc-per-node "$NPROC" --max-restarts "$MAX_RESTARTS" "$NAME" "$@"
+ranks=()
+[[ -z ${NPROC:-} ]] || ranks=(--nproc-per-node "$NPROC")
+exec "$PYTHON_BIN" -m megarl.launcher "${nodes[@]}" "${ranks[@]}" --max-restarts "$MAX_RESTARTS" "$NAME" "$@"

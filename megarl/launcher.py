@@ -7,7 +7,8 @@ are forked from it. A forked rank must not inherit a CUDA context or threads: wi
 than Linux, and on several nodes, the launcher executes torchrun instead. Ranks get the same environment either way.
 
 Without OMP_NUM_THREADS, the ranks of a node divide its cores among them. torchrun would give each rank one thread,
-which leaves cores idle if there are fewer ranks than cores.
+which leaves cores idle if there are fewer ranks than cores. Without a number of ranks, too, both ways to use the cores
+are measured (`trainers.rank_choice`).
 """
 
 import argparse
@@ -39,11 +40,13 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")  # CPU quota of the container: "quota per
 def main(argv: list[str]) -> int:
     """Runs a program. Returns its exit status: 2 for wrong flags, else that of the first rank that fails, or 0."""
     options = _parser().parse_args(argv)
-    module, ranks = f"megarl.{options.program}", options.nproc_per_node
+    module = f"megarl.{options.program}"
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads of numpy's BLAS would prevent the fork
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait take the cores of others
+    gc.disable()  # imports create half a million objects; collecting garbage would take a fifth of the time
+    ranks = options.nproc_per_node = options.nproc_per_node or _ranks(options)
     os.environ["WORLD_SIZE"] = str(ranks * options.nnodes)
     os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // ranks))
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads of numpy's BLAS would prevent the fork
-    gc.disable()  # imports create half a million objects; collecting garbage would take a fifth of the time
     os.environ[WARNED] = "" if options.node_rank in (None, "0") else "1"  # the first node's launcher prints them
     from megarl.data import node_files  # imports numpy
 
@@ -67,7 +70,7 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megarl.launcher", allow_abbrev=False)
-    parser.add_argument("--nproc-per-node", type=int, default=1, help="ranks on this node")
+    parser.add_argument("--nproc-per-node", type=int, help="ranks on this node; default: measured on CPUs, else 1")
     parser.add_argument(
         "--nnodes", type=int, default=1, help="number of nodes; more than one needs the next three flags"
     )
@@ -80,6 +83,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("program", help="train_rl, train_sft, train_reward or evaluate")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the program")
     return parser
+
+
+def _ranks(options: argparse.Namespace) -> int:
+    """Ranks on this node when nobody names a number."""
+    trains = options.program in ("train_rl", "train_sft", "train_reward")
+    if not trains or options.nnodes > 1 or cores() == 1 or os.environ.get("OMP_NUM_THREADS") or not can_fork():
+        return 1
+    from megarl.trainers.rank_choice import ranks_for
+
+    program = options.program.removeprefix("train_")
+    ranks = ranks_for(options.flags, program, cores())
+    if "--check" not in options.flags:
+        what = f"{ranks} ranks of one thread" if ranks > 1 else f"one rank of {cores()} threads"
+        print(f"megarl: {what} (measured; NPROC or OMP_NUM_THREADS choose otherwise)", flush=True)
+    return ranks
 
 
 def torchrun(options: argparse.Namespace) -> list[str]:

@@ -22,6 +22,7 @@ _NOT_NUMBERS = {
     "rollout_prefix_caching", "rollout_chunked_prefill", "verify_weights", "max_tokens_per_microbatch", "lora_adapter",
     "export_peft", "export_hf", "eval_interval", "keep_best", "offload", "train_iters", "deterministic", "save",
     "save_interval", "async_save", "keep_last", "keep_every", "on_save_failure", "load", "load_changed_data",
+    "tune", "kernels", "parallel_work",
 }  # fmt: skip
 _LEARNING = (
     "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "lr_decay_style",

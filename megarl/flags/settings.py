@@ -25,6 +25,7 @@ FORMAT = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
 REPLAYS = ("none", "old-logprob", "rollout")  # source of the expert routes that the actor's training replays
 TRAINING, SUPERVISED, GENERATING = "rl sft reward", "sft reward", "rl evaluate"  # programs that share flags
 ALL = "rl sft reward evaluate"
+KERNELS = ("compiled", "onednn", "blas")  # in fp32 on a CPU, fastest first on most machines
 TOKENIZERS = ("SentencePieceTokenizer", "HuggingFaceTokenizer")
 
 
@@ -265,6 +266,12 @@ class Settings:
                         are_alarms, programs=TRAINING)  # fmt: skip
     max_skipped_steps: int = _not_negative(20, "end the run after this many steps in a row with a skipped update; 0:"
                                            " never", programs=TRAINING)  # fmt: skip
+    tune: str = _one_of("auto", ("auto", "off", "fresh"), "choose kernels and threads on a CPU by measuring: auto: once"
+                        " for a machine and model shape; fresh: again; off: do not", programs=ALL)  # fmt: skip
+    kernels: str = _one_of("auto", ("auto", *KERNELS), "kernels in fp32 on a CPU: compiled ones, or PyTorch's operators"
+                           " with products by oneDNN or BLAS; auto: see --tune", programs=ALL)  # fmt: skip
+    parallel_work: int | None = _positive(None, "multiply-adds from which a compiled kernel uses all threads; default:"
+                                          " see --tune", programs=ALL)  # fmt: skip
     deterministic: bool = _flag(False, "use deterministic kernels; fails where none exists", programs=ALL)
     save: str | None = _flag(None, "run folder for metrics, samples, report and checkpoints", programs=ALL)
     save_interval: int = _not_negative(0, "steps between checkpoints; 0: only at the end", programs=TRAINING)

@@ -20,6 +20,7 @@ from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
 from megarl.faults import heartbeat
 from megarl.observe.timers import Timers
+from megarl.trainers import kernel_choice
 
 Inputs = TypeVar("Inputs")
 
@@ -98,11 +99,13 @@ def read_inputs(
     Returns:
         The inputs, the role mesh, and the checkpoints among the inputs.
     """
+    kernel_choice.check_kernels(config)
     with folders.recorded() as found:
         inputs = read()
     if config.check:
         raise SystemExit(0)
     mesh, intact = create_role_mesh(config, timers), set()
+    kernel_choice.choose_kernels(config, mesh)
     while damaged := integrity.find_damage([folder for folder in dict.fromkeys(found) if folder not in intact]):
         intact |= set(found) - damaged.keys()
         for folder, problem in damaged.items():

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megarl import launcher
+from megarl.trainers import rank_choice
 from tests.helpers.programs import environment
 from tests.helpers.worlds import wait_until, wait_until_gone
 
@@ -213,6 +214,21 @@ def test_ranks_divide_the_cores_and_only_ranks_collect_garbage(given, threads, m
     module = "megarl.evaluate"
     assert seen == [(module, ["--seed", "1", "--check"], False), (module, ["--seed", "1"], True), 2]
     assert os.environ["OMP_NUM_THREADS"] == str(threads) and gc.isenabled() == collects and not gc.get_freeze_count()
+
+
+@pytest.mark.parametrize(("program", "given", "wanted"), [
+    ("train_rl", {}, 5), ("train_sft", {}, 5), ("evaluate", {}, 1), ("train_rl", {"OMP_NUM_THREADS": "2"}, 1),
+    ("train_rl", {"cores": 1}, 1), ("train_rl", {"nnodes": 2}, 1),
+])  # fmt: skip
+def test_without_a_number_of_ranks_the_faster_one_is_taken(program, given, wanted, monkeypatch):
+    asked = []
+    monkeypatch.setenv("OMP_NUM_THREADS", given.get("OMP_NUM_THREADS", ""))
+    monkeypatch.setattr(launcher, "cores", lambda: given.get("cores", 5))
+    monkeypatch.setattr(launcher, "can_fork", lambda: True)
+    monkeypatch.setattr(rank_choice, "ranks_for", lambda *call: asked.append(call) or 5)
+    options = launcher._parser().parse_args(["--nnodes", str(given.get("nnodes", 1)), program, "--seed", "1"])
+    assert launcher._ranks(options) == wanted
+    assert asked == ([(["--seed", "1"], program.removeprefix("train_"), 5)] if wanted == 5 else [])
 
 
 LIST = """import json, sys, megarl.train_rl, megarl.train_sft, megarl.evaluate

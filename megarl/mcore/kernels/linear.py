@@ -28,10 +28,23 @@ HAS_INNER_PRODUCT = torch.backends.mkldnn.is_available() and hasattr(torch.ops.m
 _inner_product = torch.ops.mkldnn._linear_pointwise.default if HAS_INNER_PRODUCT else None
 _prepacked: dict[int, Tensor] = {}  # id of a weight -> its copy in the kernel's layout, inside `prepacked_weights`
 PREPACK_ROWS = 64  # rows that the layout is chosen for; results are the same for any number of rows
+_uses_onednn = HAS_INNER_PRODUCT
+
+
+def use_onednn(is_used: bool):
+    """Whether products that the compiled kernels do not compute use oneDNN, if this torch has it, or BLAS."""
+    global _uses_onednn
+    _uses_onednn = is_used and HAS_INNER_PRODUCT
+
+
+def onednn_product(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """x -> x · weightᵀ by oneDNN, in fp32 on a CPU, with the weight [N, K] in its layout."""
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, PREPACK_ROWS)
+    return lambda x: _inner_product(x, packed, None, "none", [], "")
 
 
 def _has_onednn_kernel(x: Tensor, weight: Tensor) -> bool:
-    return HAS_INNER_PRODUCT and x.dtype is torch.float32 is weight.dtype and weight.device.type == "cpu"
+    return _uses_onednn and x.dtype is torch.float32 is weight.dtype and weight.device.type == "cpu"
 
 
 def _pack(weight: Tensor) -> Tensor | None:

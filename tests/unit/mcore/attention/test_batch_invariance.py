@@ -1,7 +1,11 @@
 """Attention gives a token the same bits in training and in rollout, whatever batch it is in (docs/exactness.md)."""
 
+import importlib
+
+import pytest
 import torch
 
+from megarl.mcore.kernels import native as kernels
 from tests.helpers.exactness import largest_gap_allowed
 
 H, G, D, BLOCK = 4, 2, 16, 16
@@ -22,8 +26,11 @@ def cached(key, value, cu_seqlens):
     return cache, table
 
 
-def test_prefill_and_decode_are_the_packed_attention():
-    from megarl.mcore.attention.backends import sdpa
+@pytest.mark.parametrize("name", ["sdpa", "native"])
+def test_prefill_and_decode_are_the_packed_attention(name):
+    if name == "native" and not kernels.is_built():
+        pytest.skip("no compiled kernels: no C++ compiler, or CUDA")
+    backend = importlib.import_module(f"megarl.mcore.attention.backends.{name}")
     from megarl.mcore.attention.packing import pack_sequences
     from megarl.mcore.attention.windows import FULL
 
@@ -32,7 +39,7 @@ def test_prefill_and_decode_are_the_packed_attention():
                          torch.randint(1, 80, (7,), generator=generator)])  # fmt: skip
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     query, key, value = (torch.randn(int(lengths.sum()), n, D, generator=generator) for n in (H, G, G))
-    packed = sdpa.packed_attention(query, key, value, pack_sequences(lengths).segments[FULL], None)
+    packed = backend.packed_attention(query, key, value, pack_sequences(lengths).segments[FULL], None)
 
     cache, table = cached(key, value, cu_seqlens)
     for rows in ([0], [3, 4], [9], [5, 7, 12], list(range(len(lengths)))):
@@ -40,6 +47,6 @@ def test_prefill_and_decode_are_the_packed_attention():
         tokens = torch.cat([torch.arange(int(cu_seqlens[r]), int(cu_seqlens[r + 1])) for r in rows])
         last = cu_seqlens[1:][rows] - 1
         for places, new in ((tokens, count), (last, torch.ones_like(count))):
-            reads = sdpa.plan_cache_reads(new, count, table[rows], len(places), cache)
-            out = sdpa.PagedAttention()(query[places].unflatten(1, (G, -1)), cache, reads)
+            reads = backend.plan_cache_reads(new, count, table[rows], len(places), cache)
+            out = backend.PagedAttention()(query[places].unflatten(1, (G, -1)), cache, reads)
             assert (out.view(-1, H, D) - packed[places]).abs().max() <= largest_gap_allowed()

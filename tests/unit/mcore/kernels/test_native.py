@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 from megarl.mcore.kernels import native
+from tests.helpers.worlds import run_world
 
 ROOT = Path(__file__).resolve().parents[4]
 pytestmark = pytest.mark.skipif(not native.is_built(), reason="no compiled kernels: no C++ compiler, or CUDA")
@@ -23,14 +24,6 @@ def _seeded():
     torch.manual_seed(1)
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
-
-
 def assert_fits(found: torch.Tensor, wanted: torch.Tensor, terms: int = 1):
     """A tolerance for sums of so many terms, relative to the largest element."""
     assert found.dtype is torch.float32
@@ -41,7 +34,7 @@ def assert_fits(found: torch.Tensor, wanted: torch.Tensor, terms: int = 1):
 
 
 @pytest.mark.parametrize(("inner", "columns"), FEW)
-def test_products_equal_exact_ones_and_each_row_has_its_own_bits(inner, columns, threads):
+def test_products_equal_exact_ones_and_each_row_has_its_own_bits(inner, columns):
     x, weight, bias = torch.randn(193, inner), torch.randn(columns, inner), torch.randn(columns)
     packed = native.ops.pack_weight(weight)
     found = native.ops.packed_linear(x, packed, columns, bias)
@@ -61,7 +54,7 @@ def test_a_long_inner_size_is_summed_in_one_order():
 
 
 @pytest.mark.parametrize("tokens", [1, 30, 2500])
-def test_weight_gradients_equal_exact_ones_and_add_up(tokens, threads):
+def test_weight_gradients_equal_exact_ones_and_add_up(tokens):
     grad, x = torch.randn(tokens, 2 * 37)[:, ::2], torch.randn(tokens, 70)
     wanted = grad.double().t() @ x.double()
     found = native.ops.weight_gradient(grad, x)
@@ -78,7 +71,7 @@ def test_a_weight_gradient_of_no_tokens_is_zero():
 
 
 @pytest.mark.parametrize("width", [1, 15, 16, 64, 100, 257])
-def test_norms_and_swiglu_equal_torchs_and_each_row_has_its_own_bits(width, threads):
+def test_norms_and_swiglu_equal_torchs_and_each_row_has_its_own_bits(width):
     x, weight = torch.randn(300, 2 * width) * 4, torch.randn(width)
     narrow = x[:, :width].contiguous()
     normed, scales = native.ops.rms_norm(narrow, weight, 1e-5)
@@ -154,6 +147,42 @@ def test_extreme_numbers_take_a_token_with_weight(number):
     assert tokens.item() == (3 if number < 0.5 else 590)
 
 
+# -- threads -----------------------------------------------------------------------------------------------------
+
+
+def results(threads):
+    """Results of every kernel on inputs large enough for several threads."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(1)
+    x, weight, few = torch.randn(700, 128), torch.randn(330, 128), torch.randn(70, 128)
+    heads, indices = torch.randn(3, 700, 2, 64).unbind(), torch.arange(700).view(7, 100)
+    logits, numbers = torch.randn(64, 3000), torch.rand(64, dtype=torch.float64)
+    attended, sums = native.ops.segment_attention(*heads, indices, indices, None, torch.arange(700), 0.1)
+    grads = [torch.zeros_like(x) for x in heads]
+    native.ops.segment_attention_backward(
+        heads[2], *heads, indices, indices, None, torch.arange(700), attended, sums, 0.1, *grads
+    )
+    return [
+        *(native.ops.linear(x, w, None) for w in (weight, weight[:40])),
+        native.ops.weight_gradient(native.ops.linear(x, weight, None), x),
+        native.ops.linear(few[:4], weight, None),
+        *native.ops.rms_norm(x.repeat(9, 1), few[0], 1e-5),
+        native.ops.swiglu(x.repeat(9, 1)),
+        *native.ops.sample(logits, 1.0, 3000, 1, numbers),
+        attended,
+        *grads,
+    ]
+
+
+def results_with_threads(rank):
+    return results(2)  # in a world's process: a process that has started threads cannot be forked
+
+
+def test_threads_change_no_bit():
+    for one, two in zip(results(1), run_world(results_with_threads, 1)[0], strict=True):
+        assert torch.equal(one, two)
+
+
 # -- building ----------------------------------------------------------------------------------------------------
 
 
@@ -161,9 +190,7 @@ def test_a_missing_compiler_is_one_line(tmp_path):
     command = [sys.executable, str(ROOT / "tools/build_kernels.py"), str(native.SOURCES), str(tmp_path / "x.so")]
     done = subprocess.run(command, env={"CXX": "no-such-compiler"}, capture_output=True, text=True)
     assert done.returncode == 1 and not list(tmp_path.iterdir())
-    assert done.stdout == (
-        "no compiled kernels, so PyTorch's operators are used: no C++ compiler no-such-compiler\n"
-    )
+    assert done.stdout == ("no compiled kernels, so PyTorch's operators are used: no C++ compiler no-such-compiler\n")
 
 
 def test_sources_that_do_not_compile_are_one_line(tmp_path):

@@ -41,8 +41,10 @@ struct PagedReads {
 // starts[i] … starts[i + 1] − 1 have the same pages, and share their reads.
 inline void paged_attention(const float* query, int64_t row_stride, int64_t group_stride, const PagedReads& reads,
                             const int64_t* starts, int64_t n, int64_t heads, float scale, float* out) {
-    int64_t groups = reads.groups, channels = reads.channels;
-    parallel_parts(n * groups, thread_count(), [&](int64_t first, int64_t last) {
+    int64_t groups = reads.groups, channels = reads.channels, seen = 0;
+    for (int64_t row = 0; row < starts[n]; ++row) seen += reads.keys[row];
+    int64_t work = 2 * seen * groups * (heads + 1) * channels;
+    parallel_parts(n * groups, threads_for(work), [&](int64_t first, int64_t last) {
         static thread_local GroupAttention attention;
         std::vector<const float*> keys, values;
         std::vector<QueryRow> rows;
@@ -116,10 +118,7 @@ class DecodeLayers {
 
     template <typename F>
     void for_rows(int64_t width, const F& f) {
-        int64_t threads = s_.rows * width < (1 << 16) ? 1 : thread_count();
-        parallel_parts(s_.rows, threads, [&](int64_t first, int64_t last) {
-            for (int64_t i = first; i < last; ++i) f(i);
-        });
+        parallel_for(s_.rows, s_.rows * width * ELEMENT_WORK, f);
     }
 
     void norm(const float* hidden, const float* weight) {

@@ -44,7 +44,7 @@ inline void pack_panel(Matrix from, int64_t columns, int64_t k, float* panel) {
 }
 
 inline void pack(Matrix weight, int64_t n, int64_t k, float* packed) {
-    parallel_for(panels_of(n), [&](int64_t p) {
+    parallel_for(panels_of(n), n * k * ELEMENT_WORK, [&](int64_t p) {
         Matrix from{weight.data + p * PANEL * weight.row_stride, weight.row_stride, weight.column_stride};
         pack_panel(from, std::min<int64_t>(PANEL, n - p * PANEL), k, packed + p * k * PANEL);
     });
@@ -125,7 +125,7 @@ inline void gemm_panels(Matrix x, int64_t m, int64_t k, const float* packed, int
 // Calls f(first row, last row, first panel, last panel) on each thread's share of a product.
 template <typename F>
 void gemm_shares(int64_t m, int64_t k, int64_t n, const F& f) {
-    int64_t panels = panels_of(n), threads = m * n * k < PARALLEL_WORK ? 1 : thread_count();
+    int64_t panels = panels_of(n), threads = threads_for(m * n * k);
     if (panels >= 4 * threads || m < threads * ROWS) {
         parallel_parts(panels, threads, [&](int64_t first, int64_t last) { f(int64_t(0), m, first, last); });
     } else {

@@ -18,6 +18,10 @@ using at::Tensor;
 
 int thread_count() { return omp_in_parallel() ? 1 : omp_get_max_threads(); }
 
+int64_t parallel_work = 1 << 20;  // see `threads_for`; `set_parallel_work` changes it
+
+int64_t threads_for(int64_t work) { return work < parallel_work ? 1 : thread_count(); }
+
 namespace {
 
 const float* floats(const Tensor& x) {
@@ -100,7 +104,7 @@ std::tuple<Tensor, Tensor> rms_norm_rows(const Tensor& x, const Tensor& weight, 
     Tensor scales = at::empty(sizes, x.options());
     const float *from = floats(x), *gain = floats(weight);
     float *to = mutable_floats(out), *scale = mutable_floats(scales);
-    parallel_parts(rows, rows * width < (1 << 16) ? 1 : thread_count(), [&](int64_t first, int64_t last) {
+    parallel_parts(rows, threads_for(rows * width * ELEMENT_WORK), [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; ++i)
             scale[i] = rms_norm(from + i * width, gain, width, float(eps), to + i * width);
     });
@@ -115,7 +119,7 @@ Tensor swiglu_rows(const Tensor& x) {
     Tensor out = at::empty(sizes, x.options());
     const float* from = floats(x);
     float* to = mutable_floats(out);
-    parallel_parts(rows, rows * width < (1 << 15) ? 1 : thread_count(), [&](int64_t first, int64_t last) {
+    parallel_parts(rows, threads_for(rows * width * ELEMENT_WORK), [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; ++i)
             swiglu(from + 2 * i * width, from + (2 * i + 1) * width, width, to + i * width);
     });
@@ -127,7 +131,7 @@ Tensor swiglu_rows_backward(const Tensor& grad, const Tensor& x) {
     Tensor out = at::empty(x.sizes(), x.options());
     const float *from = floats(x), *slope = floats(grad);
     float* to = mutable_floats(out);
-    parallel_parts(rows, rows * width < (1 << 15) ? 1 : thread_count(), [&](int64_t first, int64_t last) {
+    parallel_parts(rows, threads_for(rows * width * ELEMENT_WORK), [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; ++i)
             swiglu_backward(slope + i * width, from + 2 * i * width, from + (2 * i + 1) * width, width,
                             to + 2 * i * width, to + (2 * i + 1) * width);
@@ -192,7 +196,8 @@ std::tuple<Tensor, Tensor> segment_attention(const Tensor& query, const Tensor& 
     Tensor sums = at::empty({s.m, heads}, out.options());
     float *to = out.mutable_data_ptr<float>(), *log_sums = sums.mutable_data_ptr<float>();
     std::vector<int64_t> bounds = bounds_of(s);
-    parallel_parts(s.n * groups, thread_count(), [&](int64_t first, int64_t last) {
+    int64_t work = s.m * s.k * heads * channels;
+    parallel_parts(s.n * groups, threads_for(work), [&](int64_t first, int64_t last) {
         static thread_local GroupAttention attention;
         std::vector<const float*> at_key, at_value;
         std::vector<QueryRow> rows;
@@ -227,7 +232,8 @@ void segment_attention_backward(const Tensor& grad, const Tensor& query, const T
     HeadView q(query), k(key), v(value), g_out(grad), o(out), g_query(grad_query), g_key(grad_key), g_value(grad_value);
     const float* log_sums = floats(sums);
     std::vector<int64_t> bounds = bounds_of(s);
-    parallel_parts(groups, thread_count(), [&](int64_t first, int64_t last) {
+    int64_t work = 2 * s.m * s.k * heads * channels;
+    parallel_parts(groups, threads_for(work), [&](int64_t first, int64_t last) {
         static thread_local GroupAttentionBackward backward;
         std::vector<const float*> at_key, at_value;
         std::vector<float*> to_key, to_value;
@@ -310,7 +316,7 @@ Tensor softmax_sums_rows(const Tensor& logits, const Tensor& tops, const Tensor&
     Tensor sums = at::empty({3, n}, logits.options().memory_format(std::nullopt));
     const float *from = floats(logits), *top = floats(tops);
     float *to = mutable_floats(out), *result = mutable_floats(sums);
-    parallel_parts(n, n * width < (1 << 15) ? 1 : thread_count(), [&](int64_t first, int64_t last) {
+    parallel_parts(n, threads_for(n * width * ELEMENT_WORK), [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; ++i) {
             SoftmaxSums s = softmax_sums<true>(from + i * width, width, top[i], to + i * width);
             result[i] = s.weights, result[n + i] = s.shifted, result[2 * n + i] = s.squares;
@@ -332,7 +338,7 @@ std::tuple<Tensor, Tensor, Tensor> sample_rows(const Tensor& logits, double temp
     const double* number = numbers.numel() ? numbers.const_data_ptr<double>() : nullptr;
     int64_t* token = tokens.mutable_data_ptr<int64_t>();
     float *difference = mutable_floats(chosen), *total = mutable_floats(totals), divisor = float(temperature);
-    parallel_parts(n, n * width < (1 << 15) ? 1 : thread_count(), [&](int64_t first, int64_t last) {
+    parallel_parts(n, threads_for(n * width * ELEMENT_WORK), [&](int64_t first, int64_t last) {
         std::vector<float> scaled(vocab), weights(vocab);
         for (int64_t i = first; i < last; ++i) {
             const float* row = from + i * width;
@@ -356,6 +362,7 @@ std::tuple<Tensor, Tensor, Tensor> sample_rows(const Tensor& logits, double temp
 }  // namespace
 
 TORCH_LIBRARY(megarl, m) {
+    m.def("set_parallel_work(int work) -> ()", [](int64_t work) { parallel_work = work; });
     m.def("pack_weight(Tensor weight) -> Tensor", &pack_weight);
     m.def("packed_linear(Tensor x, Tensor packed, int columns, Tensor? bias) -> Tensor", &packed_linear);
     m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", &linear);

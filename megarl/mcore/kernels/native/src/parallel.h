@@ -7,9 +7,12 @@
 
 namespace megarl {
 
-constexpr int64_t PARALLEL_WORK = 1 << 20;  // multiply-adds below which a second thread costs more than it gives
-
 int thread_count();  // as in torch.get_num_threads()
+
+// All threads for so many multiply-adds, or one: where a barrier is dear, a second thread costs more than it gives.
+int64_t threads_for(int64_t work);
+
+constexpr int64_t ELEMENT_WORK = 16;  // multiply-adds that take as long as a few operations on one element
 
 // Calls f(first, last) on each thread's contiguous share of [0, count).
 template <typename F>
@@ -26,10 +29,10 @@ void parallel_parts(int64_t count, int64_t threads, const F& f) {
     }
 }
 
-// Calls f(i) for i in [0, count) on all threads.
+// Calls f(i) for i in [0, count), on all threads if the work is worth it.
 template <typename F>
-void parallel_for(int64_t count, const F& f) {
-    parallel_parts(count, thread_count(), [&](int64_t first, int64_t last) {
+void parallel_for(int64_t count, int64_t work, const F& f) {
+    parallel_parts(count, threads_for(work), [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; ++i) f(i);
     });
 }
