@@ -5,12 +5,13 @@ an event loop, per-request metadata and tensors of changes. With small layers, t
 """
 
 from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 from megarl.observe import activity
 
 
 class DecodeLoopEngine(DynamicInferenceEngine):
-    """Generates the same tokens and log-probs as Megatron's engine, to the last bit."""
+    """Generates the same tokens, log-probs and routes as Megatron's engine, to the last bit."""
 
     _decoding_requests = None  # requests of the previous step, in the context's order, while steps only decode
 
@@ -24,7 +25,7 @@ class DecodeLoopEngine(DynamicInferenceEngine):
         c.initialize_attention_state()
         ids, positions = c.current_input_and_position_ids()
         inputs = {"tokens": ids, "position_ids": positions, "attention_mask": None}
-        logits = self.controller.inference_wrapped_model.forward_pass_without_pipeline_parallel(inputs)
+        logits = self._forward(inputs)
         count = c.total_request_count
         output = self.controller._sampled_tokens_cuda[:count]
         sampled = sampling.sample_kernel(logits.squeeze(0), count, c, output=output)
@@ -38,12 +39,22 @@ class DecodeLoopEngine(DynamicInferenceEngine):
             request.generated_log_probs.append(logprob)
         return {"finished_request_records": []}
 
+    def _forward(self, inputs: dict):
+        """Returns logits [1, N, V]; keeps the step's routes if they are recorded."""
+        wrapper = self.controller.inference_wrapped_model
+        if not wrapper.config.moe_enable_routing_replay:
+            return wrapper.forward_pass_without_pipeline_parallel(inputs)
+        RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
+        logits = wrapper.forward_pass_without_pipeline_parallel(inputs)
+        self.context.kv_block_allocator.store_routing_per_block(self.controller._router_record_bookkeeping())
+        return logits
+
     @property
     def _only_decodes(self) -> bool:
-        """Whether the next step decodes one more token of each request of the last one, in a dense one-stage model."""
-        wrapper = self.controller.inference_wrapped_model
-        is_simple = wrapper.config.num_moe_experts is None and not wrapper.model_is_pipeline_parallel
-        return self.context.only_decodes and is_simple and not self.waiting_request_ids
+        """Whether the next step decodes one more token of each request of the last one, in a one-stage model that
+        shares no experts with other replicas."""
+        is_staged = self.controller.inference_wrapped_model.model_is_pipeline_parallel
+        return self.context.only_decodes and not is_staged and not self.waiting_request_ids
 
     def _finish_step(self, logprobs: list[float]) -> dict:
         """Runs Megatron's bookkeeping after sampling, because a request ends or the free blocks do not suffice."""

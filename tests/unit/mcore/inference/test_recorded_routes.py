@@ -179,6 +179,31 @@ def test_a_weight_sync_invalidates_cached_prefixes():
     assert same(after, fresh)
 
 
+def with_and_without_the_short_step(rank):
+    """[(completions, short steps)] of the same requests, with the engine's short decode step and without it."""
+    from megarl.mcore.inference.decode_loop import DecodeLoopEngine
+
+    class LongSteps(DecodeLoopEngine):
+        _only_decodes = False
+
+    stages, args, place = build_stages(MOE)
+    engine, requests, found = engine_of(stages[0], place), requests_of(3, 4, limit=20), []
+    advance = engine.context.advance_decode
+    for kind in (DecodeLoopEngine, LongSteps):
+        short = []
+        engine.context.advance_decode = lambda tokens, short=short: short.append(len(tokens)) or advance(tokens)
+        engine.engine.__class__ = kind
+        completions = engine.generate(requests, (3,), settings_of(temperature=1.2), True)
+        check_routes(stages, args, place, requests, completions)
+        found.append((completions, len(short)))
+    return found
+
+
+def test_short_decode_steps_record_the_same_routes():
+    ((short, steps), (long, none)) = run_world(with_and_without_the_short_step, 1)[0]
+    assert same(short, long) and steps > 5 and none == 0
+
+
 # -- or loud -------------------------------------------------------------------------------------------------------
 
 
