@@ -4,7 +4,7 @@ Mini-batches are sets of sequence ids drawn from (seed, step, epoch), independen
 bin-packs its sequences of a mini-batch into as few micro-batches as possible under a hard token cap, with about equal
 FLOPs each. All replicas run equally many micro-batches; a replica with fewer adds blank ones, which have no weight.
 
-Responses to the same prompt share a micro-batch where possible, because dense models then compute the prompt once. The
+Responses to the same prompt share a micro-batch where possible, because models then compute the prompt once. The
 cap still counts the prompt for every response, so memory stays below what it is without sharing.
 """
 
@@ -194,14 +194,21 @@ def build_microbatches(
 def _check_shared_prefixes(microbatches: list[Batch]):
     mismatches = []
     for microbatch in microbatches:
-        if (shared := microbatch.host_metadata.shared) is not None:
-            starts = microbatch.host_metadata.lengths.cumsum(0) - microbatch.host_metadata.lengths
-            own = expand_ranges(starts, shared.tokens)
-            held = expand_ranges(starts[shared.holders], shared.tokens)
-            own, held = device.to_device([own.numpy(), held.numpy()])
+        if (shared := shared_tokens(microbatch.host_metadata)) is not None:
+            own, held = shared
             mismatches.append((microbatch.tokens[own] != microbatch.tokens[held]).sum())
     if mismatches and int(count := torch.stack(mismatches).sum()):
         raise RuntimeError(f"{int(count)} prompt tokens differ between sequences with the same prompt id")
+
+
+def shared_tokens(host: HostMetadata) -> tuple[Tensor, Tensor] | None:
+    """Indices of a micro-batch's tokens that another sequence holds, and of those that are held for them: both [n]
+    int64, on the device. None: no prefix is shared."""
+    if host.shared is None:
+        return None
+    starts, shared = host.lengths.cumsum(0) - host.lengths, host.shared
+    own, held = expand_ranges(starts, shared.tokens), expand_ranges(starts[shared.holders], shared.tokens)
+    return tuple(device.to_device([own.numpy(), held.numpy()]))
 
 
 def _shared_prefix(ids: np.ndarray, tokens: Tensor) -> SharedPrefix | None:
@@ -256,14 +263,11 @@ def split_into_microbatches(
 def role_microbatches(
     batch: Batch, positions: Tensor, role: RoleSettings, role_groups: RoleGroups, sequences_per_example: int = 1
 ) -> list[tuple[Batch, Tensor]]:
-    """`split_into_microbatches` with the token cap, groups and model size of a role.
-
-    MoE models do not share prompts, because expert load balancing counts every token of every response.
-    """
+    """`split_into_microbatches` with the token cap, groups and model size of a role."""
     cap, args = role.max_tokens_per_microbatch, role.megatron
     return split_into_microbatches(
         batch, positions, cap, role_groups.pg_collection.dp, args.hidden_size, role.microbatch_multiple,
-        sequences_per_example, None if args.num_experts else prompt_prefixes(batch),
+        sequences_per_example, prompt_prefixes(batch),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megarl.arguments import RoleSettings
 from megarl.batch import Batch
-from megarl.comm.microbatches import role_microbatches
+from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups
 from megarl.mcore import device
 from megarl.mcore.attention.packing import routed_tokens
@@ -69,8 +69,8 @@ class RouterState:
 
     def _rows(self, microbatch: Batch) -> RoutedTokens:
         """The rows that this rank routes of a micro-batch."""
-        lengths, groups = microbatch.host_metadata.lengths, self.role_groups.pg_collection
-        return routed_tokens(lengths, groups, self.role.megatron.sequence_parallel)
+        host, groups = microbatch.host_metadata, self.role_groups.pg_collection
+        return routed_tokens(host.lengths, groups, self.role.megatron.sequence_parallel, host.shared)
 
     def set_token_counts(self, microbatches: Microbatches):
         """Sets the mini-batch's token and sequence counts, by which auxiliary losses are divided. Collective."""
@@ -100,7 +100,8 @@ class RouterState:
     def record(self, batch: Batch, microbatches: Microbatches) -> RouteTable:
         """The routes that the micro-batches of the whole batch took, to be replayed by later passes. Collective.
 
-        Every rank gets the routes of all tokens of its replica, because later mini-batches split them differently.
+        Every rank gets the routes of all tokens of its replica, because later mini-batches split them differently. The
+        tokens of a shared prompt have the routes of the sequence that held it, for each sequence.
         """
         tokens = torch.cat([_tokens_of(batch, positions, m.routing.rows) for m, positions in microbatches])
         routes = torch.cat([m.routing.recorded(self.topk) for m, _ in microbatches])
@@ -110,6 +111,10 @@ class RouterState:
         is_token = tokens < len(batch.tokens)  # others are padding
         index = torch.full((len(batch.tokens),), NO_ROUTE, dtype=torch.int64, device=tokens.device)
         index[tokens[is_token]] = torch.arange(int(is_token.sum()), device=tokens.device)
+        for microbatch, positions in microbatches:
+            if (shared := mb.shared_tokens(microbatch.host_metadata)) is not None:
+                own, held = (batch.token_positions(positions)[of] for of in shared)
+                index[own] = index[held]
         return RouteTable(routes[is_token], index)
 
     def wanted(self, batch: Batch, passes: Iterable[Tensor]) -> Tensor:
@@ -120,7 +125,7 @@ class RouterState:
             return wanted
         wanted = torch.zeros(len(batch.tokens) + 1, dtype=torch.bool, device=batch.tokens.device)
         for of_pass in passes:
-            for microbatch, positions in role_microbatches(batch, of_pass, self.role, self.role_groups):
+            for microbatch, positions in mb.role_microbatches(batch, of_pass, self.role, self.role_groups):
                 rows = self._rows(microbatch)
                 tokens = _tokens_of(batch, positions, rows)
                 wanted[tokens] = wanted[tokens] | rows.counted

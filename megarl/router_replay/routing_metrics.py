@@ -32,7 +32,7 @@ class RoutingStatistics:
         self.passes += 1
         for routing in routings:
             layers = torch.tensor(routing.layers, dtype=torch.int64, device=self.routed.device) - 1
-            counted = routing.rows.counted.sum()
+            counted = routing.rows.uses.sum()
             self.load[layers] += routing.load
             self.routed[layers] += counted
             if routing.replayed is not None:

@@ -8,11 +8,17 @@ import torch.distributed as dist
 
 from megarl.batch import Batch, SharedPrefix, common_prefix_lengths
 from megarl.comm import microbatches as mb
-from tests.helpers.layouts import DENSE, LAYOUTS
+from tests.helpers.layouts import CP2, DENSE, EP2, LAYOUTS, MOE, SP, TP2
 from tests.helpers.tiny_models import VOCAB, build, join_actor, parse_roles
 from tests.helpers.updates import clipped_loss
 from tests.helpers.worlds import run_world
 
+EXPERTS = (
+    f"{MOE} --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.03"
+    " --moe-router-load-balancing-type seq_aux_loss global_aux_loss --moe-aux-loss-coeff 0.5 0.3"
+    " --moe-z-loss-coeff 0.1 --moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate"
+)
+SELECTIVE = "--recompute-granularity selective --recompute-modules moe"
 # Prompts with the lengths of their responses: a single token, an empty response, one response, two to a prompt that
 # came twice, a prompt longer than what follows.
 GROUPS = [(1, [3, 4]), (2, [0, 5, 1]), (9, [2]), (17, [3, 20, 1, 7]), (5, [0, 0]), (16, [1, 1, 30])]
@@ -127,7 +133,8 @@ def test_sharing_prefixes_changes_no_bit_of_a_forward(shape, value_head):
 
 
 def update(rank, flags: str, share: bool):
-    """(log-probs [T] of the whole batch, loss, gradient norm) of an update over two micro-batches per replica."""
+    """(log-probs [T] of the whole batch, loss, gradient norm, router metrics, expert biases) of an update over two
+    micro-batches per replica; routers replay the routes of the pass before it."""
     from megarl.algorithms.aggregation import token_mean
     from megarl.mcore.model import forward_pass
     from megarl.roles.trainable_model import TrainableModel
@@ -154,11 +161,14 @@ def update(rank, flags: str, share: bool):
     parts = trainable_model.microbatches(batch, torch.arange(len(batch)))
     assert any(part.host_metadata.shared is not None for part, _ in parts) == share
     mb.write_back(batch, "logprobs", [(s.logprobs, p) for s, p in trainable_model.forward_only(parts, forward)])
-    written = batch.logprobs
+    written, state = batch.logprobs, trainable_model.router_state
+    if role.megatron.num_experts:
+        state.replayed_routes = state.record(batch, parts)
     parts = trainable_model.microbatches(batch, torch.arange(len(batch)))
     losses, applied, norm = trainable_model.update(parts, forward, loss)
     assert applied
-    return written, float(place.dp_all_reduce(torch.stack(losses).sum())), norm
+    biases = [router.expert_bias for router in trainable_model.optimizer.routers]
+    return written, float(place.dp_all_reduce(torch.stack(losses).sum())), norm, state.metrics("router", True), biases
 
 
 def updates(rank, flags: str):
@@ -175,26 +185,30 @@ def alone():
                                     "sharded-dp2"])  # fmt: skip
 def test_prefix_sharing_does_not_depend_on_the_layout(layout):
     size, shape, flags = LAYOUTS[layout]
-    (_, one_loss, one_norm), _ = alone()
-    for (shared, loss, norm), (whole, *expected) in run_world(updates, size, f"{shape} {flags}"):
+    (_, one_loss, one_norm, *_), _ = alone()
+    for (shared, loss, norm, *_), (whole, *expected) in run_world(updates, size, f"{shape} {flags}"):
         assert torch.equal(shared, whole)
-        assert [loss, norm] == pytest.approx(expected, rel=1e-5)
+        assert [loss, norm] == pytest.approx(expected[:2], rel=1e-5)
         assert [loss, norm] == pytest.approx([one_loss, one_norm], rel=1e-5)
 
 
-def with_experts(rank):
-    """Micro-batches of a policy with experts."""
-    flags = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
-    role = parse_roles(flags, 1)["actor"]
-    _, place = join_actor(flags)
-    return [
-        part.host_metadata.shared for part, _ in mb.role_microbatches(batch_of_groups(), torch.arange(15), role, place)
-    ]
+@functools.cache
+def experts_alone():
+    return run_world(updates, 1, EXPERTS)[0]
 
 
-def test_experts_see_the_prompt_of_every_response():
-    (found,) = run_world(with_experts, 1)
-    assert found == [None]
+@pytest.mark.parametrize("size, layout", [(1, SELECTIVE), (2, f"{TP2} {EP2} {SP}"), (2, f"{CP2} {EP2}")])
+def test_experts_count_a_shared_prompt_for_each_response(size, layout):
+    """Loads, losses of the routers and expert biases are those of every response with its own prompt."""
+    one, _ = experts_alone()
+    for shared, whole in run_world(updates, size, f"{EXPERTS} {layout}"):
+        assert torch.equal(shared[0], whole[0])
+        for expected in (whole, one):
+            assert shared[1:3] == pytest.approx(expected[1:3], rel=1e-5)
+            assert shared[3] == pytest.approx(expected[3], rel=1e-5)
+            assert all(map(torch.equal, shared[4], expected[4])) and all(bias.any() for bias in shared[4])
+        assert shared[3]["router/replayed_fraction"] == 1 and shared[3]["router/disagreement"] == 0
+        assert {"router/aux_loss", "router/z_loss"} <= shared[3].keys()
 
 
 def test_sequences_of_one_prompt_id_share_their_prefix():

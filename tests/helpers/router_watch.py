@@ -84,10 +84,24 @@ class Watch:
             for part, _ in parts:
                 batch, places = part.watched
                 tokens = router_state._tokens_of(batch, places, part.routing.rows)
+                routes = part.routing.recorded(self.topk)
                 kind = "reference" if self.role.name == "reference" else "updated" if trained else "passed"
-                watch.note(kind, batch, tokens, part.routing.recorded(self.topk), self.layers)
+                watch.note(kind, batch, tokens, routes, self.layers)
+                for own, held in shared_pairs(part, part.routing.rows.token_indices):
+                    watch.note(kind, batch, batch.token_positions(places)[own], routes[held], self.layers)
 
         RouterState.attach, RouterState.add_statistics = attaching, collecting
+
+
+def shared_pairs(part, token_indices):
+    """[(tokens of a micro-batch that another sequence holds, rows of this rank that hold them)], one or none."""
+    from megarl.comm.microbatches import shared_tokens
+
+    shared, row_of = shared_tokens(part.host_metadata), {t: row for row, t in enumerate(token_indices.tolist())}
+    if shared is None:
+        return []
+    pairs = [(a, row_of[b]) for a, b in zip(*(x.tolist() for x in shared), strict=True) if b in row_of]
+    return [torch.tensor(pairs, dtype=torch.int64).view(-1, 2).unbind(1)]
 
 
 def run_watched(rank: int, parsed, noisy_from: int) -> dict:

@@ -28,7 +28,7 @@ from megarl.mcore.attention.segments import (
     segments_of_stream,
 )
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
-from megarl.mcore.moe.routing import RoutedTokens, Routing
+from megarl.mcore.moe.routing import Occurrences, RoutedTokens, Routing
 from megarl.mcore.parallel.context_parallel import chunk_indices, chunks_of, stream_order
 
 
@@ -76,19 +76,32 @@ def hidden_rows(lengths: Tensor, shared: SharedPrefix | None, pg_collection, seq
     return _padded_size(tokens, ranks, tensor_ranks) // (ranks * tensor_ranks)
 
 
-def routed_tokens(lengths: Tensor, pg_collection, sequence_parallel: bool) -> RoutedTokens:
+def routed_tokens(
+    lengths: Tensor, pg_collection, sequence_parallel: bool, shared: SharedPrefix | None = None
+) -> RoutedTokens:  # fmt: skip
     """Returns the tokens that this rank routes of a micro-batch of sequences with these lengths [N], on the host."""
     ranks, tensor_ranks = dist.get_world_size(pg_collection.cp), dist.get_world_size(pg_collection.tp)
-    ends = lengths.numpy().cumsum()
-    total = _padded_size(int(ends[-1]), ranks, tensor_ranks if sequence_parallel else 1)
+    lengths, unit = lengths.numpy(), tensor_ranks if sequence_parallel else 1
+    stream = TokenStream.of(lengths, shared, lambda tokens: _padded_size(tokens, ranks, unit))
+    total, tokens = int(stream.ends[-1]), int(stream.ends[len(lengths) - 1])
     indices = chunk_indices(chunks_of(dist.get_rank(pg_collection.cp), ranks, total))
     if sequence_parallel:
         indices = indices.reshape(tensor_ranks, -1)[dist.get_rank(pg_collection.tp)]
-    sequence = np.searchsorted(ends, indices, side="right")
-    is_last = indices + 1 == ends[sequence.clip(max=len(ends) - 1)]
-    counted = (indices < ends[-1]) & ~is_last
-    indices, sequence, counted = device.to_device([indices, sequence, counted.astype(np.int64)])
-    return RoutedTokens(indices, counted.bool(), sequence, len(ends))
+    sequence, position, is_held, at = _places(lengths, stream)
+    # Padding of the stream is one more sequence, in which no token counts.
+    at = np.concatenate([at, np.arange(tokens, total)])
+    sequence = np.concatenate([sequence, np.full(total - tokens, len(lengths))])
+    counted = np.concatenate([position + 1 < lengths.repeat(lengths), np.zeros(total - tokens, bool)])
+    token = np.concatenate([np.flatnonzero(is_held), np.arange(len(position), len(position) + total - tokens)])
+    row = np.full(total, -1)
+    row[indices] = np.arange(len(indices))
+    is_here = row[at] >= 0
+    rows, sequence, counted = row[at][is_here], sequence[is_here], counted[is_here]
+    uses = np.bincount(rows[counted], minlength=len(indices))
+    token_indices, uses, rows, sequence, counted = device.to_device(
+        [token[indices], uses, rows, sequence, counted.astype(np.int64)]
+    )
+    return RoutedTokens(token_indices, uses, Occurrences(rows, sequence, counted.bool()), len(lengths))
 
 
 def scored_tokens(mask: Tensor, packing: PackedLayout) -> ScoredTokens:
@@ -110,11 +123,20 @@ def _shared_token_indices(lengths: np.ndarray, stream: TokenStream) -> tuple[np.
     A token's value comes from the token before it. For the first token that a sequence holds after a shared prefix, the
     holder has that one, so its value is also read at the holder.
     """
+    sequence, position, is_held, at = _places(lengths, stream)
+    holders = stream.starts[stream.holders[sequence]]
+    is_first = position == stream.prefix_lengths[sequence]
+    return np.flatnonzero(is_held), np.where(is_first, holders + position, at)
+
+
+def _places(lengths: np.ndarray, stream: TokenStream) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Returns for each token of the unshared sequences: its sequence, its position there, whether that sequence holds
+    it, and its stream index. Sequences with lengths [N]; all [tokens]."""
     sequence = np.repeat(np.arange(len(lengths)), lengths)
     position = np.arange(len(sequence)) - np.repeat(lengths.cumsum() - lengths, lengths)
     prefix = stream.prefix_lengths[sequence]
     own, holders = stream.starts[sequence] - prefix, stream.starts[stream.holders[sequence]]
-    return np.flatnonzero(position >= prefix), np.where(position > prefix, own, holders) + position
+    return sequence, position, position >= prefix, np.where(position >= prefix, own, holders) + position
 
 
 def pack_sequences(

@@ -3,7 +3,7 @@
 Megatron's losses are means over the tokens of one router call. Here, as everywhere in megarl, a loss is a sum over this
 rank's counted tokens, divided by global counts of the mini-batch. Gradients are summed over ranks and micro-batches, so
 layout, micro-batches, padding and blank micro-batches do not change them. A recomputed layer runs each micro-batch once
-with gradients, and counts it then.
+with gradients, and counts it then. A token that several sequences share counts in each of them.
 
 Biases and expert shares change after the update (`finish_update`), so a skipped update leaves them unchanged.
 """
@@ -59,9 +59,14 @@ class BalancedRouter(TopKRouter):
         return self.current_routing
 
     def _attach(self, carrier: Tensor, name: str, routing: Routing, terms: Tensor, count: Tensor, coefficient: float):
-        """Returns `carrier`, whose backward adds the loss: terms [R, …] of counted tokens over a global count."""
-        ignored = ~routing.rows.counted.view(-1, *[1] * (terms.dim() - 1))
-        loss = terms.masked_fill(ignored, 0.0).sum() / count.clamp(min=1)
+        """Returns `carrier`, whose backward adds the loss: terms [R, …] of counted tokens, times the sequences that use
+        each, over a global count."""
+        uses = routing.rows.uses.view(-1, *[1] * (terms.dim() - 1))
+        return self._attach_sum(carrier, name, routing, terms.masked_fill(uses == 0, 0.0) * uses, count, coefficient)
+
+    def _attach_sum(self, carrier: Tensor, name: str, routing: Routing, terms: Tensor, count: Tensor, coefficient):
+        """Returns `carrier`, whose backward adds the loss: the sum of `terms` over a global count."""
+        loss = terms.sum() / count.clamp(min=1)
         routing.losses[name] = routing.losses.get(name, 0.0) + loss.detach()
         return MoEAuxLossAutoScaler.apply(carrier, coefficient * loss)
 
@@ -80,17 +85,19 @@ class BalancedRouter(TopKRouter):
         routing = self._trained_routing() if coefficient else None
         if routing is None:
             return probs
-        counts = self._counts_by_sequence(chosen, routing.rows)
+        counts, occurrences = self._counts_by_sequence(chosen, routing.rows), routing.rows.occurrences
         tokens = counts.sum(1, keepdim=True) / self.topk
         # f_i = E / (k T) · count_i and P_i = Σ_t s_it / T: the weight of each score is f_i / T.
         weights = counts * (self.num_experts / self.topk) / tokens.square().clamp(min=1)
-        terms = scores * weights[routing.rows.sequence]
-        return self._attach(probs, "aux_loss", routing, terms, routing.totals.sequences, coefficient)
+        terms = scores[occurrences.rows] * weights[occurrences.sequence]
+        terms = terms.masked_fill(~occurrences.counted.unsqueeze(1), 0.0)
+        return self._attach_sum(probs, "aux_loss", routing, terms, routing.totals.sequences, coefficient)
 
     def _counts_by_sequence(self, chosen: Tensor, rows: RoutedTokens) -> Tensor:
         """Returns [N + 1, E] tokens per sequence and chosen expert, over all ranks that hold the N sequences."""
         counts = torch.zeros(rows.sequences + 1, self.num_experts, dtype=torch.int32, device=chosen.device)
-        counts.index_add_(0, rows.sequence, (chosen & rows.counted.unsqueeze(1)).int())
+        at, sequence, counted = rows.occurrences
+        counts.index_add_(0, sequence, (chosen[at] & counted.unsqueeze(1)).int())
         dist.all_reduce(counts, group=self.tp_cp_group)
         return counts
 
@@ -107,7 +114,7 @@ class BalancedRouter(TopKRouter):
         """Counts the tokens of each used expert, live or replayed, from the routing map [R, E]."""
         routing = self._trained_routing() if self.counts_tokens else None
         if routing is not None:
-            self.expert_counts += (routing_map & routing.rows.counted.unsqueeze(1)).sum(0)
+            self.expert_counts += (routing_map * routing.rows.uses.unsqueeze(1)).sum(0)
 
     @torch.no_grad()
     def apply_counts(self, counts: Tensor):

@@ -5,10 +5,13 @@ every layer, in the forward pass and in recomputation. Both therefore take the s
 get out of step. Layers have Megatron's numbers, from 1 over the whole model.
 
 A token counts if another token follows it in its sequence: the last token's output affects no log-prob and no value,
-and the rollout never ran it. Tokens that do not count, including padding, have no route and are routed live.
+and the rollout never ran it. Tokens that do not count, including padding, have no route and are routed live. A token of
+a shared prompt is routed once for several sequences, and counts once in each of them.
 """
 
+import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,14 +19,27 @@ from torch import Tensor
 NO_ROUTE = -1
 
 
+class Occurrences(NamedTuple):
+    """Where the routed tokens occur in the N sequences of a micro-batch: P pairs, in the order of the sequences."""
+
+    rows: Tensor  # [P] int64 routed token, 0 … R − 1
+    sequence: Tensor  # [P] int64 sequence that contains it, 0 … N − 1; N: padding
+    counted: Tensor  # [P] bool, whether another token follows it there
+
+
 @dataclass(frozen=True)
 class RoutedTokens:
     """The R tokens of a micro-batch that this rank routes."""
 
-    token_indices: Tensor  # [R] int64 indices in the micro-batch's token stream; from its number of tokens on: padding
-    counted: Tensor  # [R] bool, tokens that another token follows
-    sequence: Tensor  # [R] int64 sequence of each token, 0 … N − 1; N: padding
+    token_indices: Tensor  # [R] int64 indices among the micro-batch's tokens; from their number on: padding
+    uses: Tensor  # [R] int64 sequences in which another token follows the token
+    occurrences: Occurrences
     sequences: int  # N of the micro-batch
+
+    @functools.cached_property
+    def counted(self) -> Tensor:
+        """[R] bool: tokens that another token follows."""
+        return self.uses > 0
 
 
 @dataclass(frozen=True)
@@ -88,10 +104,10 @@ class Routing:
         return chosen
 
     def _record(self, layer: int, index: int, live: Tensor, chosen: Tensor):
-        counted = self.rows.counted.unsqueeze(1)
+        uses = self.rows.uses
         self.used[layer] = chosen
-        self.load[index].index_add_(0, chosen.flatten(), counted.expand_as(chosen).flatten().long())
-        self.differs[index] += ((live != chosen) & counted).any(1).sum()
+        self.load[index].index_add_(0, chosen.flatten(), uses.unsqueeze(1).expand_as(chosen).flatten())
+        self.differs[index] += ((live != chosen).any(1) * uses).sum()
 
     def check(self):
         """Raises RuntimeError if the micro-batch did not pass all layers."""

@@ -17,11 +17,12 @@ LENGTHS, PADDING = [5, 1, 7, 2], 3
 
 def rows_of(lengths: list[int], padding: int):
     """Rows of a rank that sees all tokens of a micro-batch."""
-    from megarl.mcore.moe.routing import RoutedTokens
+    from megarl.mcore.moe.routing import Occurrences, RoutedTokens
 
     sequence = torch.repeat_interleave(torch.arange(len(lengths) + 1), torch.tensor([*lengths, padding]))
     is_last = torch.cat([sequence[1:] != sequence[:-1], torch.ones(1, dtype=torch.bool)])
-    return RoutedTokens(torch.arange(len(sequence)), (sequence < len(lengths)) & ~is_last, sequence, len(lengths))
+    counted, rows = (sequence < len(lengths)) & ~is_last, torch.arange(len(sequence))
+    return RoutedTokens(rows, counted.long(), Occurrences(rows, sequence, counted), len(lengths))
 
 
 class Case:
@@ -80,7 +81,7 @@ def sequence_loss(logits, case, kind):
     """Mean over sequences of Σ f_i P_i: 2412.19437 eq. 17-20."""
     total = 0.0
     for number in range(len(LENGTHS)):
-        scores = scores_of(logits[(case.rows.sequence == number) & case.rows.counted], kind)
+        scores = scores_of(logits[(case.rows.occurrences.sequence == number) & case.rows.counted], kind)
         if len(scores):
             best = [set(row.topk(TOPK).indices.tolist()) for row in scores]
             shares = [EXPERTS / (TOPK * len(scores)) * sum(i in row for row in best) for i in range(EXPERTS)]

@@ -110,7 +110,9 @@ def test_last_tokens_are_routed_live_and_all_others_as_recorded():
 def rows_of_rank(rank, flags: str, lengths: list[int]):
     args, place = join_actor(f"{MOE} {flags}")
     rows = routed_tokens(torch.tensor(lengths), place.pg_collection, args.sequence_parallel)
-    return rows.token_indices.tolist(), rows.counted.tolist(), rows.sequence.tolist()
+    assert rows.occurrences.rows.tolist() == list(range(len(rows.uses)))
+    assert torch.equal(rows.occurrences.counted, rows.counted) and rows.uses.max() <= 1
+    return rows.token_indices.tolist(), rows.counted.tolist(), rows.occurrences.sequence.tolist()
 
 
 @pytest.mark.parametrize("flags, size", [
