@@ -22,7 +22,12 @@ def round_robin_assignment(mesh: RoleMesh, count: int, samples_per_prompt: int) 
     return {name: round_robin(ids, len(groups.replicas), samples_per_prompt) for name, groups in mesh.roles.items()}
 
 
-def balance_by_flops(lengths: Tensor, minibatches: list[Tensor], replicas: int, hidden: int) -> Tensor:
+GROUPS_PER_REPLICA = 4  # fewest groups of a mini-batch per replica that are assigned whole
+
+
+def balance_by_flops(
+    lengths: Tensor, minibatches: list[Tensor], replicas: int, hidden: int, group: int = 1
+) -> Tensor:  # fmt: skip
     """An assignment that balances the FLOPs of every mini-batch over the replicas.
 
     Longest-processing-time rule: the most expensive sequence first, each to the replica with the least work in this
@@ -32,8 +37,20 @@ def balance_by_flops(lengths: Tensor, minibatches: list[Tensor], replicas: int, 
         lengths: [N] tokens in each sequence of the step.
         minibatches: sequence ids of each mini-batch; together all of 0 … N − 1.
         hidden: hidden size, by which the work is estimated (`sequence_flops`).
+        group: adjacent sequences that stay on one replica, and so share their prompt, if every mini-batch consists of
+            such groups, at least `GROUPS_PER_REPLICA` for each replica; with fewer the replicas' work would differ.
     """
-    flops, dp_assignment, step_flops = sequence_flops(lengths, hidden).tolist(), [0] * len(lengths), [0] * replicas
+    if group > 1:
+        if min(map(len, minibatches)) < GROUPS_PER_REPLICA * replicas * group:
+            return balance_by_flops(lengths, minibatches, replicas, hidden)
+        groups = [ids[::group] // group for ids in minibatches]
+        flops = sequence_flops(lengths, hidden).view(-1, group).sum(1)
+        return _assign(flops, groups, replicas).repeat_interleave(group)
+    return _assign(sequence_flops(lengths, hidden), minibatches, replicas)
+
+
+def _assign(costs: Tensor, minibatches: list[Tensor], replicas: int) -> Tensor:
+    flops, dp_assignment, step_flops = costs.tolist(), [0] * len(costs), [0] * replicas
     for ids in minibatches:
         heap = sorted((0, step_flops[dp_rank], dp_rank) for dp_rank in range(replicas))
         for sequence_id in sorted(ids.tolist(), key=lambda i: (-flops[i], i)):
@@ -46,16 +63,17 @@ def balance_by_flops(lengths: Tensor, minibatches: list[Tensor], replicas: int, 
 
 
 def balanced_assignment(
-    mesh: RoleMesh, lengths: Tensor, generated_on: Tensor, minibatches: list[Tensor], hidden: int
+    mesh: RoleMesh, lengths: Tensor, generated_on: Tensor, minibatches: list[Tensor], hidden: int, group: int = 1
 ) -> dict[str, Tensor]:
     """Assignment for every role: as generated for the rollout, balanced by FLOPs for the others.
 
     Args:
         lengths: [N] tokens in each sequence, the same on every rank (`gather_lengths`).
         generated_on: [N] dp rank of the rollout that generated each sequence.
+        group: as in `balance_by_flops`.
     """
     replica_counts = {len(groups.replicas) for groups in mesh.roles.values()}
-    balanced = {count: balance_by_flops(lengths, minibatches, count, hidden) for count in replica_counts}
+    balanced = {count: balance_by_flops(lengths, minibatches, count, hidden, group) for count in replica_counts}
     dp_assignment = {name: balanced[len(groups.replicas)] for name, groups in mesh.roles.items()}
     return dp_assignment | {"rollout": generated_on}
 

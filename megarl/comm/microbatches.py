@@ -1,8 +1,9 @@
 """Splits a step's sequences into mini-batches and micro-batches.
 
-Mini-batches are sets of sequence ids drawn from (seed, step, epoch), independent of the parallel layout. Each replica
-bin-packs its sequences of a mini-batch into as few micro-batches as possible under a hard token cap, with about equal
-FLOPs each. All replicas run equally many micro-batches; a replica with fewer adds blank ones, which have no weight.
+Mini-batches are sets of sequence ids drawn from (seed, step, epoch), independent of the parallel layout; where their
+size allows they consist of whole groups. Each replica bin-packs its sequences of a mini-batch into as few micro-batches
+as possible under a hard token cap, with about equal FLOPs each. All replicas run equally many micro-batches; a replica
+with fewer adds blank ones, which have no weight.
 
 Responses to the same prompt share a micro-batch where possible, because models then compute the prompt once. The
 cap still counts the prompt for every response, so memory stays below what it is without sharing.
@@ -26,10 +27,16 @@ from megarl.mcore import device
 ORDER_STREAM = -1  # no prompt has this number, so the shuffle and the responses use disjoint random streams
 
 
-def minibatch_ids(count: int, size: int | None, seed: int, step: int, epoch: int) -> list[Tensor]:
-    """Sequence ids 0 … count − 1 in random mini-batches of `size` (None: a single one); the last may be smaller."""
+def minibatch_ids(count: int, size: int | None, seed: int, step: int, epoch: int, group: int = 1) -> list[Tensor]:
+    """Sequence ids 0 … count − 1 in random mini-batches of `size` (None: a single one); the last may be smaller.
+
+    `group` adjacent sequences stay together; it divides `count` and `size`.
+    """
     if size is None or size >= count:
         return [torch.arange(count)]
+    if group > 1:
+        drawn = minibatch_ids(count // group, size // group, seed, step, epoch)
+        return [(groups.unsqueeze(1) * group + torch.arange(group)).flatten() for groups in drawn]
     stream = torch.full((count,), ORDER_STREAM, dtype=torch.int64)
     keys = stream_keys(seed, step, stream, torch.full_like(stream, epoch))
     order = uniforms(keys, torch.arange(count)).argsort(stable=True)
@@ -37,8 +44,9 @@ def minibatch_ids(count: int, size: int | None, seed: int, step: int, epoch: int
 
 
 def minibatches_of_step(settings: Settings, count: int, step: int, epoch: int) -> list[Tensor]:
-    """The mini-batches of the `count` sequences of a step, by `minibatch_ids`."""
-    return minibatch_ids(count, settings.minibatch_size, settings.seed, step, epoch)
+    """The mini-batches of the `count` sequences of a step, by `minibatch_ids`: of whole groups if that is possible."""
+    group = settings.group_of_minibatches(count)
+    return minibatch_ids(count, settings.minibatch_size, settings.seed, step, epoch, group)
 
 
 def positions_of(batch: Batch, ids: Tensor) -> Tensor:

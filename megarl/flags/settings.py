@@ -195,7 +195,8 @@ class Settings:
     # Policy loss; the options of each loss are defined in its module (`algorithms.policy_losses`).
     policy_loss: str = _flag("ppo-clip", f"policy loss: {', '.join(POLICY_LOSSES)}, or package.module:function")
     ppo_epochs: int = _positive(1, "epochs over a step's batch (1707.06347)")
-    minibatch_size: int | None = _positive(None, "sequences per optimizer update; default: the whole batch")
+    minibatch_size: int | None = _positive(None, "sequences per optimizer update, in whole groups if"
+                                         " --samples-per-prompt divides it; default: the whole batch")  # fmt: skip
     loss_aggregation: str = _one_of("token-mean", AGGREGATIONS, "how token losses are averaged: "
                                     + ", ".join(AGGREGATIONS))  # fmt: skip
     loss_norm_length: float | None = _positive(None, "length that divides the summed token losses (Dr. GRPO,"
@@ -301,6 +302,12 @@ class Settings:
         """Optimizer updates in a step with a full batch."""
         sequences = self.sequences_per_step
         return self.ppo_epochs * -(-sequences // (self.minibatch_size or sequences))
+
+    def group_of_minibatches(self, sequences: int) -> int:
+        """Responses to a prompt that stay together when a batch is split into several mini-batches; 1: each is drawn
+        by itself. Together they share the prompt's computation."""
+        size, group = self.minibatch_size or sequences, self.samples_per_prompt
+        return 1 if size >= sequences or size % group or sequences % group else group
 
     def updates_on_policy(self, sequences: int) -> bool:
         """Whether the batch's only update is also its first actor forward, so that old log-probs come from it."""

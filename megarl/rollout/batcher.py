@@ -231,7 +231,7 @@ class RolloutBatcher:
             lengths = load_balance.gather_lengths(self.mesh, responses, count)
             generated_on = self.rollout.dp_assignment(responses, count)
         dp_assignment = load_balance.balanced_assignment(
-            self.mesh, lengths, generated_on, minibatches, self.hidden_size
+            self.mesh, lengths, generated_on, minibatches, self.hidden_size, self.settings.group_of_minibatches(count)
         )
         fields = self.settings.sampled_fields
         return StepBatch(self.mesh, self.timers, dp_assignment, responses, step, self.prompts, fields)

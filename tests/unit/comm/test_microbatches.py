@@ -1,9 +1,12 @@
 """Mini-batches and micro-batches: a token cap that holds, few and even micro-batches, equally many on every
 replica; and replicas with even shares of the work of each mini-batch."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.comm import load_balance
 from megarl.comm import microbatches as mb
@@ -125,6 +128,25 @@ def test_one_minibatch_holds_all(size):
     assert part.tolist() == list(range(12))
 
 
+@pytest.mark.parametrize("prompts, samples, size, group", [
+    (6, 4, 8, 4), (5, 4, 8, 4), (6, 4, 12, 4), (6, 4, 6, 1), (6, 4, 24, 1), (6, 1, 3, 1), (6, 4, None, 1),
+])  # fmt: skip
+def test_minibatches_have_whole_groups_where_their_size_allows(prompts, samples, size, group):
+    settings = SimpleNamespace(minibatch_size=size, samples_per_prompt=samples, seed=3)
+    settings.group_of_minibatches = lambda count: Settings.group_of_minibatches(settings, count)
+    count = prompts * samples
+    assert settings.group_of_minibatches(count) == group
+    parts = mb.minibatches_of_step(settings, count, step=1, epoch=0)
+    assert sorted(torch.cat(parts).tolist()) == list(range(count))
+    assert [len(part) for part in parts[:-1]] == [size] * (len(parts) - 1)
+    assert all(part.tolist() == sorted(part.tolist()) for part in parts)
+    is_whole = all(
+        part.tolist() == (part[::samples, None] + torch.arange(samples)).flatten().tolist() for part in parts
+    )
+    assert is_whole == (group > 1 or samples == 1 or len(parts) == 1)
+    assert group == 1 or any(part.tolist() != list(range(len(part))) for part in parts)  # groups are drawn
+
+
 def test_minibatches_depend_on_seed_step_and_epoch_alone():
     def drawn(*where):
         return [part.tolist() for part in mb.minibatch_ids(24, 6, *where)]
@@ -216,6 +238,21 @@ def test_each_minibatch_and_the_step_are_shared_out_evenly(count):
 def test_minibatches_smaller_than_the_replicas_rotate():
     dp_assignment = load_balance.balance_by_flops(torch.full((8,), 5), [torch.tensor([i]) for i in range(8)], 4, HIDDEN)
     assert sorted(dp_assignment.tolist()) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("groups, is_whole", [(8, True), (7, False)])
+def test_replicas_get_whole_groups_if_there_are_enough(groups, is_whole):
+    """Two replicas; of fewer groups than four for each, the work is not shared out evenly enough."""
+    lengths = ragged(7, 2 * groups * 4).add(20)
+    minibatches = mb.minibatch_ids(2 * groups * 4, groups * 4, 1, 1, 0, group=4)
+    dp_assignment = load_balance.balance_by_flops(lengths, minibatches, 2, HIDDEN, group=4)
+    by_group = dp_assignment.view(-1, 4)
+    assert bool((by_group == by_group[:, :1]).all()) == is_whole
+    for ids in [*minibatches, torch.arange(len(lengths))]:
+        work = work_of_replicas(lengths, dp_assignment, ids, 2)
+        assert work.max() < 1.15 * work.mean()
+    if not is_whole:
+        assert torch.equal(dp_assignment, load_balance.balance_by_flops(lengths, minibatches, 2, HIDDEN))
 
 
 def test_the_assignment_depends_on_lengths_and_plan_only():
