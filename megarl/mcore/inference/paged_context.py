@@ -36,8 +36,9 @@ class PagedContext(DynamicInferenceContext):
         self._token_bytes: int | None = None  # of a token's keys and values when they are read; None: as in the cache
         super().__init__(self._cache_config(model_config), inference_config)
         self._is_coupled = dist.get_world_size(inference_config.pg_collection.ep) > 1
-        # These layers need the step's full number of rows, so duplicate prompts are not skipped.
-        self._may_share = not model_config.sequence_parallel and model_config.num_moe_experts is None
+        # Layers that gather equally many rows of each rank need the step's full number, so duplicates are not skipped.
+        gathers = self._is_coupled and model_config.moe_token_dispatcher_type == "allgather"
+        self._may_share = not model_config.sequence_parallel and not gathers
 
     def _cache_config(self, model_config):
         """Returns the config from which Megatron computes the size of a block."""
@@ -83,6 +84,11 @@ class PagedContext(DynamicInferenceContext):
                 self._attend,
             )
         return self._plan
+
+    @property
+    def dedup(self) -> PrefillDedup | None:
+        """Duplicate prompts of the step; None: none, or its plan is not built yet."""
+        return None if self._plan is None else self._plan.dedup
 
     def _rotations_of(self, frequencies: Tensor | None) -> list[Rotation] | None:
         """Returns the rotations of all positions, computed once: one, or two if layers with a window have another."""

@@ -27,11 +27,14 @@ class StepRoutes(RoutingMetadata):
     def get_routing_indices(self) -> Tensor | None:
         """Returns routes [R, L, k] int32 of the R tokens, padding included, in this rank's routers; None if L is 0.
 
+        Duplicate prompts, which the routers did not see, have the routes of the prompt that was computed.
+
         Raises:
             RuntimeError: a router recorded nothing, or another number of tokens.
         """
         recorded = RouterReplay.get_recorded_data()
-        rows = self.context.padded_active_token_count // self.tensor_ranks
+        dedup, rows = self.context.dedup, self.context.padded_active_token_count // self.tensor_ranks
+        rows = rows if dedup is None else len(dedup.kept_tokens)
         counts = [0 if routes is None else len(routes) for routes in recorded]
         if counts != [rows] * len(self.layers):
             raise RuntimeError(
@@ -39,7 +42,10 @@ class StepRoutes(RoutingMetadata):
                 f"its step had {rows}"
             )
         RouterReplay.clear_global_indices()  # a router that is skipped in the next step must not return these
-        return torch.stack(recorded, dim=1).int() if recorded else None  # gloo cannot gather int16
+        if not recorded:
+            return None
+        routes = torch.stack(recorded, dim=1).int()  # gloo cannot gather int16
+        return routes if dedup is None else routes.index_select(0, dedup.inverse)
 
 
 class RoutedBlocks(KVBlockAllocator):

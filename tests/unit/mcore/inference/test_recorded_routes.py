@@ -179,6 +179,30 @@ def test_a_weight_sync_invalidates_cached_prefixes():
     assert same(after, fresh)
 
 
+def with_and_without_duplicates(rank, flags: str):
+    """(completions, rows of each step's first MoE layer) of the same requests, whose prompts come four times, with
+    equal prompts of a step computed once and with each computed."""
+    stages, args, place = build_stages(f"{MOE} {flags}")
+    requests = requests_of(3, 4)[place.dp_rank :: len(place.replicas)]
+    engine, found = engine_of(stages[0], place), []
+    layer = next(layer for layer in stages[0].decoder.layers if hasattr(layer.mlp, "router"))
+    for engine.context._may_share in (engine.context._may_share, False):
+        rows = []
+        hook = layer.mlp.register_forward_hook(lambda module, inputs, output, rows=rows: rows.append(len(output[0])))
+        completions = engine.generate(requests, (3,), settings_of(temperature=1.2), True)
+        hook.remove()
+        check_routes(stages, args, place, requests, completions)
+        found.append((completions, rows))
+    return found
+
+
+@pytest.mark.parametrize("size, flags", [(1, ""), (2, EP2)])
+def test_equal_prompts_of_a_step_are_computed_once_with_the_same_routes(size, flags):
+    for (once, few), (each, all_rows) in run_world(with_and_without_duplicates, size, flags):
+        assert same(once, each) and few[1:] == all_rows[1:]
+        assert (few[0], all_rows[0]) == ((112, 448) if size == 1 else (112, 224))
+
+
 def with_and_without_the_short_step(rank):
     """[(completions, short steps)] of the same requests, with the engine's short decode step and without it."""
     from megarl.mcore.inference.decode_loop import DecodeLoopEngine
