@@ -36,9 +36,8 @@ class PagedContext(DynamicInferenceContext):
         self._token_bytes: int | None = None  # of a token's keys and values when they are read; None: as in the cache
         super().__init__(self._cache_config(model_config), inference_config)
         self._is_coupled = dist.get_world_size(inference_config.pg_collection.ep) > 1
-        # Layers that gather equally many rows of each rank need the step's full number, so duplicates are not skipped.
-        gathers = self._is_coupled and model_config.moe_token_dispatcher_type == "allgather"
-        self._may_share = not model_config.sequence_parallel and not gathers
+        # Sequence parallelism needs the step's full number of rows, so duplicate prompts are not skipped.
+        self._may_share = not model_config.sequence_parallel
 
     def _cache_config(self, model_config):
         """Returns the config from which Megatron computes the size of a block."""

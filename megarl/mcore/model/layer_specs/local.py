@@ -23,6 +23,7 @@ from megarl.mcore.model.decoder_layer import (
 from megarl.mcore.model.latent_attention import LatentAttention
 from megarl.mcore.model.post_norm import PostNormLayer, PostNormMoELayer
 from megarl.mcore.moe.experts import Experts, SharedExperts
+from megarl.mcore.moe.layer import MixtureLayer
 from megarl.mcore.moe.router import Router
 
 final_norm = Norm  # after the last layer
@@ -64,7 +65,7 @@ def layer_spec(args, is_moe: bool = False) -> ModuleSpec:
         experts = functools.partial(Experts, **parts.experts.keywords)
         shared = functools.partial(SharedExperts, **parts.shared_experts.keywords)
         parts = dataclasses.replace(parts, router=Router, experts=experts, shared_experts=shared)
-        layer.mlp = functools.partial(layer.mlp.func, submodules=parts)
+        layer.mlp = functools.partial(MixtureLayer, submodules=parts)
     return spec
 
 

@@ -1,0 +1,147 @@
+"""The MoE layer with a direct path on a CPU, for experts that are plain SwiGLU MLPs.
+
+Megatron's dispatcher and experts run about 100 small operators per layer besides the products with weights, more than a
+decode step's products take. The direct path groups a layer's (token, expert) pairs by expert once, runs each expert's
+two products, and sums the k results of a token in ascending order of the experts, as Megatron does: with the same bits,
+in rollout and training. With expert parallelism, rows travel with their gates in one message.
+"""
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megarl.mcore import device
+from megarl.mcore.kernels.grouped_swiglu import grouped_swiglu
+from megarl.mcore.kernels.silu import silu
+
+
+class MixtureLayer(MoELayer):
+    """Megatron's MoE layer; `forward` takes the direct path where it can."""
+
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        c, self._ep_size = self.experts.config, dist.get_world_size(self.ep_group)
+        is_plain_swiglu = (
+            c.gated_linear_unit and c.activation_func is silu and not c.add_bias_linear and not c.glu_linear_offset
+            and c.activation_func_clamp_value is None and not c.bias_activation_fusion and not c.use_te_activation_func
+            and not c.moe_apply_probs_on_input
+        )  # fmt: skip
+        is_supported = self.experts.tp_group.size() == 1 and not c.moe_latent_size and not self.shared_expert_overlap
+        is_supported = is_supported and (self._ep_size == 1 or c.moe_token_dispatcher_type == "alltoall")
+        self._is_direct = is_plain_swiglu and is_supported and not device.has_cuda()
+
+    def forward(self, hidden_states: Tensor, intermediate_tensors=None, padding_mask=None):
+        """Hidden states [T, 1, H] of this rank's tokens -> output of that shape, and no bias."""
+        if not self._is_direct or self._has_factors or padding_mask is not None:
+            return super().forward(hidden_states, intermediate_tensors, padding_mask)
+        if self.moe_layer_recompute and self.training:
+            return tensor_parallel.checkpoint(self._mix, False, hidden_states), None
+        return self._mix(hidden_states), None
+
+    @property
+    def _has_factors(self) -> bool:
+        """Whether low-rank factors replace the products of the experts; all experts have them or none."""
+        expert = self.experts.local_experts[0]
+        return any("_forward_impl" in vars(layer) for layer in (expert.linear_fc1, expert.linear_fc2))
+
+    def _mix(self, hidden_states: Tensor) -> Tensor:
+        shared = self.shared_experts_compute(hidden_states)
+        probs, routing_map = self.router(hidden_states)
+        hidden = hidden_states.view(-1, hidden_states.shape[-1])
+        # [E, T] flattened: pairs by expert, those of an expert by token.
+        pairs = routing_map.t().reshape(-1).nonzero().squeeze(1)
+        tokens = pairs.remainder(len(hidden))
+        order = tokens.argsort(stable=True)  # by token, those of a token by expert
+        gates, rows = probs.t().reshape(-1).index_select(0, pairs), _spread(hidden, tokens, order)
+        counts = routing_map.sum(0)
+        compute = self._compute if self._ep_size == 1 else self._exchange_and_compute
+        output = _combine(compute(rows, gates, counts), tokens, order, len(hidden)).view_as(hidden_states)
+        return output if shared is None else output + shared
+
+    def _compute(self, rows: Tensor, gates: Tensor, counts: Tensor) -> Tensor:
+        experts = self.experts.local_experts
+        weights = [expert.linear_fc1.weight for expert in experts], [expert.linear_fc2.weight for expert in experts]
+        return grouped_swiglu(rows, gates, counts.tolist(), *weights)
+
+    def _exchange_and_compute(self, rows: Tensor, gates: Tensor, counts: Tensor) -> Tensor:
+        """`_compute` of rows [P, H] of experts on all expert-parallel ranks; `counts` [E]: of this rank's rows."""
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts, group=self.ep_group)
+        sent, received = counts.view(self._ep_size, -1), received.view(self._ep_size, -1)  # [ranks, local experts]
+        splits = received.sum(1).tolist(), sent.sum(1).tolist()
+        gated = torch.cat([rows, gates.unsqueeze(1)], dim=1)  # in the wider dtype of the two
+        gated = tensor_parallel.all_to_all(self.ep_group, gated, *splits)
+        # Received by rank, then expert; wanted by expert, then rank.
+        starts = received.flatten().cumsum(0).sub_(received.flatten()).view_as(received).t().flatten()
+        sizes = received.t().flatten()
+        by_expert = torch.repeat_interleave(starts - (sizes.cumsum(0) - sizes), sizes) + torch.arange(len(gated))
+        by_rank = by_expert.argsort()
+        gated = _permute(gated, by_expert, by_rank)
+        output = self._compute(gated[:, :-1].to(rows.dtype), gated[:, -1].to(gates.dtype), received.sum(0))
+        return tensor_parallel.all_to_all(self.ep_group, _permute(output, by_rank, by_expert), *reversed(splits))
+
+
+def _sum_pairs(values: Tensor, order: Tensor, tokens: int) -> Tensor:
+    """Values [P, H] of pairs -> [T, H]: the sum of each token's k values, one after another."""
+    terms = values.index_select(0, order).view(tokens, -1, values.shape[1]).unbind(1)
+    total = terms[0] + terms[1] if len(terms) > 1 else terms[0]
+    for term in terms[2:]:
+        total += term
+    return total
+
+
+def _spread(hidden: Tensor, tokens: Tensor, order: Tensor) -> Tensor:
+    """Hidden states [T, H] -> [P, H] of each pair's token; `order` [P]: pairs by token."""
+    return _Spread.apply(hidden, tokens, order) if torch.is_grad_enabled() else hidden.index_select(0, tokens)
+
+
+def _combine(values: Tensor, tokens: Tensor, order: Tensor, count: int) -> Tensor:
+    """Values [P, H] of pairs -> [T, H]; the adjoint of `_spread`."""
+    if torch.is_grad_enabled():
+        return _Combine.apply(values, tokens, order, count)
+    return _sum_pairs(values, order, count)
+
+
+def _permute(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+    """Rows of x in another order; `inverse` is the one that restores it."""
+    return _Permute.apply(x, index, inverse) if torch.is_grad_enabled() else x.index_select(0, index)
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, tokens, order):
+        ctx.save_for_backward(order)
+        ctx.count = len(hidden)
+        return hidden.index_select(0, tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return _sum_pairs(grad, *ctx.saved_tensors, ctx.count), None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values, tokens, order, count):
+        ctx.save_for_backward(tokens)
+        return _sum_pairs(values, order, count)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return grad.index_select(0, *ctx.saved_tensors), None, None, None
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, index, inverse):
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return grad.index_select(0, *ctx.saved_tensors), None, None

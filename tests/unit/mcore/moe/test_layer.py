@@ -1,0 +1,113 @@
+"""The direct path of the MoE layer: the bits of Megatron's path, its gradients, and fewer operators."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.helpers.tiny_models import build
+from tests.helpers.worlds import run_world
+
+MOE = "--num-experts 8 --moe-ffn-hidden-size 32"
+SHARED = "--moe-shared-expert-intermediate-size 32 --moe-shared-expert-gate"
+SELECTIVE = "--recompute-granularity selective --recompute-modules moe"
+EP2, TP2, SP = "--expert-model-parallel-size 2", "--tensor-model-parallel-size 2", "--sequence-parallel"
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run inside."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def layer_of(flags: str):
+    model, _, _ = build(f"{MOE} {flags}")
+    return model.decoder.layers[1].mlp
+
+
+def hidden_states(rows: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, 1, 64, generator=torch.Generator().manual_seed(seed))
+
+
+def both_paths(rank, flags: str):
+    """For several numbers of tokens: (output, that without gradients, gradients) of the direct and Megatron's path."""
+    layer, found = layer_of(flags), []
+    layer.eval()  # without the losses of a mini-batch; recomputation needs training mode
+    layer.router.train(False)
+    for rows in (1, 5, 40):
+        rows += dist.get_rank() * 3 * (SP not in flags)  # replicas hold unequally many tokens
+        results = []
+        for layer._is_direct in (True, False):
+            hidden = hidden_states(rows, rank).requires_grad_()
+            layer.zero_grad()
+            layer.moe_layer_recompute = SELECTIVE in flags
+            layer.training = SELECTIVE in flags
+            output, _ = layer(hidden)
+            (output * hidden_states(rows, 9)).sum().backward()
+            gradients = {name: parameter.grad for name, parameter in layer.named_parameters()} | {"": hidden.grad}
+            with torch.no_grad():
+                plain, _ = layer(hidden)
+            results.append((output.detach(), plain, gradients))
+        found.append(results)
+    return found
+
+
+@pytest.mark.parametrize("size, flags", [
+    (1, "--moe-router-topk 2"), (1, f"--moe-router-topk 3 {SHARED}"),
+    (1, "--moe-router-topk 1 --moe-router-pre-softmax"), (1, f"--moe-router-topk 2 {SELECTIVE}"), (2, f"--moe-router-topk 3 {EP2} {SHARED}"),
+    (2, f"--moe-router-topk 2 {TP2} {EP2} {SP}"), (2, f"--moe-router-topk 2 {EP2} {SELECTIVE}"),
+])  # fmt: skip
+def test_the_direct_path_has_the_bits_of_megatrons(size, flags):
+    """Experts without rows and with fewer than `MIN_ROWS` included; gradients are sums in another order."""
+    for of_rank in run_world(both_paths, size, flags):
+        for (output, plain, gradients), (expected, _, expected_gradients) in of_rank:
+            assert torch.equal(output, expected) and torch.equal(plain, expected) and output.abs().max() > 0
+            assert gradients.keys() == expected_gradients.keys()
+            for name, gradient in gradients.items():
+                torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def rows_alone(rank, flags: str):
+    """Whether a token's output has the same bits with all others and in a batch with any number of them."""
+    layer, hidden = layer_of(flags).eval(), hidden_states(60)
+    with torch.no_grad():
+        whole, _ = layer(hidden)
+        return [
+            torch.equal(layer(hidden[start : start + 4])[0], whole[start : start + 4]) for start in range(0, 57)
+        ] + [torch.equal(layer(hidden[:rows])[0], whole[:rows]) for rows in range(4, 60)]
+
+
+@pytest.mark.parametrize("topk", [1, 2, 5])
+def test_a_token_does_not_depend_on_the_others(topk):
+    assert all(run_world(rows_alone, 1, f"--moe-router-topk {topk} --moe-router-pre-softmax {SHARED}")[0])
+
+
+def operators_of_a_step(rank):
+    """Operators of the layer on the tokens of a decode step, by path."""
+    layer, hidden, found = layer_of("--moe-router-topk 2").eval(), hidden_states(16), []
+    for layer._is_direct in (True, False):
+        with torch.inference_mode(), Operators() as operators:
+            layer(hidden)
+        found.append(operators.count)
+    return found
+
+
+def test_the_direct_path_has_half_the_operators():
+    direct, dispatched = run_world(operators_of_a_step, 1)[0]
+    assert 2 * direct <= dispatched, (direct, dispatched)
+
+
+def which_path(rank, flags: str):
+    return layer_of(flags)._is_direct
+
+
+@pytest.mark.parametrize("flags, is_direct", [
+    ("", True), ("--glu-linear-offset 1", False), (EP2, True),
+    (f"{EP2} --context-parallel-size 2 --moe-token-dispatcher-type allgather", False),
+])  # fmt: skip
+def test_experts_that_are_no_plain_swiglu_take_megatrons_path(flags, is_direct):
+    assert run_world(which_path, 2, f"--moe-router-topk 2 {flags}") == [is_direct] * 2
