@@ -57,9 +57,13 @@ def both_paths(rank, flags: str):
 
 
 @pytest.mark.parametrize("size, flags", [
-    (1, "--moe-router-topk 2"), (1, f"--moe-router-topk 3 {SHARED}"),
-    (1, "--moe-router-topk 1 --moe-router-pre-softmax"), (1, f"--moe-router-topk 2 {SELECTIVE}"), (2, f"--moe-router-topk 3 {EP2} {SHARED}"),
-    (2, f"--moe-router-topk 2 {TP2} {EP2} {SP}"), (2, f"--moe-router-topk 2 {EP2} {SELECTIVE}"),
+    (1, "--moe-router-topk 2"),
+    (1, f"--moe-router-topk 3 {SHARED}"),
+    (1, "--moe-router-topk 1 --moe-router-pre-softmax"),
+    (1, f"--moe-router-topk 2 {SELECTIVE}"),
+    (2, f"--moe-router-topk 3 {EP2} {SHARED}"),
+    (2, f"--moe-router-topk 2 {TP2} {EP2} {SP}"),
+    (2, f"--moe-router-topk 2 {EP2} {SELECTIVE}"),
 ])  # fmt: skip
 def test_the_direct_path_has_the_bits_of_megatrons(size, flags):
     """Experts without rows and with fewer than `MIN_ROWS` included; gradients are sums in another order."""
