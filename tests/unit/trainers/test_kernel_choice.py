@@ -1,4 +1,4 @@
-"""Kernels and ranks of a run: what flags name, what all ranks have, and which number of ranks is measured to be faster."""
+"""Kernels and ranks of a run: what flags name, what all ranks have, and which number of ranks is measured as faster."""
 
 import os
 import types
