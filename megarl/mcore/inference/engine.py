@@ -28,6 +28,7 @@ from megarl.mcore.inference.end_tokens import NO_TOKEN, EndTokens, EndTokensCont
 from megarl.mcore.inference.keyed_sampling import KeyedSampling
 from megarl.mcore.inference.latent_context import context_of
 from megarl.mcore.inference.recorded_routes import attach_routes
+from megarl.mcore.inference.speculative_decode import DecodeCounts, SpeculativeEngine
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.kernels.linear import prepacked_weights
 from megarl.mcore.memory.offload import KVCacheInGradBuffer
@@ -97,7 +98,7 @@ class RolloutEngine:
     def __init__(
         self, model, pg_collection, vocab_size: int, max_length: int, buffer_gb: float, max_requests: int,
         prefix_caching: bool = False, chunked_prefill: bool = False, step_tokens: int = 4096,
-        cache_in_grad_buffer: KVCacheInGradBuffer | None = None,
+        cache_in_grad_buffer: KVCacheInGradBuffer | None = None, speculative: bool = False,
     ):  # fmt: skip
         """Reserves the KV cache.
 
@@ -112,6 +113,7 @@ class RolloutEngine:
             chunked_prefill: split the prefill of a prompt that does not fit into a step over several steps.
             step_tokens: maximum tokens of a step; raised if `max_requests` or an unchunked `max_length` needs more.
             cache_in_grad_buffer: the gradient buffer that holds the KV cache; None: the cache has its own memory.
+            speculative: decode steps also read drafted tokens, which changes no result.
         """
         tp_size = dist.get_world_size(pg_collection.tp)
         max_requests = max(max_requests, MIN_ROWS)
@@ -137,11 +139,12 @@ class RolloutEngine:
         model.config.inference_moe_token_dispatcher_type = "nccl"
         self._cache_present = cache_in_grad_buffer.present if cache_in_grad_buffer else contextlib.nullcontext
         with self._cache_present():
-            self._build(config, pg_collection, vocab_size, cache_in_grad_buffer)
+            self._build(config, pg_collection, vocab_size, cache_in_grad_buffer, speculative)
 
     def _build(
-        self, config: InferenceConfig, pg_collection, vocab_size: int, cache_in_grad_buffer: KVCacheInGradBuffer | None
-    ):
+        self, config: InferenceConfig, pg_collection, vocab_size: int,
+        cache_in_grad_buffer: KVCacheInGradBuffer | None, speculative: bool,
+    ):  # fmt: skip
         model, tp_size = self.model, dist.get_world_size(pg_collection.tp)
         self.context = context_of(model.config, config, cache_in_grad_buffer and cache_in_grad_buffer.memory)
         attach_routes(self.context, self.layers, model.config, pg_collection.tp)
@@ -152,7 +155,8 @@ class RolloutEngine:
         was_training = model.training
         wrapper.prep_model_for_inference()
         with torch.no_grad():
-            self.engine = DecodeLoopEngine(controller, self.context)
+            self.engine = (SpeculativeEngine if speculative else DecodeLoopEngine)(controller, self.context)
+        self.drafter = self.engine.drafter if speculative else None
         self.engine.suspend()
         model.train(was_training)
 
@@ -160,6 +164,13 @@ class RolloutEngine:
     def capacity(self) -> int:
         """Maximum length of one prompt and response together that the cache can hold, in tokens."""
         return self.context.kv_block_allocator.active_count * self.context.block_size_tokens
+
+    def take_decode_counts(self) -> DecodeCounts:
+        """Returns what decode steps did since the last call; zeros if the engine is not speculative."""
+        counts = DecodeCounts()
+        if self.drafter is not None:
+            counts, self.engine.counts = self.engine.counts, counts
+        return counts
 
     @property
     def empty_routes(self) -> Tensor:
@@ -223,6 +234,8 @@ class RolloutEngine:
         self._source_numbers: dict[int, int] = {}  # request id in the engine -> number in the source
         self._num_admitted = self._steps = 0
         self._prompt_lengths = torch.zeros_like(self.sampling.keys)  # by request id
+        if self.drafter is not None:
+            self.drafter.reset(end_tokens.ids)
         self.controller.end_tokens = self.context.end_tokens = end_tokens
         InferenceMode.unset_active()
 
@@ -271,6 +284,8 @@ class RolloutEngine:
             self.sampling.keys[request_id] = request.key
             self._prompt_lengths[request_id] = len(request.prompt)
             self.engine.add_request(request_id, request.prompt, _params(request))
+            if self.drafter is not None:
+                self.drafter.begin(request_id, request.prompt)
             self._num_admitted += 1
 
     def _limit_responses(self, max_response: int | None):
@@ -287,6 +302,8 @@ class RolloutEngine:
             raise RuntimeError(f"the engine returned {len(tokens)} tokens and {len(logprobs)} log-probs for a request")
         length = len(request.prompt_tokens) + len(tokens)
         recorded = self.context.kv_block_allocator.routes_of(request.request_id, length) if routes else None
+        if self.drafter is not None:
+            self.drafter.finish(request.request_id, [*request.prompt_tokens.tolist(), *tokens])
         is_finished = bool(tokens) and tokens[-1] in self.context.end_tokens.ids
         completion = Completion(tokens, logprobs, is_finished, recorded)
         return self._source_numbers.pop(request.request_id), completion

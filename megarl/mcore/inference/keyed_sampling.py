@@ -26,9 +26,8 @@ class KeyedSampling(Sampling):
         rows = logits[:n] if gather_indices is None else logits[gather_indices[:n]]
         if self.softcap is not None:
             rows = softcap_(rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True), self.softcap)
-        active = slice(context.paused_request_count, context.total_request_count)
-        positions = context.request_kv_length_offsets[active] + context.request_query_lengths[active]
-        numbers = uniforms(self.keys[context.request_ids[active].long()], positions.long())
+        request_ids, positions = context.sampled_rows()
+        numbers = uniforms(self.keys[request_ids.long()], positions.long())
         if native.computes(rows) and not self.settings.is_restricted:
             tokens = self._sample(rows.contiguous(), numbers)
         else:

@@ -12,6 +12,7 @@ from megarl.mcore import device
 from megarl.mcore.attention import backends
 from megarl.mcore.attention.prefill_dedup import PrefillDedup, deduplicate_prefills
 from megarl.mcore.attention.windows import window_of
+from megarl.mcore.inference.draft_rows import DraftRows
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.model import rotary
 from megarl.mcore.model.decoder_layer import Rotation, StepPlan
@@ -28,6 +29,7 @@ class PagedContext(DynamicInferenceContext):
         self._memory = memory
         self._plan: StepPlan | None = None
         self.only_decodes = False  # the next step decodes one more token of each request of the last step
+        self.draft_rows: DraftRows | None = None  # of a step that also reads drafted tokens
         self._frequencies: Tensor | None = None
         self._rotations: list[Rotation] | None = None
         self._model_config = model_config
@@ -105,6 +107,9 @@ class PagedContext(DynamicInferenceContext):
         queries = self.request_query_lengths[active].long()
         keys = self.request_kv_length_offsets[active] + queries
         pages = self.request_to_kv_block_ids[active].long()
+        if self.draft_rows is not None:  # each row reads like a request of its own
+            queries, keys = torch.ones_like(self.draft_rows.requests), self.draft_rows.positions + 1
+            pages = pages[self.draft_rows.requests]
         spare, total = self.kv_block_allocator.dummy_block_idx, self.padded_active_token_count
         pages.masked_fill_(pages < 0, spare)
         if self.is_decode_only() and total > len(queries):  # padding tokens read only their own keys
@@ -136,8 +141,16 @@ class PagedContext(DynamicInferenceContext):
 
     def last_token_logits(self, logits: Tensor) -> Tensor:
         """Hidden states [1, S, H] -> those of each request's last token [≥ N, H], padded to the rows of training."""
-        rows = logits.squeeze(0)[self.active_logit_idxs[: super().num_last_token_logits]]
+        is_last = self.active_logit_idxs[: super().num_last_token_logits]
+        rows = logits.squeeze(0)[is_last if self.draft_rows is None else slice(len(self.draft_rows.requests))]
         return torch.cat([rows, rows[:1].expand(MIN_ROWS - len(rows), -1)]) if len(rows) < MIN_ROWS else rows
+
+    def sampled_rows(self) -> tuple[Tensor, Tensor]:
+        """Returns ([n] request ids, [n] positions) of the tokens that the step samples; n ≥ N with drafted tokens."""
+        if self.draft_rows is not None:
+            return self.request_ids[self.draft_rows.requests], self.draft_rows.positions + 1
+        active = slice(self.paused_request_count, self.total_request_count)
+        return self.request_ids[active], self.request_kv_length_offsets[active] + self.request_query_lengths[active]
 
     def calculate_log_probs(self, logits, new_tokens, only_last_token_logits=False, sampling=None):
         """Returns the log-probs of the tokens that `sampling` just sampled, as a list of one per request."""
@@ -164,6 +177,11 @@ class PagedContext(DynamicInferenceContext):
         ends |= lengths >= self.request_output_lengths[active]
         self.only_decodes = not ends.any() and self._advance(new_tokens)
         return self.only_decodes
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether the next step decodes one token of each request and may read drafted tokens too."""
+        return self.total_request_count > 0 and self._is_simple
 
     @property
     def _is_simple(self) -> bool:

@@ -61,10 +61,7 @@ def sampled(rank, settings: SamplingSettings, deterministic: bool):
 
     torch.use_deterministic_algorithms(deterministic)
     row = torch.arange(REQUESTS, dtype=torch.int32)
-    context = SimpleNamespace(
-        paused_request_count=0, total_request_count=REQUESTS, request_ids=row,
-        request_kv_length_offsets=row, request_query_lengths=row,
-    )  # fmt: skip
+    context = SimpleNamespace(sampled_rows=lambda: (row, 2 * row))
     sampling = KeyedSampling(VOCAB, 1)
     sampling.settings, sampling.keys = settings, torch.arange(REQUESTS)
     with FakeTensorMode(allow_non_fake_inputs=True), Host() as host:

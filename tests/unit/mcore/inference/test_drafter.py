@@ -1,0 +1,143 @@
+"""Drafts: true continuations of texts seen before, in fixed memory, and only where a row is worth its time."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.mcore.inference.draft_index import EVIDENCES, KINDS, DraftIndex
+from megarl.mcore.inference.drafter import FIXED_ROWS, MAX_IDLE, Drafter, _worthwhile
+
+TEXTS = st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 3), min_size=1, max_size=40)), max_size=8)
+CERTAIN = [1.0] * EVIDENCES
+
+
+def small_index(texts, bits=8) -> DraftIndex:
+    index = DraftIndex(bits)
+    for prompt, text in texts:
+        index.add(hash((prompt,)), text, 1)
+    return index
+
+
+@given(TEXTS, st.lists(st.integers(0, 3), min_size=1, max_size=12), st.integers(0, 2))
+@settings(max_examples=300, deadline=None)
+def test_a_guess_has_followed_the_context_in_some_text(texts, context, prompt):
+    guess = small_index(texts).guess(hash((prompt,)), context, CERTAIN, 2.0)
+    if guess is not None:
+        is_own, length = KINDS[guess.evidence >> 3]
+        # A context shorter than the n-gram is a whole text so far.
+        ngram, is_start = context[-length:], len(context) < length
+        known = [text for other, text in texts if other == prompt or not is_own]
+        ends = [(t, i) for t in known for i in range(1, len(t)) if t[max(0, i - length) : i] == ngram]
+        assert any(t[i] == guess.token for t, i in ends if not is_start or i == len(ngram))
+
+
+def test_the_same_prompt_is_asked_first_and_the_most_frequent_follower_wins():
+    index = DraftIndex(10)
+    index.add(1, [5, 6, 7, 8], 1)
+    for _ in range(3):
+        index.add(2, [5, 6, 7, 9], 1)
+    assert index.guess(1, [5, 6, 7], CERTAIN, 0.5).token == 8
+    assert index.guess(2, [5, 6, 7], CERTAIN, 0.5).token == 9
+    assert index.guess(3, [4, 5, 6, 7], CERTAIN, 0.5).token == 9
+    assert index.guess(3, [4, 4, 4], CERTAIN, 0.5) is None
+    index.add(2, [5, 6, 7, 8], 1)
+    assert index.guess(2, [5, 6, 7], CERTAIN, 0.5).token == 9
+    for _ in range(3):
+        index.add(2, [5, 6, 7, 8], 1)
+    assert index.guess(2, [5, 6, 7], CERTAIN, 0.5).token == 8  # the policy has changed
+
+
+def test_memory_is_fixed_and_new_texts_replace_old_ones():
+    index, generator = DraftIndex(6), random.Random(0)
+    for _ in range(50):
+        index.add(0, [generator.randrange(1000) for _ in range(100)], 1)
+    assert len(index._hashes) == len(index._followers) == 64
+    text = [2000, 2001, 2002, 2003]
+    index.add(0, text, 1)
+    assert index.guess(0, text[:-1], CERTAIN, 2.0).token == 2003
+
+
+def play(drafter, truth, prompts, max_rows=256):
+    """Generates the texts prompt + truth[i]; returns (steps, drafted, accepted)."""
+    drafter.reset(())
+    for i, prompt in enumerate(prompts):
+        drafter.begin(i, prompt)
+    texts = [drafter.text_of(i) for i in range(len(prompts))]
+    steps = drafted = accepted = 0
+    while open_texts := [i for i, t in enumerate(texts) if len(t.tokens) < len(prompts[i]) + len(truth[i])]:
+        rest = [truth[i][len(texts[i].tokens) - len(prompts[i]) :] for i in open_texts]
+        drafts = drafter.draft([texts[i] for i in open_texts], [len(r) - 1 for r in rest], max_rows)
+        steps, drafted = steps + 1, drafted + sum(map(len, drafts))
+        assert sum(map(len, drafts)) + len(drafts) <= max_rows
+        for i, draft, right in zip(open_texts, drafts, rest, strict=True):
+            assert len(draft) < len(right)
+            same = next((j for j, token in enumerate(draft) if token != right[j]), len(draft))
+            accepted += same
+            drafter.extend(texts[i], right[: same + 1])
+    for i, (prompt, response) in enumerate(zip(prompts, truth, strict=True)):
+        drafter.finish(i, prompt + response)
+    return steps, drafted, accepted
+
+
+def test_responses_seen_before_are_drafted_and_random_ones_are_not():
+    generator, drafter = random.Random(0), Drafter(DraftIndex(14))
+    prompts = [[generator.randrange(500) for _ in range(5)] for _ in range(40)]
+    fixed = [[generator.randrange(500) for _ in range(60)] for _ in range(40)]
+    first, *_, last = (play(drafter, fixed, prompts) for _ in range(6))
+    assert first[0] == 60 and last[0] <= 20 and last[2] >= 0.9 * last[1]
+    for _ in range(6):
+        fresh = [[generator.randrange(500) for _ in range(60)] for _ in range(40)]
+        steps, drafted, _ = play(drafter, fresh, prompts)
+    assert steps == 60 and drafted <= 0.02 * 40 * 60
+
+
+def test_the_end_token_is_never_drafted():
+    drafter = Drafter(DraftIndex(10))
+    for _ in range(40):
+        drafter.reset({9})
+        drafter.begin(0, [1, 2])
+        text = drafter.text_of(0)
+        (draft,) = drafter.draft([text], [5], 8)
+        drafter.finish(0, [1, 2, 3, 4, 9])
+    assert draft == [3, 4]
+
+
+@given(st.lists(st.lists(st.floats(0.01, 1.0), max_size=4), min_size=1, max_size=5), st.integers(5, 12))
+@settings(max_examples=200, deadline=None)
+def test_rows_are_those_with_the_most_tokens_for_their_time(chances, max_rows):
+    chances = [sorted(row, reverse=True) for row in chances]
+    depths = _worthwhile(chances, max_rows)
+    assert len(depths) + sum(depths) <= max_rows
+
+    def rate(depths):
+        tokens = len(chances) + sum(sum(row[:depth]) for row, depth in zip(chances, depths, strict=True))
+        return tokens / (FIXED_ROWS + len(chances) + sum(depths))
+
+    for i, row in enumerate(chances):
+        more = [depth + (j == i) for j, depth in enumerate(depths)]
+        less = [depth - (j == i) for j, depth in enumerate(depths)]
+        if depths[i] < len(row) and sum(depths) + len(depths) < max_rows:
+            assert rate(more) <= rate(depths) + 1e-12
+        if depths[i]:
+            assert rate(less) <= rate(depths) + 1e-12
+
+
+@pytest.mark.parametrize("count", [1, 64])
+def test_guesses_pause_while_none_is_worth_a_row(count):
+    calls, generator = [], random.Random(1)
+    drafter = Drafter(DraftIndex(8))
+    drafter.rates = [0.0] * EVIDENCES
+    drafter.index.guess = lambda *_: calls.append(steps)
+    steps = 0
+    drafter.reset(())
+    for i in range(count):
+        drafter.begin(i, [i])
+    texts = [drafter.text_of(i) for i in range(count)]
+    for steps in range(500):  # noqa: B007
+        drafter.draft(texts, [9] * count, 256)
+        for text in texts:
+            drafter.extend(text, [generator.randrange(9)])
+    asked = sorted(set(calls))
+    assert max(b - a for a, b in zip(asked, asked[1:], strict=False)) == MAX_IDLE + 1 and len(asked) < 25

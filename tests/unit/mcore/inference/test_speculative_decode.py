@@ -1,0 +1,91 @@
+"""Speculative decoding: the same tokens, log-probs and routes to the bit, whatever is drafted."""
+
+import functools
+import random
+
+import pytest
+
+from tests.helpers.engines import NEVER, make_requests, settings_of
+from tests.helpers.tiny_models import VOCAB, build
+from tests.helpers.worlds import run_world
+
+LONG = 23  # new tokens: two to four blocks of 16 with the prompt
+WINDOW = "--window-size 20,0 --window-attn-skip-freq 2"
+
+
+def scripted_drafter(answers, kind: str):
+    """A drafter that knows the answers, lists of tokens by request id: its drafts are right, wrong, random or mixed."""
+    from megarl.mcore.inference.drafter import Drafter
+
+    class Scripted(Drafter):
+        def __init__(self):
+            super().__init__()
+            self.generator = random.Random(0)
+
+        def draft(self, texts, room, max_rows):
+            ids = {id(text): number for number, text in self._texts.items()}
+            drafts, rows = [], len(texts)
+            for text, limit in zip(texts, room, strict=True):
+                answer, draft = answers[ids[id(text)]], []
+                assert answer[: len(text.tokens)] == text.tokens, "the drafter knows another text"
+                # More than there is room for: the engine has to cut it.
+                for truth in [*answer[len(text.tokens) :], 0, 0, 0][: min(limit + 2, max_rows - rows)]:
+                    draft.append(self.token(truth))
+                rows += len(draft)
+                drafts.append(draft)
+            return drafts
+
+        def token(self, truth):
+            other = self.generator.randrange(VOCAB)
+            is_right = {"right": True, "wrong": False, "mixed": self.generator.random() < 0.7, "random": None}[kind]
+            if is_right is None:
+                return other
+            return truth if is_right else (truth + 1 + other % (VOCAB - 1)) % VOCAB
+
+    return Scripted()
+
+
+def with_and_without(rank, flags="", shape="llama", end=NEVER, sampling=None, count=20, limit=LONG, **settings):
+    """(completions without drafts, {kind of drafts: (completions, decode counts)})."""
+    from megarl.mcore.inference.engine import RolloutEngine
+
+    model, _, place = build(flags, shape)
+    requests, sampling = make_requests(limit, count), settings_of(**(sampling or {}))
+    settings = {"buffer_gb": 0.005, "max_requests": 32, **settings}
+    plain = RolloutEngine(model, place.pg_collection, VOCAB, 48, **settings).generate(requests, end, sampling)
+    engine = RolloutEngine(model, place.pg_collection, VOCAB, 48, **settings, speculative=True)
+    found, own = {}, engine.drafter
+    answers = [request.prompt + completion.tokens for request, completion in zip(requests, plain, strict=True)]
+    for kind in ("right", "wrong", "random", "mixed", "first", "again"):
+        engine.drafter = engine.engine.drafter = own if kind in ("first", "again") else scripted_drafter(answers, kind)
+        done = engine.generate(requests, end, sampling)
+        found[kind] = done, engine.take_decode_counts()
+    return plain, found
+
+
+@pytest.mark.parametrize(("ranks", "case"), [
+    (1, {}),
+    (1, {"end": (3, 5, 11)}),
+    (1, {"end": (3,), "max_requests": 4, "sampling": {"temperature": 0.7, "top_k": 5}}),
+    (1, {"end": (3,), "buffer_gb": 0.0002, "max_requests": 6}),
+    (1, {"shape": "gpt2", "sampling": {"greedy": True}}),
+    (1, {"flags": WINDOW, "end": (3,)}),
+    (1, {"flags": "--final-logit-softcapping 3"}),
+    (2, {"flags": "--tensor-model-parallel-size 2", "end": (3,)}),
+    (2, {"flags": "--tensor-model-parallel-size 2 --sequence-parallel", "end": (3,), "count": 5}),
+], ids=str)  # fmt: skip
+def test_drafts_change_no_bit(ranks, case):
+    for plain, found in run_world(functools.partial(with_and_without, **case), ranks):
+        for kind, (done, counts) in found.items():
+            assert done == plain, kind
+            assert counts.drafted > 0 or kind == "first"
+        assert found["wrong"][1].accepted == 0 < found["mixed"][1].accepted
+        assert found["again"][1].steps <= found["wrong"][1].steps
+
+
+def test_right_drafts_need_one_step():
+    ((_, found),) = run_world(functools.partial(with_and_without, count=5, max_requests=64), 1)
+    right, wrong = found["right"][1], found["wrong"][1]
+    assert (wrong.steps, wrong.requests, wrong.tokens) == (LONG - 1, 5 * (LONG - 1), 5 * (LONG - 1))
+    assert (right.steps, right.requests, right.tokens) == (1, 5, 5 * (LONG - 1))
+    assert right.accepted == right.drafted == 5 * (LONG - 2)
