@@ -19,9 +19,10 @@ _NOT_NUMBERS = {
     "role_map", "prompts", "eval_prompts", "hf_model", "tokenizer_type", "tokenizer_model", "chat_template", "seed",
     "reward_model", "reward_hf_model", "reward_url", "reward_retries", "reward_concurrency", "reward_memory_mb",
     "reward_timeout", "reward_workers", "rollout_buffer_gb", "rollout_max_requests", "rollout_dispatch",
-    "rollout_prefix_caching", "rollout_chunked_prefill", "verify_weights", "max_tokens_per_microbatch", "lora_adapter",
-    "export_peft", "export_hf", "eval_interval", "keep_best", "offload", "train_iters", "deterministic", "save",
-    "save_interval", "async_save", "keep_last", "keep_every", "on_save_failure", "load", "load_changed_data",
+    "rollout_prefix_caching", "rollout_chunked_prefill", "speculative_rollout", "verify_weights",
+    "max_tokens_per_microbatch", "lora_adapter", "export_peft", "export_hf", "eval_interval", "keep_best", "offload",
+    "train_iters", "deterministic", "save", "save_interval", "async_save", "keep_last", "keep_every",
+    "on_save_failure", "load", "load_changed_data",
     "tune", "kernels", "parallel_work",
 }  # fmt: skip
 _LEARNING = (

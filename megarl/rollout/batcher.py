@@ -198,7 +198,7 @@ class RolloutBatcher:
         ]
 
     def _set_metrics(self, statistics: SamplingStatistics, waiting_groups: int):
-        self.metrics = {}
+        self.metrics = self.rollout.decode_metrics()
         self._add_generated_tokens(statistics)
         if self.settings.partial_rollouts:
             self.metrics |= self.partial_rollouts.metrics()

@@ -16,6 +16,7 @@ from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.inference.engine import Completion, GenerationRequest, RequestList, RolloutEngine
+from megarl.mcore.inference.speculative_decode import DecodeCounts
 from megarl.mcore.lora import adapter
 from megarl.mcore.lora.transfer import PolicyTransfer, policy_checksums
 from megarl.mcore.memory.offload import KVCacheInGradBuffer
@@ -44,6 +45,7 @@ class Rollout:
         self.settings, self.role, self.timers, self.tokenizer = settings, role, timers, tokenizer
         self.mesh, self.role_groups = mesh, mesh["rollout"]
         self.metrics: dict[str, float] = {}
+        self._decode_counts = DecodeCounts()  # of training responses since the last `decode_metrics`
         self.engine = self._transfer = self.model = self.bank = self._fingerprint = None
         self._has_factors = has_factors = role.lora is not None and adapter.keeps_apart(role.megatron)
         vocab_size = role.model_vocab_size(tokenizer.vocab_size)
@@ -68,6 +70,7 @@ class Rollout:
                 settings.rollout_prefix_caching,
                 settings.rollout_chunked_prefill,
                 cache_in_grad_buffer=cache_in_grad_buffer if role.model_role == "actor" else None,
+                speculative=settings.speculative_rollout,
             )
             self._check_capacity()
             if settings.rollout_bank:
@@ -138,16 +141,36 @@ class Rollout:
             requests = RoundRequests(prompts, samples, s.seed, step, s.max_response_length)
             if wanted is not None:
                 requests.skip_if_enough_are_finished(wanted)
-            is_banked = temperature is None and self.bank is not None
-            records_routes = temperature is None and self.recorded_layers is not None
+            is_training = temperature is None
+            is_banked = is_training and self.bank is not None
+            records_routes = is_training and self.recorded_layers is not None
             temperature = s.temperature if temperature is None else temperature
             sampling = SamplingSettings(temperature or 1.0, s.top_k, s.top_p, greedy=temperature == 0)
             stops_early = wanted is not None and wanted < len(prompts) and any(requests.limits)
             banked = self._from_bank(step, requests, sampling, records_routes, stops_early) if is_banked else None
             early_stop = GroupEarlyStop(wanted, requests, self.role_groups) if stops_early else None
             done = self._run_engine(requests, sampling, records_routes, early_stop, banked)
+            counts = self.engine.take_decode_counts()
+            if is_training:
+                self._decode_counts = self._decode_counts.plus(counts)
             done |= self._without_new_tokens(requests, records_routes)
             return completions_to_batch(done, requests, self.engine.empty_routes if records_routes else None)
+
+    def decode_metrics(self) -> dict[str, float]:
+        """Decode steps, and drafts, of the training responses since the last call. A collective of the role."""
+        if not self.settings.speculative_rollout or not self.role_groups.is_member:
+            return {}
+        counts, self._decode_counts = self._decode_counts, DecodeCounts()
+        groups = self.role_groups
+        table = torch.zeros(len(groups.replicas), len(counts), dtype=torch.int64, device=device.device())
+        table[groups.dp_rank] = torch.tensor(counts)
+        table = groups.dp_all_reduce(table)
+        total = DecodeCounts(*table.sum(0).tolist())
+        return {
+            "rollout/decode_steps": int(table[:, 0].max()),
+            "rollout/accepted_tokens_per_step": total.tokens / max(total.requests, 1),
+            "rollout/draft_acceptance": total.accepted / max(total.drafted, 1),
+        }
 
     def _from_bank(
         self, step: int, requests: RoundRequests, sampling: SamplingSettings, records_routes: bool, whole_groups: bool

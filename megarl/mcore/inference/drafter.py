@@ -12,7 +12,8 @@ from megarl.mcore.inference.draft_index import EVIDENCES, LONGEST, DraftIndex, G
 
 MAX_DEPTH = 16  # drafted tokens of a request in a step
 FIXED_ROWS = 32  # the part of a step's time that does not depend on its rows, in rows
-FIRST_RATE, RATE_MEMORY = 0.5, 64  # rate before any guess was checked; checked guesses over which it is averaged
+FIRST_RATE = 0.5  # before any guess was checked; counts as two guesses
+RATE_MEMORY = 64  # checked guesses over which a rate is averaged
 ENOUGH = 0.9  # the first kind of n-gram with this rate is used
 MAX_IDLE = 32  # most steps without guesses, after steps in which no guess was worth a row
 
@@ -35,6 +36,7 @@ class Drafter:
     def __init__(self, index: DraftIndex | None = None):
         self.index = DraftIndex() if index is None else index
         self.rates = [FIRST_RATE] * EVIDENCES  # share of right guesses by their evidence
+        self._checked = [2] * EVIDENCES  # guesses, at most `RATE_MEMORY`
         self._texts: dict[int, DraftedText] = {}  # by request id
         self._end_ids: frozenset[int] = frozenset()
         self._idle = self._next_idle = 0
@@ -90,7 +92,9 @@ class Drafter:
     def _learn(self, text: DraftedText, tokens: Sequence[int]):
         """Takes note of whether the guesses were right; `tokens`: what was generated in their place, and accepted."""
         for guess, token in zip(text.guesses, tokens, strict=False):  # guesses after a wrong one stay unknown
-            self.rates[guess.evidence] += ((guess.token == token) - self.rates[guess.evidence]) / RATE_MEMORY
+            evidence = guess.evidence
+            self._checked[evidence] = checked = min(self._checked[evidence] + 1, RATE_MEMORY)
+            self.rates[evidence] += ((guess.token == token) - self.rates[evidence]) / checked
 
     def _guess(self, text: DraftedText, limit: int, floor: float) -> list[float]:
         """Sets a text's guesses; returns the chance of each that it and all before it are right, down to `floor`."""

@@ -167,9 +167,9 @@ class RolloutEngine:
 
     def take_decode_counts(self) -> DecodeCounts:
         """Returns what decode steps did since the last call; zeros if the engine is not speculative."""
-        counts = DecodeCounts()
-        if self.drafter is not None:
-            counts, self.engine.counts = self.engine.counts, counts
+        if self.drafter is None:
+            return DecodeCounts()
+        counts, self.engine.counts = self.engine.counts, DecodeCounts()
         return counts
 
     @property

@@ -6,7 +6,8 @@ any case: if they are equal, the row that read the draft has drawn the next toke
 one, and later rows are dropped. This is no rejection sampling, whose text is another one (arXiv 2211.17192).
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -16,9 +17,8 @@ from megarl.mcore.inference.drafter import DraftedText, Drafter
 from megarl.observe import activity
 
 
-@dataclass
-class DecodeCounts:
-    """What decode steps did since the last count; a decode step only decodes."""
+class DecodeCounts(NamedTuple):
+    """What decode steps did: steps in which no prompt is prefilled."""
 
     steps: int = 0
     requests: int = 0  # summed over steps
@@ -26,10 +26,9 @@ class DecodeCounts:
     drafted: int = 0
     accepted: int = 0  # drafted tokens that became part of a response
 
-    def add(self, other: "DecodeCounts"):
-        """Adds the counts of other steps."""
-        for name in vars(self):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+    def plus(self, other: Sequence[int]) -> "DecodeCounts":
+        """Returns the sum of both counts."""
+        return DecodeCounts(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 class SpeculativeEngine(DecodeLoopEngine):
@@ -48,6 +47,9 @@ class SpeculativeEngine(DecodeLoopEngine):
         """Runs one step of all requests; returns the finished requests under "finished_request_records"."""
         c, count = self.context, self.context.total_request_count
         if not self._can_draft:
+            decoding = count - c.paused_request_count
+            if decoding and not c.num_prefill_requests and not self.waiting_request_ids:
+                self.counts = self.counts.plus((1, decoding, decoding, 0, 0))
             return super().step_modern()
         requests = self._decoding_requests or [self.get_request(i) for i in c.request_ids[:count].tolist()]
         texts = [self._text_of(request) for request in requests]
@@ -56,7 +58,7 @@ class SpeculativeEngine(DecodeLoopEngine):
         room = (c.request_output_lengths[:count] - lengths - 1).clamp_(min=0).tolist()
         drafts = self.drafter.draft(texts, room, self.max_rows)
         sizes = draft_rows.fit_to_blocks(c, [min(len(d), most) for d, most in zip(drafts, room, strict=True)])
-        self.counts.add(DecodeCounts(1, count, count))
+        self.counts = self.counts.plus((1, count, count, 0, 0))
         if c.only_decodes and not any(sizes):
             return super().step_modern()
         activity.tick()
@@ -96,7 +98,7 @@ class SpeculativeEngine(DecodeLoopEngine):
             request.generated_tokens += [tokens[row] for row in rows[:-1]]
             request.generated_log_probs += [logprobs[row] for row in rows[:-1]]
         more = sum(map(len, accepted)) - len(accepted)
-        self.counts.add(DecodeCounts(tokens=more, drafted=len(tokens) - len(drafts), accepted=more))
+        self.counts = self.counts.plus((0, 0, more, len(tokens) - len(drafts), more))
         return self._end_step(
             requests, [tokens[rows[-1]] for rows in accepted], [logprobs[rows[-1]] for rows in accepted]
         )

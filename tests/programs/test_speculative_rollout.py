@@ -1,0 +1,45 @@
+"""`--speculative-rollout`: samples files and metrics of a run are those of the run without it, byte by byte."""
+
+import functools
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.programs import metrics, rl_argv, samples, timeless, train
+
+# At this temperature, random weights repeat themselves, so many drafts are right.
+FLAGS = (
+    "--advantage grpo --kl-coefficient 0 --lr 1e-4 --temperature 0.05 --max-response-length 60 --prompts-per-step 4"
+    " --minibatch-size 4 --max-tokens-per-microbatch 200 --train-iters 2"
+)
+COUNTS = ("rollout/decode_steps", "rollout/accepted_tokens_per_step", "rollout/draft_acceptance")
+PARTIAL = "--over-sampling 2 --partial-rollouts --rollout-correction tis"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("speculative")
+
+
+@functools.cache
+def run_of(folder: Path, flags: str, size: int) -> Path:
+    save = folder / f"run{len(list(folder.iterdir()))}"
+    train("rl", rl_argv(save, f"{FLAGS} {flags}", warm_start=False), size)
+    return save
+
+
+@pytest.mark.parametrize(("size", "flags", "has_drafts"), [
+    (1, f"{PARTIAL} --rollout-max-requests 6", True), (2, "--rollout-max-requests 4 --rollout-buffer-gb 0.0005", True),
+    (1, "--rollout-chunked-prefill", True), (1, "--rollout-prefix-caching", False),
+])  # fmt: skip
+def test_nothing_changes_but_the_steps(size, flags, has_drafts, folder):
+    plain, found = run_of(folder, flags, size), run_of(folder, f"{flags} --speculative-rollout", size)
+    for step in (1, 2):
+        assert samples(found, step) == samples(plain, step)
+        row, expected = timeless(metrics(found)[step]), timeless(metrics(plain)[step])
+        steps, tokens, acceptance = (row.pop(name) for name in COUNTS)
+        assert row == expected
+        if not row["rollout/tokens"]:
+            continue  # the groups that waited suffice
+        assert (tokens > 1.1 and 0.3 < acceptance <= 1) if has_drafts else (tokens, acceptance) == (1, 0)
+        assert 0 < steps < 60 * (4 if "--rollout-max-requests" in flags else 1)
