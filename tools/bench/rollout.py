@@ -95,9 +95,9 @@ def megarl_side(chunk, pg_collection, case: Case):
     return lambda requests: [c.tokens for c in engine.generate(requests, NO_END, SamplingSettings())]
 
 
-def buffer_gb(case: Case) -> float:
+def buffer_gb(case: Case, shape: common.Shape = SHAPE) -> float:
     """GiB of an fp32 KV cache for all requests at full length, plus a tenth."""
-    token = 2 * 4 * SHAPE.layers * SHAPE.groups * SHAPE.hidden // SHAPE.heads
+    token = 2 * 4 * shape.layers * shape.groups * shape.hidden // shape.heads
     return 1.1 * token * case.longest * len(case.new_tokens) / 2**30
 
 
