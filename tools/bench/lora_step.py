@@ -1,7 +1,7 @@
 """A whole GRPO step with LoRA on a pretrained model: seconds of megarl.train_rl against TRL's GRPOTrainer with PEFT.
 
     PYTHONPATH=. python tools/bench/lora_step.py --model runs/smollm2-135m-instruct [--rounds 3] [--steps 3]
-        [--ranks 2] [--trl-ranks 1] [--trl-batch 64] [--json FILE] [--markdown]
+        [--ranks 2] [--trl-ranks 1] [--threads 1] [--trl-batch 64] [--json FILE] [--markdown]
 
 The work is that of launch/smollm2_grpo.sh: a step has 8 prompts of tools/make_products.py in the model's chat template,
 8 responses of at most 32 tokens to each at temperature 1, the reward for a right last number, GRPO advantages without
@@ -84,7 +84,7 @@ def measure(args: argparse.Namespace) -> dict:
     seconds = {side: [] for side in ranks}
 
     def clock(side: str, folder: Path) -> float:
-        seconds[side] += step.in_process(__file__, side, folder, ranks[side], options)
+        seconds[side] += step.in_process(__file__, side, folder, ranks[side], options, args.threads)
         return sum(seconds[side][-args.steps :]) / args.steps
 
     with tempfile.TemporaryDirectory() as name:
@@ -102,6 +102,7 @@ def main(argv: list[str] | None = None):
     made.add_argument("--steps", type=int, default=3, help="measured steps per round; default: %(default)s")
     made.add_argument("--ranks", type=int, default=2, help="data-parallel ranks of megarl; default: %(default)s")
     made.add_argument("--trl-ranks", type=int, default=1, help="data-parallel ranks of TRL; default: %(default)s")
+    made.add_argument("--threads", type=int, help="threads of a rank; default: its share of the cores")
     made.add_argument(
         "--trl-batch", type=int, default=64, help="responses per forward pass of TRL; default: %(default)s"
     )

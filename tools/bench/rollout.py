@@ -33,6 +33,7 @@ from tools.bench import common
 SHAPE = common.Shape(layers=12, hidden=512, ffn=1536, vocab=32_000)
 PEERS = {"hf": "transformers", "hf-batch": "transformers"}
 NO_END = ()  # no token ends a response
+BLOCK = 16  # tokens per block of the engine's cache
 PAGE = 32  # tokens per page of Hugging Face's paged cache
 
 
@@ -48,6 +49,16 @@ class Case:
     def longest(self) -> int:
         """Longest prompt plus longest response, tokens."""
         return max(map(len, self.prompts)) + max(self.new_tokens)
+
+    def share(self, rank: int, ranks: int) -> "Case":
+        """Every `ranks`-th prompt from `rank` on, with all of its requests."""
+        chosen = range(rank, len(self.prompts), ranks)
+        new_tokens = [self.new_tokens[prompt * self.samples + i] for prompt in chosen for i in range(self.samples)]
+        return Case([self.prompts[prompt] for prompt in chosen], self.samples, new_tokens)
+
+    def first(self, prompts: int, new_tokens: int) -> "Case":
+        """The first prompts, with responses of `new_tokens` tokens."""
+        return Case(self.prompts[:prompts], self.samples, [new_tokens] * prompts * self.samples)
 
     def requests(self) -> list[GenerationRequest]:
         """The requests, samples of a prompt in sequence, as in the rollout of a step."""
@@ -96,9 +107,10 @@ def megarl_side(chunk, pg_collection, case: Case):
 
 
 def buffer_gb(case: Case, shape: common.Shape = SHAPE) -> float:
-    """GiB of an fp32 KV cache for all requests at full length, plus a tenth."""
+    """GiB of an fp32 KV cache for all requests at full length, in whole blocks, plus a tenth."""
     token = 2 * 4 * shape.layers * shape.groups * shape.hidden // shape.heads
-    return 1.1 * token * case.longest * len(case.new_tokens) / 2**30
+    length = -(-case.longest // BLOCK) * BLOCK
+    return 1.1 * token * length * len(case.new_tokens) / 2**30
 
 
 def hf_side(peer):
@@ -151,13 +163,18 @@ def hf_batch_side(peer, case: Case):
     return work
 
 
+def write_requests(file: Path, case: Case):
+    """Writes what vllm_side.py reads."""
+    requests = [(request.prompt, request.max_new_tokens) for request in case.requests()]
+    file.write_text(json.dumps({"requests": requests, "longest": case.longest}))
+
+
 class VllmSide:
     """vLLM in its own process, which measures the time and is idle while another side is timed."""
 
     def __init__(self, interpreter: str, peer, case: Case, folder: Path):
         peer.save_pretrained(folder / "model")
-        requests = [(request.prompt, request.max_new_tokens) for request in case.requests()]
-        (folder / "requests.json").write_text(json.dumps({"requests": requests, "longest": case.longest}))
+        write_requests(folder / "requests.json", case)
         command = [interpreter, str(Path(__file__).with_name("vllm_side.py")), str(folder)]
         environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
         self._log = folder / "vllm.log"

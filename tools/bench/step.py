@@ -1,7 +1,7 @@
 """A whole GRPO step: seconds of megarl.train_rl against TRL's GRPOTrainer, with the same weights, prompts and work.
 
     PYTHONPATH=. python tools/bench/step.py --case fixed|ragged [--rounds 3] [--steps 3] [--json FILE] [--markdown]
-        [--ranks 1] [--trl-batch 64] [--trl-continuous]
+        [--ranks 1] [--trl-ranks 1] [--threads 2] [--trl-batch 64] [--trl-continuous]
 
 A step: 8 prompts of 16–22 tokens, 8 responses to each at temperature 1, a reward (number of distinct words), GRPO
 advantages without KL, and one AdamW update on all 64 responses: one forward and backward over each, the clipped loss as
@@ -10,7 +10,8 @@ the model cannot generate the end token. ragged: vocabulary 64 with the end toke
 weights end a response after about 60.
 
 Each round starts each side in its own process, on one rank with all cores or on --ranks data-parallel ranks that share
-them, over gloo. A step's time is from the end of the previous step to its end; the first step is not counted.
+them, over gloo; --trl-ranks gives TRL another number than megarl, --threads each rank another number than its share. A
+step's time is from the end of the previous step to its end; the first step is not counted.
 --trl-batch is the number of responses in TRL's forward passes, over all ranks: below 64, it accumulates gradients. With
 --trl-continuous, TRL generates with Hugging Face's continuous batching instead of `generate`.
 """
@@ -163,12 +164,18 @@ def train_trl(folder: Path, steps: int, batch: int, new_tokens: int, *, model, r
     return [end - start for start, end in zip(ends, ends[1:], strict=False)]
 
 
-def in_process(program: str, side: str, folder: Path, ranks: int, options: list[str]) -> list[float]:
-    """Seconds of the measured steps of one side: runs `program` with `options` on ranks that share the cores."""
+def in_process(
+    program: str, side: str, folder: Path, ranks: int, options: list[str], threads: int | None = None
+) -> list[float]:
+    """Seconds of the measured steps of one side: runs `program` with `options` on ranks that share the cores.
+
+    `threads`: of each rank; None: OMP_NUM_THREADS, or else a rank's share of the cores.
+    """
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *launcher * (ranks > 1), program, *options, "--side", side, "--folder", str(folder)]
-    threads = max(1, os.cpu_count() // ranks)
-    environment = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", **os.environ}
+    share = max(1, os.cpu_count() // ranks)
+    environment = {"OMP_NUM_THREADS": str(share), "HF_HUB_OFFLINE": "1", **os.environ}
+    environment |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise common.Unusable(f"{side} failed:\n{done.stdout}{done.stderr}")
@@ -181,26 +188,32 @@ def write_seconds(folder: Path, seconds: list[float]):
         (folder / "seconds.json").write_text(json.dumps(seconds))
 
 
+def make_folder(folder: Path, case: Case):
+    """Makes all that the sides read: prompts, tokenizer and the exported model."""
+    make_inputs(folder, case)
+    chunk, _, namespace = common.build(case.shape, (32, case.new_tokens))
+    common.export(chunk, case.shape, namespace, 32 + case.new_tokens).save_pretrained(folder / "model")
+
+
 def measure(args: argparse.Namespace) -> dict:
     """Runs the sides alternately, in new processes each round."""
-    case, sides = CASES[args.case], [common.OURS, *PEERS]
+    case, ranks = CASES[args.case], {common.OURS: args.ranks, "trl": args.trl_ranks or args.ranks}
+    sides = list(ranks)
     steps = {side: [] for side in sides}
 
     options = ["--case", args.case, "--steps", str(args.steps), "--trl-batch", str(args.trl_batch)]
     options += ["--trl-continuous"] * args.trl_continuous
 
     def clock(side: str, folder: Path) -> float:
-        steps[side].append(in_process(__file__, side, folder, args.ranks, options))
+        steps[side].append(in_process(__file__, side, folder, ranks[side], options, args.threads))
         return sum(steps[side][-1]) / len(steps[side][-1])
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_inputs(folder, case)
-        chunk, _, namespace = common.build(case.shape, (32, case.new_tokens))
-        common.export(chunk, case.shape, namespace, 32 + case.new_tokens).save_pretrained(folder / "model")
+        make_folder(folder, case)
         common.alternate({side: lambda side=side: clock(side, folder) for side in sides}, args.rounds)
     seconds = {side: sum(rounds, []) for side, rounds in steps.items()}
-    settings = {"ranks": args.ranks, "trl_batch": args.trl_batch, "trl_continuous": args.trl_continuous}
+    settings = {"ranks": ranks, "trl_batch": args.trl_batch, "trl_continuous": args.trl_continuous}
     return common.report(args.case, seconds, {"responses": PROMPTS * SAMPLES}, **settings)
 
 
@@ -209,6 +222,8 @@ def main(argv: list[str] | None = None):
     made = common.parser(__doc__, CASES, rounds=3)
     made.add_argument("--steps", type=int, default=3, help="measured steps per round; default: %(default)s")
     made.add_argument("--ranks", type=int, default=1, help="data-parallel ranks of each side; default: %(default)s")
+    made.add_argument("--trl-ranks", type=int, help="data-parallel ranks of TRL; default: as --ranks")
+    made.add_argument("--threads", type=int, help="threads of a rank; default: its share of the cores")
     made.add_argument(
         "--trl-batch", type=int, default=64, help="responses per forward pass of TRL; default: %(default)s"
     )

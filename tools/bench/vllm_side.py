@@ -1,9 +1,9 @@
 """vLLM's side of the rollout benchmark: runs in vLLM's own interpreter, without megarl.
 
-    INTERPRETER vllm_side.py FOLDER      (tools/bench/rollout.py starts it)
+    INTERPRETER vllm_side.py FOLDER [REQUESTS]      (tools/bench/rollout.py and all.py start it)
 
-FOLDER has the model in Hugging Face's format and requests.json. Prints a line "seconds 0" when it is ready, then a line
-"seconds S" for each line of stdin: the time in which it answered all requests.
+FOLDER has the model in Hugging Face's format and REQUESTS, by default requests.json. Prints a line "seconds 0" when it
+is ready, then a line "seconds S" for each line of stdin: the time in which it answered all requests.
 """
 
 import json
@@ -21,7 +21,7 @@ def main():
     from vllm import LLM, SamplingParams
 
     folder = Path(sys.argv[1])
-    work = json.loads((folder / "requests.json").read_text())
+    work = json.loads((folder / (sys.argv[2:] or ["requests.json"])[0]).read_text())
     prompts = [{"prompt_token_ids": prompt} for prompt, _ in work["requests"]]
     settings = [
         SamplingParams(temperature=1.0, max_tokens=new, ignore_eos=True, detokenize=False)
