@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import ctypes
 import gc
-import importlib
 import os
 import runpy
 import signal
@@ -57,8 +56,6 @@ def main(argv: list[str]) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         if options.nnodes == 1 and can_fork():
-            if options.program != "evaluate":
-                importlib.import_module("torch._dynamo")  # torch imports it for an optimizer: half a second per rank
             gc.freeze()  # the ranks' garbage collector skips the imported objects, too
             gc.enable()
             status = run_ranks(lambda: run(module, options.flags), ranks, options.max_restarts)

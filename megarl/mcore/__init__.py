@@ -5,6 +5,7 @@ The import first installs the CPU device shim (see `device.py`), which does noth
 
 import logging
 import os
+import sys
 import warnings
 
 from megarl.mcore import device
@@ -18,8 +19,13 @@ logging.getLogger("megatron").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", module="megatron")
 warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")  # about how Megatron calls it
 
+# Megatron's timers, which megarl does not use, would import TensorBoard into every program: absent until the end.
+_is_blocked = sys.modules.setdefault("torch.utils.tensorboard", None) is None
+
 device.install()  # before any other import of megatron
 
 from megarl.mcore.kernels import linear  # noqa: E402  imports megatron
 
 linear.install()
+if _is_blocked:
+    del sys.modules["torch.utils.tensorboard"]

@@ -18,6 +18,12 @@ from megarl.mcore.moe.balancing import balanced_routers, finish_update
 from megarl.mcore.parallel.default_group import override_default_group
 from megarl.mcore.parallel.fsdp import FullyShardedDataParallel
 
+# To exempt these methods from compilation, torch would import its compiler, which takes half a second of each start.
+# Nothing that calls them is compiled.
+for _exempt in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+    _method = getattr(torch.optim.Optimizer, _exempt).__wrapped__
+    _method.__dynamo_disable = _method
+
 
 class Adam(torch.optim.Optimizer):
     """Adam (1412.6980) or AdamW (1711.05101) with FusedAdam's interface: the step counter is in the param group.
