@@ -215,7 +215,6 @@ make_environment() {
     PLAIN_LIST=$(list_requirements "$PICKED" "$without_gpu")
     GPU_LIST=$(list_requirements "$PICKED" "$WANTED")
     : >"$LOG"
-    rm -rf "$VENV/megarl" # kernels that were compiled for another torch
     write_state installing
     if [[ ! -e $VENV/pyvenv.cfg ]]; then
         S_python=$VERSION
@@ -235,21 +234,26 @@ make_environment() {
     say "ready after $SECONDS s"
 }
 
-# ---- compiled kernels: one library for each state of their sources and each kind of processor ----
+# ---- compiled kernels: one library for each state of their sources, version of torch and kind of processor ----
+
+KERNELS=$ROOT/megarl/mcore/kernels/native/src
 
 # Same name as `library` in megarl/mcore/kernels/native/__init__.py computes.
 kernels_library() {
-    local sources=$ROOT/megarl/mcore/kernels/native/src key
-    key=$({ (export LC_ALL=C && cat "$sources"/*) && grep -m1 -E '^(flags|Features)' /proc/cpuinfo; } 2>/dev/null |
-        head -c -1 | sha256sum | cut -c1-16) || true
+    local key torch=$VENV/lib/python${S_python%.*}/site-packages/torch
+    key=$({
+        (export LC_ALL=C && cat "$KERNELS"/* "$torch/version.py")
+        grep -m1 -E '^(flags|Features)' /proc/cpuinfo
+    } 2>/dev/null | sha256sum | cut -c1-16) || true
     printf '%s\n' "$VENV/megarl/kernels-$key.so"
 }
 
 build_kernels() {
     local library started=$SECONDS line
+    [[ -d $KERNELS ]] || return 0
     library=$(kernels_library)
     [[ ! -e $library && ! -e ${library%.so}.failed ]] || return 0
-    if line=$("$PY" -I "$ROOT/tools/build_kernels.py" "$ROOT/megarl/mcore/kernels/native/src" "$library" 2>>"$LOG"); then
+    if line=$("$PY" -I "$ROOT/tools/build_kernels.py" "$KERNELS" "$library" 2>>"$LOG"); then
         say "compiled kernels for this processor in $((SECONDS - started)) s"
     else
         say "$line"

@@ -8,7 +8,7 @@ than Linux, and on several nodes, the launcher executes torchrun instead. Ranks 
 
 Without OMP_NUM_THREADS, the ranks of a node divide its cores among them. torchrun would give each rank one thread,
 which leaves cores idle if there are fewer ranks than cores. Without a number of ranks, too, both ways to use the cores
-are measured (`trainers.rank_choice`).
+are measured (`rank_choice`).
 """
 
 import argparse
@@ -87,7 +87,7 @@ def _ranks(options: argparse.Namespace) -> int:
     trains = options.program in ("train_rl", "train_sft", "train_reward")
     if not trains or options.nnodes > 1 or cores() == 1 or os.environ.get("OMP_NUM_THREADS") or not can_fork():
         return 1
-    from megarl.trainers.rank_choice import ranks_for
+    from megarl.rank_choice import ranks_for
 
     program = options.program.removeprefix("train_")
     ranks = ranks_for(options.flags, program, cores())

@@ -15,6 +15,7 @@ from megarl.algorithms.kl import KL_KINDS
 from megarl.algorithms.normalization import ENSEMBLES
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.algorithms.rollout_correction import CORRECTIONS, LEVELS
+from megarl.kernel_names import KERNELS
 from megarl.lora import ALL_LINEAR, TARGETS, are_targets
 from megarl.observe.alarms import DEFAULT_ALARMS, are_alarms
 from megarl.rewards.expression import NAMES
@@ -25,7 +26,6 @@ FORMAT = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
 REPLAYS = ("none", "old-logprob", "rollout")  # source of the expert routes that the actor's training replays
 TRAINING, SUPERVISED, GENERATING = "rl sft reward", "sft reward", "rl evaluate"  # programs that share flags
 ALL = "rl sft reward evaluate"
-KERNELS = ("compiled", "onednn", "blas")  # in fp32 on a CPU, fastest first on most machines
 TOKENIZERS = ("SentencePieceTokenizer", "HuggingFaceTokenizer")
 
 

@@ -8,9 +8,7 @@ import torch.distributed as dist
 from megarl.arguments import RoleSettings, RunConfig
 from megarl.comm.role_mesh import RoleMesh
 from megarl.errors import UsageError
-from megarl.mcore import device
-from megarl.mcore.kernels import tuning
-from megarl.mcore.model import projections
+from megarl.mcore import device, tuning
 
 AUTO = "auto"
 
@@ -32,7 +30,7 @@ def choose_kernels(config: RunConfig, mesh: RoleMesh):
     s = config.settings
     choices, note = _without_measuring(config), ""
     if mesh.rank == 0 and s.tune != "off" and AUTO in (s.kernels, s.parallel_work or AUTO):
-        found, file = tuning.choose(product_sizes(config.with_models()), s.tune == "fresh")
+        found, file = tuning.choose(_product_sizes(config.with_models()), s.tune == "fresh")
         choices, note = _with_flags(found, config), f"from {file}" if file else "measured"
         print(f"megarl: {choices} ({note})", flush=True)
     tuning.apply(_of_first_rank(choices, mesh))
@@ -62,15 +60,6 @@ def _of_first_rank(choices: tuning.Choices, mesh: RoleMesh) -> tuning.Choices:
     return dataclasses.replace(choices, kernels=tuning.KERNELS[chosen], parallel_work=work)
 
 
-def product_sizes(roles: list[RoleSettings]) -> tuning.Sizes:
+def _product_sizes(roles: list[RoleSettings]) -> tuning.Sizes:
     """Sizes of the products with weights of the roles' models on one rank."""
-    return tuple(sorted({size for role in roles for size in product_sizes_of(role.megatron)}))
-
-
-def product_sizes_of(args) -> set[tuple[int, int]]:
-    """Those of a model with this Megatron namespace; a large one stands for its head."""
-    ffn = args.ffn_hidden_size if args.num_experts is None else args.moe_ffn_hidden_size or args.ffn_hidden_size
-    sizes = projections.attention_sizes(args) | projections.mlp_sizes(args.hidden_size, ffn)
-    products, ranks = projections.linear_sizes(args, sizes).values(), args.tensor_model_parallel_size
-    head = tuning.LARGEST_COLUMNS, args.hidden_size
-    return {head, *((-(-columns // ranks), inner) for columns, inner in products)}
+    return tuple(sorted({size for role in roles for size in tuning.product_sizes(role.megatron)}))

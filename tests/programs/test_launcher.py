@@ -15,8 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl import launcher
-from megarl.trainers import rank_choice
+from megarl import launcher, rank_choice
 from tests.helpers.programs import environment
 from tests.helpers.worlds import wait_until, wait_until_gone
 

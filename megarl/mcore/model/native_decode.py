@@ -9,7 +9,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
-from megarl.mcore.attention.backends import native as native_attention
+from megarl.mcore.attention import native_attention
 from megarl.mcore.attention.packed_attention import PackedAttention
 from megarl.mcore.kernels import native
 from megarl.mcore.kernels.linear import prepacked
@@ -20,7 +20,7 @@ from megarl.mcore.kernels.swiglu_mlp import SwiGLUMLP
 def computes(block: TransformerBlock, plan) -> bool:
     """Whether `run` computes this step of a block; `plan`: its `StepPlan`."""
     reads = plan.reads[0]
-    only_decodes = isinstance(reads, native_attention.CacheReads) and reads.only_decodes
+    only_decodes = isinstance(reads, native_attention.NativeReads) and reads.only_decodes
     return only_decodes and plan.dedup is None and bool(_weights(block))
 
 

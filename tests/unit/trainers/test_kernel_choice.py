@@ -6,10 +6,11 @@ import types
 import pytest
 import torch
 
-from megarl import arguments
+from megarl import arguments, rank_choice
 from megarl.errors import UsageError
-from megarl.mcore.kernels import native, tuning
-from megarl.trainers import kernel_choice, rank_choice
+from megarl.mcore import tuning
+from megarl.mcore.kernels import native
+from megarl.trainers import kernel_choice
 from tests.helpers.worlds import run_world
 
 MODEL = (

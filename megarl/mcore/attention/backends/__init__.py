@@ -9,12 +9,12 @@ with softcaps or sinks they also hand over `softcap` and `sinks`. Over latents (
 import importlib
 import types
 
-from megarl.mcore.attention.backends import native
+from megarl.mcore.attention import native_attention
 
 
 def load(config) -> types.ModuleType:
     """The backend that a model's config names (`megatron_flags.transformer_config` sets it); for `sdpa` the compiled
     kernels, if they compute this model's attention."""
-    if config.attention_kernel == "sdpa" and native.computes(config):
-        return native
+    if config.attention_kernel == "sdpa" and native_attention.computes(config):
+        return native_attention
     return importlib.import_module(f"{__name__}.{config.attention_kernel}")

@@ -24,15 +24,16 @@ _is_enabled = True
 
 
 def library() -> Path:
-    """Where the compiled kernels of these sources for this processor belong, in the Python environment."""
-    content = b"".join(path.read_bytes() for path in sorted(SOURCES.iterdir()))
-    return Path(sys.prefix) / "megarl" / f"kernels-{hashlib.sha256(content + _processor()).hexdigest()[:16]}.so"
+    """Where the compiled kernels of these sources, for this torch and processor, belong in the Python environment."""
+    files = [*sorted(SOURCES.iterdir()), Path(torch.__file__).with_name("version.py")]
+    content = b"".join(path.read_bytes() for path in files) + _processor()
+    return Path(sys.prefix) / "megarl" / f"kernels-{hashlib.sha256(content).hexdigest()[:16]}.so"
 
 
 def _processor() -> bytes:
-    """The instructions that this processor has: the compiler uses all of them."""
+    """The line of /proc/cpuinfo with the instructions that this processor has: the compiler uses all of them."""
     try:
-        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
+        lines = Path("/proc/cpuinfo").read_bytes().splitlines(keepends=True)
     except OSError:
         return b""
     return next((line for line in lines if line.startswith((b"flags", b"Features"))), b"")
@@ -45,7 +46,7 @@ def is_built() -> bool:
         return False
     try:
         torch.ops.load_library(path)
-    except OSError as error:  # compiled for another torch
+    except OSError as error:
         warnings.warn(f"{path}: {str(error).splitlines()[0]}; PyTorch's operators are used", stacklevel=2)
         return False
     return True

@@ -26,11 +26,11 @@ def cached(key, value, cu_seqlens):
     return cache, table
 
 
-@pytest.mark.parametrize("name", ["sdpa", "native"])
+@pytest.mark.parametrize("name", ["backends.sdpa", "native_attention"])
 def test_prefill_and_decode_are_the_packed_attention(name):
-    if name == "native" and not kernels.is_built():
+    if name == "native_attention" and not kernels.is_built():
         pytest.skip("no compiled kernels: no C++ compiler, or CUDA")
-    backend = importlib.import_module(f"megarl.mcore.attention.backends.{name}")
+    backend = importlib.import_module(f"megarl.mcore.attention.{name}")
     from megarl.mcore.attention.packing import pack_sequences
     from megarl.mcore.attention.windows import FULL
 

@@ -5,7 +5,8 @@ import torch
 from torch.testing import assert_close
 
 from megarl.batch import SharedPrefix
-from megarl.mcore.attention.backends import native, sdpa
+from megarl.mcore.attention import native_attention
+from megarl.mcore.attention.backends import sdpa
 from megarl.mcore.attention.packing import pack_sequences
 from megarl.mcore.attention.windows import FULL
 from megarl.mcore.kernels import native as kernels
@@ -29,13 +30,13 @@ def test_outputs_and_gradients_are_those_of_sdpa(heads, groups, channels, shares
     layout = pack_sequences(lengths, shared=shared)
     tensors, found = inputs(len(layout.positions), heads, groups, channels), []
     pull = torch.randn(len(layout.positions), heads, channels, generator=torch.Generator().manual_seed(6))
-    for backend in (native, sdpa):
+    for backend in (native_attention, sdpa):
         out = backend.packed_attention(*tensors, layout.segments[FULL], scale)
         found.append([out.detach(), *torch.autograd.grad(out, tensors, pull)])
     for ours, theirs in zip(*found, strict=True):
         assert_close(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
     with torch.no_grad():
-        assert torch.equal(native.packed_attention(*tensors, layout.segments[FULL], scale), found[0][0])
+        assert torch.equal(native_attention.packed_attention(*tensors, layout.segments[FULL], scale), found[0][0])
 
 
 def test_heads_of_any_strides_are_read_in_place():
@@ -43,14 +44,14 @@ def test_heads_of_any_strides_are_read_in_place():
     query, key, value = (x.detach() for x in inputs(29, 4, 2, 16))
     grouped = torch.cat([query.unflatten(1, (2, 2)), key.unsqueeze(2), value.unsqueeze(2)], dim=2)  # as a model's heads
     views = grouped[:, :, :2].flatten(1, 2), grouped[:, :, 2], grouped[:, :, 3]
-    wanted = native.packed_attention(query, key, value, layout.segments[FULL], None)
-    assert torch.equal(native.packed_attention(*views, layout.segments[FULL], None), wanted)
+    wanted = native_attention.packed_attention(query, key, value, layout.segments[FULL], None)
+    assert torch.equal(native_attention.packed_attention(*views, layout.segments[FULL], None), wanted)
 
 
 def test_scores_of_any_size_give_finite_weights():
     layout = pack_sequences(torch.tensor([33]))
     query, key, value = (x.detach() for x in inputs(33, 2, 1, 16))
-    out = native.packed_attention(1e4 * query, 1e4 * key, value, layout.segments[FULL], None)
+    out = native_attention.packed_attention(1e4 * query, 1e4 * key, value, layout.segments[FULL], None)
     wanted = sdpa.packed_attention(1e4 * query, 1e4 * key, value, layout.segments[FULL], None)
     assert out.isfinite().all() and torch.equal(out, wanted)  # each row takes one value
 
@@ -63,7 +64,7 @@ def test_models_that_the_kernels_do_not_compute_take_another_backend():
     fits, other = (16, torch.float32, None), [(8, torch.float32, None), (16, torch.bfloat16, None)]
     for channels, dtype, window in (fits, *other, (16, torch.float32, (3, 0))):
         config.kv_channels, config.params_dtype, config.window_size = channels, dtype, window
-        assert backends.load(config) is (native if (channels, dtype, window) == fits else sdpa)
+        assert backends.load(config) is (native_attention if (channels, dtype, window) == fits else sdpa)
     config.kv_channels, config.window_size = 16, None
     kernels.enable(False)
     try:

@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from megarl.mcore.kernels import linear, native, tuning
+from megarl.mcore import tuning
+from megarl.mcore.kernels import linear, native
 
 SIZES = ((48, 32), (32, 48))
 

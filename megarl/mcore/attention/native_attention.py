@@ -68,7 +68,7 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segmen
     return torch.cat(outputs)[segments.restore]
 
 
-class DecodeReads(NamedTuple):
+class _DecodeReads(NamedTuple):
     """The n decodes of a step."""
 
     tokens: slice | Tensor  # [n] indices of their tokens in the step
@@ -78,10 +78,10 @@ class DecodeReads(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CacheReads:
+class NativeReads:
     """The cache reads of a step, the same for all layers."""
 
-    decodes: DecodeReads | None
+    decodes: _DecodeReads | None
     prefills: list[SegmentBatch]
     total: int  # T
 
@@ -94,28 +94,28 @@ class CacheReads:
 def plan_cache_reads(
     queries: Tensor, keys: Tensor, pages: Tensor, total: int, cache: Tensor, window: None = None,
     token_bytes: int | None = None,
-) -> CacheReads:  # fmt: skip
+) -> NativeReads:  # fmt: skip
     """As that of `sdpa`."""
     first, single = queries.cumsum(0) - queries, queries == 1
     if bool(single.all()):
-        return CacheReads(_decode_reads(slice(len(keys)), keys, pages, cache), [], total)
+        return NativeReads(_decode_reads(slice(len(keys)), keys, pages, cache), [], total)
     decodes, prompts = single.nonzero().flatten(), (~single).nonzero().flatten()
     prefills = sdpa.plan_prefills(first[prompts], queries[prompts], keys[prompts], pages[prompts], cache)
     decoding = _decode_reads(first[decodes], keys[decodes], pages[decodes], cache) if len(decodes) else None
-    return CacheReads(decoding, prefills, total)
+    return NativeReads(decoding, prefills, total)
 
 
-def _decode_reads(tokens: slice | Tensor, keys: Tensor, pages: Tensor, cache: Tensor) -> DecodeReads:
+def _decode_reads(tokens: slice | Tensor, keys: Tensor, pages: Tensor, cache: Tensor) -> _DecodeReads:
     pages = pages[:, : -(-int(keys.max()) // cache.shape[1])].contiguous()
     is_new = (pages[1:] != pages[:-1]).any(1).nonzero().flatten() + 1
     starts = torch.cat([is_new.new_zeros(1), is_new, is_new.new_full((1,), len(keys))])
-    return DecodeReads(tokens, pages, keys.contiguous(), starts)
+    return _DecodeReads(tokens, pages, keys.contiguous(), starts)
 
 
-class PagedAttention:
+class NativePagedAttention:
     """Attention over the paged cache."""
 
-    def __call__(self, query: Tensor, cache: Tensor, reads: CacheReads, scale: float | None = None) -> Tensor:
+    def __call__(self, query: Tensor, cache: Tensor, reads: NativeReads, scale: float | None = None) -> Tensor:
         """query [T, G, R, D] and a layer's cache [blocks, block, G, 2, D] with the new keys -> [T, G·R·D]."""
         scale = softmax_scale(query.shape[-1], scale)
         if reads.only_decodes:
@@ -130,5 +130,8 @@ class PagedAttention:
         return result
 
 
-def _decode(query: Tensor, cache: Tensor, reads: DecodeReads, scale: float) -> Tensor:
+PagedAttention = NativePagedAttention  # the name of a backend's
+
+
+def _decode(query: Tensor, cache: Tensor, reads: _DecodeReads, scale: float) -> Tensor:
     return native.ops.cache_attention(query, cache, reads.pages, reads.keys, reads.starts, scale)

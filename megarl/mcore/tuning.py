@@ -18,9 +18,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megarl.flags.settings import KERNELS
+from megarl.kernel_names import KERNELS
 from megarl.mcore.kernels import linear, native
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
+from megarl.mcore.model import projections
 
 COMPILED, ONEDNN, BLAS = KERNELS
 CLEARLY = 1.2  # times as fast as an earlier one of `KERNELS` must a later one be
@@ -95,6 +96,15 @@ def _file(sizes: Sizes) -> Path:
     what = [platform.processor(), native.library().name, available(), torch.__version__, torch.get_num_threads(), sizes]
     key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
     return FOLDER / f"choices-{key}.json"
+
+
+def product_sizes(args) -> set[tuple[int, int]]:
+    """Sizes of the products with weights on one rank of a model with this Megatron namespace; a large one stands for
+    its head."""
+    ffn = args.ffn_hidden_size if args.num_experts is None else args.moe_ffn_hidden_size or args.ffn_hidden_size
+    sizes = projections.attention_sizes(args) | projections.mlp_sizes(args.hidden_size, ffn)
+    products, ranks = projections.linear_sizes(args, sizes).values(), args.tensor_model_parallel_size
+    return {(LARGEST_COLUMNS, args.hidden_size), *((-(-columns // ranks), inner) for columns, inner in products)}
 
 
 @torch.no_grad()

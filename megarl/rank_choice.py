@@ -12,9 +12,7 @@ import torch
 
 from megarl import arguments
 from megarl.errors import UsageError
-from megarl.mcore import device
-from megarl.mcore.kernels import tuning
-from megarl.trainers.kernel_choice import product_sizes, product_sizes_of
+from megarl.mcore import device, tuning
 
 CLEARLY = 1.05  # times as fast as one rank must several be
 BYTES_PER_WEIGHT = 24  # of a trained model in fp32: weights, gradients, moments, and activations of the same order
@@ -35,7 +33,7 @@ def ranks_for(flags: list[str], program: str, cores: int) -> int:
     role = config.roles.get("actor") or config.roles["reward"]
     if device.has_cuda() or config.settings.role_map or not _fits(role.megatron, cores, len(config.with_models())):
         return 1
-    sizes, s = product_sizes([role]), config.settings
+    sizes, s = tuple(sorted(tuning.product_sizes(role.megatron))), config.settings
     responses = s.sequences_per_step if program == "rl" else role.megatron.global_batch_size or 1
     steps = s.max_response_length if program == "rl" else 0
     updates = responses * role.megatron.seq_length * s.ppo_epochs / TOKENS
@@ -50,7 +48,7 @@ def ranks_for(flags: list[str], program: str, cores: int) -> int:
 
 
 def _fits(args, ranks: int, models: int) -> bool:
-    weights = args.num_layers * sum(columns * inner for columns, inner in product_sizes_of(args))
+    weights = args.num_layers * sum(columns * inner for columns, inner in tuning.product_sizes(args))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return weights * (args.num_experts or 1) * BYTES_PER_WEIGHT * ranks * models <= LARGEST_SHARE * memory
 
