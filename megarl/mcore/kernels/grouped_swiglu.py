@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megarl.mcore.kernels.batch_invariance import MIN_ROWS
-from megarl.mcore.kernels.linear import matmul, weight_gradient
+from megarl.mcore.kernels.linear import at_least_rows, matmul, weight_gradient
 from megarl.mcore.kernels.silu import silu
 from megarl.mcore.kernels.swiglu_mlp import swiglu
 
@@ -36,12 +35,7 @@ def grouped_swiglu(x: Tensor, gates: Tensor, counts: list[int], first: Sequence,
 
 def _product(rows: Tensor, weight: Tensor) -> Tensor:
     """[n, K] and weight [N, K] -> [n, N], with the kernel for `MIN_ROWS` rows or more."""
-    count = len(rows)
-    if count >= MIN_ROWS:
-        return matmul(rows, weight)
-    if not count:
-        return rows.new_empty(0, len(weight))
-    return matmul(torch.cat([rows, rows[-1:].expand(MIN_ROWS - count, -1)]), weight)[:count]
+    return at_least_rows(matmul, rows, weight) if len(rows) else rows.new_empty(0, len(weight))
 
 
 class _GroupedSwiGLU(torch.autograd.Function):

@@ -171,7 +171,15 @@ class _Linear(torch.autograd.Function):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Same as `matmul`, but differentiable once."""
+    if not torch.is_grad_enabled():
+        return matmul(x, weight, bias)
     return _Linear.apply(x, weight, bias, None, False, False)
+
+
+def at_least_rows(product, x: Tensor, *args) -> Tensor:
+    """`product(x, *args)` of [n, …, K] with at least `MIN_ROWS` rows: the last one is repeated."""
+    rows = torch.cat([x, x[-1:].expand(MIN_ROWS - len(x), *x.shape[1:])]) if 0 < len(x) < MIN_ROWS else x
+    return product(rows, *args)[: len(x)]
 
 
 def parallel_linear(
@@ -222,12 +230,11 @@ class ReplicatedLinear(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, 1, K] -> [T, 1, N]. Fewer rows than `MIN_ROWS`, a share of a step's tokens, are filled up."""
-        rows = torch.cat([x, x[-1:].expand(MIN_ROWS - len(x), -1, -1)]) if len(x) < MIN_ROWS else x
-        return self._forward_impl(rows, self.weight, None, False, False)[: len(x)]
+        return at_least_rows(self._forward_impl, x, self.weight, None, False, False)
 
     def _forward_impl(self, input, weight, bias, allreduce_dgrad, sequence_parallel) -> Tensor:
         """As that of Megatron's layers; low-rank factors replace it."""
-        return linear(input, weight) if torch.is_grad_enabled() else matmul(input, weight)
+        return linear(input, weight)
 
 
 def install():

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megarl.mcore import device
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
+from megarl.mcore.kernels.linear import at_least_rows, linear
 
 
 class Experts(SequentialMLP):
@@ -39,14 +40,16 @@ class Experts(SequentialMLP):
 
 
 class SharedExperts(SharedExpertMLP):
-    """Shared experts, which every token uses. Their gate has one column; on a CPU a matrix product with so few columns
-    uses a kernel whose sums depend on the number of tokens, so the column is repeated."""
+    """Shared experts, which every token uses. Their gate has one column; on a CPU BLAS has kernels for so few columns
+    whose sums depend on the number of tokens, so the column is repeated, and fp32 uses the product of linear layers."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Tokens [T, 1, H] -> [T, 1, H]."""
         output, _ = MLP.forward(self, hidden)
         if not self.use_shared_expert_gate:
             return output
-        columns = 1 if device.has_cuda() else MIN_ROWS
-        gate = torch.nn.functional.linear(hidden, self.gate_weight.expand(columns, -1))[..., :1]
+        if device.has_cuda():
+            gate = torch.nn.functional.linear(hidden, self.gate_weight)
+        else:
+            gate = at_least_rows(linear, hidden, self.gate_weight.expand(MIN_ROWS, -1))[..., :1]
         return output * torch.sigmoid(gate)

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from megarl.mcore import device
 from megarl.mcore.kernels.batch_invariance import VECTOR
+from megarl.mcore.kernels.linear import at_least_rows, linear
 from megarl.mcore.moe.balancing import BalancedRouter
 from megarl.mcore.moe.routing import Routing
 
@@ -83,12 +84,21 @@ class Router(BalancedRouter):
     def gating(self, input: Tensor) -> Tensor:
         """Hidden states [R, 1, H] -> scores [R, 1, E].
 
-        On a CPU each row is padded in memory to whole vectors: functions like exp compute the elements after a tensor's
-        last whole vector differently, and a token's gates would depend on its position in the batch.
+        On a CPU in fp32 the product is that of linear layers: BLAS has kernels for few columns whose sums depend on the
+        number of rows on some processors. Each row is padded in memory to whole vectors: functions like exp compute the
+        elements after a tensor's last whole vector differently, and a token's gates would depend on its position.
         """
-        logits = super().gating(input)
+        if device.has_cuda():
+            return super().gating(input)
+        is_single = self.config.moe_router_dtype == "fp32" or input.dtype is torch.float32
+        is_double = self.config.moe_router_dtype == "fp64"
+        logits = self._product(input.float()) if is_single and not is_double else super().gating(input)
         experts = logits.shape[-1]
-        return logits if device.has_cuda() else pad(logits, (0, -experts % VECTOR))[..., :experts]
+        return pad(logits, (0, -experts % VECTOR))[..., :experts]
+
+    def _product(self, rows: Tensor) -> Tensor:
+        weight, bias = self.weight.float(), None if self.bias is None else self.bias.float()
+        return at_least_rows(linear, rows, weight, bias)
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None):
         """Hidden states [R, 1, H] -> (gates, routing map), both [R, E]."""

@@ -1,5 +1,9 @@
 """The direct path of the MoE layer: the bits of Megatron's path, its gradients, and fewer operators."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -88,6 +92,19 @@ def rows_alone(rank, flags: str):
 @pytest.mark.parametrize("topk", [1, 2, 5])
 def test_a_token_does_not_depend_on_the_others(topk):
     assert all(run_world(rows_alone, 1, f"--moe-router-topk {topk} --moe-router-pre-softmax {SHARED}")[0])
+
+
+def test_nor_where_blas_sums_by_the_number_of_rows():
+    """MKL's kernels for any processor do, and so do those for some: rollout and training then had other gates."""
+    from megarl.mcore.kernels.linear import HAS_INNER_PRODUCT
+
+    if not HAS_INNER_PRODUCT:
+        pytest.skip("this torch multiplies with BLAS alone")
+    test = f"{__file__}::{test_a_token_does_not_depend_on_the_others.__name__}[2]"
+    settings = {"MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
+    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def operators_of_a_step(rank):
