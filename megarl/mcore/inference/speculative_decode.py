@@ -41,6 +41,7 @@ class SpeculativeEngine(DecodeLoopEngine):
         super().__init__(*args, **kwargs)
         c = self.context
         self.drafter, self.counts = Drafter(), DecodeCounts()
+        self._drafted: tuple[list, list[DraftedText]] = ([], [])  # requests of the last such step, and their texts
         self.max_rows = min(2 * c.max_requests, c.max_tokens)  # bounds the memory of a step's logits
 
     def step_modern(self) -> dict:
@@ -51,18 +52,12 @@ class SpeculativeEngine(DecodeLoopEngine):
             if decoding and not c.num_prefill_requests and not self.waiting_request_ids:
                 self.counts = self.counts.plus((1, decoding, decoding, 0, 0))
             return super().step_modern()
-        requests = self._decoding_requests or [self.get_request(i) for i in c.request_ids[:count].tolist()]
-        texts = [self._text_of(request) for request in requests]
-        lengths = c.request_kv_length_offsets[:count] + c.request_query_lengths[:count]
-        # A request ends at its output length: the last row that may be used draws the token that reaches it.
-        room = (c.request_output_lengths[:count] - lengths - 1).clamp_(min=0).tolist()
-        drafts = self.drafter.draft(texts, room, self.max_rows)
-        sizes = draft_rows.fit_to_blocks(c, [min(len(d), most) for d, most in zip(drafts, room, strict=True)])
         self.counts = self.counts.plus((1, count, count, 0, 0))
-        if c.only_decodes and not any(sizes):
+        drafts = self._drafts(count)
+        if c.only_decodes and not any(drafts):
             return super().step_modern()
         activity.tick()
-        return self._step_with_drafts(requests, [draft[:n] for draft, n in zip(drafts, sizes, strict=True)])
+        return self._step_with_drafts(self._drafted[0], drafts)
 
     @property
     def _can_draft(self) -> bool:
@@ -74,15 +69,35 @@ class SpeculativeEngine(DecodeLoopEngine):
         finally:
             c.only_decodes = known
 
-    def _text_of(self, request) -> DraftedText:
-        """Returns the text of a request with all tokens that it has by now."""
-        text, generated = self.drafter.text_of(request.request_id), request.generated_tokens
+    def _drafts(self, count: int) -> list[list[int]]:
+        """Returns the tokens to try after the last one of each request, with blocks of the cache for them."""
+        c, drafter, drafts = self.context, self.drafter, [[] for _ in range(count)]
+        if self._decoding_requests is None or self._decoding_requests is not self._drafted[0]:
+            requests = self._decoding_requests or [self.get_request(i) for i in c.request_ids[:count].tolist()]
+            self._drafted = requests, [drafter.text_of(request.request_id) for request in requests]
+        requests, texts = self._drafted
+        followed = drafter.followed(texts)
+        if not followed:
+            return drafts
+        for i in followed:
+            self._catch_up(texts[i], requests[i])
+        lengths = c.request_kv_length_offsets[:count] + c.request_query_lengths[:count]
+        # A request ends at its output length: the last row that may be used draws the token that reaches it.
+        room = (c.request_output_lengths[:count] - lengths - 1).clamp_(min=0).tolist()
+        found = drafter.draft([texts[i] for i in followed], [room[i] for i in followed], count, self.max_rows)
+        for i, draft in zip(followed, found, strict=True):
+            drafts[i] = draft[: room[i]]
+        sizes = draft_rows.fit_to_blocks(c, [len(draft) for draft in drafts]) if any(drafts) else []
+        return [draft[:size] for draft, size in zip(drafts, sizes, strict=True)] if sizes else drafts
+
+    def _catch_up(self, text: DraftedText, request):
+        """Adds the tokens that a request got since its text was followed last."""
+        generated = request.generated_tokens
         missing = len(request.prompt_tokens) + len(generated) - len(text.tokens)
         if missing > len(generated):  # the request was evicted: its response is now part of its prompt
             generated = [*request.prompt_tokens.tolist(), *generated]
         if missing:
             self.drafter.extend(text, generated[-missing:])
-        return text
 
     def _step_with_drafts(self, requests: list, drafts: list[list[int]]) -> dict:
         """Runs a step that reads the last token and the drafted ones of each request."""

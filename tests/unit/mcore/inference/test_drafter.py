@@ -2,12 +2,11 @@
 
 import random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.mcore.inference.draft_index import EVIDENCES, KINDS, DraftIndex
-from megarl.mcore.inference.drafter import FIXED_ROWS, MAX_IDLE, Drafter, _worthwhile
+from megarl.mcore.inference.drafter import FIXED_ROWS, PROBES, Drafter, worthwhile
 
 TEXTS = st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 3), min_size=1, max_size=40)), max_size=8)
 CERTAIN = [1.0] * EVIDENCES
@@ -66,26 +65,34 @@ def play(drafter, truth, prompts, max_rows=256):
         drafter.begin(i, prompt)
     texts = [drafter.text_of(i) for i in range(len(prompts))]
     steps = drafted = accepted = 0
-    while open_texts := [i for i, t in enumerate(texts) if len(t.tokens) < len(prompts[i]) + len(truth[i])]:
-        rest = [truth[i][len(texts[i].tokens) - len(prompts[i]) :] for i in open_texts]
-        drafts = drafter.draft([texts[i] for i in open_texts], [len(r) - 1 for r in rest], max_rows)
+    progress = [[] for _ in prompts]
+    while open_texts := [i for i, tokens in enumerate(progress) if len(tokens) < len(truth[i])]:
+        rest = [truth[i][len(progress[i]) :] for i in open_texts]
+        followed = drafter.followed([texts[i] for i in open_texts])
+        room = [len(rest[i]) - 1 for i in followed]
+        found = drafter.draft([texts[open_texts[i]] for i in followed], room, len(open_texts), max_rows)
+        drafts = [[] for _ in open_texts]
+        for i, draft in zip(followed, found, strict=True):
+            drafts[i] = draft
         steps, drafted = steps + 1, drafted + sum(map(len, drafts))
         assert sum(map(len, drafts)) + len(drafts) <= max_rows
         for i, draft, right in zip(open_texts, drafts, rest, strict=True):
             assert len(draft) < len(right)
             same = next((j for j, token in enumerate(draft) if token != right[j]), len(draft))
             accepted += same
-            drafter.extend(texts[i], right[: same + 1])
+            progress[i] += right[: same + 1]
+            if texts[i].is_followed:
+                drafter.extend(texts[i], progress[i][len(texts[i].tokens) - len(prompts[i]) :])
     for i, (prompt, response) in enumerate(zip(prompts, truth, strict=True)):
         drafter.finish(i, prompt + response)
     return steps, drafted, accepted
 
 
 def test_responses_seen_before_are_drafted_and_random_ones_are_not():
-    generator, drafter = random.Random(0), Drafter(DraftIndex(14))
+    generator, drafter = random.Random(0), Drafter(DraftIndex(16))
     prompts = [[generator.randrange(500) for _ in range(5)] for _ in range(40)]
     fixed = [[generator.randrange(500) for _ in range(60)] for _ in range(40)]
-    first, *_, last = (play(drafter, fixed, prompts) for _ in range(6))
+    first, *_, last = (play(drafter, fixed, prompts) for _ in range(12))
     assert first[0] == 60 and last[0] <= 20 and last[2] >= 0.9 * last[1]
     for _ in range(6):
         fresh = [[generator.randrange(500) for _ in range(60)] for _ in range(40)]
@@ -99,7 +106,8 @@ def test_the_end_token_is_never_drafted():
         drafter.reset({9})
         drafter.begin(0, [1, 2])
         text = drafter.text_of(0)
-        (draft,) = drafter.draft([text], [5], 8)
+        drafter.followed([text])
+        (draft,) = drafter.draft([text], [5], 1, 8)
         drafter.finish(0, [1, 2, 3, 4, 9])
     assert draft == [3, 4]
 
@@ -108,7 +116,7 @@ def test_the_end_token_is_never_drafted():
 @settings(max_examples=200, deadline=None)
 def test_rows_are_those_with_the_most_tokens_for_their_time(chances, max_rows):
     chances = [sorted(row, reverse=True) for row in chances]
-    depths = _worthwhile(chances, max_rows)
+    depths = worthwhile(chances, len(chances), max_rows)
     assert len(depths) + sum(depths) <= max_rows
 
     def rate(depths):
@@ -124,20 +132,22 @@ def test_rows_are_those_with_the_most_tokens_for_their_time(chances, max_rows):
             assert rate(less) <= rate(depths) + 1e-12
 
 
-@pytest.mark.parametrize("count", [1, 64])
-def test_guesses_pause_while_none_is_worth_a_row(count):
-    calls, generator = [], random.Random(1)
-    drafter = Drafter(DraftIndex(8))
-    drafter.rates = [0.0] * EVIDENCES
-    drafter.index.guess = lambda *_: calls.append(steps)
-    steps = 0
-    drafter.reset(())
-    for i in range(count):
-        drafter.begin(i, [i])
-    texts = [drafter.text_of(i) for i in range(count)]
-    for steps in range(500):  # noqa: B007
-        drafter.draft(texts, [9] * count, 256)
-        for text in texts:
-            drafter.extend(text, [generator.randrange(9)])
-    asked = sorted(set(calls))
-    assert max(b - a for a, b in zip(asked, asked[1:], strict=False)) == MAX_IDLE + 1 and len(asked) < 25
+def test_only_some_prompts_are_followed_while_drafts_gain_nothing():
+    generator, drafter = random.Random(1), Drafter(DraftIndex(16))
+    prompts = [[i, generator.randrange(100)] for i in range(160)]
+    fixed = [[generator.randrange(50) for _ in range(30)] for _ in prompts]
+
+    def follows():
+        drafter.reset(())
+        for i, prompt in enumerate(prompts):
+            drafter.begin(i, prompt)
+        return len(drafter.followed([drafter.text_of(i) for i in range(len(prompts))]))
+
+    assert follows() == len(prompts)
+    for _ in range(2):
+        play(drafter, [[generator.randrange(50) for _ in range(30)] for _ in prompts], prompts)
+    few = follows()
+    assert 0 < few < len(prompts) / PROBES * 3
+    for _ in range(8):  # the probes find that the policy repeats itself
+        play(drafter, fixed, prompts, 1000)
+    assert follows() == len(prompts)

@@ -22,9 +22,14 @@ def scripted_drafter(answers, kind: str):
             super().__init__()
             self.generator = random.Random(0)
 
-        def draft(self, texts, room, max_rows):
+        def followed(self, texts):
+            for text in texts:
+                text.is_followed = True
+            return list(range(len(texts)))
+
+        def draft(self, texts, room, rows, max_rows):
             ids = {id(text): number for number, text in self._texts.items()}
-            drafts, rows = [], len(texts)
+            drafts = []
             for text, limit in zip(texts, room, strict=True):
                 answer, draft = answers[ids[id(text)]], []
                 assert answer[: len(text.tokens)] == text.tokens, "the drafter knows another text"
