@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from megarl.mcore.inference.draft_index import EVIDENCES, LONGEST, DraftIndex, Guess
 
 MAX_DEPTH = 16  # drafted tokens of a request in a step
-FIXED_ROWS = 32  # the part of a step's time that does not depend on its rows, in rows
+# Time, in rows of a small model on one CPU core: of a step before its first row; what drafts add to a step before the
+# first drafted row; of a drafted row, which is also looked up and checked.
+FIXED_ROWS, DRAFTING_ROWS, DRAFTED_ROW = 32, 16, 1.25
 FOLLOWING_ROWS = 0.1  # time of following a request for a step, in rows
 FIRST_RATE = 0.5  # before any guess was checked; counts as two guesses
 RATE_MEMORY = 64  # checked guesses over which a rate is averaged
@@ -30,7 +32,6 @@ class DraftedText:
     indexed: int  # tokens that need not be indexed any more
     is_followed: bool = False
     guesses: list[Guess] = field(default_factory=list)  # of the next tokens: those drafted, or one to learn from
-    drafted: int = 0
 
     @property
     def is_probe(self) -> bool:
@@ -44,7 +45,7 @@ class Drafter:
     def __init__(self, index: DraftIndex | None = None):
         self.index = DraftIndex() if index is None else index
         self.rates = [FIRST_RATE] * EVIDENCES  # share of right guesses by their evidence
-        self.gain = 1.0  # tokens that drafts add to a probe in a step
+        self.gain = 1.0  # expected tokens that drafts add to a probe in a step
         self._checked = [2] * EVIDENCES  # guesses, at most `RATE_MEMORY`
         self._texts: dict[int, DraftedText] = {}  # by request id
         self._end_ids: frozenset[int] = frozenset()
@@ -86,7 +87,7 @@ class Drafter:
 
         Args:
             room: most tokens to draft for each text.
-            rows: of the step without drafts, at least one for each text.
+            rows: of the step without drafts; if more than there are texts, these only show what drafts would gain.
             max_rows: of the step.
         """
         floor, chances = rows / (FIXED_ROWS + rows), []
@@ -94,22 +95,21 @@ class Drafter:
             self.index.add(text.prompt_key, text.tokens, text.indexed)
             text.indexed = len(text.tokens)
             chances.append(self._guess(text, limit, floor))
-        for text, depth in zip(texts, worthwhile(chances, rows, max_rows), strict=True):
-            text.drafted = depth
-            del text.guesses[max(depth, 1) :]
-        return [[guess.token for guess in text.guesses[: text.drafted]] for text in texts]
+        drafts, share = [], len(texts) / rows
+        for text, chance, depth in zip(texts, chances, worthwhile(chances, share, max_rows), strict=True):
+            if text.is_probe:  # others may lack earlier responses because they were not followed
+                self.gain += (sum(chance[:depth]) - self.gain) / GAIN_MEMORY
+            drafts.append([guess.token for guess in text.guesses[:depth]] if share == 1 else [])
+            del text.guesses[max(len(drafts[-1]), 1) :]
+        return drafts
 
     def _learn(self, text: DraftedText, tokens: Sequence[int]):
         """Takes note of which guesses were right; `tokens`: what was drawn, up to the first wrong one."""
-        accepted, rates = 0, self.rates
-        for depth, (guess, token) in enumerate(zip(text.guesses, tokens, strict=False)):
-            evidence, is_right = guess.evidence, guess.token == token
-            self._checked[evidence] = checked = min(self._checked[evidence] + 1, RATE_MEMORY)
-            rates[evidence] += (is_right - rates[evidence]) / checked
-            accepted += is_right and depth < text.drafted
-        if text.is_probe and tokens:  # others may lack earlier responses because they were not followed
-            self.gain += (accepted - self.gain) / GAIN_MEMORY
-        text.guesses, text.drafted = [], 0
+        for guess, token in zip(text.guesses, tokens, strict=False):
+            rate = self.rates[guess.evidence]
+            self._checked[guess.evidence] = checked = min(self._checked[guess.evidence] + 1, RATE_MEMORY)
+            self.rates[guess.evidence] += ((guess.token == token) - rate) / checked
+        text.guesses = []
 
     def _guess(self, text: DraftedText, limit: int, floor: float) -> list[float]:
         """Sets a text's guesses; returns the chance of each that it and all before it are right, down to `floor`."""
@@ -130,21 +130,25 @@ class Drafter:
         return chances
 
 
-def worthwhile(chances: list[list[float]], rows: int, max_rows: int) -> list[int]:
+def worthwhile(chances: list[list[float]], share: float, max_rows: int) -> list[int]:
     """Returns how many guesses of each text to try, so that a step generates the most tokens for its time.
 
-    A row is worth its time if its chance is above the tokens for a row's time of the step without it, so it is best to
-    take rows in the order of their chances.
+    It is best to take rows in the order of their chances, as long as a row generates more tokens for its time than the
+    step without it.
 
     Args:
         chances: of the guesses of each text, descending.
-        rows: of the step without drafts.
+        share: the texts' share of the step's requests.
         max_rows: of the step.
     """
-    tokens, depths = float(rows), [0] * len(chances)
-    for chance, i in sorted(((chance, i) for i, row in enumerate(chances) for chance in row), key=lambda x: -x[0]):
-        if rows >= max_rows or chance * (FIXED_ROWS + rows) <= tokens:
+    rows, depths = len(chances), [0] * len(chances)
+    tokens, undrafted = float(rows), share * FIXED_ROWS + rows
+    time = undrafted + share * DRAFTING_ROWS
+    by_chance = sorted(((chance, i) for i, row in enumerate(chances) for chance in row), key=lambda x: -x[0])
+    for chance, i in by_chance[: max(max_rows - rows, 0)]:
+        if chance * time <= tokens * DRAFTED_ROW:
             break
         depths[i] += 1
-        rows, tokens = rows + 1, tokens + chance
-    return depths
+        tokens, time = tokens + chance, time + DRAFTED_ROW
+    is_faster = tokens * undrafted > rows * time
+    return depths if is_faster else [0] * len(chances)
