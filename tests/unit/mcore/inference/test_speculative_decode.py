@@ -75,6 +75,7 @@ def with_and_without(rank, flags="", shape="llama", end=NEVER, sampling=None, co
     (1, {"end": (3,), "buffer_gb": 0.0002, "max_requests": 6}),
     (1, {"shape": "gpt2", "sampling": {"greedy": True}}),
     (1, {"flags": WINDOW, "end": (3,)}),
+    (1, {"shape": "latent", "end": (3,)}),
     (1, {"flags": "--final-logit-softcapping 3"}),
     (2, {"flags": "--tensor-model-parallel-size 2", "end": (3,)}),
     (2, {"flags": "--tensor-model-parallel-size 2 --sequence-parallel", "end": (3,), "count": 5}),
