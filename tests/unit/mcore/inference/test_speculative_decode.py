@@ -4,12 +4,14 @@ import functools
 import random
 
 import pytest
+import torch
 
 from tests.helpers.engines import NEVER, make_requests, settings_of
 from tests.helpers.tiny_models import VOCAB, build
 from tests.helpers.worlds import run_world
 
 LONG = 23  # new tokens: two to four blocks of 16 with the prompt
+EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 WINDOW = "--window-size 20,0 --window-attn-skip-freq 2"
 
 
@@ -50,20 +52,21 @@ def scripted_drafter(answers, kind: str):
     return Scripted()
 
 
-def with_and_without(rank, flags="", shape="llama", end=NEVER, sampling=None, count=20, limit=LONG, **settings):
+def with_and_without(rank, flags="", shape="llama", end=NEVER, sampling=None, count=20, limit=LONG, routes=False,
+                     **settings):  # fmt: skip
     """(completions without drafts, {kind of drafts: (completions, decode counts)})."""
     from megarl.mcore.inference.engine import RolloutEngine
 
     model, _, place = build(flags, shape)
     requests, sampling = make_requests(limit, count), settings_of(**(sampling or {}))
     settings = {"buffer_gb": 0.005, "max_requests": 32, **settings}
-    plain = RolloutEngine(model, place.pg_collection, VOCAB, 48, **settings).generate(requests, end, sampling)
+    plain = RolloutEngine(model, place.pg_collection, VOCAB, 48, **settings).generate(requests, end, sampling, routes)
     engine = RolloutEngine(model, place.pg_collection, VOCAB, 48, **settings, speculative=True)
     found, own = {}, engine.drafter
     answers = [request.prompt + completion.tokens for request, completion in zip(requests, plain, strict=True)]
     for kind in ("right", "wrong", "random", "mixed", "first", "again"):
         engine.drafter = engine.engine.drafter = own if kind in ("first", "again") else scripted_drafter(answers, kind)
-        done = engine.generate(requests, end, sampling)
+        done = engine.generate(requests, end, sampling, routes)
         blocks = engine.context.kv_block_allocator
         assert blocks.total_avail == blocks.total_count - 1, "blocks of rejected drafts were not freed"
         found[kind] = done, engine.take_decode_counts()
@@ -79,6 +82,7 @@ def with_and_without(rank, flags="", shape="llama", end=NEVER, sampling=None, co
     (1, {"flags": WINDOW, "end": (3,)}),
     (1, {"shape": "latent", "end": (3,)}),
     (1, {"flags": "--final-logit-softcapping 3"}),
+    (1, {"flags": EXPERTS, "end": (3,), "routes": True}),
     (2, {"flags": "--tensor-model-parallel-size 2", "end": (3,)}),
     (2, {"flags": "--tensor-model-parallel-size 2 --sequence-parallel", "end": (3,), "count": 5}),
 ], ids=str)  # fmt: skip
@@ -86,6 +90,9 @@ def test_drafts_change_no_bit(ranks, case):
     for plain, found in run_world(functools.partial(with_and_without, **case), ranks):
         for kind, (done, counts) in found.items():
             assert done == plain, kind
+            pairs = zip(done, plain, strict=True)  # routes are not compared by ==
+            assert all(ours.routes is theirs.routes is None or torch.equal(ours.routes, theirs.routes)
+                       for ours, theirs in pairs)  # fmt: skip
             assert counts.drafted > 0 or kind == "first"
         assert found["wrong"][1].accepted == 0 < found["mixed"][1].accepted
         assert found["again"][1].steps <= found["wrong"][1].steps
