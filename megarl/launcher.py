@@ -93,7 +93,8 @@ def _ranks(options: argparse.Namespace) -> int:
     ranks = ranks_for(options.flags, program, cores())
     if "--check" not in options.flags:
         what = f"{ranks} ranks of one thread" if ranks > 1 else f"one rank of {cores()} threads"
-        print(f"megarl: {what} (measured; NPROC or OMP_NUM_THREADS choose otherwise)", flush=True)
+        note = "measured; NPROC or OMP_NUM_THREADS choose otherwise"
+        print(f"megarl: {what} ({note})", file=sys.stderr, flush=True)
     return ranks
 
 

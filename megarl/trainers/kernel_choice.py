@@ -1,6 +1,7 @@
 """The kernels of a run on CPUs: those that the flags name, or the first rank's measurement for all ranks."""
 
 import dataclasses
+import sys
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ def choose_kernels(config: RunConfig, mesh: RoleMesh):
     if mesh.rank == 0 and s.tune != "off" and AUTO in (s.kernels, s.parallel_work or AUTO):
         found, file = tuning.choose(_product_sizes(config.with_models()), s.tune == "fresh")
         choices, note = _with_flags(found, config), f"from {file}" if file else "measured"
-        print(f"megarl: {choices} ({note})", flush=True)
+        print(f"megarl: {choices} ({note})", file=sys.stderr, flush=True)
     tuning.apply(_of_first_rank(choices, mesh))
 
 
