@@ -41,6 +41,11 @@ class Engine:
     def __init__(self, *_, **__):
         pass
 
+    def take_decode_counts(self):
+        from megarl.mcore.inference.speculative_decode import DecodeCounts
+
+        return DecodeCounts()
+
     def stream(self, source, end_ids, settings, routes, limit, longest):
         from megarl.mcore.inference.engine import Completion
 
