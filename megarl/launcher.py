@@ -234,6 +234,7 @@ def _rank(rank: int, ranks: int, listener: socket.socket, function: Callable[[],
     try:
         status = function()
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal and the launcher both send one
         status = 128 + signal.SIGINT
     except Exception:  # torch would report only the first rank, and only after all have ended
         traceback.print_exc()

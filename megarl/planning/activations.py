@@ -90,7 +90,10 @@ def _mlp(args, ffn: float) -> float:
 
 
 def _moe(args, s: int) -> float:
-    """Bytes of router outputs, k copies of each token, (6 or 3)·k·F/x channels; the shared expert for all n tokens."""
+    """Bytes of router outputs, k copies of each token, (6 or 3)·k·F/x channels; the shared expert for all n tokens.
+
+    This is Megatron's path, which a GPU takes; the direct one of a CPU (`mcore.moe.layer`) keeps 2·k·F channels.
+    """
     k, x, b = args.moe_router_topk, args.expert_tensor_parallel_size, args.params_dtype.itemsize
     inner = (6 if is_gated(args) else 3) * args.moe_ffn_hidden_size * b
     total = s * (28 * k + k * x * args.hidden_size * b + k * inner)

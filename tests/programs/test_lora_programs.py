@@ -247,7 +247,7 @@ def test_16_bits_on_top_of_factors(tmp_path):
     flags += f" --role-map actor=0;critic=0;reward=0;reference=1 --pretrained-checkpoint {tmp_path}/first"
     train("rl", rl_argv(tmp_path / "run", flags), 2)
     rows = metrics(tmp_path / "run")
-    assert rows[1]["kl/reference"] == 0 < rows[2]["kl/reference"]
+    assert rows[1]["kl/reference"] == 0 != rows[2]["kl/reference"]  # an estimate, of either sign
     assert_equal_to_training(evaluation(tmp_path / "eval", tmp_path / "run", "--bf16"), rows[2])
 
 

@@ -239,7 +239,9 @@ def test_a_real_update_uses_the_planned_memory(ranks, cases):
     for rank, results in enumerate(run_world(update_of_rank, ranks, cases, timeout=240)):
         for case, (exact, peak, planned) in zip(cases, results, strict=True):
             assert exact, (rank, case)
-            assert peak / FACTOR < planned < peak * FACTOR, (rank, case, peak, planned)
+            # Experts on a CPU keep less than Megatron's path, which the plan describes.
+            most = FACTOR * (1.2 if "--num-experts" in case[0] else 1)
+            assert peak / FACTOR < planned < peak * most, (rank, case, peak, planned)
 
 
 @pytest.mark.parametrize("flags", [MOE, f"--bf16 {DISTRIBUTED}"])

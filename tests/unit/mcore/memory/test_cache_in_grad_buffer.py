@@ -66,8 +66,8 @@ def watch(monkeypatch, folder: Path):
 
     build = RolloutEngine._build
 
-    def noted(engine, config, pg_collection, vocab_size, cache_in_grad_buffer):
-        build(engine, config, pg_collection, vocab_size, cache_in_grad_buffer)
+    def noted(engine, config, pg_collection, vocab_size, cache_in_grad_buffer, *rest):
+        build(engine, config, pg_collection, vocab_size, cache_in_grad_buffer, *rest)
         held = (
             {b.grad_data.untyped_storage()._cdata for b in cache_in_grad_buffer._buffers}
             if cache_in_grad_buffer
