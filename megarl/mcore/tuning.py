@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable
@@ -93,7 +92,7 @@ def choose(sizes: Sizes, is_fresh: bool) -> tuple[Choices, Path | None]:
 
 def _file(sizes: Sizes) -> Path:
     """In the Python environment, by all that the measurement depends on."""
-    what = [platform.processor(), native.library().name, available(), torch.__version__, torch.get_num_threads(), sizes]
+    what = [native.library().name, available(), torch.get_num_threads(), sizes]  # the name: processor, torch, sources
     key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
     return FOLDER / f"choices-{key}.json"
 
