@@ -238,7 +238,7 @@ make_environment() {
 
 KERNELS=$ROOT/megarl/mcore/kernels/native/src
 
-# Same name as `library` in megarl/mcore/kernels/native/__init__.py computes.
+# Same name as `library_path` in megarl/mcore/kernels/native/__init__.py computes.
 kernels_library() {
     local key torch=$VENV/lib/python${S_python%.*}/site-packages/torch
     key=$({

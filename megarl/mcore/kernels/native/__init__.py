@@ -23,7 +23,7 @@ ops = torch.ops.megarl
 _is_enabled = True
 
 
-def library() -> Path:
+def library_path() -> Path:
     """Where the compiled kernels of these sources, for this torch and processor, belong in the Python environment."""
     files = [*sorted(SOURCES.iterdir()), Path(torch.__file__).with_name("version.py")]
     content = b"".join(path.read_bytes() for path in files) + _processor()
@@ -42,7 +42,7 @@ def _processor() -> bytes:
 @functools.cache
 def is_built() -> bool:
     """Whether the compiled kernels are there and this process has loaded them."""
-    if device.has_cuda() or not (path := library()).exists():
+    if device.has_cuda() or not (path := library_path()).exists():
         return False
     try:
         torch.ops.load_library(path)
