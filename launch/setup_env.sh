@@ -253,11 +253,12 @@ build_kernels() {
     [[ -d $KERNELS ]] || return 0
     library=$(kernels_library)
     [[ ! -e $library && ! -e ${library%.so}.failed ]] || return 0
-    if line=$("$PY" -I "$ROOT/tools/build_kernels.py" "$KERNELS" "$library" 2>>"$LOG"); then
+    if line=$("$PY" -I "$ROOT/tools/build_kernels.py" "$KERNELS" "$library" 2>&1); then
         say "compiled kernels for this processor in $((SECONDS - started)) s"
     else
-        say "$line"
-        mkdir -p "$VENV/megarl" && printf '%s\n' "$line" >"${library%.so}.failed" # not tried again at every start
+        say "${line##*$'\n'}"
+        # Not tried again at every start; an environment that cannot be written is no error.
+        { mkdir -p "$VENV/megarl" && printf '%s\n' "$line" >"${library%.so}.failed"; } 2>/dev/null || true
     fi
 }
 

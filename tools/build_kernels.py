@@ -31,7 +31,10 @@ def build(sources: Path, library: Path) -> str | None:
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         return f"no C++ compiler {os.environ.get('CXX', 'c++')}"
-    library.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"{library.parent}: {error.strerror}"
     made = library.with_suffix(f".{os.getpid()}")
     done = subprocess.run(command(compiler, sources, made), capture_output=True, text=True)
     if done.returncode:

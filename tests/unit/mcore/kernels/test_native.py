@@ -193,6 +193,13 @@ def test_a_missing_compiler_is_one_line(tmp_path):
     assert done.stdout == ("no compiled kernels, so PyTorch's operators are used: no C++ compiler no-such-compiler\n")
 
 
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    command = [sys.executable, str(ROOT / "tools/build_kernels.py"), str(native.SOURCES), str(tmp_path / "file/x.so")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout.count("\n") == 1 and "/file: " in done.stdout
+
+
 def test_sources_that_do_not_compile_are_one_line(tmp_path):
     (tmp_path / "operators.cpp").write_text("#error broken\n")
     library = tmp_path / "x.so"
