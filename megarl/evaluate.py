@@ -10,6 +10,7 @@ Loads any policy of train_rl or train_sft, whatever layout wrote it: `--load RUN
 import dataclasses
 import json
 import re
+import sys
 from pathlib import Path
 
 from megarl.arguments import RoleSettings, RunConfig
@@ -92,7 +93,7 @@ def rollout_role(config: RunConfig, inputs: EvaluationInputs) -> RoleSettings:
 def evaluate(config: RunConfig, timers: Timers):
     """Generates and scores responses with the policy, prints a table and writes the results to `--save`."""
     s, roles = config.settings, config.roles
-    inputs, mesh, _ = read_inputs(config, timers, lambda: EvaluationInputs(config))
+    inputs, mesh, _ = read_inputs(config, timers, lambda: EvaluationInputs(config), sys.stderr)
     policy = load_policy(roles["actor"], mesh["actor"], inputs.vocab_size, inputs.weights)
     rollout = Rollout(s, rollout_role(config, inputs), mesh, policy, inputs.tokenizer, timers)
     reward = inputs.reward_factory.role(mesh["reward"], inputs.tokenizer, timers)

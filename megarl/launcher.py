@@ -183,7 +183,8 @@ class _Signals:
 
     def __init__(self, processes: list):
         self._processes, self.received = processes, []
-        self._before = {number: signal.signal(number, self._pass_on) for number in SIGNALS}
+        self._before = {signal.SIGALRM: signal.getsignal(signal.SIGALRM)}
+        self._before |= {number: signal.signal(number, self._pass_on) for number in SIGNALS}
 
     def _pass_on(self, number: int, frame):
         self.received.append(number)

@@ -92,7 +92,12 @@ def choose(sizes: Sizes, is_fresh: bool) -> tuple[Choices, Path | None]:
 
 def _file(sizes: Sizes) -> Path:
     """In the Python environment, by all that the measurement depends on."""
-    what = [native.library_path().name, available(), torch.get_num_threads(), sizes]  # the name: processor, torch, sources
+    what = [
+        native.library_path().name,
+        available(),
+        torch.get_num_threads(),
+        sizes,
+    ]  # the name: processor, torch, sources
     key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
     return FOLDER / f"choices-{key}.json"
 

@@ -1,7 +1,7 @@
 """The kernels of a run on CPUs: those that the flags name, or the first rank's measurement for all ranks."""
 
 import dataclasses
-import sys
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,10 @@ def check_kernels(config: RunConfig):
         raise UsageError(f"--kernels {wanted}: not on this machine; allowed here: {', '.join(allowed)}")
 
 
-def choose_kernels(config: RunConfig, mesh: RoleMesh):
+def choose_kernels(config: RunConfig, mesh: RoleMesh, notes: TextIO | None = None):
     """Makes all ranks compute with the same kernels; does nothing with CUDA. A collective of the world.
 
-    The first rank prints one line about what it measured.
+    The first rank prints one line about what it measured to `notes`, by default to standard output.
     """
     if device.has_cuda():
         return
@@ -33,7 +33,7 @@ def choose_kernels(config: RunConfig, mesh: RoleMesh):
     if mesh.rank == 0 and s.tune != "off" and AUTO in (s.kernels, s.parallel_work or AUTO):
         found, file = tuning.choose(_product_sizes(config.with_models()), s.tune == "fresh")
         choices, note = _with_flags(found, config), f"from {file}" if file else "measured"
-        print(f"megarl: {choices} ({note})", file=sys.stderr, flush=True)
+        print(f"megarl: {choices} ({note})", file=notes, flush=True)
     tuning.apply(_of_first_rank(choices, mesh))
 
 

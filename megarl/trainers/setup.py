@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -86,7 +86,7 @@ def make_deterministic():
 
 
 def read_inputs(
-    config: arguments.RunConfig, timers: Timers, read: Callable[[], Inputs]
+    config: arguments.RunConfig, timers: Timers, read: Callable[[], Inputs], notes: TextIO | None = None
 ) -> tuple[Inputs, role_mesh.RoleMesh, list[Path]]:
     """Reads a program's inputs, joins the process group, and reads every checkpoint among the inputs for damage.
 
@@ -95,6 +95,7 @@ def read_inputs(
 
     Args:
         read: reads and checks the inputs; raises UsageError.
+        notes: where the line about the kernels goes; None: standard output.
 
     Returns:
         The inputs, the role mesh, and the checkpoints among the inputs.
@@ -105,7 +106,7 @@ def read_inputs(
     if config.check:
         raise SystemExit(0)
     mesh, intact = create_role_mesh(config, timers), set()
-    kernel_choice.choose_kernels(config, mesh)
+    kernel_choice.choose_kernels(config, mesh, notes)
     while damaged := integrity.find_damage([folder for folder in dict.fromkeys(found) if folder not in intact]):
         intact |= set(found) - damaged.keys()
         for folder, problem in damaged.items():

@@ -51,7 +51,8 @@ def test_end_to_end_on_four_ranks_through_torchrun(tmp_path):
     done = torchrun("megarl.train_rl", rl_argv(save, f"{DISJOINT} --train-iters 3 {held_out}"), 4)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr and "Traceback" not in done.stderr, done.stderr
-    lines = done.stdout.splitlines()
+    kernels, *lines = done.stdout.splitlines()
+    assert kernels.startswith("megarl: kernels: ")
     assert lines[0].startswith("held-out accuracy before training: ") and lines[-1].startswith("held-out accuracy: ")
     assert [line.split("|")[0].split() for line in lines[1:-1]] == [["step", f"{i}/3"] for i in (1, 2, 3)]
     assert all(word in line for line in lines[1:-1] for word in ("reward", "kl", "tokens/s", " s |", "ETA"))

@@ -48,7 +48,7 @@ def test_a_flag_wins_over_what_is_measured(monkeypatch, capsys):
     monkeypatch.setattr(tuning, "apply", applied.append)
     kernel_choice.choose_kernels(config_of("--parallel-work 9"), types.SimpleNamespace(rank=0, size=1))
     assert applied == [tuning.Choices("blas", 9, {"blas": 1.0})]
-    assert capsys.readouterr().err == "megarl: kernels: blas (measured)\n"
+    assert capsys.readouterr().out == "megarl: kernels: blas (measured)\n"
 
 
 def kernels_of_rank(rank, lacking):
