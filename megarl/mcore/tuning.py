@@ -92,12 +92,8 @@ def choose(sizes: Sizes, is_fresh: bool) -> tuple[Choices, Path | None]:
 
 def _file(sizes: Sizes) -> Path:
     """In the Python environment, by all that the measurement depends on."""
-    what = [
-        native.library_path().name,
-        available(),
-        torch.get_num_threads(),
-        sizes,
-    ]  # the name: processor, torch, sources
+    library = native.library_path().name  # by processor, torch and sources
+    what = [library, available(), torch.get_num_threads(), sizes]
     key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
     return FOLDER / f"choices-{key}.json"
 
@@ -132,13 +128,15 @@ def measure(sizes: Sizes) -> Choices:
     generator = torch.Generator().manual_seed(1)
     shapes = sorted({(min(columns, LARGEST_COLUMNS), inner) for columns, inner in sizes})
     weights = [torch.randn(shape, generator=generator) for shape in shapes]
-    candidates = [name for name in available() if all(_is_invariant(_product(name, w), w.shape[1]) for w in weights)]
-    inputs = [(w, w.new_ones(rows, w.shape[1])) for w in weights for rows in ROWS]
-    seconds = {name: [float("inf")] * len(inputs) for name in candidates or [BLAS]}
+    products = {name: [_product(name, w) for w in weights] for name in available()}
+    inner = [w.shape[1] for w in weights]
+    candidates = [name for name, made in products.items() if all(map(_is_invariant, made, inner))]
+    inputs = [[torch.ones(rows, size) for rows in ROWS] for size in inner]
+    seconds = {name: [float("inf")] * len(weights) * len(ROWS) for name in candidates or [BLAS]}
     for _ in range(ROUNDS):  # in turns, because other programs come and go
         for name, times in seconds.items():
-            found = [_least_seconds(_product(name, w), x) for w, x in inputs]
-            times[:] = map(min, times, found)
+            pairs = zip(products[name], inputs, strict=True)
+            times[:] = map(min, times, [_least_seconds(product, x) for product, of_size in pairs for x in of_size])
     fastest = [min(times) for times in zip(*seconds.values(), strict=True)]
     relative = {
         name: sum(time / best for time, best in zip(times, fastest, strict=True)) / len(times)

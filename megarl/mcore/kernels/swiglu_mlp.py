@@ -40,16 +40,21 @@ def swiglu(x: Tensor) -> Tensor:
     return silu(gate).mul_(up)
 
 
+def is_plain_swiglu(config) -> bool:
+    """Whether MLPs or experts with this config are two products with `swiglu` between them."""
+    c = config
+    return (
+        c.gated_linear_unit and c.activation_func is silu and not c.add_bias_linear and not c.glu_linear_offset
+        and c.activation_func_clamp_value is None and not c.bias_activation_fusion and not c.use_te_activation_func
+    )  # fmt: skip
+
+
 class SwiGLUMLP(MLP):
     """MLP without the zero offset that Megatron adds to the linear half; saves one tensor for backward, not four."""
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
-        c = self.config
-        self.is_plain_swiglu = (
-            c.gated_linear_unit and c.activation_func is silu and not c.add_bias_linear and not c.glu_linear_offset
-            and c.activation_func_clamp_value is None and not c.bias_activation_fusion and not c.use_te_activation_func
-        )  # fmt: skip
+        self.is_plain_swiglu = is_plain_swiglu(self.config)
 
     def forward(self, hidden: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor | None]:
         """[T, 1, H] (under sequence parallelism, this rank's tokens) -> output of that shape, and a bias to add."""

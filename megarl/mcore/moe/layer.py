@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from megarl.mcore import device
 from megarl.mcore.kernels.grouped_swiglu import grouped_swiglu
-from megarl.mcore.kernels.silu import silu
+from megarl.mcore.kernels.swiglu_mlp import is_plain_swiglu
 
 
 class MixtureLayer(MoELayer):
@@ -24,14 +24,10 @@ class MixtureLayer(MoELayer):
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
         c, self._ep_size = self.experts.config, dist.get_world_size(self.ep_group)
-        is_plain_swiglu = (
-            c.gated_linear_unit and c.activation_func is silu and not c.add_bias_linear and not c.glu_linear_offset
-            and c.activation_func_clamp_value is None and not c.bias_activation_fusion and not c.use_te_activation_func
-            and not c.moe_apply_probs_on_input
-        )  # fmt: skip
+        is_plain = is_plain_swiglu(c) and not c.moe_apply_probs_on_input
         is_supported = self.experts.tp_group.size() == 1 and not c.moe_latent_size and not self.shared_expert_overlap
         is_supported = is_supported and (self._ep_size == 1 or c.moe_token_dispatcher_type == "alltoall")
-        self._is_direct = is_plain_swiglu and is_supported and not device.has_cuda()
+        self._is_direct = is_plain and is_supported and not device.has_cuda()
 
     def forward(self, hidden_states: Tensor, intermediate_tensors=None, padding_mask=None):
         """Hidden states [T, 1, H] of this rank's tokens -> output of that shape, and no bias."""
