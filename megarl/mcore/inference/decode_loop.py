@@ -7,6 +7,7 @@ an event loop, per-request metadata and tensors of changes. With small layers, t
 from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
+from megarl.mcore.inference import admission
 from megarl.observe import activity
 
 
@@ -48,6 +49,12 @@ class DecodeLoopEngine(DynamicInferenceEngine):
         logits = wrapper.forward_pass_without_pipeline_parallel(inputs)
         self.context.kv_block_allocator.store_routing_per_block(self.controller._router_record_bookkeeping())
         return logits
+
+    def schedule_non_chunked_prefill(self):
+        """Adds the waiting requests that fit to the next step."""
+        if admission.can_add_together(self):
+            return admission.add_waiting(self)
+        return super().schedule_non_chunked_prefill()
 
     @property
     def _only_decodes(self) -> bool:

@@ -20,9 +20,14 @@ class EndTokens:
 
 
 class EndTokensController(TextGenerationController):
-    """Megarl's controller: ends a request at any of `end_tokens`."""
+    """Megarl's controller: ends a request at any of `end_tokens`, and makes no text of tokens."""
 
     end_tokens = EndTokens()
+
+    @staticmethod
+    def detokenize(*_, **__) -> str:
+        """Returns no text; Megatron's engine asks for that of each finished request."""
+        return ""
 
     def _transfer_samples_to_cpu(self, active_request_count: int):
         """Same as Megatron's; then sets each request's own end token, which is compared next."""

@@ -85,11 +85,11 @@ class RequestList:
         return not self._queue
 
 
-class _TokenIdsOnly:
-    """Tokenizer stub for the engine: requests are token ids and carry their end token."""
+class _OwnParams(SamplingParams):
+    """Parameters of one request alone, so that Megatron's deep copies of them are not needed."""
 
-    def detokenize(self, *_, **__) -> str:
-        return ""
+    def __deepcopy__(self, _) -> "_OwnParams":
+        return self
 
 
 class RolloutEngine:
@@ -150,7 +150,7 @@ class RolloutEngine:
         attach_routes(self.context, self.layers, model.config, pg_collection.tp)
         wrapper = GPTInferenceWrapper(model, self.context)
         self.sampling = KeyedSampling(vocab_size, tp_size, model.config.final_logit_softcapping)
-        self.controller = controller = EndTokensController(wrapper, _TokenIdsOnly())
+        self.controller = controller = EndTokensController(wrapper, None)
         controller._sampling = self.sampling
         was_training = model.training
         wrapper.prep_model_for_inference()
@@ -256,7 +256,7 @@ class RolloutEngine:
                     if self.is_coupled:
                         self.controller.dummy_forward()  # this rank's experts compute tokens of other replicas
                 elif records := self.engine.step_modern()["finished_request_records"]:
-                    return [self._completion(record.merge(), routes) for record in records]
+                    return [self._completion(record, routes) for record in records]
 
     @contextlib.contextmanager
     def _inference_active(self, routes: bool):
@@ -295,7 +295,9 @@ class RolloutEngine:
             limits = self._prompt_lengths[c.request_ids[active].long()] + max_response
             c.request_output_lengths[active] = c.request_output_lengths[active].minimum(limits)
 
-    def _completion(self, request, routes: bool) -> tuple[int, Completion]:
+    def _completion(self, record, routes: bool) -> tuple[int, Completion]:
+        # An evicted request is a record of several, each with the response so far as part of its prompt.
+        request = record.merge() if len(record.requests) > 1 else record.requests[0]
         tokens = [int(t) for t in request.generated_tokens]
         logprobs = [float(p) for p in request.generated_log_probs]
         if len(tokens) != len(logprobs):
@@ -319,7 +321,7 @@ class RolloutEngine:
 
 
 def _params(request: GenerationRequest) -> SamplingParams:
-    return SamplingParams(
+    return _OwnParams(
         num_tokens_to_generate=request.max_new_tokens,
         termination_id=NO_TOKEN,  # set by `EndTokensController`
         return_log_probs=True,

@@ -1,0 +1,10 @@
+"""Numbers the items of several lists that follow one another in one tensor."""
+
+import torch
+from torch import Tensor
+
+
+def spread(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns (owner, place) [Σ counts]: for each of counts[i] items of list i, i and the item's number in the list."""
+    owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    return owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]

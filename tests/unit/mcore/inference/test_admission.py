@@ -1,0 +1,59 @@
+"""Adding all waiting prompts at once leaves the engine as Megatron's own scheduling does, one prompt at a time."""
+
+import functools
+
+import pytest
+import torch
+
+from tests.helpers.engines import make_engine, make_requests
+from tests.helpers.worlds import run_world
+
+COUNT = 20
+
+
+def states(rank, max_requests, buffer_gb, step_tokens):
+    """States of two engines after they scheduled requests in two parts: with megarl's method, with Megatron's."""
+    from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
+
+    from megarl.algorithms.token_sampling import SamplingSettings
+    from megarl.mcore.inference import admission
+    from megarl.mcore.inference.end_tokens import EndTokens
+    from megarl.mcore.inference.engine import RequestList
+
+    def state(schedule):
+        engine, _, _ = make_engine(buffer_gb=buffer_gb, max_requests=max_requests)
+        inner, context, source = engine.engine, engine.context, RequestList(enumerate(make_requests(9, COUNT)))
+        context.max_tokens = step_tokens
+        inner.resume()
+        engine._reset(SamplingSettings(), False, EndTokens())
+        for in_engine in (COUNT // 2, COUNT):
+            engine._admit(source, in_engine)
+            schedule(inner)
+        tensors = {name: value for name, value in vars(context).items() if isinstance(value, torch.Tensor)}
+        tensors |= {f"metadata of {name}": value for name, value in context.request_metadata.items()}
+        del tensors["memory_buffer"]
+        active = slice(context.total_request_count), slice(context.active_token_count)
+        # Beyond the requests and tokens of the step, Megatron's tensors are not initialized.
+        tensors = {name: value[active["token_to" in name]].clone() if value.dim() else value.clone()
+                   for name, value in tensors.items() if "gpu" not in name and "buf" not in name}  # fmt: skip
+        numbers = {name: value for name, value in vars(context).items() if type(value) in (int, bool)}
+        blocks = context.kv_block_allocator
+        waiting = [inner.get_request(number).remaining_prompt_length for number in inner.waiting_request_ids]
+        return tensors, numbers, waiting, blocks.total_avail
+
+    return state(admission.add_waiting), state(DynamicInferenceEngine.schedule_non_chunked_prefill)
+
+
+@pytest.mark.parametrize(("max_requests", "buffer_gb", "step_tokens", "waiting"), [
+    (32, 0.005, 4096, 0), (8, 0.005, 4096, 1), (32, 0.005, 100, 1), (32, 0.0001, 4096, 1),
+])  # fmt: skip
+def test_the_context_is_that_of_megatrons_scheduling(max_requests, buffer_gb, step_tokens, waiting):
+    ((ours, theirs),) = run_world(functools.partial(
+        states, max_requests=max_requests, buffer_gb=buffer_gb, step_tokens=step_tokens), 1)  # fmt: skip
+    assert ours[1:] == theirs[1:] and bool(ours[2]) == bool(waiting)
+    assert ours[0].keys() == theirs[0].keys() and len(ours[0]) > 15
+    for name, value in theirs[0].items():
+        if name == "request_to_kv_block_ids":  # the free blocks are taken in another order
+            assert torch.equal(ours[0][name] >= 0, value >= 0)
+        elif "block_idx" not in name and name != "request_last_kv_block_id":
+            assert torch.equal(ours[0][name], value), name
