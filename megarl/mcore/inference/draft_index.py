@@ -1,92 +1,92 @@
-"""Predicts the next tokens of a response from texts seen before: an index of n-grams with a fixed amount of memory.
+"""Predicts the next tokens of responses from texts seen before: an index of n-grams with a fixed amount of memory.
 
 For each n-gram, the index keeps the token that followed it most often of late. N-grams of the same prompt's responses
 are kept apart from those of all texts: siblings in a group and responses of earlier steps agree with a response more
 than other texts do. A prediction is only a guess: whoever uses it checks it.
+Shapes: n contexts, K kinds of n-grams. All requests of a step are looked up together, because a decode step of a small
+model takes as long as a Python loop over its requests.
 """
 
-from array import array
-from collections.abc import Sequence
 from typing import NamedTuple
 
-# (whether the n-gram is one of this prompt's texts, n), in the order in which they are asked.
+import numpy as np
+
+# (whether the n-gram is one of this prompt's texts, n), in the order of preference.
 KINDS = ((True, 8), (True, 3), (False, 6), (False, 3))
 LONGEST = max(length for _, length in KINDS)
+NO_TOKEN = -1  # before the first token of a text
 MAX_COUNT = 7  # an n-gram's count saturates, so that a changed policy is noticed soon
 TABLE_BITS = 20
 _COUNT_BITS = 3
-
-
-class Guess(NamedTuple):
-    """A predicted token, and what its reliability depends on."""
-
-    token: int
-    evidence: int  # kind of the n-gram and its count, below `EVIDENCES`
-
-
 EVIDENCES = len(KINDS) << _COUNT_BITS
+# Random odd numbers: h = Σ factor · (token + 1), so a token's place counts, and `NO_TOKEN` does not.
+_FACTORS = (
+    2 * np.random.Generator(np.random.PCG64(20)).integers(1 << 63, size=(LONGEST, len(KINDS)), dtype=np.uint64) + 1
+)
+for _kind, (_, _length) in enumerate(KINDS):
+    _FACTORS[: LONGEST - _length, _kind] = 0
+_SALTS = np.arange(1, len(KINDS) + 1, dtype=np.uint64) << np.uint64(56)
+_IS_OWN = np.array([is_own for is_own, _ in KINDS], dtype=np.uint64)
+_MIXER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: spreads a hash over the upper bits
+
+
+class Guesses(NamedTuple):
+    """Predicted tokens."""
+
+    tokens: np.ndarray  # [n] int64
+    evidence: np.ndarray  # [n] kind of the n-gram and its count, below `EVIDENCES`
+    rates: np.ndarray  # [n] share of right guesses with this evidence; −1 without a guess
 
 
 class DraftIndex:
     """A table of n-grams with one slot for each hash: a new n-gram replaces an older one with the same slot.
 
-    So memory and time per token are fixed whatever the texts contain: 16 · 2^bits bytes (16 MiB by default), four
-    look-ups per token.
+    So memory and time per token are fixed whatever the texts contain: 16 · 2^bits bytes (16 MiB by default), one
+    look-up per token and kind.
     """
 
     def __init__(self, bits: int = TABLE_BITS):
         """`bits`: log2 of the number of n-grams that it holds."""
-        self._mask = (1 << bits) - 1
-        self._hashes = array("q", bytes(8 << bits))
-        self._followers = array("q", bytes(8 << bits))  # token · 8 + count
+        self._shift = np.uint64(64 - bits)
+        self._hashes = np.zeros(1 << bits, np.uint64)
+        self._followers = np.zeros(1 << bits, np.int64)  # token · 8 + count
 
-    def add(self, prompt_key: int, text: Sequence[int], start: int):
-        """Adds what follows the n-grams that end before each token of text[start:].
-
-        Args:
-            prompt_key: the same number for all texts that begin with the same prompt.
-            text: prompt and response so far.
-            start: tokens of `text` that were added before, or are no response; at least 1.
-        """
-        hashes, followers, mask = self._hashes, self._followers, self._mask
-        for end in range(start, len(text)):
-            token = text[end]
-            for is_own, length in KINDS:
-                first = end - length
-                context = hash((prompt_key + length if is_own else length, *text[first if first > 0 else 0 : end]))
-                slot = context & mask
-                if hashes[slot] != context:
-                    hashes[slot], followers[slot] = context, token << _COUNT_BITS | 1
-                    continue
-                known = followers[slot]
-                count = known & MAX_COUNT
-                if known >> _COUNT_BITS == token:
-                    followers[slot] = known + (count < MAX_COUNT)
-                elif count > 1:
-                    followers[slot] = known - 1 - (count > 2)  # noticed faster than it was learned
-                else:
-                    followers[slot] = token << _COUNT_BITS | 1
-
-    def guess(self, prompt_key: int, context: Sequence[int], rates: Sequence[float], enough: float) -> Guess | None:
-        """Returns the most reliable guess of the token after `context`; None without one.
+    def add(self, prompt_keys: np.ndarray, contexts: np.ndarray, tokens: np.ndarray):
+        """Adds what followed some contexts. N-grams that come several times in a call count once.
 
         Args:
-            context: the last tokens of a text, at least `LONGEST` of them if it has as many.
-            rates: share of right guesses, for each evidence.
-            enough: the first guess with this rate is taken.
+            prompt_keys: [n] uint64, the same number for all texts that begin with the same prompt.
+            contexts: [n, `LONGEST`] the tokens before; `NO_TOKEN` before the text begins.
+            tokens: [n] the token after each context.
         """
-        hashes, mask, best, best_rate = self._hashes, self._mask, None, 0.0
-        size = len(context)
-        for kind, (is_own, length) in enumerate(KINDS):
-            first = size - length
-            found = hash((prompt_key + length if is_own else length, *context[first if first > 0 else 0 :]))
-            slot = found & mask
-            if hashes[slot] != found:
-                continue
-            follower = self._followers[slot]
-            evidence = kind << _COUNT_BITS | follower & MAX_COUNT
-            if rates[evidence] > best_rate:
-                best, best_rate = Guess(follower >> _COUNT_BITS, evidence), rates[evidence]
-                if best_rate >= enough:
-                    break
-        return best
+        hashes, slots = self._find(prompt_keys, contexts)
+        known, tokens = self._followers[slots], tokens.astype(np.int64)[:, None]
+        counts, is_new = known & MAX_COUNT, self._hashes[slots] != hashes
+        confirms = known >> _COUNT_BITS == tokens
+        more, less = np.minimum(counts + 1, MAX_COUNT), counts - 1 - (counts > 2)  # forgotten faster than learned
+        kept = (known & ~MAX_COUNT) + np.where(confirms, more, less)
+        replaces = is_new | ~(confirms | (counts > 1))
+        self._followers[slots] = np.where(replaces, (tokens << _COUNT_BITS) + 1, kept)
+        self._hashes[slots] = hashes
+
+    def guess(self, prompt_keys: np.ndarray, contexts: np.ndarray, rates: np.ndarray, enough: float) -> Guesses:
+        """Returns the most reliable guess of the token after each context.
+
+        Args:
+            prompt_keys, contexts: as in `add`.
+            rates: [`EVIDENCES`] share of right guesses, for each evidence.
+            enough: the first kind with this rate is preferred to better ones.
+        """
+        hashes, slots = self._find(prompt_keys, contexts)
+        followers = self._followers[slots]
+        evidence = (followers & MAX_COUNT) + (np.arange(len(KINDS)) << _COUNT_BITS)
+        found = np.where(self._hashes[slots] == hashes, rates[evidence], -1.0)
+        best = (np.arange(len(contexts)), np.minimum(found, enough).argmax(1))
+        return Guesses(followers[best] >> _COUNT_BITS, evidence[best], found[best])
+
+    def _find(self, prompt_keys: np.ndarray, contexts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (hashes, slots) [n, K]; no hash is 0, which stands for an empty slot."""
+        hashes = (contexts + 1).astype(np.uint64) @ _FACTORS + _SALTS + prompt_keys[:, None] * _IS_OWN
+        hashes ^= hashes >> np.uint64(29)
+        hashes *= _MIXER
+        return hashes | np.uint64(1), hashes >> self._shift

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megarl.mcore.inference.spread import spread
+
 
 class DraftRows(NamedTuple):
     """The rows of a step: for each request, its last token and then its drafted ones."""
@@ -20,55 +22,74 @@ class DraftRows(NamedTuple):
     padded_tokens: int  # of the step without drafts
 
 
-def fit_to_blocks(context, counts: list[int]) -> list[int]:
-    """Returns how many of `counts` drafted tokens of each request the cache has room for; allocates their blocks.
+def fit_to_blocks(context, counts: Tensor) -> Tensor:
+    """Returns how many of `counts` [n] drafted tokens of each request the cache has room for; allocates their blocks.
 
     If the free blocks do not suffice for all, no request gets a further block.
     """
     n, size, blocks = context.total_request_count, context.block_size_tokens, context.kv_block_allocator
-    offsets = context.request_last_kv_block_offset[:n].tolist()
-    further = [(offset + count) // size for offset, count in zip(offsets, counts, strict=True)]
-    total = sum(further)
+    offsets = context.request_last_kv_block_offset[:n].long()
+    further = (offsets + counts) // size
+    total = int(further.sum())
     if not total:
         return counts
     if min(blocks.get_active_avail(), blocks.total_avail) < total:
-        return [min(count, size - 1 - offset) for offset, count in zip(offsets, counts, strict=True)]
-    rows = [i for i, more in enumerate(further) for _ in range(more)]
-    known = context.request_kv_block_counts[:n].tolist()
-    columns = [known[i] + j for i, more in enumerate(further) for j in range(more)]
+        return counts.minimum(size - 1 - offsets)
+    rows, place = spread(further)
+    columns = context.request_kv_block_counts[:n].long()[rows] + place
     context.request_to_kv_block_ids[rows, columns] = blocks.allocate_memory_blocks(total)
     return counts
 
 
-def begin_step(context, drafts: list[list[int]]):
-    """Prepares a step in which each request reads its last token and `drafts`, whose blocks are allocated."""
+def begin_step(context, tokens: Tensor, counts: Tensor):
+    """Prepares a step in which each request reads its last token and drafted ones, whose blocks are allocated.
+
+    Args:
+        tokens: [Σ counts] int64 drafted ones.
+        counts: [n] of each request.
+    """
     c, n, is_ready = context, context.total_request_count, context.only_decodes
     if not is_ready:
         c.initialize_attention_state()  # after requests ended, Megatron's tensors have to be set anew
     c.only_decodes, c._plan = False, None
-    counts = torch.tensor([len(draft) + 1 for draft in drafts])
-    requests = torch.repeat_interleave(torch.arange(n), counts)
-    first = counts.cumsum(0) - counts
-    positions = c.request_kv_length_offsets[:n].long()[requests] + torch.arange(len(requests)) - first[requests]
-    padded = c.round_up_tokens(len(requests))
-    c.draft_rows, c.active_token_count = DraftRows(requests, positions, c.padded_active_token_count), len(requests)
-    tokens = [token for last, draft in zip(c.token_to_input_ids[:n].tolist(), drafts, strict=True)
-              for token in (last, *draft)]  # fmt: skip
-    c.token_to_input_ids[: len(tokens)] = torch.tensor(tokens)
+    requests, place = spread(counts + 1)
+    positions = c.request_kv_length_offsets[:n].long()[requests] + place
+    total, is_drafted = len(requests), place > 0
+    padded = c.round_up_tokens(total)
+    c.draft_rows, c.active_token_count = DraftRows(requests, positions, c.padded_active_token_count), total
+    ids = c.token_to_input_ids[:n][requests]
+    ids[is_drafted] = tokens
+    c.token_to_input_ids[:total] = ids
     blocks = c.request_to_kv_block_ids[requests, positions // c.block_size_tokens]
     _set_tokens(c, blocks, positions, padded)
     c.padded_active_token_count = padded
     c.transfer_bookkeeping_to_gpu()
 
 
-def end_step(context, counts: list[int]):
-    """Keeps the first `counts` ≥ 1 tokens of each request's rows, as if each had been decoded in a step of its own.
+def accepted_counts(context, drawn: Tensor) -> Tensor:
+    """Returns [n] how many rows of each request drew its next tokens: those whose earlier drafts are what was drawn.
+
+    Args:
+        drawn: [T] the token after each row.
+    """
+    requests = context.draft_rows.requests
+    is_last = torch.ones(len(requests), dtype=torch.bool)
+    is_last[:-1] = requests[1:] != requests[:-1]
+    ends = is_last | context.end_tokens.contains(drawn)
+    ends[:-1] |= drawn[:-1] != context.token_to_input_ids[1 : len(requests)]
+    ends, last = ends.nonzero().flatten(), is_last.nonzero().flatten()
+    first = torch.cat([last.new_zeros(1), last[:-1] + 1])
+    return ends[torch.searchsorted(ends, first)] - first + 1
+
+
+def end_step(context, counts: Tensor):
+    """Keeps the first `counts` [n] ≥ 1 tokens of each request's rows, as if each had been decoded in a step of its own.
 
     Frees blocks that only later rows used. Afterwards the context is as in a step without drafts that has decoded the
     last of these tokens.
     """
     c, n, size = context, context.total_request_count, context.block_size_tokens
-    last = c.request_kv_length_offsets[:n].long() + torch.tensor(counts) - 1
+    last = c.request_kv_length_offsets[:n].long() + counts - 1
     used = last // size + 1
     pages = c.request_to_kv_block_ids[:n]
     is_unused = (torch.arange(pages.shape[1]) >= used.unsqueeze(1)) & (pages >= 0)

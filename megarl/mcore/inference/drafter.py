@@ -1,154 +1,205 @@
 """Chooses which predicted tokens of which requests are worth a row in a decode step.
 
-A decode step costs as much as `FIXED_ROWS` rows before its first row. So a step with few requests tries unlikely tokens
-too, and one with many tries only likely ones. Following a text costs time itself: while drafts do not gain more than
-that, only some prompts are followed, which show when they do. A draft is a guess that the engine checks: nothing here
-changes a result. Nothing depends on time, so tensor-parallel ranks draft the same tokens.
+A step takes a fixed time and then some for each row. So a step with few requests tries unlikely tokens too, and one
+with many tries only likely ones. Looking for drafts costs time itself: while they do not gain more than that, they are
+looked for in few steps, which show when they do. A draft is a guess that the engine checks: nothing here changes
+a result. Nothing depends on a clock, so tensor-parallel ranks draft the same tokens.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
-from megarl.mcore.inference.draft_index import EVIDENCES, LONGEST, DraftIndex, Guess
+import numpy as np
 
-MAX_DEPTH = 16  # drafted tokens of a request in a step
-# Time, in rows of a small model on one CPU core: of a step before its first row; what drafts add to a step before the
-# first drafted row; of a drafted row, which is also looked up and checked.
-FIXED_ROWS, DRAFTING_ROWS, DRAFTED_ROW = 32, 16, 1.25
-FOLLOWING_ROWS = 0.1  # time of following a request for a step, in rows
+from megarl.mcore.inference.draft_index import EVIDENCES, LONGEST, DraftIndex
+from megarl.mcore.inference.draft_texts import MAX_DEPTH, DraftTexts
+
 FIRST_RATE = 0.5  # before any guess was checked; counts as two guesses
 RATE_MEMORY = 64  # checked guesses over which a rate is averaged
 ENOUGH = 0.9  # the first kind of n-gram with this rate is used
-GAIN_MEMORY = 256  # steps of a request over which the gain is averaged
-PROBES = 16  # one prompt of so many is always followed
+GAIN_MEMORY = 4  # steps with a look for drafts over which the gain is averaged
+PROBING = 0.015  # share of the time in which it looks for drafts in any case
 
 
-@dataclass(slots=True)
-class DraftedText:
-    """The text of a request."""
+class StepCosts(NamedTuple):
+    """Microseconds of a decode step. They decide what is tried, not what is generated."""
 
-    prompt_key: int
-    tokens: list[int]  # prompt and response, as far as it was followed
-    indexed: int  # tokens that need not be indexed any more
-    is_followed: bool = False
-    guesses: list[Guess] = field(default_factory=list)  # of the next tokens: those drafted, or one to learn from
+    step: float  # before its first row
+    row: float  # of a request
+    looking: float  # for drafts
+    looking_row: float  # of a request
+    drafting: float  # what a step with drafts takes more, before its first drafted row
+    drafted_row: float  # it shares reads of the cache with its request's other rows
 
-    @property
-    def is_probe(self) -> bool:
-        """Whether the text is followed in any case."""
-        return self.prompt_key % PROBES == 0
+    @classmethod
+    def on_cpu(cls, parameters: int, layers: int, threads: int) -> "StepCosts":
+        """The costs of a model in which a token is multiplied by so many parameters.
+
+        Measured with tools/bench/decode_operators.py on one core of an AMD EPYC, with 0.7 to 42 million parameters:
+        180 GFLOPS, and 5 µs per row and layer outside products, of which attention has half.
+        """
+        product = parameters * 1.2e-5
+        row, drafted_row = (product + 5 * layers) / threads, (product + 2.5 * layers) / threads + 1
+        return cls(350 + 20 * layers + parameters * 1.2e-4, row, 400, 4, 400, drafted_row)
+
+    @classmethod
+    def on_gpu(cls, parameters: int, layers: int) -> "StepCosts":
+        """An estimate, never measured: 60 µs of launches a layer, weights read at 3 TB/s, 200 TFLOPS, in 16 bits."""
+        row = 1 + parameters * 1e-8
+        return cls(60 * layers + parameters * 7e-7, row, 400, 4, 400, row)
+
+    def plain(self, rows: int) -> float:
+        """Of a step without drafts."""
+        return self.step + self.row * rows
+
+
+class Drafts(NamedTuple):
+    """Tokens to try after the last ones of n requests."""
+
+    tokens: np.ndarray  # [Σ counts] int64
+    counts: np.ndarray  # [n] int64
 
 
 class Drafter:
     """Drafts for the requests of an engine. Its index outlives the engine's calls, so that it knows earlier steps."""
 
-    def __init__(self, index: DraftIndex | None = None):
-        self.index = DraftIndex() if index is None else index
-        self.rates = [FIRST_RATE] * EVIDENCES  # share of right guesses by their evidence
-        self.gain = 1.0  # expected tokens that drafts add to a probe in a step
-        self._checked = [2] * EVIDENCES  # guesses, at most `RATE_MEMORY`
-        self._texts: dict[int, DraftedText] = {}  # by request id
-        self._end_ids: frozenset[int] = frozenset()
+    def __init__(self, costs: StepCosts, max_requests: int, max_length: int, index: DraftIndex | None = None):
+        """`max_requests`: at a time; `max_length`: of a request's prompt and response in tokens."""
+        self.index, self.costs = DraftIndex() if index is None else index, costs
+        self.rates = np.full(EVIDENCES, FIRST_RATE)  # share of right guesses by their evidence
+        self.gains = [1.0] * 64  # share of a step's time that drafts save, by log2 of its requests
+        self._checked = np.full(EVIDENCES, 2.0)  # guesses, at most `RATE_MEMORY`
+        self._texts = DraftTexts(max_requests, max_length)
+        self._end_ids, self._unspent = np.zeros(0, np.int64), 0.0  # microseconds for probing
 
     def reset(self, end_ids: Iterable[int]):
         """Begins a call of the engine without requests. `end_ids`: tokens that end a response."""
+        self._index(())
         self._texts.clear()
-        self._end_ids = frozenset(end_ids)
+        self._end_ids = np.array(sorted(end_ids), np.int64)
 
     def begin(self, request_id: int, prompt: Sequence[int]):
         """Adds a request."""
-        self._texts[request_id] = DraftedText(hash(tuple(prompt)), list(prompt), max(1, len(prompt)))
+        if self._texts.is_full:
+            self._index(())
+        self._texts.begin(request_id, prompt)
 
     def finish(self, request_id: int, text: Sequence[int]):
-        """Removes a request; indexes its whole text, prompt and response, if it was followed."""
-        known = self._texts.pop(request_id)
-        if known.is_followed:
-            self._learn(known, text[len(known.tokens) :])
-            self.index.add(known.prompt_key, text, known.indexed)
+        """Removes a request and indexes its whole text, prompt and response."""
+        self._texts.end(request_id, text)
 
-    def text_of(self, request_id: int) -> DraftedText:
-        """Returns the text of a request."""
-        return self._texts[request_id]
+    def rows_of(self, request_ids: np.ndarray) -> np.ndarray:
+        """Returns the rows of some requests in the drafter's arrays, for the other methods."""
+        return self._texts.rows_of(request_ids)
 
-    def followed(self, texts: Sequence[DraftedText]) -> list[int]:
-        """Returns the indices of the texts to follow in this step; the others get no drafts."""
-        is_worth_it = self.gain * FIXED_ROWS >= FOLLOWING_ROWS * len(texts)
-        for text in texts:
-            text.is_followed = is_worth_it or text.is_probe
-        return [i for i, text in enumerate(texts) if text.is_followed]
+    def looks(self, count: int) -> bool:
+        """Whether to look for drafts in the next step of so many requests."""
+        plain, cost = self.costs.plain(count), self.costs.looking + self.costs.looking_row * count
+        self._unspent += PROBING * plain
+        probes = self._unspent >= cost
+        if probes:
+            self._unspent = 0.0
+        return probes or self.gains[count.bit_length()] > cost / plain
 
-    def extend(self, text: DraftedText, generated: Sequence[int]):
-        """Adds the tokens that were generated since the last call, and learns from them."""
-        self._learn(text, generated)
-        text.tokens += generated
-
-    def draft(self, texts: Sequence[DraftedText], room: Sequence[int], rows: int, max_rows: int) -> list[list[int]]:
-        """Returns the tokens to try after each followed text, none where they are not worth it.
+    def catch_up(self, rows: np.ndarray, lengths: np.ndarray, last: np.ndarray, tail: Callable[..., Sequence[int]]):
+        """Adds the tokens that texts got since the last call, and learns from them.
 
         Args:
-            room: most tokens to draft for each text.
-            rows: of the step without drafts; if more than there are texts, these only show what drafts would gain.
+            rows: [n] of the requests.
+            lengths: [n] of their texts.
+            last: [n] their last tokens.
+            tail: (i, k) -> the last k tokens of the i-th text.
+        """
+        missing = lengths - self._texts.lengths[rows]
+        if missing.max() <= 1:
+            tokens = last[missing == 1]
+        else:
+            tokens = np.array([token for i, more in enumerate(missing.tolist()) for token in tail(i, more)], np.int32)
+        self._learn(*self._texts.extend(rows, missing, tokens))
+
+    def draft(self, rows: np.ndarray, room: np.ndarray, max_rows: int) -> Drafts:
+        """Returns the tokens to try after each text, none where they are not worth it.
+
+        Args:
+            rows: [n] all requests of the step.
+            room: [n] most tokens to draft for each.
             max_rows: of the step.
         """
-        floor, chances = rows / (FIXED_ROWS + rows), []
-        for text, limit in zip(texts, room, strict=True):
-            self.index.add(text.prompt_key, text.tokens, text.indexed)
-            text.indexed = len(text.tokens)
-            chances.append(self._guess(text, limit, floor))
-        drafts, share = [], len(texts) / rows
-        for text, chance, depth in zip(texts, chances, worthwhile(chances, share, max_rows), strict=True):
-            if text.is_probe:  # others may lack earlier responses because they were not followed
-                self.gain += (sum(chance[:depth]) - self.gain) / GAIN_MEMORY
-            drafts.append([guess.token for guess in text.guesses[:depth]] if share == 1 else [])
-            del text.guesses[max(len(drafts[-1]), 1) :]
-        return drafts
+        self._index(rows)
+        chances = self._guess(rows, room)
+        depths, gain = worthwhile(chances, self.costs, max_rows)
+        size = len(rows).bit_length()
+        self.gains[size] += (gain - self.gains[size]) / GAIN_MEMORY
+        texts = self._texts
+        # A guess of a text without drafts is kept, to learn from it.
+        texts.guess_counts[rows] = np.minimum(np.maximum(depths, 1), texts.guess_counts[rows])
+        is_drafted = np.arange(MAX_DEPTH) < depths[:, None]
+        return Drafts(texts.guessed[rows][is_drafted].astype(np.int64), depths)
 
-    def _learn(self, text: DraftedText, tokens: Sequence[int]):
-        """Takes note of which guesses were right; `tokens`: what was drawn, up to the first wrong one."""
-        for guess, token in zip(text.guesses, tokens, strict=False):
-            rate = self.rates[guess.evidence]
-            self._checked[guess.evidence] = checked = min(self._checked[guess.evidence] + 1, RATE_MEMORY)
-            self.rates[guess.evidence] += ((guess.token == token) - rate) / checked
-        text.guesses = []
+    def _index(self, rows: np.ndarray | Sequence[int]):
+        """Indexes what is new of some texts and of all that ended."""
+        self._learn(*self._texts.take_ended())
+        self._texts.index_all(rows, self.index)
 
-    def _guess(self, text: DraftedText, limit: int, floor: float) -> list[float]:
-        """Sets a text's guesses; returns the chance of each that it and all before it are right, down to `floor`."""
-        context, chance, chances, guesses = text.tokens[-LONGEST:], 1.0, [], []
-        while len(chances) < min(limit, MAX_DEPTH):
-            guess = self.index.guess(text.prompt_key, context, self.rates, ENOUGH)
+    def _learn(self, evidence: np.ndarray, is_right: np.ndarray):
+        """Takes note of which guesses were right."""
+        if not len(evidence):
+            return
+        guesses = np.bincount(evidence, minlength=EVIDENCES)
+        right = np.bincount(evidence, is_right, EVIDENCES)
+        self._checked = np.maximum(np.minimum(self._checked + guesses, RATE_MEMORY), guesses)
+        self.rates += (right - guesses * self.rates) / self._checked
+
+    def _guess(self, rows: np.ndarray, room: np.ndarray) -> np.ndarray:
+        """Sets the texts' guesses; returns [n, `MAX_DEPTH`] the chance of each that it and all before it are right,
+        0 for those that may not be tried."""
+        texts, n = self._texts, len(rows)
+        chances, chance, at = np.zeros((n, MAX_DEPTH)), np.ones(n), np.arange(n)
+        known = np.empty((n, LONGEST + MAX_DEPTH), np.int64)  # the last tokens of the texts, and then guesses
+        known[:, :LONGEST], keys = texts.contexts(rows, texts.lengths[rows]), texts.prompt_keys[rows]
+        floor = min(n * self.costs.drafted_row / self.costs.plain(n), 1)  # below it, a row is never worth its time
+        for depth in range(MAX_DEPTH):
+            contexts = known[at, depth : depth + LONGEST]
+            guesses = self.index.guess(keys[at], contexts, self.rates, ENOUGH)
+            known[at, depth + LONGEST] = guesses.tokens
+            chance = chance * guesses.rates
             # What follows an end token is dropped, so it is guessed only to learn from it.
-            is_end = guess is not None and guess.token in self._end_ids
-            if guess is None or (is_end and guesses):
+            is_end = (guesses.tokens[:, None] == self._end_ids).any(1)
+            goes_on = (chance >= floor) & (depth < room[at]) & ~is_end
+            is_guess = goes_on if depth else guesses.rates >= 0
+            guessed = rows[at[is_guess]]
+            texts.guessed[guessed, depth] = guesses.tokens[is_guess]
+            texts.evidence[guessed, depth] = guesses.evidence[is_guess]
+            texts.guess_counts[guessed] = depth + 1
+            at, chance = at[goes_on], chance[goes_on]
+            if not len(at):
                 break
-            guesses.append(guess)
-            chance *= self.rates[guess.evidence]
-            if chance < floor or is_end:
-                break
-            chances.append(chance)
-            context.append(guess.token)
-        text.guesses = guesses
+            chances[at, depth] = chance
         return chances
 
 
-def worthwhile(chances: list[list[float]], share: float, max_rows: int) -> list[int]:
+def worthwhile(chances: np.ndarray, costs: StepCosts, max_rows: int) -> tuple[np.ndarray, float]:
     """Returns how many guesses of each text to try, so that a step generates the most tokens for its time.
 
     It is best to take rows in the order of their chances, as long as a row generates more tokens for its time than the
     step without it.
 
     Args:
-        chances: of the guesses of each text, descending.
-        share: the texts' share of the step's requests.
+        chances: [n, D] of the guesses of each text, descending.
         max_rows: of the step.
+
+    Returns:
+        ([n] guesses, share of the time that they save for the same number of tokens).
     """
-    rows, depths = len(chances), [0] * len(chances)
-    tokens, undrafted = float(rows), share * FIXED_ROWS + rows
-    time = undrafted + share * DRAFTING_ROWS
-    by_chance = sorted(((chance, i) for i, row in enumerate(chances) for chance in row), key=lambda x: -x[0])
-    for chance, i in by_chance[: max(max_rows - rows, 0)]:
-        if chance * time <= tokens * DRAFTED_ROW:
-            break
-        depths[i] += 1
-        tokens, time = tokens + chance, time + DRAFTED_ROW
-    is_faster = tokens * undrafted > rows * time
-    return depths if is_faster else [0] * len(chances)
+    n, flat = len(chances), chances.ravel()
+    candidates = np.flatnonzero(flat > 0)
+    order = candidates[np.argsort(-flat[candidates], kind="stable")][: max(max_rows - n, 0)]
+    if not len(order):
+        return np.zeros(n, np.int64), 0.0
+    tokens = n + np.cumsum(flat[order])
+    times = costs.plain(n) + costs.drafting + costs.drafted_row * np.arange(1, len(order) + 1)
+    ratio = times / tokens * n / costs.plain(n)
+    best = int(ratio.argmin())
+    if ratio[best] >= 1:
+        return np.zeros(n, np.int64), 0.0
+    return np.bincount(order[: best + 1] // chances.shape[1], minlength=n), 1 - float(ratio[best])

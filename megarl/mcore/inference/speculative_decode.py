@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
+from megarl.mcore import device
 from megarl.mcore.inference import draft_rows
 from megarl.mcore.inference.decode_loop import DecodeLoopEngine
-from megarl.mcore.inference.drafter import DraftedText, Drafter
+from megarl.mcore.inference.drafter import Drafter, Drafts, StepCosts
+from megarl.mcore.inference.spread import spread
 from megarl.observe import activity
 
 
@@ -40,8 +43,8 @@ class SpeculativeEngine(DecodeLoopEngine):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         c = self.context
-        self.drafter, self.counts = Drafter(), DecodeCounts()
-        self._drafted: tuple[list, list[DraftedText]] = ([], [])  # requests of the last such step, and their texts
+        costs = costs_of(self.controller.inference_wrapped_model.model)
+        self.drafter, self.counts = Drafter(costs, c.max_requests, c.max_sequence_length), DecodeCounts()
         self.max_rows = min(2 * c.max_requests, c.max_tokens)  # bounds the memory of a step's logits
 
     def step_modern(self) -> dict:
@@ -53,11 +56,11 @@ class SpeculativeEngine(DecodeLoopEngine):
                 self.counts = self.counts.plus((1, decoding, decoding, 0, 0))
             return super().step_modern()
         self.counts = self.counts.plus((1, count, count, 0, 0))
-        drafts = self._drafts(count)
-        if c.only_decodes and not any(drafts):
+        drafts = self._drafts(count) if self.drafter.looks(count) else None
+        if drafts is None or not len(drafts.tokens):
             return super().step_modern()
         activity.tick()
-        return self._step_with_drafts(self._drafted[0], drafts)
+        return self._step_with_drafts(drafts)
 
     @property
     def _can_draft(self) -> bool:
@@ -69,76 +72,86 @@ class SpeculativeEngine(DecodeLoopEngine):
         finally:
             c.only_decodes = known
 
-    def _drafts(self, count: int) -> list[list[int]]:
+    def _drafts(self, count: int) -> Drafts:
         """Returns the tokens to try after the last one of each request, with blocks of the cache for them."""
-        c, drafter, drafts = self.context, self.drafter, [[] for _ in range(count)]
-        if self._decoding_requests is None or self._decoding_requests is not self._drafted[0]:
-            requests = self._decoding_requests or [self.get_request(i) for i in c.request_ids[:count].tolist()]
-            self._drafted = requests, [drafter.text_of(request.request_id) for request in requests]
-        requests, texts = self._drafted
-        followed = drafter.followed(texts)
-        if not followed:
-            return drafts
-        for i in followed:
-            self._catch_up(texts[i], requests[i])
-        lengths = c.request_kv_length_offsets[:count] + c.request_query_lengths[:count]
+        c = self.context
+        ids = c.request_ids[:count].numpy()
+        rows, lengths = self.drafter.rows_of(ids), c.request_kv_length_offsets[:count] + c.request_query_lengths[:count]
+
+        def tail(i: int, size: int) -> list[int]:
+            return _tail(self.get_request(int(ids[i])), size)
+
+        self.drafter.catch_up(rows, lengths.numpy(), c.token_to_input_ids[:count].numpy(), tail)
         # A request ends at its output length: the last row that may be used draws the token that reaches it.
-        room = (c.request_output_lengths[:count] - lengths - 1).clamp_(min=0).tolist()
-        found = drafter.draft([texts[i] for i in followed], [room[i] for i in followed], count, self.max_rows)
-        for i, draft in zip(followed, found, strict=True):
-            drafts[i] = draft[: room[i]]
-        sizes = draft_rows.fit_to_blocks(c, [len(draft) for draft in drafts]) if any(drafts) else []
-        return [draft[:size] for draft, size in zip(drafts, sizes, strict=True)] if sizes else drafts
+        room = (c.request_output_lengths[:count] - lengths - 1).clamp_(min=0).long()
+        drafts = self.drafter.draft(rows, room.numpy(), self.max_rows)
+        if not len(drafts.tokens):
+            return drafts
+        wanted = torch.from_numpy(drafts.counts)
+        counts = draft_rows.fit_to_blocks(c, wanted.minimum(room))
+        if (counts < wanted).any():
+            owner, place = spread(wanted)
+            drafts = Drafts(drafts.tokens[(place < counts[owner]).numpy()], counts.numpy())
+        return drafts
 
-    def _catch_up(self, text: DraftedText, request):
-        """Adds the tokens that a request got since its text was followed last."""
-        generated = request.generated_tokens
-        missing = len(request.prompt_tokens) + len(generated) - len(text.tokens)
-        if missing > len(generated):  # the request was evicted: its response is now part of its prompt
-            generated = [*request.prompt_tokens.tolist(), *generated]
-        if missing:
-            self.drafter.extend(text, generated[-missing:])
-
-    def _step_with_drafts(self, requests: list, drafts: list[list[int]]) -> dict:
+    def _step_with_drafts(self, drafts: Drafts) -> dict:
         """Runs a step that reads the last token and the drafted ones of each request."""
         c, sampling = self.context, self.controller._sampling
-        draft_rows.begin_step(c, drafts)
+        ids = c.request_ids[: len(drafts.counts)].tolist()
+        requests = self._decoding_requests or [self.get_request(number) for number in ids]
+        draft_rows.begin_step(c, torch.from_numpy(drafts.tokens), torch.from_numpy(drafts.counts))
         ids, positions = c.current_input_and_position_ids()
         logits = self._forward({"tokens": ids, "position_ids": positions, "attention_mask": None})
-        sampled = sampling.sample_kernel(logits.squeeze(0), sum(map(len, drafts)) + len(drafts), c)
-        logprobs, tokens = sampling.log_probs(sampled).tolist(), sampled.tolist()
-        accepted = self._accepted(tokens, drafts)
-        draft_rows.end_step(c, [len(rows) for rows in accepted])
-        for request, rows in zip(requests, accepted, strict=True):
-            request.generated_tokens += [tokens[row] for row in rows[:-1]]
-            request.generated_log_probs += [logprobs[row] for row in rows[:-1]]
-        more = sum(map(len, accepted)) - len(accepted)
-        self.counts = self.counts.plus((0, 0, more, len(tokens) - len(drafts), more))
-        return self._end_step(
-            requests, [tokens[rows[-1]] for rows in accepted], [logprobs[rows[-1]] for rows in accepted]
-        )
+        sampled = sampling.sample_kernel(logits.squeeze(0), len(drafts.tokens) + len(requests), c)
+        logprobs, drawn = sampling.log_probs(sampled).tolist(), sampled.cpu()
+        counts = draft_rows.accepted_counts(c, drawn)
+        draft_rows.end_step(c, counts)
+        last, tokens, row, accepted = [], drawn.tolist(), 0, counts.tolist()
+        for request, count, drafted in zip(requests, accepted, drafts.counts.tolist(), strict=True):
+            final = row + count - 1
+            if count > 1:
+                request.generated_tokens += tokens[row:final]
+                request.generated_log_probs += logprobs[row:final]
+            last.append(final)
+            row += drafted + 1
+        more = sum(accepted) - len(accepted)
+        self.counts = self.counts.plus((0, 0, more, len(drafts.tokens), more))
+        return self._end_step(requests, drawn[last], [logprobs[row] for row in last])
 
-    def _accepted(self, tokens: list[int], drafts: list[list[int]]) -> list[range]:
-        """Returns the rows of each request that drew its next tokens: those whose earlier drafts are what was drawn."""
-        accepted, start, end_ids = [], 0, self.context.end_tokens.ids
-        for draft in drafts:
-            row = start
-            for token in draft:
-                if tokens[row] != token or token in end_ids:
-                    break
-                row += 1
-            accepted.append(range(start, row + 1))
-            start += len(draft) + 1
-        return accepted
-
-    def _end_step(self, requests: list, tokens: list[int], logprobs: list[float]) -> dict:
-        """Advances by the last new token of each request, as a step without drafts does."""
-        sampled = torch.tensor(tokens)
-        self.controller._sampled_tokens_cuda[: len(tokens)] = sampled
+    def _end_step(self, requests: list, sampled: Tensor, logprobs: list[float]) -> dict:
+        """Advances by the last new token [n] of each request, as a step without drafts does."""
+        self.controller._sampled_tokens_cuda[: len(sampled)] = sampled
         if not self.context.advance_decode(sampled):
             return self._finish_step(logprobs)
-        for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
+        for request, token, logprob in zip(requests, sampled.tolist(), logprobs, strict=True):
             request.generated_tokens.append(token)
             request.generated_log_probs.append(logprob)
         self._decoding_requests = requests
         return {"finished_request_records": []}
+
+
+def _tail(request, size: int) -> Sequence[int]:
+    """The last tokens of a request's text; the response so far of an evicted request was added to its prompt."""
+    generated = request.generated_tokens
+    if size > len(generated):
+        generated = [*request.prompt_tokens.tolist(), *generated]
+    return generated[len(generated) - size :]
+
+
+def parameters_of_a_token(model) -> int:
+    """Returns how many of this rank's parameters a token is multiplied by: those of its experts only."""
+    config, count = model.config, 0
+    for name, parameter in model.named_parameters():
+        share = config.moe_router_topk / config.num_moe_experts if ".experts." in name else 1
+        count += int(parameter.numel() * share)
+    return count
+
+
+def costs_of(model) -> StepCosts:
+    """The costs of a decode step on this rank: the same on all tensor-parallel ranks, which must draft the same tokens
+    and may have different numbers of threads."""
+    parameters, config = parameters_of_a_token(model), model.config
+    if device.has_cuda():
+        return StepCosts.on_gpu(parameters, config.num_layers)
+    threads = torch.get_num_threads() if config.tensor_model_parallel_size == 1 else 1
+    return StepCosts.on_cpu(parameters, config.num_layers, threads)

@@ -17,30 +17,36 @@ WINDOW = "--window-size 20,0 --window-attn-skip-freq 2"
 
 def scripted_drafter(answers, kind: str):
     """A drafter that knows the answers, lists of tokens by request id: its drafts are right, wrong, random or mixed."""
-    from megarl.mcore.inference.drafter import Drafter
+    import numpy as np
+
+    from megarl.mcore.inference.draft_index import LONGEST
+    from megarl.mcore.inference.drafter import Drafter, Drafts, StepCosts
 
     class Scripted(Drafter):
         def __init__(self):
-            super().__init__()
-            self.generator = random.Random(0)
+            super().__init__(StepCosts.on_cpu(10**5, 2, 1), 32, 48)
+            self.generator, self.ids = random.Random(0), {}
 
-        def followed(self, texts):
-            for text in texts:
-                text.is_followed = True
-            return list(range(len(texts)))
+        def begin(self, request_id, prompt):
+            super().begin(request_id, prompt)
+            self.ids[int(self.rows_of(request_id))] = request_id
 
-        def draft(self, texts, room, rows, max_rows):
-            ids = {id(text): number for number, text in self._texts.items()}
-            drafts = []
-            for text, limit in zip(texts, room, strict=True):
-                answer, draft = answers[ids[id(text)]], []
-                assert answer[: len(text.tokens)] == text.tokens, "the drafter knows another text"
+        def looks(self, count):
+            return True
+
+        def draft(self, rows, room, max_rows):
+            drafts, used = [], len(rows)
+            for row, limit in zip(rows, room, strict=True):
+                answer, size = answers[self.ids[row]], self._texts.lengths[row]
+                text = self._texts._tokens[row, LONGEST : LONGEST + size].tolist()
+                assert answer[:size] == text, "the drafter knows another text"
                 # More than there is room for: the engine has to cut it.
-                for truth in [*answer[len(text.tokens) :], 0, 0, 0][: min(limit + 2, max_rows - rows)]:
-                    draft.append(self.token(truth))
-                rows += len(draft)
+                truths = [*answer[size:], 0, 0, 0][: min(limit + 2, max_rows - used)]
+                draft = [self.token(truth) for truth in truths]
+                used += len(draft)
                 drafts.append(draft)
-            return drafts
+            tokens = np.array([token for draft in drafts for token in draft], np.int64)
+            return Drafts(tokens, np.array([len(draft) for draft in drafts], np.int64))
 
         def token(self, truth):
             other = self.generator.randrange(VOCAB)
@@ -66,6 +72,7 @@ def with_and_without(rank, flags="", shape="llama", end=NEVER, sampling=None, co
     answers = [request.prompt + completion.tokens for request, completion in zip(requests, plain, strict=True)]
     for kind in ("right", "wrong", "random", "mixed", "first", "again"):
         engine.drafter = engine.engine.drafter = own if kind in ("first", "again") else scripted_drafter(answers, kind)
+        engine.drafter.gains = [1.0] * 64  # so that it looks for drafts
         done = engine.generate(requests, end, sampling, routes)
         blocks = engine.context.kv_block_allocator
         assert blocks.total_avail == blocks.total_count - 1, "blocks of rejected drafts were not freed"
@@ -104,3 +111,20 @@ def test_right_drafts_need_one_step():
     assert (wrong.steps, wrong.requests, wrong.tokens) == (LONG - 1, 5 * (LONG - 1), 5 * (LONG - 1))
     assert (right.steps, right.requests, right.tokens) == (1, 5, 5 * (LONG - 1))
     assert right.accepted == right.drafted == 5 * (LONG - 2)
+
+
+def costs(rank, flags):
+    from megarl.mcore.inference.speculative_decode import costs_of, parameters_of_a_token
+
+    model, _, _ = build(flags, "llama")
+    torch.set_num_threads(1 + rank)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    return parameters_of_a_token(model), whole, experts, costs_of(model)
+
+
+def test_costs_count_the_experts_of_a_token_and_are_those_of_all_tensor_parallel_ranks():
+    ((used, whole, experts, _),) = run_world(costs, 1, EXPERTS)
+    assert used == whole - experts * 6 // 8 and experts > 0
+    first, second = run_world(costs, 2, "--tensor-model-parallel-size 2")
+    assert first == second and first[0] == first[1]
