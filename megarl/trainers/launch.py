@@ -1,5 +1,6 @@
 """Entry point of all programs: parses flags, sets the exit status, and reports in one line where a rank failed."""
 
+import gc
 import os
 import sys
 import traceback
@@ -24,6 +25,7 @@ def launch(train, program: str):
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     timers, config = Timers(), None
+    gc.freeze()  # collecting garbage skips the half million objects of the imports
     try:
         config = restart.parse(sys.argv[1:], size, program)
         if config is None:
@@ -48,6 +50,7 @@ def launch(train, program: str):
             raise
         _fail(rank, timers, error)  # a plug-in called sys.exit: the other ranks would wait for this one
     finally:
+        gc.unfreeze()  # triton's bindings report objects that still exist at exit
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     if status:
