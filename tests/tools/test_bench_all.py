@@ -111,9 +111,39 @@ def test_megarl_generates_in_a_worker():
     assert results["vllm"].failure == "not installed: set --vllm-python"
 
 
+@pytest.mark.parametrize(("output", "expected"), [
+    ("[rank0]: Traceback\n[rank0]: ModuleNotFoundError: No module named 'trl'\nE1123 elastic failed\n=====\n",
+     "ModuleNotFoundError: No module named 'trl'"),
+    ("a\nno room\n", "no room"), ("", "no output"), ("torch.OutOfMemoryError: CUDA\n-", "torch.OutOfMemoryError: CUDA"),
+])  # fmt: skip
+def test_the_reason_of_a_failure_is_its_error(output, expected):
+    assert comparisons.reason(output) == expected
+
+
+def test_the_default_setting_is_what_the_launcher_chooses(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # of the tests, not of a run
+    choice = (
+        "import os, sys; 'OMP_NUM_THREADS' in os.environ and sys.exit('limited'); print('noise'); print(2, sys.argv[1])"
+    )
+    monkeypatch.setattr(comparisons, "CHOICE", choice)
+    assert comparisons.default_setting(["3"]) == Setting(2, 3)
+    monkeypatch.setattr(comparisons, "CHOICE", "import sys; sys.exit('no choice')")
+    with pytest.raises(Failed, match="no choice"):
+        comparisons.default_setting([])
+
+
+def test_busy_loops_end_with_their_block(monkeypatch):
+    started, popen = [], bench.subprocess.Popen
+    monkeypatch.setattr(bench.subprocess, "Popen", lambda command: started.append(popen(command)) or started[-1])
+    with bench.busy_loops(2):
+        assert [loop.poll() for loop in started] == [None, None]
+    assert all(loop.returncode is not None for loop in started) and len(started) == 2
+
+
 def test_wrong_flags(tmp_path, capsys):
     cases = ((["--only", "rollout,speed"], "--only speed: allowed are rollout, step, lora, logprob, startup"),
              (["--rounds", "0"], "--rounds 0: must be at least 1"),
+             (["--busy", "-1"], "--busy -1: must be at least 0"),
              (["--settings", "1x2,2"], "--settings 1x2,2: allowed are RANKSxTHREADS, separated by commas"),
              (["--vllm-python", "no-such-python"], "--vllm-python no-such-python: no such program"),
              (["--lora-model", str(tmp_path)], f"--lora-model {tmp_path}: no Hugging Face folder"))  # fmt: skip

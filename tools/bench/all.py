@@ -1,12 +1,14 @@
 """Every comparison with a peer, each side at its best of several settings of ranks and threads: one table.
 
     PYTHONPATH=. python tools/bench/all.py [--only rollout,step,lora,logprob,startup] [--rounds 3] [--out FILE]
-        [--json FILE] [--settings 1x2,2x1] [--vllm-python INTERPRETER] [--lora-model DIR] [--quick]
+        [--json FILE] [--settings 1x2,2x1] [--vllm-python INTERPRETER] [--lora-model DIR] [--busy N] [--quick]
 
 For each comparison, a trial first measures one round of every setting of every side: one rank (or process) with a
 thread for each core, and a rank with one thread for each core, unless --settings says otherwise. Then the best setting
 of each side runs --rounds rounds; the sides alternate, and the order changes every round. `ratio` is the median of a
-side over megarl's: above 1, megarl is faster. megarl has its default flags. A side that fails is a row that says why.
+side over megarl's: above 1, megarl is faster. megarl has its default flags. `megarl, default` also has the ranks and
+threads that launch/run.sh chooses. --busy starts N programs that only compute, as on a shared machine. A side that
+fails is a row that says why.
 With n processes, Hugging Face and vLLM get a share of the requests each, as megarl's replicas do.
 """
 
@@ -16,6 +18,7 @@ import json
 import os
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field
@@ -43,6 +46,18 @@ class Result:
     def median(self) -> float | None:
         """Median seconds of the rounds; None after a failure."""
         return None if self.failure or not self.seconds else statistics.median(self.seconds)
+
+
+@contextlib.contextmanager
+def busy_loops(count: int):
+    """Runs so many programs that only compute beside the context's block."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
 
 
 @contextlib.contextmanager
@@ -130,7 +145,8 @@ def report(found: dict) -> str:
     return "\n".join([
         f"Processor: {machine['name']}, {machine['cores']} cores, {machine['MHz']} MHz, {machine['flags']}.",
         f"Versions: {', '.join(libraries)}.",
-        f"{found['rounds']} rounds; load average before and after: {', '.join(loads)}.", "",
+        f"{found['rounds']} rounds beside {found['busy']} busy loops; load average before and after:"
+        f" {', '.join(loads)}.", "",
         whole_table([HEADER, *(row for each in found["works"] for row in each["rows"])], True, 0),
     ])  # fmt: skip
 
@@ -138,7 +154,13 @@ def report(found: dict) -> str:
 def measure(args: argparse.Namespace) -> dict:
     """Runs the comparisons one after the other and writes the files after each."""
     loads = [os.getloadavg()[0]]
-    found = {"processor": processor(), "versions": versions(args.options), "rounds": args.rounds, "works": []}
+    found = {
+        "processor": processor(),
+        "versions": versions(args.options),
+        "rounds": args.rounds,
+        "busy": args.busy,
+        "works": [],
+    }
     for group in args.only:
         for make in GROUPS[group]:
             with tempfile.TemporaryDirectory() as folder:
@@ -176,6 +198,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     made.add_argument("--lora-model", type=Path, metavar="DIR", help="Hugging Face folder of the LoRA step")
     made.add_argument("--trl-batch", type=int, default=64, help="responses per pass of TRL; default: %(default)s")
     made.add_argument("--lora-batch", type=int, default=16, help="the same with LoRA; default: %(default)s")
+    made.add_argument("--busy", type=int, default=0, metavar="N", help="programs that only compute beside all sides")
     made.add_argument("--quick", action="store_true", help="small work that shows nothing but that it runs")
     made.add_argument("--out", type=Path, metavar="FILE", help="write the table to this file, too")
     made.add_argument("--json", type=Path, metavar="FILE", help="write all seconds to this file")
@@ -185,6 +208,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         made.error(f"--only {','.join(unknown)}: allowed are {', '.join(GROUPS)}")
     if args.rounds < 1:
         made.error(f"--rounds {args.rounds}: must be at least 1")
+    if args.busy < 0:
+        made.error(f"--busy {args.busy}: must be at least 0")
     pairs = [text.strip().split("x") for text in args.settings.split(",")]
     if not all(len(pair) == 2 and all(part.isdecimal() and int(part) for part in pair) for pair in pairs):
         made.error(f"--settings {args.settings}: allowed are RANKSxTHREADS, separated by commas")
@@ -200,7 +225,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Parses flags, measures, prints."""
     args = parse(argv)
-    print(report(measure(args)))
+    with busy_loops(args.busy):
+        print(report(measure(args)))
     return 0
 
 

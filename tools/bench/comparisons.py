@@ -1,6 +1,9 @@
 """The comparisons of tools/bench/all.py: what each side runs in a setting of ranks and threads."""
 
 import contextlib
+import dataclasses
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -107,6 +110,13 @@ def logprobs(name: str, folder: Path, options: Options) -> Comparison:
     return Comparison(f"log-probs {name}", sides)
 
 
+def reason(output: str) -> str:
+    """The last line that names an error in what a failed program printed, else its last line."""
+    lines = output.strip().splitlines() or ["no output"]
+    errors = [line for line in lines if re.search(r"^\S*(Error|Exception)\b.*:", line.split("]: ")[-1])]
+    return (errors or lines)[-1].split("]: ")[-1].strip()
+
+
 def steps(program: str, side: str, folder: Path, options: Options, more: list[str]) -> Side:
     """A side of step.py or lora_step.py; a trial and a quick run measure one step a round, others three."""
 
@@ -118,7 +128,7 @@ def steps(program: str, side: str, folder: Path, options: Options, more: list[st
             try:
                 seconds = step.in_process(program, side, folder, setting.ranks, flags, setting.threads)
             except common.Unusable as error:
-                raise Failed(str(error).strip().splitlines()[-1]) from error
+                raise Failed(reason(str(error))) from error
             return sum(seconds) / len(seconds)
 
         return contextlib.nullcontext(clock)
@@ -126,11 +136,29 @@ def steps(program: str, side: str, folder: Path, options: Options, more: list[st
     return Side(open)
 
 
+CHOICE = (
+    "import sys; from megarl.launcher import cores; from megarl.rank_choice import ranks_for;"
+    " n = cores(); ranks = ranks_for(sys.argv[1:], 'rl', n); print(ranks, n // ranks)"
+)
+
+
+def default_setting(flags: list[str]) -> Setting:
+    """What launch/run.sh chooses for train_rl without NPROC and OMP_NUM_THREADS."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run([sys.executable, "-c", CHOICE, *flags], env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise Failed(done.stderr.strip().splitlines()[-1])
+    return Setting(*map(int, done.stdout.split()[-2:]))
+
+
 def grpo_steps(name: str, folder: Path, options: Options) -> Comparison:
-    """A whole GRPO step: TRL."""
-    step.make_folder(folder, step.CASES[name])
+    """A whole GRPO step: TRL, and megarl with the ranks and threads that its launcher chooses."""
+    case = step.CASES[name]
+    step.make_folder(folder, case)
     more = ["--case", name, "--trl-batch", str(options.trl_batch)]
     sides = {side: steps(step.__file__, side, folder, options, more) for side in (common.OURS, *step.PEERS)}
+    chosen = [default_setting(step.megarl_flags(folder, case, 1))]
+    sides["megarl, default"] = dataclasses.replace(sides[common.OURS], settings=chosen)
     return Comparison(f"GRPO step {name}", sides)
 
 
