@@ -2,8 +2,9 @@
 
 A row is for every kernel what a request is in a step without drafts: a token, its cache slot, and the number of keys
 that it reads. So its numbers have the same bits. All rows of a step write their keys before any row reads. Rows after
-the first wrong draft of a request leave keys in slots that no row reads until they are written again.
-Shapes: N requests, T rows.
+the first wrong draft of a request leave keys in slots that no row reads until they are written again. Requests with the
+same text share their rows; keys, values and routes of these are copied to the slots of the others.
+Shapes: n requests in m groups with the same text, T computed rows, S ≥ T rows of all requests.
 """
 
 from typing import NamedTuple
@@ -12,20 +13,30 @@ import torch
 from torch import Tensor
 
 from megarl.mcore.inference.spread import spread
+from megarl.mcore.inference.text_groups import Groups
 
 
 class DraftRows(NamedTuple):
     """The rows of a step: for each request, its last token and then its drafted ones."""
 
-    requests: Tensor  # [T] int64 index of each row's request among those of the step
-    positions: Tensor  # [T] int64 position of each row's token in its request
+    requests: Tensor  # [T] int64 index of each computed row's request among those of the step
+    positions: Tensor  # [T] int64 position of each computed row's token in its request
+    owners: Tensor  # [S] int64 request of each row, ascending
+    places: Tensor  # [S] int64 number of the row in its request
+    computed: Tensor  # [S] int64 the computed row that stands for each
     padded_tokens: int  # of the step without drafts
+
+    @property
+    def owner_positions(self) -> Tensor:
+        """[S] position of each row's token."""
+        return self.positions[self.computed]
 
 
 def fit_to_blocks(context, counts: Tensor) -> Tensor:
     """Returns how many of `counts` [n] drafted tokens of each request the cache has room for; allocates their blocks.
 
-    If the free blocks do not suffice for all, no request gets a further block.
+    If the free blocks do not suffice for all, no request gets a further block. Requests with texts of the same length
+    and the same counts get the same.
     """
     n, size, blocks = context.total_request_count, context.block_size_tokens, context.kv_block_allocator
     offsets = context.request_last_kv_block_offset[:n].long()
@@ -41,45 +52,68 @@ def fit_to_blocks(context, counts: Tensor) -> Tensor:
     return counts
 
 
-def begin_step(context, tokens: Tensor, counts: Tensor):
-    """Prepares a step in which each request reads its last token and drafted ones, whose blocks are allocated.
+def begin_step(context, tokens: Tensor, counts: Tensor, groups: Groups) -> dict:
+    """Prepares a step in which each group reads its last token and drafted ones; all its requests have blocks for them.
+    Returns the inputs of the forward pass.
 
     Args:
         tokens: [Σ counts] int64 drafted ones.
-        counts: [n] of each request.
+        counts: [m] of each group.
     """
     c, n, is_ready = context, context.total_request_count, context.only_decodes
     if not is_ready:
         c.initialize_attention_state()  # after requests ended, Megatron's tensors have to be set anew
     c.only_decodes, c._plan = False, None
-    requests, place = spread(counts + 1)
+    of, first = torch.from_numpy(groups.of), torch.from_numpy(groups.first)
+    rows = counts + 1
+    group, place = spread(rows)
+    owners, places = spread(rows[of])
+    requests = first[group]
     positions = c.request_kv_length_offsets[:n].long()[requests] + place
-    total, is_drafted = len(requests), place > 0
+    computed = (rows.cumsum(0) - rows)[of[owners]] + places
+    total = len(requests)
     padded = c.round_up_tokens(total)
-    c.draft_rows, c.active_token_count = DraftRows(requests, positions, c.padded_active_token_count), total
+    c.draft_rows = DraftRows(requests, positions, owners, places, computed, c.padded_active_token_count)
+    c.active_token_count = total
     ids = c.token_to_input_ids[:n][requests]
-    ids[is_drafted] = tokens
+    ids[place > 0] = tokens
     c.token_to_input_ids[:total] = ids
-    blocks = c.request_to_kv_block_ids[requests, positions // c.block_size_tokens]
-    _set_tokens(c, blocks, positions, padded)
+    _set_tokens(c, _blocks(c, requests, positions), positions, padded)
     c.padded_active_token_count = padded
     c.transfer_bookkeeping_to_gpu()
+    ids, positions = (x[:padded].unsqueeze(0) for x in (c.gpu_view.token_to_input_ids, c.gpu_view.token_to_pos_ids))
+    return {"tokens": ids, "position_ids": positions, "attention_mask": None}
 
 
 def accepted_counts(context, drawn: Tensor) -> Tensor:
     """Returns [n] how many rows of each request drew its next tokens: those whose earlier drafts are what was drawn.
 
     Args:
-        drawn: [T] the token after each row.
+        drawn: [S] the token after each row.
     """
-    requests = context.draft_rows.requests
-    is_last = torch.ones(len(requests), dtype=torch.bool)
-    is_last[:-1] = requests[1:] != requests[:-1]
+    rows = context.draft_rows
+    is_last = torch.ones(len(rows.owners), dtype=torch.bool)
+    is_last[:-1] = rows.owners[1:] != rows.owners[:-1]
     ends = is_last | context.end_tokens.contains(drawn)
-    ends[:-1] |= drawn[:-1] != context.token_to_input_ids[1 : len(requests)]
+    ends[:-1] |= drawn[:-1] != context.token_to_input_ids[rows.computed[1:]]
     ends, last = ends.nonzero().flatten(), is_last.nonzero().flatten()
     first = torch.cat([last.new_zeros(1), last[:-1] + 1])
     return ends[torch.searchsorted(ends, first)] - first + 1
+
+
+def copy_to_group(context, counts: Tensor):
+    """Copies keys, values and routes of the first `counts` [n] rows of each request from the computed rows."""
+    c, rows = context, context.draft_rows
+    is_copied = (rows.requests[rows.computed] != rows.owners) & (rows.places < counts[rows.owners])
+    if not is_copied.any():
+        return
+    positions, computed = rows.owner_positions[is_copied], rows.computed[is_copied]
+    source = _slots(c, rows.requests[computed], positions)
+    target = _slots(c, rows.owners[is_copied], positions)
+    cache = c.memory_buffer.flatten(1, 2)
+    places = source.to(cache.device), target.to(cache.device)
+    cache.index_copy_(1, places[1], cache.index_select(1, places[0]))
+    c.kv_block_allocator.copy_routes(source, target)
 
 
 def end_step(context, counts: Tensor):
@@ -101,6 +135,16 @@ def end_step(context, counts: Tensor):
     c.request_last_kv_block_offset[:n], c.request_kv_length_offsets[:n] = (last % size).int(), last.int()
     c.padded_active_token_count, c.draft_rows, c.active_token_count = c.draft_rows.padded_tokens, None, n
     _set_tokens(c, blocks, last, c.padded_active_token_count)
+
+
+def _blocks(context, requests: Tensor, positions: Tensor) -> Tensor:
+    return context.request_to_kv_block_ids[requests, positions // context.block_size_tokens]
+
+
+def _slots(context, requests: Tensor, positions: Tensor) -> Tensor:
+    """Slots of the flattened cache of some requests' tokens."""
+    size = context.block_size_tokens
+    return _blocks(context, requests, positions).long() * size + positions % size
 
 
 def _set_tokens(context, blocks: Tensor, positions: Tensor, padded: int):

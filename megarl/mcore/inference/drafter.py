@@ -13,6 +13,7 @@ import numpy as np
 
 from megarl.mcore.inference.draft_index import EVIDENCES, LONGEST, DraftIndex
 from megarl.mcore.inference.draft_texts import MAX_DEPTH, DraftTexts
+from megarl.mcore.inference.text_groups import TextGroups
 
 FIRST_RATE = 0.5  # before any guess was checked; counts as two guesses
 RATE_MEMORY = 64  # checked guesses over which a rate is averaged
@@ -52,12 +53,20 @@ class StepCosts(NamedTuple):
         """Of a step without drafts."""
         return self.step + self.row * rows
 
+    def shares(self, groups: int, requests: int) -> bool:
+        """Whether a step without drafts takes less time if it computes each of some groups of requests once."""
+        return self.plain(groups) + self.drafting < self.plain(requests)
+
+    def without_drafts(self, groups: int, requests: int) -> float:
+        """Of a step without drafts in the faster way."""
+        return min(self.plain(groups) + self.drafting, self.plain(requests))
+
 
 class Drafts(NamedTuple):
-    """Tokens to try after the last ones of n requests."""
+    """Tokens to try after the last ones of m groups of requests with the same text."""
 
     tokens: np.ndarray  # [Σ counts] int64
-    counts: np.ndarray  # [n] int64
+    counts: np.ndarray  # [m] int64
 
 
 class Drafter:
@@ -70,12 +79,14 @@ class Drafter:
         self.gains = [1.0] * 64  # share of a step's time that drafts save, by log2 of its requests
         self._checked = np.full(EVIDENCES, 2.0)  # guesses, at most `RATE_MEMORY`
         self._texts = DraftTexts(max_requests, max_length)
+        self.groups = TextGroups()
         self._end_ids, self._unspent = np.zeros(0, np.int64), 0.0  # microseconds for probing
 
     def reset(self, end_ids: Iterable[int]):
         """Begins a call of the engine without requests. `end_ids`: tokens that end a response."""
         self._index(())
         self._texts.clear()
+        self.groups.reset()
         self._end_ids = np.array(sorted(end_ids), np.int64)
 
     def begin(self, request_id: int, prompt: Sequence[int]):
@@ -83,6 +94,7 @@ class Drafter:
         if self._texts.is_full:
             self._index(())
         self._texts.begin(request_id, prompt)
+        self.groups.begin(request_id, prompt)
 
     def finish(self, request_id: int, text: Sequence[int]):
         """Removes a request and indexes its whole text, prompt and response."""
@@ -117,18 +129,19 @@ class Drafter:
             tokens = np.array([token for i, more in enumerate(missing.tolist()) for token in tail(i, more)], np.int32)
         self._learn(*self._texts.extend(rows, missing, tokens))
 
-    def draft(self, rows: np.ndarray, room: np.ndarray, max_rows: int) -> Drafts:
-        """Returns the tokens to try after each text, none where they are not worth it.
+    def draft(self, rows: np.ndarray, room: np.ndarray, sizes: np.ndarray, max_rows: int) -> Drafts:
+        """Returns the tokens to try after the text of each group, none where they are not worth it.
 
         Args:
-            rows: [n] all requests of the step.
-            room: [n] most tokens to draft for each.
+            rows: [m] a request of each group of the step.
+            room: [m] most tokens to draft for each.
+            sizes: [m] requests of each group.
             max_rows: of the step.
         """
         self._index(rows)
-        chances = self._guess(rows, room)
-        depths, gain = worthwhile(chances, self.costs, max_rows)
-        size = len(rows).bit_length()
+        chances = self._guess(rows, room, sizes)
+        depths, gain = worthwhile(chances, sizes, self.costs, max_rows)
+        size = int(sizes.sum()).bit_length()
         self.gains[size] += (gain - self.gains[size]) / GAIN_MEMORY
         texts = self._texts
         # A guess of a text without drafts is kept, to learn from it.
@@ -150,14 +163,15 @@ class Drafter:
         self._checked = np.maximum(np.minimum(self._checked + guesses, RATE_MEMORY), guesses)
         self.rates += (right - guesses * self.rates) / self._checked
 
-    def _guess(self, rows: np.ndarray, room: np.ndarray) -> np.ndarray:
-        """Sets the texts' guesses; returns [n, `MAX_DEPTH`] the chance of each that it and all before it are right,
+    def _guess(self, rows: np.ndarray, room: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """Sets the texts' guesses; returns [m, `MAX_DEPTH`] the chance of each that it and all before it are right,
         0 for those that may not be tried."""
         texts, n = self._texts, len(rows)
         chances, chance, at = np.zeros((n, MAX_DEPTH)), np.ones(n), np.arange(n)
         known = np.empty((n, LONGEST + MAX_DEPTH), np.int64)  # the last tokens of the texts, and then guesses
         known[:, :LONGEST], keys = texts.contexts(rows, texts.lengths[rows]), texts.prompt_keys[rows]
-        floor = min(n * self.costs.drafted_row / self.costs.plain(n), 1)  # below it, a row is never worth its time
+        # A row with a smaller chance is never worth its time.
+        floor = np.minimum(sizes.sum() * self.costs.drafted_row / self.costs.plain(sizes.sum()) / sizes, 1)
         for depth in range(MAX_DEPTH):
             contexts = known[at, depth : depth + LONGEST]
             guesses = self.index.guess(keys[at], contexts, self.rates, ENOUGH)
@@ -165,7 +179,7 @@ class Drafter:
             chance = chance * guesses.rates
             # What follows an end token is dropped, so it is guessed only to learn from it.
             is_end = (guesses.tokens[:, None] == self._end_ids).any(1)
-            goes_on = (chance >= floor) & (depth < room[at]) & ~is_end
+            goes_on = (chance >= floor[at]) & (depth < room[at]) & ~is_end
             is_guess = goes_on if depth else guesses.rates >= 0
             guessed = rows[at[is_guess]]
             texts.guessed[guessed, depth] = guesses.tokens[is_guess]
@@ -178,28 +192,29 @@ class Drafter:
         return chances
 
 
-def worthwhile(chances: np.ndarray, costs: StepCosts, max_rows: int) -> tuple[np.ndarray, float]:
-    """Returns how many guesses of each text to try, so that a step generates the most tokens for its time.
+def worthwhile(chances: np.ndarray, sizes: np.ndarray, costs: StepCosts, max_rows: int) -> tuple[np.ndarray, float]:
+    """Returns how many guesses of each group to try, so that a step generates the most tokens for its time.
 
-    It is best to take rows in the order of their chances, as long as a row generates more tokens for its time than the
-    step without it.
+    It is best to take rows in the order of the tokens that they may give, as long as a row gives more of them for its
+    time than the step without it.
 
     Args:
-        chances: [n, D] of the guesses of each text, descending.
+        chances: [m, D] of the guesses of each group, descending.
+        sizes: [m] requests of each group.
         max_rows: of the step.
 
     Returns:
-        ([n] guesses, share of the time that they save for the same number of tokens).
+        ([m] guesses, share of a plain step's time that they save for the same number of tokens).
     """
-    n, flat = len(chances), chances.ravel()
-    candidates = np.flatnonzero(flat > 0)
-    order = candidates[np.argsort(-flat[candidates], kind="stable")][: max(max_rows - n, 0)]
-    if not len(order):
-        return np.zeros(n, np.int64), 0.0
-    tokens = n + np.cumsum(flat[order])
-    times = costs.plain(n) + costs.drafting + costs.drafted_row * np.arange(1, len(order) + 1)
-    ratio = times / tokens * n / costs.plain(n)
-    best = int(ratio.argmin())
-    if ratio[best] >= 1:
-        return np.zeros(n, np.int64), 0.0
-    return np.bincount(order[: best + 1] // chances.shape[1], minlength=n), 1 - float(ratio[best])
+    m, n = len(chances), int(sizes.sum())
+    plain, gains = costs.plain(n), (chances * sizes[:, None]).ravel()
+    candidates = np.flatnonzero(gains > 0)
+    order = candidates[np.argsort(-gains[candidates], kind="stable")][: max(max_rows - m, 0)]
+    tokens = n + np.cumsum(gains[order], dtype=np.float64)
+    times = costs.plain(m) + costs.drafting + costs.drafted_row * np.arange(1, len(order) + 1)
+    undrafted = costs.without_drafts(m, n)
+    best = int((times / tokens).argmin()) if len(order) else -1
+    if best < 0 or times[best] / tokens[best] >= undrafted / n:
+        return np.zeros(m, np.int64), 0.0
+    depths = np.bincount(order[: best + 1] // chances.shape[1], minlength=m)
+    return depths, (undrafted / n - times[best] / tokens[best]) * n / plain

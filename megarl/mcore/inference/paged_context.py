@@ -148,7 +148,7 @@ class PagedContext(DynamicInferenceContext):
     def sampled_rows(self) -> tuple[Tensor, Tensor]:
         """Returns ([n] request ids, [n] positions) of the tokens that the step samples; n ≥ N with drafted tokens."""
         if self.draft_rows is not None:
-            return self.request_ids[self.draft_rows.requests], self.draft_rows.positions + 1
+            return self.request_ids[self.draft_rows.owners], self.draft_rows.owner_positions + 1
         active = slice(self.paused_request_count, self.total_request_count)
         return self.request_ids[active], self.request_kv_length_offsets[active] + self.request_query_lengths[active]
 

@@ -90,6 +90,12 @@ class RoutedBlocks(KVBlockAllocator):
         slots = c.token_to_block_idx[tokens].long(), c.token_to_local_position_within_kv_block[tokens].long()
         self.routes[slots] = torch.from_numpy(flat_routing)
 
+    def copy_routes(self, source: Tensor, target: Tensor):
+        """Copies the routes of tokens to others; both are slots [n] of the flattened cache."""
+        if self.is_recording:
+            routes = self.routes.flatten(0, 1)
+            routes[target] = routes[source]
+
     def save_finished(self, is_active: Tensor):
         """Copies the routes of requests that end with this step; `is_active`: [requests of the step], 0 if ended."""
         if not self.is_recording:

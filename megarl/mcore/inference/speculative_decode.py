@@ -9,14 +9,17 @@ one, and later rows are dropped. This is no rejection sampling, whose text is an
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megarl.mcore import device
 from megarl.mcore.inference import draft_rows
 from megarl.mcore.inference.decode_loop import DecodeLoopEngine
+from megarl.mcore.inference.draft_texts import MAX_DEPTH
 from megarl.mcore.inference.drafter import Drafter, Drafts, StepCosts
 from megarl.mcore.inference.spread import spread
+from megarl.mcore.inference.text_groups import Groups
 from megarl.observe import activity
 
 
@@ -50,17 +53,29 @@ class SpeculativeEngine(DecodeLoopEngine):
     def step_modern(self) -> dict:
         """Runs one step of all requests; returns the finished requests under "finished_request_records"."""
         c, count = self.context, self.context.total_request_count
+        ids, lengths = self._texts
+        groups = self.drafter.groups.update(ids, lengths, c.token_to_input_ids[: len(ids)].numpy())
         if not self._can_draft:
             decoding = count - c.paused_request_count
             if decoding and not c.num_prefill_requests and not self.waiting_request_ids:
                 self.counts = self.counts.plus((1, decoding, decoding, 0, 0))
             return super().step_modern()
         self.counts = self.counts.plus((1, count, count, 0, 0))
-        drafts = self._drafts(count) if self.drafter.looks(count) else None
-        if drafts is None or not len(drafts.tokens):
+        drafts = self._drafts(groups) if self.drafter.looks(count) else None
+        if drafts is None and self.drafter.costs.shares(len(groups.first), count):
+            drafts = Drafts(np.zeros(0, np.int64), np.zeros(len(groups.first), np.int64))
+        if drafts is None:
             return super().step_modern()
         activity.tick()
-        return self._step_with_drafts(drafts)
+        return self._step_with_drafts(drafts, groups)
+
+    @property
+    def _texts(self) -> tuple[np.ndarray, np.ndarray]:
+        """([n] ids of the requests in the cache, [n] lengths of their texts)."""
+        c = self.context
+        active = slice(c.paused_request_count, c.total_request_count)
+        lengths = c.request_kv_length_offsets[active] + c.request_query_lengths[active]
+        return c.request_ids[active].numpy(), lengths.numpy()
 
     @property
     def _can_draft(self) -> bool:
@@ -72,51 +87,66 @@ class SpeculativeEngine(DecodeLoopEngine):
         finally:
             c.only_decodes = known
 
-    def _drafts(self, count: int) -> Drafts:
-        """Returns the tokens to try after the last one of each request, with blocks of the cache for them."""
-        c = self.context
-        ids = c.request_ids[:count].numpy()
-        rows, lengths = self.drafter.rows_of(ids), c.request_kv_length_offsets[:count] + c.request_query_lengths[:count]
+    def _drafts(self, groups: Groups) -> Drafts | None:
+        """Returns the tokens to try after the last one of each group, with blocks of the cache for them; None if none
+        are worth it."""
+        c, n, (ids, lengths) = self.context, self.context.total_request_count, self._texts
+        rows = self.drafter.rows_of(ids)
 
         def tail(i: int, size: int) -> list[int]:
             return _tail(self.get_request(int(ids[i])), size)
 
-        self.drafter.catch_up(rows, lengths.numpy(), c.token_to_input_ids[:count].numpy(), tail)
+        self.drafter.catch_up(rows, lengths, c.token_to_input_ids[:n].numpy(), tail)
         # A request ends at its output length: the last row that may be used draws the token that reaches it.
-        room = (c.request_output_lengths[:count] - lengths - 1).clamp_(min=0).long()
-        drafts = self.drafter.draft(rows, room.numpy(), self.max_rows)
+        room = np.full(len(groups.first), MAX_DEPTH)
+        np.minimum.at(room, groups.of, np.maximum(c.request_output_lengths[:n].numpy() - lengths - 1, 0))
+        drafts = self.drafter.draft(rows[groups.first], room, groups.sizes, self.max_rows)
         if not len(drafts.tokens):
-            return drafts
-        wanted = torch.from_numpy(drafts.counts)
-        counts = draft_rows.fit_to_blocks(c, wanted.minimum(room))
-        if (counts < wanted).any():
-            owner, place = spread(wanted)
-            drafts = Drafts(drafts.tokens[(place < counts[owner]).numpy()], counts.numpy())
+            return None
+        counts = np.minimum(drafts.counts, room)
+        counts = draft_rows.fit_to_blocks(c, torch.from_numpy(counts[groups.of])).numpy()[groups.first]
+        if (counts < drafts.counts).any():
+            owner, place = (x.numpy() for x in spread(torch.from_numpy(drafts.counts)))
+            drafts = Drafts(drafts.tokens[place < counts[owner]], counts)
         return drafts
 
-    def _step_with_drafts(self, drafts: Drafts) -> dict:
-        """Runs a step that reads the last token and the drafted ones of each request."""
-        c, sampling = self.context, self.controller._sampling
-        ids = c.request_ids[: len(drafts.counts)].tolist()
-        requests = self._decoding_requests or [self.get_request(number) for number in ids]
-        draft_rows.begin_step(c, torch.from_numpy(drafts.tokens), torch.from_numpy(drafts.counts))
-        ids, positions = c.current_input_and_position_ids()
-        logits = self._forward({"tokens": ids, "position_ids": positions, "attention_mask": None})
-        sampled = sampling.sample_kernel(logits.squeeze(0), len(drafts.tokens) + len(requests), c)
-        logprobs, drawn = sampling.log_probs(sampled).tolist(), sampled.cpu()
+    def _step_with_drafts(self, drafts: Drafts, groups: Groups) -> dict:
+        """Runs a step that reads the last token and the drafted ones of each group once."""
+        c, (ids, _) = self.context, self._texts
+        requests = self._decoding_requests or [self.get_request(number) for number in ids.tolist()]
+        inputs = draft_rows.begin_step(c, torch.from_numpy(drafts.tokens), torch.from_numpy(drafts.counts), groups)
+        logits = self._forward(inputs)
+        drawn, logprobs = self._draw(logits.squeeze(0))
         counts = draft_rows.accepted_counts(c, drawn)
+        draft_rows.copy_to_group(c, counts)
+        first = (c.draft_rows.places == 0).nonzero().flatten()
         draft_rows.end_step(c, counts)
-        last, tokens, row, accepted = [], drawn.tolist(), 0, counts.tolist()
-        for request, count, drafted in zip(requests, accepted, drafts.counts.tolist(), strict=True):
-            final = row + count - 1
-            if count > 1:
-                request.generated_tokens += tokens[row:final]
-                request.generated_log_probs += logprobs[row:final]
-            last.append(final)
-            row += drafted + 1
-        more = sum(accepted) - len(accepted)
-        self.counts = self.counts.plus((0, 0, more, len(drafts.tokens), more))
-        return self._end_step(requests, drawn[last], [logprobs[row] for row in last])
+        last = first + counts - 1
+        drawn_last, (_, lengths) = drawn[last], self._texts
+        # Requests of a group tried the same drafts: as many accepted ones are the same ones.
+        self.drafter.groups.update(ids, lengths + 1, drawn_last.numpy(), most=MAX_DEPTH + 1)
+        tokens, logprobs = drawn.tolist(), logprobs.tolist()
+        for request, start, end in zip(requests, first.tolist(), last.tolist(), strict=True):
+            if end > start:
+                request.generated_tokens += tokens[start:end]
+                request.generated_log_probs += logprobs[start:end]
+        more = int(counts.sum()) - len(requests)
+        self.counts = self.counts.plus((0, 0, more, len(tokens) - len(requests), more))
+        return self._end_step(requests, drawn_last, [logprobs[row] for row in last.tolist()])
+
+    def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the token [S] after each row of all requests and its log-prob [S], `max_rows` at a time."""
+        c, sampling, drawn, logprobs = self.context, self.controller._sampling, [], []
+        rows = c.draft_rows
+        for start in range(0, len(rows.owners), self.max_rows):
+            part = slice(start, start + self.max_rows)
+            c.draft_rows = rows._replace(owners=rows.owners[part], computed=rows.computed[part])
+            chosen = rows.computed[part].to(logits.device)
+            tokens = sampling.sample_kernel(logits, len(chosen), c, gather_indices=chosen)
+            drawn.append(tokens.cpu())
+            logprobs.append(sampling.log_probs(tokens).cpu())
+        c.draft_rows = rows
+        return torch.cat(drawn), torch.cat(logprobs)
 
     def _end_step(self, requests: list, sampled: Tensor, logprobs: list[float]) -> dict:
         """Advances by the last new token [n] of each request, as a step without drafts does."""

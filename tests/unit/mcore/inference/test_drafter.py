@@ -140,7 +140,7 @@ def play(drafter, truth, prompts, max_rows=256):
                 return answers[active[i]][end - size : end]
 
             drafter.catch_up(rows, lengths[active], last, tail)
-            found = drafter.draft(rows, ends[active] - lengths[active] - 1, max_rows)
+            found = drafter.draft(rows, ends[active] - lengths[active] - 1, np.ones(len(rows), int), max_rows)
             drafts = np.split(found.tokens, found.counts.cumsum()[:-1])
             assert len(found.tokens) + len(active) <= max_rows
             for place, (i, draft) in enumerate(zip(active, drafts, strict=True)):
@@ -176,29 +176,35 @@ def test_the_end_token_is_never_drafted():
         drafter.reset({9})
         drafter.begin(0, [1, 2])
         rows = drafter.rows_of(np.array([0]))
-        drafts = drafter.draft(rows, np.array([5]), 8)
+        drafts = drafter.draft(rows, np.array([5]), np.array([1]), 8)
         drafter.finish(0, [1, 2, 3, 4, 9])
     assert drafts.tokens.tolist() == [3, 4]
 
 
-@given(st.lists(st.lists(st.floats(0.01, 1.0), max_size=6), min_size=1, max_size=5), st.integers(5, 24))
+GROUPS = st.lists(st.tuples(st.integers(1, 4), st.lists(st.floats(0.01, 1.0), max_size=6)), min_size=1, max_size=5)
+
+
+@given(GROUPS, st.integers(5, 24))
 @settings(max_examples=200, deadline=None)
-def test_rows_are_those_with_the_most_tokens_for_their_time(chances, max_rows):
-    n, table = len(chances), np.zeros((len(chances), MAX_DEPTH))
-    for i, row in enumerate(chances):
+def test_rows_are_those_with_the_most_tokens_for_their_time(groups, max_rows):
+    sizes, m = np.array([size for size, _ in groups]), len(groups)
+    table, n = np.zeros((m, MAX_DEPTH)), sizes.sum()
+    for i, (_, row) in enumerate(groups):
         table[i, : len(row)] = sorted(row, reverse=True)
 
     def speed(accepted):
-        drafting = COSTS.drafting + COSTS.drafted_row * len(accepted) if accepted else 0
-        return (n + sum(accepted)) / (COSTS.plain(n) + drafting)
+        shared = COSTS.plain(m) + COSTS.drafting
+        time = shared + COSTS.drafted_row * len(accepted) if accepted else min(shared, COSTS.plain(n))
+        return (n + sum(accepted)) / time
 
-    depths, gain = worthwhile(table, COSTS, max_rows)
-    chosen = [chance for row, depth in zip(table, depths, strict=True) for chance in row[:depth]]
-    best = sorted((chance for row in chances for chance in row), reverse=True)
-    fastest = max(speed(best[:count]) for count in range(min(max_rows - n, len(best)) + 1))
-    assert n + len(chosen) <= max_rows
+    depths, gain = worthwhile(table, sizes, COSTS, max_rows)
+    tokens = table * sizes[:, None]
+    chosen = [x for row, depth in zip(tokens, depths, strict=True) for x in row[:depth]]
+    best = sorted(tokens[tokens > 0], reverse=True)
+    fastest = max(speed(best[:count]) for count in range(max(min(max_rows - m, len(best)), 0) + 1))
+    assert m + len(chosen) <= max_rows
     assert speed(chosen) == pytest.approx(fastest)
-    assert gain == pytest.approx(1 - speed([]) / fastest)
+    assert gain == pytest.approx(n / COSTS.plain(n) * (1 / speed([]) - 1 / fastest))
 
 
 def test_drafts_are_looked_for_in_few_steps_while_they_gain_nothing():

@@ -2,6 +2,7 @@
 
 import functools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def scripted_drafter(answers, kind: str):
 
     class Scripted(Drafter):
         def __init__(self):
-            super().__init__(StepCosts.on_cpu(10**5, 2, 1), 32, 48)
+            super().__init__(StepCosts.on_cpu(10**5, 2, 1)._replace(drafting=0.0), 32, 48)
             self.generator, self.ids = random.Random(0), {}
 
         def begin(self, request_id, prompt):
@@ -34,7 +35,7 @@ def scripted_drafter(answers, kind: str):
         def looks(self, count):
             return True
 
-        def draft(self, rows, room, max_rows):
+        def draft(self, rows, room, sizes, max_rows):
             drafts, used = [], len(rows)
             for row, limit in zip(rows, room, strict=True):
                 answer, size = answers[self.ids[row]], self._texts.lengths[row]
@@ -59,20 +60,21 @@ def scripted_drafter(answers, kind: str):
 
 
 def with_and_without(rank, flags="", shape="llama", end=NEVER, sampling=None, count=20, limit=LONG, routes=False,
-                     **settings):  # fmt: skip
+                     siblings=1, **settings):  # fmt: skip
     """(completions without drafts, {kind of drafts: (completions, decode counts)})."""
     from megarl.mcore.inference.engine import RolloutEngine
 
     model, _, place = build(flags, shape)
     requests, sampling = make_requests(limit, count), settings_of(**(sampling or {}))
+    requests = [replace(request, prompt=requests[i // siblings].prompt) for i, request in enumerate(requests)]
     settings = {"buffer_gb": 0.005, "max_requests": 32, **settings}
     plain = RolloutEngine(model, place.pg_collection, VOCAB, 48, **settings).generate(requests, end, sampling, routes)
     engine = RolloutEngine(model, place.pg_collection, VOCAB, 48, **settings, speculative=True)
     found, own = {}, engine.drafter
+    own.costs = own.costs._replace(looking=0.0, looking_row=0.0, drafting=0.0)  # drafts always pay
     answers = [request.prompt + completion.tokens for request, completion in zip(requests, plain, strict=True)]
     for kind in ("right", "wrong", "random", "mixed", "first", "again"):
         engine.drafter = engine.engine.drafter = own if kind in ("first", "again") else scripted_drafter(answers, kind)
-        engine.drafter.gains = [1.0] * 64  # so that it looks for drafts
         done = engine.generate(requests, end, sampling, routes)
         blocks = engine.context.kv_block_allocator
         assert blocks.total_avail == blocks.total_count - 1, "blocks of rejected drafts were not freed"
@@ -86,6 +88,12 @@ def with_and_without(rank, flags="", shape="llama", end=NEVER, sampling=None, co
     (1, {"end": (3,), "max_requests": 4, "sampling": {"temperature": 0.7, "top_k": 5}}),
     (1, {"end": (3,), "buffer_gb": 0.0001, "max_requests": 6}),
     (1, {"shape": "gpt2", "sampling": {"greedy": True}}),
+    (1, {"siblings": 5, "sampling": {"greedy": True}, "end": (3,)}),
+    (1, {"siblings": 5, "sampling": {"temperature": 0.2}, "end": (3, 5)}),
+    (1, {"siblings": 4, "sampling": {"temperature": 0.2}, "buffer_gb": 0.0001, "max_requests": 6, "end": (3,)}),
+    (1, {"siblings": 4, "sampling": {"temperature": 0.3}, "shape": "latent", "end": (3,)}),
+    (1, {"siblings": 4, "sampling": {"temperature": 0.2}, "flags": EXPERTS, "end": (3,), "routes": True}),
+    (2, {"siblings": 4, "sampling": {"temperature": 0.2}, "flags": "--tensor-model-parallel-size 2"}),
     (1, {"flags": WINDOW, "end": (3,)}),
     (1, {"shape": "latent", "end": (3,)}),
     (1, {"flags": "--final-logit-softcapping 3"}),
@@ -106,11 +114,36 @@ def test_drafts_change_no_bit(ranks, case):
 
 
 def test_right_drafts_need_one_step():
-    ((_, found),) = run_world(functools.partial(with_and_without, count=5, max_requests=64), 1)
+    limit = 17
+    ((_, found),) = run_world(functools.partial(with_and_without, count=5, limit=limit, max_requests=64), 1)
     right, wrong = found["right"][1], found["wrong"][1]
-    assert (wrong.steps, wrong.requests, wrong.tokens) == (LONG - 1, 5 * (LONG - 1), 5 * (LONG - 1))
-    assert (right.steps, right.requests, right.tokens) == (1, 5, 5 * (LONG - 1))
-    assert right.accepted == right.drafted == 5 * (LONG - 2)
+    assert (wrong.steps, wrong.requests, wrong.tokens) == (limit - 1, 5 * (limit - 1), 5 * (limit - 1))
+    assert (right.steps, right.requests, right.tokens) == (1, 5, 5 * (limit - 1))
+    assert right.accepted == right.drafted == 5 * (limit - 2)
+
+
+def rows_of_steps(rank, siblings, **sampling):
+    """Rows that each decode step of an engine computes, for 20 requests in groups with the same prompt."""
+    from megarl.mcore.inference.engine import RolloutEngine
+
+    model, _, place = build("", "llama")
+    requests = make_requests(LONG, 20)
+    requests = [replace(request, prompt=requests[i // siblings].prompt) for i, request in enumerate(requests)]
+    engine, rows = RolloutEngine(model, place.pg_collection, VOCAB, 48, 0.005, 32, speculative=True), []
+    engine.drafter.costs = engine.drafter.costs._replace(looking=1e9, drafting=0.0)
+    forward = engine.engine._forward
+    engine.engine._forward = lambda inputs: rows.append(engine.context.active_token_count) or forward(inputs)
+    engine.generate(requests, NEVER, settings_of(**sampling))
+    return rows
+
+
+def test_the_same_text_is_computed_once():
+    def rows(**sampling):
+        return run_world(functools.partial(rows_of_steps, siblings=5, **sampling), 1)[0]
+
+    together, apart = rows(greedy=True), rows(temperature=5.0)
+    assert together and set(together) == {4}
+    assert apart and apart[-1] == 20
 
 
 def costs(rank, flags):

@@ -1,0 +1,64 @@
+"""Groups of requests with the same text: exactly those, or smaller ones."""
+
+import random
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.mcore.inference.text_groups import TextGroups
+
+# Steps of up to 8 requests: which take part, and how many of the tokens that their group shares each accepts.
+STEPS = st.lists(st.tuples(st.lists(st.booleans(), min_size=8, max_size=8), st.integers(0, 3)), max_size=12)
+
+
+@given(STEPS, st.integers(0, 1000), st.integers(1, 4))
+@settings(max_examples=300, deadline=None)
+def test_requests_of_a_group_have_the_same_text(steps, seed, prompts):
+    generator, groups = random.Random(seed), TextGroups()
+    texts = [[9, i % prompts] for i in range(8)]
+    for i, text in enumerate(texts):
+        groups.begin(i, text)
+    for takes_part, depth in steps:
+        ids = np.array([i for i in range(8) if takes_part[i]], np.int64)
+        if not len(ids):
+            continue
+        for i in ids:  # the token that every request draws after its text
+            texts[i].append(generator.randrange(2))
+        lengths, last = np.array([len(texts[i]) for i in ids]), np.array([texts[i][-1] for i in ids])
+        found = groups.update(ids, lengths, last)
+        check(found, [texts[i] for i in ids])
+        if not depth:
+            continue
+        drafts = [[generator.randrange(2) for _ in range(depth)] for _ in found.first]
+        for i, group in zip(ids, found.of, strict=True):  # right drafts, then another token
+            texts[i] += [*drafts[group][: generator.randint(0, depth)], 2 + generator.randrange(2)]
+        lengths, last = np.array([len(texts[i]) for i in ids]), np.array([texts[i][-1] for i in ids])
+        check(groups.update(ids, lengths, last, most=depth + 1), [texts[i] for i in ids])
+
+
+def check(groups, texts):
+    assert groups.sizes.sum() == len(texts) and len(groups.first) == len(set(groups.of))
+    for i, group in enumerate(groups.of):
+        assert texts[groups.first[group]] == texts[i]
+
+
+def test_siblings_stay_together_until_they_draw_another_token():
+    groups, ids = TextGroups(), np.arange(4)
+    for i in range(4):
+        groups.begin(i, [1, 2] if i < 3 else [1])
+    lengths = np.array([3, 3, 3, 2])
+    assert groups.update(ids, lengths, np.array([5, 5, 5, 5])).of.tolist() == [0, 0, 0, 1]
+    assert sorted(groups.update(ids, lengths + 1, np.array([5, 6, 5, 5])).sizes) == [1, 1, 2]
+    assert groups.update(ids, lengths + 2, np.array([5, 5, 6, 5])).sizes.tolist() == [1] * 4
+    groups.begin(4, [1])
+    assert len(groups.update(np.arange(5), np.array([6, 6, 6, 5, 2]), np.array([5] * 5)).first) == 5
+    groups.reset()
+    groups.begin(0, [3])
+    groups.begin(1, [3])
+    assert len(groups.update(np.arange(0), np.arange(0), np.arange(0)).first) == 0  # none is in a step yet
+    assert groups.update(np.arange(2), np.array([2, 2]), np.array([5, 5])).sizes.tolist() == [2]
+    groups.reset()
+    groups.begin(0, [3])
+    groups.begin(1, [3])
+    assert groups.update(np.arange(2), np.array([3, 3]), np.array([5, 5])).sizes.tolist() == [1, 1]  # two tokens each
