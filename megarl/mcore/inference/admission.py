@@ -4,6 +4,8 @@ Megatron adds one request at a time, with some thirty tensor operations and an a
 hundreds together, which takes longer than the prefill of short prompts by a small model.
 """
 
+import itertools
+
 import torch
 
 from megarl.mcore.inference.spread import spread
@@ -15,25 +17,37 @@ def can_add_together(engine) -> bool:
     return not (c.enable_prefix_caching or c.is_hybrid_model or engine._cg_admission_gating_active())
 
 
+def may_add(engine) -> bool:
+    """Whether the next step may add a waiting request; False: it surely adds none."""
+    if not engine.waiting_request_ids:
+        return False
+    return engine.enable_chunked_prefill or not can_add_together(engine) or _count_fitting(engine) > 0
+
+
 def add_waiting(engine):
     """Moves requests from the engine's queue to its context, in their order, as long as they fit."""
-    c, added = engine.context, []
-    requests, tokens = c.max_requests - c.total_request_count, c.max_tokens - c.active_token_count
-    blocks = c.kv_block_allocator.total_avail
-    while engine.waiting_request_ids and len(added) < requests and not c.paused_request_count:
-        request = engine.get_request(engine.waiting_request_ids[0])
-        length = request.remaining_prompt_length
-        tokens, blocks = tokens - length, blocks + (-length // c.block_size_tokens)
-        if tokens < 0 or blocks < 0:
-            break
-        added.append(request)
-        engine.waiting_request_ids.popleft()
+    added = [engine.get_request(engine.waiting_request_ids.popleft()) for _ in range(_count_fitting(engine))]
     if not added:
         return
-    _add(c, added)
+    _add(engine.context, added)
     for request in added:
         request.remaining_prompt_tokens = request.remaining_prompt_tokens.new_empty(0)
         request.add_event_add_context()
+
+
+def _count_fitting(engine) -> int:
+    """Returns how many of the first waiting requests fit to the next step."""
+    c, count = engine.context, 0
+    if c.paused_request_count:
+        return 0
+    tokens, blocks = c.max_tokens - c.active_token_count, c.kv_block_allocator.total_avail
+    for number in itertools.islice(engine.waiting_request_ids, c.max_requests - c.total_request_count):
+        length = engine.get_request(number).remaining_prompt_length
+        tokens, blocks = tokens - length, blocks + (-length // c.block_size_tokens)
+        if tokens < 0 or blocks < 0:
+            break
+        count += 1
+    return count
 
 
 def _add(context, added: list):

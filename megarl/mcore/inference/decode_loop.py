@@ -1,6 +1,6 @@
 """Megatron's inference engine with a fast path for steps in which every request only decodes one more token.
 
-Most steps of a rollout are such steps: no request joins, waits or ends. Megatron's step handles all of these cases with
+Most steps of a rollout are such steps: no request joins or ends. Megatron's step handles all of these cases with
 an event loop, per-request metadata and tensors of changes. With small layers, that takes a sixth of the step's time.
 """
 
@@ -61,7 +61,7 @@ class DecodeLoopEngine(DynamicInferenceEngine):
         """Whether the next step decodes one more token of each request of the last one, in a one-stage model that
         shares no experts with other replicas."""
         is_staged = self.controller.inference_wrapped_model.model_is_pipeline_parallel
-        return self.context.only_decodes and not is_staged and not self.waiting_request_ids
+        return self.context.only_decodes and not is_staged and not admission.may_add(self)
 
     def _finish_step(self, logprobs: list[float]) -> dict:
         """Runs Megatron's bookkeeping after sampling, because a request ends or the free blocks do not suffice."""

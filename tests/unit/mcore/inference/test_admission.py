@@ -57,3 +57,38 @@ def test_the_context_is_that_of_megatrons_scheduling(max_requests, buffer_gb, st
             assert torch.equal(ours[0][name] >= 0, value >= 0)
         elif "block_idx" not in name and name != "request_last_kv_block_id":
             assert torch.equal(ours[0][name], value), name
+
+
+def steps(rank, only_long: bool, **sizes):
+    """(completions, [(waiting, prefilling, decoding, whether it was a short one) of each step])."""
+    from megarl.algorithms.token_sampling import SamplingSettings
+    from megarl.mcore.inference.decode_loop import DecodeLoopEngine
+
+    class LongSteps(DecodeLoopEngine):
+        _only_decodes = False
+
+    engine, _, _ = make_engine(**sizes)
+    found, inner, context = [], engine.engine, engine.context
+    wrapper, advance = inner.controller.inference_wrapped_model, context.advance_decode
+    forward = wrapper.forward_pass_without_pipeline_parallel
+
+    def counted(inputs):
+        prefilling = context.num_prefill_requests
+        found.append((len(inner.waiting_request_ids), prefilling, context.total_request_count - prefilling, False))
+        return forward(inputs)
+
+    def short(tokens):
+        found[-1] = (*found[-1][:3], True)
+        return advance(tokens)
+
+    wrapper.forward_pass_without_pipeline_parallel, context.advance_decode = counted, short
+    inner.__class__ = LongSteps if only_long else DecodeLoopEngine
+    return engine.generate(make_requests(9, COUNT), (3,), SamplingSettings()), found
+
+
+def test_steps_are_short_while_requests_wait_for_cache():
+    ((done, ours),) = run_world(functools.partial(steps, only_long=False, buffer_gb=0.0001), 1)
+    ((all_done, theirs),) = run_world(functools.partial(steps, only_long=True, buffer_gb=0.0001), 1)
+    assert done == all_done
+    assert [step[:3] for step in ours] == [step[:3] for step in theirs] and not any(step[3] for step in theirs)
+    assert sum(is_short and waiting > 0 for waiting, _, _, is_short in ours) > 2
