@@ -160,7 +160,8 @@ class Settings:
     rollout_chunked_prefill: bool = _flag(False, "prefill a long prompt in chunks over several engine steps",
                                           programs=GENERATING)  # fmt: skip
     speculative_rollout: bool = _flag(False, "decode steps also read drafted tokens, taken from siblings and earlier"
-                                      " responses; text and log-probs stay the same to the bit")  # fmt: skip
+                                      " responses, and read what siblings share once; text and log-probs stay the"
+                                      " same to the bit")  # fmt: skip
     rollout_bank: str | None = _flag(None, "folder that keeps the finished responses of steps without a checkpoint, so"
                                      " that a run that was killed generates only the rest")  # fmt: skip
     one_step_off: bool = _flag(False, "generate the next step's batch while the current one is trained on; responses"

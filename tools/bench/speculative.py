@@ -5,7 +5,7 @@
 Runs train_rl on one rank with --speculative-rollout. In each step, two engines on the same weights generate the same
 responses, one with drafts and one without; they take turns at being first. Responses, log-probs and routes must be
 equal, or the benchmark fails. Prints sums over the last steps, their ratios, and how many tokens a request got in a
-decode step.
+decode step. Evaluations do not count.
 """
 
 import argparse
@@ -25,11 +25,13 @@ PLAIN, DRAFTS = "plain", "drafts"
 
 def count_decode_steps(engine) -> list[int]:
     """A list that gets the number of requests of each step of an engine in which no prompt is prefilled."""
+    from megarl.mcore.inference import admission
+
     step, context, found = engine.step_modern, engine.context, []
 
     def counted():
         requests = context.total_request_count - context.paused_request_count
-        if requests and not context.num_prefill_requests and not engine.waiting_request_ids:
+        if requests and not context.num_prefill_requests and not admission.may_add(engine):
             found.append(requests)
         return step()
 
@@ -40,8 +42,16 @@ def count_decode_steps(engine) -> list[int]:
 class BothEngines:
     """In the place of `Rollout._run_engine`: runs it with a plain engine too, and compares."""
 
-    def __init__(self, run_engine: Callable):
-        self._run_engine, self._plain, self.rows = run_engine, None, []
+    def __init__(self, run_engine: Callable, generate: Callable):
+        self._run_engine, self._generate, self._plain, self.rows = run_engine, generate, None, []
+
+    def generate(self, rollout: Rollout, prompts, samples, step, temperature=None, **options):
+        """In the place of `Rollout.generate`: keeps the figures of training responses only."""
+        before = len(self.rows)
+        batch = self._generate(rollout, prompts, samples, step, temperature, **options)
+        if temperature is not None:
+            del self.rows[before:]
+        return batch
 
     def __call__(self, rollout: Rollout, requests, sampling, records_routes, early_stop, banked):
         """The completions of the speculative engine, by sequence id."""
@@ -89,8 +99,9 @@ def main():
     parser.add_argument("--json", type=Path, help="also write the figures of every step to this file")
     args, flags = parser.parse_known_args()
     sys.argv = [sys.argv[0], *flags, "--speculative-rollout"]
-    both = BothEngines(Rollout._run_engine)
+    both = BothEngines(Rollout._run_engine, Rollout.generate)
     Rollout._run_engine = lambda *arguments: both(*arguments)
+    Rollout.generate = lambda *arguments, **options: both.generate(*arguments, **options)
     launch(train_rl.train, "rl")
     found = summary(both.rows[-args.last :])
     if args.json:

@@ -19,7 +19,7 @@ FIRST_RATE = 0.5  # before any guess was checked; counts as two guesses
 RATE_MEMORY = 64  # checked guesses over which a rate is averaged
 ENOUGH = 0.9  # the first kind of n-gram with this rate is used
 GAIN_MEMORY = 4  # steps with a look for drafts over which the gain is averaged
-PROBING = 0.015  # share of the time in which it looks for drafts in any case
+PROBING = 0.005  # share of the time in which it looks for drafts in any case
 
 
 class StepCosts(NamedTuple):
@@ -108,10 +108,10 @@ class Drafter:
         """Whether to look for drafts in the next step of so many requests."""
         plain, cost = self.costs.plain(count), self.costs.looking + self.costs.looking_row * count
         self._unspent += PROBING * plain
-        probes = self._unspent >= cost
-        if probes:
+        if self._unspent >= cost:
             self._unspent = 0.0
-        return probes or self.gains[count.bit_length()] > cost / plain
+            return True
+        return self.gains[count.bit_length()] * plain > cost
 
     def catch_up(self, rows: np.ndarray, lengths: np.ndarray, last: np.ndarray, tail: Callable[..., Sequence[int]]):
         """Adds the tokens that texts got since the last call, and learns from them.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megarl.mcore import device
-from megarl.mcore.inference import draft_rows
+from megarl.mcore.inference import admission, draft_rows
 from megarl.mcore.inference.decode_loop import DecodeLoopEngine
 from megarl.mcore.inference.draft_texts import MAX_DEPTH
 from megarl.mcore.inference.drafter import Drafter, Drafts, StepCosts
@@ -52,12 +52,10 @@ class SpeculativeEngine(DecodeLoopEngine):
 
     def step_modern(self) -> dict:
         """Runs one step of all requests; returns the finished requests under "finished_request_records"."""
-        c, count = self.context, self.context.total_request_count
-        ids, lengths = self._texts
-        groups = self.drafter.groups.update(ids, lengths, c.token_to_input_ids[: len(ids)].numpy())
+        c, count, groups = self.context, self.context.total_request_count, self._update_groups()
         if not self._can_draft:
             decoding = count - c.paused_request_count
-            if decoding and not c.num_prefill_requests and not self.waiting_request_ids:
+            if decoding and not c.num_prefill_requests and not admission.may_add(self):
                 self.counts = self.counts.plus((1, decoding, decoding, 0, 0))
             return super().step_modern()
         self.counts = self.counts.plus((1, count, count, 0, 0))
@@ -68,6 +66,20 @@ class SpeculativeEngine(DecodeLoopEngine):
             return super().step_modern()
         activity.tick()
         return self._step_with_drafts(drafts, groups)
+
+    def _update_groups(self, more: int = 0, most: int = 1, last: Tensor | None = None) -> Groups:
+        """Returns which requests in the cache have the same text.
+
+        Args:
+            more: tokens that each drew after the last one that is known to the context.
+            most, last: as in `TextGroups.update`; `last`: by default those of the context.
+        """
+        c, groups = self.context, self.drafter.groups
+        if groups.are_apart:
+            return Groups.apart(c.total_request_count - c.paused_request_count)
+        ids, lengths = self._texts
+        last = c.token_to_input_ids[: len(ids)] if last is None else last
+        return groups.update(ids.tolist(), (lengths + more).tolist(), last.tolist(), most)
 
     @property
     def _texts(self) -> tuple[np.ndarray, np.ndarray]:
@@ -122,9 +134,9 @@ class SpeculativeEngine(DecodeLoopEngine):
         first = (c.draft_rows.places == 0).nonzero().flatten()
         draft_rows.end_step(c, counts)
         last = first + counts - 1
-        drawn_last, (_, lengths) = drawn[last], self._texts
+        drawn_last = drawn[last]
         # Requests of a group tried the same drafts: as many accepted ones are the same ones.
-        self.drafter.groups.update(ids, lengths + 1, drawn_last.numpy(), most=MAX_DEPTH + 1)
+        self._update_groups(more=1, most=MAX_DEPTH + 1, last=drawn_last)
         tokens, logprobs = drawn.tolist(), logprobs.tolist()
         for request, start, end in zip(requests, first.tolist(), last.tolist(), strict=True):
             if end > start:

@@ -9,14 +9,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-_GROWTHS, _TOKENS = 64, 1 << 24  # more than the tokens that a text can get in a step, and than a vocabulary has
-
 
 class Groups(NamedTuple):
     """The n requests of a step in m groups with the same text."""
 
     first: np.ndarray  # [m] index of a request of each group
     of: np.ndarray  # [n] the group of each request
+
+    @classmethod
+    def apart(cls, count: int) -> "Groups":
+        """Each request in a group of its own."""
+        return cls(np.arange(count), np.arange(count))
 
     @property
     def sizes(self) -> np.ndarray:
@@ -28,27 +31,28 @@ class TextGroups:
     """Follows the groups of an engine's requests from step to step."""
 
     def __init__(self):
-        self._group = np.zeros(0, np.int64)  # by request id
-        self._length = np.zeros(0, np.int64)  # of the text of that group
         self.reset()
 
     def reset(self):
         """Begins without requests."""
         self._prompts: dict[tuple[int, ...], int] = {}
+        self._known: dict[int, tuple[int, int]] = {}  # request -> its group, and the length of that group's text
         self._unseen: set[int] = set()  # requests that wait for their first step
-        self._next, self._are_distinct = 0, False
+        self._next, self._are_apart = 0, True
 
     def begin(self, request_id: int, prompt: Sequence[int]):
         """Adds a request."""
-        if request_id >= len(self._group):
-            self._group, self._length = (np.resize(x, 2 * request_id + 64) for x in (self._group, self._length))
         group = self._prompts.setdefault(tuple(prompt), self._next)
         self._next += group == self._next
-        self._group[request_id], self._length[request_id] = group, len(prompt)
+        self._known[request_id] = group, len(prompt)
         self._unseen.add(request_id)
-        self._are_distinct = False
 
-    def update(self, ids: np.ndarray, lengths: np.ndarray, last: np.ndarray, most: int = 1) -> Groups:
+    @property
+    def are_apart(self) -> bool:
+        """Whether no requests of the next step have the same text, known without `update`."""
+        return self._are_apart and not self._unseen
+
+    def update(self, ids: Sequence[int], lengths: Sequence[int], last: Sequence[int], most: int = 1) -> Groups:
         """Returns the groups of a step's requests.
 
         Args:
@@ -58,16 +62,18 @@ class TextGroups:
             most: tokens that a text may have got since the last call: as many of the requests of a group are the same
                 if as many of their tokens and the last ones are. A request with more gets a group of its own.
         """
-        everyone = np.arange(len(ids))
-        if self._are_distinct:
-            return Groups(everyone, everyone)
-        growth = lengths - self._length[ids]
-        keys = (self._group[ids] * _GROWTHS + growth) * _TOKENS + np.where(growth == 0, 0, last)
-        keys = np.where((growth >= 0) & (growth <= most), keys, -1 - everyone)
-        _, first, of = np.unique(keys, return_index=True, return_inverse=True)
-        self._group[ids], self._length[ids] = self._next + of, lengths
+        known, found, first, of = self._known, {}, [], []
+        for i, (request, length, token) in enumerate(zip(ids, lengths, last, strict=True)):
+            group, before = known[request]
+            growth = length - before
+            key = (group, growth, token if growth else 0) if 0 <= growth <= most else i
+            number = found.setdefault(key, len(first))
+            if number == len(first):
+                first.append(i)
+            of.append(number)
+            known[request] = self._next + number, length
         self._next += len(first)
         if self._unseen:
-            self._unseen.difference_update(ids.tolist())
-        self._are_distinct = len(first) == len(ids) and not self._unseen
-        return Groups(first, of)
+            self._unseen.difference_update(ids)
+        self._are_apart = len(first) == len(ids)
+        return Groups(np.array(first), np.array(of))

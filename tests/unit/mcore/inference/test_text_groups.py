@@ -2,7 +2,6 @@
 
 import random
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,21 +19,24 @@ def test_requests_of_a_group_have_the_same_text(steps, seed, prompts):
     for i, text in enumerate(texts):
         groups.begin(i, text)
     for takes_part, depth in steps:
-        ids = np.array([i for i in range(8) if takes_part[i]], np.int64)
-        if not len(ids):
+        ids = [i for i in range(8) if takes_part[i]]
+        if not ids:
             continue
         for i in ids:  # the token that every request draws after its text
             texts[i].append(generator.randrange(2))
-        lengths, last = np.array([len(texts[i]) for i in ids]), np.array([texts[i][-1] for i in ids])
-        found = groups.update(ids, lengths, last)
+        found = groups.update(ids, *ends(texts, ids))
         check(found, [texts[i] for i in ids])
         if not depth:
             continue
         drafts = [[generator.randrange(2) for _ in range(depth)] for _ in found.first]
         for i, group in zip(ids, found.of, strict=True):  # right drafts, then another token
             texts[i] += [*drafts[group][: generator.randint(0, depth)], 2 + generator.randrange(2)]
-        lengths, last = np.array([len(texts[i]) for i in ids]), np.array([texts[i][-1] for i in ids])
-        check(groups.update(ids, lengths, last, most=depth + 1), [texts[i] for i in ids])
+        check(groups.update(ids, *ends(texts, ids), most=depth + 1), [texts[i] for i in ids])
+
+
+def ends(texts, ids):
+    """Lengths and last tokens of some texts."""
+    return [len(texts[i]) for i in ids], [texts[i][-1] for i in ids]
 
 
 def check(groups, texts):
@@ -44,21 +46,24 @@ def check(groups, texts):
 
 
 def test_siblings_stay_together_until_they_draw_another_token():
-    groups, ids = TextGroups(), np.arange(4)
-    for i in range(4):
+    groups, ids = TextGroups(), range(4)
+    assert groups.are_apart
+    for i in ids:
         groups.begin(i, [1, 2] if i < 3 else [1])
-    lengths = np.array([3, 3, 3, 2])
-    assert groups.update(ids, lengths, np.array([5, 5, 5, 5])).of.tolist() == [0, 0, 0, 1]
-    assert sorted(groups.update(ids, lengths + 1, np.array([5, 6, 5, 5])).sizes) == [1, 1, 2]
-    assert groups.update(ids, lengths + 2, np.array([5, 5, 6, 5])).sizes.tolist() == [1] * 4
+    assert not groups.are_apart
+    assert groups.update(ids, [3, 3, 3, 2], [5, 5, 5, 5]).of.tolist() == [0, 0, 0, 1]
+    assert sorted(groups.update(ids, [4, 4, 4, 3], [5, 6, 5, 5]).sizes) == [1, 1, 2] and not groups.are_apart
+    assert groups.update(ids, [5, 5, 5, 4], [5, 5, 6, 5]).sizes.tolist() == [1] * 4 and groups.are_apart
     groups.begin(4, [1])
-    assert len(groups.update(np.arange(5), np.array([6, 6, 6, 5, 2]), np.array([5] * 5)).first) == 5
-    groups.reset()
-    groups.begin(0, [3])
-    groups.begin(1, [3])
-    assert len(groups.update(np.arange(0), np.arange(0), np.arange(0)).first) == 0  # none is in a step yet
-    assert groups.update(np.arange(2), np.array([2, 2]), np.array([5, 5])).sizes.tolist() == [2]
-    groups.reset()
-    groups.begin(0, [3])
-    groups.begin(1, [3])
-    assert groups.update(np.arange(2), np.array([3, 3]), np.array([5, 5])).sizes.tolist() == [1, 1]  # two tokens each
+    assert not groups.are_apart
+    assert len(groups.update(range(5), [6, 6, 6, 5, 2], [5] * 5).first) == 5 and groups.are_apart
+
+
+def test_requests_wait_for_their_first_step_together_but_not_for_their_second():
+    groups = TextGroups()
+    for length, sizes in ((2, [2]), (3, [1, 1])):  # one new token of each, and two
+        groups.reset()
+        groups.begin(0, [3])
+        groups.begin(1, [3])
+        assert len(groups.update([], [], []).first) == 0 and not groups.are_apart  # none is in a step yet
+        assert groups.update([0, 1], [length] * 2, [5, 5]).sizes.tolist() == sizes
