@@ -99,25 +99,34 @@ def test_a_slow_replica_takes_fewer_requests():
 # -- what samples share -----------------------------------------------------------------------------------------
 
 
-def tokens_read(rank: int, caching: bool) -> dict[int, int]:
-    """Tokens that the engine reads of four samples of a prompt together, by the prompt's length."""
+def tokens_read(rank: int, caching: bool) -> dict[int, list[int]]:
+    """Tokens that the engine reads of each of four samples of a prompt, by the prompt's length."""
     from megarl.mcore.inference.engine import GenerationRequest, RolloutEngine
 
     stages, _, place = build_stages()
     found = {}
     for length in (8, 17, 24, 40, 48):
         engine = RolloutEngine(stages[0], place.pg_collection, VOCAB, 60, 0.005, 8, caching)
+        context, counts = engine.context, found.setdefault(length, [])
+        wrapper = engine.controller.inference_wrapped_model
+        forward = wrapper.forward_pass_without_pipeline_parallel
+
+        def counted(inputs, context=context, counts=counts, forward=forward):
+            is_prefill = context.request_in_prefill_status_tensor[: context.total_request_count] == 1
+            counts += context.request_query_lengths[: context.total_request_count][is_prefill].tolist()
+            return forward(inputs)
+
+        wrapper.forward_pass_without_pipeline_parallel = counted
         engine.generate(
             [GenerationRequest([i % VOCAB for i in range(length)], key, 3) for key in range(4)], NEVER, settings_of()
         )
-        found[length] = engine.context.lifetime_prefill_token_count
     return found
 
 
 def test_a_prompt_is_prefilled_once_for_all_its_samples():
     alone, shared = (run_world(tokens_read, 1, caching)[0] for caching in (False, True))
-    assert alone == {length: 4 * length for length in alone}
-    assert shared == {8: 4 * 8, 17: 4 * 17, 24: 24 + 3 * 8, 40: 40 + 3 * 8, 48: 48 + 3 * 16}
+    assert alone == {length: [length] * 4 for length in alone}
+    assert shared == {8: [8] * 4, 17: [17] * 4, 24: [24, 8, 8, 8], 40: [40, 8, 8, 8], 48: [48, 16, 16, 16]}
 
 
 # -- a whole run -------------------------------------------------------------------------------------------------
