@@ -33,12 +33,16 @@ class DecodeLoopEngine(DynamicInferenceEngine):
         logprobs, tokens = sampling.log_probs(sampled).tolist(), sampled.cpu()
         if not c.advance_decode(tokens):
             return self._finish_step(logprobs)
-        if self._decoding_requests is None:
-            self._decoding_requests = [self.get_request(i) for i in c.request_ids[:count].tolist()]
+        self._decoding_requests = self._requests_in_cache()
         for request, token, logprob in zip(self._decoding_requests, tokens.tolist(), logprobs, strict=True):
             request.generated_tokens.append(token)
             request.generated_log_probs.append(logprob)
         return {"finished_request_records": []}
+
+    def _requests_in_cache(self) -> list:
+        """Returns the requests of a step in which every one decodes, in the context's order."""
+        ids = self.context.request_ids[: self.context.total_request_count]
+        return self._decoding_requests or [self.get_request(number) for number in ids.tolist()]
 
     def _forward(self, inputs: dict):
         """Returns logits [1, N, V]; keeps the step's routes if they are recorded."""

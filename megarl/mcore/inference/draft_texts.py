@@ -6,10 +6,9 @@ A text is a prompt and its response as far as it was followed. Shapes: n texts, 
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from megarl.mcore.inference.draft_index import LONGEST, NO_TOKEN, DraftIndex
-from megarl.mcore.inference.spread import spread
+from megarl.mcore.inference.spread import spread_arrays
 
 MAX_DEPTH = 16  # drafted tokens of a request in a step
 
@@ -80,7 +79,7 @@ class DraftTexts:
         Returns:
             ([m] evidence of the guesses whose earlier ones were right, [m] whether each is right).
         """
-        owner, place = _spread(counts)
+        owner, place = spread_arrays(counts)
         columns = LONGEST + self.lengths[rows][owner] + place
         self._tokens[rows[owner], columns] = tokens
         self.lengths[rows] += counts
@@ -100,7 +99,7 @@ class DraftTexts:
     def index_all(self, rows: np.ndarray | Sequence[int], index: DraftIndex):
         """Adds what is new of texts `rows`, and of those that ended, to an index; frees the latter."""
         rows = np.concatenate([np.asarray(rows, np.int64), np.array(self._ended, np.int64)])
-        owner, place = _spread(np.maximum(self.lengths[rows] - self._indexed[rows], 0))
+        owner, place = spread_arrays(np.maximum(self.lengths[rows] - self._indexed[rows], 0))
         texts = rows[owner]
         places = self._indexed[texts] + place
         if len(texts):
@@ -109,8 +108,3 @@ class DraftTexts:
         self._indexed[rows] = np.maximum(self.lengths[rows], self._indexed[rows])
         self._free += self._ended
         self._ended.clear()
-
-
-def _spread(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    owner, place = spread(torch.from_numpy(counts))
-    return owner.numpy(), place.numpy()

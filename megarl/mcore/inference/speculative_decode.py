@@ -18,7 +18,7 @@ from megarl.mcore.inference import admission, draft_rows
 from megarl.mcore.inference.decode_loop import DecodeLoopEngine
 from megarl.mcore.inference.draft_texts import MAX_DEPTH
 from megarl.mcore.inference.drafter import Drafter, Drafts, StepCosts
-from megarl.mcore.inference.spread import spread
+from megarl.mcore.inference.spread import spread_arrays
 from megarl.mcore.inference.text_groups import Groups
 from megarl.observe import activity
 
@@ -118,14 +118,13 @@ class SpeculativeEngine(DecodeLoopEngine):
         counts = np.minimum(drafts.counts, room)
         counts = draft_rows.fit_to_blocks(c, torch.from_numpy(counts[groups.of])).numpy()[groups.first]
         if (counts < drafts.counts).any():
-            owner, place = (x.numpy() for x in spread(torch.from_numpy(drafts.counts)))
+            owner, place = spread_arrays(drafts.counts)
             drafts = Drafts(drafts.tokens[place < counts[owner]], counts)
         return drafts
 
     def _step_with_drafts(self, drafts: Drafts, groups: Groups) -> dict:
         """Runs a step that reads the last token and the drafted ones of each group once."""
-        c, (ids, _) = self.context, self._texts
-        requests = self._decoding_requests or [self.get_request(number) for number in ids.tolist()]
+        c, requests = self.context, self._requests_in_cache()
         inputs = draft_rows.begin_step(c, torch.from_numpy(drafts.tokens), torch.from_numpy(drafts.counts), groups)
         logits = self._forward(inputs)
         drawn, logprobs = self._draw(logits.squeeze(0))

@@ -1,5 +1,6 @@
 """Numbers the items of several lists that follow one another in one tensor."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -8,3 +9,9 @@ def spread(counts: Tensor) -> tuple[Tensor, Tensor]:
     """Returns (owner, place) [Σ counts]: for each of counts[i] items of list i, i and the item's number in the list."""
     owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
     return owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
+
+
+def spread_arrays(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Same as `spread`, for arrays."""
+    owner, place = spread(torch.from_numpy(counts))
+    return owner.numpy(), place.numpy()
