@@ -1,28 +1,13 @@
 """Samples tokens from logits and uniform numbers: temperature, top-k, top-p, inverse CDF."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megarl.algorithms.sampling_settings import SamplingSettings
+
 BLOCK = 256  # vocabulary tokens per block of the two-level search
-
-
-@dataclass(frozen=True)
-class SamplingSettings:
-    """How tokens are sampled. The rollout's log-probs are those of the temperature-scaled policy over the whole
-    vocabulary, as training recomputes them; top-k and top-p restrict the sampling, not the log-probs."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    greedy: bool = False
-
-    @property
-    def is_restricted(self) -> bool:
-        """Whether some tokens of the vocabulary may be excluded."""
-        return not self.greedy and (self.top_k > 0 or self.top_p < 1)
 
 
 def restrict_to_top_k_top_p(weights: Tensor, settings: SamplingSettings) -> Tensor:

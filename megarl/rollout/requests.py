@@ -8,8 +8,8 @@ from torch import Tensor
 
 from megarl.algorithms.counter_rng import stream_keys
 from megarl.batch import Batch
+from megarl.generation import Completion, GenerationRequest
 from megarl.mcore import device
-from megarl.mcore.inference.engine import Completion, GenerationRequest
 
 
 class PartialResponse(NamedTuple):

@@ -7,15 +7,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.algorithms.token_sampling import SamplingSettings
+from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.arguments import RoleSettings, Settings
 from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleMesh
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
+from megarl.generation import Completion, GenerationRequest
 from megarl.mcore import device
 from megarl.mcore.config.megatron_flags import parallel_sizes
-from megarl.mcore.inference.engine import Completion, GenerationRequest, RequestList, RolloutEngine
+from megarl.mcore.inference.engine import RequestList, RolloutEngine
 from megarl.mcore.inference.speculative_decode import DecodeCounts
 from megarl.mcore.lora import adapter
 from megarl.mcore.lora.transfer import PolicyTransfer, policy_checksums

@@ -115,8 +115,9 @@ def _greedy(model, groups, stored: Reference, vocab_size: int) -> tuple[list[int
     Two shorter prompts share its beginning, and no step has room for all three. Several ranks exchange data at every
     token, which takes most of the time: they generate less.
     """
-    from megarl.algorithms.token_sampling import SamplingSettings
-    from megarl.mcore.inference.engine import GenerationRequest, RolloutEngine
+    from megarl.algorithms.sampling_settings import SamplingSettings
+    from megarl.generation import GenerationRequest
+    from megarl.mcore.inference.engine import RolloutEngine
 
     prompt, count = stored.prompt, len(stored.greedy) if dist.get_world_size() == 1 else SHORT
     engine = RolloutEngine(

@@ -14,11 +14,12 @@ from datetime import timedelta
 import torch
 
 from megarl import arguments
-from megarl.algorithms.token_sampling import SamplingSettings
+from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.batch import Batch
 from megarl.comm import role_mesh
+from megarl.generation import GenerationRequest
 from megarl.mcore import device
-from megarl.mcore.inference.engine import GenerationRequest, RolloutEngine
+from megarl.mcore.inference.engine import RolloutEngine
 from megarl.mcore.model import forward_pass
 from megarl.roles.trainable_model import TrainableModel
 from tools.bench import common

@@ -25,9 +25,10 @@ from pathlib import Path
 
 import torch
 
-from megarl.algorithms.token_sampling import SamplingSettings
+from megarl.algorithms.sampling_settings import SamplingSettings
+from megarl.generation import GenerationRequest
 from megarl.mcore import device
-from megarl.mcore.inference.engine import GenerationRequest, RolloutEngine
+from megarl.mcore.inference.engine import RolloutEngine
 from tools.bench import common
 
 SHAPE = common.Shape(layers=12, hidden=512, ffn=1536, vocab=32_000)

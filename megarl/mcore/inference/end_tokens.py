@@ -8,15 +8,29 @@ NO_TOKEN = -1  # an id that is never sampled
 
 
 class EndTokens:
-    """The ids that end a response; may be none."""
+    """The ids that end a response; may be none. A request may have its own ones instead."""
 
     def __init__(self, ids: tuple[int, ...] = ()):
         self.ids = frozenset(ids)
         self._tensor = torch.tensor(sorted(ids), dtype=torch.int64)
+        self._own: dict[int, frozenset[int]] = {}  # by request id
 
-    def contains(self, tokens: Tensor) -> Tensor:
-        """Whether each of some tokens on the host is one of them."""
-        return torch.isin(tokens, self._tensor)
+    def set_own(self, request_id: int, ids: tuple[int, ...] | None):
+        """Gives a request its own end tokens; None: the common ones."""
+        self._own.pop(request_id, None)
+        if ids is not None and frozenset(ids) != self.ids:
+            self._own[request_id] = frozenset(ids)
+
+    def of(self, request_id: int) -> frozenset[int]:
+        """The end tokens of a request."""
+        return self._own.get(request_id, self.ids)
+
+    def contains(self, tokens: Tensor, request_ids: Tensor) -> Tensor:
+        """Whether each of some tokens [n] on the host ends its request; `request_ids` [n]."""
+        if not self._own:
+            return torch.isin(tokens, self._tensor)
+        pairs = zip(tokens.tolist(), request_ids.tolist(), strict=True)
+        return torch.tensor([token in self.of(request_id) for token, request_id in pairs], dtype=torch.bool)
 
 
 class EndTokensController(TextGenerationController):
@@ -33,6 +47,7 @@ class EndTokensController(TextGenerationController):
         """Same as Megatron's; then sets each request's own end token, which is compared next."""
         tokens, speculative = super()._transfer_samples_to_cpu(active_request_count)
         context = self.inference_wrapped_model.inference_context
-        ends = torch.where(self.end_tokens.contains(tokens), tokens, NO_TOKEN)
+        request_ids = context.request_ids[context.paused_request_count : context.total_request_count]
+        ends = torch.where(self.end_tokens.contains(tokens, request_ids), tokens, NO_TOKEN)
         context.active_request_metadata["termination_id"][:active_request_count] = ends
         return tokens, speculative

@@ -9,55 +9,33 @@ import faulthandler
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.inference.config import InferenceConfig
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
-from megatron.core.inference.sampling_params import SamplingParams
-from megatron.core.inference.utils import InferenceMode
 from torch import Tensor
 
-from megarl.algorithms.token_sampling import SamplingSettings
+from megarl.algorithms.sampling_settings import SamplingSettings
+from megarl.generation import Completion, GenerationRequest
 from megarl.mcore import device
 from megarl.mcore.inference.decode_loop import DecodeLoopEngine
-from megarl.mcore.inference.end_tokens import NO_TOKEN, EndTokens, EndTokensController
+from megarl.mcore.inference.end_tokens import EndTokens, EndTokensController
 from megarl.mcore.inference.keyed_sampling import KeyedSampling
 from megarl.mcore.inference.latent_context import context_of
 from megarl.mcore.inference.recorded_routes import attach_routes
+from megarl.mcore.inference.session import GenerationSession
 from megarl.mcore.inference.speculative_decode import DecodeCounts, SpeculativeEngine
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.kernels.linear import prepacked_weights
 from megarl.mcore.memory.offload import KVCacheInGradBuffer
-from megarl.mcore.moe.router import moe_layers_of, recording_routes
+from megarl.mcore.moe.router import moe_layers_of
 
 POLL_STEPS = 16  # engine steps between two calls of `response_limit`
 
 for _signal in (signal.SIGTERM, signal.SIGINT):
     faulthandler.unregister(_signal)  # Megatron's coordinator, imported above, prints a stack at every exit
-
-
-@dataclass(frozen=True)
-class GenerationRequest:
-    """One response to generate; `key` selects its random stream (`megarl.algorithms.counter_rng`)."""
-
-    prompt: list[int]
-    key: int
-    max_new_tokens: int
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A generated response: its tokens, their log-probs, and whether it ends with an end token."""
-
-    tokens: list[int]  # the end token included
-    logprobs: list[float]
-    finished: bool
-    # [tokens of prompt and response, L, k] int16: experts chosen in this rank's MoE layers, −1 in the last row.
-    routes: Tensor | None = field(default=None, compare=False)
 
 
 class RequestSource(Protocol):
@@ -83,13 +61,6 @@ class RequestList:
     def is_empty(self) -> bool:
         """Whether all requests were taken."""
         return not self._queue
-
-
-class _OwnParams(SamplingParams):
-    """Parameters of one request alone, so that Megatron's deep copies of them are not needed."""
-
-    def __deepcopy__(self, _) -> "_OwnParams":
-        return self
 
 
 class RolloutEngine:
@@ -211,119 +182,47 @@ class RolloutEngine:
             response_limit: called every `POLL_STEPS` steps; returns the maximum response length in tokens from now
                 on, None: that of each request. It may decrease: longer responses end soon, with their tokens so far.
         """
+        self._steps, self._max_response = 0, None
+        with self.session(end_ids, settings, routes) as session:
+            max_requests = min(max_requests or self.max_requests, self.max_requests)
+            while finished := self._run_until_finished(session, source, max_requests, response_limit):
+                yield from finished
+
+    @contextlib.contextmanager
+    def session(
+        self, end_ids: tuple[int, ...] = (), settings: SamplingSettings = SamplingSettings(), routes: bool = False
+    ) -> Iterator[GenerationSession]:
+        """Context in which the engine runs, without requests at first. Arguments as in `generate`."""
         was_training = self.model.training
         self.model.eval()
         self.engine.resume()
         try:
             with self._cache_present(), prepacked_weights(self.model):
-                self._reset(settings, routes, EndTokens(end_ids))
-                self._response_limit, self._max_response = response_limit, None
-                max_requests = min(max_requests or self.max_requests, self.max_requests)
-                while finished := self._run_until_finished(source, routes, max_requests):
-                    yield from finished
+                yield GenerationSession(self, EndTokens(end_ids), settings, routes)
         finally:
             self.engine.suspend()
             self.model.train(was_training)
 
-    def _reset(self, settings: SamplingSettings, routes: bool, end_tokens: EndTokens):
-        self.context.reset()  # cached blocks of an earlier call were computed with older weights
-        self.context.kv_block_allocator.record(routes)
-        self.engine.requests.clear()
-        self.engine.waiting_request_ids.clear()  # of a call that was closed early
-        self.sampling.settings, self.sampling.keys = settings, torch.zeros(self.max_requests, dtype=torch.int64)
-        self._source_numbers: dict[int, int] = {}  # request id in the engine -> number in the source
-        self._num_admitted = self._steps = 0
-        self._prompt_lengths = torch.zeros_like(self.sampling.keys)  # by request id
-        if self.drafter is not None:
-            self.drafter.reset(end_tokens.ids)
-        self.controller.end_tokens = self.context.end_tokens = end_tokens
-        InferenceMode.unset_active()
-
     def _run_until_finished(
-        self, source: RequestSource, routes: bool, max_requests: int
-    ) -> list[tuple[int, Completion]]:
+        self, session: GenerationSession, source: RequestSource, max_requests: int,
+        response_limit: Callable[[], int | None] | None,
+    ) -> list[tuple[int, Completion]]:  # fmt: skip
         """Runs steps until some requests finish and returns their completions; empty when all requests are done."""
-        with torch.inference_mode(), self._inference_active(routes):
+        with session.inference():
             while True:
                 self._steps += 1
-                if self._response_limit and self._steps % POLL_STEPS == 0:
-                    self._max_response = self._response_limit()
-                self._limit_responses(self._max_response)
-                self._admit(source, max_requests)
-                if not self._any_replica_generates(source):
+                if response_limit and self._steps % POLL_STEPS == 0:
+                    self._max_response = response_limit()
+                session.limit_responses(self._max_response)
+                self._admit(session, source, max_requests)
+                if not session.any_replica(session.has_requests or not source.is_empty()):
                     return []
-                if not self.engine.has_unfinished_requests():
-                    if self.is_coupled:
-                        self.controller.dummy_forward()  # this rank's experts compute tokens of other replicas
-                elif records := self.engine.step_modern()["finished_request_records"]:
-                    return [self._completion(record, routes) for record in records]
+                if finished := session.step():
+                    return finished
 
-    @contextlib.contextmanager
-    def _inference_active(self, routes: bool):
-        InferenceMode.set_active()
-        try:
-            with recording_routes(self.model) if routes else contextlib.nullcontext():
-                yield
-        finally:
-            InferenceMode.unset_active()
-            # Training cannot write to scratch memory of sequence parallelism that was allocated in inference mode.
-            parallel_state.get_global_memory_buffer().buffer.clear()
-
-    def _admit(self, source: RequestSource, max_requests: int):
+    def _admit(self, session: GenerationSession, source: RequestSource, max_requests: int):
         """Adds requests up to `max_requests`; none while some wait for cache, since another replica may start them."""
-        room = 0 if self.engine.waiting_request_ids else max_requests - len(self._source_numbers)
-        if room <= 0 or source.is_empty():
-            return
-        for number, request in source.take(room):
-            request_id = self._num_admitted
-            self._source_numbers[request_id] = number
-            if request_id == len(self._prompt_lengths):
-                more = torch.zeros_like(self._prompt_lengths)
-                self.sampling.keys = torch.cat([self.sampling.keys, more])
-                self._prompt_lengths = torch.cat([self._prompt_lengths, more])
-            self.sampling.keys[request_id] = request.key
-            self._prompt_lengths[request_id] = len(request.prompt)
-            self.engine.add_request(request_id, request.prompt, _params(request))
-            if self.drafter is not None:
-                self.drafter.begin(request_id, request.prompt)
-            self._num_admitted += 1
-
-    def _limit_responses(self, max_response: int | None):
-        """Limits responses in the cache to `max_response` tokens; longer ones end with the next step."""
-        if max_response is not None:
-            c, active = self.context, slice(self.context.total_request_count)
-            limits = self._prompt_lengths[c.request_ids[active].long()] + max_response
-            c.request_output_lengths[active] = c.request_output_lengths[active].minimum(limits)
-
-    def _completion(self, record, routes: bool) -> tuple[int, Completion]:
-        # An evicted request is a record of several, each with the response so far as part of its prompt.
-        request = record.merge() if len(record.requests) > 1 else record.requests[0]
-        tokens = [int(t) for t in request.generated_tokens]
-        logprobs = [float(p) for p in request.generated_log_probs]
-        if len(tokens) != len(logprobs):
-            raise RuntimeError(f"the engine returned {len(tokens)} tokens and {len(logprobs)} log-probs for a request")
-        length = len(request.prompt_tokens) + len(tokens)
-        recorded = self.context.kv_block_allocator.routes_of(request.request_id, length) if routes else None
-        if self.drafter is not None:
-            self.drafter.finish(request.request_id, [*request.prompt_tokens.tolist(), *tokens])
-        is_finished = bool(tokens) and tokens[-1] in self.context.end_tokens.ids
-        completion = Completion(tokens, logprobs, is_finished, recorded)
-        return self._source_numbers.pop(request.request_id), completion
-
-    def _any_replica_generates(self, source: RequestSource) -> bool:
-        """Whether any replica that shares experts with this one has requests left; all step until none has."""
-        has_requests = self.engine.has_unfinished_requests() or not source.is_empty()
-        if not self.is_coupled:
-            return has_requests
-        any_has = torch.tensor([has_requests], dtype=torch.int32, device=device.device())
-        dist.all_reduce(any_has, op=dist.ReduceOp.MAX, group=self.expert_group)
-        return bool(any_has)
-
-
-def _params(request: GenerationRequest) -> SamplingParams:
-    return _OwnParams(
-        num_tokens_to_generate=request.max_new_tokens,
-        termination_id=NO_TOKEN,  # set by `EndTokensController`
-        return_log_probs=True,
-        skip_prompt_log_probs=True,
-    )
+        room = 0 if self.engine.waiting_request_ids else max_requests - len(session)
+        if room > 0 and not source.is_empty():
+            for number, request in source.take(room):
+                session.add(number, request)

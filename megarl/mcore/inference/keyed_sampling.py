@@ -1,12 +1,17 @@
 """Token sampling of the rollout engine: keyed random numbers, and the log-probs that training recomputes."""
 
+from collections import defaultdict
+
 import torch
 from megatron.core.inference.sampling.base import Sampling
 from torch import Tensor
 
 from megarl.algorithms.counter_rng import uniforms
-from megarl.algorithms.token_sampling import SamplingSettings, sample_tokens
+from megarl.algorithms.sampling_settings import SamplingSettings
+from megarl.algorithms.token_sampling import sample_tokens
+from megarl.generation import GenerationRequest, TopLogprobs
 from megarl.mcore.kernels import native
+from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.kernels.vocab_parallel_logprobs import GatheredPolicy, softcap_
 
 
@@ -16,10 +21,32 @@ class KeyedSampling(Sampling):
     def __init__(self, vocab_size: int, tensor_ranks: int, softcap: float | None = None):
         """`softcap`: as in `head_scores`."""
         self.vocab_size, self.tensor_ranks, self.softcap = vocab_size, tensor_ranks, softcap
-        self.settings = SamplingSettings()
+        self.settings = SamplingSettings()  # of requests without own ones
         self.keys = torch.zeros(0, dtype=torch.int64)  # by request id
+        self.top_logprobs: dict[int, dict[int, TopLogprobs]] = {}  # request id -> position -> of the token there
+        self._own: dict[int, SamplingSettings] = {}  # by request id
+        self._top_counts: dict[int, int] = {}  # by request id, of requests that want top log-probs
         self._policy: GatheredPolicy | None = None
-        self._log_probs: Tensor | None = None  # of the tokens just sampled, if the compiled kernel sampled them
+        self._log_probs: Tensor | None = None  # of the tokens just sampled, if they are known already
+
+    def reset(self, settings: SamplingSettings, max_requests: int):
+        """Begins a call of the engine without requests, whose ids will be below `max_requests`."""
+        self.settings, self.keys = settings, torch.zeros(max_requests, dtype=torch.int64)
+        for by_id in (self._own, self._top_counts, self.top_logprobs):
+            by_id.clear()
+
+    def begin(self, request_id: int, request: GenerationRequest):
+        """Adds a request."""
+        self.keys[request_id] = request.key
+        if request.sampling is not None and request.sampling != self.settings:
+            self._own[request_id] = request.sampling
+        if request.top_logprobs:
+            self._top_counts[request_id], self.top_logprobs[request_id] = request.top_logprobs, {}
+
+    def finish(self, request_id: int):
+        """Removes a request."""
+        for by_id in (self._own, self._top_counts, self.top_logprobs):
+            by_id.pop(request_id, None)
 
     def sample_kernel(self, logits, n, context, *, gather_indices=None, output=None, **_):
         """Samples tokens [n] of the active requests from logits [≥ n, V], as Megatron's sampling backends do."""
@@ -28,34 +55,79 @@ class KeyedSampling(Sampling):
             rows = softcap_(rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True), self.softcap)
         request_ids, positions = context.sampled_rows()
         numbers = uniforms(self.keys[request_ids.long()], positions.long())
-        if native.computes(rows) and not self.settings.is_restricted:
-            tokens = self._sample(rows.contiguous(), numbers)
+        if self._own:
+            tokens = self._sample_by_settings(rows, numbers, request_ids.tolist())
         else:
-            self._policy = GatheredPolicy(rows, self.settings.temperature, self.vocab_size, self.tensor_ranks)
-            self._log_probs, tokens = None, self._tokens(rows[:, : self.vocab_size], numbers)
+            tokens = self._sample(rows, numbers, self.settings)
+        if self._top_counts:
+            self._keep_top_logprobs(rows, request_ids.tolist(), positions.tolist())
         return tokens if output is None else output.copy_(tokens)
 
-    def _sample(self, logits: Tensor, numbers: Tensor) -> Tensor:
+    def _sample(self, logits: Tensor, numbers: Tensor, settings: SamplingSettings) -> Tensor:
+        """Returns tokens [n] of logits [n, V] under the same settings."""
+        if native.computes(logits) and not settings.is_restricted:
+            return self._sample_natively(logits.contiguous(), numbers, settings)
+        self._policy = GatheredPolicy(logits, settings.temperature, self.vocab_size, self.tensor_ranks)
+        self._log_probs = None
+        return self._tokens(logits[:, : self.vocab_size], numbers, settings)
+
+    def _sample_by_settings(self, logits: Tensor, numbers: Tensor, request_ids: list[int]) -> Tensor:
+        """Returns tokens [n] of requests with settings of their own; a row's result does not depend on other rows."""
+        tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        log_probs = torch.empty(
+            tokens.shape, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device
+        )
+        groups = defaultdict(list)
+        for row, request_id in enumerate(request_ids):
+            groups[self._own.get(request_id, self.settings)].append(row)
+        for settings, members in groups.items():
+            rows = torch.tensor(members + members[:1] * (MIN_ROWS - len(members)))
+            place = rows.to(logits.device)
+            chosen = self._sample(logits[place], numbers[rows], settings)
+            # Rows that repeat the first one, to be enough of them, have its results.
+            tokens[place], log_probs[place] = chosen, self.log_probs(chosen)
+        self._log_probs = log_probs
+        return tokens
+
+    def _sample_natively(self, logits: Tensor, numbers: Tensor, settings: SamplingSettings) -> Tensor:
         """Returns tokens [n] of logits [n, V], sampled by the compiled kernel in one pass; keeps their log-probs.
 
         These equal those of training, which uses the same kernel for the sums of the softmax.
         """
-        s = self.settings
-        numbers = numbers[:0] if s.greedy else numbers
-        tokens, chosen, totals = native.ops.sample(logits, s.temperature, self.vocab_size, self.tensor_ranks, numbers)
+        numbers = numbers[:0] if settings.greedy else numbers
+        tokens, chosen, totals = native.ops.sample(
+            logits, settings.temperature, self.vocab_size, self.tensor_ranks, numbers
+        )
         self._log_probs = chosen - totals.sum(-1).log()
         return tokens
 
-    def _tokens(self, logits: Tensor, numbers: Tensor) -> Tensor:
+    def _tokens(self, logits: Tensor, numbers: Tensor, settings: SamplingSettings) -> Tensor:
         """Returns tokens [n] of logits [n, V], on their device; `numbers` [n] are the host's.
 
         A deterministic run samples on the host: torch has no deterministic cumulative sum of floating-point numbers
         for CUDA and refuses the other one.
         """
         is_refused = logits.device.type == "cuda" and torch.are_deterministic_algorithms_enabled()
-        place = torch.device("cpu") if is_refused and not self.settings.greedy else logits.device
+        place = torch.device("cpu") if is_refused and not settings.greedy else logits.device
         weights = self._policy.weights.to(place)
-        return sample_tokens(logits, weights, numbers.to(place), self.settings).to(logits.device)
+        return sample_tokens(logits, weights, numbers.to(place), settings).to(logits.device)
+
+    def _keep_top_logprobs(self, logits: Tensor, request_ids: list[int], positions: list[int]):
+        """Keeps the most likely tokens of rows whose requests want them."""
+        wanted = [row for row, request_id in enumerate(request_ids) if request_id in self._top_counts]
+        if not wanted:
+            return
+        by_temperature = defaultdict(list)
+        for row in wanted:
+            by_temperature[self._own.get(request_ids[row], self.settings).temperature].append(row)
+        for temperature, members in by_temperature.items():
+            rows = torch.tensor(members + members[:1] * (MIN_ROWS - len(members)), device=logits.device)
+            policy = GatheredPolicy(logits[rows], temperature, self.vocab_size, self.tensor_ranks)
+            found = policy.top_logprobs(max(self._top_counts[request_ids[row]] for row in members))
+            for row, tokens, logprobs in zip(members, *(x.tolist() for x in found), strict=False):
+                request_id = request_ids[row]
+                pairs = list(zip(tokens, logprobs, strict=True))[: self._top_counts[request_id]]
+                self.top_logprobs[request_id][positions[row]] = pairs
 
     def log_probs(self, tokens: Tensor) -> Tensor:
         """Returns [n] log-probs of the tokens [n] just sampled, under the temperature-scaled policy over the whole

@@ -173,7 +173,7 @@ class PagedContext(DynamicInferenceContext):
         blocks do not suffice."""
         active = slice(self.total_request_count)
         lengths = self.request_kv_length_offsets[active] + self.request_query_lengths[active] + 1
-        ends = self.end_tokens.contains(new_tokens)
+        ends = self.end_tokens.contains(new_tokens, self.request_ids[active])
         ends |= lengths >= self.request_output_lengths[active]
         self.only_decodes = not ends.any() and self._advance(new_tokens)
         return self.only_decodes

@@ -279,7 +279,7 @@ class GatheredPolicy:
 
     def __init__(self, logits: Tensor, temperature: float, vocab_size: int, tensor_ranks: int):
         """`vocab_size`: the tokenizer's; columns from it on are padding."""
-        scaled = logits.to(_at_least_fp32(logits))
+        scaled, self.vocab_size = logits.to(_at_least_fp32(logits)), vocab_size
         self.scaled = scaled if temperature == 1.0 else scaled / temperature
         self.top = self.scaled[:, :vocab_size].amax(-1, keepdim=True)
         # [n, V]: e^(logit − largest logit), 0 in padded columns
@@ -299,3 +299,9 @@ class GatheredPolicy:
         """Returns [n] log-probabilities of one token per row [n]."""
         chosen = self.scaled.gather(-1, tokens.unsqueeze(-1)) - self.top
         return chosen.squeeze(-1) - self.log_total
+
+    def top_logprobs(self, count: int) -> tuple[Tensor, Tensor]:
+        """Returns the `count` most likely tokens of each row and their log-probabilities, both [n, ≤ count]."""
+        vocab_size = min(self.scaled.shape[-1], self.vocab_size)
+        logits, tokens = self.scaled[:, :vocab_size].topk(min(count, vocab_size), dim=-1)
+        return tokens, logits - self.top - self.log_total.unsqueeze(-1)

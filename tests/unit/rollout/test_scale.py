@@ -47,7 +47,7 @@ class Engine:
         return DecodeCounts()
 
     def stream(self, source, end_ids, settings, routes, limit, longest):
-        from megarl.mcore.inference.engine import Completion
+        from megarl.generation import Completion
 
         while not source.is_empty():
             for number, request in source.take(8):

@@ -15,19 +15,21 @@ def states(rank, max_requests, buffer_gb, step_tokens):
     """States of two engines after they scheduled requests in two parts: with megarl's method, with Megatron's."""
     from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
 
-    from megarl.algorithms.token_sampling import SamplingSettings
+    from megarl.algorithms.sampling_settings import SamplingSettings
     from megarl.mcore.inference import admission
     from megarl.mcore.inference.end_tokens import EndTokens
     from megarl.mcore.inference.engine import RequestList
+    from megarl.mcore.inference.session import GenerationSession
 
     def state(schedule):
         engine, _, _ = make_engine(buffer_gb=buffer_gb, max_requests=max_requests)
         inner, context, source = engine.engine, engine.context, RequestList(enumerate(make_requests(9, COUNT)))
         context.max_tokens = step_tokens
         inner.resume()
-        engine._reset(SamplingSettings(), False, EndTokens())
+        engine.max_requests = COUNT  # more than the context holds, so that some wait
+        session = GenerationSession(engine, EndTokens(), SamplingSettings(), False)
         for in_engine in (COUNT // 2, COUNT):
-            engine._admit(source, in_engine)
+            engine._admit(session, source, in_engine)
             schedule(inner)
         tensors = {name: value for name, value in vars(context).items() if isinstance(value, torch.Tensor)}
         tensors |= {f"metadata of {name}": value for name, value in context.request_metadata.items()}
@@ -61,7 +63,7 @@ def test_the_context_is_that_of_megatrons_scheduling(max_requests, buffer_gb, st
 
 def steps(rank, only_long: bool, **sizes):
     """(completions, [(waiting, prefilling, decoding, whether it was a short one) of each step])."""
-    from megarl.algorithms.token_sampling import SamplingSettings
+    from megarl.algorithms.sampling_settings import SamplingSettings
     from megarl.mcore.inference.decode_loop import DecodeLoopEngine
 
     class LongSteps(DecodeLoopEngine):

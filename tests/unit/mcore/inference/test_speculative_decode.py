@@ -17,7 +17,7 @@ WINDOW = "--window-size 20,0 --window-attn-skip-freq 2"
 
 
 def scripted_drafter(answers, kind: str):
-    """A drafter that knows the answers, lists of tokens by request id: its drafts are right, wrong, random or mixed."""
+    """A drafter that knows the answers, lists of tokens by number of the request: its drafts are right, wrong, random or mixed."""
     import numpy as np
 
     from megarl.mcore.inference.draft_index import LONGEST
@@ -26,11 +26,12 @@ def scripted_drafter(answers, kind: str):
     class Scripted(Drafter):
         def __init__(self):
             super().__init__(StepCosts.on_cpu(10**5, 2, 1)._replace(drafting=0.0), 32, 48)
-            self.generator, self.ids = random.Random(0), {}
+            self.generator, self.numbers, self.begun = random.Random(0), {}, 0
 
         def begin(self, request_id, prompt):
             super().begin(request_id, prompt)
-            self.ids[int(self.rows_of(request_id))] = request_id
+            self.numbers[int(self.rows_of(request_id))] = self.begun  # the engine adds requests in their order
+            self.begun += 1
 
         def looks(self, count):
             return True
@@ -38,7 +39,7 @@ def scripted_drafter(answers, kind: str):
         def draft(self, rows, room, sizes, max_rows):
             drafts, used = [], len(rows)
             for row, limit in zip(rows, room, strict=True):
-                answer, size = answers[self.ids[row]], self._texts.lengths[row]
+                answer, size = answers[self.numbers[row]], self._texts.lengths[row]
                 text = self._texts._tokens[row, LONGEST : LONGEST + size].tolist()
                 assert answer[:size] == text, "the drafter knows another text"
                 # More than there is room for: the engine has to cut it.

@@ -1,0 +1,46 @@
+"""Requests for generation and their results. Imports no torch: the process that speaks HTTP reads them, too."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from megarl.algorithms.sampling_settings import SamplingSettings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TopLogprobs = list[tuple[int, float]]  # (token, log-prob), most likely first
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One response to generate; `key` selects its random stream (`megarl.algorithms.counter_rng`)."""
+
+    prompt: list[int]
+    key: int
+    max_new_tokens: int
+    sampling: SamplingSettings | None = None  # None: as the call says
+    end_ids: tuple[int, ...] | None = None  # tokens that end the response; None: as the call says
+    top_logprobs: int = 0  # how many of the most likely tokens to report at each position
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A generated response: its tokens, their log-probs, and whether it ends with an end token."""
+
+    tokens: list[int]  # the end token included
+    logprobs: list[float]
+    finished: bool
+    # [tokens of prompt and response, L, k] int16: experts chosen in this rank's MoE layers, −1 in the last row.
+    routes: "Tensor | None" = field(default=None, compare=False)
+
+
+class TokenChunk(NamedTuple):
+    """What a request has got since its last chunk."""
+
+    number: int  # of the request
+    tokens: list[int]
+    logprobs: list[float]
+    top_logprobs: list[TopLogprobs] | None = None  # one list per token, if they were asked for
+    # Why the response ended: "stop" (its last token is an end token), "length" or "abort"; None: it goes on.
+    finish_reason: str | None = None
+    routes: "Tensor | None" = None  # of the whole sequence, with the last chunk

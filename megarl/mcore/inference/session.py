@@ -1,0 +1,166 @@
+"""The requests of a running engine, from their admission to their completions."""
+
+import contextlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.core.inference.utils import InferenceMode
+
+from megarl.algorithms.sampling_settings import SamplingSettings
+from megarl.generation import Completion, GenerationRequest
+from megarl.mcore import device
+from megarl.mcore.inference.end_tokens import NO_TOKEN, EndTokens
+from megarl.mcore.moe.router import recording_routes
+
+if TYPE_CHECKING:
+    from megarl.mcore.inference.engine import RolloutEngine
+
+
+class _OwnParams(SamplingParams):
+    """Parameters of one request alone, so that Megatron's deep copies of them are not needed."""
+
+    def __deepcopy__(self, _) -> "_OwnParams":
+        return self
+
+
+class GenerationSession:
+    """Requests that join and leave an engine between its steps. All ranks of a replica make the same calls."""
+
+    def __init__(self, owner: "RolloutEngine", end_tokens: EndTokens, settings: SamplingSettings, routes: bool):
+        """Begins without requests. Arguments as of `RolloutEngine.generate`; requests may have their own ones."""
+        self.owner, self.engine, self.context = owner, owner.engine, owner.context
+        self.sampling, self.drafter = owner.sampling, owner.drafter
+        self.end_tokens, self.settings, self.routes = end_tokens, settings, routes
+        self.clear()
+
+    def clear(self):
+        """Drops all requests and their cache, which may have been computed with older weights."""
+        self.context.reset()
+        self.context.kv_block_allocator.record(self.routes)
+        self.engine.requests.clear()
+        self.engine.waiting_request_ids.clear()
+        size = self.owner.max_requests
+        self.sampling.reset(self.settings, size)
+        self._numbers: dict[int, int] = {}  # request id in the engine -> number of the request
+        self._free_ids = deque(range(size))
+        self._prompt_lengths = torch.zeros(size, dtype=torch.int64)  # by request id
+        self._aborted: set[int] = set()  # request ids that end with the next step
+        for request_id in self._free_ids:
+            self.end_tokens.set_own(request_id, None)
+        if self.drafter is not None:
+            self.drafter.reset(self.end_tokens.ids)
+        self.owner.controller.end_tokens = self.context.end_tokens = self.end_tokens
+        InferenceMode.unset_active()
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether some requests have not ended."""
+        return bool(self._numbers)
+
+    def add(self, number: int, request: GenerationRequest):
+        """Adds a request under a number of the caller's; the engine must have room for one more."""
+        request_id = self._free_ids.popleft()
+        self._numbers[request_id] = number
+        self._prompt_lengths[request_id] = len(request.prompt)
+        self.sampling.begin(request_id, request)
+        self.end_tokens.set_own(request_id, request.end_ids)
+        self.engine.add_request(request_id, request.prompt, _params(request))
+        if self.drafter is not None:
+            self.drafter.begin(request_id, request.prompt)
+
+    def abort(self, numbers: Iterable[int]):
+        """Drops requests: those that wait at once, others with the next step. They have no completions."""
+        numbers = set(numbers)
+        for request_id in [i for i, number in self._numbers.items() if number in numbers]:
+            if request_id in self.engine.waiting_request_ids:
+                self.engine.waiting_request_ids.remove(request_id)
+                del self.engine.requests[request_id]
+                self._forget(request_id)
+            else:
+                self._aborted.add(request_id)
+
+    def limit_responses(self, max_response: int | None):
+        """Limits responses in the cache to `max_response` tokens; longer ones end with the next step."""
+        if max_response is not None:
+            c, active = self.context, slice(self.context.total_request_count)
+            limits = self._prompt_lengths[c.request_ids[active].long()] + max_response
+            c.request_output_lengths[active] = c.request_output_lengths[active].minimum(limits)
+
+    @contextlib.contextmanager
+    def inference(self) -> Iterator[None]:
+        """Context of steps. Outside of it this rank may run forward passes of any model, but not update this one."""
+        with torch.inference_mode():
+            InferenceMode.set_active()
+            try:
+                with recording_routes(self.owner.model) if self.routes else contextlib.nullcontext():
+                    yield
+            finally:
+                InferenceMode.unset_active()
+                # Training cannot write to scratch memory of sequence parallelism allocated in inference mode.
+                parallel_state.get_global_memory_buffer().buffer.clear()
+
+    def step(self) -> list[tuple[int, Completion]]:
+        """Runs one step of all requests; returns those that ended, aborted ones excepted.
+
+        Replicas that share experts step together: this one computes tokens of others if it has no requests.
+        """
+        if not self.engine.has_unfinished_requests():
+            if self.owner.is_coupled:
+                self.owner.controller.dummy_forward()
+            return []
+        if self._aborted:
+            self._end_aborted()
+        completions = (self._completion(record) for record in self.engine.step_modern()["finished_request_records"])
+        return [completion for completion in completions if completion is not None]
+
+    def _end_aborted(self):
+        active = slice(self.context.total_request_count)
+        is_aborted = [i in self._aborted for i in self.context.request_ids[active].tolist()]
+        self.context.request_output_lengths[active][torch.tensor(is_aborted, dtype=torch.bool)] = 0
+
+    def _completion(self, record) -> tuple[int, Completion] | None:
+        # An evicted request is a record of several, each with the response so far as part of its prompt.
+        request = record.merge() if len(record.requests) > 1 else record.requests[0]
+        tokens = [int(t) for t in request.generated_tokens]
+        logprobs = [float(p) for p in request.generated_log_probs]
+        if len(tokens) != len(logprobs):
+            raise RuntimeError(f"the engine returned {len(tokens)} tokens and {len(logprobs)} log-probs for a request")
+        request_id, length = request.request_id, len(request.prompt_tokens) + len(tokens)
+        recorded = self.context.kv_block_allocator.routes_of(request_id, length) if self.routes else None
+        if self.drafter is not None:
+            self.drafter.finish(request_id, [*request.prompt_tokens.tolist(), *tokens])
+        is_finished = bool(tokens) and tokens[-1] in self.end_tokens.of(request_id)
+        is_aborted, number = request_id in self._aborted, self._forget(request_id)
+        return None if is_aborted else (number, Completion(tokens, logprobs, is_finished, recorded))
+
+    def _forget(self, request_id: int) -> int:
+        """Frees the id of a request that ended; returns its number."""
+        self.sampling.finish(request_id)
+        self._aborted.discard(request_id)
+        self._free_ids.append(request_id)
+        return self._numbers.pop(request_id)
+
+    def any_replica(self, flag: bool) -> bool:
+        """Whether a flag is set on any replica that shares experts with this one. A collective of these replicas."""
+        if not self.owner.is_coupled:
+            return flag
+        any_has = torch.tensor([flag], dtype=torch.int32, device=device.device())
+        dist.all_reduce(any_has, op=dist.ReduceOp.MAX, group=self.owner.expert_group)
+        return bool(any_has)
+
+
+def _params(request: GenerationRequest) -> SamplingParams:
+    return _OwnParams(
+        num_tokens_to_generate=request.max_new_tokens,
+        termination_id=NO_TOKEN,  # set by `EndTokensController`
+        return_log_probs=True,
+        skip_prompt_log_probs=True,
+    )
