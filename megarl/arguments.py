@@ -145,16 +145,16 @@ def _parse_own(argv: list[str], program: str, own: dict[str, parser.Flag]) -> tu
 
 
 def _is_training_key(program: str, policy_loss: str) -> Callable[[str], bool]:
-    """Whether a program ignores a key of a config file: an evaluation accepts the config file of a training run.
+    """Whether a program ignores a key of a config file: evaluation and server accept the config file of a training run.
 
     `policy_loss`: that of the files; a plug-in's options are training flags, too.
     """
-    if program != "evaluate":
+    if program not in ("evaluate", "serve"):
         return lambda key: False
     own, absent = parser.own_flags(program), set(role_flags.ROLES_OF["rl"]) - set(role_flags.ROLES_OF[program])
     from megarl.mcore.config import megatron_flags, supported_flags
 
-    others = (parser.own_flags(other) for other in ("rl", "sft", "reward"))
+    others = (parser.own_flags(other) for other in ("rl", "sft", "reward", "evaluate"))
     names = {name for other in others for name in other} - set(own) | {"pretrained-checkpoint"}
     options = megatron_flags.destinations().items()
     names |= {option.removeprefix("--") for option, dest in options if dest in supported_flags.training()}

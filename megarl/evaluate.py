@@ -7,32 +7,21 @@ Loads any policy of train_rl or train_sft, whatever layout wrote it: `--load RUN
         --eval-prompts heldout.jsonl --eval-responses 8 --eval-temperature 1 --eval-k 1,4,8 --save runs/evaluation
 """
 
-import dataclasses
 import json
 import re
 import sys
 from pathlib import Path
 
-from megarl.arguments import RoleSettings, RunConfig
-from megarl.checkpoint import folders
-from megarl.checkpoint.pretrained import (
-    CheckpointWeights,
-    FactorWeights,
-    PretrainedWeights,
-    checkpoint_weights,
-    folder_weights,
-)
-from megarl.comm.role_mesh import RoleGroups
+from megarl.arguments import RunConfig
 from megarl.data.prompts import load_prompts
-from megarl.errors import UsageError
-from megarl.mcore.model import gpt
 from megarl.observe.files import json_line, write_atomically
 from megarl.observe.timers import Timers
 from megarl.rollout.rollout import Rollout
 from megarl.trainers.evaluator import Evaluator
 from megarl.trainers.launch import launch
+from megarl.trainers.policy import PolicyInputs
 from megarl.trainers.reward_factory import RewardFactory
-from megarl.trainers.setup import build_role_encoder, check_required, check_save, check_vocabulary, read_inputs
+from megarl.trainers.setup import check_required, check_save, read_inputs
 
 SETTINGS = ("eval_prompts", "eval_samples", "eval_responses", "eval_temperature", "top_k", "top_p", "reward",
             "max_prompt_length", "max_response_length", "seed")  # fmt: skip
@@ -40,62 +29,25 @@ SETTINGS = ("eval_prompts", "eval_samples", "eval_responses", "eval_temperature"
 METRIC = re.compile("eval/(?:(.+?)/)??(reward/[^/]+|[^/]+)")  # task, metric; a term of --reward is a metric
 
 
-class EvaluationInputs:
+class EvaluationInputs(PolicyInputs):
     """Checkpoint, prompts, tokenizer and reward, read and checked before the process group exists."""
 
     def __init__(self, config: RunConfig):
-        s, actor = config.settings, config.roles["actor"]
-        check_required({"--load or --hf-model": s.load or actor.hf_model, "--eval-prompts": s.eval_prompts})
-        check_required({"--tokenizer-model": actor.tokenizer_model})
+        s = config.settings
+        check_required({"--eval-prompts": s.eval_prompts})
         check_save(s)
-        encoder = build_role_encoder(actor, s)
-        self.tokenizer = encoder.tokenizer
+        super().__init__(config)
         self.prompts = load_prompts(s.eval_prompts, "--eval-prompts")
-        self.tokens = self.prompts.encode(encoder, s.max_prompt_length)
+        self.tokens = self.prompts.encode(self.encoder, s.max_prompt_length)
         self.reward_factory = RewardFactory(config, self.prompts)
-        check_vocabulary(actor, self.tokenizer.vocab_size)
-        self.vocab_size = actor.model_vocab_size(self.tokenizer.vocab_size)
-        self.checkpoint, self.weights = None, None
-        if s.load:
-            self.weights = checkpoint_weights(s.load, "--load", actor, self.vocab_size)
-            self.checkpoint = self.weights.folder
-        else:
-            self.weights = folder_weights(actor)
-        other = actor.megatron.pretrained_checkpoint
-        if other and (not s.load or isinstance(self.weights, CheckpointWeights)):  # it may be under low-rank factors
-            raise UsageError(f"--pretrained-checkpoint {other}: weights come from --load; leave it out")
-
-    def source(self) -> dict:
-        """Where the weights come from, for the results."""
-        if self.checkpoint is None:
-            return {"hf_model": str(self.weights.weight_map.model.folder.path)}
-        manifest = folders.read_manifest(self.checkpoint, "--load")
-        return {"checkpoint": str(self.checkpoint), "program": manifest["program"], "step": manifest["step"]}
-
-
-def load_policy(
-    role: RoleSettings, role_groups: RoleGroups, vocab_size: int, weights: PretrainedWeights
-) -> gpt.ModelChunks | None:
-    """The policy on this rank with these weights; None outside the role. Collective of the role."""
-    if not role_groups.is_member:
-        return None
-    policy = gpt.build_frozen_model(role.megatron, vocab_size, role_groups.pg_collection)
-    weights.load(policy, role_groups.pg_collection)
-    return policy
-
-
-def rollout_role(config: RunConfig, inputs: EvaluationInputs) -> RoleSettings:
-    """The rollout's settings, with the low-rank factors of the checkpoint if it has any."""
-    lora = inputs.weights.lora if isinstance(inputs.weights, FactorWeights) else None
-    return dataclasses.replace(config.roles["rollout"], lora=lora)
 
 
 def evaluate(config: RunConfig, timers: Timers):
     """Generates and scores responses with the policy, prints a table and writes the results to `--save`."""
-    s, roles = config.settings, config.roles
+    s = config.settings
     inputs, mesh, _ = read_inputs(config, timers, lambda: EvaluationInputs(config), sys.stderr)
-    policy = load_policy(roles["actor"], mesh["actor"], inputs.vocab_size, inputs.weights)
-    rollout = Rollout(s, rollout_role(config, inputs), mesh, policy, inputs.tokenizer, timers)
+    policy = inputs.load(mesh["actor"])
+    rollout = Rollout(s, inputs.rollout_role(), mesh, policy, inputs.tokenizer, timers)
     reward = inputs.reward_factory.role(mesh["reward"], inputs.tokenizer, timers)
     rollout.sync_weights()
     evaluator = Evaluator(s, mesh, rollout, reward, inputs.prompts, inputs.tokens, timers)

@@ -32,6 +32,8 @@ class Completion:
     finished: bool
     # [tokens of prompt and response, L, k] int16: experts chosen in this rank's MoE layers, −1 in the last row.
     routes: "Tensor | None" = field(default=None, compare=False)
+    top_logprobs: list[TopLogprobs] | None = field(default=None, compare=False)  # one list per token, if asked for
+    versions: list[int] | None = field(default=None, compare=False)  # of the policy, one per token, if known
 
 
 class TokenChunk(NamedTuple):
@@ -44,3 +46,4 @@ class TokenChunk(NamedTuple):
     # Why the response ended: "stop" (its last token is an end token), "length" or "abort"; None: it goes on.
     finish_reason: str | None = None
     routes: "Tensor | None" = None  # of the whole sequence, with the last chunk
+    version: int = 0  # of the policy that generated these tokens

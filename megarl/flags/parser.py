@@ -33,7 +33,7 @@ class Flag:
 
 
 def own_flags(program: str, plug_in: PolicyLoss | None = None) -> dict[str, Flag]:
-    """megarl's own flags of one program ('rl', 'sft', 'reward' or 'evaluate') by name.
+    """megarl's own flags of one program ('rl', 'sft', 'reward', 'evaluate' or 'serve') by name.
 
     Args:
         plug_in: a policy loss that is not built in; its options become flags, too.
@@ -99,7 +99,7 @@ def _yes_or_no(text: str) -> bool:
 
 def build_parser(program: str, own: dict[str, Flag] | None = None) -> argparse.ArgumentParser:
     """The parser of megarl's own flags for one program. `own`: the flags; default: `own_flags(program)`."""
-    name = "megarl.evaluate" if program == "evaluate" else f"megarl.train_{program}"
+    name = f"megarl.{program}" if program in ("evaluate", "serve") else f"megarl.train_{program}"
     epilog = "All other flags are Megatron's; a role prefix (--actor-lr, --critic-lr) sets one for that role."
     parser = ArgumentParser(prog=name, allow_abbrev=False, epilog=epilog)
     config_help = "YAML files of flag names and values; later files and then the command line win; null unsets a key"

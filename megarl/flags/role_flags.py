@@ -31,8 +31,9 @@ PIPELINE_LAYOUT = (
 
 
 # Roles that each program may have.
-ROLES_OF = {"rl": ROLES, "sft": ("actor",), "reward": ("reward",), "evaluate": ("actor", "reward", "rollout")}
-TRAINED_ROLES = {"rl": ("actor", "critic"), "sft": ("actor",), "reward": ("reward",), "evaluate": ()}
+ROLES_OF = {"rl": ROLES, "sft": ("actor",), "reward": ("reward",), "evaluate": ("actor", "reward", "rollout"),
+            "serve": ("actor", "rollout")}  # fmt: skip
+TRAINED_ROLES = {"rl": ("actor", "critic"), "sft": ("actor",), "reward": ("reward",), "evaluate": (), "serve": ()}
 
 
 def roles_of(program: str, has_critic: bool, has_reference: bool) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ effect, and a warning says so.
 
 import dataclasses
 import math
-from collections.abc import Callable
 
 from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.estimators import ESTIMATORS
@@ -15,6 +14,8 @@ from megarl.algorithms.kl import KL_KINDS
 from megarl.algorithms.normalization import ENSEMBLES
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.algorithms.rollout_correction import CORRECTIONS, LEVELS
+from megarl.flags.fields import flag, fraction, not_negative, one_of, positive
+from megarl.flags.server_settings import ServerSettings
 from megarl.kernel_names import KERNELS
 from megarl.lora import ALL_LINEAR, TARGETS, are_targets
 from megarl.observe.alarms import DEFAULT_ALARMS, are_alarms
@@ -25,7 +26,9 @@ TRAINED = ("actor", "critic")
 FORMAT = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
 REPLAYS = ("none", "old-logprob", "rollout")  # source of the expert routes that the actor's training replays
 TRAINING, SUPERVISED, GENERATING = "rl sft reward", "sft reward", "rl evaluate"  # programs that share flags
-ALL = "rl sft reward evaluate"
+ROLLOUT = "rl evaluate serve"
+DATA = "rl sft reward evaluate"
+ALL = "rl sft reward evaluate serve"
 TOKENIZERS = ("SentencePieceTokenizer", "HuggingFaceTokenizer")
 
 
@@ -44,255 +47,224 @@ def _are_positive_ints(text: str) -> bool:
         return False
 
 
-def _flag(default, text: str, check: Callable | None = None, allowed: str = "", programs: str = "rl",
-          roles: tuple[str, ...] = (), when: str | None = None):  # fmt: skip
-    """A field of `Settings`.
-
-    Args:
-        text: help text.
-        check: whether a given value is allowed; `allowed` describes these values.
-        programs: the programs that have the flag.
-        roles: roles that may override the value with a prefixed flag.
-        when: name of the condition under which the flag has an effect.
-    """
-    meta = {"help": text, "check": check, "allowed": allowed, "programs": programs.split(), "roles": roles}
-    return dataclasses.field(default=default, metadata=meta | {"when": when})
-
-
-def _positive(default, text, **kw):
-    return _flag(default, text, lambda v: v > 0, "a number above 0", **kw)
-
-
-def _not_negative(default, text, **kw):
-    return _flag(default, text, lambda v: v >= 0, "0 or more", **kw)
-
-
-def _fraction(default, text, **kw):
-    return _flag(default, text, lambda v: 0 <= v <= 1, "between 0 and 1", **kw)
-
-
-def _one_of(default, names: tuple[str, ...], text, **kw):
-    return _flag(default, text, lambda v: v in names, "one of " + ", ".join(names), **kw)
-
-
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class Settings(ServerSettings):
     """The values of megarl's own flags."""
 
-    role_map: str | None = _flag(None, "ranks per role, as 'actor=0-3;critic=4;…'; default: every role on all ranks",
+    role_map: str | None = flag(None, "ranks per role, as 'actor=0-3;critic=4;…'; default: every role on all ranks",
                                  programs=GENERATING)  # fmt: skip
-    prompts: str | None = _flag(None, "JSONL file of training prompts", programs=TRAINING)
-    eval_prompts: str | None = _flag(None, "JSONL file of held-out prompts", programs=ALL)
-    hf_model: str | None = _flag(None, "Hugging Face folder: gives architecture, weights, tokenizer, chat template and"
+    prompts: str | None = flag(None, "JSONL file of training prompts", programs=TRAINING)
+    eval_prompts: str | None = flag(None, "JSONL file of held-out prompts", programs=DATA)
+    hf_model: str | None = flag(None, "Hugging Face folder: gives architecture, weights, tokenizer, chat template and"
                                  " end tokens; may differ per role", programs=ALL,
                                  roles=("actor", "critic", "reference"))  # fmt: skip
-    tokenizer_type: str = _one_of("SentencePieceTokenizer", TOKENIZERS, "tokenizer class: " + " or ".join(TOKENIZERS),
+    tokenizer_type: str = one_of("SentencePieceTokenizer", TOKENIZERS, "tokenizer class: " + " or ".join(TOKENIZERS),
                                   programs=ALL, roles=("reward",))  # fmt: skip
-    tokenizer_model: str | None = _flag(None, "tokenizer file (SentencePiece) or folder (Hugging Face)",
+    tokenizer_model: str | None = flag(None, "tokenizer file (SentencePiece) or folder (Hugging Face)",
                                         programs=ALL, roles=("reward",))  # fmt: skip
-    chat_template: str | None = _flag(None, "Jinja file of the chat template, 'tokenizer' (the tokenizer's own) or"
+    chat_template: str | None = flag(None, "Jinja file of the chat template, 'tokenizer' (the tokenizer's own) or"
                                       " 'none' (plain text, the default)", programs=ALL, roles=("reward",))  # fmt: skip
     # Rewards.
-    reward: str = _flag("exact-match", "weighted sum of reward terms, as 'model+0.2*format' (weight 0: logged, not"
+    reward: str = flag("exact-match", "weighted sum of reward terms, as 'model+0.2*format' (weight 0: logged, not"
                         f" added); terms: {', '.join(NAMES)}, or package.module:function",
                         programs=GENERATING)  # fmt: skip
-    reward_model: str | None = _flag(None, "run folder of train_reward; several, separated by commas, form an ensemble",
+    reward_model: str | None = flag(None, "run folder of train_reward; several, separated by commas, form an ensemble",
                                      programs=GENERATING, when="model")  # fmt: skip
-    reward_hf_model: str | None = _flag(None, "Hugging Face folder of a reward model (sequence classification with one"
+    reward_hf_model: str | None = flag(None, "Hugging Face folder of a reward model (sequence classification with one"
                                         " label); with --reward-model it gives all but the weights",
                                         programs=GENERATING, when="model")  # fmt: skip
-    reward_ensemble: str = _one_of("mean", ENSEMBLES, "how an ensemble's scores are combined: mean or min (2310.02743)",
+    reward_ensemble: str = one_of("mean", ENSEMBLES, "how an ensemble's scores are combined: mean or min (2310.02743)",
                                    programs=GENERATING, when="ensemble")  # fmt: skip
-    reward_max_length: int | None = _positive(None, "maximum tokens of a sequence that the reward model reads; longer"
+    reward_max_length: int | None = positive(None, "maximum tokens of a sequence that the reward model reads; longer"
                                               " sequences keep their end; default: --max-prompt-length +"
                                               " --max-response-length", programs=GENERATING,
                                               when="model")  # fmt: skip
-    reward_normalize: bool = _flag(False, "normalize the reward model's score by the running mean and standard"
+    reward_normalize: bool = flag(False, "normalize the reward model's score by the running mean and standard"
                                    " deviation of all its scores", when="model")  # fmt: skip
-    reward_clip: float | None = _positive(None, "clip the reward model's score to ± this value (1707.06347); default:"
+    reward_clip: float | None = positive(None, "clip the reward model's score to ± this value (1707.06347); default:"
                                           " no clipping", when="model")  # fmt: skip
-    reward_pattern: str | None = _flag(None, "regex: pattern to search in the response; its first group, or the whole"
+    reward_pattern: str | None = flag(None, "regex: pattern to search in the response; its first group, or the whole"
                                        " match, is compared with the answer", programs=GENERATING,
                                        when="regex")  # fmt: skip
-    reward_format: str = _flag(FORMAT, "format: pattern that the whole response must match", programs=GENERATING,
+    reward_format: str = flag(FORMAT, "format: pattern that the whole response must match", programs=GENERATING,
                                when="format")  # fmt: skip
-    reward_length: int = _positive(256, "length: tokens up to which a response gets the full reward",
+    reward_length: int = positive(256, "length: tokens up to which a response gets the full reward",
                                    programs=GENERATING, when="length")  # fmt: skip
-    reward_url: str | None = _flag(None, "remote: URL of the HTTP scoring service", programs=GENERATING, when="remote")
-    reward_retries: int = _not_negative(3, "remote: retries of a failed request, with back-off", programs=GENERATING,
+    reward_url: str | None = flag(None, "remote: URL of the HTTP scoring service", programs=GENERATING, when="remote")
+    reward_retries: int = not_negative(3, "remote: retries of a failed request, with back-off", programs=GENERATING,
                                         when="remote")  # fmt: skip
-    reward_concurrency: int = _positive(8, "remote: concurrent requests", programs=GENERATING, when="remote")
-    reward_memory_mb: int = _positive(1024, "code: memory limit of a checked program, MiB", programs=GENERATING,
+    reward_concurrency: int = positive(8, "remote: concurrent requests", programs=GENERATING, when="remote")
+    reward_memory_mb: int = positive(1024, "code: memory limit of a checked program, MiB", programs=GENERATING,
                                       when="code")  # fmt: skip
-    reward_timeout: float = _positive(30.0, "time limit of a verifier for one sample, seconds", programs=GENERATING,
+    reward_timeout: float = positive(30.0, "time limit of a verifier for one sample, seconds", programs=GENERATING,
                                       when="verifiers")  # fmt: skip
-    reward_workers: int = _not_negative(0, "worker processes per scoring rank for verifiers; 0: run them in the rank's"
+    reward_workers: int = not_negative(0, "worker processes per scoring rank for verifiers; 0: run them in the rank's"
                                         " process", when="local", programs=GENERATING)  # fmt: skip
-    reward_fallback: float = _flag(0.0, "score of a sample whose verifier failed", math.isfinite, "a finite number",
+    reward_fallback: float = flag(0.0, "score of a sample whose verifier failed", math.isfinite, "a finite number",
                                    programs=GENERATING, when="verifiers")  # fmt: skip
-    reward_max_failures: float = _fraction(0.1, "fraction of the latest samples that may fail in a verifier before"
+    reward_max_failures: float = fraction(0.1, "fraction of the latest samples that may fail in a verifier before"
                                            " the run stops; 0: none",
                                            programs=GENERATING, when="verifiers")  # fmt: skip
     # Preferences (train_reward).
-    preference_margin: float = _not_negative(0.0, "margin added to each pair's own margin (2307.09288 eq. 2)",
+    preference_margin: float = not_negative(0.0, "margin added to each pair's own margin (2307.09288 eq. 2)",
                                              programs="reward")  # fmt: skip
-    centring_coefficient: float = _not_negative(0.0, "coefficient of the (chosen + rejected)² loss that centres scores"
+    centring_coefficient: float = not_negative(0.0, "coefficient of the (chosen + rejected)² loss that centres scores"
                                                 " (2312.09244)", programs="reward")  # fmt: skip
-    target_eval_accuracy: float | None = _fraction(None, "stop the run when this fraction of held-out pairs is ranked"
+    target_eval_accuracy: float | None = fraction(None, "stop the run when this fraction of held-out pairs is ranked"
                                                    " correctly; default: never", programs="reward")  # fmt: skip
     # Generation.
-    prompts_per_step: int = _positive(16, "prompts per step")
-    samples_per_prompt: int = _positive(4, "responses sampled per prompt (the group size)")
-    max_prompt_length: int = _positive(512, "maximum prompt length, tokens", programs=ALL)
-    max_response_length: int = _positive(512, "maximum response length, tokens", programs=ALL)
-    temperature: float = _positive(1.0, "softmax temperature of the rollout and of all log-probs")
-    top_k: int = _not_negative(0, "sample from the k most likely tokens; 0: all tokens", programs=GENERATING,
+    prompts_per_step: int = positive(16, "prompts per step")
+    samples_per_prompt: int = positive(4, "responses sampled per prompt (the group size)")
+    max_prompt_length: int = positive(512, "maximum prompt length, tokens", programs=ALL)
+    max_response_length: int = positive(512, "maximum response length, tokens", programs=ALL)
+    temperature: float = positive(1.0, "softmax temperature of the rollout and of all log-probs")
+    top_k: int = not_negative(0, "sample from the k most likely tokens; 0: all tokens", programs=GENERATING,
                                when="sampled")  # fmt: skip
-    top_p: float = _flag(1.0, "nucleus sampling: probability mass to sample from (1904.09751); 1: all",
+    top_p: float = flag(1.0, "nucleus sampling: probability mass to sample from (1904.09751); 1: all",
                          lambda v: 0 < v <= 1, "above 0, at most 1", programs=GENERATING, when="sampled")  # fmt: skip
-    rollout_buffer_gb: float = _positive(0.25, "KV cache of each rollout rank, GiB", programs=GENERATING)
-    rollout_max_requests: int = _positive(256, "maximum requests that a rollout replica decodes together, at least 4",
-                                          programs=GENERATING)  # fmt: skip
-    rollout_dispatch: str = _one_of("dynamic", ("static", "dynamic"), "static: requests are assigned to replicas up"
+    rollout_buffer_gb: float = positive(0.25, "KV cache of each rollout rank, GiB", programs=ROLLOUT)
+    rollout_max_requests: int = positive(256, "maximum requests that a rollout replica decodes together, at least 4",
+                                          programs=ROLLOUT)  # fmt: skip
+    rollout_dispatch: str = one_of("dynamic", ("static", "dynamic"), "static: requests are assigned to replicas up"
                                     " front; dynamic: each replica takes the next when it has room",
                                     programs=GENERATING)  # fmt: skip
-    rollout_prefix_caching: bool = _flag(False, "prefill a prefix that requests share only once", programs=GENERATING)
-    rollout_chunked_prefill: bool = _flag(False, "prefill a long prompt in chunks over several engine steps",
-                                          programs=GENERATING)  # fmt: skip
-    speculative_rollout: bool = _flag(False, "decode steps also read drafted tokens, taken from siblings and earlier"
+    rollout_prefix_caching: bool = flag(False, "prefill a prefix that requests share only once", programs=ROLLOUT)
+    rollout_chunked_prefill: bool = flag(False, "prefill a long prompt in chunks over several engine steps",
+                                          programs=ROLLOUT)  # fmt: skip
+    speculative_rollout: bool = flag(False, "decode steps also read drafted tokens, taken from siblings and earlier"
                                       " responses, and read what siblings share once; text and log-probs stay the"
                                       " same to the bit")  # fmt: skip
-    rollout_bank: str | None = _flag(None, "folder that keeps the finished responses of steps without a checkpoint, so"
+    rollout_bank: str | None = flag(None, "folder that keeps the finished responses of steps without a checkpoint, so"
                                      " that a run that was killed generates only the rest")  # fmt: skip
-    one_step_off: bool = _flag(False, "generate the next step's batch while the current one is trained on; responses"
+    one_step_off: bool = flag(False, "generate the next step's batch while the current one is trained on; responses"
                                " are then one step old")  # fmt: skip
-    verify_weights: bool = _flag(False, "compare checksums after each weight sync to the rollout",
-                                 programs=GENERATING)  # fmt: skip
+    verify_weights: bool = flag(False, "compare checksums after each weight sync to the rollout",
+                                 programs=ROLLOUT)  # fmt: skip
     # Selection of generated groups, and length penalty.
-    group_filter: str = _one_of("none", ("none", "reward", "correct"), "drop groups whose rewards (reward) or verdicts"
+    group_filter: str = one_of("none", ("none", "reward", "correct"), "drop groups whose rewards (reward) or verdicts"
                                 " (correct) are all equal; none: keep all (2503.14476 §3.2)")  # fmt: skip
-    over_sampling: float = _flag(1.0, "start this many times the prompts, keep the groups whose longest responses are"
+    over_sampling: float = flag(1.0, "start this many times the prompts, keep the groups whose longest responses are"
                                  " shortest and stop the others; 1: none", lambda v: 1 <= v < math.inf,
                                  "1 or more")  # fmt: skip
-    partial_rollouts: bool = _flag(False, "continue the groups that over-sampling stopped in the next round"
+    partial_rollouts: bool = flag(False, "continue the groups that over-sampling stopped in the next round"
                                    " (2501.12599 §2.6)")  # fmt: skip
-    max_staleness: int = _not_negative(0, "drop a stopped group whose oldest token is more than this many steps old;"
+    max_staleness: int = not_negative(0, "drop a stopped group whose oldest token is more than this many steps old;"
                                        " 0: no limit", when="partial")  # fmt: skip
-    dynamic_sampling: bool = _flag(False, "generate for further prompts until the batch is full after filtering"
+    dynamic_sampling: bool = flag(False, "generate for further prompts until the batch is full after filtering"
                                    " (DAPO, 2503.14476 §3.2)")  # fmt: skip
-    max_sampling_rounds: int = _positive(10, "maximum sampling rounds per step; an incomplete batch then waits for the"
+    max_sampling_rounds: int = positive(10, "maximum sampling rounds per step; an incomplete batch then waits for the"
                                          " next step", when="rounds")  # fmt: skip
-    overlong_buffer: int = _not_negative(0, "tokens before --max-response-length over which the length penalty grows"
+    overlong_buffer: int = not_negative(0, "tokens before --max-response-length over which the length penalty grows"
                                          " (2503.14476 eq. 13); 0: no penalty")  # fmt: skip
-    overlong_penalty: float = _positive(1.0, "penalty of a response of --max-response-length tokens", when="overlong")
+    overlong_penalty: float = positive(1.0, "penalty of a response of --max-response-length tokens", when="overlong")
     # Advantages.
-    advantage: str = _flag("gae", f"advantage estimator: {', '.join(ESTIMATORS)}, or package.module:function")
-    gamma: float = _fraction(1.0, "discount γ (1506.02438)", when="estimator:gamma")
-    gae_lambda: float = _fraction(0.95, "λ of GAE (1506.02438)", when="estimator:lam")
-    group_std: bool = _flag(True, "divide by the group's standard deviation (2402.03300); false: Dr. GRPO (2503.20783)",
+    advantage: str = flag("gae", f"advantage estimator: {', '.join(ESTIMATORS)}, or package.module:function")
+    gamma: float = fraction(1.0, "discount γ (1506.02438)", when="estimator:gamma")
+    gae_lambda: float = fraction(0.95, "λ of GAE (1506.02438)", when="estimator:lam")
+    group_std: bool = flag(True, "divide by the group's standard deviation (2402.03300); false: Dr. GRPO (2503.20783)",
                             when="estimator:group_std")  # fmt: skip
-    whiten_advantages: bool | None = _flag(None, "whiten advantages to mean 0 and variance 1 over the batch; default:"
+    whiten_advantages: bool | None = flag(None, "whiten advantages to mean 0 and variance 1 over the batch; default:"
                                            " as the estimator defines", when="estimator:whiten")  # fmt: skip
-    greedy_baseline: bool = _flag(False, "generate and score a greedy response to each prompt as a baseline (ReMax,"
+    greedy_baseline: bool = flag(False, "generate and score a greedy response to each prompt as a baseline (ReMax,"
                                   " 2310.10505)", when="baselines")  # fmt: skip
     # Policy loss; the options of each loss are defined in its module (`algorithms.policy_losses`).
-    policy_loss: str = _flag("ppo-clip", f"policy loss: {', '.join(POLICY_LOSSES)}, or package.module:function")
-    ppo_epochs: int = _positive(1, "epochs over a step's batch (1707.06347)")
-    minibatch_size: int | None = _positive(None, "sequences per optimizer update, in whole groups if"
+    policy_loss: str = flag("ppo-clip", f"policy loss: {', '.join(POLICY_LOSSES)}, or package.module:function")
+    ppo_epochs: int = positive(1, "epochs over a step's batch (1707.06347)")
+    minibatch_size: int | None = positive(None, "sequences per optimizer update, in whole groups if"
                                          " --samples-per-prompt divides it; default: the whole batch")  # fmt: skip
-    loss_aggregation: str = _one_of("token-mean", AGGREGATIONS, "how token losses are averaged: "
+    loss_aggregation: str = one_of("token-mean", AGGREGATIONS, "how token losses are averaged: "
                                     + ", ".join(AGGREGATIONS))  # fmt: skip
-    loss_norm_length: float | None = _positive(None, "length that divides the summed token losses (Dr. GRPO,"
+    loss_norm_length: float | None = positive(None, "length that divides the summed token losses (Dr. GRPO,"
                                                " 2503.20783); default: --max-response-length", when="norm")  # fmt: skip
-    entropy_coefficient: float = _not_negative(0.0, "coefficient of the entropy bonus")
-    value_clip_range: float = _positive(0.2, "clip range of the value loss", when="critic")
-    critic_warmup_steps: int = _not_negative(0, "first steps in which only the critic is trained", when="critic")
+    entropy_coefficient: float = not_negative(0.0, "coefficient of the entropy bonus")
+    value_clip_range: float = positive(0.2, "clip range of the value loss", when="critic")
+    critic_warmup_steps: int = not_negative(0, "first steps in which only the critic is trained", when="critic")
     # KL to the reference.
-    kl_coefficient: float = _not_negative(0.05, "KL coefficient β to the reference policy (2203.02155); 0: no KL")
-    kl_in: str = _one_of("reward", ("reward", "loss"), "add the KL to the reward (2203.02155) or to the loss"
+    kl_coefficient: float = not_negative(0.05, "KL coefficient β to the reference policy (2203.02155); 0: no KL")
+    kl_in: str = one_of("reward", ("reward", "loss"), "add the KL to the reward (2203.02155) or to the loss"
                          " (2402.03300)", when="kl")  # fmt: skip
-    kl_estimator: str = _one_of("k1", KL_KINDS, "KL estimator: k1, k2, k3 (joschu.net/blog/kl-approx.html); k1+, k3+:"
+    kl_estimator: str = one_of("k1", KL_KINDS, "KL estimator: k1, k2, k3 (joschu.net/blog/kl-approx.html); k1+, k3+:"
                                 " with the gradient of k2", when="kl")  # fmt: skip
-    kl_controller: str = _one_of("fixed", ("fixed", "adaptive"), "fixed or adaptive β (1909.08593 §2.2)", when="kl")
-    kl_target: float | None = _positive(None, "KL per response, in nats, that the adaptive β aims at (1909.08593)",
+    kl_controller: str = one_of("fixed", ("fixed", "adaptive"), "fixed or adaptive β (1909.08593 §2.2)", when="kl")
+    kl_target: float | None = positive(None, "KL per response, in nats, that the adaptive β aims at (1909.08593)",
                                         when="adaptive")  # fmt: skip
-    kl_horizon: float = _positive(10000, "horizon of the adaptive β, responses (1909.08593)", when="adaptive")
+    kl_horizon: float = positive(10000, "horizon of the adaptive β, responses (1909.08593)", when="adaptive")
     # Rollout correction.
-    rollout_correction: str = _one_of("none", CORRECTIONS, "weight the loss by π_old/μ, where μ is the rollout policy:"
+    rollout_correction: str = one_of("none", CORRECTIONS, "weight the loss by π_old/μ, where μ is the rollout policy:"
                                       " truncated (tis), masked (mis) or icepop; none: no weights")  # fmt: skip
-    rollout_correction_level: str = _one_of("token", LEVELS, "ratio per token, per sequence, or geometric mean over a"
+    rollout_correction_level: str = one_of("token", LEVELS, "ratio per token, per sequence, or geometric mean over a"
                                             " sequence; also of the metrics without correction")  # fmt: skip
-    rollout_correction_cap: float = _positive(2.0, "largest importance ratio", when="correction")
-    rollout_correction_floor: float | None = _positive(None, "icepop: smallest importance ratio", when="icepop")
+    rollout_correction_cap: float = positive(2.0, "largest importance ratio", when="correction")
+    rollout_correction_floor: float | None = positive(None, "icepop: smallest importance ratio", when="icepop")
     # Router replay (mixture of experts).
-    router_replay: str = _one_of("none", REPLAYS, "replay expert routes in the actor's training: those of the old"
+    router_replay: str = one_of("none", REPLAYS, "replay expert routes in the actor's training: those of the old"
                                  " log-probs (R2) or of the rollout (R3); none: route anew (2510.11370)")  # fmt: skip
-    router_replay_reference: bool = _flag(False, "the reference replays the rollout's routes, too", when="routes")
-    router_probe_interval: int = _not_negative(0, "steps between probes of the log-prob gap with and without router"
+    router_replay_reference: bool = flag(False, "the reference replays the rollout's routes, too", when="routes")
+    router_probe_interval: int = not_negative(0, "steps between probes of the log-prob gap with and without router"
                                                " replay; 0: none", when="routes")  # fmt: skip
-    max_tokens_per_microbatch: int = _positive(16384, "maximum tokens of a micro-batch; may differ per role",
+    max_tokens_per_microbatch: int = positive(16384, "maximum tokens of a micro-batch; may differ per role",
                                                programs=TRAINING, roles=MODELS)  # fmt: skip
     # Low-rank factors.
-    lora_rank: int | None = _positive(None, "train low-rank factors of this rank instead of the weights (2106.09685);"
+    lora_rank: int | None = positive(None, "train low-rank factors of this rank instead of the weights (2106.09685);"
                                       " may differ per role; default: all weights", programs=TRAINING,
                                       roles=TRAINED)  # fmt: skip
-    lora_alpha: float | None = _positive(None, "α of the factors' scale α/rank; default: --lora-rank",
+    lora_alpha: float | None = positive(None, "α of the factors' scale α/rank; default: --lora-rank",
                                          programs=TRAINING, roles=TRAINED)  # fmt: skip
-    lora_rslora: bool = _flag(False, "scale the factors by α/√rank (2312.03732)", programs=TRAINING, roles=TRAINED)
-    lora_targets: str | None = _flag(None, f"layers with factors, with commas: {', '.join(TARGETS)} (of experts, too),"
+    lora_rslora: bool = flag(False, "scale the factors by α/√rank (2312.03732)", programs=TRAINING, roles=TRAINED)
+    lora_targets: str | None = flag(None, f"layers with factors, with commas: {', '.join(TARGETS)} (of experts, too),"
                                      f" or {ALL_LINEAR} for all of them, the default", are_targets,
                                      f"{ALL_LINEAR}, or names with commas among {', '.join(TARGETS)}",
                                      programs=TRAINING, roles=TRAINED)  # fmt: skip
-    lora_adapter: str | None = _flag(None, "folder of a PEFT adapter: the factors to start from, with their rank, scale"
+    lora_adapter: str | None = flag(None, "folder of a PEFT adapter: the factors to start from, with their rank, scale"
                                      " and targets; needs --hf-model; a larger --lora-rank adds to theirs",
                                      programs=TRAINING, roles=TRAINED)  # fmt: skip
-    export_peft: bool = _flag(False, "also write the factors of each checkpoint as a PEFT adapter, peft/step_N in"
+    export_peft: bool = flag(False, "also write the factors of each checkpoint as a PEFT adapter, peft/step_N in"
                               " --save; needs --hf-model", programs=TRAINING)  # fmt: skip
     # Evaluation.
-    eval_interval: int = _not_negative(0, "steps between evaluations; 0: none", programs=TRAINING)
-    eval_samples: int = _positive(256, "number of held-out prompts to evaluate", programs=ALL, when="evaluation")
-    eval_responses: int = _positive(1, "responses per held-out prompt", programs=GENERATING, when="evaluation")
-    eval_temperature: float = _not_negative(0.0, "sampling temperature of the evaluation; 0: greedy",
+    eval_interval: int = not_negative(0, "steps between evaluations; 0: none", programs=TRAINING)
+    eval_samples: int = positive(256, "number of held-out prompts to evaluate", programs=DATA, when="evaluation")
+    eval_responses: int = positive(1, "responses per held-out prompt", programs=GENERATING, when="evaluation")
+    eval_temperature: float = not_negative(0.0, "sampling temperature of the evaluation; 0: greedy",
                                             programs=GENERATING, when="evaluation")  # fmt: skip
-    eval_k: str | None = _flag(None, "k of pass@k, mean@k and maj@k, as '1,4,8' (2107.03374); default: 1 and"
+    eval_k: str | None = flag(None, "k of pass@k, mean@k and maj@k, as '1,4,8' (2107.03374); default: 1 and"
                                " --eval-responses, if that is above 1", _are_positive_ints,
                                "whole numbers above 0 with commas", programs=GENERATING, when="evaluation")  # fmt: skip
-    keep_best: bool = _flag(True, "also save a checkpoint after the best evaluation", when="best")
-    target_eval_loss: float | None = _positive(None, "stop the run when the evaluation loss is at most this; default:"
+    keep_best: bool = flag(True, "also save a checkpoint after the best evaluation", when="best")
+    target_eval_loss: float | None = positive(None, "stop the run when the evaluation loss is at most this; default:"
                                                " never", programs=SUPERVISED)  # fmt: skip
     # The run.
-    offload: bool = _flag(False, "keep a role's memory on the host while the role is idle; may differ per role",
+    offload: bool = flag(False, "keep a role's memory on the host while the role is idle; may differ per role",
                           roles=MODELS)  # fmt: skip
-    train_iters: int = _positive(100, "number of training steps", programs=TRAINING)
-    seed: int = _not_negative(1, "seed of every random stream", programs=ALL)
-    alarms: str = _flag(DEFAULT_ALARMS, "conditions on metrics and what then happens, as 'actor/ppo_kl > 0.3: skip;"
+    train_iters: int = positive(100, "number of training steps", programs=TRAINING)
+    seed: int = not_negative(1, "seed of every random stream", programs=ALL)
+    alarms: str = flag(DEFAULT_ALARMS, "conditions on metrics and what then happens, as 'actor/ppo_kl > 0.3: skip;"
                         " critic/loss > 10x: warn' (10x: ten times its median); actions: warn, skip the update, stop",
                         are_alarms, programs=TRAINING)  # fmt: skip
-    max_skipped_steps: int = _not_negative(20, "end the run after this many steps in a row with a skipped update; 0:"
+    max_skipped_steps: int = not_negative(20, "end the run after this many steps in a row with a skipped update; 0:"
                                            " never", programs=TRAINING)  # fmt: skip
-    tune: str = _one_of("auto", ("auto", "off", "fresh"), "choose kernels and threads on a CPU by measuring: auto: once"
+    tune: str = one_of("auto", ("auto", "off", "fresh"), "choose kernels and threads on a CPU by measuring: auto: once"
                         " for a machine and model shape; fresh: again; off: do not", programs=ALL)  # fmt: skip
-    kernels: str = _one_of("auto", ("auto", *KERNELS), "kernels in fp32 on a CPU: compiled ones, or PyTorch's operators"
+    kernels: str = one_of("auto", ("auto", *KERNELS), "kernels in fp32 on a CPU: compiled ones, or PyTorch's operators"
                            " with products by oneDNN or BLAS; auto: see --tune", programs=ALL)  # fmt: skip
-    parallel_work: int | None = _positive(None, "multiply-adds from which a compiled kernel uses all threads; default:"
+    parallel_work: int | None = positive(None, "multiply-adds from which a compiled kernel uses all threads; default:"
                                           " see --tune", programs=ALL)  # fmt: skip
-    deterministic: bool = _flag(False, "use deterministic kernels; fails where none exists", programs=ALL)
-    save: str | None = _flag(None, "run folder for metrics, samples, report and checkpoints", programs=ALL)
-    save_interval: int = _not_negative(0, "steps between checkpoints; 0: only at the end", programs=TRAINING)
-    async_save: bool = _flag(False, "write checkpoints beside the training, from a copy in host memory",
+    deterministic: bool = flag(False, "use deterministic kernels; fails where none exists", programs=ALL)
+    save: str | None = flag(None, "run folder for metrics, samples, report and checkpoints", programs=DATA)
+    save_interval: int = not_negative(0, "steps between checkpoints; 0: only at the end", programs=TRAINING)
+    async_save: bool = flag(False, "write checkpoints beside the training, from a copy in host memory",
                              programs=TRAINING, when="saved")  # fmt: skip
-    keep_last: int = _not_negative(0, "checkpoints to keep besides the best one: the newest; 0: all", programs=TRAINING,
+    keep_last: int = not_negative(0, "checkpoints to keep besides the best one: the newest; 0: all", programs=TRAINING,
                                    when="saved")  # fmt: skip
-    keep_every: int = _not_negative(0, "with --keep-last also keep checkpoints of steps that this number divides; 0:"
+    keep_every: int = not_negative(0, "with --keep-last also keep checkpoints of steps that this number divides; 0:"
                                     " none", programs=TRAINING, when="keep_last")  # fmt: skip
-    on_save_failure: str = _one_of("stop", ("stop", "continue"), "what a run does if a checkpoint cannot be written:"
+    on_save_failure: str = one_of("stop", ("stop", "continue"), "what a run does if a checkpoint cannot be written:"
                                    " stop or continue", programs=TRAINING, when="saved")  # fmt: skip
-    exit_grace: float = _positive(3600.0, "seconds that the running step has to end after SIGTERM, SIGINT or SIGUSR1,"
+    exit_grace: float = positive(3600.0, "seconds that the running step has to end after SIGTERM, SIGINT or SIGUSR1,"
                                   " before it is dropped", programs=TRAINING)  # fmt: skip
-    export_hf: bool = _flag(False, "also write the model of each checkpoint as a Hugging Face folder, hf/step_N in"
+    export_hf: bool = flag(False, "also write the model of each checkpoint as a Hugging Face folder, hf/step_N in"
                             " --save", programs=TRAINING)  # fmt: skip
-    load: str | None = _flag(None, "run folder to resume from (training) or to evaluate", programs=ALL)
-    load_changed_data: bool = _flag(False, "resume although --prompts or --eval-prompts have changed: the new prompts"
+    load: str | None = flag(None, "run folder to resume from (training), to evaluate or to serve", programs=ALL)
+    load_changed_data: bool = flag(False, "resume although --prompts or --eval-prompts have changed: the new prompts"
                                     " are drawn from their start", programs=TRAINING, when="load")  # fmt: skip
 
     @property

@@ -106,6 +106,7 @@ class RolloutEngine:
         self.model, self.expert_group, self.layers = model, pg_collection.ep, moe_layers_of(model)
         self.is_coupled = dist.get_world_size(pg_collection.ep) > 1  # replicas that share experts step together
         self.max_requests = config.max_requests  # in the engine at a time
+        self.max_length, self.step_tokens = max_length, config.max_tokens
         # The alternative needs symmetric GPU memory; megarl's layers dispatch tokens as in training either way.
         model.config.inference_moe_token_dispatcher_type = "nccl"
         self._cache_present = cache_in_grad_buffer.present if cache_in_grad_buffer else contextlib.nullcontext
@@ -135,6 +136,11 @@ class RolloutEngine:
     def capacity(self) -> int:
         """Maximum length of one prompt and response together that the cache can hold, in tokens."""
         return self.context.kv_block_allocator.active_count * self.context.block_size_tokens
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks of the cache that hold nothing."""
+        return self.context.kv_block_allocator.total_avail
 
     def take_decode_counts(self) -> DecodeCounts:
         """Returns what decode steps did since the last call; zeros if the engine is not speculative."""

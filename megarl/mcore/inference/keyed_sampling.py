@@ -23,7 +23,7 @@ class KeyedSampling(Sampling):
         self.vocab_size, self.tensor_ranks, self.softcap = vocab_size, tensor_ranks, softcap
         self.settings = SamplingSettings()  # of requests without own ones
         self.keys = torch.zeros(0, dtype=torch.int64)  # by request id
-        self.top_logprobs: dict[int, dict[int, TopLogprobs]] = {}  # request id -> position -> of the token there
+        self._top_logprobs: dict[int, dict[int, TopLogprobs]] = {}  # request id -> position -> of the token there
         self._own: dict[int, SamplingSettings] = {}  # by request id
         self._top_counts: dict[int, int] = {}  # by request id, of requests that want top log-probs
         self._policy: GatheredPolicy | None = None
@@ -32,7 +32,7 @@ class KeyedSampling(Sampling):
     def reset(self, settings: SamplingSettings, max_requests: int):
         """Begins a call of the engine without requests, whose ids will be below `max_requests`."""
         self.settings, self.keys = settings, torch.zeros(max_requests, dtype=torch.int64)
-        for by_id in (self._own, self._top_counts, self.top_logprobs):
+        for by_id in (self._own, self._top_counts, self._top_logprobs):
             by_id.clear()
 
     def begin(self, request_id: int, request: GenerationRequest):
@@ -41,12 +41,17 @@ class KeyedSampling(Sampling):
         if request.sampling is not None and request.sampling != self.settings:
             self._own[request_id] = request.sampling
         if request.top_logprobs:
-            self._top_counts[request_id], self.top_logprobs[request_id] = request.top_logprobs, {}
+            self._top_counts[request_id], self._top_logprobs[request_id] = request.top_logprobs, {}
 
     def finish(self, request_id: int):
         """Removes a request."""
-        for by_id in (self._own, self._top_counts, self.top_logprobs):
+        for by_id in (self._own, self._top_counts, self._top_logprobs):
             by_id.pop(request_id, None)
+
+    def top_logprobs_of(self, request_id: int, start: int, count: int) -> list[TopLogprobs] | None:
+        """Most likely tokens at `count` positions of a request from `start` on; None if it did not want them."""
+        known = self._top_logprobs.get(request_id)
+        return None if known is None else [known[position] for position in range(start, start + count)]
 
     def sample_kernel(self, logits, n, context, *, gather_indices=None, output=None, **_):
         """Samples tokens [n] of the active requests from logits [≥ n, V], as Megatron's sampling backends do."""
@@ -127,7 +132,7 @@ class KeyedSampling(Sampling):
             for row, tokens, logprobs in zip(members, *(x.tolist() for x in found), strict=False):
                 request_id = request_ids[row]
                 pairs = list(zip(tokens, logprobs, strict=True))[: self._top_counts[request_id]]
-                self.top_logprobs[request_id][positions[row]] = pairs
+                self._top_logprobs[request_id][positions[row]] = pairs
 
     def log_probs(self, tokens: Tensor) -> Tensor:
         """Returns [n] log-probs of the tokens [n] just sampled, under the temperature-scaled policy over the whole

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +12,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.utils import InferenceMode
 
 from megarl.algorithms.sampling_settings import SamplingSettings
-from megarl.generation import Completion, GenerationRequest
+from megarl.generation import Completion, GenerationRequest, TokenChunk
 from megarl.mcore import device
 from megarl.mcore.inference.end_tokens import NO_TOKEN, EndTokens
 from megarl.mcore.moe.router import recording_routes
@@ -121,6 +121,23 @@ class GenerationSession:
         completions = (self._completion(record) for record in self.engine.step_modern()["finished_request_records"])
         return [completion for completion in completions if completion is not None]
 
+    def new_tokens(self, reported: Mapping[int, int]) -> Iterator[TokenChunk]:
+        """What requests that have not ended got since the last chunk.
+
+        `reported`: tokens of each request that are known, by its number; others are passed over.
+        """
+        for request_id, number in self._numbers.items():
+            if (start := reported.get(number)) is None:
+                continue
+            requests = self.engine.requests[request_id].record.requests
+            tokens, logprobs = requests[0].generated_tokens, requests[0].generated_log_probs
+            for request in requests[1:]:  # it was evicted
+                tokens, logprobs = tokens + request.generated_tokens, logprobs + (request.generated_log_probs or [])
+            if (count := len(tokens) - start) > 0:
+                first = len(requests[0].prompt_tokens) + start
+                top = self.sampling.top_logprobs_of(request_id, first, count)
+                yield TokenChunk(number, list(map(int, tokens[start:])), list(map(float, logprobs[start:])), top)
+
     def _end_aborted(self):
         active = slice(self.context.total_request_count)
         is_aborted = [i in self._aborted for i in self.context.request_ids[active].tolist()]
@@ -138,8 +155,9 @@ class GenerationSession:
         if self.drafter is not None:
             self.drafter.finish(request_id, [*request.prompt_tokens.tolist(), *tokens])
         is_finished = bool(tokens) and tokens[-1] in self.end_tokens.of(request_id)
+        top_logprobs = self.sampling.top_logprobs_of(request_id, len(request.prompt_tokens), len(tokens))
         is_aborted, number = request_id in self._aborted, self._forget(request_id)
-        return None if is_aborted else (number, Completion(tokens, logprobs, is_finished, recorded))
+        return None if is_aborted else (number, Completion(tokens, logprobs, is_finished, recorded, top_logprobs))
 
     def _forget(self, request_id: int) -> int:
         """Frees the id of a request that ended; returns its number."""

@@ -65,7 +65,7 @@ def softcap_(logits: Tensor, softcap: float) -> Tensor:
     return logits.div_(softcap).tanh_().mul_(softcap)
 
 
-class _Head(NamedTuple):
+class Head(NamedTuple):
     """Inputs of the head on this rank, whose columns of the vocabulary start at index `first`."""
 
     hidden: Tensor  # [T, H]
@@ -107,7 +107,7 @@ class _Head(NamedTuple):
         return local.masked_fill(~here, 0), here
 
 
-def _statistics(logits: Tensor, columns: Tensor, here: Tensor, group, weights: Tensor | None, squares: bool):
+def softmax_statistics(logits: Tensor, columns: Tensor, here: Tensor, group, weights: Tensor | None, squares: bool):
     """Returns (maximum, Σe, log p(target), entropy[, Σπ²]), each [C]; overwrites the logits [C, V/tp].
 
     `weights` receives e^(logit − maximum) if it is not None.
@@ -165,7 +165,7 @@ class _HeadScores(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         first = dist.get_rank(group) * len(weight)
         product = linear.product_with(weight)
-        head = _Head(hidden, weight, targets, indices, temperature, first, vocab_size, softcap, product)
+        head = Head(hidden, weight, targets, indices, temperature, first, vocab_size, softcap, product)
         count, dtype = len(targets), _at_least_fp32(hidden)
         results = [hidden.new_empty(count, dtype=dtype) for _ in range(4 + squares)]
         needs_grad, kept = any(ctx.needs_input_grad[:2]), None
@@ -173,7 +173,7 @@ class _HeadScores(torch.autograd.Function):
             kept = hidden.new_empty(count, len(weight), dtype=dtype)
         for rows in row_chunks(count, len(weight)):
             weights = None if kept is None else kept[rows]
-            statistics = _statistics(head.scaled_logits(rows), *head.columns(rows), group, weights, squares)
+            statistics = softmax_statistics(head.scaled_logits(rows), *head.columns(rows), group, weights, squares)
             for result, statistic in zip(results, statistics, strict=True):
                 result[rows] = statistic
         top, total, logprobs, entropy, *square_sum = results
@@ -190,7 +190,7 @@ class _HeadScores(torch.autograd.Function):
         The caller sums the gradients of hidden states over the ranks, once for all chunks.
         """
         *inputs, kept, top, total, entropy, square_sum = ctx.saved_tensors
-        head = _Head(*inputs, *ctx.rest, linear.product_with(inputs[1]) if kept is None else None)
+        head = Head(*inputs, *ctx.rest, linear.product_with(inputs[1]) if kept is None else None)
         hidden, weight = head.hidden, head.weight
         allocate = torch.empty_like if head.indices is None else torch.zeros_like
         grad_hidden = allocate(hidden) if ctx.needs_input_grad[0] else None
@@ -213,7 +213,7 @@ class _HeadScores(torch.autograd.Function):
 
 
 def _accumulate(
-    grad_hidden, grad_weight, head: _Head, rows: slice, grad: Tensor, grad_logprob: Tensor | None, slope: Tensor | None
+    grad_hidden, grad_weight, head: Head, rows: slice, grad: Tensor, grad_logprob: Tensor | None, slope: Tensor | None
 ):
     """Adds the 1_y term to a chunk's gradient [C, V/tp]; writes its rows of `grad_hidden`, adds to `grad_weight`."""
     if grad_logprob is not None:
@@ -287,7 +287,7 @@ class GatheredPolicy:
             self.weights = self.scaled.clone(memory_format=torch.contiguous_format)
             self.weights[:, vocab_size:] = PADDED_LOGIT
             shares = self.weights.view(len(logits) * tensor_ranks, -1)
-            tops = self.top.expand(-1, tensor_ranks).flatten()
+            tops = self.top.expand(-1, tensor_ranks).flatten().contiguous()  # one row is flattened to a view
             totals = native.ops.softmax_sums(shares, tops, shares)[0].view(-1, tensor_ranks)
         else:
             self.weights = (self.scaled - self.top).exp_()

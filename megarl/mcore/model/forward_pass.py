@@ -28,14 +28,14 @@ class TokenScores(NamedTuple):
     entropy: Tensor
 
 
-def _align_to_tokens(next_token_values: Tensor, packing: PackedLayout) -> Tensor:
+def align_to_tokens(next_token_values: Tensor, packing: PackedLayout) -> Tensor:
     """Shifts values of each stream position's next token onto that token -> [T]; 0 at first tokens of sequences."""
     shifted = torch.cat([next_token_values.new_zeros(1), next_token_values[:-1]])
     aligned = shifted.index_fill(0, packing.first, 0.0)
     return aligned if packing.source is None else aligned.index_select(0, packing.source)
 
 
-def _gather_stream(local: Tensor, packing: PackedLayout) -> Tensor:
+def gather_stream(local: Tensor, packing: PackedLayout) -> Tensor:
     """Gathers results of this rank's tokens to those of the whole stream, without its padding."""
     if packing.order is not None:
         local = gather_result(local, packing.cp_group)[packing.order]
@@ -47,10 +47,10 @@ def _head_values(hidden: Tensor, head: ValueHead, packing: PackedLayout, model) 
     values = head(hidden)
     if model.config.sequence_parallel:
         values = gather_result(values, head.group)
-    return _gather_stream(values, packing)
+    return gather_stream(values, packing)
 
 
-def _run(chunk, tokens: Tensor, lengths: Tensor, processor, routing: Routing | None, shared: SharedPrefix | None):
+def run_chunk(chunk, tokens: Tensor, lengths: Tensor, processor, routing: Routing | None, shared: SharedPrefix | None):
     """Returns hidden states [T', 1, H] of a chunk; from the last chunk, what `processor` returns for them."""
     if InferenceMode.is_active():
         raise RuntimeError("a training forward while the rollout engine is active: suspend the engine first")
@@ -113,11 +113,11 @@ def token_scores(
             if scored is not None:
                 requested = score.index_select(0, scored.requested_of_scored)
                 score = score.new_zeros(len(targets)).index_copy(0, scored.requested, requested)
-            return _align_to_tokens(_gather_stream(score, packing), packing)
+            return align_to_tokens(gather_stream(score, packing), packing)
 
         return TokenScores(aligned(logprobs), aligned(entropy))
 
-    return _run(chunk, tokens, lengths, processor, routing, shared)
+    return run_chunk(chunk, tokens, lengths, processor, routing, shared)
 
 
 def token_values(
@@ -127,9 +127,9 @@ def token_values(
     chunk. Arguments as of `token_scores`."""
 
     def processor(hidden, output_layer, weight, targets, packing, model):
-        return _align_to_tokens(_head_values(hidden, output_layer, packing, model), packing)
+        return align_to_tokens(_head_values(hidden, output_layer, packing, model), packing)
 
-    return _run(chunk, tokens, lengths, processor, routing, shared)
+    return run_chunk(chunk, tokens, lengths, processor, routing, shared)
 
 
 def sequence_scores(
@@ -141,7 +141,7 @@ def sequence_scores(
     def processor(hidden, output_layer, weight, targets, packing, model):
         return _head_values(hidden, output_layer, packing, model)[packing.last]
 
-    return _run(chunk, tokens, lengths, processor, routing, shared)
+    return run_chunk(chunk, tokens, lengths, processor, routing, shared)
 
 
 @contextlib.contextmanager

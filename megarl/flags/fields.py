@@ -1,0 +1,35 @@
+"""Fields of settings: each is a flag with its help text, allowed values, programs, and when it has an effect."""
+
+import dataclasses
+from collections.abc import Callable
+
+
+def flag(default, text: str, check: Callable | None = None, allowed: str = "", programs: str = "rl",
+          roles: tuple[str, ...] = (), when: str | None = None):  # fmt: skip
+    """A field of a class of settings.
+
+    Args:
+        text: help text.
+        check: whether a given value is allowed; `allowed` describes these values.
+        programs: the programs that have the flag.
+        roles: roles that may override the value with a prefixed flag.
+        when: name of the condition under which the flag has an effect.
+    """
+    meta = {"help": text, "check": check, "allowed": allowed, "programs": programs.split(), "roles": roles}
+    return dataclasses.field(default=default, metadata=meta | {"when": when})
+
+
+def positive(default, text, **kw):
+    return flag(default, text, lambda v: v > 0, "a number above 0", **kw)
+
+
+def not_negative(default, text, **kw):
+    return flag(default, text, lambda v: v >= 0, "0 or more", **kw)
+
+
+def fraction(default, text, **kw):
+    return flag(default, text, lambda v: 0 <= v <= 1, "between 0 and 1", **kw)
+
+
+def one_of(default, names: tuple[str, ...], text, **kw):
+    return flag(default, text, lambda v: v in names, "one of " + ", ".join(names), **kw)

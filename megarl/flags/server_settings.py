@@ -1,0 +1,37 @@
+"""Flags of the generation server (`python -m megarl.serve`)."""
+
+import dataclasses
+import re
+
+from megarl.flags.fields import flag, not_negative, positive
+
+SERVE = "serve"
+MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,199}")
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerSettings:
+    """Where the server listens, who may ask, and how much."""
+
+    host: str = flag("127.0.0.1", "address that the server listens on; others than loopback need --api-key-file",
+                     programs=SERVE)  # fmt: skip
+    port: int = flag(8000, "port that the server listens on; 0: a free one", lambda v: 0 <= v < 65536, "0 to 65535",
+                     programs=SERVE)  # fmt: skip
+    served_model_name: str | None = flag(None, "name of the model in requests; default: that of its folder",
+                                         lambda v: bool(MODEL_NAME.fullmatch(v)),
+                                         "letters, digits and . _ / : -", programs=SERVE)  # fmt: skip
+    api_key_file: str | None = flag(None, "file of the keys that clients must send, one a line", programs=SERVE)
+    admin_key_file: str | None = flag(None, "file of the keys for /admin, one a line; default: there is no /admin",
+                                      programs=SERVE)  # fmt: skip
+    weights_folder: str | None = flag(None, "folder from which /admin/weights may load; default: none may be loaded",
+                                      programs=SERVE)  # fmt: skip
+    serve_routes: bool = flag(False, "record expert routes, so that /generate can return them", programs=SERVE)
+    max_queue: int = not_negative(1024, "requests that may wait for the ranks; more are refused", programs=SERVE)
+    max_body_mb: float = positive(16.0, "largest body of a request, MiB", programs=SERVE)
+    max_choices: int = positive(64, "largest n of a request, and most prompts in one", programs=SERVE)
+    max_stops: int = positive(16, "most stop strings of a request, and most stop token ids", programs=SERVE)
+    max_top_logprobs: int = not_negative(20, "most likely tokens that a request may ask for at each position",
+                                         programs=SERVE)  # fmt: skip
+    request_timeout: float = positive(3600.0, "seconds that a request may take, its wait included", programs=SERVE)
+    drain_seconds: float = not_negative(30.0, "seconds that running requests have to end after SIGTERM or SIGINT",
+                                        programs=SERVE)  # fmt: skip

@@ -1,0 +1,211 @@
+"""Answers requests that come over the wire (`megarl/serving/wire.py`) on the ranks of one replica.
+
+Between two steps of the engine, the leader takes the frames that have come, and tells the other ranks. So all ranks of
+a replica see the same requests, and make the same decisions without a clock. Replicas that share experts compute in
+step: before each step they agree what it does.
+"""
+
+import base64
+from collections import deque
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from megarl.algorithms.sampling_settings import SamplingSettings
+from megarl.comm.role_mesh import RoleGroups
+from megarl.errors import UsageError
+from megarl.generation import GenerationRequest, TokenChunk
+from megarl.mcore import device
+from megarl.observe import activity
+from megarl.rollout.command_channel import CommandChannel
+from megarl.rollout.engine_generator import EngineGenerator
+from megarl.rollout.scoring import ScoreRequest, score_sequences, together
+from megarl.serving.wire import Frame
+
+IDLE_SECONDS = 1.0  # longest wait for a frame; then the ranks show that they are alive
+COUPLED_SECONDS = 0.01  # the same if other replicas may need this one's experts
+
+
+class ReplicaService:
+    """One replica of a generation service, on each of its ranks."""
+
+    def __init__(
+        self, generator: EngineGenerator, model, role_groups: RoleGroups, channel: CommandChannel, vocab_size: int,
+        label: str,
+    ):  # fmt: skip
+        """
+        Args:
+            generator: paused, without requests.
+            model: the generator's model, for scores.
+            vocab_size: the model's.
+            label: name of the weights; `generator.update_weights` returns a new one.
+        """
+        self.generator, self.model, self.groups, self.channel = generator, model, role_groups, channel
+        self.vocab_size, self.label = vocab_size, label
+        self._waiting: deque[tuple[int, GenerationRequest]] = deque()
+        self._scores: deque[tuple[int, ScoreRequest]] = deque()
+        self._controls: deque[Frame] = deque()  # not done yet
+        self._routes_wanted: set[int] = set()
+        self._is_stopped = self._is_draining = False
+
+    def run(self, is_draining: Callable[[], bool] = lambda: False):
+        """Serves until the HTTP process says stop. A collective of the role.
+
+        Args:
+            is_draining: whether the service is to end once its requests have; one rank's answer suffices.
+        """
+        engine = self.generator.engine
+        ready = {"replica": self.groups.dp_rank, "max_requests": engine.max_requests, "capacity": engine.capacity}
+        self._send("ready", **ready, blocks=engine.free_blocks, version=self.generator.version, label=self.label)
+        self.generator.resume()
+        while not self._is_stopped:
+            activity.tick()
+            if is_draining() and not self._is_draining:
+                self._is_draining = True
+                self._send("drain")
+            for frame in self.channel.receive(self._patience()):
+                self._take(frame)
+            self._admit()
+            self._act()
+        self.generator.shut_down()
+        self.channel.close()
+
+    def _patience(self) -> float:
+        """Seconds to wait for a frame: 0 if there is work."""
+        if self.generator.needs_steps or self._scores or self._controls:
+            return 0.0
+        return COUPLED_SECONDS if self.generator.engine.is_coupled else IDLE_SECONDS
+
+    # -- frames ------------------------------------------------------------------------------------------------------
+
+    def _take(self, frame: Frame):
+        """Notes what a frame asks for."""
+        kind = frame["type"]
+        if kind == "generate":
+            self._take_request(frame)
+        elif kind == "score":
+            request = ScoreRequest(frame["tokens"], frame["temperature"], frame["top_logprobs"])
+            self._scores.append((frame["id"], request))
+        elif kind == "abort":
+            self._abort(set(frame["ids"]))
+        elif kind in ("control", "stop"):
+            self._controls.append(frame)
+        else:
+            raise RuntimeError(f"the HTTP process sent a frame of the unknown type {kind!r}")
+
+    def _take_request(self, frame: Frame):
+        engine, number, prompt = self.generator.engine, frame["id"], frame["prompt"]
+        length, most = len(prompt) + frame["max_tokens"], min(engine.max_length, engine.capacity)
+        if not prompt or length > most:
+            problem = f"prompt and max_tokens are {length} tokens; at most {most} fit" if prompt else "an empty prompt"
+            self._send("refused", id=number, message=problem)
+            return
+        sampling = SamplingSettings(frame["temperature"], frame["top_k"], frame["top_p"], frame["greedy"])
+        request = GenerationRequest(
+            prompt, frame["key"], frame["max_tokens"], sampling, tuple(frame["end_ids"]), frame["top_logprobs"]
+        )
+        if frame["routes"]:
+            self._routes_wanted.add(number)
+        self._waiting.append((number, request))
+
+    def _abort(self, numbers: set[int]):
+        self._waiting = deque(item for item in self._waiting if item[0] not in numbers)
+        self._scores = deque(item for item in self._scores if item[0] not in numbers)
+        self._routes_wanted -= numbers
+        self.generator.abort(numbers)
+
+    def _send(self, kind: str, **fields):
+        self.channel.send({"type": kind, **fields})
+
+    def _report(self, chunks: list[TokenChunk]):
+        """Sends the new tokens of requests."""
+        if not chunks:
+            return
+        events = []
+        for number, tokens, logprobs, top, finish, routes, _ in chunks:
+            if finish and number in self._routes_wanted:
+                self._routes_wanted.remove(number)
+                if routes is not None:
+                    data = base64.b64encode(routes.cpu().numpy().astype("<i2").tobytes()).decode()
+                    self._send("routes", id=number, shape=list(routes.shape), data=data)
+            events.append([number, tokens, logprobs, top, finish])
+        self._send("tokens", version=chunks[0].version, events=events, blocks=self.generator.engine.free_blocks)
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def _admit(self):
+        """Gives waiting requests to the engine, none while a control command waits for the running ones."""
+        if self.generator.is_paused or self._waits_for_end:
+            return
+        while self._waiting and self.generator.has_room:
+            self.generator.add(*self._waiting.popleft())
+
+    @property
+    def _waits_for_end(self) -> bool:
+        """Whether the next control command comes after the running requests."""
+        return bool(self._controls) and self._controls[0].get("mode") == "wait"
+
+    def _act(self):
+        """Does one thing: a control command, a pass of scores, or a step of the engine."""
+        may_control = bool(self._controls) and not (self._waits_for_end and self.generator.needs_steps)
+        may_control, scores, generates = self._agree(may_control, bool(self._scores), self.generator.needs_steps)
+        if may_control:
+            self._control(self._controls.popleft())
+        elif scores:
+            self._score()
+        elif generates:
+            self._report(self.generator.step())
+
+    def _agree(self, may_control: bool, scores: bool, generates: bool) -> tuple[bool, bool, bool]:
+        """Whether all replicas that share experts may run a command, and any of them scores, or generates."""
+        engine = self.generator.engine
+        if not engine.is_coupled:
+            return may_control, scores, generates
+        flags = torch.tensor([not may_control, scores, generates], dtype=torch.int32, device=device.device())
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=engine.expert_group)
+        some_may_not, scores, generates = map(bool, flags.tolist())
+        return not some_may_not, scores, generates
+
+    def _score(self):
+        """Scores the first sequences that wait, in one pass; the engine is suspended meanwhile."""
+        requests = [request for _, request in self._scores]
+        requests = requests[: together(requests, self.generator.engine.step_tokens)]
+        numbers = [self._scores.popleft()[0] for _ in requests]
+        groups = self.groups.pg_collection
+        for number, found in zip(numbers, score_sequences(self.model, groups, self.vocab_size, requests), strict=True):
+            fields = {"logprobs": found.logprobs, "top": found.top_logprobs}
+            self._send("scores", id=number, version=self.generator.version, **fields)
+
+    # -- control -----------------------------------------------------------------------------------------------------
+
+    def _control(self, frame: Frame):
+        """Runs a command. All replicas run the same ones, in the same order."""
+        if frame["type"] == "stop":
+            self._is_stopped = True
+            return
+        error = None
+        if frame["command"] == "pause":
+            self._pause(frame["mode"])
+        elif frame["command"] == "resume":
+            self.generator.resume()
+        else:
+            error = self._change_weights(frame["path"])
+        answer = {"number": frame["number"], "error": error}
+        self._send("control", **answer, version=self.generator.version, label=self.label)
+
+    def _pause(self, mode: str):
+        if mode == "abort":
+            numbers = [number for number, _ in self._waiting]
+            self._waiting.clear()
+            self._report([TokenChunk(number, [], [], finish_reason="abort") for number in numbers])
+        self._report(self.generator.pause(mode))
+
+    def _change_weights(self, path: str) -> str | None:
+        """Loads weights; returns why they cannot be loaded, None if they were."""
+        try:
+            self.generator.update_weights(path)
+        except UsageError as error:
+            return str(error)
+        self.label = path.rstrip("/").rsplit("/", 1)[-1]
+        return None

@@ -1,0 +1,65 @@
+"""The policy of a program that does not train: its tokenizer and weights, read and checked, and its model."""
+
+import dataclasses
+
+from megarl.arguments import RoleSettings, RunConfig
+from megarl.checkpoint import folders
+from megarl.checkpoint.pretrained import (
+    CheckpointWeights,
+    FactorWeights,
+    PretrainedWeights,
+    checkpoint_weights,
+    folder_weights,
+)
+from megarl.comm.role_mesh import RoleGroups
+from megarl.errors import UsageError
+from megarl.mcore.model import gpt
+from megarl.trainers.setup import build_role_encoder, check_required, check_vocabulary
+
+
+class PolicyInputs:
+    """Tokenizer and weights of `--load` or `--hf-model`, before the process group exists. UsageError for wrong ones."""
+
+    def __init__(self, config: RunConfig):
+        s, actor = config.settings, config.roles["actor"]
+        check_required({"--load or --hf-model": s.load or actor.hf_model, "--tokenizer-model": actor.tokenizer_model})
+        self.config, self.encoder = config, build_role_encoder(actor, s)
+        self.tokenizer = self.encoder.tokenizer
+        check_vocabulary(actor, self.tokenizer.vocab_size)
+        self.vocab_size = actor.model_vocab_size(self.tokenizer.vocab_size)
+        self.checkpoint = None
+        if s.load:
+            self.weights = checkpoint_weights(s.load, "--load", actor, self.vocab_size)
+            self.checkpoint = self.weights.folder
+        else:
+            self.weights = folder_weights(actor)
+        other = actor.megatron.pretrained_checkpoint
+        if other and (not s.load or isinstance(self.weights, CheckpointWeights)):  # it may be under low-rank factors
+            raise UsageError(f"--pretrained-checkpoint {other}: weights come from --load; leave it out")
+
+    def source(self) -> dict:
+        """Where the weights come from, for results."""
+        if self.checkpoint is None:
+            return {"hf_model": str(self.weights.weight_map.model.folder.path)}
+        manifest = folders.read_manifest(self.checkpoint, "--load")
+        return {"checkpoint": str(self.checkpoint), "program": manifest["program"], "step": manifest["step"]}
+
+    def load(self, role_groups: RoleGroups) -> gpt.ModelChunks | None:
+        """The policy on this rank with these weights; None outside the role. Collective of the role."""
+        return load_policy(self.config.roles["actor"], role_groups, self.vocab_size, self.weights)
+
+    def rollout_role(self) -> RoleSettings:
+        """The rollout's settings, with the low-rank factors of the checkpoint if it has any."""
+        lora = self.weights.lora if isinstance(self.weights, FactorWeights) else None
+        return dataclasses.replace(self.config.roles["rollout"], lora=lora)
+
+
+def load_policy(
+    role: RoleSettings, role_groups: RoleGroups, vocab_size: int, weights: PretrainedWeights
+) -> gpt.ModelChunks | None:
+    """A policy on this rank with these weights; None outside the role. Collective of the role."""
+    if not role_groups.is_member:
+        return None
+    policy = gpt.build_frozen_model(role.megatron, vocab_size, role_groups.pg_collection)
+    weights.load(policy, role_groups.pg_collection)
+    return policy

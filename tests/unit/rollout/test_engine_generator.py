@@ -1,0 +1,259 @@
+"""The generator on this program's ranks: every request gets the bits that it gets alone, whatever happens beside it."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.helpers.engines import NEVER, make_engine, make_requests, settings_of
+from tests.helpers.tiny_models import VOCAB
+from tests.helpers.worlds import run_world
+
+EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32"
+
+
+def various_requests(limit=12, count=20):
+    """Requests of which each has settings, end tokens and a number of top log-probs of its own."""
+    kinds = [
+        {}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8, "temperature": 1.3}, {"greedy": True}, {"temperature": 0.7}
+    ]  # fmt: skip
+    return [
+        replace(
+            request,
+            sampling=settings_of(**kinds[i % len(kinds)]),
+            end_ids=((), (3, 5), (7,))[i % 3],
+            top_logprobs=(0, 1, 4)[i % 3],
+        )
+        for i, request in enumerate(make_requests(limit, count))
+    ]
+
+
+def make_generator(flags="", shape="llama", load_weights=None, routes=False, **settings):
+    """(generator, model, role groups)."""
+    from megarl.rollout.engine_generator import EngineGenerator
+
+    engine, model, groups = make_engine(flags, shape, **settings)
+    return EngineGenerator(engine, NEVER, routes=routes, load_weights=load_weights), model, groups
+
+
+def alone(engine, request):
+    """The completion of a request that has the engine for itself, with its settings as those of the call."""
+    plain = replace(request, sampling=None, end_ids=None, top_logprobs=0)
+    return engine.generate([plain], request.end_ids, request.sampling)[0]
+
+
+def chunks_of(model):
+    """A model of one stage as `ModelChunks`."""
+    from megarl.mcore.model.gpt import ModelChunks
+
+    return ModelChunks([model])
+
+
+def blocks(engine):
+    """(free blocks of the cache, all of them but the spare one)."""
+    return engine.free_blocks, engine.context.kv_block_allocator.total_count - 1
+
+
+def together_and_alone(rank, flags="", shape="llama", **settings):
+    """Completions of various requests together, and of each alone."""
+    generator, _, _ = make_generator(flags, shape, **settings)
+    requests = various_requests()
+    done = generator.generate(requests)
+    generator.shut_down()
+    return done, [alone(generator.engine, request) for request in requests], blocks(generator.engine)
+
+
+@pytest.mark.parametrize(("size", "flags", "shape"), [
+    (1, "", "llama"), (1, "", "gpt2"), (1, EXPERTS, "llama"), (2, "--tensor-model-parallel-size 2", "llama"),
+    (2, "--pipeline-model-parallel-size 2", "llama"),
+])  # fmt: skip
+def test_requests_with_own_settings_get_the_bits_that_they_get_alone(size, flags, shape):
+    for done, expected, (free, total) in run_world(
+        functools.partial(together_and_alone, flags=flags, shape=shape), size
+    ):
+        assert done == expected and len({len(completion.tokens) for completion in done}) > 1
+        assert any(completion.finished for completion in done) and free == total
+
+
+def test_few_places_and_little_cache_change_nothing():
+    """Requests wait, are evicted, and take the ids of others."""
+    full = run_world(together_and_alone, 1)
+    assert run_world(functools.partial(together_and_alone, max_requests=4), 1)[0][0] == full[0][0]
+    assert run_world(functools.partial(together_and_alone, buffer_gb=0.0001), 1)[0][0] == full[0][0]
+
+
+def scored(rank, flags, shape="llama"):
+    """(completions, scores of prompt and response of each) of various requests; temperature 1 where greedy."""
+    from megarl.rollout.scoring import ScoreRequest, score_sequences
+
+    generator, model, groups = make_generator(flags, shape)
+    requests = various_requests()
+    done = generator.generate(requests)
+    generator.pause()
+    found = []
+    for request, completion in zip(requests, done, strict=True):
+        sequence = ScoreRequest(
+            [*request.prompt, *completion.tokens], request.sampling.temperature, request.top_logprobs
+        )
+        found += score_sequences(chunks_of(model), groups.pg_collection, VOCAB, [sequence])
+    return requests, done, found
+
+
+@pytest.mark.parametrize(("size", "flags", "shape"), [
+    (1, "", "llama"), (1, EXPERTS, "llama"), (1, "--final-logit-softcapping 5.0", "llama"), (2, "--tensor-model-parallel-size 2", "llama"),
+])  # fmt: skip
+def test_scores_of_a_response_are_its_log_probs_to_the_bit(size, flags, shape):
+    for requests, done, scores in run_world(functools.partial(scored, flags=flags, shape=shape), size):
+        for request, completion, score in zip(requests, done, scores, strict=True):
+            start = len(request.prompt)
+            assert score.logprobs[0] is None and score.logprobs[start:] == completion.logprobs
+            assert bool(request.top_logprobs) == bool(completion.top_logprobs) == bool(score.top_logprobs)
+            if request.top_logprobs:
+                assert score.top_logprobs[start:] == completion.top_logprobs
+                check_top(request, completion)
+
+
+def check_top(request, completion):
+    """Top log-probs are the largest, in descending order, and a sampled token among them has its log-prob."""
+    for token, logprob, best in zip(completion.tokens, completion.logprobs, completion.top_logprobs, strict=True):
+        values = [value for _, value in best]
+        assert len(best) == request.top_logprobs and values == sorted(values, reverse=True)
+        assert dict(best).get(token, logprob) == logprob <= values[0]
+
+
+def test_several_sequences_are_scored_in_one_pass():
+    def passes(rank):
+        from megarl.rollout.scoring import ScoreRequest, score_sequences, together
+
+        _, model, groups = make_generator()
+        requests = [ScoreRequest(request.prompt, 1.0, i % 3) for i, request in enumerate(make_requests())]
+        one = [score_sequences(chunks_of(model), groups.pg_collection, VOCAB, [request])[0] for request in requests]
+        counts = [
+            together(requests, tokens) for tokens in (1, len(requests[0].tokens) + len(requests[1].tokens), 10**6)
+        ]
+        other = [*requests[:2], requests[2]._replace(temperature=2.0)]
+        return one == score_sequences(chunks_of(model), groups.pg_collection, VOCAB, requests), counts, together(other, 10**6)
+
+    assert run_world(passes, 1) == [(True, [1, 2, 20], 2)]
+
+
+def interrupted(rank, flags, shape, mode, **settings):
+    """(chunks with a pause after some steps, chunks without one, free and all blocks while paused)."""
+    generator, _, _ = make_generator(flags, shape, **settings)
+    requests = various_requests()
+    plain = list(generator.stream(requests))
+    chunks, stream = [], generator.stream(requests)
+    for chunk in stream:
+        chunks.append(chunk)
+        if len(chunks) in (30, 31, 90):
+            chunks += generator.pause(mode)
+            paused = generator.is_paused, blocks(generator.engine)
+            generator.resume()
+    return chunks, plain, paused
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait"])
+@pytest.mark.parametrize(("flags", "shape"), [("", "llama"), (EXPERTS, "llama"), ("", "gpt2")])
+def test_a_pause_changes_no_bit(flags, shape, mode):
+    from megarl.rollout.api import completions_of
+
+    ((chunks, plain, (paused, (free, total))),) = run_world(interrupted, 1, flags, shape, mode)
+    assert completions_of(chunks, 20) == completions_of(plain, 20) and paused and free == total
+
+
+def test_aborted_requests_free_their_cache_and_leave_the_others_alone():
+    def run(rank, **settings):
+        generator, _, _ = make_generator(**settings)
+        requests = various_requests(limit=20)
+        expected, dropped, chunks = generator.generate(requests), {1, 4, 6, 13, 19}, []
+        generator.shut_down()
+        for count, chunk in enumerate(generator.stream(requests)):
+            chunks.append(chunk)
+            if count == 25:
+                generator.abort(dropped)
+                after = len(chunks)
+        late = {chunk.number for chunk in chunks[after:]} & dropped
+        kept = {n: [t for c in chunks if c.number == n for t in c.tokens] for n in range(20) if n not in dropped}
+        ended = {chunk.number for chunk in chunks if chunk.finish_reason}
+        return (
+            late,
+            [expected[n].tokens == tokens for n, tokens in kept.items()],
+            ended >= set(kept),
+            blocks(generator.engine),
+        )
+
+    for settings in ({}, {"max_requests": 4}, {"buffer_gb": 0.0001}):
+        ((late, same, ended, (free, total)),) = run_world(functools.partial(run, **settings), 1)
+        assert not late and all(same) and ended and free == total
+
+
+def test_an_aborting_pause_ends_every_request():
+    def run(rank):
+        generator, _, _ = make_generator()
+        generator.resume()
+        for number, request in enumerate(make_requests()):
+            generator.add(number, request)
+        first = generator.step()
+        chunks = generator.pause("abort")
+        return (
+            len(first),
+            sorted((c.number, c.finish_reason, c.tokens) for c in chunks),
+            len(generator),
+            blocks(generator.engine),
+        )
+
+    ((first, ends, left, (free, total)),) = run_world(run, 1)
+    assert first == 20 and ends == [(n, "abort", []) for n in range(20)] and left == 0 and free == total
+
+
+def test_each_token_has_the_log_prob_of_its_version_of_the_weights():
+    def run(rank):
+        from megarl.rollout.scoring import ScoreRequest, score_sequences
+
+        def change(path):
+            with torch.no_grad():
+                for parameter, values in zip(model.parameters(), weights, strict=True):
+                    parameter.copy_(values * 1.1 ** int(path))
+
+        generator, model, groups = make_generator(load_weights=change)
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+        requests, chunks, scores = various_requests(limit=20), [], {}
+        stream = generator.stream(requests)
+        for chunk in stream:
+            chunks.append(chunk)
+            if len(chunks) in (40, 120):
+                version = generator.version + 1
+                assert generator.update_weights(str(version)) == generator.version == version
+        from megarl.rollout.api import completions_of
+
+        done = completions_of(chunks, 20)
+        generator.pause()
+        for version in range(3):
+            change(version)
+            sequences = [
+                ScoreRequest([*r.prompt, *c.tokens], r.sampling.temperature, 0) for r, c in zip(requests, done)
+            ]
+            scores[version] = [
+                score_sequences(chunks_of(model), groups.pg_collection, VOCAB, [s])[0].logprobs for s in sequences
+            ]
+        return requests, done, scores
+
+    ((requests, done, scores),) = run_world(run, 1)
+    versions = {version for completion in done for version in completion.versions}
+    assert versions == {0, 1, 2} and any(len(set(c.versions)) == 3 for c in done)
+    for number, (request, completion) in enumerate(zip(requests, done, strict=True)):
+        start = len(request.prompt)
+        expected = [scores[version][number][start + i] for i, version in enumerate(completion.versions)]
+        assert completion.logprobs == expected
+        others = [scores[(version + 1) % 3][number][start + i] for i, version in enumerate(completion.versions)]
+        assert max(abs(a - b) for a, b in zip(completion.logprobs, others, strict=True)) > 1e-3
+
+
+def test_generators_that_cannot_change_weights_say_so():
+    def run(rank):
+        generator, _, _ = make_generator()
+        with pytest.raises(RuntimeError, match="without a source of weights"):
+            generator.update_weights("x")
+
+    run_world(run, 1)
