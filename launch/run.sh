@@ -12,12 +12,12 @@
 set -euo pipefail
 
 ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
-PROGRAMS="train_rl, train_sft, train_reward, evaluate"
+PROGRAMS="train_rl, train_sft, train_reward, evaluate, serve"
 [[ $# -gt 0 ]] || { echo "run.sh: no program given; allowed: $PROGRAMS" >&2; exit 2; }
 NAME=$1
 shift
 case $NAME in
-    train_rl | train_sft | train_reward | evaluate) ;;
+    train_rl | train_sft | train_reward | evaluate | serve) ;;
     *) echo "run.sh: unknown program $NAME; allowed: $PROGRAMS" >&2; exit 2 ;;
 esac
 NNODES=${NNODES:-1}

@@ -13,9 +13,12 @@ import sys
 from pathlib import Path
 
 from megarl.arguments import RunConfig
+from megarl.comm.role_mesh import RoleMesh
 from megarl.data.prompts import load_prompts
 from megarl.observe.files import json_line, write_atomically
 from megarl.observe.timers import Timers
+from megarl.rollout.remote_generator import RemoteGenerator
+from megarl.rollout.remote_rollout import RemoteRollout
 from megarl.rollout.rollout import Rollout
 from megarl.trainers.evaluator import Evaluator
 from megarl.trainers.launch import launch
@@ -40,14 +43,21 @@ class EvaluationInputs(PolicyInputs):
         self.prompts = load_prompts(s.eval_prompts, "--eval-prompts")
         self.tokens = self.prompts.encode(self.encoder, s.max_prompt_length)
         self.reward_factory = RewardFactory(config, self.prompts)
+        self._server = RemoteGenerator.of_settings(s) if s.rollout_server else None
+
+    def rollout(self, mesh: RoleMesh, timers: Timers) -> Rollout | RemoteRollout:
+        """What generates the responses: this program with its policy, or a server. Collective of the world."""
+        s = self.config.settings
+        if self._server is not None:
+            return RemoteRollout(s, mesh, self._server, self.tokenizer.end_ids, timers)
+        return Rollout(s, self.rollout_role(), mesh, self.load(mesh["actor"]), self.tokenizer, timers)
 
 
 def evaluate(config: RunConfig, timers: Timers):
     """Generates and scores responses with the policy, prints a table and writes the results to `--save`."""
     s = config.settings
     inputs, mesh, _ = read_inputs(config, timers, lambda: EvaluationInputs(config), sys.stderr)
-    policy = inputs.load(mesh["actor"])
-    rollout = Rollout(s, inputs.rollout_role(), mesh, policy, inputs.tokenizer, timers)
+    rollout = inputs.rollout(mesh, timers)
     reward = inputs.reward_factory.role(mesh["reward"], inputs.tokenizer, timers)
     rollout.sync_weights()
     evaluator = Evaluator(s, mesh, rollout, reward, inputs.prompts, inputs.tokens, timers)

@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-restarts", type=int, default=0, help="start the ranks again after a failure, at most so often"
     )
-    parser.add_argument("program", help="train_rl, train_sft, train_reward or evaluate")
+    parser.add_argument("program", help="train_rl, train_sft, train_reward, evaluate or serve")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the program")
     return parser
 

@@ -89,6 +89,7 @@ CONDITIONS: dict[str, Condition] = {
                          "--eval-temperature 0 is greedy"),
     "evaluation": Condition(lambda context: context.program == "evaluate" or context.settings.eval_prompts is not None,
                             "needs --eval-prompts"),
+    "rollout_server": Condition(lambda context: context.settings.rollout_server is not None, "needs --rollout-server"),
     "saved": Condition(lambda context: context.settings.save is not None, "needs --save"),
     "keep_last": Condition(lambda context: context.settings.keep_last > 0, "needs --keep-last"),
     "load": Condition(lambda context: context.settings.load is not None, "needs --load"),

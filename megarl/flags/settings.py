@@ -136,6 +136,10 @@ class Settings(ServerSettings):
                                       " same to the bit")  # fmt: skip
     rollout_bank: str | None = flag(None, "folder that keeps the finished responses of steps without a checkpoint, so"
                                      " that a run that was killed generates only the rest")  # fmt: skip
+    rollout_server: str | None = flag(None, "address of a generation server (megarl.serve) that writes the responses",
+                                      programs="evaluate")  # fmt: skip
+    rollout_server_key: str | None = flag(None, "file with the server's API key", programs="evaluate",
+                                          when="rollout_server")  # fmt: skip
     one_step_off: bool = flag(False, "generate the next step's batch while the current one is trained on; responses"
                                " are then one step old")  # fmt: skip
     verify_weights: bool = flag(False, "compare checksums after each weight sync to the rollout",

@@ -14,8 +14,8 @@ from typing import Any
 import urllib3
 from urllib3.exceptions import HTTPError, NewConnectionError, ProtocolError, TimeoutError
 
-from megarl.errors import UsageError
 from megarl.rewards.base import Sample, Score
+from megarl.urls import check_url
 
 _RETRIED = (429, 500, 502, 503, 504)  # statuses of a server that may answer later
 _MAX_ANSWER = 1 << 24  # bytes
@@ -33,12 +33,7 @@ class Remote:
     """
 
     def __init__(self, url: str, retries: int, concurrency: int, seconds: float):
-        try:
-            parsed = urllib3.util.parse_url(url)
-        except HTTPError:
-            parsed = urllib3.util.Url()
-        if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise UsageError(f"--reward-url {url}: not an address; allowed: http://host:port/path, or https")
+        check_url("--reward-url", url)
         self._url, self._retries, self._seconds = url, retries, seconds
         self._connections = urllib3.PoolManager(maxsize=concurrency, block=True, cert_reqs="CERT_REQUIRED")
 

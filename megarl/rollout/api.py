@@ -23,7 +23,7 @@ class Generator(Protocol):
         """Returns one completion per request, in their order."""
 
     def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[TokenChunk]:
-        """Yields the tokens of requests, numbered from 0, as they are generated. Closing the iterator drops the rest."""
+        """Yields the tokens of requests, numbered from 0, as they come. Closing the iterator drops the rest."""
 
     def abort(self, numbers: Iterable[int]):
         """Drops requests of the present `stream`; nothing more is yielded of them."""

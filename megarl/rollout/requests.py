@@ -4,10 +4,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megarl.algorithms.counter_rng import stream_keys
+from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.batch import Batch
+from megarl.comm.role_mesh import RoleGroups
 from megarl.generation import Completion, GenerationRequest
 from megarl.mcore import device
 
@@ -86,11 +89,14 @@ class RoundRequests:
         """The prompt of a response, with the tokens of its partial response."""
         return [*self.prompts[i // self.samples].tokens, *self.partial(i).tokens]
 
-    def build(self, ids: Sequence[int]) -> list[GenerationRequest]:
+    def build(
+        self, ids: Sequence[int], sampling: SamplingSettings | None = None, end_ids: tuple[int, ...] | None = None
+    ) -> list[GenerationRequest]:
         """The requests of these ids, which this replica continues or any may take.
 
         The random stream of a response is keyed by the prompt's line, the step that drew it, and the sample, so it does
         not depend on the order of prompts in the step. If a step draws a line again, its samples use the next streams.
+        `sampling`, `end_ids`: for a generator that serves others, too.
         """
         prompts = [self.prompts[i // self.samples] for i in ids]
         lines = torch.tensor([prompt.line for prompt in prompts], dtype=torch.int64)
@@ -102,7 +108,8 @@ class RoundRequests:
             is_of_step = steps == drawn_in
             keys[is_of_step] = stream_keys(self._seed, drawn_in, lines[is_of_step], streams[is_of_step])
         return [
-            GenerationRequest(self.prompt(i), key, self.limits[i]) for i, key in zip(ids, keys.tolist(), strict=True)
+            GenerationRequest(self.prompt(i), key, self.limits[i], sampling, end_ids)
+            for i, key in zip(ids, keys.tolist(), strict=True)
         ]
 
 
@@ -137,3 +144,16 @@ def completions_to_batch(
         routes=None if empty_routes is None else torch.cat([empty_routes, *(c.routes for c in completions)]),
     )
     return batch.to(device.device())
+
+
+def dp_assignment_of(batch: Batch | None, count: int, role_groups: RoleGroups, group=None) -> Tensor:
+    """[count] int64: dp rank that generated each sequence. `batch`: this rank's share.
+
+    A collective of `group`: the world, or a group that contains all ranks of the rollout.
+    """
+    dp_assignment = torch.zeros(count, dtype=torch.int64, device=device.device())
+    if len(role_groups.replicas) > 1:
+        if role_groups.is_leader:
+            dp_assignment[batch.sequence_ids] = role_groups.dp_rank
+        dist.all_reduce(dp_assignment, group=group)
+    return dp_assignment.cpu()

@@ -26,7 +26,13 @@ from megarl.mcore.moe.routing import NO_ROUTE
 from megarl.observe.timers import Timers
 from megarl.rollout.bank import RolloutBank
 from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop, SharedRequestQueue, shortest_groups
-from megarl.rollout.requests import PromptRequest, RoundRequests, completions_to_batch, remaining_tokens
+from megarl.rollout.requests import (
+    PromptRequest,
+    RoundRequests,
+    completions_to_batch,
+    dp_assignment_of,
+    remaining_tokens,
+)
 
 
 class Rollout:
@@ -270,9 +276,4 @@ class Rollout:
 
         A collective of `group`: the world, or a group that contains all ranks of the rollout.
         """
-        dp_assignment = torch.zeros(count, dtype=torch.int64, device=device.device())
-        if len(self.role_groups.replicas) > 1:
-            if self.role_groups.is_leader:
-                dp_assignment[batch.sequence_ids] = self.role_groups.dp_rank
-            dist.all_reduce(dp_assignment, group=group)
-        return dp_assignment.cpu()
+        return dp_assignment_of(batch, count, self.role_groups, group)

@@ -18,20 +18,27 @@ from megarl.trainers.setup import build_role_encoder, check_required, check_voca
 
 
 class PolicyInputs:
-    """Tokenizer and weights of `--load` or `--hf-model`, before the process group exists. UsageError for wrong ones."""
+    """Tokenizer and weights of `--load` or `--hf-model`, before the process group exists. UsageError for wrong ones.
+
+    A program whose responses a server generates (`--rollout-server`) has only the tokenizer.
+    """
 
     def __init__(self, config: RunConfig):
         s, actor = config.settings, config.roles["actor"]
-        check_required({"--load or --hf-model": s.load or actor.hf_model, "--tokenizer-model": actor.tokenizer_model})
+        if s.rollout_server is None:
+            check_required({"--load or --hf-model": s.load or actor.hf_model})
+        elif s.load:
+            raise UsageError(f"--load {s.load}: the server of --rollout-server has the weights; leave it out")
+        check_required({"--tokenizer-model": actor.tokenizer_model})
         self.config, self.encoder = config, build_role_encoder(actor, s)
         self.tokenizer = self.encoder.tokenizer
         check_vocabulary(actor, self.tokenizer.vocab_size)
         self.vocab_size = actor.model_vocab_size(self.tokenizer.vocab_size)
-        self.checkpoint = None
+        self.checkpoint = self.weights = None
         if s.load:
             self.weights = checkpoint_weights(s.load, "--load", actor, self.vocab_size)
             self.checkpoint = self.weights.folder
-        else:
+        elif s.rollout_server is None:
             self.weights = folder_weights(actor)
         other = actor.megatron.pretrained_checkpoint
         if other and (not s.load or isinstance(self.weights, CheckpointWeights)):  # it may be under low-rank factors
@@ -39,6 +46,8 @@ class PolicyInputs:
 
     def source(self) -> dict:
         """Where the weights come from, for results."""
+        if self.weights is None:
+            return {"rollout_server": self.config.settings.rollout_server}
         if self.checkpoint is None:
             return {"hf_model": str(self.weights.weight_map.model.folder.path)}
         manifest = folders.read_manifest(self.checkpoint, "--load")

@@ -19,7 +19,7 @@ HOLDS = {
     "rounds": "--dynamic-sampling --group-filter reward", "overlong": "--overlong-buffer 4",
     "sampled": "--eval-prompts x --eval-temperature 1", "evaluation": "--eval-prompts x",
     "best": "--eval-prompts x --eval-interval 1 --save y", "load": "--load x", "saved": "--save y",
-    "keep_last": "--save y --keep-last 1",
+    "keep_last": "--save y --keep-last 1", "rollout_server": "--rollout-server http://x",
     "model": "--reward model --reward-model x",
     "ensemble": "--reward model --reward-model x,y", "regex": "--reward regex --reward-pattern x",
     "format": "--reward format", "length": "--reward length", "code": "--reward code",
@@ -32,7 +32,7 @@ FAILS = {
     "routes": "--router-replay old-logprob",
     "partial": "--over-sampling 2",
     "rounds": "--group-filter reward", "overlong": "", "evaluation": "", "best": "--eval-prompts x --eval-interval 1",
-    "load": "", "saved": "", "keep_last": "--save y",
+    "load": "", "saved": "", "keep_last": "--save y", "rollout_server": "",
     "model": "", "ensemble": "--reward model --reward-model x", "regex": "", "format": "", "length": "", "code": "",
     "remote": "", "verifiers": "--reward model --reward-model x", "local": "--reward remote --reward-url http://x",
 }  # fmt: skip

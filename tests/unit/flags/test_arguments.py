@@ -96,13 +96,13 @@ def test_a_switch_needs_no_value():
 
 
 def test_help_has_a_line_for_every_setting():
-    texts = {program: build_parser(program).format_help() for program in ("rl", "sft", "reward", "evaluate")}
+    texts = {program: build_parser(program).format_help() for program in ("rl", "sft", "reward", "evaluate", "serve")}
     for field in FIELDS:
         for program, text in texts.items():
             assert (flag_of(field) + " " in text) == (program in field.metadata["programs"]), (flag_of(field), program)
         assert field.metadata["help"].split()[0] in texts[field.metadata["programs"][0]]
     modules = [text.split()[1] for text in texts.values()]
-    assert modules == ["megarl.train_rl", "megarl.train_sft", "megarl.train_reward", "megarl.evaluate"]
+    assert modules == [f"megarl.{name}" for name in ("train_rl", "train_sft", "train_reward", "evaluate", "serve")]
 
 
 # -- errors ------------------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 def various_requests(limit=12, count=20):
     """Requests of which each has settings, end tokens and a number of top log-probs of its own."""
     kinds = [
-        {}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8, "temperature": 1.3}, {"greedy": True}, {"temperature": 0.7}
+        {}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8, "temperature": 1.3}, {"greedy": True},
+        {"temperature": 0.7},
     ]  # fmt: skip
     return [
         replace(
@@ -101,7 +102,8 @@ def scored(rank, flags, shape="llama"):
 
 
 @pytest.mark.parametrize(("size", "flags", "shape"), [
-    (1, "", "llama"), (1, EXPERTS, "llama"), (1, "--final-logit-softcapping 5.0", "llama"), (2, "--tensor-model-parallel-size 2", "llama"),
+    (1, "", "llama"), (1, EXPERTS, "llama"), (1, "--final-logit-softcapping 5.0", "llama"),
+    (2, "--tensor-model-parallel-size 2", "llama"),
 ])  # fmt: skip
 def test_scores_of_a_response_are_its_log_probs_to_the_bit(size, flags, shape):
     for requests, done, scores in run_world(functools.partial(scored, flags=flags, shape=shape), size):
@@ -133,7 +135,11 @@ def test_several_sequences_are_scored_in_one_pass():
             together(requests, tokens) for tokens in (1, len(requests[0].tokens) + len(requests[1].tokens), 10**6)
         ]
         other = [*requests[:2], requests[2]._replace(temperature=2.0)]
-        return one == score_sequences(chunks_of(model), groups.pg_collection, VOCAB, requests), counts, together(other, 10**6)
+        return (
+            one == score_sequences(chunks_of(model), groups.pg_collection, VOCAB, requests),
+            counts,
+            together(other, 10**6),
+        )
 
     assert run_world(passes, 1) == [(True, [1, 2, 20], 2)]
 

@@ -1,0 +1,49 @@
+"""The rollout of a program without the policy: a server generates, each replica's leader asks for its share."""
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.algorithms.sampling_settings import SamplingSettings
+from megarl.arguments import Settings
+from megarl.batch import Batch
+from megarl.comm.role_mesh import RoleMesh
+from megarl.observe.timers import Timers
+from megarl.rollout.api import Generator
+from megarl.rollout.requests import PromptRequest, RoundRequests, completions_to_batch, dp_assignment_of
+
+
+class RemoteRollout:
+    """Generates what `Rollout` would: a request has the same random stream wherever it runs."""
+
+    def __init__(
+        self, settings: Settings, mesh: RoleMesh, generator: Generator, end_ids: tuple[int, ...], timers: Timers
+    ):
+        """`generator`: of the leader's requests; `end_ids`: tokens that end a response."""
+        self.settings, self.role_groups, self.timers = settings, mesh["rollout"], timers
+        self._generator, self._end_ids = generator, end_ids
+
+    def sync_weights(self):
+        """Does nothing: the server has the weights."""
+
+    def generate(
+        self, prompts: list[PromptRequest], samples: int, step: int, temperature: float
+    ) -> Batch | None:  # fmt: skip
+        """Generates `samples` responses to each prompt; returns this replica's share. `temperature` 0 is greedy."""
+        groups, s = self.role_groups, self.settings
+        if not groups.is_member:
+            return None
+        sampling = SamplingSettings(temperature or 1.0, s.top_k, s.top_p, greedy=temperature == 0)
+        with self.timers.phase(groups.model_role, "rollout"):
+            round_requests = RoundRequests(prompts, samples, s.seed, step, s.max_response_length)
+            ids = round_requests.assigned_to(groups.dp_rank, len(groups.replicas))
+            done = [None]
+            if groups.is_leader:
+                requests = round_requests.build(ids, sampling, self._end_ids)
+                done = [dict(zip(ids, self._generator.generate(requests), strict=True))]
+            if len(groups.replica) > 1:
+                dist.broadcast_object_list(done, groups.replica[0], group=groups.replica_group)
+            return completions_to_batch(done[0], round_requests)
+
+    def dp_assignment(self, batch: Batch | None, count: int, group=None) -> Tensor:
+        """[count] int64: dp rank of each sequence. Collective, as of `dp_assignment_of`."""
+        return dp_assignment_of(batch, count, self.role_groups, group)

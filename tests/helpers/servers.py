@@ -1,0 +1,121 @@
+"""Generation servers of small policies, started as users do, and the generator in this process to compare with."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Iterator, NamedTuple
+
+import urllib3
+
+from tests.helpers.evaluation import MODEL
+from tests.helpers.programs import environment, inputs, program
+from tests.helpers.worlds import SAFETY_SECONDS, run_world, wait_until
+
+API_KEY, ADMIN_KEY = "a-key-of-the-tests-0", "an-admin-key-of-the-tests"
+ANNOUNCED = re.compile(r"megarl: serving (\S+) at (\S+)")
+
+
+def serve_argv(flags: str = "", load: Path | None = None) -> list[str]:
+    """Command line of a server of the warm start on a free port; `flags` win over the defaults."""
+    files = {"--tokenizer-model": inputs() / "tokenizer.model", "--load": load or inputs() / "sft"}
+    return [*MODEL.split(), *(str(item) for pair in files.items() for item in pair), "--port", "0", *flags.split()]
+
+
+class Served(NamedTuple):
+    """A running server."""
+
+    url: str
+    model: str
+    process: subprocess.Popen
+    log: Path  # standard error
+
+    def get(self, path: str, **headers: str) -> urllib3.BaseHTTPResponse:
+        """A response to GET."""
+        return urllib3.request("GET", self.url + path, headers=headers, timeout=SAFETY_SECONDS, retries=False)
+
+    def post(self, path: str, body=None, **headers: str) -> urllib3.BaseHTTPResponse:
+        """A response to POST with a JSON body."""
+        return urllib3.request(
+            "POST", self.url + path, json=body, headers=headers, timeout=SAFETY_SECONDS, retries=False
+        )
+
+    def free_blocks(self) -> float:
+        """Free blocks of the caches of all replicas."""
+        text = self.get("/metrics").data.decode()
+        return sum(
+            float(value) for value in re.findall(r"^megarl_free_blocks(?:\{[^}]*\})? (\S+)$", text, re.MULTILINE)
+        )
+
+    def stop(self) -> int:
+        """Ends the server as a launcher does; returns its exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(SAFETY_SECONDS)
+
+
+@contextlib.contextmanager
+def served(argv: list[str], size: int = 1, threads: int = 1) -> Iterator[Served]:
+    """A server that is ready; it is stopped at the end, and must then exit with 0 unless it was ended before."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        command = [sys.executable, "-m", "megarl.launcher", "--nproc-per-node", str(size), "serve", *argv]
+        with log.open("w") as errors:
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=errors, text=True,
+                env=environment(OMP_NUM_THREADS=str(threads)), start_new_session=True,
+            )  # fmt: skip
+        try:
+            found = next(filter(None, map(ANNOUNCED.match, process.stdout)), None)
+            assert found, f"the server ended with {process.wait()}: {log.read_text()}"
+            server = Served(found[2], found[1], process, log)
+            assert wait_until(lambda: server.get("/ready").status == 200)
+            yield server
+            if process.poll() is None:
+                assert server.stop() == 0, log.read_text()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            process.stdout.close()
+
+
+def generator_of(argv: list[str]):
+    """(generator, its model, role groups, inputs) of a server's command line, in this process; for worlds."""
+    from megarl.observe.timers import Timers
+    from megarl.rollout.engine_generator import EngineGenerator
+    from megarl.rollout.rollout import Rollout
+    from megarl.trainers.policy import PolicyInputs
+    from megarl.trainers.setup import read_inputs
+
+    config, timers = program("serve", argv, 1), Timers()
+    policy_inputs, mesh, _ = read_inputs(config, timers, lambda: PolicyInputs(config), sys.stderr)
+    policy = policy_inputs.load(mesh["actor"])
+    rollout = Rollout(config.settings, policy_inputs.rollout_role(), mesh, policy, policy_inputs.tokenizer, timers)
+    generator = EngineGenerator(rollout.engine, policy_inputs.tokenizer.end_ids)
+    return generator, rollout.model, mesh["rollout"], policy_inputs
+
+
+def _completions(rank: int, argv: list[str], requests: list):
+    return generator_of(argv)[0].generate(requests)
+
+
+def completions(argv: list[str], requests: list) -> list:
+    """What the in-process generator of a server's command line answers."""
+    return run_world(_completions, 1, argv, requests)[0]
+
+
+def _scores(rank: int, argv: list[str], sequences: list):
+    from megarl.rollout.scoring import ScoreRequest, score_sequences
+
+    _, model, groups, policy_inputs = generator_of(argv)
+    requests = [ScoreRequest(tokens, 1.0, 2) for tokens in sequences]
+    return score_sequences(model, groups.pg_collection, policy_inputs.vocab_size, requests)
+
+
+def scores(argv: list[str], sequences: list) -> list:
+    """Log-probs of token sequences, of the same command line, in this process."""
+    return run_world(_scores, 1, argv, sequences)[0]
