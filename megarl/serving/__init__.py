@@ -1,0 +1,1 @@
+"""The generation server: HTTP endpoints in a process of their own, and the wire to the replicas that generate."""
