@@ -2,13 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any, Iterable, NoReturn, Sequence
+from typing import Any, Iterable, Mapping, NoReturn, Sequence
 
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
-from megarl.data.messages import Message
 from megarl.data.special_tokens import MARK, Marks, encode_around_special, pattern_of
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
@@ -50,17 +49,36 @@ class ChatTemplate:
         if MARK in source:
             raise UsageError(f"{flag}: the template contains U+FDD0, a Unicode noncharacter; remove it")
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
-        """Render the conversation as one text, with the special tokens' strings in contents marked.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """Render the conversation as one text, with the special tokens' strings in all but the roles marked.
 
-        `add_generation_prompt`: append the opening of the assistant's turn.
+        `add_generation_prompt`: append the opening of the assistant's turn. `tools`: JSON Schema descriptions of the
+        functions that the assistant may call; None: the template does not see the name.
         """
-        marked = [{**message, "content": self._marks.mark(message["content"])} for message in messages]
+        marked = [
+            {name: value if name == "role" else self._marked(value) for name, value in message.items()}
+            for message in messages
+        ]
         names = {name: token for name, token in self._names.items() if token is not None}
+        if tools is not None:
+            names["tools"] = self._marked(list(tools))
         try:
             return self._template.render(messages=marked, add_generation_prompt=add_generation_prompt, **names)
         except Exception as error:
             raise UsageError(f"{self.flag}: the template fails on these messages: {_line(error)}") from None
+
+    def _marked(self, value: Any) -> Any:
+        """A JSON value with all its strings marked, those of keys, too."""
+        if isinstance(value, str):
+            return self._marks.mark(value)
+        if isinstance(value, dict):
+            return {self._marks.mark(name): self._marked(each) for name, each in value.items()}
+        return [self._marked(each) for each in value] if isinstance(value, list) else value
 
     def plain(self, rendered: str) -> str:
         """Replace the marks of a rendered text by the original strings."""

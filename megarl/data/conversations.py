@@ -2,7 +2,7 @@
 
 import functools
 import re
-from typing import Sequence
+from typing import Any, Mapping, Sequence
 
 from megarl.data.chat import ChatTemplate, load_template
 from megarl.data.messages import Message, conversation_of
@@ -37,6 +37,18 @@ class Encoder:
     def prompt(self, prompt: Prompt) -> list[int]:
         """The tokens that the policy continues; with a template they end with the opening of the assistant's turn."""
         return list(self._encoded(prompt.key)[1])
+
+    def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """The tokens that the policy continues after messages that may have tool calls, and with tools.
+
+        Without those it equals `prompt`. UsageError without a template, or if the template fails on the messages.
+        """
+        if self.template is None:
+            raise UsageError(f"a prompt in messages needs {self.flag}")
+        rendered = self.template.render(messages, add_generation_prompt=True, tools=tools)
+        return self._one_bos(self.template.encode(rendered))
 
     def response(self, prompt: Prompt, text: str) -> list[int]:
         """The tokens of the response after `prompt`, up to and including EOS."""

@@ -18,7 +18,7 @@ class Tokenizer(Protocol):
     `end_ids`: ids that end a response, `eos_id` among them; `end_tokens`: their strings. `special`: strings of the
     special tokens that a chat template may write, with their ids. `encode` never returns such an id, whatever the text
     says; `encode_template` returns it wherever the string occurs. `template`: the chat template in the tokenizer's
-    files, or None. `fingerprint`: hash of these files.
+    files, or None. `fingerprint`: hash of these files. `byte_level`: whether the pieces spell bytes (byte-level BPE).
     """
 
     eos_id: int
@@ -32,6 +32,7 @@ class Tokenizer(Protocol):
     special: Mapping[str, int]
     template: str | None
     fingerprint: str
+    byte_level: bool
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -43,6 +44,8 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
+    def piece(self, number: int) -> str | None: ...
+
 
 class SentencePieceTokenizer:
     """A SentencePiece model file; its control pieces are the special tokens.
@@ -53,6 +56,7 @@ class SentencePieceTokenizer:
     """
 
     template = None
+    byte_level = False
 
     def __init__(self, model_path: str, flag: str = "--tokenizer-model"):
         where = f"{flag} {model_path}"
@@ -96,6 +100,10 @@ class SentencePieceTokenizer:
         """
         runs = itertools.groupby((int(i) for i in ids), key=lambda i: 0 <= i < self.vocab_size)
         return "".join(self._pieces.decode(list(run)) if known else REPLACEMENT * len(list(run)) for known, run in runs)
+
+    def piece(self, number: int) -> str | None:
+        """The vocabulary's string of an id, or None for an id outside the vocabulary."""
+        return self._pieces.id_to_piece(number) if 0 <= number < self.vocab_size else None
 
 
 def _read_pieces(model_path: str, where: str) -> sentencepiece.SentencePieceProcessor:

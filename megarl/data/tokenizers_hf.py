@@ -56,6 +56,7 @@ class HuggingFaceTokenizer:
                 raise UsageError(f"{where}: {name} {token!r} is not in the vocabulary of {file.name}")
         self._known_ids = frozenset(vocabulary.values())
         self.vocab_size = max(self._known_ids) + 1
+        self.byte_level = (stored.get("decoder") or {}).get("type") == "ByteLevel"
         self.eos_token = named.get("eos_token") or self._usual_eos(where)
         self.bos_token = named.get("bos_token")
         self.eos_id = vocabulary[self.eos_token]
@@ -111,6 +112,10 @@ class HuggingFaceTokenizer:
             self._plain.decode(list(run), skip_special_tokens=False) if known else REPLACEMENT * len(list(run))
             for known, run in runs
         )
+
+    def piece(self, number: int) -> str | None:
+        """The vocabulary's string of an id, or None for an id without a token."""
+        return self._plain.id_to_token(number) if number in self._known_ids else None
 
     def _checked(self, text: str, ids: list[int]) -> list[int]:
         """`ids`, if their special tokens are those of `text`; else the text is encoded around its special tokens.

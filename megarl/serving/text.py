@@ -1,0 +1,195 @@
+"""From tokens to text, piece by piece: exactly the text that the tokenizer gives for all tokens at once."""
+
+import codecs
+import functools
+import re
+from collections.abc import Sequence
+from typing import Protocol
+
+from megarl.data.special_tokens import REPLACEMENT
+from megarl.data.tokenizers import Tokenizer
+
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+_LEADING = 8  # tokens without text at the start to keep as context
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters of byte-level BPE and their bytes (GPT-2's bytes_to_unicode)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_ALPHABET = _byte_alphabet()
+
+
+class Detokenizer(Protocol):
+    """Text of tokens that come one by one; the concatenated pieces are `decode` of all tokens."""
+
+    def feed(self, token: int) -> str:
+        """The text that is certain after this token and was not before; never a part of a character."""
+        ...
+
+    def finish(self) -> str:
+        """The rest, when no token follows."""
+        ...
+
+
+class Vocabulary:
+    """A tokenizer's single tokens as strings and bytes, and detokenizers for streams of tokens."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+        self.special = {number: string for string, number in tokenizer.special.items()}
+        self._cached = functools.lru_cache(2**17)(self._token)
+
+    def detokenizer(self) -> Detokenizer:
+        """A new detokenizer for one stream of tokens."""
+        return ByteLevelText(self) if self.tokenizer.byte_level else SegmentText(self)
+
+    def token(self, number: int) -> tuple[str, bytes]:
+        """A token as it reads in the middle of a text, and its bytes.
+
+        Special tokens are given by their names; bytes that are no characters read `bytes:\\xe4\\xbd`, as in OpenAI's
+        answers.
+        """
+        return self._cached(number)
+
+    def piece_bytes(self, number: int) -> bytes | None:
+        """The bytes that a token stands for whatever surrounds it, or None: byte-level BPE, and byte fallback."""
+        piece = self.tokenizer.piece(number)
+        if piece is None:
+            return None
+        if not self.tokenizer.byte_level:
+            found = _BYTE.fullmatch(piece)
+            return bytes.fromhex(found[1]) if found else None
+        try:
+            return bytes([_ALPHABET[character] for character in piece])
+        except KeyError:
+            return piece.encode()
+
+    def _token(self, number: int) -> tuple[str, bytes]:
+        if number in self.special:
+            return self.special[number], self.special[number].encode()
+        data = self.piece_bytes(number)
+        if data is None:
+            # The second of two: the first one may lose the space in front of it.
+            decode = self.tokenizer.decode
+            text = decode([number, number])[len(decode([number])) :]
+            return text, text.encode()
+        try:
+            return data.decode(), data
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data
+
+
+class ByteLevelText:
+    """Detokenizer of byte-level BPE: each token is some bytes."""
+
+    def __init__(self, vocabulary: Vocabulary):
+        self._vocabulary = vocabulary
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token: int) -> str:
+        """See Detokenizer."""
+        if token in self._vocabulary.special:
+            return ""
+        data = self._vocabulary.piece_bytes(token)
+        return self.finish() + REPLACEMENT if data is None else self._decoder.decode(data)
+
+    def finish(self) -> str:
+        """See Detokenizer."""
+        text = self._decoder.decode(b"", final=True)
+        self._decoder.reset()
+        return text
+
+
+class SegmentText:
+    """Detokenizer of the others: decodes segments after an anchor, a token with some text.
+
+    A token at the start of a text may lose its space; after an anchor it keeps it, whichever the anchor is. A run of
+    byte tokens is one segment, because one invalid byte can change the text of the whole run.
+    """
+
+    def __init__(self, vocabulary: Vocabulary):
+        self._vocabulary, self._decode = vocabulary, vocabulary.tokenizer.decode
+        self._anchor: list[int] = []
+        self._anchor_text = ""
+        self._segment: list[int] = []
+
+    def feed(self, token: int) -> str:
+        """See Detokenizer."""
+        if token in self._vocabulary.special:
+            return ""
+        self._segment.append(token)
+        return "" if self._vocabulary.piece_bytes(token) is not None else self._release(token)
+
+    def finish(self) -> str:
+        """See Detokenizer."""
+        return self._release(self._segment[-1]) if self._segment else ""
+
+    def _release(self, last: int) -> str:
+        window = self._anchor + self._segment
+        text = self._decode(window)[len(self._anchor_text) :]
+        if self._vocabulary.tokenizer.piece(last) is None:
+            # What follows an id without a token is decoded apart, like the start of a text.
+            self._anchor, self._anchor_text = [], ""
+        elif not self._anchor_text:
+            alone = self._decode([last])
+            self._anchor = [last] if alone else window[-_LEADING:]
+            self._anchor_text = alone or self._decode(self._anchor)
+        self._segment = []
+        return text
+
+
+class StopStrings:
+    """Cuts a text that comes in pieces at the first stop string (Knuth, Morris and Pratt 1977, so in linear time).
+
+    The first to be complete counts; of those complete at the same character, the longest. Holds text back while it may
+    be the beginning of a stop string. `matched` is the stop string that was found, or None.
+    """
+
+    def __init__(self, stops: Sequence[str], include: bool = False):
+        self._stops = sorted(set(stops), key=len, reverse=True)
+        self._include = include
+        self._failures = [_failures(stop) for stop in self._stops]
+        self._states = [0] * len(self._stops)
+        self._held = ""
+        self.matched: str | None = None
+
+    def feed(self, text: str) -> str:
+        """The text that is certain now; nothing after a stop string."""
+        if not self._stops or self.matched is not None:
+            return "" if self.matched is not None else text
+        pending = self._held + text
+        for position, character in enumerate(text, start=len(self._held) + 1):
+            for number, stop in enumerate(self._stops):
+                if self._advance(number, character) == len(stop):
+                    self.matched, self._held = stop, ""
+                    return pending[: position if self._include else position - len(stop)]
+        held = max(self._states)
+        self._held = pending[len(pending) - held :]
+        return pending[: len(pending) - held]
+
+    def finish(self) -> str:
+        """The text held back, when none follows."""
+        held, self._held = self._held, ""
+        return held
+
+    def _advance(self, number: int, character: str) -> int:
+        stop, failures, state = self._stops[number], self._failures[number], self._states[number]
+        while state and stop[state] != character:
+            state = failures[state - 1]
+        self._states[number] = state + (stop[state] == character)
+        return self._states[number]
+
+
+def _failures(word: str) -> list[int]:
+    """For each prefix of `word` the length of its longest proper prefix that is its suffix, too."""
+    failures, state = [0] * len(word), 0
+    for position in range(1, len(word)):
+        while state and word[state] != word[position]:
+            state = failures[state - 1]
+        state += word[state] == word[position]
+        failures[position] = state
+    return failures
