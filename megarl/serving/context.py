@@ -1,0 +1,85 @@
+"""What all endpoints share: configuration, tokenizer, dispatcher, and the checks of prompts and lengths."""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megarl.data.conversations import Encoder
+from megarl.errors import UsageError
+from megarl.serving.configuration import FrontendConfig
+from megarl.serving.dispatch import Dispatcher
+from megarl.serving.errors import RequestError, echo, invalid
+from megarl.serving.metrics import ServerMetrics
+from megarl.serving.submission import Submission
+from megarl.serving.text import Vocabulary
+from megarl.serving.wire import Frame
+
+_LONG_TEXT = 20_000  # characters that are tokenized in a thread, so that streams do not wait
+
+
+class ServingContext:
+    """The state of the HTTP process."""
+
+    def __init__(self, config: FrontendConfig, encoder: Encoder):
+        self.config, self.encoder = config, encoder
+        self.vocabulary = Vocabulary(encoder.tokenizer)
+        self.metrics = ServerMetrics()
+        self.dispatcher = Dispatcher(config.replicas, config.max_queue, self.metrics)
+        self.created = int(time.time())
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that prompt and response may have together."""
+        capacity = self.dispatcher.capacity
+        return self.config.max_model_length if capacity is None else min(capacity, self.config.max_model_length)
+
+    def check_model(self, name: str | None):
+        """RequestError 404 for the name of another model; None is the server's model."""
+        if name is not None and name != self.config.model_name:
+            message = f"the model {echo(name)} does not exist; this server has {self.config.model_name!r}"
+            raise RequestError(404, message, "model", "model_not_found")
+
+    async def encode_text(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Ids of a text as training encodes it: special tokens' names are ordinary text.
+
+        `add_special_tokens`: BOS in front, if the tokenizer has one.
+        """
+        tokenizer = self.encoder.tokenizer
+        if len(text) > _LONG_TEXT:
+            ids = await asyncio.to_thread(tokenizer.encode, text)
+        else:
+            ids = tokenizer.encode(text)
+        return [tokenizer.bos_id, *ids] if add_special_tokens and tokenizer.bos_id is not None else ids
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None) -> list[int]:
+        """Ids of a conversation with the opening of the assistant's turn. RequestError if the template fails."""
+        template = self.encoder.template
+        if template is None:
+            raise invalid("this server has no chat template; use /v1/completions", "messages", "no_chat_template")
+        try:
+            return await asyncio.to_thread(self.encoder.chat_prompt, messages, tools)
+        except UsageError as error:
+            raise invalid(str(error).removeprefix(f"{template.flag}: "), "messages") from None
+
+    def check_prompt(self, ids: Sequence[int], param: str):
+        """RequestError 400 for an empty prompt, or ids outside the vocabulary."""
+        if not ids:
+            raise invalid(f"{param}: a prompt needs at least one token", param)
+        if min(ids) < 0 or max(ids) >= self.config.vocab_size:
+            raise invalid(f"{param}: token ids must be 0 to {self.config.vocab_size - 1}", param)
+
+    def response_length(self, prompt: Sequence[int], wanted: int | None, param: str = "max_tokens") -> int:
+        """How many tokens a response may have: `wanted`, by default as many as are allowed. RequestError 400."""
+        longest, room = self.config.max_response_length, self.max_length - len(prompt)
+        if room < (1 if wanted is None else min(wanted, 1)) or (wanted is not None and wanted > room):
+            asked = "" if wanted is None else f" and {param} {wanted}"
+            message = f"{len(prompt)} tokens of the prompt{asked}: prompt and response have at most {self.max_length}"
+            raise invalid(message, param if wanted else "prompt", "context_length_exceeded")
+        if wanted is not None and wanted > longest:
+            raise invalid(f"{param} {wanted}: allowed are at most {longest}", param)
+        return min(longest, room) if wanted is None else wanted
+
+    def submission(self, frames: Sequence[Frame], session: str | None) -> Submission:
+        """The requests to leaders for one HTTP request."""
+        return Submission(self.dispatcher, frames, session, self.config.request_timeout)

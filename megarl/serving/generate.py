@@ -1,0 +1,96 @@
+"""/generate: tokens to tokens with log-probs and policy versions, for reinforcement learning."""
+
+from contextlib import aclosing
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+from megarl.serving import sampling
+from megarl.serving.completions import finite
+from megarl.serving.context import ServingContext
+from megarl.serving.dispatch import News
+from megarl.serving.errors import invalid
+from megarl.serving.progress import fingerprint
+from megarl.serving.schemas import GenerateRequest
+from megarl.serving.streams import Parts, start_stream
+
+
+async def generate(context: ServingContext, request: GenerateRequest) -> Response:
+    """Answers one request; RequestError if it is wrong or cannot run."""
+    run = GenerateRun(context, request)
+    if request.stream:
+        return await start_stream(run.parts(), context.config.request_timeout)
+    return JSONResponse(await run.whole())
+
+
+class GenerateRun:
+    """One request with one or several prompts, one response to each."""
+
+    def __init__(self, context: ServingContext, request: GenerateRequest):
+        self._context, self._request = context, request
+        self._is_batch = bool(request.input_ids) and isinstance(request.input_ids[0], list)
+        self._prompts = request.input_ids if self._is_batch else [request.input_ids]
+        for prompt in self._prompts:
+            context.check_prompt(prompt, "input_ids")
+        self._keys = self._make_keys()
+        settings = request.sampling_params
+        lengths = [context.response_length(prompt, settings.max_tokens) for prompt in self._prompts]
+        self._frames = [
+            sampling.generate_frame(context, settings, prompt, length, key, routes=request.return_routes)
+            for prompt, length, key in zip(self._prompts, lengths, self._keys, strict=True)
+        ]
+
+    def _make_keys(self) -> list[int]:
+        given, count = self._request.key, len(self._prompts)
+        if given is None:
+            return sampling.stream_keys(self._request.seed, count, 1)
+        keys = given if isinstance(given, list) else [given]
+        if self._request.seed is not None:
+            raise invalid("key and seed exclude each other", "key")
+        if len(keys) != count:
+            raise invalid(f"key: {len(keys)} keys for {count} prompts", "key")
+        return keys
+
+    async def whole(self) -> dict[str, Any] | list[dict[str, Any]]:
+        """One object for one prompt, a list for a list."""
+        results = [
+            {**self._result(index), "key": self._keys[index], "prompt_tokens": len(prompt), "routes": None}
+            for index, prompt in enumerate(self._prompts)
+        ]
+        async with aclosing(self.parts()) as parts:
+            async for part in parts:
+                result = results[part["index"]]
+                for name in ("output_ids", "logprobs", "versions"):
+                    if part[name]:
+                        result[name] += part[name]
+                for name in ("finish_reason", "system_fingerprint", "routes"):
+                    result[name] = part[name] if part.get(name) is not None else result[name]
+        return results if self._is_batch else results[0]
+
+    async def parts(self) -> Parts:
+        """The parts of all responses as they come."""
+        with self._context.submission(self._frames, self._request.session) as running:
+            async for index, news in running.news():
+                if news.kind == "routes":
+                    yield {**self._result(index), "routes": news.routes}
+                elif news.tokens or news.finish:
+                    yield self._part(index, news)
+
+    def _part(self, index: int, news: News) -> dict[str, Any]:
+        tokens = list(news.tokens)
+        part = self._result(index)
+        part |= {"output_ids": tokens, "versions": [news.version] * len(tokens), "finish_reason": news.finish}
+        if self._request.return_logprobs:
+            part["logprobs"] = [finite(each) for each in news.logprobs]
+        return part | {"system_fingerprint": fingerprint(news)}
+
+    def _result(self, index: int) -> dict[str, Any]:
+        """A result without tokens."""
+        return {
+            "index": index,
+            "output_ids": [],
+            "logprobs": [] if self._request.return_logprobs else None,
+            "versions": [],
+            "finish_reason": None,
+            "system_fingerprint": None,
+        }

@@ -1,0 +1,167 @@
+"""What surrounds every request: faults, keys, sizes of bodies, and clients that go away."""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import traceback
+from collections.abc import Sequence
+
+from megarl.serving.errors import RequestError, internal, timed_out
+from megarl.serving.metrics import ServerMetrics
+
+log = logging.getLogger(__name__)
+
+OPEN_PATHS = ("/", "/health")  # need no key
+CLOSED_REQUEST = 499  # nginx's status of a client that went away; only metrics see it
+
+
+class Observed:
+    """The outermost layer: counts requests, and turns faults into error answers and lines without any content."""
+
+    def __init__(self, app, metrics: ServerMetrics, paths: Sequence[str]):
+        self._app, self._metrics, self._paths = app, metrics, frozenset(paths)
+
+    async def __call__(self, scope, receive, send):
+        """The ASGI application."""
+        if scope["type"] != "http":
+            return
+        status = CLOSED_REQUEST
+        begun = False
+
+        async def observed(message):
+            nonlocal status, begun
+            if message["type"] == "http.response.start":
+                status, begun = message["status"], True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, observed)
+        except Exception as error:
+            log.error("%s at %s", type(error).__name__, _place(error))
+            if not begun:
+                await internal().response(scope, receive, observed)
+        finally:
+            endpoint = scope["path"] if scope["path"] in self._paths else "other"
+            self._metrics.requests.labels(endpoint, str(status)).inc()
+
+
+class KeyCheck:
+    """Checks `Authorization: Bearer`: admin keys for /admin, which does not exist without them; API keys elsewhere."""
+
+    def __init__(self, app, api_keys: Sequence[str], admin_keys: Sequence[str]):
+        self._app = app
+        self._api, self._admin = (list(map(_digest, map(str.encode, keys))) for keys in (api_keys, admin_keys))
+
+    async def __call__(self, scope, receive, send):
+        """The ASGI application."""
+        path = scope["path"]
+        if path == "/admin" or path.startswith("/admin/"):
+            keys = self._admin
+            if not keys:
+                return await RequestError(404, "not found").response(scope, receive, send)
+        else:
+            keys = [] if path in OPEN_PATHS else self._api
+        if keys and not _matches(_bearer(scope), keys):
+            error = RequestError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+            error.headers["WWW-Authenticate"] = "Bearer"
+            return await error.response(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+
+class BodyAndDisconnect:
+    """Reads the body up to a limit before the application runs, and ends the application if the client goes away."""
+
+    def __init__(self, app, max_bytes: int, seconds: float):
+        self._app, self._max_bytes, self._seconds = app, max_bytes, seconds
+
+    async def __call__(self, scope, receive, send):
+        """The ASGI application."""
+        try:
+            body = await self._read(scope, receive)
+        except RequestError as error:
+            return await error.response(scope, receive, send)
+        if body is None:
+            return
+        gone = asyncio.Event()
+        given = False
+
+        async def replay():
+            nonlocal given
+            if given:
+                await gone.wait()
+                return {"type": "http.disconnect"}
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def watch():
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        application = asyncio.create_task(self._app(scope, replay, send))
+        watcher = asyncio.create_task(watch())
+        try:
+            await asyncio.wait((application, watcher), return_when=asyncio.FIRST_COMPLETED)
+            gone.set()
+        finally:
+            watcher.cancel()
+            if not application.done():
+                application.cancel()
+            ended = (await asyncio.gather(application, return_exceptions=True))[0]
+        if isinstance(ended, Exception):
+            raise ended
+
+    async def _read(self, scope, receive) -> bytes | None:
+        """The body; None if the client went away. RequestError for a body that is too large, slow or no JSON."""
+        headers = dict(scope["headers"])
+        too_large = RequestError(413, f"the body has more than {self._max_bytes} bytes")
+        if (
+            headers.get(b"content-length", b"0").isdigit()
+            and int(headers.get(b"content-length", b"0")) > self._max_bytes
+        ):
+            raise too_large
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._seconds):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    body += message.get("body", b"")
+                    if len(body) > self._max_bytes:
+                        raise too_large
+                    if not message.get("more_body"):
+                        break
+        except TimeoutError:
+            raise timed_out(self._seconds) from None
+        media = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+        if body and media != b"application/json":
+            raise RequestError(415, "Content-Type must be application/json")
+        return bytes(body)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _bearer(scope) -> bytes:
+    """The key of a request, or nothing."""
+    for name, value in scope["headers"]:
+        scheme, _, key = value.partition(b" ")
+        if name == b"authorization" and scheme.lower() == b"bearer":
+            return key.strip()
+    return b""
+
+
+def _matches(key: bytes, keys: Sequence[bytes]) -> bool:
+    """Whether a key is one of those with these digests; takes the same time whichever it is."""
+    digest, found = _digest(key), False
+    for each in keys:
+        found |= hmac.compare_digest(digest, each)
+    return found
+
+
+def _place(error: BaseException) -> str:
+    """Where an error was raised, without its message, which may quote a request."""
+    frames = traceback.extract_tb(error.__traceback__)[-3:]
+    return " < ".join(f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in reversed(frames))

@@ -1,0 +1,190 @@
+"""Schemas of the answers, for /openapi.json."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+Finish = Literal["stop", "length", "abort", "tool_calls"]
+
+
+class ErrorFields(BaseModel):
+    """OpenAI's error."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    """Every error answer."""
+
+    error: ErrorFields
+
+
+class Usage(BaseModel):
+    """Numbers of tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class CompletionLogprobs(BaseModel):
+    """One entry for each token; the first of a prompt has no log-prob."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    """One completion."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Finish
+    stop_reason: str | int | None
+
+
+class CompletionResponse(BaseModel):
+    """Answer of /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class TopLogprob(BaseModel):
+    """A token that could have been."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """A token of an answer."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Log-probs of all tokens of a message."""
+
+    content: list[TokenLogprob]
+
+
+class CalledFunction(BaseModel):
+    """A function call in an answer."""
+
+    name: str
+    arguments: str
+
+
+class AnsweredToolCall(BaseModel):
+    """A tool call in an answer."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AnswerMessage(BaseModel):
+    """The assistant's message."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[AnsweredToolCall] | None = None
+
+
+class ChatChoice(BaseModel):
+    """One answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Finish
+    stop_reason: str | int | None
+
+
+class ChatCompletionResponse(BaseModel):
+    """Answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class RouteData(BaseModel):
+    """Experts of each token: [T, L, k] little-endian int16 in base64."""
+
+    shape: list[int]
+    data: str
+
+
+class GenerateResult(BaseModel):
+    """Tokens with log-probs and policy versions, equally many."""
+
+    index: int
+    output_ids: list[int]
+    logprobs: list[float] | None
+    versions: list[int]
+    finish_reason: Literal["stop", "length", "abort"]
+    system_fingerprint: str | None
+    key: int
+    prompt_tokens: int
+    routes: RouteData | None
+
+
+class ModelCard(BaseModel):
+    """A model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """Answer of /v1/models."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class TokenizeResponse(BaseModel):
+    """Answer of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeResponse(BaseModel):
+    """Answer of /detokenize."""
+
+    prompt: str
+
+
+class StatusResponse(BaseModel):
+    """Answer of /health, /ready and /admin."""
+
+    status: str
+    version: int | None = None
+    label: str | None = None
+    detail: dict[str, Any] | None = None

@@ -1,0 +1,68 @@
+"""Which replica takes a request: its session's, then the one that knows most of its prompt, then the least busy one."""
+
+import collections
+from collections.abc import Mapping, Sequence
+
+BLOCK = 16  # tokens of a prompt that are compared together
+
+_IMBALANCE = 32  # further requests that a replica may have before its known prompts no longer attract more
+
+
+class Router:
+    """Remembers which replica has seen which sessions and prompts; its memory is bounded.
+
+    Args:
+        sessions: how many sessions it remembers.
+        blocks: how many blocks of prompts.
+    """
+
+    def __init__(self, sessions: int = 2**16, blocks: int = 2**18):
+        self._limits = sessions, blocks
+        self._sessions: collections.OrderedDict[str, int] = collections.OrderedDict()
+        self._blocks: collections.OrderedDict[int, int] = collections.OrderedDict()  # hash -> bits of replicas
+
+    def choose(self, prompt: Sequence[int], session: str | None, outstanding: Mapping[int, int]) -> int:
+        """The replica for a request; remembers it.
+
+        Args:
+            prompt: its tokens.
+            session: requests of one session go to one replica while that has room; None: no session.
+            outstanding: requests of each replica that has room, at least one.
+        """
+        hashes = _block_hashes(prompt)
+        chosen = self._sessions.get(session) if session is not None else None
+        if chosen not in outstanding:
+            chosen = self._by_prompt(hashes, outstanding)
+        for each in hashes:
+            self._blocks[each] = self._blocks.pop(each, 0) | 1 << chosen
+        if session is not None:
+            self._sessions.pop(session, None)
+            self._sessions[session] = chosen
+        for memory, limit in zip((self._sessions, self._blocks), self._limits, strict=True):
+            while len(memory) > limit:
+                memory.popitem(last=False)
+        return chosen
+
+    def forget(self):
+        """Forgets prompts, when new weights have emptied the caches."""
+        self._blocks.clear()
+
+    def _by_prompt(self, hashes: Sequence[int], outstanding: Mapping[int, int]) -> int:
+        fewest = min(outstanding.values())
+        candidates = {number for number, count in outstanding.items() if count - fewest <= _IMBALANCE}
+        bits = sum(1 << number for number in candidates)
+        for each in hashes:
+            known = bits & self._blocks.get(each, 0)
+            if not known:
+                break
+            bits = known
+        return min((number for number in candidates if bits >> number & 1), key=lambda n: (outstanding[n], n))
+
+
+def _block_hashes(prompt: Sequence[int]) -> list[int]:
+    """For each full block the hash of the prompt up to its end."""
+    hashes, previous = [], 0
+    for start in range(0, len(prompt) - BLOCK + 1, BLOCK):
+        previous = hash((previous, *prompt[start : start + BLOCK]))
+        hashes.append(previous)
+    return hashes

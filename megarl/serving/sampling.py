@@ -1,0 +1,83 @@
+"""From the fields of a request to the frames for leaders."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megarl.serving.context import ServingContext
+from megarl.serving.errors import invalid
+from megarl.serving.keys import random_seed, stream_key
+from megarl.serving.schemas import OpenAIFields, SamplingFields
+from megarl.serving.wire import Frame
+
+
+@dataclass(frozen=True)
+class StopRules:
+    """What ends a response besides its length: stop strings, and the tokens of `stop_token_ids`."""
+
+    strings: tuple[str, ...] = ()
+    tokens: frozenset[int] = frozenset()
+    include: bool = False
+
+
+def stop_rules(context: ServingContext, fields: OpenAIFields) -> StopRules:
+    """The stop rules of a request; RequestError 400 for too many."""
+    stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
+    if len(stops) > context.config.max_stops:
+        raise invalid(f"stop: at most {context.config.max_stops} strings are allowed", "stop")
+    return StopRules(tuple(stops), frozenset(fields.stop_token_ids or ()), fields.include_stop_str_in_output)
+
+
+def choices(context: ServingContext, fields: OpenAIFields) -> int:
+    """How many answers to each prompt; RequestError 400 for too many."""
+    count = 1 if fields.n is None else fields.n
+    if count > context.config.max_choices:
+        raise invalid(f"n {count}: allowed are 1 to {context.config.max_choices}", "n")
+    return count
+
+
+def check_top_logprobs(context: ServingContext, count: int, param: str):
+    """RequestError 400 if more alternatives are wanted than the server gives."""
+    if count > context.config.max_top_logprobs:
+        raise invalid(f"{param} {count}: allowed are at most {context.config.max_top_logprobs}", param)
+
+
+def stream_keys(seed: int | None, prompts: int, count: int) -> list[int]:
+    """Keys of `count` answers to each prompt, prompt by prompt; without a seed they are random."""
+    seed = random_seed() if seed is None else seed
+    return [stream_key(seed, prompt, choice) for prompt in range(prompts) for choice in range(count)]
+
+
+def temperature(fields: SamplingFields) -> float:
+    """The temperature of the log-probs: greedy responses have those of temperature 1."""
+    return 1.0 if fields.temperature in (None, 0) else float(fields.temperature)
+
+
+def generate_frame(
+    context: ServingContext,
+    fields: SamplingFields,
+    prompt: Sequence[int],
+    max_tokens: int,
+    key: int,
+    top_logprobs: int = 0,
+    routes: bool = False,
+) -> Frame:
+    """The "generate" frame of one response (see `megarl.serving.wire`). RequestError 400 for a wrong stop token."""
+    size = context.config.vocab_size
+    stops = fields.stop_token_ids or []
+    if stops and max(stops) >= size:
+        raise invalid(f"stop_token_ids: token ids must be 0 to {size - 1}", "stop_token_ids")
+    ends = [] if fields.ignore_eos else context.encoder.tokenizer.end_ids
+    top_k = fields.top_k or 0
+    return {
+        "type": "generate",
+        "prompt": list(prompt),
+        "key": key,
+        "max_tokens": max_tokens,
+        "temperature": temperature(fields),
+        "greedy": fields.temperature == 0,
+        "top_k": top_k if 0 < top_k < size else 0,
+        "top_p": 1.0 if fields.top_p is None else float(fields.top_p),
+        "end_ids": list(dict.fromkeys([*ends, *stops])),
+        "top_logprobs": top_logprobs,
+        "routes": routes,
+    }

@@ -1,0 +1,275 @@
+"""Requests of all endpoints: OpenAI's fields and vLLM's, each with its limits; unknown fields are errors.
+
+Fields whose neutral value clients often send, but which have no effect here, are allowed with that value only.
+"""
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+
+from megarl.serving.errors import echo
+
+LONGEST_TEXT = 2**24  # characters
+MOST_TOKENS = 2**24
+MOST_PROMPTS = 4096
+
+_DEEPEST = 64  # levels of lists and objects in free-form JSON
+
+
+def _neutral(*values: Any) -> Any:
+    """The type of a field that only has values without effect."""
+
+    def check(value: Any) -> Any:
+        if not any(type(value) is not bool and value == each or value is each for each in values):
+            allowed = ", ".join(json.dumps(each) for each in values)
+            raise ValueError(f"{echo(value)} is not supported; allowed: {allowed}")
+        return value
+
+    return Annotated[Any, AfterValidator(check), WithJsonSchema({"enum": list(values)})]
+
+
+def _check_temperature(value: float | None) -> float | None:
+    if value is not None and 0 < value < 0.01:
+        raise ValueError("allowed are 0, for the most likely token, and 0.01 to 2")
+    return value
+
+
+def check_json(value: Any) -> Any:
+    """Free-form JSON that can be walked through and written: not too deep, and valid Unicode."""
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > _DEEPEST:
+            raise ValueError(f"deeper than {_DEEPEST} levels")
+        level = [each for outer in level if isinstance(outer, dict | list) for each in _children(outer)]
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("not valid Unicode") from None
+    return value
+
+
+def _children(value: dict | list) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value
+
+
+Text = Annotated[str, Field(max_length=LONGEST_TEXT)]
+Name = Annotated[str, Field(max_length=512)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenIds = Annotated[list[TokenId], Field(max_length=MOST_TOKENS)]
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Temperature = Annotated[float, Field(ge=0, le=2), AfterValidator(_check_temperature)]
+FreeObject = Annotated[dict[str, Any], AfterValidator(check_json)]
+
+
+class StrictModel(BaseModel):
+    """No unknown fields, no conversion of types, no infinite numbers."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(StrictModel):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+    include_obfuscation: _neutral(None, False) = None
+
+
+class SamplingFields(StrictModel):
+    """How tokens are sampled, and when a response ends."""
+
+    temperature: Temperature | None = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = 0
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    ignore_eos: bool = False
+
+
+class OpenAIFields(SamplingFields):
+    """Fields that both of OpenAI's endpoints have."""
+
+    model: Name | None = None
+    n: Annotated[int, Field(ge=1, le=1024)] | None = 1
+    seed: Int64 | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=64)] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    user: Name | None = None
+    prompt_cache_key: Name | None = None
+    include_stop_str_in_output: bool = False
+    frequency_penalty: _neutral(None, 0) = None
+    presence_penalty: _neutral(None, 0) = None
+    repetition_penalty: _neutral(None, 1) = None
+    logit_bias: _neutral(None, {}) = None
+    min_p: _neutral(None, 0) = None
+    min_tokens: _neutral(None, 0) = None
+    skip_special_tokens: _neutral(None, True) = None
+
+
+class CompletionRequest(OpenAIFields):
+    """A request for /v1/completions."""
+
+    prompt: (
+        Text
+        | TokenIds
+        | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS)]
+    )
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=2**10)] | None = None
+    echo: bool | None = False
+    add_special_tokens: bool = False
+    best_of: _neutral(None, 1) = None
+    suffix: _neutral(None, "") = None
+
+
+class TextPart(StrictModel):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: Text
+
+
+Content = Text | Annotated[list[TextPart], Field(min_length=1, max_length=1024)]
+
+
+class FunctionCall(StrictModel):
+    """A call of a function; `arguments` is a JSON object as a string."""
+
+    name: Name
+    arguments: Text
+
+
+class ToolCall(StrictModel):
+    """A tool call that the assistant has made."""
+
+    id: Name
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+
+
+class SystemMessage(StrictModel):
+    """Instructions."""
+
+    role: Literal["system", "developer"]
+    content: Content
+    name: Name | None = None
+
+
+class UserMessage(StrictModel):
+    """What the user says."""
+
+    role: Literal["user"]
+    content: Content
+    name: Name | None = None
+
+
+class AssistantMessage(StrictModel):
+    """What the assistant has said; the fields of an answer that are null may stay."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    name: Name | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    refusal: _neutral(None) = None
+    audio: _neutral(None) = None
+    annotations: _neutral(None, []) = None
+    function_call: _neutral(None) = None
+
+
+class ToolMessage(StrictModel):
+    """What a tool has returned."""
+
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: Name
+    name: Name | None = None
+
+
+ChatMessage = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+
+class FunctionDefinition(StrictModel):
+    """A function that may be called; `parameters` is a JSON Schema."""
+
+    name: Annotated[str, Field(min_length=1, max_length=512)]
+    description: Text | None = None
+    parameters: FreeObject | None = None
+    strict: _neutral(None, False) = None
+
+
+class ToolDefinition(StrictModel):
+    """A tool that the assistant may use."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class ResponseFormat(StrictModel):
+    """Only free text."""
+
+    type: Literal["text"]
+
+
+class ChatCompletionRequest(OpenAIFields):
+    """A request for /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0, le=2**10)] | None = None
+    tools: Annotated[list[ToolDefinition], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    response_format: ResponseFormat | None = None
+    parallel_tool_calls: _neutral(None, True) = None
+    modalities: _neutral(None, ["text"]) = None
+    service_tier: _neutral(None, "auto", "default") = None
+    store: _neutral(None, False) = None
+    metadata: _neutral(None, {}) = None
+
+
+class GenerateSampling(SamplingFields):
+    """Sampling of /generate."""
+
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+
+
+class GenerateRequest(StrictModel):
+    """A request for /generate: tokens to tokens. `key` is the exact key of the random stream, one for each prompt."""
+
+    input_ids: TokenIds | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS)]
+    sampling_params: GenerateSampling = GenerateSampling()
+    seed: Int64 | None = None
+    key: Int64 | Annotated[list[Int64], Field(min_length=1, max_length=MOST_PROMPTS)] | None = None
+    session: Name | None = None
+    return_logprobs: bool = True
+    return_routes: bool = False
+    stream: bool = False
+
+
+class TokenizeRequest(StrictModel):
+    """A request for /tokenize: a text, or messages with the chat template."""
+
+    model: Name | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)] | None = None
+    tools: Annotated[list[ToolDefinition], Field(max_length=128)] | None = None
+    add_special_tokens: bool = False
+    return_token_strs: bool | None = False
+
+
+class DetokenizeRequest(StrictModel):
+    """A request for /detokenize."""
+
+    model: Name | None = None
+    tokens: TokenIds
+
+
+class WeightsRequest(StrictModel):
+    """A request for /admin/weights: a path inside the weights folder, absolute or relative to it."""
+
+    path: Annotated[str, Field(min_length=1, max_length=4096)]

@@ -1,0 +1,30 @@
+"""/tokenize and /detokenize, in vLLM's shapes."""
+
+from typing import Any
+
+from megarl.serving.context import ServingContext
+from megarl.serving.conversation import template_messages, template_tools
+from megarl.serving.errors import invalid
+from megarl.serving.schemas import DetokenizeRequest, TokenizeRequest
+
+
+async def tokenize(context: ServingContext, request: TokenizeRequest) -> dict[str, Any]:
+    """The ids that the same text or messages would have as a prompt."""
+    context.check_model(request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise invalid("give either prompt or messages", "prompt")
+    if request.messages is None:
+        tokens = await context.encode_text(request.prompt, request.add_special_tokens)
+    else:
+        tools = template_tools(request.tools) if request.tools else None
+        tokens = await context.encode_chat(template_messages(request.messages), tools)
+    names = [context.vocabulary.token(token)[0] for token in tokens] if request.return_token_strs else None
+    return {"count": len(tokens), "max_model_len": context.max_length, "tokens": tokens, "token_strs": names}
+
+
+async def detokenize(context: ServingContext, request: DetokenizeRequest) -> dict[str, Any]:
+    """The text of ids, without special tokens."""
+    context.check_model(request.model)
+    if request.tokens:
+        context.check_prompt(request.tokens, "tokens")
+    return {"prompt": context.encoder.tokenizer.decode(request.tokens)}

@@ -1,0 +1,212 @@
+"""The real HTTP process with a scripted leader at the other end of its wire, which stands for the ranks.
+
+The leader is a real peer on a real socket that speaks the protocol of `megarl.serving.wire`; it has no model, and answers
+what its script says. It runs in a thread, which is joined at the end.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+import httpx
+
+from megarl.data.tokenizers import build_tokenizer
+from megarl.serving.configuration import FrontendConfig
+from megarl.serving.wire import LeaderLink
+from tests.helpers import small_tokenizers
+
+LIMIT = 60.0  # seconds after which a test that waits has failed
+
+Script = Callable[["ScriptedLeader", dict], None]
+
+
+class ScriptedLeader:
+    """One replica's leader. `script(leader, frame)` is called for each frame; all frames are in `frames`."""
+
+    def __init__(self, address, key: bytes, replica: int, script: Script, ready: dict):
+        self.link = LeaderLink.connect(address, key)
+        self.replica, self.script, self.frames = replica, script, []
+        self._changed = threading.Condition()
+        self._ends = threading.Event()
+        frame = {"type": "ready", "replica": replica, "max_requests": 8, "capacity": 4096, "blocks": 99}
+        self.link.send({**frame, "version": 0, "label": "step_7", **ready})
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def send(self, **frame):
+        """Sends a frame."""
+        self.link.send(frame)
+
+    def tokens(self, *events, version: int = 0):
+        """Sends a "tokens" frame with events [id, tokens, logprobs, top, finish]."""
+        self.send(type="tokens", version=version, events=list(events), blocks=50)
+
+    def wait_for(self, count: int, kind: str = "generate") -> list[dict]:
+        """The frames of a kind, once there are `count`."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self._of(kind)) >= count, LIMIT), self.frames
+            return self._of(kind)
+
+    def close(self):
+        """Ends the thread and the connection."""
+        self._ends.set()
+        self._thread.join()
+        self.link.close()
+
+    def _of(self, kind: str) -> list[dict]:
+        return [frame for frame in self.frames if frame["type"] == kind]
+
+    def _run(self):
+        with contextlib.suppress(ConnectionError):
+            while not self._ends.is_set():
+                for frame in self.link.receive(0.05):
+                    with self._changed:
+                        self.frames.append(frame)
+                        self._changed.notify_all()
+                    self.script(self, frame)
+
+
+def silent(leader: ScriptedLeader, frame: dict):
+    """The script that answers nothing."""
+
+
+class Answers:
+    """A script: answers the prompt that ends with a key of `answers` with its text, token by token, then EOS.
+
+    The log-prob of a token depends on the token alone, so that tests can compute it; `score` answers have the same.
+    """
+
+    def __init__(self, tokenizer, answers: dict[str, str], default: str = "Hello world"):
+        self.tokenizer, self.answers, self.default = tokenizer, answers, default
+
+    @staticmethod
+    def logprob(token: int) -> float:
+        """The log-prob of a token."""
+        return -0.5 - token / 1024
+
+    def top(self, token: int, count: int):
+        """Alternatives: the token itself, then the next ones."""
+        return [[token + k, self.logprob(token + k)] for k in range(count)] if count else None
+
+    def __call__(self, leader: ScriptedLeader, frame: dict):
+        if frame["type"] == "generate":
+            self._generate(leader, frame)
+        elif frame["type"] == "score":
+            tokens, count = frame["tokens"], frame["top_logprobs"]
+            top = [None, *(self.top(token, count) for token in tokens[1:])] if count else None
+            logprobs = [None, *map(self.logprob, tokens[1:])]
+            leader.send(type="scores", id=frame["id"], logprobs=logprobs, top=top, version=0)
+        elif frame["type"] == "control":
+            leader.send(type="control", number=frame["number"], error=None, version=1, label="step_9")
+
+    def _generate(self, leader: ScriptedLeader, frame: dict):
+        said = self.tokenizer.decode(frame["prompt"])
+        text = next((answer for key, answer in self.answers.items() if key in said), self.default)
+        tokens = [*self.tokenizer.encode(text), self.tokenizer.eos_id]
+        while self.tokenizer.eos_id not in frame["end_ids"] and len(tokens) < frame["max_tokens"]:
+            tokens += tokens
+        is_cut = len(tokens) > frame["max_tokens"] or self.tokenizer.eos_id not in frame["end_ids"]
+        tokens = tokens[: frame["max_tokens"]]
+        if frame["routes"]:
+            leader.send(type="routes", id=frame["id"], shape=[1, 1, 1], data="AAA=")
+        for position, token in enumerate(tokens):
+            top = self.top(token, frame["top_logprobs"])
+            finish = ("length" if is_cut else "stop") if position == len(tokens) - 1 else None
+            leader.tokens([frame["id"], [token], [self.logprob(token)], top and [top], finish])
+
+
+class Served:
+    """A running HTTP process: `url`, `client` (httpx), `leaders`, `process`, `tokenizer`."""
+
+    def __init__(self, folder, script=None, leaders: int = 1, ready: dict | None = None, family="unix", **settings):
+        path = small_tokenizers.chatml(folder / "tokenizer")
+        self.tokenizer = build_tokenizer("HuggingFaceTokenizer", path)
+        http = socket.create_server(("127.0.0.1", 0))
+        self.address = str(folder / "wire") if family == "unix" else ("127.0.0.1", 0)
+        wire = socket.socket(socket.AF_UNIX if family == "unix" else socket.AF_INET)
+        wire.bind(self.address)
+        wire.listen()
+        self.address = wire.getsockname()
+        self.key = secrets.token_bytes(32)
+        defaults = dict(
+            model_name="tiny", tokenizer_type="HuggingFaceTokenizer", tokenizer_model=path, chat_template="tokenizer",
+            vocab_size=self.tokenizer.vocab_size, max_model_length=4096, max_response_length=512,
+        )  # fmt: skip
+        fds = dict(http_fd=http.fileno(), wire_fd=wire.fileno(), wire_key=self.key.hex(), replicas=leaders)
+        config = FrontendConfig(**{**defaults, **fds, **settings})
+        command = [sys.executable, "-m", "megarl.serving.frontend"]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            command,
+            stdin=pipe,
+            stderr=pipe,
+            pass_fds=(http.fileno(), wire.fileno()),
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        self.process.stdin.write(config.to_json().encode() + b"\n")
+        self.process.stdin.flush()
+        self.url = f"http://127.0.0.1:{http.getsockname()[1]}"
+        self.port = http.getsockname()[1]
+        http.close()
+        wire.close()
+        headers = {"Authorization": f"Bearer {config.api_keys[0]}"} if config.api_keys else {}
+        self.client = httpx.Client(base_url=self.url, timeout=LIMIT, headers=headers)
+        self.leaders: list[ScriptedLeader] = []
+        self.stderr = ""
+        script = script or Answers(self.tokenizer, {})
+        for replica in range(leaders):
+            self.connect(replica, script, ready or {})
+        self.wait_ready() if leaders else None
+
+    def connect(self, replica: int, script: Script = silent, ready: dict | None = None) -> ScriptedLeader:
+        """Connects a leader."""
+        leader = ScriptedLeader(self.address, self.key, replica, script, ready or {})
+        self.leaders.append(leader)
+        return leader
+
+    def wait_ready(self):
+        """Waits until /ready says so, asking again and again: it has no other sign."""
+        while self.client.get("/ready").status_code != 200:
+            assert self.process.poll() is None, self.process.stderr.read()
+
+    def post(self, path: str, **body) -> httpx.Response:
+        """POSTs JSON."""
+        return self.client.post(path, json=body)
+
+    def events(self, path: str, **body) -> list[dict]:
+        """The events of a stream; the last, [DONE], is checked and left out."""
+        with self.client.stream("POST", path, json={**body, "stream": True}) as response:
+            assert response.status_code == 200, response.read()
+            assert response.headers["content-type"].startswith("text/event-stream")
+            lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+        assert lines.pop() == "[DONE]"
+        return [json.loads(line) for line in lines]
+
+    def exit_status(self) -> int:
+        """Waits for the end of the process."""
+        return self.process.wait(LIMIT)
+
+    def close(self):
+        """Ends all; returns what the process wrote to stderr in `stderr`."""
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.stderr = self.process.communicate()[1].decode()
+        for leader in self.leaders:
+            leader.close()
+
+
+@contextlib.contextmanager
+def served(folder, script=None, **settings):
+    """A server for one test; see Served."""
+    server = Served(folder, script, **settings)
+    try:
+        yield server
+    finally:
+        server.close()
