@@ -25,6 +25,7 @@ class FrontendConfig:
         max_response_length: default and limit of `max_tokens`.
         api_keys, admin_keys: allowed keys; no API key: no key is needed; no admin key: there is no /admin.
         weights_folder: /admin/weights loads only from inside.
+        routes: the ranks record expert routes.
         max_queue: requests that wait because the replicas are full.
         max_choices: limit of `n`.
         max_stops: limit of stop strings.
@@ -48,6 +49,7 @@ class FrontendConfig:
     api_keys: list[str] = field(default_factory=list)
     admin_keys: list[str] = field(default_factory=list)
     weights_folder: str | None = None
+    routes: bool = False
     max_queue: int = 1024
     max_body_bytes: int = 16 * 2**20
     max_choices: int = 128

@@ -32,11 +32,16 @@ class GenerateRun:
         self._prompts = request.input_ids if self._is_batch else [request.input_ids]
         for prompt in self._prompts:
             context.check_prompt(prompt, "input_ids")
+        if request.return_routes and not context.config.routes:
+            raise invalid("return_routes: this server records no routes (--serve-routes)", "return_routes")
+        sampling.check_top_logprobs(context, request.top_logprobs, "top_logprobs")
         self._keys = self._make_keys()
         settings = request.sampling_params
         lengths = [context.response_length(prompt, settings.max_tokens) for prompt in self._prompts]
         self._frames = [
-            sampling.generate_frame(context, settings, prompt, length, key, routes=request.return_routes)
+            sampling.generate_frame(
+                context, settings, prompt, length, key, request.top_logprobs, routes=request.return_routes
+            )
             for prompt, length, key in zip(self._prompts, lengths, self._keys, strict=True)
         ]
 
@@ -60,7 +65,7 @@ class GenerateRun:
         async with aclosing(self.parts()) as parts:
             async for part in parts:
                 result = results[part["index"]]
-                for name in ("output_ids", "logprobs", "versions"):
+                for name in ("output_ids", "logprobs", "top_logprobs", "versions"):
                     if part[name]:
                         result[name] += part[name]
                 for name in ("finish_reason", "system_fingerprint", "routes"):
@@ -82,6 +87,8 @@ class GenerateRun:
         part |= {"output_ids": tokens, "versions": [news.version] * len(tokens), "finish_reason": news.finish}
         if self._request.return_logprobs:
             part["logprobs"] = [finite(each) for each in news.logprobs]
+        if self._request.top_logprobs:
+            part["top_logprobs"] = [[[token, finite(value)] for token, value in best] for best in news.top]
         return part | {"system_fingerprint": fingerprint(news)}
 
     def _result(self, index: int) -> dict[str, Any]:
@@ -90,6 +97,7 @@ class GenerateRun:
             "index": index,
             "output_ids": [],
             "logprobs": [] if self._request.return_logprobs else None,
+            "top_logprobs": [] if self._request.top_logprobs else None,
             "versions": [],
             "finish_reason": None,
             "system_fingerprint": None,

@@ -140,6 +140,7 @@ class GenerateResult(BaseModel):
     index: int
     output_ids: list[int]
     logprobs: list[float] | None
+    top_logprobs: list[list[tuple[int, float]]] | None
     versions: list[int]
     finish_reason: Literal["stop", "length", "abort"]
     system_fingerprint: str | None

@@ -247,6 +247,7 @@ class GenerateRequest(StrictModel):
     key: Int64 | Annotated[list[Int64], Field(min_length=1, max_length=MOST_PROMPTS)] | None = None
     session: Name | None = None
     return_logprobs: bool = True
+    top_logprobs: Annotated[int, Field(ge=0, le=2**10)] = 0
     return_routes: bool = False
     stream: bool = False
 

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import importlib.util
 import ipaddress
-import json
 import os
 import secrets
 import signal
@@ -224,7 +223,7 @@ def _start(config: RunConfig, inputs: ServerInputs, replicas: int, stack: contex
             pass_fds=(http.fileno(), wire.fileno()),
         )  # fmt: skip
         stack.callback(_kill, process)
-        process.stdin.write(json.dumps(frontend.to_json()).encode() + b"\n")
+        process.stdin.write(frontend.to_json().encode() + b"\n")
         process.stdin.flush()
         host = f"[{s.host}]" if ":" in s.host else s.host
         address = wire.getsockname()

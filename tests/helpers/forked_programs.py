@@ -13,9 +13,10 @@ from tests.helpers.worlds import SAFETY_SECONDS
 
 def _main_functions() -> dict:
     """Main function by program."""
-    from megarl import evaluate, train_reward, train_rl, train_sft
+    from megarl import evaluate, serve, train_reward, train_rl, train_sft
 
-    return {"rl": train_rl.train, "sft": train_sft.train, "reward": train_reward.train, "evaluate": evaluate.evaluate}
+    programs = {"rl": train_rl.train, "sft": train_sft.train, "reward": train_reward.train}
+    return programs | {"evaluate": evaluate.evaluate, "serve": serve.serve}
 
 
 def _child(folder: Path, name: str, argv: list[str], variables: dict):
