@@ -1,0 +1,161 @@
+"""The HTTP process: keys, limits, error answers, /generate, /admin, and what it never writes."""
+
+import socket
+
+import httpx
+import openai
+import pytest
+
+from megarl.serving.app import PAGE
+from megarl.serving.responses import GenerateResult
+from tests.helpers.serving import LIMIT, Answers, Served, served
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("server")
+    (folder / "weights" / "step_9").mkdir(parents=True)
+    (folder / "secret").mkdir()
+    (folder / "weights" / "link").symlink_to(folder / "secret")
+    made = Served(
+        folder,
+        api_keys=["sk-1", "sk-2"],
+        admin_keys=["root"],
+        weights_folder=str(folder / "weights"),
+        max_body_bytes=5000,
+    )
+    yield made
+    made.close()
+    assert made.stderr == ""
+
+
+ADMIN = {"Authorization": "Bearer root"}
+
+
+def test_keys(server):
+    with httpx.Client(base_url=server.url, timeout=LIMIT) as stranger:
+        for path in ("/v1/models", "/metrics", "/ready", "/openapi.json", "/nothing", "/admin/pause"):
+            for headers in (
+                {},
+                {"Authorization": "Bearer sk-3"},
+                {"Authorization": "sk-1"},
+                {"Authorization": b"Bearer \xff"},
+            ):
+                answer = stranger.get(path, headers=headers)
+                assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+                assert answer.headers["www-authenticate"] == "Bearer"
+        assert stranger.get("/health").json() == {"status": "alive"}
+        assert stranger.get("/v1/models", headers={"Authorization": "bearer sk-2"}).status_code == 200
+        assert stranger.get("/v1/models", headers=ADMIN).status_code == 401
+    assert server.client.post("/admin/resume").status_code == 401
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0) as client:
+        with pytest.raises(openai.AuthenticationError):
+            client.models.list()
+
+
+def test_the_page_has_a_strict_policy(server):
+    answer = httpx.get(f"{server.url}/", timeout=LIMIT)
+    if not PAGE.is_file():
+        assert answer.status_code == 404
+    else:
+        assert answer.headers["content-security-policy"].startswith("default-src 'none';")
+
+
+@pytest.mark.parametrize("method, path, options, status", [
+    ("GET", "/nothing", {}, 404), ("POST", "/v1/completions/", {}, 404), ("GET", "/v1/completions", {}, 405),
+    ("DELETE", "/v1/models", {}, 405), ("OPTIONS", "/v1/completions", {}, 405), ("GET", "/docs", {}, 404),
+    ("POST", "/v1/completions", dict(content=b"{}"), 415), ("POST", "/v1/completions", dict(content=b"{}", headers={
+        "Content-Type": "text/plain"}), 415), ("POST", "/v1/completions", {}, 400), ("POST", "/tokenize", dict(json=[]), 400),
+    ("POST", "/v1/completions", dict(content=b"{", headers={"Content-Type": "application/json"}), 400),
+    ("POST", "/v1/completions", dict(content=b"\xff", headers={"Content-Type": "application/json"}), 400),
+    ("POST", "/v1/completions", dict(content=b"[" * 4000, headers={"Content-Type": "application/json"}), 400),
+    ("POST", "/tokenize", dict(content=b'{"prompt": NaN}', headers={"Content-Type": "application/json"}), 400),
+    ("POST", "/v1/completions", dict(json={"prompt": "a" * 5000}), 413), ("POST", "/tokenize", dict(json={}), 400),
+    ("POST", "/v1/completions", dict(content=(b"a" * 1000 for _ in range(9)), headers={
+        "Content-Type": "application/json"}), 413), ("POST", "/detokenize", dict(json={"tokens": [10**6]}), 400),
+    ("POST", "/v1/completions", dict(content=b'{"prompt": "a", "seed": ' + b"9" * 4800 + b"}", headers={
+        "Content-Type": "application/json"}), 400),
+])  # fmt: skip
+def test_every_error_is_one_of_openais_objects(server, method, path, options, status):
+    answer = server.client.request(method, path, **options)
+    assert answer.status_code == status, answer.text
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_the_schema_declares_all_errors(server):
+    schema = server.client.get("/openapi.json").json()
+    for path in schema["paths"].values():
+        for operation in path.values():
+            assert {"400", "401", "404", "405", "413", "415", "429", "500", "503"} < set(operation["responses"])
+            assert "422" not in operation["responses"]
+    assert "ValidationError" not in schema["components"]["schemas"]
+
+
+def test_tokens_and_text(server):
+    tokens = server.post("/tokenize", prompt="Hello <|im_end|>", return_token_strs=True).json()
+    assert tokens["tokens"] == server.tokenizer.encode("Hello <|im_end|>") and tokens["max_model_len"] == 4096
+    assert "".join(tokens["token_strs"]) == "Hello <|im_end|>" and tokens["count"] == len(tokens["tokens"])
+    assert server.post("/detokenize", tokens=tokens["tokens"]).json() == {"prompt": "Hello <|im_end|>"}
+
+
+def test_generate_gives_tokens_logprobs_versions_and_routes(server):
+    expected = [*server.tokenizer.encode("Hello world"), server.tokenizer.eos_id]
+    body = {"input_ids": [5, 6], "key": -7, "return_routes": True, "sampling_params": {"temperature": 0.5}}
+    result = server.post("/generate", **body).json()
+    GenerateResult.model_validate(result)
+    assert result["output_ids"] == expected and result["versions"] == [0] * len(expected)
+    assert result["logprobs"] == [Answers.logprob(token) for token in expected]
+    assert result["routes"] == {"shape": [1, 1, 1], "data": "AAA="} and result["finish_reason"] == "stop"
+    assert [frame["key"] for frame in server.leaders[0].wait_for(1)][-1] == -7
+    events = server.events("/generate", **body)
+    assert [token for event in events for token in event["output_ids"]] == expected
+    batch = server.post("/generate", input_ids=[[5], [6]], seed=3, return_logprobs=False).json()
+    assert [each["index"] for each in batch] == [0, 1] and batch[0]["logprobs"] is None
+    assert server.post("/generate", input_ids=[[5], [6]], key=1).status_code == 400
+    assert server.post("/generate", input_ids=[5], key=1, seed=1).status_code == 400
+
+
+def test_admin_commands_reach_all_leaders(server):
+    for path, frame in (("pause?mode=keep", ("pause", "keep")), ("resume", ("resume", None))):
+        answer = server.client.post(f"/admin/{path}", headers=ADMIN)
+        assert answer.json() == {"status": "ok", "version": 1, "label": "step_9"}
+        sent = server.leaders[0].wait_for(1, "control")[-1]
+        assert (sent["command"], sent.get("mode")) == frame
+    assert server.client.post("/admin/pause?mode=never", headers=ADMIN).status_code == 400
+    answer = server.client.post("/admin/weights", headers=ADMIN, json={"path": "step_9"})
+    assert answer.status_code == 200
+    assert server.leaders[0].wait_for(3, "control")[-1]["path"].endswith("/weights/step_9")
+    numbers = [frame["number"] for frame in server.leaders[0].wait_for(3, "control")]
+    assert numbers == list(range(numbers[0], numbers[0] + 3))
+    for path in ("../secret", "link", "/etc", "missing", "a\0b", "step_9/../../secret", "x" * 4000):
+        answer = server.client.post("/admin/weights", headers=ADMIN, json={"path": path})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "path"
+
+
+def test_metrics(server):
+    text = server.client.get("/metrics").text
+    assert 'megarl_requests_total{endpoint="/generate",status="200"}' in text
+    assert 'megarl_policy_version{replica="0"}' in text and 'megarl_free_cache_blocks{replica="0"} 50.0' in text
+    assert "megarl_time_to_first_token_seconds_bucket" in text and 'endpoint="other",status="404"' in text
+
+
+def test_without_keys_there_is_no_admin_and_all_is_open(tmp_path):
+    with served(tmp_path) as server:
+        assert server.client.post("/admin/resume").status_code == 404
+        assert server.client.get("/v1/models").status_code == 200
+        assert "/admin/pause" not in server.client.get("/openapi.json").json()["paths"]
+
+
+def test_a_wrong_configuration_is_one_line(tmp_path):
+    with served(tmp_path, leaders=0, chat_template="/none.jinja") as server:
+        assert server.exit_status() == 2
+    assert server.stderr.count("\n") == 1 and "--chat-template /none.jinja: no such file" in server.stderr
+
+
+def test_a_stranger_on_the_wire_changes_nothing(tmp_path):
+    with served(tmp_path, family="inet") as server:
+        with socket.create_connection(server.address) as stranger:
+            assert len(stranger.recv(16)) == 16
+            stranger.sendall(bytes(48))
+            assert stranger.recv(1) == b""
+        assert server.post("/v1/completions", prompt="a").status_code == 200
