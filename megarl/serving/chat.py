@@ -12,7 +12,7 @@ from megarl.serving.completions import finite, usage
 from megarl.serving.context import ServingContext
 from megarl.serving.conversation import template_messages, template_tools
 from megarl.serving.errors import invalid
-from megarl.serving.progress import AnswerText, Progress
+from megarl.serving.progress import AnswerText, AnswerProgress
 from megarl.serving.schemas import ChatCompletionRequest
 from megarl.serving.streams import Parts, start_stream
 from megarl.serving.text import Vocabulary
@@ -97,7 +97,7 @@ class ChatRun:
                 if part["delta"] or part["finish_reason"] or part["logprobs"]:
                     yield part
 
-    def _part(self, index: int, progress: Progress, parser: ToolCallParser | None) -> dict[str, Any]:
+    def _part(self, index: int, progress: AnswerProgress, parser: ToolCallParser | None) -> dict[str, Any]:
         text, calls, first = progress.text, [], 0
         finish = progress.finish
         if parser is not None:
@@ -134,7 +134,7 @@ class ChatRun:
         return usage(len(self._prompt), self._generated)
 
 
-def chat_logprobs(vocabulary: Vocabulary, progress: Progress) -> dict[str, Any] | None:
+def chat_logprobs(vocabulary: Vocabulary, progress: AnswerProgress) -> dict[str, Any] | None:
     """OpenAI's `logprobs` of chat answers; None without tokens."""
 
     def described(token: int, logprob: float) -> dict[str, Any]:

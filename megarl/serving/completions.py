@@ -12,7 +12,7 @@ from megarl.serving import sampling
 from megarl.serving.context import ServingContext
 from megarl.serving.dispatch import News
 from megarl.serving.errors import invalid
-from megarl.serving.progress import AnswerText, Progress, fingerprint
+from megarl.serving.progress import AnswerText, AnswerProgress, fingerprint
 from megarl.serving.schemas import MOST_PROMPTS, CompletionRequest
 from megarl.serving.streams import Parts, start_stream
 from megarl.serving.text import Vocabulary
@@ -106,7 +106,7 @@ class CompletionRun:
         """Parts of choices as they come; those of one choice, joined, are the choice."""
         texts = [AnswerText(self._context.vocabulary, self._rules) for _ in range(len(self._prompts) * self._count)]
         scores = self._scored_from < len(self._frames)
-        late: dict[int, list[Progress]] = {}  # of choices whose prompt has no scores yet
+        late: dict[int, list[AnswerProgress]] = {}  # of choices whose prompt has no scores yet
         with self._context.submission(self._frames, self._request.prompt_cache_key or self._request.user) as running:
             for index, text in enumerate(texts if self._echoes else ()):
                 echo = text.prompt(self._prompts[index // self._count])
@@ -129,7 +129,7 @@ class CompletionRun:
                 elif progress.text or progress.finish or (self._wants_logprobs and progress.tokens):
                     yield self._part(number, progress)
 
-    def _scored(self, prompt: int, news: News, late: dict[int, list[Progress]]):
+    def _scored(self, prompt: int, news: News, late: dict[int, list[AnswerProgress]]):
         """The parts of a prompt's choices that waited for its scores."""
         for index in range(prompt * self._count, (prompt + 1) * self._count):
             waiting = late.pop(index)
@@ -137,7 +137,7 @@ class CompletionRun:
             waiting[0].fingerprint = fingerprint(news)
             yield from (self._part(index, progress) for progress in waiting)
 
-    def _part(self, index: int, progress: Progress) -> dict[str, Any]:
+    def _part(self, index: int, progress: AnswerProgress) -> dict[str, Any]:
         self._fingerprint = progress.fingerprint or self._fingerprint
         logprobs = completion_logprobs(self._context.vocabulary, progress) if self._wants_logprobs else None
         return {
@@ -168,7 +168,7 @@ def usage(prompt: int, generated: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
 
-def completion_logprobs(vocabulary: Vocabulary, progress: Progress) -> dict[str, list[Any]]:
+def completion_logprobs(vocabulary: Vocabulary, progress: AnswerProgress) -> dict[str, list[Any]]:
     """OpenAI's `logprobs` of completions; each alternatives' object has the token itself, too."""
     names = [vocabulary.token(token)[0] for token in progress.tokens]
     tops: list[dict[str, float] | None] = []

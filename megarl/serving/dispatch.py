@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.serving.errors import RequestError, invalid, overloaded, unavailable
 from megarl.serving.metrics import ServerMetrics
-from megarl.serving.routing import Router
+from megarl.serving.routing import ReplicaRouter
 from megarl.serving.wire import Frame, FrontendLink
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class Dispatcher:
         self._ids = itertools.count(1)
         self._control_numbers = itertools.count(1)
         self._waiting: collections.OrderedDict[int, LeaderRequest] = collections.OrderedDict()
-        self._router = Router()
+        self._router = ReplicaRouter()
         self._controls: dict[int, tuple[set[int], list[str], asyncio.Future]] = {}
         self._idle = asyncio.Event()
         self._idle.set()

@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Coroutine
 
 import uvicorn
 
@@ -65,7 +66,7 @@ class Frontend:
         http, wire = (socket.socket(fileno=number) for number in (self.config.http_fd, self.config.wire_fd))
         wire.setblocking(False)
         start = asyncio.start_unix_server if wire.family == socket.AF_UNIX else asyncio.start_server
-        listener = await start(self._leader, sock=wire, limit=_READ_LIMIT)
+        listener = await start(self._connected, sock=wire, limit=_READ_LIMIT)
         asyncio.get_running_loop().add_reader(sys.stdin.fileno(), self._stdin)
         await self._http.serve(sockets=[http])
         listener.close()
@@ -75,6 +76,14 @@ class Frontend:
         if not os.read(sys.stdin.fileno(), 2**16):
             asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
             self._fail("the program that generates has ended")
+
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self._start(self._leader(reader, writer))
+
+    def _start(self, work: Coroutine):
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _leader(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         """One leader's connection. A peer that does not know the key is not a leader."""
@@ -92,18 +101,18 @@ class Frontend:
                     self._start_drain()
                 else:
                     self.dispatcher.receive(replica, frame)
-        except OSError as error:
+        except Exception as error:
             if not self._ends:
-                log.error("replica %d is lost: %s", replica.number, error)
-                self._fail("a replica is lost")
+                told = error if isinstance(error, OSError) else type(error).__name__
+                log.error("replica %d is lost: %s", replica.number, told)
+            self._fail("a replica is lost")
         finally:
             writer.close()
 
     def _start_drain(self):
         if not self.dispatcher.is_draining:
             self.dispatcher.is_draining = True
-            task = asyncio.create_task(self._drain())
-            self._tasks.add(task)
+            self._start(self._drain())
 
     async def _drain(self):
         """Finishes what runs, at most `drain_seconds` long, then ends leaders and server."""

@@ -10,7 +10,7 @@ from megarl.serving.text import StopStrings, Vocabulary
 
 
 @dataclass
-class Progress:
+class AnswerProgress:
     """What news add to an answer.
 
     Attributes:
@@ -40,17 +40,17 @@ class AnswerText:
         self._stops = StopStrings(rules.strings, rules.include)
         self._length = 0
 
-    def prompt(self, tokens: Sequence[int]) -> Progress:
+    def prompt(self, tokens: Sequence[int]) -> AnswerProgress:
         """The prompt in front of the answer, in which stop strings have no meaning."""
-        progress = Progress(tokens=list(tokens))
+        progress = AnswerProgress(tokens=list(tokens))
         for token in tokens:
             progress.offsets.append(self._length)
             progress.text += self._piece(token)
         return progress
 
-    def feed(self, news: News) -> Progress:
+    def feed(self, news: News) -> AnswerProgress:
         """The progress that news of generated tokens make."""
-        progress = Progress(finish=news.finish, fingerprint=fingerprint(news))
+        progress = AnswerProgress(finish=news.finish, fingerprint=fingerprint(news))
         for token in news.tokens:
             is_end = news.finish == "stop" and len(progress.tokens) == len(news.tokens) - 1
             progress.tokens.append(token)

@@ -8,7 +8,7 @@ BLOCK = 16  # tokens of a prompt that are compared together
 _IMBALANCE = 32  # further requests that a replica may have before its known prompts no longer attract more
 
 
-class Router:
+class ReplicaRouter:
     """Remembers which replica has seen which sessions and prompts; its memory is bounded.
 
     Args:

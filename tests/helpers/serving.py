@@ -1,7 +1,7 @@
 """The real HTTP process with a scripted leader at the other end of its wire, which stands for the ranks.
 
-The leader is a real peer on a real socket that speaks the protocol of `megarl.serving.wire`; it has no model, and answers
-what its script says. It runs in a thread, which is joined at the end.
+The leader is a real peer on a real socket that speaks the protocol of `megarl.serving.wire`; it has no model, and
+answers what its script says. It runs in a thread, which is joined at the end.
 """
 
 import contextlib
@@ -162,7 +162,8 @@ class Served:
         script = script or Answers(self.tokenizer, {})
         for replica in range(leaders):
             self.connect(replica, script, ready or {})
-        self.wait_ready() if leaders else None
+        if leaders:
+            self.wait_ready()
 
     def connect(self, replica: int, script: Script = silent, ready: dict | None = None) -> ScriptedLeader:
         """Connects a leader."""

@@ -1,12 +1,12 @@
 """The choice of the replica."""
 
-from megarl.serving.routing import Router
+from megarl.serving.routing import ReplicaRouter
 
 LONG = list(range(100))
 
 
 def test_sessions_then_prompts_then_load():
-    router = Router()
+    router = ReplicaRouter()
     assert router.choose(LONG, "a", {0: 0, 1: 0}) == 0
     assert router.choose([7] * 40, None, {0: 1, 1: 0}) == 1
     assert router.choose(LONG[:50], None, {0: 9, 1: 1}) == 0  # it knows three blocks of the prompt
@@ -18,7 +18,7 @@ def test_sessions_then_prompts_then_load():
 
 
 def test_the_longest_shared_prompt_counts():
-    router = Router()
+    router = ReplicaRouter()
     router.choose(LONG[:32], None, {0: 0})
     router.choose(LONG[:64] + [5] * 16, None, {1: 0})
     assert router.choose(LONG, None, {0: 0, 1: 9}) == 1
@@ -27,7 +27,7 @@ def test_the_longest_shared_prompt_counts():
 
 
 def test_memory_is_bounded():
-    router = Router(sessions=2, blocks=4)
+    router = ReplicaRouter(sessions=2, blocks=4)
     for number in range(50):
         router.choose([number] * 64, str(number), {0: 0, 1: 1})
     assert len(router._sessions) == 2 and len(router._blocks) == 4

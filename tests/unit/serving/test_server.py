@@ -65,7 +65,8 @@ def test_the_page_has_a_strict_policy(server):
     ("GET", "/nothing", {}, 404), ("POST", "/v1/completions/", {}, 404), ("GET", "/v1/completions", {}, 405),
     ("DELETE", "/v1/models", {}, 405), ("OPTIONS", "/v1/completions", {}, 405), ("GET", "/docs", {}, 404),
     ("POST", "/v1/completions", dict(content=b"{}"), 415), ("POST", "/v1/completions", dict(content=b"{}", headers={
-        "Content-Type": "text/plain"}), 415), ("POST", "/v1/completions", {}, 400), ("POST", "/tokenize", dict(json=[]), 400),
+        "Content-Type": "text/plain"}), 415), ("POST", "/v1/completions", {}, 400),
+    ("POST", "/tokenize", dict(json=[]), 400),
     ("POST", "/v1/completions", dict(content=b"{", headers={"Content-Type": "application/json"}), 400),
     ("POST", "/v1/completions", dict(content=b"\xff", headers={"Content-Type": "application/json"}), 400),
     ("POST", "/v1/completions", dict(content=b"[" * 4000, headers={"Content-Type": "application/json"}), 400),
