@@ -112,6 +112,8 @@ class RemoteGenerator:
                     self._read_events(number, response, chunks)
                 finally:
                     response.close()  # the server drops the request unless it has ended
+        except HTTPError as error:
+            chunks.put(RuntimeError(f"{FLAG} {self._url}: the answer broke off: {error}"))
         except Exception as error:
             chunks.put(error)
         chunks.put(None)

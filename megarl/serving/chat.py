@@ -12,7 +12,7 @@ from megarl.serving.completions import finite, usage
 from megarl.serving.context import ServingContext
 from megarl.serving.conversation import template_messages, template_tools
 from megarl.serving.errors import invalid
-from megarl.serving.progress import AnswerText, AnswerProgress
+from megarl.serving.progress import AnswerProgress, AnswerText
 from megarl.serving.schemas import ChatCompletionRequest
 from megarl.serving.streams import Parts, start_stream
 from megarl.serving.text import Vocabulary

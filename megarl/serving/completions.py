@@ -12,7 +12,7 @@ from megarl.serving import sampling
 from megarl.serving.context import ServingContext
 from megarl.serving.dispatch import News
 from megarl.serving.errors import invalid
-from megarl.serving.progress import AnswerText, AnswerProgress, fingerprint
+from megarl.serving.progress import AnswerProgress, AnswerText, fingerprint
 from megarl.serving.schemas import MOST_PROMPTS, CompletionRequest
 from megarl.serving.streams import Parts, start_stream
 from megarl.serving.text import Vocabulary

@@ -88,7 +88,7 @@ class GenerateRun:
         if self._request.return_logprobs:
             part["logprobs"] = [finite(each) for each in news.logprobs]
         if self._request.top_logprobs:
-            part["top_logprobs"] = [[[token, finite(value)] for token, value in best] for best in news.top]
+            part["top_logprobs"] = [[[token, finite(value)] for token, value in best] for best in news.top or ()]
         return part | {"system_fingerprint": fingerprint(news)}
 
     def _result(self, index: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from megarl.serving.metrics import ServerMetrics
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = ("/", "/health")  # need no key
+OPEN_PATHS = ("/", "/health", "/ready")  # need no key
 CLOSED_REQUEST = 499  # nginx's status of a client that went away; only metrics see it
 
 

@@ -72,7 +72,8 @@ def served(argv: list[str], size: int = 1, threads: int = 1) -> Iterator[Served]
             found = next(filter(None, map(ANNOUNCED.match, process.stdout)), None)
             assert found, f"the server ended with {process.wait()}: {log.read_text()}"
             server = Served(found[2], found[1], process, log)
-            assert wait_until(lambda: server.get("/ready").status == 200)
+            assert wait_until(lambda: process.poll() is not None or server.get("/ready").status == 200)
+            assert process.poll() is None, log.read_text()
             yield server
             if process.poll() is None:
                 assert server.stop() == 0, log.read_text()
@@ -83,15 +84,15 @@ def served(argv: list[str], size: int = 1, threads: int = 1) -> Iterator[Served]
             process.stdout.close()
 
 
-def generator_of(argv: list[str]):
-    """(generator, its model, role groups, inputs) of a server's command line, in this process; for worlds."""
+def generator_of(argv: list[str], size: int = 1):
+    """(generator, its model, role groups, inputs) of a server's command line on `size` ranks; for worlds."""
     from megarl.observe.timers import Timers
     from megarl.rollout.engine_generator import EngineGenerator
     from megarl.rollout.rollout import Rollout
     from megarl.trainers.policy import PolicyInputs
     from megarl.trainers.setup import read_inputs
 
-    config, timers = program("serve", argv, 1), Timers()
+    config, timers = program("serve", argv, size), Timers()
     policy_inputs, mesh, _ = read_inputs(config, timers, lambda: PolicyInputs(config), sys.stderr)
     policy = policy_inputs.load(mesh["actor"])
     rollout = Rollout(config.settings, policy_inputs.rollout_role(), mesh, policy, policy_inputs.tokenizer, timers)
@@ -99,23 +100,23 @@ def generator_of(argv: list[str]):
     return generator, rollout.model, mesh["rollout"], policy_inputs
 
 
-def _completions(rank: int, argv: list[str], requests: list):
-    return generator_of(argv)[0].generate(requests)
+def _completions(rank: int, argv: list[str], requests: list, size: int):
+    return generator_of(argv, size)[0].generate(requests)
 
 
-def completions(argv: list[str], requests: list) -> list:
-    """What the in-process generator of a server's command line answers."""
-    return run_world(_completions, 1, argv, requests)[0]
+def completions(argv: list[str], requests: list, size: int = 1) -> list:
+    """What the in-process generator of a server's command line answers on so many ranks."""
+    return run_world(_completions, size, argv, requests, size)[0]
 
 
-def _scores(rank: int, argv: list[str], sequences: list):
+def _scores(rank: int, argv: list[str], sequences: list, size: int):
     from megarl.rollout.scoring import ScoreRequest, score_sequences
 
-    _, model, groups, policy_inputs = generator_of(argv)
+    _, model, groups, policy_inputs = generator_of(argv, size)
     requests = [ScoreRequest(tokens, 1.0, 2) for tokens in sequences]
     return score_sequences(model, groups.pg_collection, policy_inputs.vocab_size, requests)
 
 
-def scores(argv: list[str], sequences: list) -> list:
-    """Log-probs of token sequences, of the same command line, in this process."""
-    return run_world(_scores, 1, argv, sequences)[0]
+def scores(argv: list[str], sequences: list, size: int = 1) -> list:
+    """Log-probs of token sequences, of the same command line, on so many ranks."""
+    return run_world(_scores, size, argv, sequences, size)[0]

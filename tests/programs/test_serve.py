@@ -4,7 +4,6 @@ import functools
 import json
 import signal
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +34,7 @@ LAYOUTS = {"one rank": (1, ""), "two replicas": (2, ""), "TP 2": (2, "--tensor-m
 @functools.cache
 def checkpoint(flags: str = LONG, steps: int = 2) -> Path:
     """The run folder of a policy that writes long responses: hardly trained, a checkpoint for each step."""
-    save = inputs() / f"served {steps} {flags}"[:60].replace("--", "").replace(" ", "-")
+    save = inputs() / ("served-experts" if "experts" in flags else "served")
     train("sft", sft_argv(save, f"{flags} --train-iters {steps} --save-interval 1 --lr 0.02 --lr-warmup-iters 0"))
     return save
 
@@ -57,7 +56,7 @@ def key_files() -> dict[str, str]:
 @functools.cache
 def requests(count: int = 24) -> list[GenerationRequest]:
     """Requests with settings, lengths, end tokens and top log-probs of their own."""
-    settings = [SamplingSettings(), SamplingSettings(0.7), SamplingSettings(top_k=3), SamplingSettings(1.0, greedy=True),
+    settings = [SamplingSettings(), SamplingSettings(0.7), SamplingSettings(top_k=3), SamplingSettings(greedy=True),
                 SamplingSettings(1.2, 0, 0.8)]  # fmt: skip
     return [
         GenerationRequest(
@@ -72,9 +71,11 @@ def server(request):
     """A server in each layout, with keys, and the answers of the generator in this process."""
     size, flags = LAYOUTS[request.param]
     keys = f"--api-key-file {key_files()['api']}"
-    expected = completions(small_argv(), requests())
+    # The log-probs of tensor-parallel ranks have roundings of their own, the tokens are those of one rank.
+    expected = completions(small_argv(flags), requests(), size)
+    assert [c.tokens for c in expected] == [c.tokens for c in completions(small_argv(), requests())]
     with served(small_argv(f"{flags} {keys}"), size) as running:
-        yield running, expected
+        yield running, expected, functools.partial(scores, small_argv(flags), size=size)
 
 
 def client_of(running) -> openai.OpenAI:
@@ -89,7 +90,7 @@ def remote(running, **more) -> RemoteGenerator:
 
 
 def test_every_layout_answers_as_the_generator_in_this_process(server):
-    running, expected = server
+    running, expected, _ = server
     generator = remote(running)
     whole = generator.generate(requests())
     assert whole == expected and len({len(completion.tokens) for completion in whole}) > 5
@@ -102,7 +103,7 @@ def test_every_layout_answers_as_the_generator_in_this_process(server):
 
 
 def test_a_seed_gives_one_answer_alone_and_among_many_clients(server):
-    running, _ = server
+    running, *_, here = server
     client = client_of(running)
 
     def ask(seed: int, **more):
@@ -132,7 +133,7 @@ def ends(running) -> list[int]:
 
 
 def test_the_tokens_of_an_answer_have_the_same_log_probs_when_they_are_sent_back(server):
-    running, _ = server
+    running, *_, here = server
     client, tokens = client_of(running), [5, 4, 9]
     found = remote(running).generate([GenerationRequest(tokens, 11, 40, SamplingSettings(), (), 2)])[0]
     again = client.completions.create(
@@ -142,7 +143,7 @@ def test_the_tokens_of_an_answer_have_the_same_log_probs_when_they_are_sent_back
     assert echoed.token_logprobs[0] is None and echoed.token_logprobs[3:-1] == found.logprobs
     best = [[value for _, value in top] for top in found.top_logprobs]
     assert [sorted(top.values(), reverse=True)[:2] for top in echoed.top_logprobs[3:-1]] == best
-    (local,) = scores(small_argv(), [[*tokens, *found.tokens]])
+    (local,) = here([[*tokens, *found.tokens]])
     assert local.logprobs == echoed.token_logprobs[:-1]
 
 
@@ -184,10 +185,10 @@ def test_experts_and_their_routes():
 # -- weights and life cycle --------------------------------------------------------------------------------------
 
 
-def recomputed(step: int, sequences: list[list[int]]) -> list:
+def recomputed(step: int, sequences: list[list[int]], flags: str, size: int) -> list:
     """Log-probs of sequences under the weights of a step."""
-    argv = serve_argv(SERVED, checkpoint() / "checkpoints" / f"step_{step:08d}")
-    return [found.logprobs for found in scores(argv, sequences)]
+    argv = serve_argv(f"{SERVED} {flags}", checkpoint() / "checkpoints" / f"step_{step:08d}")
+    return [found.logprobs for found in scores(argv, sequences, size)]
 
 
 @pytest.mark.parametrize(("size", "flags"), [(1, ""), (2, "--tensor-model-parallel-size 2"), (2, "")])
@@ -220,7 +221,7 @@ def test_weights_change_under_load_and_every_token_has_its_version(size, flags):
                 versions.append([chunk.version for chunk in mine for _ in chunk.tokens])
                 logprobs.append([value for chunk in mine for value in chunk.logprobs])
         assert running.get("/ready").json()["label"] == "step_00000002"
-    by_step = {step: recomputed(step, sequences) for step in (1, 2)}
+    by_step = {step: recomputed(step, sequences, flags, size) for step in (1, 2)}
     for number, (of_token, found) in enumerate(zip(versions, logprobs, strict=True)):
         # Version 0 is the latest checkpoint, step 2; then step 1, 2, 1 and 2.
         expected = [by_step[1 if version in (1, 3) else 2][number][3 + i] for i, version in enumerate(of_token)]
@@ -235,7 +236,7 @@ def test_wrong_weights_leave_the_old_ones(tmp_path):
     with served(small_argv(keys)) as running:
         generator = RemoteGenerator(running.url, admin_key=ADMIN_KEY)
         before = generator.generate(requests())
-        for path in ("sft", "nothing", "../x", "/etc", "train.jsonl"):
+        for path in (checkpoint(MOE).name, "nothing", "../x", "/etc", "train.jsonl"):
             with pytest.raises(UsageError, match="status 400"):
                 generator.update_weights(path)
         assert generator.version == 0 and generator.generate(requests()) == before
@@ -262,7 +263,7 @@ def test_a_killed_rank_ends_the_server_with_a_clear_answer(killed):
         ranks = children_of(running.process.pid)
         assert len(ranks) >= 2
         ranks[killed].kill()
-        with pytest.raises(RuntimeError, match="a replica is lost|program that generates|no answer|no end|Connection"):
+        with pytest.raises(RuntimeError, match="a replica is lost|program that generates"):
             completions_of(stream, 4)
         assert running.process.wait(SAFETY_SECONDS) != 0
 
@@ -297,7 +298,8 @@ def cut_connections(count: int):
                 "n": 1 + number % 3,
             }
             data = json.dumps(body).encode()
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+            head = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json"]
+            head = "\r\n".join([*head, f"Content-Length: {len(data)}", "", ""])
             with socket.create_connection((host, int(port))) as connection:
                 connection.sendall(head.encode() + data[: len(data) - number % 5 // 4])
                 if number % 3 == 0 and number % 5 != 4 and number % 2:

@@ -17,7 +17,7 @@ WINDOW = "--window-size 20,0 --window-attn-skip-freq 2"
 
 
 def scripted_drafter(answers, kind: str):
-    """A drafter that knows the answers, token lists by number of the request: drafts are right, wrong, random or mixed."""
+    """A drafter that knows the answers, token lists by request: its drafts are right, wrong, random or mixed."""
     import numpy as np
 
     from megarl.mcore.inference.draft_index import LONGEST
