@@ -19,6 +19,7 @@ class Tokenizer(Protocol):
     special tokens that a chat template may write, with their ids. `encode` never returns such an id, whatever the text
     says; `encode_template` returns it wherever the string occurs. `template`: the chat template in the tokenizer's
     files, or None. `fingerprint`: hash of these files. `byte_level`: whether the pieces spell bytes (byte-level BPE).
+    `special_ends_bytes`: whether `decode` reads byte pieces before and after a special token apart.
     """
 
     eos_id: int
@@ -33,6 +34,7 @@ class Tokenizer(Protocol):
     template: str | None
     fingerprint: str
     byte_level: bool
+    special_ends_bytes: bool
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -56,7 +58,7 @@ class SentencePieceTokenizer:
     """
 
     template = None
-    byte_level = False
+    byte_level, special_ends_bytes = False, True
 
     def __init__(self, model_path: str, flag: str = "--tokenizer-model"):
         where = f"{flag} {model_path}"

@@ -29,6 +29,8 @@ class HuggingFaceTokenizer:
     (BOS, EOS), truncation and padding. Raises UsageError (naming `flag`).
     """
 
+    special_ends_bytes = False
+
     def __init__(self, model_path: str, flag: str = "--tokenizer-model"):
         where = f"{flag} {model_path}"
         path = Path(model_path)

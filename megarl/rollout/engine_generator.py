@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.generation import Completion, GenerationRequest, TokenChunk
 from megarl.mcore.inference.engine import RolloutEngine
-from megarl.mcore.inference.token_stream import TokenStream
+from megarl.mcore.inference.served_requests import ServedRequests
 from megarl.rollout.api import PauseMode, completions_of
 
 
@@ -31,7 +31,7 @@ class EngineGenerator:
         """
         self.engine, self.version = engine, version
         self._call, self._load_weights = (end_ids, settings, routes), load_weights
-        self._requests, self._session = TokenStream(), contextlib.ExitStack()
+        self._requests, self._session = ServedRequests(), contextlib.ExitStack()
         self._waiting: deque[tuple[int, GenerationRequest]] = deque()  # of `stream`, for room
         self._unreported: deque[TokenChunk] = deque()  # that `stream` has not yielded yet
 

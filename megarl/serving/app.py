@@ -108,6 +108,10 @@ def _add_information(api: FastAPI, context: ServingContext):
         card |= {"root": label, "max_model_len": context.max_length}
         return JSONResponse({"object": "list", "data": [card]})
 
+    @api.get("/tokenizer_info", response_model=responses.TokenizerInfo)
+    async def tokenizer_info():
+        return JSONResponse(tokenization.tokenizer_info(context))
+
     @api.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def prometheus():
         return Response(context.metrics.text(), headers={"Content-Type": metrics.CONTENT_TYPE})

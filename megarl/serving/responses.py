@@ -182,6 +182,16 @@ class DetokenizeResponse(BaseModel):
     prompt: str
 
 
+class TokenizerInfo(BaseModel):
+    """Answer of /tokenizer_info."""
+
+    eos_token: str
+    bos_token: str | None
+    pad_token: str | None
+    vocab_size: int
+    chat_template: str | None
+
+
 class StatusResponse(BaseModel):
     """Answer of /health, /ready and /admin."""
 

@@ -121,9 +121,18 @@ class SegmentText:
     def feed(self, token: int) -> str:
         """See Detokenizer."""
         if token in self._vocabulary.special:
-            return ""
+            return self._feed_special(token)
         self._segment.append(token)
         return "" if self._vocabulary.piece_bytes(token) is not None else self._release(token)
+
+    def _feed_special(self, token: int) -> str:
+        """A special token has no text, but may keep bytes before and after it apart."""
+        if not self._vocabulary.tokenizer.special_ends_bytes:
+            return ""
+        text = self.finish()
+        if self._anchor and self._anchor[-1] not in self._vocabulary.special:
+            self._anchor = [*self._anchor, token]
+        return text
 
     def finish(self) -> str:
         """See Detokenizer."""

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, in vLLM's shapes."""
+"""/tokenize, /detokenize and /tokenizer_info, in vLLM's shapes."""
 
 from typing import Any
 
@@ -28,3 +28,15 @@ async def detokenize(context: ServingContext, request: DetokenizeRequest) -> dic
     if request.tokens:
         context.check_prompt(request.tokens, "tokens")
     return {"prompt": context.encoder.tokenizer.decode(request.tokens)}
+
+
+def tokenizer_info(context: ServingContext) -> dict[str, Any]:
+    """Special tokens and chat template, for clients that tokenize with this server, such as lm-eval."""
+    tokenizer, template = context.encoder.tokenizer, context.encoder.template
+    return {
+        "eos_token": tokenizer.eos_token,
+        "bos_token": tokenizer.bos_token,
+        "pad_token": None,
+        "vocab_size": context.config.vocab_size,
+        "chat_template": template.source if template else None,
+    }

@@ -161,7 +161,7 @@ class WeightLoader:
         return weights
 
 
-class Frontend:
+class FrontendProcess:
     """The HTTP process as the ranks see it."""
 
     def __init__(self, channel: CommandChannel, url: str | None, process: subprocess.Popen | None):
@@ -195,7 +195,7 @@ class Frontend:
 
 
 @contextlib.contextmanager
-def connect_frontend(config: RunConfig, inputs: ServerInputs, role_groups: RoleGroups) -> Iterator[Frontend]:
+def connect_frontend(config: RunConfig, inputs: ServerInputs, role_groups: RoleGroups) -> Iterator[FrontendProcess]:
     """Starts the HTTP process on rank 0 and connects each replica's leader with it. A collective of the world.
 
     Raises:
@@ -207,7 +207,7 @@ def connect_frontend(config: RunConfig, inputs: ServerInputs, role_groups: RoleG
             process, url, *shared = _start(config, inputs, len(role_groups.replicas), stack)
         dist.broadcast_object_list(shared, src=0)
         link = LeaderLink.connect(*shared) if role_groups.is_leader else None
-        frontend = Frontend(CommandChannel(link, role_groups), url, process)
+        frontend = FrontendProcess(CommandChannel(link, role_groups), url, process)
         yield frontend
         frontend.end()
 

@@ -136,7 +136,8 @@ class Served:
         self.key = secrets.token_bytes(32)
         defaults = dict(
             model_name="tiny", tokenizer_type="HuggingFaceTokenizer", tokenizer_model=path, chat_template="tokenizer",
-            vocab_size=self.tokenizer.vocab_size, max_model_length=4096, max_response_length=512, replicas=leaders,
+            vocab_size=self.tokenizer.vocab_size, max_model_length=4096, max_response_length=512,
+            replicas=leaders, routes=True,
         )  # fmt: skip
         fds = dict(http_fd=http.fileno(), wire_fd=wire.fileno(), wire_key=self.key.hex())
         config = FrontendConfig(**{**defaults, **fds, **settings})

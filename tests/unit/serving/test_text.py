@@ -32,6 +32,14 @@ def pieces(vocabulary, tokens):
     return [detokenizer.feed(token) for token in tokens] + [detokenizer.finish()]
 
 
+def test_a_special_token_keeps_the_bytes_of_sentence_piece_apart(vocabularies):
+    vocabulary = vocabularies["sentence_piece"]
+    ids = {vocabulary.tokenizer.piece(number): number for number in range(vocabulary.tokenizer.vocab_size)}
+    first, second, special = ids["<0xC2>"], ids["<0x80>"], ids["<pad>"]
+    for tokens in ([first, special, second], [first, special, special, second], [first, second]):
+        assert "".join(pieces(vocabulary, tokens)) == vocabulary.tokenizer.decode(tokens)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
 @settings(deadline=None, max_examples=150)

@@ -30,7 +30,7 @@ class _Progress:
         return dataclasses.replace(self.request, prompt=prompt, max_new_tokens=remaining)
 
 
-class TokenStream:
+class ServedRequests:
     """Reports the tokens of requests after each step. All ranks of a replica make the same calls."""
 
     def __init__(self):
