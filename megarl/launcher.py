@@ -42,6 +42,8 @@ def main(argv: list[str]) -> int:
     module = f"megarl.{options.program}"
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads of numpy's BLAS would prevent the fork
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait take the cores of others
+    if options.program == "serve":
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the check's threads would prevent the fork
     gc.disable()  # imports create half a million objects; collecting garbage would take a fifth of the time
     ranks = options.nproc_per_node = options.nproc_per_node or _ranks(options)
     os.environ["WORLD_SIZE"] = str(ranks * options.nnodes)

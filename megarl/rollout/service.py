@@ -48,6 +48,7 @@ class ReplicaService:
         self._controls: deque[Frame] = deque()  # not done yet
         self._routes_wanted: set[int] = set()
         self._is_stopped = self._is_draining = False
+        self._reported_blocks = generator.engine.free_blocks
 
     def run(self, is_draining: Callable[[], bool] = lambda: False):
         """Serves until the HTTP process says stop. A collective of the role.
@@ -119,10 +120,11 @@ class ReplicaService:
         self.channel.send({"type": kind, **fields})
 
     def _report(self, chunks: list[TokenChunk]):
-        """Sends the new tokens of requests."""
-        if not chunks:
+        """Sends the new tokens of requests, and how much of the cache is free if only that has changed."""
+        free = self.generator.engine.free_blocks
+        if not chunks and free == self._reported_blocks:
             return
-        events = []
+        events, self._reported_blocks = [], free
         for number, tokens, logprobs, top, finish, routes, _ in chunks:
             if finish and number in self._routes_wanted:
                 self._routes_wanted.remove(number)
@@ -130,7 +132,8 @@ class ReplicaService:
                     data = base64.b64encode(routes.cpu().numpy().astype("<i2").tobytes()).decode()
                     self._send("routes", id=number, shape=list(routes.shape), data=data)
             events.append([number, tokens, logprobs, top, finish])
-        self._send("tokens", version=chunks[0].version, events=events, blocks=self.generator.engine.free_blocks)
+        version = chunks[0].version if chunks else self.generator.version
+        self._send("tokens", version=version, events=events, blocks=free)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 

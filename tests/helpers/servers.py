@@ -48,7 +48,7 @@ class Served(NamedTuple):
         """Free blocks of the caches of all replicas."""
         text = self.get("/metrics").data.decode()
         return sum(
-            float(value) for value in re.findall(r"^megarl_free_blocks(?:\{[^}]*\})? (\S+)$", text, re.MULTILINE)
+            float(value) for value in re.findall(r"^megarl_free_cache_blocks\{.*\} (\S+)$", text, re.MULTILINE)
         )
 
     def stop(self) -> int:

@@ -289,6 +289,7 @@ def cut_connections(count: int):
     with served(small_argv()) as running:
         host, port = running.url.removeprefix("http://").split(":")
         before = running.free_blocks()
+        assert before > 0
         for number in range(count):
             body = {
                 "prompt": [3, 4, 5],
