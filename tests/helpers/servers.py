@@ -47,9 +47,7 @@ class Served(NamedTuple):
     def free_blocks(self) -> float:
         """Free blocks of the caches of all replicas."""
         text = self.get("/metrics").data.decode()
-        return sum(
-            float(value) for value in re.findall(r"^megarl_free_cache_blocks\{.*\} (\S+)$", text, re.MULTILINE)
-        )
+        return sum(float(value) for value in re.findall(r"^megarl_free_cache_blocks\{.*\} (\S+)$", text, re.MULTILINE))
 
     def stop(self) -> int:
         """Ends the server as a launcher does; returns its exit status."""
