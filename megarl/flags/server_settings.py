@@ -28,7 +28,7 @@ class ServerSettings:
     serve_routes: bool = flag(False, "record expert routes, so that /generate can return them", programs=SERVE)
     max_queue: int = not_negative(1024, "requests that may wait for the ranks; more are refused", programs=SERVE)
     max_body_mb: float = positive(16.0, "largest body of a request, MiB", programs=SERVE)
-    max_choices: int = positive(64, "largest n of a request, and most prompts in one", programs=SERVE)
+    max_choices: int = positive(64, "largest n of a request", programs=SERVE)
     max_stops: int = positive(16, "most stop strings of a request", programs=SERVE)
     max_top_logprobs: int = not_negative(20, "most likely tokens that a request may ask for at each position",
                                          programs=SERVE)  # fmt: skip

@@ -138,7 +138,7 @@ class Settings(ServerSettings):
                                      " that a run that was killed generates only the rest")  # fmt: skip
     rollout_server: str | None = flag(None, "address of a generation server (megarl.serve) that writes the responses",
                                       programs="evaluate")  # fmt: skip
-    rollout_server_key: str | None = flag(None, "file with the server's API key", programs="evaluate",
+    rollout_server_key_file: str | None = flag(None, "file with the server's API key", programs="evaluate",
                                           when="rollout_server")  # fmt: skip
     one_step_off: bool = flag(False, "generate the next step's batch while the current one is trained on; responses"
                                " are then one step old")  # fmt: skip

@@ -57,12 +57,12 @@ class RemoteGenerator:
     @classmethod
     def of_settings(cls, settings: Settings) -> "RemoteGenerator":
         """The generator that `--rollout-server` names. UsageError for a wrong address or key file."""
-        key, path = None, settings.rollout_server_key
+        key, path = None, settings.rollout_server_key_file
         if path is not None:
             try:
                 key = Path(path).read_text(encoding="utf-8").split()[0]
             except (OSError, UnicodeDecodeError, IndexError):
-                raise UsageError(f"--rollout-server-key {path}: no readable file with a key") from None
+                raise UsageError(f"--rollout-server-key-file {path}: no readable file with a key") from None
         return cls(settings.rollout_server, key)
 
     @property

@@ -21,7 +21,7 @@ def launch(train, program: str):
 
     Args:
         train: the program's main function; what it returns is the exit status, None is 0.
-        program: 'rl', 'sft', 'reward' or 'evaluate'.
+        program: 'rl', 'sft', 'reward', 'evaluate' or 'serve'.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     timers, config = Timers(), None

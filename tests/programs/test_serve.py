@@ -309,6 +309,35 @@ def cut_connections(count: int):
         assert completions(small_argv(), requests()) == RemoteGenerator(running.url).generate(requests())
 
 
+def test_a_thousand_queued_requests_a_full_queue_and_a_slow_reader():
+    keys = f"--admin-key-file {key_files()['admin']} --max-queue 1000"
+    expected = completions(small_argv(), requests())
+    with served(small_argv(keys)) as running, ThreadPoolExecutor(1) as pool:
+        host, port = running.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as slow:  # it never reads its stream
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            body = json.dumps(
+                {"prompt": [3, 4], "max_tokens": 112, "n": 60, "ignore_eos": True, "stream": True, "logprobs": 3}
+            )
+            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            slow.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+            generator = RemoteGenerator(running.url, admin_key=ADMIN_KEY, seconds=SAFETY_SECONDS)
+            assert generator.generate(requests()) == expected
+        generator.pause("wait")
+        queued = {"input_ids": [[3, 4, 5 + i % 7] for i in range(1000)], "key": list(range(1000)),
+                  "sampling_params": {"max_tokens": 2, "ignore_eos": True}}  # fmt: skip
+        answer = pool.submit(running.post, "/generate", queued)
+        assert wait_until(lambda: "megarl_waiting_requests 936.0" in running.get("/metrics").data.decode())
+        refused = running.post("/generate", {"input_ids": [[3]] * 100, "sampling_params": {"max_tokens": 2}})
+        assert refused.status == 503 and int(refused.headers["Retry-After"]) > 0
+        huge = running.post("/v1/completions", {"prompt": "7" * (17 << 20)})
+        assert huge.status == 413 and huge.json()["error"]["type"] == "request_too_large"
+        generator.resume()
+        found = [result["output_ids"] for result in answer.result().json()]
+        again = {**queued, "input_ids": queued["input_ids"][::-1], "key": queued["key"][::-1]}
+        assert found == [result["output_ids"] for result in running.post("/generate", again).json()][::-1]
+
+
 # -- wrong input -------------------------------------------------------------------------------------------------
 
 
