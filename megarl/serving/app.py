@@ -33,7 +33,21 @@ _STATUSES = {
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": responses.ErrorResponse, "description": text} for status, text in _STATUSES.items()
 }
-_STREAMED = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+_EVENT = {
+    "type": "object",
+    "properties": {"data": {"type": "string", "description": "a JSON object, at last [DONE]"}},
+    "required": ["data"],
+}
+_STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
+_TOKENS = "$response.body#/tokens"
+_TOKENIZED: dict[int | str, dict[str, Any]] = {
+    200: {
+        "links": {
+            "Detokenize": {"operationId": "detokenize", "requestBody": {"tokens": _TOKENS}},
+            "Generate": {"operationId": "generate", "requestBody": {"input_ids": _TOKENS}},
+        }
+    }
+}
 
 
 def build_app(context: ServingContext):
@@ -76,17 +90,18 @@ def _add_generation(api: FastAPI, context: ServingContext):
 
     @api.post(
         "/generate",
+        operation_id="generate",
         response_model=responses.GenerateResult | list[responses.GenerateResult],
         responses=_STREAMED,
     )
     async def generate_tokens(request: schemas.GenerateRequest):
         return await generate(context, request)
 
-    @api.post("/tokenize", response_model=responses.TokenizeResponse)
+    @api.post("/tokenize", response_model=responses.TokenizeResponse, responses=_TOKENIZED)
     async def tokenize(request: schemas.TokenizeRequest):
         return JSONResponse(await tokenization.tokenize(context, request))
 
-    @api.post("/detokenize", response_model=responses.DetokenizeResponse)
+    @api.post("/detokenize", response_model=responses.DetokenizeResponse, operation_id="detokenize")
     async def detokenize(request: schemas.DetokenizeRequest):
         return JSONResponse(await tokenization.detokenize(context, request))
 
