@@ -8,7 +8,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from megarl.serving import sampling
-from megarl.serving.completions import finite, usage
+from megarl.serving.completions import envelope, finite, usage
 from megarl.serving.context import ServingContext
 from megarl.serving.conversation import template_messages, template_tools
 from megarl.serving.errors import invalid
@@ -120,14 +120,7 @@ class ChatRun:
         }
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": kind,
-            "created": self._created,
-            "model": self._context.config.model_name,
-            "system_fingerprint": self._fingerprint,
-            "choices": choices,
-        }
+        return envelope(self._context, kind, self._id, self._created, self._fingerprint, choices)
 
     @property
     def _usage(self) -> dict[str, int]:

@@ -149,18 +149,26 @@ class CompletionRun:
         }
 
     def _envelope(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": "text_completion",
-            "created": self._created,
-            "model": self._context.config.model_name,
-            "system_fingerprint": self._fingerprint,
-            "choices": choices,
-        }
+        names = self._id, self._created, self._fingerprint
+        return envelope(self._context, "text_completion", *names, choices)
 
     @property
     def _usage(self) -> dict[str, int]:
         return usage(sum(map(len, self._prompts)), self._generated)
+
+
+def envelope(
+    context: ServingContext, kind: str, number: str, created: int, fingerprint: str | None, choices: list[Any]
+) -> dict[str, Any]:
+    """What OpenAI's answers and chunks have around their choices."""
+    return {
+        "id": number,
+        "object": kind,
+        "created": created,
+        "model": context.config.model_name,
+        "system_fingerprint": fingerprint,
+        "choices": choices,
+    }
 
 
 def usage(prompt: int, generated: int) -> dict[str, int]:

@@ -21,6 +21,7 @@ def top_scores(chunk, tokens: Tensor, lengths: Tensor, temperature: float, vocab
     """
 
     def processor(hidden, output_layer, weight, targets, packing, model):
+        """The results for the whole micro-batch from hidden states of this rank's tokens."""
         group, is_split = output_layer.tp_group, model.config.sequence_parallel
         softcap = model.config.final_logit_softcapping
         logprobs = head_scores(
