@@ -14,8 +14,9 @@ from megarl.observe.timers import Timers
 from megarl.rollout.engine_generator import EngineGenerator
 from megarl.rollout.rollout import Rollout
 from megarl.rollout.service import ReplicaService
+from megarl.trainers.frontend_process import connect_frontend
 from megarl.trainers.launch import launch
-from megarl.trainers.server import ServerInputs, WeightLoader, connect_frontend
+from megarl.trainers.server import ServerInputs, WeightLoader
 from megarl.trainers.setup import read_inputs
 
 
@@ -23,7 +24,8 @@ def serve(config: RunConfig, timers: Timers):
     """Loads the policy and answers requests until a signal."""
     s = config.settings
     inputs, mesh, _ = read_inputs(config, timers, lambda: ServerInputs(config), sys.stderr)
-    with connect_frontend(config, inputs, mesh["rollout"]) as frontend:
+    names = inputs.model_name, inputs.vocab_size
+    with connect_frontend(inputs.options, *names, mesh["rollout"]) as frontend:
         policy = inputs.load(mesh["actor"])
         rollout = Rollout(s, inputs.rollout_role(), mesh, policy, inputs.tokenizer, timers)
         rollout.sync_weights()
@@ -34,7 +36,9 @@ def serve(config: RunConfig, timers: Timers):
         service = ReplicaService(
             generator, rollout.model, mesh["rollout"], frontend.channel, inputs.vocab_size, inputs.label
         )
+        frontend.take_signals()
         frontend.announce(inputs.model_name)
+        service.open()
         with timers.phase("rollout", "rollout"):
             service.run(frontend.is_draining)
 

@@ -34,6 +34,7 @@ def train(config, timers):
             actor.update(batch, advantages.kl_coefficient)
             advantages.update_kl_coefficient(batch)
             rollout.sync_weights()
+        run.serve(step)  # with --serve-policy: requests from outside
         run.evaluate(step)
         run.log(step)
         run.save(step)

@@ -90,6 +90,8 @@ CONDITIONS: dict[str, Condition] = {
     "evaluation": Condition(lambda context: context.program == "evaluate" or context.settings.eval_prompts is not None,
                             "needs --eval-prompts"),
     "rollout_server": Condition(lambda context: context.settings.rollout_server is not None, "needs --rollout-server"),
+    "serve_policy": Condition(lambda context: context.program == "serve" or context.settings.serve_policy,
+                              "needs --serve-policy"),
     "saved": Condition(lambda context: context.settings.save is not None, "needs --save"),
     "keep_last": Condition(lambda context: context.settings.keep_last > 0, "needs --keep-last"),
     "load": Condition(lambda context: context.settings.load is not None, "needs --load"),

@@ -1,11 +1,11 @@
-"""Flags of the generation server (`python -m megarl.serve`)."""
+"""Flags of the generation server (`python -m megarl.serve`, and `--serve-policy` of a training run)."""
 
 import dataclasses
 import re
 
 from megarl.flags.fields import flag, not_negative, positive
 
-SERVE = "serve"
+SERVE, BOTH = "serve", {"programs": "rl serve", "when": "serve_policy"}  # programs, and the condition in training
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,199}")
 
 
@@ -13,25 +13,26 @@ MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,199}")
 class ServerSettings:
     """Where the server listens, who may ask, and how much."""
 
+    serve_policy: bool = flag(False, "answer requests with the policy between its updates, as megarl.serve does")
     host: str = flag("127.0.0.1", "address that the server listens on; others than loopback need --api-key-file",
-                     programs=SERVE)  # fmt: skip
+                     **BOTH)  # fmt: skip
     port: int = flag(8000, "port that the server listens on; 0: a free one", lambda v: 0 <= v < 65536, "0 to 65535",
-                     programs=SERVE)  # fmt: skip
+                     **BOTH)  # fmt: skip
     served_model_name: str | None = flag(None, "name of the model in requests; default: that of its folder",
                                          lambda v: bool(MODEL_NAME.fullmatch(v)),
-                                         "letters, digits and . _ / : -", programs=SERVE)  # fmt: skip
-    api_key_file: str | None = flag(None, "file of the keys that clients must send, one a line", programs=SERVE)
+                                         "letters, digits and . _ / : -", **BOTH)  # fmt: skip
+    api_key_file: str | None = flag(None, "file of the keys that clients must send, one a line", **BOTH)
     admin_key_file: str | None = flag(None, "file of the keys for /admin, one a line; default: there is no /admin",
                                       programs=SERVE)  # fmt: skip
     weights_folder: str | None = flag(None, "folder from which /admin/weights may load; default: none may be loaded",
                                       programs=SERVE)  # fmt: skip
     serve_routes: bool = flag(False, "record expert routes, so that /generate can return them", programs=SERVE)
-    max_queue: int = not_negative(1024, "requests that may wait for the ranks; more are refused", programs=SERVE)
-    max_body_mb: float = positive(16.0, "largest body of a request, MiB", programs=SERVE)
-    max_choices: int = positive(64, "largest n of a request", programs=SERVE)
-    max_stops: int = positive(16, "most stop strings of a request", programs=SERVE)
+    max_queue: int = not_negative(1024, "requests that may wait for the ranks; more are refused", **BOTH)
+    max_body_mb: float = positive(16.0, "largest body of a request, MiB", **BOTH)
+    max_choices: int = positive(64, "largest n of a request", **BOTH)
+    max_stops: int = positive(16, "most stop strings of a request", **BOTH)
     max_top_logprobs: int = not_negative(20, "most likely tokens that a request may ask for at each position",
-                                         programs=SERVE)  # fmt: skip
-    request_timeout: float = positive(3600.0, "seconds that a request may take, its wait included", programs=SERVE)
+                                         **BOTH)  # fmt: skip
+    request_timeout: float = positive(3600.0, "seconds that a request may take, its wait included", **BOTH)
     drain_seconds: float = not_negative(30.0, "seconds that running requests have to end after SIGTERM or SIGINT",
-                                        programs=SERVE)  # fmt: skip
+                                        **BOTH)  # fmt: skip

@@ -50,15 +50,18 @@ class ReplicaService:
         self._is_stopped = self._is_draining = False
         self._reported_blocks = generator.engine.free_blocks
 
+    def open(self):
+        """Tells the HTTP process that this replica is there."""
+        engine = self.generator.engine
+        ready = {"replica": self.groups.dp_rank, "max_requests": engine.max_requests, "capacity": engine.capacity}
+        self._send("ready", **ready, blocks=engine.free_blocks, version=self.generator.version, label=self.label)
+
     def run(self, is_draining: Callable[[], bool] = lambda: False):
         """Serves until the HTTP process says stop. A collective of the role.
 
         Args:
             is_draining: whether the service is to end once its requests have; one rank's answer suffices.
         """
-        engine = self.generator.engine
-        ready = {"replica": self.groups.dp_rank, "max_requests": engine.max_requests, "capacity": engine.capacity}
-        self._send("ready", **ready, blocks=engine.free_blocks, version=self.generator.version, label=self.label)
         self.generator.resume()
         while not self._is_stopped:
             activity.tick()
@@ -71,6 +74,37 @@ class ReplicaService:
             self._act()
         self.generator.shut_down()
         self.channel.close()
+
+    def answer_waiting(self):
+        """Answers the requests that have come so far; those that come meanwhile wait for the next call.
+
+        A collective of the replica, and of replicas that share experts.
+        """
+        for frame in self.channel.receive(0.0):
+            self._take(frame)
+        self._tell_window(is_open=True)
+        self.generator.resume()
+        late: list[Frame] = []
+        while self._any(bool(self._waiting or self._scores or self._controls) or self.generator.needs_steps):
+            for frame in self.channel.receive(0.0):
+                if frame["type"] in ("generate", "score"):
+                    late.append(frame)
+                else:
+                    late = _without(late, frame)
+                    self._take(frame)
+            self._admit()
+            self._act()
+        self.generator.pause()
+        self._tell_window(is_open=False)
+        for frame in late:
+            self._take(frame)
+
+    def _tell_window(self, is_open: bool):
+        self._send("window", open=is_open, version=self.generator.version, label=self.label)
+
+    def _any(self, flag: bool) -> bool:
+        """Whether a flag is set on any replica that shares experts with this one."""
+        return any(self._agree(False, False, flag))
 
     def _patience(self) -> float:
         """Seconds to wait for a frame: 0 if there is work."""
@@ -212,3 +246,9 @@ class ReplicaService:
             return str(error)
         self.label = path.rstrip("/").rsplit("/", 1)[-1]
         return None
+
+
+def _without(frames: list[Frame], frame: Frame) -> list[Frame]:
+    """Frames of requests without those that a frame aborts."""
+    aborted = set(frame["ids"]) if frame["type"] == "abort" else set()
+    return [each for each in frames if each["id"] not in aborted]

@@ -252,7 +252,8 @@ class Dispatcher:
             elif kind == "control":
                 self._answer(replica, frame)
             elif kind == "window":
-                replica.is_open = bool(frame["open"])
+                replica.is_open, replica.label = bool(frame["open"]), frame.get("label", replica.label)
+                self._observe(replica, frame)
         except (KeyError, TypeError, ValueError):
             raise ConnectionError(f"replica {replica.number} sent a malformed frame") from None
 

@@ -21,7 +21,9 @@ from megarl.rollout.rollout import Rollout
 from megarl.router_replay.replay import RoutingReplay
 from megarl.router_replay.router_state import RouterState
 from megarl.trainers.evaluator import BestCheckpoint, Evaluator
+from megarl.trainers.policy_service import PolicyService
 from megarl.trainers.reward_factory import RewardFactory
+from megarl.trainers.server_options import ServerOptions
 from megarl.trainers.setup import build_role_encoder, check_training_flags, check_vocabulary, read_inputs
 from megarl.trainers.trainer import Trainer
 
@@ -50,6 +52,7 @@ class RLInputs:
             check_vocabulary(role, config.roles["actor"].model_vocab_size(tokens))
         saved = [r for r in _models_of(config.roles) if r.name != "reference" or _saves_reference(config.roles)]
         self.pretrained = _find_pretrained(config.roles, tokens, saved if s.load else [])
+        self.server_options = ServerOptions(config) if s.serve_policy else None
         self.resume = None
         self.data = resume.data_fingerprints(encoder, s) if s.load or s.save else {}
         if s.load:
@@ -127,6 +130,10 @@ class RLTrainer(Trainer):
             self._resume()
         self.rollout.sync_weights()
         self.open(inputs.resume, used)
+        self.policy_service = None
+        if self.settings.serve_policy:
+            service = (config, inputs.server_options, mesh, self.rollout, self.tokenizer, timers)
+            self.policy_service = PolicyService(*service)
         if not inputs.resume and self.evaluator:
             self._evaluate_before_training()
         timers.end_step(0)
@@ -199,6 +206,11 @@ class RLTrainer(Trainer):
         batch.dispatch("actor", "reward", "reference", "critic")
         self.routing_replay.dispatch(batch)
 
+    def serve(self, step: int):
+        """Answers requests that have come from outside, with `--serve-policy`. Collective."""
+        if self.policy_service is not None:
+            self.policy_service.answer(step)
+
     def evaluate(self, step: int):
         """Evaluates on held-out prompts every `--eval-interval` steps. Collective.
 
@@ -248,6 +260,8 @@ class RLTrainer(Trainer):
 
     def close(self):
         """Ends the run: writes timeline and report, prints the final accuracy. Collective."""
+        if self.policy_service is not None:
+            self.policy_service.close()
         super().close()
         self.reward.verifiers.close()
         if self._accuracy_after is not None:

@@ -20,6 +20,7 @@ HOLDS = {
     "sampled": "--eval-prompts x --eval-temperature 1", "evaluation": "--eval-prompts x",
     "best": "--eval-prompts x --eval-interval 1 --save y", "load": "--load x", "saved": "--save y",
     "keep_last": "--save y --keep-last 1", "rollout_server": "--rollout-server http://x",
+    "serve_policy": "--serve-policy",
     "model": "--reward model --reward-model x",
     "ensemble": "--reward model --reward-model x,y", "regex": "--reward regex --reward-pattern x",
     "format": "--reward format", "length": "--reward length", "code": "--reward code",
@@ -32,7 +33,7 @@ FAILS = {
     "routes": "--router-replay old-logprob",
     "partial": "--over-sampling 2",
     "rounds": "--group-filter reward", "overlong": "", "evaluation": "", "best": "--eval-prompts x --eval-interval 1",
-    "load": "", "saved": "", "keep_last": "--save y", "rollout_server": "",
+    "load": "", "saved": "", "keep_last": "--save y", "rollout_server": "", "serve_policy": "",
     "model": "", "ensemble": "--reward model --reward-model x", "regex": "", "format": "", "length": "", "code": "",
     "remote": "", "verifiers": "--reward model --reward-model x", "local": "--reward remote --reward-url http://x",
 }  # fmt: skip
@@ -72,6 +73,8 @@ def value_of(field):
     return VALUES.get(field.name, {int: 2, float: 0.5, bool: not field.default, str: "text"}[kind])
 
 
-def required_flags(field) -> list[str]:
-    """Flags without which this one has no effect."""
+def required_flags(field, program: str = "rl") -> list[str]:
+    """Flags without which this one has no effect in a program."""
+    if program == "serve":
+        return []
     return REQUIRED.get(field.name, HOLDS.get(field.metadata["when"], "")).split()

@@ -78,7 +78,7 @@ def test_every_setting_is_a_flag(field):
         value = value_of(field)
         if (program, field.name) == ("evaluate", "role_map"):
             value = "actor=0;reward=2"
-        parsed = parse([*MODEL, *required_flags(field), flag_of(field), str(value)], 4, program)
+        parsed = parse([*MODEL, *required_flags(field, program), flag_of(field), str(value)], 4, program)
         settings = parsed.settings
         assert parsed.warnings == () and parsed.megarl_settings()[field.name] == value
         assert getattr(settings, field.name) == value != field.default

@@ -1,0 +1,55 @@
+"""Requests from outside during a training run: the policy answers them between its updates (`--serve-policy`)."""
+
+import contextlib
+from pathlib import Path
+
+from megarl.arguments import RunConfig
+from megarl.comm.role_mesh import RoleMesh
+from megarl.data.tokenizers import Tokenizer
+from megarl.observe.timers import Timers
+from megarl.rollout.engine_generator import EngineGenerator
+from megarl.rollout.rollout import Rollout
+from megarl.rollout.service import ReplicaService
+from megarl.trainers.frontend_process import connect_frontend
+from megarl.trainers.server_options import ServerOptions
+
+
+class PolicyService:
+    """The generation server of a training run. Its answers change nothing of the run but its times."""
+
+    def __init__(self, config: RunConfig, options: ServerOptions, mesh: RoleMesh, rollout: Rollout,
+                 tokenizer: Tokenizer, timers: Timers):  # fmt: skip
+        """Starts the HTTP process. A collective of the world."""
+        s, self.timers, self._groups = config.settings, timers, mesh["rollout"]
+        vocab_size = config.roles["actor"].model_vocab_size(tokenizer.vocab_size)
+        name = s.served_model_name or (Path(s.save).resolve().name if s.save else "policy")
+        self._stack, self._service = contextlib.ExitStack(), None
+        frontend = self._stack.enter_context(connect_frontend(options, name, vocab_size, self._groups, may_end=True))
+        frontend.announce(name)
+        if self._groups.is_member:
+            generator = EngineGenerator(rollout.engine, tokenizer.end_ids)
+            parts = generator, rollout.model, self._groups, frontend.channel, vocab_size
+            self._service = ReplicaService(*parts, _label(0))
+            self._service.open()
+
+    def answer(self, step: int):
+        """Answers the requests that have come so far with the policy after `step`; later ones wait for the next call.
+
+        A collective of each replica of the rollout.
+        """
+        if self._service is None:
+            return
+        self._service.generator.version, self._service.label = step, _label(step)
+        with self.timers.phase(self._groups.model_role, "serve"):
+            self._service.answer_waiting()
+
+    def close(self):
+        """Answers what waits, at most `--drain-seconds` long, and ends the HTTP process. A collective of the world."""
+        if self._service is not None:
+            with self.timers.phase(self._groups.model_role, "serve"):
+                self._service.run(is_draining=lambda: True)
+        self._stack.close()
+
+
+def _label(step: int) -> str:
+    return f"step_{step:08d}"

@@ -1,0 +1,105 @@
+"""A training run that answers requests between its updates: its numbers do not change, answers name their policy."""
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from megarl.algorithms.sampling_settings import SamplingSettings
+from megarl.generation import GenerationRequest
+from megarl.rollout.remote_generator import RemoteGenerator
+from tests.helpers.evaluation import MODEL
+from tests.helpers.programs import GRADED, environment, inputs, metrics, rl_argv, timeless, train
+from tests.helpers.servers import ANNOUNCED, scores
+from tests.helpers.worlds import SAFETY_SECONDS
+
+STEPS = 6
+ASKED = [GenerationRequest([4 + i % 5, 3, 6], i, 4, SamplingSettings(), (), 1) for i in range(10)]
+LAYOUTS = {
+    "one rank": (1, ""), "roles apart": (2, "--role-map actor=1;critic=0;reward=0;reference=0"),
+    "two replicas": (2, ""), "TP 2": (2, "--tensor-model-parallel-size 2"),
+}  # fmt: skip
+
+
+def flags(layout: str) -> str:
+    return f"--train-iters {STEPS} --save-interval 1 {GRADED} {layout}"
+
+
+class Asking(threading.Thread):
+    """A client that asks again and again until the run has ended; it keeps the answers."""
+
+    def __init__(self, url: str):
+        super().__init__()
+        self.generator, self.answers, self.ended = RemoteGenerator(url, seconds=SAFETY_SECONDS), [], None
+
+    def run(self):
+        """Asks."""
+        try:
+            while True:
+                self.answers.append(self.generator.generate(ASKED))
+        except RuntimeError as error:
+            self.ended = str(error)
+
+
+def run_and_ask(argv: list[str], size: int):
+    """Runs the training and a client beside it; returns its answers and how its last request ended."""
+    command = [sys.executable, "-m", "megarl.launcher", "--nproc-per-node", str(size), "train_rl", *argv]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+    try:
+        found = next(filter(None, map(ANNOUNCED.match, process.stdout)), None)
+        assert found, process.stderr.read()
+        client = Asking(found[2])
+        client.start()
+        out, err = process.communicate(timeout=SAFETY_SECONDS)
+        client.join(SAFETY_SECONDS)
+        assert process.returncode == 0 and not client.is_alive(), err
+        return client.answers, client.ended
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_answers_between_updates_change_nothing_of_the_run(tmp_path, layout):
+    size, more = LAYOUTS[layout]
+    train("rl", rl_argv(tmp_path / "alone", flags(more)), size)
+    served = rl_argv(tmp_path / "served", f"{flags(more)} --serve-policy --port 0")
+    answers, ended = run_and_ask(served, size)
+    rows = [metrics(tmp_path / name) for name in ("alone", "served")]
+    assert list(rows[0]) == list(rows[1]) == list(range(1, STEPS + 1))
+    assert all(timeless(rows[0][step]) == timeless(rows[1][step]) for step in rows[0])
+    assert answers and re.search("shutting down|no answer|program that generates|is lost", ended)
+    versions = {version for found in answers for completion in found for version in completion.versions}
+    assert versions <= set(range(1, STEPS + 1))
+    for found in (answers[0], answers[-1]):
+        check_log_probs(
+            tmp_path / "served", found, more.replace("--role-map actor=1;critic=0;reward=0;reference=0", ""), size
+        )
+
+
+def check_log_probs(run, found, layout: str, size: int):
+    """The log-probs of each completion are those of the checkpoint that its version names."""
+    for version in {version for completion in found for version in completion.versions}:
+        argv = [*MODEL.split(), "--tokenizer-model", str(inputs() / "tokenizer.model"), *layout.split()]
+        argv += ["--load", str(run / "checkpoints" / f"step_{version:08d}")]
+        mine = [(r, c) for r, c in zip(ASKED, found, strict=True) if set(c.versions) == {version}]
+        expected = scores(argv, [[*request.prompt, *completion.tokens] for request, completion in mine], size)
+        assert mine and [c.logprobs for _, c in mine] == [scored.logprobs[3:] for scored in expected]
+
+
+def test_a_run_goes_on_without_its_server(tmp_path):
+    argv = rl_argv(tmp_path, f"--train-iters {STEPS} {GRADED} --serve-policy --port 0")
+    command = [sys.executable, "-m", "megarl.launcher", "--nproc-per-node", "1", "train_rl", *argv]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+    assert next(filter(None, map(ANNOUNCED.match, process.stdout)), None)
+    import psutil
+
+    (server,) = [child for child in psutil.Process(process.pid).children(recursive=True)
+                 if "megarl.serving.frontend" in child.cmdline()]  # fmt: skip
+    server.send_signal(signal.SIGKILL)
+    _, err = process.communicate(timeout=SAFETY_SECONDS)
+    assert process.returncode == 0 and "the run goes on without the server" in err
+    assert list(metrics(tmp_path)) == list(range(1, STEPS + 1))
