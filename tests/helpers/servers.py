@@ -82,7 +82,7 @@ def served(argv: list[str], size: int = 1, threads: int = 1) -> Iterator[Served]
             process.stdout.close()
 
 
-def generator_of(argv: list[str], size: int = 1):
+def generator_of(argv: list[str], size: int = 1, routes: bool = False):
     """(generator, its model, role groups, inputs) of a server's command line on `size` ranks; for worlds."""
     from megarl.observe.timers import Timers
     from megarl.rollout.engine_generator import EngineGenerator
@@ -94,17 +94,17 @@ def generator_of(argv: list[str], size: int = 1):
     policy_inputs, mesh, _ = read_inputs(config, timers, lambda: PolicyInputs(config), sys.stderr)
     policy = policy_inputs.load(mesh["actor"])
     rollout = Rollout(config.settings, policy_inputs.rollout_role(), mesh, policy, policy_inputs.tokenizer, timers)
-    generator = EngineGenerator(rollout.engine, policy_inputs.tokenizer.end_ids)
+    generator = EngineGenerator(rollout.engine, policy_inputs.tokenizer.end_ids, routes=routes)
     return generator, rollout.model, mesh["rollout"], policy_inputs
 
 
-def _completions(rank: int, argv: list[str], requests: list, size: int):
-    return generator_of(argv, size)[0].generate(requests)
+def _completions(rank: int, argv: list[str], requests: list, size: int, routes: bool):
+    return generator_of(argv, size, routes)[0].generate(requests)
 
 
-def completions(argv: list[str], requests: list, size: int = 1) -> list:
+def completions(argv: list[str], requests: list, size: int = 1, routes: bool = False) -> list:
     """What the in-process generator of a server's command line answers on so many ranks."""
-    return run_world(_completions, size, argv, requests, size)[0]
+    return run_world(_completions, size, argv, requests, size, routes)[0]
 
 
 def _scores(rank: int, argv: list[str], sequences: list, size: int):

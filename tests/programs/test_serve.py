@@ -1,5 +1,6 @@
 """The generation server: the bits of the generator in this process, whoever asks, in whatever layout."""
 
+import base64
 import functools
 import json
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import openai
 import pytest
+import torch
 
 from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.errors import UsageError
@@ -165,21 +167,19 @@ def test_experts_and_their_routes():
     path = checkpoint(MOE)
     served_flags = SERVED + " --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
     expected = completions(serve_argv(served_flags, path), requests())
+    routed = GenerationRequest([3, 4, 5], 4, 9, SamplingSettings(), ())
+    (with_routes,) = completions(serve_argv(served_flags, path), [routed], routes=True)
     for size, flags in ((1, ""), (2, "--expert-model-parallel-size 2")):
         with served(serve_argv(f"{served_flags} --serve-routes {flags}", path), size) as running:
             generator = RemoteGenerator(running.url)
             assert generator.generate(requests()) == expected
-            body = {"input_ids": requests()[9].prompt, "key": 4, "return_routes": True}
-            answer = running.post(
-                "/generate", {**body, "sampling_params": {"max_tokens": 9, "ignore_eos": True}}
-            ).json()
-            assert answer["routes"]["shape"] == [12, 2, 2]
-            body |= {"input_ids": [[3, 4], [5, 6, 7]], "key": [1, 2]}
+            body = {"input_ids": routed.prompt, "key": routed.key, "return_routes": True}
+            settings = {"max_tokens": routed.max_new_tokens, "ignore_eos": True}
+            found = running.post("/generate", {**body, "sampling_params": settings}).json()["routes"]
+            read = torch.frombuffer(bytearray(base64.b64decode(found["data"])), dtype=torch.int16).view(found["shape"])
+            assert torch.equal(read, with_routes.routes) and found["shape"] == [12, 2, 2]
             echo = {"prompt": [3, 4, 5], "echo": True, "logprobs": 1, "max_tokens": 0, "temperature": 0}
             assert len(running.post("/v1/completions", echo).json()["choices"][0]["logprobs"]["token_logprobs"]) == 3
-    with served(serve_argv(served_flags, path)) as running:
-        answer = running.post("/generate", body)
-        assert answer.status == 400 and "--serve-routes" in answer.json()["error"]["message"]
 
 
 # -- weights and life cycle --------------------------------------------------------------------------------------
@@ -191,7 +191,9 @@ def recomputed(step: int, sequences: list[list[int]], flags: str, size: int) -> 
     return [found.logprobs for found in scores(argv, sequences, size)]
 
 
-@pytest.mark.parametrize(("size", "flags"), [(1, ""), (2, "--tensor-model-parallel-size 2"), (2, "")])
+@pytest.mark.parametrize(("size", "flags"), [
+    pytest.param(1, "", marks=pytest.mark.long), (2, "--tensor-model-parallel-size 2"), (2, ""),
+])  # fmt: skip
 def test_weights_change_under_load_and_every_token_has_its_version(size, flags):
     folder = checkpoint() / "checkpoints"
     keys = f"--admin-key-file {key_files()['admin']} --weights-folder {folder}"
@@ -240,6 +242,8 @@ def test_wrong_weights_leave_the_old_ones(tmp_path):
             with pytest.raises(UsageError, match="status 400"):
                 generator.update_weights(path)
         assert generator.version == 0 and generator.generate(requests()) == before
+        refused = running.post("/generate", {"input_ids": [3], "return_routes": True})
+        assert refused.status == 400 and "--serve-routes" in refused.json()["error"]["message"]
         with pytest.raises(UsageError, match="status 401"):
             RemoteGenerator(running.url, admin_key="another key").pause()
 
