@@ -12,7 +12,7 @@ from megarl.serving import admin, metrics, responses, schemas, tokenization
 from megarl.serving.chat import chat
 from megarl.serving.completions import complete
 from megarl.serving.context import ServingContext
-from megarl.serving.errors import RequestError, validation_error
+from megarl.serving.errors import RequestError, internal, validation_error
 from megarl.serving.generate import generate
 from megarl.serving.middleware import BodyAndDisconnect, KeyCheck, Observed
 
@@ -77,6 +77,10 @@ def _add_error_handlers(api: FastAPI):
     @api.exception_handler(HTTPException)
     async def http_error(_, error: HTTPException):
         return RequestError(error.status_code, str(error.detail), headers=dict(error.headers or {})).response
+
+    @api.exception_handler(Exception)
+    async def fault(_, __: Exception):
+        return internal().response
 
 
 def _add_generation(api: FastAPI, context: ServingContext):

@@ -80,6 +80,8 @@ def _proof(key: bytes, side: bytes, frontend: bytes, leader: bytes) -> bytes:
 class LeaderLink:
     """A leader's end: never blocks unless told how long, so that a step of the engine never waits for the frontend.
 
+    For one thread at a time.
+
     Every method raises ConnectionError once the frontend is gone.
     """
 

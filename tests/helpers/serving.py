@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import secrets
+import select
 import socket
 import subprocess
 import sys
@@ -33,6 +34,7 @@ class ScriptedLeader:
         self.link = LeaderLink.connect(address, key)
         self.replica, self.script, self.frames = replica, script, []
         self._changed = threading.Condition()
+        self._link_lock = threading.RLock()  # a link is for one thread at a time
         self._ends = threading.Event()
         frame = {"type": "ready", "replica": replica, "max_requests": 8, "capacity": 4096, "blocks": 99}
         self.link.send({**frame, "version": 0, "label": "step_7", **ready})
@@ -41,7 +43,8 @@ class ScriptedLeader:
 
     def send(self, **frame):
         """Sends a frame."""
-        self.link.send(frame)
+        with self._link_lock:
+            self.link.send(frame)
 
     def tokens(self, *events, version: int = 0):
         """Sends a "tokens" frame with events [id, tokens, logprobs, top, finish]."""
@@ -52,6 +55,11 @@ class ScriptedLeader:
         with self._changed:
             assert self._changed.wait_for(lambda: len(self._of(kind)) >= count, LIMIT), self.frames
             return self._of(kind)
+
+    def wait_closed(self):
+        """Waits until the frontend has closed the connection."""
+        self._thread.join(LIMIT)
+        assert not self._thread.is_alive()
 
     def close(self):
         """Ends the thread and the connection."""
@@ -65,7 +73,10 @@ class ScriptedLeader:
     def _run(self):
         with contextlib.suppress(ConnectionError):
             while not self._ends.is_set():
-                for frame in self.link.receive(0.05):
+                select.select([self.link], [], [], 0.05)
+                with self._link_lock:
+                    received = self.link.receive(0.0)
+                for frame in received:
                     with self._changed:
                         self.frames.append(frame)
                         self._changed.notify_all()

@@ -1,13 +1,17 @@
 """The HTTP process: keys, limits, error answers, /generate, /admin, and what it never writes."""
 
+import asyncio
 import socket
 
 import httpx
 import openai
 import pytest
 
-from megarl.serving.app import PAGE
+from megarl.serving.app import PAGE, build_app
+from megarl.serving.configuration import FrontendConfig
+from megarl.serving.context import ServingContext
 from megarl.serving.responses import GenerateResult
+from tests.helpers import small_tokenizers
 from tests.helpers.serving import LIMIT, Answers, Served, served
 
 
@@ -160,3 +164,23 @@ def test_a_stranger_on_the_wire_changes_nothing(tmp_path):
             stranger.sendall(bytes(48))
             assert stranger.recv(1) == b""
         assert server.post("/v1/completions", prompt="a").status_code == 200
+
+
+def test_a_fault_is_an_error_answer_and_a_line_without_content(tmp_path, caplog):
+    path = small_tokenizers.chatml(tmp_path / "tokenizer")
+    config = FrontendConfig(0, 0, "", 1, "tiny", "HuggingFaceTokenizer", path, 304, 100, 100)
+    context = ServingContext(config, config.load_encoder())
+
+    def fail(*_):
+        raise RuntimeError("secret prompt")
+
+    context.dispatcher.submit = fail
+
+    async def post():
+        transport = httpx.ASGITransport(build_app(context))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.post("/v1/completions", json={"prompt": "a"})
+
+    answer = asyncio.run(post())
+    assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
+    assert "RuntimeError at test_server.py" in caplog.text and "secret" not in caplog.text + answer.text
