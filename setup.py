@@ -29,9 +29,9 @@ SERVE = [
 ]
 
 EXTRAS = {
-    "serve": SERVE,  # the generation server
     "gpu": ["transformer-engine[pytorch]>=2.10,<3"],
     "math": ["math-verify>=0.8,<1"],  # --reward math-verify
+    "serve": SERVE,  # the generation server
     "test": [
         "pytest>=8,<10",
         "hypothesis>=6.100,<7",

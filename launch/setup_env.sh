@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Creates, completes or reuses the Python environment of megarl.
-#   PYTHON_BIN=$(bash launch/setup_env.sh [EXTRA,EXTRA])   extras of setup.py: serve, gpu, math, test, clients,
+#   PYTHON_BIN=$(bash launch/setup_env.sh [EXTRA,EXTRA])   extras of setup.py: gpu, math, serve, test, clients,
 #                                                          bench, smollm2; default none
 #   bash launch/setup_env.sh --which-python                print the interpreter that would be used, and exit
 # The last line of stdout is the path of the environment's python; all messages go to stderr.

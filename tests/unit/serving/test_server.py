@@ -2,6 +2,8 @@
 
 import asyncio
 import socket
+import subprocess
+import sys
 
 import httpx
 import openai
@@ -184,3 +186,8 @@ def test_a_fault_is_an_error_answer_and_a_line_without_content(tmp_path, caplog)
     answer = asyncio.run(post())
     assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
     assert "RuntimeError at test_server.py" in caplog.text and "secret" not in caplog.text + answer.text
+
+
+def test_the_http_process_loads_neither_torch_nor_megatron():
+    code = "import sys, megarl.serving.frontend; print({'torch', 'megatron'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
