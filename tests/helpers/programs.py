@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.worlds import SAFETY_SECONDS, run_world
+from tests.helpers.worlds import SAFETY_SECONDS, run_world, wait_until
 from tools.train_tokenizer import train as train_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -186,6 +186,13 @@ def broken_reward(sample) -> float:
 def graded_reward(sample) -> float:
     """A plug-in: another reward for almost every response."""
     return sum(int(c) + 1 for c in sample.response if c.isdigit()) / 20 - 0.3 * (not sample.finished)
+
+
+def waiting_reward(sample) -> float:
+    """A plug-in: `graded_reward` after the file that MEGARL_TEST_AWAITED names exists, if it names one."""
+    awaited = os.environ.get("MEGARL_TEST_AWAITED")
+    assert awaited is None or wait_until(Path(awaited).exists)
+    return graded_reward(sample)
 
 
 def coarse_reward(sample) -> float:

@@ -5,8 +5,10 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
+import urllib3
 
 from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.generation import GenerationRequest
@@ -14,7 +16,7 @@ from megarl.rollout.remote_generator import RemoteGenerator
 from tests.helpers.evaluation import MODEL
 from tests.helpers.programs import GRADED, environment, inputs, metrics, rl_argv, timeless, train
 from tests.helpers.servers import ANNOUNCED, scores
-from tests.helpers.worlds import SAFETY_SECONDS
+from tests.helpers.worlds import SAFETY_SECONDS, wait_until
 
 STEPS = 4
 ASKED = [GenerationRequest([4 + i % 5, 3, 6], i, 4, SamplingSettings(), (), 1) for i in range(10)]
@@ -26,7 +28,8 @@ LAYOUTS = [
 
 
 def flags(layout: str) -> str:
-    return f"--train-iters {STEPS} --save-interval 1 {GRADED} {layout}"
+    reward = f"--reward tests.helpers.programs:waiting_reward --reward-timeout {SAFETY_SECONDS}"
+    return f"--train-iters {STEPS} --save-interval 1 {reward} {layout}"
 
 
 class Asking(threading.Thread):
@@ -45,15 +48,27 @@ class Asking(threading.Thread):
             self.ended = str(error)
 
 
-def run_and_ask(argv: list[str], size: int):
-    """Runs the training and a client beside it; returns its answers and how its last request ended."""
+def queued(url: str) -> int:
+    """Requests that the server has and has not answered."""
+    text = urllib3.request("GET", f"{url}/metrics").data.decode()
+    return int(sum(map(float, re.findall(r"^megarl_(?:running|waiting)_requests.* (\S+)$", text, re.MULTILINE))))
+
+
+def run_and_ask(argv: list[str], size: int, first_asked: Path):
+    """Runs the training and a client beside it; returns its answers and how its last request ended.
+
+    The first step ends only after the client's first requests are there: `first_asked` is made then.
+    """
     command = [sys.executable, "-m", "megarl.launcher", "--nproc-per-node", str(size), "train_rl", *argv]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+    env = environment(MEGARL_TEST_AWAITED=str(first_asked))
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
     try:
         found = next(filter(None, map(ANNOUNCED.match, process.stdout)), None)
         assert found, process.stderr.read()
         client = Asking(found[2])
         client.start()
+        assert wait_until(lambda: queued(found[2]) == len(ASKED))
+        first_asked.touch()
         out, err = process.communicate(timeout=SAFETY_SECONDS)
         client.join(SAFETY_SECONDS)
         assert process.returncode == 0 and not client.is_alive(), err
@@ -67,13 +82,13 @@ def run_and_ask(argv: list[str], size: int):
 def test_answers_between_updates_change_nothing_of_the_run(tmp_path, size, more):
     train("rl", rl_argv(tmp_path / "alone", flags(more)), size)
     served = rl_argv(tmp_path / "served", f"{flags(more)} --serve-policy --port 0")
-    answers, ended = run_and_ask(served, size)
+    answers, ended = run_and_ask(served, size, tmp_path / "asked")
     rows = [metrics(tmp_path / name) for name in ("alone", "served")]
     assert list(rows[0]) == list(rows[1]) == list(range(1, STEPS + 1))
     assert all(timeless(rows[0][step]) == timeless(rows[1][step]) for step in rows[0])
     assert answers and re.search("shutting down|no answer|program that generates|is lost", ended)
     versions = {version for found in answers for completion in found for version in completion.versions}
-    assert versions <= set(range(1, STEPS + 1))
+    assert versions <= set(range(1, STEPS + 1)) and min(versions) == 1
     for found in (answers[0], answers[-1]):
         check_log_probs(tmp_path / "served", found, more.replace(APART, ""), size)
 

@@ -136,6 +136,8 @@ def test_the_loss_of_the_ranks_fails_all_requests_and_ends_the_process(tmp_path,
         with posting(server, *({"prompt": "a"} for _ in range(3))) as answers:
             for each in server.leaders:
                 each.wait_for(1)
+            while "megarl_waiting_requests 1.0" not in server.client.get("/metrics").text:
+                pass  # until the third one is there
             if loss == "leader":
                 leader.close()
             elif loss == "stdin":
