@@ -2,9 +2,12 @@
 
 import base64
 import functools
+import io
 import json
+import random
 import signal
 import socket
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +15,7 @@ from pathlib import Path
 import openai
 import pytest
 import torch
+import urllib3
 
 from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.errors import UsageError
@@ -311,6 +315,66 @@ def cut_connections(count: int):
                     connection.recv(64)
         assert wait_until(lambda: running.free_blocks() == before)
         assert completions(small_argv(), requests()) == RemoteGenerator(running.url).generate(requests())
+
+
+def test_random_streams_are_their_whole_answers():
+    fuzz_streams(60)
+
+
+@pytest.mark.long
+def test_thousands_of_random_streams_are_their_whole_answers():
+    fuzz_streams(3000)
+
+
+def random_body(draw: random.Random) -> dict:
+    """A valid request with random fields and a seed."""
+    body = {"seed": draw.randrange(1 << 40), "max_tokens": draw.randrange(1, 60), "n": draw.randrange(1, 5)}
+    body["prompt"] = draw.choice(["7+5=", ["3+4=", "1"], [3, 4, 5], [[3, 9], [12, 4, 4, 4]]])
+    fields = {
+        "stop": ["1", ["2+", "33"], ["=1", "9", "5"]], "logprobs": [0, 1, 3], "echo": [True],
+        "temperature": [0, 0.3, 1.4], "top_k": [1, 3, -1], "top_p": [0.5, 0.9],
+        "stop_token_ids": [[5], [3, 8]], "ignore_eos": [True], "include_stop_str_in_output": [True],
+    }  # fmt: skip
+    return body | {name: draw.choice(values) for name, values in fields.items() if draw.random() < 0.4}
+
+
+def fuzz_streams(count: int):
+    """Random requests, whole and as streams; every third stream is cut in the middle."""
+    draw = random.Random(1)
+    with served(small_argv()) as running, ThreadPoolExecutor(8) as pool:
+        free = running.free_blocks()
+        bodies = [random_body(draw) for _ in range(count)]
+        whole = [answer.json()["choices"] for answer in pool.map(lambda b: running.post("/v1/completions", b), bodies)]
+        cuts = [draw.randrange(1, 40) if number % 3 == 0 else None for number in range(count)]
+        for body, expected, found in zip(bodies, whole, pool.map(functools.partial(streamed, running), bodies, cuts)):
+            for choice in expected if found is not None else ():
+                text, logprobs, finish = found[choice["index"]]
+                assert (text, finish) == (choice["text"], choice["finish_reason"]), body
+                assert logprobs == choice["logprobs"], body
+        assert wait_until(lambda: running.free_blocks() == free)
+
+
+def streamed(running, body: dict, cut: int | None) -> dict | None:
+    """(text, log-probs, finish reason) of each choice of a stream; None for one that is cut after some lines."""
+    found = defaultdict(lambda: ["", None, None])
+    answer = urllib3.request(
+        "POST", running.url + "/v1/completions", json={**body, "stream": True}, preload_content=False
+    )
+    for number, line in enumerate(io.TextIOWrapper(answer, encoding="utf-8")):
+        if number == cut:
+            answer.close()
+            return None
+        if not line.startswith("data: {"):
+            continue
+        for part in json.loads(line[6:])["choices"]:
+            choice = found[part["index"]]
+            choice[0] += part["text"]
+            choice[2] = part["finish_reason"] or choice[2]
+            if part["logprobs"] is not None:
+                choice[1] = choice[1] or {name: [] for name in part["logprobs"]}
+                for name, values in part["logprobs"].items():
+                    choice[1][name] += values
+    return found
 
 
 def test_a_thousand_queued_requests_a_full_queue_and_a_slow_reader():
