@@ -4,7 +4,7 @@ Loads any policy of train_rl or train_sft, whatever layout wrote it, or a Huggin
 process beside rank 0 speaks HTTP. Launch it with torchrun or srun:
 
     torchrun --nproc-per-node 2 -m megarl.serve --config model.yaml --load runs/quickstart/ppo/checkpoints/best
-    curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "7 + 5 =", "max_tokens": 8}'
+    curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "71 + 44 =", "max_tokens": 4}'
 """
 
 import sys
