@@ -143,7 +143,16 @@ class Encoder:
         return ids[:kept] + ids[cut + kept :], cut
 
 
-def build_encoder(tokenizer: Tokenizer, chat_template: str | None, flag_prefix: str = "") -> Encoder:
-    """The encoder of a role: `chat_template` is the value of `--chat-template` (see `load_template`)."""
+def build_encoder(
+    tokenizer: Tokenizer, chat_template: str | None, flag_prefix: str = "", folder: str | None = None
+) -> Encoder:
+    """The encoder of a role: `chat_template` is the value of `--chat-template` (see `load_template`), or "none".
+
+    `folder`: flag and path of the model's Hugging Face folder, whose tokenizer gives the default template.
+    """
+    if chat_template is None and folder is not None and tokenizer.template:
+        where = f"{folder}: chat template"
+        return Encoder(tokenizer, ChatTemplate(tokenizer.template, tokenizer, where), where)
+    chat_template = None if chat_template == "none" else chat_template
     flag = f"--{flag_prefix}chat-template"
     return Encoder(tokenizer, load_template(chat_template, tokenizer, flag), flag)

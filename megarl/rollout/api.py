@@ -11,7 +11,6 @@ from megarl.generation import Completion, GenerationRequest, TokenChunk
 
 # wait: running requests end first; abort: they end at once; keep: they stop, and go on after `resume`.
 PauseMode = Literal["wait", "abort", "keep"]
-PAUSE_MODES: tuple[PauseMode, ...] = ("wait", "abort", "keep")
 
 
 class Generator(Protocol):

@@ -1,7 +1,6 @@
 """A generator elsewhere: the client of a generation server's `/generate` and `/admin` (`python -m megarl.serve`)."""
 
 import base64
-import itertools
 import json
 import queue
 import threading
@@ -48,8 +47,7 @@ class RemoteGenerator:
         """
         check_url(FLAG, url)
         self._url, self._seconds = url.rstrip("/"), seconds
-        self._keys = {"/admin": admin_key}
-        self._api_key = api_key
+        self._api_key, self._admin_key = api_key, admin_key
         self._connections = urllib3.PoolManager(maxsize=STREAMS, retries=False, cert_reqs="CERT_REQUIRED")
         self._dropped: set[int] = set()
         self._ends = threading.Event()
@@ -159,10 +157,10 @@ class RemoteGenerator:
 
     def _ask(self, method: str, path: str, body: Any = None, preload_content: bool = True):
         """The server's answer with status 200; waits while it is busy."""
-        key = self._keys["/admin"] if path.startswith("/admin") else self._api_key
+        key = self._admin_key if path.startswith("/admin") else self._api_key
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         deadline, pause = time.monotonic() + self._seconds, FIRST_PAUSE
-        for _ in itertools.count():
+        while True:
             try:
                 response = self._connections.request(
                     method, self._url + path, json=body, headers=headers, preload_content=preload_content,

@@ -4,7 +4,6 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 
-from megarl.data.chat import ChatTemplate
 from megarl.data.conversations import Encoder, build_encoder
 from megarl.data.tokenizers import build_tokenizer
 
@@ -17,7 +16,6 @@ class FrontendConfig:
         http_fd, wire_fd: file descriptors of the listening sockets of clients and of leaders.
         wire_key: 32 bytes in hexadecimal, which leaders must know.
         replicas: how many leaders will connect.
-        tokenizer_flag: what errors name as the source of `tokenizer_model`; None: --tokenizer-model.
         chat_template: value of --chat-template.
         hf_folder: the tokenizer's own template is the default, as it is for a model from a Hugging Face folder.
         vocab_size: ids of prompts are smaller.
@@ -43,7 +41,6 @@ class FrontendConfig:
     vocab_size: int
     max_model_length: int
     max_response_length: int
-    tokenizer_flag: str | None = None
     chat_template: str | None = None
     hf_folder: bool = False
     api_keys: list[str] = field(default_factory=list)
@@ -69,8 +66,6 @@ class FrontendConfig:
 
     def load_encoder(self) -> Encoder:
         """Reads the tokenizer and its chat template, as the training programs do. Raises UsageError."""
-        tokenizer = build_tokenizer(self.tokenizer_type, self.tokenizer_model, flag=self.tokenizer_flag)
-        if self.chat_template is None and self.hf_folder and tokenizer.template:
-            where = f"{self.tokenizer_flag or '--tokenizer-model'} {self.tokenizer_model}: chat template"
-            return Encoder(tokenizer, ChatTemplate(tokenizer.template, tokenizer, where), where)
-        return build_encoder(tokenizer, None if self.chat_template == "none" else self.chat_template)
+        tokenizer = build_tokenizer(self.tokenizer_type, self.tokenizer_model)
+        folder = f"--tokenizer-model {self.tokenizer_model}" if self.hf_folder else None
+        return build_encoder(tokenizer, self.chat_template, folder=folder)

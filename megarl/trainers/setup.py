@@ -14,7 +14,6 @@ from megarl.checkpoint import folders, integrity
 from megarl.checkpoint.writer import SavePolicy
 from megarl.comm import role_mesh
 from megarl.data import node_files
-from megarl.data.chat import ChatTemplate
 from megarl.data.conversations import Encoder, build_encoder
 from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
@@ -49,10 +48,8 @@ def build_role_encoder(role: arguments.RoleSettings, settings: arguments.Setting
     flag = folder.flag if own and folder is not None and role.tokenizer_model == str(folder.path) else None
     tokenizer = build_tokenizer(role.tokenizer_type, role.tokenizer_model, f"{role.name}-" if own else "", flag)
     prefix = "" if role.chat_template == settings.chat_template else f"{role.name}-"
-    if role.chat_template is None and folder is not None and tokenizer.template:
-        where = f"{flag or '--tokenizer-model'} {role.tokenizer_model}: chat template"
-        return Encoder(tokenizer, ChatTemplate(tokenizer.template, tokenizer, where), where)
-    return build_encoder(tokenizer, None if role.chat_template == "none" else role.chat_template, prefix)
+    where = None if folder is None else f"{flag or '--tokenizer-model'} {role.tokenizer_model}"
+    return build_encoder(tokenizer, role.chat_template, prefix, where)
 
 
 def check_vocabulary(role: arguments.RoleSettings, tokens: int):

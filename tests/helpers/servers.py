@@ -1,6 +1,7 @@
 """Generation servers of small policies, started as users do, and the generator in this process to compare with."""
 
 import contextlib
+import functools
 import os
 import re
 import signal
@@ -12,10 +13,17 @@ from typing import Iterator, NamedTuple
 
 import urllib3
 
+from megarl.algorithms.sampling_settings import SamplingSettings
+from megarl.generation import GenerationRequest
 from tests.helpers.evaluation import MODEL
-from tests.helpers.programs import environment, inputs, program
+from tests.helpers.programs import environment, inputs, program, sft_argv, train
 from tests.helpers.worlds import SAFETY_SECONDS, run_world, wait_until
 
+LONG = (
+    " --position-embedding-type rope --max-prompt-length 16 --max-response-length 112 --max-tokens-per-microbatch 256"
+)
+SERVED = LONG.replace(" --max-tokens-per-microbatch 256", "") + " --rollout-buffer-gb 0.004 --rollout-max-requests 64"
+MOE = LONG + " --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 API_KEY, ADMIN_KEY = "a-key-of-the-tests-0", "an-admin-key-of-the-tests"
 ANNOUNCED = re.compile(r"megarl: serving (\S+) at (\S+)")
 
@@ -24,6 +32,41 @@ def serve_argv(flags: str = "", load: Path | None = None) -> list[str]:
     """Command line of a server of the warm start on a free port; `flags` win over the defaults."""
     files = {"--tokenizer-model": inputs() / "tokenizer.model", "--load": load or inputs() / "sft"}
     return [*MODEL.split(), *(str(item) for pair in files.items() for item in pair), "--port", "0", *flags.split()]
+
+
+@functools.cache
+def checkpoint(flags: str = LONG, steps: int = 2) -> Path:
+    """The run folder of a policy that writes long responses: hardly trained, a checkpoint for each step."""
+    save = inputs() / ("served-experts" if "experts" in flags else "served")
+    train("sft", sft_argv(save, f"{flags} --train-iters {steps} --save-interval 1 --lr 0.02 --lr-warmup-iters 0"))
+    return save
+
+
+@functools.cache
+def small_argv(flags: str = "") -> list[str]:
+    """Command line of a server of that policy."""
+    return serve_argv(f"{SERVED} {flags}", checkpoint())
+
+
+@functools.cache
+def key_files() -> dict[str, str]:
+    """Files with the keys of the tests."""
+    for name, key in (("api", API_KEY), ("admin", ADMIN_KEY)):
+        (inputs() / f"{name}.keys").write_text(f"\n{key}\n")
+    return {name: str(inputs() / f"{name}.keys") for name in ("api", "admin")}
+
+
+@functools.cache
+def requests(count: int = 24) -> list[GenerationRequest]:
+    """Requests with settings, lengths, end tokens and top log-probs of their own."""
+    settings = [SamplingSettings(), SamplingSettings(0.7), SamplingSettings(top_k=3), SamplingSettings(greedy=True),
+                SamplingSettings(1.2, 0, 0.8)]  # fmt: skip
+    return [
+        GenerationRequest(
+            [3 + i % 9, 4, 5 + i % 7], i - 5, 5 + 3 * i, settings[i % 5], ((), (3,), (2, 7))[i % 3], i % 4
+        )
+        for i in range(count)
+    ]
 
 
 class Served(NamedTuple):

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 
 import httpx
+import openai
 
 from megarl.data.tokenizers import build_tokenizer
 from megarl.serving.configuration import FrontendConfig
@@ -223,3 +224,8 @@ def served(folder, script=None, **settings):
         yield server
     finally:
         server.close()
+
+
+def openai_client(server: Served) -> openai.OpenAI:
+    """OpenAI's client of a server without keys, as a context."""
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=LIMIT, max_retries=0)

@@ -2,20 +2,13 @@
 
 import base64
 import functools
-import io
 import json
-import random
-import signal
 import socket
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from pathlib import Path
 
 import openai
 import pytest
 import torch
-import urllib3
 
 from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.errors import UsageError
@@ -25,51 +18,23 @@ from megarl.rollout.remote_generator import RemoteGenerator
 from megarl.serving.keys import stream_key
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.forked_programs import error_line, launch
-from tests.helpers.programs import inputs, sft_argv, train
-from tests.helpers.servers import ADMIN_KEY, API_KEY, completions, scores, serve_argv, served
-from tests.helpers.worlds import SAFETY_SECONDS, wait_until
-
-LONG = (
-    " --position-embedding-type rope --max-prompt-length 16 --max-response-length 112 --max-tokens-per-microbatch 256"
+from tests.helpers.programs import inputs
+from tests.helpers.servers import (
+    API_KEY,
+    MOE,
+    SERVED,
+    checkpoint,
+    completions,
+    key_files,
+    requests,
+    scores,
+    serve_argv,
+    served,
+    small_argv,
 )
-SERVED = LONG.replace(" --max-tokens-per-microbatch 256", "") + " --rollout-buffer-gb 0.004 --rollout-max-requests 64"
-MOE = LONG + " --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
+from tests.helpers.worlds import SAFETY_SECONDS
+
 LAYOUTS = {"one rank": (1, ""), "two replicas": (2, ""), "TP 2": (2, "--tensor-model-parallel-size 2")}
-
-
-@functools.cache
-def checkpoint(flags: str = LONG, steps: int = 2) -> Path:
-    """The run folder of a policy that writes long responses: hardly trained, a checkpoint for each step."""
-    save = inputs() / ("served-experts" if "experts" in flags else "served")
-    train("sft", sft_argv(save, f"{flags} --train-iters {steps} --save-interval 1 --lr 0.02 --lr-warmup-iters 0"))
-    return save
-
-
-@functools.cache
-def small_argv(flags: str = "") -> list[str]:
-    """Command line of a server of that policy."""
-    return serve_argv(f"{SERVED} {flags}", checkpoint())
-
-
-@functools.cache
-def key_files() -> dict[str, str]:
-    """Files with the keys of the tests."""
-    for name, key in (("api", API_KEY), ("admin", ADMIN_KEY)):
-        (inputs() / f"{name}.keys").write_text(f"\n{key}\n")
-    return {name: str(inputs() / f"{name}.keys") for name in ("api", "admin")}
-
-
-@functools.cache
-def requests(count: int = 24) -> list[GenerationRequest]:
-    """Requests with settings, lengths, end tokens and top log-probs of their own."""
-    settings = [SamplingSettings(), SamplingSettings(0.7), SamplingSettings(top_k=3), SamplingSettings(greedy=True),
-                SamplingSettings(1.2, 0, 0.8)]  # fmt: skip
-    return [
-        GenerationRequest(
-            [3 + i % 9, 4, 5 + i % 7], i - 5, 5 + 3 * i, settings[i % 5], ((), (3,), (2, 7))[i % 3], i % 4
-        )
-        for i in range(count)
-    ]
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
@@ -184,226 +149,6 @@ def test_experts_and_their_routes():
             assert torch.equal(read, with_routes.routes) and found["shape"] == [12, 2, 2]
             echo = {"prompt": [3, 4, 5], "echo": True, "logprobs": 1, "max_tokens": 0, "temperature": 0}
             assert len(running.post("/v1/completions", echo).json()["choices"][0]["logprobs"]["token_logprobs"]) == 3
-
-
-# -- weights and life cycle --------------------------------------------------------------------------------------
-
-
-def recomputed(step: int, sequences: list[list[int]], flags: str, size: int) -> list:
-    """Log-probs of sequences under the weights of a step."""
-    argv = serve_argv(f"{SERVED} {flags}", checkpoint() / "checkpoints" / f"step_{step:08d}")
-    return [found.logprobs for found in scores(argv, sequences, size)]
-
-
-@pytest.mark.parametrize(("size", "flags"), [
-    pytest.param(1, "", marks=pytest.mark.long), (2, "--tensor-model-parallel-size 2"), (2, ""),
-])  # fmt: skip
-def test_weights_change_under_load_and_every_token_has_its_version(size, flags):
-    folder = checkpoint() / "checkpoints"
-    keys = f"--admin-key-file {key_files()['admin']} --weights-folder {folder}"
-    sequences, versions, logprobs = [], [], []
-    with served(small_argv(f"{flags} {keys}"), size) as running:
-        for mode, step in (("keep", 1), ("wait", 2), ("abort", 1), (None, 2)):
-            generator = RemoteGenerator(running.url, admin_key=ADMIN_KEY, seconds=SAFETY_SECONDS)
-            chunks, wanted = (
-                [],
-                [replace(r, sampling=SamplingSettings(), max_new_tokens=100, end_ids=()) for r in requests()],
-            )
-            changed = None
-            for chunk in generator.stream(wanted):
-                chunks.append(chunk)
-                if len(chunks) == 150:
-                    if mode:
-                        generator.pause(mode)
-                    changed = generator.update_weights(f"step_{step:08d}")
-                    assert changed == generator.version
-                    if mode:
-                        generator.resume()
-            reasons = {chunk.finish_reason for chunk in chunks} - {None}
-            assert reasons == ({"length", "abort"} if mode == "abort" else {"length"}) or reasons == {"abort"}
-            for number, request in enumerate(wanted):
-                mine = [chunk for chunk in chunks if chunk.number == number]
-                sequences.append([*request.prompt, *(token for chunk in mine for token in chunk.tokens)])
-                versions.append([chunk.version for chunk in mine for _ in chunk.tokens])
-                logprobs.append([value for chunk in mine for value in chunk.logprobs])
-        assert running.get("/ready").json()["label"] == "step_00000002"
-    by_step = {step: recomputed(step, sequences, flags, size) for step in (1, 2)}
-    for number, (of_token, found) in enumerate(zip(versions, logprobs, strict=True)):
-        # Version 0 is the latest checkpoint, step 2; then step 1, 2, 1 and 2.
-        expected = [by_step[1 if version in (1, 3) else 2][number][3 + i] for i, version in enumerate(of_token)]
-        assert found == expected
-    assert {version for of_token in versions for version in of_token} == {0, 1, 2, 3, 4}
-    assert any(len(set(of_token)) > 1 for of_token in versions)
-
-
-def test_wrong_weights_leave_the_old_ones(tmp_path):
-    folder = inputs()
-    keys = f"--admin-key-file {key_files()['admin']} --weights-folder {folder}"
-    with served(small_argv(keys)) as running:
-        generator = RemoteGenerator(running.url, admin_key=ADMIN_KEY)
-        before = generator.generate(requests())
-        for path in (checkpoint(MOE).name, "nothing", "../x", "/etc", "train.jsonl"):
-            with pytest.raises(UsageError, match="status 400"):
-                generator.update_weights(path)
-        assert generator.version == 0 and generator.generate(requests()) == before
-        refused = running.post("/generate", {"input_ids": [3], "return_routes": True})
-        assert refused.status == 400 and "--serve-routes" in refused.json()["error"]["message"]
-        with pytest.raises(UsageError, match="status 401"):
-            RemoteGenerator(running.url, admin_key="another key").pause()
-
-
-def test_sigterm_lets_running_requests_end():
-    with served(small_argv()) as running:
-        stream = iter(RemoteGenerator(running.url).stream([replace(requests()[0], max_new_tokens=112)]))
-        chunks = [next(stream)]
-        running.process.send_signal(signal.SIGTERM)
-        chunks += stream
-        assert chunks[-1].finish_reason == "length" and sum(len(chunk.tokens) for chunk in chunks) == 112
-        assert running.process.wait(SAFETY_SECONDS) == 0
-
-
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_rank_ends_the_server_with_a_clear_answer(killed):
-    with served(small_argv("--tensor-model-parallel-size 2"), 2) as running:
-        generator = RemoteGenerator(running.url, seconds=5)
-        stream = iter(generator.stream([replace(requests()[0], max_new_tokens=112)] * 4))
-        next(stream)
-        ranks = children_of(running.process.pid)
-        assert len(ranks) >= 2
-        ranks[killed].kill()
-        with pytest.raises(RuntimeError, match="a replica is lost|program that generates"):
-            completions_of(stream, 4)
-        assert running.process.wait(SAFETY_SECONDS) != 0
-
-
-def children_of(pid: int) -> list:
-    """The ranks of a launcher, by rank."""
-    import psutil
-
-    children = psutil.Process(pid).children()
-    return sorted((child for child in children if child.name().startswith("python")), key=lambda child: child.pid)
-
-
-def test_cut_connections_free_the_cache():
-    cut_connections(100)
-
-
-@pytest.mark.long
-def test_a_thousand_cut_connections_free_the_cache():
-    cut_connections(1000)
-
-
-def cut_connections(count: int):
-    with served(small_argv()) as running:
-        host, port = running.url.removeprefix("http://").split(":")
-        before = running.free_blocks()
-        assert before > 0
-        for number in range(count):
-            body = {
-                "prompt": [3, 4, 5],
-                "max_tokens": 112,
-                "stream": bool(number % 2),
-                "ignore_eos": True,
-                "n": 1 + number % 3,
-            }
-            data = json.dumps(body).encode()
-            head = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json"]
-            head = "\r\n".join([*head, f"Content-Length: {len(data)}", "", ""])
-            with socket.create_connection((host, int(port))) as connection:
-                connection.sendall(head.encode() + data[: len(data) - number % 5 // 4])
-                if number % 3 == 0 and number % 5 != 4 and number % 2:
-                    connection.recv(64)
-        assert wait_until(lambda: running.free_blocks() == before)
-        assert completions(small_argv(), requests()) == RemoteGenerator(running.url).generate(requests())
-
-
-def test_random_streams_are_their_whole_answers():
-    fuzz_streams(60)
-
-
-@pytest.mark.long
-def test_thousands_of_random_streams_are_their_whole_answers():
-    fuzz_streams(3000)
-
-
-def random_body(draw: random.Random) -> dict:
-    """A valid request with random fields and a seed."""
-    body = {"seed": draw.randrange(1 << 40), "max_tokens": draw.randrange(1, 60), "n": draw.randrange(1, 5)}
-    body["prompt"] = draw.choice(["7+5=", ["3+4=", "1"], [3, 4, 5], [[3, 9], [12, 4, 4, 4]]])
-    fields = {
-        "stop": ["1", ["2+", "33"], ["=1", "9", "5"]], "logprobs": [0, 1, 3], "echo": [True],
-        "temperature": [0, 0.3, 1.4], "top_k": [1, 3, -1], "top_p": [0.5, 0.9],
-        "stop_token_ids": [[5], [3, 8]], "ignore_eos": [True], "include_stop_str_in_output": [True],
-    }  # fmt: skip
-    return body | {name: draw.choice(values) for name, values in fields.items() if draw.random() < 0.4}
-
-
-def fuzz_streams(count: int):
-    """Random requests, whole and as streams; every third stream is cut in the middle."""
-    draw = random.Random(1)
-    with served(small_argv()) as running, ThreadPoolExecutor(8) as pool:
-        free = running.free_blocks()
-        bodies = [random_body(draw) for _ in range(count)]
-        whole = [answer.json()["choices"] for answer in pool.map(lambda b: running.post("/v1/completions", b), bodies)]
-        cuts = [draw.randrange(1, 40) if number % 3 == 0 else None for number in range(count)]
-        for body, expected, found in zip(bodies, whole, pool.map(functools.partial(streamed, running), bodies, cuts)):
-            for choice in expected if found is not None else ():
-                text, logprobs, finish = found[choice["index"]]
-                assert (text, finish) == (choice["text"], choice["finish_reason"]), body
-                assert logprobs == choice["logprobs"], body
-        assert wait_until(lambda: running.free_blocks() == free)
-
-
-def streamed(running, body: dict, cut: int | None) -> dict | None:
-    """(text, log-probs, finish reason) of each choice of a stream; None for one that is cut after some lines."""
-    found = defaultdict(lambda: ["", None, None])
-    answer = urllib3.request(
-        "POST", running.url + "/v1/completions", json={**body, "stream": True}, preload_content=False
-    )
-    for number, line in enumerate(io.TextIOWrapper(answer, encoding="utf-8")):
-        if number == cut:
-            answer.close()
-            return None
-        if not line.startswith("data: {"):
-            continue
-        for part in json.loads(line[6:])["choices"]:
-            choice = found[part["index"]]
-            choice[0] += part["text"]
-            choice[2] = part["finish_reason"] or choice[2]
-            if part["logprobs"] is not None:
-                choice[1] = choice[1] or {name: [] for name in part["logprobs"]}
-                for name, values in part["logprobs"].items():
-                    choice[1][name] += values
-    return found
-
-
-def test_a_thousand_queued_requests_a_full_queue_and_a_slow_reader():
-    keys = f"--admin-key-file {key_files()['admin']} --max-queue 1000"
-    expected = completions(small_argv(), requests())
-    with served(small_argv(keys)) as running, ThreadPoolExecutor(1) as pool:
-        host, port = running.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))) as slow:  # it never reads its stream
-            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-            body = json.dumps(
-                {"prompt": [3, 4], "max_tokens": 112, "n": 60, "ignore_eos": True, "stream": True, "logprobs": 3}
-            )
-            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            slow.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
-            generator = RemoteGenerator(running.url, admin_key=ADMIN_KEY, seconds=SAFETY_SECONDS)
-            assert generator.generate(requests()) == expected
-        generator.pause("wait")
-        queued = {"input_ids": [[3, 4, 5 + i % 7] for i in range(1000)], "key": list(range(1000)),
-                  "sampling_params": {"max_tokens": 2, "ignore_eos": True}}  # fmt: skip
-        answer = pool.submit(running.post, "/generate", queued)
-        assert wait_until(lambda: "megarl_waiting_requests 936.0" in running.get("/metrics").data.decode())
-        refused = running.post("/generate", {"input_ids": [[3]] * 100, "sampling_params": {"max_tokens": 2}})
-        assert refused.status == 503 and int(refused.headers["Retry-After"]) > 0
-        huge = running.post("/v1/completions", {"prompt": "7" * (17 << 20)})
-        assert huge.status == 413 and huge.json()["error"]["type"] == "request_too_large"
-        generator.resume()
-        found = [result["output_ids"] for result in answer.result().json()]
-        again = {**queued, "input_ids": queued["input_ids"][::-1], "key": queued["key"][::-1]}
-        assert found == [result["output_ids"] for result in running.post("/generate", again).json()][::-1]
 
 
 # -- wrong input -------------------------------------------------------------------------------------------------

@@ -21,6 +21,10 @@ class EndTokens:
         if ids is not None and frozenset(ids) != self.ids:
             self._own[request_id] = frozenset(ids)
 
+    def clear(self):
+        """Forgets the own ones of all requests."""
+        self._own.clear()
+
     def of(self, request_id: int) -> frozenset[int]:
         """The end tokens of a request."""
         return self._own.get(request_id, self.ids)

@@ -50,8 +50,7 @@ class GenerationSession:
         self._free_ids = deque(range(size))
         self._prompt_lengths = torch.zeros(size, dtype=torch.int64)  # by request id
         self._aborted: set[int] = set()  # request ids that end with the next step
-        for request_id in self._free_ids:
-            self.end_tokens.set_own(request_id, None)
+        self.end_tokens.clear()
         if self.drafter is not None:
             self.drafter.reset(self.end_tokens.ids)
         self.owner.controller.end_tokens = self.context.end_tokens = self.end_tokens

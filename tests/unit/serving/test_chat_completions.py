@@ -2,11 +2,10 @@
 
 import json
 
-import openai
 import pytest
 
 from megarl.serving.responses import ChatCompletionResponse
-from tests.helpers.serving import LIMIT, Answers, Served, served
+from tests.helpers.serving import Answers, Served, openai_client, served
 
 TEMPLATE = """\
 {%- if tools %}
@@ -43,7 +42,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=LIMIT, max_retries=0) as made:
+    with openai_client(server) as made:
         yield made
 
 

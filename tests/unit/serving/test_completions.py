@@ -7,7 +7,7 @@ import pytest
 
 from megarl.serving.keys import stream_key
 from megarl.serving.responses import CompletionResponse
-from tests.helpers.serving import LIMIT, Answers, Served
+from tests.helpers.serving import Answers, Served, openai_client
 
 ANSWERS = {"smile": "a\U0001f600b", "turns": "one\nUser: two", "double": "é" * 5, "list": "1, 2, 3"}
 
@@ -24,7 +24,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=LIMIT, max_retries=0) as made:
+    with openai_client(server) as made:
         yield made
 
 
