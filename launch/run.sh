@@ -1,42 +1,101 @@
 #!/usr/bin/env bash
-# Starts a megarl program on this node's ranks: checks its flags, then forks the ranks or executes torchrun.
+# Starts a megarl program: on this node's ranks, on several nodes with torchrun, or in a Slurm allocation with srun.
 #   NPROC=4 bash launch/run.sh train_rl --config configs/quickstart.yaml
-# Reads: NPROC (ranks on this node; default: 1, but for training on the CPUs of one node without OMP_NUM_THREADS one rank
-# with all threads or one for each core, whichever a measurement finds faster); NNODES, NODE_RANK, MASTER_ADDR and
-# MASTER_PORT (for several nodes; run the command on each); MAX_RESTARTS (default 0); OMP_NUM_THREADS (threads per rank,
-# default: the node's cores divided by its ranks); PYTHON and MEGARL_VENV (see launch/setup_env.sh). Under srun, start
-# the program itself with `python -m megarl.train_rl`, one task per rank, with RANK, LOCAL_RANK and WORLD_SIZE set from
-# Slurm's variables.
-# Exit status: 0; 2 after one line for wrong flags or variables; otherwise that of the rank that failed, or torchrun's
-# (with CUDA, and on several nodes).
+#   DRY_RUN=1 NNODES=64 NPROC=8 bash launch/run.sh train_rl --config my_run.yaml
+# Reads:
+#   NPROC          ranks on a node; default: on one node of CPUs without OMP_NUM_THREADS whichever of one rank with all
+#                  threads or a rank per core a measurement finds faster; in a Slurm allocation its tasks, else GPUs, per
+#                  node; otherwise 1
+#   NNODES         nodes, default: those of the Slurm allocation, otherwise 1
+#   NODE_RANK, MASTER_ADDR, MASTER_PORT    number of this node, and where the first one listens; run the command on each
+#   RDZV_ENDPOINT, RDZV_ID                 instead of those three: HOST:PORT where the nodes meet and number themselves
+#                                          (torchrun's c10d), and the job's name there
+#   DRY_RUN        1: print the command, check its flags (train_rl: `megarl.plan`, which needs no data), start nothing
+#   VOCAB_SIZE     for DRY_RUN without --hf-model or tokenizer
+#   MAX_RESTARTS   restarts from the latest checkpoint of --save after a failure, default 0
+#   LAUNCHER       auto (default), torchrun (ignore a Slurm allocation) or srun
+#   SRUN_FLAGS     further flags of srun, separated by spaces
+#   OMP_NUM_THREADS    threads per rank, default: the node's cores divided by its ranks
+#   PYTHON, MEGARL_VENV    see launch/setup_env.sh
+# Exit status: 0; 2 after one line for wrong flags or variables; otherwise that of the rank that failed, torchrun's or
+# srun's.
 set -euo pipefail
 
-ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
+source "$(dirname -- "${BASH_SOURCE[0]}")/common.sh"
 PROGRAMS="train_rl, train_sft, train_reward, evaluate, serve"
-[[ $# -gt 0 ]] || { echo "run.sh: no program given; allowed: $PROGRAMS" >&2; exit 2; }
-NAME=$1
+[[ $# -gt 0 ]] || wrong "no program given; allowed: $PROGRAMS"
+PROGRAM=$1
 shift
-case $NAME in
+case $PROGRAM in
     train_rl | train_sft | train_reward | evaluate | serve) ;;
-    *) echo "run.sh: unknown program $NAME; allowed: $PROGRAMS" >&2; exit 2 ;;
+    *) wrong "unknown program $PROGRAM; allowed: $PROGRAMS" ;;
 esac
-NNODES=${NNODES:-1}
-for name in NPROC NNODES; do
-    [[ -z ${!name:-} || ${!name} =~ ^[1-9][0-9]*$ ]] || { echo "run.sh: $name=${!name}: allowed is a whole number above 0" >&2; exit 2; }
-done
-MAX_RESTARTS=${MAX_RESTARTS:-0}  # after a failure, from the latest checkpoint of --save
-[[ $MAX_RESTARTS =~ ^[0-9]+$ ]] || { echo "run.sh: MAX_RESTARTS=$MAX_RESTARTS: allowed is a whole number" >&2; exit 2; }
+LAUNCHER=${LAUNCHER:-auto}
+case $LAUNCHER in
+    torchrun | srun) ;;
+    auto) LAUNCHER=torchrun; if in_allocation; then LAUNCHER=srun; fi ;;
+    *) wrong "LAUNCHER=$LAUNCHER: allowed: auto, torchrun, srun" ;;
+esac
+if [[ $LAUNCHER == srun ]]; then read_allocation; fi
+check_numbers NPROC NNODES
+NNODES=${NNODES:-1} MAX_RESTARTS=${MAX_RESTARTS:-0}
+[[ $MAX_RESTARTS =~ ^[0-9]+$ ]] || wrong "MAX_RESTARTS=$MAX_RESTARTS: allowed is a whole number"
+nodes=() ranks=()
+if [[ $LAUNCHER == torchrun && $NNODES -gt 1 && -n ${RDZV_ENDPOINT:-} ]]; then
+    nodes=(--nnodes "$NNODES" --rdzv-endpoint "$RDZV_ENDPOINT" --rdzv-id "${RDZV_ID:-megarl}")
+elif [[ $LAUNCHER == torchrun && $NNODES -gt 1 ]]; then
+    for name in NODE_RANK MASTER_ADDR MASTER_PORT; do
+        [[ -n ${!name:-}${DRY_RUN:-} ]] || wrong "$name is not set: NNODES=$NNODES needs it, or RDZV_ENDPOINT"
+    done
+    nodes=(--nnodes "$NNODES" --node-rank "${NODE_RANK:-NODE_RANK}" --master-addr "${MASTER_ADDR:-MASTER_ADDR}"
+        --master-port "${MASTER_PORT:-MASTER_PORT}")
+fi
+[[ -z ${NPROC:-} ]] || ranks=(--nproc-per-node "$NPROC")
 PYTHON_BIN=$(bash "$ROOT/launch/setup_env.sh")
 
 # Several checkouts may share an environment: this checkout's code must come first.
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 
-nodes=()
-if [[ $NNODES -gt 1 ]]; then
-    nodes=(--nnodes "$NNODES" --node-rank "${NODE_RANK:?run.sh: NODE_RANK is not set}"
-        --master-addr "${MASTER_ADDR:?run.sh: MASTER_ADDR is not set}"
-        --master-port "${MASTER_PORT:?run.sh: MASTER_PORT is not set}")
+if [[ $LAUNCHER == srun ]]; then
+    cores=()
+    # srun does not take this from the allocation.
+    [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || cores=("--cpus-per-task=$SLURM_CPUS_PER_TASK")
+    # shellcheck disable=SC2206  # a list of words
+    command=(srun "--nodes=$NNODES" "--ntasks=$((NNODES * NPROC))" "--ntasks-per-node=$NPROC" "${cores[@]}"
+        --distribution=block --kill-on-bad-exit=1 ${SRUN_FLAGS:-} "$PYTHON_BIN" -m "megarl.$PROGRAM" "$@")
+else
+    command=("$PYTHON_BIN" -m megarl.launcher "${nodes[@]}" "${ranks[@]}" --max-restarts "$MAX_RESTARTS" "$PROGRAM" "$@")
 fi
-ranks=()
-[[ -z ${NPROC:-} ]] || ranks=(--nproc-per-node "$NPROC")
-exec "$PYTHON_BIN" -m megarl.launcher "${nodes[@]}" "${ranks[@]}" --max-restarts "$MAX_RESTARTS" "$NAME" "$@"
+
+if [[ -n ${DRY_RUN:-} || -n ${SHOW_COMMAND:-} ]]; then show_command "${command[@]}"; fi
+if [[ -n ${DRY_RUN:-} ]]; then
+    world=$((NNODES * ${NPROC:-1}))
+    if [[ $PROGRAM == train_rl ]]; then
+        exec "$PYTHON_BIN" -m megarl.plan --world-size "$world" --ranks-per-node "${NPROC:-1}" \
+            ${VOCAB_SIZE:+--vocab-size "$VOCAB_SIZE"} "$@"
+    fi
+    WORLD_SIZE=$world LOCAL_WORLD_SIZE=${NPROC:-1} exec "$PYTHON_BIN" -m "megarl.$PROGRAM" "$@" --check
+fi
+[[ $LAUNCHER == srun ]] || exec "${command[@]}"
+
+# ---- srun: what the launcher does on one node ----
+
+export OPENBLAS_NUM_THREADS=${OPENBLAS_NUM_THREADS:-1} OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
+END=${MEGARL_END_FILE:-}
+if [[ -z $END ]]; then
+    END=$(mktemp)
+    export MEGARL_END_FILE=$END
+    trap 'rm -f "$END"' EXIT
+fi
+attempt=0
+while true; do
+    : >"$END"
+    export TORCHELASTIC_RESTART_COUNT=$((${SLURM_RESTART_COUNT:-0} + attempt))
+    status=0
+    "${command[@]}" || status=$?
+    # The first rank has written why it ended, if another start would not change that.
+    [[ $status != 0 && ! -s $END && $attempt -lt $MAX_RESTARTS ]] || break
+    attempt=$((attempt + 1))
+    echo "run.sh: restart $attempt of at most $MAX_RESTARTS" >&2
+done
+exit "$status"

@@ -92,14 +92,17 @@ class RunConfig:
         return [role for name, role in self.roles.items() if name in MODELS and role.has_model]
 
 
-def parse(argv: list[str], world_size: int, program: str = "rl") -> RunConfig:
-    """Parses and checks a command line. Raises UsageError before any work starts."""
+def parse(argv: list[str], world_size: int, program: str = "rl", ranks_per_node: int | None = None) -> RunConfig:
+    """Parses and checks a command line. Raises UsageError before any work starts.
+
+    `ranks_per_node`: for role maps of nodes; None: all ranks are on one node.
+    """
     chosen, rest, own = _read(argv, program)
     values = {name: value for name, value in vars(chosen).items() if name in own}
     parser.check_values(values, own)
     context = _context(program, _settings(values, own))
     absent = {r: combinations.reason(context, r) for r in role_flags.ROLES_OF[program] if r not in context.roles}
-    ranks = role_flags.parse_role_map(context.settings.role_map, world_size, context.roles, absent)
+    ranks = role_flags.parse_role_map(context.settings.role_map, world_size, context.roles, absent, ranks_per_node)
     # These import Megatron, so they come after the check of megarl's own flags.
     from megarl.mcore.config import megatron_flags, supported_flags
 

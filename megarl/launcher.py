@@ -25,6 +25,7 @@ from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
 
+from megarl.cluster.cores import cores
 from megarl.errors import STOPPED, WARNED
 
 GRACE = 10  # seconds that ranks have to exit after a second signal
@@ -33,7 +34,6 @@ WRONG_FLAGS = 2  # exit status
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # torchrun's name
 PR_SET_PDEATHSIG = 1
 THREADS = Path("/proc/self/task")
-QUOTA = Path("/sys/fs/cgroup/cpu.max")  # CPU quota of the container: "quota period" in microseconds, or "max period"
 
 
 def main(argv: list[str]) -> int:
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the check's threads would prevent the fork
     gc.disable()  # imports create half a million objects; collecting garbage would take a fifth of the time
     ranks = options.nproc_per_node = options.nproc_per_node or _ranks(options)
-    os.environ["WORLD_SIZE"] = str(ranks * options.nnodes)
+    os.environ |= {"WORLD_SIZE": str(ranks * options.nnodes), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // ranks))
     os.environ[WARNED] = "" if options.node_rank in (None, "0") else "1"  # the first node's launcher prints them
     from megarl.data import node_files  # imports numpy
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
             status = run_ranks(lambda: run(module, options.flags), ranks, options.max_restarts)
             gc.unfreeze()  # triton's bindings report objects that still exist at exit
             return status
-    del os.environ["WORLD_SIZE"]
+    del os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
     os.execv(sys.executable, [sys.executable, *torchrun(options)])
 
 
@@ -71,11 +71,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megarl.launcher", allow_abbrev=False)
     parser.add_argument("--nproc-per-node", type=int, help="ranks on this node; default: measured on CPUs, else 1")
     parser.add_argument(
-        "--nnodes", type=int, default=1, help="number of nodes; more than one needs the next three flags"
+        "--nnodes", type=int, default=1, help="number of nodes; more than one needs the next three flags, or --rdzv-…"
     )
     parser.add_argument("--node-rank")
     parser.add_argument("--master-addr")
     parser.add_argument("--master-port")
+    parser.add_argument("--rdzv-endpoint", help="HOST:PORT where the nodes meet and number themselves (c10d)")
+    parser.add_argument("--rdzv-id", default="megarl", help="name of the job at that endpoint")
     parser.add_argument(
         "--max-restarts", type=int, default=0, help="start the ranks again after a failure, at most so often"
     )
@@ -105,20 +107,15 @@ def torchrun(options: argparse.Namespace) -> list[str]:
     rendezvous = ["--standalone"]  # torchrun chooses a free port, so no other job is joined
     if options.nnodes > 1:
         names = ("nnodes", "node_rank", "master_addr", "master_port")
+        if options.rdzv_endpoint:
+            names = ("nnodes", "rdzv_endpoint", "rdzv_id")
         rendezvous = [text for name in names for text in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
+        if options.rdzv_endpoint:
+            rendezvous += ["--rdzv-backend", "c10d"]
     ranks = ["--nproc-per-node", str(options.nproc_per_node)]
     if options.max_restarts:
         ranks += ["--max-restarts", str(options.max_restarts)]
     return ["-m", "torch.distributed.run", *rendezvous, *ranks, "-m", f"megarl.{options.program}", *options.flags]
-
-
-def cores() -> int:
-    """Cores that this process may use: its CPU affinity, limited by the quota of its container."""
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = map(int, QUOTA.read_text().split())
-        return max(1, min(affinity, quota // period))
-    return affinity
 
 
 def run(module: str, flags: list[str]) -> int:

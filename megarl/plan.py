@@ -19,6 +19,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The program's own flags; all others are those of train_rl."""
     parser = ArgumentParser(prog="megarl.plan", allow_abbrev=False, epilog="Every other flag is one of train_rl.")
     parser.add_argument("--world-size", type=int, required=True, help="ranks of the run")
+    parser.add_argument("--ranks-per-node", type=int, help="for a role map of nodes; default: all ranks on one node")
     parser.add_argument(
         "--vocab-size", type=int, help="size of the vocabulary; default: that of the folder or tokenizer"
     )
@@ -40,15 +41,16 @@ def vocabulary(chosen, role: arguments.RoleSettings) -> int:
 def main(argv: list[str]):
     """Prints the plan; UsageError for wrong input."""
     chosen, rest = build_parser().parse_known_args(argv)
-    for flag, value in (("--world-size", chosen.world_size), ("--vocab-size", chosen.vocab_size)):
+    for flag in ("world_size", "ranks_per_node", "vocab_size"):
+        value = getattr(chosen, flag)
         if value is not None and value < 1:
-            raise UsageError(f"{flag} {value}: allowed is a number above 0")
+            raise UsageError(f"--{flag.replace('_', '-')} {value}: allowed is a number above 0")
     # These import Megatron, so they come after the check of the program's own flags.
     from megarl.mcore.parallel import fake_world
     from megarl.planning import summary, table
 
     with fake_world.fake_world(chosen.world_size):
-        program = arguments.parse(rest, chosen.world_size)
+        program = arguments.parse(rest, chosen.world_size, ranks_per_node=chosen.ranks_per_node)
     warn(program.warnings)
     arguments.check_microbatches(program)
     sizes = [vocabulary(chosen, program.roles["actor"])]

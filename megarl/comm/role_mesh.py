@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megarl.cluster import interfaces, rendezvous
 from megarl.flags.role_flags import ROLES
 from megarl.mcore import device
 from megarl.mcore.config import megatron_flags
@@ -18,6 +19,7 @@ from megarl.mcore.parallel import process_groups
 
 # Time-out of collectives in a run with heartbeats, which know waiting from hanging.
 NO_LIMIT = timedelta(days=3650)
+RANK_AND_SIZE = ("RANK", "WORLD_SIZE")
 POLICY_PAIRS = (
     frozenset(("rollout", "actor")),
     frozenset(("rollout", "reference")),
@@ -116,10 +118,15 @@ def join_process_group(timeout: timedelta, collective_timeout: timedelta | None 
     if dist.is_initialized():
         return
     if device.has_cuda():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        # Slurm may show each task only its own device.
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     store, rank, size = dist.HashStore(), 0, 1
     if "RANK" in os.environ:
-        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        interfaces.choose_interface()
+        if "MASTER_PORT" in os.environ:
+            store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        else:
+            store, rank, size = rendezvous.meet(os.environ, timeout), *map(int, map(os.environ.get, RANK_AND_SIZE))
         # torchrun keeps its store when it starts the ranks again: they would connect to addresses of dead ones.
         store = dist.PrefixStore(f"megarl/start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     store.set_timeout(timeout)

@@ -96,8 +96,9 @@ def _job_folder() -> Path:
     """The folder of this job on this node."""
     if os.environ.get(FOLDER):
         return Path(os.environ[FOLDER])
-    # Without a port, the ranks were forked from one process.
-    job = os.environ.get("MASTER_PORT") or f"fork-{os.getppid()}"
+    # Without a name or port of the job, the ranks were forked from one process.
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "").removeprefix("none")  # torchrun's default tells nothing
+    job = name or os.environ.get("MASTER_PORT") or f"fork-{os.getppid()}"
     return _open_folder(f"{job}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}")
 
 

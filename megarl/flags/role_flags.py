@@ -5,6 +5,7 @@ own ranks and model-parallel sizes.
 """
 
 import difflib
+import re
 from collections.abc import Collection
 
 from megarl.errors import UsageError
@@ -30,6 +31,8 @@ PIPELINE_LAYOUT = (
 )  # fmt: skip
 
 
+_INTERVAL = re.compile(r"(?P<nodes>nodes?\s+)?(?P<first>[0-9]+)(?:-(?P<last>[0-9]+))?")
+
 # Roles that each program may have.
 ROLES_OF = {"rl": ROLES, "sft": ("actor",), "reward": ("reward",), "evaluate": ("actor", "reward", "rollout"),
             "serve": ("actor", "rollout")}  # fmt: skip
@@ -48,15 +51,20 @@ def named_roles(text: str | None) -> set[str]:
 
 
 def parse_role_map(
-    text: str | None, world_size: int, roles: tuple[str, ...], absent: dict[str, str] | None = None
+    text: str | None,
+    world_size: int,
+    roles: tuple[str, ...],
+    absent: dict[str, str] | None = None,
+    ranks_per_node: int | None = None,
 ) -> dict[str, range]:
     """`actor=0-3;critic=4-5;reward=6;reference=7` -> ranks of each role; None: every role on every rank.
 
-    A rollout that is left out runs on the actor's ranks.
+    `actor=nodes 0-1;critic=node 2` are all ranks of these nodes. A rollout that is left out runs on the actor's ranks.
 
     Args:
         roles: of the run; each of them needs ranks.
         absent: roles of the program that this run does not have -> the reason.
+        ranks_per_node: None: all ranks are on one node.
 
     Raises:
         UsageError: a missing, unknown, absent or repeated role, a malformed range, or a rank outside the world.
@@ -66,17 +74,15 @@ def parse_role_map(
     found = {}
     for entry in filter(None, (e.strip() for e in text.split(";"))):
         role, _, interval = entry.partition("=")
-        first, _, last = interval.partition("-")
-        if not first.isdigit() or not (last or first).isdigit() or int(last or first) < int(first):
-            raise UsageError(f"--role-map {text!r}: {entry!r} is not of the form role=first-last or role=rank")
+        ranks = _ranks_of(text, entry, interval, world_size, ranks_per_node or world_size)
         if role in (absent or {}):
             raise UsageError(f"--role-map {text!r}: {role!r} has nothing to do: {absent[role]}; leave it out")
         if role not in roles or role in found:
             problem = "appears twice" if role in found else f"is no role; allowed: {', '.join(roles)}"
             raise UsageError(f"--role-map {text!r}: {role!r} {problem}")
-        found[role] = range(int(first), int(last or first) + 1)
-        if found[role].stop > world_size:
-            raise UsageError(f"--role-map {text!r}: rank {found[role].stop - 1} of {role} is outside the world; "
+        found[role] = ranks
+        if ranks.stop > world_size:
+            raise UsageError(f"--role-map {text!r}: rank {ranks.stop - 1} of {role} is outside the world; "
                              f"allowed 0-{world_size - 1} (world size {world_size})")  # fmt: skip
     missing = [role for role in roles if role not in found and role != "rollout"]
     if missing:
@@ -84,6 +90,27 @@ def parse_role_map(
     if "rollout" in roles:
         found.setdefault("rollout", found["actor"])
     return found
+
+
+def _ranks_of(text: str, entry: str, interval: str, world_size: int, ranks_per_node: int) -> range:
+    """The ranks of one entry of a role map; it may end outside the world."""
+    match = _INTERVAL.fullmatch(interval)
+    if match is None or int(match["last"] or match["first"]) < int(match["first"]):
+        allowed = "role=first-last, role=rank, role=nodes first-last or role=node number"
+        raise UsageError(f"--role-map {text!r}: {entry!r} is not of the form {allowed}")
+    unit = 1
+    if match["nodes"]:
+        unit, nodes = ranks_per_node, world_size // ranks_per_node
+        if world_size % ranks_per_node:
+            raise UsageError(
+                f"--role-map {text!r}: {world_size} ranks are no whole number of nodes with {ranks_per_node} ranks each"
+            )
+        if int(match["last"] or match["first"]) >= nodes:
+            raise UsageError(
+                f"--role-map {text!r}: {entry!r} is outside the world; allowed are nodes 0-{nodes - 1} "
+                f"({ranks_per_node} ranks each)"
+            )
+    return range(unit * int(match["first"]), unit * (int(match["last"] or match["first"]) + 1))
 
 
 def _role_of(option: str, roles, megatron: dict[str, str]) -> str | None:

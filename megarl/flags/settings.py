@@ -51,8 +51,8 @@ def _are_positive_ints(text: str) -> bool:
 class Settings(ServerSettings):
     """The values of megarl's own flags."""
 
-    role_map: str | None = flag(None, "ranks per role, as 'actor=0-3;critic=4;…'; default: every role on all ranks",
-                                 programs=GENERATING)  # fmt: skip
+    role_map: str | None = flag(None, "ranks per role, as 'actor=0-3;critic=4;…', or 'actor=nodes 0-1;…'; default:"
+                                 " every role on all ranks", programs=GENERATING)  # fmt: skip
     prompts: str | None = flag(None, "JSONL file of training prompts", programs=TRAINING)
     eval_prompts: str | None = flag(None, "JSONL file of held-out prompts", programs=DATA)
     hf_model: str | None = flag(None, "Hugging Face folder: gives architecture, weights, tokenizer, chat template and"

@@ -7,6 +7,8 @@ import traceback
 
 import torch
 
+from megarl.cluster import slurm
+from megarl.cluster.cores import cores
 from megarl.errors import STOPPED, WARNED, RunStopped, UsageError, warn
 from megarl.faults import heartbeat
 from megarl.observe.timers import Timers
@@ -23,14 +25,16 @@ def launch(train, program: str):
         train: the program's main function; what it returns is the exit status, None is 0.
         program: 'rl', 'sft', 'reward', 'evaluate' or 'serve'.
     """
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    timers, config = Timers(), None
+    rank, timers, config = 0, Timers(), None
     gc.freeze()  # collecting garbage skips the half million objects of the imports
     try:
-        config = restart.parse(sys.argv[1:], size, program)
+        _adopt_slurm_task()
+        rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        config = restart.parse(sys.argv[1:], size, program, per_node)
         if config is None:
             if rank == 0:
-                restart.finish_report(sys.argv[1:], size, program)
+                restart.finish_report(sys.argv[1:], size, program, per_node)
             return
         if rank == 0 and not os.environ.get(WARNED):
             warn(config.warnings)
@@ -39,9 +43,11 @@ def launch(train, program: str):
     except UsageError as error:
         if rank == error.speaker:
             print(f"megarl: error: {error}", file=sys.stderr, flush=True)
+        restart.note_end(rank, "wrong input")
         sys.exit(2)
     except RunStopped as error:
         print(f"megarl: stopped: {error}", file=sys.stderr)
+        restart.note_end(rank, "limit")
         _exit(STOPPED)
     except Exception as error:
         _fail(rank, timers, error)
@@ -55,6 +61,14 @@ def launch(train, program: str):
             torch.distributed.destroy_process_group()
     if status:
         sys.exit(status)
+
+
+def _adopt_slurm_task():
+    """Gives a task of srun the environment that torchrun would give it, and its share of the node's cores."""
+    found = slurm.rank_environment(os.environ)
+    os.environ.update(found)
+    if found and not os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(slurm.threads_per_rank(os.environ, cores()))
 
 
 def _fail(rank: int, timers: Timers, error: BaseException):

@@ -1,4 +1,8 @@
-"""Resumes a program that a launcher starts again after a failure: `torchrun --max-restarts` or `megarl.launcher`."""
+"""Resumes a program that a launcher starts again: `torchrun --max-restarts`, `megarl.launcher`, or Slurm.
+
+The first rank notes in the file that MEGARL_END_FILE names why it ended, where the status that srun returns says too
+little: `signal` (the run is saved and can go on), `limit` or `wrong input` (another start would end the same way).
+"""
 
 import os
 from pathlib import Path
@@ -9,7 +13,15 @@ from megarl.errors import UsageError
 from megarl.observe.report import write_report
 
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # set by torchrun and by megarl.launcher: how often the ranks were started again
+END_FILE = "MEGARL_END_FILE"
 TRAINING = ("rl", "sft", "reward")
+
+
+def note_end(rank: int, reason: str):
+    """Writes the reason into the file of MEGARL_END_FILE; only the first rank does, and only if the variable is set."""
+    file = os.environ.get(END_FILE)
+    if file and rank == 0:
+        Path(file).write_text(reason)
 
 
 def is_restart() -> bool:
@@ -17,13 +29,13 @@ def is_restart() -> bool:
     return os.environ.get(ATTEMPT, "0") not in ("", "0")
 
 
-def parse(argv: list[str], size: int, program: str) -> arguments.RunConfig | None:
+def parse(argv: list[str], size: int, program: str, ranks_per_node: int | None = None) -> arguments.RunConfig | None:
     """The configuration of a program. After a restart it continues the latest checkpoint of `--save`, if there is one.
 
     Returns:
         None if that checkpoint is of the last step, so that nothing is left to do.
     """
-    config = arguments.parse(argv, size, program)
+    config = arguments.parse(argv, size, program, ranks_per_node)
     if program not in TRAINING or not is_restart() or not config.settings.save:
         return config
     save = config.settings.save
@@ -33,11 +45,11 @@ def parse(argv: list[str], size: int, program: str) -> arguments.RunConfig | Non
         return config
     if manifest["step"] >= config.settings.train_iters:
         return None
-    return arguments.parse([*argv, "--load", save], size, program)
+    return arguments.parse([*argv, "--load", save], size, program, ranks_per_node)
 
 
-def finish_report(argv: list[str], size: int, program: str):
+def finish_report(argv: list[str], size: int, program: str, ranks_per_node: int | None = None):
     """Draws the report of a run that failed after its last step was saved."""
-    folder = Path(arguments.parse(argv, size, program).settings.save)
+    folder = Path(arguments.parse(argv, size, program, ranks_per_node).settings.save)
     write_report(folder)
     print(f"megarl: the last step of {folder} is saved: nothing is left to do", flush=True)

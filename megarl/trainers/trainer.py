@@ -24,6 +24,7 @@ from megarl.observe.settings_file import write_settings
 from megarl.observe.timeline import last_events, write_timeline
 from megarl.observe.timers import Timers, reduce_times
 from megarl.roles.trainable_model import TrainableModel
+from megarl.trainers import restart
 from megarl.trainers.async_metrics import AsyncMetrics, StepReport
 from megarl.trainers.setup import save_policy
 
@@ -106,6 +107,8 @@ class Trainer(abc.ABC):
         if self.mesh.rank == 0:
             saved = f"resume with --load {self.folder}" if self.folder else "without --save nothing is saved"
             print(f"megarl: stopped by a signal after step {self.step}; {saved}", file=sys.stderr, flush=True)
+            if self.folder and self.step < self.settings.train_iters:
+                restart.note_end(0, "signal")
 
     def is_due(self, interval: int) -> bool:
         """Whether an action is due now that runs every `interval` steps (0: never) and after the last one."""

@@ -1,8 +1,12 @@
 """The scripts of launch/: wrong use ends with status 2 and one line; what a warm start and the quickstarts run."""
 
 import json
+import os
 import re
+import shlex
 import shutil
+import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +25,9 @@ SPLIT = {
 @pytest.mark.parametrize("arguments, variables, says", [
     ([], {}, "no program given"), (["train"], {}, "unknown program train"), (["train_sft"], {"NPROC": "0"}, "NPROC=0"),
     (["train_sft"], {"NPROC": "two"}, "NPROC=two"), (["train_sft", "--lr-rate", "1"], {}, "--lr-rate"),
-    (["train_sft"], {"MAX_RESTARTS": "-1"}, "MAX_RESTARTS=-1"),
+    (["train_sft"], {"MAX_RESTARTS": "-1"}, "MAX_RESTARTS=-1"), (["train_sft"], {"LAUNCHER": "ray"}, "LAUNCHER=ray"),
+    (["train_sft"], {"NNODES": "2"}, "NODE_RANK is not set: NNODES=2 needs it, or RDZV_ENDPOINT"),
+    (["train_sft"], {"LAUNCHER": "srun"}, "there is no Slurm allocation"),
 ])  # fmt: skip
 def test_wrong_use_is_reported_in_one_line(arguments, variables, says):
     done = launch(arguments, **variables)
@@ -48,6 +54,11 @@ def test_a_warm_start_makes_data_and_a_policy_on_two_ranks(tmp_path):
     ("warm_start", {"SAVE": "S", "CONFIG": "moe"}, "CONFIG=moe: configs/moe_sft.yaml does not exist"),
     ("quickstart", {"SAVE": "S", "CONFIG": "moe"}, "CONFIG=moe: allowed: quickstart, moe_quickstart"),
     ("moe_quickstart", {"SAVE": "S", "SEED": "one"}, "SEED=one: allowed is"),
+    ("rl", {"SAVE": "S"}, "MODEL or HF_MODEL is not set"),
+    ("rl", {"SAVE": "S", "MODEL": "gpt2"}, "MODEL=gpt2: allowed: deepseek_v3 llama3.1_405b"),
+    ("rl", {"SAVE": "S", "MODEL": "qwen3_8b", "ALGORITHM": "dpo"}, "ALGORITHM=dpo: allowed: cispo dapo dr_grpo"),
+    ("rl", {"SAVE": "S", "MODEL": "qwen3_8b", "TP": "two"}, "TP=two: allowed is a whole number above 0"),
+    ("slurm", {"SAVE": "S"}, "no program or script given"),
 ])  # fmt: skip
 def test_wrong_variables_are_reported_in_one_line_before_anything_is_made(name, variables, says, tmp_path):
     run = tmp_path / "run"
@@ -60,12 +71,104 @@ def test_wrong_variables_are_reported_in_one_line_before_anything_is_made(name, 
 
 def checkout(folder: Path) -> Path:
     """A checkout of the quickstarts whose other scripts only say how they were called."""
-    shutil.copytree(ROOT / "launch", folder / "launch")
+    for name in ("launch", "configs"):
+        shutil.copytree(ROOT / name, folder / name)
     (folder / "launch" / "setup_env.sh").write_text("echo python\n")
     for name in ("warm_start", "run"):
         said = f"{name}: ${{NPROC:-}} $CONFIG $SEED $SAVE"
         (folder / "launch" / f"{name}.sh").write_text(f'printf "%s\\n" "{said}" "$@"\n')
     return folder
+
+
+def test_a_dry_run_prints_the_command_and_the_plan_of_64_nodes(tmp_path):
+    """The batch script, outside Slurm: what it would start on 512 ranks, and where the roles would be."""
+    role_map = "actor=nodes 0-31;critic=nodes 32-47;reference=nodes 48-63;reward=nodes 48-63"
+    given = {"NNODES": "64", "NPROC": "8", "TP": "8", "PP": "4", "MODEL": "qwen2.5_72b", "ALGORITHM": "ppo"}
+    save = tmp_path / "run"
+    done = launch(["launch/rl.sh"], "slurm", DRY_RUN="1", ROLE_MAP=role_map, SAVE=str(save), **given)
+    assert done.returncode == 0, done.stderr
+    arrays = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if "_ARGS " in line)
+    assert list(arrays) == [f"{name}_ARGS" for name in ("MODEL", "ROLE", "ROLLOUT", "ALGORITHM", "OPTIMIZER", "SAVE")]
+    (command,) = (line for line in done.stdout.splitlines() if line.startswith("command: "))
+    words = shlex.split(command)[1:]
+    assert words[:4] == ["srun", "--nodes=64", "--ntasks=512", "--ntasks-per-node=8"]
+    assert words[-sum(len(shlex.split(text)) for text in arrays.values()) :] == shlex.split(" ".join(arrays.values()))
+    rows = {line.split()[0]: line.split()[1:6] for line in done.stdout.splitlines() if line[:1].islower()}
+    assert rows["actor"][:1] != [] and "512 ranks; vocabulary 152064" in done.stdout
+    for role, ranks in (("actor", "0-255"), ("critic", "256-383"), ("reference", "384-511"), ("rollout", "0-255")):
+        assert re.search(rf"^{role} +{ranks} +8 +4 ", done.stdout, re.MULTILINE), role
+    assert not save.exists()
+
+
+def test_a_dry_run_checks_flags():
+    done = launch(["train_sft", "--lr-rate", "1"], DRY_RUN="1")
+    assert done.returncode == 2 and "--lr-rate: unknown flag" in done.stderr
+    assert done.stdout.startswith("command: ") and "megarl.launcher" in done.stdout
+
+
+def stub(folder: Path, name: str, script: str):
+    """A command of this name on the PATH of `stubbed`."""
+    (folder / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+def stubbed(folder: Path, **variables: str) -> dict[str, str]:
+    """Variables of an allocation of two nodes with three tasks each, and the stubs' PATH."""
+    return {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_NTASKS": "6", "SLURM_TASKS_PER_NODE": "3(x2)"} | variables  # fmt: skip
+
+
+def test_in_an_allocation_ranks_are_tasks_of_srun(tmp_path):
+    stub(tmp_path, "srun", f'printf "%s\\n" "$@" >{tmp_path}/words')
+    given = stubbed(tmp_path, SLURM_CPUS_PER_TASK="12", SRUN_FLAGS="--mpi=none --label")
+    done = launch(["train_rl", "--role-map", "actor=nodes 0-1"], **given)
+    assert done.returncode == 0, done.stderr
+    words = (tmp_path / "words").read_text().splitlines()
+    assert words[:4] == ["--nodes=2", "--ntasks=6", "--ntasks-per-node=3", "--cpus-per-task=12"]
+    assert words[-7:] == ["--mpi=none", "--label", sys.executable, "-m", "megarl.train_rl", "--role-map",
+                          "actor=nodes 0-1"]  # fmt: skip
+
+
+@pytest.mark.parametrize("ends, starts, status", [
+    (["exit 137", "exit 0"], 2, 0), (["exit 137"] * 4, 3, 137),
+    (['printf limit >"$MEGARL_END_FILE"; exit 137'], 1, 137),
+    (['printf "wrong input" >"$MEGARL_END_FILE"; exit 2'], 1, 2),
+])  # fmt: skip
+def test_failed_tasks_are_started_again_unless_it_would_not_help(ends, starts, status, tmp_path):
+    cases = "\n".join(f"    {number}) {end} ;;" for number, end in enumerate(ends))
+    stub(tmp_path, "srun", f'echo "$TORCHELASTIC_RESTART_COUNT" >>{tmp_path}/starts\n'
+                           f'case $((TORCHELASTIC_RESTART_COUNT - 5)) in\n{cases}\nesac')  # fmt: skip
+    done = launch(["train_rl"], **stubbed(tmp_path, MAX_RESTARTS="2", SLURM_RESTART_COUNT="5"))
+    assert done.returncode == status
+    assert (tmp_path / "starts").read_text().split() == [str(5 + number) for number in range(starts)]
+
+
+@pytest.mark.parametrize("end, preempted, requeued", [
+    ('printf signal >"$MEGARL_END_FILE"', False, True), ("exit 143", True, True), ("exit 1", False, False),
+    ("exit 0", True, False), ('printf limit >"$MEGARL_END_FILE"; exit 3', False, False),
+])  # fmt: skip
+def test_a_batch_job_goes_back_into_the_queue_if_the_run_can_go_on(end, preempted, requeued, tmp_path):
+    stub(tmp_path, "srun", end)
+    when = "2026-01-01T00:00:00" if preempted else "None"
+    # Slurm ends the batch script: here its stand-in does.
+    stub(tmp_path, "scontrol", f'echo "$@" >>{tmp_path}/asked\n[[ $1 == show ]] && echo "PreemptTime={when}" && exit\n'
+                               "kill -KILL $PPID")  # fmt: skip
+    done = launch(["train_rl"], "slurm", **stubbed(tmp_path))
+    asked = (tmp_path / "asked").read_text() if (tmp_path / "asked").exists() else ""
+    assert ("requeue 7" in asked) == requeued == ("goes back into the queue" in done.stderr)
+    assert (done.returncode == -signal.SIGKILL) == requeued
+
+
+@pytest.mark.parametrize("algorithm", sorted(path.stem for path in (ROOT / "configs" / "recipes").glob("*.yaml")))
+def test_the_recipe_of_each_algorithm_is_understood(algorithm, tmp_path):
+    given = {"MODEL": "qwen3_30b_a3b", "EP": "2", "TP": "2", "ALGORITHM": algorithm, "SAVE": str(tmp_path / "run")}
+    done = launch(["--lr", "2e-6"], "rl", checkout(tmp_path / "checkout"), **given)
+    assert done.returncode == 0, done.stderr
+    program, *flags = done.stdout.partition("run: ")[2].splitlines()[1:]
+    config = arguments.parse(flags, 4)
+    args, settings = config.roles["actor"].megatron, config.settings
+    assert (program, args.lr, args.num_experts, args.sequence_parallel) == ("train_rl", 2e-6, 128, True)
+    assert settings.router_replay == "rollout" and settings.save == str(tmp_path / "run") and not config.warnings
 
 
 @pytest.mark.parametrize("config", SPLIT)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megarl import launcher, rank_choice
+from megarl.cluster import cores
 from tests.helpers.programs import environment
 from tests.helpers.worlds import wait_until, wait_until_gone
 
@@ -194,10 +195,10 @@ def test_cores_are_those_of_the_container(tmp_path, monkeypatch):
     bound = len(os.sched_getaffinity(0))
     for text, count in (("max 100000", bound), ("50000 100000", 1), ("100000 100000", 1), ("6400000 100000", bound)):
         (tmp_path / "cpu.max").write_text(text)
-        monkeypatch.setattr(launcher, "QUOTA", tmp_path / "cpu.max")
-        assert launcher.cores() == count, text
-    monkeypatch.setattr(launcher, "QUOTA", tmp_path / "none")
-    assert launcher.cores() == bound
+        monkeypatch.setattr(cores, "QUOTA", tmp_path / "cpu.max")
+        assert cores.cores() == count, text
+    monkeypatch.setattr(cores, "QUOTA", tmp_path / "none")
+    assert cores.cores() == bound
 
 
 @pytest.mark.parametrize("given, threads", [("", 3), ("2", 2)])
@@ -263,7 +264,9 @@ def test_running_threads_and_several_nodes_require_torchrun():
         release.set()
         thread.join()
     nodes = "--nnodes 2 --node-rank 1 --master-addr here --master-port 29".split()
-    for given, where in ([], ["--standalone"]), (nodes, nodes):
+    meeting = "--nnodes 2 --rdzv-endpoint here:29 --rdzv-id 7".split()
+    cases = ([], ["--standalone"]), (nodes, nodes), (meeting, [*meeting, "--rdzv-backend", "c10d"])
+    for given, where in cases:
         options = launcher._parser().parse_args([*given, "--nproc-per-node", "3", "train_sft", "--lr", "1", "--nnodes"])
         wanted = ["--nproc-per-node", "3", "-m", "megarl.train_sft", "--lr", "1", "--nnodes"]
         assert launcher.torchrun(options) == ["-m", "torch.distributed.run", *where, *wanted]

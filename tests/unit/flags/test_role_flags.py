@@ -54,6 +54,30 @@ def test_wrong_role_maps_are_rejected(text, says):
     assert says in str(caught.value) and "--role-map" in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_role_map_may_name_nodes():
+    two = ("actor", "critic")
+    found = parse_role_map("actor=nodes 0-1;critic=node 2", 24, two, ranks_per_node=8)
+    assert found == {"actor": range(16), "critic": range(16, 24)}
+    assert parse_role_map("actor=nodes  1;critic=3", 4, two, ranks_per_node=2) == {
+        "actor": range(2, 4), "critic": range(3, 4),
+    }  # fmt: skip
+    assert parse_role_map("actor=node 0;critic=2", 3, two) == {"actor": range(3), "critic": range(2, 3)}
+
+
+@pytest.mark.parametrize("text, per_node, says", [
+    ("actor=nodes 0-2;critic=0", 2, "'actor=nodes 0-2' is outside the world; allowed are nodes 0-1 (2 ranks each)"),
+    ("actor=node 1;critic=0", None, "'actor=node 1' is outside the world; allowed are nodes 0-0 (4 ranks each)"),
+    ("actor=node 0;critic=0", 3, "4 ranks are no whole number of nodes with 3 ranks each"),
+    ("actor=nodes 1-0;critic=0", 2, "'actor=nodes 1-0' is not of the form"),
+    ("actor=node;critic=0", 2, "'actor=node' is not of the form"), ("actor=node0;critic=0", 2, "not of the form"),
+    ("actor=0-1;critic=racks 0", 2, "'critic=racks 0' is not of the form role=first-last, role=rank, role=nodes"),
+])  # fmt: skip
+def test_wrong_nodes_of_a_role_map_are_rejected(text, per_node, says):
+    with pytest.raises(UsageError) as caught:
+        parse_role_map(text, 4, ("actor", "critic"), ranks_per_node=per_node)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
 def test_an_absent_role_gets_no_ranks():
     with pytest.raises(UsageError, match="^--role-map 'actor=0;critic=1': 'critic' has nothing to do: why; leave it"):
         parse_role_map("actor=0;critic=1", 2, ("actor",), {"critic": "why"})

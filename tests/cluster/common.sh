@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# What the cluster tests share; to be sourced. Sets ROOT, the checkout.
+
+ROOT=$(cd -- "$HERE/../.." && pwd -P)
+SCRIPT=$(basename -- "$0")
+export PYTHONPATH=$ROOT
+
+# install_if_missing PROGRAM:PACKAGE...: installs all these Debian packages if a program is missing; needs root.
+install_if_missing() {
+    local pair missing=false log
+    [[ $(id -u) == 0 ]] || { echo "$SCRIPT: needs root" >&2 && exit 2; }
+    for pair in "$@"; do type -P "${pair%:*}" >/dev/null || missing=true; done
+    $missing || return 0
+    echo "$SCRIPT: installs ${*#*:}" >&2
+    log=$(mktemp)
+    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${@#*:}"; } \
+        >"$log" 2>&1 || { cat "$log" >&2 && rm -f "$log" && exit 2; }
+    rm -f "$log"
+}
+
+say() { printf '%s: %s (%d s)\n' "$SCRIPT" "$*" "$SECONDS"; }
+
+# fail WORD...: ends the test with the logs of $WORK.
+fail() {
+    echo "$SCRIPT: FAILED: $*" >&2
+    for log in "$WORK"/*.log; do printf '==> %s\n' "$log" && tail -n 30 "$log"; done >&2
+    exit 1
+}
+
+# same RUN RUN: metrics without times, samples and checkpoints of both are equal, byte for byte.
+same() {
+    "$PYTHON_BIN" - "$1" "$2" <<'PYTHON' || fail "$2 differs from $1"
+import sys
+from pathlib import Path
+
+from tools import record_runs
+
+found = record_runs.differences(*({"run": record_runs.record(Path(folder))} for folder in sys.argv[1:]))
+print("\n".join(found), end="")
+sys.exit(bool(found))
+PYTHON
+}
+
+# Makes a policy and the command PPO of STEPS steps, with its role map for two nodes, and runs it undisturbed on one node.
+prepare() {
+    say "a warm start of 20 steps"
+    SAVE=$WORK/warm bash launch/warm_start.sh --train-iters 20 --eval-interval 20 --lr-warmup-iters 1 \
+        >"$WORK/warm.log" 2>&1 || fail "the warm start"
+    PPO=(train_rl --config configs/quickstart.yaml --prompts "$WORK/warm/data/train.jsonl"
+        --eval-prompts "$WORK/warm/data/heldout.jsonl" --tokenizer-model "$WORK/warm/data/tokenizer.model"
+        --pretrained-checkpoint "$WORK/warm/sft" --train-iters "$STEPS" --eval-samples 40 --eval-interval 3
+        --save-interval 2 --lr-warmup-iters 1 --lr-decay-iters 10)
+    NODES_MAP=(--role-map "actor=node 0;critic=node 1;reward=node 1;reference=node 1")
+    say "undisturbed: four ranks of launch/run.sh on one node"
+    LAUNCHER=torchrun NPROC=4 bash launch/run.sh "${PPO[@]}" \
+        --role-map "actor=0-1;critic=2-3;reward=2-3;reference=2-3" --save "$WORK/undisturbed" \
+        >"$WORK/undisturbed.log" 2>&1 || fail "the undisturbed run"
+}
