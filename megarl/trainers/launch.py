@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+import time
 import traceback
 
 import torch
@@ -13,6 +14,8 @@ from megarl.errors import STOPPED, WARNED, RunStopped, UsageError, warn
 from megarl.faults import heartbeat
 from megarl.observe.timers import Timers
 from megarl.trainers import restart
+
+SPEAKER_FIRST = 10.0  # seconds
 
 
 def launch(train, program: str):
@@ -41,8 +44,7 @@ def launch(train, program: str):
         status = train(config, timers)
         heartbeat.finish()
     except UsageError as error:
-        if rank == error.speaker:
-            print(f"megarl: error: {error}", file=sys.stderr, flush=True)
+        _refuse(rank, error)
         restart.note_end(rank, "wrong input")
         sys.exit(2)
     except RunStopped as error:
@@ -69,6 +71,20 @@ def _adopt_slurm_task():
     os.environ.update(found)
     if found and not os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(slurm.threads_per_rank(os.environ, cores()))
+
+
+def _refuse(rank: int, error: UsageError):
+    """Prints the line of wrong input on one rank.
+
+    The others wait: a launcher kills all ranks when one ends, and the line must come first. A rank that waits in vain has
+    found what the speaker has not, such as a file that is missing on its node alone.
+    """
+    if rank != error.speaker:
+        time.sleep(SPEAKER_FIRST)
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            return
+        error = f"rank {rank}: {error}"
+    print(f"megarl: error: {error}", file=sys.stderr, flush=True)
 
 
 def _fail(rank: int, timers: Timers, error: BaseException):

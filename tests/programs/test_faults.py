@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 
 from megarl.observe import activity
-from megarl.trainers import setup
+from megarl.trainers import launch, setup
 from tests.helpers import faults
 from tests.helpers.programs import (
     GRADED,
@@ -149,7 +149,15 @@ def assert_same_run(folder, other):
     assert last[0] == last[1] and len(last[0]) > 50
 
 
-def test_a_signal_on_one_rank_saves_on_all_and_the_run_goes_on_exactly(undisturbed, tmp_path, capfd):
+@pytest.fixture
+def end_file(tmp_path_factory, monkeypatch):
+    """File in which the first rank notes why it ended."""
+    file = tmp_path_factory.mktemp("end") / "reason"
+    monkeypatch.setenv("MEGARL_END_FILE", str(file))
+    return file
+
+
+def test_a_signal_on_one_rank_saves_on_all_and_the_run_goes_on_exactly(undisturbed, tmp_path, capfd, end_file):
     """The signal reaches one of two ranks, in the first step."""
     flags = "--train-iters 3 --save-interval 0"
     status = faults.run(argv(tmp_path, flags), 2, lambda: faults.rank() == 1 and faults.in_phase(
@@ -159,8 +167,11 @@ def test_a_signal_on_one_rank_saves_on_all_and_the_run_goes_on_exactly(undisturb
     last = int(lines[0].split()[5].rstrip(";"))
     assert lines[1:] == [f"megarl: stopped by a signal after step {last - 1}; resume with --load {tmp_path}"]
     assert (tmp_path / "checkpoints" / "latest").read_text() == f"step_{last - 1:08d}\n"
+    assert end_file.read_text() == "signal"
+    end_file.unlink()
     assert faults.run(argv(tmp_path, f"{flags} --load {tmp_path}"), 2) == 0
     assert_same_run(tmp_path, undisturbed)
+    assert not end_file.exists()
 
 
 @pytest.mark.long
@@ -236,6 +247,20 @@ def test_a_run_that_was_killed_after_its_last_step_has_nothing_left_to_do(undist
     assert printed.err == "megarl: restart 1 of at most 1\n" and metrics(tmp_path / "run") == before
 
 
-def test_wrong_flags_are_not_tried_again(tmp_path, capfd):
+def test_wrong_flags_are_not_tried_again(tmp_path, capfd, end_file):
     assert faults.run(argv(tmp_path, "--train-iters 0"), 2, restarts=3) == 2
-    assert capfd.readouterr().err.count("\n") == 1
+    assert capfd.readouterr().err.count("\n") == 1 and end_file.read_text() == "wrong input"
+
+
+def test_wrong_input_of_one_node_is_named(tmp_path, capfd, monkeypatch):
+    """The first rank finds its files; the second one, on another node, does not."""
+    monkeypatch.setattr(launch, "SPEAKER_FIRST", 0.1)
+
+    def other_node():
+        if faults.rank() == 1:
+            os.environ["LOCAL_RANK"] = "0"
+            sys.argv[sys.argv.index("--prompts") + 1] = str(tmp_path / "missing.jsonl")
+
+    assert faults.run(argv(tmp_path, "--train-iters 1"), 2, other_node) == 2
+    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("megarl: error: ")]
+    assert len(errors) == 1 and errors[0].startswith("megarl: error: rank 1: ") and "missing.jsonl" in errors[0]

@@ -316,10 +316,11 @@ def test_a_run_ends_after_many_skipped_steps(tmp_path):
     assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "step_00000001"
 
 
-def test_an_alarm_ends_a_run_in_one_line(tmp_path):
+def test_an_alarm_ends_a_run_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGARL_END_FILE", str(tmp_path / "reason"))
     argv = rl_argv(tmp_path, f"--train-iters 3 --alarms reward/mean>-1:stop {GRADED}")
     status, _, errors = launch(tmp_path, argv)
-    assert status == 3
+    assert status == 3 and (tmp_path / "reason").read_text() == "limit"
     (line,) = [line for line in errors.splitlines() if line.startswith("megarl: stopped: ")]
     assert re.fullmatch(r"megarl: stopped: step 1: reward/mean is \S+ \(--alarms 'reward/mean > -1: stop'\)", line)
     assert "Traceback" not in errors and list(metrics(tmp_path)) == [1]

@@ -1,1 +1,1 @@
-"""Tests of megarl.cluster."""
+"""Tests of megarl/cluster/."""
