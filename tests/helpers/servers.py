@@ -5,18 +5,19 @@ import functools
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Iterator, NamedTuple
 
 import urllib3
 
+from megarl import launcher
 from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.generation import GenerationRequest
 from tests.helpers.evaluation import MODEL
-from tests.helpers.programs import environment, inputs, program, sft_argv, train
+from tests.helpers.programs import inputs, program, sft_argv, train
 from tests.helpers.worlds import SAFETY_SECONDS, run_world, wait_until
 
 LONG = (
@@ -69,12 +70,47 @@ def requests(count: int = 24) -> list[GenerationRequest]:
     ]
 
 
+class ForkedLauncher:
+    """The launcher in a fork of this process, which has imported torch already; with `Popen`'s methods."""
+
+    def __init__(self, argv: list[str], log: Path):
+        """`log`: receives standard error; `stdout` reads standard output."""
+        read, write = os.pipe()
+        self._process = get_context("fork").Process(target=_become_launcher, args=(argv, log, read, write))
+        self._process.start()
+        os.close(write)
+        self.pid, self.stdout = self._process.pid, os.fdopen(read)
+
+    def poll(self) -> int | None:
+        """The exit status, negative after a signal; None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status, once it has ended; AssertionError after `timeout` seconds."""
+        self._process.join(timeout)
+        assert self._process.exitcode is not None, f"still running after {timeout:g} s"
+        return self._process.exitcode
+
+    def send_signal(self, number: int):
+        """Sends a signal to the launcher alone."""
+        os.kill(self.pid, number)
+
+
+def _become_launcher(argv: list[str], log: Path, unused: int, output: int):
+    os.setsid()
+    os.close(unused)
+    os.dup2(output, 1)
+    os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY), 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    sys.exit(launcher.main(argv))
+
+
 class Served(NamedTuple):
     """A running server."""
 
     url: str
     model: str
-    process: subprocess.Popen
+    process: ForkedLauncher
     log: Path  # standard error
 
     def get(self, path: str, **headers: str) -> urllib3.BaseHTTPResponse:
@@ -99,16 +135,11 @@ class Served(NamedTuple):
 
 
 @contextlib.contextmanager
-def served(argv: list[str], size: int = 1, threads: int = 1) -> Iterator[Served]:
+def served(argv: list[str], size: int = 1) -> Iterator[Served]:
     """A server that is ready; it is stopped at the end, and must then exit with 0 unless it was ended before."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        command = [sys.executable, "-m", "megarl.launcher", "--nproc-per-node", str(size), "serve", *argv]
-        with log.open("w") as errors:
-            process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=errors, text=True,
-                env=environment(OMP_NUM_THREADS=str(threads)), start_new_session=True,
-            )  # fmt: skip
+        process = ForkedLauncher(["--nproc-per-node", str(size), "serve", *argv], log)
         try:
             found = next(filter(None, map(ANNOUNCED.match, process.stdout)), None)
             assert found, f"the server ended with {process.wait()}: {log.read_text()}"
