@@ -12,7 +12,7 @@ from megarl.observe.files import sync_directory, write_atomically
 from megarl.observe.metrics_file import FILE_NAME, lines_after, start_fresh
 
 ABANDONED = "abandoned"  # checkpoints/abandoned-1, …: a branch that was left, with its metrics and samples
-_OUTPUTS = ("samples", "hf", "peft")  # folders with a file or folder for each step
+_OUTPUTS = ("samples", "tokens", "hf", "peft")  # folders with a file or folder for each step
 
 
 def begin(run: Path, step: int, source: Path | None, used: list[Path]):

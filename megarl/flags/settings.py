@@ -15,6 +15,7 @@ from megarl.algorithms.normalization import ENSEMBLES
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.algorithms.rollout_correction import CORRECTIONS, LEVELS
 from megarl.flags.fields import flag, fraction, not_negative, one_of, positive
+from megarl.flags.report_settings import ReportSettings
 from megarl.flags.server_settings import ServerSettings
 from megarl.kernel_names import KERNELS
 from megarl.lora import ALL_LINEAR, TARGETS, are_targets
@@ -48,7 +49,7 @@ def _are_positive_ints(text: str) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings(ServerSettings):
+class Settings(ServerSettings, ReportSettings):
     """The values of megarl's own flags."""
 
     role_map: str | None = flag(None, "ranks per role, as 'actor=0-3;critic=4;…', or 'actor=nodes 0-1;…'; default:"

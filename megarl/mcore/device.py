@@ -46,6 +46,11 @@ def to_device(arrays: list[np.ndarray]) -> list[torch.Tensor]:
     return [tensor.view(array.shape) for tensor, array in zip(tensors, arrays, strict=True)]
 
 
+def accelerator_name() -> str | None:
+    """Returns the name of this process's CUDA device, such as "NVIDIA H200"; None without one."""
+    return torch.cuda.get_device_name() if has_cuda() else None
+
+
 def peak_bytes() -> int | None:
     """Returns the peak bytes that tensors of this process have allocated on its CUDA device; None without one.
 

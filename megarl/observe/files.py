@@ -54,6 +54,8 @@ def _plain(value: object, where: str) -> object:
     if isinstance(value, dict):
         return {str(key): _plain(inner, f"{where}.{key}") for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
+        if all(type(inner) is float and math.isfinite(inner) for inner in value):
+            return value  # a response has thousands of such numbers
         return [_plain(inner, f"{where}[{index}]") for index, inner in enumerate(value)]
     if isinstance(value, numbers.Integral):
         return int(value)

@@ -32,7 +32,7 @@ def write_settings(directory: Path, settings: dict) -> Path:
 
 def _plain(value: object, key: str) -> object:
     """`value` as types of safe YAML; the same settings always give the same text."""
-    if value is None or type(value) in (bool, int, float, str):
+    if value is None or type(value) in (bool, int, float):
         return value
     if isinstance(value, enum.Enum):
         return value.name
@@ -47,7 +47,8 @@ def _plain(value: object, key: str) -> object:
     if isinstance(value, (list, tuple, range)):
         return [_plain(inner, f"{key}[{index}]") for index, inner in enumerate(value)]
     if isinstance(value, (str, Path)):
-        return str(value)
+        # YAML has no half of a surrogate pair, which stands for a byte of a path that is not UTF-8.
+        return str(value).encode(errors="backslashreplace").decode()
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Real):

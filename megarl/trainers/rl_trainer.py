@@ -25,6 +25,7 @@ from megarl.trainers.policy_service import PolicyService
 from megarl.trainers.reward_factory import RewardFactory
 from megarl.trainers.server_options import ServerOptions
 from megarl.trainers.setup import build_role_encoder, check_training_flags, check_vocabulary, read_inputs
+from megarl.trainers.token_samples import TokenSamples
 from megarl.trainers.trainer import Trainer
 
 CHECKPOINTED_ROLES = ("actor", "critic", "reference")  # not reward models, which only score
@@ -122,6 +123,7 @@ class RLTrainer(Trainer):
         self._build_roles(config, timers)
         self._metrics: dict[str, float] = {}  # of the step, this rank's
         self._samples: list[dict] = []
+        self._token_samples = TokenSamples(self.settings.token_samples, self.tokenizer) if self.folder else None
         self._is_best = False  # whether the step's evaluation is the best so far
         self._accuracy_before: float | None = None  # on held-out prompts, on rank 0
         self._accuracy_after: float | None = None
@@ -221,6 +223,8 @@ class RLTrainer(Trainer):
         self._metrics, self._is_best = self._step_metrics(), False
         rows = self.reward.rows if self.mesh["reward"].is_leader else []
         self._samples = [row for row in rows if row["sequence"] < SAMPLES_PER_FILE]
+        if self._token_samples and self._batch is not None and self.mesh["actor"].is_leader:
+            self._samples += self._token_samples.rows(self._batch)
         if not self.evaluator or not self.is_due(self.settings.eval_interval):
             return
         metrics = self.evaluator.evaluate()

@@ -16,10 +16,11 @@ from megarl.errors import RunStopped, warn
 from megarl.faults.stop import RunStop
 from megarl.mcore import device
 from megarl.observe.alarms import Alarms
+from megarl.observe.environment import environment, processor
 from megarl.observe.metrics_file import MetricsWriter
 from megarl.observe.progress import RL_FIELDS, Progress
 from megarl.observe.report import write_report
-from megarl.observe.samples import SamplesWriter
+from megarl.observe.samples import write_samples
 from megarl.observe.settings_file import write_settings
 from megarl.observe.timeline import last_events, write_timeline
 from megarl.observe.timers import Timers, reduce_times
@@ -80,7 +81,12 @@ class Trainer(abc.ABC):
             for name, role in self.config.roles.items()
             if role.model_role == name  # a rollout that shares the actor's model has the actor's settings
         }
-        return {"megarl": self.config.megarl_settings(), "world_size": self.mesh.size, "roles": roles}
+        return {
+            "megarl": self.config.megarl_settings(),
+            "world_size": self.mesh.size,
+            "roles": roles,
+            "environment": environment(device.accelerator_name() or processor()),
+        }
 
     def steps(self) -> Iterator[int]:
         """Yields the numbers of the remaining steps, up to `--train-iters`, and counts them.
@@ -155,7 +161,7 @@ class Trainer(abc.ABC):
         Args:
             metrics: of this rank. A name that several ranks have must have the same value on all of them; of memory
                 metrics the maximum counts.
-            samples: this rank's rows of the samples file.
+            samples: this rank's rows of the samples files.
         """
         if (peak := device.peak_bytes()) is not None:
             metrics = metrics | {f"memory/{role}/peak_bytes": peak for role in self.mesh.roles_of(self.mesh.rank)}
@@ -189,7 +195,7 @@ class Trainer(abc.ABC):
             row["rollout/tokens_per_s"] = row["rollout/tokens"] / max(rollout_seconds, 1e-9)
         rows = sorted((row for of_rank in samples for row in of_rank), key=lambda row: row["sequence"])
         if rows and self.folder:
-            SamplesWriter(self.folder).write(step, rows)
+            write_samples(self.folder, step, rows)
         self.write(step, row)
         self._progress.line(step, row, seconds[0])
         self._alarms.watch(step, row)

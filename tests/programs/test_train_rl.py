@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.forked_programs import launch
@@ -64,6 +65,8 @@ def test_end_to_end_on_four_ranks_through_torchrun(tmp_path):
     assert {event["tid"] for event in json.loads((save / "timeline.json").read_text())["traceEvents"]} >= {0, 1, 2, 3}
     check_rows(metrics(save))
     check_samples(save)
+    check_tokens(save)
+    assert yaml.safe_load((save / "settings.yaml").read_text())["environment"]["torch"]
 
 
 def check_rows(rows: dict):
@@ -93,6 +96,24 @@ def check_samples(save: Path):
             assert row["reward"] == row["correct"] == row["reward_parts"]["exact_match"] and 1 <= row["length"] <= 4
             first, second = row["prompt"].rstrip("=").split("+")
             assert int(row["answer"]) == int(first) + int(second)
+
+
+def check_tokens(save: Path):
+    """The first 8 of 12 responses, token by token: the numbers are those of the metrics and of the samples."""
+    for step in (1, 2, 3):
+        lines = (save / "tokens" / f"step_{step:08d}.jsonl").read_text().splitlines()
+        rows, wholes = (
+            [json.loads(line) for line in lines],
+            [json.loads(line) for line in samples(save, step).splitlines()],
+        )
+        assert [row["sequence"] for row in rows] == list(range(8))
+        for row, whole in zip(rows, wholes, strict=False):
+            same = ("prompt", "response", "reward", "finished", "length")
+            assert [row[name] for name in same] == [whole[name] for name in same]
+            names = ("tokens", "token_ids", "rollout_logprobs", "logprobs", "reference_logprobs", "values", "returns")
+            assert all(len(row[name]) == row["length"] for name in (*names, "advantages", "entropy"))
+            gaps = [abs(a - b) for a, b in zip(row["logprobs"], row["rollout_logprobs"], strict=True)]
+            assert max(gaps) <= largest_gap_allowed() and max(row["rollout_logprobs"]) <= 0
 
 
 # -- layouts -----------------------------------------------------------------------------------------------------

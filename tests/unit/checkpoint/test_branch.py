@@ -7,7 +7,7 @@ import pytest
 
 from megarl.checkpoint import branch, folders
 from megarl.observe.metrics_file import MetricsWriter
-from megarl.observe.samples import SamplesWriter
+from megarl.observe.samples import write_samples
 from tests.helpers.checkpoints import every_death, saved
 
 
@@ -16,7 +16,7 @@ def written_run(run: Path, best: int | None = None):
     with MetricsWriter(run, None) as writer:
         for step in range(1, 5):
             writer.write(step, {"loss": step / 3})
-            SamplesWriter(run).write(step, [{"response": str(step)}])
+            write_samples(run, step, [{"response": str(step)}, {"response": str(step), "tokens": []}])
     (run / "hf" / "step_00000003").mkdir(parents=True)
     for step in range(1, 5):
         saved(run, step, best if best and best <= step else None)
@@ -42,10 +42,11 @@ def test_a_run_from_an_earlier_step_leaves_the_later_ones_aside(tmp_path, capsys
     assert found(tmp_path) == "step_00000002" and (checkpoints / "latest").read_text() == "step_00000002\n"
     assert capsys.readouterr().err.count("\n") == 1
     aside = checkpoints / "abandoned-1"
-    assert names(aside) == ["hf", "metrics.jsonl", "samples", "step_00000003", "step_00000004"]
+    assert names(aside) == ["hf", "metrics.jsonl", "samples", "step_00000003", "step_00000004", "tokens"]
     assert lines(aside / "metrics.jsonl") == [3, 4] and names(aside / "hf") == ["step_00000003"]
-    assert names(aside / "samples") == ["step_00000003.jsonl", "step_00000004.jsonl"]
-    assert names(tmp_path / "samples") == ["step_00000001.jsonl", "step_00000002.jsonl"]
+    for folder in ("samples", "tokens"):
+        assert names(aside / folder) == ["step_00000003.jsonl", "step_00000004.jsonl"]
+        assert names(tmp_path / folder) == ["step_00000001.jsonl", "step_00000002.jsonl"]
     folders.check(aside / "step_00000004", "--load")  # it can still be loaded
     MetricsWriter(tmp_path, 2).close()
     assert lines(tmp_path / "metrics.jsonl") == [1, 2]
@@ -75,7 +76,8 @@ def test_a_folder_of_another_run_is_emptied_by_moving(resumes, tmp_path):
     written_run(run, best=1)
     branch.begin(run, 2 if resumes else 0, source, [source] if resumes else [])
     assert names(run / "checkpoints") == ["abandoned-1"] and len(names(run / "checkpoints" / "abandoned-1")) == 4
-    assert names(run) == ["checkpoints", "hf", "metrics.jsonl.old-1", "samples.old-1", "tensorboard.old-1"]
+    assert names(run) == ["checkpoints", "hf", "metrics.jsonl.old-1", "samples.old-1", "tensorboard.old-1",
+                          "tokens.old-1"]  # fmt: skip
     branch.begin(run, 2 if resumes else 0, source, [source] if resumes else [])  # started again
     assert names(run / "checkpoints") == ["abandoned-1"]
 

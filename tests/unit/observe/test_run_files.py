@@ -5,16 +5,21 @@ import dataclasses
 import enum
 import io
 import json
+import math
 import os
+import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
+import megarl
+from megarl.observe.environment import environment, processor
 from megarl.observe.files import json_line, write_atomically
 from megarl.observe.progress import Progress, format_duration
-from megarl.observe.samples import SamplesWriter
+from megarl.observe.samples import SamplesWriter, write_samples
 from megarl.observe.settings_file import write_settings
 
 
@@ -43,6 +48,27 @@ def test_json_line_rejects_what_json_cannot_hold():
         json_line({"parts": [1, object()]})
     with pytest.raises(TypeError, match="Tensor"):
         json_line({"loss": torch.zeros(2)})
+
+
+def test_rows_with_tokens_have_files_of_their_own(tmp_path):
+    whole, by_token = {"sequence": 0, "response": "a"}, {"sequence": 0, "tokens": ["a"], "values": [0.1, math.nan]}
+    write_samples(tmp_path, 3, [whole, by_token])
+    write_samples(tmp_path, 4, [whole])
+    found = {str(p.relative_to(tmp_path)): json.loads(p.read_text()) for p in tmp_path.rglob("*.jsonl")}
+    assert found == {
+        "samples/step_00000003.jsonl": whole,
+        "samples/step_00000004.jsonl": whole,
+        "tokens/step_00000003.jsonl": by_token | {"values": [0.1, None]},
+    }
+
+
+def test_environment_names_what_ran(tmp_path):
+    found = environment("a device")
+    assert found["device"] == "a device" and found["torch"] == torch.__version__.partition("+")[0]
+    assert found["python"].split(".") == [str(part) for part in sys.version_info[:3]]
+    assert found["megatron_core"] and processor()
+    if (Path(megarl.__file__).parents[1] / ".git").exists():
+        assert re.fullmatch("[0-9a-f]{40}(-dirty)?", found["git_commit"])
 
 
 def test_samples_round_trip(tmp_path):

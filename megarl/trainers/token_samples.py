@@ -1,0 +1,76 @@
+"""The tokens of a step's first responses one by one: text, log-probs, advantage, value; for the report.
+
+They are files of their own beside the samples: the numbers of a token differ by rounding between layouts of a run,
+while its samples are the same to the byte.
+"""
+
+import numpy as np
+import torch
+
+from megarl.batch import Batch
+from megarl.comm.step_batch import ACTOR, StepBatch
+from megarl.data.prompts import PromptSet
+from megarl.data.tokenizers import Tokenizer
+from megarl.serving.text import Vocabulary
+
+# Per-token fields of a batch that are recorded if the run has them.
+QUANTITIES = (
+    "advantages", "rollout_logprobs", "logprobs", "reference_logprobs", "values", "returns", "entropy",
+)  # fmt: skip
+LONGEST = 1024  # tokens of a response; the rest of a longer one is left out, which bounds a step's file
+
+
+class TokenSamples:
+    """Makes the rows of `tokens/step_%08d.jsonl`."""
+
+    def __init__(self, count: int, tokenizer: Tokenizer):
+        """`count`: responses of a step; 0: none."""
+        self._count, self._tokenizer = count, tokenizer
+        self._vocabulary = Vocabulary(tokenizer)
+
+    def rows(self, step_batch: StepBatch) -> list[dict]:
+        """Rows of the responses that this rank's replica of the actor holds; its leader calls this after the update.
+
+        A row has `sequence` (number in the batch), `prompt` and `response` (text), `reward`, `finished`, `length` (all
+        response tokens), and lists with an item for each of the first `LONGEST` response tokens: `tokens` (their
+        texts), `token_ids`, and the fields of `QUANTITIES` (nats, except advantages, values and returns). Numbers are
+        the shortest decimals that read back as the same float32.
+        """
+        batch: Batch = step_batch[ACTOR]
+        chosen = (batch.sequence_ids < self._count).nonzero().flatten()
+        if not len(chosen):
+            return []
+        part = batch.select(chosen)
+        names = [name for name in QUANTITIES if getattr(part, name) is not None]
+        fields = torch.stack([getattr(part, name).float() for name in names]).cpu().numpy()
+        return [self._row(*item, names, step_batch.prompts) for item in _sequences(part, fields)]
+
+    def _row(self, columns: dict, ids: list[int], values: np.ndarray, names: list[str], prompts: PromptSet) -> dict:
+        """`values`: [F, T] of the response tokens `ids` [T]."""
+        shown = ids[:LONGEST]
+        return {
+            "sequence": columns["sequence_ids"],
+            "prompt": prompts[columns["prompt_ids"]].text,
+            "response": self._tokenizer.decode(ids),
+            "reward": columns["scores"],
+            "finished": columns["finished"],
+            "length": len(ids),
+            "tokens": [self._vocabulary.token(number)[0] for number in shown],
+            "token_ids": shown,
+            **{name: _shortest(of_field[:LONGEST]) for name, of_field in zip(names, values, strict=True)},
+        }
+
+
+def _sequences(batch: Batch, fields: np.ndarray):
+    """For each sequence of a batch (its per-sequence fields, ids of its response tokens, their `fields` [F, T])."""
+    names = ("sequence_ids", "prompt_ids", "scores", "finished")
+    columns = zip(*(getattr(batch, name).tolist() for name in names), strict=True)
+    tokens, starts = batch.tokens.cpu().numpy(), batch.cu_seqlens.tolist()
+    prompt_lengths = batch.prompt_lengths.tolist()
+    for number, of_sequence in enumerate(columns):
+        response = slice(starts[number] + prompt_lengths[number], starts[number + 1])
+        yield dict(zip(names, of_sequence, strict=True)), tokens[response].tolist(), fields[:, response]
+
+
+def _shortest(values: np.ndarray) -> list[float]:
+    return [float(str(value)) for value in values]
