@@ -65,7 +65,7 @@ def main():
         license="Apache-2.0",
         license_files=["LICENSE"],
         packages=find_packages(include=["megarl", "megarl.*"]),
-        package_data={"megarl.serving": ["page.html"]},
+        package_data={"megarl.serving": ["page.html"], "megarl.observe": ["report_page/*"]},
         python_requires=PYTHON_REQUIRES,
         install_requires=INSTALL_REQUIRES,
         extras_require=EXTRAS,

@@ -1,146 +1,177 @@
-"""The report of a run: report.png (curves) and report.html (curves, table, settings, samples) in the run's directory.
+"""The report of a run: report.png (curves), and report.html, one file that shows curves, samples, time line, settings.
 
-    python -m megarl.observe.report RUN_DIRECTORY
-
-Needs only metrics.jsonl; settings.yaml and samples/ are shown if they exist. It can run while the job is training.
+Needs only metrics.jsonl; settings.yaml, samples/, tokens/ and timeline.json are shown if they exist. It can be made
+while the job is training: `python tools/report.py RUN`.
 """
 
 import argparse
 import base64
+import hashlib
 import html
 import json
+import re
 import sys
 from pathlib import Path
 
-from megarl.errors import UsageError
+from megarl.errors import ArgumentParser, UsageError
+from megarl.observe import report_facts, report_samples, report_settings, report_timeline
 from megarl.observe.files import write_atomically
 from megarl.observe.metrics_file import FILE_NAME, read_metrics
-from megarl.observe.report_axes import series
+from megarl.observe.report_curves import curves
 from megarl.observe.report_figure import draw_report
 
-SAMPLE_ROWS = 20
-
-# Better direction by metric name or its suffix; for all other metrics "best" is empty.
-HIGHER_IS_BETTER = (
-    "/mean", "accuracy", "reward/margin", "explained_variance", "tokens_per_s", "perf/mfu", "router/replayed_fraction"
-)  # fmt: skip
-LOWER_IS_BETTER = (
-    "critic/loss", "sft/loss", "reward/loss", "eval/loss", "/failures", "cut_fraction", "rollout/logprob_gap_max",
-    "rollout/logprob_gap_mean", "router/disagreement",
-    "router/load_imbalance", "router/gap_live", "router/gap_replayed", "_s", "_bytes", "idle_fraction", "steps_skipped",
-)  # fmt: skip
-
-STYLE = """
-body { font-family: system-ui, sans-serif; margin: 2rem auto; max-width: 80rem; padding: 0 1rem; color: #1c1c1c; }
-img { width: 100%; height: auto; }
-table { border-collapse: collapse; font-size: 0.9rem; }
-th, td { border-bottom: 1px solid #ddd; padding: 0.3rem 0.8rem; text-align: left; vertical-align: top; }
-td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-pre, td.text { font-family: ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
-pre { background: #f6f6f6; padding: 1rem; }
-details { margin: 1rem 0; } summary { cursor: pointer; font-weight: bold; }
-"""
+PAGE = Path(__file__).with_name("report_page")
+SCRIPTS = ("base.js", "chart.js", "curves.js", "samples.js", "timeline.js", "settings.js")
+TIMELINE = "timeline.json"
 
 
 def write_report(run_directory: Path) -> tuple[Path, Path]:
     """Write report.png and report.html into `run_directory` and return their paths; both are written atomically.
 
-    Raises UsageError when metrics.jsonl is missing, empty or malformed.
+    Raises UsageError when metrics.jsonl is missing or empty, or a file of the run is malformed.
     """
     directory = Path(run_directory)
-    rows = read_metrics(directory / FILE_NAME)
-    if not rows:
-        raise UsageError(f"{directory / FILE_NAME} holds no step yet")
-    name = directory.resolve().name
-    png = draw_report(rows, f"{name}: steps {rows[0]['step']} to {rows[-1]['step']}")
+    rows, data = _rows(directory), report_data(directory)
+    png = draw_report(rows, f"{_name(directory)}: steps {rows[0]['step']} to {rows[-1]['step']}")
     picture, page = directory / "report.png", directory / "report.html"
     write_atomically(picture, png)
-    write_atomically(page, _page(name, png, rows, directory))
+    write_atomically(page, page_of(data))
     return picture, page
 
 
-def _page(name: str, png: bytes, rows: list[dict], directory: Path) -> str:
-    """The HTML page, self-contained."""
-    title = html.escape(f"Report of {name}")
-    sections = [
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>',
-        f"<style>{STYLE}</style></head><body><h1>{title}</h1>",
-        f"<p>Steps {rows[0]['step']} to {rows[-1]['step']}, {len(rows)} recorded.</p>",
-        f'<img alt="curves of the run" src="data:image/png;base64,{base64.b64encode(png).decode()}">',
-        _metrics_table(rows),
-        _settings(directory / "settings.yaml"),
-        _samples(directory / "samples"),
-        "</body></html>\n",
-    ]
-    return "\n".join(section for section in sections if section)
+def report_data(directory: Path, against: Path | None = None, steps: tuple[int, int] | None = None) -> dict:
+    """What the page shows, as JSON types.
+
+    Args:
+        directory: of the run.
+        against: directory of the run to compare with.
+        steps: first and last step that the report covers; None: all.
+
+    Raises:
+        UsageError: as `write_report`, or no step in the range.
+    """
+    rows, settings = _rows(directory, steps), report_settings.read_settings(directory)
+    other = None if against is None else report_settings.read_settings(against)
+    trace, names = directory / TIMELINE, _names(directory, against)
+    roles = report_settings.ranks_of_roles(settings)
+    return {
+        "name": names[0],
+        "facts": report_facts.facts(rows, settings),
+        "run": _curves_of(names[0], rows),
+        "other": None if against is None else _curves_of(names[1], _rows(against, steps)),
+        "samples": report_samples.samples(directory, rows),
+        "timeline": report_timeline.timeline(trace, roles) if trace.is_file() else None,
+        "shares": report_timeline.shares(rows),
+        "settings": report_settings.table(settings, other),
+    }
 
 
-def _metrics_table(rows: list[dict]) -> str:
-    """First, last, best, smallest and largest value of every metric."""
-    header = "".join(f'<th class="number">{text}</th>' for text in ("first", "last", "best", "min", "max"))
-    lines = [f"<h2>Metrics</h2>\n<table><tr><th>metric</th>{header}</tr>"]
-    for name in sorted({key for row in rows for key in row} - {"step"}):
-        steps, values = series(rows, name)
-        if values:
-            best = best_index(name, values)
-            best_text = "" if best is None else f"{values[best]:.6g} (step {steps[best]})"
-            cells = [f"{value:.6g}" for value in (values[0], values[-1])]
-            cells += [best_text, f"{min(values):.6g}", f"{max(values):.6g}"]
-        else:
-            cells = ["not finite"] * 2 + [""] * 3
-        row = "".join(f'<td class="number">{cell}</td>' for cell in cells)
-        lines.append(f"<tr><td>{html.escape(name)}</td>{row}</tr>")
-    return "\n".join(lines) + "\n</table>"
+def _rows(directory: Path, steps: tuple[int, int] | None = None) -> list[dict]:
+    rows = read_metrics(directory / FILE_NAME)
+    if not rows:
+        raise UsageError(f"{directory / FILE_NAME} holds no step yet")
+    if steps is None:
+        return rows
+    inside = [row for row in rows if steps[0] <= row["step"] <= steps[1]]
+    if not inside:
+        raise UsageError(
+            f"--steps {steps[0]}-{steps[1]}: {directory / FILE_NAME} has none of them; it has steps {rows[0]['step']} "
+            f"to {rows[-1]['step']}"
+        )
+    return inside
 
 
-def best_index(name: str, values: list[float]) -> int | None:
-    """Index of the first best value, or None for a metric that has no better direction (entropy, a coefficient)."""
-    # tokens_per_s also ends in _s like a time, so check HIGHER_IS_BETTER first.
-    if name.endswith(HIGHER_IS_BETTER):
-        return values.index(max(values))
-    if name.endswith(LOWER_IS_BETTER):
-        return values.index(min(values))
-    return None
+def _name(directory: Path) -> str:
+    return directory.resolve().name
 
 
-def _settings(path: Path) -> str:
-    if not path.is_file():
-        return ""
-    text = html.escape(path.read_text(encoding="utf-8", errors="replace"))
-    return f"<details><summary>Settings</summary><pre>{text}</pre></details>"
+def _names(directory: Path, against: Path | None) -> tuple[str, str | None]:
+    """The runs' names: the ends of their paths, long enough to tell them apart."""
+    if against is None:
+        return _name(directory), None
+    parts = [path.resolve().parts for path in (directory, against)]
+    for count in range(1, max(map(len, parts))):
+        one, other = ("/".join(of_run[-count:]) for of_run in parts)
+        if one != other:
+            break
+    return one, other
 
 
-def _samples(directory: Path) -> str:
-    """The first rows of the latest samples file. All texts are escaped, because they come from a model."""
-    files = sorted(directory.glob("step_*.jsonl"))
-    if not files:
-        return ""
-    columns = ("prompt", "response", "reward", "reward_parts", "correct", "length", "finished")
-    # Not splitlines(): text may contain other characters that it treats as line ends.
-    records = [json.loads(line) for line in files[-1].read_bytes().split(b"\n")[:SAMPLE_ROWS] if line]
-    lines = [f"<h2>Samples</h2>\n<p>First {len(records)} of samples/{html.escape(files[-1].name)}.</p>", "<table><tr>"]
-    lines += [f"<th>{column}</th>" for column in columns]
-    lines.append("</tr>")
-    for record in records:
-        cells = (_cell(record.get(column)) for column in columns)
-        lines.append("<tr>" + "".join(f'<td class="text">{cell}</td>' for cell in cells) + "</tr>")
-    return "\n".join(lines) + "\n</table>"
+def _curves_of(name: str, rows: list[dict]) -> dict:
+    found = {"name": name, "first": rows[0]["step"], "last": rows[-1]["step"], "count": len(rows)}
+    return found | curves(rows)
 
 
-def _cell(value: object) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return html.escape(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+def page_of(data: dict) -> str:
+    """The HTML page with its data, self-contained.
+
+    Its policy (Content-Security-Policy) lets the browser run this page's script and style alone, and load nothing.
+    The data are JSON without a character that HTML could read as markup; the script writes them as text.
+    """
+    style = (PAGE / "page.css").read_text(encoding="utf-8")
+    script = "\n".join((PAGE / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'; "
+    parts = {
+        "title": html.escape(f"Report of {data['name']}"),
+        "policy": policy + "form-action 'none'",
+        "style": style,
+        "script": script,
+        "data": embedded_json(data),
+    }
+    # One pass: a text of the data that looks like a placeholder stays what it is.
+    template = (PAGE / "page.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def embedded_json(data: object) -> str:
+    """ASCII JSON that holds no `<`, `>` or `&`, so it can neither end a script element nor open one."""
+    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, dash, last = text.partition("-")
+    if not (dash and first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+        raise UsageError(f"--steps {text}: allowed is FIRST-LAST, as 100-200")
+    return int(first), int(last)
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The command line, checked. Raises UsageError."""
+    parser = ArgumentParser(prog="report", allow_abbrev=False,
+                            description="Makes the report of a run, which may still be training.")  # fmt: skip
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, which holds metrics.jsonl")
+    parser.add_argument("--against", type=Path, metavar="RUN", help="another run: overlaid curves, changed settings")
+    parser.add_argument("--steps", metavar="FIRST-LAST", help="steps that the report covers; default: all")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write the page; default: report.html, and "
+                        "report.png, in RUN, or report-against-NAME.html with --against")  # fmt: skip
+    arguments = parser.parse_args(argv)
+    arguments.steps = _steps(arguments.steps) if arguments.steps else None
+    for flag, folder in (("RUN", arguments.run), ("--against", arguments.against)):
+        if folder is not None and not (folder / FILE_NAME).is_file():
+            raise UsageError(f"{flag} {folder}: not the folder of a run, it has no {FILE_NAME}")
+    if arguments.against and arguments.against.resolve() == arguments.run.resolve():
+        raise UsageError(f"--against {arguments.against}: allowed is another run than {arguments.run}")
+    if arguments.out and not arguments.out.parent.is_dir():
+        raise UsageError(f"--out {arguments.out}: no such folder {arguments.out.parent}")
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit status: 0, or 2 with one line on stderr for wrong input."""
-    parser = argparse.ArgumentParser(prog="python -m megarl.observe.report", description=__doc__.splitlines()[0])
-    parser.add_argument("directory", type=Path, help="the run's directory, which holds metrics.jsonl")
     try:
-        paths = write_report(parser.parse_args(arguments).directory)
+        arguments = parse_arguments(argv)
+        run, against = arguments.run, arguments.against
+        if against is None and arguments.steps is None and arguments.out is None:
+            paths = write_report(run)
+        else:
+            name = f"report-against-{_name(against)}.html" if against else "report.html"
+            paths = (arguments.out or run / name,)
+            write_atomically(paths[0], page_of(report_data(run, against, arguments.steps)))
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

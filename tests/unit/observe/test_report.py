@@ -1,184 +1,267 @@
-"""The report: curves, table, escaping of hostile texts, missing metrics, the command line."""
+"""The page of a report and its command line: what it embeds, hostile texts, another run, wrong input."""
 
+import base64
+import hashlib
+import html
 import json
-import math
 import re
-import struct
+import shutil
 import subprocess
 import sys
-import time
+from collections import Counter
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
-from megarl.errors import UsageError
-from megarl.observe.report import best_index, main, write_report
-from megarl.observe.report_axes import series
-from megarl.observe.report_figure import draw_report
-from megarl.observe.samples import SamplesWriter
+from megarl.observe import report
+from megarl.observe.report import embedded_json, main, page_of, report_data, write_report
+from megarl.observe.samples import write_samples
+from megarl.observe.settings_file import write_settings
+from megarl.observe.timeline import TraceEvent, write_timeline
 
 FULL = {
     "reward/mean": 0.5, "reward/std": 0.2, "eval/accuracy": 0.4, "kl/reference": 0.01, "kl/coefficient": 0.05,
     "rollout/response_length_mean": 4.0, "actor/loss": -0.01, "critic/loss": 0.2, "rollout/logprob_gap_max": 1e-6,
+    "time/step_s": 2.0, "time/actor/update_s": 1.5, "time/actor/idle_fraction": 0.25, "time/idle_fraction": 0.25,
 }  # fmt: skip
+HOSTILE = [
+    "</script><script>alert(1)</script>", '<img src=x onerror="alert(1)">', "<!--", "]]>",
+    "\" onmouseover=alert(1) x='", "`${alert(1)}`", "\u202eright to left", "null \0 bell \x07", "half \udc80 of a pair",
+    "&lt;b&gt;&#60;", "{{script}}", "\u2028\u2029", "</textarea><svg onload=alert(1)>", "javascript:alert(1)",
+    "{{data}}", "\\u003c", "line\nend\r\ttab",
+]  # fmt: skip
 
 
-def _metrics_file(directory, rows):
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def _panel_texts(rows, monkeypatch):
-    """{panel title: texts in it} of the figure that draw_report makes."""
-    from matplotlib.figure import Figure
-
-    figures = []
-    savefig = Figure.savefig
-
-    def keep(figure, *args, **kwargs):
-        figures.append(figure)
-        return savefig(figure, *args, **kwargs)
-
-    monkeypatch.setattr(Figure, "savefig", keep)
-    png = draw_report(rows, "title")
-    height = 1485 if any("router/load_imbalance" in row for row in rows) else 990
-    assert png.startswith(b"\x89PNG") and struct.unpack(">II", png[16:24]) == (1650, height)
-    panels = {axes.get_title(loc="left"): axes for axes in figures[0].axes}
-    return {title: [text.get_text() for text in axes.texts] for title, axes in panels.items() if title}, panels
-
-
-def test_report_of_a_long_run_is_self_contained(tmp_path):
-    rows = [{"step": step} for step in range(200)]
-    for row in rows:
-        row.update({name: value * (1 + math.sin(row["step"])) for name, value in FULL.items()})
-        row.update({f"time/actor/phase{index}_s": 0.1 for index in range(40)})
-    _metrics_file(tmp_path, rows)
-    draw_report(rows[:1], "first")  # on a new machine the first figure also builds matplotlib's list of fonts
-    start = time.process_time()  # not wall time: other programs may share the machine
-    picture, page = write_report(tmp_path)
-    assert time.process_time() - start < 4
-    text = page.read_text()
-    assert picture.read_bytes().startswith(b"\x89PNG") and 'src="data:image/png;base64,iVBOR' in text
-    assert not re.search(r'(?:src|href)="(?!data:)', text)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "report.html", "report.png"]
-
-
-def test_missing_metrics_say_so_panel_by_panel(monkeypatch):
-    texts, _ = _panel_texts([{"step": 1, "actor/entropy": 1.0}], monkeypatch)
-    assert len(texts) == 6 and all(words == ["not recorded"] for words in texts.values())
-    rows = [{"step": 0, "eval/accuracy": 0.25}, {"step": 1, **FULL, "eval/accuracy": 0.75}]
-    texts, _ = _panel_texts(rows, monkeypatch)
-    assert texts.pop("Held-out accuracy") == ["0.250", "0.750"]
-    assert len(texts) == 5 and not any(texts.values())
-
-
-@pytest.mark.parametrize("gaps", [[0.0, 0.0], [0.0, 3e-7], [1e-12, 50.0], [3.1e-6, 3.1e-6]])
-def test_gap_panel_shows_zeros_and_a_power_of_ten(gaps, monkeypatch):
-    rows = [{"step": step, "rollout/logprob_gap_max": gap} for step, gap in enumerate(gaps)]
-    _, panels = _panel_texts(rows, monkeypatch)
-    axes = panels["Log-prob gap: max |rollout − recomputed|"]
-    low, high = axes.get_ylim()
-    labels = [label.get_text() for label in axes.get_yticklabels()]
-    assert ("0" in labels) == (0.0 in gaps)
-    assert any(label.startswith("$10^") for label in labels) == (max(gaps) > 0)
-    points = axes.lines[0].get_ydata()
-    assert len(points) == len(gaps) and all(low < point < high for point in points)
-
-
-def test_moe_runs_have_their_own_panels(monkeypatch):
-    """One line per layer; the probe's gaps if there are any, and "not recorded" without replay."""
-    row = {"router/load_imbalance": 0.5, "router/load_imbalance/layer_002": 0.4, "router/load_imbalance/layer_010": 0.6}
-    texts, panels = _panel_texts([{"step": step, **FULL, **row} for step in (1, 2)], monkeypatch)
-    assert len(panels["Load imbalance"].lines) == 3
-    assert texts["Disagreement"] == texts["Mean log-prob gap"] == ["not recorded"]
-    replay = {"router/disagreement": 0.1, "router/disagreement/layer_002": 0.1}
-    probe = {"router/gap_replayed": 0.0, "router/gap_live": 1e-3}
-    rows = [{"step": 1, **FULL, **row, **replay}, {"step": 2, **FULL, **row, **replay, **probe}]
-    _, panels = _panel_texts(rows, monkeypatch)
-    assert len(panels["Disagreement"].lines) == 2
-    assert [line.get_ydata().tolist() for line in panels["Mean log-prob gap"].lines] == [[0.0], [1e-3]]
-
-
-def test_values_that_were_not_finite_are_left_out():
-    rows = [{"step": 1, "kl": 0.0}, {"step": 2, "kl": None}, {"step": 3}, {"step": 4, "kl": 2.0}]
-    assert series(rows, "kl") == ([1, 4], [0.0, 2.0])
-    draw_report([{"step": 1, **dict.fromkeys(FULL)}, {"step": 2, **FULL, "reward/std": None}], "nulls")
-
-
-def test_table_has_first_last_best(tmp_path):
+def make_run(folder: Path, text: str = "text", steps: int = 3) -> Path:
+    """The folder of a run with everything that a report shows; `text` is in every place that takes one."""
+    folder.mkdir(parents=True)
     rows = [
-        {"step": step, "eval/accuracy": accuracy, "critic/loss": loss, "actor/entropy": 1.0, "lost": None}
-        for step, accuracy, loss in ((0, 0.25, 3.0), (5, 0.75, 1.0), (9, 0.5, 2.0))
+        {"step": step, **FULL, "reward/mean": step / 10, f"reward/{text}/mean": 1.0} for step in range(1, steps + 1)
     ]
-    _metrics_file(tmp_path, rows)
-    text = write_report(tmp_path)[1].read_text()
-    table = {}
-    for line in re.findall(r"<tr><td>.*?</tr>", text):
-        name, *cells = re.findall(r"<td[^>]*>(.*?)</td>", line)
-        table[name] = cells
-    assert table == {
-        "eval/accuracy": ["0.25", "0.5", "0.75 (step 5)", "0.25", "0.75"],
-        "critic/loss": ["3", "2", "1 (step 5)", "1", "3"],
-        "actor/entropy": ["1", "1", "", "1", "1"],
-        "lost": ["not finite", "not finite", "", "", ""],
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"megarl": {"train_iters": steps, "prompts": text}, "world_size": 1, "environment": {"device": text},
+                "roles": {"actor": {"ranks": "0-0", "megatron": {"lr": 1e-3, "name": text}}}}  # fmt: skip
+    write_settings(folder, settings)
+    sample = {"sequence": 0, "prompt": text, "response": text, "reward": 0.5, "finished": False, "length": 2}
+    more = {"answer": text, "extracted": text, "correct": True, "reward_parts": {text: 0.5}}
+    numbers = {
+        "token_ids": [1, 2],
+        "advantages": [0.5, -0.25],
+        "logprobs": [-1.0, None],
+        "rollout_logprobs": [-1.0, -2.0],
     }
+    for step in range(1, steps + 1):
+        write_samples(folder, step, [sample | more, sample | {"tokens": [text, text[:3]], **numbers}])
+    write_timeline(folder / "timeline.json", [[
+        TraceEvent("actor/update", "actor", 0, 900_000), TraceEvent(f"actor/{text}", "actor", 100_000, 200_000),
+        TraceEvent(f"step {steps}", "step", 0, 1_000_000),
+    ]])  # fmt: skip
+    return folder
 
 
-def test_direction_of_better():
-    values = [2.0, 1.0, 3.0]
-    assert best_index("rollout/tokens_per_s", values) == 2
-    assert best_index("time/actor/update_s", values) == 1
-    assert best_index("kl/coefficient", values) is None
+class _Page(HTMLParser):
+    """Elements and attributes of a page, and the text of its data."""
 
-
-class _Tags(HTMLParser):
-    def __init__(self):
+    def __init__(self, text: str):
         super().__init__()
-        self.tags, self.text = [], []
+        self.tags, self.attributes, self.data, self._is_data = Counter(), Counter(), "", False
+        self.feed(text)
+        self.close()
 
     def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, [name for name, _ in attrs]))
+        self.tags[tag] += 1
+        self.attributes.update(name for name, _ in attrs)
+        self._is_data = ("id", "data") in attrs
+
+    def handle_endtag(self, tag):
+        self._is_data = False
 
     def handle_data(self, data):
-        self.text.append(data)
+        self.data += data if self._is_data else ""
 
 
-def test_hostile_texts_stay_text(tmp_path):
-    hostile = "</td><script>alert('x')</script><img src=x onerror=\"alert(1)\"> & \u2028 </details>"
-    _metrics_file(tmp_path, [{"step": 1, "<b>name</b>": 1.0, **FULL}])
-    (tmp_path / "settings.yaml").write_text(f"prompt: {hostile}\n", encoding="utf-8")
-    SamplesWriter(tmp_path).write(1, [{"prompt": "old", "response": "old"}])
-    row = {"prompt": hostile, "response": hostile + "\udc80", "reward": 0.5, "reward_parts": {hostile: 1.0}}
-    SamplesWriter(tmp_path).write(2, [row] * 50)
-    parser = _Tags()
-    parser.feed(write_report(tmp_path)[1].read_text(encoding="utf-8"))
-    tags = [tag for tag, _ in parser.tags]
-    assert "script" not in tags and "b" not in tags and tags.count("img") == tags.count("details") == 1
-    assert not any("onerror" in names for _, names in parser.tags)
-    assert parser.text.count(hostile) == 20 and "old" not in parser.text  # latest file, first 20 prompts
-    assert f"prompt: {hostile}\n" in parser.text
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> tuple[Path, Path]:
+    """Folders of a harmless run and of one whose texts are all hostile."""
+    folder = tmp_path_factory.mktemp("runs")
+    return make_run(folder / "harmless"), make_run(folder / "hostile", "".join(HOSTILE))
 
 
-def test_no_step_yet_is_a_usage_error(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(UsageError, match="no step"):
-        write_report(tmp_path)
+def test_texts_of_a_run_make_no_element(runs):
+    harmless, hostile = (_Page(page_of(report_data(run))) for run in runs)
+    assert hostile.tags == harmless.tags and hostile.attributes == harmless.attributes
+    assert harmless.tags["script"] == 2 and not any(name.startswith("on") for name in harmless.attributes)
+    data = json.loads(hostile.data)
+    assert data == report_data(runs[1])
+    text, (row,) = "".join(HOSTILE), data["samples"]["steps"][0]["rows"]
+    assert row["prompt"] == row["response"] == row["answer"] == row["tokens"][0] == text
+    assert row["reward_parts"] == {text: 0.5} and f"reward/{text}/mean" in data["run"]["metrics"]
+    assert ["megarl", "prompts", text.replace("\udc80", "\\udc80"), None, False] in data["settings"]
 
 
-def test_command_line(tmp_path, capsys):
-    result = subprocess.run(
-        [sys.executable, "-m", "megarl.observe.report", str(tmp_path)], capture_output=True, text=True
+@pytest.mark.parametrize("text", HOSTILE)
+def test_data_can_neither_end_nor_open_an_element(text):
+    embedded = embedded_json([text, {text: 1}])
+    assert embedded.isascii() and not set("<>&") & set(embedded) and json.loads(embedded) == [text, {text: 1}]
+
+
+def test_the_name_of_a_folder_stays_text(tmp_path):
+    run = make_run(tmp_path / "<b>&amp;</title>" / "<i>&amp;'\"")
+    page = page_of(report_data(run))
+    assert "<title>Report of &lt;i&gt;&amp;amp;&#x27;&quot;</title>" in page
+    assert not _Page(page).tags["i"] and not _Page(page).tags["b"]
+
+
+def test_the_page_loads_nothing_and_runs_its_own_script_alone(runs):
+    page = page_of(report_data(runs[0]))
+    policy = re.search('http-equiv="Content-Security-Policy" content="([^"]*)"', page)[1]
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    assert rules["default-src"] == rules["base-uri"] == rules["form-action"] == "'none'"
+    for tag in ("script", "style"):
+        body = re.search(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)[1]
+        digest = base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()
+        assert rules[f"{tag}-src"] == f"'sha256-{digest}'"
+    assert not re.search(r'(?:src|href)="(?!#)', page)
+
+
+def test_the_scripts_write_text_as_text():
+    """No call that reads a string as markup or as a program."""
+    scripts = {path.name: path.read_text(encoding="utf-8") for path in report.PAGE.glob("*.js")}
+    assert set(scripts) == set(report.SCRIPTS)
+    forbidden = (
+        "innerHTML|outerHTML|insertAdjacentHTML|document.write|eval\\(|new Function|</script|<!--|fetch\\(|import\\("
     )
-    assert result.returncode == 2 and result.stdout == ""
-    assert result.stderr.count("\n") == 1 and "metrics.jsonl" in result.stderr
-    _metrics_file(tmp_path, [{"step": 1, **FULL}])
-    assert main([str(tmp_path)]) == 0
-    assert capsys.readouterr().out.split() == [str(tmp_path / "report.png"), str(tmp_path / "report.html")]
+    for name, script in scripts.items():
+        assert not re.search(forbidden, script), name
+        assert 'setAttribute("on' not in script and "srcdoc" not in script, name
 
 
-def test_reward_components_have_their_own_lines(monkeypatch):
-    rows = [{**FULL, "step": step, "reward/model/mean": 1.5, "reward/m:f/mean": 0.5} for step in range(3)]
-    _, panels = _panel_texts(rows, monkeypatch)
-    labels = [text.get_text() for text in panels["Reward (mean ± standard deviation)"].get_legend().get_texts()]
-    assert labels == ["reward", "m:f", "model"]
-    alone = [{**FULL, "step": step, "reward/exact-match/mean": 0.5} for step in range(3)]
-    assert _panel_texts(alone, monkeypatch)[1]["Reward (mean ± standard deviation)"].get_legend() is None
+def test_a_run_of_metrics_alone_has_a_report(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "sft/loss": 3.0}\n{"step": 2, "sft/loss": null}\n')
+    picture, page = write_report(tmp_path)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    data = json.loads(_Page(page.read_text()).data)
+    assert data["timeline"] is None and data["settings"] == [] and data["samples"] == {"steps": [], "recorded": 0}
+    assert data["run"]["metrics"]["sft/loss"]["y"] == [3.0, None]
+    assert data["facts"][:2] == [["steps", "2", "from step 1"], ["fine-tuning loss", "3", ""]]
+
+
+def test_two_runs_are_compared(runs, tmp_path):
+    other = make_run(tmp_path / "harmless", steps=2)
+    data = report_data(runs[0], against=other)
+    own, others = data["run"], data["other"]
+    assert own["name"] != others["name"] and own["name"].endswith("/harmless") and others["name"].endswith("/harmless")
+    assert own["metrics"]["reward/mean"]["y"] == [0.1, 0.2, 0.3] and others["metrics"]["reward/mean"]["y"] == [0.1, 0.2]
+    assert [row for row in data["settings"] if row[4]] == [["megarl", "train_iters", "3", "2", True]]
+    assert report_data(runs[0], against=runs[1])["other"]["name"] == "hostile"
+
+
+# -- command line ------------------------------------------------------------------------------------------------
+
+
+def test_command_line(runs, tmp_path, capsys):
+    run = shutil.copytree(runs[0], tmp_path / "run")
+    assert main([str(run)]) == 0
+    assert capsys.readouterr().out.split() == [str(run / "report.png"), str(run / "report.html")]
+    assert main([str(run), "--against", str(runs[1])]) == 0
+    compared = run / "report-against-hostile.html"
+    assert capsys.readouterr().out.split() == [str(compared)]
+    assert json.loads(_Page(compared.read_text()).data)["other"]["last"] == 3
+    assert main([str(run), "--steps", "2-9", "--out", str(tmp_path / "part.html")]) == 0
+    part = json.loads(_Page((tmp_path / "part.html").read_text()).data)
+    assert part["run"]["first"] == 2 and [step["step"] for step in part["samples"]["steps"]] == [2, 3]
+
+
+@pytest.mark.parametrize("arguments, needle", [
+    ("{run}/missing", "RUN {run}/missing: not the folder of a run, it has no metrics.jsonl"),
+    ("{run} --against {run}/samples", "--against {run}/samples: not the folder of a run"),
+    ("{run} --steps 9", "--steps 9: allowed is FIRST-LAST"),
+    ("{run} --steps 3-2", "--steps 3-2: allowed is FIRST-LAST"),
+    ("{run} --steps 7-9", "--steps 7-9: {run}/metrics.jsonl has none of them; it has steps 1 to 3"),
+    ("{run} --out {run}/no/page.html", "--out {run}/no/page.html: no such folder"),
+    ("{run} --against {run}", "--against {run}: allowed is another run than {run}"),
+    ("{run} --agains {run}", "unrecognized arguments: --agains"),
+    ("", "required: RUN"),
+])  # fmt: skip
+def test_wrong_use_is_one_line(arguments, needle, runs, capsys):
+    assert main(arguments.format(run=runs[0]).split()) == 2
+    said = capsys.readouterr()
+    assert not said.out and said.err.count("\n") == 1 and needle.format(run=runs[0]) in said.err
+
+
+@pytest.mark.parametrize("name, content", [
+    ("metrics.jsonl", ""), ("settings.yaml", "[1, 2"), ("settings.yaml", "- a"), ("timeline.json", "{}"),
+    ("timeline.json", '{"traceEvents": [{"ph": "X"}]}'), ("samples/step_00000001.jsonl", "{}\n[1]\n"),
+])  # fmt: skip
+def test_a_damaged_file_is_named(name, content, runs, tmp_path, capsys):
+    run = shutil.copytree(runs[0], tmp_path / "run")
+    (run / name).write_text(content)
+    assert main([str(run)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.startswith(f"error: {run / name} ")
+
+
+def test_the_tool_makes_a_report(runs, tmp_path):
+    tool = Path(__file__).parents[3] / "tools" / "report.py"
+    command = [sys.executable, str(tool), str(runs[0]), "--out", str(tmp_path / "a.html")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == f"{tmp_path / 'a.html'}\n", done.stderr
+
+
+# -- in a browser ------------------------------------------------------------------------------------------------
+
+PROBE = """
+(async () => {
+  const found = {}, wait = () => new Promise((resolve) => setTimeout(resolve, 50));
+  const key = (node, name) => node.dispatchEvent(new KeyboardEvent("keydown", { key: name, bubbles: true }));
+  const set = (id, value, event = "input") => { byId(id).value = value; byId(id).dispatchEvent(new Event(event)); };
+  await wait();
+  const chart = [...CHARTS][0], tokens = document.querySelector(".tokens");
+  chart.draw();
+  key(chart.picture, "End");
+  found.read = byId("tip").innerText;
+  key(chart.picture, "+");
+  found.zoomed = !byId("reset-zoom").hidden;
+  key(chart.picture, "0");
+  found.whole = byId("reset-zoom").hidden;
+  set("metric-search", "critic");
+  const shown = document.querySelectorAll(".chart:not([hidden]), .constant:not([hidden])");
+  found.titles = [...shown].map((node) => node.textContent);
+  set("metric-search", "");
+  key(chart.picture, "Enter");
+  found.large = byId("large").open;
+  byId("large").close();
+  await wait();
+  key(tokens, "ArrowRight");
+  found.token = byId("tip").innerText;
+  found.control = [...tokens.querySelectorAll(".control")].map((node) => node.textContent);
+  found.elements = [...document.querySelectorAll("#samples img, #samples script, #samples b b, textarea")].length;
+  chart.seen = true; // the focus has scrolled it out of view
+  set("smoothing", "0.9");
+  found.smoothed = document.querySelectorAll(".raw").length > 0;
+  set("setting-search", "device");
+  found.settings = byId("setting-count").textContent;
+  found.lanes = document.querySelectorAll("#lanes rect[data-event]").length;
+  document.title = JSON.stringify(found);
+})().catch((error) => { document.title = JSON.stringify({ error: String(error) }); });
+"""
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
+def test_the_page_works_in_a_browser(runs, tmp_path, monkeypatch):
+    (tmp_path / "probe.js").write_text(PROBE)
+    monkeypatch.setattr(report, "SCRIPTS", (*report.SCRIPTS, str(tmp_path / "probe.js")))
+    (tmp_path / "page.html").write_text(page_of(report_data(runs[1])))
+    flags = "--headless --no-sandbox --disable-gpu --disable-background-networking --virtual-time-budget=4000"
+    flags += f" --dump-dom --user-data-dir={tmp_path / 'profile'} file://{tmp_path / 'page.html'}"
+    done = subprocess.run(["chromium", *flags.split()], capture_output=True, text=True, timeout=300)
+    title = re.search("<title>(.*?)</title>", done.stdout, re.DOTALL)
+    assert title, done.stderr
+    found = json.loads(html.unescape(title[1]))
+    assert found["read"].split() == ["step", "3", "reward/mean", "0.3"]
+    assert found["zoomed"] and found["whole"] and found["large"] and found["smoothed"]
+    assert found["titles"] and all("critic" in text or "Losses" in text for text in found["titles"])
+    assert found["token"].split("token\t")[1].startswith("1 of 2") and "ratio π_old / μ\t1" in found["token"]
+    assert {"U+202E", "U+0000", "U+DC80", "U+2028"} <= set(found["control"]) and found["elements"] == 0
+    assert found["settings"].startswith("1 of ") and found["lanes"] == 2
