@@ -148,12 +148,25 @@ LAYOUTS = {
 def test_placement_does_not_change_the_run(layout, folder):
     expected, found = run_of(folder), run_of(folder, *LAYOUTS[layout])
     assert samples(found, 1) == samples(expected, 1)
+    assert_same_tokens(found, expected)
     rows, reference = metrics(found), metrics(expected)
     assert sorted(rows) == sorted(reference) == [1, 2, 3]
     assert reference[1]["reward/std"] > 0.01
     for step in (1, 2, 3):
         assert_close(rows[step], reference[step], PLACED, 2e-5)
         assert rows[step]["rollout/logprob_gap_max"] <= largest_gap_allowed() and rows[step]["actor/ppo_kl_first"] == 0
+
+
+def assert_same_tokens(one: Path, other: Path):
+    """The tokens of the first step's responses agree, and their numbers up to rounding."""
+    files = (run / "tokens" / "step_00000001.jsonl" for run in (one, other))
+    for row, same in zip(
+        *([json.loads(line) for line in file.read_text().splitlines()] for file in files), strict=True
+    ):
+        assert row.keys() == same.keys() and len(row["tokens"]) == len(row["token_ids"]) > 0
+        for name, value in row.items():
+            is_number = isinstance(value, list) and isinstance(value[0], float)
+            assert value == (pytest.approx(same[name], rel=1e-3, abs=1e-4) if is_number else same[name]), name
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -114,5 +114,7 @@ function showHead() {
   };
   button.addEventListener("click", () => { theme = (theme + 1) % 3; apply(); });
   apply();
+  addEventListener("beforeprint", () => { document.documentElement.dataset.theme = "light"; }); // paper is white
+  addEventListener("afterprint", apply);
 }
 showHead();

@@ -1,5 +1,7 @@
 // One chart: lines over steps, drawn as SVG when it comes into view.
 const VIEW = { from: -Infinity, to: Infinity, smoothing: 0, log: false }; // what all charts share
+const RUNS = DATA.other ? [DATA.run, DATA.other] : [DATA.run];
+const ENDS = { first: Math.min(...RUNS.map((run) => run.first)), last: Math.max(...RUNS.map((run) => run.last)) };
 const CHARTS = new Set();
 const MARGIN = { left: 52, right: 8, top: 6, bottom: 20 };
 const middle = (grid, i) => (grid.from[i] + grid.to[i]) / 2;
@@ -105,7 +107,7 @@ class Chart {
     const s = (this.at = this.scales(box));
     this.picture.setAttribute("viewBox", `0 0 ${s.width} ${s.height}`);
     this.axes(s);
-    for (const line of this.lines) this.line(line, s);
+    for (const line of [...this.lines].reverse()) this.line(line, s); // the first one above the others
     this.picture.append((this.overlay = svg("g")));
   }
 
@@ -145,7 +147,7 @@ class Chart {
     this.band(line, s, inside, drawn);
     if (VIEW.smoothing) this.picture.append(svg("path", { ...style, class: "line raw", d: path(raw) }));
     this.picture.append(svg("path", { ...style, d: path(values) }));
-    if (inside.length > 40) return;
+    if (inside.length > 1 && s.x(line.grid.from[inside.at(-1)]) - s.x(line.grid.from[inside[0]]) < 9 * inside.length) return;
     for (const i of inside.filter((i) => drawn(raw[i]))) {
       this.picture.append(svg("circle", { cx: s.x(middle(line.grid, i)), cy: s.y(raw[i]), r: 2.4, fill: line.colour }));
     }
@@ -265,12 +267,12 @@ function watch(chart) {
 const redraw = () => { for (const chart of CHARTS) if (chart.seen) chart.draw(); };
 
 function zoom(from, to) {
-  const whole = !(from > DATA.run.first || to < DATA.run.last);
+  const whole = !(from > ENDS.first || to < ENDS.last);
   VIEW.from = whole ? -Infinity : from;
   VIEW.to = whole ? Infinity : to;
   const button = byId("reset-zoom");
   button.hidden = whole;
-  button.textContent = `Steps ${Math.ceil(Math.max(VIEW.from, DATA.run.first))}–${Math.floor(Math.min(VIEW.to, DATA.run.last))}: show all`;
+  button.textContent = `Steps ${Math.ceil(Math.max(VIEW.from, ENDS.first))}–${Math.floor(Math.min(VIEW.to, ENDS.last))}: show all`;
   redraw();
 }
 

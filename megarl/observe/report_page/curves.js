@@ -13,7 +13,6 @@ const OVERVIEW = [
   ["Log-prob gap |rollout − recomputed|", ["rollout/logprob_gap_max", "rollout/logprob_gap_mean"]],
   ["Seconds per step", ["time/step_s"]],
 ];
-const RUNS = DATA.other ? [DATA.run, DATA.other] : [DATA.run];
 const LAYER = /^(.*)\/layer_0*(\d+)$/;
 
 function linesOf(metrics, spread) {
@@ -21,7 +20,7 @@ function linesOf(metrics, spread) {
   RUNS.forEach((run, r) => metrics.forEach((metric, m) => {
     const single = metrics.length === 1, label = [single && RUNS.length > 1 ? "" : metric, RUNS.length > 1 ? run.name : ""];
     const colour = single ? css(r ? "b" : "a") : css(`c${m % 8}`);
-    found.push({ label: label.filter(Boolean).join(" · "), run, metric, spread, colour, dashed: r > 0 });
+    found.push({ label: label.filter(Boolean).join(" · "), run, metric, spread: r ? undefined : spread, colour, dashed: r > 0 });
   }));
   return found.filter((line) => line.run.metrics[line.metric]);
 }

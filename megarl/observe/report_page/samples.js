@@ -98,15 +98,16 @@ function sampleHead(row) {
   const head = el("header"), add = (label, text, kind = "") => {
     head.append(el("span", {}, `${label} `, showText(el("b", { class: kind }), text)));
   };
-  if (row.sequence != null) add("number", String(row.sequence));
+  if (row.sequence != null) add("", `#${row.sequence}`);
   if (row.reward != null) add("reward", plain(row.reward));
   for (const [name, value] of Object.entries(row.reward_parts ?? {})) {
     if (Object.keys(row.reward_parts).length > 1 || value !== row.reward) add(name, value === null ? "not finite" : plain(value));
   }
-  if (row.advantage != null) add("mean advantage", plain(row.advantage));
+  if (row.advantage != null) add("advantage", plain(row.advantage));
   if (row.correct != null) add("", row.correct ? "✓ correct" : "✗ not correct", row.correct ? "yes" : "no");
-  if (row.finished != null) add("", row.finished ? "finished" : "truncated", row.finished ? "" : "no");
-  if (row.length != null) add("tokens", String(row.length));
+  if (row.finished === false) add("", "truncated", "no");
+  else if (row.finished) head.append(el("span", { text: "finished" }));
+  if (row.length != null) head.append(el("span", { text: `${row.length} tokens` }));
   if (row.extracted != null && row.extracted !== row.response) add("extracted", row.extracted);
   if (row.kept === false) add("", "dropped by the group filter", "no");
   return head;

@@ -14,7 +14,8 @@ function searchSettings(rows) {
     row.hidden = !(words.every((word) => row.words.includes(word)) && (!only || row.className));
     count += !row.hidden;
   }
-  byId("setting-count").textContent = `${count} of ${rows.length}`;
+  const none = only && !rows.some((row) => row.className) ? ": the runs have the same settings" : "";
+  byId("setting-count").textContent = `${count} of ${rows.length}${none}`;
 }
 
 function showSettings() {
