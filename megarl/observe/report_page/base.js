@@ -44,7 +44,7 @@ function short(value, name = "") {
 function plain(value, digits = 4) {
   const size = Math.abs(value);
   if (value === 0) return "0";
-  if (size >= 1e15 || size < 1e-4) return value.toExponential(2).replace("e+", "e");
+  if (size >= 1e15 || size < 1e-4) return value.toExponential(2).replace("e+", "e").replace(/\.?0+e/, "e");
   if (Number.isInteger(value) || size >= 10000) return Math.round(value).toLocaleString("en-US");
   return String(Number(value.toPrecision(digits)));
 }

@@ -99,16 +99,22 @@ class Chart {
     const box = this.limits(), name = this.title;
     const { first, last } = this.lines[0].data;
     this.picture.setAttribute("aria-label", `${name}: from ${short(first, name)} to ${short(last, name)}`);
-    if (!box) return this.picture.append(svg("text", { x: 60, y: 60 }, "no finite value in these steps"));
+    if (!box) return this.say("no finite value in these steps");
     if (box.low === box.high && this.lines.length > 1) {
-      this.at = null;
-      return this.picture.append(svg("text", { x: 60, y: 60 }, `exactly ${plain(box.low)} at every step`));
+      return this.say(`exactly ${plain(box.low)} at every step`);
     }
     const s = (this.at = this.scales(box));
     this.picture.setAttribute("viewBox", `0 0 ${s.width} ${s.height}`);
     this.axes(s);
     for (const line of [...this.lines].reverse()) this.line(line, s); // the first one above the others
     this.picture.append((this.overlay = svg("g")));
+  }
+
+  say(text) {
+    const width = this.picture.clientWidth || 360;
+    this.at = null;
+    this.picture.setAttribute("viewBox", `0 0 ${width} ${this.height}`);
+    this.picture.append(svg("text", { class: "note", x: width / 2, y: this.height / 2, "text-anchor": "middle" }, text));
   }
 
   axes(s) {
