@@ -31,7 +31,8 @@ def write_report(run_directory: Path) -> tuple[Path, Path]:
     Raises UsageError when metrics.jsonl is missing or empty, or a file of the run is malformed.
     """
     directory = Path(run_directory)
-    rows, data = _rows(directory), report_data(directory)
+    rows = _rows(directory)
+    data = _data(directory, rows)
     png = draw_report(rows, f"{_name(directory)}: steps {rows[0]['step']} to {rows[-1]['step']}")
     picture, page = directory / "report.png", directory / "report.html"
     write_atomically(picture, png)
@@ -50,7 +51,13 @@ def report_data(directory: Path, against: Path | None = None, steps: tuple[int, 
     Raises:
         UsageError: as `write_report`, or no step in the range.
     """
-    rows, settings = _rows(directory, steps), report_settings.read_settings(directory)
+    others = None if against is None else _rows(against, steps)
+    return _data(directory, _rows(directory, steps), against, others)
+
+
+def _data(directory: Path, rows: list[dict], against: Path | None = None, others: list[dict] | None = None) -> dict:
+    """`report_data` from the metrics of the run and of the other one, `others`."""
+    settings = report_settings.read_settings(directory)
     other = None if against is None else report_settings.read_settings(against)
     trace, names = directory / TIMELINE, _names(directory, against)
     roles = report_settings.ranks_of_roles(settings)
@@ -58,7 +65,7 @@ def report_data(directory: Path, against: Path | None = None, steps: tuple[int, 
         "name": names[0],
         "facts": report_facts.facts(rows, settings),
         "run": _curves_of(names[0], rows),
-        "other": None if against is None else _curves_of(names[1], _rows(against, steps)),
+        "other": None if against is None else _curves_of(names[1], others),
         "samples": report_samples.samples(directory, rows),
         "timeline": report_timeline.timeline(trace, roles) if trace.is_file() else None,
         "shares": report_timeline.shares(rows),

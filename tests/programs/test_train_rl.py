@@ -176,6 +176,13 @@ def test_equal_runs_give_equal_bytes(size, folder):
     assert all(samples(one, step) == samples(other, step) for step in (1, 2, 3))
 
 
+def test_recording_tokens_changes_nothing_else(folder):
+    expected, found = run_of(folder), run_of(folder, 1, "--token-samples 0")
+    assert [timeless(row) for row in metrics(found).values()] == [timeless(row) for row in metrics(expected).values()]
+    assert all(samples(found, step) == samples(expected, step) for step in (1, 2, 3))
+    assert (expected / "tokens").is_dir() and not (found / "tokens").exists()
+
+
 def test_another_seed_is_another_run(folder):
     other = run_of(folder, 1, "--seed 6")
     assert samples(other, 1) != samples(run_of(folder), 1)
