@@ -173,8 +173,9 @@ def _settings(values: dict[str, object], own: dict[str, parser.Flag]) -> Setting
 
 def _context(program: str, settings: Settings) -> combinations.FlagContext:
     estimator = _named("--advantage", settings.advantage, ESTIMATORS, estimator_of)
+    trains = not settings.debug_rollout_only
     has_reference = settings.kl_coefficient > 0 or "reference" in role_flags.named_roles(settings.role_map)
-    roles = role_flags.roles_of(program, "values" in estimator.needs, has_reference)
+    roles = role_flags.roles_of(program, trains and "values" in estimator.needs, trains and has_reference)
     terms = expression.parse(settings.reward)
     return combinations.FlagContext(program, settings, roles, estimator, _policy_loss(settings.policy_loss), terms)
 

@@ -12,7 +12,7 @@ from megarl.observe.files import sync_directory, write_atomically
 from megarl.observe.metrics_file import FILE_NAME, lines_after, start_fresh
 
 ABANDONED = "abandoned"  # checkpoints/abandoned-1, …: a branch that was left, with its metrics and samples
-_OUTPUTS = ("samples", "tokens", "hf", "peft")  # folders with a file or folder for each step
+_OUTPUTS = ("samples", "tokens", "hf", "peft", "rollouts")  # folders with a file or folder for each step
 
 
 def begin(run: Path, step: int, source: Path | None, used: list[Path]):
@@ -62,7 +62,7 @@ def _free(checkpoints: Path, name: str) -> Path:
 
 
 def _move_outputs(run: Path, step: int, aside: Path):
-    """Copies the metrics of later steps, which `MetricsWriter` then cuts, and moves samples and exports."""
+    """Copies the metrics of later steps, which `MetricsWriter` then cuts, and moves samples, rollouts and exports."""
     if (run / FILE_NAME).exists():
         write_atomically(aside / FILE_NAME, lines_after(run / FILE_NAME, step))
     for name in _OUTPUTS:

@@ -23,7 +23,8 @@ _NOT_NUMBERS = {
     "max_tokens_per_microbatch", "lora_adapter", "export_peft", "export_hf", "eval_interval", "keep_best", "offload",
     "train_iters", "deterministic", "save", "save_interval", "async_save", "keep_last", "keep_every",
     "on_save_failure", "load", "load_changed_data",
-    "tune", "kernels", "parallel_work",
+    "tune", "kernels", "parallel_work", "save_rollouts", "load_rollouts", "debug_train_only", "debug_rollout_only",
+    "profile_steps", "profile_memory",
 }  # fmt: skip
 _LEARNING = (
     "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "lr_decay_style",

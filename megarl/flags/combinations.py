@@ -89,6 +89,12 @@ CONDITIONS: dict[str, Condition] = {
                          "--eval-temperature 0 is greedy"),
     "evaluation": Condition(lambda context: context.program == "evaluate" or context.settings.eval_prompts is not None,
                             "needs --eval-prompts"),
+    "engine": Condition(lambda context: not context.settings.debug_train_only,
+                        "--debug-train-only has no rollout engine"),
+    "evaluates": Condition(lambda context: not (context.settings.debug_train_only
+                                                or context.settings.debug_rollout_only),
+                           "--debug-train-only and --debug-rollout-only evaluate nothing"),
+    "profile": Condition(lambda context: context.settings.profile_steps is not None, "needs --profile-steps"),
     "rollout_server": Condition(lambda context: context.settings.rollout_server is not None, "needs --rollout-server"),
     "serve_policy": Condition(lambda context: context.program == "serve" or context.settings.serve_policy,
                               "needs --serve-policy"),
@@ -143,6 +149,8 @@ def check(context: FlagContext):
 
 def reason(context: FlagContext, name: str) -> str:
     """Why flags that need a condition have no effect."""
+    if name in ("critic", "reference") and context.settings.debug_rollout_only:
+        return "--debug-rollout-only trains nothing"
     return condition(name).reason.format_map(vars(context.settings))
 
 
@@ -150,7 +158,7 @@ def rules(context: FlagContext) -> list[FlagRule]:
     """All rules of a run, always the same number in the same order."""
     s = context.settings
     with_context = (_rewards(context), _sampling(context), _advantages(context), _replay(context))
-    groups = (*with_context, _overlap(s), _kl(s), _correction(s), _evaluation(s), _export(s))
+    groups = (*with_context, _overlap(s), _kl(s), _correction(s), _evaluation(s), _export(s), _debug(s))
     return [rule for group in groups for rule in group]
 
 
@@ -242,9 +250,10 @@ def _correction(s: Settings) -> list[FlagRule]:
 
 
 def _replay(context: FlagContext) -> list[FlagRule]:
-    replays = context.settings.router_replay_reference
+    s, replays = context.settings, context.settings.router_replay_reference
     return [
-        FlagRule("--router-replay-reference", replays, not replays or "reference" in context.roles,
+        FlagRule("--router-replay-reference", replays,
+                 not replays or "reference" in context.roles or s.debug_rollout_only,
              "the run has no reference: --kl-coefficient is 0 and --role-map names none"),
     ]  # fmt: skip
 
@@ -262,4 +271,24 @@ def _export(s: Settings) -> list[FlagRule]:
     return [
         FlagRule("--export-hf", s.export_hf, not s.export_hf or s.save is not None, "needs --save"),
         FlagRule("--export-peft", s.export_peft, not s.export_peft or s.save is not None, "needs --save"),
+    ]  # fmt: skip
+
+
+def _debug(s: Settings) -> list[FlagRule]:
+    train_only, rollout_only, load, saves = (
+        s.debug_train_only, s.debug_rollout_only, s.load_rollouts, s.save_rollouts
+    )  # fmt: skip
+    return [
+        FlagRule("--debug-train-only", train_only, not train_only or load is not None,
+                 "needs --load-rollouts: without an engine the responses come from a folder"),
+        FlagRule("--load-rollouts", load, load is None or train_only,
+                 "needs --debug-train-only: other runs generate their responses"),
+        FlagRule("--debug-rollout-only", rollout_only, not rollout_only or not train_only,
+                 "not allowed with --debug-train-only: nothing would be left of a step"),
+        FlagRule("--serve-policy", s.serve_policy, not s.serve_policy or not train_only,
+                 "not allowed with --debug-train-only, which has no rollout engine"),
+        FlagRule("--save-rollouts", saves, not saves or s.save is not None, "needs --save"),
+        FlagRule("--save-rollouts", saves, not saves or not train_only,
+                 "not allowed with --debug-train-only: they are in --load-rollouts already"),
+        FlagRule("--profile-steps", s.profile_steps, s.profile_steps is None or s.save is not None, "needs --save"),
     ]  # fmt: skip

@@ -14,6 +14,7 @@ from megarl.algorithms.kl import KL_KINDS
 from megarl.algorithms.normalization import ENSEMBLES
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.algorithms.rollout_correction import CORRECTIONS, LEVELS
+from megarl.flags.debug_settings import DebugSettings
 from megarl.flags.fields import flag, fraction, not_negative, one_of, positive
 from megarl.flags.report_settings import ReportSettings
 from megarl.flags.server_settings import ServerSettings
@@ -49,13 +50,13 @@ def _are_positive_ints(text: str) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings(ServerSettings, ReportSettings):
+class Settings(ServerSettings, ReportSettings, DebugSettings):
     """The values of megarl's own flags."""
 
     role_map: str | None = flag(None, "ranks per role, as 'actor=0-3;critic=4;…', or 'actor=nodes 0-1;…'; default:"
                                  " every role on all ranks", programs=GENERATING)  # fmt: skip
     prompts: str | None = flag(None, "JSONL file of training prompts", programs=TRAINING)
-    eval_prompts: str | None = flag(None, "JSONL file of held-out prompts", programs=DATA)
+    eval_prompts: str | None = flag(None, "JSONL file of held-out prompts", programs=DATA, when="evaluates")
     hf_model: str | None = flag(None, "Hugging Face folder: gives architecture, weights, tokenizer, chat template and"
                                  " end tokens; may differ per role", programs=ALL,
                                  roles=("actor", "critic", "reference"))  # fmt: skip
@@ -123,20 +124,21 @@ class Settings(ServerSettings, ReportSettings):
                                when="sampled")  # fmt: skip
     top_p: float = flag(1.0, "nucleus sampling: probability mass to sample from (1904.09751); 1: all",
                          lambda v: 0 < v <= 1, "above 0, at most 1", programs=GENERATING, when="sampled")  # fmt: skip
-    rollout_buffer_gb: float = positive(0.25, "KV cache of each rollout rank, GiB", programs=ROLLOUT)
+    rollout_buffer_gb: float = positive(0.25, "KV cache of each rollout rank, GiB", programs=ROLLOUT, when="engine")
     rollout_max_requests: int = positive(256, "maximum requests that a rollout replica decodes together, at least 4",
-                                          programs=ROLLOUT)  # fmt: skip
+                                          programs=ROLLOUT, when="engine")  # fmt: skip
     rollout_dispatch: str = one_of("dynamic", ("static", "dynamic"), "static: requests are assigned to replicas up"
                                     " front; dynamic: each replica takes the next when it has room",
-                                    programs=GENERATING)  # fmt: skip
-    rollout_prefix_caching: bool = flag(False, "prefill a prefix that requests share only once", programs=ROLLOUT)
+                                    programs=GENERATING, when="engine")  # fmt: skip
+    rollout_prefix_caching: bool = flag(False, "prefill a prefix that requests share only once", programs=ROLLOUT,
+                                         when="engine")  # fmt: skip
     rollout_chunked_prefill: bool = flag(False, "prefill a long prompt in chunks over several engine steps",
-                                          programs=ROLLOUT)  # fmt: skip
+                                          programs=ROLLOUT, when="engine")  # fmt: skip
     speculative_rollout: bool = flag(False, "decode steps also read drafted tokens, taken from siblings and earlier"
                                       " responses, and read what siblings share once; text and log-probs stay the"
-                                      " same to the bit")  # fmt: skip
+                                      " same to the bit", when="engine")  # fmt: skip
     rollout_bank: str | None = flag(None, "folder that keeps the finished responses of steps without a checkpoint, so"
-                                     " that a run that was killed generates only the rest")  # fmt: skip
+                                     " that a run that was killed generates only the rest", when="engine")  # fmt: skip
     rollout_server: str | None = flag(None, "address of a generation server (megarl.serve) that writes the responses",
                                       programs="evaluate")  # fmt: skip
     rollout_server_key_file: str | None = flag(None, "file with the server's API key", programs="evaluate",
@@ -144,7 +146,7 @@ class Settings(ServerSettings, ReportSettings):
     one_step_off: bool = flag(False, "generate the next step's batch while the current one is trained on; responses"
                                " are then one step old")  # fmt: skip
     verify_weights: bool = flag(False, "compare checksums after each weight sync to the rollout",
-                                 programs=ROLLOUT)  # fmt: skip
+                                 programs=ROLLOUT, when="engine")  # fmt: skip
     # Selection of generated groups, and length penalty.
     group_filter: str = one_of("none", ("none", "reward", "correct"), "drop groups whose rewards (reward) or verdicts"
                                 " (correct) are all equal; none: keep all (2503.14476 §3.2)")  # fmt: skip
@@ -226,7 +228,7 @@ class Settings(ServerSettings, ReportSettings):
     export_peft: bool = flag(False, "also write the factors of each checkpoint as a PEFT adapter, peft/step_N in"
                               " --save; needs --hf-model", programs=TRAINING)  # fmt: skip
     # Evaluation.
-    eval_interval: int = not_negative(0, "steps between evaluations; 0: none", programs=TRAINING)
+    eval_interval: int = not_negative(0, "steps between evaluations; 0: none", programs=TRAINING, when="evaluates")
     eval_samples: int = positive(256, "number of held-out prompts to evaluate", programs=DATA, when="evaluation")
     eval_responses: int = positive(1, "responses per held-out prompt", programs=GENERATING, when="evaluation")
     eval_temperature: float = not_negative(0.0, "sampling temperature of the evaluation; 0: greedy",

@@ -67,12 +67,12 @@ class MetricsWriter:
 
 
 def start_fresh(directory: Path) -> Path | None:
-    """Move an older run's metrics.jsonl, tensorboard/, samples/ and tokens/ aside to `<name>.old-N`, N the first free
-    number.
+    """Move an older run's metrics.jsonl, tensorboard/, samples/, tokens/ and rollouts/ aside to `<name>.old-N`.
 
+    N is the first free number.
     Never deletes anything. Returns the new path of metrics.jsonl, or None when there was none.
     """
-    names = (FILE_NAME, "tensorboard", "samples", "tokens")
+    names = (FILE_NAME, "tensorboard", "samples", "tokens", "rollouts")
     number = 1
     while any((directory / f"{name}.old-{number}").exists() for name in names):
         number += 1

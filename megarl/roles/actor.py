@@ -23,7 +23,7 @@ from megarl.router_replay import probe
 
 
 class Actor:
-    """The policy that is trained. `trainable_model` is None on ranks outside the role."""
+    """The policy that is trained. `trainable_model` is None on ranks outside the role, and if nothing is trained."""
 
     name = "actor"
 
@@ -35,7 +35,7 @@ class Actor:
         self.loss, self.update_check = ActorLoss(settings, policy_loss), UpdateCheck(settings.alarms, self.name)
         self.trainable_model = None
         self.metrics: dict[str, float] = {}
-        if role_groups.is_member:
+        if role_groups.is_member and not settings.debug_rollout_only:
             self.trainable_model = TrainableModel(role, role_groups, vocab_size, settings.updates_per_step)
             self.trainable_model.offload.timed = functools.partial(timers.phase, self.name, "offload")
 

@@ -7,6 +7,7 @@ dynamic sampling (DAPO, arXiv 2503.14476 §3.2) draws more prompts until the bat
 import dataclasses
 import math
 from collections import Counter
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from megarl.rollout.partial_rollouts import VERSIONS, PartialRolloutBuffer
 from megarl.rollout.replica_files import GROUP_BUFFER_FILE, PARTIAL_ROLLOUTS_FILE
 from megarl.rollout.requests import PromptRequest
 from megarl.rollout.rollout import Rollout
+from megarl.rollout.rollout_files import RolloutWriter
 
 GROUP_FILTERS = {"reward": 0, "correct": 1}  # column of the scores that must differ within a group
 
@@ -45,22 +47,34 @@ class SamplingStatistics:
     rows: list[dict] = dataclasses.field(default_factory=list)  # for the samples file, of this rank
 
 
+class GenerationRound(NamedTuple):
+    """The groups of one round, before the filter."""
+
+    lines: list[int]  # of the groups' prompts in the set
+    batch: Batch | None  # this rank's share of the responses; None outside the rollout
+    greedy: Batch | None  # of the greedy responses, one to each prompt; None without `--greedy-baseline`
+    kept: Tensor | None = None  # [G] bool: groups that the filter kept when a saved round was generated
+
+
 class RolloutBatcher:
     """Fills the batch of each step with groups. Every rank draws the same prompts and keeps the same groups."""
 
     def __init__(
         self, settings: Settings, mesh: RoleMesh, rollout: Rollout, reward: Reward, prompts: PromptSet,
-        prompt_tokens: Ragged, hidden_size: int, timers: Timers,
+        prompt_tokens: Ragged, hidden_size: int, timers: Timers, writer: RolloutWriter | None = None,
     ):  # fmt: skip
         """
         Args:
             prompt_tokens: tokens of each prompt in the set.
             hidden_size: the actor's, to estimate the FLOPs of sequences for load balancing.
+            writer: keeps the responses of each step; None without `--save-rollouts`.
         """
         self.settings, self.mesh, self.timers, self.hidden_size = settings, mesh, timers, hidden_size
         self.rollout, self.reward, self.prompts, self.prompt_tokens = rollout, reward, prompts, prompt_tokens
         self.order = PromptOrder(len(prompts), settings.seed)
         self.metrics: dict[str, float] = {}
+        self._writer = writer
+        self._decode_metrics_ahead: dict[str, float] | None = None  # of a batch that was generated ahead
         self.partial_rollouts = PartialRolloutBuffer(mesh, settings)
         self._filter_column = GROUP_FILTERS.get(settings.group_filter)
         fields = (*settings.sampled_fields, *([VERSIONS] if settings.partial_rollouts else []))
@@ -80,14 +94,15 @@ class RolloutBatcher:
         `--prompts-per-step` after `--max-sampling-rounds`. They stay in the group buffer for the next step; nothing is
         trained in between, so they remain on-policy.
         """
-        s, draws, statistics = self.settings, Counter(), SamplingStatistics()
-        was_generated_ahead = len(self.group_buffer) == s.prompts_per_step
-        max_rounds = s.max_sampling_rounds if s.dynamic_sampling else 1
-        while len(self.group_buffer) < s.prompts_per_step and statistics.rounds < max_rounds:
-            self._run_round(s.prompts_per_step - len(self.group_buffer), draws, step, statistics)
+        s, statistics, waiting = self.settings, SamplingStatistics(), len(self.group_buffer)
+        was_generated_ahead = waiting == s.prompts_per_step
+        if not was_generated_ahead:
+            self._fill_buffer(step, statistics)
         is_full = len(self.group_buffer) == s.prompts_per_step
         is_enough = is_full or (len(self.group_buffer) > 0 and not s.dynamic_sampling)
         self._set_metrics(statistics, waiting_groups=0 if is_enough else len(self.group_buffer))
+        if not was_generated_ahead:
+            self._keep_rollout(self.metrics)
         if s.one_step_off:
             self.metrics["rollout/staleness"] = int(was_generated_ahead)
         self.reward.rows = statistics.rows
@@ -101,24 +116,60 @@ class RolloutBatcher:
         if not self.settings.one_step_off:
             return
         statistics, requests = SamplingStatistics(), self._draw_prompts(self.settings.prompts_per_step, Counter())
-        _, batch = self._generate_groups(requests, step, statistics, len(requests))
-        self.group_buffer.add(batch, torch.ones(len(requests), dtype=torch.bool))
-        self._add_generated_tokens(statistics)
+        if self._writer is not None:
+            self._writer.begin(step, waiting=0)
+        self._accept(self._generate_groups(requests, step, statistics, len(requests)), step, statistics)
+        tokens = self._add_generated_tokens(statistics)
+        self._decode_metrics_ahead = self.rollout.decode_metrics()
+        self._keep_rollout({"rollout/tokens": tokens, **self._decode_metrics_ahead})
+
+    def _fill_buffer(self, step: int, statistics: SamplingStatistics):
+        """Runs rounds until the batch is full, or as many as are allowed."""
+        s, draws = self.settings, Counter()
+        max_rounds = s.max_sampling_rounds if s.dynamic_sampling else 1
+        if self._writer is not None:
+            self._writer.begin(step, len(self.group_buffer))
+        while len(self.group_buffer) < s.prompts_per_step and statistics.rounds < max_rounds:
+            self._run_round(s.prompts_per_step - len(self.group_buffer), draws, step, statistics)
+
+    def _keep_rollout(self, metrics: dict[str, float]):
+        """With `--save-rollouts`, completes the rollout that was just generated. `metrics`: of its generation."""
+        if self._writer is None or not self.mesh[ROLLOUT].is_member:
+            return
+        of_engine = {n: v for n, v in metrics.items() if n != "rollout/tokens" and not n.startswith("sampling/")}
+        with self.timers.phase(self.mesh[ROLLOUT].model_role, "save"):
+            self._writer.commit(self.order.state_dict(), metrics["rollout/tokens"], of_engine)
 
     def _run_round(self, wanted: int, draws: Counter, step: int, statistics: SamplingStatistics):
         """Generates `wanted` groups, the earliest of more with `--over-sampling`; buffers those that pass."""
-        requests, batch = self._generate_groups(self._requests_of_round(wanted, draws), step, statistics, wanted)
-        keep = torch.ones(len(requests), dtype=torch.bool)
+        requests = self._requests_of_round(wanted, draws)
+        self._accept(self._generate_groups(requests, step, statistics, wanted), step, statistics)
+
+    def _accept(self, found: GenerationRound, step: int, statistics: SamplingStatistics):
+        """Scores a round where the run needs it now, and buffers the groups that pass the filter."""
+        batch, count = found.batch, len(found.lines)
+        self._set_baselines(found, step)
+        keep = torch.ones(count, dtype=torch.bool)
         if self._filter_column is not None:
-            scores = self._score(batch, len(requests), self.settings.samples_per_prompt, step)
+            scores = self._score(batch, count, self.settings.samples_per_prompt, step)
             _set_scores(batch, scores.flatten(0, 1))
             keep = _differ(scores[..., self._filter_column])
             statistics.reward_sum += float(scores[..., 0].sum())
+        if found.kept is not None:
+            keep = found.kept
+        if self._filter_column is not None:
             statistics.rows += self._rows_of_round(keep, statistics.groups)
+        if self._writer is not None:
+            self._save_round(found, keep)
         self.group_buffer.add(batch, keep)
         statistics.rounds += 1
-        statistics.groups += len(requests)
+        statistics.groups += count
         statistics.kept += int(keep.sum())
+
+    def _save_round(self, found: GenerationRound, keep: Tensor):
+        if self.mesh[ROLLOUT].is_member:
+            with self.timers.phase(self.mesh[ROLLOUT].model_role, "save"):
+                self._writer.add(found.lines, found.batch, found.greedy, keep)
 
     def _requests_of_round(self, wanted: int, draws: Counter) -> list[PromptRequest]:
         """Carried groups first, then new prompts, unless enough of the carried groups are finished already."""
@@ -137,20 +188,27 @@ class RolloutBatcher:
 
     def _generate_groups(
         self, requests: list[PromptRequest], step: int, statistics: SamplingStatistics, wanted: int
-    ) -> tuple[list[PromptRequest], Batch | None]:
-        """(requests of the `wanted` groups taken, this rank's share of their responses)."""
+    ) -> GenerationRound:
+        """The `wanted` groups taken of those requested, with this rank's share of their responses."""
         samples = self.settings.samples_per_prompt
         self.reward.prepare(self.prompts, [request.line for request in requests])
         batch = self.rollout.generate(requests, samples, step, wanted=wanted)
         requests, batch = self._take_earliest(requests, batch, step, statistics, wanted)
+        greedy = None
         if self.settings.greedy_baseline:
             prompts = [request._replace(partial=()) for request in requests]
             greedy = self.rollout.generate(prompts, 1, step, temperature=0)
-            scores = self._score(greedy, len(requests), 1, step, for_training=False)[:, 0, 0].float()
-            if batch is not None:
-                batch.baseline_scores = scores[batch.sequence_ids // samples]
+            if greedy is not None:
                 statistics.tokens += int(greedy.response_mask.sum())
-        return requests, batch
+        return GenerationRound([request.line for request in requests], batch, greedy)
+
+    def _set_baselines(self, found: GenerationRound, step: int):
+        """With `--greedy-baseline`, scores the greedy responses: each is the baseline of its prompt's group."""
+        if self.settings.greedy_baseline:
+            scores = self._score(found.greedy, len(found.lines), 1, step, for_training=False)[:, 0, 0].float()
+            if found.batch is not None:
+                samples = self.settings.samples_per_prompt
+                found.batch.baseline_scores = scores[found.batch.sequence_ids // samples]
 
     def _take_earliest(
         self, requests: list[PromptRequest], batch: Batch | None, step: int, statistics: SamplingStatistics, wanted: int
@@ -198,7 +256,8 @@ class RolloutBatcher:
         ]
 
     def _set_metrics(self, statistics: SamplingStatistics, waiting_groups: int):
-        self.metrics = self.rollout.decode_metrics()
+        ahead, self._decode_metrics_ahead = self._decode_metrics_ahead, None
+        self.metrics = self.rollout.decode_metrics() if ahead is None else ahead
         self._add_generated_tokens(statistics)
         if self.settings.partial_rollouts:
             self.metrics |= self.partial_rollouts.metrics()
@@ -212,12 +271,15 @@ class RolloutBatcher:
                 "sampling/waiting_groups": waiting_groups,
             }
 
-    def _add_generated_tokens(self, statistics: SamplingStatistics):
-        """Counts the tokens generated during a step, no matter which step trains on them."""
-        role_groups = self.mesh[ROLLOUT]
+    def _add_generated_tokens(self, statistics: SamplingStatistics) -> int:
+        """Counts the tokens generated during a step, no matter which step trains on them; returns those added, on
+        ranks of the rollout."""
+        role_groups, tokens = self.mesh[ROLLOUT], 0
         if role_groups.is_member:
-            tokens = role_groups.dp_all_reduce(torch.tensor([statistics.tokens], device=device.device()))
-            self.metrics["rollout/tokens"] = int(tokens) + self.metrics.get("rollout/tokens", 0)
+            counted = torch.tensor([statistics.tokens], device=device.device())
+            tokens = int(role_groups.dp_all_reduce(counted))
+            self.metrics["rollout/tokens"] = tokens + self.metrics.get("rollout/tokens", 0)
+        return tokens
 
     def _take_batch(self, step: int) -> StepBatch:
         """The buffered groups as the step's batch, assigned to replicas by FLOPs; empties the buffer."""

@@ -9,15 +9,15 @@ import io
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megarl.batch import GENERATED_FIELDS, Batch, concatenate, round_robin
+from megarl.batch import GENERATED_FIELDS, Batch, concatenate
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT
 from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.mcore.weights.safe_reading import load_plain
+from megarl.rollout.replica_batch import gather_layers, own_share
 
 
 class GroupBuffer:
@@ -60,30 +60,13 @@ class GroupBuffer:
         role_groups = self.mesh[ROLLOUT]
         if not len(self) or not role_groups.is_member:
             return None
-        shard = self._shard()
-        shards = [shard] * len(role_groups.replica)
-        if len(shards) > 1:
-            gathered = shards if role_groups.is_leader else None
-            dist.gather_object(shard, gathered, role_groups.replica[0], role_groups.replica_group)
-        if not role_groups.is_leader or (role_groups.dp_rank and not len(self.batch)):
+        gathered = gather_layers(self.batch, self.layers, role_groups)
+        if gathered is None or (role_groups.dp_rank and not len(self.batch)):
             return None
-        shards = list(filter(None, shards))
-        layers = None if self.layers is None else sorted(layer for _, held in shards for layer in held)
-        batch, file = _join_shards(shards, layers), io.BytesIO()
+        (batch, layers), file = gathered, io.BytesIO()
         fields = {name: getattr(batch, name) for name in batch.present()}
         torch.save({"samples": self.samples, "layers": layers, **fields}, file)
         return file.getvalue()
-
-    def _shard(self) -> tuple[Batch, tuple[int, ...]] | None:
-        """(batch, layers of its routes) that this rank saves; None if another rank saves the same.
-
-        One rank of each pipeline stage saves the routes of its layers, the leader also all other fields.
-        """
-        role_groups = self.mesh[ROLLOUT]
-        if dist.get_rank(role_groups.pg_collection.tp) or dist.get_rank(role_groups.pg_collection.cp):
-            return None
-        batch = self.batch.to("cpu")
-        return batch if role_groups.is_leader else Batch(routes=batch.routes), self.layers or ()
 
     def from_bytes(self, files: Iterable[tuple[bytes, str]]):
         """Loads the groups of a checkpoint, assigned round-robin to the rollout's present replicas.
@@ -119,15 +102,4 @@ class GroupBuffer:
             if missing:
                 raise RuntimeError(f"rollout: saved groups have routes of MoE layers {layers} and lack {missing}")
             batch.routes = batch.routes[:, [layers.index(layer) for layer in self.layers]]
-        dp_assignment = round_robin(batch.sequence_ids, len(role_groups.replicas), samples)
-        return len(batch), batch.select((dp_assignment == role_groups.dp_rank).nonzero().flatten())
-
-
-def _join_shards(shards: list[tuple], layers: list[int] | None) -> Batch:
-    """The batch of a replica, with the routes of all layers in the order of `layers`."""
-    batch = next(batch for batch, _ in shards if batch.lengths is not None)
-    if layers is not None:
-        held = [layer for _, of_shard in shards for layer in of_shard]
-        routes = torch.cat([batch.routes for batch, _ in shards], dim=1)
-        batch.routes = routes[:, [held.index(layer) for layer in layers]]
-    return batch
+        return len(batch), own_share(batch, samples, role_groups)

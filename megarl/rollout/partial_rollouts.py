@@ -54,6 +54,10 @@ class PartialRolloutBuffer:
     def __len__(self) -> int:
         return len(self._groups)
 
+    def clear(self):
+        """Removes all groups; the policy version stays."""
+        self._groups, self._responses = [], None
+
     def pop_oldest(self, count: int) -> list[PromptRequest]:
         """Removes and returns at most `count` groups, oldest first. `keep_unfinished` puts back those not taken."""
         self._drop_stale()

@@ -3,13 +3,10 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.arguments import RoleSettings, RunConfig, Settings
-from megarl.checkpoint import adapters, resume, run_state
-from megarl.checkpoint.pretrained import PretrainedWeights, find_pretrained
+from megarl.arguments import RunConfig
+from megarl.checkpoint import integrity, resume, run_state
 from megarl.comm.step_batch import StepBatch
-from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
-from megarl.mcore.model import pipeline_layout
 from megarl.observe.timers import Timers
 from megarl.roles.actor import Actor
 from megarl.roles.advantage_computer import AdvantageComputer
@@ -18,99 +15,20 @@ from megarl.roles.reference import Reference, shares_base
 from megarl.rollout.batcher import RolloutBatcher
 from megarl.rollout.replica_files import GROUP_BUFFER_FILE, PARTIAL_ROLLOUTS_FILE, of_replica, read_replicas
 from megarl.rollout.rollout import Rollout
+from megarl.rollout.rollout_files import RolloutWriter
+from megarl.rollout.rollout_only import ScoringBatcher
+from megarl.rollout.saved_rollout import SavedRollout, SavedRolloutBatcher
 from megarl.router_replay.replay import RoutingReplay
 from megarl.router_replay.router_state import RouterState
 from megarl.trainers.evaluator import BestCheckpoint, Evaluator
+from megarl.trainers.policy import load_policy
 from megarl.trainers.policy_service import PolicyService
-from megarl.trainers.reward_factory import RewardFactory
-from megarl.trainers.server_options import ServerOptions
-from megarl.trainers.setup import build_role_encoder, check_training_flags, check_vocabulary, read_inputs
+from megarl.trainers.rl_inputs import RLInputs, saves_reference
+from megarl.trainers.setup import read_inputs
 from megarl.trainers.token_samples import TokenSamples
 from megarl.trainers.trainer import Trainer
 
-CHECKPOINTED_ROLES = ("actor", "critic", "reference")  # not reward models, which only score
 SAMPLES_PER_FILE = 64  # responses of a step in its samples file
-
-
-class RLInputs:
-    """Prompts, tokenizers, rewards and checkpoints, read and checked before the process group exists."""
-
-    def __init__(self, config: RunConfig):
-        s = config.settings
-        check_training_flags(config)
-        _check_rollout(s, config.roles)
-        _check_replay(config)
-        encoder = build_role_encoder(config.roles["actor"], s)
-        self.tokenizer = encoder.tokenizer
-        self.prompts = load_prompts(s.prompts, "--prompts")
-        self.prompt_tokens = self.prompts.encode(encoder, s.max_prompt_length)
-        self.eval_prompts = load_prompts(s.eval_prompts, "--eval-prompts") if s.eval_prompts else None
-        self.eval_tokens = self.eval_prompts.encode(encoder, s.max_prompt_length) if self.eval_prompts else []
-        self.reward_factory = RewardFactory(config, *filter(None, (self.prompts, self.eval_prompts)))
-        tokens = self.tokenizer.vocab_size
-        check_vocabulary(config.roles["actor"], tokens)
-        for role in filter(None, map(config.roles.get, ("critic", "reference"))):  # a policy may sample any of its rows
-            check_vocabulary(role, config.roles["actor"].model_vocab_size(tokens))
-        saved = [r for r in _models_of(config.roles) if r.name != "reference" or _saves_reference(config.roles)]
-        self.pretrained = _find_pretrained(config.roles, tokens, saved if s.load else [])
-        self.server_options = ServerOptions(config) if s.serve_policy else None
-        self.resume = None
-        self.data = resume.data_fingerprints(encoder, s) if s.load or s.save else {}
-        if s.load:
-            adapters.check_factors(s.load, "--load", saved)
-            shapes = {role.name: adapters.resume_shapes(role, role.model_vocab_size(tokens)) for role in saved}
-            self.resume = resume.check_resume("train_rl", s, self.data, shapes)
-
-
-def _check_rollout(s: Settings, roles: dict[str, RoleSettings]):
-    rollout, ranks = roles["rollout"], set(roles["rollout"].ranks)
-    if s.verify_weights and rollout.model_role != "rollout":
-        raise UsageError(
-            "--verify-weights: the rollout shares the actor's weights, so there is no weight sync to verify"
-        )
-    if s.rollout_bank and s.router_replay == "rollout" and rollout.megatron.pipeline_model_parallel_size > 1:
-        raise UsageError(
-            f"--rollout-bank {s.rollout_bank}: not allowed with --router-replay rollout if the rollout has several "
-            "pipeline stages, since each records other routes"
-        )
-    if s.one_step_off and not ranks.isdisjoint(roles["actor"].ranks):
-        raise UsageError("--one-step-off: needs a rollout in --role-map on other ranks than the actor")
-
-
-def _check_replay(config: RunConfig):
-    replay, experts = config.settings.router_replay, {}
-    for name in ("actor", "reference") if config.settings.router_replay_reference else ("actor",):
-        args = config.roles[name].megatron
-        experts[name] = (args.num_experts, args.moe_router_topk, pipeline_layout.moe_layer_pattern(args))
-    if replay != "none" and not experts["actor"][0]:
-        raise UsageError(f"--router-replay {replay}: the actor has no experts; allowed is none, or set --num-experts")
-    if experts.get("reference", experts["actor"]) != experts["actor"]:
-        raise UsageError(
-            "--router-replay-reference: the reference replays the actor's routes; allowed are the actor's "
-            "--num-experts, --moe-router-topk and --moe-layer-freq"
-        )
-
-
-def _models_of(roles: dict[str, RoleSettings]) -> list[RoleSettings]:
-    return [roles[name] for name in CHECKPOINTED_ROLES if name in roles]
-
-
-def _saves_reference(roles: dict[str, RoleSettings]) -> bool:
-    """Whether checkpoints hold the reference; beside low-rank factors of the actor they hold no other weights."""
-    return "reference" in roles and roles["actor"].lora is None
-
-
-def _find_pretrained(
-    roles: dict[str, RoleSettings], tokens: int, saved: list[RoleSettings]
-) -> dict[str, PretrainedWeights]:
-    """The initial weights of roles that neither draw them nor load them from a checkpoint of the run, which has those
-    of `saved`, except for the weights under low-rank factors. A critic may start from a reward model."""
-    found = {}
-    for role in (role for role in _models_of(roles) if role.lora or role not in saved):
-        is_critic = role.name == "critic"
-        sources = ("actor", "reward") if is_critic else ("actor",)
-        found[role.name] = find_pretrained(role, role.model_vocab_size(tokens), sources, value_head=is_critic)
-    return {name: weights for name, weights in found.items() if weights}
 
 
 class RLTrainer(Trainer):
@@ -119,6 +37,10 @@ class RLTrainer(Trainer):
     def __init__(self, config: RunConfig, timers: Timers):
         inputs, mesh, used = read_inputs(config, timers, lambda: RLInputs(config))
         super().__init__(config, mesh, inputs, timers)
+        if self.settings.debug_rollout_only:
+            self.checkpoints = None  # nothing of the weights changes
+        if inputs.saved_rollouts:
+            _check_content(inputs.saved_rollouts.folders)
         self.tokenizer = inputs.tokenizer
         self._build_roles(config, timers)
         self._metrics: dict[str, float] = {}  # of the step, this rank's
@@ -130,6 +52,8 @@ class RLTrainer(Trainer):
         self._load_pretrained()
         if inputs.resume:
             self._resume()
+        if inputs.saved_rollouts:
+            self.batcher.check_start(self.step + 1)
         self.rollout.sync_weights()
         self.open(inputs.resume, used)
         self.policy_service = None
@@ -150,18 +74,39 @@ class RLTrainer(Trainer):
         shared = self.actor.trainable_model if shares_base(roles["actor"], roles.get("reference")) else None
         self.reference = Reference(s, roles.get("reference"), mesh["reference"], sizes.get("reference"), timers, shared)
         self.advantages = AdvantageComputer(s, config.estimator, mesh["actor"], timers)
-        policy = self.actor.trainable_model
-        trained, cache = (policy.model, policy.cache_in_grad_buffer) if policy else (None, None)
-        self.rollout = Rollout(s, roles["rollout"], mesh, trained, self.tokenizer, timers, cache)
+        self.rollout = self._build_rollout(timers)
         self.routing_replay = RoutingReplay(
             s, roles["actor"], mesh, self.rollout.recorded_layers, self._router_states(), self.actor.passes_of_step
         )
         generation = (s, mesh, self.rollout, self.reward)
-        hidden_size = roles["actor"].megatron.hidden_size
-        self.batcher = RolloutBatcher(*generation, inputs.prompts, inputs.prompt_tokens, hidden_size, timers)
+        self.batcher = self._build_batcher(*generation, inputs.prompts, inputs.prompt_tokens)
         self.evaluator, self.best = None, BestCheckpoint(mesh)
         if s.eval_prompts:
             self.evaluator = Evaluator(*generation, inputs.eval_prompts, inputs.eval_tokens, timers)
+
+    def _build_rollout(self, timers: Timers) -> Rollout | SavedRollout:
+        s, mesh, role = self.settings, self.mesh, self.inputs.rollout_role(self.config)
+        if s.debug_train_only:
+            return SavedRollout(s, role, mesh)
+        policy, trained, cache = self.actor.trainable_model, None, None
+        if policy:
+            trained, cache = policy.model, policy.cache_in_grad_buffer
+        elif s.debug_rollout_only:
+            actor = self.config.roles["actor"]
+            vocab_size = actor.model_vocab_size(self.tokenizer.vocab_size)
+            trained = load_policy(actor, mesh["actor"], vocab_size, self.inputs.frozen_policy)
+        return Rollout(s, role, mesh, trained, self.tokenizer, timers, cache)
+
+    def _build_batcher(self, *generation) -> RolloutBatcher:
+        """`generation`: arguments of the batcher from the settings to the prompts."""
+        s, groups, args = self.settings, self.mesh["rollout"], self.config.roles["actor"].megatron
+        args = *generation, args.hidden_size, self.timers
+        if s.debug_train_only:
+            return SavedRolloutBatcher(self.inputs.saved_rollouts, *args)
+        writer = None
+        if s.save_rollouts:
+            writer = RolloutWriter(self.folder, groups, self.rollout.recorded_layers, self.inputs.rollout_facts)
+        return (ScoringBatcher if s.debug_rollout_only else RolloutBatcher)(*args, writer)
 
     def _models(self) -> dict:
         """This rank's models by role."""
@@ -245,7 +190,7 @@ class RLTrainer(Trainer):
     def save(self, step: int):
         """Saves a checkpoint every `--save-interval` steps, and after the best evaluation so far. Collective."""
         is_due = self.is_due(self.settings.save_interval)
-        if not self.folder or not (is_due or self._is_best):
+        if not self.checkpoints or not (is_due or self._is_best):
             return
         manifest = self.manifest_entries("train_rl", self.tokenizer.vocab_size, self.batcher.order)
         kept_for = "interval" if is_due else "best"
@@ -286,7 +231,7 @@ class RLTrainer(Trainer):
 
     def _frozen_states(self) -> dict:
         """Role -> function that returns its checkpoint state on this rank, for roles whose weights never change."""
-        if not _saves_reference(self.config.roles):
+        if not saves_reference(self.config.roles):
             return {}
         return {"reference": self.reference.state if self.mesh["reference"].is_member else dict}
 
@@ -335,3 +280,10 @@ class RLTrainer(Trainer):
                 f"--load-changed-data: the checkpoint of --load {self.settings.load} holds responses to the old "
                 "prompts that wait for their batch; resume with the old --prompts, or from a step without them"
             )
+
+
+def _check_content(folders: list[Path]):
+    """UsageError for the first folder of saved rollouts that is damaged. A collective of the world."""
+    damaged = integrity.find_damage(folders, "--load-rollouts")
+    for folder, problem in damaged.items():
+        raise UsageError(f"--load-rollouts {folder}: {problem}")

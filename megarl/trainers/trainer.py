@@ -112,6 +112,7 @@ class Trainer(abc.ABC):
             self.save(self.step)
         if self.mesh.rank == 0:
             saved = f"resume with --load {self.folder}" if self.folder else "without --save nothing is saved"
+            saved = "--debug-rollout-only saves no checkpoint" if self.folder and not self.checkpoints else saved
             print(f"megarl: stopped by a signal after step {self.step}; {saved}", file=sys.stderr, flush=True)
             if self.folder and self.step < self.settings.train_iters:
                 restart.note_end(0, "signal")
@@ -191,8 +192,9 @@ class Trainer(abc.ABC):
         if "perf/tokens" in row:
             row["perf/tokens_per_s"] = row["perf/tokens"] / seconds[0]
         if "rollout/tokens" in row:
-            rollout_seconds = times[f"time/{self.mesh['rollout'].model_role}/rollout_s"]
-            row["rollout/tokens_per_s"] = row["rollout/tokens"] / max(rollout_seconds, 1e-9)
+            rollout_seconds = times.get(f"time/{self.mesh['rollout'].model_role}/rollout_s")
+            if rollout_seconds is not None:  # None: saved responses, which no engine has generated
+                row["rollout/tokens_per_s"] = row["rollout/tokens"] / max(rollout_seconds, 1e-9)
         rows = sorted((row for of_rank in samples for row in of_rank), key=lambda row: row["sequence"])
         if rows and self.folder:
             write_samples(self.folder, step, rows)

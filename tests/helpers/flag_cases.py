@@ -20,7 +20,7 @@ HOLDS = {
     "sampled": "--eval-prompts x --eval-temperature 1", "evaluation": "--eval-prompts x",
     "best": "--eval-prompts x --eval-interval 1 --save y", "load": "--load x", "saved": "--save y",
     "keep_last": "--save y --keep-last 1", "rollout_server": "--rollout-server http://x",
-    "serve_policy": "--serve-policy",
+    "serve_policy": "--serve-policy", "engine": "", "evaluates": "", "profile": "--save y --profile-steps 2-3",
     "model": "--reward model --reward-model x",
     "ensemble": "--reward model --reward-model x,y", "regex": "--reward regex --reward-pattern x",
     "format": "--reward format", "length": "--reward length", "code": "--reward code",
@@ -34,6 +34,7 @@ FAILS = {
     "partial": "--over-sampling 2",
     "rounds": "--group-filter reward", "overlong": "", "evaluation": "", "best": "--eval-prompts x --eval-interval 1",
     "load": "", "saved": "", "keep_last": "--save y", "rollout_server": "", "serve_policy": "",
+    "engine": "--debug-train-only --load-rollouts x", "evaluates": "--debug-rollout-only", "profile": "",
     "model": "", "ensemble": "--reward model --reward-model x", "regex": "", "format": "", "length": "", "code": "",
     "remote": "", "verifiers": "--reward model --reward-model x", "local": "--reward remote --reward-url http://x",
 }  # fmt: skip
@@ -46,11 +47,12 @@ VALUES = {
     "kl_horizon": 5000.0, "router_replay": "rollout", "tokenizer_type": "HuggingFaceTokenizer", "reward": "length",
     "reward_ensemble": "min", "reward_url": "http://x", "reward_model": "x", "rollout_dispatch": "static",
     "over_sampling": 1.5, "lora_targets": "q_proj", "alarms": "actor/ppo_kl > 1: stop", "on_save_failure": "continue",
-    "tune": "off", "kernels": "blas",
+    "tune": "off", "kernels": "blas", "profile_steps": "2-3",
 }  # fmt: skip
 REQUIRED = {
     "reward_model": "--reward model", "reward_pattern": "--reward regex", "reward_url": "--reward remote",
-    "export_hf": "--save y", "rollout_bank": "--save y",
+    "export_hf": "--save y", "rollout_bank": "--save y", "save_rollouts": "--save y", "profile_steps": "--save y",
+    "load_rollouts": "--debug-train-only", "debug_train_only": "--load-rollouts x",
     "export_peft": "--save y", "partial_rollouts": "--over-sampling 2 --rollout-correction tis",
     "dynamic_sampling": "--group-filter reward", "one_step_off": "--rollout-correction tis",
     "kl_controller": "--kl-target 1",

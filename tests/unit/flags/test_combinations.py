@@ -201,6 +201,16 @@ WRONG = {
     "export of factors to nowhere": ("--export-peft", "--export-peft True: needs --save"),
     "export to nowhere": ("--export-hf", "--export-hf True: needs --save"),
     "large k": ("--eval-prompts x --eval-k 1,2", "--eval-k 1,2: allowed is at most --eval-responses 1"),
+    "nothing to train on": ("--debug-train-only", "--debug-train-only True: needs --load-rollouts"),
+    "responses twice": ("--load-rollouts x", "--load-rollouts x: needs --debug-train-only"),
+    "neither half": ("--debug-train-only --load-rollouts x --debug-rollout-only",
+                     "--debug-rollout-only True: not allowed with --debug-train-only"),
+    "server without engine": ("--debug-train-only --load-rollouts x --serve-policy",
+                              "--serve-policy True: not allowed with --debug-train-only"),
+    "rollouts nowhere": ("--save-rollouts", "--save-rollouts True: needs --save"),
+    "rollouts copied": ("--debug-train-only --load-rollouts x --save-rollouts --save y",
+                        "--save-rollouts True: not allowed with --debug-train-only"),
+    "profile nowhere": ("--profile-steps 2", "--profile-steps 2: needs --save"),
 }  # fmt: skip
 RIGHT = [
     "--reward model+0*reasoning-gym --reward-model a,b --reward-ensemble min --reward-normalize --reward-clip 5"
@@ -224,6 +234,8 @@ RIGHT = [
     "--rollout-correction icepop --rollout-correction-floor 0.5 --rollout-correction-cap 5",
     "--kl-controller adaptive --kl-target 1 --kl-horizon 12.9",
     "--router-replay rollout --router-replay-reference --router-probe-interval 5", "--router-replay old-logprob",
+    "--debug-train-only --load-rollouts x --one-step-off --rollout-correction tis", "--debug-rollout-only",
+    "--router-replay rollout --router-replay-reference --debug-rollout-only", "--save y --save-rollouts",
     "--eval-prompts x --eval-interval 2 --save y --keep-best false --eval-responses 8 --eval-temperature 1 --eval-k 8",
 ]  # fmt: skip
 

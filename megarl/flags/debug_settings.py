@@ -1,0 +1,42 @@
+"""Flags that find faults: rollouts kept and replayed, half of a run alone, profiles of single steps."""
+
+import dataclasses
+import re
+
+from megarl.flags.fields import flag
+
+TRAINING = "rl sft reward"
+STEP_RANGE = re.compile(r"([1-9][0-9]{0,17})(?:-([1-9][0-9]{0,17}))?")
+
+
+def parse_step_range(text: str) -> range:
+    """`"3-5"` -> the steps 3, 4, 5; `"3"` -> step 3. ValueError for other text."""
+    match = STEP_RANGE.fullmatch(text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+    if last < first:
+        raise ValueError(f"{text!r} is no range of steps")
+    return range(first, last + 1)
+
+
+def _is_step_range(text: str) -> bool:
+    try:
+        return bool(parse_step_range(text))
+    except ValueError:
+        return False
+
+
+@dataclasses.dataclass(frozen=True)
+class DebugSettings:
+    """Which rollouts are kept or replayed, which half of a run is left out, and which steps are profiled."""
+
+    save_rollouts: bool = flag(False, "write the responses of each step to rollouts/step_N in --save")
+    load_rollouts: str | None = flag(None, "run folder, or its rollouts folder, whose saved responses"
+                                     " --debug-train-only trains on")  # fmt: skip
+    debug_train_only: bool = flag(False, "no engine and no generation: each step trains on its responses in"
+                                  " --load-rollouts, with rewards computed anew")  # fmt: skip
+    debug_rollout_only: bool = flag(False, "generate and score, without critic, reference, optimizer and updates")
+    profile_steps: str | None = flag(None, "steps to profile, as '3' or '3-5': operators and phases of --profile-ranks"
+                                     " go to profile/ in --save", _is_step_range, "a step or a range of steps, as 3-5",
+                                     programs=TRAINING)  # fmt: skip
+    profile_memory: bool = flag(False, "with --profile-steps also record the memory that operators allocate",
+                                programs=TRAINING, when="profile")  # fmt: skip

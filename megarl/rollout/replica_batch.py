@@ -1,0 +1,56 @@
+"""A replica's batch with the routes of all MoE layers, which its ranks hold apart, and back."""
+
+import torch
+import torch.distributed as dist
+
+from megarl.batch import Batch, round_robin
+from megarl.comm.role_mesh import RoleGroups
+
+
+def gather_layers(
+    batch: Batch, layers: tuple[int, ...] | None, role_groups: RoleGroups
+) -> tuple[Batch, list[int] | None] | None:
+    """(this replica's batch on the host, numbers of the MoE layers of its routes) on its leader, None elsewhere.
+
+    A collective of the replica.
+
+    Args:
+        layers: numbers of the MoE layers whose routes this rank has in `batch`; None: the run records no routes.
+    """
+    shard = _shard(batch, layers, role_groups)
+    shards = [shard] * len(role_groups.replica)
+    if len(shards) > 1:
+        gathered = shards if role_groups.is_leader else None
+        dist.gather_object(shard, gathered, role_groups.replica[0], role_groups.replica_group)
+    if not role_groups.is_leader:
+        return None
+    shards = list(filter(None, shards))
+    found = None if layers is None else sorted(layer for _, held in shards for layer in held)
+    return _join_shards(shards, found), found
+
+
+def _shard(batch: Batch, layers: tuple[int, ...] | None, role_groups: RoleGroups) -> tuple[Batch, tuple] | None:
+    """(batch, layers of its routes) that this rank gives; None if another rank gives the same.
+
+    One rank of each pipeline stage gives the routes of its layers, the leader also all other fields.
+    """
+    if dist.get_rank(role_groups.pg_collection.tp) or dist.get_rank(role_groups.pg_collection.cp):
+        return None
+    batch = batch.to("cpu")
+    return batch if role_groups.is_leader else Batch(routes=batch.routes), layers or ()
+
+
+def _join_shards(shards: list[tuple], layers: list[int] | None) -> Batch:
+    """The batch of a replica, with the routes of all layers in the order of `layers`."""
+    batch = next(batch for batch, _ in shards if batch.lengths is not None)
+    if layers is not None:
+        held = [layer for _, of_shard in shards for layer in of_shard]
+        routes = torch.cat([batch.routes for batch, _ in shards], dim=1)
+        batch.routes = routes[:, [held.index(layer) for layer in layers]]
+    return batch
+
+
+def own_share(batch: Batch, samples: int, role_groups: RoleGroups) -> Batch:
+    """The groups of a batch that this rank's replica takes: round-robin."""
+    dp_assignment = round_robin(batch.sequence_ids, len(role_groups.replicas), samples)
+    return batch.select((dp_assignment == role_groups.dp_rank).nonzero().flatten())

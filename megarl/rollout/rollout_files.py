@@ -1,0 +1,257 @@
+"""Rollouts on disk (`--save-rollouts`, `--load-rollouts`): the responses of each step, in a format without code.
+
+`DIR/rollouts/step_%08d/` holds what was generated for a step: one round, or several with dynamic sampling. Each replica
+of the rollout writes `round_00_replica_00000.safetensors` with the fields of `Batch` that generation has filled, and with
+`--greedy-baseline` `round_00_greedy_00000.safetensors`. `manifest.json`, written last, has the lines of the prompts,
+which groups were kept, and size and SHA-256 of every file. A run in any layout can read them.
+"""
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from megarl.batch import FIELDS, GENERATED_FIELDS, Batch, concatenate
+from megarl.checkpoint import folders
+from megarl.checkpoint import manifest as manifests
+from megarl.comm.role_mesh import RoleGroups
+from megarl.errors import UsageError
+from megarl.mcore import device
+from megarl.observe.files import sync_directory
+from megarl.rollout.replica_batch import gather_layers, own_share
+
+FOLDER, WRITING = "rollouts", ".writing-"
+RESPONSES, GREEDY = "replica", "greedy"  # kinds of files
+
+
+def step_name(step: int) -> str:
+    """`step_00000012`."""
+    return f"step_{step:08d}"
+
+
+class RolloutRecord(NamedTuple):
+    """What a manifest says about the responses generated for a step."""
+
+    folder: Path
+    rounds: list[dict]  # {"lines": of the prompts, "kept": bool of each group, "files": names by kind}
+    waiting: int  # groups that waited from earlier steps when the first round began
+    order: dict  # state of `PromptOrder` after the last round
+    tokens: int  # generated in all rounds
+    metrics: dict[str, float]  # that only the engine and the buffer of partial rollouts know
+    layers: list[int] | None  # MoE layers of the routes, in the order of the files
+
+
+class RolloutWriter:
+    """Writes the rollout of each step, on all ranks of the rollout together; others return at once."""
+
+    def __init__(self, run: Path, role_groups: RoleGroups, layers: tuple[int, ...] | None, facts: dict):
+        """Removes what a killed run left. A collective of the world.
+
+        Args:
+            run: the run's folder.
+            layers: numbers of the MoE layers whose routes this rank records; None: the run records none.
+            facts: entries of every manifest about the run, which `SavedRollouts` compares.
+        """
+        self.folder, self.role_groups, self.layers, self.facts = run / FOLDER, role_groups, layers, facts
+        if dist.get_rank() == 0:
+            for unfinished in self.folder.glob(f"{WRITING}*"):
+                shutil.rmtree(unfinished)
+        dist.barrier()
+
+    def begin(self, step: int, waiting: int):
+        """Begins the rollout of a step, for which `waiting` groups of earlier steps are there."""
+        self._step, self._waiting, self._rounds = step, waiting, []
+        self._files: dict[str, dict] = {}  # name -> seal, of this replica's files
+        self._layers: list[int] | None = None
+        self._longest = 0  # tokens of a sequence of this replica
+
+    def add(self, lines: list[int], responses: Batch | None, greedy: Batch | None, kept: torch.Tensor):
+        """Writes a round: this replica's share of the responses to the prompts of these lines.
+
+        Args:
+            greedy: this replica's share of the greedy responses; None without them.
+            kept: [G] bool, groups that the filter keeps.
+        """
+        kinds = [RESPONSES] + [GREEDY] * (greedy is not None)
+        if self.role_groups.is_member:
+            for kind, batch in zip(kinds, (responses, greedy), strict=False):
+                self._write(kind, batch)
+        self._rounds.append({"lines": lines, "kept": kept.tolist(), "kinds": kinds})
+
+    def _write(self, kind: str, batch: Batch):
+        gathered = gather_layers(batch, self.layers if kind == RESPONSES else None, self.role_groups)
+        if gathered is None:
+            return
+        whole, layers = gathered
+        if kind == RESPONSES:
+            self._layers = layers
+        self._longest = max([self._longest, *whole.lengths.tolist()])
+        writing = self.folder / f"{WRITING}{step_name(self._step)}"
+        writing.mkdir(parents=True, exist_ok=True)
+        path = writing / file_name(len(self._rounds), kind, self.role_groups.dp_rank)
+        save_file({name: getattr(whole, name).contiguous() for name in whole.present()}, path)
+        self._files[path.name] = manifests.seal(path)
+
+    def commit(self, order: dict, tokens: int, metrics: dict[str, float]):
+        """Gives the step's rollout its name, once all replicas have written it. Arguments as of `RolloutRecord`."""
+        groups = self.role_groups
+        if not groups.is_leader:
+            return
+        written = [(self._files, self._longest)]
+        if len(groups.replicas) > 1:
+            written *= len(groups.replicas)
+            dist.all_gather_object(written, (self._files, self._longest), group=groups.pg_collection.dp)
+        if groups.dp_rank == 0:
+            entries = {
+                "program": "train_rl", "step": self._step, "world_size": dist.get_world_size(), **self.facts,
+                "replicas": len(groups.replicas), "layers": self._layers, "waiting": self._waiting, "order": order,
+                "tokens": tokens, "metrics": metrics, "longest": max(longest for _, longest in written),
+                "rounds": self._rounds, "files": {name: seal for files, _ in written for name, seal in files.items()},
+            }  # fmt: skip
+            _commit(self.folder, step_name(self._step), entries)
+
+
+def file_name(number: int, kind: str, dp_rank: int) -> str:
+    """Name of a replica's file of a round."""
+    return f"round_{number:02d}_{kind}_{dp_rank:05d}.safetensors"
+
+
+def _commit(folder: Path, name: str, entries: dict):
+    writing, target = folder / f"{WRITING}{name}", folder / name
+    manifests.write(writing, entries)
+    if target.exists():  # of the same step before the run was started again
+        replaced = folder / f"{WRITING}replaced-{name}"
+        target.rename(replaced)
+        shutil.rmtree(replaced)
+    writing.rename(target)
+    sync_directory(folder)
+
+
+class SavedRollouts:
+    """The rollouts in a folder, checked against the flags of the run that trains on them."""
+
+    def __init__(self, path: str, steps: range, facts: dict, longest: int, ahead: bool):
+        """
+        Args:
+            path: value of `--load-rollouts`: a run's folder, or its folder `rollouts`.
+            steps: that the run takes.
+            facts: of the run, as for `RolloutWriter`.
+            longest: tokens that a sequence of the run may have.
+            ahead: also the step after the last is taken, if the folder has it.
+
+        Raises:
+            UsageError: missing, incomplete or damaged rollouts, or rollouts of other prompts or settings.
+        """
+        self.path, self._facts, self._longest = path, facts, longest
+        folder = Path(path)
+        self._folder = folder / FOLDER if (folder / FOLDER).is_dir() else folder
+        there = {folders.step_of(found.parent) for found in self._folder.glob(f"step_*/{manifests.NAME}")}
+        if not there:
+            raise self._error("holds no rollouts; allowed is the folder of a run with --save-rollouts")
+        missing = [step for step in steps if step not in there]
+        if missing:
+            raise self._error(
+                f"has no step {missing[0]}, but steps {_ranges(there)}; the run takes {_ranges(steps)}, those after the "
+                "checkpoint of --load up to --train-iters"
+            )
+        wanted = [*steps, *([steps.stop] if ahead and steps.stop in there else [])]
+        self.records = {step: self._record(step) for step in wanted}
+
+    @property
+    def folders(self) -> list[Path]:
+        """Folder of each step that the run takes."""
+        return [record.folder for record in self.records.values()]
+
+    def _error(self, problem: str, step: int | None = None) -> UsageError:
+        where = self.path if step is None else self._folder / step_name(step)
+        return UsageError(f"--load-rollouts {where}: {problem}")
+
+    def _record(self, step: int) -> RolloutRecord:
+        folder = self._folder / step_name(step)
+        manifest = manifests.read(folder, "--load-rollouts")
+        if not {"rounds", *self._facts} <= manifest.keys() or manifest["step"] != step:
+            raise self._error("is no rollout of this step", step)
+        if problem := manifests.check_sizes(folder, manifest):
+            raise self._error(problem, step)
+        if problem := _misfit(manifest, self._facts, self._longest):
+            raise self._error(problem, step)
+        rounds = [round_ | {"files": _files(manifest, i)} for i, round_ in enumerate(manifest["rounds"])]
+        return RolloutRecord(folder, rounds, *(manifest[name] for name in RolloutRecord._fields[2:]))
+
+    def read(self, record: RolloutRecord, number: int, kind: str, fields: Iterable[str],
+             layers: tuple[int, ...] | None, role_groups: RoleGroups) -> Batch:  # fmt: skip
+        """This replica's share of a round: whole groups, round-robin.
+
+        Args:
+            kind: `RESPONSES` or `GREEDY`.
+            fields: to read besides `GENERATED_FIELDS`.
+            layers: numbers of the MoE layers whose routes are read, in this order; None: no routes.
+
+        Raises:
+            RuntimeError: a file is not what `RolloutWriter` writes.
+        """
+        round_, samples = record.rounds[number], 1 if kind == GREEDY else self._facts["samples_per_prompt"]
+        names, batches = [*GENERATED_FIELDS, *fields, *(["routes"] if layers is not None else [])], []
+        for name in round_["files"][kind]:
+            loaded = load_file(record.folder / name)
+            if not set(names) <= loaded.keys() or any(loaded[n].dtype != FIELDS[n].dtype for n in names):
+                raise RuntimeError(f"--load-rollouts {record.folder / name}: lacks some of {', '.join(names)}")
+            batches.append(Batch(**{field: loaded[field] for field in names}))
+        batch = concatenate(batches)
+        self._check(batch, record, len(round_["lines"]) * samples)
+        if layers is not None:
+            batch.routes = batch.routes[:, [record.layers.index(layer) for layer in layers]]
+        return own_share(batch, samples, role_groups).to(device.device())
+
+    def _check(self, batch: Batch, record: RolloutRecord, count: int):
+        is_whole = torch.equal(batch.sequence_ids, torch.arange(count))
+        is_known = bool(((batch.tokens >= 0) & (batch.tokens < self._facts["vocab_size"])).all())
+        if not is_whole or not is_known or int(batch.lengths.sum()) != len(batch.tokens):
+            raise RuntimeError(
+                f"--load-rollouts {record.folder}: a round does not hold {count} sequences of known tokens"
+            )
+
+
+def _files(manifest: dict, number: int) -> dict[str, list[str]]:
+    """Names of a round's files by kind."""
+    kinds, replicas = manifest["rounds"][number]["kinds"], range(manifest["replicas"])
+    return {kind: [file_name(number, kind, dp_rank) for dp_rank in replicas] for kind in kinds}
+
+
+def _misfit(manifest: dict, facts: dict, longest: int) -> str | None:
+    """Why a run cannot train on a rollout; None if it can."""
+    for name in ("prompts_per_step", "samples_per_prompt"):
+        if manifest[name] != facts[name]:
+            return f"was written with --{name.replace('_', '-')} {manifest[name]}; this run has {facts[name]}"
+    if manifest["vocab_size"] != facts["vocab_size"]:
+        return f"has tokens of a vocabulary of {manifest['vocab_size']}; this run's has {facts['vocab_size']}"
+    for name, entry in facts["data"].items():
+        stored = manifest["data"].get(name, entry)
+        if name != "eval_prompts" and stored["sha256"] != entry["sha256"]:
+            flag = "--" + name.replace("_", "-")
+            return f"was written with another {flag} ({stored['value']}) than {entry['value']}"
+    if manifest["longest"] > longest:
+        return (
+            f"has sequences of {manifest['longest']} tokens; --max-prompt-length + --max-response-length is {longest}"
+        )
+    for name in ("greedy_baseline", "partial_rollouts"):
+        if facts[name] and not manifest[name]:
+            return f"was written without --{name.replace('_', '-')}"
+    if facts["routes"] is not None and manifest["routes"] != facts["routes"]:
+        return f"has routes of {manifest['routes'] or 'no layers'}; --router-replay rollout needs {facts['routes']}"
+    return None
+
+
+def _ranges(steps: Iterable[int]) -> str:
+    """`1-3, 5` of the numbers 1, 2, 3, 5."""
+    found: list[list[int]] = []
+    for step in sorted(steps):
+        if found and step == found[-1][1] + 1:
+            found[-1][1] = step
+        else:
+            found.append([step, step])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found)

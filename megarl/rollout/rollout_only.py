@@ -1,0 +1,38 @@
+"""What `--debug-rollout-only` has instead of training: the responses of each step are scored and measured."""
+
+import torch
+
+from megarl.comm.step_batch import StepBatch
+from megarl.rollout.batcher import RolloutBatcher
+
+
+class ScoringBatcher(RolloutBatcher):
+    """Generates the batch of each step and scores it; hands nothing on, so that nothing is trained."""
+
+    def generate(self, step: int) -> None:
+        """Generates a step's batch and sets its metrics `rollout/…` and `reward/…`. Collective."""
+        version = self.partial_rollouts.version
+        batch = super().generate(step)
+        self.partial_rollouts.version = version  # the policy stays the same
+        if batch is not None:
+            batch.dispatch(self.reward.name)
+            self.reward.score(batch)
+            self.metrics |= self._batch_metrics(batch)
+
+    def _batch_metrics(self, step_batch: StepBatch) -> dict[str, float]:
+        """Metrics of the step's batch, named as in training; {} outside the reward role, whose collective it is."""
+        batch, groups = step_batch[self.reward.name], self.mesh[self.reward.name]
+        if not groups.is_member:
+            return {}
+        scores = batch.scores.double()
+        counts = batch.response_mask.sum(), batch.finished.sum(), batch.correct.sum(), batch.lengths.sum()
+        sums = torch.stack([scores.new_tensor(len(batch)), scores.sum(), scores.square().sum(), *counts]).double()
+        n, total, squares, generated, finished, correct, tokens = groups.dp_all_reduce(sums).tolist()
+        return {
+            "reward/mean": total / n,
+            "reward/std": max(squares / n - (total / n) ** 2, 0.0) ** 0.5,
+            "reward/accuracy": correct / n,
+            "rollout/response_length_mean": generated / n,
+            "rollout/finished_fraction": finished / n,
+            "perf/tokens": int(tokens),
+        }

@@ -1,0 +1,106 @@
+"""What `--debug-train-only` has instead of a rollout: the responses of each step come from files."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.arguments import RoleSettings, Settings
+from megarl.batch import Batch
+from megarl.comm.role_mesh import RoleMesh
+from megarl.comm.step_batch import ROLLOUT
+from megarl.errors import UsageError
+from megarl.mcore.model.pipeline_layout import moe_layer_pattern
+from megarl.rollout.batcher import GenerationRound, RolloutBatcher, SamplingStatistics
+from megarl.rollout.partial_rollouts import VERSIONS
+from megarl.rollout.requests import dp_assignment_of
+from megarl.rollout.rollout_files import GREEDY, RESPONSES, SavedRollouts
+
+
+def moe_layers(role: RoleSettings) -> list[int]:
+    """Numbers of the MoE layers of a role's whole model, from 1."""
+    return [number for number, has_experts in enumerate(moe_layer_pattern(role.megatron), 1) if has_experts]
+
+
+class SavedRollout:
+    """The rollout's ranks without an engine and without weights."""
+
+    name = ROLLOUT
+    bank = None
+
+    def __init__(self, settings: Settings, role: RoleSettings, mesh: RoleMesh):
+        self.settings, self.role, self.role_groups = settings, role, mesh[ROLLOUT]
+        self.metrics: dict[str, float] = {}
+
+    @property
+    def recorded_layers(self) -> tuple[int, ...] | None:
+        """Numbers of the MoE layers whose routes this rank holds: all of them on a replica's first pipeline stage."""
+        if self.settings.router_replay != "rollout":
+            return None
+        is_first = self.role_groups.is_member and dist.get_rank(self.role_groups.pg_collection.pp) == 0
+        return tuple(moe_layers(self.role)) if is_first else ()
+
+    def sync_weights(self):
+        """There are no weights to copy."""
+
+    def decode_metrics(self) -> dict[str, float]:
+        """There is no decode step; the saved ones' metrics are in the record of their step."""
+        return {}
+
+    def dp_assignment(self, batch: Batch | None, count: int, group=None) -> Tensor:
+        """[count] int64: dp rank that holds each sequence, as of `Rollout.dp_assignment`."""
+        return dp_assignment_of(batch, count, self.role_groups, group)
+
+
+class SavedRolloutBatcher(RolloutBatcher):
+    """Fills the batch of each step with its saved groups. Rewards and baselines are computed again."""
+
+    def __init__(self, saved: SavedRollouts, *args):
+        """`args`: of `RolloutBatcher`, with a `SavedRollout`."""
+        super().__init__(*args)
+        self._saved, self._step = saved, 0
+
+    def check_start(self, step: int):
+        """UsageError unless the groups that waited when the first step was generated wait now, too."""
+        waits, needed = len(self.group_buffer), self._saved.records[step].waiting
+        if waits not in (needed, self.settings.prompts_per_step):
+            raise UsageError(
+                f"--load-rollouts {self._saved.path}: {needed} groups waited from earlier steps when step {step} was "
+                f"generated, and {waits} do now; start from that step's checkpoint, or from the first step"
+            )
+        self.partial_rollouts.clear()  # what continues them is in the files
+
+    def generate(self, step: int):
+        """The saved batch of a step; None if it was not full. Collective."""
+        self._step = step
+        return super().generate(step)
+
+    def generate_ahead(self, step: int):
+        """With `--one-step-off`, the saved batch of the next step, if there is one."""
+        if self.settings.one_step_off and step in self._saved.records:
+            statistics = SamplingStatistics()
+            self._fill_buffer(step, statistics)
+            self._add_generated_tokens(statistics)
+
+    def _fill_buffer(self, step: int, statistics: SamplingStatistics):
+        record = self._saved.records[step]
+        for number in range(len(record.rounds)):
+            self._accept(self._read(step, number), step, statistics)
+        statistics.tokens = record.tokens if self.mesh[ROLLOUT].dp_rank == 0 else 0
+        self.order.load_state_dict(record.order)
+
+    def _read(self, step: int, number: int) -> GenerationRound:
+        record, groups, s = self._saved.records[step], self.mesh[ROLLOUT], self.settings
+        lines, kept = record.rounds[number]["lines"], torch.tensor(record.rounds[number]["kept"], dtype=torch.bool)
+        self.reward.prepare(self.prompts, lines)
+        if not groups.is_member:
+            return GenerationRound(lines, None, None, kept)
+        versions = [VERSIONS] if s.partial_rollouts else []
+        with self.timers.phase(groups.model_role, "read"):
+            layers = self.rollout.recorded_layers
+            responses = self._saved.read(record, number, RESPONSES, versions, layers, groups)
+            greedy = self._saved.read(record, number, GREEDY, (), None, groups) if s.greedy_baseline else None
+        return GenerationRound(lines, responses, greedy, kept)
+
+    def _set_metrics(self, statistics: SamplingStatistics, waiting_groups: int):
+        super()._set_metrics(statistics, waiting_groups)
+        self.metrics |= self._saved.records[self._step].metrics

@@ -1,0 +1,156 @@
+"""Inputs of an RL run: prompts, tokenizers, rewards, checkpoints and saved rollouts, checked before any work starts."""
+
+import dataclasses
+from pathlib import Path
+
+from megarl.arguments import RoleSettings, RunConfig, Settings
+from megarl.checkpoint import adapters, folders, resume
+from megarl.checkpoint.pretrained import FactorWeights, PretrainedWeights, checkpoint_weights, find_pretrained
+from megarl.data.prompts import load_prompts
+from megarl.errors import UsageError
+from megarl.mcore.model import pipeline_layout
+from megarl.rollout.rollout_files import SavedRollouts
+from megarl.rollout.saved_rollout import moe_layers
+from megarl.trainers.reward_factory import RewardFactory
+from megarl.trainers.server_options import ServerOptions
+from megarl.trainers.setup import build_role_encoder, check_training_flags, check_vocabulary
+
+CHECKPOINTED_ROLES = ("actor", "critic", "reference")  # not reward models, which only score
+
+
+class RLInputs:
+    """Prompts, tokenizers, rewards and checkpoints, read and checked before the process group exists."""
+
+    def __init__(self, config: RunConfig):
+        s = config.settings
+        check_training_flags(config)
+        _check_rollout(s, config.roles)
+        _check_replay(config)
+        encoder = build_role_encoder(config.roles["actor"], s)
+        self.tokenizer = encoder.tokenizer
+        self.prompts = load_prompts(s.prompts, "--prompts")
+        self.prompt_tokens = self.prompts.encode(encoder, s.max_prompt_length)
+        self.eval_prompts = load_prompts(s.eval_prompts, "--eval-prompts") if s.eval_prompts else None
+        self.eval_tokens = self.eval_prompts.encode(encoder, s.max_prompt_length) if self.eval_prompts else []
+        self.reward_factory = RewardFactory(config, *filter(None, (self.prompts, self.eval_prompts)))
+        tokens = self.tokenizer.vocab_size
+        check_vocabulary(config.roles["actor"], tokens)
+        for role in filter(None, map(config.roles.get, ("critic", "reference"))):  # a policy may sample any of its rows
+            check_vocabulary(role, config.roles["actor"].model_vocab_size(tokens))
+        saved = [r for r in _models_of(config.roles) if r.name != "reference" or saves_reference(config.roles)]
+        self.pretrained = _find_pretrained(config.roles, tokens, saved if s.load else [])
+        self.server_options = ServerOptions(config) if s.serve_policy else None
+        self.resume = None
+        self.data = resume.data_fingerprints(encoder, s) if s.load or s.save or s.load_rollouts else {}
+        if s.load:
+            adapters.check_factors(s.load, "--load", saved)
+            shapes = {role.name: adapters.resume_shapes(role, role.model_vocab_size(tokens)) for role in saved}
+            self.resume = resume.check_resume("train_rl", s, self.data, shapes)
+        if s.debug_train_only or s.debug_rollout_only:
+            _check_debug_folders(s, self.resume)
+        self.rollout_facts = self._rollout_facts(config) if s.save_rollouts or s.load_rollouts else {}
+        self.saved_rollouts = self._saved_rollouts(s) if s.load_rollouts else None
+        self.frozen_policy = self._frozen_policy(config) if s.debug_rollout_only else None
+
+    def _rollout_facts(self, config: RunConfig) -> dict:
+        """What the manifest of a saved rollout says about the run, and what a run that loads it compares."""
+        s, actor = config.settings, config.roles["actor"]
+        names = ("seed", "temperature", "prompts_per_step", "samples_per_prompt", "greedy_baseline", "partial_rollouts")
+        routes = None
+        if s.router_replay == "rollout":
+            args = actor.megatron
+            routes = {"layers": moe_layers(actor), "topk": args.moe_router_topk, "experts": args.num_experts}
+        vocab_size = actor.model_vocab_size(self.tokenizer.vocab_size)
+        settings = {name: getattr(s, name) for name in names}
+        return settings | {"vocab_size": vocab_size, "data": self.data, "routes": routes}
+
+    def _saved_rollouts(self, s: Settings) -> SavedRollouts:
+        first = 1 + (folders.read_manifest(self.resume, "--load")["step"] if self.resume else 0)
+        longest, steps = s.max_prompt_length + s.max_response_length, range(first, s.train_iters + 1)
+        return SavedRollouts(s.load_rollouts, steps, self.rollout_facts, longest, s.one_step_off)
+
+    def _frozen_policy(self, config: RunConfig) -> PretrainedWeights:
+        """The weights of `--debug-rollout-only`."""
+        s, actor = config.settings, config.roles["actor"]
+        if actor.lora_adapter and not s.load:
+            raise UsageError(
+                f"--lora-adapter {actor.lora_adapter}: not allowed with --debug-rollout-only; give a checkpoint with "
+                "the factors in --load or --pretrained-checkpoint"
+            )
+        if s.load:
+            return checkpoint_weights(s.load, "--load", actor, actor.model_vocab_size(self.tokenizer.vocab_size))
+        if "actor" not in self.pretrained:
+            raise UsageError(
+                "--debug-rollout-only: needs weights to generate with, in --load, --pretrained-checkpoint or --hf-model"
+            )
+        return self.pretrained["actor"]
+
+    def rollout_role(self, config: RunConfig) -> RoleSettings:
+        """The rollout's settings; a policy that is not trained has the low-rank factors of its checkpoint."""
+        role = config.roles["rollout"]
+        if self.frozen_policy is None:
+            return role
+        lora = self.frozen_policy.lora if isinstance(self.frozen_policy, FactorWeights) else None
+        return dataclasses.replace(role, lora=lora)
+
+
+def _check_debug_folders(s: Settings, resumed: Path | None):
+    """UsageError if a run for debugging would set aside what it reads: the files of another run."""
+    if s.save is None:
+        return
+    save = Path(s.save).resolve()
+    if resumed is not None and resumed.resolve().parent.parent == save:
+        raise UsageError(f"--save {s.save}: is the run of --load; give a debug run another folder")
+    if s.load_rollouts and save in (Path(s.load_rollouts).resolve(), (Path(s.load_rollouts) / "..").resolve()):
+        raise UsageError(f"--save {s.save}: is the run of --load-rollouts; give a debug run another folder")
+
+
+def _check_rollout(s: Settings, roles: dict[str, RoleSettings]):
+    rollout, ranks = roles["rollout"], set(roles["rollout"].ranks)
+    if s.verify_weights and rollout.model_role != "rollout":
+        raise UsageError(
+            "--verify-weights: the rollout shares the actor's weights, so there is no weight sync to verify"
+        )
+    if s.rollout_bank and s.router_replay == "rollout" and rollout.megatron.pipeline_model_parallel_size > 1:
+        raise UsageError(
+            f"--rollout-bank {s.rollout_bank}: not allowed with --router-replay rollout if the rollout has several "
+            "pipeline stages, since each records other routes"
+        )
+    if s.one_step_off and not s.debug_train_only and not ranks.isdisjoint(roles["actor"].ranks):
+        raise UsageError("--one-step-off: needs a rollout in --role-map on other ranks than the actor")
+
+
+def _check_replay(config: RunConfig):
+    replay, experts = config.settings.router_replay, {}
+    for name in ("actor", "reference") if config.settings.router_replay_reference else ("actor",):
+        args = config.roles[name].megatron
+        experts[name] = (args.num_experts, args.moe_router_topk, pipeline_layout.moe_layer_pattern(args))
+    if replay != "none" and not experts["actor"][0]:
+        raise UsageError(f"--router-replay {replay}: the actor has no experts; allowed is none, or set --num-experts")
+    if experts.get("reference", experts["actor"]) != experts["actor"]:
+        raise UsageError(
+            "--router-replay-reference: the reference replays the actor's routes; allowed are the actor's "
+            "--num-experts, --moe-router-topk and --moe-layer-freq"
+        )
+
+
+def _models_of(roles: dict[str, RoleSettings]) -> list[RoleSettings]:
+    return [roles[name] for name in CHECKPOINTED_ROLES if name in roles]
+
+
+def saves_reference(roles: dict[str, RoleSettings]) -> bool:
+    """Whether checkpoints hold the reference; beside low-rank factors of the actor they hold no other weights."""
+    return "reference" in roles and roles["actor"].lora is None
+
+
+def _find_pretrained(
+    roles: dict[str, RoleSettings], tokens: int, saved: list[RoleSettings]
+) -> dict[str, PretrainedWeights]:
+    """The initial weights of roles that neither draw them nor load them from a checkpoint of the run, which has those
+    of `saved`, except for the weights under low-rank factors. A critic may start from a reward model."""
+    found = {}
+    for role in (role for role in _models_of(roles) if role.lora or role not in saved):
+        is_critic = role.name == "critic"
+        sources = ("actor", "reward") if is_critic else ("actor",)
+        found[role.name] = find_pretrained(role, role.model_vocab_size(tokens), sources, value_head=is_critic)
+    return {name: weights for name, weights in found.items() if weights}
