@@ -2,14 +2,15 @@
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from megarl.observe import activity
 from megarl.observe.timeline import MAX_EVENTS, STEP_CATEGORY, TraceEvent
 
 EVALUATION = "eval_"  # prefix of the phases of an evaluation
 IDLE_PHASES = frozenset({"wait", "exchange", f"{EVALUATION}wait", f"{EVALUATION}exchange"})
+_NOTHING = nullcontext()
 STEP = ("", "step")  # the key of the whole step's wall seconds in the results of `end_step`
 
 
@@ -31,6 +32,7 @@ class Timers:
         self._open: list[list] = []  # [role, phase, nanoseconds of the phases inside]
         self._where: tuple[str, str] | None = None
         self._prefix = ""
+        self._annotate: Callable[[str], AbstractContextManager] | None = None
         self._step_start_ns: int | None = None
         self.step = 0
 
@@ -44,6 +46,21 @@ class Timers:
             self._prefix = ""
 
     @contextmanager
+    def annotated(self, annotate: Callable[[str], AbstractContextManager]) -> Iterator[set[str]]:
+        """Every phase inside also enters `annotate("role/phase")`, for a profiler; yields the set of these names."""
+        names: set[str] = set()
+
+        def noted(name: str) -> AbstractContextManager:
+            names.add(name)
+            return annotate(name)
+
+        self._annotate = noted
+        try:
+            yield names
+        finally:
+            self._annotate = None
+
+    @contextmanager
     def phase(self, role: str, name: str) -> Iterator[None]:
         """Time the body as phase `name` of `role`."""
         name = self._prefix + name
@@ -55,7 +72,8 @@ class Timers:
         self._open.append(frame)
         self._where = (role, name)
         try:
-            yield
+            with _NOTHING if self._annotate is None else self._annotate(f"{role}/{name}"):
+                yield
         except BaseException:
             self._close(frame, start)
             raise  # `current()` keeps naming the phase that failed

@@ -1,9 +1,9 @@
 """Rollouts on disk (`--save-rollouts`, `--load-rollouts`): the responses of each step, in a format without code.
 
 `DIR/rollouts/step_%08d/` holds what was generated for a step: one round, or several with dynamic sampling. Each replica
-of the rollout writes `round_00_replica_00000.safetensors` with the fields of `Batch` that generation has filled, and with
-`--greedy-baseline` `round_00_greedy_00000.safetensors`. `manifest.json`, written last, has the lines of the prompts,
-which groups were kept, and size and SHA-256 of every file. A run in any layout can read them.
+of the rollout writes `round_00_replica_00000.safetensors` with the fields of `Batch` that generation has filled, with
+`--greedy-baseline` also `round_00_greedy_00000.safetensors`. `manifest.json`, written last, has the lines of the
+prompts, which groups were kept, and size and SHA-256 of every file. A run in any layout can read them.
 """
 
 import shutil
@@ -155,8 +155,8 @@ class SavedRollouts:
         missing = [step for step in steps if step not in there]
         if missing:
             raise self._error(
-                f"has no step {missing[0]}, but steps {_ranges(there)}; the run takes {_ranges(steps)}, those after the "
-                "checkpoint of --load up to --train-iters"
+                f"has no step {missing[0]}, but steps {_ranges(there)}; the run takes {_ranges(steps)}, those after "
+                "the checkpoint of --load up to --train-iters"
             )
         wanted = [*steps, *([steps.stop] if ahead and steps.stop in there else [])]
         self.records = {step: self._record(step) for step in wanted}

@@ -18,6 +18,8 @@ from megarl.data.conversations import Encoder, build_encoder
 from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
 from megarl.faults import heartbeat
+from megarl.flags.debug_settings import parse_step_range
+from megarl.observe.profiler import StepProfiler
 from megarl.observe.timers import Timers
 from megarl.trainers import kernel_choice
 
@@ -39,6 +41,24 @@ def check_training_flags(config: arguments.RunConfig):
     if s.export_peft and (trained.hf_model is None or trained.lora is None):
         raise UsageError("--export-peft: needs --hf-model, whose modules it names, and --lora-rank")
     check_save(s)
+    _check_profile_ranks(config)
+
+
+def _check_profile_ranks(config: arguments.RunConfig):
+    steps, roles = config.settings.profile_steps, list(config.roles.values())
+    size = max(role.ranks.stop for role in roles)
+    for role in roles:
+        ranks = role.megatron.profile_ranks
+        if ranks != roles[0].megatron.profile_ranks and role.name != "rollout":
+            raise UsageError(f"--{role.name}-profile-ranks: the ranks are those of the world; leave the prefix out")
+        if ranks and steps is None:
+            raise UsageError(f"--profile-ranks {_text(ranks)}: needs --profile-steps")
+        if ranks and not 0 <= min(ranks) <= max(ranks) < size:
+            raise UsageError(f"--profile-ranks {_text(ranks)}: allowed are ranks of the run, 0 to {size - 1}")
+
+
+def _text(numbers: list[int]) -> str:
+    return " ".join(map(str, numbers))
 
 
 def build_role_encoder(role: arguments.RoleSettings, settings: arguments.Settings) -> Encoder:
@@ -130,6 +150,15 @@ def save_policy(settings: arguments.Settings) -> SavePolicy:
     """How checkpoints are written, and which are kept."""
     s = settings
     return SavePolicy(s.async_save, s.on_save_failure == "stop", s.keep_last, s.keep_every)
+
+
+def step_profiler(config: arguments.RunConfig, mesh: role_mesh.RoleMesh, timers: Timers) -> StepProfiler | None:
+    """The profiler of `--profile-steps` on the ranks of `--profile-ranks`, by default all; None elsewhere."""
+    s, ranks = config.settings, next(iter(config.roles.values())).megatron.profile_ranks
+    if s.profile_steps is None or (ranks and mesh.rank not in ranks):
+        return None
+    steps, roles = parse_step_range(s.profile_steps), mesh.roles_of(mesh.rank)
+    return StepProfiler(Path(s.save), steps, mesh.rank, roles, timers, s.profile_memory)
 
 
 def progress_limit(config: arguments.RunConfig) -> timedelta:

@@ -1,6 +1,7 @@
 """The base class of all trainers: steps, metrics, files of the run, and resume."""
 
 import abc
+import contextlib
 import math
 import sys
 import time
@@ -27,7 +28,7 @@ from megarl.observe.timers import Timers, reduce_times
 from megarl.roles.trainable_model import TrainableModel
 from megarl.trainers import restart
 from megarl.trainers.async_metrics import AsyncMetrics, StepReport
-from megarl.trainers.setup import save_policy
+from megarl.trainers.setup import save_policy, step_profiler
 
 
 class Trainer(abc.ABC):
@@ -47,6 +48,7 @@ class Trainer(abc.ABC):
         self._started = time.perf_counter()
         self._async_metrics = AsyncMetrics(mesh, NO_LIMIT)
         self._run_stop = RunStop(mesh.rank, config.settings.exit_grace)
+        self._profiler = step_profiler(config, mesh, timers)
 
     @property
     def folder(self) -> Path | None:
@@ -99,7 +101,8 @@ class Trainer(abc.ABC):
                 self._stop(first)
                 return
             self.step = self.timers.step = self.step + 1
-            yield self.step
+            with self._profiler.step(self.step) if self._profiler else contextlib.nullcontext():
+                yield self.step
 
     @abc.abstractmethod
     def save(self, step: int):

@@ -2,21 +2,38 @@
 
 import functools
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
+from megarl.batch import GENERATED_FIELDS
 from tests.helpers.checkpoints import WAITING
-from tests.helpers.programs import GRADED, PLACED, assert_close, metrics, rl_argv, samples, timeless, train
+from tests.helpers.forked_programs import launch
+from tests.helpers.programs import (
+    GRADED,
+    PLACED,
+    assert_close,
+    inputs,
+    metrics,
+    rl_argv,
+    samples,
+    timeless,
+    train,
+    write_lines,
+)
 
 STEPS = "--train-iters 3 --save-interval 1 --lr-decay-iters 9"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 AHEAD = "--role-map actor=0;critic=0;reward=1;reference=1;rollout=1 --rollout-correction tis --one-step-off"
 COARSE = "--reward tests.helpers.programs:coarse_reward"
+FILE = "round_00_replica_00000.safetensors"
 RUNS = {  # ranks, flags
     "ppo": (1, GRADED),
     "ahead with experts": (2, f"{GRADED} {AHEAD} {EXPERTS} --router-replay rollout"),
-    "waiting and partial": (2, f"{WAITING} --rollout-max-requests 4"),
+    "waiting and partial": (2, f"{WAITING} --max-sampling-rounds 2 --rollout-max-requests 4"),
     "baselines and filter": (1, f"--advantage remax --greedy-baseline --group-filter reward {COARSE}"),
 }
 
@@ -65,3 +82,125 @@ def test_a_step_that_is_repeated_has_the_same_bits(name, folder):
         assert samples(again, step) == samples(run, step)
         assert weights(again, step) == weights(run, step)
     assert weights(run, 3) != weights(run, 1)
+
+
+def test_a_step_is_repeated_in_another_layout_up_to_rounding(folder):
+    run = saved(folder, "ppo")
+    again = repeat(
+        folder / "wide", run, "ppo", "--tensor-model-parallel-size 2 --critic-tensor-model-parallel-size 1", 2
+    )
+    assert samples(again, 2) == samples(run, 2)
+    assert_close(metrics(again)[2], metrics(run)[2], PLACED, 1e-3)
+
+
+def test_rewards_are_computed_again(folder):
+    """Another reward on the same responses: the groups that the filter kept stay, what they are worth changes."""
+    name = "baselines and filter"
+    run = saved(folder, name)
+    again = repeat(folder / "other-reward", run, name, GRADED)
+    before, after = (json.loads(samples(save, 2).splitlines()[0]) for save in (run, again))
+    assert before["response"] == after["response"] and before["reward"] != after["reward"]
+    kept = [[json.loads(row)["kept"] for row in samples(save, 2).splitlines()] for save in (run, again)]
+    assert kept[0] == kept[1] and set(kept[0]) == {True, False}
+    assert metrics(again)[2]["actor/loss"] != metrics(run)[2]["actor/loss"]
+
+
+def test_the_files_have_all_fields_of_generation(folder):
+    step = saved(folder, "ahead with experts") / "rollouts" / "step_00000002"
+    manifest = json.loads((step / "manifest.json").read_text())
+    (found,) = (load_file(step / name) for name in manifest["files"])
+    assert set(found) == {*GENERATED_FIELDS, "routes"} and set(manifest["rounds"][0]["kept"]) == {True}
+    assert found["prompt_ids"].tolist() == [line for line in manifest["rounds"][0]["lines"] for _ in range(2)]
+    assert found["routes"].shape == (int(found["lengths"].sum()), 2, 2) and manifest["layers"] == [1, 2]
+    ahead = json.loads((step.parent / "step_00000003" / "manifest.json").read_text())
+    assert ahead["tokens"] == metrics(step.parents[1])[2]["rollout/tokens"]  # counted in the step that generated them
+    names = sorted(path.name for path in step.parent.iterdir())
+    assert names == [f"step_{number:08d}" for number in (1, 2, 3, 4)]  # the last was generated ahead
+    greedy = saved(folder, "baselines and filter") / "rollouts" / "step_00000001"
+    found = load_file(greedy / "round_00_greedy_00000.safetensors")
+    assert found["prompt_ids"].tolist() == json.loads((greedy / "manifest.json").read_text())["rounds"][0]["lines"]
+    assert {"scores", "correct", "baseline_scores"} <= set(load_file(greedy / "round_00_replica_00000.safetensors"))
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------
+
+ONLY = "--debug-train-only"
+
+
+def error_of(folder: Path, argv: list[str]) -> str:
+    """The error of a run that is refused; warnings, as of the engine's flags, may come before it."""
+    status, _, err = launch(folder, argv)
+    *warnings, line = err.splitlines()
+    assert status == 2 and line.startswith("megarl: error: "), err
+    assert all(warning.startswith("megarl: warning: ") for warning in warnings)
+    return line
+
+
+def refused(folder: Path, flags: str) -> str:
+    """The one line of a run on the rollouts of "ppo" that is refused before any work."""
+    run = saved(folder, "ppo")
+    argv = rl_argv(folder / "refused", f"{STEPS} {GRADED} {ONLY} --load-rollouts {run} {flags}")
+    line = error_of(folder, argv)
+    assert not (folder / "refused").exists()
+    return line.replace(f"{run}/rollouts/", "").replace(str(run), "RUN")
+
+
+@pytest.mark.parametrize("flags, needle", [
+    ("--train-iters 5", "--load-rollouts RUN: has no step 4, but steps 1-3; the run takes 1-5, those after the"),
+    ("--load-rollouts /dev", "--load-rollouts /dev: holds no rollouts; allowed is the folder of a run with"),
+    ("--samples-per-prompt 3 --minibatch-size 3", "step_00000001: was written with --samples-per-prompt 2; this run"),
+    ("--prompts-per-step 4", "step_00000001: was written with --prompts-per-step 6; this run has 4"),
+    ("--max-response-length 1", "step_00000001: has sequences of 8 tokens; --max-prompt-length + --max-response-len"),
+    ("--greedy-baseline --advantage remax", "step_00000001: was written without --greedy-baseline"),
+    (f"{EXPERTS} --router-replay rollout --pretrained-checkpoint=", "has routes of no layers; --router-replay"),
+])  # fmt: skip
+def test_rollouts_that_do_not_fit_are_refused_in_one_line(flags, needle, folder):
+    assert needle in refused(folder, flags)
+
+
+def test_other_prompts_and_the_runs_own_folder_are_refused(folder, tmp_path):
+    lines = (inputs() / "train.jsonl").read_text().splitlines()
+    write_lines(tmp_path / "fewer.jsonl", [json.loads(line) for line in lines[1:]])
+    assert "was written with another --prompts (" in refused(folder, f"--prompts {tmp_path}/fewer.jsonl")
+    run = saved(folder, "ppo")
+    line = error_of(folder, rl_argv(run, f"{STEPS} {GRADED} {ONLY} --load-rollouts {run}/rollouts"))
+    assert f"--save {run}: is the run of --load-rollouts; give a debug run another folder" in line
+
+
+def flip(path: Path):
+    """Changes one byte."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def damaged(folder: Path, target: Path, change) -> Path:
+    """A copy of the rollouts of "ppo" with one file changed by `change(path)`."""
+    shutil.copytree(saved(folder, "ppo") / "rollouts", target)
+    change(target / "step_00000002")
+    return target
+
+
+DAMAGE = {
+    "manifest": (lambda step: (step / "manifest.json").write_text("{"), "manifest.json is damaged"),
+    "size": (lambda step: os.truncate(step / FILE, 100), f"{FILE} has 100 bytes, and was written with"),
+    "missing": (lambda step: (step / FILE).unlink(), f"{FILE} is missing"),
+    "content": (lambda step: flip(step / FILE), f"{FILE} is damaged (its content does not have its checksum)"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_rollouts_are_refused_in_one_line(kind, folder, tmp_path):
+    change, needle = DAMAGE[kind]
+    rollouts = damaged(folder, tmp_path / "copy", change)
+    line = refused(folder, f"--load-rollouts {rollouts}")
+    assert f"--load-rollouts {rollouts}/step_00000002: {needle}" in line
+
+
+def test_groups_that_wait_must_be_there(folder):
+    """Step 2 was filled with groups that step 1 had left: its rollout is of no use without them."""
+    run = saved(folder, "waiting and partial")
+    start = saved(folder, "ppo") / "checkpoints" / "step_00000001"
+    flags = f"{STEPS} {RUNS['waiting and partial'][1]} {ONLY} --load-rollouts {run} --load {start}"
+    line = error_of(folder, rl_argv(folder / "refused", flags))
+    assert "5 groups waited from earlier steps when step 2 was generated, and 0 do now" in line

@@ -33,6 +33,7 @@ READ_BY_DDP = {
     "accumulate_allreduce_grads_in_fp32", "ddp_bucket_size", "use_torch_fsdp2",
 }  # fmt: skip
 READ_BY_PROGRAM = {"distributed_timeout_minutes"}
+READ_BY_TRAINER = {"profile_ranks"}
 
 
 def _modules(folder: str) -> tuple[str, ...]:
@@ -140,7 +141,7 @@ def training() -> frozenset[str]:
     """Attributes that only a role that learns has a use for: of optimizer, schedule and gradient buffers."""
     fields = {f.name for config in (OptimizerConfig, DistributedDataParallelConfig) for f in dataclasses.fields(config)}
     model = {field.name for field in dataclasses.fields(TransformerConfig)} | {"use_torch_fsdp2"}  # a reference shards
-    return frozenset((fields | READ_BY_SCHEDULER | READ_BY_DDP) - model)
+    return frozenset((fields | READ_BY_SCHEDULER | READ_BY_DDP | READ_BY_TRAINER) - model)
 
 
 @functools.cache
@@ -149,6 +150,5 @@ def used() -> frozenset[str]:
     configs = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
     fields = {field.name for config in configs for field in dataclasses.fields(config)}
     ours = {name for name in fields if name in ONLY or not name.startswith(FOREIGN)} - WITHOUT_EFFECT
-    return frozenset(
-        ours | model_flags.attributes() | READ_BY_MODEL | READ_BY_SCHEDULER | READ_BY_DDP | READ_BY_PROGRAM
-    )
+    read = READ_BY_MODEL | READ_BY_SCHEDULER | READ_BY_DDP | READ_BY_PROGRAM | READ_BY_TRAINER
+    return frozenset(ours | model_flags.attributes() | read)
