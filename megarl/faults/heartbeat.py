@@ -7,9 +7,10 @@ limit (`role_mesh.NO_LIMIT`). A run is hung when, for `--distributed-timeout-min
 - no rank of a role that computes (`COMPUTING`) has made progress: there its ranks wait for nobody but each other; or
 - no rank of the world has made progress.
 
-Then a table of all ranks is printed and every rank ends with status 1. Rank 0 watches all ranks, all ranks watch
-rank 0. A thread does this with a store client of its own; it calls no collective. In each interval (a twentieth of the
-limit, at most 30 s) a rank sends one `set` and one `get`, rank 0 one `set` and one `multi_get`: 2 requests a rank.
+Then a table of all ranks is printed, every rank writes its stacks and last collectives (`hang_files`) and ends with
+status 1. Rank 0 watches all ranks, all ranks watch rank 0. A thread does this with a store client of its own and no
+collective. In each interval (a twentieth of the limit, at most 30 s) a rank sends one `set` and one `get`, rank 0 one
+`set` and one `multi_get`: 2 requests a rank.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megarl.faults import hang_report
+from megarl.faults import hang_files, hang_report
 from megarl.observe import activity
 from megarl.observe.timers import Timers
 
@@ -33,6 +34,8 @@ INTERVALS = 20  # heartbeats in the limit
 IO_BYTES = 1 << 20  # read or written since the last heartbeat: progress, e.g. of a checkpoint
 PROCESS_IO = Path("/proc/self/io")
 KEY = "megarl/heartbeat"
+WRITTEN = "megarl/hang"  # keys of ranks that have written their files about a hang
+SPEAKERS = (0, 1)  # ranks that may say that the run is hung
 
 
 class Pulse:
@@ -75,14 +78,16 @@ class Heartbeat:
     """Publishes this rank's state and watches the others, in a thread, until `finish`."""
 
     def __init__(self, store, rank: int, size: int, limit: timedelta, timers: Timers,
-                 end: Callable[[int], None] = os._exit):  # fmt: skip
+                 end: Callable[[int], None] = os._exit, folder: Path | None = None):  # fmt: skip
         """
         Args:
             store: a client of its own: requests of two threads to one client get mixed up.
             limit: longest time without progress.
             end: ends this process with a status.
+            folder: of the run, for the files about a hang; None: there are none.
         """
         self._store, self._rank, self._size, self._timers, self._end = store, rank, size, timers, end
+        self._folder, self._is_ending = folder, False
         self.limit, self.interval = limit.total_seconds(), min(MAX_INTERVAL, limit.total_seconds() / INTERVALS)
         self._store.set_timeout(limit)
         self._main, self._pulse, self._beats = threading.get_ident(), Pulse(), 0
@@ -138,29 +143,33 @@ class Heartbeat:
     def _watch_store(self):
         """Ends this process if the store does not answer. Requests to a stopped process wait for ever."""
         while not self._finished.wait(self.interval):
-            seconds = time.monotonic() - self._answered
+            seconds = 0.0 if self._is_ending else time.monotonic() - self._answered
             if seconds >= self.limit + 2 * self.interval:
                 self._stop(f"the store has not answered rank {self._rank} for {seconds:.0f} s", [])
 
     def _look(self):
         """Reads the other ranks' states and ends this process if the run is hung."""
         everyone = range(self._size)
-        states = self._read(everyone if self._rank == 0 else [0])
+        states = self._read(everyone if self._rank == 0 else SPEAKERS)
         self._watch.update(states, time.monotonic())
         if self._rank == 0:
             problem = self._watch.problem(everyone)
             if problem:
                 self._publish(problem)
-                self._stop(problem, self._watch.table(everyone))
+                self._stop(problem, self._watch.table(everyone), self._answering(everyone))
             return
-        if states.get(0, {}).get("verdict"):
-            self._end(1)  # rank 0 has said why
+        if any(states.get(speaker, {}).get("verdict") for speaker in SPEAKERS):
+            self._follow()  # the speaker has said why
+            return
         # Rank 1 speaks for rank 0; the others only if rank 1 does not end the run either.
         patience = 0 if self._rank == 1 else 2 * self.interval
         problem = self._watch.silence(0, patience)
         if problem:
             self._watch.update(self._read(everyone), time.monotonic())
-            self._stop(problem, self._watch.table(everyone) if self._rank == 1 else [])
+            if self._rank > 1:
+                self._stop(problem, [])
+            self._publish(problem)
+            self._stop(problem, self._watch.table(everyone), self._answering(everyone))
 
     def _read(self, ranks) -> dict[int, dict]:
         """The states of these ranks; without those that have published none yet."""
@@ -170,9 +179,58 @@ class Heartbeat:
         found = self._store.multi_get(keys) if keys else []
         return {int(key.rsplit("/", 1)[1]): json.loads(value) for key, value in zip(keys, found, strict=True)}
 
-    def _stop(self, problem: str, table: list[str]):
+    def _answering(self, ranks) -> list[int]:
+        """The other ranks that still send heartbeats, so that they can write their files."""
+        return [rank for rank in ranks if rank != self._rank and not self._watch.silence(rank)]
+
+    def _stop(self, problem: str, table: list[str], others: list[int] = ()):
+        """Says why the run is hung and ends this process, once this rank and `others` have written their files.
+
+        A launcher kills all ranks when the first one ends.
+        """
+        self._is_ending = True
         print("\n".join([f"megarl: hung: {problem}", *table]), file=sys.stderr, flush=True)
+        if self._folder is not None:
+            self._write_files()
+            missing = self._wait_for([f"{WRITTEN}/{rank}" for rank in others])
+            if table:
+                self._say_where(missing)
+            if others:
+                self._tell("all")
         self._end(1)
+
+    def _follow(self):
+        """Writes this rank's files, and ends when the speaker has those of all ranks."""
+        self._is_ending = True
+        if self._folder is not None:
+            self._write_files()
+            self._tell(str(self._rank))
+            self._wait_for([f"{WRITTEN}/all"])
+        self._end(1)
+
+    def _write_files(self):
+        role, phase = self._timers.current() or ("program", "between phases")
+        hang_files.write(self._folder, self._rank, f"{role}/{phase} of step {self._timers.step}")
+
+    def _wait_for(self, keys: list[str]) -> list[str]:
+        """Waits until the store has all keys, for two heartbeats and what writing may take; returns those missing."""
+        deadline = time.monotonic() + 2 * self.interval + hang_files.RECORDER_SECONDS
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            while keys and time.monotonic() < deadline:
+                time.sleep(min(self.interval, 0.1))
+                keys = [key for key in keys if not self._store.check([key])]
+        return keys
+
+    def _tell(self, who: str):
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"{WRITTEN}/{who}", "")
+
+    def _say_where(self, missing: list[str]):
+        without = [key.rsplit("/", 1)[1] for key in missing]
+        note = f"; none of ranks {', '.join(without)}" if without else ""
+        folder = self._folder / hang_files.FOLDER
+        line = f"megarl: hung: stacks and last collectives of each rank are in {folder}/rank_*.txt{note}"
+        print(line, file=sys.stderr, flush=True)
 
 
 def report_failure():
@@ -193,12 +251,12 @@ def has_failed(store) -> bool:
 _running: Heartbeat | None = None
 
 
-def start(limit: timedelta, timers: Timers):
-    """Starts this process's heartbeat in the default process group; ends an earlier one."""
+def start(limit: timedelta, timers: Timers, folder: Path | None = None):
+    """Starts this process's heartbeat in the default process group; ends an earlier one. `folder`: of the run."""
     global _running
     finish()
     store = dist.distributed_c10d._get_default_store().clone()
-    _running = Heartbeat(store, dist.get_rank(), dist.get_world_size(), limit, timers)
+    _running = Heartbeat(store, dist.get_rank(), dist.get_world_size(), limit, timers, folder=folder)
 
 
 def finish():

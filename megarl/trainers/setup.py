@@ -142,7 +142,8 @@ def create_role_mesh(config: arguments.RunConfig, timers: Timers) -> role_mesh.R
         make_deterministic()
     limit = progress_limit(config)
     role_mesh.join_process_group(limit, role_mesh.NO_LIMIT)
-    heartbeat.start(limit, timers)
+    save = config.settings.save
+    heartbeat.start(limit, timers, Path(save) if save else None)
     return role_mesh.create_mesh(config.roles, role_mesh.NO_LIMIT)
 
 

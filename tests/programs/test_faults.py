@@ -82,6 +82,11 @@ def test_a_rank_that_sleeps_for_ever_ends_the_run_and_is_named(phase, tmp_path, 
     row = next(line.split() for line in lines[1:] if line.split()[0] == str(rank))
     where = "between phases" if phase == faults.EVALUATE else place(phase)
     assert " ".join(row[1:]).startswith(f"{where} 1 ") and row[-1] == "sleep_for_ever", lines
+    hang = tmp_path / "run" / "hang"
+    assert f"megarl: hung: stacks and last collectives of each rank are in {hang}/rank_*.txt" in lines, lines
+    stacks = [(hang / f"rank_{number}.txt").read_text() for number in range(2)]
+    assert "in sleep_for_ever" in stacks[rank] and "in sleep_for_ever" not in stacks[1 - rank]
+    assert all("recorded collectives" in text and "gloo:" in text for text in stacks)
 
 
 @pytest.mark.long

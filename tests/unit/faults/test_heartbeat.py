@@ -1,8 +1,12 @@
 """Heartbeats of real ranks: one that sleeps, is stopped, holds the store or ends; the limits of collectives."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +18,7 @@ from megarl.observe.timers import Timers
 from megarl.trainers import setup
 from tests.helpers.faults import sleep_for_ever
 from tests.helpers.programs import program
-from tests.helpers.worlds import SAFETY, RankFailed, run_world, wait_until
+from tests.helpers.worlds import SAFETY, SAFETY_SECONDS, RankFailed, run_world, wait_until
 
 
 def tcp_store(rank: int, server: int):
@@ -38,12 +42,12 @@ class Impatient(heartbeat.Heartbeat):
         super()._look()
 
 
-def start(rank: int, store, is_time, timers: Timers) -> Impatient:
+def start(rank: int, store, is_time, timers: Timers, folder: Path | None = None) -> Impatient:
     heartbeat.MAX_INTERVAL, Impatient.is_time = 0.02, is_time
-    return Impatient(store.clone(), rank, 2, SAFETY, timers)
+    return Impatient(store.clone(), rank, 2, SAFETY, timers, folder=folder)
 
 
-def one_sleeps(rank: int):
+def one_sleeps(rank: int, folder: Path):
     timers = Timers()
     timers.step = 7
 
@@ -53,7 +57,7 @@ def one_sleeps(rank: int):
         return positions[0].startswith("all_reduce") and positions[1].endswith("sleep_for_ever")
 
     store = tcp_store(rank, 0)
-    beat = start(rank, store, is_time, timers)
+    beat = start(rank, store, is_time, timers, folder)
     beat._watch.silence = lambda *_: None  # with a limit of 0 s every rank is silent
     with timers.phase("critic", "update"):
         if rank == 1:
@@ -61,15 +65,39 @@ def one_sleeps(rank: int):
         dist.all_reduce(torch.ones(1))
 
 
-def test_a_rank_that_sleeps_for_ever_is_found(capfd):
+def test_a_rank_that_sleeps_for_ever_is_found(tmp_path, capfd):
     with pytest.raises(RankFailed, match="ended with exit code 1"):
-        run_world(one_sleeps, 2)
+        run_world(one_sleeps, 2, tmp_path)
     lines = capfd.readouterr().err.splitlines()
     lines = lines[next(i for i, line in enumerate(lines) if line.startswith("megarl: hung: ")) :]
     assert "progress for" in lines[0] and lines[0].endswith("; not in a collective: rank 1 (critic/update)")
     waiting, sleeping = ([line.split() for line in lines if line.split()[:1] == [rank]][0] for rank in "01")
     assert waiting[1:3] == ["critic/update", "7"] and "all_reduce" in waiting
     assert sleeping[1:3] == ["critic/update", "7"] and sleeping[-1] == "sleep_for_ever"
+    assert f"megarl: hung: stacks and last collectives of each rank are in {tmp_path}/hang/rank_*.txt" in lines, lines
+    check_files(tmp_path / "hang")
+
+
+def check_files(folder: Path):
+    """What both ranks of `one_sleeps` leave: who waits in which collective, and who sleeps."""
+    waiting, sleeping = ((folder / f"rank_{rank}.txt").read_text() for rank in range(2))
+    assert waiting.startswith("rank 0, ") and ": critic/update of step 7\n" in waiting.splitlines(keepends=True)[0]
+    assert " in all_reduce\n" in waiting and " in sleep_for_ever\n" in sleeping and "sleep_for_ever" not in waiting
+    last = waiting.splitlines()[-1].split()
+    assert last[1:] == ["gloo:all_reduce", "not", "ended", "[1]", "0", "0-1"] and "gloo:all_reduce" not in sleeping
+    (entry,) = json.loads((folder / "rank_0.json").read_text())["entries"]
+    assert entry["profiling_name"] == "gloo:all_reduce" and not entry["retired"]
+    assert any(frame["name"] == "one_sleeps" for frame in entry["frames"])
+    assert json.loads((folder / "rank_1.json").read_text())["entries"] == []
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.flight_recorder.fr_trace",
+        str(folder / "flight_recorder"),
+        "-j",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SAFETY_SECONDS)
+    assert done.returncode == 0 and "all_reduce" in done.stdout + done.stderr, done.stdout + done.stderr
 
 
 def is_stopped(pid: int) -> bool:
