@@ -121,7 +121,9 @@ TOGETHER = [  # flags that contradict each other
     "--config", "--reward regex --reward-pattern (", "--reward format --reward-format [", "--export-hf --save none",
     "--eval-k 0 --eval-prompts x", "--role-map actor=0;critic=0;reward=0;reference=0;rollout=1", "--chat-template {{",
     "--reward remote --reward-url ftp://x", "--policy-loss cispo --cispo-clip-high -1",
-    "--group-filter reward --group-filter", "--rollout-correction icepop",
+    "--group-filter reward --group-filter", "--rollout-correction icepop", "--debug-train-only", "--load-rollouts x",
+    "--debug-train-only --debug-rollout-only", "--debug-train-only --load-rollouts x --serve-policy",
+    "--profile-ranks 0", "--profile-steps 5-2", "--profile-steps 1 --profile-ranks 4", "--profile-steps 1 --profile-ranks all",
 ]  # fmt: skip
 
 
@@ -210,6 +212,10 @@ def files(folder: Path, draw: random.Random) -> list[Case]:
         Case("path", "rl", (flag, str(path)), flag.replace("--critic-", "--"))
         for flag in taken for path in (empty, garbage, nothing, folder / "folder")
     ]  # fmt: skip
+    found += [
+        Case("path", "rl", ("--debug-train-only", "--load-rollouts", str(path)), f"--load-rollouts {path}: ")
+        for path in (empty, garbage, nothing, folder / "folder")
+    ]
     found.append(Case("path", "rl", ("--save", str(garbage / "run")), "--save"))
     return found
 

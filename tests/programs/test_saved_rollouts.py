@@ -33,6 +33,7 @@ FILE = "round_00_replica_00000.safetensors"
 RUNS = {  # ranks, flags
     "ppo": (1, GRADED),
     "ahead with experts": (2, f"{GRADED} {AHEAD} {EXPERTS} --router-replay rollout"),
+    "experts in two stages": (2, f"{GRADED} --pipeline-model-parallel-size 2 {EXPERTS} --router-replay rollout"),
     "waiting and partial": (2, f"{WAITING} --max-sampling-rounds 2 --rollout-max-requests 4"),
     "baselines and filter": (1, f"--advantage remax --greedy-baseline --group-filter reward {COARSE}"),
 }
@@ -84,13 +85,17 @@ def test_a_step_that_is_repeated_has_the_same_bits(name, folder):
     assert weights(run, 3) != weights(run, 1)
 
 
-def test_a_step_is_repeated_in_another_layout_up_to_rounding(folder):
-    run = saved(folder, "ppo")
-    again = repeat(
-        folder / "wide", run, "ppo", "--tensor-model-parallel-size 2 --critic-tensor-model-parallel-size 1", 2
-    )
+@pytest.mark.parametrize("name, flags, size", [
+    ("ppo", "--tensor-model-parallel-size 2 --critic-tensor-model-parallel-size 1", 2),
+    ("experts in two stages", "--pipeline-model-parallel-size 1", 1),
+    ("experts in two stages", "--pipeline-model-parallel-size 1 --expert-model-parallel-size 2", 2),
+])  # fmt: skip
+def test_a_step_is_repeated_in_another_layout_up_to_rounding(name, flags, size, folder):
+    run, again = saved(folder, name), folder / f"{name}-{flags}".replace(" ", "-")
+    before, after = metrics(run)[2], metrics(repeat(again, run, name, flags, size))[2]
     assert samples(again, 2) == samples(run, 2)
-    assert_close(metrics(again)[2], metrics(run)[2], PLACED, 1e-3)
+    assert_close(after, before, PLACED, 1e-3)
+    assert after.get("router/replayed_fraction") == before.get("router/replayed_fraction")
 
 
 def test_rewards_are_computed_again(folder):
