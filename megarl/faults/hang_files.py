@@ -91,4 +91,5 @@ def _lines(entries: list[dict], ranks: dict[str, list[int]]) -> list[str]:
 def _ranks(ranks: list[int] | None) -> str:
     if not ranks:
         return "-"
-    return f"{ranks[0]}-{ranks[-1]}" if ranks == list(range(ranks[0], ranks[-1] + 1)) else " ".join(map(str, ranks))
+    is_range = len(ranks) > 1 and ranks == list(range(ranks[0], ranks[-1] + 1))
+    return f"{ranks[0]}-{ranks[-1]}" if is_range else " ".join(map(str, ranks))

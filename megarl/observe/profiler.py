@@ -6,6 +6,7 @@ it, `actor/update` and so on. `….txt` beside it lists the operators that took 
 
 import bisect
 import contextlib
+import os
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,7 @@ class StepProfiler:
             memory: also record the memory that operators allocate.
         """
         self.folder, self.steps, self.timers, self.memory = folder / FOLDER, steps, timers, memory
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would print lines about itself, and errors without a GPU
         self._name = f"rank_{rank}_{'-'.join(roles) or 'idle'}"
 
     @contextlib.contextmanager

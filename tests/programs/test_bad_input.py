@@ -123,7 +123,8 @@ TOGETHER = [  # flags that contradict each other
     "--reward remote --reward-url ftp://x", "--policy-loss cispo --cispo-clip-high -1",
     "--group-filter reward --group-filter", "--rollout-correction icepop", "--debug-train-only", "--load-rollouts x",
     "--debug-train-only --debug-rollout-only", "--debug-train-only --load-rollouts x --serve-policy",
-    "--profile-ranks 0", "--profile-steps 5-2", "--profile-steps 1 --profile-ranks 4", "--profile-steps 1 --profile-ranks all",
+    "--profile-ranks 0", "--profile-steps 5-2", "--profile-steps 1 --profile-ranks 4",
+    "--profile-steps 1 --profile-ranks all",
 ]  # fmt: skip
 
 
