@@ -27,8 +27,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-TIMED = ("time/", "_per_s", "/sync_s", "perf/mfu")  # substrings of the names of time metrics
-MACHINE = ("memory/",)  # prefixes of the names of memory metrics
+from megarl.observe.metric_names import reproducible  # noqa: E402
+
 # Entries of a manifest that describe how it was saved, not the state of the run.
 OF_THE_SAVE = {"format", "checksum", "files", "versions", "layout", "data", "settings", "frozen"}
 DAPO = ("--config configs/quickstart.yaml configs/recipes/dapo.yaml --over-sampling 1.5 --partial-rollouts"
@@ -153,8 +153,7 @@ def metrics_of(run: Path) -> dict[str, str]:
     found = {}
     for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        kept = {k: v for k, v in row.items() if not k.startswith(MACHINE) and not any(t in k for t in TIMED)}
-        found[f"step {row['step']}"] = digest(json.dumps(kept, sort_keys=True).encode())
+        found[f"step {row['step']}"] = digest(json.dumps(reproducible(row), sort_keys=True).encode())
     return found
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.observe.metric_names import reproducible as timeless
 from tests.helpers.worlds import SAFETY_SECONDS, run_world, wait_until
 from tools.train_tokenizer import train as train_tokenizer
 
@@ -158,15 +159,6 @@ def metrics(save: Path) -> dict[int, dict]:
     return {row["step"]: row for row in map(json.loads, (save / "metrics.jsonl").read_text().splitlines())}
 
 
-def timeless(row: dict) -> dict:
-    """A row without the metrics that depend on clock or process: times, speeds, memory."""
-    return {
-        name: value
-        for name, value in row.items()
-        if not name.startswith(("time/", "memory/", "perf/tokens_per_s")) and name != "rollout/tokens_per_s"
-    }
-
-
 def samples(save: Path, step: int) -> bytes:
     """A step's samples file."""
     return (save / "samples" / f"step_{step:08d}.jsonl").read_bytes()
@@ -211,5 +203,6 @@ PLACED = ["reward/mean", "reward/std", "actor/loss", "actor/entropy", "actor/gra
 
 
 def timeless_rows(save: Path, steps) -> dict:
+    """Rows of metrics.jsonl by step without the metrics of time and memory."""
     rows = metrics(save)
     return {step: timeless(rows[step]) for step in steps}
