@@ -103,6 +103,19 @@ class Watch:
         lines = ["  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         return lines + [f"  … and {len(ranks) - len(shown)} more ranks"] * (len(ranks) > len(shown))
 
+    def rows(self, ranks: Iterable[int]) -> list[list]:
+        """For `status.json`, by rank: [role, phase, step, seconds in this phase, seconds without progress, whether it
+        has ended its work]; [] for a rank that has not been heard of."""
+        return [self._row(rank) for rank in ranks]
+
+    def _row(self, rank: int) -> list:
+        if rank not in self._states:
+            return []
+        state = self._states[rank]
+        inside = state["seconds"] + self._now - self._heard[rank]
+        return [state["role"], state["phase"], state["step"], round(inside, 3), round(self._seconds(rank), 3),
+                state["done"]]  # fmt: skip
+
     def _suspects(self, ranks: list[int]) -> str:
         """Which of the ranks do not wait for others."""
         working = [rank for rank in ranks if rank not in self._states or not is_in_collective(self._states[rank])]

@@ -10,7 +10,8 @@ limit (`role_mesh.NO_LIMIT`). A run is hung when, for `--distributed-timeout-min
 Then a table of all ranks is printed, every rank writes its stacks and last collectives (`hang_files`) and ends with
 status 1. Rank 0 watches all ranks, all ranks watch rank 0. A thread does this with a store client of its own and no
 collective. In each interval (a twentieth of the limit, at most 30 s) a rank sends one `set` and one `get`, rank 0 one
-`set` and one `multi_get`: 2 requests a rank.
+`set` and one `multi_get`: 2 requests a rank. A run with a folder has shorter intervals, for `status.json`: 2 s, or in
+large worlds such that rank 0 reads `STATUS_RANKS` ranks a second.
 """
 
 import contextlib
@@ -26,11 +27,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megarl.faults import hang_files, hang_report
-from megarl.observe import activity
+from megarl.observe import activity, status_file
 from megarl.observe.timers import Timers
 
 MAX_INTERVAL = 30.0  # seconds between two heartbeats
 INTERVALS = 20  # heartbeats in the limit
+STATUS_INTERVAL = 2.0  # seconds at least between two versions of status.json
+STATUS_RANKS = 64  # whose states rank 0 reads a second for it
 IO_BYTES = 1 << 20  # read or written since the last heartbeat: progress, e.g. of a checkpoint
 PROCESS_IO = Path("/proc/self/io")
 KEY = "megarl/heartbeat"
@@ -84,15 +87,21 @@ class Heartbeat:
             store: a client of its own: requests of two threads to one client get mixed up.
             limit: longest time without progress.
             end: ends this process with a status.
-            folder: of the run, for the files about a hang; None: there are none.
+            folder: of the run, in which rank 0 keeps status.json, and each rank leaves files about a hang; None: no files.
         """
         self._store, self._rank, self._size, self._timers, self._end = store, rank, size, timers, end
         self._folder, self._is_ending = folder, False
         self.limit, self.interval = limit.total_seconds(), min(MAX_INTERVAL, limit.total_seconds() / INTERVALS)
+        self._patience = 2 * self.interval
+        if folder is not None:
+            self.interval = min(self.interval, max(STATUS_INTERVAL, size / STATUS_RANKS))
         self._store.set_timeout(limit)
         self._main, self._pulse, self._beats = threading.get_ident(), Pulse(), 0
         self._finished = threading.Event()
         self._watch = hang_report.Watch(self.limit, time.monotonic())
+        self._status = None
+        if folder is not None and rank == 0:
+            self._status = status_file.StatusFile(folder, size, self.interval, self.limit)
         self._publish()
         self._answered = time.monotonic()  # when the store last did what it was asked for
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -113,6 +122,7 @@ class Heartbeat:
             "role": role,
             "phase": phase,
             "step": self._timers.step,
+            "seconds": self._timers.current_seconds(),
             "progress": self._pulse.progress(collectives),
             "collectives": collectives,
             "where": hang_report.where(sys._current_frames().get(self._main)),
@@ -129,10 +139,13 @@ class Heartbeat:
                 self._publish()
                 self._look()
                 self._answered = time.monotonic()
+                if self._status is not None:
+                    self._status.post(self._watch.rows(range(self._size)))
             self._publish()
             self._store.set(f"{KEY}/{self._rank}/done", "")
             if self._rank == 0:
                 self._store.wait([f"{KEY}/{rank}/done" for rank in range(self._size)])
+                self.end_status(status_file.ENDED)
         except (RuntimeError, ValueError) as error:  # no answer from the store within the limit, or its process is gone
             if self._finished.is_set() and self._rank == 0:
                 self._watch.update(self._read(range(self._size)), time.monotonic())
@@ -144,7 +157,7 @@ class Heartbeat:
         """Ends this process if the store does not answer. Requests to a stopped process wait for ever."""
         while not self._finished.wait(self.interval):
             seconds = 0.0 if self._is_ending else time.monotonic() - self._answered
-            if seconds >= self.limit + 2 * self.interval:
+            if seconds >= self.limit + self._patience:
                 self._stop(f"the store has not answered rank {self._rank} for {seconds:.0f} s", [])
 
     def _look(self):
@@ -155,6 +168,7 @@ class Heartbeat:
         if self._rank == 0:
             problem = self._watch.problem(everyone)
             if problem:
+                self.end_status(status_file.HUNG, problem)  # first: other ranks end the run when they read the verdict
                 self._publish(problem)
                 self._stop(problem, self._watch.table(everyone), self._answering(everyone))
             return
@@ -162,7 +176,7 @@ class Heartbeat:
             self._follow()  # the speaker has said why
             return
         # Rank 1 speaks for rank 0; the others only if rank 1 does not end the run either.
-        patience = 0 if self._rank == 1 else 2 * self.interval
+        patience = 0 if self._rank == 1 else self._patience
         problem = self._watch.silence(0, patience)
         if problem:
             self._watch.update(self._read(everyone), time.monotonic())
@@ -190,6 +204,7 @@ class Heartbeat:
         """
         self._is_ending = True
         print("\n".join([f"megarl: hung: {problem}", *table]), file=sys.stderr, flush=True)
+        self.end_status(status_file.HUNG, problem)
         if self._folder is not None:
             self._write_files()
             missing = self._wait_for([f"{WRITTEN}/{rank}" for rank in others])
@@ -198,6 +213,11 @@ class Heartbeat:
             if others:
                 self._tell("all")
         self._end(1)
+
+    def end_status(self, state: str, problem: str | None = None):
+        """Writes the last status.json, on rank 0 of a run with a folder."""
+        if self._status is not None:
+            self._status.close(self._watch.rows(range(self._size)), state, problem)
 
     def _follow(self):
         """Writes this rank's files, and ends when the speaker has those of all ranks."""
@@ -214,7 +234,7 @@ class Heartbeat:
 
     def _wait_for(self, keys: list[str]) -> list[str]:
         """Waits until the store has all keys, for two heartbeats and what writing may take; returns those missing."""
-        deadline = time.monotonic() + 2 * self.interval + hang_files.RECORDER_SECONDS
+        deadline = time.monotonic() + self._patience + hang_files.RECORDER_SECONDS
         with contextlib.suppress(RuntimeError):  # the store is gone
             while keys and time.monotonic() < deadline:
                 time.sleep(min(self.interval, 0.1))
@@ -234,7 +254,9 @@ class Heartbeat:
 
 
 def report_failure():
-    """Tells the other ranks' signal handlers that this rank has failed, if the store still answers."""
+    """Tells the other ranks' signal handlers that this rank has failed, if the store still answers, and status.json."""
+    if _running is not None:
+        _running.end_status(status_file.FAILED)
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.distributed_c10d._get_default_store().set(f"{KEY}/failed", "1")

@@ -29,8 +29,9 @@ class Timers:
         self._clock_offset_ns = time.time_ns() - time.perf_counter_ns()
         self._events: deque[TraceEvent] = deque(maxlen=max_events)
         self._seconds_ns: defaultdict[tuple[str, str], int] = defaultdict(int)
-        self._open: list[list] = []  # [role, phase, nanoseconds of the phases inside]
+        self._open: list[list] = []  # [role, phase, nanoseconds of the phases inside, start]
         self._where: tuple[str, str] | None = None
+        self._where_since_ns = time.perf_counter_ns()
         self._prefix = ""
         self._annotate: Callable[[str], AbstractContextManager] | None = None
         self._step_start_ns: int | None = None
@@ -68,27 +69,30 @@ class Timers:
         start = time.perf_counter_ns()
         if self._step_start_ns is None:  # setup before the first phase belongs to no step
             self._step_start_ns = start
-        frame = [role, name, 0]
+        frame = [role, name, 0, start]
         self._open.append(frame)
-        self._where = (role, name)
+        self._where, self._where_since_ns = (role, name), start
         try:
             with _NOTHING if self._annotate is None else self._annotate(f"{role}/{name}"):
                 yield
         except BaseException:
-            self._close(frame, start)
+            self._close(frame)
             raise  # `current()` keeps naming the phase that failed
-        self._close(frame, start)
-        self._where = (self._open[-1][0], self._open[-1][1]) if self._open else None
+        now = self._close(frame)
+        outer = self._open[-1] if self._open else None
+        self._where, self._where_since_ns = ((outer[0], outer[1]), outer[3]) if outer else (None, now)
 
-    def _close(self, frame: list, start: int) -> None:
+    def _close(self, frame: list) -> int:
         activity.tick()
-        elapsed = time.perf_counter_ns() - start
-        role, name, inside = frame
+        role, name, inside, start = frame
+        now = time.perf_counter_ns()
+        elapsed = now - start
         self._open.pop()
         self._seconds_ns[role, name] += elapsed - inside
         if self._open:
             self._open[-1][2] += elapsed
         self._events.append(TraceEvent(f"{role}/{name}", role, start + self._clock_offset_ns, elapsed))
+        return now
 
     def current(self) -> tuple[str, str] | None:
         """The innermost (role, phase) of this rank; None outside of phases.
@@ -97,6 +101,10 @@ class Timers:
         `end_step`.
         """
         return self._where
+
+    def current_seconds(self) -> float:
+        """Seconds since what `current()` names began: the phase, or the time outside of phases."""
+        return (time.perf_counter_ns() - self._where_since_ns) / 1e9
 
     def end_step(self, step: int | None = None) -> dict[tuple[str, str], float]:
         """Seconds of each (role, phase) since the last call, and of the whole step under `STEP`; then reset.
@@ -114,7 +122,7 @@ class Timers:
         times[STEP] = (now - start) / 1e9
         self._seconds_ns.clear()
         self._step_start_ns = now
-        self._where = None
+        self._where, self._where_since_ns = None, now
         return times
 
     def events(self) -> list[TraceEvent]:

@@ -35,7 +35,7 @@ class RLTrainer(Trainer):
     """A reinforcement-learning run on this rank: roles, data, and everything of a step besides the algorithm."""
 
     def __init__(self, config: RunConfig, timers: Timers):
-        inputs, mesh, used = read_inputs(config, timers, lambda: RLInputs(config))
+        inputs, mesh, used = read_inputs(config, timers, lambda: RLInputs(config), folder=config.settings.save)
         super().__init__(config, mesh, inputs, timers)
         if self.settings.debug_rollout_only:
             self.checkpoints = None  # nothing of the weights changes

@@ -103,7 +103,11 @@ def make_deterministic():
 
 
 def read_inputs(
-    config: arguments.RunConfig, timers: Timers, read: Callable[[], Inputs], notes: TextIO | None = None
+    config: arguments.RunConfig,
+    timers: Timers,
+    read: Callable[[], Inputs],
+    notes: TextIO | None = None,
+    folder: str | None = None,
 ) -> tuple[Inputs, role_mesh.RoleMesh, list[Path]]:
     """Reads a program's inputs, joins the process group, and reads every checkpoint among the inputs for damage.
 
@@ -113,6 +117,7 @@ def read_inputs(
     Args:
         read: reads and checks the inputs; raises UsageError.
         notes: where the line about the kernels goes; None: standard output.
+        folder: of a training run, which gets a status.json.
 
     Returns:
         The inputs, the role mesh, and the checkpoints among the inputs.
@@ -122,7 +127,7 @@ def read_inputs(
         inputs = read()
     if config.check:
         raise SystemExit(0)
-    mesh, intact = create_role_mesh(config, timers), set()
+    mesh, intact = create_role_mesh(config, timers, Path(folder) if folder else None), set()
     kernel_choice.choose_kernels(config, mesh, notes)
     while damaged := integrity.find_damage([folder for folder in dict.fromkeys(found) if folder not in intact]):
         intact |= set(found) - damaged.keys()
@@ -136,14 +141,13 @@ def read_inputs(
     return inputs, mesh, found
 
 
-def create_role_mesh(config: arguments.RunConfig, timers: Timers) -> role_mesh.RoleMesh:
-    """Joins the process group, starts the heartbeat and creates the process groups of all roles."""
+def create_role_mesh(config: arguments.RunConfig, timers: Timers, folder: Path | None = None) -> role_mesh.RoleMesh:
+    """Joins the process group, starts the heartbeat, which reports to `folder`, and creates all roles' groups."""
     if config.settings.deterministic:
         make_deterministic()
     limit = progress_limit(config)
     role_mesh.join_process_group(limit, role_mesh.NO_LIMIT)
-    save = config.settings.save
-    heartbeat.start(limit, timers, Path(save) if save else None)
+    heartbeat.start(limit, timers, folder)
     return role_mesh.create_mesh(config.roles, role_mesh.NO_LIMIT)
 
 

@@ -56,7 +56,9 @@ class SupervisedTrainer(Trainer, abc.ABC):
     fields: tuple  # metrics in the progress line of a step
 
     def __init__(self, config: RunConfig, timers: Timers):
-        inputs, mesh, used = read_inputs(config, timers, lambda: SupervisedInputs(config, type(self)))
+        inputs, mesh, used = read_inputs(
+            config, timers, lambda: SupervisedInputs(config, type(self)), folder=config.settings.save
+        )
         super().__init__(config, mesh, inputs, timers, self.fields)
         self.role_groups = mesh[self.task.role]
         self.role, self.vocab_size = config.roles[self.task.role], inputs.vocab_size

@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 
 from megarl.observe import activity
+from megarl.observe.run_reader import RunReader
 from megarl.trainers import launch, setup
 from tests.helpers import faults
 from tests.helpers.programs import (
@@ -43,6 +44,14 @@ def argv(folder, more: str) -> list[str]:
     """A run of two ranks that saves and evaluates each step."""
     held_out = f"--eval-prompts {inputs()}/heldout.jsonl --eval-interval 1 --eval-samples 4"
     return rl_argv(folder, f"{TWO} --save-interval 1 {GRADED} {held_out} {more}")
+
+
+def status_of(folder) -> dict:
+    """The checked content of a run's status.json."""
+    reader = RunReader(folder)
+    reader.update()
+    assert reader.problem is None
+    return reader.status
 
 
 def place(phase: tuple[str, str]) -> str:
@@ -79,6 +88,8 @@ def test_a_rank_that_sleeps_for_ever_ends_the_run_and_is_named(phase, tmp_path, 
     lines = capfd.readouterr().err.splitlines()
     assert status == 1
     assert lines[0].startswith("megarl: hung: "), lines
+    found = status_of(tmp_path / "run")
+    assert found["state"] == "hung" and f"megarl: hung: {found['problem']}" == lines[0]
     row = next(line.split() for line in lines[1:] if line.split()[0] == str(rank))
     where = "between phases" if phase == faults.EVALUATE else place(phase)
     assert " ".join(row[1:]).startswith(f"{where} 1 ") and row[-1] == "sleep_for_ever", lines
@@ -127,6 +138,8 @@ def test_a_plug_in_that_exits_fails_the_run(tmp_path, capfd):
         faults.in_phase(("reward", "score"), 1, lambda: sys.exit(0))))  # fmt: skip
     assert status == 1
     assert capfd.readouterr().err.startswith("megarl: rank 0 failed in reward/score of step 1: SystemExit: 0\n")
+    found = status_of(tmp_path)
+    assert found["state"] == "failed" and len(found["ranks"]) == 2
 
 
 # -- signals and restarts ----------------------------------------------------------------------------------------
@@ -174,6 +187,7 @@ def test_a_signal_on_one_rank_saves_on_all_and_the_run_goes_on_exactly(undisturb
     assert (tmp_path / "checkpoints" / "latest").read_text() == f"step_{last - 1:08d}\n"
     assert end_file.read_text() == "signal"
     end_file.unlink()
+    assert status_of(tmp_path)["state"] == "ended"
     assert faults.run(argv(tmp_path, f"{flags} --load {tmp_path}"), 2) == 0
     assert_same_run(tmp_path, undisturbed)
     assert not end_file.exists()

@@ -18,7 +18,7 @@ WORKS = "at megarl/roles/critic.py:50, update"
 def state(beat, progress, phase="actor/update", where=WAITS, **more) -> dict:
     role, name = phase.split("/") if phase else (None, None)
     values = {"beat": beat, "progress": progress, "role": role, "phase": name, "where": where, "step": 3}
-    return values | {"collectives": 41, "done": False, "verdict": None} | more
+    return values | {"seconds": 1.5, "collectives": 41, "done": False, "verdict": None} | more
 
 
 def watch(history: list[tuple[float, dict[int, dict]]]) -> Watch:
@@ -139,3 +139,9 @@ def test_what_waits_with_a_limit_of_its_own_makes_progress():
         raise KeyError
     before = activity.ticks()
     assert activity.ticks() == before
+
+
+def test_rows_of_the_status_file_have_the_time_since_the_last_heartbeat():
+    done = state(1, 9, None, done=True)
+    seen = watch([(10.0, {0: state(1, 7), 1: done}), (30.0, {0: state(2, 7)}), (34.0, {0: state(2, 7)})])
+    assert seen.rows(range(3)) == [["actor", "update", 3, 5.5, 24.0, False], [None, None, 3, 25.5, 24.0, True], []]

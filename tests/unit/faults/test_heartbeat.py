@@ -1,10 +1,13 @@
 """Heartbeats of real ranks: one that sleeps, is stopped, holds the store or ends; the limits of collectives."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
+import types
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,6 +17,8 @@ import torch.distributed as dist
 
 from megarl.comm import role_mesh
 from megarl.faults import heartbeat
+from megarl.observe import status_file
+from megarl.observe.run_reader import RunReader
 from megarl.observe.timers import Timers
 from megarl.trainers import setup
 from tests.helpers.faults import sleep_for_ever
@@ -148,6 +153,72 @@ def one_ends_early(rank: int) -> bool:
 
 def test_a_rank_that_has_ended_its_work_is_not_hung():
     assert run_world(one_ends_early, 2) == [True, True]
+
+
+def reports_status(rank: int, folder: Path) -> list[dict]:
+    """Rank 0 looks at status.json while rank 1 is in a phase, and after both have ended."""
+    heartbeat.MAX_INTERVAL, timers = 0.02, Timers()
+    timers.step = rank + 4
+    store, reader = tcp_store(rank, 0), RunReader(folder)
+    beat = heartbeat.Heartbeat(store.clone(), rank, 2, SAFETY, timers, os._exit, folder)
+
+    def seen() -> bool:
+        reader.update()
+        return reader.status is not None and reader.status["ranks"][1][:3] == ["critic", "update", 5]
+
+    with contextlib.ExitStack() as inside:
+        if rank == 1:
+            inside.enter_context(timers.phase("critic", "update"))
+        assert rank == 1 or wait_until(seen)
+        during = reader.status
+        dist.barrier()
+    beat.finish()
+    dist.barrier()
+    reader.update()
+    return [during, reader.status]
+
+
+def test_rank_0_keeps_status_json_up_to_date(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    (during, after), _ = run_world(reports_status, 2, tmp_path)
+    assert during["state"] == "running" and during["world_size"] == 2 and during["limit"] == SAFETY.total_seconds()
+    assert during["ranks"][0][:3] == [None, None, 4] and not during["ranks"][1][5]
+    assert after["state"] == "ended" and after["problem"] is None and after["writes"] > during["writes"]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []  # no temporary file is left
+
+
+def is_held_up(rank: int, folder: Path) -> int:
+    """Beats of a rank whose status file hangs in its first write."""
+    heartbeat.MAX_INTERVAL = 0.02
+    started = threading.Event()
+
+    def hang(self, content):
+        started.set()
+        threading.Event().wait()
+
+    status_file.StatusFile._write, status_file.CLOSE_SECONDS = hang, 0.0
+    beat = heartbeat.Heartbeat(tcp_store(0, 0), 0, 1, SAFETY, Timers(), os._exit, folder)
+    assert started.wait(SAFETY.total_seconds())
+    before = beat._beats
+    assert wait_until(lambda: beat._beats > before + 2)
+    beat.finish()
+    return beat._beats
+
+
+def test_a_file_system_that_hangs_stops_no_heartbeat(tmp_path):
+    (beats,) = run_world(is_held_up, 1, tmp_path)
+    assert beats > 3
+
+
+@pytest.mark.parametrize("size, seconds", [(2, 2.0), (128, 2.0), (1024, 16.0), (8192, 30.0)])
+def test_the_larger_the_world_the_rarer_the_heartbeats_of_a_run_with_a_folder(size, seconds, tmp_path):
+    class Quiet(heartbeat.Heartbeat):
+        _publish = _run = _watch_store = lambda *_: None
+
+    store, limit = types.SimpleNamespace(set_timeout=lambda limit: None), timedelta(minutes=10)
+    assert Quiet(store, 1, size, limit, Timers(), os._exit, tmp_path).interval == seconds
+    plain = Quiet(store, 1, size, limit, Timers())
+    assert (plain.interval, plain._patience) == (30.0, 60.0)
 
 
 def limits(rank: int, config) -> tuple[set, bool]:

@@ -101,6 +101,25 @@ def test_current_names_the_innermost_phase_and_the_failed_one():
     assert {("critic", "update"), ("critic", "wait")} <= set(times) and timers.current() is None
 
 
+def test_current_seconds_count_from_the_begin_of_the_phase_or_the_end_of_the_last_one(clock):
+    timers, seen = Timers(), []
+
+    def look(seconds):
+        clock.sleep(seconds)
+        seen.append(timers.current_seconds())
+
+    look(1)
+    with timers.phase("actor", "update"):
+        look(2)
+        with timers.phase("actor", "exchange"):
+            look(4)
+        look(8)
+    look(16)
+    timers.end_step()
+    look(32)
+    assert seen == [1, 2, 4, 14, 16, 32]
+
+
 def test_end_step_inside_a_phase_is_rejected():
     timers = Timers()
     with timers.phase("actor", "update"):
