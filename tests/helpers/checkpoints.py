@@ -16,6 +16,16 @@ class Killed(BaseException):
     """Simulates the end of the process: no later code runs."""
 
 
+class Attack:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self):
+        return Path.touch, (self.mark,)
+
+
 def saved(run: Path, step: int, best: int | None = None, kept_for: str = "interval", accuracy: float = 0.5) -> Path:
     """A checkpoint saved as `CheckpointWriter.save` does, with one file instead of its tensors."""
     folder = folders.step_folder(run, step)

@@ -13,19 +13,9 @@ import torch.distributed as dist
 from megarl.checkpoint import folders
 from megarl.checkpoint import manifest as manifests
 from megarl.errors import UsageError
-from tests.helpers.checkpoints import WAITING
+from tests.helpers.checkpoints import WAITING, Attack
 from tests.helpers.programs import in_world, program, rl_argv, train
 from tests.helpers.worlds import run_world
-
-
-class Attack:
-    """Creates a file when it is unpickled."""
-
-    def __init__(self, mark: Path):
-        self.mark = mark
-
-    def __reduce__(self):
-        return Path.touch, (self.mark,)
 
 
 def test_the_attack_works_on_an_unrestricted_reader(tmp_path):
