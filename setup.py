@@ -28,10 +28,16 @@ SERVE = [
     "prometheus-client>=0.22,<1",
 ]
 
+TRACKERS = [
+    "wandb>=0.25,<1",
+    "mlflow-skinny>=3,<4",
+]
+
 EXTRAS = {
     "gpu": ["transformer-engine[pytorch]>=2.10,<3"],
     "math": ["math-verify>=0.8,<1"],  # --reward math-verify
     "serve": SERVE,  # the generation server
+    "trackers": TRACKERS,  # --trackers wandb,mlflow
     "test": [
         "pytest>=8,<10",
         "hypothesis>=6.100,<7",

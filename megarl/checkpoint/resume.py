@@ -24,7 +24,8 @@ _NOT_NUMBERS = {
     "train_iters", "deterministic", "save", "save_interval", "async_save", "keep_last", "keep_every",
     "on_save_failure", "load", "load_changed_data",
     "tune", "kernels", "parallel_work", "save_rollouts", "load_rollouts", "debug_train_only", "debug_rollout_only",
-    "profile_steps", "profile_memory",
+    "profile_steps", "profile_memory", "trackers", "tracker_project", "tracker_run", "tracker_folder",
+    "tracker_offline",
 }  # fmt: skip
 _LEARNING = (
     "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "lr_decay_style",

@@ -12,6 +12,7 @@ from megarl.algorithms.estimators import AdvantageOptions, Estimator
 from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.errors import UsageError
 from megarl.flags.settings import Settings, parse_positive_ints
+from megarl.observe.trackers.base import has_remote
 from megarl.rewards.expression import Term
 
 
@@ -98,6 +99,8 @@ CONDITIONS: dict[str, Condition] = {
     "rollout_server": Condition(lambda context: context.settings.rollout_server is not None, "needs --rollout-server"),
     "serve_policy": Condition(lambda context: context.program == "serve" or context.settings.serve_policy,
                               "needs --serve-policy"),
+    "tracked": Condition(lambda context: context.settings.save is not None and has_remote(context.settings.trackers),
+                         "needs --save and wandb or mlflow in --trackers"),
     "saved": Condition(lambda context: context.settings.save is not None, "needs --save"),
     "keep_last": Condition(lambda context: context.settings.keep_last > 0, "needs --keep-last"),
     "load": Condition(lambda context: context.settings.load is not None, "needs --load"),

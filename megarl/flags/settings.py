@@ -18,6 +18,7 @@ from megarl.flags.debug_settings import DebugSettings
 from megarl.flags.fields import flag, fraction, not_negative, one_of, positive
 from megarl.flags.report_settings import ReportSettings
 from megarl.flags.server_settings import ServerSettings
+from megarl.flags.tracker_settings import TrackerSettings
 from megarl.kernel_names import KERNELS
 from megarl.lora import ALL_LINEAR, TARGETS, are_targets
 from megarl.observe.alarms import DEFAULT_ALARMS, are_alarms
@@ -50,7 +51,7 @@ def _are_positive_ints(text: str) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings(ServerSettings, ReportSettings, DebugSettings):
+class Settings(ServerSettings, ReportSettings, TrackerSettings, DebugSettings):
     """The values of megarl's own flags."""
 
     role_map: str | None = flag(None, "ranks per role, as 'actor=0-3;critic=4;…', or 'actor=nodes 0-1;…'; default:"

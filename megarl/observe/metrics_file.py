@@ -1,40 +1,41 @@
-"""The metrics of a run: metrics.jsonl (one line per step, authoritative) and the same scalars for TensorBoard."""
+"""The metrics of a run: metrics.jsonl (one line per step, authoritative) and the same scalars for its trackers."""
 
 import json
 import sys
-import time
 from pathlib import Path
 
 from megarl.errors import UsageError
 from megarl.observe.files import json_line, write_atomically
+from megarl.observe.trackers.base import TrackerOptions
+from megarl.observe.trackers.open import IDS_FILE, open_trackers
 
 FILE_NAME = "metrics.jsonl"
 
 
 class MetricsWriter:
-    """Appends one line per step to `directory/metrics.jsonl` and scalars to `directory/tensorboard`.
+    """Appends one line per step to `directory/metrics.jsonl` and hands the scalars to trackers (`observe/trackers/`).
 
     directory    the run's directory; made when missing.
     resume_step  None starts anew: `start_fresh` moves the files of an older run aside. An integer resumes after that
                  step: lines of later steps, written before the interruption, are dropped and hidden in TensorBoard,
                  so that every step has one line.
+    trackers     TensorBoard in `directory/tensorboard` by default.
 
     Only one process may write to a directory (rank 0).
     """
 
-    def __init__(self, directory: Path, resume_step: int | None):
+    def __init__(self, directory: Path, resume_step: int | None, trackers: TrackerOptions = TrackerOptions()):
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / FILE_NAME
+        rewinds = False
         if resume_step is None:
             start_fresh(directory)
-            purge_step = None
         else:
-            _drop_after(self.path, resume_step)
-            purge_step = resume_step + 1
+            rewinds = _drop_after(self.path, resume_step)
         self._last_step = resume_step
         self._file = open(self.path, "a", encoding="utf-8", newline="\n")
-        self._tensorboard = _TensorBoard(directory / "tensorboard", purge_step)
+        self._trackers = open_trackers(trackers, directory, resume_step, rewinds)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Write the line of `step`: `step` first, then the metrics sorted by name.
@@ -52,12 +53,14 @@ class MetricsWriter:
         self._file.write(line + "\n")
         self._file.flush()
         self._last_step = step
-        self._tensorboard.write(step, scalars)
+        for tracker in self._trackers:
+            tracker.write(step, scalars)
 
     def close(self) -> None:
-        """Close both files; a second call does nothing."""
+        """Close the file and all trackers; a second call does nothing."""
         self._file.close()
-        self._tensorboard.close()
+        while self._trackers:
+            self._trackers.pop().close()
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -67,12 +70,14 @@ class MetricsWriter:
 
 
 def start_fresh(directory: Path) -> Path | None:
-    """Move an older run's metrics.jsonl, tensorboard/, samples/, tokens/ and rollouts/ aside to `<name>.old-N`.
+    """Move what an older run wrote aside to `<name>.old-N`: metrics.jsonl, tensorboard/, samples/, tokens/, rollouts/ and
+    trackers.json.
+
 
     N is the first free number.
     Never deletes anything. Returns the new path of metrics.jsonl, or None when there was none.
     """
-    names = (FILE_NAME, "tensorboard", "samples", "tokens", "rollouts")
+    names = (FILE_NAME, "tensorboard", "samples", "tokens", "rollouts", IDS_FILE)
     number = 1
     while any((directory / f"{name}.old-{number}").exists() for name in names):
         number += 1
@@ -126,37 +131,11 @@ def _parse(line: bytes) -> dict | None:
     return record if is_valid else None
 
 
-def _drop_after(path: Path, last_step: int) -> None:
-    """Keep the lines with step <= last_step, byte for byte."""
+def _drop_after(path: Path, last_step: int) -> bool:
+    """Keep the lines with step <= last_step, byte for byte; returns whether there were others."""
     if not path.exists():
-        return
-    kept = [line + b"\n" for line, record in _read_lines(path) if record["step"] <= last_step]
+        return False
+    lines = _read_lines(path)
+    kept = [line + b"\n" for line, record in lines if record["step"] <= last_step]
     write_atomically(path, b"".join(kept))
-
-
-class _TensorBoard:
-    """Writes one event per step with tensorboard's own file writer.
-
-    Imported here, so that only rank 0 pays for it. Unlike torch's SummaryWriter it needs no torch and writes all
-    scalars of a step in one record.
-    """
-
-    def __init__(self, directory: Path, purge_step: int | None):
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        self._event, self._summary = Event, Summary
-        self._writer = EventFileWriter(str(directory))
-        if purge_step is not None:  # restart marker: readers hide earlier events from this step on
-            self._writer.add_event(
-                Event(wall_time=time.time(), step=purge_step, session_log=SessionLog(status=SessionLog.START))
-            )
-
-    def write(self, step: int, scalars: dict[str, float]) -> None:
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
+    return len(kept) < len(lines)

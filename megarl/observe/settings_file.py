@@ -25,9 +25,14 @@ def write_settings(directory: Path, settings: dict) -> Path:
     # PyYAML's C dumper if available: in Python 2,000 keys take 0.3 s, which would delay the first rollout.
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
     form = {"sort_keys": True, "allow_unicode": True, "default_flow_style": False, "width": 100}
-    text = yaml.dump(_plain(settings, ""), Dumper=dumper, **form)
+    text = yaml.dump(plain_settings(settings), Dumper=dumper, **form)
     write_atomically(path, text)
     return path
+
+
+def plain_settings(settings: dict) -> dict:
+    """The settings as text, numbers, booleans, null, lists and dictionaries. Errors as of `write_settings`."""
+    return _plain(settings, "")
 
 
 def _plain(value: object, key: str) -> object:

@@ -21,6 +21,7 @@ from megarl.faults import heartbeat
 from megarl.flags.debug_settings import parse_step_range
 from megarl.observe.profiler import StepProfiler
 from megarl.observe.timers import Timers
+from megarl.observe.trackers.base import TrackerOptions, check_installed, parse_names
 from megarl.trainers import kernel_choice
 
 Inputs = TypeVar("Inputs")
@@ -42,6 +43,8 @@ def check_training_flags(config: arguments.RunConfig):
         raise UsageError("--export-peft: needs --hf-model, whose modules it names, and --lora-rank")
     check_save(s)
     _check_profile_ranks(config)
+    if s.save:
+        check_installed(s.trackers)
 
 
 def _check_profile_ranks(config: arguments.RunConfig):
@@ -88,8 +91,10 @@ def check_required(flags: dict[str, object]):
 
 
 def check_save(settings: arguments.Settings):
-    """UsageError if the folder of `--save` or `--rollout-bank` cannot be created or written to."""
-    for flag, folder in (("--save", settings.save), ("--rollout-bank", settings.rollout_bank)):
+    """UsageError if a folder that the run writes to cannot be created or written to."""
+    folders_of = {"--save": settings.save, "--rollout-bank": settings.rollout_bank,
+                  "--tracker-folder": settings.tracker_folder}  # fmt: skip
+    for flag, folder in folders_of.items():
         path = Path(folder or ".").absolute()
         existing = next(p for p in (path, *path.parents) if p.exists())
         if folder and not (existing.is_dir() and os.access(existing, os.W_OK)):
@@ -149,6 +154,19 @@ def create_role_mesh(config: arguments.RunConfig, timers: Timers, folder: Path |
     role_mesh.join_process_group(limit, role_mesh.NO_LIMIT)
     heartbeat.start(limit, timers, folder)
     return role_mesh.create_mesh(config.roles, role_mesh.NO_LIMIT)
+
+
+def tracker_options(settings: arguments.Settings, config: dict) -> TrackerOptions:
+    """Where the run's metrics go besides metrics.jsonl. `config`: all settings, as plain data."""
+    s = settings
+    return TrackerOptions(
+        names=parse_names(s.trackers),
+        project=s.tracker_project,
+        run=s.tracker_run,
+        folder=Path(s.tracker_folder) if s.tracker_folder else None,
+        offline=s.tracker_offline,
+        config=config,
+    )
 
 
 def save_policy(settings: arguments.Settings) -> SavePolicy:

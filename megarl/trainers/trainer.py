@@ -22,13 +22,13 @@ from megarl.observe.metrics_file import MetricsWriter
 from megarl.observe.progress import RL_FIELDS, Progress
 from megarl.observe.report import write_report
 from megarl.observe.samples import write_samples
-from megarl.observe.settings_file import write_settings
+from megarl.observe.settings_file import plain_settings, write_settings
 from megarl.observe.timeline import last_events, write_timeline
 from megarl.observe.timers import Timers, reduce_times
 from megarl.roles.trainable_model import TrainableModel
 from megarl.trainers import restart
 from megarl.trainers.async_metrics import AsyncMetrics, StepReport
-from megarl.trainers.setup import save_policy, step_profiler
+from megarl.trainers.setup import save_policy, step_profiler, tracker_options
 
 
 class Trainer(abc.ABC):
@@ -70,8 +70,10 @@ class Trainer(abc.ABC):
         if self.folder:
             self.folder.mkdir(parents=True, exist_ok=True)
             branch.begin(self.folder, self.step, resumed, used)
-            self._writer = MetricsWriter(self.folder, resume_step=self.step if resumed else None)
-            write_settings(self.folder, self._settings())
+            settings = plain_settings(self._settings())
+            trackers = tracker_options(self.settings, settings)
+            self._writer = MetricsWriter(self.folder, self.step if resumed else None, trackers)
+            write_settings(self.folder, settings)
 
     def _settings(self) -> dict:
         roles = {

@@ -20,7 +20,11 @@ HOLDS = {
     "sampled": "--eval-prompts x --eval-temperature 1", "evaluation": "--eval-prompts x",
     "best": "--eval-prompts x --eval-interval 1 --save y", "load": "--load x", "saved": "--save y",
     "keep_last": "--save y --keep-last 1", "rollout_server": "--rollout-server http://x",
+<<<<<<< HEAD
     "serve_policy": "--serve-policy", "engine": "", "evaluates": "", "profile": "--save y --profile-steps 2-3",
+=======
+    "serve_policy": "--serve-policy", "tracked": "--save y --trackers wandb",
+>>>>>>> 229429d (--trackers: Weights & Biases and MLflow beside TensorBoard, each in a process of its own)
     "model": "--reward model --reward-model x",
     "ensemble": "--reward model --reward-model x,y", "regex": "--reward regex --reward-pattern x",
     "format": "--reward format", "length": "--reward length", "code": "--reward code",
@@ -33,8 +37,12 @@ FAILS = {
     "routes": "--router-replay old-logprob",
     "partial": "--over-sampling 2",
     "rounds": "--group-filter reward", "overlong": "", "evaluation": "", "best": "--eval-prompts x --eval-interval 1",
+<<<<<<< HEAD
     "load": "", "saved": "", "keep_last": "--save y", "rollout_server": "", "serve_policy": "",
     "engine": "--debug-train-only --load-rollouts x", "evaluates": "--debug-rollout-only", "profile": "",
+=======
+    "load": "", "saved": "", "tracked": "--save y", "keep_last": "--save y", "rollout_server": "", "serve_policy": "",
+>>>>>>> 229429d (--trackers: Weights & Biases and MLflow beside TensorBoard, each in a process of its own)
     "model": "", "ensemble": "--reward model --reward-model x", "regex": "", "format": "", "length": "", "code": "",
     "remote": "", "verifiers": "--reward model --reward-model x", "local": "--reward remote --reward-url http://x",
 }  # fmt: skip
@@ -47,7 +55,11 @@ VALUES = {
     "kl_horizon": 5000.0, "router_replay": "rollout", "tokenizer_type": "HuggingFaceTokenizer", "reward": "length",
     "reward_ensemble": "min", "reward_url": "http://x", "reward_model": "x", "rollout_dispatch": "static",
     "over_sampling": 1.5, "lora_targets": "q_proj", "alarms": "actor/ppo_kl > 1: stop", "on_save_failure": "continue",
+<<<<<<< HEAD
     "tune": "off", "kernels": "blas", "profile_steps": "2-3",
+=======
+    "tune": "off", "kernels": "blas", "trackers": "none",
+>>>>>>> 229429d (--trackers: Weights & Biases and MLflow beside TensorBoard, each in a process of its own)
 }  # fmt: skip
 REQUIRED = {
     "reward_model": "--reward model", "reward_pattern": "--reward regex", "reward_url": "--reward remote",
@@ -61,7 +73,11 @@ REQUIRED = {
     "eval_k": "--eval-prompts x --eval-temperature 1 --eval-responses 2",
 }  # fmt: skip
 
-OUTSIDE = {"reward_fallback": ("nan", "inf")}  # values that are rejected, where -1 is not
+OUTSIDE = {
+    "reward_fallback": ("nan", "inf"),
+    "tracker_project": ("a/b", " "),
+    "tracker_run": ("a:b", " "),
+}  # values that are rejected, where -1 is not
 
 
 def flag_of(field) -> str:

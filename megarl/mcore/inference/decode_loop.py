@@ -4,11 +4,14 @@ Most steps of a rollout are such steps: no request joins or ends. Megatron's ste
 an event loop, per-request metadata and tensors of changes. With small layers, that takes a sixth of the step's time.
 """
 
-from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
+from megarl.mcore.absent import TRACKERS, absent
 from megarl.mcore.inference import admission
 from megarl.observe import activity
+
+with absent(*TRACKERS):
+    from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
 
 
 class DecodeLoopEngine(DynamicInferenceEngine):

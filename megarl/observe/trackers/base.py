@@ -1,0 +1,93 @@
+"""What a tracker is, its names, and the options that all of them share."""
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+from typing import Protocol
+
+from megarl.errors import UsageError
+
+NONE, TENSORBOARD = "none", "tensorboard"
+REMOTE = {"wandb": "wandb", "mlflow": "mlflow-skinny"}  # trackers in a process of their own -> their packages
+NAMES = (TENSORBOARD, *REMOTE)
+
+
+class Tracker(Protocol):
+    """Receives the metrics of a run, step by step."""
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        """The metrics of a step; NaN and infinities among them."""
+
+    def close(self, failed: bool = False) -> None:
+        """The run has ended; `failed`: without saying so."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrackerOptions:
+    """Which trackers a run has, and what they are told.
+
+    names    of the trackers.
+    project  of Weights & Biases; the experiment of MLflow.
+    run      name of the run; None: that of its folder.
+    folder   for the trackers' files; None: the run's folder.
+    offline  write files only.
+    config   all settings, as plain nested data.
+    """
+
+    names: tuple[str, ...] = (TENSORBOARD,)
+    project: str = "megarl"
+    run: str | None = None
+    folder: Path | None = None
+    offline: bool = False
+    config: dict = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker needs to open a run, or to continue it.
+
+    id            of the run, the same for all its starts.
+    resume_step   the step after which it continues; None for a new run.
+    rewinds       whether it may hold later steps, which must not be seen any more.
+    """
+
+    tracker: str
+    id: str
+    project: str
+    name: str
+    folder: str
+    offline: bool
+    config: dict
+    resume_step: int | None
+    rewinds: bool
+
+
+def parse_names(text: str) -> tuple[str, ...]:
+    """`"tensorboard,wandb"` -> ("tensorboard", "wandb"); `none` -> (). ValueError for anything else."""
+    names = tuple(name.strip() for name in text.split(","))
+    if names == (NONE,):
+        return ()
+    if len(set(names)) < len(names) or not set(names) <= set(NAMES):
+        raise ValueError(f"{text!r}: allowed are {', '.join(NAMES)} with commas, each once, or {NONE}")
+    return names
+
+
+def are_names(text: str) -> bool:
+    """Whether `parse_names` takes a text."""
+    try:
+        parse_names(text)
+    except ValueError:
+        return False
+    return True
+
+
+def has_remote(text: str) -> bool:
+    """Whether a valid text of `parse_names` names a tracker with a process of its own."""
+    return bool(set(parse_names(text)) & REMOTE.keys())
+
+
+def check_installed(text: str) -> None:
+    """UsageError if the package of a tracker is missing, with the command that installs it."""
+    for name in parse_names(text):
+        if name in REMOTE and importlib.util.find_spec(name) is None:
+            raise UsageError(f"--trackers {name}: its package is not installed; run pip install {REMOTE[name]}")
