@@ -179,7 +179,7 @@ def _manifest_lines(found: dict) -> list[str]:
     if best := found.get("best"):
         facts.append(["best evaluation", ", ".join(f"{name} {value}" for name, value in sorted(best.items()))])
     if order := found.get("prompt_order"):
-        facts.append(["prompts", ", ".join(f"{name} {value}" for name, value in sorted(order.items()))])
+        facts.append(["prompt order", ", ".join(f"{name} {value}" for name, value in sorted(order.items()))])
     facts.append(["settings", f"seed {found.get('seed')}, SHA-256 {found['settings_sha256'][:16]}"])
     for name, entry in found.get("data", {}).items():
         facts.append([name.replace("_", " "), f"{entry['value']}, SHA-256 {entry['sha256'][:16]}"])

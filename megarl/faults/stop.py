@@ -104,10 +104,16 @@ class StopSignals:
             _say(f"{name}: stopping before step {step}; a second signal ends the run at once")
 
     def _next(self, deadline: float | None) -> int | None:
-        """The next signal; None if there is none until the deadline."""
-        seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready, _, _ = select.select([self._reader], [], [], seconds)
-        return os.read(self._reader, 1)[0] if ready else None
+        """The next of `SIGNALS`; None if there is none until the deadline. Python writes every signal that has a handler
+        into the pipe, also the alarm of a verifier that takes too long."""
+        while True:
+            seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready, _, _ = select.select([self._reader], [], [], seconds)
+            if not ready:
+                return None
+            number = os.read(self._reader, 1)[0]
+            if number in SIGNALS:
+                return number
 
 
 def _noted(number, frame):

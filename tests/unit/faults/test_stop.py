@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from megarl.faults import heartbeat, stop
 from megarl.faults.stop import KEPT, RunStop, StepAgreement, StopSignals, refuse_next_step
+from megarl.rewards import guard
+from tests.helpers.faults import sleep_for_ever
 from tests.helpers.programs import environment
 from tests.helpers.worlds import SAFETY_SECONDS, RankFailed, run_world, wait_until
 
@@ -66,6 +68,22 @@ def handler(grace: float) -> StopSignals:
     signals = StopSignals(dist.HashStore(), grace, 7)
     signals.install()
     return signals
+
+
+def alarmed(rank: int) -> list[int | None]:
+    """What has been received after two alarms of a slow verifier, and after a signal."""
+    signals = handler(SAFETY_SECONDS)
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            guard.call(lambda _: sleep_for_ever(), None, 0.01)
+    before = signals.received
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert wait_until(lambda: signals.received is not None)
+    return [before, signals.received]
+
+
+def test_the_alarm_of_a_verifier_that_takes_too_long_stops_no_run():
+    assert run_world(alarmed, 1) == [[None, signal.SIGTERM]]
 
 
 def signalled_twice(rank: int):
