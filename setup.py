@@ -29,8 +29,8 @@ SERVE = [
 ]
 
 TRACKERS = [
-    "wandb>=0.25,<1",
-    "mlflow-skinny>=3,<4",
+    "wandb>=0.31,<1",
+    "mlflow-skinny>=3.17,<4",
 ]
 
 EXTRAS = {

@@ -30,7 +30,7 @@ HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 MORE_FIELDS = (
     ("log-prob gap", "rollout/logprob_gap_max", ".3g"),
     ("response length", "rollout/response_length_mean", ".1f"),
-    ("gradient norm", "actor/grad_norm", ".3g"),
+    *(("gradient norm", f"{name}/grad_norm", ".3g") for name in ("actor", "sft", "reward")),
     ("tokens/s", "perf/tokens_per_s", ",.0f"),
     ("seconds", "time/step_s", ".2f"),
     ("idle", "time/idle_fraction", ".0%"),

@@ -104,8 +104,8 @@ class StopSignals:
             _say(f"{name}: stopping before step {step}; a second signal ends the run at once")
 
     def _next(self, deadline: float | None) -> int | None:
-        """The next of `SIGNALS`; None if there is none until the deadline. Python writes every signal that has a handler
-        into the pipe, also the alarm of a verifier that takes too long."""
+        """The next of `SIGNALS`; None if there is none until the deadline. Python also writes other signals that
+        have a handler into the pipe, such as the alarm of a verifier that takes too long."""
         while True:
             seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
             ready, _, _ = select.select([self._reader], [], [], seconds)

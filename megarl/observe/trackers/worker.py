@@ -7,6 +7,7 @@ one warning; the run goes on. If the input ends without a last line, the run has
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
 from collections import deque
@@ -86,6 +87,8 @@ def redirect(log: str):
 
 def main():
     """Runs until the input ends."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # a scheduler sends them to all processes: the rank says when it ends
     redirect(sys.argv[1])
     delivery, failed = None, True
     for line in sys.stdin.buffer:

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import os
+import signal
 import sys
 
 import pytest
@@ -218,6 +219,17 @@ def test_a_process_that_dies_is_one_warning(fake, tmp_path, capfd):
     assert err.count("warning") == 1 and "its process ended with status 7" in err
 
 
+def test_signals_to_the_whole_job_do_not_end_the_tracker_before_the_run(fake, tmp_path, capfd):
+    calls = fake()
+    with MetricsWriter(tmp_path, None, options()) as writer:
+        assert wait_until(calls)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            os.kill(calls()[0][1], number)
+        writer.write(1, {"a": 1.0})
+    assert [call[0] for call in calls()] == ["init", "log", "finish"] and capfd.readouterr().err == ""
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of the fork
 def test_a_run_that_dies_is_told_to_the_tracker_as_failed(fake, tmp_path):
     """The rank's process ends without closing anything."""
     calls = fake()
@@ -232,6 +244,7 @@ def test_a_run_that_dies_is_told_to_the_tracker_as_failed(fake, tmp_path):
     assert wait_until(lambda: calls() and calls()[-1] == ["finish", 1])
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of the fork
 def test_a_process_that_the_rank_has_forked_does_not_hold_up_the_end(fake, tmp_path, capfd):
     calls = fake()
     writer = MetricsWriter(tmp_path, None, options())
