@@ -70,12 +70,9 @@ class MetricsWriter:
 
 
 def start_fresh(directory: Path) -> Path | None:
-    """Move what an older run wrote aside to `<name>.old-N`: metrics.jsonl, tensorboard/, samples/, tokens/, rollouts/ and
-    trackers.json.
+    """Move what an older run wrote aside to `<name>.old-N`: metrics, samples, tokens, rollouts, ids of trackers.
 
-
-    N is the first free number.
-    Never deletes anything. Returns the new path of metrics.jsonl, or None when there was none.
+    N is the first free number. Never deletes anything. Returns the new path of metrics.jsonl, or None when there was none.
     """
     names = (FILE_NAME, "tensorboard", "samples", "tokens", "rollouts", IDS_FILE)
     number = 1

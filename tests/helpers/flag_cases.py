@@ -20,11 +20,8 @@ HOLDS = {
     "sampled": "--eval-prompts x --eval-temperature 1", "evaluation": "--eval-prompts x",
     "best": "--eval-prompts x --eval-interval 1 --save y", "load": "--load x", "saved": "--save y",
     "keep_last": "--save y --keep-last 1", "rollout_server": "--rollout-server http://x",
-<<<<<<< HEAD
     "serve_policy": "--serve-policy", "engine": "", "evaluates": "", "profile": "--save y --profile-steps 2-3",
-=======
-    "serve_policy": "--serve-policy", "tracked": "--save y --trackers wandb",
->>>>>>> 229429d (--trackers: Weights & Biases and MLflow beside TensorBoard, each in a process of its own)
+    "tracked": "--save y --trackers wandb",
     "model": "--reward model --reward-model x",
     "ensemble": "--reward model --reward-model x,y", "regex": "--reward regex --reward-pattern x",
     "format": "--reward format", "length": "--reward length", "code": "--reward code",
@@ -37,12 +34,8 @@ FAILS = {
     "routes": "--router-replay old-logprob",
     "partial": "--over-sampling 2",
     "rounds": "--group-filter reward", "overlong": "", "evaluation": "", "best": "--eval-prompts x --eval-interval 1",
-<<<<<<< HEAD
-    "load": "", "saved": "", "keep_last": "--save y", "rollout_server": "", "serve_policy": "",
-    "engine": "--debug-train-only --load-rollouts x", "evaluates": "--debug-rollout-only", "profile": "",
-=======
     "load": "", "saved": "", "tracked": "--save y", "keep_last": "--save y", "rollout_server": "", "serve_policy": "",
->>>>>>> 229429d (--trackers: Weights & Biases and MLflow beside TensorBoard, each in a process of its own)
+    "engine": "--debug-train-only --load-rollouts x", "evaluates": "--debug-rollout-only", "profile": "",
     "model": "", "ensemble": "--reward model --reward-model x", "regex": "", "format": "", "length": "", "code": "",
     "remote": "", "verifiers": "--reward model --reward-model x", "local": "--reward remote --reward-url http://x",
 }  # fmt: skip
@@ -55,11 +48,7 @@ VALUES = {
     "kl_horizon": 5000.0, "router_replay": "rollout", "tokenizer_type": "HuggingFaceTokenizer", "reward": "length",
     "reward_ensemble": "min", "reward_url": "http://x", "reward_model": "x", "rollout_dispatch": "static",
     "over_sampling": 1.5, "lora_targets": "q_proj", "alarms": "actor/ppo_kl > 1: stop", "on_save_failure": "continue",
-<<<<<<< HEAD
-    "tune": "off", "kernels": "blas", "profile_steps": "2-3",
-=======
-    "tune": "off", "kernels": "blas", "trackers": "none",
->>>>>>> 229429d (--trackers: Weights & Biases and MLflow beside TensorBoard, each in a process of its own)
+    "tune": "off", "kernels": "blas", "profile_steps": "2-3", "trackers": "none",
 }  # fmt: skip
 REQUIRED = {
     "reward_model": "--reward model", "reward_pattern": "--reward regex", "reward_url": "--reward remote",
