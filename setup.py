@@ -32,10 +32,12 @@ TRACKERS = [
     "wandb>=0.31,<1",
     "mlflow-skinny>=3.17,<4",
 ]
+PARQUET = ["pyarrow>=20,<27"]
 
 EXTRAS = {
     "gpu": ["transformer-engine[pytorch]>=2.10,<3"],
     "math": ["math-verify>=0.8,<1"],  # --reward math-verify
+    "parquet": PARQUET,  # prompts in Parquet, Arrow and Zstandard files
     "serve": SERVE,  # the generation server
     "trackers": TRACKERS,  # --trackers wandb,mlflow
     "test": [
@@ -45,6 +47,7 @@ EXTRAS = {
         "transformers>=5,<6",
         "peft>=0.21,<0.22",
         "gguf>=0.17,<1",  # these three: what the tests compare with, or read; megarl needs none of them
+        *PARQUET,
         *SERVE,
         "openai>=3,<4",  # the last two: clients of the server
         "httpx>=0.28,<1",

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from megarl.arguments import RunConfig
 from megarl.comm.role_mesh import RoleMesh
-from megarl.data.prompts import load_prompts
 from megarl.observe.files import json_line, write_atomically
 from megarl.observe.timers import Timers
 from megarl.rollout.remote_generator import RemoteGenerator
@@ -23,6 +22,7 @@ from megarl.rollout.rollout import Rollout
 from megarl.trainers.evaluator import Evaluator
 from megarl.trainers.launch import launch
 from megarl.trainers.policy import PolicyInputs
+from megarl.trainers.prompt_inputs import EVAL_PROMPTS, read_encoded_prompts
 from megarl.trainers.reward_factory import RewardFactory
 from megarl.trainers.setup import check_required, check_save, read_inputs
 
@@ -40,8 +40,8 @@ class EvaluationInputs(PolicyInputs):
         check_required({"--eval-prompts": s.eval_prompts})
         check_save(s)
         super().__init__(config)
-        self.prompts = load_prompts(s.eval_prompts, "--eval-prompts")
-        self.tokens = self.prompts.encode(self.encoder, s.max_prompt_length)
+        self.prompt_sets, tokens_of = read_encoded_prompts(s, self.encoder)
+        self.prompts, self.tokens = self.prompt_sets[EVAL_PROMPTS], tokens_of[EVAL_PROMPTS]
         self.reward_factory = RewardFactory(config, self.prompts)
         self._server = RemoteGenerator.of_settings(s) if s.rollout_server else None
 

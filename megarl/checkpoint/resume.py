@@ -3,12 +3,10 @@
 import hashlib
 from pathlib import Path
 
-import numpy as np
-
 from megarl.arguments import RunConfig, Settings
 from megarl.checkpoint import folders
-from megarl.data import node_files
 from megarl.data.conversations import Encoder
+from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
 from megarl.flags.settings import TRAINED
 
@@ -16,7 +14,9 @@ DATA = "data"  # the manifest's entry with the fingerprints of prompts, tokenize
 SETTINGS = "settings"  # the manifest's entry with the settings that decide the numbers
 # Settings of files, layout, memory and the length of a run, and those that DATA fingerprints.
 _NOT_NUMBERS = {
-    "role_map", "prompts", "eval_prompts", "hf_model", "tokenizer_type", "tokenizer_model", "chat_template", "seed",
+    "role_map", "prompts", "eval_prompts", "prompt_column", "answer_column", "response_column", "messages_column",
+    "chosen_column", "rejected_column", "filter_long_prompts",
+    "hf_model", "tokenizer_type", "tokenizer_model", "chat_template", "seed",
     "reward_model", "reward_hf_model", "reward_url", "reward_retries", "reward_concurrency", "reward_memory_mb",
     "reward_timeout", "reward_workers", "rollout_buffer_gb", "rollout_max_requests", "rollout_dispatch",
     "rollout_prefix_caching", "rollout_chunked_prefill", "speculative_rollout", "verify_weights",
@@ -34,31 +34,19 @@ _LEARNING = (
 _MAY_CHANGE = ("prompts", "eval_prompts")  # with --load-changed-data
 
 
-def data_fingerprints(encoder: Encoder, settings: Settings) -> dict[str, dict[str, str]]:
+def data_fingerprints(encoder: Encoder, settings: Settings, prompts: dict[str, PromptSet]) -> dict[str, dict[str, str]]:
     """The manifest's entry about a run's data: {flag: {"value": …, "sha256": …}}; values are for messages only.
 
     Args:
         encoder: the policy's tokenizer and chat template.
+        prompts: the sets of `--prompts` and `--eval-prompts` by name of the setting, after their filter.
     """
-    found = {}
-    for name in _MAY_CHANGE:
-        if path := getattr(settings, name):
-            found[name] = {"value": str(path), "sha256": _file_digest(path)}
+    found = {name: {"value": prompts[name].path, "sha256": prompts[name].sha256()} for name in prompts}
     tokenizer, template = encoder.tokenizer, encoder.template.source if encoder.template else ""
     ids = (tokenizer.bos_id, tokenizer.pad_id, tokenizer.end_ids, sorted(tokenizer.special.items()))
     found["tokenizer_model"] = _entry(settings.tokenizer_model, (tokenizer.fingerprint + repr(ids)).encode())
     found["chat_template"] = _entry(settings.chat_template, template.encode("utf-8", errors="backslashreplace"))
     return found
-
-
-def _file_digest(path: str) -> str:
-    """SHA-256 of a file, which one rank of a node computes for all."""
-
-    def digest() -> dict[str, np.ndarray]:
-        with open(path, "rb") as file:
-            return {"digest": np.frombuffer(hashlib.file_digest(file, "sha256").digest(), np.uint8)}
-
-    return node_files.arrays(lambda: ("sha256", path, node_files.identity(path)), digest)["digest"].tobytes().hex()
 
 
 def _entry(value: str | None, content: bytes) -> dict[str, str]:

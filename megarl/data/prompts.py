@@ -1,42 +1,36 @@
-"""Prompt files: JSON lines, fully checked before any work starts.
+"""Prompts, read from files and fully checked before any work starts.
 
-One object per line: `prompt` (non-empty string, or a list of messages with `role` and `content`) and, optionally,
-`answer` (string, the reference answer), `task` (string), `metadata` (object, input of verifiers), `response` (string,
-target of supervised training), `chosen` and `rejected` (strings, the better and the worse response) with a `margin`
-(number >= 0). For supervised training `messages` (a whole conversation) may replace `prompt`.
+A line of a JSON file, or a row of a table, has `prompt` (non-empty string, or a list of messages with `role` and
+`content`) and, optionally, `answer` (string, the reference answer), `task` (string), `metadata` (object, input of
+verifiers), `response` (string, target of supervised training), `chosen` and `rejected` (strings, the better and the
+worse response) with a `margin` (number >= 0). For supervised training `messages` (a whole conversation) may replace
+`prompt`. Files with other names of columns are read by `columns.ColumnMap`.
 """
 
 from __future__ import annotations
 
-import codecs
+import bisect
+import dataclasses
+import hashlib
 import json
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Iterator
 
 import numpy as np
 
 from megarl.data import node_files
-from megarl.data.messages import Message, conversation_of, message_error, text_of
+from megarl.data.arrow_files import ArrowTable, is_arrow
+from megarl.data.columns import ColumnMap, Columns
+from megarl.data.fields import check_line, present_fields
+from megarl.data.messages import Message, conversation_of, text_of
 from megarl.data.ragged import Ragged
+from megarl.data.sources import find_files
+from megarl.data.tables import JsonRows, json_line, lines_of_list, ragged_lines, read_text, split_lines
 from megarl.errors import UsageError
 
 if TYPE_CHECKING:
     from megarl.data.conversations import Encoder
-
-_FIELD_TYPES: dict[str, tuple[Any, str]] = {
-    "prompt": (str | list, "a string or a list of messages"),
-    "answer": (str, "a string"),
-    "task": (str, "a string"),
-    "metadata": (dict, "an object"),
-    "response": (str, "a string"),
-    "messages": (list, "a list of messages"),
-    "chosen": (str, "a string"),
-    "rejected": (str, "a string"),
-    "margin": (int | float, "a number"),
-}
 
 
 @dataclass(frozen=True)
@@ -72,28 +66,48 @@ class Prompt:
         return text_of(self.conversation)
 
 
-class PromptSet:
-    """The prompts of one file, in file order. It holds the file's text, and each access reads one line of it."""
+@dataclass(frozen=True)
+class PromptFiles:
+    """Where the lines of a set come from.
 
-    def __init__(self, lines: Ragged, path: str, flag: str):
-        """`lines`: the UTF-8 bytes of each line, all valid."""
-        self._lines = lines
-        self.path = path
-        self.flag = flag
+    `value`: what the user gave for `flag`. `starts`: number of each file's first line. `verbatim`: one file that is
+    read as it is, so that its bytes are the lines'. `notes`: what was recognised in the files, for the user.
+    """
+
+    flag: str
+    value: str
+    files: tuple[str, ...]
+    starts: tuple[int, ...]
+    verbatim: bool
+    notes: tuple[str, ...] = ()
+
+
+class PromptSet:
+    """The prompts of some files, in their order. It holds the lines' text, and each access reads one of them."""
+
+    def __init__(self, lines: Ragged, source: PromptFiles, kept: np.ndarray | None = None):
+        """`lines`: the UTF-8 bytes of each line, all valid. `kept`: [N] ascending, the lines of the set; None: all."""
+        self._lines, self._source, self._kept = lines, source, kept
+        self.flag, self.path, self.notes = source.flag, source.value, source.notes
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._lines if self._kept is None else self._kept)
 
     def __getitem__(self, index: int) -> Prompt:
         index = range(len(self))[index]
-        return Prompt(index=index, **_fields(json.loads(self._lines.view(index).tobytes())))
+        return Prompt(index=index, **present_fields(json.loads(self._lines.view(self._line(index)).tobytes())))
 
     def __iter__(self) -> Iterator[Prompt]:
         return (self[index] for index in range(len(self)))
 
+    def _line(self, index: int) -> int:
+        return index if self._kept is None else int(self._kept[index])
+
     def where(self, index: int) -> str:
-        """`--prompts data/train.jsonl:17`, the start of an error message about prompt `index`."""
-        return f"{self.flag} {self.path}:{index + 1}"
+        """`--prompts data/train.jsonl:17`, the start of an error message about prompt `index`: line or row, from 1."""
+        line, starts = self._line(index), self._source.starts
+        file = bisect.bisect_right(starts, line) - 1
+        return f"{self.flag} {self._source.files[file]}:{line - starts[file] + 1}"
 
     def encode(self, encoder: Encoder, max_prompt_length: int | None = None) -> Ragged:
         """Tokens of every prompt as the policy reads it; UsageError if one has none or more than `max_prompt_length`.
@@ -106,15 +120,65 @@ class PromptSet:
 
         return Ragged.of_arrays(self.on_node(encoded, "tokens", encoder, max_prompt_length))
 
+    def encode_fitting(self, encoder: Encoder, max_prompt_length: int) -> tuple[PromptSet, Ragged]:
+        """The prompts of at most `max_prompt_length` tokens, and their tokens. UsageError if there is none.
+
+        One rank of a node encodes them for all. A note says how many were dropped.
+        """
+
+        def fitting() -> dict[str, np.ndarray]:
+            kept: list[int] = []
+
+            def rows() -> Iterator[list[int]]:
+                for prompt in self:
+                    tokens = self._encoded(prompt, encoder, None)
+                    if len(tokens) <= max_prompt_length:
+                        kept.append(self._line(prompt.index))
+                        yield tokens
+
+            return Ragged.of_rows(rows()).arrays() | {"kept": np.array(kept, np.int64)}
+
+        arrays = self.on_node(fitting, "fitting", encoder, max_prompt_length)
+        tokens, kept, limit = Ragged.of_arrays(arrays), arrays["kept"], f"--max-prompt-length {max_prompt_length}"
+        if not len(kept):
+            raise UsageError(f"{limit}: each of the {len(self):,} prompts of {self.flag} {self.path} has more tokens")
+        if len(kept) == len(self):
+            return self, tokens
+        dropped = f"dropped {len(self) - len(kept):,} of {len(self):,} prompts longer than {max_prompt_length} tokens"
+        notes = (*self.notes, f"{self.flag} {self.path}: {dropped}")
+        return PromptSet(self._lines, dataclasses.replace(self._source, notes=notes), kept), tokens
+
     def on_node(
         self, compute: Callable[[], dict[str, np.ndarray]], name: str, encoder: Encoder, *options
     ) -> dict[str, np.ndarray]:
-        """Arrays that one rank of a node computes from this file with an encoder (`node_files.arrays`)."""
+        """Arrays that one rank of a node computes from these prompts with an encoder (`node_files.arrays`)."""
 
         def key() -> tuple:
-            return name, self.where(0), node_files.identity(self.path), encoder.fingerprint, options
+            return name, *self._key(), encoder.fingerprint, options
 
         return node_files.arrays(key, compute)
+
+    def _key(self) -> tuple:
+        """What the prompts depend on."""
+        kept = None if self._kept is None else hashlib.blake2b(self._kept.tobytes(), digest_size=16).hexdigest()
+        return self._source, [node_files.identity(file) for file in self._source.files], kept
+
+    def sha256(self) -> str:
+        """Hash of the prompts: of the file's bytes if they are read as they are, else of the lines made of them."""
+
+        def digest() -> dict[str, np.ndarray]:
+            found = hashlib.sha256()
+            if self._source.verbatim and self._kept is None:
+                with open(self._source.files[0], "rb") as file:
+                    found = hashlib.file_digest(file, "sha256")
+            elif self._kept is None:
+                found.update(self._lines.values)
+            else:
+                for line in self._kept.tolist():
+                    found.update(self._lines.view(line))
+            return {"digest": np.frombuffer(found.digest(), np.uint8)}
+
+        return node_files.arrays(lambda: ("sha256", *self._key()), digest)["digest"].tobytes().hex()
 
     def _encoded(self, prompt: Prompt, encoder: Encoder, max_prompt_length: int | None) -> list[int]:
         where = self.where(prompt.index)
@@ -136,113 +200,81 @@ def prompt_tokens(prompt: Prompt, encoder: Encoder, max_prompt_length: int | Non
     return ids
 
 
-def load_prompts(path: str, flag: str = "--prompts") -> PromptSet:
-    """Reads and checks every line of a prompt file; `flag` names its option in error messages.
+def load_prompts(value: str, flag: str = "--prompts", columns: Columns = Columns()) -> PromptSet:
+    """Reads and checks every line or row of the files that `value` names (`sources.find_files`).
 
-    One rank of a node does it for all. Blank lines may follow the last prompt. Raises UsageError with the line number
-    for the first bad line, and for a file that is missing, not UTF-8, or without prompts.
+    One rank of a node does it for all. Blank lines may follow the last prompt of a JSON file.
+
+    Args:
+        flag: names its option in error messages.
+        columns: what the prompts are read for, and the columns that the user names.
+
+    Raises:
+        UsageError: with file and line for the first bad line or row; for a file that is missing, damaged, not UTF-8,
+            without prompts, or without a column that is needed.
     """
+    files = find_files(value, flag)
 
     def key() -> tuple:
-        return "prompts", flag, path, node_files.identity(path)
+        return "prompts", flag, value, columns, [(file, node_files.identity(file)) for file in files]
 
-    lines = node_files.arrays(key, lambda: _read_lines(path, flag).arrays())
-    return PromptSet(Ragged.of_arrays(lines), path, flag)
-
-
-def _read_lines(path: str, flag: str) -> Ragged:
-    """The checked lines of a prompt file."""
-    raw = _read_text(path, flag)
-    text = np.frombuffer(raw, np.uint8)
-    breaks = np.flatnonzero(text == ord("\n"))  # in UTF-8 no other character contains this byte
-    # One line, one prompt: line number = index + 1, which `PromptSet.where` relies on.
-    lines = Ragged(text, np.concatenate([[0], breaks + 1, [len(text)]]).astype(np.int64))
-    count = len(lines)
-    while count and not lines.view(count - 1).tobytes().decode().strip():
-        count -= 1
-    if not count:
-        raise UsageError(f"{flag} {path}: the file holds no prompt")
-    offsets = lines.offsets[: count + 1]
-    for i in range(count):
-        line = lines.view(i).tobytes().decode()
-        _check_line(line.removesuffix("\n"), f"{flag} {path}:{i + 1}")
-    return Ragged(text[: offsets[-1]], offsets)
+    arrays = node_files.arrays(key, lambda: _read_files(files, value, flag, columns))
+    about = json.loads(arrays["about"].tobytes())
+    source = PromptFiles(flag, value, files, tuple(about["starts"]), about["verbatim"], tuple(about["notes"]))
+    return PromptSet(Ragged.of_arrays(arrays), source)
 
 
-def _read_text(path: str, flag: str) -> bytes:
-    """The bytes of a UTF-8 file without its byte order mark."""
-    try:
-        raw = Path(path).read_bytes()
-        raw.decode("utf-8-sig")
-        return raw.removeprefix(codecs.BOM_UTF8)
-    except FileNotFoundError:
-        raise UsageError(f"{flag} {path}: no such file") from None
-    except OSError as error:
-        raise UsageError(f"{flag} {path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{flag} {path}: not UTF-8 (byte {error.start}); convert the file to UTF-8") from None
+def _read_files(files: Sequence[str], value: str, flag: str, columns: Columns) -> dict[str, np.ndarray]:
+    """The lines of the files, and what is known `about` them, as JSON in bytes."""
+    found = [_read_file(file, flag, columns) for file in files]
+    counts = [len(lines) for lines, _ in found]
+    if not sum(counts):
+        raise UsageError(f"{flag} {value}: the {'file holds' if len(files) == 1 else 'files hold'} no prompt")
+    about = {
+        "starts": np.cumsum([0, *counts[:-1]]).tolist(),
+        "verbatim": len(files) == 1 and found[0][1] is None and not files[0].endswith((".gz", ".zst")),
+        "notes": _notes(files, counts, [description for _, description in found], value, flag),
+    }
+    lines = found[0][0] if len(found) == 1 else _joined([lines for lines, _ in found])
+    return lines.arrays() | {"about": np.frombuffer(json.dumps(about).encode(), np.uint8)}
 
 
-def _fields(entry: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a line; a null means that the field is absent."""
-    return {name: value for name, value in entry.items() if value is not None}
+def _notes(files: Sequence[str], counts: list[int], descriptions: list[str | None], value: str, flag: str) -> list[str]:
+    """A line for each way in which columns of files were recognised."""
+    notes = []
+    for description in dict.fromkeys(filter(None, descriptions)):
+        own = [i for i, other in enumerate(descriptions) if other == description]
+        name = value if len(own) == len(files) else ", ".join(files[i] for i in own)
+        number = f"{sum(counts[i] for i in own):,} rows" + f" of {len(own)} files" * (len(own) > 1)
+        notes.append(f"{flag} {name}: {number}; {description}")
+    return notes
 
 
-def _check_line(line: str, where: str):
-    """UsageError unless the line is a prompt."""
-    if not line.strip():
-        raise UsageError(f"{where}: blank line between prompts; expected one JSON object per line")
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{where}: malformed JSON: {error.msg} (column {error.colno})") from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where}: malformed JSON: {error}") from None
-    if not isinstance(entry, dict):
-        raise UsageError(f"{where}: expected a JSON object, not {type(entry).__name__}")
-    unknown = sorted(set(entry) - set(_FIELD_TYPES))
-    if unknown:
-        raise UsageError(
-            f"{where}: unknown field {unknown[0]!r}; allowed: {', '.join(_FIELD_TYPES)} "
-            "(anything else belongs inside metadata)"
-        )
-    fields = _fields(entry)
-    for name, value in fields.items():
-        _check_field(name, value, where)
-    if "messages" in fields:
-        _check_conversation(fields, where)
-    elif "prompt" not in fields:
-        raise UsageError(f"{where}: prompt is missing")
-    elif not _contents(fields["prompt"]).strip():
-        raise UsageError(f"{where}: prompt is empty")
-    elif isinstance(fields["prompt"], list) and fields["prompt"][-1]["role"] == "assistant":
-        raise UsageError(f"{where}: the prompt's last message must not be the assistant's, who answers it")
+def _joined(parts: list[Ragged]) -> Ragged:
+    ends = np.cumsum([0, *(len(part.values) for part in parts)])
+    offsets = [part.offsets[1:] + end for part, end in zip(parts, ends, strict=False)]
+    values = np.concatenate([part.values for part in parts])
+    return Ragged(values, np.concatenate([[0], *offsets]).astype(np.int64))
 
 
-def _check_conversation(fields: dict[str, Any], where: str) -> None:
-    """A line with a whole conversation must have no prompt and no response."""
-    for name in ("prompt", "response", "answer", "chosen", "rejected", "margin"):
-        if name in fields:
-            raise UsageError(f"{where}: both messages and {name}; messages hold the whole conversation")
-    if all(message["role"] != "assistant" for message in fields["messages"]):
-        raise UsageError(f"{where}: messages hold no message of the assistant, so nothing to train on")
+def _read_file(path: str, flag: str, columns: Columns) -> tuple[Ragged, str | None]:
+    """The checked lines of a file in megarl's own fields; and which columns they come from, None if from these."""
+    where = f"{flag} {path}"
+    if is_arrow(path):
+        table = ArrowTable(path, flag)
+        return _mapped(table, ColumnMap(table, columns, where), where)
+    text = read_text(path, flag)
+    is_list = path.removesuffix(".gz").removesuffix(".zst").endswith(".json") and text.lstrip()[:1] == b"["
+    lines = lines_of_list(text, where) if is_list else split_lines(text, where)
+    if columns.are_own(lines.view(0).tobytes()):
+        for i in range(len(lines)):
+            check_line(lines.view(i).tobytes().decode().removesuffix("\n"), f"{where}:{i + 1}")
+        return lines, None
+    table = JsonRows(lines, where)
+    return _mapped(table, ColumnMap(table, columns, f"{where}:1"), where)
 
 
-def _contents(value: str | list[Message]) -> str:
-    return value if isinstance(value, str) else "".join(message["content"] for message in value)
-
-
-def _check_field(name: str, value: Any, where: str) -> None:
-    field_type, type_name = _FIELD_TYPES[name]
-    # bool is a subclass of int in Python.
-    if not isinstance(value, field_type) or isinstance(value, bool):
-        raise UsageError(f"{where}: {name} must be {type_name}, not {type(value).__name__}")
-    if isinstance(value, list) and (problem := message_error(value)):
-        raise UsageError(f"{where}: {name}: {problem}")
-    if name == "margin" and not (math.isfinite(value) and value >= 0):
-        raise UsageError(f"{where}: margin is {value}; it must be a finite number of at least 0")
-    if isinstance(value, str | list):
-        try:
-            _contents(value).encode("utf-8")
-        except UnicodeEncodeError:
-            raise UsageError(f"{where}: {name} holds half of a surrogate pair (\\ud800-\\udfff)") from None
+def _mapped(table: ArrowTable | JsonRows, columns: ColumnMap, where: str) -> tuple[Ragged, str]:
+    rows = enumerate(table.rows(columns.needed), start=1)
+    lines = ragged_lines(json_line(columns.fields(row, f"{where}:{number}")) for number, row in rows)
+    return lines, columns.describe()

@@ -3,6 +3,12 @@
 import dataclasses
 from collections.abc import Callable
 
+# Programs that share flags.
+TRAINING, SUPERVISED, GENERATING = "rl sft reward", "sft reward", "rl evaluate"
+ROLLOUT = "rl evaluate serve"
+DATA = "rl sft reward evaluate"
+ALL = "rl sft reward evaluate serve"
+
 
 def flag(default, text: str, check: Callable | None = None, allowed: str = "", programs: str = "rl",
           roles: tuple[str, ...] = (), when: str | None = None):  # fmt: skip

@@ -14,8 +14,21 @@ from megarl.algorithms.kl import KL_KINDS
 from megarl.algorithms.normalization import ENSEMBLES
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.algorithms.rollout_correction import CORRECTIONS, LEVELS
+from megarl.flags.data_settings import DataSettings
 from megarl.flags.debug_settings import DebugSettings
-from megarl.flags.fields import flag, fraction, not_negative, one_of, positive
+from megarl.flags.fields import (
+    ALL,
+    DATA,
+    GENERATING,
+    ROLLOUT,
+    SUPERVISED,
+    TRAINING,
+    flag,
+    fraction,
+    not_negative,
+    one_of,
+    positive,
+)
 from megarl.flags.report_settings import ReportSettings
 from megarl.flags.server_settings import ServerSettings
 from megarl.flags.tracker_settings import TrackerSettings
@@ -28,10 +41,6 @@ MODELS = ("actor", "critic", "reward", "reference")  # roles that run a model ov
 TRAINED = ("actor", "critic")
 FORMAT = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
 REPLAYS = ("none", "old-logprob", "rollout")  # source of the expert routes that the actor's training replays
-TRAINING, SUPERVISED, GENERATING = "rl sft reward", "sft reward", "rl evaluate"  # programs that share flags
-ROLLOUT = "rl evaluate serve"
-DATA = "rl sft reward evaluate"
-ALL = "rl sft reward evaluate serve"
 TOKENIZERS = ("SentencePieceTokenizer", "HuggingFaceTokenizer")
 
 
@@ -51,13 +60,11 @@ def _are_positive_ints(text: str) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings(ServerSettings, ReportSettings, TrackerSettings, DebugSettings):
+class Settings(DataSettings, ServerSettings, ReportSettings, TrackerSettings, DebugSettings):
     """The values of megarl's own flags."""
 
     role_map: str | None = flag(None, "ranks per role, as 'actor=0-3;critic=4;…', or 'actor=nodes 0-1;…'; default:"
                                  " every role on all ranks", programs=GENERATING)  # fmt: skip
-    prompts: str | None = flag(None, "JSONL file of training prompts", programs=TRAINING)
-    eval_prompts: str | None = flag(None, "JSONL file of held-out prompts", programs=DATA, when="evaluates")
     hf_model: str | None = flag(None, "Hugging Face folder: gives architecture, weights, tokenizer, chat template and"
                                  " end tokens; may differ per role", programs=ALL,
                                  roles=("actor", "critic", "reference"))  # fmt: skip
@@ -165,6 +172,9 @@ class Settings(ServerSettings, ReportSettings, TrackerSettings, DebugSettings):
     overlong_buffer: int = not_negative(0, "tokens before --max-response-length over which the length penalty grows"
                                          " (2503.14476 eq. 13); 0: no penalty")  # fmt: skip
     overlong_penalty: float = positive(1.0, "penalty of a response of --max-response-length tokens", when="overlong")
+    mask_truncated_responses: bool = flag(False, "leave responses that --max-response-length cut out of the losses of"
+                                           " actor and critic (2503.14476 §3.2); their rewards stay in the group's"
+                                           " baseline")  # fmt: skip
     # Advantages.
     advantage: str = flag("gae", f"advantage estimator: {', '.join(ESTIMATORS)}, or package.module:function")
     gamma: float = fraction(1.0, "discount γ (1506.02438)", when="estimator:gamma")
@@ -272,8 +282,6 @@ class Settings(ServerSettings, ReportSettings, TrackerSettings, DebugSettings):
     export_hf: bool = flag(False, "also write the model of each checkpoint as a Hugging Face folder, hf/step_N in"
                             " --save", programs=TRAINING)  # fmt: skip
     load: str | None = flag(None, "run folder to resume from (training), to evaluate or to serve", programs=ALL)
-    load_changed_data: bool = flag(False, "resume although --prompts or --eval-prompts have changed: the new prompts"
-                                    " are drawn from their start", programs=TRAINING, when="load")  # fmt: skip
 
     @property
     def sequences_per_step(self) -> int:

@@ -18,6 +18,7 @@ from megarl.mcore.model.forward_pass import TokenScores, token_scores
 from megarl.observe.alarms import UpdateCheck
 from megarl.observe.timers import Timers
 from megarl.roles.actor_loss import METRIC_NAMES, ActorLoss
+from megarl.roles.loss_mask import is_all_masked, loss_mask
 from megarl.roles.trainable_model import TrainableModel
 from megarl.router_replay import probe
 
@@ -128,9 +129,11 @@ class Actor:
             self._summarize(results)
 
     def _update(self, batch: Batch, positions: Tensor, kl_coefficient: float, on_policy: bool):
-        """One update: (metric sums, whether applied, gradient norm). `on_policy`: also sets the old log-probs."""
+        """One update: (metric sums, whether skipped, gradient norm). `on_policy`: also sets the old log-probs."""
         minibatch = batch.select(positions)
-        counts = self.role_groups.dp_all_reduce(local_counts(minibatch.response_mask, minibatch.cu_seqlens))
+        mask = loss_mask(minibatch, self.settings)
+        counts = self.role_groups.dp_all_reduce(local_counts(mask, minibatch.cu_seqlens))
+        has_loss = not is_all_masked(counts[0], self.settings)
 
         def loss(scores, microbatch):
             logprobs, entropy = scores.logprobs.detach(), scores.entropy.detach()
@@ -142,7 +145,7 @@ class Actor:
             nonlocal sums
             sums = self.role_groups.dp_all_reduce(torch.stack([of_microbatch for of_microbatch, *_ in results]).sum(0))
             metrics = dict(zip(METRIC_NAMES, sums.tolist(), strict=True)) | {"actor/grad_norm": norm}
-            return self.update_check.accepts(metrics["actor/loss"], metrics)
+            return has_loss and self.update_check.accepts(metrics["actor/loss"], metrics)
 
         sums = None
         microbatches = self.trainable_model.microbatches(batch, positions)
@@ -150,7 +153,7 @@ class Actor:
         if on_policy:
             scored = zip(results, microbatches, strict=True)
             self._set_old_logprobs(batch, [(logprobs, entropy, at) for (_, logprobs, entropy), (_, at) in scored])
-        return sums, applied, norm
+        return sums, has_loss and not applied, norm
 
     def _summarize(self, results):
         means = torch.stack([sums for sums, _, _ in results]).mean(0).tolist()
@@ -161,5 +164,5 @@ class Actor:
             "actor/ppo_kl_first": results[0][0][METRIC_NAMES.index("actor/ppo_kl")].item(),
             "actor/grad_norm": sum(norm for _, _, norm in results) / len(results),
             "actor/learning_rate": self.trainable_model.learning_rate(),
-            "actor/updates_skipped": sum(not applied for _, applied, _ in results),
+            "actor/updates_skipped": sum(skipped for _, skipped, _ in results),
         }

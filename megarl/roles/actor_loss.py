@@ -10,6 +10,7 @@ from megarl.algorithms.rollout_correction import CorrectionOptions, correction_w
 from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.mcore.model.forward_pass import TokenScores
+from megarl.roles.loss_mask import loss_mask
 
 METRIC_NAMES = ("actor/loss", "actor/entropy", "actor/ppo_kl", "actor/clip_fraction", "actor/kl_loss")
 
@@ -35,9 +36,9 @@ class ActorLoss:
             counts: [2] of the whole mini-batch (`aggregation.local_counts`).
             kl_coefficient: β of a KL term in the loss; unused with the KL in the reward.
         """
-        s, mask = self.settings, microbatch.response_mask
+        s, mask = self.settings, loss_mask(microbatch, self.settings)
         layout = (mask, microbatch.cu_seqlens)
-        # Values at tokens outside the responses must not reach a gradient, not even as 0 · inf.
+        # Values at tokens without a loss must not reach a gradient, not even as 0 · inf.
         old, rollout, advantages = (
             x.masked_fill(~mask, 0.0) for x in (old_logprobs, microbatch.rollout_logprobs, microbatch.advantages)
         )

@@ -12,6 +12,7 @@ from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import ACTOR, StepBatch
 from megarl.observe.timers import Timers
+from megarl.roles.loss_mask import masked_tokens
 
 
 class AdvantageComputer:
@@ -102,6 +103,9 @@ class AdvantageComputer:
             "rollout/entropy": entropy / max(generated, 1.0),
             "perf/tokens": int(tokens),
         }
+        if self.settings.mask_truncated_responses:
+            masked = float(self.role_groups.dp_all_reduce(masked_tokens(batch, self.settings)))
+            metrics["rollout/masked_fraction"] = masked / max(generated, 1.0)
         if batch.reference_logprobs is None:
             return metrics, None, int(n)
         metrics |= {"kl/reference": kl_sum / n, "kl/coefficient": self.kl_coefficient}

@@ -15,6 +15,7 @@ from megarl.comm.step_batch import StepBatch
 from megarl.mcore.model import forward_pass
 from megarl.observe.alarms import UpdateCheck
 from megarl.observe.timers import Timers
+from megarl.roles.loss_mask import is_all_masked, loss_mask
 from megarl.roles.trainable_model import TrainableModel
 
 METRIC_NAMES = ("critic/loss", "critic/clip_fraction")
@@ -68,12 +69,12 @@ class Critic:
             self._summarize(results)
 
     def _update(self, batch: Batch, positions: torch.Tensor):
-        """One update: (metric sums, whether it was applied, gradient norm)."""
-        mask = batch.select(positions).response_mask
-        count = self.role_groups.dp_all_reduce(mask.sum().double())
+        """One update: (metric sums, whether it was skipped, gradient norm)."""
+        count = self.role_groups.dp_all_reduce(loss_mask(batch.select(positions), self.settings).sum().double())
+        has_loss = not is_all_masked(count, self.settings)
 
         def loss(values, microbatch):
-            mask = microbatch.response_mask
+            mask = loss_mask(microbatch, self.settings)
             terms = clipped_value_loss(values, microbatch.values, microbatch.returns, self.settings.value_clip_range)
             value = token_mean(terms.loss, mask, count)
             clipped = masked_sum(terms.clipped.double(), mask) / count.clamp(min=1)
@@ -83,12 +84,12 @@ class Critic:
             nonlocal sums
             sums = self.role_groups.dp_all_reduce(torch.stack(results).sum(0))
             metrics = dict(zip(METRIC_NAMES, sums.tolist(), strict=True)) | {"critic/grad_norm": norm}
-            return self.update_check.accepts(metrics["critic/loss"], metrics)
+            return has_loss and self.update_check.accepts(metrics["critic/loss"], metrics)
 
         sums = None
         microbatches = self.trainable_model.microbatches(batch, positions)
         _, applied, norm = self.trainable_model.update(microbatches, self._forward, loss, accepts)
-        return sums, applied, norm
+        return sums, has_loss and not applied, norm
 
     def _summarize(self, results):
         means = torch.stack([sums for sums, _, _ in results]).mean(0).tolist()
@@ -96,7 +97,7 @@ class Critic:
         self.metrics |= {
             "critic/grad_norm": sum(norm for _, _, norm in results) / len(results),
             "critic/learning_rate": self.trainable_model.learning_rate(),
-            "critic/updates_skipped": sum(not applied for _, applied, _ in results),
+            "critic/updates_skipped": sum(skipped for _, skipped, _ in results),
             **self.trainable_model.router_state.metrics("critic/router"),
             **self.trainable_model.offload.metrics(self.name),
         }

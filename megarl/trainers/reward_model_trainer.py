@@ -9,6 +9,7 @@ from megarl.algorithms.aggregation import masked_sum
 from megarl.algorithms.preference_loss import bradley_terry
 from megarl.arguments import RunConfig, Settings
 from megarl.batch import Batch
+from megarl.data.columns import REWARD
 from megarl.data.conversations import Encoder
 from megarl.data.examples import Examples
 from megarl.data.preferences import Pair, preference_pairs
@@ -25,7 +26,9 @@ METRIC_NAMES = ("loss", "accuracy", "margin", "mean")  # means over pairs, in th
 class RewardModelTrainer(SupervisedTrainer):
     """Trains a language model with a scalar head to score the chosen response above the rejected one."""
 
-    task = TaskSpec("train_reward", "reward", value_head=True, sequences_per_example=2, sources=("actor", "reward"))
+    task = TaskSpec(
+        "train_reward", "reward", value_head=True, sequences_per_example=2, sources=("actor", "reward"), purpose=REWARD
+    )
     fields = REWARD_FIELDS
 
     @staticmethod

@@ -6,11 +6,11 @@ from pathlib import Path
 from megarl.arguments import RoleSettings, RunConfig, Settings
 from megarl.checkpoint import adapters, folders, resume
 from megarl.checkpoint.pretrained import FactorWeights, PretrainedWeights, checkpoint_weights, find_pretrained
-from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
 from megarl.mcore.model import pipeline_layout
 from megarl.rollout.rollout_files import SavedRollouts
 from megarl.rollout.saved_rollout import moe_layers
+from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS, read_encoded_prompts
 from megarl.trainers.reward_factory import RewardFactory
 from megarl.trainers.server_options import ServerOptions
 from megarl.trainers.setup import build_role_encoder, check_training_flags, check_vocabulary
@@ -28,11 +28,10 @@ class RLInputs:
         _check_replay(config)
         encoder = build_role_encoder(config.roles["actor"], s)
         self.tokenizer = encoder.tokenizer
-        self.prompts = load_prompts(s.prompts, "--prompts")
-        self.prompt_tokens = self.prompts.encode(encoder, s.max_prompt_length)
-        self.eval_prompts = load_prompts(s.eval_prompts, "--eval-prompts") if s.eval_prompts else None
-        self.eval_tokens = self.eval_prompts.encode(encoder, s.max_prompt_length) if self.eval_prompts else []
-        self.reward_factory = RewardFactory(config, *filter(None, (self.prompts, self.eval_prompts)))
+        self.prompt_sets, tokens_of = read_encoded_prompts(s, encoder)
+        self.prompts, self.prompt_tokens = self.prompt_sets[PROMPTS], tokens_of[PROMPTS]
+        self.eval_prompts, self.eval_tokens = self.prompt_sets.get(EVAL_PROMPTS), tokens_of.get(EVAL_PROMPTS)
+        self.reward_factory = RewardFactory(config, *self.prompt_sets.values())
         tokens = self.tokenizer.vocab_size
         check_vocabulary(config.roles["actor"], tokens)
         for role in filter(None, map(config.roles.get, ("critic", "reference"))):  # a policy may sample any of its rows
@@ -41,7 +40,8 @@ class RLInputs:
         self.pretrained = _find_pretrained(config.roles, tokens, saved if s.load else [])
         self.server_options = ServerOptions(config) if s.serve_policy else None
         self.resume = None
-        self.data = resume.data_fingerprints(encoder, s) if s.load or s.save or s.load_rollouts else {}
+        is_compared = s.load or s.save or s.load_rollouts
+        self.data = resume.data_fingerprints(encoder, s, self.prompt_sets) if is_compared else {}
         if s.load:
             adapters.check_factors(s.load, "--load", saved)
             shapes = {role.name: adapters.resume_shapes(role, role.model_vocab_size(tokens)) for role in saved}

@@ -23,6 +23,7 @@ from megarl.observe.profiler import StepProfiler
 from megarl.observe.timers import Timers
 from megarl.observe.trackers.base import TrackerOptions, check_installed, parse_names
 from megarl.trainers import kernel_choice
+from megarl.trainers.prompt_inputs import print_notes
 
 Inputs = TypeVar("Inputs")
 
@@ -120,8 +121,8 @@ def read_inputs(
     the program ends here, before the process group.
 
     Args:
-        read: reads and checks the inputs; raises UsageError.
-        notes: where the line about the kernels goes; None: standard output.
+        read: reads and checks the inputs, `prompt_sets` among them; raises UsageError.
+        notes: where lines about the kernels and the inputs go; None: standard output.
         folder: of a training run, which gets a status.json.
 
     Returns:
@@ -134,6 +135,7 @@ def read_inputs(
         raise SystemExit(0)
     mesh, intact = create_role_mesh(config, timers, Path(folder) if folder else None), set()
     kernel_choice.choose_kernels(config, mesh, notes)
+    print_notes(inputs.prompt_sets, mesh.rank, notes)
     while damaged := integrity.find_damage([folder for folder in dict.fromkeys(found) if folder not in intact]):
         intact |= set(found) - damaged.keys()
         for folder, problem in damaged.items():

@@ -6,6 +6,7 @@ import torch
 
 from megarl.algorithms.aggregation import masked_sum, token_mean
 from megarl.arguments import RunConfig
+from megarl.data.columns import SFT
 from megarl.data.conversations import Encoder
 from megarl.data.examples import Examples
 from megarl.data.prompts import PromptSet
@@ -19,7 +20,7 @@ from megarl.trainers.supervised_trainer import ExampleBatch, SupervisedTrainer, 
 class SFTTrainer(SupervisedTrainer):
     """Trains a language model on responses. Its role is the actor, so that train_rl can start from it."""
 
-    task = TaskSpec("train_sft", "actor", value_head=False, sequences_per_example=1, sources=("actor",))
+    task = TaskSpec("train_sft", "actor", value_head=False, sequences_per_example=1, sources=("actor",), purpose=SFT)
     fields = SFT_FIELDS
 
     @staticmethod

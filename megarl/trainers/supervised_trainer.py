@@ -16,11 +16,12 @@ from megarl.comm import microbatches as mb
 from megarl.data.conversations import Encoder
 from megarl.data.examples import Examples
 from megarl.data.order import PromptOrder
-from megarl.data.prompts import PromptSet, load_prompts
+from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.observe.timers import Timers
 from megarl.roles.trainable_model import TrainableModel
+from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS, read_prompts
 from megarl.trainers.setup import (
     build_role_encoder,
     check_required,
@@ -39,6 +40,7 @@ class TaskSpec(NamedTuple):
     value_head: bool  # a scalar head instead of the vocabulary's
     sequences_per_example: int  # 2 for a preference pair
     sources: tuple[str, ...]  # roles whose weights it may start from
+    purpose: str  # what its prompts are read for (`data.columns`)
 
 
 class ExampleBatch(NamedTuple):
@@ -177,13 +179,13 @@ class SupervisedInputs:
         encoder = build_role_encoder(role, s)
         check_vocabulary(role, encoder.tokenizer.vocab_size)
         self.vocab_size = role.model_vocab_size(encoder.tokenizer.vocab_size)
-        self.examples, self.held_out = trainer.read(load_prompts(s.prompts, "--prompts"), encoder, config), []
-        if s.eval_prompts:
-            self.held_out = trainer.read(load_prompts(s.eval_prompts, "--eval-prompts"), encoder, config)
+        self.prompt_sets = read_prompts(s, task.purpose)
+        examples = {name: trainer.read(prompts, encoder, config) for name, prompts in self.prompt_sets.items()}
+        self.examples, self.held_out = examples[PROMPTS], examples.get(EVAL_PROMPTS, [])
         self.pretrained = self.resume = None
         if not s.load or role.lora:  # a checkpoint of low-rank factors does not hold the weights under them
             self.pretrained = find_pretrained(role, self.vocab_size, task.sources, task.value_head)
-        self.data = resume.data_fingerprints(encoder, s) if s.load or s.save else {}
+        self.data = resume.data_fingerprints(encoder, s, self.prompt_sets) if s.load or s.save else {}
         if s.load:
             adapters.check_factors(s.load, "--load", [role])
             shapes = {task.role: adapters.resume_shapes(role, self.vocab_size, task.value_head)}

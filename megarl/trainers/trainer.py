@@ -28,6 +28,7 @@ from megarl.observe.timers import Timers, reduce_times
 from megarl.roles.trainable_model import TrainableModel
 from megarl.trainers import restart
 from megarl.trainers.async_metrics import AsyncMetrics, StepReport
+from megarl.trainers.prompt_inputs import notes_of
 from megarl.trainers.setup import save_policy, step_profiler, tracker_options
 
 
@@ -35,7 +36,8 @@ class Trainer(abc.ABC):
     """Counts the steps of a run and writes its files; only rank 0 writes."""
 
     def __init__(self, config: RunConfig, mesh: RoleMesh, inputs, timers: Timers, fields=RL_FIELDS):
-        """`inputs`: of the program; `data` are the `resume.data_fingerprints`, `resume` the checkpoint or None."""
+        """`inputs`: of the program; `data` are the `resume.data_fingerprints`, `resume` the checkpoint or None,
+        `prompt_sets` the sets of prompts by setting."""
         self.config, self.settings, self.mesh, self.timers = config, config.settings, mesh, timers
         self.inputs = inputs
         self.checkpoints = CheckpointWriter(self.folder, mesh, save_policy(self.settings)) if self.folder else None
@@ -85,12 +87,14 @@ class Trainer(abc.ABC):
             for name, role in self.config.roles.items()
             if role.model_role == name  # a rollout that shares the actor's model has the actor's settings
         }
-        return {
+        found = {
             "megarl": self.config.megarl_settings(),
             "world_size": self.mesh.size,
             "roles": roles,
             "environment": environment(device.accelerator_name() or processor()),
         }
+        notes = notes_of(self.inputs.prompt_sets)
+        return found | {"data": notes} if notes else found
 
     def steps(self) -> Iterator[int]:
         """Yields the numbers of the remaining steps, up to `--train-iters`, and counts them.

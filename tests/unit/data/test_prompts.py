@@ -129,7 +129,7 @@ def test_bad_files(tmp_path):
 
     path = tmp_path / "p.jsonl"
     assert error_of(path) == f"--prompts {path}: no such file"
-    assert error_of(tmp_path).startswith(f"--prompts {tmp_path}: cannot be read")
+    assert error_of(tmp_path).startswith(f"--prompts {tmp_path}: the folder holds no data; expected files named .jsonl")
     path.write_bytes(b"")
     assert error_of(path) == f"--prompts {path}: the file holds no prompt"
     path.write_bytes(b"\n \n\n")

@@ -1,0 +1,140 @@
+"""Parquet files, Arrow files, and streams of record batches as `datasets` saves them, read batch by batch.
+
+pyarrow is the extra `parquet`. It is imported when such a file is read, and reads without threads of its own: ranks are
+forked from the process that checks the input.
+"""
+
+import contextlib
+import datetime
+import decimal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.data.sources import printable
+from megarl.errors import UsageError
+
+ROWS = 1024  # that are Python objects at the same time
+_POINTER = b"version https://git-lfs"
+_FILE_MAGIC = b"ARROW1"
+
+
+class ArrowTable:
+    """The rows of a Parquet or Arrow file (`tables.Table`)."""
+
+    def __init__(self, path: str, flag: str):
+        """Reads the schema. Raises UsageError for a file that cannot be read, and without pyarrow."""
+        self._path, self._where = path, f"{flag} {path}"
+        self._arrow = _import_pyarrow(self._where)
+        with self._errors(), self._opened() as (schema, _):
+            names = schema.names
+            types = {field.name: field.type for field in schema}
+        for name in types:
+            if names.count(name) > 1:
+                raise UsageError(f"{self._where}: has {names.count(name)} columns named {printable(name)}")
+        self.left_out = tuple(name for name, kind in types.items() if self._holds_bytes(kind))
+        self.columns = {
+            name: frozenset(field.name for field in kind) if self._arrow.types.is_struct(kind) else frozenset()
+            for name, kind in types.items()
+            if name not in self.left_out
+        }
+
+    def rows(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Every row with these columns; only they are read."""
+        count = 0
+        with self._errors(lambda: f" after row {count}"), self._opened() as (_, batches):
+            for batch in batches(list(names)):
+                for start in range(0, batch.num_rows, ROWS):
+                    piece = batch.slice(start, ROWS)
+                    for row in piece.to_pylist() if names else [{}] * piece.num_rows:
+                        yield {name: plain(value) for name, value in row.items()}
+                        count += 1
+
+    @contextlib.contextmanager
+    def _opened(self):
+        """(schema, function of names of columns that returns record batches)."""
+        arrow = self._arrow
+        if self._path.endswith(".parquet"):
+            from pyarrow import parquet
+
+            with parquet.ParquetFile(self._path, pre_buffer=False) as file:
+                yield file.schema_arrow, lambda names: file.iter_batches(ROWS, columns=names, use_threads=False)
+            return
+        with arrow.OSFile(self._path) as raw:
+            is_file = raw.read(len(_FILE_MAGIC)) == _FILE_MAGIC
+            raw.seek(0)
+            options = arrow.ipc.IpcReadOptions(use_threads=False)
+            with (arrow.ipc.open_file if is_file else arrow.ipc.open_stream)(raw, options=options) as reader:
+                batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
+                yield reader.schema, lambda names: (batch.select(names) for batch in batches)
+
+    @contextlib.contextmanager
+    def _errors(self, place=lambda: ""):
+        """Turns what pyarrow raises into one line."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise UsageError(f"{self._where}: no such file") from None
+        # Only of pyarrow's calls: the caller's code runs while `rows` waits, and raises UsageError.
+        except (self._arrow.ArrowException, OSError, ValueError, KeyError, OverflowError) as error:
+            reason = printable(" ".join(str(error).split()) or type(error).__name__, 200)
+            if _starts_with(self._path, _POINTER):
+                reason = "it is a pointer of Git LFS; fetch the file itself (git lfs pull)"
+            raise UsageError(f"{self._where}: cannot be read{place()}: {reason}") from None
+
+    def _holds_bytes(self, kind) -> bool:
+        types = self._arrow.types
+        tests = (types.is_binary, types.is_large_binary, types.is_fixed_size_binary, types.is_binary_view)
+        is_nested = types.is_nested(kind) and not types.is_dictionary(kind)
+        inner = [kind.field(i).type for i in range(kind.num_fields)] if is_nested else []
+        return any(test(kind) for test in tests) or any(map(self._holds_bytes, inner))
+
+
+def plain(value: Any) -> Any:
+    """A value of a column as plain JSON types: times as ISO 8601, durations in seconds, maps as objects."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, dict):
+        return {str(name): plain(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        # A map is a list of pairs.
+        is_map = bool(value) and all(isinstance(pair, tuple) for pair in value)
+        return {str(key): plain(inner) for key, inner in value} if is_map else [plain(inner) for inner in value]
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    if isinstance(value, decimal.Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    return value.isoformat() if isinstance(value, datetime.date | datetime.time) else str(value)
+
+
+def read_zstd(path: str, where: str) -> bytes:
+    """The content of a file compressed with Zstandard. UsageError if it is damaged, and without pyarrow."""
+    arrow = _import_pyarrow(where)
+    try:
+        with arrow.OSFile(path) as raw, arrow.CompressedInputStream(raw, "zstd") as file:
+            return file.read()
+    except (arrow.ArrowException, OSError) as error:
+        raise UsageError(f"{where}: cannot be decompressed: {printable(' '.join(str(error).split()), 200)}") from None
+
+
+def _import_pyarrow(where: str):
+    try:
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.types
+    except ImportError:
+        raise UsageError(
+            f"{where}: the package pyarrow reads this file and is not installed: pip install pyarrow"
+        ) from None
+    return pyarrow
+
+
+def _starts_with(path: str, magic: bytes) -> bool:
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return file.read(len(magic)) == magic
+    return False
+
+
+def is_arrow(path: str) -> bool:
+    """Whether a file's name says that it is a Parquet or Arrow file."""
+    return Path(path).suffix in (".parquet", ".arrow")

@@ -1,0 +1,99 @@
+"""The fields of a prompt, and the checks of one line: the same for every file format."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.data.messages import Message, message_error
+from megarl.errors import UsageError
+
+FIELD_TYPES: dict[str, tuple[Any, str]] = {
+    "prompt": (str | list, "a string or a list of messages"),
+    "answer": (str, "a string"),
+    "task": (str, "a string"),
+    "metadata": (dict, "an object"),
+    "response": (str, "a string"),
+    "messages": (list, "a list of messages"),
+    "chosen": (str, "a string"),
+    "rejected": (str, "a string"),
+    "margin": (int | float, "a number"),
+}
+
+
+def parse_line(line: str, where: str) -> dict[str, Any]:
+    """The JSON object on a line; UsageError, which begins with `where`, if it is none."""
+    if not line.strip():
+        raise UsageError(f"{where}: blank line between prompts; expected one JSON object per line")
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{where}: malformed JSON: {error.msg} (column {error.colno})") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where}: malformed JSON: {error}") from None
+    if not isinstance(entry, dict):
+        raise UsageError(f"{where}: expected a JSON object, not {type(entry).__name__}")
+    return entry
+
+
+def check_line(line: str, where: str):
+    """UsageError unless the line is a prompt in megarl's own fields."""
+    entry = parse_line(line, where)
+    unknown = sorted(set(entry) - set(FIELD_TYPES))
+    if unknown:
+        raise UsageError(
+            f"{where}: unknown field {unknown[0]!r}; allowed: {', '.join(FIELD_TYPES)} "
+            "(anything else belongs inside metadata; with --prompt-column it is taken as metadata)"
+        )
+    check_fields(present_fields(entry), where)
+
+
+def present_fields(entry: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a line; a null means that the field is absent."""
+    return {name: value for name, value in entry.items() if value is not None}
+
+
+def check_fields(fields: dict[str, Any], where: str, columns: Mapping[str, str] | None = None):
+    """UsageError unless the fields, none of them null, are a prompt. `columns`: what the file calls each field."""
+    columns = columns or {}
+    for name, value in fields.items():
+        _check_field(name, value, where, columns.get(name, name))
+    prompt = columns.get("prompt", "prompt")
+    if "messages" in fields:
+        _check_conversation(fields, where)
+    elif "prompt" not in fields:
+        raise UsageError(f"{where}: {prompt} is missing")
+    elif not contents(fields["prompt"]).strip():
+        raise UsageError(f"{where}: {prompt} is empty")
+    elif isinstance(fields["prompt"], list) and fields["prompt"][-1]["role"] == "assistant":
+        raise UsageError(f"{where}: the prompt's last message must not be the assistant's, who answers it")
+
+
+def _check_conversation(fields: dict[str, Any], where: str) -> None:
+    """A line with a whole conversation must have no prompt and no response."""
+    for name in ("prompt", "response", "answer", "chosen", "rejected", "margin"):
+        if name in fields:
+            raise UsageError(f"{where}: both messages and {name}; messages hold the whole conversation")
+    if all(message["role"] != "assistant" for message in fields["messages"]):
+        raise UsageError(f"{where}: messages hold no message of the assistant, so nothing to train on")
+
+
+def contents(value: str | list[Message]) -> str:
+    """The text of a prompt, without roles."""
+    return value if isinstance(value, str) else "".join(message["content"] for message in value)
+
+
+def _check_field(name: str, value: Any, where: str, column: str) -> None:
+    field_type, type_name = FIELD_TYPES[name]
+    # bool is a subclass of int in Python.
+    if not isinstance(value, field_type) or isinstance(value, bool):
+        raise UsageError(f"{where}: {column} must be {type_name}, not {type(value).__name__}")
+    if isinstance(value, list) and (problem := message_error(value)):
+        raise UsageError(f"{where}: {column}: {problem}")
+    if name == "margin" and not (math.isfinite(value) and value >= 0):
+        raise UsageError(f"{where}: {column} is {value}; it must be a finite number of at least 0")
+    if isinstance(value, str | list):
+        try:
+            contents(value).encode("utf-8")
+        except UnicodeEncodeError:
+            raise UsageError(f"{where}: {column} holds half of a surrogate pair (\\ud800-\\udfff)") from None

@@ -1,0 +1,185 @@
+"""The files that a value of `--prompts` names: files, patterns, Hugging Face dataset folders and their splits.
+
+A value holds one name or several with commas. A name is a file; a pattern with `*`, `?` or `[…]`; a folder; or
+`FOLDER:SPLIT`. Folders are those of `save_to_disk`, and those of dataset repositories, with files such as
+`data/train-00000-of-00002.parquet` or `train.jsonl`.
+"""
+
+import glob
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import UsageError
+
+SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst", ".parquet", ".arrow")
+_DESCRIPTIONS = ("dataset_dict.json", "state.json", "dataset_info.json", "dataset_infos.json")  # hold no rows
+# Words in names of files and folders, and the split that they mean.
+_SPLIT_OF_WORD = {
+    "train": "train", "training": "train", "validation": "validation", "valid": "validation", "val": "validation",
+    "dev": "validation", "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
+}  # fmt: skip
+_SHARD = re.compile(r"(.+?)-\d{5}-of-\d{5}")
+_DEPTH = 3  # folders below a dataset's folder that may hold files
+
+
+def find_files(value: str, flag: str) -> tuple[str, ...]:
+    """The files of a value, in the order of its names; those of a pattern or folder in the order of their names.
+
+    Raises:
+        UsageError: nothing has the name, no file matches, a folder has no or several splits, or a file appears twice.
+    """
+    if Path(value).exists() and not Path(value).is_dir():
+        return (value,)
+    names = [value] if Path(value).is_dir() else value.split(",")
+    files = [file for name in names for file in _files_of(name, flag)]
+    for number, file in enumerate(files):
+        if file in files[:number]:
+            raise UsageError(f"{flag} {value}: names {file} twice")
+    return tuple(files)
+
+
+def _files_of(name: str, flag: str) -> list[str]:
+    folder, colon, split = name.rpartition(":")
+    if not name:
+        raise UsageError(f"{flag}: nothing between two commas; allowed are files, patterns and folders with commas")
+    if Path(name).is_dir():
+        return _files_of_folder(Path(name), None, flag)
+    if not Path(name).exists() and colon and Path(folder).is_dir():
+        return _files_of_folder(Path(folder), split, flag)
+    if not Path(name).exists() and glob.has_magic(name):
+        found = sorted(path for path in glob.glob(name, recursive=True) if Path(path).is_file())
+        if not found:
+            raise UsageError(f"{flag} {name}: no file matches")
+        return found
+    return [name]
+
+
+def _files_of_folder(folder: Path, split: str | None, flag: str) -> list[str]:
+    where = f"{flag} {folder}"
+    if (folder / "dataset_dict.json").is_file():
+        names = _description(folder / "dataset_dict.json", "splits", where)
+        return _saved_files(folder / _chosen(sorted(names), split, where), None, where)
+    if (folder / "state.json").is_file():
+        return _saved_files(folder, split, where)
+    splits = _splits_of_repository(folder, where)
+    files = splits[_chosen(sorted(splits), split, where)]
+    kinds = sorted({_suffix(file) for file in files})
+    if len(kinds) > 1:
+        raise UsageError(f"{where}: holds the same split as {' and as '.join(kinds)}; name the files with a pattern")
+    return [str(file) for file in files]
+
+
+def _chosen(splits: list[str], split: str | None, where: str) -> str:
+    """The split to read: the one that is named, or the only one."""
+    known = ", ".join(map(printable, splits))
+    if split is None:
+        if len(splits) != 1:
+            raise UsageError(f"{where}: has the splits {known}; name one, as in {where.split(' ', 1)[1]}:{splits[0]}")
+        return splits[0]
+    if split not in splits:
+        raise UsageError(f"{where}: has no split {printable(split)!r}; allowed: {known}")
+    return split
+
+
+# -- folders of save_to_disk ---------------------------------------------------------------------------------------
+
+
+def _saved_files(folder: Path, split: str | None, where: str) -> list[str]:
+    """The Arrow files that `state.json` lists."""
+    state = folder / "state.json"
+    if not state.is_file():
+        raise UsageError(f"{where}: {state.relative_to(folder.parent)} is missing; the folder is no whole dataset")
+    entries = _description(state, "_data_files", where)
+    if split is not None:
+        name = _description(state, "_split", where, list_expected=False)
+        _chosen([name] if isinstance(name, str) else [], split, where)
+    names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
+    for name in names:
+        if not isinstance(name, str) or not _is_plain(name):
+            raise UsageError(
+                f"{where}: {state.name}: a file of _data_files is {name!r}; expected a name in this folder"
+            )
+        if not (folder / name).is_file():
+            raise UsageError(f"{where}: {printable(name)}, which {state.name} lists, is missing")
+    if not names:
+        raise UsageError(f"{where}: {state.name} lists no file")
+    return [str(folder / name) for name in names]
+
+
+def _description(path: Path, key: str, where: str, list_expected: bool = True) -> Any:
+    """An entry of a JSON file that describes a dataset."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")).get(key)
+    except (OSError, ValueError, RecursionError, AttributeError):
+        raise UsageError(f"{where}: {path.name} is not a JSON object that can be read") from None
+    is_right = isinstance(found, list) and all(key != "splits" or isinstance(n, str) and _is_plain(n) for n in found)
+    if list_expected and not is_right:
+        raise UsageError(f"{where}: {path.name}: {key} must be a list of names")
+    return found
+
+
+def _is_plain(name: str) -> bool:
+    return bool(name) and name not in (".", "..") and "/" not in name and "\0" not in name
+
+
+# -- folders like those of a hub -----------------------------------------------------------------------------------
+
+
+def _splits_of_repository(folder: Path, where: str) -> dict[str, list[Path]]:
+    """Split -> its files. Names of files and folders say the split; if none does, all files are one split `train`."""
+    files = [file for file in sorted(folder.rglob("*")) if _is_data(file, folder)]
+    if not files:
+        raise UsageError(f"{where}: the folder holds no data; expected files named {', '.join(SUFFIXES)}, or a folder "
+                         "of save_to_disk")  # fmt: skip
+    configurations = sorted({_configuration(file, folder) for file in files})
+    if len(configurations) > 1:
+        names = ", ".join(printable(str(folder / name)) for name in configurations)
+        raise UsageError(f"{where}: holds several datasets; name one of them: {names}")
+    named = [(file, _split_of(file, folder)) for file in files]
+    if all(split is None for _, split in named):
+        return {"train": files}
+    splits: dict[str, list[Path]] = {}
+    for file, split in named:
+        splits.setdefault(split or file.name.removesuffix(_suffix(file)), []).append(file)
+    return splits
+
+
+def _is_data(file: Path, folder: Path) -> bool:
+    parts = file.relative_to(folder).parts
+    return (
+        len(parts) <= _DEPTH + 1
+        and not any(part.startswith((".", "_")) for part in parts)
+        and file.name not in _DESCRIPTIONS
+        and bool(_suffix(file))
+        and file.is_file()
+    )
+
+
+def _suffix(file: Path) -> str:
+    """The known suffix of a file's name; "" if it has none."""
+    return max((suffix for suffix in SUFFIXES if file.name.endswith(suffix)), key=len, default="")
+
+
+def _configuration(file: Path, folder: Path) -> str:
+    """The folder of a file without folders that name a split or are called data: a dataset may have several."""
+    parts = file.relative_to(folder).parent.parts
+    return "/".join(part for part in parts if part != "data" and part not in _SPLIT_OF_WORD)
+
+
+def _split_of(file: Path, folder: Path) -> str | None:
+    """The split that the name of a file or of a folder above it says."""
+    stem = file.name.removesuffix(_suffix(file))
+    if shard := _SHARD.fullmatch(stem):
+        return shard[1]
+    words = re.split(r"[^A-Za-z]+", stem)
+    found = [_SPLIT_OF_WORD[word] for word in words if word in _SPLIT_OF_WORD]
+    found += [_SPLIT_OF_WORD[p] for p in reversed(file.relative_to(folder).parent.parts) if p in _SPLIT_OF_WORD]
+    return found[0] if found else None
+
+
+def printable(text: str, longest: int = 60) -> str:
+    """Text from a file, fit for a line of an error or a note: without control characters, at most `longest` long."""
+    text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return text if len(text) <= longest else text[: longest - 1] + "…"

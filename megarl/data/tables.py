@@ -1,0 +1,119 @@
+"""Rows of data files as objects of plain JSON types, in pieces: JSON lines, lists of objects, Parquet, Arrow."""
+
+import array
+import codecs
+import gzip
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from megarl.data.fields import parse_line
+from megarl.data.ragged import Ragged
+from megarl.errors import UsageError
+
+ZSTD = ".zst"
+
+
+class Table(Protocol):
+    """The rows of a file. `columns`: the names of its columns, each with the names inside it (of objects)."""
+
+    columns: dict[str, frozenset[str]]
+    left_out: tuple[str, ...]  # columns that cannot be read, because they hold bytes
+
+    def rows(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Every row with these columns; a column that the row does not have may be absent or None."""
+
+
+def read_text(path: str, flag: str) -> bytes:
+    """The bytes of a UTF-8 file without its byte order mark, decompressed by its suffix (.gz, .zst)."""
+    try:
+        raw = _decompressed(path, f"{flag} {path}")
+        raw.decode("utf-8-sig")
+        return raw.removeprefix(codecs.BOM_UTF8)
+    except FileNotFoundError:
+        raise UsageError(f"{flag} {path}: no such file") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{flag} {path}: not UTF-8 (byte {error.start}); convert the file to UTF-8") from None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UsageError(f"{flag} {path}: cannot be decompressed: {' '.join(str(error).split())}") from None
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: cannot be read: {error.strerror or error}") from None
+
+
+def _decompressed(path: str, where: str) -> bytes:
+    if path.endswith(".gz"):
+        with gzip.open(path) as file:
+            return file.read()
+    if path.endswith(ZSTD):
+        Path(path).stat()  # so that a missing file is one, with or without pyarrow
+        from megarl.data.arrow_files import read_zstd
+
+        return read_zstd(path, where)
+    return Path(path).read_bytes()
+
+
+def split_lines(text: bytes, where: str) -> Ragged:
+    """The lines of a text, without blank ones at its end; UsageError if there is none."""
+    values = np.frombuffer(text, np.uint8)
+    breaks = np.flatnonzero(values == ord("\n"))  # in UTF-8 no other character contains this byte
+    # One line, one prompt: line number = index + 1, which `PromptSet.where` relies on.
+    lines = Ragged(values, np.concatenate([[0], breaks + 1, [len(values)]]).astype(np.int64))
+    count = len(lines)
+    while count and not lines.view(count - 1).tobytes().decode().strip():
+        count -= 1
+    if not count:
+        raise UsageError(f"{where}: the file holds no prompt")
+    offsets = lines.offsets[: count + 1]
+    return Ragged(values[: offsets[-1]], offsets)
+
+
+class JsonRows:
+    """Objects on lines. A pass over them finds the names of all columns, another one gives the rows."""
+
+    left_out = ()
+
+    def __init__(self, lines: Ragged, where: str):
+        """Reads the lines once; UsageError at the first that is no object."""
+        self._lines, self._where = lines, where
+        columns: dict[str, set[str]] = {}
+        for entry in self.rows(()):
+            for name, value in entry.items():
+                columns.setdefault(name, set()).update(value if isinstance(value, dict) else ())
+        self.columns = {name: frozenset(inner) for name, inner in columns.items()}
+
+    def rows(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Every object, with all its names."""
+        for i in range(len(self._lines)):
+            yield parse_line(self._lines.view(i).tobytes().decode().removesuffix("\n"), f"{self._where}:{i + 1}")
+
+
+def lines_of_list(text: bytes, where: str) -> Ragged:
+    """The objects of a JSON list, one a line; UsageError if it is none, or empty."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where}: malformed JSON: {error}") from None
+    if not found:
+        raise UsageError(f"{where}: the file holds no prompt")
+    return ragged_lines(map(json_line, found))
+
+
+def json_line(value: Any) -> bytes:
+    """A value as a line of JSON in UTF-8, halves of surrogate pairs escaped."""
+    try:
+        return json.dumps(value, ensure_ascii=False).encode() + b"\n"
+    except UnicodeEncodeError:
+        return json.dumps(value).encode() + b"\n"
+
+
+def ragged_lines(lines: Iterable[bytes]) -> Ragged:
+    """Lines, which are taken one by one."""
+    values, offsets = bytearray(), array.array("q", [0])
+    for line in lines:
+        values += line
+        offsets.append(len(values))
+    return Ragged(np.frombuffer(values, np.uint8), np.frombuffer(offsets, np.int64))

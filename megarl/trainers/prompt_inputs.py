@@ -1,0 +1,49 @@
+"""The prompt sets of a program: `--prompts` and `--eval-prompts`, read with the columns of its flags."""
+
+from typing import TextIO
+
+from megarl.arguments import Settings
+from megarl.data.columns import RL, Columns
+from megarl.data.conversations import Encoder
+from megarl.data.prompts import PromptSet, load_prompts
+from megarl.data.ragged import Ragged
+
+PROMPTS, EVAL_PROMPTS = "prompts", "eval_prompts"  # settings, and names in a checkpoint's manifest
+_FLAGS = {PROMPTS: "--prompts", EVAL_PROMPTS: "--eval-prompts"}
+
+
+def read_prompts(settings: Settings, purpose: str) -> dict[str, PromptSet]:
+    """The set of each of the two flags that is given. `purpose`: of `columns`. UsageError for wrong files."""
+    s = settings
+    columns = Columns(
+        purpose, s.prompt_column, s.answer_column, s.response_column, s.messages_column, s.chosen_column,
+        s.rejected_column,
+    )  # fmt: skip
+    values = {PROMPTS: s.prompts, EVAL_PROMPTS: s.eval_prompts}
+    return {name: load_prompts(value, _FLAGS[name], columns) for name, value in values.items() if value}
+
+
+def read_encoded_prompts(settings: Settings, encoder: Encoder) -> tuple[dict[str, PromptSet], dict[str, Ragged]]:
+    """The sets to generate from, and the tokens of their prompts; without over-long ones with `--filter-long-prompts`.
+
+    UsageError for wrong files, a prompt that is too long, or a filter that leaves none.
+    """
+    prompts, tokens, longest = read_prompts(settings, RL), {}, settings.max_prompt_length
+    for name, found in prompts.items():
+        if settings.filter_long_prompts:
+            prompts[name], tokens[name] = found.encode_fitting(encoder, longest)
+        else:
+            tokens[name] = found.encode(encoder, longest)
+    return prompts, tokens
+
+
+def print_notes(prompts: dict[str, PromptSet], rank: int, file: TextIO | None):
+    """Rank 0 prints what was recognised in the files and how many prompts were dropped, a line each."""
+    if rank == 0:
+        for note in notes_of(prompts):
+            print(f"megarl: {note}", file=file, flush=True)
+
+
+def notes_of(prompts: dict[str, PromptSet]) -> list[str]:
+    """What was recognised in the files of the sets, and how many prompts were dropped."""
+    return [note for found in prompts.values() for note in found.notes]
