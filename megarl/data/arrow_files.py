@@ -7,6 +7,7 @@ forked from the process that checks the input.
 import contextlib
 import datetime
 import decimal
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from megarl.errors import UsageError
 
 ROWS = 1024  # that are Python objects at the same time
 _POINTER = b"version https://git-lfs"
-_FILE_MAGIC = b"ARROW1"
+_FILE_MAGIC = b"ARROW1"  # at the start and the end of an Arrow file; streams have none
+_FILE_HEADER = 8  # bytes
 
 
 class ArrowTable:
@@ -61,12 +63,9 @@ class ArrowTable:
                 yield file.schema_arrow, lambda names: file.iter_batches(ROWS, columns=names, use_threads=False)
             return
         with arrow.OSFile(self._path) as raw:
-            is_file = raw.read(len(_FILE_MAGIC)) == _FILE_MAGIC
-            raw.seek(0)
-            options = arrow.ipc.IpcReadOptions(use_threads=False)
-            with (arrow.ipc.open_file if is_file else arrow.ipc.open_stream)(raw, options=options) as reader:
-                batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
-                yield reader.schema, lambda names: (batch.select(names) for batch in batches)
+            _skip_file_header(raw)
+            with arrow.ipc.open_stream(raw, options=arrow.ipc.IpcReadOptions(use_threads=False)) as reader:
+                yield reader.schema, lambda names: (batch.select(names) for batch in reader)
 
     @contextlib.contextmanager
     def _errors(self, place=lambda: ""):
@@ -88,6 +87,17 @@ class ArrowTable:
         is_nested = types.is_nested(kind) and not types.is_dictionary(kind)
         inner = [kind.field(i).type for i in range(kind.num_fields)] if is_nested else []
         return any(test(kind) for test in tests) or any(map(self._holds_bytes, inner))
+
+
+def _skip_file_header(raw):
+    """Moves to the stream inside an Arrow file: pyarrow's reader of such files starts threads."""
+    if raw.read(len(_FILE_MAGIC)) != _FILE_MAGIC:
+        raw.seek(0)
+        return
+    raw.seek(raw.size() - len(_FILE_MAGIC))
+    if raw.read(len(_FILE_MAGIC)) != _FILE_MAGIC:
+        raise ValueError("the end of the Arrow file is missing")
+    raw.seek(_FILE_HEADER)
 
 
 def plain(value: Any) -> Any:
@@ -118,6 +128,8 @@ def read_zstd(path: str, where: str) -> bytes:
 
 
 def _import_pyarrow(where: str):
+    # A thread of the allocator, which is not used, would keep the launcher from forking the ranks.
+    os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
     try:
         import pyarrow
         import pyarrow.ipc

@@ -117,11 +117,10 @@ class ColumnMap:
     def describe(self) -> str:
         """What was recognised: `prompt from question, answer from label, metadata from level, type`."""
         parts = [f"{field} from {printable(name)}" for field, name in self.columns.items()]
-        left_out = self._table.left_out if self.purpose == RL else ()
-        for text, names in (("metadata from", self.extras), ("left out, because they hold bytes:", left_out)):
-            if names:
-                parts.append(f"{text} {_listed(names)}")
-        return ", ".join(parts)
+        if self.extras:
+            parts.append(f"metadata from {_listed(self.extras)}")
+        left_out = _listed(self._table.left_out) if self.purpose == RL else ""
+        return ", ".join(parts) + (f"; left out, as they hold bytes: {left_out}" if left_out else "")
 
     def fields(self, row: dict[str, Any], where: str) -> dict[str, Any]:
         """The fields of a row, checked; UsageError, which begins with `where`, for a wrong one."""

@@ -135,8 +135,10 @@ def _splits_of_repository(folder: Path, where: str) -> dict[str, list[Path]]:
                          "of save_to_disk")  # fmt: skip
     configurations = sorted({_configuration(file, folder) for file in files})
     if len(configurations) > 1:
-        names = ", ".join(printable(str(folder / name)) for name in configurations)
-        raise UsageError(f"{where}: holds several datasets; name one of them: {names}")
+        names = ", ".join(printable(name or ".") for name in configurations)
+        raise UsageError(
+            f"{where}: its folders hold several datasets; name one of these folders or their files: {names}"
+        )
     named = [(file, _split_of(file, folder)) for file in files]
     if all(split is None for _, split in named):
         return {"train": files}

@@ -1,0 +1,218 @@
+"""Columns of other frameworks: which are recognised, what becomes of them, and the errors that name them."""
+
+import json
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from megarl.data.columns import REWARD, SFT, Columns
+from megarl.data.fields import FIELD_TYPES
+from megarl.data.preferences import preference_pairs
+from megarl.data.prompts import Prompt, load_prompts
+from megarl.errors import UsageError
+from tests.helpers.character_tokenizer import CHAT, PLAIN
+
+USER, ASSISTANT = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
+WRONG = {"role": "assistant", "content": "3"}
+
+
+def write_parquet(path, rows: list[dict]) -> str:
+    columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
+    parquet.write_table(pyarrow.table(columns), path)
+    return str(path)
+
+
+def write_jsonl(path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def read(tmp_path, rows: list[dict], columns: Columns = Columns()) -> list[Prompt]:
+    """The prompts of a Parquet file with these rows, which are those of a JSON file with them, too."""
+    found = load_prompts(write_parquet(tmp_path / "p.parquet", rows), columns=columns)
+    if not set().union(*rows) <= set(FIELD_TYPES) or columns.named:
+        lines = load_prompts(write_jsonl(tmp_path / "p.jsonl", rows), columns=columns)
+        assert list(lines) == list(found)
+        assert [note.partition("; ")[2] for note in lines.notes] == [note.partition("; ")[2] for note in found.notes]
+    return list(found)
+
+
+RL_ROWS = {
+    "verl": (
+        {"data_source": "gsm8k", "prompt": [USER], "ability": "math", "extra_info": {"index": 3},
+         "reward_model": {"style": "rule", "ground_truth": "2"}},
+        Prompt(0, [USER], "2", "gsm8k", {"data_source": "gsm8k", "ability": "math", "extra_info": {"index": 3},
+                                         "reward_model": {"style": "rule", "ground_truth": "2"}}),
+    ),
+    "verl with tests as ground truth": (
+        {"prompt": [USER], "reward_model": {"ground_truth": ["a", "b"]}},
+        Prompt(0, [USER], metadata={"reward_model": {"ground_truth": ["a", "b"]}}),
+    ),
+    "TRL, prompt only": ({"prompt": "1+1=", "tests": [1]}, Prompt(0, "1+1=", metadata={"tests": [1]})),
+    "TRL, messages": ({"prompt": [USER], "solution": "$2$"}, Prompt(0, [USER], "$2$")),
+    "question and answer": ({"question": "1+1=", "answer": "1+1=2\n#### 2"}, Prompt(0, "1+1=", "1+1=2\n#### 2")),
+    "problem, solution, answer": (
+        {"problem": "1+1=", "solution": "add", "answer": 2}, Prompt(0, "1+1=", "2", metadata={"solution": "add"}),
+    ),
+    "OpenRLHF": ({"input": "1+1=", "label": 2.0}, Prompt(0, "1+1=", "2")),
+    "slime": (
+        {"prompt": "1+1=", "label": "2", "metadata": {"rm_type": "math"}, "level": 1},
+        Prompt(0, "1+1=", "2", metadata={"level": 1, "rm_type": "math"}),
+    ),
+    "messages with null entries": (
+        {"prompt": [USER | {"name": None}], "answer": "2", "task": "t", "id": None}, Prompt(0, [USER], "2", "t"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RL_ROWS)
+def test_columns_of_reinforcement_learning(name, tmp_path):
+    row, expected = RL_ROWS[name]
+    if name in ("TRL, prompt only", "messages with null entries"):  # in JSON lines they need --prompt-column
+        assert list(load_prompts(write_parquet(tmp_path / "p.parquet", [row]))) == [expected]
+        assert read(tmp_path, [row], Columns(prompt="prompt")) == [expected]
+    else:
+        assert read(tmp_path, [row]) == [expected]
+
+
+SFT_ROWS = {
+    "messages": ({"messages": [USER, ASSISTANT], "source": "x"}, Prompt(0, messages=[USER, ASSISTANT])),
+    "from and value": (
+        {"conversations": [{"from": "human", "value": "1+1="}, {"from": "gpt", "value": "2"}]},
+        Prompt(0, messages=[USER, ASSISTANT]),
+    ),
+    "prompt and completion": ({"prompt": "1+1=", "completion": "2"}, Prompt(0, "1+1=", response="2")),
+    "in messages": ({"prompt": [USER], "completion": [ASSISTANT]}, Prompt(0, [USER], response="2")),
+    "question and answer": ({"question": "1+1=", "answer": "2"}, Prompt(0, "1+1=", response="2")),
+    "input and output": ({"input": "1+1=", "output": "2"}, Prompt(0, "1+1=", response="2")),
+}
+
+
+@pytest.mark.parametrize("name", SFT_ROWS)
+def test_columns_of_supervised_training(name, tmp_path):
+    row, expected = SFT_ROWS[name]
+    if name == "messages":  # "source" is no known name, so that it might be a slip in JSON lines
+        assert list(load_prompts(write_parquet(tmp_path / "p.parquet", [row]), columns=Columns(SFT))) == [expected]
+        assert read(tmp_path, [row], Columns(SFT, messages="messages")) == [expected]
+    else:
+        assert read(tmp_path, [row], Columns(SFT)) == [expected]
+
+
+REWARD_ROWS = {
+    "explicit prompt": ({"prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": 0.5},
+                        Prompt(0, "1+1=", chosen="2", rejected="3", margin=0.5)),
+    "explicit prompt in messages": ({"prompt": [USER], "chosen": [ASSISTANT], "rejected": [WRONG]},
+                                    Prompt(0, [USER], chosen="2", rejected="3")),
+    "implicit prompt": ({"chosen": [USER, ASSISTANT], "rejected": [USER, WRONG]},
+                        Prompt(0, [USER], chosen="2", rejected="3")),
+    "implicit prompt in text": ({"chosen": "1 + 1 = 2", "rejected": "1 + 1 = 3"},
+                                Prompt(0, "1 + 1 =", chosen=" 2", rejected=" 3")),
+    "the prompt twice": ({"prompt": "1+1=", "chosen": [USER, ASSISTANT], "rejected": [USER, WRONG]},
+                         Prompt(0, [USER], chosen="2", rejected="3")),
+    "question": ({"question": "1+1=", "chosen": "2", "rejected": "3", "score": 1},
+                 Prompt(0, "1+1=", chosen="2", rejected="3")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REWARD_ROWS)
+def test_columns_of_preferences(name, tmp_path):
+    row, expected = REWARD_ROWS[name]
+    assert read(tmp_path, [row], Columns(REWARD)) == [expected]
+    # What training reads of them is what it reads of megarl's own fields.
+    own = {name: value for name, value in vars(expected).items() if value is not None and name != "index"}
+    encoder = CHAT if isinstance(expected.prompt, list) else PLAIN
+    pairs = [
+        preference_pairs(prompts, encoder, 30)[0]
+        for prompts in (
+            load_prompts(str(tmp_path / "p.parquet"), columns=Columns(REWARD)),
+            load_prompts(write_jsonl(tmp_path / "own.jsonl", [own]), columns=Columns(REWARD)),
+        )
+    ]
+    assert pairs[0] == pairs[1]
+
+
+def test_columns_that_the_user_names(tmp_path):
+    row = {"a": {"b": "1+1=", "c": 2}, "text": "3+3=", "goal": "6", "prompt": "no", "answer": "neither"}
+    assert read(tmp_path, [row], Columns(prompt="a.b", answer="a.c"))[0].answer == "2"
+    (found,) = read(tmp_path, [row], Columns(prompt="text", answer="goal"))
+    assert (found.prompt, found.answer) == ("3+3=", "6")
+    assert found.metadata == {"a": row["a"], "prompt": "no", "answer": "neither"}
+    assert read(tmp_path, [row], Columns(SFT, prompt="text", response="goal")) == [Prompt(0, "3+3=", response="6")]
+    pair = Columns(REWARD, chosen="goal", rejected="answer")
+    assert read(tmp_path, [row], pair) == [Prompt(0, "no", chosen="6", rejected="neither")]
+    # A column that has a dot in its own name.
+    assert read(tmp_path, [{"a.b": "x", "a": {"b": "y"}}], Columns(prompt="a.b"))[0].prompt == "x"
+    conversation = {"messages": [USER, ASSISTANT], "q": "3+3=", "r": "6"}
+    assert read(tmp_path, [conversation], Columns(SFT, prompt="q", response="r")) == [Prompt(0, "3+3=", response="6")]
+
+
+def test_a_column_that_only_some_lines_have(tmp_path):
+    rows = [{"question": "a"}, {"question": "b", "label": 1, "x": None}, {"question": "c", "label": None, "x": 0}]
+    assert read(tmp_path, rows) == [Prompt(0, "a"), Prompt(1, "b", "1"), Prompt(2, "c", metadata={"x": 0})]
+
+
+ERRORS = [
+    ({"text": "a", "id": 1}, Columns(), "prompt is missing: known names of its column are prompt, question, problem, "
+     "input, query; --prompt-column names another; the file has text, id"),
+    ({"prompt": "a", "q": 1}, Columns(answer="anwser"), "has no such column; the file has prompt, q"),
+    ({"prompt": "a", "q": {"r": 1}}, Columns(answer="q.s"), "has no such column; the file has prompt, q"),
+    ({"text": "a"}, Columns(SFT), "prompt is missing: known names of its column are prompt, question, problem, input, "
+     "query (or messages or conversations); --prompt-column names another; the file has text"),
+    ({"question": "a", "x": 1}, Columns(SFT), "response is missing: known names"),
+    ({"question": "a", "chosen": "b"}, Columns(REWARD), "rejected is missing: known names of its column are rejected;"),
+    ({"\x1b[2Jtext": "a"}, Columns(), "the file has \N{REPLACEMENT CHARACTER}[2Jtext"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row, columns, message", ERRORS, ids=[message[:40] for *_, message in ERRORS])
+@pytest.mark.parametrize("write", [write_parquet, write_jsonl])
+def test_errors_about_columns(row, columns, message, write, tmp_path):
+    path = write(tmp_path / {write_parquet: "p.parquet", write_jsonl: "p.jsonl"}[write], [row])
+    with pytest.raises(UsageError) as caught:
+        load_prompts(path, columns=columns)
+    assert message in str(caught.value) and path in str(caught.value) and "\n" not in str(caught.value)
+    assert str(caught.value).startswith("--answer-column" if columns.answer else f"--prompts {path}")
+
+
+TURNS = [USER, ASSISTANT, USER]
+BAD_ROWS = [
+    (Columns(), {"question": None}, "question is missing"),
+    (Columns(), {"question": " "}, "question is empty"),
+    (Columns(), {"question": "b", "label": True}, "label must be a string, not bool"),
+    (Columns(), {"question": "b", "label": ["x"]}, "label must be a string, not list"),
+    (Columns(), {"question": [USER, ASSISTANT]}, "the prompt's last message must not be the assistant's"),
+    (Columns(), {"question": [{"role": "me", "content": "a"}]}, "question: message 1 has the role 'me'"),
+    (Columns(), {"question": 3}, "question must be a string or a list of messages, not int"),
+    (Columns(), {"question": "b", "data_source": 3}, "data_source must be a string, not int"),
+    (Columns(SFT), {"question": [USER], "completion": [USER]}, "completion must be text or one message of the assist"),
+    (Columns(SFT), {"question": [USER], "completion": [ASSISTANT] * 2}, "completion must be text or one message"),
+    (Columns(SFT), {"question": [USER], "completion": ["2"]}, "completion: message 1 must be an object with role"),
+    (Columns(REWARD), {"chosen": [USER, ASSISTANT], "rejected": [WRONG]}, "chosen and rejected differ before"),
+    (Columns(REWARD), {"chosen": [USER, ASSISTANT], "rejected": "3"}, "chosen must be a string, not list"),
+    (Columns(REWARD), {"chosen": TURNS, "rejected": TURNS}, "the last message of chosen and of rejected must be"),
+    (Columns(REWARD), {"chosen": "2", "rejected": "3"}, "there is no prompt: chosen and rejected have no common"),
+    (Columns(REWARD), {"chosen": [ASSISTANT], "rejected": [WRONG]}, "prompt is missing"),
+    (Columns(REWARD), {"prompt": "x", "chosen": [USER, ASSISTANT], "rejected": [USER, WRONG]},
+     "chosen and rejected do not continue the prompt"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("columns, row, message", BAD_ROWS, ids=[message[:45] for *_, message in BAD_ROWS])
+def test_a_wrong_row_is_named(columns, row, message, tmp_path):
+    good = {"question": "a"} if columns.purpose != REWARD else {"chosen": "ab", "rejected": "ac"}
+    good |= {"completion": "c"} if columns.purpose == SFT else {"data_source": "d"}
+    good |= {"prompt": "a"} if "prompt" in row else {}
+    path = write_jsonl(tmp_path / "p.jsonl", [good, row, good])
+    with pytest.raises(UsageError) as caught:
+        load_prompts(path, columns=columns)
+    assert str(caught.value).startswith(f"--prompts {path}:2: {message}")
+
+
+def test_a_wrong_row_of_a_table_is_named(tmp_path):
+    rows = [{"question": "a", "answer": 1}] * 1500 + [{"question": None, "answer": 2}, {"question": "a", "answer": 3}]
+    path = write_parquet(tmp_path / "p.parquet", rows)
+    with pytest.raises(UsageError, match=r"p\.parquet:1501: question is missing"):
+        load_prompts(path)
+    with pytest.raises(UsageError, match=r"p\.parquet:1: answer must be a string or a list of messages, not int"):
+        load_prompts(path, columns=Columns(prompt="answer"))

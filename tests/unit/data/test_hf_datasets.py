@@ -1,0 +1,53 @@
+"""Folders that Hugging Face's `datasets` wrote: every row is what `datasets` itself reads (references/hf_datasets)."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.data.columns import SFT, Columns
+from megarl.data.prompts import load_prompts
+
+FOLDER = Path(__file__).parents[2] / "references" / "hf_datasets"
+EXPECTED = json.loads((FOLDER / "expected.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", ["saved", "repository:train", "repository:test"])
+def test_verl_rows(name):
+    prompts = load_prompts(f"{FOLDER}/{name}")
+    assert len(prompts) == len(EXPECTED[name]) > 1
+    for prompt, row in zip(prompts, EXPECTED[name], strict=True):
+        assert prompt.prompt == row.pop("prompt")
+        assert (prompt.answer, prompt.task) == (row["reward_model"]["ground_truth"], row["data_source"])
+        assert prompt.metadata == row
+
+
+def test_types_that_json_lacks():
+    for split in ("train", "test"):
+        prompts, rows = load_prompts(f"{FOLDER}/saved_splits:{split}"), EXPECTED[f"saved_splits:{split}"]
+        for prompt, row in zip(prompts, rows, strict=True):
+            assert (prompt.prompt, prompt.answer) == (row.pop("question"), str(row.pop("answer")))
+            del row["raw"]  # bytes
+            assert prompt.metadata == {name: value for name, value in row.items() if value is not None}
+        assert prompts.notes[0].endswith(
+            "prompt from question, answer from answer, metadata from level, when, price, weights, scores; left out, "
+            "as they hold bytes: raw"
+        )
+
+
+def test_conversations():
+    for name in ("lines:train", "lines:validation"):
+        prompts = load_prompts(f"{FOLDER}/{name}", columns=Columns(SFT))
+        assert [{"messages": prompt.messages} for prompt in prompts] == EXPECTED[name]
+
+
+def test_errors_name_the_row_of_the_file():
+    prompts = load_prompts(f"{FOLDER}/saved,{FOLDER}/repository:test")
+    assert len(prompts) == 9
+    assert prompts.where(0) == f"--prompts {FOLDER}/saved/data-00000-of-00003.arrow:1"
+    assert prompts.where(6) == f"--prompts {FOLDER}/saved/data-00002-of-00003.arrow:2"
+    assert prompts.where(8) == f"--prompts {FOLDER}/repository/data/test-00001-of-00002.parquet:1"
+    assert prompts.notes == (
+        f"--prompts {prompts.path}: 9 rows of 5 files; prompt from prompt, answer from reward_model.ground_truth, task "
+        "from data_source, metadata from data_source, ability, reward_model, extra_info",
+    )
