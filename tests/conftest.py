@@ -11,6 +11,7 @@ import warnings
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: OpenMP reads it once
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of theirs, likewise
+os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # and of pyarrow's
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

@@ -1,0 +1,177 @@
+"""Prompts in Parquet, the filter of long prompts and masked responses in whole runs: numbers, files, resume, errors."""
+
+import json
+from pathlib import Path
+
+import pyarrow
+import pytest
+import yaml
+from pyarrow import parquet
+
+from megarl.checkpoint import folders
+from megarl.errors import UsageError
+from tests.helpers.evaluation import evaluate_argv, run_evaluate
+from tests.helpers.forked_programs import error_line, launch
+from tests.helpers.lora_models import stored_tensors
+from tests.helpers.programs import (
+    GRADED,
+    PLACED,
+    assert_close,
+    in_world,
+    inputs,
+    metrics,
+    preferences,
+    program,
+    reward_argv,
+    rl_argv,
+    samples,
+    sft_argv,
+    timeless,
+    train,
+    write_lines,
+)
+from tests.helpers.worlds import run_world
+
+TRAIN = [json.loads(line) for line in (inputs() / "train.jsonl").read_text().splitlines()]
+LONG = {"prompt": "1+1+1+1+1+1=", "answer": "6"}
+
+
+def verl(rows: list[dict]) -> list[dict]:
+    """Rows as verl's scripts write them."""
+    return [
+        {"data_source": "sums", "prompt": row["prompt"], "extra_info": {"index": i},
+         "reward_model": {"style": "rule", "ground_truth": row["answer"]}}
+        for i, row in enumerate(rows)
+    ]  # fmt: skip
+
+
+def write_parquet(path: Path, rows: list[dict]) -> Path:
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("formats")
+
+
+@pytest.fixture(scope="module")
+def plain_run(folder) -> Path:
+    """Two steps on the JSON file."""
+    train("rl", rl_argv(folder / "plain", "--train-iters 2 --save-interval 1 --lr-decay-iters 3"))
+    return folder / "plain"
+
+
+def test_a_run_on_parquet_is_the_run_on_json(plain_run, folder, capfd):
+    path = write_parquet(folder / "train.parquet", verl(TRAIN))
+    (printed,) = train("rl", rl_argv(folder / "parquet", f"--train-iters 2 --lr-decay-iters 3 --prompts {path}"))
+    note = (f"--prompts {path}: {len(TRAIN)} rows; prompt from prompt, answer from reward_model.ground_truth, task from"
+            " data_source, metadata from data_source, extra_info, reward_model")  # fmt: skip
+    assert printed.count(f"megarl: {note}\n") == 1
+    assert yaml.safe_load((folder / "parquet" / "settings.yaml").read_text())["data"] == [note]
+    assert "data" not in yaml.safe_load((plain_run / "settings.yaml").read_text())
+    for step in (1, 2):
+        assert timeless(metrics(folder / "parquet")[step]) == timeless(metrics(plain_run)[step])
+        assert samples(folder / "parquet", step) == samples(plain_run, step)
+
+
+@pytest.fixture(scope="module")
+def filtered_run(folder) -> Path:
+    """Two steps on the same prompts and, between them, prompts that the filter drops; on two ranks."""
+    path = write_lines(folder / "long.jsonl", [LONG, *TRAIN[:100], LONG, LONG, *TRAIN[100:]])
+    flags = f"--train-iters 2 --save-interval 1 --lr-decay-iters 3 --filter-long-prompts --prompts {path} --eval-prompts {path}"
+    (printed, other) = train("rl", rl_argv(folder / "filtered", f"{flags} --eval-samples 8"), 2)
+    count = len(TRAIN) + 3
+    for flag in ("--prompts", "--eval-prompts"):
+        assert f"megarl: {flag} {path}: dropped 3 of {count} prompts longer than 6 tokens\n" in printed
+    assert "dropped" not in other
+    return folder / "filtered"
+
+
+def test_a_filtered_run_is_the_run_on_the_rest(filtered_run, plain_run):
+    found, expected = metrics(filtered_run), metrics(plain_run)
+    for step in (1, 2):
+        assert_close(found[step], expected[step], PLACED, 2e-4)
+    assert samples(filtered_run, 1) == samples(plain_run, 1)
+    assert 0 <= found[0]["eval/accuracy"] <= 1
+
+
+def refused(rank: int, parsed) -> str:
+    with pytest.raises(UsageError) as caught:
+        in_world(rank, "rl", parsed)
+    return str(caught.value)
+
+
+def test_a_filtered_run_resumes_with_the_same_prompts_only(filtered_run, folder):
+    path, save = folder / "long.jsonl", folder / "on"
+    flags = f"--train-iters 3 --load {folders.step_folder(filtered_run, 1)} --eval-prompts {path} --filter-long-prompts"
+    train("rl", rl_argv(save, f"{flags} --prompts {path} --eval-samples 8"))
+    assert_close(metrics(save)[2], metrics(filtered_run)[2], PLACED, 2e-4)
+    assert samples(save, 2) == samples(filtered_run, 2)
+    # Another limit drops others: these are other prompts. The file's own bytes have not changed.
+    parsed = program("rl", rl_argv(folder / "no", f"{flags} --prompts {path} --max-prompt-length 4"), 1)
+    (message,) = run_world(refused, 1, parsed)
+    assert message.startswith(f"--eval-prompts {path}: has other content than the checkpoint of --load")
+
+
+def test_without_the_filter_a_long_prompt_is_an_error(filtered_run, folder, tmp_path):
+    long = folder / "long.jsonl"
+    line = error_line(launch(tmp_path, rl_argv(tmp_path / "run", f"--prompts {long}")))
+    assert f"--prompts {long}:1: the prompt has 12 tokens; --max-prompt-length allows 6" in line
+    only = write_parquet(tmp_path / "only.parquet", [LONG] * 3)
+    line = error_line(launch(tmp_path, rl_argv(tmp_path / "run", f"--prompts {only} --filter-long-prompts")))
+    assert f"--max-prompt-length 6: each of the 3 prompts of --prompts {only} has more tokens" in line
+
+
+def test_evaluation_reads_the_same_formats(folder, tmp_path):
+    rows = [json.loads(line) for line in (inputs() / "heldout.jsonl").read_text().splitlines()]
+    path = write_parquet(folder / "held.parquet", [{"q": row["prompt"], "a": int(row["answer"])} for row in rows])
+    run_evaluate(evaluate_argv(tmp_path / "json", "", inputs() / "heldout.jsonl"), 1)
+    run_evaluate(evaluate_argv(tmp_path / "table", "--prompt-column q --answer-column a", path), 1)
+    expected, found = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("json", "table"))
+    assert found["metrics"] == expected["metrics"] and found["prompts"] == expected["prompts"]
+
+
+def test_supervised_programs_read_the_same_formats(tmp_path):
+    rows = [{"problem": row["prompt"], "completion": row["answer"], "id": i} for i, row in enumerate(TRAIN)]
+    cases = {
+        "sft": (sft_argv, write_parquet(tmp_path / "sft.parquet", rows), "--response-column completion"),
+        "reward": (reward_argv, None, "--chosen-column good --rejected-column bad"),
+    }
+    pairs = [json.loads(line) for line in (preferences() / "preferences.jsonl").read_text().splitlines()]
+    pairs = [{"prompt": row["prompt"], "good": row["chosen"], "bad": row["rejected"]} for row in pairs]
+    for name, (argv, path, flags) in cases.items():
+        path = path or write_parquet(tmp_path / "pairs.parquet", pairs)
+        train(name, argv(tmp_path / f"{name}-table", f"--train-iters 3 --prompts {path} {flags}"))
+        train(name, argv(tmp_path / f"{name}-json", "--train-iters 3"))
+        found, expected = (metrics(tmp_path / f"{name}-{kind}")[3] for kind in ("table", "json"))
+        assert timeless(found) == timeless(expected)
+
+
+# -- masked responses ----------------------------------------------------------------------------------------------
+
+MASKED = f"{GRADED} --mask-truncated-responses --max-response-length 2 --train-iters 2"
+
+
+def test_masked_fraction_is_that_of_the_samples_in_every_layout(folder):
+    train("rl", rl_argv(folder / "masked", MASKED))
+    train("rl", rl_argv(folder / "masked2", MASKED), 2)
+    for step in (1, 2):
+        row, other = metrics(folder / "masked")[step], metrics(folder / "masked2")[step]
+        responses = [json.loads(line) for line in samples(folder / "masked", step).splitlines()]
+        cut = sum(response["length"] for response in responses if not response["finished"])
+        assert row["rollout/masked_fraction"] == cut / sum(response["length"] for response in responses)
+        assert 0 < row["rollout/masked_fraction"] < 1 and row["steps_skipped"] == 0
+        assert_close(other, row, [*PLACED, "rollout/masked_fraction"], 2e-4)
+
+
+def test_a_run_whose_responses_are_all_cut_changes_no_weight(folder):
+    flags = f"{MASKED} --max-response-length 1 --save-interval 1 --weight-decay 0.1"
+    train("rl", rl_argv(folder / "cut", flags))
+    for row in (metrics(folder / "cut")[step] for step in (1, 2)):
+        assert row["rollout/masked_fraction"] == 1 and row["steps_skipped"] == 0
+        assert row["actor/loss"] == row["critic/loss"] == row["actor/grad_norm"] == row["critic/grad_norm"] == 0
+        assert row["reward/std"] > 0
+    first, second = (stored_tensors(folders.step_folder(folder / "cut", step)) for step in (1, 2))
+    weights = [name for name in first if "optimizer" not in name]
+    assert weights and all((first[name] == second[name]).all() for name in weights)
