@@ -88,14 +88,16 @@ class ColumnMap:
                 if not self._has(wanted):
                     raise UsageError(f"--{field}-column {wanted}: {where}: has no such column; {_found(table)}")
                 names = (wanted,)
-            if name := next(filter(self._has, names), None):
-                self.columns[field] = name
+            # An object called task is no name of a task.
+            fitting = [name for name in names if self._has(name) and not (field == "task" and table.columns[name])]
+            if fitting:
+                self.columns[field] = fitting[0]
         self._choose_conversation_or_parts(columns)
         for field in () if "messages" in self.columns else _NEEDED[columns.purpose]:
             if field not in self.columns:
                 raise UsageError(f"{where}: {_missing(field, columns.purpose)}; {_found(table)}")
-        used = {name for field, name in self.columns.items() if field != "task"}
-        self.extras = [n for n in table.columns if n not in used and n != "task"] if columns.purpose == RL else []
+        used = set(self.columns.values()) - {"data_source"}  # a reward that was written for verl reads it, too
+        self.extras = [name for name in table.columns if name not in used] if columns.purpose == RL else []
 
     def _has(self, name: str) -> bool:
         outer, dot, inner = name.partition(".")

@@ -79,7 +79,7 @@ def _chosen(splits: list[str], split: str | None, where: str) -> str:
             raise UsageError(f"{where}: has the splits {known}; name one, as in {where.split(' ', 1)[1]}:{splits[0]}")
         return splits[0]
     if split not in splits:
-        raise UsageError(f"{where}: has no split {printable(split)!r}; allowed: {known}")
+        raise UsageError(f"{where}:{printable(split)}: has no such split; allowed: {known}")
     return split
 
 

@@ -173,7 +173,7 @@ class Settings(DataSettings, ServerSettings, ReportSettings, TrackerSettings, De
                                          " (2503.14476 eq. 13); 0: no penalty")  # fmt: skip
     overlong_penalty: float = positive(1.0, "penalty of a response of --max-response-length tokens", when="overlong")
     mask_truncated_responses: bool = flag(False, "leave responses that --max-response-length cut out of the losses of"
-                                           " actor and critic (2503.14476 §3.2); their rewards stay in the group's"
+                                           " actor and critic (2503.14476 §3.4); their rewards stay in the group's"
                                            " baseline")  # fmt: skip
     # Advantages.
     advantage: str = flag("gae", f"advantage estimator: {', '.join(ESTIMATORS)}, or package.module:function")

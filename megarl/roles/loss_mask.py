@@ -12,7 +12,7 @@ def loss_mask(batch: Batch, settings: Settings) -> Tensor:
     """[T] bool: the tokens whose losses count.
 
     With `--mask-truncated-responses` a response that the length limit cut has none (overlong filtering, DAPO, arXiv
-    2503.14476 §3.2). It leaves numerators and denominators alike, so the scale of the loss is that of the others.
+    2503.14476 §3.4). It leaves numerators and denominators alike, so the scale of the loss is that of the others.
     """
     if not settings.mask_truncated_responses:
         return batch.response_mask

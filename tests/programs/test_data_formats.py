@@ -79,8 +79,8 @@ def test_a_run_on_parquet_is_the_run_on_json(plain_run, folder, capfd):
 def filtered_run(folder) -> Path:
     """Two steps on the same prompts and, between them, prompts that the filter drops; on two ranks."""
     path = write_lines(folder / "long.jsonl", [LONG, *TRAIN[:100], LONG, LONG, *TRAIN[100:]])
-    flags = f"--train-iters 2 --save-interval 1 --lr-decay-iters 3 --filter-long-prompts --prompts {path} --eval-prompts {path}"
-    (printed, other) = train("rl", rl_argv(folder / "filtered", f"{flags} --eval-samples 8"), 2)
+    flags = f"--train-iters 2 --save-interval 1 --lr-decay-iters 3 --prompts {path} --eval-prompts {path}"
+    (printed, other) = train("rl", rl_argv(folder / "filtered", f"{flags} --filter-long-prompts --eval-samples 8"), 2)
     count = len(TRAIN) + 3
     for flag in ("--prompts", "--eval-prompts"):
         assert f"megarl: {flag} {path}: dropped 3 of {count} prompts longer than 6 tokens\n" in printed

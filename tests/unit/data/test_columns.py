@@ -60,6 +60,9 @@ RL_ROWS = {
         {"prompt": "1+1=", "label": "2", "metadata": {"rm_type": "math"}, "level": 1},
         Prompt(0, "1+1=", "2", metadata={"level": 1, "rm_type": "math"}),
     ),
+    "an object called task": (
+        {"question": "1+1=", "task": {"id": 3}}, Prompt(0, "1+1=", metadata={"task": {"id": 3}}),
+    ),
     "messages with null entries": (
         {"prompt": [USER | {"name": None}], "answer": "2", "task": "t", "id": None}, Prompt(0, [USER], "2", "t"),
     ),

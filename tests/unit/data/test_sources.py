@@ -68,7 +68,7 @@ def test_folders_like_those_of_a_hub(names, splits, tmp_path):
         assert error_of(tmp_path) == (
             f"--prompts {tmp_path}: has the splits {', '.join(sorted(splits))}; name one, as in {tmp_path}:{first}"
         )
-    assert "has no split 'nothing'; allowed: " in error_of(f"{tmp_path}:nothing")
+    assert ":nothing: has no such split; allowed: " in error_of(f"{tmp_path}:nothing")
 
 
 def test_a_folder_that_says_too_little(tmp_path):
@@ -92,7 +92,7 @@ def test_folders_of_save_to_disk(tmp_path):
     state = {"_data_files": [{"filename": "b.arrow"}, {"filename": "a.arrow"}], "_split": "train"}
     one = saved(tmp_path / "one", state, "a.arrow", "b.arrow", "cache-1.arrow")
     assert files_of(one) == files_of(f"{one}:train") == [f"{one}/b.arrow", f"{one}/a.arrow"]  # in the order of the rows
-    assert error_of(f"{one}:test").endswith("has no split 'test'; allowed: train")
+    assert error_of(f"{one}:test").endswith(":test: has no such split; allowed: train")
     several = tmp_path / "several"
     saved(several / "test", {"_data_files": [{"filename": "a.arrow"}], "_split": None}, "a.arrow")
     (several / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
