@@ -29,16 +29,19 @@ class ArrowTable:
         self._path, self._where = path, f"{flag} {path}"
         self._arrow = _import_pyarrow(self._where)
         with self._errors(), self._opened() as (schema, _):
-            names = schema.names
-            types = {field.name: field.type for field in schema}
-        for name in types:
+            self._set_columns(schema.names, [field.type for field in schema])
+
+    def _set_columns(self, names: list[str], types: list):
+        for name in names:
             if names.count(name) > 1:
                 raise UsageError(f"{self._where}: has {names.count(name)} columns named {printable(name)}")
-        self.left_out = tuple(name for name, kind in types.items() if self._holds_bytes(kind))
+        holds_bytes = dict(zip(names, map(self._holds_bytes, types), strict=True))
+        is_struct = self._arrow.types.is_struct
+        self.left_out = tuple(name for name in names if holds_bytes[name])
         self.columns = {
-            name: frozenset(field.name for field in kind) if self._arrow.types.is_struct(kind) else frozenset()
-            for name, kind in types.items()
-            if name not in self.left_out
+            name: frozenset(field.name for field in kind) if is_struct(kind) else frozenset()
+            for name, kind in zip(names, types, strict=True)
+            if not holds_bytes[name]
         }
 
     def rows(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -46,6 +49,7 @@ class ArrowTable:
         count = 0
         with self._errors(lambda: f" after row {count}"), self._opened() as (_, batches):
             for batch in batches(list(names)):
+                batch.validate(full=True)  # of a damaged file, offsets may lead out of memory
                 for start in range(0, batch.num_rows, ROWS):
                     piece = batch.slice(start, ROWS)
                     for row in piece.to_pylist() if names else [{}] * piece.num_rows:
@@ -75,7 +79,7 @@ class ArrowTable:
         except FileNotFoundError:
             raise UsageError(f"{self._where}: no such file") from None
         # Only of pyarrow's calls: the caller's code runs while `rows` waits, and raises UsageError.
-        except (self._arrow.ArrowException, OSError, ValueError, KeyError, OverflowError) as error:
+        except (self._arrow.ArrowException, OSError, ValueError, KeyError, ArithmeticError) as error:
             reason = printable(" ".join(str(error).split()) or type(error).__name__, 200)
             if _starts_with(self._path, _POINTER):
                 reason = "it is a pointer of Git LFS; fetch the file itself (git lfs pull)"

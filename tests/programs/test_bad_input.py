@@ -218,6 +218,23 @@ def files(folder: Path, draw: random.Random) -> list[Case]:
         for path in (empty, garbage, nothing, folder / "folder")
     ]
     found.append(Case("path", "rl", ("--save", str(garbage / "run")), "--save"))
+    for suffix in ("parquet", "arrow", "json", "jsonl.gz", "jsonl.zst"):
+        for name, content in (
+            ("garbage", BINARY),
+            ("empty", b""),
+            ("words", b"1+1=2\n"),
+            ("magic", b"PAR1\x1f\x8bPAR1"),
+        ):
+            path = folder / f"{name}.{suffix}"
+            path.write_bytes(content)
+            found.append(Case("format", "rl", ("--prompts", str(path)), f"--prompts {path}"))
+    found += [
+        Case("split", "rl", ("--prompts", f"{folder}{split}"), f"--prompts {folder}") for split in ("", ":x", ",")
+    ]
+    for program in PROGRAMS:
+        path = written("columns", b'{"text": "1+1=", "id": 3}\n')
+        found.append(Case("columns", program, ("--prompts", str(path)), f"--prompts {path}:1: "))
+        found.append(Case("columns", program, ("--prompt-column", "question"), "--prompt-column question: --prompts"))
     return found
 
 

@@ -2,10 +2,12 @@
 
 import gzip
 import json
+import random
 import re
 import subprocess
 import sys
 import tracemalloc
+from collections import Counter
 from pathlib import Path
 
 import pyarrow
@@ -18,6 +20,7 @@ from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
 from tests.helpers.character_tokenizer import PLAIN
 from tests.helpers.programs import environment
+from tests.helpers.worlds import run_world
 
 ROWS = [{"prompt": f"{i}+é=", "answer": str(i), "metadata": {"level": i % 3}} for i in range(2500)]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
@@ -179,6 +182,42 @@ def test_damaged_files_are_refused_in_one_line_or_read_whole(name, damage, files
         assert str(error).isprintable()
     else:  # Arrow files have no checksums, and a stream has an end of its own
         assert damage in ("pages", "end") and ".gz" not in name and len(prompts) > 0
+
+
+def mutated(data: bytes, draw: random.Random) -> bytes:
+    """A file with some bytes changed, lost or added."""
+    found = bytearray(data)
+    for _ in range(draw.choice([1, 2, 8])):
+        place, count = draw.randrange(len(found)), draw.randrange(1, 20)
+        noise = draw.choice([draw.randbytes(count), b"\xff" * 4, bytes(4), b"\xff\xff\xff\x7f"])
+        found[place : place + draw.choice([0, len(noise), 1])] = noise
+    return bytes(found)
+
+
+def read_mutants(rank: int, sources: list[bytes], folder: Path) -> Counter:
+    """How often mutants were read and refused."""
+    draw, found = random.Random(1), Counter()
+    for number in range(400):
+        kind = number % len(sources)
+        path = folder / f"p.{'arrow' if kind < 2 else 'parquet'}"
+        path.write_bytes(mutated(sources[kind], draw))
+        try:
+            load_prompts(str(path))
+            found["read"] += 1
+        except UsageError as error:
+            assert str(error).isprintable()
+            found["refused"] += 1
+    return found
+
+
+def test_no_mutant_of_a_file_ends_the_process(tmp_path):
+    """pyarrow would follow damaged offsets out of the memory of the file."""
+    rows = [{"question": f"{i}+é=", "level": {"a": i, "b": [i, None], "c": "x" * (i % 3)}} for i in range(30)]
+    paths = [write_arrow(tmp_path / "a.arrow", rows), write_arrow(tmp_path / "b.arrow", rows, "file"),
+             write_parquet(tmp_path / "a.parquet", rows),
+             write_parquet(tmp_path / "b.parquet", rows, compression="none", use_dictionary=False)]  # fmt: skip
+    (found,) = run_world(read_mutants, 1, [path.read_bytes() for path in paths], tmp_path)
+    assert found["read"] > 5 and found["refused"] > 200
 
 
 def test_what_is_wrong_with_a_file(tmp_path):
