@@ -1,15 +1,17 @@
-"""Flags of the prompt files: which files, which of their columns, and prompts that are too long."""
+"""Flags of the data: prompt files and their columns, prompts that are too long, tokenizer and chat template."""
 
 import dataclasses
 
-from megarl.flags.fields import DATA, GENERATING, TRAINING, flag
+from megarl.flags.fields import ALL, DATA, GENERATING, TRAINING, flag, one_of
 
 _FILES = "JSON lines, Parquet, Arrow or Hugging Face dataset folders (FOLDER:SPLIT), several with commas or patterns"
+
+TOKENIZERS = ("SentencePieceTokenizer", "HuggingFaceTokenizer")
 
 
 @dataclasses.dataclass(frozen=True)
 class DataSettings:
-    """Where prompts come from."""
+    """Where prompts come from, and how text becomes tokens."""
 
     prompts: str | None = flag(None, f"training prompts: {_FILES}", programs=TRAINING)
     eval_prompts: str | None = flag(None, f"held-out prompts: {_FILES}", programs=DATA, when="evaluates")
@@ -27,3 +29,9 @@ class DataSettings:
                                       " default: they are an error", programs=GENERATING)  # fmt: skip
     load_changed_data: bool = flag(False, "resume although --prompts or --eval-prompts have changed: the new prompts"
                                     " are drawn from their start", programs=TRAINING, when="load")  # fmt: skip
+    tokenizer_type: str = one_of("SentencePieceTokenizer", TOKENIZERS, "tokenizer class: " + " or ".join(TOKENIZERS),
+                                  programs=ALL, roles=("reward",))  # fmt: skip
+    tokenizer_model: str | None = flag(None, "tokenizer file (SentencePiece) or folder (Hugging Face)",
+                                        programs=ALL, roles=("reward",))  # fmt: skip
+    chat_template: str | None = flag(None, "Jinja file of the chat template, 'tokenizer' (the tokenizer's own) or"
+                                      " 'none' (plain text, the default)", programs=ALL, roles=("reward",))  # fmt: skip

@@ -41,7 +41,6 @@ MODELS = ("actor", "critic", "reward", "reference")  # roles that run a model ov
 TRAINED = ("actor", "critic")
 FORMAT = r"\s*<think>.*</think>\s*<answer>.*</answer>\s*"
 REPLAYS = ("none", "old-logprob", "rollout")  # source of the expert routes that the actor's training replays
-TOKENIZERS = ("SentencePieceTokenizer", "HuggingFaceTokenizer")
 
 
 def parse_positive_ints(text: str) -> tuple[int, ...]:
@@ -68,12 +67,6 @@ class Settings(DataSettings, ServerSettings, ReportSettings, TrackerSettings, De
     hf_model: str | None = flag(None, "Hugging Face folder: gives architecture, weights, tokenizer, chat template and"
                                  " end tokens; may differ per role", programs=ALL,
                                  roles=("actor", "critic", "reference"))  # fmt: skip
-    tokenizer_type: str = one_of("SentencePieceTokenizer", TOKENIZERS, "tokenizer class: " + " or ".join(TOKENIZERS),
-                                  programs=ALL, roles=("reward",))  # fmt: skip
-    tokenizer_model: str | None = flag(None, "tokenizer file (SentencePiece) or folder (Hugging Face)",
-                                        programs=ALL, roles=("reward",))  # fmt: skip
-    chat_template: str | None = flag(None, "Jinja file of the chat template, 'tokenizer' (the tokenizer's own) or"
-                                      " 'none' (plain text, the default)", programs=ALL, roles=("reward",))  # fmt: skip
     # Rewards.
     reward: str = flag("exact-match", "weighted sum of reward terms, as 'model+0.2*format' (weight 0: logged, not"
                         f" added); terms: {', '.join(NAMES)}, or package.module:function",

@@ -5,12 +5,13 @@ import math
 import torch
 
 from megarl.algorithms.aggregation import masked_sum, token_mean
-from megarl.arguments import RunConfig
+from megarl.arguments import RunConfig, Settings
 from megarl.data.columns import SFT
 from megarl.data.conversations import Encoder
 from megarl.data.examples import Examples
 from megarl.data.prompts import PromptSet
 from megarl.data.sft import sft_examples
+from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.mcore.model import forward_pass
 from megarl.observe.progress import SFT_FIELDS
@@ -28,6 +29,17 @@ class SFTTrainer(SupervisedTrainer):
         """(tokens, mask of the tokens in the loss) of each line."""
         limits = config.settings.max_prompt_length, config.settings.max_response_length
         return sft_examples(prompts, encoder, *limits)
+
+    @staticmethod
+    def check(settings: Settings):
+        """The checks of `SupervisedTrainer`, and that a conversation has no parts of its own."""
+        SupervisedTrainer.check(settings)
+        for flag, name in (
+            ("--prompt-column", settings.prompt_column),
+            ("--response-column", settings.response_column),
+        ):
+            if name is not None and settings.messages_column is not None:
+                raise UsageError(f"{flag} {name}: not allowed with --messages-column, which holds whole conversations")
 
     def sequences(self, example) -> list[tuple[list[int], list[bool]]]:
         """The example is one sequence."""

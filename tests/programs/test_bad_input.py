@@ -231,6 +231,10 @@ def files(folder: Path, draw: random.Random) -> list[Case]:
     found += [
         Case("split", "rl", ("--prompts", f"{folder}{split}"), f"--prompts {folder}") for split in ("", ":x", ",")
     ]
+    for part in ("prompt", "response"):
+        found.append(
+            case("columns", f"--{part}-column x --messages-column y", f"--{part}-column x: not allowed", "sft")
+        )
     for program in PROGRAMS:
         path = written("columns", b'{"text": "1+1=", "id": 3}\n')
         found.append(Case("columns", program, ("--prompts", str(path)), f"--prompts {path}:1: "))

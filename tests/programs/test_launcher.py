@@ -250,7 +250,7 @@ def test_programs_import_optional_packages_lazily():
     assert {"torch", "megatron", "megarl"} <= found
     assert not found & {
         "torch._dynamo", "reasoning_gym", "matplotlib", "pandas", "scipy", "transformers", "datasets", "sklearn",
-        "fastapi", "aiohttp", "math_verify", "antlr4", "wandb", "trl", "vllm", "IPython", "tensorboard",
+        "fastapi", "aiohttp", "math_verify", "antlr4", "wandb", "trl", "vllm", "IPython", "tensorboard", "pyarrow",
     }  # fmt: skip
 
 
