@@ -190,3 +190,18 @@ def test_a_token_far_from_the_reference_leaves_finite_advantages(kind, tmp_path)
     parsed = program("rl", rl_argv(tmp_path, f"--advantage grpo --kl-coefficient 0.3 --kl-estimator {kind}"), 1)
     ((batch, _, _),) = run_world(completed, 1, parsed, unlikely_token)
     assert batch.advantages.any() and batch.advantages.isfinite().all()
+
+
+@pytest.mark.parametrize("estimator", ["gae", "grpo"])
+def test_rewards_of_masked_responses_stay_in_the_baseline(estimator, tmp_path):
+    flags = f"--advantage {estimator} --mask-truncated-responses"
+    ((plain,), (metrics,), _) = complete(tmp_path, f"--advantage {estimator}", 1)
+    for size in (1, 2):
+        batches, its_metrics, _ = complete(tmp_path, flags, size)
+        for found, expected in zip(by_sequence(batches, "advantages"), by_sequence([plain], "advantages"), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        lengths = plain.response_lengths
+        masked = float(lengths[~plain.finished].sum() / lengths.sum())
+        for found in its_metrics:
+            assert 0 < masked < 1 and found.pop("rollout/masked_fraction") == pytest.approx(masked)
+            assert found == pytest.approx(metrics, rel=1e-6, abs=1e-9)
