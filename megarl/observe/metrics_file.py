@@ -72,7 +72,7 @@ class MetricsWriter:
 def start_fresh(directory: Path) -> Path | None:
     """Move what an older run wrote aside to `<name>.old-N`: metrics, samples, tokens, rollouts, ids of trackers.
 
-    N is the first free number. Never deletes anything. Returns the new path of metrics.jsonl, or None when there was none.
+    N is the first free number. Never deletes anything. Returns the new path of metrics.jsonl, or None if there is none.
     """
     names = (FILE_NAME, "tensorboard", "samples", "tokens", "rollouts", IDS_FILE)
     number = 1

@@ -76,8 +76,8 @@ def _adopt_slurm_task():
 def _refuse(rank: int, error: UsageError):
     """Prints the line of wrong input on one rank.
 
-    The others wait: a launcher kills all ranks when one ends, and the line must come first. A rank that waits in vain has
-    found what the speaker has not, such as a file that is missing on its node alone.
+    The others wait: a launcher kills all ranks when one ends, and the line must come first. A rank that waits in vain
+    has found what the speaker has not, such as a file that is missing on its node alone.
     """
     if rank != error.speaker:
         time.sleep(SPEAKER_FIRST)
