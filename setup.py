@@ -1,6 +1,10 @@
 """Package metadata of megarl. The requirement lists are plain data that tools/check_env.py reads, too."""
 
+import re
+import shutil
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
 
 PYTHON_REQUIRES = ">=3.12"
 
@@ -49,8 +53,11 @@ EXTRAS = {
         "gguf>=0.17,<1",  # these three: what the tests compare with, or read; megarl needs none of them
         *PARQUET,
         *SERVE,
-        "openai>=3,<4",  # the last two: clients of the server
+        "openai>=3,<4",  # this and the next: clients of the server
         "httpx>=0.28,<1",
+        "ruff>=0.15,<1",
+        "mypy>=2,<3",
+        "types-PyYAML>=6,<7",
     ],
     "clients": ["lm_eval[api]>=0.4.11,<0.5", "schemathesis>=4.30,<5"],  # of the server, for tests marked `long`
     "bench": ["transformers>=5,<6", "trl>=1.16,<2", "peft>=0.21,<0.22"],
@@ -60,24 +67,70 @@ EXTRAS = {
 }
 
 
+CLASSIFIERS = [
+    "Development Status :: 3 - Alpha",
+    "Environment :: GPU :: NVIDIA CUDA",
+    "Intended Audience :: Developers",
+    "Intended Audience :: Science/Research",
+    "Operating System :: POSIX :: Linux",
+    "Programming Language :: C++",
+    "Programming Language :: Python :: 3 :: Only",
+    "Programming Language :: Python :: 3.12",
+    "Programming Language :: Python :: 3.13",
+    "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    "Typing :: Typed",
+]
+
+# Tools that work on a checkout; a wheel has the others.
+REPOSITORY_TOOLS = ("chaos", "check_env", "curves", "record_runs", "rlhf_report", "smollm2_folder")
+
+
+def version():
+    """`__version__` of the package, read without importing it."""
+    text = (ROOT / "megarl" / "__init__.py").read_text(encoding="utf-8")
+    return re.search(r'^__version__ = "(.+?)"', text, re.M)[1]
+
+
+def copy_bundle(target):
+    """What `megarl.bundled` finds in a wheel: configs/ and the tools that need no checkout."""
+    shutil.rmtree(target, ignore_errors=True)  # of an earlier build
+    shutil.copytree(ROOT / "configs", target / "configs")
+    (target / "tools").mkdir()
+    for file in sorted((ROOT / "tools").glob("*.py")):
+        if file.stem not in REPOSITORY_TOOLS:
+            shutil.copy(file, target / "tools")
+    # A package, so that a folder `tools` of the user does not come first.
+    (target / "tools" / "__init__.py").write_text('"""Tools of megarl."""\n', encoding="utf-8")
+
+
 def main():
     # Imported here, so that the lists above can be read by an interpreter without setuptools.
     from setuptools import find_packages, setup
+    from setuptools.command.build_py import build_py
 
-    readme = Path(__file__).with_name("README.md")
+    class BuildWithBundle(build_py):
+        def run(self):
+            super().run()
+            if not self.editable_mode:
+                copy_bundle(Path(self.build_lib) / "megarl" / "_bundle")
+
     setup(
         name="megarl",
-        version="0.1.0",
+        version=version(),
         description="Reinforcement-learning post-training of language models in one SPMD program on Megatron",
-        long_description=readme.read_text(encoding="utf-8") if readme.exists() else "",
+        long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
         long_description_content_type="text/markdown",
+        keywords="reinforcement learning, RLHF, PPO, GRPO, LLM, Megatron, post-training",
+        classifiers=CLASSIFIERS,
         license="Apache-2.0",
         license_files=["LICENSE"],
         packages=find_packages(include=["megarl", "megarl.*"]),
-        package_data={"megarl.serving": ["page.html"], "megarl.observe": ["report_page/*"]},
+        package_data={"": ["py.typed", "*.html", "src/*.h", "src/*.cpp"], "megarl.observe": ["report_page/*"]},
+        entry_points={"console_scripts": ["megarl = megarl.__main__:main"]},
         python_requires=PYTHON_REQUIRES,
         install_requires=INSTALL_REQUIRES,
         extras_require=EXTRAS,
+        cmdclass={"build_py": BuildWithBundle},
     )
 
 

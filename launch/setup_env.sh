@@ -253,7 +253,7 @@ build_kernels() {
     [[ -d $KERNELS ]] || return 0
     library=$(kernels_library)
     [[ ! -e $library && ! -e ${library%.so}.failed ]] || return 0
-    if line=$("$PY" -I "$ROOT/tools/build_kernels.py" "$KERNELS" "$library" 2>&1); then
+    if line=$("$PY" -I "$ROOT/megarl/mcore/kernels/native/build.py" "$KERNELS" "$library" 2>&1); then
         say "compiled kernels for this processor in $((SECONDS - started)) s"
     else
         say "${line##*$'\n'}"

@@ -31,6 +31,7 @@ from megarl.errors import STOPPED, WARNED
 GRACE = 10  # seconds that ranks have to exit after a second signal
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # that stop a run; Slurm sends the last one
 WRONG_FLAGS = 2  # exit status
+PROGRAMS = ("train_rl", "train_sft", "train_reward", "evaluate", "serve")
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # torchrun's name
 PR_SET_PDEATHSIG = 1
 THREADS = Path("/proc/self/task")
@@ -39,6 +40,9 @@ THREADS = Path("/proc/self/task")
 def main(argv: list[str]) -> int:
     """Runs a program. Returns its exit status: 2 for wrong flags, else that of the first rank that fails, or 0."""
     options = _parser().parse_args(argv)
+    if options.program not in PROGRAMS:
+        print(f"megarl: error: {options.program}: unknown program; allowed: {', '.join(PROGRAMS)}", file=sys.stderr)
+        return WRONG_FLAGS
     module = f"megarl.{options.program}"
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads of numpy's BLAS would prevent the fork
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait take the cores of others

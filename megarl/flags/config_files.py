@@ -1,10 +1,10 @@
 """Config files: YAML mappings of flag names to values, merged and turned into command-line tokens."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import yaml
 
+from megarl import bundled
 from megarl.errors import UsageError
 from megarl.flags.role_flags import OFF
 
@@ -35,7 +35,7 @@ def tokens(values: dict[str, object], own: dict[str, type], is_other: Callable[[
 
 def _content(path: str) -> dict[str, object]:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = bundled.find(path).read_text(encoding="utf-8")
         root, content = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
     except OSError as error:
         raise UsageError(f"--config {path}: cannot be read ({error.strerror})") from None

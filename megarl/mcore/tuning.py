@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +28,7 @@ ROUNDS, SECONDS = 3, 0.002  # of each measurement
 LARGEST_COLUMNS = 2048  # of a measured product: heads of large vocabularies take too long
 PARALLEL_WORK = 2**20  # multiply-adds, without a measurement
 NEVER = 2**62
-FOLDER = Path(sys.prefix) / "megarl"  # of the files
+FOLDER = native.own_folder()  # of the files
 
 Sizes = tuple[tuple[int, int], ...]  # (columns, inner size) of the products with weights of a model
 
@@ -91,7 +90,7 @@ def choose(sizes: Sizes, is_fresh: bool) -> tuple[Choices, Path | None]:
 
 
 def _file(sizes: Sizes) -> Path:
-    """In the Python environment, by all that the measurement depends on."""
+    """Named by all that the measurement depends on."""
     library = native.library_path().name  # by processor, torch and sources
     what = [library, available(), torch.get_num_threads(), sizes]
     key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]

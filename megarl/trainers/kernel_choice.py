@@ -10,6 +10,7 @@ from megarl.arguments import RoleSettings, RunConfig
 from megarl.comm.role_mesh import RoleMesh
 from megarl.errors import UsageError
 from megarl.mcore import device, tuning
+from megarl.mcore.kernels import native
 
 AUTO = "auto"
 
@@ -33,7 +34,8 @@ def choose_kernels(config: RunConfig, mesh: RoleMesh, notes: TextIO | None = Non
     if mesh.rank == 0 and s.tune != "off" and AUTO in (s.kernels, s.parallel_work or AUTO):
         found, file = tuning.choose(_product_sizes(config.with_models()), s.tune == "fresh")
         choices, note = _with_flags(found, config), f"from {file}" if file else "measured"
-        print(f"megarl: {choices} ({note})", file=notes, flush=True)
+        absence = native.absence()
+        print(f"megarl: {choices} ({note})" + f"; {absence}" * bool(absence), file=notes, flush=True)
     tuning.apply(_of_first_rank(choices, mesh))
 
 

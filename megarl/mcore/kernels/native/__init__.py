@@ -1,12 +1,13 @@
 """Compiled kernels for fp32 on a CPU (`src/`, PyTorch operators `megarl::…`), as an alternative to PyTorch's operators.
 
-`launch/setup_env.sh` compiles them with `tools/build_kernels.py` if there is a C++ compiler; without them everything
-runs on PyTorch's operators. A row's bits depend on nothing but the row, so rollout and training agree to the last bit;
+`launch/setup_env.sh` and `python -m megarl build_kernels` compile them (`build.py`) if there is a C++ compiler; without
+them everything runs on PyTorch's operators. A row's bits depend on nothing but the row, so rollout and training agree to the last bit;
 both always use the same kernels. Operators take contiguous tensors.
 """
 
 import functools
 import hashlib
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -23,11 +24,27 @@ ops = torch.ops.megarl
 _is_enabled = True
 
 
+def own_folder() -> Path:
+    """Where files about this machine are kept: in the Python environment, or in the user's cache where an environment
+    may not be written."""
+    shared = Path(sys.prefix) / "megarl"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    is_writable = os.access(shared if shared.exists() else sys.prefix, os.W_OK)
+    return shared if is_writable or not cache.is_absolute() else cache / "megarl"
+
+
 def library_path() -> Path:
-    """Where the compiled kernels of these sources, for this torch and processor, belong in the Python environment."""
+    """The compiled kernels of these sources, for this torch and processor: in the Python environment if they are there,
+    else in `own_folder`, whether or not they have been built."""
+    shared = Path(sys.prefix) / "megarl" / _library_name()
+    return shared if shared.exists() else own_folder() / _library_name()
+
+
+@functools.cache
+def _library_name() -> str:
     files = [*sorted(SOURCES.iterdir()), Path(torch.__file__).with_name("version.py")]
     content = b"".join(path.read_bytes() for path in files) + _processor()
-    return Path(sys.prefix) / "megarl" / f"kernels-{hashlib.sha256(content).hexdigest()[:16]}.so"
+    return f"kernels-{hashlib.sha256(content).hexdigest()[:16]}.so"
 
 
 def _processor() -> bytes:
@@ -50,6 +67,17 @@ def is_built() -> bool:
         warnings.warn(f"{path}: {str(error).splitlines()[0]}; PyTorch's operators are used", stacklevel=2)
         return False
     return True
+
+
+def absence() -> str:
+    """Why the compiled kernels are not there and what to do, in one line; empty if they are, or with CUDA."""
+    if is_built() or device.has_cuda():
+        return ""
+    try:
+        reason = library_path().with_suffix(".failed").read_text(encoding="utf-8").splitlines()[-1]
+    except (OSError, ValueError, IndexError):
+        reason = "no compiled kernels"
+    return f"{reason}; `python -m megarl build_kernels` makes them if there is a C++20 compiler"
 
 
 def enable(is_enabled: bool):

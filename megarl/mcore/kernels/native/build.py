@@ -1,9 +1,10 @@
-"""Compiles megarl's kernels for this processor into a Python environment; launch/setup_env.sh calls it.
+"""Compiles megarl's kernels for this processor, once: `python -m megarl build_kernels`.
 
-    python tools/build_kernels.py SOURCES LIBRARY
+    python megarl/mcore/kernels/native/build.py [SOURCES LIBRARY]
 
-SOURCES: the folder of `operators.cpp`. Reads CXX, the compiler (default c++). Prints one line and exits with 1 if there
-is no compiler or it fails; megarl then uses PyTorch's operators.
+SOURCES: the folder of `operators.cpp`; LIBRARY: the file to make; default: those that megarl uses. launch/setup_env.sh
+names both and runs this file alone, without megarl on the path. Reads CXX, the compiler (default c++). Prints one line
+and exits with 1 if there is no compiler or it fails; megarl then uses PyTorch's operators.
 """
 
 import os
@@ -45,13 +46,27 @@ def build(sources: Path, library: Path) -> str | None:
     return None
 
 
-def main() -> int:
-    """Builds, and prints one line."""
-    reason = build(Path(sys.argv[1]), Path(sys.argv[2]))
+def main(argv: list[str]) -> int:
+    """Builds, and prints one line if it fails or chose the file itself. Returns the exit status, 2 for wrong use."""
+    if len(argv) not in (0, 2) or argv[:1] in (["-h"], ["--help"]):
+        print("usage: build_kernels [SOURCES LIBRARY]", file=sys.stderr)
+        return 0 if argv in (["-h"], ["--help"]) else 2
+    if argv:
+        sources, library = map(Path, argv)
+    else:
+        from megarl.mcore.kernels import native
+
+        sources, library = native.SOURCES, native.library_path()
+        if library.exists():
+            print(f"compiled kernels for this processor are there: {library}")
+            return 0
+    reason = build(sources, library)
     if reason is not None:
         print(f"no compiled kernels, so PyTorch's operators are used: {reason}")
+    elif not argv:
+        print(f"compiled kernels for this processor: {library}")
     return int(reason is not None)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
