@@ -122,7 +122,7 @@ def main():
         long_description_content_type="text/markdown",
         keywords="reinforcement learning, RLHF, PPO, GRPO, LLM, Megatron, post-training",
         classifiers=CLASSIFIERS,
-        license="Apache-2.0",
+        license_expression="Apache-2.0",
         license_files=["LICENSE"],
         packages=find_packages(include=["megarl", "megarl.*"]),
         package_data={"": ["py.typed", "*.html", "src/*.h", "src/*.cpp"], "megarl.observe": ["report_page/*"]},

@@ -46,6 +46,7 @@ def test_a_flag_wins_over_what_is_measured(monkeypatch, capsys):
     applied, measured = [], tuning.Choices("blas", 5, {"blas": 1.0})
     monkeypatch.setattr(tuning, "choose", lambda *_: (measured, None))
     monkeypatch.setattr(tuning, "apply", applied.append)
+    monkeypatch.setattr(native, "absence", lambda: "")
     kernel_choice.choose_kernels(config_of("--parallel-work 9"), types.SimpleNamespace(rank=0, size=1))
     assert applied == [tuning.Choices("blas", 9, {"blas": 1.0})]
     assert capsys.readouterr().out == "megarl: kernels: blas (measured)\n"
