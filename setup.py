@@ -93,7 +93,6 @@ def version():
 
 def copy_bundle(target):
     """What `megarl.bundled` finds in a wheel: configs/ and the tools that need no checkout."""
-    shutil.rmtree(target, ignore_errors=True)  # of an earlier build
     shutil.copytree(ROOT / "configs", target / "configs")
     (target / "tools").mkdir()
     for file in sorted((ROOT / "tools").glob("*.py")):
@@ -110,9 +109,12 @@ def main():
 
     class BuildWithBundle(build_py):
         def run(self):
+            package = Path(self.build_lib) / "megarl"
+            if not self.editable_mode:
+                shutil.rmtree(package, ignore_errors=True)  # an earlier build may have files that are gone
             super().run()
             if not self.editable_mode:
-                copy_bundle(Path(self.build_lib) / "megarl" / "_bundle")
+                copy_bundle(package / "_bundle")
 
     setup(
         name="megarl",
