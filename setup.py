@@ -88,7 +88,7 @@ REPOSITORY_TOOLS = ("chaos", "check_env", "curves", "record_runs", "rlhf_report"
 def version():
     """`__version__` of the package, read without importing it."""
     text = (ROOT / "megarl" / "__init__.py").read_text(encoding="utf-8")
-    return re.search(r'^__version__ = "(.+?)"', text, re.M)[1]
+    return re.search(r'^__version__ = "(.+?)"', text, re.MULTILINE)[1]
 
 
 def copy_bundle(target):

@@ -28,7 +28,7 @@ from megarl.rewards import expression
 if TYPE_CHECKING:
     from megarl.mcore.weights.hf.hf_model import HFModel
 
-__all__ = ["MODELS", "RunConfig", "RoleSettings", "Settings", "build_parser", "parse"]
+__all__ = ["MODELS", "RoleSettings", "RunConfig", "Settings", "build_parser", "parse"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +212,7 @@ def _role_settings(
 
     longest = settings.max_prompt_length + settings.max_response_length
     own = {"train_iters": settings.train_iters, "seed": settings.seed}
-    lengths = {role: longest for role in ranks} | {"reward": settings.reward_max_length or longest}
+    lengths = dict.fromkeys(ranks, longest) | {"reward": settings.reward_max_length or longest}
     extra = frozenset({"global_batch_size"}) if context.program in ("sft", "reward") else frozenset()
     chosen = {role: _own_of_role(role, settings, values) for role in ranks}
     hf_models = read_hf_models(context.program, settings, chosen, lengths)
@@ -253,7 +253,7 @@ def _role_settings(
             lora=lora[role],
             lora_adapter=adapters[role],
             **chosen[role],
-        )  # fmt: skip
+        )
         for role, role_ranks in ranks.items()
     }
 

@@ -13,10 +13,10 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of theirs, likewise
 os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # and of pyarrow's
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
-from megarl.rewards import sandbox  # noqa: E402
+from megarl.rewards import sandbox
 
 torch.set_num_threads(1)
 

@@ -24,8 +24,9 @@ import sys
 import types
 import typing
 import unicodedata
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import yaml
 

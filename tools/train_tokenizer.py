@@ -17,8 +17,8 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
 import sentencepiece
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

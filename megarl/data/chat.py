@@ -1,8 +1,9 @@
 """Chat templates: render messages with Jinja as `transformers` does, then tokenize them safely."""
 
 import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Iterable, Mapping, NoReturn, Sequence
+from typing import Any, ClassVar, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -16,7 +17,7 @@ from megarl.errors import UsageError
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}` ... `{% endgeneration %}` around assistant text in some templates; rendered unchanged."""
 
-    tags = {"generation"}
+    tags: ClassVar[set[str]] = {"generation"}
 
     def parse(self, parser):
         next(parser.stream)

@@ -1,8 +1,10 @@
 """Tokenizes prompts, responses and whole conversations, with or without a chat template."""
 
 import functools
+import itertools
 import re
-from typing import Any, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from megarl.data.chat import ChatTemplate, load_template
 from megarl.data.messages import Message, conversation_of
@@ -94,7 +96,7 @@ class Encoder:
                     raise UsageError(f"{self.template.flag}: a later message changes how an earlier one is rendered")
                 boundaries += [len(opened), len(opened) + len(turn)]
         boundaries.append(len(whole))
-        ranges = list(zip(boundaries, boundaries[1:], strict=False))
+        ranges = list(itertools.pairwise(boundaries))
         segments = self.template.encode_following([(whole[:start], whole[start:end]) for start, end in ranges])
         ids = self._one_bos([i for segment in segments for i in segment])
         # Segments alternate: context, assistant's turn, context, ...

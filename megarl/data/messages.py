@@ -1,6 +1,7 @@
 """Messages of a conversation: objects with `role` and `content`, the input of chat templates."""
 
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 Message = dict[str, str]
 

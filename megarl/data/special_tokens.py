@@ -1,7 +1,7 @@
 """Special tokens as strings: finds them in a text, and marks those in user text so that they stay ordinary text."""
 
 import re
-from typing import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 # Unicode noncharacters: never in text meant for interchange, and not white space that a template would trim.
 MARK, _END = "\ufdd0", "\ufdd1"

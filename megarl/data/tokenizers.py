@@ -2,8 +2,9 @@
 
 import hashlib
 import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Mapping, Protocol, Sequence
+from typing import Protocol
 
 import sentencepiece
 

@@ -4,8 +4,9 @@ import functools
 import hashlib
 import itertools
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 

@@ -224,10 +224,10 @@ def _patch_torch():
 def _patch_megatron():
     """Patches the few calls that test for a GPU kernel instead of a device."""
     import megatron.core.inference.communication_utils as communication
-    import megatron.core.inference.contexts.dynamic_context as dynamic_context
-    import megatron.core.tensor_parallel.random as random
-    import megatron.core.transformer.attention as attention
-    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+    from megatron.core.inference.contexts import dynamic_context
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import attention
+    from megatron.core.transformer.moe import token_dispatcher
 
     # The check only guards the kernel that mcore/attention/packed_attention.py replaces.
     attention.is_fa_min_version = lambda *_: True

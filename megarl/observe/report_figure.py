@@ -137,7 +137,7 @@ def _gap(axes, rows: list[dict]) -> None:
         axes.set_ylim(-0.5, 1)
         axes.set_yticks([0], ["0"])
         axes.text(0.5, 0.5, "exactly 0 at every step", transform=axes.transAxes, ha="center", fontsize=13, color=GREY)
-        return
+        return None
     # At least a factor of 16 apart, so that the range contains a power of ten.
     low, high = min(positive) / 4, max(positive) * 4
     zero_row = low / (high / low) ** 0.1

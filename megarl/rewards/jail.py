@@ -232,7 +232,7 @@ def _show(path: str) -> None:
     """Make an outside file or folder visible at the same path, read-only."""
     outside = "/outside" + path
     if os.path.lexists(path) or not os.path.lexists(outside):
-        return
+        return None
     if os.path.islink(outside):
         return os.symlink(os.readlink(outside), path)
     if os.path.isdir(outside):

@@ -95,7 +95,7 @@ def load_tasks(prompts: PromptSet):
         known.add(task)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def task_scorer(task: str) -> Callable[[str | None, dict[str, Any]], float]:
     """The scorer of `task`, cached; raises what reasoning_gym raises (ValueError for an unknown task)."""
     # Imported here, because it takes about a second and 80 MB, and only scoring processes need it.

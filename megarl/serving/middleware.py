@@ -82,7 +82,7 @@ class BodyAndDisconnect:
         except RequestError as error:
             return await error.response(scope, receive, send)
         if body is None:
-            return
+            return None
         gone = asyncio.Event()
         given = False
 

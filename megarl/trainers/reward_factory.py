@@ -27,7 +27,7 @@ class RewardFactory:
             UsageError: an unknown verifier, a prompt without a field that one needs, a wrong reward model or tokenizer.
         """
         self.config, role = config, config.roles["reward"]
-        rank = int(os.environ.get("RANK", 0))
+        rank = int(os.environ.get("RANK", "0"))
         checks_prompts = rank == 0 or rank in role.ranks  # rank 0 prints the error
         self.verifiers = build_verifiers(config.settings)
         for prompt_set in prompts:

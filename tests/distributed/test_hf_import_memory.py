@@ -1,8 +1,9 @@
 """Host memory of importing a Hugging Face folder: a rank holds its weights and a bounded part of one file."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch

@@ -7,9 +7,10 @@ import re
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Iterator, NamedTuple
+from typing import NamedTuple
 
 import urllib3
 

@@ -33,7 +33,7 @@ class Case:
 
 def case(kind: str, flags: str, needle: str = "", program: str = "rl", size: int = 1) -> Case:
     """A case of flags in one string; the message must name the first of them by default."""
-    return Case(kind, program, tuple(flags.split()), needle or flags.split()[0], size)
+    return Case(kind, program, tuple(flags.split()), needle or flags.split(maxsplit=1)[0], size)
 
 
 # -- flags ---------------------------------------------------------------------------------------------------------

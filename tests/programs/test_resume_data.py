@@ -108,7 +108,7 @@ def test_changed_prompts_are_refused_while_responses_to_the_old_ones_wait(tmp_pa
 
 
 def test_settings_that_decide_no_number_exist():
-    assert resume._NOT_NUMBERS <= {field.name for field in dataclasses.fields(Settings)}
+    assert {field.name for field in dataclasses.fields(Settings)} >= resume._NOT_NUMBERS
 
 
 def test_other_settings_are_named_and_a_layout_is_not(run, tmp_path, capfd):

@@ -1,5 +1,6 @@
 """launch/rlhf_pipeline.sh: files passed from stage to stage, valid commands, wrong use."""
 
+import itertools
 import json
 import re
 import shutil
@@ -52,7 +53,7 @@ def parsed(call: list[str]):
 
 def flags_of(call: list[str]) -> dict[str, str]:
     """Flags of a call with the word that follows each."""
-    return {word: following for word, following in zip(call[2:], call[3:], strict=False) if word.startswith("--")}
+    return {word: following for word, following in itertools.pairwise(call) if word.startswith("--")}
 
 
 def test_stages_come_in_order_and_every_command_is_valid(calls):

@@ -206,7 +206,7 @@ def test_lora_step_needs_a_model_and_both_libraries(tmp_path, monkeypatch, capsy
 
 @pytest.mark.parametrize("bench", [rollout, step, logprob])
 def test_a_benchmark_without_any_peer_says_what_to_install(bench, monkeypatch):
-    monkeypatch.setattr(bench, "PEERS", {name: "no_such_library" for name in bench.PEERS})
+    monkeypatch.setattr(bench, "PEERS", dict.fromkeys(bench.PEERS, "no_such_library"))
     monkeypatch.setitem(sys.modules, "transformers", None)  # an import would fail
     with pytest.raises(common.Unusable, match=r"pip install megarl\[bench\]"):
         bench.main([])

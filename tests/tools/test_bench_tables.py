@@ -70,7 +70,7 @@ def test_weights(monkeypatch, tmp_path, capsys):
 
 
 def span(name: str, begin: float, seconds: float) -> TraceEvent:
-    return TraceEvent(name, name.split("/")[0], int(begin * 1e9), int(seconds * 1e9))
+    return TraceEvent(name, name.split("/", maxsplit=1)[0], int(begin * 1e9), int(seconds * 1e9))
 
 
 def test_the_first_rollout_is_that_of_its_last_rank(tmp_path):

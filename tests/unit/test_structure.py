@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import itertools
 import sys
 from collections import Counter
 from pathlib import Path
@@ -125,7 +126,7 @@ def cycles(graph: dict[str, dict[str, str]]) -> list[str]:
         if path:
             turn = path.index(min(path[:-1]))
             path = path[turn:-1] + path[:turn] + [path[turn]]
-            lines = ", ".join(graph[one][two] for one, two in zip(path, path[1:], strict=False))
+            lines = ", ".join(graph[one][two] for one, two in itertools.pairwise(path))
             found.add(f"{' -> '.join(path)} ({lines})")
     return sorted(found)
 

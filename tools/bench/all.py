@@ -76,7 +76,7 @@ def failing(result: Result, name: str):
 def try_settings(name: str, side: Side, settings: list[Setting]) -> Result:
     """Measures a round of each setting and chooses the fastest; a single one is not measured."""
     result = Result()
-    candidates = {setting: 0.0 for setting in side.settings or settings}
+    candidates = dict.fromkeys(side.settings or settings, 0.0)
     if len(candidates) > 1:
         failures = Result()
         for setting in list(candidates):

@@ -10,6 +10,7 @@ could gain with the same operators.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -38,7 +39,7 @@ def engine_step(engine: RolloutEngine, case: rollout.Case) -> float:
     engine.engine.step_modern = timed
     engine.generate(case.requests(), rollout.NO_END, SamplingSettings())
     engine.engine.step_modern = step
-    return statistics.median(later - earlier for earlier, later in zip(ends, ends[1:], strict=False))
+    return statistics.median(later - earlier for earlier, later in itertools.pairwise(ends))
 
 
 class Operators:

@@ -12,6 +12,7 @@ first request to the last answer, and over all requests the seconds to the first
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -81,7 +82,7 @@ async def load(server: Server, texts: list[list[int]], tokens: int) -> Load:
     answers = await asyncio.gather(*(ask(server, text, tokens) for text in texts))
     seconds = time.perf_counter() - started
     first = [times[0] - asked for times, asked in answers]
-    between = [b - a for times, _ in answers for a, b in zip(times, times[1:], strict=False)]
+    between = [b - a for times, _ in answers for a, b in itertools.pairwise(times)]
     return Load(seconds, first, between)
 
 
@@ -234,7 +235,9 @@ def show(rows: list[dict], markdown: bool):
     lines = [names]
     for found in rows:
         cells = [found.get(name, "") for name in names]
-        lines.append([f"{1000 * c:.1f}" if n[-3:] in ("p50", "p99") and c else str(c) for n, c in zip(names, cells)])
+        lines.append(
+            [f"{1000 * c:.1f}" if n[-3:] in ("p50", "p99") and c else str(c) for n, c in zip(names, cells, strict=True)]
+        )
     if markdown:
         lines.insert(1, ["---"] * len(names))
     separator = " | " if markdown else "  "

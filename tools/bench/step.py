@@ -17,6 +17,7 @@ step's time is from the end of the previous step to its end; the first step is n
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -91,7 +92,7 @@ def megarl_flags(folder: Path, case: Case, steps: int) -> list[str]:
 
 def world_size() -> int:
     """Number of ranks of this side, from torchrun."""
-    return int(os.environ.get("WORLD_SIZE", 1))
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def train_megarl(folder: Path, flags: list[str]) -> list[float]:
@@ -161,7 +162,7 @@ def train_trl(folder: Path, steps: int, batch: int, new_tokens: int, *, model, r
         model=model, reward_funcs=reward_funcs, args=config, train_dataset=train_dataset,
         processing_class=processing_class, callbacks=[Clock()], peft_config=peft_config,
     ).train()  # fmt: skip
-    return [end - start for start, end in zip(ends, ends[1:], strict=False)]
+    return [end - start for start, end in itertools.pairwise(ends)]
 
 
 def in_process(
@@ -184,7 +185,7 @@ def in_process(
 
 def write_seconds(folder: Path, seconds: list[float]):
     """What `in_process` reads, from rank 0."""
-    if int(os.environ.get("RANK", 0)) == 0:
+    if int(os.environ.get("RANK", "0")) == 0:
         (folder / "seconds.json").write_text(json.dumps(seconds))
 
 

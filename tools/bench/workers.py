@@ -59,7 +59,7 @@ class Workers:
                         stderr=log,
                         text=True,
                         env=setting.environment(),
-                    )  # fmt: skip
+                    )
                 )
             self._answers()
         except BaseException:

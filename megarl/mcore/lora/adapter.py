@@ -28,10 +28,10 @@ class Adapter(torch.nn.Module):
         self.pg_collection, self.experts = pg_collection, args.num_experts
         found = []
         for name, layer in chunk.decoder.named_modules(prefix="decoder"):
-            if isinstance(layer, (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)):
-                if projections := projections_of(name, layer, args, lora.targets):
-                    whole_name = global_name(f"{name}.", chunk, pg_collection).removesuffix(".")
-                    found.append(AdaptedLinear(whole_name, layer, projections, lora, args.seed))
+            is_linear = isinstance(layer, (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear))
+            if is_linear and (projections := projections_of(name, layer, args, lora.targets)):
+                whole_name = global_name(f"{name}.", chunk, pg_collection).removesuffix(".")
+                found.append(AdaptedLinear(whole_name, layer, projections, lora, args.seed))
         self.linears = torch.nn.ModuleList(found)
 
     def attach(self, chunk):

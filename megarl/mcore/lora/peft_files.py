@@ -60,7 +60,7 @@ def read_adapter(path: str, flag: str, args, family: Family) -> PeftAdapter:
         ratio = _scale(config, module.name, rank) / _scale(config, None, config["r"])
         factors |= unfuse(module, a, b if ratio == 1 else b * ratio)
     if tensors:
-        raise error(f"{sorted(tensors)[0]} is no factor of a layer that megarl adapts: {', '.join(TARGETS)}")
+        raise error(f"{min(tensors)} is no factor of a layer that megarl adapts: {', '.join(TARGETS)}")
     if not factors:
         raise error(f"{WEIGHTS} has no factors")
     names = {key.split(".")[-2] for key in factors}

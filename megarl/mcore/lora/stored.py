@@ -29,7 +29,7 @@ def check_fingerprint(stored: str, found: str, role: str, pg_collection):
 
     Weights of another precision are not compared.
     """
-    if stored.split()[0] == found.split()[0] and stored != found:
+    if stored.split(maxsplit=1)[0] == found.split(maxsplit=1)[0] and stored != found:
         raise UsageError(
             f"{role}: the weights under the factors are not those of the checkpoint; give the --pretrained-checkpoint, "
             "--hf-model or --seed of its run",

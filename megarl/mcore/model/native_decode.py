@@ -86,7 +86,7 @@ def _is_whole(linear) -> bool:
 
 def _weights_of(layer) -> list[Tensor]:
     attention, mlp = layer.self_attention, layer.mlp
-    norms = [norm for norm in (attention.q_layernorm, attention.k_layernorm)]
+    norms = (attention.q_layernorm, attention.k_layernorm)
     query_norm, key_norm = (torch.empty(0) if _is_absent(norm) else norm.weight.data for norm in norms)
     bias = attention.linear_qkv.bias
     return [

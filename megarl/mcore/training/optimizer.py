@@ -5,10 +5,9 @@ import math
 from collections.abc import Callable
 
 import megatron.core.optimizer as megatron_optimizer
-import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import to_local_if_dtensor

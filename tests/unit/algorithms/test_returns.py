@@ -1,5 +1,6 @@
 """Returns-to-go, and sums over and broadcasts to sequences: against verl, plain loops and closed forms."""
 
+import itertools
 import types
 
 import pytest
@@ -16,7 +17,7 @@ FACTORS = [1.0, 0.99, 0.5, 0.0]
 def response_lists(batch):
     """For each sequence, the indices of its response tokens."""
     borders = [0, *torch.tensor(batch.lengths).cumsum(0).tolist()]
-    return [[t for t in range(a, b) if batch.mask[t]] for a, b in zip(borders, borders[1:])]
+    return [[t for t in range(a, b) if batch.mask[t]] for a, b in itertools.pairwise(borders)]
 
 
 def test_returns_to_go_equal_verl_and_the_definition():

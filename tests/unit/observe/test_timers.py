@@ -92,10 +92,8 @@ def test_current_names_the_innermost_phase_and_the_failed_one():
             assert seen == [("actor", "exchange")]
         assert timers.current() == ("actor", "update")
     assert timers.current() is None
-    with pytest.raises(RuntimeError):
-        with timers.phase("critic", "update"):
-            with timers.phase("critic", "wait"):
-                raise RuntimeError
+    with pytest.raises(RuntimeError), timers.phase("critic", "update"), timers.phase("critic", "wait"):
+        raise RuntimeError
     assert timers.current() == ("critic", "wait")
     times = timers.end_step()
     assert {("critic", "update"), ("critic", "wait")} <= set(times) and timers.current() is None
@@ -122,9 +120,8 @@ def test_current_seconds_count_from_the_begin_of_the_phase_or_the_end_of_the_las
 
 def test_end_step_inside_a_phase_is_rejected():
     timers = Timers()
-    with timers.phase("actor", "update"):
-        with pytest.raises(RuntimeError, match="actor/update"):
-            timers.end_step()
+    with timers.phase("actor", "update"), pytest.raises(RuntimeError, match="actor/update"):
+        timers.end_step()
 
 
 def test_real_clock_measures_wall_seconds():

@@ -97,7 +97,7 @@ def test_every_loss_is_another_one(folder):
     """Two names that gave one gradient would hide a flag that is not read."""
     norms = {name: metrics["actor/grad_norm"] for name, (metrics, _) in expected(folder).items()}
     names = sorted(norms, key=norms.get)
-    same = [(one, two) for one, two in zip(names, names[1:]) if math.isclose(norms[one], norms[two], rel_tol=1e-6)]
+    same = [(one, two) for one, two in itertools.pairwise(names) if math.isclose(norms[one], norms[two], rel_tol=1e-6)]
     assert {name for pair in same for name in pair} == {f"KL {kind} in the loss" for kind in ("k2", "k1+", "k3+")}
 
 

@@ -1,8 +1,8 @@
 """Compiled kernels for fp32 on a CPU (`src/`, PyTorch operators `megarl::…`), as an alternative to PyTorch's operators.
 
 `launch/setup_env.sh` and `python -m megarl build_kernels` compile them (`build.py`) if there is a C++ compiler; without
-them everything runs on PyTorch's operators. A row's bits depend on nothing but the row, so rollout and training agree to the last bit;
-both always use the same kernels. Operators take contiguous tensors.
+them everything runs on PyTorch's operators. A row's bits depend on nothing but the row, so rollout and training agree
+to the last bit; both always use the same kernels. Operators take contiguous tensors.
 """
 
 import functools

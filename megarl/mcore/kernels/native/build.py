@@ -37,7 +37,7 @@ def build(sources: Path, library: Path) -> str | None:
     except OSError as error:
         return f"{library.parent}: {error.strerror}"
     made = library.with_suffix(f".{os.getpid()}")
-    done = subprocess.run(command(compiler, sources, made), capture_output=True, text=True)
+    done = subprocess.run(command(compiler, sources, made), capture_output=True, text=True, check=False)
     if done.returncode:
         made.unlink(missing_ok=True)
         errors = [line for line in done.stderr.splitlines() if "error" in line]

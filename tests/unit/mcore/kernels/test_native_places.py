@@ -82,4 +82,4 @@ def test_the_command_builds_once_where_the_library_is_looked_for(prefix, monkeyp
 
 
 def test_choices_are_kept_beside_the_kernels():
-    assert tuning.FOLDER == native.own_folder()
+    assert native.own_folder() == tuning.FOLDER

@@ -1,5 +1,6 @@
 """Log-probabilities, entropy and Σπ² over a split vocabulary against log_softmax of the whole in float64."""
 
+import itertools
 import json
 import math
 import os
@@ -228,7 +229,7 @@ def test_chunks_are_even_and_within_the_budget(rows, columns):
     chunks = row_chunks(rows, columns)
     sizes = [part.stop - part.start for part in chunks]
     assert chunks[0].start == 0 and chunks[-1].stop == rows
-    assert all(a.stop == b.start for a, b in zip(chunks[:-1], chunks[1:], strict=True))
+    assert all(a.stop == b.start for a, b in itertools.pairwise(chunks))
     assert min(sizes) >= MIN_ROWS and max(sizes) - min(sizes) <= 1
     assert max(sizes) < 2 * MIN_ROWS or max(sizes) * columns <= vocab_parallel_logprobs.LARGEST_CHUNK
     assert len(sizes) == 1 or max(sizes) * columns <= max(

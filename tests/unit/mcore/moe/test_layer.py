@@ -92,9 +92,9 @@ def rows_alone(rank, flags: str):
     layer, hidden = layer_of(flags).eval(), hidden_states(60)
     with torch.no_grad():
         whole, _ = layer(hidden)
-        return [
-            torch.equal(layer(hidden[start : start + 4])[0], whole[start : start + 4]) for start in range(0, 57)
-        ] + [torch.equal(layer(hidden[:rows])[0], whole[:rows]) for rows in range(4, 60)]
+        return [torch.equal(layer(hidden[start : start + 4])[0], whole[start : start + 4]) for start in range(57)] + [
+            torch.equal(layer(hidden[:rows])[0], whole[:rows]) for rows in range(4, 60)
+        ]
 
 
 @pytest.mark.parametrize("topk", [1, 2, 5])

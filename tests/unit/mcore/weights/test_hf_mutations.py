@@ -4,8 +4,9 @@ Each mistake keeps names, shapes and types, or drops what the check of the folde
 model would still equal its source.
 """
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from safetensors.torch import load_file, save_file

@@ -1,7 +1,7 @@
 """Names and shapes of a model's weights by its flags alone equal those that a real model describes."""
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Iterable
 
 import pytest
 
