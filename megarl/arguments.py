@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl import plugins
 from megarl.algorithms.estimators import ESTIMATORS, Estimator, estimator_of
@@ -168,7 +168,8 @@ def _is_training_key(program: str, policy_loss: str) -> Callable[[str], bool]:
 
 
 def _settings(values: dict[str, object], own: dict[str, parser.Flag]) -> Settings:
-    return Settings(**{own[name].setting: value for name, value in values.items() if own[name].setting})
+    fields: dict[str, Any] = {own[name].setting: value for name, value in values.items() if own[name].setting}
+    return Settings(**fields)
 
 
 def _context(program: str, settings: Settings) -> combinations.FlagContext:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 ALL_LINEAR = "all-linear"
 ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -28,13 +29,13 @@ class LoRASettings:
         """The same scale with another rank."""
         return dataclasses.replace(self, rank=rank, alpha=self.scale * (math.sqrt(rank) if self.rslora else rank))
 
-    def values(self) -> dict[str, object]:
+    def values(self) -> dict[str, Any]:
         """The values as flags give them, by flag; what a checkpoint must agree on."""
-        numbers = {"--lora-rank": self.rank, "--lora-alpha": self.alpha, "--lora-rslora": self.rslora}
+        numbers: dict[str, Any] = {"--lora-rank": self.rank, "--lora-alpha": self.alpha, "--lora-rslora": self.rslora}
         return numbers | {"--lora-targets": ",".join(self.targets)}
 
     @classmethod
-    def from_values(cls, values: dict[str, object]) -> "LoRASettings":
+    def from_values(cls, values: dict[str, Any]) -> "LoRASettings":
         """The inverse of `values`."""
         targets = tuple(values["--lora-targets"].split(","))
         return cls(values["--lora-rank"], values["--lora-alpha"], values["--lora-rslora"], targets)

@@ -90,7 +90,7 @@ class PhaseChanges:
                 yield
             self._change(timers, f"{role}/{name}")
 
-        Timers.phase = counted
+        Timers.phase = counted  # type: ignore[assignment]  # same arguments, without annotations
         self._at, self._then = None, None
 
     def at(self, change: int, then):
@@ -117,7 +117,7 @@ def run(argv: list[str], prepare, restarts: int = 0) -> int:
 
     def rank() -> int:
         sys.argv = ["megarl.train_rl", *argv]
-        trainer.write_report = lambda folder: None
+        trainer.write_report = lambda folder: None  # type: ignore[assignment]  # nobody reads the paths
         finish = prepare()
         launch.launch(train_rl.train, "rl")
         finish()

@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 from megarl.data.prompts import Prompt, load_prompts
 from megarl.errors import ArgumentParser, UsageError
@@ -50,7 +51,7 @@ def answers(folder: str, prompts: list[Prompt], max_tokens: int) -> list[str]:
         inputs = tokenizer.apply_chat_template(
             prompt.conversation, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        ids = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        ids: Any = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)[0, inputs["input_ids"].shape[1] :]
         found.append(tokenizer.decode(ids, skip_special_tokens=True))
     return found
 

@@ -15,6 +15,7 @@ model, or the critic of an RL run.
 import functools
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -97,7 +98,7 @@ class Conversion:
     def verify(self) -> int:
         """Compares with the folder; returns the exit status, 1 if a tensor differs."""
         self.weight_map.check()
-        gathered = [None] * self.mesh.size
+        gathered: list[Any] = [None] * self.mesh.size
         dist.all_gather_object(gathered, differing_tensors(self.weight_map, self.model, self.groups))
         different = {name: max(found.get(name, 0.0) for found in gathered) for found in gathered for name in found}
         count = len(self.weight_map.model.folder.tensors)

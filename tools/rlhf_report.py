@@ -16,7 +16,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megarl.errors import ArgumentParser, UsageError
 from megarl.observe.files import write_atomically
@@ -106,7 +106,8 @@ def draw(runs: dict[str, list[dict]], samples: list[Path], min_accuracy: float, 
 
     figure = Figure(figsize=(15, 9), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, wspace=0.03, hspace=0.04)
+    spaces: Any = figure.get_layout_engine()
+    spaces.set(w_pad=0.12, h_pad=0.12, wspace=0.03, hspace=0.04)
     (loss, pairs, reward), (true, kl, sound) = figure.subplots(2, 3)
     for axes in (loss, pairs, reward, true, kl, sound):
         axes.grid(True, alpha=0.3)

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import sentencepiece
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -28,7 +29,7 @@ from megarl.data.prompts import Prompt, load_prompts
 from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import ArgumentParser, UsageError
 
-_SPECIAL_IDS = {"pad_id": 0, "unk_id": 1, "bos_id": 2, "eos_id": 3}
+_SPECIAL_IDS: dict[str, Any] = {"pad_id": 0, "unk_id": 1, "bos_id": 2, "eos_id": 3}
 _BYTES = 256
 _TYPES = {"sentencepiece": "SentencePieceTokenizer", "bpe": "HuggingFaceTokenizer"}
 

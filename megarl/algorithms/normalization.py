@@ -39,7 +39,7 @@ class RunningMoments:
 
     def load_state_dict(self, state: dict[str, float]):
         """Resume from a `state_dict`."""
-        self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
+        self.count, self.mean, self.squares = int(state["count"]), state["mean"], state["squares"]
 
 
 def clip(values: Tensor, limit: float | None) -> Tensor:

@@ -7,7 +7,7 @@ ratio, and the ratio does not depend on the rest of the micro-batch.
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,8 +46,8 @@ class PolicyLoss(NamedTuple):
     """A policy loss, its name in `--policy-loss`, and its options."""
 
     name: str
-    function: Callable[[PolicyTokens, object], PolicyTerms]
-    options: object  # an instance of a frozen dataclass, the second argument of `function`
+    function: Callable[..., PolicyTerms]
+    options: Any  # an instance of a frozen dataclass, the second argument of `function`
 
     def flags(self) -> dict[str, dataclasses.Field]:
         """The fields of its options by flag, without leading dashes.

@@ -3,6 +3,7 @@
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ def find_damage(checkpoints: list[Path], flag: str = "--load") -> dict[Path, str
     with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:
         problems = pool.map(lambda file: manifests.check_content(*file[1:]), mine)
         found = [(mine[i][0], problem) for i, problem in enumerate(problems) if problem]
-    gathered = [None] * dist.get_world_size()
+    gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, found)
     return {folder: problem for of_rank in reversed(gathered) for folder, problem in reversed(of_rank)}
 

@@ -211,7 +211,7 @@ class CheckpointWriter:
 
     def _agree(self, step: int, action: Callable[[], str | None]) -> str | None:
         """Runs an action on rank 0, whose result all ranks return; if it fails, all raise `SaveError`. Collective."""
-        outcome = [None, None]  # result, failure
+        outcome: list[str | None] = [None, None]  # result, failure
         if self.mesh.rank == 0:
             try:
                 outcome[0] = action()

@@ -216,7 +216,8 @@ def shared_tokens(host: HostMetadata) -> tuple[Tensor, Tensor] | None:
         return None
     starts, shared = host.lengths.cumsum(0) - host.lengths, host.shared
     own, held = expand_ranges(starts, shared.tokens), expand_ranges(starts[shared.holders], shared.tokens)
-    return tuple(device.to_device([own.numpy(), held.numpy()]))
+    own, held = device.to_device([own.numpy(), held.numpy()])
+    return own, held
 
 
 def _shared_prefix(ids: np.ndarray, tokens: Tensor) -> SharedPrefix | None:

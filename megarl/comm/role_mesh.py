@@ -7,6 +7,7 @@ import itertools
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,8 +39,8 @@ class RoleGroups:
     role: str
     ranks: range  # world ranks of the role
     replicas: tuple[tuple[int, ...], ...]  # world ranks of each replica, by dp rank
-    pg_collection: object | None  # Megatron's `ProcessGroupCollection`; None outside the role
-    replica_group: object | None  # process group of this rank's replica; None outside the role
+    pg_collection: Any  # Megatron's `ProcessGroupCollection`; None outside the role
+    replica_group: dist.ProcessGroup | None  # process group of this rank's replica; None outside the role
     rank: int  # this rank
     model_role: str  # role that owns the model and counts its time and memory: `role`, or the actor if it shares one
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -124,7 +124,7 @@ def _read_pieces(model_path: str, where: str) -> sentencepiece.SentencePieceProc
     return pieces
 
 
-_TOKENIZERS = {
+_TOKENIZERS: dict[str, Callable[[str, str], Tokenizer]] = {
     "SentencePieceTokenizer": SentencePieceTokenizer,
     "HuggingFaceTokenizer": HuggingFaceTokenizer,
 }

@@ -52,7 +52,7 @@ class Pulse:
         total = 0
         for group in list(dist.distributed_c10d._world.pg_map):
             try:
-                total += group._get_backend(_device_of(group))._get_sequence_number_for_group()
+                total += group._get_backend(_device_of(group))._get_sequence_number_for_group()  # type: ignore[attr-defined]
             except RuntimeError:  # a group that is being created or destroyed
                 continue
         return total

@@ -24,7 +24,8 @@ def lora_of_roles(
     Raises:
         UsageError: factors that the role's model cannot have, or a flag that needs another one.
     """
-    found, given = {}, {}
+    found: dict[str, LoRASettings | None] = {}
+    given = {}
     for role, own in chosen.items():
         role_settings = types.SimpleNamespace(**{name: own.pop(name) for name in FLAGS})
         found[role] = None

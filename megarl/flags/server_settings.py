@@ -2,10 +2,12 @@
 
 import dataclasses
 import re
+from typing import Any
 
 from megarl.flags.fields import flag, not_negative, positive
 
-SERVE, BOTH = "serve", {"programs": "rl serve", "when": "serve_policy"}  # programs, and the condition in training
+SERVE = "serve"
+BOTH: dict[str, Any] = {"programs": "rl serve", "when": "serve_policy"}  # programs, and the condition in training
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,199}")
 
 

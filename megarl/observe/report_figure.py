@@ -2,6 +2,7 @@
 
 import io
 import re
+from typing import Any
 from math import ceil, floor, log10
 
 from megarl.observe import report_router
@@ -30,7 +31,8 @@ def draw_report(rows: list[dict], title: str) -> bytes:
     panels += report_router.PANELS if report_router.has_experts(rows) else ()
     figure = Figure(figsize=(15, 4.5 * len(panels) / 3), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, wspace=0.03, hspace=0.04)
+    spaces: Any = figure.get_layout_engine()
+    spaces.set(w_pad=0.12, h_pad=0.12, wspace=0.03, hspace=0.04)
     figure.suptitle(title, fontsize=16, fontweight="bold")
     grid = figure.subplots(len(panels) // 3, 3)
     last_step = max([row["step"] for row in rows], default=0)

@@ -6,6 +6,7 @@ import enum
 import numbers
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -24,7 +25,7 @@ def write_settings(directory: Path, settings: dict) -> Path:
     path = directory / "settings.yaml"
     # PyYAML's C dumper if available: in Python 2,000 keys take 0.3 s, which would delay the first rollout.
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-    form = {"sort_keys": True, "allow_unicode": True, "default_flow_style": False, "width": 100}
+    form: dict[str, Any] = {"sort_keys": True, "allow_unicode": True, "default_flow_style": False, "width": 100}
     text = yaml.dump(plain_settings(settings), Dumper=dumper, **form)
     write_atomically(path, text)
     return path

@@ -104,7 +104,8 @@ def buffers(weights: list[Weight], args, first_stage: bool) -> list[GradientBuff
     for kind in dict.fromkeys((w.itemsize, w.is_expert) for w in weights):
         members = [w for w in weights if (w.itemsize, w.is_expert) == kind]
         ranks = sizes.expert_data(args.world_size) if kind[1] else dense
-        laid_out.append(GradientBuffer(*_lay_out(members[::-1], limit, ranks, args), kind[0], ranks))
+        ranges, buckets = _lay_out(members[::-1], limit, ranks, args)
+        laid_out.append(GradientBuffer(ranges, buckets, kind[0], ranks))
     return laid_out
 
 
@@ -153,7 +154,8 @@ def trained_bytes(weights: list[Weight], args, first_stage: bool) -> tuple[int, 
 def _states_of_ranks(gradient_buffers: list[GradientBuffer], args) -> np.ndarray:
     """[data-parallel ranks] optimizer bytes of each; shares of a smaller (expert) group are repeated."""
     ranks = max(b.ranks for b in gradient_buffers)
-    return sum(np.repeat(b.shares() * _states(args, b.itemsize), ranks // b.ranks) for b in gradient_buffers)
+    by_buffer = [np.repeat(b.shares() * _states(args, b.itemsize), ranks // b.ranks) for b in gradient_buffers]
+    return np.sum(by_buffer, axis=0)
 
 
 def plain_bytes(weights: list[Weight]) -> int:

@@ -63,7 +63,7 @@ class Job:
 
 def batched(function: Callable) -> Callable:
     """Mark a plug-in that takes the list of all samples of a step and returns one result per sample."""
-    function.batched = True
+    function.batched = True  # type: ignore[attr-defined]  # functions have attributes
     return function
 
 
@@ -118,7 +118,7 @@ class Verifier:
         except RuntimeError as error:
             return str(error)
 
-    def _checked(self, sample: Sample, result: object) -> Score:
+    def _checked(self, sample: Sample, result: Any) -> Score:
         if isinstance(result, Real):
             result = Score(float(result), float(result) >= 1.0, extracted=whole_response(sample))
         problem = _problem(result)

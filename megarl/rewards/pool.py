@@ -75,6 +75,9 @@ class Workers:
 class _Worker:
     """One process: starting (busy, `job` is None), running a job until its deadline, or idle."""
 
+    deadline: float  # of the job, on the monotonic clock
+    _seconds: float
+
     def __init__(self, setup: object):
         self.connection, theirs = Pipe()
         with theirs:

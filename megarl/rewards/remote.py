@@ -8,7 +8,6 @@ its `messages` if the prompt is a conversation. The answer is `{"scores": [score
 import json
 import random
 import time
-from numbers import Real
 from typing import Any
 
 import urllib3
@@ -104,10 +103,10 @@ def _score(answer: bytes) -> Score | float:
     except (ValueError, KeyError, TypeError, RecursionError):
         shown = answer[:80].decode(errors="replace")
         raise ValueError(f'the answer is {shown!r}, not {{"scores": [one score]}}') from None
-    if isinstance(score, Real):
+    if isinstance(score, (int, float)):
         return score
     reward = score.get("reward") if isinstance(score, dict) else None
-    if not isinstance(reward, Real):
+    if not isinstance(reward, (int, float)):
         raise ValueError(f"the score is {score!r:.80}, neither a number nor an object with a number as reward")
     correct = score.get("correct", reward >= 1.0)
     if not isinstance(correct, bool):

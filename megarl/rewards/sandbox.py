@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from typing import IO, cast
 
 from megarl.rewards import jail
 
@@ -145,7 +146,7 @@ def _read(process: subprocess.Popen, limits: Limits) -> tuple[dict, bool, bool]:
                 return output, False, True
             for key, _ in ready:
                 chunk = os.read(key.fd, 1 << 16)
-                output[key.fileobj] += chunk[:left]
+                output[cast(IO[bytes], key.fileobj)] += chunk[:left]
                 if len(chunk) > left:
                     return output, True, False
                 left -= len(chunk)

@@ -50,10 +50,12 @@ def _module(name: str):
     children inherit.
     """
     if name == "math-verify":
-        from megarl.rewards import mathematics as module
-    else:
-        from megarl.rewards import tasks as module
-    return module
+        from megarl.rewards import mathematics
+
+        return mathematics
+    from megarl.rewards import tasks
+
+    return tasks
 
 
 def _answer(module, request: dict, shared: "_SharedChild") -> dict:

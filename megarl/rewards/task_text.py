@@ -45,7 +45,7 @@ def harmless(task: str, answer: str, reference: str | None) -> str:
 def make_safe(task: str, scorer: Callable):
     """Replace `eval` for a task of literals; ValueError for one whose scorer evaluates text in an unknown way."""
     if task in LITERALS:
-        sys.modules[scorer.__func__.__module__].eval = ast.literal_eval
+        vars(sys.modules[scorer.__module__])["eval"] = ast.literal_eval
     elif task not in EXPRESSIONS and evaluates(scorer):
         raise ValueError("its scorer evaluates text, and this version of megarl does not know how to make that safe")
 

@@ -141,13 +141,14 @@ class Actor:
             value, sums = self.loss(scores, microbatch, old_logprobs, counts, kl_coefficient)
             return value, (sums, logprobs, entropy) if on_policy else (sums,)
 
+        sums = None
+
         def accepts(results: list, norm: float) -> bool:
             nonlocal sums
             sums = self.role_groups.dp_all_reduce(torch.stack([of_microbatch for of_microbatch, *_ in results]).sum(0))
             metrics = dict(zip(METRIC_NAMES, sums.tolist(), strict=True)) | {"actor/grad_norm": norm}
             return has_loss and self.update_check.accepts(metrics["actor/loss"], metrics)
 
-        sums = None
         microbatches = self.trainable_model.microbatches(batch, positions)
         results, applied, norm = self.trainable_model.update(microbatches, self._forward, loss, accepts)
         if on_policy:

@@ -23,7 +23,7 @@ class AdvantageComputer:
         s, self.metrics = settings, {}
         whiten = estimator.whiten if s.whiten_advantages is None else s.whiten_advantages
         self.options = AdvantageOptions(s.gamma, s.gae_lambda, s.group_std, whiten)
-        self.controller = FixedKLController(s.kl_coefficient)
+        self.controller: FixedKLController | AdaptiveKLController = FixedKLController(s.kl_coefficient)
         if s.kl_controller == "adaptive":
             self.controller = AdaptiveKLController(s.kl_coefficient, s.kl_target, s.kl_horizon)
 

@@ -25,8 +25,8 @@ class Critic:
     """A transformer with a scalar head; only for advantage estimators that need values."""
 
     name = "critic"
-    outputs = ("values",)
-    targets = ("returns",)
+    outputs: tuple[str, ...] = ("values",)
+    targets: tuple[str, ...] = ("returns",)
 
     def __init__(
         self, settings: Settings, role: RoleSettings | None, role_groups: RoleGroups, vocab_size: int, timers: Timers
@@ -80,13 +80,14 @@ class Critic:
             clipped = masked_sum(terms.clipped.double(), mask) / count.clamp(min=1)
             return value, torch.stack([value.detach().double(), clipped])
 
+        sums = None
+
         def accepts(results: list, norm: float) -> bool:
             nonlocal sums
             sums = self.role_groups.dp_all_reduce(torch.stack(results).sum(0))
             metrics = dict(zip(METRIC_NAMES, sums.tolist(), strict=True)) | {"critic/grad_norm": norm}
             return has_loss and self.update_check.accepts(metrics["critic/loss"], metrics)
 
-        sums = None
         microbatches = self.trainable_model.microbatches(batch, positions)
         _, applied, norm = self.trainable_model.update(microbatches, self._forward, loss, accepts)
         return sums, has_loss and not applied, norm

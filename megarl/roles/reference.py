@@ -29,7 +29,7 @@ class Reference:
     """The frozen initial policy; only for runs with a KL term."""
 
     name = "reference"
-    outputs = ("reference_logprobs",)
+    outputs: tuple[str, ...] = ("reference_logprobs",)
 
     def __init__(
         self, settings: Settings, role: RoleSettings | None, role_groups: RoleGroups, vocab_size: int, timers: Timers,

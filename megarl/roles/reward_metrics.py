@@ -1,6 +1,7 @@
 """Statistics of a step's scores by reward term over all replicas, and the limit on verifier failures."""
 
 from collections import Counter, deque
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -88,12 +89,12 @@ class RewardStatistics:
             if name in timeouts:
                 self._timeouts[name] = self._timeouts.get(name, 0) + int(late)
             if window.exceeded(name):
-                reasons = [None] * len(self.role_groups.replicas)
+                reasons: list[Any] = [None] * len(self.role_groups.replicas)
                 dist.all_gather_object(reasons, failures.get(name, [])[:1], group=self.role_groups.pg_collection.dp)
-                reasons = " | ".join(dict.fromkeys(reason for of_replica in reasons for reason in of_replica))
+                text = " | ".join(dict.fromkeys(reason for of_replica in reasons for reason in of_replica))
                 raise RuntimeError(
                     f"reward {name} failed on {window.failed[name]} of {window.samples} samples; --reward-max-failures "
-                    f"allows {window.allowed:g} of them; {reasons}"
+                    f"allows {window.allowed:g} of them; {text}"
                 )
 
     def metrics(self) -> dict[str, float]:

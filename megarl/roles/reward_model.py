@@ -75,7 +75,7 @@ class RewardModel:
         )
         return batch.to(device.device())
 
-    def metrics(self) -> dict[str, int]:
+    def metrics(self) -> dict[str, float]:
         """Host memory of offloaded models, in total."""
         by_member = [member.offload.metrics(self.role.name) for member in self.members]
         return {name: sum(metrics[name] for metrics in by_member) for name in by_member[0]}

@@ -16,7 +16,9 @@ PauseMode = Literal["wait", "abort", "keep"]
 class Generator(Protocol):
     """Generates responses with a policy whose weights can be changed. Equal requests get equal tokens, to the bit."""
 
-    version: int  # of the policy: grows by one with each change of weights
+    @property
+    def version(self) -> int:
+        """Of the policy: grows by one with each change of weights."""
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
         """Returns one completion per request, in their order."""

@@ -153,6 +153,7 @@ class RolloutBank:
                 return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
             except FileExistsError:  # of an earlier attempt
                 continue
+        raise AssertionError("counting never ends")
 
     def _identity(self, request: GenerationRequest) -> bytes:
         return bank_file.hash_of(self._common + repr((request.key, request.max_new_tokens, request.prompt)).encode())

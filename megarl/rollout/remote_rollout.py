@@ -1,5 +1,7 @@
 """The rollout of a program without the policy: a server generates, each replica's leader asks for its share."""
 
+from typing import Any
+
 import torch.distributed as dist
 from torch import Tensor
 
@@ -36,7 +38,7 @@ class RemoteRollout:
         with self.timers.phase(groups.model_role, "rollout"):
             round_requests = RoundRequests(prompts, samples, s.seed, step, s.max_response_length)
             ids = round_requests.assigned_to(groups.dp_rank, len(groups.replicas))
-            done = [None]
+            done: list[Any] = [None]
             if groups.is_leader:
                 requests = round_requests.build(ids, sampling, self._end_ids)
                 done = [dict(zip(ids, self._generator.generate(requests), strict=True))]

@@ -53,7 +53,8 @@ class Rollout:
         self.mesh, self.role_groups = mesh, mesh["rollout"]
         self.metrics: dict[str, float] = {}
         self._decode_counts = DecodeCounts()  # of training responses since the last `decode_metrics`
-        self.engine = self._transfer = self.model = self.bank = self._fingerprint = None
+        self.engine = self._transfer = self.model = self.bank = None
+        self._fingerprint: tuple | None = None
         self._has_factors = has_factors = role.lora is not None and adapter.keeps_apart(role.megatron)
         vocab_size = role.model_vocab_size(tokenizer.vocab_size)
         if role.model_role == "actor":
@@ -206,8 +207,8 @@ class Rollout:
             # A prompt's samples stay together to share its KV cache, or for the early stop, which counts whole groups.
             unit = requests.samples if self.settings.rollout_prefix_caching or early_stop else 1
             source = queue = SharedRequestQueue(requests, unit, self.role_groups)
-        end_ids, limit, done = self.tokenizer.end_ids, queue and queue.share, dict(banked or {})
-        longest = early_stop and early_stop.longest
+        end_ids, limit, done = self.tokenizer.end_ids, queue.share if queue else None, dict(banked or {})
+        longest = early_stop.longest if early_stop else None
         for i, completion in done.items() if early_stop else ():
             early_stop.ended(i, completion)
         for i, done[i] in self.engine.stream(source, end_ids, sampling, records_routes, limit, longest):

@@ -18,6 +18,7 @@ from megarl.errors import UsageError
 from megarl.generation import GenerationRequest, TokenChunk
 from megarl.mcore import device
 from megarl.observe import activity
+from megarl.rollout.api import PauseMode
 from megarl.rollout.command_channel import CommandChannel
 from megarl.rollout.engine_generator import EngineGenerator
 from megarl.rollout.scoring import ScoreRequest, score_sequences, together
@@ -231,7 +232,7 @@ class ReplicaService:
         answer = {"number": frame["number"], "error": error}
         self._send("control", **answer, version=self.generator.version, label=self.label)
 
-    def _pause(self, mode: str):
+    def _pause(self, mode: PauseMode):
         if mode == "abort":
             numbers = [number for number, _ in self._waiting]
             self._waiting.clear()

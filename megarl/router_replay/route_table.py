@@ -58,7 +58,7 @@ class RouteRequest(NamedTuple):
 
     runs: list[Tensor]  # for each replica, [n, 4] as in `TokenRuns.table`
     rows: list[int]  # tokens from each replica
-    index: Tensor  # [T] int64 as in `RouteTable`
+    index: Tensor  # type: ignore[assignment]  # [T] int64 as in `RouteTable`; hides tuple.index
 
     @staticmethod
     def of(

@@ -23,9 +23,10 @@ class RoutingStatistics:
     @classmethod
     def empty(cls, layers: int, experts: int, losses: list[str], device) -> "RoutingStatistics":
         """All zeros. `losses` has the same names on all ranks, also on those without an MoE layer."""
-        by_layer = [torch.zeros(layers, dtype=torch.int64, device=device) for _ in range(3)]
+        routed, replayed, differs = (torch.zeros(layers, dtype=torch.int64, device=device) for _ in range(3))
         load = torch.zeros(layers, experts, dtype=torch.int64, device=device)
-        return cls(load, *by_layer, {name: torch.zeros((), dtype=torch.float64, device=device) for name in losses})
+        zeros = {name: torch.zeros((), dtype=torch.float64, device=device) for name in losses}
+        return cls(load, routed, replayed, differs, zeros)
 
     def add(self, routings: list[Routing]):
         """Adds the micro-batches of one pass."""
@@ -50,7 +51,8 @@ class RoutingStatistics:
             total = torch.stack(list(self.losses.values()))
             dist.all_reduce(total, group=group)
             losses = dict(zip(self.losses, total, strict=True))
-        return RoutingStatistics(counts[:, :-3], *counts[:, -3:].unbind(1), losses, self.passes)
+        routed, replayed, differs = counts[:, -3:].unbind(1)
+        return RoutingStatistics(counts[:, :-3], routed, replayed, differs, losses, self.passes)
 
 
 def load_imbalance(load: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ async def complete(context: ServingContext, request: CompletionRequest) -> Respo
 
 async def _prompts(context: ServingContext, request: CompletionRequest) -> list[list[int]]:
     """The token ids of each prompt."""
-    given = request.prompt
+    given: Any = request.prompt
     if isinstance(given, str) or (given and isinstance(given[0], int)) or not given:
         given = [given]
     prompts = [

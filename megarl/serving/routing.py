@@ -38,7 +38,8 @@ class ReplicaRouter:
         if session is not None:
             self._sessions.pop(session, None)
             self._sessions[session] = chosen
-        for memory, limit in zip((self._sessions, self._blocks), self._limits, strict=True):
+        memories: tuple[collections.OrderedDict, ...] = (self._sessions, self._blocks)
+        for memory, limit in zip(memories, self._limits, strict=True):
             while len(memory) > limit:
                 memory.popitem(last=False)
         return chosen

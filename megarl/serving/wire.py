@@ -44,7 +44,7 @@ def decode_body(body: bytes) -> Frame:
     return frame
 
 
-def body_length(header: bytes) -> int:
+def body_length(header: bytes | bytearray) -> int:
     """Bytes that follow the 4 bytes of `header`; ConnectionError for more than LARGEST_FRAME."""
     length = int.from_bytes(header, "big")
     if length > LARGEST_FRAME:

@@ -83,7 +83,7 @@ class AsyncMetrics:
         data, key = report.encode(), self._key(step, self._mesh.rank)
         pieces = [data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES)]
         for number, piece in enumerate(pieces):
-            self._store.set(f"{key}/{number}", piece)
+            self._store.set(f"{key}/{number}", piece)  # type: ignore[arg-type]  # takes bytes, too
         self._store.set(key, str(len(pieces)))  # last: rank 0 looks for it
 
     def poll(self, wait: bool) -> list[tuple[int, list[StepReport]]]:

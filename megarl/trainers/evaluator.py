@@ -20,6 +20,7 @@ from megarl.data.ragged import Ragged
 from megarl.flags.settings import parse_positive_ints
 from megarl.observe.timers import Timers
 from megarl.roles.reward import Reward
+from megarl.rollout.remote_rollout import RemoteRollout
 from megarl.rollout.requests import PromptRequest
 from megarl.rollout.rollout import Rollout
 
@@ -72,7 +73,7 @@ class Evaluator:
     """Generates and scores responses to held-out prompts; reports metrics per task if there are several."""
 
     def __init__(
-        self, settings: Settings, mesh: RoleMesh, rollout: Rollout, reward: Reward, prompts: PromptSet,
+        self, settings: Settings, mesh: RoleMesh, rollout: Rollout | RemoteRollout, reward: Reward, prompts: PromptSet,
         tokens: Ragged, timers: Timers,
     ):  # fmt: skip
         """`tokens`: token ids of each prompt. The first `--eval-samples` prompts are evaluated."""
@@ -109,7 +110,7 @@ class Evaluator:
         """Rows of all responses of the last evaluation, with tasks, on rank 0 (None elsewhere). Collective."""
         n = self.settings.eval_responses
         rows = self._gather([(row["sequence"], row) for row in self._rows()])
-        return rows and [row | {"task": self.prompts[number // n].task} for number, row in rows]
+        return None if rows is None else [row | {"task": self.prompts[number // n].task} for number, row in rows]
 
     def _rows(self) -> list[dict]:
         """This rank's rows of the last evaluation, sorted by sequence; a prompt's rows are on one rank."""

@@ -1,12 +1,14 @@
 """The policy of a program that does not train: its tokenizer and weights, read and checked, and its model."""
 
 import dataclasses
+from pathlib import Path
 
 from megarl.arguments import RoleSettings, RunConfig
 from megarl.checkpoint import folders
 from megarl.checkpoint.pretrained import (
     CheckpointWeights,
     FactorWeights,
+    FolderWeights,
     PretrainedWeights,
     checkpoint_weights,
     folder_weights,
@@ -36,7 +38,8 @@ class PolicyInputs:
         self.tokenizer = self.encoder.tokenizer
         check_vocabulary(actor, self.tokenizer.vocab_size)
         self.vocab_size = actor.model_vocab_size(self.tokenizer.vocab_size)
-        self.checkpoint = self.weights = None
+        self.checkpoint: Path | None = None
+        self.weights: CheckpointWeights | FactorWeights | FolderWeights | None = None
         if s.load:
             self.weights = checkpoint_weights(s.load, "--load", actor, self.vocab_size)
             self.checkpoint = self.weights.folder
@@ -51,6 +54,7 @@ class PolicyInputs:
         if self.weights is None:
             return {"rollout_server": self.config.settings.rollout_server}
         if self.checkpoint is None:
+            assert isinstance(self.weights, FolderWeights)
             return {"hf_model": str(self.weights.weight_map.model.folder.path)}
         manifest = folders.read_manifest(self.checkpoint, "--load")
         return {"checkpoint": str(self.checkpoint), "program": manifest["program"], "step": manifest["step"]}

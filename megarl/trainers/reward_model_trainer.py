@@ -92,6 +92,8 @@ class RewardModelTrainer(SupervisedTrainer):
                 total, sums = self._measure(scores, microbatch, margins)
                 return total / count, sums / count
 
+            means = tokens = None
+
             def accepts(results: list, norm: float) -> bool:
                 nonlocal means, tokens
                 tokens = examples.batch.lengths.sum().double().view(1)
@@ -99,7 +101,6 @@ class RewardModelTrainer(SupervisedTrainer):
                 *means, tokens = self.role_groups.dp_all_reduce(sums).tolist()
                 return math.isfinite(means[0])
 
-            means = tokens = None
             microbatches = self.microbatches(examples.batch)
             _, applied, norm = self.trainable_model.update(microbatches, self._forward, loss, accepts)
             self.metrics = {

@@ -140,7 +140,7 @@ class RLTrainer(Trainer):
             self.routing_replay.begin_step()
             for source in self._metric_sources():
                 source.metrics = {}
-            self._batch = None
+            self._batch: StepBatch | None = None
             yield step
 
     def _metric_sources(self) -> list:
@@ -239,7 +239,7 @@ class RLTrainer(Trainer):
         """The reward role's running moments, on rank 0. Collective."""
         leader = self.mesh["reward"].is_leader
         gathered = self.mesh.gather(self.reward.moments.state_dict() if leader else None)
-        return gathered and next(filter(None, gathered))
+        return next(filter(None, gathered)) if gathered else None
 
     def _resume(self):
         folder = self.inputs.resume

@@ -62,12 +62,13 @@ class SFTTrainer(SupervisedTrainer):
                 value = token_mean(-scores.logprobs, microbatch.response_mask, count)
                 return value, value.detach().double()
 
+            mean = None
+
             def accepts(losses: list, norm: float) -> bool:
                 nonlocal mean
                 mean = self.role_groups.dp_all_reduce(torch.stack(losses).sum())
                 return math.isfinite(mean)
 
-            mean = None
             microbatches = self.microbatches(examples.batch)
             _, applied, norm = self.trainable_model.update(microbatches, self._forward, loss, accepts)
             self.metrics = {

@@ -46,7 +46,7 @@ class TaskSpec(NamedTuple):
 class ExampleBatch(NamedTuple):
     """The examples of a step or an evaluation."""
 
-    count: int  # of all replicas
+    count: int  # type: ignore[assignment]  # of all replicas; hides tuple.count
     examples: dict[int, Any]  # this replica's, by their number in the batch
     batch: Batch  # this replica's sequences; example i of k sequences has the ids i·k … i·k + k − 1
 

@@ -5,7 +5,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megarl.arguments import RunConfig
@@ -46,7 +46,8 @@ class Trainer(abc.ABC):
         self._skipped_in_a_row, self._alarms = 0, Alarms(config.settings.alarms)
         self.last_step = config.settings.train_iters
         self._fields = fields
-        self._writer = self._progress = None
+        self._writer: MetricsWriter | None = None
+        self._progress: Progress | None = None
         self._started = time.perf_counter()
         self._async_metrics = AsyncMetrics(mesh, NO_LIMIT)
         self._run_stop = RunStop(mesh.rank, config.settings.exit_grace)
@@ -165,7 +166,7 @@ class Trainer(abc.ABC):
             self.checkpoints.adopt_frozen(manifest)
         return manifest
 
-    def publish(self, metrics: dict[str, float], samples: list[dict] = ()):
+    def publish(self, metrics: dict[str, float], samples: Sequence[dict] = ()):
         """Ends a step on this rank and sends its metrics to rank 0; no rank waits for another.
 
         Args:

@@ -22,7 +22,8 @@ class Offload:
 
     def __init__(self, blocks: dict[str, list[DeviceBlock]]):
         """Moves all `blocks` to the host. `timed` may be set to a factory of context managers that time moves."""
-        self.blocks, self.timed = blocks, contextlib.nullcontext
+        self.blocks = blocks
+        self.timed: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
         for block in self._all():
             if block.is_present:
                 block.leave()
@@ -35,7 +36,7 @@ class Offload:
         """Bytes of host copies on this rank."""
         return sum(block.size for block in self._all() if block.host_copy is not None)
 
-    def metrics(self, role: str) -> dict[str, int]:
+    def metrics(self, role: str) -> dict[str, float]:
         """Returns `memory/<role>/offloaded_bytes`; empty for a role without offload."""
         return {f"memory/{role}/offloaded_bytes": self.bytes} if self.blocks else {}
 

@@ -4,6 +4,7 @@ Group creation is collective over the world: every rank, member or not, calls `c
 same order. Groups of the same ranks are created once and shared, within a role and between colocated roles.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -71,7 +72,7 @@ class GroupCache:
             self._groups[key] = dist.new_group(list(ranks), timeout=self._timeout)
         return self._groups[key]
 
-    def mine(self, enumeration: list[list[int]]):
+    def mine(self, enumeration: Iterable[Sequence[int]]):
         """Creates every group of a dimension and returns the one with this rank, or None."""
         groups = [(ranks, self.get(ranks)) for ranks in enumeration]
         return next((group for ranks, group in groups if dist.get_rank() in ranks), None)
