@@ -8,7 +8,7 @@ of the state before tokens[t]. A sequence's first token has neither: both are 0,
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -53,8 +53,8 @@ class Batch:
     routes: Tensor = _token(torch.int16)  # [T], each [L, k]: experts in this rank's L MoE layers; −1: unknown
 
     # Set on micro-batches only; these are not fields and are never exchanged.
-    routing = None  # type: Any  # `Routing`: how the routers treat the tokens
-    host_metadata = None  # type: Any  # `HostMetadata`
+    routing = cast(Any, None)  # `Routing`: how the routers treat the tokens
+    host_metadata = cast(Any, None)  # `HostMetadata`
 
     def __len__(self) -> int:
         return len(self.lengths)

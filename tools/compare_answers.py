@@ -44,14 +44,14 @@ def answers(folder: str, prompts: list[Prompt], max_tokens: int) -> list[str]:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     found = []
     for prompt in prompts:
-        inputs = tokenizer.apply_chat_template(
+        inputs: Any = tokenizer.apply_chat_template(
             prompt.conversation, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        ids: Any = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        ids = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)[0, inputs["input_ids"].shape[1] :]
         found.append(tokenizer.decode(ids, skip_special_tokens=True))
     return found
 

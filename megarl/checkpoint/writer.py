@@ -240,5 +240,5 @@ def layout_of(roles: dict) -> dict[str, dict]:
     }
 
 
-def _line(error: Exception) -> str:
+def _line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())

@@ -4,7 +4,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import sentencepiece
 
@@ -124,7 +124,7 @@ def _read_pieces(model_path: str, where: str) -> sentencepiece.SentencePieceProc
     return pieces
 
 
-_TOKENIZERS: dict[str, Callable[[str, str], Tokenizer]] = {
+_TOKENIZERS: dict[str, Callable[..., Any]] = {
     "SentencePieceTokenizer": SentencePieceTokenizer,
     "HuggingFaceTokenizer": HuggingFaceTokenizer,
 }

@@ -208,7 +208,7 @@ def _patch_torch():
     torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
     torch.cuda.random.set_rng_state = torch.cuda.set_rng_state
     torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop = _no_op(), _no_op()
-    torch.compile = _eager
+    torch.compile = _eager  # type: ignore[assignment]  # fewer overloads
     # torch lists its factory functions when a device is first used as a context manager. After the wrapping it would
     # list the wrappers, and `with torch.device("meta")`, with which transformers loads models, would do nothing.
     torch.utils._device._device_constructors()

@@ -2,8 +2,8 @@
 
 import io
 import re
-from typing import Any
 from math import ceil, floor, log10
+from typing import Any
 
 from megarl.observe import report_router
 from megarl.observe.report_axes import GREY, legend, line, not_recorded, series, set_title, start_at_zero

@@ -29,7 +29,8 @@ class GenerateRun:
     def __init__(self, context: ServingContext, request: GenerateRequest):
         self._context, self._request = context, request
         self._is_batch = bool(request.input_ids) and isinstance(request.input_ids[0], list)
-        self._prompts: list[Any] = request.input_ids if self._is_batch else [request.input_ids]
+        given: Any = request.input_ids
+        self._prompts: list[list[int]] = given if self._is_batch else [given]
         for prompt in self._prompts:
             context.check_prompt(prompt, "input_ids")
         if request.return_routes and not context.config.routes:

@@ -26,7 +26,7 @@ class EventStream(Response):
     Whatever ends it closes the generator of the parts, which ends what the replicas do for it.
     """
 
-    media_type: str | None = "text/event-stream"
+    media_type = "text/event-stream"  # type: ignore[assignment]  # None in Response
 
     def __init__(self, first: dict[str, Any] | None, parts: Parts, seconds: float):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})

@@ -17,7 +17,8 @@ with absent(*TRACKERS):
 class DecodeLoopEngine(DynamicInferenceEngine):
     """Generates the same tokens, log-probs and routes as Megatron's engine, to the last bit."""
 
-    _decoding_requests = None  # requests of the previous step, in the context's order, while steps only decode
+    # Requests of the previous step, in the context's order, while steps only decode.
+    _decoding_requests: list | None = None
 
     def step_modern(self) -> dict:
         """Runs one step of all requests; returns the finished requests under "finished_request_records"."""

@@ -188,7 +188,8 @@ class RolloutEngine:
             response_limit: called every `POLL_STEPS` steps; returns the maximum response length in tokens from now
                 on, None: that of each request. It may decrease: longer responses end soon, with their tokens so far.
         """
-        self._steps, self._max_response = 0, None
+        self._steps = 0
+        self._max_response: int | None = None
         with self.session(end_ids, settings, routes) as session:
             max_requests = min(max_requests or self.max_requests, self.max_requests)
             while finished := self._run_until_finished(session, source, max_requests, response_limit):

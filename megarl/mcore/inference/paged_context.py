@@ -79,7 +79,7 @@ class PagedContext(DynamicInferenceContext):
             self._plan = StepPlan(
                 slot_mapping,
                 dedup,
-                rotations and (rotations[0], rotations[-1]),
+                rotations and (rotations[0], rotations[-1]),  # type: ignore[arg-type]  # or nothing
                 reads,
                 self.memory_buffer.unbind(),
                 self._attend,

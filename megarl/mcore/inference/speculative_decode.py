@@ -105,7 +105,7 @@ class SpeculativeEngine(DecodeLoopEngine):
         c, n, (ids, lengths) = self.context, self.context.total_request_count, self._texts
         rows = self.drafter.rows_of(ids)
 
-        def tail(i: int, size: int) -> list[int]:
+        def tail(i: int, size: int) -> Sequence[int]:
             return _tail(self.get_request(int(ids[i])), size)
 
         self.drafter.catch_up(rows, lengths, c.token_to_input_ids[:n].numpy(), tail)

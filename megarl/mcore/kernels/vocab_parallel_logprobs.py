@@ -149,7 +149,7 @@ def _logits_grad(
     else:
         bracket = p.clamp_min(torch.finfo(p.dtype).tiny).log_().mul_(-grad_entropy).sub_(constant)
         if grads[2] is not None:
-            bracket.addcmul_(p, 2 * grad_square)
+            bracket.addcmul_(p, 2 * grad_square)  # type: ignore[arg-type]  # a tensor here
     return bracket.mul_(p)
 
 

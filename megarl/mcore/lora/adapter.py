@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,7 +51,8 @@ class Adapter(torch.nn.Module):
     @property
     def is_apart(self) -> bool:
         """Whether layers add the factors' product to their output, because their weights have 16 bits."""
-        return not all(linear.product.is_merged for linear in self.linears)
+        linears: Any = self.linears
+        return not all(linear.product.is_merged for linear in linears)
 
     def fold(self):
         """Adds the whole factors to the weights for good, with rounding in 16 bits; they must not be merged."""

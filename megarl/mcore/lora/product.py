@@ -1,6 +1,6 @@
 """The product of a linear layer that has low-rank factors: y = x·Wᵀ + s·(x·Aᵀ)·Bᵀ, and its gradients."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ class LowRankProduct(NamedTuple):
     scale: float
     is_merged: bool  # the weight is W + s·B·A; else the factors' product is added to the output
     is_row_parallel: bool
-    group: object  # tensor-parallel ranks of the layer; None: each has the whole layer
+    group: Any  # tensor-parallel ranks of the layer; None: each has the whole layer
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, factors: list[tuple[Tensor, Tensor]]) -> Tensor:
         """[…, K] -> […, N]. Rollout and training call it, so their results are equal."""

@@ -1,6 +1,6 @@
 """Which rows of this rank's linear layers the targeted projections are, and the shapes of their factors."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ def projections_of(linear: str, layer, args, targets: tuple[str, ...]) -> list[P
     names = next((names for suffix, names in LINEARS.items() if linear.endswith(suffix)), ())
     count = len(layer.weight)
     if names == LINEARS["self_attention.linear_qkv"]:
-        rows = _rows_of_heads(count, HeadLayout.of(args), layer.weight.device)
+        rows: list[Any] = _rows_of_heads(count, HeadLayout.of(args), layer.weight.device)
     elif len(names) == 2 and is_gated(args):
         rows = [slice(0, count // 2), slice(count // 2, count)]
     else:

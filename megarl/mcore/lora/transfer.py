@@ -31,8 +31,8 @@ class PolicyTransfer:
         whole = WeightTransfer(LocalWeights(*policy), LocalWeights(*rollout), group)
         self._transfers, self._has_run = [whole], False
         if has_factors:
-            trained = (LocalWeights(*model, trained_state) for model in (policy, rollout))
-            self._transfers.append(WeightTransfer(*trained, group))
+            source, destination = (LocalWeights(*model, trained_state) for model in (policy, rollout))
+            self._transfers.append(WeightTransfer(source, destination, group))
 
     def run(self) -> int:
         """Transfers what the destination lacks; returns the bytes that this rank sent to others."""

@@ -1,5 +1,7 @@
 """Whole factors of a model in any layout: gathered to one rank, or distributed to all."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,7 +19,7 @@ def gather_factors(stages, pg_collection) -> tuple[dict[str, Tensor], Tensor | N
     mine = [(v.key, v.global_shape, _box(v), data) for v, data in found if not any(v.replica_id)]
     heads = [fsdp.whole(chunk.output_layer.weight).cpu() for chunk in stages if has_value_head(chunk)]
     group = pg_collection.intra_dist_opt
-    gathered = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
+    gathered: list[Any] = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
     dist.gather_object((mine, heads), gathered, group=group, group_dst=0)
     if gathered is None:
         return None

@@ -102,7 +102,7 @@ class DeviceBlock:
     def on_host(self, tensor: Tensor) -> Tensor:
         """Returns a tensor's view of the host copy, to be read and written while the block is on the host."""
         _side_stream().synchronize()
-        layout = TensorLayout(tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+        layout = TensorLayout(tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
         return layout.on(self.host_copy.untyped_storage())
 
 

@@ -151,7 +151,8 @@ def weight_shapes(
         value_head: also require the scalar head.
     """
     hidden, layers, attended = args.hidden_size, args.num_layers, args.num_attention_heads * args.kv_channels
-    shapes = {f"{role}.embedding.word_embeddings.weight": (padded_vocab_size(args, vocab_size), hidden)}
+    shapes: dict[str, tuple[int, ...] | None] = {}
+    shapes[f"{role}.embedding.word_embeddings.weight"] = (padded_vocab_size(args, vocab_size), hidden)
     if value_head:
         shapes[f"{role}.{HEAD}"] = (1, hidden)
         shapes[f"{role}.{HEAD_BIAS}"] = (1,) if args.draws_weights else None

@@ -50,7 +50,8 @@ class Rotary(RotaryEmbedding):
 def _llama3_constants(args) -> tuple[float, float, int]:
     """Low and high frequency factors, and the original context length."""
     given = args.rope_low_freq_factor, args.rope_high_freq_factor, args.rope_original_max_position_embeddings
-    return tuple(default if value is None else value for value, default in zip(given, (1.0, 4.0, 8192), strict=True))
+    low, high, length = (1.0 if given[0] is None else given[0]), (4.0 if given[1] is None else given[1]), given[2]
+    return low, high, 8192 if length is None else length
 
 
 def _yarn(exponents: Tensor, base: float, config) -> Tensor:

@@ -1,6 +1,6 @@
 """Runs micro-batches with Megatron's pipeline schedules: one stage, 1F1B, or interleaved virtual stages."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -59,7 +59,7 @@ def run_microbatches(
     """
     no_tokens = torch.zeros([], dtype=torch.int)
 
-    def forward_step(iterator: Iterable, chunk):
+    def forward_step(iterator: Iterator, chunk):
         microbatch = next(iterator)
         activity.tick()
 

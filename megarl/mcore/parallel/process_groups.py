@@ -74,7 +74,7 @@ class GroupCache:
 
     def mine(self, enumeration: Iterable[Sequence[int]]):
         """Creates every group of a dimension and returns the one with this rank, or None."""
-        groups = [(ranks, self.get(ranks)) for ranks in enumeration]
+        groups = [(ranks, self.get(list(ranks))) for ranks in enumeration]
         return next((group for ranks, group in groups if dist.get_rank() in ranks), None)
 
 

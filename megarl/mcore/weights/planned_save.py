@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import os
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from megatron.core import dist_checkpointing
@@ -60,7 +61,7 @@ class PlannedSave:
             with _HashedFile(path) as file:
                 for item, data in (*objects, *tensors):
                     kind = SerializationFormat.TORCH_SAVE
-                    results.append(_write_item(self._writer.transforms, file, data, item, name, kind))
+                    results.append(_write_item(self._writer.transforms, cast(Any, file), data, item, name, kind))
             sealed[name] = {"size": file.size, "sha256": file.digest.hexdigest()}
         return results, sealed
 

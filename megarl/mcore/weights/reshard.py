@@ -7,7 +7,7 @@ the same rank share a message. Boxes that stay on a rank are copied locally.
 
 import math
 from collections import defaultdict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,7 @@ class _Round(NamedTuple):
 class WeightTransfer:
     """Plans and runs weight transfers between two models. All methods are collectives of the group."""
 
-    def __init__(self, source: LocalWeights, destination: LocalWeights, group, bucket_bytes: int = 64 * 2**20):
+    def __init__(self, source: Any, destination: Any, group, bucket_bytes: int = 64 * 2**20):
         """Builds the plan.
 
         Args:
@@ -63,9 +63,9 @@ class WeightTransfer:
         """
         self.group, self.rank = group, dist.get_rank(group)
         self.source, self.destination = source, destination
-        gathered = [None] * dist.get_world_size(group)
+        gathered: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(gathered, (self.source.description(), self.destination.description()), group=group)
-        sources, destinations = zip(*gathered, strict=True)
+        sources, destinations = map(list, zip(*gathered, strict=True))
         check(sources, destinations)
         self.dtypes = {key: whole.dtype for key, whole in merge_wholes("destination", destinations).items()}
         copies = shard_copies(self.rank, sources, destinations)
@@ -242,7 +242,7 @@ def _checksum(weights: LocalWeights, group, dtypes: dict[str, torch.dtype] | Non
         whole = wholes[shard.key]
         dtype = whole.dtype if dtypes is None else dtypes[shard.key]
         totals[shard] = _sum_of_shard(weights.view(shard), shard, whole.shape, dtype)
-    gathered = [None] * dist.get_world_size(group)
+    gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, {shard: int(total) for shard, total in totals.items()}, group=group)
     return _sum_by_key(gathered)
 

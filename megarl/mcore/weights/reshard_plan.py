@@ -24,7 +24,7 @@ class WeightShard(NamedTuple):
     """A box of one tensor of a key: a key stacks the tensors of all layers and experts along leading axes."""
 
     key: str
-    index: Coordinates  # in the stacked axes
+    index: Coordinates  # type: ignore[assignment]  # hides tuple.index; in the stacked axes
     offset: Coordinates  # in the other axes
     shape: Coordinates
 
@@ -171,7 +171,7 @@ def merge_wholes(side: str, descriptions: list[ShardDescription]) -> dict[str, G
 
 def _holders(descriptions: list[ShardDescription]) -> dict[tuple, dict[WeightShard, list[int]]]:
     """Returns (key, index) -> its shards -> the ranks that hold a replica of each."""
-    holders = defaultdict(lambda: defaultdict(list))
+    holders: dict[tuple, dict[WeightShard, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, description in enumerate(descriptions):
         for shard in description.shards:
             holders[shard[:2]][shard].append(rank)

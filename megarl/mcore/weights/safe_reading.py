@@ -8,6 +8,7 @@ versions (`common.pt`) are rejected: megarl never writes them.
 import io
 import pickle
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing import serialization
@@ -108,7 +109,7 @@ def _load_common_state(checkpoint_dir) -> dict:
     if (Path(checkpoint_dir) / serialization.COMMON_STATE_FNAME).exists():
         raise UnsafeFile(f"{checkpoint_dir}: has a {serialization.COMMON_STATE_FNAME}, which megarl does not write")
     key = ShardedObject("common_state", None, (1,), (0,)).unique_key
-    state = {key: io.BytesIO()}
+    state: dict[str, Any] = {key: io.BytesIO()}
     planner = _SafeDefaultPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     checkpoint.load(state, storage_reader=SafeReader(checkpoint_dir), planner=planner, no_dist=True)
     return state[key][0]

@@ -170,11 +170,13 @@ class PagedAttention:
     def _gather_pages(self, cache: Tensor, pages: Tensor, width: int, count: int) -> tuple[Tensor, Tensor]:
         """Cache [blocks, block, G, 2, D] -> keys and values [n, G, K, D], the first K of pages [n·P]; views of the
         scratch buffer."""
-        return self._page_rows(cache, pages, width, count).transpose(1, 2).unbind(3)
+        keys, values = self._page_rows(cache, pages, width, count).transpose(1, 2).unbind(3)
+        return keys, values
 
     def _gather_keys(self, cache: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Cache [blocks, block, G, 2, D] and rows [n, K] of the flattened cache -> keys and values [n, G, K, D]."""
-        return gather_rows(cache.flatten(0, 1), keys).unbind(3)
+        read_keys, values = gather_rows(cache.flatten(0, 1), keys).unbind(3)
+        return read_keys, values
 
     def _page_rows(self, cache: Tensor, pages: Tensor, width: int, count: int) -> Tensor:
         """Cache [blocks, block, …] -> [n, K, …], the first K rows of pages [n·P]; a view of the scratch buffer."""

@@ -25,7 +25,7 @@ def deepseek_flags(config: ModelConfig) -> dict[str, object]:
 
 
 def _latent_attention_flags(config: ModelConfig) -> dict[str, object]:
-    flags = {
+    flags: dict[str, object] = {
         "multi-latent-attention": True,
         "qk-layernorm": True,
         "kv-lora-rank": config.whole("kv_lora_rank"),

@@ -20,7 +20,7 @@ class ExportPlan(NamedTuple):
     """The files of an export."""
 
     headers: dict[str, Header]  # of each weight file
-    index: bytes | None  # of model.safetensors.index.json; None: there is one weight file
+    index: bytes | None  # type: ignore[assignment]  # of model.safetensors.index.json; None: there is one weight file
     config: bytes  # of config.json
 
 

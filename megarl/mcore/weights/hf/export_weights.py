@@ -7,6 +7,7 @@ cannot be loaded before the last rename: that of its index, or of its only weigh
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,7 +77,7 @@ def export_weights(weight_map: WeightMap, stages, pg_collection, folder: Path):
     if rank == 0:
         _prepare(folder)
     dist.barrier(group)
-    gathered = [None] * size
+    gathered: list[Any] = [None] * size
     dist.all_gather_object(gathered, source.description()._replace(shards=[]), group=group)
     mine = [file for number, file in enumerate(plan.headers) if number % size == rank]
     files = {file: MappedFile(folder / (file + PARTIAL), plan.headers[file]) for file in mine}

@@ -12,7 +12,7 @@ EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
 
 # Megatron's key, without `decoder.layers.N.`, -> tensors of the folder, without `model.layers.N.`
-ATTENTION = {
+ATTENTION: dict[str, Mapping] = {
     "self_attention.linear_qkv.layer_norm_weight": rows("input_layernorm.weight"),
     "self_attention.linear_qkv.weight": heads(*(f"self_attn.{x}_proj.weight" for x in "qkv")),
     "self_attention.linear_qkv.bias": heads(*(f"self_attn.{x}_proj.bias" for x in "qkv")),
@@ -22,7 +22,7 @@ ATTENTION = {
     "self_attention.k_layernorm.weight": rows("self_attn.k_norm.weight"),
     "self_attention.core_attention.softmax_offset": rows("self_attn.sinks"),
 }
-MLP = {
+MLP: dict[str, Mapping] = {
     "mlp.linear_fc1.layer_norm_weight": rows("post_attention_layernorm.weight"),
     "mlp.linear_fc1.weight": rows("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.linear_fc1.bias": rows("mlp.gate_proj.bias", "mlp.up_proj.bias"),
@@ -31,7 +31,7 @@ MLP = {
 }
 LAYERS = ATTENTION | MLP
 # With norms after attention and MLP, after those before them.
-SANDWICH = {
+SANDWICH: dict[str, Mapping] = {
     **LAYERS,
     "post_self_attn_layernorm.weight": rows("post_attention_layernorm.weight"),
     "mlp.linear_fc1.layer_norm_weight": rows("pre_feedforward_layernorm.weight"),
@@ -137,4 +137,5 @@ def window_flags(config: ModelConfig, is_window: Callable[[int], bool] = lambda 
     if size is None:
         raise config.error("layer_types", "no sliding_attention without a sliding_window that is in use")
     pattern = str([int(x) for x in has_window]).replace(" ", "")
-    return {"window-size": f"{size - 1},0"} | ({} if all(has_window) else {"window-attn-skip-freq": pattern})
+    flags: dict[str, object] = {"window-size": f"{size - 1},0"}
+    return flags | ({} if all(has_window) else {"window-attn-skip-freq": pattern})

@@ -4,6 +4,7 @@ All weights but the vocabulary's have the same columns in both; `mcore.model.pro
 fuses rows.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -25,7 +26,7 @@ class RowRange(NamedTuple):
         """(offset, shape) of the rows in the weight, whose other axes have these sizes."""
         return (self.row, *[0] * len(columns)), (self.rows, *columns)
 
-    def source_shape(self, columns: list[int], experts: int) -> tuple[int, ...]:
+    def source_shape(self, columns: Sequence[int], experts: int) -> tuple[int, ...]:
         """The smallest shape of the folder's tensor that holds these rows, and as many experts."""
         rows = self.source_row + (self.rows - 1) * self.step + 1
         return (rows, *columns) if self.expert is None else (experts, *columns, rows)

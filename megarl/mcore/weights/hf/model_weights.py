@@ -48,7 +48,7 @@ def _norms(args) -> dict[str, tuple[int, ...]]:
 
 def _attention(args) -> dict[str, tuple[int, ...]]:
     linears = linear_sizes(args, attention_sizes(args))
-    shapes = {f"{linear}.weight": size for linear, size in linears.items()}
+    shapes: dict[str, tuple[int, ...]] = {f"{linear}.weight": size for linear, size in linears.items()}
     qkv = linears.get("self_attention.linear_qkv")
     if qkv and (args.add_bias_linear or args.add_qkv_bias):
         shapes["self_attention.linear_qkv.bias"] = qkv[:1]
@@ -78,7 +78,7 @@ def _mlp(args) -> dict[str, tuple[int, ...]]:
 
 def _experts(args) -> dict[str, tuple[int, ...]]:
     hidden, experts = args.hidden_size, args.num_experts
-    shapes = {"mlp.router.weight": (experts, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {"mlp.router.weight": (experts, hidden)}
     if args.add_bias_linear:
         shapes["mlp.router.bias"] = (experts,)
     if args.moe_router_enable_expert_bias:

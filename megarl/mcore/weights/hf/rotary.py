@@ -1,6 +1,7 @@
 """Rotary position embeddings of a config.json as Megatron's flags."""
 
 import math
+from typing import Any
 
 from megarl.mcore.weights.hf.model_config import ModelConfig
 
@@ -59,7 +60,7 @@ def _fraction(config: ModelConfig, parameters: dict) -> dict[str, object]:
     return {"rotary-percent": fraction}
 
 
-def _is_positive(value: object) -> bool:
+def _is_positive(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < float("inf")
 
 
