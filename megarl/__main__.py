@@ -23,6 +23,7 @@ from megarl import bundled, launcher
 # Programs of one process, by name.
 MODULES = {"plan": "megarl.plan", "build_kernels": "megarl.mcore.kernels.native.build"}
 WRONG_FLAGS = 2  # exit status
+BLANK = "\n\n"  # line
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -95,7 +96,7 @@ def _help() -> str:
 def _rows(files: dict[str, Path]) -> list[str]:
     """A line for each program: its name, and the first sentence of its file."""
     texts = {name: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) for name, path in files.items()}
-    return [f"  {name:18} {(text or '').split('\n\n')[0].replace('\n', ' ')}" for name, text in texts.items()]
+    return [f"  {name:18} {' '.join((text or '').partition(BLANK)[0].split())}" for name, text in texts.items()]
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 """Resolves a name given to a flag: a built-in object, or a user's function as `package.module:function`."""
 
 import importlib
+from typing import TypeVar
 
 from megarl.errors import UsageError
 
+T = TypeVar("T")
 
-def load[T](flag: str, name: str, built_in: dict[str, T]) -> T:
+
+def load(flag: str, name: str, built_in: dict[str, T]) -> T:
     """The object of that name in `built_in`, otherwise the function `package.module:function`, which it imports.
 
     Raises:
