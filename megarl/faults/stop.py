@@ -85,6 +85,7 @@ class StopSignals:
 
     def _run(self):
         number = self._next(None)
+        assert number is not None  # without a deadline it waits for one
         self.received, deadline = number, time.monotonic() + self._grace
         first = time.monotonic()
         self._stop(signal.Signals(number).name)
@@ -94,7 +95,7 @@ class StopSignals:
                 os._exit(128 + number)
             if number is None and not self._step_ended.is_set():
                 _say(f"step {self.step} did not end within --exit-grace {self._grace:g} s: dropped, nothing is saved")
-                os._exit(128 + self.received)
+                os._exit(128 + (self.received or 0))
 
     def _stop(self, name: str):
         if heartbeat.has_failed(self._store):  # a launcher ends this rank after another one failed

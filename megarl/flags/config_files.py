@@ -43,6 +43,7 @@ def _content(path: str) -> dict[str, object]:
         raise UsageError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise UsageError(f"--config {path}: allowed is a mapping of flag names to values")
+    assert root is not None  # the content is a mapping
     entries = [(key.value, value.value) for key, value in root.value]
     for number, (key, value) in enumerate(entries):
         if key in dict(entries[:number]):

@@ -26,7 +26,7 @@ class Flag:
     default: object
     text: str
     check: Callable | None  # returns whether a value is allowed
-    allowed: str  # the allowed values, in words
+    allowed: str | None  # the allowed values, in words
     condition: str | None  # under which it has an effect, by name (`combinations.condition`)
     common: str
     setting: str | None  # field of `Settings` that it sets; None for an option of a loss

@@ -75,7 +75,7 @@ def parse_role_map(
     for entry in filter(None, (e.strip() for e in text.split(";"))):
         role, _, interval = entry.partition("=")
         ranks = _ranks_of(text, entry, interval, world_size, ranks_per_node or world_size)
-        if role in (absent or {}):
+        if absent and role in absent:
             raise UsageError(f"--role-map {text!r}: {role!r} has nothing to do: {absent[role]}; leave it out")
         if role not in roles or role in found:
             problem = "appears twice" if role in found else f"is no role; allowed: {', '.join(roles)}"

@@ -130,7 +130,7 @@ class ChatRun:
 def chat_logprobs(vocabulary: Vocabulary, progress: AnswerProgress) -> dict[str, Any] | None:
     """OpenAI's `logprobs` of chat answers; None without tokens."""
 
-    def described(token: int, logprob: float) -> dict[str, Any]:
+    def described(token: int, logprob: float | None) -> dict[str, Any]:
         text, data = vocabulary.token(token)
         return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
 

@@ -179,10 +179,10 @@ def usage(prompt: int, generated: int) -> dict[str, int]:
 def completion_logprobs(vocabulary: Vocabulary, progress: AnswerProgress) -> dict[str, list[Any]]:
     """OpenAI's `logprobs` of completions; each alternatives' object has the token itself, too."""
     names = [vocabulary.token(token)[0] for token in progress.tokens]
-    tops: list[dict[str, float] | None] = []
+    tops: list[dict[str, float | None] | None] = []
     for number, (name, logprob) in enumerate(zip(names, progress.logprobs, strict=True)):
         listed = progress.top[number] if progress.top else None
-        top: dict[str, float] = {}
+        top: dict[str, float | None] = {}
         for token, value in listed or ():
             top.setdefault(vocabulary.token(token)[0], finite(value))
         if logprob is not None:

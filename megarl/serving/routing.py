@@ -31,7 +31,7 @@ class ReplicaRouter:
         """
         hashes = _block_hashes(prompt)
         chosen = self._sessions.get(session) if session is not None else None
-        if chosen not in outstanding:
+        if chosen is None or chosen not in outstanding:
             chosen = self._by_prompt(hashes, outstanding)
         for each in hashes:
             self._blocks[each] = self._blocks.pop(each, 0) | 1 << chosen

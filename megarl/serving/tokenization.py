@@ -13,11 +13,11 @@ async def tokenize(context: ServingContext, request: TokenizeRequest) -> dict[st
     context.check_model(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise invalid("give either prompt or messages", "prompt")
-    if request.messages is None:
+    if request.prompt is not None:
         tokens = await context.encode_text(request.prompt, request.add_special_tokens)
     else:
         tools = template_tools(request.tools) if request.tools else None
-        tokens = await context.encode_chat(template_messages(request.messages), tools)
+        tokens = await context.encode_chat(template_messages(request.messages or []), tools)
     names = [context.vocabulary.token(token)[0] for token in tokens] if request.return_token_strs else None
     return {"count": len(tokens), "max_model_len": context.max_length, "tokens": tokens, "token_strs": names}
 

@@ -50,6 +50,7 @@ class ToolCallParser:
 
     def _inside(self, text: str) -> tuple[str, str, list[dict[str, Any]]]:
         """(text left to read, content, calls)."""
+        assert self._end is not None  # set where the call begins
         before, rest = _split(self._end, text)
         self._call += before
         if rest is None:
