@@ -15,7 +15,7 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -101,7 +101,7 @@ def first_difference(one: Run, other: Run) -> dict:
     Steps that only one run has are no difference of their own: `missing` counts them.
     """
     common = sorted(one.rows.keys() & other.rows.keys())
-    found = {"equal_steps": 0, "equal_up_to": None, "step": None, "metrics": [],
+    found: dict[str, Any] = {"equal_steps": 0, "equal_up_to": None, "step": None, "metrics": [],
              "missing": len(one.rows.keys() ^ other.rows.keys())}  # fmt: skip
     for step in common:
         row, theirs = reproducible(one.rows[step]), reproducible(other.rows[step])
@@ -143,7 +143,7 @@ def chosen_metrics(runs: list[Run], patterns: list[str]) -> list[str]:
 def compare(runs: list[Run], patterns: list[str], last: int) -> dict:
     """Everything that `main` prints."""
     first, *others = runs
-    found = {
+    found: dict[str, Any] = {
         "runs": [{"name": run.name, "steps": len(run.rows), "last_step": max(run.rows, default=0)} for run in runs],
         "settings": differing_settings(runs),
         "metrics": {name: [summary(run, name, last) for run in runs] for name in chosen_metrics(runs, patterns)},

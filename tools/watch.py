@@ -15,6 +15,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -194,7 +195,7 @@ def show(runs: list[RunReader], once: bool, interval: float) -> int:
         while True:
             for run in runs:
                 run.update()
-            size = tuple(shutil.get_terminal_size()) if sys.stdout.isatty() else None
+            size: Any = tuple(shutil.get_terminal_size()) if sys.stdout.isatty() else None
             lines = fit(frame(runs[0]) if len(runs) == 1 else overview(runs), size)
             if is_terminal:
                 print(HOME + "".join(f"{line}{CLEAR_LINE}\n" for line in lines) + CLEAR_BELOW, end="", flush=True)
@@ -227,7 +228,7 @@ def main(argv: list[str]) -> int:
     except UsageError as error:
         print(f"watch: {error}", file=sys.stderr)
         return 2
-    sys.stdout.reconfigure(errors="replace")
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a text stream of the interpreter
     return show(runs, options.once, options.interval)
 
 

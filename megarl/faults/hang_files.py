@@ -12,7 +12,9 @@ import json
 import pickle
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -73,7 +75,7 @@ def _flight_recorder() -> dict | None:
     return None if dump is None else _PlainUnpickler(io.BytesIO(dump())).load()
 
 
-def _lines(entries: list[dict], ranks: dict[str, list[int]]) -> list[str]:
+def _lines(entries: list[dict], ranks: Mapping[Any, list[int]]) -> list[str]:
     """The last collectives as text, the latest at the end."""
     rows = [["number", "collective", "state", "elements", "group", "its ranks"]]
     for entry in entries[-LAST:]:

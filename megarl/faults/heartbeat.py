@@ -20,7 +20,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -87,7 +87,7 @@ class Heartbeat:
             store: a client of its own: requests of two threads to one client get mixed up.
             limit: longest time without progress.
             end: ends this process with a status.
-            folder: of the run, in which rank 0 keeps status.json, and each rank leaves files about a hang; None: no files.
+            folder: of the run, for rank 0's status.json and each rank's files about a hang; None: no files.
         """
         self._store, self._rank, self._size, self._timers, self._end = store, rank, size, timers, end
         self._folder, self._is_ending = folder, False
@@ -197,7 +197,7 @@ class Heartbeat:
         """The other ranks that still send heartbeats, so that they can write their files."""
         return [rank for rank in ranks if rank != self._rank and not self._watch.silence(rank)]
 
-    def _stop(self, problem: str, table: list[str], others: list[int] = ()):
+    def _stop(self, problem: str, table: list[str], others: Sequence[int] = ()):
         """Says why the run is hung and ends this process, once this rank and `others` have written their files.
 
         A launcher kills all ranks when the first one ends.

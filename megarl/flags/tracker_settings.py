@@ -1,12 +1,13 @@
 """Flags of trackers: where a training run's metrics go besides metrics.jsonl."""
 
 import dataclasses
+from typing import Any
 
 from megarl.flags.fields import flag
 from megarl.observe.trackers.base import NAMES, NONE, are_names
 
 TRAINING = "rl sft reward"  # programs
-TRACKED = {"programs": TRAINING, "when": "tracked"}
+TRACKED: dict[str, Any] = {"programs": TRAINING, "when": "tracked"}
 _PLAIN = "printable text without / and :"
 
 

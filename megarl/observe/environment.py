@@ -49,7 +49,7 @@ def _git_commit() -> str | None:
         return None
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS, check=False)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None

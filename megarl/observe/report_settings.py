@@ -54,7 +54,7 @@ def table(settings: dict, other: dict | None) -> list[list]:
 
 def _flatten(settings: dict) -> dict[tuple[str, ...], str]:
     """Settings by (section, name …); Megatron's flags by ("megatron", name, role)."""
-    found = {}
+    found: dict[tuple[str, ...], str] = {}
     for key, value in settings.items():
         if key == "roles" and isinstance(value, dict):
             for role, of_role in value.items():
@@ -70,7 +70,8 @@ def _flatten_role(role: str, settings: object) -> dict[tuple[str, ...], str]:
     if not isinstance(settings, dict):
         return {("roles", role): _text(settings)}
     flags = settings.get("megatron")
-    found = {("megatron", str(flag), role): _text(v) for flag, v in flags.items()} if isinstance(flags, dict) else {}
+    found: dict[tuple[str, ...], str] = {}
+    found |= {("megatron", str(flag), role): _text(v) for flag, v in flags.items()} if isinstance(flags, dict) else {}
     return found | {("roles", role, str(name)): _text(v) for name, v in settings.items() if name != "megatron"}
 
 

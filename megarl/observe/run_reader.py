@@ -48,8 +48,10 @@ class RunReader:
         self.status: dict | None = None
         self.problem: str | None = None
         self.age = 0.0
-        self._offset, self._file, self._settings_time = 0, None, None
-        self._seen, self._changed = None, 0.0
+        self._offset, self._changed = 0, 0.0
+        self._file: int | None = None
+        self._settings_time: int | None = None
+        self._seen: tuple | None = None
 
     @property
     def step(self) -> int:

@@ -33,7 +33,8 @@ def write_settings(directory: Path, settings: dict) -> Path:
 
 def plain_settings(settings: dict) -> dict:
     """The settings as text, numbers, booleans, null, lists and dictionaries. Errors as of `write_settings`."""
-    return _plain(settings, "")
+    plain: Any = _plain(settings, "")
+    return plain
 
 
 def _plain(value: object, key: str) -> object:

@@ -96,7 +96,7 @@ class RolloutWriter:
         save_file({name: getattr(whole, name).contiguous() for name in whole.present()}, path)
         self._files[path.name] = manifests.seal(path)
 
-    def commit(self, order: dict, tokens: int, metrics: dict[str, float]):
+    def commit(self, order: dict, tokens: float, metrics: dict[str, float]):
         """Gives the step's rollout its name, once all replicas have written it. Arguments as of `RolloutRecord`."""
         groups = self.role_groups
         if not groups.is_leader:

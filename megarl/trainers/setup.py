@@ -138,8 +138,8 @@ def read_inputs(
     print_notes(inputs.prompt_sets, mesh.rank, notes)
     while damaged := integrity.find_damage([folder for folder in dict.fromkeys(found) if folder not in intact]):
         intact |= set(found) - damaged.keys()
-        for folder, problem in damaged.items():
-            folders.mark_damaged(folder, problem)
+        for checkpoint, problem in damaged.items():
+            folders.mark_damaged(checkpoint, problem)
         with folders.recorded() as found:
             inputs = read()
     if mesh.size > 1:

@@ -47,7 +47,7 @@ def test_trackers_change_no_bit_and_follow_a_run_that_goes_back(plain, tmp_path,
 
 
 def test_without_save_or_tracker_the_flags_have_no_effect_and_say_so(tmp_path):
-    argv = [word for word in rl_argv(tmp_path, "--tracker-run x --check")]
+    argv = list(rl_argv(tmp_path, "--tracker-run x --check"))
     status, _, err = launch(tmp_path, argv)
     assert status == 0 and err == (
         "megarl: warning: without effect: --tracker-run (needs --save and wandb or mlflow in --trackers)\n"

@@ -136,7 +136,7 @@ def test_verify_finds_one_flipped_bit(run, tmp_path, capsys):
     status, out = inspect(capsys, damaged, "--verify")
     assert status == 1
     assert re.search(
-        r"^damaged: damaged: __\d_0.distcp is damaged \(its content does not have its checksum\)$", out, re.M
+        r"^damaged: damaged: __\d_0.distcp is damaged \(its content does not have its checksum\)$", out, re.MULTILINE
     )
 
 
@@ -162,9 +162,9 @@ def test_a_hugging_face_folder_of_several_files(tmp_path, capsys):
                for group in role["groups"])  # fmt: skip
     shutil.copytree(folder, tmp_path / "copy")
     assert as_json(capsys, folder, "--diff", tmp_path / "copy")[0] == 0
-    one = sorted((tmp_path / "copy").glob("*.safetensors"))[0]
+    one = min((tmp_path / "copy").glob("*.safetensors"))
     tensors = load_file(one)
-    name = sorted(tensors)[0]
+    name = min(tensors)
     tensors[name].view(torch.uint8).flatten()[0] ^= 1
     save_file(tensors, one, metadata={"format": "pt"})
     status, found = as_json(capsys, folder, "--diff", tmp_path / "copy")

@@ -9,9 +9,9 @@ from megarl.observe.trackers.base import TrackedRun
 
 os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # MLflow 3.17 refuses folders without it; before the import
 
-import mlflow  # noqa: E402
-from mlflow.entities import Metric, Param, RunTag  # noqa: E402
-from mlflow.tracking import MlflowClient  # noqa: E402
+import mlflow
+from mlflow.entities import Metric, Param, RunTag
+from mlflow.tracking import MlflowClient
 
 ID_TAG = "megarl.id"
 METRICS, PARAMS = 1000, 100  # MLflow's limits of a request

@@ -1,5 +1,7 @@
 """Weights & Biases. Login, entity and server are the package's own: `wandb login`, WANDB_ENTITY, WANDB_BASE_URL."""
 
+from typing import Any
+
 import wandb
 
 from megarl.observe.trackers.base import TrackedRun
@@ -17,7 +19,7 @@ class WandbTracker:
         settings = wandb.Settings(
             console="off", silent=True, save_code=False, disable_git=True, disable_code=True, x_disable_stats=True
         )
-        options = {
+        options: dict[str, Any] = {
             "project": run.project, "name": run.name, "dir": run.folder, "config": run.config, "settings": settings,
             "mode": "offline" if run.offline else None,
         }  # fmt: skip

@@ -34,7 +34,8 @@ class Delivery:
     """Rows on their way to a tracker that may fail."""
 
     def __init__(self, run: TrackedRun):
-        self._run, self._tracker = run, None
+        self._run = run
+        self._tracker: Tracker | None = None
         self._waiting: deque[tuple[int, dict[str, float]]] = deque(maxlen=MAX_ROWS)
         self._warned, self._retry_at = False, 0.0
 
