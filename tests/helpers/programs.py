@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.observe import metric_catalog
 from megarl.observe.metric_names import reproducible as timeless
 from tests.helpers.worlds import SAFETY_SECONDS, run_world, wait_until
 from tools.train_tokenizer import train as train_tokenizer
@@ -155,8 +156,12 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def metrics(save: Path) -> dict[int, dict]:
-    """Rows of metrics.jsonl by step."""
-    return {row["step"]: row for row in map(json.loads, (save / "metrics.jsonl").read_text().splitlines())}
+    """Rows of metrics.jsonl by step. Every name must be in the catalogue: a new metric needs an entry there."""
+    rows = {row["step"]: row for row in map(json.loads, (save / "metrics.jsonl").read_text().splitlines())}
+    names = dict.fromkeys(name for row in rows.values() for name in row)
+    unknown = metric_catalog.unknown(names)
+    assert not unknown, f"not in megarl/observe/metric_catalog.py: {unknown}"
+    return rows
 
 
 def samples(save: Path, step: int) -> bytes:

@@ -1,0 +1,247 @@
+"""The metrics of a run: name, unit, meaning, and when each is in metrics.jsonl.
+
+A name may have placeholders in angle brackets: `time/<role>/<phase>_s` stands for `time/actor/update_s` and others.
+"""
+
+import functools
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+PLACEHOLDERS = {  # placeholder -> what it stands for, as a pattern
+    "role": "actor|critic|reward|reference|rollout",
+    "phase": "[a-z_]+",
+    "term": "[^/]+",  # of --reward; a plug-in's has a colon
+    "task": ".+?",  # of a prompt's metadata: any text
+    "layer": r"\d{3}",
+    "k": r"\d+",
+}
+
+
+class Metric(NamedTuple):
+    """A metric, or a family of them. `programs`: that write it; `when`: what else it needs, "" for nothing."""
+
+    name: str
+    unit: str
+    meaning: str
+    when: str = ""
+    programs: tuple[str, ...] = ("train_rl",)
+
+    @property
+    def pattern(self) -> str:
+        """A regular expression of the names."""
+        pieces = re.split("<([a-z]+)>", self.name)
+        return "".join(f"({PLACEHOLDERS[x]})" if i % 2 else re.escape(x) for i, x in enumerate(pieces))
+
+
+TRAINING = ("train_rl", "train_sft", "train_reward")
+LOSSES = ("train_sft", "train_reward")
+EVALUATED = ("train_rl", "evaluate")
+IN_TRAINING = "in training with --eval-prompts, every --eval-interval steps"
+
+SECTIONS: dict[str, tuple[Metric, ...]] = {
+    "Reward": (
+        Metric("reward/mean", "reward", "mean score of the step's responses, length penalty included"),
+        Metric("reward/std", "reward", "standard deviation of the scores"),
+        Metric("reward/accuracy", "fraction", "responses that are correct by the first verifier of answers, or by the"
+               " reward model"),
+        Metric("reward/<term>/mean", "score", "mean score of one term of --reward, before its weight"),
+        Metric("reward/<term>/std", "score", "standard deviation of the term's scores"),
+        Metric("reward/<term>/failures", "samples", "samples of the step whose verifier failed and got"
+               " --reward-fallback", "for verifiers"),
+        Metric("reward/<term>/timeouts", "samples", "responses that took a verifier longer than --reward-timeout and"
+               " count as wrong", "for verifiers whose time limit is a verdict"),
+        Metric("reward/model/cut_fraction", "fraction", "texts that were longer than --reward-max-length and lost the"
+               " start of their prompt", "with a reward model"),
+        Metric("reward/model/disagreement", "score", "mean deviation between the models of an ensemble",
+               "with a reward model; 0 without an ensemble"),
+    ),
+    "Rollout": (
+        Metric("rollout/tokens", "tokens", "tokens generated during the step and kept, whichever step trains on them"),
+        Metric("rollout/tokens_per_s", "tokens/s", "these over the seconds of the phase rollout"),
+        Metric("rollout/response_length_mean", "tokens", "mean length of the responses"),
+        Metric("rollout/finished_fraction", "fraction", "responses that ended before --max-response-length"),
+        Metric("rollout/entropy", "nats", "mean entropy of the policy over the response tokens, before the updates"),
+        Metric("rollout/logprob_gap_max", "nats", "largest |rollout − recomputed log-prob| of a response token before"
+               " any update; exactly 0 on a CPU"),
+        Metric("rollout/logprob_gap_mean", "nats", "mean of the same"),
+        Metric("rollout/staleness", "updates", "actor updates since a trained token was generated, mean over tokens",
+               "with --one-step-off or --partial-rollouts"),
+        Metric("rollout/staleness_max", "updates", "the largest of the same", "with --partial-rollouts"),
+        Metric("rollout/carried_fraction", "fraction", "trained tokens that are older than the step",
+               "with --partial-rollouts"),
+        Metric("rollout/carried_groups", "groups", "unfinished groups that the next step continues",
+               "with --partial-rollouts"),
+        Metric("rollout/dropped_groups", "groups", "groups that were older than --max-staleness",
+               "with --partial-rollouts"),
+        Metric("rollout/decode_steps", "steps", "decode steps of the replica with the most", "with"
+               " --speculative-rollout"),
+        Metric("rollout/accepted_tokens_per_step", "tokens", "tokens that a request gets in a decode step; 1 without"
+               " drafts", "with --speculative-rollout"),
+        Metric("rollout/draft_acceptance", "fraction", "drafted tokens that were accepted", "with"
+               " --speculative-rollout"),
+    ),
+    "Group sampling": tuple(
+        metric._replace(when="with --group-filter reward or correct") for metric in (
+            Metric("sampling/rounds", "rounds", "sampling rounds of the step"),
+            Metric("sampling/groups", "groups", "groups generated in the step"),
+            Metric("sampling/kept_fraction", "fraction", "groups that passed the filter"),
+            Metric("sampling/reward_mean", "reward", "mean score before the filter"),
+            Metric("sampling/waiting_groups", "groups", "kept groups that wait for their batch to be full"),
+        )
+    ),
+    "Actor": (
+        Metric("actor/loss", "loss", "policy loss with KL and entropy terms, mean over the step's updates"),
+        Metric("actor/entropy", "nats", "entropy over the whole vocabulary, mean over the updates' response tokens"),
+        Metric("actor/ppo_kl", "nats", "KL from the policy before the step, mean over tokens and updates"),
+        Metric("actor/ppo_kl_first", "nats", "the same of the first mini-batch, before any update; exactly 0"),
+        Metric("actor/clip_fraction", "fraction", "response tokens whose ratio was clipped"),
+        Metric("actor/kl_loss", "nats", "KL term of the loss, before its coefficient", "with --kl-in loss"),
+        Metric("actor/grad_norm", "norm", "gradient norm before clipping, mean over the updates"),
+        Metric("actor/learning_rate", "rate", "learning rate of the next update"),
+        Metric("actor/updates_skipped", "updates", "updates left out, because a loss or gradient was not finite or an"
+               " alarm said skip", "", ("train_rl", "train_sft")),
+    ),
+    "Critic": tuple(
+        metric._replace(when="with a critic (--advantage gae)") for metric in (
+            Metric("critic/loss", "loss", "clipped value loss, mean over the step's updates"),
+            Metric("critic/clip_fraction", "fraction", "response tokens whose value was clipped"),
+            Metric("critic/explained_variance", "fraction", "share of the returns' variance that the values explain; 1:"
+                   " perfect, below 0: worse than a constant"),
+            Metric("critic/grad_norm", "norm", "gradient norm before clipping, mean over the updates"),
+            Metric("critic/learning_rate", "rate", "learning rate of the next update"),
+            Metric("critic/updates_skipped", "updates", "updates left out, as of the actor"),
+        )
+    ),
+    "KL to the reference": (
+        Metric("kl/reference", "nats", "sum of log π − log π_ref (k1) over a response, mean over responses, whichever"
+               " estimator is optimised", "with a reference"),
+        Metric("kl/coefficient", "–", "the coefficient β of the step", "with a reference"),
+    ),
+    "Rollout correction": (
+        Metric("correction/weight_mean", "ratio", "mean of the unbounded weights π_old/μ, per token or response as"
+               " --rollout-correction-level says; its expectation is 1"),
+        Metric("correction/weight_max", "ratio", "the largest of them"),
+        Metric("correction/effective_sample_size", "fraction", "(Σw)²/(n·Σw²) of the weights"),
+        Metric("correction/applied_mean", "ratio", "mean of the weights that multiplied the loss"),
+        Metric("correction/truncated_fraction", "fraction", "weights at the cap"),
+        Metric("correction/masked_fraction", "fraction", "weights set to 0"),
+        Metric("correction/kl", "nats", "KL(μ ‖ π_old) by k1, mean over tokens"),
+        Metric("correction/kl_k3", "nats", "the same by k3"),
+    ),
+    "Mixture of experts": (
+        *(
+            metric._replace(when=f"{metric.when}; the critic's are critic/router/…", programs=TRAINING) for metric in (
+                Metric("router/load_imbalance", "ratio", "tokens of the busiest expert over the mean, minus 1, mean"
+                       " over layers", "with experts"),
+                Metric("router/load_imbalance/layer_<layer>", "ratio", "the same of one layer", "with experts"),
+                Metric("router/idle_experts", "fraction", "experts without a token in the step", "with experts"),
+                Metric("router/aux_loss", "loss", "load-balancing loss before its coefficient, summed over layers",
+                       "with --moe-aux-loss-coeff"),
+                Metric("router/z_loss", "loss", "z-loss before its coefficient, summed over layers",
+                       "with --moe-z-loss-coeff"),
+            )
+        ),
+        Metric("router/replayed_fraction", "fraction", "(token, layer) pairs of the updates whose route was replayed;"
+               " anything but 1 is a bug", "with --router-replay"),
+        Metric("router/disagreement", "fraction", "replayed (token, layer) pairs for which the live router would have"
+               " chosen other experts", "with --router-replay"),
+        Metric("router/disagreement/layer_<layer>", "fraction", "the same of one layer", "with --router-replay"),
+        Metric("router/gap_live", "nats", "mean |rollout − recomputed log-prob| of probed responses, routed anew",
+               "with --router-probe-interval"),
+        Metric("router/gap_replayed", "nats", "the same with the rollout's routes", "with --router-probe-interval"),
+        *(
+            Metric(f"critic/router/{name}", unit, f"as router/{name}, of the critic", "with experts in the critic")
+            for name, unit in (("load_imbalance", "ratio"), ("load_imbalance/layer_<layer>", "ratio"),
+                               ("idle_experts", "fraction"), ("aux_loss", "loss"), ("z_loss", "loss"))
+        ),
+    ),
+    "Supervised training": (
+        Metric("sft/loss", "nats", "mean negative log-probability of the response tokens", "", ("train_sft",)),
+        Metric("sft/grad_norm", "norm", "gradient norm before clipping", "", ("train_sft",)),
+        Metric("sft/learning_rate", "rate", "learning rate of the next update", "", ("train_sft",)),
+    ),
+    "Reward model": (
+        Metric("reward/loss", "nats", "−log σ(r_chosen − r_rejected − margin), mean over pairs, centring included", "",
+               ("train_reward",)),
+        Metric("reward/accuracy", "fraction", "pairs whose chosen text scores above the rejected one", "",
+               ("train_reward",)),
+        Metric("reward/margin", "score", "mean r_chosen − r_rejected", "", ("train_reward",)),
+        Metric("reward/mean", "score", "mean score of all texts", "", ("train_reward",)),
+        Metric("reward/grad_norm", "norm", "gradient norm before clipping", "", ("train_reward",)),
+        Metric("reward/learning_rate", "rate", "learning rate of the next update", "", ("train_reward",)),
+        Metric("reward/updates_skipped", "updates", "updates left out, because a loss or gradient was not finite", "",
+               ("train_reward",)),
+    ),
+    "Evaluation": (
+        Metric("eval/accuracy", "fraction", "held-out responses that are correct", IN_TRAINING, EVALUATED),
+        Metric("eval/pass@<k>", "fraction", "prompts with a correct one among k responses (2107.03374)",
+               "with --eval-responses or --eval-k", EVALUATED),
+        Metric("eval/mean@<k>", "fraction", "mean accuracy of k responses", "with --eval-responses or --eval-k",
+               EVALUATED),
+        Metric("eval/maj@<k>", "fraction", "prompts whose most frequent answer of k is correct (2203.11171)",
+               "with --eval-responses or --eval-k, if the verifier extracts answers", EVALUATED),
+        Metric("eval/reward", "reward", "mean score of the held-out responses", IN_TRAINING, EVALUATED),
+        Metric("eval/reward/<term>", "score", "mean score of one term", "with several terms in --reward", EVALUATED),
+        Metric("eval/response_length_mean", "tokens", "mean length of the held-out responses", IN_TRAINING, EVALUATED),
+        Metric("eval/finished_fraction", "fraction", "held-out responses that ended before --max-response-length",
+               IN_TRAINING, EVALUATED),
+        *(
+            Metric(f"eval/<task>/{name}", unit, f"eval/{name} of one task", "with prompts of several tasks", EVALUATED)
+            for name, unit in (
+                ("accuracy", "fraction"), ("pass@<k>", "fraction"), ("mean@<k>", "fraction"), ("maj@<k>", "fraction"),
+                ("reward", "reward"), ("reward/<term>", "score"), ("response_length_mean", "tokens"),
+                ("finished_fraction", "fraction"),
+            )
+        ),
+        Metric("eval/loss", "nats", "loss on the held-out lines", "with --eval-prompts, every --eval-interval steps",
+               LOSSES),
+        Metric("eval/accuracy", "fraction", "held-out pairs whose chosen text scores above the rejected one",
+               "as eval/loss", ("train_reward",)),
+        Metric("eval/margin", "score", "mean r_chosen − r_rejected of held-out pairs", "as eval/loss",
+               ("train_reward",)),
+        Metric("eval/mean", "score", "mean score of held-out texts", "as eval/loss", ("train_reward",)),
+    ),
+    "Weights": (
+        Metric("weights/sync_bytes", "bytes", "bytes sent to the rollout's own model by all ranks; 0 where it shares"
+               " the actor's"),
+        Metric("weights/sync_s", "s", "seconds of that transfer"),
+    ),
+    "Times": (
+        Metric("time/step_s", "s", "the step, the longest of all ranks", "", TRAINING),
+        Metric("time/<role>/<phase>_s", "s", "a phase, the longest of the role's ranks; those of evaluations are"
+               " eval_<phase>", "if the role has the phase", TRAINING),
+        Metric("time/<role>/idle_fraction", "fraction", "share of the step in which the role's ranks wait for others",
+               "", TRAINING),
+        Metric("time/idle_fraction", "fraction", "the same over all ranks", "", TRAINING),
+    ),
+    "Memory": (
+        Metric("memory/<role>/peak_bytes", "bytes", "peak device memory of the role's ranks", "on CUDA", TRAINING),
+        Metric("memory/<role>/offloaded_bytes", "bytes", "size of the role's host copies", "with --offload"),
+    ),
+    "Throughput": (
+        Metric("perf/tokens", "tokens", "tokens trained on, prompts included", "", TRAINING),
+        Metric("perf/tokens_per_s", "tokens/s", "these over the seconds of the whole step", "", TRAINING),
+    ),
+    "Run": (
+        Metric("step", "–", "number of the step; 0 is the evaluation before the first", "", TRAINING),
+        Metric("steps_skipped", "steps", "steps of the run so far with a skipped update", "", TRAINING),
+    ),
+}  # fmt: skip
+METRICS = tuple(metric for metrics in SECTIONS.values() for metric in metrics)
+
+
+@functools.cache
+def _compiled() -> tuple[tuple[re.Pattern, Metric], ...]:
+    return tuple((re.compile(metric.pattern), metric) for metric in METRICS)
+
+
+def find(name: str) -> tuple[Metric, ...]:
+    """The entries that a name of metrics.jsonl fits, the most specific first: one for each program at most."""
+    fitting = [metric for pattern, metric in _compiled() if pattern.fullmatch(name)]
+    return tuple(sorted(fitting, key=lambda metric: metric.name.count("<")))
+
+
+def unknown(names: Iterable[str]) -> list[str]:
+    """The names that no entry describes."""
+    return [name for name in names if not find(name)]

@@ -1,0 +1,1 @@
+"""Tests of the documentation: links, commands, quoted messages, examples, generated pages, the site."""

@@ -1,0 +1,100 @@
+"""The catalogue of metrics: code writes every entry. That runs write nothing else is checked by `programs.metrics`."""
+
+import ast
+import functools
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import megarl
+from megarl.observe import metric_catalog
+from megarl.observe.metric_catalog import METRICS, Metric
+from tests.helpers.programs import metrics as rows_of_run
+
+PACKAGE = Path(megarl.__file__).parent
+READERS = {PACKAGE / "observe" / f"{name}.py" for name in (
+    "metric_catalog", "alarms", "progress", "report", "report_axes", "report_figure", "report_router",
+)}  # fmt: skip
+EXAMPLES = {"role": "actor", "phase": "update", "term": "format", "task": "chain_sum", "layer": "003", "k": "4"}
+HOLE = "\0"  # a value in an f-string
+
+
+@functools.cache
+def literals() -> frozenset[str]:
+    """The string constants and f-strings (each value a `HOLE`) of the code that writes metrics."""
+    found = set()
+    for path in set(PACKAGE.rglob("*.py")) - READERS:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                found.add("".join(v.value if isinstance(v, ast.Constant) else HOLE for v in node.values))
+    return frozenset(found)
+
+
+def fits(text: str, literal: str) -> bool:
+    """Whether an f-string can be that text."""
+    return bool(re.fullmatch(".+".join(map(re.escape, literal.split(HOLE))), text))
+
+
+@functools.cache
+def last_components() -> frozenset[str]:
+    """What comes after the last slash of the literals, where it has letters of its own."""
+    return frozenset(text.rpartition("/")[2] for text in literals() if text.rpartition("/")[2].strip(HOLE))
+
+
+@functools.cache
+def prefixes() -> tuple[str, ...]:
+    """F-strings that begin with a text and a slash."""
+    return tuple(text for text in literals() if re.match(r"[a-z_/]+/.*\0", text, re.DOTALL))
+
+
+def is_written(metric: Metric) -> bool:
+    """Whether some code has the name; or the last component, and before it what the name begins with."""
+    name = re.sub("<([a-z]+)>", lambda match: EXAMPLES[match[1]], metric.name)
+    if name in literals():
+        return True
+    last = re.sub("<[a-z]+>", HOLE, metric.name.rpartition("/")[2])
+    begins = [text for text in last_components() if re.match("[a-z]{3,}_\0", text)]  # as in f"gap_{name}"
+    has_last = last == HOLE or last in last_components() or any(fits(last, text) for text in begins)
+    folders = [name[:at] for at, letter in enumerate(name) if letter == "/"]
+    has_first = any(folder in literals() for folder in folders) or any(fits(name, text) for text in prefixes())
+    return has_last and has_first
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: f"{metric.name} of {metric.programs[0]}")
+def test_some_code_writes_the_metric(metric):
+    assert is_written(metric)
+
+
+def test_a_metric_that_no_code_writes_is_found():
+    invented = ("actor/wisdom", "reward/<term>/median", "router/idle_layers", "eval/luck@<k>", "nowhere/loss", "speed")
+    assert not [name for name in invented if is_written(Metric(name, "", ""))]
+
+
+def test_a_name_has_one_entry_in_a_program():
+    keys = [(metric.name, program) for metric in METRICS for program in metric.programs]
+    assert len(keys) == len(set(keys))
+
+
+def test_names_are_found():
+    for name, entry in {
+        "time/critic/update_s": "time/<role>/<phase>_s", "eval/pass@16": "eval/pass@<k>",
+        "eval/tasks/of a/name/maj@4": "eval/<task>/maj@<k>", "router/disagreement/layer_012":
+        "router/disagreement/layer_<layer>", "reward/my.module:score/std": "reward/<term>/std",
+    }.items():  # fmt: skip
+        assert metric_catalog.find(name)[0].name == entry
+    assert {metric.programs for metric in metric_catalog.find("reward/mean")} == {("train_rl",), ("train_reward",)}
+    unknown = ["time/judge/update_s", "eval/pass@k", "router/disagreement/layer_1", "reward/mean/", "loss"]
+    assert metric_catalog.unknown(["step", *unknown, "perf/tokens"]) == unknown
+
+
+def test_a_run_that_writes_an_unknown_metric_fails_its_test(tmp_path):
+    """`programs.metrics`, through which tests read metrics.jsonl, refuses it."""
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "actor/loss": 0.5}) + "\n")
+    assert rows_of_run(tmp_path) == {1: {"step": 1, "actor/loss": 0.5}}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "actor/wisdom": 0.5}) + "\n")
+    with pytest.raises(AssertionError, match="actor/wisdom"):
+        rows_of_run(tmp_path)
