@@ -1,0 +1,57 @@
+"""Examples of the documentation: plug-ins run as printed, plans print what the pages show, configs exist."""
+
+import contextlib
+import io
+import json
+import math
+import re
+import shlex
+
+import pytest
+
+from megarl import plan
+from tests.helpers import documents
+from tests.helpers.programs import ROOT, metrics, rl_argv, samples, train
+
+DOCS = ROOT / "docs"
+
+
+def test_the_plug_ins_of_extending_run_unchanged(tmp_path, plug_ins):
+    """A reward, an estimator and a loss in one run, with the flags of the page."""
+    blocks = documents.blocks(documents.text_of(DOCS / "extending.md"))
+    code = "\n\n".join(block.text for block in blocks if block.language == "python")
+    flags = [block.text.strip().removeprefix("... ") for block in blocks if block.text.startswith("... ")]
+    assert len(flags) == 3 and len(re.findall("^def ", code, re.MULTILINE)) == 3
+    (plug_ins / "my_plugins.py").write_text(code)
+    train("rl", rl_argv(tmp_path, " ".join([*flags, "--train-iters 2"])))
+    rows = metrics(tmp_path)
+    assert all(math.isfinite(value) for row in rows.values() for value in row.values())
+    assert rows[2]["actor/grad_norm"] > 0 and "kl/reference" not in rows[2] and "critic/loss" not in rows[2]
+    graded = [json.loads(row) for row in samples(tmp_path, 1).splitlines()]
+    assert {"my_plugins:contains_answer", "length"} <= set(graded[0]["reward_values"])
+    assert len({row["reward"] for row in graded}) > 1
+
+
+def shown_plans() -> list[tuple[str, str]]:
+    """(command, output) of each plan on the page about layouts."""
+    blocks = [
+        b.text for b in documents.blocks(documents.text_of(DOCS / "scaling.md")) if "$ python -m megarl.plan" in b.text
+    ]
+    pairs = (re.fullmatch(r"\$ ((?:[^\n]*\\\n)*[^\n]*)\n(.*)", block, re.DOTALL).groups() for block in blocks)
+    return [(command.replace("\\\n", " "), output) for command, output in pairs]
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_plan_prints_what_the_page_shows(number, monkeypatch):
+    command, output = shown_plans()[number]
+    monkeypatch.chdir(ROOT)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        plan.main(shlex.split(command)[3:])
+    lines = [line.rstrip() for line in printed.getvalue().split("\n")]
+    shown = [line for line in output.rstrip("\n").split("\n") if line != "…"]
+    assert len(shown) > 10
+    assert [line for line in shown if line not in lines] == []
+
+
+def test_there_are_three_plans():
+    assert len(shown_plans()) == 3

@@ -1,0 +1,9 @@
+"""Hooks of the documentation's site (mkdocs.yml): links of a page that leave docs/ become plain text or the overview."""
+
+import re
+
+
+def on_page_markdown(markdown: str, **_) -> str:
+    """A page's text for the site, where the repository's other files do not exist."""
+    markdown = re.sub(r"\]\(\.\./README\.md(#[\w-]*)?\)", "](index.md)", markdown)
+    return re.sub(r"\[([^\]]*)\]\(\.\./[^)]*\)", r"\1", markdown)
