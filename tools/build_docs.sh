@@ -9,5 +9,5 @@ ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 FOLDER=$(realpath -m -- "${1:-$ROOT/site}")
 PYTHON_BIN=$(bash "$ROOT/launch/setup_env.sh" docs)
 cd "$ROOT"
-"$PYTHON_BIN" -m mkdocs build --strict --quiet --site-dir "$FOLDER"
+NO_MKDOCS_2_WARNING=1 "$PYTHON_BIN" -m mkdocs build --strict --quiet --site-dir "$FOLDER"
 echo "build_docs: $FOLDER/index.html"

@@ -1,4 +1,4 @@
-"""Hooks of the documentation's site (mkdocs.yml): links of a page that leave docs/ become plain text or the overview."""
+"""Hooks of the documentation's site (mkdocs.yml): links that leave docs/ become plain text, or lead to the overview."""
 
 import re
 

@@ -57,12 +57,12 @@ def without_ellipsis(words: Iterable[str]) -> list[str]:
     return kept
 
 
-def with_values(words: list[str], flags: dict[str, parser.Flag]) -> list[str]:
-    """The words with 1 for placeholders of numbers."""
+def with_values(words: list[str], flags: dict[str, parser.Flag], numbers: Iterable[str] = ()) -> list[str]:
+    """The words with 1 for placeholders of numbers. `numbers`: further flags whose value is one."""
     found = []
     for before, word in zip(["", *words], words, strict=False):
         flag = flags.get(before.removeprefix("--"))
-        is_number = before in megatron()[0] or flag is not None and flag.kind is not str
+        is_number = before in (*numbers, *megatron()[0]) or flag is not None and flag.kind is not str
         found.append("1" if is_number and PLACEHOLDER.fullmatch(word) else word)
     return found
 

@@ -55,7 +55,7 @@ def _modules(words: list[str], is_inline: bool, ranks: int = 1):
     elif name == "pytest" or ELLIPSIS.fullmatch(name):
         return
     elif name == "megarl.plan":
-        flags = with_values(without_ellipsis(flags), {})
+        flags = with_values(without_ellipsis(flags), {}, ("--world-size", "--vocab-size"))
         default = ["--world-size", "1"] if is_inline else []  # prose may name the program alone
         chosen, rest = plan.build_parser().parse_known_args([*default, *flags])
         check_flags("rl", rest, is_inline, chosen.world_size)

@@ -227,7 +227,10 @@ def test_two_calls_at_once_install_once(machine):
 @pytest.mark.parametrize(
     "arguments, line",
     [
-        (["tset"], "unknown extra 'tset', allowed: gpu, math, parquet, serve, trackers, test, clients, bench, smollm2"),
+        (
+            ["tset"],
+            "unknown extra 'tset', allowed: gpu, math, parquet, serve, trackers, test, clients, bench, docs, smollm2",
+        ),
         (["test", "gpu"], "usage:"),
         (["--all"], "usage:"),
     ],
