@@ -9,5 +9,6 @@ ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 FOLDER=$(realpath -m -- "${1:-$ROOT/site}")
 PYTHON_BIN=$(bash "$ROOT/launch/setup_env.sh" docs)
 cd "$ROOT"
-NO_MKDOCS_2_WARNING=1 "$PYTHON_BIN" -m mkdocs build --strict --quiet --site-dir "$FOLDER"
+# Not --quiet: it hides warnings from --strict, too.
+NO_MKDOCS_2_WARNING=1 "$PYTHON_BIN" -m mkdocs build --strict --site-dir "$FOLDER"
 echo "build_docs: $FOLDER/index.html"

@@ -10,6 +10,7 @@ import shlex
 import pytest
 
 from megarl import plan
+from megarl.observe.metric_catalog import METRICS
 from tests.helpers import documents
 from tests.helpers.programs import ROOT, metrics, rl_argv, samples, train
 
@@ -27,6 +28,8 @@ def test_the_plug_ins_of_extending_run_unchanged(tmp_path, plug_ins):
     rows = metrics(tmp_path)
     assert all(math.isfinite(value) for row in rows.values() for value in row.values())
     assert rows[2]["actor/grad_norm"] > 0 and "kl/reference" not in rows[2] and "critic/loss" not in rows[2]
+    always = [m.name for m in METRICS if not m.when and "train_rl" in m.programs and "<" not in m.name]
+    assert len(always) > 30 and set(always) <= set(rows[2])  # docs/metrics.md says so
     graded = [json.loads(row) for row in samples(tmp_path, 1).splitlines()]
     assert {"my_plugins:contains_answer", "length"} <= set(graded[0]["reward_values"])
     assert len({row["reward"] for row in graded}) > 1

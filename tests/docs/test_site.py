@@ -1,6 +1,7 @@
 """The site: every page is in the navigation, nothing is loaded from elsewhere, and mkdocs builds it."""
 
 import re
+import shutil
 import subprocess
 import sys
 
@@ -52,12 +53,33 @@ def test_links_that_leave_the_docs_become_text():
     assert docs_hooks.on_page_markdown(text, page=None) == "[a](index.md) [b](index.md) c [d](plan.md)"
 
 
-def test_the_site_is_built_without_a_warning(tmp_path):
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert {path.stem for path in DOCS.rglob("*.md")} < {path.stem for path in tmp_path.rglob("*.html")}
-    for page in tmp_path.rglob("*.html"):
+def test_the_script_builds_the_site_without_a_warning(tmp_path):
+    """From another folder, with an interpreter that has mkdocs in the place of the environment's."""
+    root, site = tmp_path / "root", tmp_path / "site"
+    (root / "launch").mkdir(parents=True)
+    for name in ("docs", "tools", "mkdocs.yml"):
+        (root / name).symlink_to(ROOT / name)
+    (root / "launch" / "setup_env.sh").write_text(f'[[ $1 == docs ]] && echo "{sys.executable}"\n')
+    script = shutil.copy(
+        ROOT / "tools" / "build_docs.sh", root / "launch"
+    )  # it looks for its files from its own folder
+    done = subprocess.run(["bash", script, str(site)], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"build_docs: {site}/index.html\n"), done.stderr
+    assert "WARNING" not in done.stderr
+    assert {path.stem for path in DOCS.rglob("*.md")} < {path.stem for path in site.rglob("*.html")}
+    for page in site.rglob("*.html"):
         assert not re.search(r"<(script|link|img|iframe)[^>]*(src|href)=\"?(https?:)?//", page.read_text()), page
-    assert "assets/iframe-worker.js" in (tmp_path / "index.html").read_text()
-    assert "partial rollouts" in (tmp_path / "search" / "search_index.js").read_text()
+    assert "assets/iframe-worker.js" in (site / "index.html").read_text()
+    assert "partial rollouts" in (site / "search" / "search_index.js").read_text()
+
+
+def test_a_dead_link_fails_the_build(tmp_path):
+    """With the options of the script and the checks of mkdocs.yml."""
+    (options,) = re.findall(r"-m mkdocs (build [a-z -]*?) --site-dir", (ROOT / "tools" / "build_docs.sh").read_text())
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text("[there](nowhere.md)")
+    config = {key: value for key, value in configuration().items() if key in ("site_name", "validation")}
+    (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "mkdocs", *options.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and "nowhere.md" in done.stderr

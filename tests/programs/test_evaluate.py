@@ -9,6 +9,7 @@ import pytest
 
 from megarl.algorithms.pass_at_k import maj_at_k, pass_at_k
 from megarl.errors import UsageError
+from megarl.observe import metric_catalog
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.programs import (
     inputs,
@@ -39,6 +40,7 @@ def result(folder: Path, flags: str, size: int = 1, layout: str = "") -> tuple[d
     printed = run_evaluate(evaluate_argv(save, f"{flags} {layout}", prompts_of_two_tasks(folder)), size)
     assert not any(printed[1:])
     found = json.loads((save / "evaluation.json").read_text())
+    assert not metric_catalog.unknown(found["metrics"])
     check_table(printed[0], found["metrics"])
     return found, (save / "samples.jsonl").read_bytes()
 
