@@ -35,21 +35,26 @@ def test_the_plug_ins_of_extending_run_unchanged(tmp_path, plug_ins):
     assert len({row["reward"] for row in graded}) > 1
 
 
-def shown_plans() -> list[tuple[str, str]]:
-    """(command, output) of each plan on the page about layouts."""
-    blocks = [
-        b.text for b in documents.blocks(documents.text_of(DOCS / "scaling.md")) if "$ python -m megarl.plan" in b.text
-    ]
-    pairs = (re.fullmatch(r"\$ ((?:[^\n]*\\\n)*[^\n]*)\n(.*)", block, re.DOTALL).groups() for block in blocks)
-    return [(command.replace("\\\n", " "), output) for command, output in pairs]
+def shown_plans() -> list[tuple[list[str], str]]:
+    """(flags of megarl.plan, output) of each plan on the page about layouts, the shell's variables filled in."""
+    found = []
+    for block in documents.blocks(documents.text_of(DOCS / "scaling.md")):
+        match = re.fullmatch(r"\$ source (\S+)\n\$ ((?:[^\n]*\\\n)*[^\n]*)\n(.*)", block.text, re.DOTALL)
+        if match:
+            shape = (ROOT / match[1]).read_text()
+            arguments = re.search(r"MODEL_ARGS=\((.*?)\)", shape, re.DOTALL)[1]
+            command = match[2].replace("\\\n", " ").replace('"${MODEL_ARGS[@]}"', " ".join(arguments.split()))
+            command = command.replace("$VOCAB_SIZE", re.search(r"VOCAB_SIZE=(\d+)", shape)[1])
+            found.append((shlex.split(command)[3:], match[3]))
+    return found
 
 
 @pytest.mark.parametrize("number", range(3))
 def test_a_plan_prints_what_the_page_shows(number, monkeypatch):
-    command, output = shown_plans()[number]
+    flags, output = shown_plans()[number]
     monkeypatch.chdir(ROOT)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        plan.main(shlex.split(command)[3:])
+        plan.main(flags)
     lines = [line.rstrip() for line in printed.getvalue().split("\n")]
     shown = [line for line in output.rstrip("\n").split("\n") if line != "…"]
     assert len(shown) > 10

@@ -55,10 +55,11 @@ def _modules(words: list[str], is_inline: bool, ranks: int = 1):
     elif name == "pytest" or ELLIPSIS.fullmatch(name):
         return
     elif name == "megarl.plan":
+        gap = ["…"] * (len(without_ellipsis(flags)) < len(flags))
         flags = with_values(without_ellipsis(flags), {}, ("--world-size", "--vocab-size"))
         default = ["--world-size", "1"] if is_inline else []  # prose may name the program alone
         chosen, rest = plan.build_parser().parse_known_args([*default, *flags])
-        check_flags("rl", rest, is_inline, chosen.world_size)
+        check_flags("rl", [*rest, *gap], is_inline, chosen.world_size)
     elif name == "megarl.launcher":
         known = {option for action in launcher._parser()._actions for option in action.option_strings}
         at = next((i for i, word in enumerate(flags) if word in PROGRAMS), len(flags))
@@ -121,21 +122,26 @@ def _curl(words: list[str]):
 
 @functools.cache
 def script_text(path: Path) -> str:
-    """The text of a script and of all that it starts."""
-    text = path.read_text()
-    names = set(re.findall(r"\blaunch/[\w/.]+\.(?:sh|sbatch)|\btools/\w+\.py", text)) - {f"launch/{path.name}"}
-    names |= {"megarl/launcher.py"} if "-m megarl.launcher" in text else set()
-    names |= {f"launch/{name}" for name in re.findall(r'[")]/(\w+\.sh)', text)} - {f"launch/{path.name}"}
-    started = [ROOT / name for name in sorted(names)]
-    return text + "".join(
-        script_text(each) if each.suffix == ".sh" else each.read_text() for each in started if each.is_file()
-    )
+    """The text of a script and of all that it starts or sources, directly or not."""
+    texts, waiting = {}, [path]
+    while waiting:
+        each = waiting.pop()
+        if each in texts or not each.is_file():
+            continue
+        text = texts[each] = each.read_text()
+        if each.suffix == ".sh":
+            names = re.findall(r"\blaunch/[\w/.]+\.sh|\btools/\w+\.py", text)
+            names += [f"launch/{name}" for name in re.findall(r'[")]/(\w+\.sh)', text)]
+            names += ["megarl/launcher.py"] if "-m megarl.launcher" in text else []
+            waiting += [ROOT / name for name in names]
+    return "\n".join(texts.values())
 
 
 def _script(words: list[str], variables: dict[str, str], is_inline: bool):
     path = ROOT / words[0]
     require(path.is_file(), f"there is no script {words[0]}")
-    text = script_text(path)
+    started = [ROOT / word for word in words[1:2] if word.endswith(".sh")]
+    text = "\n".join(map(script_text, (path, *started)))
     for name in variables:
         is_read = re.search(
             rf"\$\{{?[!]?{name}\b|environ[^\n]*\"{name}\"|^for name in [^;\n]*\b{name}\b", text, re.MULTILINE
@@ -143,14 +149,19 @@ def _script(words: list[str], variables: dict[str, str], is_inline: bool):
         require(is_read, f"{words[0]} does not read the variable {name}")
     ranks = int(variables["NPROC"]) if variables.get("NPROC", "").isdigit() else 1
     flags = words[1:]
-    if words[0] == "tests/run.sh":
+    if words[0] == "launch/slurm.sh" and flags[:1] and flags[0].endswith(".sh"):
+        _script(flags, {}, is_inline)
+    elif words[0] == "tests/run.sh":
         for word in flags:
             require(not word.startswith("tests/") or (ROOT / word).exists(), f"no file {word}")
     elif words[0] == "launch/setup_env.sh":
         unknown = {name for word in flags if not word.startswith("-") for name in word.split(",")} - set(EXTRAS) - {"…"}
         require(not unknown, f"setup.py has no extra {', '.join(unknown)}")
         require({w for w in flags if w.startswith("-")} <= {"--which-python"}, f"{words[0]} has not all of {flags}")
-    elif without_ellipsis(flags) and "unknown program" in path.read_text():  # its first argument is a program
+    elif without_ellipsis(flags) and words[0] in (
+        "launch/run.sh",
+        "launch/slurm.sh",
+    ):  # the first argument is a program
         require(flags[0] in PROGRAMS, f"{flags[0]}: allowed: {', '.join(PROGRAMS)}")
         check_flags(PROGRAMS[flags[0]], flags[1:], is_inline, ranks)
     elif without_ellipsis(flags):
@@ -174,8 +185,10 @@ def check(command: Command):
         check_flags("rl", words, is_inline)
         return
     if head in ("bash", "sbatch"):
-        if not words[1].startswith("-"):
-            _script(words[1:], command.variables, is_inline)
+        scripts = [number for number, word in enumerate(words) if word.endswith(".sh")]
+        require(scripts or is_inline, f"{head} needs a script")
+        if scripts:
+            _script(words[scripts[0] :], command.variables, is_inline)
         return
     rules: dict[str, Callable] = {"torchrun": _torchrun, "srun": _srun}
     for name in command.variables:
