@@ -48,7 +48,7 @@ Every flag of every program: first megarl's own, then those of Megatron that it 
 flag without its dashes. `--help` of a program prints its own flags.
 
 * **Programs**: rl, sft and reward are `train_rl`, `train_sft` and `train_reward`. `python -m megarl.plan` takes the
-  flags of `train_rl`, and `--world-size`, `--vocab-size` and `--json`.
+  flags of `train_rl`, and `--world-size`, `--ranks-per-node`, `--vocab-size` and `--json`.
 * **Roles**: where a flag may differ per role, the prefix names the role: `--critic-offload`. Every Megatron flag may
   have the prefix of any role (`--critic-lr`); that of the rollout is allowed for its parallel sizes.
 * **Without effect**: in such a run the flag is dropped with a warning.
