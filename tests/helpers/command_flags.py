@@ -117,7 +117,7 @@ def _words(tree: ast.AST) -> set[str]:
 
 @functools.cache
 def source_flags(path: Path) -> frozenset[str]:
-    """The flags in the source of a tool and of the tools that it imports."""
+    """The flags in the source of a tool, of the tools that it imports, and of a module whose `main` it calls."""
     tree, found = ast.parse(path.read_text()), set()
     for node in ast.walk(tree):
         if (
@@ -131,7 +131,8 @@ def source_flags(path: Path) -> frozenset[str]:
             if isinstance(first, ast.JoinedStr):  # f"--{prefix}prompts": any word of the file may be the prefix
                 end = first.values[-1].value if isinstance(first.values[-1], ast.Constant) else None
                 found |= {f"--{name}{end or ''}" for name in ("", *_words(tree))}
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tools"):
+        takes_over = isinstance(node, ast.ImportFrom) and any(alias.name == "main" for alias in node.names)
+        if isinstance(node, ast.ImportFrom) and (takes_over or (node.module or "").startswith("tools")):
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
             for module in (ROOT / (name.replace(".", "/") + ".py") for name in names):
                 found |= source_flags(module) if module.is_file() and module != path else set()

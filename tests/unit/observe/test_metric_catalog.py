@@ -14,9 +14,8 @@ from megarl.observe.metric_catalog import METRICS, Metric
 from tests.helpers.programs import metrics as rows_of_run
 
 PACKAGE = Path(megarl.__file__).parent
-READERS = {PACKAGE / "observe" / f"{name}.py" for name in (
-    "metric_catalog", "alarms", "progress", "report", "report_axes", "report_figure", "report_router",
-)}  # fmt: skip
+READERS = {*PACKAGE.glob("observe/report*.py"),
+           *(PACKAGE / "observe" / f"{name}.py" for name in ("metric_catalog", "alarms", "progress"))}  # fmt: skip
 EXAMPLES = {"role": "actor", "phase": "update", "term": "format", "task": "chain_sum", "layer": "003", "k": "4"}
 HOLE = "\0"  # a value in an f-string
 
