@@ -180,10 +180,11 @@ class Heartbeat:
         problem = self._watch.silence(0, patience)
         if problem:
             self._watch.update(self._read(everyone), time.monotonic())
-            if self._rank > 1:
+            if self._rank == 1:
+                self._publish(problem)
+                self._stop(problem, self._watch.table(everyone), self._answering(everyone))
+            else:
                 self._stop(problem, [])
-            self._publish(problem)
-            self._stop(problem, self._watch.table(everyone), self._answering(everyone))
 
     def _read(self, ranks) -> dict[int, dict]:
         """The states of these ranks; without those that have published none yet."""
