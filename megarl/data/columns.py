@@ -223,7 +223,7 @@ def _pair(found: dict[str, Any], has_prompt: bool) -> dict[str, Any]:
 
 def _shared_text(one: str, other: str) -> int:
     """Characters of the common beginning of two texts, without a space at its end, which belongs to the responses."""
-    end = len(os.path.commonprefix([one, other]))
+    end = len(os.path.commonprefix([one, other]))  # noqa: RUF071  # of texts
     return end - 1 if end and one[end - 1] == " " else end
 
 

@@ -74,7 +74,7 @@ def split_lines(text: bytes, where: str) -> Ragged:
 class JsonRows:
     """Objects on lines. A pass over them finds the names of all columns, another one gives the rows."""
 
-    left_out = ()
+    left_out: tuple[str, ...] = ()
 
     def __init__(self, lines: Ragged, where: str):
         """Reads the lines once; UsageError at the first that is no object."""

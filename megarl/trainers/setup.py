@@ -135,7 +135,11 @@ def read_inputs(
         raise SystemExit(0)
     mesh, intact = create_role_mesh(config, timers, Path(folder) if folder else None), set()
     kernel_choice.choose_kernels(config, mesh, notes)
-    print_notes(inputs.prompt_sets, mesh.rank, notes)
+    print_notes(
+        inputs.prompt_sets,  # type: ignore[attr-defined]  # all programs' inputs have some
+        mesh.rank,
+        notes,
+    )
     while damaged := integrity.find_damage([folder for folder in dict.fromkeys(found) if folder not in intact]):
         intact |= set(found) - damaged.keys()
         for checkpoint, problem in damaged.items():

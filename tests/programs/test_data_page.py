@@ -28,7 +28,9 @@ LONG = ("1+1+1+1+1+1=", "6")
 
 def blocks(language: str) -> list[str]:
     """The contents of the page's code blocks of a language."""
-    return [text for name, text in re.findall(r"^```(\w*)\n(.*?)^```$", TEXT, re.M | re.S) if name == language]
+    return [
+        text for name, text in re.findall(r"^```(\w*)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL) if name == language
+    ]
 
 
 def saved(folder: str, rows: list[dict]):
@@ -95,7 +97,7 @@ def parsed_command(line: str, folder: Path):
     shell, script, name, config, file, *flags = shlex.split(line)
     assert (shell, script, config, file) == ("bash", "launch/run.sh", "--config", "my.yaml")
     program_name, argv = PROGRAMS[name]
-    base = [token for token in argv(folder / "run") if token not in ("--prompts",) and "train.jsonl" not in token]
+    base = [token for token in argv(folder / "run") if token != "--prompts" and "train.jsonl" not in token]
     base = [token for token in base if "preferences.jsonl" not in token]
     return program_name, program(program_name, [*base, *flags, "--check"], 1)
 
@@ -143,10 +145,10 @@ def test_the_tables_of_the_page():
     programs, known = {"`train_rl`, `evaluate`": columns.RL, "`train_sft`": columns.SFT}, {}
     programs["`train_reward`"] = columns.REWARD
     part = TEXT.partition("## Columns that are recognised")[2].partition("| files of |")[0]
-    for row in re.findall(r"^\| (.*?) ?\| (\w+) \| (`.*`) \|$", part, re.M):
-        purpose = programs.get(row[0], None) or purpose  # noqa: F821  of the row above
+    for row in re.findall(r"^\| (.*?) ?\| (\w+) \| (`.*`) \|$", part, re.MULTILINE):
+        purpose = programs.get(row[0]) or purpose  # noqa: F821  of the row above
         known.setdefault(purpose, {})[row[1]] = tuple(re.findall("`(.*?)`", row[2]))
     assert known == columns._NAMES
     own = TEXT.partition("## megarl's own fields")[2].partition("##")[0]
-    rows = re.findall(r"^\| (`.*?`) \|", own, re.M)
+    rows = re.findall(r"^\| (`.*?`) \|", own, re.MULTILINE)
     assert {name for row in rows for name in re.findall("`(.*?)`", row)} == set(FIELD_TYPES)

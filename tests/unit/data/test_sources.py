@@ -64,7 +64,7 @@ def test_folders_like_those_of_a_hub(names, splits, tmp_path):
     if len(splits) == 1:
         assert files_of(tmp_path) == files_of(f"{tmp_path}/") == found["train"]
     else:
-        first = sorted(splits)[0]
+        first = min(splits)
         assert error_of(tmp_path) == (
             f"--prompts {tmp_path}: has the splits {', '.join(sorted(splits))}; name one, as in {tmp_path}:{first}"
         )
