@@ -86,7 +86,16 @@ CLASSIFIERS = [
 ]
 
 # Tools that work on a checkout; a wheel has the others.
-REPOSITORY_TOOLS = ("chaos", "check_env", "curves", "record_runs", "rlhf_report", "smollm2_folder")
+REPOSITORY_TOOLS = (
+    "chaos",
+    "check_env",
+    "curves",
+    "docs_hooks",
+    "make_reference",
+    "record_runs",
+    "rlhf_report",
+    "smollm2_folder",
+)
 
 
 def version():

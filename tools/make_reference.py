@@ -26,7 +26,7 @@ from megarl.observe import metric_catalog  # noqa: E402
 DOCS = ROOT / "docs"
 MADE = "<!-- Made by tools/make_reference.py; do not edit. -->"
 PROGRAMS = {"rl": "train_rl", "sft": "train_sft", "reward": "train_reward", "evaluate": "evaluate", "serve": "serve"}
-KINDS = {int: "whole number", float: "number", bool: "true or false", str: "text"}
+KINDS: dict[object, str] = {int: "whole number", float: "number", bool: "true or false", str: "text"}
 FIRST = {"Settings": "Roles, data and tokenizers"}  # title of a class's fields before its first comment
 IN_TRAINING = {
     "evaluation": "--eval-prompts",

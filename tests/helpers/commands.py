@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch.distributed.run
 
-from megarl import launcher, plan
+from megarl import bundled, launcher, plan
+from megarl.__main__ import MODULES
 from setup import EXTRAS
 from tests.helpers.command_flags import (
     ELLIPSIS,
@@ -33,6 +34,7 @@ OTHERS = {
     "tail": "prints the end of a file",
     "tar": "packs files", "scp": "copies files", "rsync": "copies files", "docker": "runs a container",
 }  # fmt: skip
+OTHER_MODULES = {"venv": "makes an environment", "build": "makes a wheel", "twine": "checks and uploads it"}
 # Variables that tools read without a script.
 OWN_VARIABLES = {"VLLM_PYTHON": "tools/bench", "MEGARL_VENV": "launch/setup_env.sh"}
 # Variables that libraries read, with what they do.
@@ -52,7 +54,7 @@ def _modules(words: list[str], is_inline: bool, ranks: int = 1):
     name, flags = words[0], words[1:]
     if name == "pip":
         _pip(flags)
-    elif name == "pytest" or ELLIPSIS.fullmatch(name):
+    elif name in ("pytest", *OTHER_MODULES) or ELLIPSIS.fullmatch(name):
         return
     elif name == "megarl.plan":
         gap = ["…"] * (len(without_ellipsis(flags)) < len(flags))
@@ -83,6 +85,19 @@ def _python(words: list[str], is_inline: bool):
         require(path.is_file() or not words[0].startswith(("tools/", "tests/", "megarl/")), f"no file {words[0]}")
         if path.is_file():
             check_tool(path, words[1:], is_inline)
+
+
+def _megarl(words: list[str], is_inline: bool):
+    """The command `megarl`: a program on ranks, one of this process, or a tool."""
+    at = next((i for i, word in enumerate(words) if word in PROGRAMS), None)
+    if at is not None or not words:
+        _modules(["megarl.launcher", *words], is_inline)
+    elif words[0] in MODULES:
+        _modules([MODULES[words[0]], *words[1:]], is_inline)
+    elif words[0] in bundled.tools():
+        check_tool(bundled.tools()[words[0]], words[1:], is_inline)
+    else:
+        require(is_inline or words[0] in ("--help", "--version"), f"megarl has no program {words[0]}")
 
 
 def _torchrun(words: list[str], is_inline: bool):
@@ -190,7 +205,7 @@ def check(command: Command):
         if scripts:
             _script(words[scripts[0] :], command.variables, is_inline)
         return
-    rules: dict[str, Callable] = {"torchrun": _torchrun, "srun": _srun}
+    rules: dict[str, Callable] = {"torchrun": _torchrun, "srun": _srun, "megarl": _megarl}
     for name in command.variables:
         require(name in LIBRARIES or name in OWN_VARIABLES, f"{name}: nothing reads this variable")
     if re.fullmatch(r"python3?(\.\d+)?|\$\{?PYTHON(_BIN)?\}?", head):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.checkpoint import manifest
+from megarl.trainers import launch as launch_module
 from tests.helpers.forked_programs import error_line, launch
 from tests.helpers.programs import environment, inputs, rl_argv, sft_argv, train
 from tests.helpers.worlds import SAFETY_SECONDS
@@ -80,7 +81,9 @@ def test_wrong_flags(case, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_only_rank_0_prints_errors(tmp_path):
+def test_only_rank_0_prints_errors(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch_module, "SPEAKER_FIRST", 0.0)
+    monkeypatch.setenv("LOCAL_RANK", "1")
     argv = rl_argv(tmp_path / "run", "--clip-range -1")
     assert "--clip-range -1" in error_line(launch(tmp_path, argv, rank=0, size=2))
     assert launch(tmp_path, argv, rank=1, size=2) == (2, "", "")

@@ -111,7 +111,8 @@ def test_the_interface_is_chosen_for_several_nodes_only(monkeypatch):
     given = {"MASTER_ADDR": "node1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
     for changed, wanted in [({}, None), ({"LOCAL_WORLD_SIZE": "2"}, "to-node1"),
                             ({"LOCAL_WORLD_SIZE": "2", interfaces.VARIABLE: "ib0"}, "ib0")]:  # fmt: skip
-        monkeypatch.delenv(interfaces.VARIABLE, raising=False)
+        monkeypatch.setenv(interfaces.VARIABLE, "")  # so that it is unset after the test, whoever sets it
+        monkeypatch.delenv(interfaces.VARIABLE)
         for name, value in (given | changed).items():
             monkeypatch.setenv(name, value)
         interfaces.choose_interface()
