@@ -215,12 +215,14 @@ PROBE = """
 (async () => {
   const found = {}, wait = () => new Promise((resolve) => setTimeout(resolve, 50));
   const key = (node, name) => node.dispatchEvent(new KeyboardEvent("keydown", { key: name, bubbles: true }));
+  const tip = () => [...byId("tip").querySelectorAll("b, tr")].map(
+    (row) => [...row.children].map((cell) => cell.textContent).join("\\t") || row.textContent).join("\\n");
   const set = (id, value, event = "input") => { byId(id).value = value; byId(id).dispatchEvent(new Event(event)); };
   await wait();
   const chart = [...CHARTS][0], tokens = document.querySelector(".tokens");
   chart.draw();
   key(chart.picture, "End");
-  found.read = byId("tip").innerText;
+  found.read = tip();
   key(chart.picture, "+");
   found.zoomed = !byId("reset-zoom").hidden;
   key(chart.picture, "0");
@@ -234,7 +236,7 @@ PROBE = """
   byId("large").close();
   await wait();
   key(tokens, "ArrowRight");
-  found.token = byId("tip").innerText;
+  found.token = tip();
   found.control = [...tokens.querySelectorAll(".control")].map((node) => node.textContent);
   found.elements = [...document.querySelectorAll("#samples img, #samples script, #samples b b, textarea")].length;
   chart.seen = true; // the focus has scrolled it out of view
