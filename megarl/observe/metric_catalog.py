@@ -61,6 +61,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/tokens_per_s", "tokens/s", "these over the seconds of the phase rollout"),
         Metric("rollout/response_length_mean", "tokens", "mean length of the responses"),
         Metric("rollout/finished_fraction", "fraction", "responses that ended before --max-response-length"),
+        Metric("rollout/masked_fraction", "fraction", "response tokens that the losses leave out, as their response was"
+               " cut", "with --mask-truncated-responses"),
         Metric("rollout/entropy", "nats", "mean entropy of the policy over the response tokens, before the updates"),
         Metric("rollout/logprob_gap_max", "nats", "largest |rollout − recomputed log-prob| of a response token before"
                " any update; exactly 0 on a CPU"),

@@ -14,7 +14,6 @@ from megarl.checkpoint.pretrained import (
     folder_weights,
 )
 from megarl.comm.role_mesh import RoleGroups
-from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
 from megarl.mcore.model import gpt
 from megarl.trainers.setup import build_role_encoder, check_required, check_vocabulary
@@ -34,7 +33,6 @@ class PolicyInputs:
             raise UsageError(f"--load {s.load}: the server of --rollout-server has the weights; leave it out")
         check_required({"--tokenizer-model": actor.tokenizer_model})
         self.config, self.encoder = config, build_role_encoder(actor, s)
-        self.prompt_sets: dict[str, PromptSet] = {}  # of a program with prompts
         self.tokenizer = self.encoder.tokenizer
         check_vocabulary(actor, self.tokenizer.vocab_size)
         self.vocab_size = actor.model_vocab_size(self.tokenizer.vocab_size)

@@ -121,7 +121,7 @@ def read_inputs(
     the program ends here, before the process group.
 
     Args:
-        read: reads and checks the inputs, `prompt_sets` among them; raises UsageError.
+        read: reads and checks the inputs, `prompt_sets` among them if there are prompts; raises UsageError.
         notes: where lines about the kernels and the inputs go; None: standard output.
         folder: of a training run, which gets a status.json.
 
@@ -135,11 +135,7 @@ def read_inputs(
         raise SystemExit(0)
     mesh, intact = create_role_mesh(config, timers, Path(folder) if folder else None), set()
     kernel_choice.choose_kernels(config, mesh, notes)
-    print_notes(
-        inputs.prompt_sets,  # type: ignore[attr-defined]  # all programs' inputs have some
-        mesh.rank,
-        notes,
-    )
+    print_notes(getattr(inputs, "prompt_sets", {}), mesh.rank, notes)  # a server has none
     while damaged := integrity.find_damage([folder for folder in dict.fromkeys(found) if folder not in intact]):
         intact |= set(found) - damaged.keys()
         for checkpoint, problem in damaged.items():
