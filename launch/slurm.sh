@@ -57,6 +57,7 @@ while kill -0 "$child" 2>/dev/null; do
 done
 if [[ $cancelled == false ]] && { [[ $(cat "$MEGARL_END_FILE") == signal ]] || { [[ $status != 0 ]] && preempted; }; }; then
     echo "slurm.sh: job $SLURM_JOB_ID goes back into the queue" >&2
+    rm -f "$MEGARL_END_FILE" # Slurm kills this script
     scontrol requeue "$SLURM_JOB_ID"
     sleep 3600 # until Slurm ends this script: its own end would be the job's
 fi

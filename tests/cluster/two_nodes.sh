@@ -21,7 +21,8 @@ if [[ ${1:-} != --inside ]]; then
         exit 2
     }
     WORK=$(mktemp -d)
-    export WORK
+    mkdir "$WORK/tmp"
+    export WORK TMPDIR="$WORK/tmp" # what a killed process leaves is removed, too
     trap 'rm -rf "$WORK"' EXIT
     status=0
     # The first process inside is the parent of all others: the kernel ends them with it.
