@@ -4,7 +4,7 @@
 #   bash tests/cluster/two_nodes.sh SCRIPT [argument ...]
 # SCRIPT runs on node1 (10.77.0.1) and finds in its environment
 #   NODES      a folder with the command `on NODE COMMAND [argument ...]`, which is on the PATH
-#   WORK       an empty folder that is removed at the end
+#   WORK       a folder that is removed at the end, also for temporary files (TMPDIR)
 # Exit status: that of SCRIPT; 2 if this machine forbids namespaces.
 set -euo pipefail
 
