@@ -11,6 +11,7 @@ import pytest
 import megarl
 from megarl.observe import metric_catalog
 from megarl.observe.metric_catalog import METRICS, Metric
+from megarl.observe.metric_names import is_reproducible
 from tests.helpers.programs import metrics as rows_of_run
 
 PACKAGE = Path(megarl.__file__).parent
@@ -97,3 +98,11 @@ def test_a_run_that_writes_an_unknown_metric_fails_its_test(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "actor/wisdom": 0.5}) + "\n")
     with pytest.raises(AssertionError, match="actor/wisdom"):
         rows_of_run(tmp_path)
+
+
+def test_what_depends_on_clock_and_machine_is_told_by_name():
+    """Numbers of seconds and of memory; all others must be equal in repeated runs."""
+    of_clock = {metric.name for metric in METRICS if metric.unit in ("s", "tokens/s")}
+    of_machine = {metric.name for metric in METRICS if metric.name.startswith(("time/", "memory/"))}
+    assert {metric.name for metric in METRICS if not is_reproducible(metric.name)} == of_clock | of_machine
+    assert is_reproducible("rollout/accepted_tokens_per_step") and not is_reproducible("perf/mfu")
