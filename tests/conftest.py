@@ -38,6 +38,15 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture
+def own_environment():
+    """Undoes what the launcher, run in this process, writes into the environment."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
 def plug_ins(tmp_path, monkeypatch):
     """A folder on the import path; its modules are unloaded after the test."""
     monkeypatch.syspath_prepend(str(tmp_path))

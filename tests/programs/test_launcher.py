@@ -201,6 +201,7 @@ def test_cores_are_those_of_the_container(tmp_path, monkeypatch):
     assert cores.cores() == bound
 
 
+@pytest.mark.usefixtures("own_environment")
 @pytest.mark.parametrize("given, threads", [("", 3), ("2", 2)])
 def test_ranks_divide_the_cores_and_only_ranks_collect_garbage(given, threads, monkeypatch):
     seen, collects = [], gc.isenabled()
@@ -208,8 +209,6 @@ def test_ranks_divide_the_cores_and_only_ranks_collect_garbage(given, threads, m
     monkeypatch.setattr(launcher, "cores", lambda: 7)
     monkeypatch.setattr(launcher, "run", lambda module, flags: seen.append((module, flags, gc.isenabled())) or 0)
     monkeypatch.setattr(launcher, "run_ranks", lambda function, ranks, _: function() or seen.append(ranks) or 0)
-    for name in ("WORLD_SIZE", "OPENBLAS_NUM_THREADS"):
-        monkeypatch.setenv(name, "1")
     assert launcher.main(["--nproc-per-node", "2", "evaluate", "--seed", "1"]) == 0
     module = "megarl.evaluate"
     assert seen == [(module, ["--seed", "1", "--check"], False), (module, ["--seed", "1"], True), 2]

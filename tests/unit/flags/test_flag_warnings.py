@@ -48,6 +48,7 @@ def test_no_warning_is_repeated_or_needless(tmp_path, monkeypatch, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.usefixtures("own_environment")
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 @pytest.mark.parametrize("node, times", [("0", 1), ("1", 0)])
 def test_the_launcher_warns_once(node, times, tmp_path, monkeypatch, capfd):
