@@ -22,6 +22,7 @@ from megarl.mcore.lora.peft_files import CONFIG as PEFT_CONFIG
 from megarl.mcore.lora.peft_files import WEIGHTS as PEFT_WEIGHTS
 from megarl.mcore.weights.hf.folder import HFFolder
 from megarl.mcore.weights.safe_reading import SafeReader
+from megarl.number_ranges import ranges_text
 from megarl.observe.terminal import printable
 
 STACKED = re.compile(r"\.layers\.(?!\d)")
@@ -224,11 +225,5 @@ def groups(parts: dict[str, TensorPart]) -> dict[str, list[str]]:
 
 def _ranges(numbers: set[int]) -> str:
     """`3` for one number, `{0-3,6}` for several."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    text = ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+    text = ranges_text(numbers)
     return text if len(numbers) == 1 else f"{{{text}}}"

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megarl.number_ranges import ranges_text
 from megarl.observe.files import write_atomically
 
 FOLDER, RECORDER = "hang", "flight_recorder"
@@ -83,15 +84,15 @@ def _lines(entries: list[dict], ranks: Mapping[Any, list[int]]) -> list[str]:
         state = "ended" if entry["retired"] else "not ended"
         sizes = [*entry["input_sizes"], *entry["output_sizes"][:1]]
         number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
-        cells = number, entry["profiling_name"], state, sizes[0] if sizes else "-", name, _ranks(ranks.get(name))
+        cells = (
+            number,
+            entry["profiling_name"],
+            state,
+            sizes[0] if sizes else "-",
+            name,
+            ranges_text(ranks.get(name, [])) or "-",
+        )
         rows.append(list(map(str, cells)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return [f"last {len(rows) - 1} of {len(entries)} recorded collectives, numbered within their group:", *lines]
-
-
-def _ranks(ranks: list[int] | None) -> str:
-    if not ranks:
-        return "-"
-    is_range = len(ranks) > 1 and ranks == list(range(ranks[0], ranks[-1] + 1))
-    return f"{ranks[0]}-{ranks[-1]}" if is_range else " ".join(map(str, ranks))

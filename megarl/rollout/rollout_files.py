@@ -21,6 +21,7 @@ from megarl.checkpoint import manifest as manifests
 from megarl.comm.role_mesh import RoleGroups
 from megarl.errors import UsageError
 from megarl.mcore import device
+from megarl.number_ranges import ranges_text
 from megarl.observe.files import sync_directory
 from megarl.rollout.replica_batch import gather_layers, own_share
 
@@ -155,8 +156,8 @@ class SavedRollouts:
         missing = [step for step in steps if step not in there]
         if missing:
             raise self._error(
-                f"has no step {missing[0]}, but steps {_ranges(there)}; the run takes {_ranges(steps)}, those after "
-                "the checkpoint of --load up to --train-iters"
+                f"has no step {missing[0]}, but steps {ranges_text(there)}; the run takes {ranges_text(steps)}, those"
+                " after the checkpoint of --load up to --train-iters"
             )
         wanted = [*steps, *([steps.stop] if ahead and steps.stop in there else [])]
         self.records = {step: self._record(step) for step in wanted}
@@ -244,14 +245,3 @@ def _misfit(manifest: dict, facts: dict, longest: int) -> str | None:
     if facts["routes"] is not None and manifest["routes"] != facts["routes"]:
         return f"has routes of {manifest['routes'] or 'no layers'}; --router-replay rollout needs {facts['routes']}"
     return None
-
-
-def _ranges(steps: Iterable[int]) -> str:
-    """`1-3, 5` of the numbers 1, 2, 3, 5."""
-    found: list[list[int]] = []
-    for step in sorted(steps):
-        if found and step == found[-1][1] + 1:
-            found[-1][1] = step
-        else:
-            found.append([step, step])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
