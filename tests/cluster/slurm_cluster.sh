@@ -35,6 +35,9 @@ PreemptMode=REQUEUE
 ReturnToService=2
 MpiDefault=none
 MinJobAge=36000
+SlurmdTimeout=3600
+MessageTimeout=100
+BatchStartTimeout=300
 NodeName=node1 CPUs=2 RealMemory=1000
 NodeName=node2 CPUs=2 RealMemory=1000
 PartitionName=low Nodes=ALL Default=YES State=UP PriorityTier=1 GraceTime=120
