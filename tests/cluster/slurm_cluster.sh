@@ -46,6 +46,15 @@ CONF
 slurmctld -c
 slurmd -N node1
 on node2 slurmd -N node2
-until [[ $(sinfo --noheader --states=idle --format=%D --partition=low) == 2 ]]; do sleep 0.2; done
+for ((attempt = 0; ; attempt++)); do
+    [[ $(sinfo --noheader --states=idle --format=%D --partition=low) != 2 ]] || break
+    if [[ $attempt == 600 ]]; then
+        echo "slurm_cluster.sh: Slurm does not come up on this machine:" >&2
+        sinfo --Node --long >&2
+        tail -n 20 log/*.log >&2
+        exit 2
+    fi
+    sleep 0.2
+done
 cd - >/dev/null
 bash "$@"
