@@ -27,7 +27,8 @@ fail() {
     exit 1
 }
 
-# same RUN RUN: metrics without times, samples and checkpoints of both are equal, byte for byte.
+# same RUN RUN: metrics without times, samples, and the checkpoints that both have are equal, byte for byte. A signal makes
+# a checkpoint of its own.
 same() {
     "$PYTHON_BIN" - "$1" "$2" <<'PYTHON' || fail "$2 differs from $1"
 import sys
@@ -35,8 +36,14 @@ from pathlib import Path
 
 from tools import record_runs
 
-found = record_runs.differences(*({"run": record_runs.record(Path(folder))} for folder in sys.argv[1:]))
-print("\n".join(found), end="")
+runs = [record_runs.record(Path(folder)) for folder in sys.argv[1:]]
+saved = [{name.split("/")[0] for name in run["checkpoints"]} for run in runs]
+for run in runs:
+    run["checkpoints"] = {k: v for k, v in run["checkpoints"].items() if k.split("/")[0] in saved[0] & saved[1]}
+found = record_runs.differences(*({"run": run} for run in runs))
+if max(saved[0]) != max(saved[1]):
+    found.append(f"last checkpoints: {max(saved[0])}, {max(saved[1])}")
+print("".join(line + "\n" for line in found), end="")
 sys.exit(bool(found))
 PYTHON
 }
@@ -49,7 +56,7 @@ prepare() {
     PPO=(train_rl --config configs/quickstart.yaml --prompts "$WORK/warm/data/train.jsonl"
         --eval-prompts "$WORK/warm/data/heldout.jsonl" --tokenizer-model "$WORK/warm/data/tokenizer.model"
         --pretrained-checkpoint "$WORK/warm/sft" --train-iters "$STEPS" --eval-samples 40 --eval-interval 3
-        --save-interval 2 --lr-warmup-iters 1 --lr-decay-iters 10)
+        --save-interval 2 --keep-best false --lr-warmup-iters 1 --lr-decay-iters 10)
     NODES_MAP=(--role-map "actor=node 0;critic=node 1;reward=node 1;reference=node 1")
     say "undisturbed: four ranks of launch/run.sh on one node"
     LAUNCHER=torchrun NPROC=4 bash launch/run.sh "${PPO[@]}" \

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tests megarl on a real Slurm of two nodes, which are network namespaces of this machine (two_nodes.sh): a run of the
-# quickstart's PPO over both nodes is preempted in its third step, goes back into the queue, resumes, and must equal an
+# quickstart's PPO over both nodes is preempted after its first step, goes back into the queue, resumes, and must equal an
 # undisturbed run of launch/run.sh on four ranks, byte for byte. Also: srun without a wrapper, wrong flags, a killed rank
 # with a restart, scancel.
 #   bash tests/cluster/run_slurm.sh
@@ -30,6 +30,7 @@ until_state() {
     done
 }
 
+last_step() { tail -n 1 "$1/metrics.jsonl" | sed 's/.*"step": \([0-9]*\).*/\1/'; }
 lines() { if [[ -f $1 ]]; then wc -l <"$1"; else echo 0; fi; }
 
 # until_lines FILE NUMBER JOB: waits until a file has so many lines; fails if the job ends before.
@@ -49,13 +50,13 @@ job() {
 
 prepare
 
-say "Slurm: preempted in step 3"
+say "Slurm: preempted after its first step"
 id=$(job preempted "${PPO[@]}" "${NODES_MAP[@]}" --save "$WORK/preempted")
-until_lines "$WORK/preempted/metrics.jsonl" 2 "$id"
+until_lines "$WORK/preempted/metrics.jsonl" 2 "$id" # the evaluation before training, and step 1
 other=$(sbatch --parsable --partition high --nodes 2 --ntasks-per-node 2 --output "$WORK/high.log" --wrap 'sleep 1')
 until_state "$id" PENDING
-say "saved after step $(lines "$WORK/preempted/metrics.jsonl"), back in the queue"
-[[ $(lines "$WORK/preempted/metrics.jsonl") -lt $STEPS ]] || fail "the run was not preempted before its end"
+say "saved after step $(last_step "$WORK/preempted"), back in the queue"
+[[ $(last_step "$WORK/preempted") -lt $STEPS ]] || fail "the run was not preempted before its end"
 until_state "$other" COMPLETED
 until_state "$id" COMPLETED
 grep -q 'goes back into the queue' "$WORK/preempted.log" || fail "the job did not go back into the queue"
