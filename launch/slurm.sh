@@ -6,8 +6,8 @@
 #SBATCH --signal=USR1@600
 # Batch script for Slurm: runs a program, or a script of launch/, on all nodes of the job. Submit it from the checkout:
 #   sbatch --nodes 2 --ntasks-per-node 8 --gpus-per-node 8 launch/slurm.sh train_rl --config my_run.yaml --save DIR
-#   MODEL=qwen3_8b … sbatch --nodes 4 --ntasks-per-node 8 --gpus-per-node 8 launch/slurm.sh launch/grpo.sh
-#   DRY_RUN=1 NNODES=64 NPROC=8 bash launch/slurm.sh launch/grpo.sh      print and check, without Slurm
+#   MODEL=qwen3_8b … sbatch --nodes 4 --ntasks-per-node 8 --gpus-per-node 8 launch/slurm.sh launch/rl.sh
+#   DRY_RUN=1 NNODES=64 NPROC=8 bash launch/slurm.sh launch/rl.sh      print and check, without Slurm
 # A run that Slurm preempts, or warns before its time limit (--signal=USR1@600: ten minutes), ends its step and saves; then
 # this script puts the job back into the queue, and it goes on from that checkpoint. Choose the 600 s longer than a step
 # and a save, and shorter than the time limit. After a failure of a node Slurm itself starts the job again.

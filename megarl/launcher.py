@@ -110,12 +110,10 @@ def torchrun(options: argparse.Namespace) -> list[str]:
     """Arguments of the Python command that starts the same run with torchrun."""
     rendezvous = ["--standalone"]  # torchrun chooses a free port, so no other job is joined
     if options.nnodes > 1:
-        names = ("nnodes", "node_rank", "master_addr", "master_port")
-        if options.rdzv_endpoint:
-            names = ("nnodes", "rdzv_endpoint", "rdzv_id")
+        static, meeting = ("node_rank", "master_addr", "master_port"), ("rdzv_endpoint", "rdzv_id")
+        names = ("nnodes", *(meeting if options.rdzv_endpoint else static))
         rendezvous = [text for name in names for text in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
-        if options.rdzv_endpoint:
-            rendezvous += ["--rdzv-backend", "c10d"]
+        rendezvous += ["--rdzv-backend", "c10d"] if options.rdzv_endpoint else []
     ranks = ["--nproc-per-node", str(options.nproc_per_node)]
     if options.max_restarts:
         ranks += ["--max-restarts", str(options.max_restarts)]

@@ -8,7 +8,6 @@ instead if there are any.
 
 import hashlib
 import random
-import re
 import socket
 import threading
 import time
@@ -81,7 +80,7 @@ def candidates(environment: Mapping[str, str]) -> list[int]:
     """Ports on which the first rank may announce itself, in the order in which they are tried."""
     reserved = environment.get("SLURM_STEP_RESV_PORTS")  # 12000-12003,12007
     if reserved:
-        spans = [entry.split("-") for entry in re.split(",", reserved)]
+        spans = [entry.split("-") for entry in reserved.split(",")]
         return [port for span in spans for port in range(int(span[0]), int(span[-1]) + 1)]
     seed = int.from_bytes(hashlib.sha256(environment[JOB].encode()).digest()[:8], "big")
     return random.Random(seed).sample(range(FIRST, LAST + 1), CANDIDATES)

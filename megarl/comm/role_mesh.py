@@ -20,7 +20,6 @@ from megarl.mcore.parallel import process_groups
 
 # Time-out of collectives in a run with heartbeats, which know waiting from hanging.
 NO_LIMIT = timedelta(days=3650)
-RANK_AND_SIZE = ("RANK", "WORLD_SIZE")
 POLICY_PAIRS = (
     frozenset(("rollout", "actor")),
     frozenset(("rollout", "reference")),
@@ -127,7 +126,11 @@ def join_process_group(timeout: timedelta, collective_timeout: timedelta | None 
         if "MASTER_PORT" in os.environ:
             store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
         else:
-            store, rank, size = rendezvous.meet(os.environ, timeout), *map(int, map(os.environ.get, RANK_AND_SIZE))
+            store, rank, size = (
+                rendezvous.meet(os.environ, timeout),
+                int(os.environ["RANK"]),
+                int(os.environ["WORLD_SIZE"]),
+            )
         # torchrun keeps its store when it starts the ranks again: they would connect to addresses of dead ones.
         store = dist.PrefixStore(f"megarl/start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     store.set_timeout(timeout)
