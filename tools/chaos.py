@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megarl import launcher, train_rl  # noqa: E402
+from megarl.observe.environment import processor  # noqa: E402
 from megarl.observe.timers import Timers  # noqa: E402
 from megarl.trainers import launch, trainer  # noqa: E402
 from tools import record_runs  # noqa: E402
@@ -171,15 +172,6 @@ def table(kills: list[dict]) -> str:
     lines = ["| phase | kills |", "|---|---|", *(f"| {phase} | {n} |" for phase, n in phases.most_common())]
     lines += [f"| all | {len(kills)} |", "", "ranks: " + ", ".join(f"{r}: {ranks[r]}" for r in range(RANKS))]
     return "\n".join(lines)
-
-
-def processor() -> str:
-    """The processor's name, if the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return "unknown"
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def compare(out: Path, seed: int, kills: int, steps: int) -> tuple[list[dict], list[str]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from megarl.checkpoint import manifest as manifests
 from megarl.errors import WARNED, UsageError, warn
 from megarl.mcore.weights import dist_checkpoint
-from megarl.observe.files import write_atomically
+from megarl.observe.files import step_name, write_atomically
 
 MANIFEST = manifests.NAME
 LATEST, BEST = "latest", "best"
@@ -24,7 +24,7 @@ _found: list[list[Path]] = []  # results of `find`, one list for each `recorded`
 
 def step_folder(run: Path, step: int) -> Path:
     """Folder of one step's checkpoint."""
-    return Path(run) / "checkpoints" / f"step_{step:08d}"
+    return Path(run) / "checkpoints" / step_name(step)
 
 
 def step_of(path: Path) -> int:

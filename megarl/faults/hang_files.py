@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from megarl.number_ranges import ranges_text
 from megarl.observe.files import write_atomically
+from megarl.observe.terminal import table
 
 FOLDER, RECORDER = "hang", "flight_recorder"
 LAST = 12  # collectives in the text
@@ -93,6 +94,5 @@ def _lines(entries: list[dict], ranks: Mapping[Any, list[int]]) -> list[str]:
             ranges_text(ranks.get(name, [])) or "-",
         )
         rows.append(list(map(str, cells)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [f"last {len(rows) - 1} of {len(entries)} recorded collectives, numbered within their group:", *lines]
+    head = f"last {len(rows) - 1} of {len(entries)} recorded collectives, numbered within their group:"
+    return [head, *table(rows)]

@@ -7,6 +7,11 @@ import os
 from pathlib import Path
 
 
+def step_name(step: int) -> str:
+    """`step_00000012`: the name of what a run keeps of a step, without an ending."""
+    return f"step_{step:08d}"
+
+
 def write_atomically(path: Path, data: str | bytes) -> None:
     """Replace `path` by `data` in one step: a temporary file in the same directory, fsync, rename.
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megarl.observe.files import json_line, write_atomically
+from megarl.observe.files import json_line, step_name, write_atomically
 
 
 class SamplesWriter:
@@ -20,7 +20,7 @@ class SamplesWriter:
         Text is UTF-8, not escaped; NaN and infinities are null. The write is atomic.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
-        path = self._directory / f"step_{step:08d}.jsonl"
+        path = self._directory / f"{step_name(step)}.jsonl"
         write_atomically(path, "".join(json_line(row) + "\n" for row in rows))
         return path
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from megarl.observe import terminal
 from megarl.planning.memory import GIB
 from megarl.planning.summary import Plan, RolePlan
 
@@ -31,12 +32,7 @@ def bytes_of(number: int) -> str:
 
 
 def _columns(rows: list[list[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return lines
+    return terminal.table(rows, right=len(rows[0]) - 1)
 
 
 def _layout(roles: list[RolePlan]) -> list[str]:

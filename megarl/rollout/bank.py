@@ -20,6 +20,7 @@ from megarl.comm.role_mesh import RoleGroups
 from megarl.errors import warn
 from megarl.generation import Completion, GenerationRequest
 from megarl.mcore import device
+from megarl.observe.files import step_name
 from megarl.rollout import bank_file
 from megarl.rollout.bank_file import DamagedRecord, Entry
 from megarl.rollout.requests import RoundRequests
@@ -134,7 +135,7 @@ class RolloutBank:
         self._file = None
 
     def _folder_of(self, step: int) -> Path:
-        return self.folder / f"step_{step:08d}"
+        return self.folder / step_name(step)
 
     def _own_files(self, folder: Path) -> list[Path]:
         replicas, found = len(self.role_groups.replicas), []

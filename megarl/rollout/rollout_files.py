@@ -22,16 +22,11 @@ from megarl.comm.role_mesh import RoleGroups
 from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.number_ranges import ranges_text
-from megarl.observe.files import sync_directory
+from megarl.observe.files import step_name, sync_directory
 from megarl.rollout.replica_batch import gather_layers, own_share
 
 FOLDER, WRITING = "rollouts", ".writing-"
 RESPONSES, GREEDY = "replica", "greedy"  # kinds of files
-
-
-def step_name(step: int) -> str:
-    """`step_00000012`."""
-    return f"step_{step:08d}"
 
 
 class RolloutRecord(NamedTuple):

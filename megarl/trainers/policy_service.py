@@ -6,6 +6,7 @@ from pathlib import Path
 from megarl.arguments import RunConfig
 from megarl.comm.role_mesh import RoleMesh
 from megarl.data.tokenizers import Tokenizer
+from megarl.observe.files import step_name
 from megarl.observe.timers import Timers
 from megarl.rollout.engine_generator import EngineGenerator
 from megarl.rollout.rollout import Rollout
@@ -29,7 +30,7 @@ class PolicyService:
         if self._groups.is_member:
             generator = EngineGenerator(rollout.engine, tokenizer.end_ids)
             parts = generator, rollout.model, self._groups, frontend.channel, vocab_size
-            self._service = ReplicaService(*parts, _label(0))
+            self._service = ReplicaService(*parts, step_name(0))
             self._service.open()
 
     def answer(self, step: int):
@@ -39,7 +40,7 @@ class PolicyService:
         """
         if self._service is None:
             return
-        self._service.generator.version, self._service.label = step, _label(step)
+        self._service.generator.version, self._service.label = step, step_name(step)
         with self.timers.phase(self._groups.model_role, "serve"):
             self._service.answer_waiting()
 
@@ -49,7 +50,3 @@ class PolicyService:
             with self.timers.phase(self._groups.model_role, "serve"):
                 self._service.run(is_draining=lambda: True)
         self._stack.close()
-
-
-def _label(step: int) -> str:
-    return f"step_{step:08d}"

@@ -18,6 +18,7 @@ from megarl.faults.stop import RunStop
 from megarl.mcore import device
 from megarl.observe.alarms import Alarms
 from megarl.observe.environment import environment, processor
+from megarl.observe.files import step_name
 from megarl.observe.metrics_file import MetricsWriter
 from megarl.observe.progress import RL_FIELDS, Progress
 from megarl.observe.report import write_report
@@ -149,9 +150,9 @@ class Trainer(abc.ABC):
     def export(self, model: TrainableModel, step: int):
         """Writes a model as Hugging Face folder `hf/step_N` and adapter `peft/step_N` by flag. Collective of it."""
         if self.settings.export_hf:
-            model.export_hf(self.folder / "hf" / f"step_{step:08d}")
+            model.export_hf(self.folder / "hf" / step_name(step))
         if self.settings.export_peft:
-            model.export_peft(self.folder / "peft" / f"step_{step:08d}")
+            model.export_peft(self.folder / "peft" / step_name(step))
 
     def resume_from(self, folder: Path, order: PromptOrder) -> dict:
         """Restores step, counters and data position from a checkpoint; returns its whole manifest."""
