@@ -38,6 +38,7 @@ class Batch:
     scores: Tensor = _sequence(torch.float32)  # [N] reward of the whole response
     baseline_scores: Tensor = _sequence(torch.float32)  # [N] reward of the greedy response to the same prompt
     correct: Tensor = _sequence(torch.bool)  # [N] verdict of the verifier
+    solved: Tensor = _sequence(torch.bool)  # [N] verdict of the environment
     finished: Tensor = _sequence(torch.bool)  # [N] ended with the end token, not at the length limit
     lengths: Tensor = _sequence(torch.int64)  # [N] tokens in each sequence; their sum is T
     tokens: Tensor = _token(torch.int64)  # [T]
@@ -50,6 +51,7 @@ class Batch:
     returns: Tensor = _token(torch.float32)  # [T]
     response_mask: Tensor = _token(torch.bool)  # [T] True where the policy generated the token
     versions: Tensor = _token(torch.int32)  # [T] policy version (updates so far) that generated the token
+    turn_rewards: Tensor = _token(torch.float32)  # [T] the environment's reward of a turn, at its last token; else 0
     routes: Tensor = _token(torch.int16)  # [T], each [L, k]: experts in this rank's L MoE layers; −1: unknown
 
     # Set on micro-batches only; these are not fields and are never exchanged.

@@ -18,6 +18,7 @@ FIELD_TYPES: dict[str, tuple[Any, str]] = {
     "chosen": (str, "a string"),
     "rejected": (str, "a string"),
     "margin": (int | float, "a number"),
+    "environment": (str, "a string"),
 }
 
 

@@ -47,6 +47,7 @@ class Prompt:
     chosen: str | None = None
     rejected: str | None = None
     margin: float | None = None
+    environment: str | None = None
 
     @property
     def key(self) -> str | tuple[tuple[str, str], ...]:

@@ -90,6 +90,7 @@ CONDITIONS: dict[str, Condition] = {
                          "--eval-temperature 0 is greedy"),
     "evaluation": Condition(lambda context: context.program == "evaluate" or context.settings.eval_prompts is not None,
                             "needs --eval-prompts"),
+    "environment": Condition(lambda context: context.settings.environment is not None, "needs --environment"),
     "engine": Condition(lambda context: not context.settings.debug_train_only,
                         "--debug-train-only has no rollout engine"),
     "evaluates": Condition(lambda context: not (context.settings.debug_train_only

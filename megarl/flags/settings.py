@@ -16,6 +16,7 @@ from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.algorithms.rollout_correction import CORRECTIONS, LEVELS
 from megarl.flags.data_settings import DataSettings
 from megarl.flags.debug_settings import DebugSettings
+from megarl.flags.environment_settings import EnvironmentSettings
 from megarl.flags.fields import (
     ALL,
     DATA,
@@ -59,7 +60,9 @@ def _are_positive_ints(text: str) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings(DataSettings, ServerSettings, ReportSettings, TrackerSettings, DebugSettings):
+class Settings(
+    DataSettings, EnvironmentSettings, ServerSettings, ReportSettings, TrackerSettings, DebugSettings
+):  # fmt: skip
     """The values of megarl's own flags."""
 
     role_map: str | None = flag(None, "ranks per role, as 'actor=0-3;critic=4;…', or 'actor=nodes 0-1;…'; default:"
@@ -299,7 +302,12 @@ class Settings(DataSettings, ServerSettings, ReportSettings, TrackerSettings, De
         return is_only_update and not (self.kl_in == "reward" and self.kl_coefficient > 0)
 
     @property
+    def environment_fields(self) -> tuple[str, ...]:
+        """Batch fields that environments add to those of generation."""
+        return ("turn_rewards", "solved") if self.environment else ()
+
+    @property
     def sampled_fields(self) -> tuple[str, ...]:
         """Batch fields that sampling adds to those of generation."""
         verdicts = ("scores", "correct") if self.group_filter != "none" else ()
-        return verdicts + (("baseline_scores",) if self.greedy_baseline else ())
+        return self.environment_fields + verdicts + (("baseline_scores",) if self.greedy_baseline else ())

@@ -10,8 +10,10 @@ from typing import NamedTuple
 from megarl.errors import UsageError
 
 MODEL = "model"
+ENVIRONMENT = "environment"
 NAMES = (
     MODEL,
+    ENVIRONMENT,
     "exact-match",
     "regex",
     "math-verify",

@@ -1,0 +1,117 @@
+"""What an environment is: the protocol that users implement, and the records that pass between it and the rollout."""
+
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+Message = dict[str, Any]  # role and content; of a tool also tool_call_id and name
+
+
+@dataclass(frozen=True)
+class Task:
+    """What an episode begins with: a line of the prompts, and seeds.
+
+    `seed` is the same for all samples of a group, so that their episodes begin alike; `sample_seed` differs between
+    them. Both depend on the run's seed, the step and the line, never on the layout.
+    """
+
+    messages: list[Message]  # of the prompt; a prompt in plain text is one user message
+    answer: str | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    task: str | None = None
+    seed: int = 0
+    sample_seed: int = 0
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the policy wrote: a name and an object of arguments, neither of them checked."""
+
+    id: str  # "call_0_1" is the second call of the first turn
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the policy wrote in one turn. Every text of it is hostile input."""
+
+    number: int  # counts the turns of the episode from 0
+    text: str  # as written, without the token that ended it
+    content: str  # the text without reasoning and calls
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    errors: tuple[str, ...] = ()  # why a text that looks like a call is none
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the environment answers to a turn; from `reset`, what it adds to the prompt.
+
+    `parts` are named components of the reward, for the log. `correct`: whether the task is solved; None: it is if the
+    rewards of the episode add up to at least 1.
+    """
+
+    messages: list[Message] = field(default_factory=list)
+    reward: float = 0.0
+    done: bool = False
+    correct: bool | None = None
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """One episode: each gets an environment of its own. Methods may be plain functions, which then run in a thread.
+
+    `tools`: JSON schemas of the functions that the policy may call, rendered into the prompt; known after `reset`.
+    `replayable`: the same task and turns give the same observations, so that an episode of a worker process that died
+    can be played again; False: such an episode is left out of the training.
+    """
+
+    tools: list[dict[str, Any]]
+    replayable: bool
+
+    def reset(self, task: Task) -> Observation | Awaitable[Observation]:
+        """Begins the episode; `reward` and `done` of the observation are not read."""
+
+    def step(self, turn: Turn) -> Observation | Awaitable[Observation]:
+        """Answers a turn. An exception is a failure of the environment, not of the policy."""
+
+    def restore(self, task: Task, turns: list[Turn], observations: list[Observation]) -> Awaitable[None] | None:
+        """Brings a new environment to the state after these turns. Called instead of `reset`."""
+
+    def close(self) -> Awaitable[None] | None:
+        """Frees what the episode holds; the episode may have ended at any point."""
+
+
+class BaseEnvironment:
+    """Defaults of the protocol: no tools, replayable, restored by playing the turns again, nothing to close."""
+
+    tools: list[dict[str, Any]] = []  # noqa: RUF012  # never changed in place
+    replayable = True
+
+    def reset(self, task: Task) -> Observation | Awaitable[Observation]:
+        """Adds nothing to the prompt."""
+        return Observation()
+
+    def step(self, turn: Turn) -> Observation | Awaitable[Observation]:
+        """To be defined."""
+        raise NotImplementedError(f"{type(self).__name__} defines no step")
+
+    async def restore(self, task: Task, turns: list[Turn], observations: list[Observation]) -> None:
+        """Plays the turns again.
+
+        Raises:
+            RuntimeError: an observation differs, so the environment is not replayable.
+        """
+        await resolved(self.reset(task))
+        for turn, before in zip(turns, observations, strict=True):
+            if await resolved(self.step(turn)) != before:
+                raise RuntimeError(f"{type(self).__name__}: turn {turn.number} was answered differently when replayed")
+
+    def close(self) -> Awaitable[None] | None:
+        """Nothing."""
+
+
+async def resolved(result):
+    """The result of a method that may or may not be a coroutine."""
+    return await result if isinstance(result, Awaitable) else result

@@ -1,0 +1,38 @@
+"""Flags of multi-turn rollouts: environments, tools, budgets and credit."""
+
+import dataclasses
+
+from megarl.flags.fields import GENERATING, flag, fraction, not_negative, one_of, positive
+
+CREDITS = ("episode", "turns")
+
+
+@dataclasses.dataclass(frozen=True)
+class EnvironmentSettings:
+    """The values of the flags."""
+
+    environment: str | None = flag(None, "environment that answers the policy's turns: a built-in name or"
+                                    " package.module:factory; a prompt's field environment names another for its"
+                                    " line; default: one turn, no environment", programs=GENERATING)  # fmt: skip
+    max_turns: int = positive(8, "turns of an episode", programs=GENERATING, when="environment")
+    max_turn_length: int | None = positive(None, "tokens of a turn; --max-response-length holds all turns and"
+                                            " observations; default: only that", programs=GENERATING,
+                                            when="environment")  # fmt: skip
+    max_observation_length: int = positive(1024, "tokens of a message that the environment adds; a longer one is cut"
+                                            " in the middle, visibly", programs=GENERATING,
+                                            when="environment")  # fmt: skip
+    tool_call_parser: str = flag("hermes", "form of tool calls in the policy's text: hermes (Hermes, Qwen), json, or"
+                                  " package.module:function", programs=GENERATING, when="environment")  # fmt: skip
+    environment_workers: int = positive(1, "worker processes with environments beside each replica of the rollout",
+                                         programs=GENERATING, when="environment")  # fmt: skip
+    environment_timeout: float = positive(120.0, "seconds that reset and each step of an environment may take",
+                                           programs=GENERATING, when="environment")  # fmt: skip
+    environment_retries: int = not_negative(1, "how often an episode whose environment crashed or was late is played"
+                                             " again in a new one", programs=GENERATING,
+                                             when="environment")  # fmt: skip
+    environment_max_failures: float = fraction(0.05, "share of the latest 1,000 episodes that may fail before the run"
+                                                " stops; failed ones are left out of the training",
+                                                programs=GENERATING, when="environment")  # fmt: skip
+    credit: str = one_of("episode", CREDITS, "what a turn is rewarded with: episode (one advantage for all turns), or"
+                          " turns (its return-to-go against that of the other samples at the same turn); see"
+                          " --advantage rloo", when="environment")  # fmt: skip
