@@ -16,9 +16,11 @@ from megarl.arguments import RunConfig
 from megarl.comm.role_mesh import RoleMesh
 from megarl.observe.files import json_line, write_atomically
 from megarl.observe.timers import Timers
+from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.remote_generator import RemoteGenerator
 from megarl.rollout.remote_rollout import RemoteRollout
 from megarl.rollout.rollout import Rollout
+from megarl.trainers.environment_inputs import check_environments
 from megarl.trainers.evaluator import Evaluator
 from megarl.trainers.launch import launch
 from megarl.trainers.policy import PolicyInputs
@@ -27,7 +29,8 @@ from megarl.trainers.reward_factory import RewardFactory
 from megarl.trainers.setup import check_required, check_save, read_inputs
 
 SETTINGS = ("eval_prompts", "eval_samples", "eval_responses", "eval_temperature", "top_k", "top_p", "reward",
-            "max_prompt_length", "max_response_length", "seed")  # fmt: skip
+            "max_prompt_length", "max_response_length", "environment", "max_turns", "max_turn_length",
+            "seed")  # fmt: skip
 
 METRIC = re.compile("eval/(?:(.+?)/)??(reward/[^/]+|[^/]+)")  # task, metric; a term of --reward is a metric
 
@@ -42,6 +45,7 @@ class EvaluationInputs(PolicyInputs):
         super().__init__(config)
         self.prompt_sets, tokens_of = read_encoded_prompts(s, self.encoder)
         self.prompts, self.tokens = self.prompt_sets[EVAL_PROMPTS], tokens_of[EVAL_PROMPTS]
+        check_environments(s, self.encoder, self.prompt_sets)
         self.reward_factory = RewardFactory(config, self.prompts)
         self._server = RemoteGenerator.of_settings(s) if s.rollout_server else None
 
@@ -50,7 +54,9 @@ class EvaluationInputs(PolicyInputs):
         s = self.config.settings
         if self._server is not None:
             return RemoteRollout(s, mesh, self._server, self.tokenizer.end_ids, timers)
-        return Rollout(s, self.rollout_role(), mesh, self.load(mesh["actor"]), self.tokenizer, timers)
+        episodes = EpisodeRunner(s, mesh["rollout"], self.encoder) if s.environment else None
+        model = self.load(mesh["actor"])
+        return Rollout(s, self.rollout_role(), mesh, model, self.tokenizer, timers, episodes=episodes)
 
 
 def evaluate(config: RunConfig, timers: Timers):
@@ -63,6 +69,8 @@ def evaluate(config: RunConfig, timers: Timers):
     evaluator = Evaluator(s, mesh, rollout, reward, inputs.prompts, inputs.tokens, timers)
     metrics = evaluator.evaluate()
     reward.verifiers.close()
+    if s.environment:
+        rollout.episodes.close()
     if metrics is not None:
         print(table(metrics), flush=True)
     samples = evaluator.samples() if s.save else None

@@ -162,7 +162,9 @@ def rules(context: FlagContext) -> list[FlagRule]:
     """All rules of a run, always the same number in the same order."""
     s = context.settings
     with_context = (_rewards(context), _sampling(context), _advantages(context), _replay(context))
-    groups = (*with_context, _overlap(s), _kl(s), _correction(s), _evaluation(s), _export(s), _debug(s))
+    groups = (
+        *with_context, _overlap(s), _kl(s), _correction(s), _evaluation(s), _export(s), _debug(s), _environments(s)
+    )  # fmt: skip
     return [rule for group in groups for rule in group]
 
 
@@ -295,4 +297,19 @@ def _debug(s: Settings) -> list[FlagRule]:
         FlagRule("--save-rollouts", saves, not saves or not train_only,
                  "not allowed with --debug-train-only: they are in --load-rollouts already"),
         FlagRule("--profile-steps", s.profile_steps, s.profile_steps is None or s.save is not None, "needs --save"),
+    ]  # fmt: skip
+
+
+def _environments(s: Settings) -> list[FlagRule]:
+    name = s.environment
+    unsupported = {
+        "--over-sampling": s.over_sampling > 1, "--rollout-bank": s.rollout_bank is not None,
+        "--rollout-server": s.rollout_server is not None, "--overlong-buffer": s.overlong_buffer > 0,
+    }  # fmt: skip
+    given = [flag for flag, is_set in unsupported.items() if is_set]
+    longest = s.max_response_length
+    return [
+        FlagRule("--environment", name, name is None or not given, f"not allowed with {', '.join(given)}"),
+        FlagRule("--max-turn-length", s.max_turn_length, (s.max_turn_length or 0) <= longest,
+             f"allowed is at most --max-response-length {longest}, which holds all turns and observations"),
     ]  # fmt: skip

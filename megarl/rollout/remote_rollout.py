@@ -9,6 +9,7 @@ from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleMesh
+from megarl.data.prompts import PromptSet
 from megarl.observe.timers import Timers
 from megarl.rollout.api import Generator
 from megarl.rollout.requests import PromptRequest, RoundRequests, completions_to_batch, dp_assignment_of
@@ -28,8 +29,8 @@ class RemoteRollout:
         """Does nothing: the server has the weights."""
 
     def generate(
-        self, prompts: list[PromptRequest], samples: int, step: int, temperature: float
-    ) -> Batch | None:  # fmt: skip
+        self, prompts: list[PromptRequest], samples: int, step: int, prompt_set: PromptSet, temperature: float
+    ) -> Batch | None:
         """Generates `samples` responses to each prompt; returns this replica's share. `temperature` 0 is greedy."""
         groups, s = self.role_groups, self.settings
         if not groups.is_member:

@@ -94,6 +94,9 @@ class SharedRequestQueue:
         """Whether all requests were taken, as far as this replica knows."""
         return self._is_exhausted and not self._drawn
 
+    def wait(self):
+        """There is nothing to wait for: the queue is known from the start."""
+
     def close(self):
         """Every replica calls this after its last request."""
         self.entry.close()

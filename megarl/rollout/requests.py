@@ -89,6 +89,11 @@ class RoundRequests:
         """The prompt of a response, with the tokens of its partial response."""
         return [*self.prompts[i // self.samples].tokens, *self.partial(i).tokens]
 
+    def step_of(self, i: int) -> int:
+        """The step that drew the prompt of a response."""
+        drawn_in = self.prompts[i // self.samples].step
+        return self._step if drawn_in is None else drawn_in
+
     def build(
         self, ids: Sequence[int], sampling: SamplingSettings | None = None, end_ids: tuple[int, ...] | None = None
     ) -> list[GenerationRequest]:
@@ -102,7 +107,7 @@ class RoundRequests:
         lines = torch.tensor([prompt.line for prompt in prompts], dtype=torch.int64)
         streams = [p.draw_index * self.samples + i % self.samples for p, i in zip(prompts, ids, strict=True)]
         streams = torch.tensor(streams, dtype=torch.int64)
-        steps = torch.tensor([self._step if p.step is None else p.step for p in prompts], dtype=torch.int64)
+        steps = torch.tensor([self.step_of(i) for i in ids], dtype=torch.int64)
         keys = torch.empty_like(lines)
         for drawn_in in steps.unique().tolist():
             is_of_step = steps == drawn_in

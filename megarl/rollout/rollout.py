@@ -11,12 +11,13 @@ from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.arguments import RoleSettings, Settings
 from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleMesh
+from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
 from megarl.generation import Completion, GenerationRequest
 from megarl.mcore import device
 from megarl.mcore.config.megatron_flags import parallel_sizes
-from megarl.mcore.inference.engine import RequestList, RolloutEngine
+from megarl.mcore.inference.engine import RequestList, RequestSource, RolloutEngine
 from megarl.mcore.inference.speculative_decode import DecodeCounts
 from megarl.mcore.lora import adapter
 from megarl.mcore.lora.transfer import PolicyTransfer, policy_checksums
@@ -25,6 +26,7 @@ from megarl.mcore.model import gpt
 from megarl.mcore.moe.routing import NO_ROUTE
 from megarl.observe.timers import Timers
 from megarl.rollout.bank import RolloutBank
+from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop, SharedRequestQueue, shortest_groups
 from megarl.rollout.requests import (
     PromptRequest,
@@ -43,16 +45,18 @@ class Rollout:
     def __init__(
         self, settings: Settings, role: RoleSettings, mesh: RoleMesh, trained: gpt.ModelChunks | None,
         tokenizer: Tokenizer, timers: Timers, cache_in_grad_buffer: KVCacheInGradBuffer | None = None,
+        episodes: EpisodeRunner | None = None,
     ):  # fmt: skip
         """Uses the actor's module if the layouts agree, else builds a model and plans the weight transfer. Collective.
 
         `trained`: the actor's module on this rank, None outside the actor. `cache_in_grad_buffer`: places the KV cache
-        in the actor's gradient buffer if both share a module.
+        in the actor's gradient buffer if both share a module. `episodes`: runs the environments; None: one turn.
         """
+        self.episodes = episodes
         self.settings, self.role, self.timers, self.tokenizer = settings, role, timers, tokenizer
         self.mesh, self.role_groups = mesh, mesh["rollout"]
         self.metrics: dict[str, float] = {}
-        self._decode_counts = DecodeCounts()  # of training responses since the last `decode_metrics`
+        self._decode_counts = DecodeCounts()  # of training responses since the last `generation_metrics`
         self.engine = self._transfer = self.model = self.bank = None
         self._fingerprint: tuple | None = None
         self._has_factors = has_factors = role.lora is not None and adapter.keeps_apart(role.megatron)
@@ -129,14 +133,15 @@ class Rollout:
         self.metrics["weights/sync_s"] = time.perf_counter() - start
 
     def generate(
-        self, prompts: list[PromptRequest], samples: int, step: int, temperature: float | None = None,
-        wanted: int | None = None,
+        self, prompts: list[PromptRequest], samples: int, step: int, prompt_set: PromptSet,
+        temperature: float | None = None, wanted: int | None = None,
     ) -> Batch | None:  # fmt: skip
         """Generates `samples` responses to each prompt; returns this replica's share as a packed batch.
 
         Partial responses are continued; the batch has their earlier tokens as part of the prompt.
 
         Args:
+            prompt_set: the set whose lines the prompts are.
             temperature: 0 is greedy. The default, None, is for training: `--temperature`, and routes are recorded with
                 `--router-replay rollout`.
             wanted: stops as soon as this many groups are known to be the earliest (`earliest_groups`); responses of
@@ -154,19 +159,28 @@ class Rollout:
             records_routes = is_training and self.recorded_layers is not None
             temperature = s.temperature if temperature is None else temperature
             sampling = SamplingSettings(temperature or 1.0, s.top_k, s.top_p, greedy=temperature == 0)
+            if self.episodes is not None:
+                return self._run_episodes(requests, prompt_set, sampling, records_routes, is_training)
             stops_early = wanted is not None and wanted < len(prompts) and any(requests.limits)
             banked = self._from_bank(step, requests, sampling, records_routes, stops_early) if is_banked else None
             early_stop = GroupEarlyStop(wanted, requests, self.role_groups) if stops_early else None
             done = self._run_engine(requests, sampling, records_routes, early_stop, banked)
-            counts = self.engine.take_decode_counts()
-            if is_training:
-                self._decode_counts = self._decode_counts.plus(counts)
+            self._count_decoding(is_training)
             done |= self._without_new_tokens(requests, records_routes)
             return completions_to_batch(done, requests, self.engine.empty_routes if records_routes else None)
 
-    def decode_metrics(self) -> dict[str, float]:
-        """Decode steps, and drafts, of the training responses since the last call. A collective of the role."""
-        if not self.settings.speculative_rollout or not self.role_groups.is_member:
+    def generation_metrics(self) -> dict[str, float]:
+        """Metrics of the training responses generated since the last call: of environments, decode steps and drafts.
+
+        A collective of the role.
+        """
+        if not self.role_groups.is_member:
+            return {}
+        found = {} if self.episodes is None else self.episodes.take_metrics()
+        return found | self._decode_metrics()
+
+    def _decode_metrics(self) -> dict[str, float]:
+        if not self.settings.speculative_rollout:
             return {}
         counts, self._decode_counts = self._decode_counts, DecodeCounts()
         groups = self.role_groups
@@ -199,14 +213,7 @@ class Rollout:
         early_stop: GroupEarlyStop | None, banked: dict[int, Completion] | None,
     ) -> dict[int, Completion]:  # fmt: skip
         """This replica's completions by sequence id: `banked` ones and new ones; without a bank, `banked` is None."""
-        queue = None
-        if self.is_static:
-            mine = [i for i in self._assigned_here(requests) if requests.is_open(i)]
-            source = RequestList(zip(mine, requests.build(mine), strict=True))
-        else:
-            # A prompt's samples stay together to share its KV cache, or for the early stop, which counts whole groups.
-            unit = requests.samples if self.settings.rollout_prefix_caching or early_stop else 1
-            source = queue = SharedRequestQueue(requests, unit, self.role_groups)
+        source, queue = self._source(requests, whole_groups=early_stop is not None)
         end_ids, limit, done = self.tokenizer.end_ids, queue.share if queue else None, dict(banked or {})
         longest = early_stop.longest if early_stop else None
         for i, completion in done.items() if early_stop else ():
@@ -221,6 +228,36 @@ class Rollout:
         if early_stop:
             early_stop.close()
         return done
+
+    def _source(self, requests: RoundRequests, whole_groups: bool) -> tuple[RequestSource, SharedRequestQueue | None]:
+        """What the engine takes its requests from, and the same if the replicas share it."""
+        if self.is_static:
+            mine = [i for i in self._assigned_here(requests) if requests.is_open(i)]
+            return RequestList(zip(mine, requests.build(mine), strict=True)), None
+        # A prompt's samples stay together to share its KV cache, or for the early stop, which counts whole groups.
+        unit = requests.samples if self.settings.rollout_prefix_caching or whole_groups else 1
+        queue = SharedRequestQueue(requests, unit, self.role_groups)
+        return queue, queue
+
+    def _run_episodes(
+        self, requests: RoundRequests, prompt_set: PromptSet, sampling: SamplingSettings, records_routes: bool,
+        is_training: bool,
+    ) -> Batch:  # fmt: skip
+        """This replica's episodes, all of their turns."""
+        source, queue = self._source(requests, whole_groups=False)
+        limit = queue.share if queue else None
+        batch = self.episodes.run(
+            self.engine, source, requests, prompt_set, sampling, records_routes, limit, is_training
+        )
+        if queue:
+            queue.close()
+        self._count_decoding(is_training)
+        return batch
+
+    def _count_decoding(self, is_training: bool):
+        counts = self.engine.take_decode_counts()
+        if is_training:
+            self._decode_counts = self._decode_counts.plus(counts)
 
     def _without_new_tokens(self, requests: RoundRequests, records_routes: bool) -> dict[int, Completion]:
         """Completions of this replica's requests without new tokens; routes are unknown."""

@@ -237,6 +237,8 @@ def _misfit(manifest: dict, facts: dict, longest: int) -> str | None:
     for name in ("greedy_baseline", "partial_rollouts"):
         if facts[name] and not manifest[name]:
             return f"was written without --{name.replace('_', '-')}"
+    if facts["environment"] and not manifest["environment"]:
+        return "was written without --environment"
     if facts["routes"] is not None and manifest["routes"] != facts["routes"]:
         return f"has routes of {manifest['routes'] or 'no layers'}; --router-replay rollout needs {facts['routes']}"
     return None

@@ -4,9 +4,8 @@ import json
 import secrets
 from typing import Any
 
+from megarl.environments.turn_parsing import BEGIN, END, is_unicode, read_call
 from megarl.serving.text import StopStrings
-
-BEGIN, END = "<tool_call>", "</tool_call>"
 
 
 class ToolCallParser:
@@ -74,15 +73,11 @@ class ToolCallParser:
 
     def _parse(self, text: str) -> dict[str, Any] | None:
         try:
-            call = json.loads(text, parse_constant=_no_constant)
-            name, arguments = call["name"], call.get("arguments", {})
-            name.encode()
-            if not isinstance(arguments, dict):
-                return None
+            name, arguments = read_call(text)
             written = json.dumps(arguments, ensure_ascii=False)
-            if not written.isascii() and not _is_unicode(written):
+            if not is_unicode(written):
                 written = json.dumps(arguments)
-        except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        except (ValueError, RecursionError):
             return None
         self.count += 1
         function = {"name": name, "arguments": written}
@@ -95,15 +90,3 @@ def _split(marks: StopStrings, text: str) -> tuple[str, str | None]:
     if marks.matched is None:
         return before, None
     return before, text[marks.consumed :]
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _no_constant(name: str):
-    raise ValueError(f"{name} is no JSON")

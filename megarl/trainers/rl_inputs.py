@@ -10,6 +10,7 @@ from megarl.errors import UsageError
 from megarl.mcore.model import pipeline_layout
 from megarl.rollout.rollout_files import SavedRollouts
 from megarl.rollout.saved_rollout import moe_layers
+from megarl.trainers.environment_inputs import check_environments
 from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS, read_encoded_prompts
 from megarl.trainers.reward_factory import RewardFactory
 from megarl.trainers.server_options import ServerOptions
@@ -26,11 +27,12 @@ class RLInputs:
         check_training_flags(config)
         _check_rollout(s, config.roles)
         _check_replay(config)
-        encoder = build_role_encoder(config.roles["actor"], s)
+        self.encoder = encoder = build_role_encoder(config.roles["actor"], s)
         self.tokenizer = encoder.tokenizer
         self.prompt_sets, tokens_of = read_encoded_prompts(s, encoder)
         self.prompts, self.prompt_tokens = self.prompt_sets[PROMPTS], tokens_of[PROMPTS]
         self.eval_prompts, self.eval_tokens = self.prompt_sets.get(EVAL_PROMPTS), tokens_of.get(EVAL_PROMPTS)
+        check_environments(s, encoder, self.prompt_sets)
         self.reward_factory = RewardFactory(config, *self.prompt_sets.values())
         tokens = self.tokenizer.vocab_size
         check_vocabulary(config.roles["actor"], tokens)
@@ -55,7 +57,8 @@ class RLInputs:
     def _rollout_facts(self, config: RunConfig) -> dict:
         """What the manifest of a saved rollout says about the run, and what a run that loads it compares."""
         s, actor = config.settings, config.roles["actor"]
-        names = ("seed", "temperature", "prompts_per_step", "samples_per_prompt", "greedy_baseline", "partial_rollouts")
+        names = ("seed", "temperature", "prompts_per_step", "samples_per_prompt", "greedy_baseline", "partial_rollouts",
+                 "environment")  # fmt: skip
         routes = None
         if s.router_replay == "rollout":
             args = actor.megatron

@@ -13,6 +13,7 @@ from megarl.roles.advantage_computer import AdvantageComputer
 from megarl.roles.critic import Critic
 from megarl.roles.reference import Reference, shares_base
 from megarl.rollout.batcher import RolloutBatcher
+from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.replica_files import GROUP_BUFFER_FILE, PARTIAL_ROLLOUTS_FILE, of_replica, read_replicas
 from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import RolloutWriter
@@ -95,7 +96,8 @@ class RLTrainer(Trainer):
             actor = self.config.roles["actor"]
             vocab_size = actor.model_vocab_size(self.tokenizer.vocab_size)
             trained = load_policy(actor, mesh["actor"], vocab_size, self.inputs.frozen_policy)
-        return Rollout(s, role, mesh, trained, self.tokenizer, timers, cache)
+        episodes = EpisodeRunner(s, mesh["rollout"], self.inputs.encoder, self.folder) if s.environment else None
+        return Rollout(s, role, mesh, trained, self.tokenizer, timers, cache, episodes)
 
     def _build_batcher(self, *generation) -> RolloutBatcher:
         """`generation`: arguments of the batcher from the settings to the prompts."""
@@ -204,6 +206,8 @@ class RLTrainer(Trainer):
             self.checkpoints.save(step, self._states(loading=False), manifest, files, self._frozen_states())
             if self.rollout.bank:
                 self.rollout.bank.discard(self.folder)
+            if self.rollout.episodes:
+                self.rollout.episodes.discard_journal()
             if self.actor.trainable_model:
                 self.export(self.actor.trainable_model, step)
 
@@ -213,6 +217,8 @@ class RLTrainer(Trainer):
             self.policy_service.close()
         super().close()
         self.reward.verifiers.close()
+        if self.rollout.episodes:
+            self.rollout.episodes.close()
         if self._accuracy_after is not None:
             before = "" if self._accuracy_before is None else f"{self._accuracy_before:.4f} before, "
             print(f"held-out accuracy: {before}{self._accuracy_after:.4f} after {self.step} steps", flush=True)

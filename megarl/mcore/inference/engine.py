@@ -33,6 +33,7 @@ from megarl.mcore.memory.offload import KVCacheInGradBuffer
 from megarl.mcore.moe.router import moe_layers_of
 
 POLL_STEPS = 16  # engine steps between two calls of `response_limit`
+_NONE, _WAITING, _RUNNING = 0, 1, 2  # what a replica has left: nothing, requests that will come, or that run
 
 for _signal in (signal.SIGTERM, signal.SIGINT):
     faulthandler.unregister(_signal)  # Megatron's coordinator, imported above, prints a stack at every exit
@@ -46,6 +47,9 @@ class RequestSource(Protocol):
 
     def is_empty(self) -> bool:
         """Whether `take` will return no more requests."""
+
+    def wait(self):
+        """Waits a while for requests; called when nothing runs, on this replica and on those that share experts."""
 
 
 class RequestList:
@@ -61,6 +65,9 @@ class RequestList:
     def is_empty(self) -> bool:
         """Whether all requests were taken."""
         return not self._queue
+
+    def wait(self):
+        """There is nothing to wait for."""
 
 
 class RolloutEngine:
@@ -222,9 +229,13 @@ class RolloutEngine:
                     self._max_response = response_limit()
                 session.limit_responses(self._max_response)
                 self._admit(session, source, max_requests)
-                if not session.any_replica(session.has_requests or not source.is_empty()):
+                own = _RUNNING if session.has_requests else _NONE if source.is_empty() else _WAITING
+                work = session.highest_of_replicas(own)
+                if work == _NONE:
                     return []
-                if finished := session.step():
+                if work == _WAITING:
+                    source.wait()
+                elif finished := session.step():
                     return finished
 
     def _admit(self, session: GenerationSession, source: RequestSource, max_requests: int):

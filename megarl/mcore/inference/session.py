@@ -165,13 +165,13 @@ class GenerationSession:
         self._free_ids.append(request_id)
         return self._numbers.pop(request_id)
 
-    def any_replica(self, flag: bool) -> bool:
-        """Whether a flag is set on any replica that shares experts with this one. A collective of these replicas."""
+    def highest_of_replicas(self, level: int) -> int:
+        """The highest level of the replicas that share experts with this one. A collective of these replicas."""
         if not self.owner.is_coupled:
-            return flag
-        any_has = torch.tensor([flag], dtype=torch.int32, device=device.device())
-        dist.all_reduce(any_has, op=dist.ReduceOp.MAX, group=self.owner.expert_group)
-        return bool(any_has)
+            return level
+        highest = torch.tensor([level], dtype=torch.int32, device=device.device())
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=self.owner.expert_group)
+        return int(highest)
 
 
 def _params(request: GenerationRequest) -> SamplingParams:

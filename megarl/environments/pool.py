@@ -1,0 +1,234 @@
+"""The environments of a replica, in worker processes; the rank's process has no threads and no event loop for them.
+
+An environment that crashes, or takes too long, is made anew and brought to where it was by its earlier turns and
+observations; so are those that a dead process had. What still fails is reported as a failure of the episode.
+"""
+
+import itertools
+import time
+from collections.abc import Sequence
+from multiprocessing import connection
+from typing import NamedTuple
+
+from megarl.environments.journal import Entry, Journal
+from megarl.environments.process import WorkerProcess
+from megarl.environments.protocol import Observation, Task, Turn
+from megarl.environments.turn_parsing import load_parser, parse_turn
+from megarl.environments.worker import Answer, Call, Close
+
+
+class PoolOptions(NamedTuple):
+    """How environments run."""
+
+    workers: int  # processes
+    timeout: float  # seconds that reset and each step may take
+    retries: int  # of an episode whose environment failed
+    parser: str  # of tool calls
+    default: str  # name of the environment of tasks that name none
+
+
+class Event(NamedTuple):
+    """What an environment has answered to a reset (`turn` is None) or to a turn."""
+
+    number: int  # of the episode
+    observation: Observation | None
+    failure: str | None  # why there is no observation, in a line
+    tools: list[dict]  # of a reset
+    turn: Turn | None
+    seconds: float  # that the environment took; 0 from the journal
+    replayed: int  # how often the episode was played again for this answer
+    late: int  # how often of these the environment took too long
+    from_journal: bool
+
+
+class _Episode:
+    """An open episode, and the call that its environment has to answer."""
+
+    def __init__(self, number: int, name: str, task: Task, key: str | None):
+        self.number, self.name, self.task, self.key = number, name, task, key
+        self.turns: list[Turn] = []
+        self.observations: list[Observation] = []
+        self.process: WorkerProcess | None = None  # that has its environment; None: it must be made anew
+        self.replayable = True  # until its environment says otherwise
+        self.ticket: int | None = None  # of the pending call
+        self.deadline = 0.0
+        self.restarts = self.late = 0  # for the pending call
+        self.failures = 0
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its environment is gone and cannot be brought back."""
+        return self.process is None and not self.replayable
+
+
+class EnvironmentPool:
+    """Environments of open episodes; `poll` reports what they answer."""
+
+    def __init__(self, options: PoolOptions, journal: Journal | None = None):
+        """`journal`: keeps answers, and gives those that it has; None: every answer comes from an environment."""
+        self.options, self.journal = options, journal
+        self._parser = load_parser(options.parser)
+        self._processes: list[WorkerProcess | None] = [None] * options.workers
+        self._episodes: dict[int, _Episode] = {}
+        self._tickets, self._pending = itertools.count(), {}  # ticket -> episode
+        self._events: list[Event] = []
+
+    def start(self, number: int, task: Task, environment: str | None = None, key: str | None = None):
+        """Begins an episode: resets its environment.
+
+        Args:
+            environment: its name; None: the default one.
+            key: names the episode in the journal; None: it is not journalled.
+        """
+        self._episodes[number] = episode = _Episode(number, environment or self.options.default, task, key)
+        self._ask(episode)
+
+    def step(self, number: int, text: str):
+        """Has the environment of an episode answer a turn."""
+        episode = self._episodes[number]
+        episode.turns.append(parse_turn(text, len(episode.turns), self._parser))
+        self._ask(episode)
+
+    def end(self, number: int):
+        """Closes the environment of an episode; nothing more is reported of it."""
+        episode = self._episodes.pop(number)
+        self._pending.pop(episode.ticket, None)
+        if episode.process is not None:
+            episode.process.episodes.discard(number)
+            episode.process.send(Close(number))
+
+    def poll(self, seconds: float = 0.0) -> list[Event]:
+        """What has been answered since the last call; waits at most `seconds` for the first answer.
+
+        Raises:
+            RuntimeError: a process of environments cannot be started.
+        """
+        end = time.monotonic() + seconds
+        while True:
+            self._receive(0.0 if self._events else max(0.0, min(end, self._earliest()) - time.monotonic()))
+            self._drop_late()
+            if self._events or time.monotonic() >= end:
+                break
+        if self.journal is not None:
+            self.journal.flush()
+        events, self._events = self._events, []
+        return events
+
+    def close(self):
+        """Ends the processes, with all that they have started."""
+        for process in filter(None, self._processes):
+            process.end()
+        self._processes, self._episodes, self._pending = [None] * self.options.workers, {}, {}
+
+    def _ask(self, episode: _Episode):
+        """Has an episode's last turn, or its reset, answered."""
+        episode.restarts = episode.late = 0
+        found = self.journal.find(episode.key, episode.turns) if self.journal and episode.key else None
+        if found is not None:
+            self._leave_process(episode)  # its environment has not seen this turn
+            self._report(episode, found.observation, found.tools, 0.0, from_journal=True)
+        elif episode.is_lost:
+            self._fail(episode, "its process ended, and the environment cannot be replayed")
+        else:
+            self._send(episode)
+
+    def _send(self, episode: _Episode):
+        if episode.process is None:
+            episode.process = self._least_busy()
+            episode.process.episodes.add(episode.number)
+        episode.ticket = next(self._tickets)
+        self._pending[episode.ticket] = episode
+        # The worker limits restore and step, each; this is for a worker that does not answer at all.
+        episode.deadline = time.monotonic() + 3 * self.options.timeout + 30.0
+        turns, before = tuple(episode.turns), tuple(episode.observations)
+        episode.process.send(Call(episode.ticket, episode.number, episode.name, episode.task, turns, before))
+
+    def _least_busy(self) -> WorkerProcess:
+        for slot, process in enumerate(self._processes):
+            if process is None:
+                self._processes[slot] = WorkerProcess(self.options.timeout)
+                return self._processes[slot]
+        return min(filter(None, self._processes), key=lambda process: len(process.episodes))
+
+    def _earliest(self) -> float:
+        return min((episode.deadline for episode in self._pending.values()), default=float("inf"))
+
+    def _receive(self, seconds: float):
+        """Takes in what the workers send, and their deaths."""
+        processes = {process.connection: process for process in filter(None, self._processes)}
+        if not processes:
+            time.sleep(min(seconds, 0.1))
+            return
+        for ready in connection.wait(list(processes), seconds):
+            process = processes[ready]
+            try:
+                while process.connection.poll():
+                    self._take(process.connection.recv())
+            except (EOFError, OSError):
+                self._replace(process, f"its process ended with status {process.status()}", is_late=False)
+
+    def _take(self, answer: Answer):
+        episode = self._pending.pop(answer.ticket, None)
+        if episode is None:
+            return  # of an episode that has ended
+        process, episode.ticket, episode.replayable = episode.process, None, answer.replayable
+        if answer.failure is None:
+            if self.journal is not None and episode.key and episode.replayable:
+                self.journal.add(episode.key, episode.turns, Entry(answer.observation, answer.tools))
+            self._report(episode, answer.observation, answer.tools, answer.seconds)
+            return
+        self._leave_process(episode)
+        self._retry(episode, answer.failure, answer.is_late)
+        if answer.is_stuck:
+            self._replace(process, "its process was replaced, since another environment was stuck", is_late=False)
+
+    def _leave_process(self, episode: _Episode):
+        """Has the episode's environment be made anew when it is needed."""
+        if episode.process is not None:
+            episode.process.episodes.discard(episode.number)
+            episode.process.send(Close(episode.number))
+            episode.process = None
+
+    def _retry(self, episode: _Episode, reason: str, is_late: bool):
+        """Plays an episode again after a failure of its own, unless it had too many."""
+        episode.failures += 1
+        episode.late += is_late
+        if episode.failures > self.options.retries or (episode.turns and not episode.replayable):
+            self._fail(episode, reason)
+        else:
+            episode.restarts += 1
+            self._send(episode)
+
+    def _replace(self, process: WorkerProcess, reason: str, is_late: bool):
+        """Ends a process; the episodes that wait for it are played again in another one."""
+        process.end()
+        self._processes[self._processes.index(process)] = None
+        lost = [self._episodes[number] for number in sorted(process.episodes) if number in self._episodes]
+        for episode in lost:
+            episode.process = None
+        for episode in lost:
+            if episode.ticket is not None:
+                del self._pending[episode.ticket]
+                episode.ticket = None
+                self._retry(episode, reason, is_late)
+
+    def _drop_late(self):
+        """Replaces processes that answer nothing at all."""
+        now = time.monotonic()
+        for process in {e.process for e in self._pending.values() if e.deadline <= now}:
+            self._replace(process, f"no answer within {self.options.timeout:g} s, and its process hung", is_late=True)
+
+    def _fail(self, episode: _Episode, reason: str):
+        turn = episode.turns[-1] if episode.turns else None
+        found = Event(episode.number, None, reason, [], turn, 0.0, episode.restarts, episode.late, False)
+        self._events.append(found)
+
+    def _report(
+        self, episode: _Episode, observation: Observation, tools: Sequence[dict], seconds: float,
+        from_journal: bool = False,
+    ):  # fmt: skip
+        turn = episode.turns[-1] if episode.turns else None
+        if turn is not None:
+            episode.observations.append(observation)
+        counts = seconds, episode.restarts, episode.late, from_journal
+        self._events.append(Event(episode.number, observation, None, list(tools), turn, *counts))

@@ -1,0 +1,155 @@
+"""A process with environments: `python -m megarl.environments.worker FD SECONDS`. Imports no torch.
+
+It reads calls from a socket and answers each when it is done; many episodes run at once on its event loop. Methods that
+are plain functions run in threads. It ends when the socket closes, and with its parent.
+"""
+
+import asyncio
+import ctypes
+import inspect
+import os
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+from megarl.environments.loading import load_factory
+from megarl.environments.protocol import Environment, Observation, Task, Turn, resolved
+from megarl.environments.validation import checked
+
+_PR_SET_PDEATHSIG = 1
+THREADS = 512  # of plain methods; started when they are needed
+
+
+class Call(NamedTuple):
+    """What a worker is asked. A slot is one environment; a new one is made, and brought to where it was, if needed."""
+
+    ticket: int  # names the answer
+    slot: int
+    name: str  # of the environment
+    task: Task
+    turns: tuple[Turn, ...]  # the last one is to be answered; none: a reset
+    observations: tuple[Observation, ...]  # answers to the turns before
+
+
+class Close(NamedTuple):
+    """The environment of a slot is not needed any more; there is no answer."""
+
+    slot: int
+
+
+class Answer(NamedTuple):
+    """What a call gave: an observation, or the reason for a failure."""
+
+    ticket: int
+    observation: Observation | None
+    tools: list[dict]
+    replayable: bool
+    seconds: float
+    failure: str | None = None
+    is_late: bool = False
+    is_stuck: bool = False  # a thread still runs: this process must be replaced
+
+
+class Late(Exception):
+    """A call took longer than allowed."""
+
+
+class Worker:
+    """Serves the calls of a pool."""
+
+    def __init__(self, connection: Connection, seconds: float):
+        """`seconds`: limit of each call of an environment."""
+        self._connection, self._seconds = connection, seconds
+        self._environments: dict[int, Environment] = {}
+        self._tasks: set[asyncio.Task] = set()
+        self._threads = ThreadPoolExecutor(THREADS)
+        self._ended = asyncio.Event()
+
+    async def serve(self):
+        """Runs until the pool closes the connection."""
+        asyncio.get_running_loop().add_reader(self._connection.fileno(), self._read)
+        await self._ended.wait()
+
+    def _read(self):
+        try:
+            while self._connection.poll():
+                message = self._connection.recv()
+                task = asyncio.create_task(
+                    self._close(message.slot) if isinstance(message, Close) else self._answer(message)
+                )
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+        except (EOFError, OSError):
+            self._ended.set()
+
+    async def _answer(self, call: Call):
+        loop = asyncio.get_running_loop()
+        start, environment = loop.time(), None
+        facts: dict[str, Any] = {"observation": None, "tools": [], "replayable": True}
+        try:
+            environment, observation = await self._played(call)
+            facts["observation"] = checked(observation)
+            facts["tools"] = list(environment.tools) if not call.turns else []
+        except Late as late:
+            facts |= {"failure": f"no answer within {self._seconds:g} s", "is_late": True, "is_stuck": late.args[0]}
+        except (Exception, SystemExit) as error:
+            facts["failure"] = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        known = environment or self._environments.get(call.slot)
+        facts["replayable"] = bool(getattr(known, "replayable", True))
+        if "failure" in facts:
+            await self._close(call.slot)
+        self._connection.send(Answer(call.ticket, seconds=loop.time() - start, **facts))
+
+    async def _played(self, call: Call) -> tuple[Environment, Observation]:
+        """(environment, its answer to the last turn or to the reset)."""
+        environment = self._environments.get(call.slot)
+        if environment is None:
+            environment = self._environments[call.slot] = await self._limited(load_factory(call.name))
+            if not call.turns:
+                return environment, await self._limited(environment.reset, call.task)
+            before = list(call.turns[:-1]), list(call.observations)
+            await self._limited(environment.restore, call.task, *before)
+        return environment, await self._limited(environment.step, call.turns[-1])
+
+    async def _limited(self, function, *args):
+        """The result of a method, a coroutine or not. Raises Late(whether a thread still runs) at the limit."""
+        if inspect.iscoroutinefunction(function):
+            try:
+                return await asyncio.wait_for(function(*args), self._seconds)
+            except TimeoutError:
+                raise Late(False) from None
+        running = asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+        done, _ = await asyncio.wait([running], timeout=self._seconds)
+        if not done:
+            running.add_done_callback(lambda future: future.exception())  # nobody else asks for it
+            raise Late(True)
+        return await asyncio.wait_for(resolved(running.result()), self._seconds)
+
+    async def _close(self, slot: int):
+        environment = self._environments.pop(slot, None)
+        if environment is None:
+            return
+        try:
+            await self._limited(environment.close)
+        except (Exception, SystemExit) as error:
+            print(f"environment: close: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def main():
+    """Serves until the pool is gone, then ends at once, whatever threads are left."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    connection = Connection(int(sys.argv[1]))
+    os.set_inheritable(connection.fileno(), False)
+
+    async def serve():
+        await Worker(connection, float(sys.argv[2])).serve()
+
+    asyncio.run(serve())
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Episodes that have ended, as a packed batch."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from megarl.batch import Batch
+from megarl.mcore import device
+from megarl.mcore.moe.routing import NO_ROUTE
+from megarl.rollout.episodes.episode import DONE, Episode
+
+
+def episodes_to_batch(episodes: Iterable[Episode], empty_routes: Tensor | None = None) -> Batch:
+    """The episodes of a replica in ascending order of their numbers; only the policy's tokens are in the mask.
+
+    Args:
+        episodes: all have ended.
+        empty_routes: [0, L, k] routes of no tokens; None if the completions have no routes.
+    """
+    ordered = sorted(episodes, key=lambda episode: episode.number)
+    lengths = [len(episode.tokens) for episode in ordered]
+    fields = {
+        "rollout_logprobs": torch.zeros(sum(lengths), dtype=torch.float32),
+        "response_mask": torch.zeros(sum(lengths), dtype=torch.bool),
+        "turn_rewards": torch.zeros(sum(lengths), dtype=torch.float32),
+    }
+    routes = None
+    if empty_routes is not None:
+        routes = torch.cat([empty_routes, *(_routes(episode, empty_routes) for episode in ordered)])
+    first = 0
+    for episode, length in zip(ordered, lengths, strict=True):
+        _fill(episode, {name: field[first : first + length] for name, field in fields.items()})
+        first += length
+    batch = Batch(
+        sequence_ids=torch.tensor([episode.number for episode in ordered], dtype=torch.int64),
+        prompt_ids=torch.tensor([episode.line for episode in ordered], dtype=torch.int64),
+        prompt_lengths=torch.tensor([episode.prompt_length for episode in ordered], dtype=torch.int64),
+        finished=torch.tensor([episode.end == DONE for episode in ordered], dtype=torch.bool),
+        solved=torch.tensor([episode.solved for episode in ordered], dtype=torch.bool),
+        lengths=torch.tensor(lengths, dtype=torch.int64),
+        tokens=torch.tensor([token for episode in ordered for token in episode.tokens], dtype=torch.int64),
+        routes=routes,
+        **fields,
+    )
+    return batch.to(device.device())
+
+
+def _fill(episode: Episode, fields: dict[str, Tensor]):
+    """Writes an episode's turns to its rows of the fields."""
+    turns = zip(episode.turns, episode.logprobs, episode.rewards, strict=True)
+    for (start, end), logprobs, reward in turns:
+        fields["rollout_logprobs"][start:end] = torch.tensor(logprobs, dtype=torch.float32)
+        fields["response_mask"][start:end] = True
+        fields["turn_rewards"][end - 1] = reward
+
+
+def _routes(episode: Episode, empty_routes: Tensor) -> Tensor:
+    """[tokens, L, k] routes of an episode; those of a failed one are unknown."""
+    if episode.routes is not None:
+        return episode.routes
+    return empty_routes.new_full((len(episode.tokens), *empty_routes.shape[1:]), NO_ROUTE)

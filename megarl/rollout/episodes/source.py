@@ -1,0 +1,112 @@
+"""The engine's source of requests in a multi-turn rollout: continuations that are ready first, then new episodes."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from megarl.comm.role_mesh import RoleGroups
+from megarl.generation import Completion, GenerationRequest
+from megarl.mcore.inference.engine import RequestSource
+from megarl.observe import activity
+from megarl.rollout.episodes.episode import Episode, News
+
+if TYPE_CHECKING:
+    from megarl.rollout.episodes.client import EnvironmentClient
+
+NEWS_STEPS = 4  # between two looks at the environments, if a replica has several ranks and the engine has work
+WAIT_SECONDS = 1.0  # for an answer, before the engine looks again
+
+
+class EpisodeSource:
+    """A `RequestSource` over another one, whose requests begin episodes. An episode stays with its replica.
+
+    All ranks of a replica see the ends of turns, so all know how many environments have to answer. Only the leader
+    talks to environments; what they answer is broadcast before it is applied, so all ranks take the same requests.
+    """
+
+    def __init__(
+        self, prompts: RequestSource, begin: Callable[[int, GenerationRequest], Episode],
+        client: "EnvironmentClient | None", groups: RoleGroups, most: int,
+    ):  # fmt: skip
+        """
+        Args:
+            prompts: requests for the first turns, numbered by sequence id; their prompts may still grow.
+            begin: makes an episode of such a request, and has the leader start its environment.
+            client: on the replica's leader; None elsewhere.
+            groups: of the rollout.
+            most: episodes that may be open at a time.
+        """
+        self.ended: list[Episode] = []
+        self.waiting_seconds = 0.0  # in which the engine had nothing to do but to wait for environments
+        self._prompts, self._begin, self._client, self._groups, self._most = prompts, begin, client, groups, most
+        self._open: dict[int, Episode] = {}
+        self._ready: deque[Episode] = deque()
+        self._asked: set[int] = set()  # episodes whose environment has to answer
+        self._in_engine = 0
+        self._looks = 0
+
+    def take(self, room: int) -> list[tuple[int, GenerationRequest]]:
+        """At most `room` requests for turns that can be generated now."""
+        self._receive()
+        new = min(room, self._most - len(self._open))
+        if new > 0 and not self._prompts.is_empty():
+            for number, request in self._prompts.take(new):
+                self._open[number] = self._begin(number, request)
+                self._asked.add(number)
+        ready = [self._ready.popleft() for _ in range(min(room, len(self._ready)))]
+        self._in_engine += len(ready)
+        return [(episode.number, episode.next_request()) for episode in ready]
+
+    def is_empty(self) -> bool:
+        """Whether all episodes have ended."""
+        return not self._open and self._prompts.is_empty()
+
+    def wait(self):
+        """Waits, without load, until an environment of this replica answers; called when no engine has work."""
+        start = time.perf_counter()
+        if self._client is not None and self._asked:
+            with activity.limited():  # the pool limits how long an environment may take
+                self._client.wait(WAIT_SECONDS)
+        self.waiting_seconds += time.perf_counter() - start
+
+    def turn_ended(self, number: int, completion: Completion):
+        """Takes in a turn that the engine has generated; sends it to the environment."""
+        episode = self._open[number]
+        self._in_engine -= 1
+        episode.add_turn(completion)
+        if episode.end is not None:
+            self._end(episode)
+            return
+        self._asked.add(number)
+        if self._client is not None:
+            self._client.step(number, completion.tokens)
+
+    def _receive(self):
+        """Applies what environments have answered. A collective of the replica, at most every few calls."""
+        self._looks += 1
+        is_shared = len(self._groups.replica) > 1
+        if not self._asked or (is_shared and self._in_engine and self._looks % NEWS_STEPS):
+            return
+        box: list[list[News]] = [self._client.news() if self._client is not None else []]
+        if is_shared:
+            dist.broadcast_object_list(box, self._groups.replica[0], group=self._groups.replica_group)
+        for news in box[0]:
+            self._apply(news)
+
+    def _apply(self, news: News):
+        episode = self._open[news.number]
+        self._asked.discard(news.number)
+        episode.apply(news)
+        if episode.end is None:
+            self._ready.append(episode)
+        else:
+            self._end(episode)
+
+    def _end(self, episode: Episode):
+        del self._open[episode.number]
+        self.ended.append(episode)
+        if self._client is not None:
+            self._client.end(episode.number)

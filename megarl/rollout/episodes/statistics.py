@@ -1,0 +1,88 @@
+"""Counts of a step's episodes, of one replica, and the metrics `environment/…` of all replicas."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from megarl.comm.role_mesh import RoleGroups
+from megarl.environments.pool import Event
+from megarl.mcore import device
+from megarl.rollout.episodes.episode import FAILED, TRUNCATED, Episode
+
+_COUNTS = (
+    "episodes", "turns", "truncated", "failed", "calls", "malformed", "steps", "seconds", "late", "restarts",
+    "journalled", "waiting", "running",
+)  # fmt: skip
+
+
+class EpisodeStatistics:
+    """What happened in the episodes since the last `take`, on the leader of a replica."""
+
+    def __init__(self):
+        self.counts, self.parts, self.failures = Counter(), Counter(), []
+
+    def add(self, other: "EpisodeStatistics"):
+        """Adds what another has counted."""
+        self.counts.update(other.counts)
+        self.parts.update(other.parts)
+        self.failures += other.failures
+
+    def add_event(self, event: Event):
+        """Counts an answer of an environment."""
+        c = self.counts
+        c["steps"] += not event.from_journal
+        c["seconds"] += event.seconds
+        c["late"] += event.late
+        c["restarts"] += event.replayed
+        c["journalled"] += event.from_journal
+        if event.turn is not None:
+            c["calls"] += len(event.turn.calls)
+            c["malformed"] += len(event.turn.errors)
+        if event.observation is not None:
+            self.parts.update(event.observation.parts)
+
+    def add_failure(self, reason: str):
+        """Keeps why an environment failed."""
+        self.failures.append(reason)
+
+    def add_episodes(self, episodes: Iterable[Episode]):
+        """Counts episodes that have ended."""
+        for episode in episodes:
+            self.counts["episodes"] += 1
+            self.counts["turns"] += len(episode.turns)
+            self.counts["truncated"] += episode.end in TRUNCATED
+            self.counts["failed"] += episode.end == FAILED
+
+    def add_times(self, waiting: float, running: float):
+        """Adds seconds in which the replica waited for environments alone, and seconds of the whole rollout."""
+        self.counts["waiting"] += waiting
+        self.counts["running"] += running
+
+
+def metrics_of(own: EpisodeStatistics, groups: RoleGroups) -> dict[str, float]:
+    """The metrics `environment/…` of all replicas' episodes; {} without episodes. A collective of the leaders."""
+    total = torch.tensor([own.counts[name] for name in _COUNTS], dtype=torch.float64, device=device.device())
+    counts = dict(zip(_COUNTS, groups.dp_all_reduce(total).tolist(), strict=True))
+    parts: list[dict] = [dict(own.parts)] * len(groups.replicas)
+    if len(parts) > 1:
+        dist.all_gather_object(parts, dict(own.parts), group=groups.pg_collection.dp)
+    names = sorted({name for of_replica in parts for name in of_replica})
+    episodes = counts["episodes"]
+    if not episodes:
+        return {}
+    return {
+        "environment/turns_mean": counts["turns"] / episodes,
+        "environment/tool_calls": int(counts["calls"]),
+        "environment/malformed_calls": int(counts["malformed"]),
+        "environment/truncated_fraction": counts["truncated"] / episodes,
+        "environment/failures": int(counts["failed"]),
+        "environment/restarts": int(counts["restarts"]),
+        "environment/timeouts": int(counts["late"]),
+        "environment/journalled_steps": int(counts["journalled"]),
+        "environment/step_s": counts["seconds"] / max(counts["steps"], 1.0),
+        "environment/waiting_share": counts["waiting"] / max(counts["running"], 1e-9),
+        **{f"environment/reward/{name}": math.fsum(p.get(name, 0.0) for p in parts) / episodes for name in names},
+    }

@@ -1,0 +1,117 @@
+"""Episodes on tiny models: a client whose answers are tokens, which come in any order, and the rounds it answers."""
+
+import hashlib
+import random
+
+import torch
+
+from tests.helpers.engines import make_engine, settings_of
+from tests.helpers.tiny_models import VOCAB
+
+END = (3, 5, 8, 11, 13, 17)  # each ends a turn
+PROMPTS = 12
+
+
+def answer(tokens) -> list[int]:
+    """Tokens of the observation after a turn: a function of what the policy wrote, of 1 to 6 tokens."""
+    digest = hashlib.blake2b(bytes(tokens), digest_size=8).digest()
+    return [byte % VOCAB for byte in digest[: 1 + digest[0] % 6]]
+
+
+class ScriptedClient:
+    """Stands where `EnvironmentClient` does; `order` decides by its own random numbers which answers are late."""
+
+    def __init__(self, order: int | None = None, failing: frozenset = frozenset(), done_after: int = 3):
+        """`order`: seed of the delays; None: every answer is there at once. `failing`: numbers of episodes whose
+        environment fails after their first turn."""
+        from megarl.rollout.episodes.episode import News
+
+        self._news, self._random = News, random.Random(order) if order is not None else None
+        self._failing, self._done_after = failing, done_after
+        self.pending, self.turns, self.ended, self.waits = [], {}, [], 0
+
+    def begin(self, number, request):
+        self.turns[number] = 0
+        self.pending.append(self._news(number, [1, *request.prompt]))
+
+    def step(self, number, tokens):
+        self.turns[number] += 1
+        is_done = self.turns[number] == self._done_after + number % 2
+        reward = sum(tokens) / 8
+        self.pending.append(
+            self._news(number, answer(tokens), reward, is_done, failed=number in self._failing)
+        )
+
+    def end(self, number):
+        self.ended.append(number)
+
+    def wait(self, seconds):
+        self.waits += 1
+
+    def news(self):
+        if self._random is None:
+            come, self.pending = self.pending, []
+            return come
+        come = [item for item in self.pending if self._random.random() < 0.2]
+        self._random.shuffle(come)
+        self.pending = [item for item in self.pending if item not in come]
+        return come
+
+
+def make_requests(count=PROMPTS):
+    """Numbered requests for first turns, with prompts of 2 to 8 tokens."""
+    from megarl.algorithms.counter_rng import stream_keys
+    from megarl.generation import GenerationRequest
+
+    keys = stream_keys(1, 0, torch.arange(count), torch.zeros(count, dtype=torch.int64)).tolist()
+    prompts = [[(7 * i + j) % VOCAB for j in range(2 + i % 7)] for i in range(count)]
+    return [(i, GenerationRequest(prompts[i], keys[i], 1)) for i in range(count)]
+
+
+def run_episodes(rank, flags="", shape="llama", order=None, limits=(4, 6, 32), most=64, routes=False, failing=frozenset(),
+                 requests=None, **engine_settings):  # fmt: skip
+    """(episodes by number, client, gap to the training forward) of a round on this world's actor.
+
+    `limits`: turns, tokens of a turn, tokens of the response.
+    """
+    from megarl.mcore.inference.engine import RequestList
+    from megarl.rollout.episodes.episode import Episode, Limits
+    from megarl.rollout.episodes.source import EpisodeSource
+
+    engine, model, groups = make_engine(flags, shape, **engine_settings)
+    client = ScriptedClient(order, failing) if groups.is_leader else None
+
+    def begin(number, request):
+        if client is not None:
+            client.begin(number, request)
+        return Episode(number, request, line=number, limits=Limits(*limits))
+
+    mine = make_requests()[groups.dp_rank :: len(groups.replicas)] if requests is None else requests
+    source = EpisodeSource(RequestList(mine), begin, client, groups, most)
+    for number, completion in engine.stream(source, END, settings_of(), routes):
+        source.turn_ended(number, completion)
+    is_whole = "pipeline" not in flags  # a pipeline stage has no scores of its own
+    gap = _gap(model, source.ended) if is_whole else 0.0
+    return {episode.number: episode for episode in source.ended}, client, gap
+
+
+def _gap(model, episodes) -> float:
+    """Largest difference of the log-probs of turns from those of the training forward."""
+    from megarl.mcore.model.forward_pass import inference_mode, token_scores
+
+    lengths = torch.tensor([len(episode.tokens) for episode in episodes])
+    tokens = torch.tensor([token for episode in episodes for token in episode.tokens])
+    with inference_mode(model):
+        scores = token_scores(model, tokens, lengths, 1.0, VOCAB).logprobs.split(lengths.tolist())
+    gaps = [
+        (row[start:end] - torch.tensor(logprobs)).abs().max()
+        for episode, row in zip(episodes, scores, strict=True)
+        for (start, end), logprobs in zip(episode.turns, episode.logprobs, strict=True)
+    ]
+    return float(torch.stack(gaps).max())
+
+
+def content(episodes):
+    """What must be the same in every layout: all but log-probs and routes."""
+    names = ("tokens", "prompt_length", "turns", "rewards", "end", "solved")
+    return {number: tuple(getattr(e, name) for name in names) for number, e in sorted(episodes.items())}

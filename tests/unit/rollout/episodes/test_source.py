@@ -1,0 +1,66 @@
+"""Episodes on the engine: their text does not depend on when environments answer, nor on the layout."""
+
+import functools
+
+import pytest
+
+from tests.helpers.episodes import END, PROMPTS, answer, content, make_requests, run_episodes
+from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.worlds import run_world
+
+
+def run(size=1, *args, **kwargs):
+    return run_world(functools.partial(run_episodes, **kwargs), size, *args)
+
+
+@functools.cache
+def undisturbed():
+    return run()[0]
+
+
+def test_sequences_are_prompts_turns_and_answers_as_an_outside_spy_rebuilds_them():
+    episodes, client, gap = undisturbed()
+    assert gap <= largest_gap_allowed()
+    assert sorted(episodes) == list(range(PROMPTS)) and sorted(client.ended) == list(range(PROMPTS))
+    ends = set()
+    for number, request in make_requests():
+        episode, tokens = episodes[number], [1, *request.prompt]
+        assert episode.prompt_length == len(tokens)
+        for turn, (start, end) in enumerate(episode.turns):
+            assert start == len(tokens) and 1 <= end - start <= 6
+            written = episode.tokens[start:end]
+            assert all(token not in END for token in written[:-1])
+            tokens += written
+            if turn + 1 < len(episode.turns):
+                assert written[-1] in END
+                tokens += answer(written)
+        assert tokens == episode.tokens and len(tokens) <= episode.prompt_length + 32
+        ends.add(episode.end)
+    assert {"done", "turn_length"} <= ends
+
+
+@pytest.mark.parametrize("kwargs", [
+    {"order": 1}, {"order": 2}, {"order": 3, "max_requests": 1}, {"max_requests": 2, "most": 3},
+    {"order": 4, "buffer_gb": 0.0002}, {"order": 5, "most": 1},
+], ids=str)  # fmt: skip
+def test_text_and_log_probs_do_not_depend_on_late_answers_and_concurrency(kwargs):
+    episodes, client, gap = run(**kwargs)[0]
+    expected, _, _ = undisturbed()
+    assert content(episodes) == content(expected) and gap <= largest_gap_allowed()
+    assert {n: e.logprobs for n, e in episodes.items()} == {n: e.logprobs for n, e in expected.items()}
+    if "order" in kwargs:
+        assert client.waits  # some time nothing could be generated
+
+
+@pytest.mark.parametrize(("size", "flags"), [
+    (2, "--tensor-model-parallel-size 2"), (2, "--pipeline-model-parallel-size 2"), (2, ""),
+    (2, "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2"),
+], ids=str)  # fmt: skip
+def test_text_does_not_depend_on_the_layout(size, flags):
+    experts = "--num-experts 4 --moe-router-topk 2" if "experts" in flags else ""
+    expected = content((run(1, experts)[0] if experts else undisturbed())[0])
+    found = {}
+    for episodes, _, gap in run(size, flags, order=7):
+        assert gap <= largest_gap_allowed()
+        found |= content(episodes)
+    assert found == expected
