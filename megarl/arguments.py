@@ -169,6 +169,8 @@ def _is_training_key(program: str, policy_loss: str) -> Callable[[str], bool]:
 
 def _settings(values: dict[str, object], own: dict[str, parser.Flag]) -> Settings:
     fields: dict[str, Any] = {own[name].setting: value for name, value in values.items() if own[name].setting}
+    if fields.get("environment") is not None:
+        fields.setdefault("reward", expression.ENVIRONMENT)
     return Settings(**fields)
 
 

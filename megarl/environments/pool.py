@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from multiprocessing import connection
 from typing import NamedTuple
 
+from megarl.environments.calls import Answer, Call, Close
 from megarl.environments.journal import Entry, Journal
 from megarl.environments.process import WorkerProcess
 from megarl.environments.protocol import Observation, Task, Turn
 from megarl.environments.turn_parsing import load_parser, parse_turn
-from megarl.environments.worker import Answer, Call, Close
 
 
 class PoolOptions(NamedTuple):

@@ -12,44 +12,15 @@ import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
 
+from megarl.environments.calls import Answer, Call, Close
 from megarl.environments.loading import load_factory
-from megarl.environments.protocol import Environment, Observation, Task, Turn, resolved
+from megarl.environments.protocol import Environment, Observation, resolved
 from megarl.environments.validation import checked
 
 _PR_SET_PDEATHSIG = 1
 THREADS = 512  # of plain methods; started when they are needed
-
-
-class Call(NamedTuple):
-    """What a worker is asked. A slot is one environment; a new one is made, and brought to where it was, if needed."""
-
-    ticket: int  # names the answer
-    slot: int
-    name: str  # of the environment
-    task: Task
-    turns: tuple[Turn, ...]  # the last one is to be answered; none: a reset
-    observations: tuple[Observation, ...]  # answers to the turns before
-
-
-class Close(NamedTuple):
-    """The environment of a slot is not needed any more; there is no answer."""
-
-    slot: int
-
-
-class Answer(NamedTuple):
-    """What a call gave: an observation, or the reason for a failure."""
-
-    ticket: int
-    observation: Observation | None
-    tools: list[dict]
-    replayable: bool
-    seconds: float
-    failure: str | None = None
-    is_late: bool = False
-    is_stuck: bool = False  # a thread still runs: this process must be replaced
 
 
 class Late(Exception):

@@ -104,7 +104,7 @@ def build_verifiers(settings) -> VerifierSet:
 
     Raises UsageError for a malformed expression, a plug-in that cannot be imported, or a wrong option.
     """
-    names = [term.name for term in expression.parse(settings.reward) if term.name != expression.MODEL]
+    names = [term.name for term in expression.parse(settings.reward) if term.name not in expression.OF_RANKS]
     options = Options.of(settings)
     traits = {name: _BUILT_IN.get(name, _PLUG_IN) for name in names}
     limited = [name for name in names if traits[name].limited]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from megarl.rewards.base import Score
-from megarl.rewards.expression import MODEL, Term
+from megarl.rewards.expression import ENVIRONMENT, MODEL, Term
 
 FORMS = ("format", "length")  # verifiers of form, which cannot tell whether an answer is right
 
@@ -14,6 +14,8 @@ def correctness_term(terms: Sequence[Term]) -> str:
     For a model, a score above 0 is correct, because train_reward centres its scores at 0.
     """
     names = [term.name for term in terms]
+    if ENVIRONMENT in names:
+        return ENVIRONMENT
     answers = [name for name in names if name not in (MODEL, *FORMS)]
     return (answers or [name for name in names if name == MODEL] or names)[0]
 

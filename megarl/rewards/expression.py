@@ -11,6 +11,7 @@ from megarl.errors import UsageError
 
 MODEL = "model"
 ENVIRONMENT = "environment"
+OF_RANKS = (MODEL, ENVIRONMENT)  # terms that are no verifiers
 NAMES = (
     MODEL,
     ENVIRONMENT,

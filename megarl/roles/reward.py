@@ -17,7 +17,7 @@ from megarl.data.tokenizers import Tokenizer
 from megarl.observe.timers import Timers
 from megarl.rewards.base import Sample, Score
 from megarl.rewards.composition import compose
-from megarl.rewards.expression import MODEL, Term
+from megarl.rewards.expression import ENVIRONMENT, MODEL, Term
 from megarl.rewards.verifiers import VerifierSet
 from megarl.roles.reward_metrics import FailureWindow, RewardStatistics
 from megarl.roles.reward_model import RewardModel
@@ -117,6 +117,10 @@ class Reward:
         if model_scores is not None:
             values[MODEL], normalized = model_scores.tolist()
             columns[MODEL] = [Score(x, raw > 0) for x, raw in zip(normalized, values[MODEL], strict=True)]
+        if batch.turn_rewards is not None and any(term.name == ENVIRONMENT for term in self.terms):
+            sums = [float(row.double().sum()) for row in batch.turn_rewards.split(batch.lengths.tolist())]
+            values[ENVIRONMENT] = sums
+            columns[ENVIRONMENT] = [Score(x, bool(ok)) for x, ok in zip(sums, batch.solved.tolist(), strict=True)]
         if for_training:
             self._statistics.add(values)
         positions = range(len(batch))

@@ -236,7 +236,9 @@ class RolloutBatcher:
         with self.timers.phase(self.mesh[ROLLOUT].model_role, "exchange"):
             dp_assignment = load_balance.round_robin_assignment(self.mesh, count, samples)
             dp_assignment |= {ROLLOUT: self.rollout.dp_assignment(batch, count)}
-        step_batch = StepBatch(self.mesh, self.timers, dp_assignment, batch, step, self.prompts)
+        step_batch = StepBatch(
+            self.mesh, self.timers, dp_assignment, batch, step, self.prompts, self.settings.environment_fields
+        )
         step_batch.dispatch("reward")
         self.reward.score(step_batch, for_training)
         scores = torch.zeros(count, 2, dtype=torch.float64, device=device.device())

@@ -101,7 +101,9 @@ class Evaluator:
         count = len(self.requests) * n
         dp_assignment = load_balance.round_robin_assignment(self.mesh, count, n)
         dp_assignment |= {ROLLOUT: self.rollout.dp_assignment(responses, count)}
-        step_batch = StepBatch(self.mesh, self.timers, dp_assignment, responses, EVAL_STEP, self.prompts)
+        step_batch = StepBatch(
+            self.mesh, self.timers, dp_assignment, responses, EVAL_STEP, self.prompts, s.environment_fields
+        )
         step_batch.dispatch("reward")
         self.reward.score(step_batch, for_training=False)
         return itertools.groupby(self._rows(), lambda row: row["sequence"] // n)
