@@ -162,7 +162,7 @@ class EnvironmentPool:
         for ready in connection.wait(list(processes), seconds):
             process = processes[ready]
             try:
-                while process.connection.poll():
+                while process in self._processes and process.connection.poll():
                     self._take(process.connection.recv())
             except (EOFError, OSError):
                 self._replace(process, f"its process ended with status {process.status()}", is_late=False)

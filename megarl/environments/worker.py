@@ -5,11 +5,14 @@ are plain functions run in threads. It ends when the socket closes, and with its
 """
 
 import asyncio
+import contextlib
 import ctypes
 import inspect
 import os
+import queue
 import signal
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
@@ -36,24 +39,37 @@ class Worker:
         self._environments: dict[int, Environment] = {}
         self._tasks: set[asyncio.Task] = set()
         self._threads = ThreadPoolExecutor(THREADS)
+        self._answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()  # to be written
         self._ended = asyncio.Event()
 
     async def serve(self):
-        """Runs until the pool closes the connection."""
-        asyncio.get_running_loop().add_reader(self._connection.fileno(), self._read)
+        """Runs until the pool closes the connection.
+
+        Threads read and write, so that the process reads at any time: if it waited for the pool to read, and the pool
+        for it, both would wait for ever.
+        """
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._write, daemon=True).start()
+        threading.Thread(target=self._read, args=(loop,), daemon=True).start()
         await self._ended.wait()
 
-    def _read(self):
+    def _write(self):
+        with contextlib.suppress(OSError):
+            while True:
+                self._connection.send(self._answers.get())
+
+    def _read(self, loop: asyncio.AbstractEventLoop):
         try:
-            while self._connection.poll():
-                message = self._connection.recv()
-                task = asyncio.create_task(
-                    self._close(message.slot) if isinstance(message, Close) else self._answer(message)
-                )
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+            while True:
+                loop.call_soon_threadsafe(self._begin, self._connection.recv())
         except (EOFError, OSError):
-            self._ended.set()
+            loop.call_soon_threadsafe(self._ended.set)
+
+    def _begin(self, message: Call | Close):
+        work = self._close(message.slot) if isinstance(message, Close) else self._answer(message)
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, call: Call):
         loop = asyncio.get_running_loop()
@@ -71,7 +87,7 @@ class Worker:
         facts["replayable"] = bool(getattr(known, "replayable", True))
         if "failure" in facts:
             await self._close(call.slot)
-        self._connection.send(Answer(call.ticket, seconds=loop.time() - start, **facts))
+        self._answers.put(Answer(call.ticket, seconds=loop.time() - start, **facts))
 
     async def _played(self, call: Call) -> tuple[Environment, Observation]:
         """(environment, its answer to the last turn or to the reset)."""

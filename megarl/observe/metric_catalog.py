@@ -13,6 +13,7 @@ PLACEHOLDERS = {  # placeholder -> what it stands for, as a pattern
     "phase": "[a-z_]+",
     "term": "[^/]+",  # of --reward; a plug-in's has a colon
     "task": ".+?",  # of a prompt's metadata: any text
+    "component": ".+",  # of an environment's rewards; any text
     "layer": r"\d{3}",
     "k": r"\d+",
 }
@@ -82,6 +83,26 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                " drafts", "with --speculative-rollout"),
         Metric("rollout/draft_acceptance", "fraction", "drafted tokens that were accepted", "with"
                " --speculative-rollout"),
+    ),
+    "Environments": tuple(
+        metric._replace(when="with --environment") for metric in (
+            Metric("environment/turns_mean", "turns", "turns of the step's episodes"),
+            Metric("environment/tool_calls", "calls", "tool calls that could be read"),
+            Metric("environment/malformed_calls", "calls", "texts that look like a tool call and are none"),
+            Metric("environment/truncated_fraction", "fraction", "episodes that ended because a turn was cut, the turns"
+                   " were used up, or --max-response-length left no room"),
+            Metric("environment/failures", "episodes", "episodes whose environment failed; they are left out of the"
+                   " training"),
+            Metric("environment/restarts", "restarts", "environments made anew after a crash, a late answer, or the end"
+                   " of their process"),
+            Metric("environment/timeouts", "calls", "answers that took longer than --environment-timeout"),
+            Metric("environment/journalled_steps", "steps", "answers taken from the journal of a run that was killed"),
+            Metric("environment/step_s", "s", "mean time that an environment took for an answer"),
+            Metric("environment/waiting_share", "fraction", "of the rollout's time in which a replica had nothing to"
+                   " generate and waited for environments, mean over replicas"),
+            Metric("environment/reward/<component>", "reward", "mean sum of a named component of the rewards over an"
+                   " episode"),
+        )
     ),
     "Group sampling": tuple(
         metric._replace(when="with --group-filter reward or correct") for metric in (

@@ -38,9 +38,7 @@ class ScriptedClient:
         self.turns[number] += 1
         is_done = self.turns[number] == self._done_after + number % 2
         reward = sum(tokens) / 8
-        self.pending.append(
-            self._news(number, answer(tokens), reward, is_done, failed=number in self._failing)
-        )
+        self.pending.append(self._news(number, answer(tokens), reward, is_done, failed=number in self._failing))
 
     def end(self, number):
         self.ended.append(number)

@@ -1,0 +1,123 @@
+"""Environments for runs of the small programs: they answer with sums, late, or break, as their names say.
+
+Texts have only the characters of the small tokenizer: digits, + and =.
+"""
+
+import asyncio
+import os
+import random
+from pathlib import Path
+
+from megarl.environments.protocol import BaseEnvironment, Observation, Task, Turn
+
+FOLDER = "MEGARL_TEST_FOLDER"  # environment variable: where calls are counted and breakdowns are remembered
+
+
+class Sums(BaseEnvironment):
+    """Asks for another sum after each turn, three times; the reward grows with the sevens of the text."""
+
+    def __init__(self):
+        self._random, self._asked = None, 0
+
+    def reset(self, task: Task) -> Observation:
+        """The same sums for all samples of a group."""
+        self._random, self._asked = random.Random(task.seed), 0
+        return Observation()
+
+    def step(self, turn: Turn) -> Observation:
+        """An answer that depends on the seed and on what was written."""
+        self._asked += 1
+        reward = turn.text.count("7") / 4 + len(turn.text) / 64
+        number = (self._random.randrange(30) + len(turn.text)) % 30
+        message = {"role": "user", "content": f"+{number}="}
+        return Observation([message], reward, self._asked == 3, parts={"sevens": turn.text.count("7") / 4})
+
+
+class LateSums(Sums):
+    """Answers after up to 50 ms, each time another; not as long as a test would wait."""
+
+    async def step(self, turn: Turn) -> Observation:
+        """Waits a random time, which no seed decides."""
+        await asyncio.sleep(random.SystemRandom().random() * 0.05)
+        return super().step(turn)
+
+
+class CountedSums(Sums):
+    """Writes a line for each call to a file, before it answers."""
+
+    def reset(self, task: Task) -> Observation:
+        """Remembers whose calls these are."""
+        self._name = f"{task.seed} {task.sample_seed}"
+        return super().reset(task)
+
+    def restore(self, task: Task, turns: list[Turn], observations: list[Observation]):
+        """Goes on without calls."""
+        self.reset(task)
+        for turn in turns:
+            super().step(turn)
+
+    def step(self, turn: Turn) -> Observation:
+        """Counts the call."""
+        with open(Path(os.environ[FOLDER], "calls"), "a") as file:
+            file.write(f"{self._name} {turn.number}\n")
+        return super().step(turn)
+
+
+class BreakingSums(Sums):
+    """Breaks once in each turn of the run; `how`: it ends its process, hangs, or raises."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self._how = how
+
+    def step(self, turn: Turn) -> Observation:
+        """Breaks if it is the first that comes to this turn."""
+        if _is_first(f"{self._how}-{turn.number}"):
+            if self._how == "kill":
+                os._exit(3)
+            if self._how == "hang":
+                import threading
+
+                threading.Event().wait()
+            raise RuntimeError("broken on purpose")
+        return super().step(turn)
+
+
+class OnceOnlySums(Sums):
+    """Cannot be replayed, and always breaks in the second turn of some groups."""
+
+    replayable = False
+
+    def reset(self, task: Task) -> Observation:
+        """Chooses which groups break."""
+        self._breaks = task.seed % 3 == 0
+        return super().reset(task)
+
+    def step(self, turn: Turn) -> Observation:
+        """Raises in the second turn."""
+        if self._breaks and turn.number == 1:
+            raise RuntimeError("broken for good")
+        return super().step(turn)
+
+
+def _is_first(name: str) -> bool:
+    try:
+        os.close(os.open(Path(os.environ[FOLDER], name), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def kill() -> BreakingSums:
+    """Its process ends."""
+    return BreakingSums("kill")
+
+
+def hang() -> BreakingSums:
+    """It never answers."""
+    return BreakingSums("hang")
+
+
+def crash() -> BreakingSums:
+    """It raises."""
+    return BreakingSums("crash")

@@ -1,0 +1,137 @@
+"""Multi-turn runs: nothing of them depends on when, where or how often an environment had to answer."""
+
+import functools
+import json
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.programs import in_world, inputs, metrics, program, rl_argv, samples, timeless, train
+from tests.helpers.sum_environments import FOLDER
+from tests.helpers.worlds import RankFailed, run_world
+
+SUMS = "tests.helpers.sum_environments"
+FLAGS = (
+    "--advantage rloo --kl-coefficient 0 --train-iters 2 --save-interval 1 --max-response-length 18 --max-turns 3"
+    " --max-turn-length 4 --max-tokens-per-microbatch 100 --rollout-max-requests 64 --environment-timeout 60"
+)
+
+
+def run(save: Path, environment: str, flags: str = "", size: int = 1) -> Path:
+    """A run of two steps; returns its folder."""
+    train("rl", rl_argv(save, f"{FLAGS} --environment {SUMS}:{environment} {flags}"), size)
+    return save
+
+
+@functools.cache
+def undisturbed() -> Path:
+    """A run whose environments answer at once."""
+    return run(inputs() / "sums", "Sums")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    return tmp_path
+
+
+def rows_of(run: Path) -> list[dict]:
+    """The samples of the first step."""
+    return list(map(json.loads, samples(run, 1).splitlines()))
+
+
+def assert_same_text(found: Path, expected: Path):
+    assert [samples(found, step) for step in (1, 2)] == [samples(expected, step) for step in (1, 2)]
+
+
+def test_a_run_has_turns_with_rewards_and_no_gap():
+    rows, found = rows_of(undisturbed()), metrics(undisturbed())[1]
+    assert 1 < found["environment/turns_mean"] <= 3
+    assert found["rollout/logprob_gap_max"] == 0.0
+    assert found["environment/reward/sevens"] >= 0 and found["environment/failures"] == 0
+    assert len({row["reward"] for row in rows}) > 1
+
+
+@pytest.mark.parametrize("flags, size", [
+    ("", 1), ("--rollout-max-requests 2", 1), ("--rollout-prefix-caching", 1),
+    ("--rollout-dispatch static", 2), ("--rollout-dispatch dynamic --rollout-max-requests 2", 2),
+    ("--rollout-dispatch dynamic --rollout-prefix-caching", 2),
+], ids=str)  # fmt: skip
+def test_late_answers_and_the_layout_change_nothing(flags, size, tmp_path):
+    found = run(tmp_path / "run", "LateSums", flags, size)
+    assert_same_text(found, undisturbed())
+    assert metrics(found)[1]["rollout/logprob_gap_max"] == 0.0
+    if size == 1:
+        assert timeless(metrics(found)[2]) == timeless(metrics(undisturbed())[2])
+
+
+def test_two_tensor_ranks_write_the_same_text(tmp_path):
+    found = run(tmp_path / "run", "LateSums", "--tensor-model-parallel-size 2", 2)
+    texts = [[(row["prompt"], row["response"]) for row in rows_of(run)] for run in (found, undisturbed())]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("how", ["kill", "hang", "crash"])
+def test_an_environment_that_breaks_in_each_turn_changes_nothing(how, tmp_path):
+    flags = "--environment-workers 2 --environment-retries 3" + " --environment-timeout 2" * (how == "hang")
+    found = run(tmp_path / "run", how, flags)
+    assert_same_text(found, undisturbed())
+    assert {path.name for path in tmp_path.glob(f"{how}-*")} == {f"{how}-{turn}" for turn in range(3)}
+    numbers = metrics(found)
+    assert sum(numbers[step]["environment/restarts"] for step in (1, 2)) >= 3
+    assert timeless(numbers[2]) == timeless(metrics(undisturbed())[2])
+
+
+def test_what_fails_for_good_is_left_out_and_stops_the_run_above_the_limit(tmp_path):
+    found = run(tmp_path / "run", "OnceOnlySums", "--environment-max-failures 1")
+    failures = [metrics(found)[step]["environment/failures"] for step in (1, 2)]
+    assert 0 < sum(failures) < 24 and all(count % 2 == 0 for count in failures)  # whole groups of two
+    with pytest.raises(
+        RankFailed, match="environments failed in .* --environment-max-failures allows 0 of them.*broken"
+    ):
+        run(tmp_path / "stopped", "OnceOnlySums", "--environment-max-failures 0")
+
+
+def counted(rank: int, parsed, turns: int | None):
+    """Runs train_rl; kills this rank after so many turns of the second step."""
+    from megarl.rollout.episodes.source import EpisodeSource
+
+    ended, step = EpisodeSource.turn_ended, Counter()
+
+    def watched(self, number, completion):
+        ended(self, number, completion)
+        step[id(self)] += 1
+        if rank == 0 and len(step) == 2 and step[id(self)] == turns:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    EpisodeSource.turn_ended = watched
+    in_world(rank, "rl", parsed)
+
+
+@pytest.mark.parametrize("turns, size", [(4, 1), (17, 1), (9, 2)])
+def test_a_killed_run_goes_on_with_the_same_bits_and_calls_nothing_twice(turns, size, tmp_path):
+    from megarl import train_rl  # noqa: F401  imported once, before the fork
+
+    flags = f"{FLAGS} --environment {SUMS}:CountedSums --rollout-max-requests 4 --rollout-dispatch static"
+    save = tmp_path / "run"
+    with pytest.raises(RankFailed):
+        run_world(counted, size, program("rl", rl_argv(save, flags), size), turns)
+    before = calls(tmp_path)
+    run_world(counted, 1, program("rl", rl_argv(save, f"{flags} --load {save}"), 1), None)
+    assert_same_text(save, undisturbed())
+    found = metrics(save)[2]
+    assert size > 1 or timeless(found) == timeless(metrics(undisturbed())[2])
+    after = calls(tmp_path)
+    finished = int(found["environment/journalled_steps"])
+    assert finished > 0
+    # A call that was under way, or whose answer nobody had read, when the run was killed may come again.
+    repeated = [call for call, count in after.items() if count > 1]
+    assert len(repeated) <= 4 * size and sum(after.values()) - sum(before.values()) < sum(before.values())
+    assert not list(save.glob("journal/*")), "nothing is kept once a step has its checkpoint"
+
+
+def calls(folder: Path) -> Counter:
+    return Counter((folder / "calls").read_text().splitlines())
