@@ -69,7 +69,7 @@ def evaluate(config: RunConfig, timers: Timers):
     evaluator = Evaluator(s, mesh, rollout, reward, inputs.prompts, inputs.tokens, timers)
     metrics = evaluator.evaluate()
     reward.verifiers.close()
-    if s.environment:
+    if isinstance(rollout, Rollout) and rollout.episodes is not None:
         rollout.episodes.close()
     if metrics is not None:
         print(table(metrics), flush=True)

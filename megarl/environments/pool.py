@@ -155,12 +155,12 @@ class EnvironmentPool:
 
     def _receive(self, seconds: float):
         """Takes in what the workers send, and their deaths."""
-        processes = {process.connection: process for process in filter(None, self._processes)}
+        processes = [process for process in self._processes if process is not None]
         if not processes:
             time.sleep(min(seconds, 0.1))
             return
-        for ready in connection.wait(list(processes), seconds):
-            process = processes[ready]
+        ready = connection.wait([process.connection for process in processes], seconds)
+        for process in (process for process in processes if process.connection in ready):
             try:
                 while process in self._processes and process.connection.poll():
                     self._take(process.connection.recv())

@@ -9,6 +9,10 @@ from typing import Any, Literal, Union
 
 _SIMPLE = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object",
            type(None): "null"}  # fmt: skip
+_KINDS: dict[str, tuple[type, ...]] = {
+    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "array": (list,),
+    "object": (dict,),
+}  # fmt: skip
 _SECTION = re.compile(r"^(Args|Arguments|Returns|Raises|Yields|Example|Examples|Note|Notes):\s*$")
 
 
@@ -69,9 +73,8 @@ def mismatch(value: Any, schema: dict[str, Any]) -> str | None:
         fits = any(mismatch(value, each) is None for each in schema["anyOf"])
         return None if fits else "fits none of its types"
     wanted = schema.get("type")
-    kinds = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
     is_other_bool = isinstance(value, bool) and wanted != "boolean"
-    if wanted is not None and (not isinstance(value, kinds.get(wanted, ())) or is_other_bool):
+    if wanted is not None and (not isinstance(value, _KINDS.get(wanted, ())) or is_other_bool):
         return f"must be {wanted}, not {_name(value)}"
     if "enum" in schema and value not in schema["enum"]:
         return f"must be one of {', '.join(map(repr, schema['enum']))}"

@@ -66,8 +66,10 @@ def make_requests(count=PROMPTS):
     return [(i, GenerationRequest(prompts[i], keys[i], 1)) for i in range(count)]
 
 
-def run_episodes(rank, flags="", shape="llama", order=None, limits=(4, 6, 32), most=64, routes=False, failing=frozenset(),
-                 requests=None, **engine_settings):  # fmt: skip
+def run_episodes(
+    rank, flags="", shape="llama", order=None, limits=(4, 6, 32), most=64, routes=False, failing=frozenset(),
+    **engine_settings,
+):  # fmt: skip
     """(episodes by number, client, gap to the training forward) of a round on this world's actor.
 
     `limits`: turns, tokens of a turn, tokens of the response.
@@ -84,7 +86,7 @@ def run_episodes(rank, flags="", shape="llama", order=None, limits=(4, 6, 32), m
             client.begin(number, request)
         return Episode(number, request, line=number, limits=Limits(*limits))
 
-    mine = make_requests()[groups.dp_rank :: len(groups.replicas)] if requests is None else requests
+    mine = make_requests()[groups.dp_rank :: len(groups.replicas)]
     source = EpisodeSource(RequestList(mine), begin, client, groups, most)
     for number, completion in engine.stream(source, END, settings_of(), routes):
         source.turn_ended(number, completion)

@@ -89,9 +89,7 @@ def test_what_fails_for_good_is_left_out_and_stops_the_run_above_the_limit(tmp_p
     found = run(tmp_path / "run", "OnceOnlySums", "--environment-max-failures 1")
     failures = [metrics(found)[step]["environment/failures"] for step in (1, 2)]
     assert 0 < sum(failures) < 24 and all(count % 2 == 0 for count in failures)  # whole groups of two
-    with pytest.raises(
-        RankFailed, match="environments failed in .* --environment-max-failures allows 0 of them.*broken"
-    ):
+    with pytest.raises(RankFailed, match="environments failed in .*-failures allows 0 of them.*broken"):
         run(tmp_path / "stopped", "OnceOnlySums", "--environment-max-failures 0")
 
 

@@ -1,7 +1,7 @@
 """Counts of a step's episodes, of one replica, and the metrics `environment/…` of all replicas."""
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
@@ -22,12 +22,15 @@ class EpisodeStatistics:
     """What happened in the episodes since the last `take`, on the leader of a replica."""
 
     def __init__(self):
-        self.counts, self.parts, self.failures = Counter(), Counter(), []
+        self.counts: dict[str, float] = defaultdict(float)
+        self.parts: dict[str, float] = defaultdict(float)
+        self.failures: list[str] = []
 
     def add(self, other: "EpisodeStatistics"):
         """Adds what another has counted."""
-        self.counts.update(other.counts)
-        self.parts.update(other.parts)
+        for own, added in ((self.counts, other.counts), (self.parts, other.parts)):
+            for name, value in added.items():
+                own[name] += value
         self.failures += other.failures
 
     def add_event(self, event: Event):
@@ -42,7 +45,8 @@ class EpisodeStatistics:
             c["calls"] += len(event.turn.calls)
             c["malformed"] += len(event.turn.errors)
         if event.observation is not None:
-            self.parts.update(event.observation.parts)
+            for name, value in event.observation.parts.items():
+                self.parts[name] += value
 
     def add_failure(self, reason: str):
         """Keeps why an environment failed."""
@@ -66,7 +70,7 @@ def metrics_of(own: EpisodeStatistics, groups: RoleGroups) -> dict[str, float]:
     """The metrics `environment/…` of all replicas' episodes; {} without episodes. A collective of the leaders."""
     total = torch.tensor([own.counts[name] for name in _COUNTS], dtype=torch.float64, device=device.device())
     counts = dict(zip(_COUNTS, groups.dp_all_reduce(total).tolist(), strict=True))
-    parts: list[dict] = [dict(own.parts)] * len(groups.replicas)
+    parts: list[dict[str, float]] = [dict(own.parts)] * len(groups.replicas)
     if len(parts) > 1:
         dist.all_gather_object(parts, dict(own.parts), group=groups.pg_collection.dp)
     names = sorted({name for of_replica in parts for name in of_replica})
