@@ -1,0 +1,71 @@
+"""The journal: what a kill leaves of it, other layouts, and what is forgotten."""
+
+from megarl.environments.journal import Entry, Journal
+from megarl.environments.protocol import Observation, Turn
+
+
+def turns(*texts: str) -> list[Turn]:
+    return [Turn(number, text, text) for number, text in enumerate(texts)]
+
+
+def entry(text: str, **fields) -> Entry:
+    return Entry(Observation([{"role": "user", "content": text}], **fields), [])
+
+
+def test_entries_are_found_by_episode_and_all_texts(tmp_path):
+    journal = Journal(tmp_path, 0, 1)
+    full = Entry(Observation([{"role": "tool", "tool_call_id": "c", "name": "f", "content": "é"}], 0.1, True, False,
+                             {"a": 0.3}), [{"type": "function"}])  # fmt: skip
+    journal.add("a", [], full)
+    journal.add("a", turns("x", "y"), entry("2"))
+    journal.flush()
+    again = Journal(tmp_path, 0, 1)
+    assert again.find("a", []) == full and again.find("a", turns("x", "y")) == entry("2")
+    for key, texts in (("b", ["x", "y"]), ("a", ["x"]), ("a", ["xy"]), ("a", ["x", "y", ""]), ("a", ["", "xy"])):
+        assert again.find(key, turns(*texts)) is None
+
+
+def test_a_torn_line_is_left_out_and_cut_off(tmp_path):
+    journal = Journal(tmp_path, 0, 1)
+    for number in range(3):
+        journal.add(f"{number}", [], entry("a"))
+    journal.flush()
+    content = journal.path.read_bytes()
+    for cut in range(len(content)):
+        journal.path.write_bytes(content[:cut])
+        again = Journal(tmp_path, 0, 1)
+        whole = content[:cut].count(b"\n")
+        assert [again.find(f"{n}", []) is not None for n in range(3)] == [n < whole for n in range(3)] or (
+            content[cut : cut + 1] == b"\n"  # a line that lacks only its end is whole
+        )
+        again.add("new", [], entry("b"))
+        again.flush()
+        assert Journal(tmp_path, 0, 1).find("new", []) == entry("b")
+
+
+def test_another_layout_reads_all_files_and_forgets_them(tmp_path):
+    for replica in range(3):
+        journal = Journal(tmp_path, replica, 3)
+        journal.add(f"{replica}", [], entry(str(replica)))
+        journal.flush()
+    one = Journal(tmp_path, 0, 1)
+    assert [one.find(f"{n}", []) for n in range(3)] == [entry(str(n)) for n in range(3)]
+    one.discard()
+    assert not list(tmp_path.iterdir()) and one.find("1", []) is None
+
+
+def test_what_was_found_first_counts(tmp_path):
+    journal = Journal(tmp_path, 0, 1)
+    journal.add("a", [], entry("first"))
+    journal.flush()
+    other = Journal(tmp_path, 1, 2)
+    other.add("a", [], entry("second"))
+    other.flush()
+    assert Journal(tmp_path, 0, 2).find("a", []) == entry("first")
+
+
+def test_foreign_lines_are_passed_over(tmp_path):
+    (tmp_path / "replica_00000.jsonl").write_text(
+        '[]\n{"place": 1}\n\nno json\n{"place": "a", "observation": {"x": 1}, "tools": []}\n'
+    )
+    Journal(tmp_path, 0, 1).flush()
