@@ -192,12 +192,12 @@ class RolloutBatcher:
         """The `wanted` groups taken of those requested, with this rank's share of their responses."""
         samples = self.settings.samples_per_prompt
         self.reward.prepare(self.prompts, [request.line for request in requests])
-        batch = self.rollout.generate(requests, samples, step, self.prompts, wanted=wanted)
+        batch = self.rollout.generate(requests, samples, step, wanted=wanted, prompt_set=self.prompts)
         requests, batch = self._take_earliest(requests, batch, step, statistics, wanted)
         greedy = None
         if self.settings.greedy_baseline:
             prompts = [request._replace(partial=()) for request in requests]
-            greedy = self.rollout.generate(prompts, 1, step, self.prompts, temperature=0)
+            greedy = self.rollout.generate(prompts, 1, step, temperature=0, prompt_set=self.prompts)
             if greedy is not None:
                 statistics.tokens += int(greedy.response_mask.sum())
         return GenerationRound([request.line for request in requests], batch, greedy)

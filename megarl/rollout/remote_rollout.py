@@ -29,9 +29,13 @@ class RemoteRollout:
         """Does nothing: the server has the weights."""
 
     def generate(
-        self, prompts: list[PromptRequest], samples: int, step: int, prompt_set: PromptSet, temperature: float
-    ) -> Batch | None:
-        """Generates `samples` responses to each prompt; returns this replica's share. `temperature` 0 is greedy."""
+        self, prompts: list[PromptRequest], samples: int, step: int, temperature: float,
+        prompt_set: PromptSet | None = None,
+    ) -> Batch | None:  # fmt: skip
+        """Generates `samples` responses to each prompt; returns this replica's share.
+
+        `temperature` 0 is greedy. `prompt_set` is for environments, which a server does not have.
+        """
         groups, s = self.role_groups, self.settings
         if not groups.is_member:
             return None

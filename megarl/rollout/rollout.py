@@ -133,19 +133,19 @@ class Rollout:
         self.metrics["weights/sync_s"] = time.perf_counter() - start
 
     def generate(
-        self, prompts: list[PromptRequest], samples: int, step: int, prompt_set: PromptSet,
-        temperature: float | None = None, wanted: int | None = None,
+        self, prompts: list[PromptRequest], samples: int, step: int, temperature: float | None = None,
+        wanted: int | None = None, prompt_set: PromptSet | None = None,
     ) -> Batch | None:  # fmt: skip
         """Generates `samples` responses to each prompt; returns this replica's share as a packed batch.
 
         Partial responses are continued; the batch has their earlier tokens as part of the prompt.
 
         Args:
-            prompt_set: the set whose lines the prompts are.
             temperature: 0 is greedy. The default, None, is for training: `--temperature`, and routes are recorded with
                 `--router-replay rollout`.
             wanted: stops as soon as this many groups are known to be the earliest (`earliest_groups`); responses of
                 other groups may be unfinished.
+            prompt_set: the set whose lines the prompts are, for environments.
         """
         if not self.role_groups.is_member:
             return None
