@@ -18,6 +18,7 @@ from megarl.algorithms.group_advantages import centred, grpo, opo, rloo
 from megarl.algorithms.packed import spread
 from megarl.algorithms.returns import discounted_to_go
 from megarl.algorithms.statistics import local_moments, whiten
+from megarl.algorithms.turn_credit import on_turns, returns_to_go, turn_rloo, turn_sums
 
 NEEDS = frozenset({"values", "groups", "baselines"})
 
@@ -29,7 +30,8 @@ class StepData:
     # Of all S responses of the step, the same on every rank:
     scores: Tensor  # [S] float64 sum of a response's token rewards: its score minus the KL penalty, if in the reward
     raw_scores: Tensor  # [S] float64 the same without the KL penalty: what tells good responses from bad ones
-    groups: Tensor  # [S] int64 prompt that the response belongs to, 0 … G−1 in any order, groups of any size
+    groups: Tensor  # [S] int64 prompt that the response belongs to, from 0 in any order, groups of any size. A failed
+    # episode, which has no response tokens, is alone in a group with a number of its own
     response_lengths: Tensor  # [S] int64 response tokens, without observation tokens
     baselines: Tensor | None  # [S] float64 reward of the greedy response to the same prompt
     # Of this rank's N sequences, packed into T tokens:
@@ -39,6 +41,7 @@ class StepData:
     response_mask: Tensor  # [T] bool
     cu_seqlens: Tensor  # [N+1]
     total: Callable[[Tensor], Tensor]  # sums a tensor over the ranks
+    raw_token_rewards: Tensor | None = None  # [T] `token_rewards` without the KL penalty; None: there is none in them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +52,7 @@ class AdvantageOptions:
     lam: float = 0.95  # λ of GAE
     group_std: bool = True  # grpo: divide by the group's standard deviation
     whiten: bool = False  # mean 0 and variance 1 over the response tokens of all ranks
+    credit_turns: int = 0  # rloo: one advantage per turn, of episodes with at most so many; 0: one per episode
 
 
 class Advantages(NamedTuple):
@@ -83,7 +87,12 @@ def grpo_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
 
 
 def rloo_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
-    """A_i = R_i − mean of the others' R on every token (RLOO, arXiv 2402.14740)."""
+    """A_i = R_i − mean of the others' R on every token (RLOO, arXiv 2402.14740).
+
+    With `credit_turns` each turn has its own: its return-to-go minus the mean of the others' at that turn.
+    """
+    if options.credit_turns:
+        return _finished(step, options, _of_turns(step, options.credit_turns))
     return _on_tokens(step, options, rloo(step.scores, step.groups, raw_scores=step.raw_scores))
 
 
@@ -118,7 +127,7 @@ ESTIMATORS: dict[str, Estimator] = {
     for name, function, needs, options, whitens in (
         ("gae", gae_advantages, ["values"], ["gamma", "lam"], True),
         ("grpo", grpo_advantages, ["groups"], ["group_std"], False),
-        ("rloo", rloo_advantages, ["groups"], [], False),
+        ("rloo", rloo_advantages, ["groups"], ["credit_turns"], False),
         ("opo", opo_advantages, ["groups"], [], False),
         ("reinforce++", reinforce_plus_plus_advantages, [], ["gamma"], True),
         ("reinforce++-baseline", reinforce_plus_plus_baseline_advantages, ["groups"], [], True),
@@ -164,6 +173,22 @@ def estimator_of(function: Callable[[StepData, AdvantageOptions], Advantages]) -
 def _on_tokens(step: StepData, options: AdvantageOptions, advantages: Tensor) -> Advantages:
     """Spread one advantage per response of the step [S] to the response tokens of this rank's sequences."""
     return _finished(step, options, spread(advantages[step.sequence_ids], step.response_mask, step.cu_seqlens))
+
+
+def _of_turns(step: StepData, max_turns: int) -> Tensor:
+    """[T] float64: the advantage of each token's turn, from the rewards of all responses of the step."""
+    where = step.response_mask, step.cu_seqlens
+    fields = [step.token_rewards]
+    if step.raw_token_rewards is not None:
+        fields.append(step.raw_token_rewards)
+    tables = step.token_rewards.new_zeros(len(fields), len(step.groups), max_turns, dtype=torch.float64)
+    tables[:, step.sequence_ids] = torch.stack([turn_sums(field, *where, max_turns) for field in fields])
+    to_go = returns_to_go(step.total(tables))
+    raw_to_go = to_go[-1].clone()
+    # What is earned from the first turn on is the score, which a sum over turns may round otherwise.
+    raw_to_go[:, 0] = step.raw_scores
+    advantages = turn_rloo(to_go[0], step.groups, raw_to_go)
+    return on_turns(advantages[step.sequence_ids], *where)
 
 
 def _finished(

@@ -106,3 +106,18 @@ def sums_by_sequence(field: Tensor, response_mask: Tensor, cu_seqlens: Tensor) -
     require_same_shape(field=field, response_mask=response_mask)
     sequences = _sequences(response_mask, cu_seqlens)
     return field.new_zeros(cu_seqlens.numel() - 1).index_add(0, sequences, field.masked_fill(~response_mask, 0))
+
+
+def turn_numbers(response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[T] int64: the turn of its sequence, from 0, that each response token belongs to; −1 outside the mask.
+
+    A turn is a run of response tokens: between two turns there is at least one token of the environment.
+
+    Raises:
+        ValueError: shapes do not fit together.
+    """
+    sequences = _sequences(response_mask, cu_seqlens)
+    starts = cu_seqlens.long()[sequences]
+    follows = response_mask.roll(1) & (torch.arange(response_mask.numel(), device=starts.device) != starts)
+    begun = torch.cat([starts.new_zeros(1), (response_mask & ~follows).cumsum(0)])  # turns before each token
+    return torch.where(response_mask, begun[1:] - begun[starts] - 1, -1)
