@@ -13,7 +13,7 @@ from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.errors import UsageError
 from megarl.flags.settings import Settings, parse_positive_ints
 from megarl.observe.trackers.base import has_remote
-from megarl.rewards.expression import Term
+from megarl.rewards.expression import ENVIRONMENT, UNVERIFIED, Term
 
 
 class FlagContext(NamedTuple):
@@ -64,9 +64,9 @@ CONDITIONS: dict[str, Condition] = {
                        "--reward {reward} has no model"),
     "ensemble": Condition(lambda context: "model" in context.rewards and "," in (context.settings.reward_model or ""),
                           "needs several folders in --reward-model"),
-    "verifiers": Condition(lambda context: bool(context.rewards - {"model"}),
+    "verifiers": Condition(lambda context: bool(context.rewards - {*UNVERIFIED}),
                            "--reward {reward} has no verifier"),
-    "local": Condition(lambda context: bool(context.rewards - {"model", "remote"}),
+    "local": Condition(lambda context: bool(context.rewards - {*UNVERIFIED, "remote"}),
                        "--reward {reward} has no verifier that runs locally"),
     "critic": Condition(lambda context: "critic" in context.roles, "--advantage {advantage} needs no critic"),
     "reference": Condition(lambda context: "reference" in context.roles,
@@ -173,6 +173,8 @@ def _rewards(context: FlagContext) -> list[FlagRule]:
     return [
         FlagRule("--reward", s.reward, "model" not in names or bool(s.reward_model or s.reward_hf_model),
              "needs --reward-model, a run folder of train_reward, or --reward-hf-model"),
+        FlagRule("--reward", s.reward, ENVIRONMENT not in names or s.environment is not None,
+             "needs --environment, whose rewards the term environment is"),
         FlagRule("--greedy-baseline", s.greedy_baseline,
              not s.greedy_baseline or not (s.reward_normalize or s.reward_clip),
              "uses raw scores; not allowed with --reward-normalize or --reward-clip"),
@@ -224,6 +226,8 @@ def _advantages(context: FlagContext) -> list[FlagRule]:
              f"--advantage {s.advantage} compares the responses to a prompt; allowed is 2 or more"),
         FlagRule("--advantage", s.advantage, "baselines" not in needs or s.greedy_baseline,
              "needs --greedy-baseline, whose reward it subtracts"),
+        FlagRule("--credit", s.credit, s.credit == "episode" or "credit_turns" in context.estimator.options,
+             "needs --advantage rloo: it compares each turn with the same turn of the other responses to the prompt"),
     ]  # fmt: skip
 
 

@@ -72,8 +72,8 @@ class Settings(
                                  roles=("actor", "critic", "reference"))  # fmt: skip
     # Rewards.
     reward: str = flag("exact-match", "weighted sum of reward terms, as 'model+0.2*format' (weight 0: logged, not"
-                        f" added); terms: {', '.join(NAMES)}, or package.module:function",
-                        programs=GENERATING)  # fmt: skip
+                        f" added); terms: {', '.join(NAMES)}, or package.module:function; default with"
+                        " --environment: environment", programs=GENERATING)  # fmt: skip
     reward_model: str | None = flag(None, "run folder of train_reward; several, separated by commas, form an ensemble",
                                      programs=GENERATING, when="model")  # fmt: skip
     reward_hf_model: str | None = flag(None, "Hugging Face folder of a reward model (sequence classification with one"

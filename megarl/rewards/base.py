@@ -12,6 +12,10 @@ class Sample:
     """One response to score. `finished`: it ended with EOS, not at the length limit.
 
     `messages` is the prompt's conversation, if the prompt is one; `tokens` is the response's length.
+
+    With an environment `response` is what the policy wrote in its last turn: what an environment said is no answer of
+    the policy. `turns` has a record of each turn: its `text`, the environment's `observation` after it as text (empty
+    after the last), and its `reward`. Without an environment the response is the only turn.
     """
 
     prompt: str
@@ -21,6 +25,12 @@ class Sample:
     finished: bool = True
     messages: list[dict[str, Any]] | None = None
     tokens: int = 0
+    turns: list[dict[str, Any]] = field(default_factory=list)
+
+
+def only_turn(response: str) -> list[dict[str, Any]]:
+    """`Sample.turns` of a response without an environment."""
+    return [{"text": response, "observation": "", "reward": 0.0}]
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,8 @@ class Score:
 
 def reference_sample(sample: Sample) -> Sample:
     """The sample with its answer as the response, or an empty one: does a verifier fare better with it?"""
-    return replace(sample, response=sample.answer or "", finished=True)
+    answer = sample.answer or ""
+    return replace(sample, response=answer, finished=True, turns=only_turn(answer))
 
 
 class ScoringError(Exception):

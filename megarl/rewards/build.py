@@ -100,11 +100,13 @@ _PLUG_IN = _BuiltIn(make=None)
 
 
 def build_verifiers(settings) -> VerifierSet:
-    """The verifiers of `--reward`, all terms except `model`. Imports plug-ins; workers start with the first call.
+    """The verifiers of `--reward`, all terms except `model` and `environment`.
+
+    Imports plug-ins; workers start with the first call.
 
     Raises UsageError for a malformed expression, a plug-in that cannot be imported, or a wrong option.
     """
-    names = [term.name for term in expression.parse(settings.reward) if term.name not in expression.OF_RANKS]
+    names = [term.name for term in expression.parse(settings.reward) if term.name not in expression.UNVERIFIED]
     options = Options.of(settings)
     traits = {name: _BUILT_IN.get(name, _PLUG_IN) for name in names}
     limited = [name for name in names if traits[name].limited]

@@ -9,9 +9,10 @@ FORMS = ("format", "length")  # verifiers of form, which cannot tell whether an 
 
 
 def correctness_term(terms: Sequence[Term]) -> str:
-    """The term that decides whether a response is correct: the first answer verifier, else the model, else the first.
+    """The term that decides whether a response is correct.
 
-    For a model, a score above 0 is correct, because train_reward centres its scores at 0.
+    It is the environment, else the first answer verifier, else the model, else the first term. For a model, a score
+    above 0 is correct, because train_reward centres its scores at 0.
     """
     names = [term.name for term in terms]
     if ENVIRONMENT in names:

@@ -11,7 +11,7 @@ from megarl.errors import UsageError
 
 MODEL = "model"
 ENVIRONMENT = "environment"
-OF_RANKS = (MODEL, ENVIRONMENT)  # terms that are no verifiers
+UNVERIFIED = (MODEL, ENVIRONMENT)  # terms that no verifier scores
 NAMES = (
     MODEL,
     ENVIRONMENT,

@@ -1,8 +1,9 @@
 """The verifier `remote`: a server that scores samples by HTTP, with time-outs, retries and bounded concurrency.
 
 A request is a POST of `{"samples": [{"prompt", "response", "answer", "metadata", "finished"}]}` with one sample, plus
-its `messages` if the prompt is a conversation. The answer is `{"scores": [score]}`: a number, or an object with
-`reward` and, optionally, `correct` (default: reward >= 1), `parts` and `extracted`, as in `Score`.
+its `messages` if the prompt is a conversation, and its `turns` if it has several. The answer is `{"scores": [score]}`:
+a number, or an object with `reward` and, optionally, `correct` (default: reward >= 1), `parts` and `extracted`, as in
+`Score`.
 """
 
 import json
@@ -45,6 +46,8 @@ class Remote:
         entry: dict[str, Any] = {name: getattr(sample, name) for name in fields}
         if sample.messages is not None:
             entry["messages"] = sample.messages
+        if len(sample.turns) > 1:
+            entry["turns"] = sample.turns
         return _score(self._answer(json.dumps({"samples": [entry]}).encode(), time.monotonic() + self._seconds))
 
     def _answer(self, body: bytes, deadline: float) -> bytes:

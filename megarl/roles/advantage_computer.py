@@ -12,17 +12,26 @@ from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import ACTOR, StepBatch
 from megarl.observe.timers import Timers
-from megarl.roles.loss_mask import masked_tokens
+from megarl.rewards import expression
+from megarl.roles.loss_mask import masked_tokens, valid_sequences
 
 
 class AdvantageComputer:
-    """Token rewards with a KL penalty, then advantages by the chosen estimator."""
+    """Token rewards with a KL penalty, then advantages by the chosen estimator.
+
+    What an environment gives for a turn is earned at the turn's last token, the rest of the score at the last token of
+    the response. An episode whose environment failed is in a group of its own, so it is in nobody's baseline.
+    """
 
     def __init__(self, settings: Settings, estimator: Estimator, role_groups: RoleGroups, timers: Timers):
         self.settings, self.estimator, self.role_groups, self.timers = settings, estimator, role_groups, timers
         s, self.metrics = settings, {}
         whiten = estimator.whiten if s.whiten_advantages is None else s.whiten_advantages
-        self.options = AdvantageOptions(s.gamma, s.gae_lambda, s.group_std, whiten)
+        credit_turns = s.max_turns if s.credit == "turns" else 0
+        self.options = AdvantageOptions(s.gamma, s.gae_lambda, s.group_std, whiten, credit_turns)
+        weights = {term.name: term.weight for term in expression.parse(s.reward) if term.weight}
+        self._turn_weight = weights.get(expression.ENVIRONMENT, 0.0)
+        self._has_other_rewards = bool(s.overlong_buffer or weights.keys() - {expression.ENVIRONMENT})
         self.controller: FixedKLController | AdaptiveKLController = FixedKLController(s.kl_coefficient)
         if s.kl_controller == "adaptive":
             self.controller = AdaptiveKLController(s.kl_coefficient, s.kl_target, s.kl_horizon)
@@ -44,7 +53,7 @@ class AdvantageComputer:
 
     def _step_data(self, batch: Batch, count: int) -> StepData:
         """The estimator's inputs; per-sequence sums come from all replicas, exactly: each is summed with zeros."""
-        rewards = self._token_rewards(batch)
+        rewards = self._token_rewards(batch, self.kl_coefficient)
         baselines = torch.zeros_like(batch.scores) if batch.baseline_scores is None else batch.baseline_scores
         step_sums = torch.zeros(count, 4, dtype=torch.float64, device=rewards.device)
         totals = sums_by_sequence(rewards.double(), batch.response_mask, batch.cu_seqlens)
@@ -55,7 +64,7 @@ class AdvantageComputer:
         return StepData(
             scores=step_sums[:, 0],
             raw_scores=step_sums[:, 1],
-            groups=torch.arange(count, device=rewards.device) // self.settings.samples_per_prompt,
+            groups=self._groups(step_sums[:, 2]),
             response_lengths=step_sums[:, 2].long(),
             baselines=None if batch.baseline_scores is None else step_sums[:, 3],
             sequence_ids=batch.sequence_ids,
@@ -64,14 +73,36 @@ class AdvantageComputer:
             response_mask=batch.response_mask,
             cu_seqlens=batch.cu_seqlens,
             total=self.role_groups.dp_all_reduce,
+            raw_token_rewards=self._token_rewards(batch, 0.0) if self.options.credit_turns else None,
         )
 
-    def _token_rewards(self, batch: Batch) -> Tensor:
-        beta, penalty = self.kl_coefficient, torch.zeros_like(batch.rollout_logprobs)
+    def _groups(self, response_lengths: Tensor) -> Tensor:
+        """[S] int64: the prompt of each response; failed episodes are alone in groups after those."""
+        responses = torch.arange(len(response_lengths), device=response_lengths.device)
+        groups = responses // self.settings.samples_per_prompt
+        if self.settings.environment is None:
+            return groups
+        return torch.where(response_lengths > 0, groups, len(responses) + responses)
+
+    def _token_rewards(self, batch: Batch, beta: float) -> Tensor:
+        """[T] reward of each token, with a KL penalty of `beta` if it is in the reward."""
+        penalty = torch.zeros_like(batch.rollout_logprobs)
         if self.settings.kl_in == "reward" and beta > 0:
             logprobs = batch.logprobs, batch.reference_logprobs
             penalty = kl_estimate(*logprobs, self.settings.kl_estimator, REFERENCE_LOG_RATIO_LIMIT)
-        return token_rewards(batch.scores, penalty, beta, batch.response_mask, batch.cu_seqlens)
+        layout = batch.response_mask, batch.cu_seqlens
+        if batch.turn_rewards is None:
+            return token_rewards(batch.scores, penalty, beta, *layout)
+        of_turns = (self._turn_weight * batch.turn_rewards).masked_fill(~batch.response_mask, 0.0)
+        return token_rewards(self._rest_of_scores(batch), penalty, beta, *layout) + of_turns
+
+    def _rest_of_scores(self, batch: Batch) -> Tensor:
+        """[N] what a score has besides the environment's rewards; exactly 0 if that is nothing."""
+        if not self._has_other_rewards:
+            return torch.zeros_like(batch.scores)
+        sums = sums_by_sequence(batch.turn_rewards.double(), batch.response_mask, batch.cu_seqlens)
+        of_turns = self._turn_weight * sums
+        return torch.where(of_turns.float() == batch.scores, 0.0, batch.scores.double() - of_turns).float()
 
     def update_kl_coefficient(self, step_batch: StepBatch):
         """Adapts β to the KL of the step and sets the step's metrics; called when all log-probs are known."""
@@ -84,16 +115,18 @@ class AdvantageComputer:
     def _step_metrics(self, step_batch: StepBatch) -> tuple[dict[str, float], float | None, int]:
         """(metrics, mean KL per response or None without a reference, sequences). A collective of the actor."""
         batch, scores = step_batch[ACTOR], step_batch[ACTOR].scores.double()
+        valid = valid_sequences(batch, self.settings)
         mask, kl = batch.response_mask, torch.zeros_like(batch.logprobs)
         if batch.reference_logprobs is not None:
             kl = (batch.logprobs - batch.reference_logprobs).masked_fill(~mask, 0.0)
         sums = torch.stack([
-            torch.tensor(len(batch), device=scores.device), scores.sum(), scores.square().sum(), kl.double().sum(),
-            mask.sum(), batch.finished.sum(), batch.correct.sum(), batch.lengths.sum(),
+            valid.sum(), scores[valid].sum(), scores[valid].square().sum(), kl.double().sum(),
+            mask.sum(), batch.finished[valid].sum(), batch.correct[valid].sum(), batch.lengths.sum(),
             batch.entropy.double()[mask].sum(),
         ]).double()  # fmt: skip
         sums = self.role_groups.dp_all_reduce(sums).tolist()
-        n, total, squares, kl_sum, generated, finished, correct, tokens, entropy = sums
+        sequences, total, squares, kl_sum, generated, finished, correct, tokens, entropy = sums
+        n = max(sequences, 1.0)  # 0: every episode failed
         metrics = {
             "reward/mean": total / n,
             "reward/std": max(squares / n - (total / n) ** 2, 0.0) ** 0.5,
@@ -107,6 +140,6 @@ class AdvantageComputer:
             masked = float(self.role_groups.dp_all_reduce(masked_tokens(batch, self.settings)))
             metrics["rollout/masked_fraction"] = masked / max(generated, 1.0)
         if batch.reference_logprobs is None:
-            return metrics, None, int(n)
+            return metrics, None, int(sequences)
         metrics |= {"kl/reference": kl_sum / n, "kl/coefficient": self.kl_coefficient}
-        return metrics, kl_sum / n, int(n)
+        return metrics, kl_sum / n, int(sequences)

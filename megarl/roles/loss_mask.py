@@ -1,4 +1,8 @@
-"""Which tokens train actor and critic: all of the responses, or with a mask only those of responses that have ended."""
+"""Which tokens train actor and critic, and which sequences count in statistics.
+
+All tokens of the responses train, or with a mask only those of responses that have ended. Episodes whose environment
+failed have no response tokens; they count nowhere.
+"""
 
 import torch
 from torch import Tensor
@@ -19,12 +23,20 @@ def loss_mask(batch: Batch, settings: Settings) -> Tensor:
     return spread(batch.finished, batch.response_mask, batch.cu_seqlens)
 
 
+def valid_sequences(batch: Batch, settings: Settings) -> Tensor:
+    """[N] bool: the sequences that count in means and statistics: all but the failed episodes of an environment."""
+    if settings.environment is None:
+        return torch.ones_like(batch.lengths, dtype=torch.bool)
+    return batch.response_lengths > 0
+
+
 def is_all_masked(count: Tensor, settings: Settings) -> bool:
     """Whether a mini-batch of `count` unmasked tokens on all replicas has nothing to learn from.
 
     Its gradient is 0; an optimizer with momentum or weight decay would move the weights all the same.
     """
-    return settings.mask_truncated_responses and not bool(count)
+    can_be_empty = settings.mask_truncated_responses or settings.environment is not None
+    return can_be_empty and not bool(count)
 
 
 def masked_tokens(batch: Batch, settings: Settings) -> Tensor:

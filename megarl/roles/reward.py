@@ -15,10 +15,12 @@ from megarl.comm.step_batch import StepBatch
 from megarl.data.prompts import Prompt, PromptSet
 from megarl.data.tokenizers import Tokenizer
 from megarl.observe.timers import Timers
-from megarl.rewards.base import Sample, Score
+from megarl.rewards.base import Sample, Score, only_turn
 from megarl.rewards.composition import compose
 from megarl.rewards.expression import ENVIRONMENT, MODEL, Term
 from megarl.rewards.verifiers import VerifierSet
+from megarl.roles.episode_turns import turns_of
+from megarl.roles.loss_mask import valid_sequences
 from megarl.roles.reward_metrics import FailureWindow, RewardStatistics
 from megarl.roles.reward_model import RewardModel
 
@@ -26,7 +28,9 @@ from megarl.roles.reward_model import RewardModel
 class Reward:
     """Scores responses; `rows` holds the samples-file rows of the last call.
 
-    The leader of each replica decodes its responses and runs the verifiers; a reward model runs on all ranks.
+    The leader of each replica decodes its responses and runs the verifiers; a reward model runs on all ranks. With an
+    environment verifiers see the turns of an episode, a reward model reads its whole text. An episode whose environment
+    failed is not scored: its reward is 0, its row says `failed`, and it is in no statistics.
     """
 
     name = "reward"
@@ -72,13 +76,18 @@ class Reward:
         if batch is None or batch.scores is not None:
             return
         with self.timers.phase(self.name, "score"):
-            texts = self._texts(batch, step_batch.prompts) if self.role_groups.is_leader else None
-            model_scores = self._model_scores(texts, batch, step_batch.count, for_training)
+            valid = valid_sequences(batch, self.settings)
+            scored = batch if self.settings.environment is None else batch.select(valid.nonzero().flatten())
+            texts = self._texts(scored, step_batch.prompts) if self.role_groups.is_leader else None
+            model_scores = self._model_scores(texts, scored, step_batch.count, for_training)
             columns = torch.zeros(len(batch), 2, dtype=torch.float64, device=batch.tokens.device)
             if self.role_groups.is_leader:
-                scores = self._scores(texts, model_scores, batch, step_batch.count, for_training)
+                scores = self._scores(texts, model_scores, scored, step_batch.count, for_training)
                 rows = [(score.reward, score.correct) for score in scores]
-                columns[:] = torch.tensor(rows, dtype=columns.dtype).reshape(len(batch), 2)
+                columns[valid] = torch.tensor(rows, dtype=columns.dtype, device=columns.device).reshape(-1, 2)
+                self.rows = sorted(
+                    self.rows + _failed_rows(batch, valid, step_batch.prompts), key=lambda row: row["sequence"]
+                )
             if len(self.role_groups.replica) > 1:
                 dist.broadcast(columns, self.role_groups.replica[0], group=self.role_groups.replica_group)
             batch.scores, batch.correct = columns[:, 0].float(), columns[:, 1] > 0
@@ -103,15 +112,20 @@ class Reward:
         return torch.stack([raw, clip(normalized, self.settings.reward_clip) if for_training else normalized])
 
     def _of_step(self, values: Tensor, batch: Batch, count: int) -> Tensor:
-        """[N] of this replica -> [count] of all replicas by sequence id, exactly: each is summed with zeros."""
-        of_step = torch.zeros(count, dtype=torch.float64, device=values.device)
-        of_step[batch.sequence_ids] = values
-        return self.role_groups.dp_all_reduce(of_step)
+        """[N] of this replica -> those of all replicas by sequence id, exactly: each is summed with zeros."""
+        of_step = torch.zeros(2, count, dtype=torch.float64, device=values.device)
+        of_step[0, batch.sequence_ids], of_step[1, batch.sequence_ids] = values, 1.0
+        scores, is_scored = self.role_groups.dp_all_reduce(of_step)
+        return scores[is_scored > 0]
 
     def _scores(self, texts, model_scores: Tensor | None, batch: Batch, count: int, for_training: bool) -> list[Score]:
         """Scores of the replica's responses; sets `rows`. A collective of the replica leaders."""
         samples = self._samples(texts, batch)
         columns = self.verifiers.score(samples)
+        if self.settings.environment is not None:
+            count = int(self.role_groups.dp_all_reduce(batch.lengths.new_tensor(len(batch))))
+        if any(term.name == ENVIRONMENT for term in self.terms):
+            columns[ENVIRONMENT] = _environment_scores(samples, batch)
         self._statistics.check_failures(self.verifiers.failures, self.verifiers.timeouts, count, self._failure_window)
         values = {name: [score.reward for score in column] for name, column in columns.items()}
         if model_scores is not None:
@@ -128,6 +142,11 @@ class Reward:
         scores = self._with_overlong_penalty(scores, batch)
         values = [{name: column[i] for name, column in values.items()} for i in positions]
         self.rows = [_row(*item) for item in zip(batch.sequence_ids.tolist(), samples, scores, values, strict=True)]
+        if self.settings.environment is not None:
+            self.rows = [
+                row | {"response": text, "turns": sample.turns}
+                for row, sample, (_, text) in zip(self.rows, samples, texts, strict=True)
+            ]
         return scores
 
     def _with_overlong_penalty(self, scores: list[Score], batch: Batch) -> list[Score]:
@@ -141,11 +160,32 @@ class Reward:
         return [_with_component(*item) for item in zip(scores, penalties.tolist(), strict=True)]
 
     def _samples(self, texts: list[tuple[Prompt, str]], batch: Batch) -> list[Sample]:
-        responses = zip(texts, batch.finished.tolist(), batch.response_lengths.tolist(), strict=True)
+        if self.settings.environment is None:
+            turns = [only_turn(response) for _, response in texts]
+        else:
+            turns = turns_of(batch, self.tokenizer)
+        prompts = [prompt for prompt, _ in texts]
+        columns = zip(prompts, turns, batch.finished.tolist(), batch.response_lengths.tolist(), strict=True)
         return [
-            Sample(prompt.text, response, prompt.answer, prompt.metadata, finished, prompt.conversation, tokens)
-            for (prompt, response), finished, tokens in responses
+            Sample(p.text, turns[-1]["text"], p.answer, p.metadata, finished, p.conversation, tokens, turns)
+            for p, turns, finished, tokens in columns
         ]
+
+
+def _environment_scores(samples: list[Sample], batch: Batch) -> list[Score]:
+    """What the environments gave for the turns of each episode together, with their verdicts."""
+    rewards = [sum(turn["reward"] for turn in sample.turns) for sample in samples]
+    return [Score(reward, solved) for reward, solved in zip(rewards, batch.solved.tolist(), strict=True)]
+
+
+def _failed_rows(batch: Batch, valid: Tensor, prompts: PromptSet) -> list[dict]:
+    """Rows of the episodes whose environment failed."""
+    failed = (~valid).nonzero().flatten()
+    columns = zip(batch.sequence_ids[failed].tolist(), batch.prompt_ids[failed].tolist(), strict=True)
+    found = [(number, prompts[line]) for number, line in columns]
+    nothing = Score(0.0, False)
+    rows = [(n, Sample(p.text, "", p.answer, p.metadata, False, p.conversation)) for n, p in found]
+    return [_row(number, sample, nothing, {}) | {"turns": [], "failed": True} for number, sample in rows]
 
 
 def _row(number: int, sample: Sample, score: Score, values: dict[str, float]) -> dict:

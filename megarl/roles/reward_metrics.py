@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megarl.comm.role_mesh import RoleGroups
 from megarl.mcore import device
-from megarl.rewards.expression import OF_RANKS, Term
+from megarl.rewards.expression import UNVERIFIED, Term
 
 WINDOW = 1000  # samples
 LEAST_FAILURES = 50  # of one verifier, that can end a run: fewer are chance, or one prompt's fault
@@ -50,7 +50,7 @@ class RewardStatistics:
     def __init__(self, role_groups: RoleGroups, terms: tuple[Term, ...]):
         self.role_groups, self.names = role_groups, [term.name for term in terms]
         self._sums = {name: torch.zeros(3, dtype=torch.float64) for name in self.names}  # count, sum, sum of squares
-        self._failures = dict.fromkeys((name for name in self.names if name not in OF_RANKS), 0)
+        self._failures = dict.fromkeys((name for name in self.names if name not in UNVERIFIED), 0)
         self._timeouts: dict[str, int] = {}
         self._model = torch.zeros(3, dtype=torch.float64)  # texts, truncated texts, sum of ensemble deviations
 

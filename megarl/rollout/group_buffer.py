@@ -91,8 +91,8 @@ class GroupBuffer:
         if samples != self.samples or set(fields) != wanted:
             raise UsageError(
                 f"--load: the checkpoint holds groups of {samples} responses that wait for their batch to be full; "
-                "--samples-per-prompt, --group-filter, --greedy-baseline, --partial-rollouts and --router-replay must "
-                "be those that they were sampled with"
+                "--samples-per-prompt, --group-filter, --greedy-baseline, --partial-rollouts, --router-replay and "
+                "--environment must be those that they were sampled with"
             )
         role_groups, batch = self.mesh[ROLLOUT], Batch(**fields)
         if not role_groups.is_member:

@@ -3,6 +3,7 @@
 import torch
 
 from megarl.comm.step_batch import StepBatch
+from megarl.roles.loss_mask import valid_sequences
 from megarl.rollout.batcher import RolloutBatcher
 
 
@@ -24,10 +25,12 @@ class ScoringBatcher(RolloutBatcher):
         batch, groups = step_batch[self.reward.name], self.mesh[self.reward.name]
         if not groups.is_member:
             return {}
-        scores = batch.scores.double()
-        counts = batch.response_mask.sum(), batch.finished.sum(), batch.correct.sum(), batch.lengths.sum()
-        sums = torch.stack([scores.new_tensor(len(batch)), scores.sum(), scores.square().sum(), *counts]).double()
-        n, total, squares, generated, finished, correct, tokens = groups.dp_all_reduce(sums).tolist()
+        valid = valid_sequences(batch, self.settings)
+        scores = batch.scores.double()[valid]
+        counts = batch.response_mask.sum(), batch.finished[valid].sum(), batch.correct[valid].sum(), batch.lengths.sum()
+        sums = torch.stack([valid.sum(), scores.sum(), scores.square().sum(), *counts]).double()
+        sequences, total, squares, generated, finished, correct, tokens = groups.dp_all_reduce(sums).tolist()
+        n = max(sequences, 1.0)  # 0: every episode failed
         return {
             "reward/mean": total / n,
             "reward/std": max(squares / n - (total / n) ** 2, 0.0) ** 0.5,

@@ -25,7 +25,7 @@ class SavedRollout:
     """The rollout's ranks without an engine and without weights."""
 
     name = ROLLOUT
-    bank = episodes = None
+    bank = None
 
     def __init__(self, settings: Settings, role: RoleSettings, mesh: RoleMesh):
         self.settings, self.role, self.role_groups = settings, role, mesh[ROLLOUT]
@@ -42,8 +42,8 @@ class SavedRollout:
     def sync_weights(self):
         """There are no weights to copy."""
 
-    def generation_metrics(self) -> dict[str, float]:
-        """Nothing is generated; the metrics of the generation are in the record of the step."""
+    def decode_metrics(self) -> dict[str, float]:
+        """There is no decode step; the saved ones' metrics are in the record of their step."""
         return {}
 
     def dp_assignment(self, batch: Batch | None, count: int, group=None) -> Tensor:
@@ -94,15 +94,12 @@ class SavedRolloutBatcher(RolloutBatcher):
         self.reward.prepare(self.prompts, lines)
         if not groups.is_member:
             return GenerationRound(lines, None, None, kept)
-        extra = [*s.environment_fields, *([VERSIONS] if s.partial_rollouts else [])]
+        fields = s.environment_fields
+        versions = [VERSIONS] if s.partial_rollouts else []
         with self.timers.phase(groups.model_role, "read"):
             layers = self.rollout.recorded_layers
-            responses = self._saved.read(record, number, RESPONSES, extra, layers, groups)
-            greedy = (
-                self._saved.read(record, number, GREEDY, s.environment_fields, None, groups)
-                if s.greedy_baseline
-                else None
-            )
+            responses = self._saved.read(record, number, RESPONSES, [*fields, *versions], layers, groups)
+            greedy = self._saved.read(record, number, GREEDY, fields, None, groups) if s.greedy_baseline else None
         return GenerationRound(lines, responses, greedy, kept)
 
     def _set_metrics(self, statistics: SamplingStatistics, waiting_groups: int):

@@ -41,14 +41,16 @@ def eval_ks(settings: Settings) -> tuple[int, ...]:
 def prompt_metrics(rows: list[dict], ks: Sequence[int]) -> dict[str, float]:
     """Metrics of the responses to one prompt, by name; `rows` come from the reward role, in the order of samples.
 
-    Omits `maj@k` if no response contains an answer.
+    Omits `maj@k` if no response contains an answer. Where episodes have failed, there may be fewer rows than k: then
+    all of them count.
     """
     correct, answers = [row["correct"] for row in rows], [row["extracted"] for row in rows]
     metrics = {"accuracy": fmean(correct)}
-    metrics |= {f"pass@{k}": pass_at_k(len(rows), sum(correct), k) for k in ks}
-    metrics |= {f"mean@{k}": mean_at_k(correct, k) for k in ks}
+    counts = {k: min(k, len(rows)) for k in ks}
+    metrics |= {f"pass@{k}": pass_at_k(len(rows), sum(correct), count) for k, count in counts.items()}
+    metrics |= {f"mean@{k}": mean_at_k(correct, count) for k, count in counts.items()}
     if any(answer is not None for answer in answers):
-        metrics |= {f"maj@{k}": maj_at_k(answers, correct, k) for k in ks}
+        metrics |= {f"maj@{k}": maj_at_k(answers, correct, count) for k, count in counts.items()}
     values = [row["reward_values"] for row in rows]
     if len(values[0]) > 1:
         metrics |= {f"reward/{term}": fmean(value[term] for value in values) for term in values[0]}
@@ -86,26 +88,27 @@ class Evaluator:
     def evaluate(self) -> dict[str, float] | None:
         """Metrics by name on rank 0, None elsewhere: `eval/accuracy`, `eval/pass@4`, `eval/<task>/accuracy`, …
 
-        A collective of the world. Prompts without a task count only in the overall metrics.
+        A collective of the world. Prompts without a task count only in the overall metrics. Episodes whose environment
+        failed are left out; if all have, the accuracy is 0.
         """
         with self.timers.evaluation():
             by_prompt = self._scored_rows()
-        gathered = self._gather([(line, prompt_metrics(list(rows), self.ks)) for line, rows in by_prompt])
-        return None if gathered is None else self._by_task([metrics for _, metrics in gathered])
+            valid = [(line, [row for row in rows if not row.get("failed")]) for line, rows in by_prompt]
+        gathered = self._gather([(line, prompt_metrics(rows, self.ks)) for line, rows in valid if rows])
+        if gathered is None:
+            return None
+        return self._by_task(dict(gathered)) if gathered else {"eval/accuracy": 0.0}
 
     def _scored_rows(self) -> Iterator[tuple[int, Iterator[dict]]]:
         """Generates and scores the responses; (line, its responses' rows) of the prompts that this rank scores."""
         n, s = self.settings.eval_responses, self.settings
         self.reward.prepare(self.prompts, [request.line for request in self.requests])
-        responses = self.rollout.generate(
-            self.requests, n, EVAL_STEP, temperature=s.eval_temperature, prompt_set=self.prompts
-        )
+        responses = self.rollout.generate(self.requests, n, EVAL_STEP, temperature=s.eval_temperature)
         count = len(self.requests) * n
         dp_assignment = load_balance.round_robin_assignment(self.mesh, count, n)
         dp_assignment |= {ROLLOUT: self.rollout.dp_assignment(responses, count)}
-        step_batch = StepBatch(
-            self.mesh, self.timers, dp_assignment, responses, EVAL_STEP, self.prompts, s.environment_fields
-        )
+        fields = s.environment_fields
+        step_batch = StepBatch(self.mesh, self.timers, dp_assignment, responses, EVAL_STEP, self.prompts, fields)
         step_batch.dispatch("reward")
         self.reward.score(step_batch, for_training=False)
         return itertools.groupby(self._rows(), lambda row: row["sequence"] // n)
@@ -125,8 +128,8 @@ class Evaluator:
         gathered = self.mesh.gather(items)
         return gathered and sorted(itertools.chain(*gathered), key=lambda item: item[0])
 
-    def _by_task(self, prompts: list[dict[str, float]]) -> dict[str, float]:
-        tasks = [self.prompts[line].task for line in range(len(prompts))]
+    def _by_task(self, by_line: dict[int, dict[str, float]]) -> dict[str, float]:
+        prompts, tasks = list(by_line.values()), [self.prompts[line].task for line in by_line]
         result = {f"eval/{name}": value for name, value in mean_metrics(prompts).items()}
         for task in sorted(set(tasks) - {None}) if len(set(tasks)) > 1 else []:
             means = mean_metrics([metrics for metrics, other in zip(prompts, tasks, strict=True) if other == task])
