@@ -53,12 +53,16 @@ def _verifier(name: str) -> Condition:
     return Condition(lambda context: name in context.rewards, f"--reward {{reward}} has no {name} term")
 
 
+# Options of estimators whose flags are dropped where they have no effect; --credit turns is refused instead.
+_DROPPED = [option.name for option in dataclasses.fields(AdvantageOptions) if option.name != "credit_turns"]
+
+
 def _adapts(settings: Settings) -> bool:
     return settings.kl_controller == "adaptive" and settings.kl_coefficient > 0
 
 
 CONDITIONS: dict[str, Condition] = {
-    **{f"estimator:{option.name}": _of_estimator(option.name) for option in dataclasses.fields(AdvantageOptions)},
+    **{f"estimator:{name}": _of_estimator(name) for name in _DROPPED},
     **{name: _verifier(name) for name in ("regex", "format", "length", "code", "remote")},
     "model": Condition(lambda context: context.program == "reward" or "model" in context.rewards,
                        "--reward {reward} has no model"),

@@ -42,10 +42,11 @@ IN_TRAINING = "in training with --eval-prompts, every --eval-interval steps"
 
 SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Reward": (
-        Metric("reward/mean", "reward", "mean score of the step's responses, length penalty included"),
+        Metric("reward/mean", "reward", "mean score of the step's responses, length penalty included; episodes whose"
+               " environment failed are in no mean"),
         Metric("reward/std", "reward", "standard deviation of the scores"),
-        Metric("reward/accuracy", "fraction", "responses that are correct by the first verifier of answers, or by the"
-               " reward model"),
+        Metric("reward/accuracy", "fraction", "responses that are correct by the environment, the first verifier of"
+               " answers, or the reward model"),
         Metric("reward/<term>/mean", "score", "mean score of one term of --reward, before its weight"),
         Metric("reward/<term>/std", "score", "standard deviation of the term's scores"),
         Metric("reward/<term>/failures", "samples", "samples of the step whose verifier failed and got"
@@ -61,7 +62,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/tokens", "tokens", "tokens generated during the step and kept, whichever step trains on them"),
         Metric("rollout/tokens_per_s", "tokens/s", "these over the seconds of the phase rollout"),
         Metric("rollout/response_length_mean", "tokens", "mean length of the responses"),
-        Metric("rollout/finished_fraction", "fraction", "responses that ended before --max-response-length"),
+        Metric("rollout/finished_fraction", "fraction", "responses that ended before --max-response-length; with an"
+               " environment, episodes that it ended"),
         Metric("rollout/masked_fraction", "fraction", "response tokens that the losses leave out, as their response was"
                " cut", "with --mask-truncated-responses"),
         Metric("rollout/entropy", "nats", "mean entropy of the policy over the response tokens, before the updates"),

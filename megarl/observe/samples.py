@@ -16,7 +16,8 @@ class SamplesWriter:
 
         A row of samples/ holds `prompt` and `response` (text), `reward` (number), `reward_parts` (name -> number),
         `correct` (bool or null), `length` (response tokens), `finished` (bool; false when the length limit cut it);
-        for a row of tokens/ see `megarl.trainers.token_samples`.
+        with an environment also `turns` (as `Sample.turns`), and `failed` (true) if the environment failed.
+        For a row of tokens/ see `megarl.trainers.token_samples`.
         Text is UTF-8, not escaped; NaN and infinities are null. The write is atomic.
         """
         self._directory.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ FIELDS = [field for field in dataclasses.fields(Settings) if field.name not in F
 # Condition of `combinations.CONDITIONS` -> flags under which it holds, and flags under which it does not.
 HOLDS = {
     "estimator:gamma": "", "estimator:lam": "", "estimator:group_std": "--advantage grpo", "estimator:whiten": "",
+    "environment": "--environment x:y",
     "critic": "", "reference": "", "kl": "",
     "baselines": "--advantage remax", "norm": "--loss-aggregation seq-mean-token-sum-norm",
     "adaptive": "--kl-controller adaptive --kl-target 1", "correction": "--rollout-correction tis",
@@ -29,6 +30,7 @@ HOLDS = {
 }  # fmt: skip
 FAILS = {
     "estimator:gamma": "--advantage grpo", "estimator:lam": "--advantage reinforce++", "estimator:group_std": "",
+    "environment": "",
     "critic": "--advantage grpo", "reference": "--kl-coefficient 0", "kl": "--kl-coefficient 0", "baselines": "",
     "norm": "", "adaptive": "", "correction": "", "icepop": "--rollout-correction mis",
     "routes": "--router-replay old-logprob",
@@ -48,7 +50,7 @@ VALUES = {
     "kl_horizon": 5000.0, "router_replay": "rollout", "tokenizer_type": "HuggingFaceTokenizer", "reward": "length",
     "reward_ensemble": "min", "reward_url": "http://x", "reward_model": "x", "rollout_dispatch": "static",
     "over_sampling": 1.5, "lora_targets": "q_proj", "alarms": "actor/ppo_kl > 1: stop", "on_save_failure": "continue",
-    "tune": "off", "kernels": "blas", "profile_steps": "2-3", "trackers": "none",
+    "credit": "turns", "tune": "off", "kernels": "blas", "profile_steps": "2-3", "trackers": "none",
 }  # fmt: skip
 REQUIRED = {
     "reward_model": "--reward model", "reward_pattern": "--reward regex", "reward_url": "--reward remote",
@@ -58,6 +60,7 @@ REQUIRED = {
     "dynamic_sampling": "--group-filter reward", "one_step_off": "--rollout-correction tis",
     "kl_controller": "--kl-target 1",
     "lora_alpha": "--lora-rank 4", "lora_rslora": "--lora-rank 4", "lora_targets": "--lora-rank 4",
+    "credit": "--environment x:y --advantage rloo",
     "eval_responses": "--eval-prompts x --eval-temperature 1",
     "eval_k": "--eval-prompts x --eval-temperature 1 --eval-responses 2",
 }  # fmt: skip

@@ -166,6 +166,9 @@ WRONG = {
     "no reward model": ("--reward model+format", "--reward model+format: needs --reward-model"),
     "baseline in other units": ("--reward model --reward-model x --reward-clip 2 --advantage remax --greedy-baseline",
                                 "--greedy-baseline True: uses raw scores"),
+    "rewards of no environment": ("--reward 0.5*environment", "--reward 0.5*environment: needs --environment"),
+    "turns against whole episodes": ("--environment x:y --advantage grpo --credit turns", "--credit turns: needs "
+                                     "--advantage rloo"),
     "no pattern": ("--reward regex", "--reward regex: needs --reward-pattern"),
     "no address": ("--reward 0.5*remote", "--reward 0.5*remote: needs --reward-url"),
     "large mini-batch": ("--minibatch-size 65", "--minibatch-size 65: allowed is at most --prompts-per-step × --sam"),
@@ -225,6 +228,7 @@ RIGHT = [
     "--advantage rloo --policy-loss reinforce", "--advantage opo --policy-loss cispo",
     "--advantage reinforce++ --samples-per-prompt 1 --gamma 0.99", "--advantage reinforce++-baseline",
     "--advantage remax --greedy-baseline --samples-per-prompt 1",
+    "--environment x:y --advantage rloo --credit turns --max-turns 3 --reward environment+0.1*format",
     "--policy-loss gspo --clip-range 3e-4 --clip-range-high 4e-4", "--policy-loss gmpo",
     "--one-step-off --rollout-correction tis",
     "--over-sampling 1.5 --partial-rollouts --max-staleness 2 --rollout-correction icepop"
@@ -244,6 +248,24 @@ RIGHT = [
 def test_wrong_combinations(case):
     flags, needle = WRONG[case]
     assert refused(flags).startswith(needle)
+
+
+@pytest.mark.parametrize("program", ["rl", "evaluate"])
+def test_an_environment_rewards_its_episodes_unless_another_reward_is_given(program):
+    given = "--eval-prompts x" if program == "evaluate" else ""
+    assert parsed(given, program).settings.reward == "exact-match"
+    found = parsed(f"{given} --environment x:y", program)
+    assert found.settings.reward == "environment" and found.rewards == ((1.0, "environment"),)
+    for reward in ("exact-match", "format+2*environment"):
+        assert parsed(f"{given} --environment x:y --reward {reward}", program).settings.reward == reward
+
+
+def test_flags_of_verifiers_need_more_than_an_environment():
+    found = parsed("--environment x:y --reward-timeout 3 --reward-workers 2")
+    assert found.warnings == (
+        "without effect: --reward-timeout (--reward environment has no verifier); --reward-workers (--reward"
+        " environment has no verifier that runs locally)",
+    )
 
 
 @pytest.mark.parametrize("name", [name for name, e in ESTIMATORS.items() if "groups" in e.needs])

@@ -10,6 +10,7 @@ SCORES = {
     "model": Score(-0.5, False),
     "exact-match": Score(1.0, True, {"exact_match": 1.0}, "42"),
     "format": Score(1.0, True, {"format": 1.0}),
+    "environment": Score(2.0, False),
     "m:f": Score(0.5, False, {"style": 0.2, "facts": 0.3}, "41"),
 }
 
@@ -21,6 +22,7 @@ SCORES = {
     ("2*m:f+exact-match", {"m:f/style": 0.4, "m:f/facts": 0.6, "exact-match": 1.0}, False, "41"),
     ("0.5*exact-match", {"exact-match": 0.5}, True, "42"),
     ("model", {"model": -0.5}, False, None),
+    ("exact-match+0.5*environment", {"exact-match": 1.0, "environment": 1.0}, False, None),
 ])  # fmt: skip
 def test_the_sum_its_components_and_the_correctness(text, parts, correct, extracted):
     score = compose(parse(text), SCORES)
@@ -28,12 +30,14 @@ def test_the_sum_its_components_and_the_correctness(text, parts, correct, extrac
     assert (score.correct, score.extracted) == (correct, extracted)
 
 
-def test_a_verifier_alone_keeps_its_score():
-    assert compose(parse("m:f"), SCORES) is SCORES["m:f"]
+@pytest.mark.parametrize("name", ["m:f", "environment"])
+def test_a_verifier_or_an_environment_alone_keeps_its_score(name):
+    assert compose(parse(name), SCORES) is SCORES[name]
 
 
 @pytest.mark.parametrize("text, name", [
-    ("format+model+math-verify", "math-verify"), ("length+model", "model"), ("length+format", "length"),
+    ("format+model+math-verify", "math-verify"), ("math-verify+model+0*environment", "environment"),
+    ("length+model", "model"), ("length+format", "length"),
 ])  # fmt: skip
-def test_correctness_comes_from_answer_verifiers_then_models_then_formats(text, name):
+def test_correctness_comes_from_environments_then_answer_verifiers_then_models_then_formats(text, name):
     assert correctness_term(parse(text)) == name

@@ -42,6 +42,12 @@ def test_without_answers_there_is_no_majority():
         assert mean_metrics(prompts)["maj@2"] == 0.5
 
 
+def test_of_fewer_responses_than_k_all_count():
+    """Episodes whose environment failed have no row here."""
+    found = prompt_metrics([row("7", True), row("8", False)], (1, 4))
+    assert (found["pass@4"], found["mean@4"], found["maj@4"]) == (1.0, 0.5, 0.5)
+
+
 def test_means_do_not_depend_on_the_order_of_prompts():
     prompts = [{"accuracy": 1e16}, {"accuracy": 1.0}, {"accuracy": -1e16}]
     assert mean_metrics(prompts) == mean_metrics(prompts[::-1]) == {"accuracy": 1 / 3}
