@@ -1,47 +1,72 @@
-"""Small games with exact answers, for checks that a policy learns from what its environment says."""
+"""Built-in games: `guess-number`, and `guess-number-blind`, its control experiment."""
 
 import random
 import re
+from typing import Any
 
-from megarl.environments.protocol import BaseEnvironment, Observation, Task, Turn
+from megarl.environments.protocol import BaseEnvironment, Message, Observation, Task, Turn
 
-_NUMBER = re.compile(r"\d{1,9}")
+_INTEGER = re.compile(r"[0-9]+")
+_LONGEST = 18  # digits of a guess that is read as a number
 
 
 class GuessNumber(BaseEnvironment):
-    """A hidden number of `low` to `high`: a guess is answered with higher or lower.
+    """The policy guesses a number, which the task's seed draws, and is told whether it is higher or lower.
 
-    The prompt's metadata may give `low` (1), `high` (15) and `guesses` (4). A policy that ignores the answers guesses
-    right with a probability of at most guesses / (high − low + 1).
+    The metadata may give `low` and `high`, the range (1 to 15), and `guesses`, the turns (4). The first integer of a
+    turn is its guess. The reward is 1 for the right guess, which ends the episode, as the last guess does. A turn
+    without a number is a guess, too; its answer says nothing about the number. With `blind` every answer is the same,
+    so no policy finds one of n numbers in g guesses more often than g times in n.
     """
 
-    def __init__(self, is_blind: bool = False):
-        """`is_blind`: every wrong guess gets the same answer, so that nothing can be learnt from it."""
-        self._is_blind, self._number, self._left = is_blind, 0, 0
+    def __init__(self, blind: bool = False):
+        self._blind = blind
+        self._secret, self._left = 0, 0
 
     def reset(self, task: Task) -> Observation:
-        """Draws the number by the task's seed."""
-        low, high = int(task.metadata.get("low", 1)), int(task.metadata.get("high", 15))
-        self._number = random.Random(task.seed).randint(low, high)
-        self._left = int(task.metadata.get("guesses", 4))
+        """Draws the number. ValueError if the metadata are no range or no number of guesses."""
+        low, high, guesses = (_number(task.metadata, *field) for field in (("low", 1), ("high", 15), ("guesses", 4)))
+        if low > high or guesses < 1:
+            raise ValueError(f"metadata: low {low}, high {high}, guesses {guesses}: no range or no guess")
+        self._secret, self._left = random.Random(task.seed).randint(low, high), guesses
         return Observation()
 
     def step(self, turn: Turn) -> Observation:
-        """Compares the first number of the turn with the hidden one."""
-        found = _NUMBER.search(turn.content)
-        guess = None if found is None else int(found[0])
+        """Answers a guess."""
+        number = _INTEGER.search(turn.content)
+        guess = int(number[0]) if number and len(number[0]) <= _LONGEST else None
         self._left -= 1
-        if guess == self._number:
+        if guess == self._secret:
             return Observation(reward=1.0, done=True, correct=True)
-        answer = "wrong" if self._is_blind or guess is None else "higher" if guess < self._number else "lower"
-        return Observation([{"role": "user", "content": answer}], done=self._left <= 0, correct=False)
+        if self._left <= 0:
+            return Observation(done=True, correct=False)
+        return Observation([user_message(self._answer(guess))], correct=False)
+
+    def _answer(self, guess: int | None) -> str:
+        if self._blind:
+            return "wrong"
+        if guess is None:
+            return "a number"
+        return "higher" if guess < self._secret else "lower"
+
+
+def user_message(text: str) -> Message:
+    """A message of the user, as which environments speak."""
+    return {"role": "user", "content": text}
 
 
 def guess_number() -> GuessNumber:
-    """The game, with answers."""
+    """`guess-number`."""
     return GuessNumber()
 
 
 def guess_number_blind() -> GuessNumber:
-    """The game whose answers say nothing: what it teaches is not how to use them."""
-    return GuessNumber(is_blind=True)
+    """`guess-number-blind`: its answers say nothing."""
+    return GuessNumber(blind=True)
+
+
+def _number(metadata: dict[str, Any], name: str, default: int) -> int:
+    value = metadata.get(name, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"metadata: {name} must be a whole number of at least 0, not {value!r}")
+    return value

@@ -1,0 +1,90 @@
+"""guess-number and its control: answers, rewards, ends, and what a policy can reach in each."""
+
+import random
+
+import pytest
+
+from megarl.environments.games import GuessNumber, guess_number, guess_number_blind
+from megarl.environments.protocol import Task
+from tests.helpers.played_environments import check_replay, play, said, written
+
+
+def secret(task):
+    """The number of a task, found by asking for each."""
+    low, high = task.metadata.get("low", 1), task.metadata.get("high", 15)
+    found = [n for n in range(low, high + 1) if play(guess_number(), task, written(str(n)))[1][0].reward == 1.0]
+    assert len(found) == 1
+    return found[0]
+
+
+def bisect(environment, task, trusting=True):
+    """The rewards of a policy that halves the range by the answers; without trust it guesses 1, 2, 3, ..."""
+    low, high = task.metadata.get("low", 1), task.metadata.get("high", 15)
+    environment.reset(task)
+    rewards = []
+    for number in range(20):
+        guess = (low + high) // 2 if trusting else number + 1
+        observation = environment.step(written(str(guess))[0])
+        rewards.append(observation.reward)
+        if observation.done:
+            return rewards
+        low, high = (guess + 1, high) if said([observation]) == ["higher"] else (low, guess - 1)
+    raise AssertionError("the episode does not end")
+
+
+def test_answers_rewards_and_end():
+    task = Task([], seed=3)
+    number = secret(task)
+    below, above = str(number - 1) if number > 1 else "0", f"is it {number + 1}? or {number}"
+    first, observations = play(guess_number(), task, written(below, above, "no idea", str(number), "never read"))
+    assert first.messages == [] and said(observations) == ["higher", "lower", "a number", ""]
+    assert [(o.reward, o.done, o.correct) for o in observations] == [(0.0, False, False)] * 3 + [(1.0, True, True)]
+    _, observations = play(guess_number(), task, written(*["0"] * 9))
+    assert len(observations) == 4 and (observations[-1].reward, observations[-1].correct) == (0.0, False)
+
+
+def test_each_number_is_drawn_and_halving_finds_it_in_four_turns():
+    tasks = [Task([], seed=seed) for seed in range(300)]
+    assert {secret(task) for task in tasks} == set(range(1, 16))
+    assert all(sum(bisect(guess_number(), task)) == 1.0 for task in tasks)
+
+
+def test_without_answers_no_policy_finds_more_than_four_of_fifteen():
+    """Constant answers: what a policy sees depends on the number only by the episode's end."""
+    tasks = {}
+    for seed in range(300):
+        tasks.setdefault(secret(Task([], seed=seed)), Task([], seed=seed))
+    for trusting in (True, False):
+        solved = sum(sum(bisect(guess_number_blind(), task, trusting)) for task in tasks.values())
+        assert len(tasks) == 15 and solved <= 4
+    answers = {text for task in tasks.values() for guess in ("0", "16", "nothing", "9" * 5000)
+               for text in said(play(guess_number_blind(), task, written(guess))[1])}  # fmt: skip
+    assert answers == {"wrong"}
+
+
+def test_range_and_guesses_of_the_metadata():
+    task = Task([], metadata={"low": 100, "high": 131, "guesses": 5}, seed=7)
+    assert 100 <= secret(task) <= 131
+    rewards = bisect(guess_number(), task)
+    assert len(rewards) <= 5
+    assert len(play(guess_number(), task, written(*"000000"))[1]) == 5
+
+
+@pytest.mark.parametrize("text", ["", "-", "9" * 5000, "９", "\ud800", "1" * 19, "½", "\0"])
+def test_what_is_no_number_is_answered_alike(text):
+    task = Task([], seed=1)
+    assert said(play(guess_number(), task, written(text))[1]) == ["a number"]
+
+
+@pytest.mark.parametrize("metadata", [{"low": 5, "high": 4}, {"guesses": 0}, {"low": "1"}, {"high": True}, {"low": -1}])
+def test_wrong_metadata(metadata):
+    with pytest.raises(ValueError, match="metadata: "):
+        GuessNumber().reset(Task([], metadata=metadata))
+
+
+def test_restored_at_each_turn_and_no_global_generator_is_touched():
+    random.seed(11)
+    state = random.getstate()
+    for make in (guess_number, guess_number_blind):
+        check_replay(make, Task([], seed=2**63 - 5), written("0", "x", "16", "0"))
+    assert random.getstate() == state
