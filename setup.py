@@ -37,10 +37,15 @@ TRACKERS = [
     "mlflow-skinny>=3.17,<4",
 ]
 PARQUET = ["pyarrow>=20,<27"]
+ENVIRONMENTS = [
+    "gymnasium>=1.1,<2",
+    "websockets>=15,<18",  # OpenEnv's servers
+]
 
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10"]  # tools/build_docs.sh
 
 EXTRAS = {
+    "environments": ENVIRONMENTS,  # adapters in megarl/environments/adapters/
     "gpu": ["transformer-engine[pytorch]>=2.10,<3"],
     "math": ["math-verify>=0.8,<1"],  # --reward math-verify
     "parquet": PARQUET,  # prompts in Parquet, Arrow and Zstandard files
@@ -54,6 +59,7 @@ EXTRAS = {
         "peft>=0.21,<0.22",
         "gguf>=0.17,<1",  # these three: what the tests compare with, or read; megarl needs none of them
         *PARQUET,
+        *ENVIRONMENTS,
         *SERVE,
         *DOCS,
         "openai>=3,<4",  # this and the next: clients of the server
