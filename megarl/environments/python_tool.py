@@ -22,7 +22,7 @@ def python_tool(limits: Limits = Limits(seconds=10.0, memory_mb=512, output_byte
     """
     reason = sandbox.available()
     if reason:
-        raise UsageError(f"--environment python-tool: this machine allows no sandbox: {reason}; see docs/sandbox.md")
+        raise UsageError(f"the tool python: this machine allows no sandbox: {reason}; see docs/sandbox.md")
     # The tool's own limit ends a program; the environment's is only for a machine that is too slow to start one.
     return ToolEnvironment([program_runner(limits)], timeout=limits.seconds + 30.0)
 

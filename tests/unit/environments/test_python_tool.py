@@ -58,5 +58,5 @@ def test_an_episode():
 
 def test_a_machine_without_a_sandbox_is_refused(monkeypatch):
     monkeypatch.setattr(sandbox, "available", lambda: "unshare: Operation not permitted")
-    with pytest.raises(UsageError, match="--environment python-tool: this machine allows no sandbox: unshare"):
+    with pytest.raises(UsageError, match="the tool python: this machine allows no sandbox: unshare"):
         python_tool()
