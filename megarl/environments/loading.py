@@ -11,7 +11,9 @@ BUILT_IN: dict[str, str] = {
     "guess-number-blind": "megarl.environments.games:guess_number_blind",
     "calculator": "megarl.environments.calculator:calculator",
     "calculator-offset": "megarl.environments.calculator:calculator_offset",
-    "frozen-lake": "megarl.environments.gymnasium_adapter:frozen_lake",
+    "python-tool": "megarl.environments.python_tool:python_tool",
+    "frozen-lake": "megarl.environments.adapters.gymnasium_env:frozen_lake",
+    "reasoning-gym-retries": "megarl.environments.adapters.reasoning_gym_env:reasoning_gym_retries",
 }
 
 
