@@ -134,7 +134,8 @@ class Settings(
     rollout_dispatch: str = one_of("dynamic", ("static", "dynamic"), "static: requests are assigned to replicas up"
                                     " front; dynamic: each replica takes the next when it has room",
                                     programs=GENERATING, when="engine")  # fmt: skip
-    rollout_prefix_caching: bool = flag(False, "prefill a prefix that requests share only once", programs=ROLLOUT,
+    rollout_prefix_caching: bool = flag(False, "prefill a prefix that requests share only once, and in each turn of an"
+                                        " episode only what is new", programs=ROLLOUT,
                                          when="engine")  # fmt: skip
     rollout_chunked_prefill: bool = flag(False, "prefill a long prompt in chunks over several engine steps",
                                           programs=ROLLOUT, when="engine")  # fmt: skip

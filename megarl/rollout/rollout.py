@@ -18,6 +18,7 @@ from megarl.generation import Completion, GenerationRequest
 from megarl.mcore import device
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.inference.engine import RequestList, RequestSource, RolloutEngine
+from megarl.mcore.inference.reusable_blocks import PrefillCounts
 from megarl.mcore.inference.speculative_decode import DecodeCounts
 from megarl.mcore.lora import adapter
 from megarl.mcore.lora.transfer import PolicyTransfer, policy_checksums
@@ -56,7 +57,8 @@ class Rollout:
         self.settings, self.role, self.timers, self.tokenizer = settings, role, timers, tokenizer
         self.mesh, self.role_groups = mesh, mesh["rollout"]
         self.metrics: dict[str, float] = {}
-        self._decode_counts = DecodeCounts()  # of training responses since the last `generation_metrics`
+        # Of training responses since the last `generation_metrics`.
+        self._decode_counts, self._prefill_counts = DecodeCounts(), PrefillCounts()
         self.engine = self._transfer = self.model = self.bank = None
         self._fingerprint: tuple | None = None
         self._has_factors = has_factors = role.lora is not None and adapter.keeps_apart(role.megatron)
@@ -165,34 +167,38 @@ class Rollout:
             banked = self._from_bank(step, requests, sampling, records_routes, stops_early) if is_banked else None
             early_stop = GroupEarlyStop(wanted, requests, self.role_groups) if stops_early else None
             done = self._run_engine(requests, sampling, records_routes, early_stop, banked)
-            self._count_decoding(is_training)
+            self._count_steps(is_training)
             done |= self._without_new_tokens(requests, records_routes)
             return completions_to_batch(done, requests, self.engine.empty_routes if records_routes else None)
 
     def generation_metrics(self) -> dict[str, float]:
-        """Metrics of the training responses generated since the last call: of environments, decode steps and drafts.
-
-        A collective of the role.
-        """
+        """Metrics of the training responses generated since the last call: of environments, decode steps, drafts, and
+        prompts read. A collective of the role."""
         if not self.role_groups.is_member:
             return {}
         found = {} if self.episodes is None else self.episodes.take_metrics()
-        return found | self._decode_metrics()
+        return found | self._step_metrics()
 
-    def _decode_metrics(self) -> dict[str, float]:
-        if not self.settings.speculative_rollout:
+    def _step_metrics(self) -> dict[str, float]:
+        s, groups = self.settings, self.role_groups
+        if not (s.speculative_rollout or s.rollout_prefix_caching):
             return {}
-        counts, self._decode_counts = self._decode_counts, DecodeCounts()
-        groups = self.role_groups
+        counts = [*self._decode_counts, *self._prefill_counts]
+        self._decode_counts, self._prefill_counts = DecodeCounts(), PrefillCounts()
         table = torch.zeros(len(groups.replicas), len(counts), dtype=torch.int64, device=device.device())
         table[groups.dp_rank] = torch.tensor(counts)
         table = groups.dp_all_reduce(table)
-        total = DecodeCounts(*table.sum(0).tolist())
-        return {
-            "rollout/decode_steps": int(table[:, 0].max()),
-            "rollout/accepted_tokens_per_step": total.tokens / max(total.requests, 1),
-            "rollout/draft_acceptance": total.accepted / max(total.drafted, 1),
-        }
+        *decoded, read, reused = table.sum(0).tolist()
+        total, found = DecodeCounts(*decoded), {}
+        if s.speculative_rollout:
+            found = {
+                "rollout/decode_steps": int(table[:, 0].max()),
+                "rollout/accepted_tokens_per_step": total.tokens / max(total.requests, 1),
+                "rollout/draft_acceptance": total.accepted / max(total.drafted, 1),
+            }
+        if s.rollout_prefix_caching:
+            found |= {"rollout/prefill_tokens": read, "rollout/reused_tokens": reused}
+        return found
 
     def _from_bank(
         self, step: int, requests: RoundRequests, sampling: SamplingSettings, records_routes: bool, whole_groups: bool
@@ -251,13 +257,15 @@ class Rollout:
         )
         if queue:
             queue.close()
-        self._count_decoding(is_training)
+        self._count_steps(is_training)
         return batch
 
-    def _count_decoding(self, is_training: bool):
-        counts = self.engine.take_decode_counts()
+    def _count_steps(self, is_training: bool):
+        """Counts what the engine did since the last call, if it was for training."""
+        decoded, prefilled = self.engine.take_decode_counts(), self.engine.take_prefill_counts()
         if is_training:
-            self._decode_counts = self._decode_counts.plus(counts)
+            self._decode_counts = self._decode_counts.plus(decoded)
+            self._prefill_counts = self._prefill_counts.plus(prefilled)
 
     def _without_new_tokens(self, requests: RoundRequests, records_routes: bool) -> dict[int, Completion]:
         """Completions of this replica's requests without new tokens; routes are unknown."""

@@ -4,77 +4,104 @@ Megatron adds one request at a time, with some thirty tensor operations and an a
 hundreds together, which takes longer than the prefill of short prompts by a small model.
 """
 
-import itertools
+from typing import NamedTuple
 
 import torch
 
 from megarl.mcore.inference.spread import spread
 
 
+class _Fitting(NamedTuple):
+    """A request that fits to the next step."""
+
+    request: object
+    blocks: list[int]  # cached ones of its prompt
+    skipped: int  # tokens of them that are not read again
+
+
 def can_add_together(engine) -> bool:
     """Whether `add_waiting` may take the place of Megatron's scheduling of whole prompts."""
-    c = engine.context
-    return not (c.enable_prefix_caching or c.is_hybrid_model or engine._cg_admission_gating_active())
+    return not (engine.context.is_hybrid_model or engine._cg_admission_gating_active())
 
 
 def may_add(engine) -> bool:
     """Whether the next step may add a waiting request; False: it surely adds none."""
     if not engine.waiting_request_ids:
         return False
-    return engine.enable_chunked_prefill or not can_add_together(engine) or _count_fitting(engine) > 0
+    return engine.enable_chunked_prefill or not can_add_together(engine) or bool(_fitting(engine, 1))
 
 
 def add_waiting(engine):
-    """Moves requests from the engine's queue to its context, in their order, as long as they fit."""
-    added = [engine.get_request(engine.waiting_request_ids.popleft()) for _ in range(_count_fitting(engine))]
+    """Moves requests from the engine's queue to its context, in their order, as long as they fit.
+
+    With prefix caching, a request whose prefix this step computes for another one waits until it is cached.
+    """
+    added = _fitting(engine, len(engine.waiting_request_ids))
     if not added:
         return
     _add(engine.context, added)
-    for request in added:
+    for request, _, _ in added:
+        engine.waiting_request_ids.remove(request.request_id)
         request.remaining_prompt_tokens = request.remaining_prompt_tokens.new_empty(0)
         request.add_event_add_context()
 
 
-def _count_fitting(engine) -> int:
-    """Returns how many of the first waiting requests fit to the next step."""
-    c, count = engine.context, 0
-    if c.paused_request_count:
-        return 0
-    tokens, blocks = c.max_tokens - c.active_token_count, c.kv_block_allocator.total_avail
-    for number in itertools.islice(engine.waiting_request_ids, c.max_requests - c.total_request_count):
-        length = engine.get_request(number).remaining_prompt_length
-        tokens, blocks = tokens - length, blocks + (-length // c.block_size_tokens)
-        if tokens < 0 or blocks < 0:
+def _fitting(engine, most: int) -> list[_Fitting]:
+    """Returns the first waiting requests that fit to the next step, at most `most`."""
+    c, blocks = engine.context, engine.context.kv_block_allocator
+    most = min(most, c.max_requests - c.total_request_count)
+    if c.paused_request_count or most <= 0:
+        return []
+    tokens, room = c.max_tokens - c.active_token_count, blocks.available
+    found: list[_Fitting] = []
+    computed: set[int] = set()  # hashes of blocks that the step computes
+    used: set[int] = set()  # cached blocks that are used again
+    for number in engine.waiting_request_ids:
+        request = engine.get_request(number)
+        hashes = request.precomputed_block_hashes
+        if not computed.isdisjoint(hashes):
+            continue
+        cached, fresh, _, _, skipped, length = c._compute_prefix_match(request, request.remaining_prompt_length)
+        new = set(cached) - used if cached else ()
+        if new:  # those that no request uses count as room
+            room -= int((blocks.block_ref_counts[list(new)] == 0).sum())
+        tokens, room = tokens - length, room - fresh
+        if tokens < 0 or room < 0:
             break
-        count += 1
-    return count
+        used.update(new)
+        computed.update(hashes[len(cached) :])
+        found.append(_Fitting(request, cached, skipped))
+        if len(found) == most:
+            break
+    return found
 
 
-def _add(context, added: list):
+def _add(context, added: list[_Fitting]):
     """Sets the context's tensors for new requests with whole prompts."""
-    c, size, n = context, context.block_size_tokens, len(added)
+    c, size, n, requests = context, context.block_size_tokens, len(added), [one.request for one in added]
     new = slice(c.total_request_count, c.total_request_count + n)
-    lengths = torch.tensor([request.remaining_prompt_length for request in added])
-    outputs = torch.tensor([request.sampling_params.num_tokens_to_generate for request in added])
-    counts = (lengths + size - 1) // size
-    c.request_ids[new] = torch.tensor([request.request_id for request in added], dtype=c.request_ids.dtype)
-    metadata = zip(*(request.tracked_metadata for request in added), strict=True)
-    for (label, kind), values in zip(added[0].get_metadata_types(), metadata, strict=True):
+    lengths = torch.tensor([request.remaining_prompt_length for request in requests])
+    outputs = torch.tensor([request.sampling_params.num_tokens_to_generate for request in requests])
+    skipped = torch.tensor([one.skipped for one in added])
+    c.request_ids[new] = torch.tensor([request.request_id for request in requests], dtype=c.request_ids.dtype)
+    metadata = zip(*(request.tracked_metadata for request in requests), strict=True)
+    for (label, kind), values in zip(requests[0].get_metadata_types(), metadata, strict=True):
         c.request_metadata[label][new] = torch.tensor(values, dtype=kind).to(c.request_metadata[label].device)
-    c.request_query_lengths[new], c.request_in_prefill_status_tensor[new] = lengths.int(), 1
-    c.request_output_lengths[new], c.request_kv_length_offsets[new] = (lengths + outputs).int(), 0
-    blocks = c.kv_block_allocator.allocate_memory_blocks(int(counts.sum()))
-    rows, columns = spread(counts)
-    c.request_to_kv_block_ids[new.start + rows, columns] = blocks
+    c.request_query_lengths[new], c.request_in_prefill_status_tensor[new] = (lengths - skipped).int(), 1
+    c.request_output_lengths[new], c.request_kv_length_offsets[new] = (lengths + outputs).int(), skipped.int()
+    counts = (lengths + size - 1) // size
+    _set_blocks(c, added, counts)
     c.request_kv_block_counts[new] = counts.int()
-    c.request_last_kv_block_id[new] = blocks[counts.cumsum(0) - 1]
+    c.request_last_kv_block_id[new] = c.request_to_kv_block_ids[new].gather(1, counts.unsqueeze(1) - 1).squeeze(1)
     c.request_last_kv_block_offset[new] = ((lengths - 1) % size).int()
 
-    rows, positions = spread(lengths)
+    rows, positions = spread(lengths - skipped)
+    positions += skipped[rows]
     rows += new.start
     tokens = slice(c.active_token_count, c.active_token_count + len(rows))
     c.token_to_pos_ids[tokens] = c.token_to_position_in_request[tokens] = positions
-    c.token_to_input_ids[tokens] = torch.cat([request.remaining_prompt_tokens for request in added]).cpu()
+    read = [one.request.remaining_prompt_tokens[one.skipped :] for one in added]
+    c.token_to_input_ids[tokens] = torch.cat(read).cpu()
     c.token_to_request_idx[tokens] = rows.to(c.token_to_request_idx.dtype)
     c.token_to_block_idx[tokens] = c.request_to_kv_block_ids[rows, positions // size].to(c.token_to_block_idx.dtype)
     c.token_to_local_position_within_kv_block[tokens] = positions % size
@@ -82,3 +109,35 @@ def _add(context, added: list):
     c.lifetime_prefill_token_count += len(rows)
     c.total_request_count = new.stop
     c.num_prefill_requests += n
+    if c.enable_prefix_caching:
+        _register(c, added, new.start)
+        c.prefix_cache_prefill_computed_tokens += len(rows)
+        c.prefix_cache_prefill_skipped_tokens += int(skipped.sum())
+
+
+def _set_blocks(context, added: list[_Fitting], counts: torch.Tensor):
+    """Gives new requests their `counts` [n] blocks: first cached ones, then fresh ones."""
+    c, start, blocks = context, context.total_request_count, context.kv_block_allocator
+    cached = torch.tensor([len(one.blocks) for one in added])
+    for row, one in enumerate(added, start):
+        if one.blocks:  # in use before others are emptied
+            shared = torch.tensor(one.blocks, dtype=c.request_to_kv_block_ids.dtype)
+            c.request_to_kv_block_ids[row, : len(shared)] = shared
+            blocks.block_ref_counts[shared.long()] += 1
+    fresh = counts - cached
+    taken = blocks.allocate_memory_blocks(int(fresh.sum()))
+    rows, columns = spread(fresh)
+    c.request_to_kv_block_ids[start + rows, cached[rows] + columns] = taken
+
+
+def _register(context, added: list[_Fitting], start: int):
+    """Registers the whole blocks of new requests, whose first row is `start`, for later ones."""
+    c = context
+    for row, (request, cached, _) in enumerate(added, start):
+        if cached:
+            c.prefix_cache_hits += 1
+            c.prefix_cache_blocks_matched += len(cached)
+            request.num_cached_tokens += len(cached) * c.block_size_tokens
+        hashes = request.precomputed_block_hashes
+        fresh = c.request_to_kv_block_ids[row, len(cached) : len(hashes)].tolist()
+        c.kv_block_allocator.register_kv_block_hashes(fresh, hashes[len(cached) :])

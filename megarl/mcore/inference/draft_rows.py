@@ -44,7 +44,7 @@ def fit_to_blocks(context, counts: Tensor) -> Tensor:
     total = int(further.sum())
     if not total:
         return counts
-    if min(blocks.get_active_avail(), blocks.total_avail) < total:
+    if not blocks.can_take(total):
         return counts.minimum(size - 1 - offsets)
     rows, place = spread(further)
     columns = context.request_kv_block_counts[:n].long()[rows] + place

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from megatron.core.inference.config import InferenceConfig
+from megatron.core.inference.config import InferenceConfig, PrefixCachingEvictionPolicy
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from megarl.mcore.inference.end_tokens import EndTokens, EndTokensController
 from megarl.mcore.inference.keyed_sampling import KeyedSampling
 from megarl.mcore.inference.latent_context import context_of
 from megarl.mcore.inference.recorded_routes import attach_routes
+from megarl.mcore.inference.reusable_blocks import PrefillCounts
 from megarl.mcore.inference.session import GenerationSession
 from megarl.mcore.inference.speculative_decode import DecodeCounts, SpeculativeEngine
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
@@ -87,7 +88,8 @@ class RolloutEngine:
             max_length: maximum length of prompt and response together, in tokens.
             buffer_gb: size of the KV cache on this rank, in GiB.
             max_requests: maximum number of requests decoded together; raised to `MIN_ROWS`.
-            prefix_caching: requests with a common prefix share blocks of the cache, within one call.
+            prefix_caching: requests with a common prefix share blocks of the cache, within one call; a prefix may be
+                the prompt of an earlier request and what it wrote.
             chunked_prefill: split the prefill of a prompt that does not fit into a step over several steps.
             step_tokens: maximum tokens of a step; raised if `max_requests` or an unchunked `max_length` needs more.
             cache_in_grad_buffer: the gradient buffer that holds the KV cache; None: the cache has its own memory.
@@ -104,6 +106,7 @@ class RolloutEngine:
             max_sequence_length=max_length,
             pg_collection=pg_collection,
             enable_prefix_caching=prefix_caching,
+            prefix_caching_eviction_policy=PrefixCachingEvictionPolicy.LRU,
             enable_chunked_prefill=chunked_prefill,
             materialize_only_last_token_logits=True,
             logprobs_mode="processed_logprobs",
@@ -136,6 +139,8 @@ class RolloutEngine:
         with torch.no_grad():
             self.engine = (SpeculativeEngine if speculative else DecodeLoopEngine)(controller, self.context)
         self.drafter = self.engine.drafter if speculative else None
+        self.context.kv_block_allocator.text_of = self._text_of
+        self._prefill_counts = PrefillCounts()  # when they were taken last
         self.engine.suspend()
         model.train(was_training)
 
@@ -146,8 +151,13 @@ class RolloutEngine:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks of the cache that hold nothing."""
-        return self.context.kv_block_allocator.total_avail
+        """Blocks of the cache that no request uses."""
+        return self.context.kv_block_allocator.available
+
+    def _text_of(self, request_id: int) -> list[int]:
+        """Tokens of a request in the engine that were drawn before the present step."""
+        request = self.engine.get_request(request_id)
+        return [*request.prompt_tokens.tolist(), *request.generated_tokens]
 
     def take_decode_counts(self) -> DecodeCounts:
         """Returns what decode steps did since the last call; zeros if the engine is not speculative."""
@@ -155,6 +165,13 @@ class RolloutEngine:
             return DecodeCounts()
         counts, self.engine.counts = self.engine.counts, DecodeCounts()
         return counts
+
+    def take_prefill_counts(self) -> PrefillCounts:
+        """Returns the tokens of prompts that were read, and found in the cache, since the last call."""
+        c, before = self.context, self._prefill_counts
+        reused = self.engine._prefill_tokens_skipped + c.prefix_cache_prefill_skipped_tokens
+        self._prefill_counts = now = PrefillCounts(c.read_tokens, reused)
+        return PrefillCounts(now.read - before.read, now.reused - before.reused)
 
     @property
     def empty_routes(self) -> Tensor:

@@ -1,5 +1,6 @@
 """State of the rollout engine between and within steps: its requests, their KV cache, and the step's plan."""
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -30,6 +31,7 @@ class PagedContext(DynamicInferenceContext):
         self._plan: StepPlan | None = None
         self.only_decodes = False  # the next step decodes one more token of each request of the last step
         self.draft_rows: DraftRows | None = None  # of a step that also reads drafted tokens
+        self._read_before = self.lifetime_prefill_token_count = 0
         self._frequencies: Tensor | None = None
         self._rotations: list[Rotation] | None = None
         self._model_config = model_config
@@ -128,10 +130,17 @@ class PagedContext(DynamicInferenceContext):
             return dedup, (reads, reads)
         return dedup, (reads, self._backend.plan_cache_reads(*request, self._window, self._token_bytes))
 
-    def reset(self, *args, **kwargs):
+    @property
+    def read_tokens(self) -> int:
+        """Tokens of prompts that were read so far, as `PrefillCounts`."""
+        return self._read_before + self.lifetime_prefill_token_count
+
+    def reset(self, *args, preserve_counters: bool = False, **kwargs):
         """Drops all requests and zeroes the spare block, because padding reads it and must find finite numbers."""
         self.only_decodes = False
-        super().reset(*args, **kwargs)
+        if not preserve_counters:
+            self._read_before += self.lifetime_prefill_token_count
+        super().reset(*args, preserve_counters=preserve_counters, **kwargs)
         self.memory_buffer[:, self.kv_block_allocator.dummy_block_idx].zero_()
 
     @property
@@ -168,6 +177,26 @@ class PagedContext(DynamicInferenceContext):
         self.kv_block_allocator.save_finished(active_requests_mask)
         return super().update_requests(active_requests_mask, new_tokens, *args, **kwargs)
 
+    def release_memory_blocks_from_request_indexes(self, request_indexes: Tensor):
+        """Releases the blocks of requests that ended or are evicted; later requests may find them."""
+        self.kv_block_allocator.register_texts(request_indexes)
+        super().release_memory_blocks_from_request_indexes(request_indexes)
+
+    def resume_paused_requests(self, active_request_count: int, *args):
+        """As Megatron's, which takes only free blocks for the requests that go on."""
+        self.kv_block_allocator.make_room(self.paused_request_count)
+        return super().resume_paused_requests(active_request_count, *args)
+
+    def _find_kv_match_count(self, req, start_block: int, end_block: int) -> tuple[list[int], int]:
+        """Returns the cached blocks of a prompt from `start_block` on, and the hash of the last one.
+
+        Megatron takes for granted that the blocks before a cached one are cached. They need not be if two requests
+        with the same tokens computed some of them twice.
+        """
+        known, hashes = self.kv_block_allocator.kv_hash_to_block_id, req.precomputed_block_hashes[start_block:end_block]
+        found = list(itertools.takewhile(lambda block: block is not None, map(known.get, hashes)))
+        return found, hashes[len(found) - 1] if found else 0
+
     def advance_decode(self, new_tokens: Tensor) -> bool:
         """Advances from a step that `only_decodes`; returns False, changing nothing, if a request ends or the free
         blocks do not suffice."""
@@ -185,11 +214,10 @@ class PagedContext(DynamicInferenceContext):
 
     @property
     def _is_simple(self) -> bool:
-        """Whether the step decoded one token of each request, and no request waits, shares blocks, or shares experts
-        with other replicas."""
+        """Whether the step decoded one token of each request, and no request waits or shares experts with other
+        replicas."""
         waits = self.paused_request_count or self.chunked_prefill_request_id != -1
-        shares = self.kv_block_allocator.enable_prefix_caching or self._is_coupled
-        return self.num_prefill_requests == 0 and not waits and not shares
+        return self.num_prefill_requests == 0 and not waits and not self._is_coupled
 
     def _advance(self, new_tokens: Tensor) -> bool:
         """Adds each request's new token, and a new block where its last one is full; returns False, changing nothing,
@@ -198,7 +226,7 @@ class PagedContext(DynamicInferenceContext):
         offsets = self.request_last_kv_block_offset[active]
         full = (offsets == self.block_size_tokens - 1).nonzero().flatten()
         if len(full):
-            if min(blocks.get_active_avail(), blocks.total_avail) < len(full):
+            if not blocks.can_take(len(full)):
                 return False
             fresh = blocks.allocate_memory_blocks(len(full))
             self.request_to_kv_block_ids[full, self.request_kv_block_counts[full].long()] = fresh

@@ -8,11 +8,11 @@ start: its routes come from the pass that computed its keys.
 
 import torch
 import torch.distributed as dist
-from megatron.core.inference.contexts.kv_block_allocator import KVBlockAllocator
 from megatron.core.inference.contexts.routing_metadata import RoutingMetadata
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
 
+from megarl.mcore.inference.reusable_blocks import ReusableBlocks
 from megarl.mcore.moe.routing import NO_ROUTE
 
 
@@ -48,15 +48,12 @@ class StepRoutes(RoutingMetadata):
         return routes if dedup is None else routes.index_select(0, dedup.inverse)
 
 
-class RoutedBlocks(KVBlockAllocator):
-    """Megatron's allocator of cache blocks; keeps the routes of their tokens while `is_recording`."""
+class RoutedBlocks(ReusableBlocks):
+    """Blocks of the cache; keeps the routes of their tokens while `is_recording`."""
 
-    def __init__(self, fresh: KVBlockAllocator, layers: tuple[int, ...], topk: int):
+    def __init__(self, fresh, layers: tuple[int, ...], topk: int):
         """Replaces `fresh`, an unused allocator of the same size."""
-        super().__init__(
-            fresh.context, fresh.total_count, fresh.paused_count, fresh.enable_prefix_caching,
-            fresh.prefix_caching_eviction_policy,
-        )  # fmt: skip
+        super().__init__(fresh)
         self.layers, self.topk, self.is_recording = layers, topk, False
         self.routes: Tensor | None = None  # [blocks, block, L, k] int16, on the host
         self.finished: dict[int, Tensor] = {}  # request id -> [n, L, k] of ended requests, until `routes_of`

@@ -46,6 +46,11 @@ class Engine:
 
         return DecodeCounts()
 
+    def take_prefill_counts(self):
+        from megarl.mcore.inference.reusable_blocks import PrefillCounts
+
+        return PrefillCounts()
+
     def stream(self, source, end_ids, settings, routes, limit, longest):
         from megarl.generation import Completion
 

@@ -1,29 +1,41 @@
 """Adding all waiting prompts at once leaves the engine as Megatron's own scheduling does, one prompt at a time."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.helpers.engines import make_engine, make_requests
+from tests.helpers.tiny_models import VOCAB, build
 from tests.helpers.worlds import run_world
 
 COUNT = 20
 
 
-def states(rank, max_requests, buffer_gb, step_tokens):
+def requests_that(share):
+    """Requests; the prompts of those that share begin with one of three texts of 40 tokens."""
+    requests = make_requests(9, COUNT)
+    if not share:
+        return requests
+    begins = [(requests[i].prompt * 40)[:40] for i in (1, 2, 3)]
+    return [replace(one, prompt=[*begins[i // 2 % 3], *one.prompt][: 38 + i]) for i, one in enumerate(requests)]
+
+
+def states(rank, max_requests, buffer_gb, step_tokens, share):
     """States of two engines after they scheduled requests in two parts: with megarl's method, with Megatron's."""
     from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
 
     from megarl.algorithms.sampling_settings import SamplingSettings
     from megarl.mcore.inference import admission
     from megarl.mcore.inference.end_tokens import EndTokens
-    from megarl.mcore.inference.engine import RequestList
+    from megarl.mcore.inference.engine import RequestList, RolloutEngine
     from megarl.mcore.inference.session import GenerationSession
 
     def state(schedule):
-        engine, _, _ = make_engine(buffer_gb=buffer_gb, max_requests=max_requests)
-        inner, context, source = engine.engine, engine.context, RequestList(enumerate(make_requests(9, COUNT)))
+        model, _, place = build()
+        engine = RolloutEngine(model, place.pg_collection, VOCAB, 80, buffer_gb, max_requests, prefix_caching=share)
+        inner, context, source = engine.engine, engine.context, RequestList(enumerate(requests_that(share)))
         context.max_tokens = step_tokens
         inner.resume()
         engine.max_requests = COUNT  # more than the context holds, so that some wait
@@ -41,19 +53,25 @@ def states(rank, max_requests, buffer_gb, step_tokens):
         numbers = {name: value for name, value in vars(context).items() if type(value) in (int, bool)}
         blocks = context.kv_block_allocator
         waiting = [inner.get_request(number).remaining_prompt_length for number in inner.waiting_request_ids]
-        return tensors, numbers, waiting, blocks.total_avail
+        found = [inner.get_request(number).num_cached_tokens for number in range(COUNT // 2)]
+        if share:
+            tensors["uses"] = blocks.block_ref_counts.sort().values
+            found.append(sorted(blocks.kv_hash_to_block_id))
+        return tensors, numbers, waiting, blocks.total_avail, found
 
     return state(admission.add_waiting), state(DynamicInferenceEngine.schedule_non_chunked_prefill)
 
 
+@pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize(("max_requests", "buffer_gb", "step_tokens", "waiting"), [
     (32, 0.005, 4096, 0), (8, 0.005, 4096, 1), (32, 0.005, 100, 1), (32, 0.0001, 4096, 1),
 ])  # fmt: skip
-def test_the_context_is_that_of_megatrons_scheduling(max_requests, buffer_gb, step_tokens, waiting):
+def test_the_context_is_that_of_megatrons_scheduling(max_requests, buffer_gb, step_tokens, waiting, share):
     ((ours, theirs),) = run_world(functools.partial(
-        states, max_requests=max_requests, buffer_gb=buffer_gb, step_tokens=step_tokens), 1)  # fmt: skip
+        states, max_requests=max_requests, buffer_gb=buffer_gb, step_tokens=step_tokens, share=share), 1)  # fmt: skip
     assert ours[1:] == theirs[1:] and bool(ours[2]) == bool(waiting)
     assert ours[0].keys() == theirs[0].keys() and len(ours[0]) > 15
+    assert (ours[1]["prefix_cache_hits"] > 0) == share
     for name, value in theirs[0].items():
         if name == "request_to_kv_block_ids":  # the free blocks are taken in another order
             assert torch.equal(ours[0][name] >= 0, value >= 0)

@@ -1,0 +1,173 @@
+"""Blocks that outlive their request: turns of episodes find what the last one read and wrote, and no bit changes."""
+
+import functools
+
+import pytest
+import torch
+
+from tests.helpers.engine_turns import BLOCK, engine_of, make_episodes, play
+from tests.helpers.engines import NEVER, make_requests, settings_of
+from tests.helpers.tiny_models import build, build_stages
+from tests.helpers.worlds import run_world
+
+TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+EP2, SP = "--expert-model-parallel-size 2", "--sequence-parallel"
+EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32"
+WINDOW = "--window-size 20,0 --window-attn-skip-freq 2"
+CHUNKS = {"chunked_prefill": True, "step_tokens": 24, "max_requests": 8}
+SMALL = {"buffer_gb": 0.0002}  # 26 blocks of 16 tokens: those of three episodes
+TINY = {"buffer_gb": 0.00012}  # 15 blocks
+
+
+def with_and_without(rank, flags="", shape="llama", end=(3,), routes=False, episodes=None, sampling=None, **settings):
+    """((episodes, counts of prefilled tokens) of an engine without reuse, the same with it, how many blocks the latter
+    emptied, how many requests it evicted)."""
+    stages, _, place = build_stages(flags, shape)
+    found = []
+    for options in ({}, {"prefix_caching": True, **settings}):
+        engine = engine_of(stages[0], place, **options)
+        blocks, emptied = engine.context.kv_block_allocator, []
+        empty = blocks._deregister_blocks
+        blocks._deregister_blocks = lambda ids, empty=empty, emptied=emptied: emptied.append(len(ids)) or empty(ids)
+        made = make_episodes(**(episodes or {}))
+        if len(place.replicas) > 1:  # with unequal work
+            made = make_episodes(**{"count": 3 + 4 * place.dp_rank, **(episodes or {})})
+        done = play(engine, made, end, sampling, routes)
+        found.append((done, engine.take_prefill_counts()))
+        assert blocks.available == blocks.total_count - 1, "some blocks are lost"
+    return *found, sum(emptied), engine.engine.evicted_request_count
+
+
+def assert_same(ours, theirs):
+    """Requests, tokens, log-probs and routes of both, to the bit."""
+    assert ours.sent == theirs.sent and ours.done == theirs.done
+    for number, one in ours.done.items():
+        other = theirs.done[number]
+        assert one.routes is other.routes is None or torch.equal(one.routes, other.routes)
+
+
+@pytest.mark.parametrize(("ranks", "case"), [
+    (1, {}),
+    (1, {"end": NEVER}),
+    (1, {"shape": "latent"}),
+    (1, {"flags": WINDOW, "end": NEVER}),
+    (1, {"flags": EXPERTS, "routes": True}),
+    (2, {"flags": TP2}),
+    (2, {"flags": f"{EXPERTS} {TP2} {SP}", "routes": True}),
+    (2, {"flags": f"{EXPERTS} {PP2}", "routes": True}),
+    (2, {"flags": f"{EXPERTS} {EP2}", "routes": True}),
+    (4, {"flags": f"{EXPERTS} {TP2} {EP2} {SP}", "routes": True}),
+    (1, {"speculative": True}),
+    (1, {"speculative": True, "flags": EXPERTS, "routes": True, "sampling": {"temperature": 0.2}}),
+    (1, {"episodes": {"late": True}, "max_requests": 4}),
+], ids=str)  # fmt: skip
+def test_turns_read_only_what_is_new(ranks, case):
+    for result in run_world(functools.partial(with_and_without, **case), ranks):
+        (plain, without), (found, counts), emptied, evicted = result
+        assert_same(found, plain)
+        prompts = sum(len(request.prompt) for request in plain.sent.values())
+        assert without == (prompts, 0) and (emptied, evicted) == (0, 0)
+        assert counts.reused == plain.found_again() > 0.5 * prompts
+        assert counts.read == prompts - counts.reused
+
+
+@pytest.mark.parametrize(("ranks", "case"), [
+    (1, CHUNKS),
+    (1, {"episodes": {"siblings": 5, "late": True}}),
+    (1, {"episodes": {"siblings": 5}, "sampling": {"temperature": 0.2}, "speculative": True}),
+    (1, {"episodes": {"siblings": 5}, "sampling": {"greedy": True}, "flags": EXPERTS, "routes": True, **CHUNKS}),
+    (2, {"episodes": {"siblings": 5}, "flags": f"{TP2} {SP}", "max_requests": 6}),
+], ids=str)  # fmt: skip
+def test_episodes_that_begin_or_go_on_alike(ranks, case):
+    for (plain, without), (found, counts), _, _ in run_world(functools.partial(with_and_without, **case), ranks):
+        assert_same(found, plain)
+        assert without.reused == 0 and counts.read + counts.reused == without.read
+        assert counts.reused > 0.8 * plain.found_again()  # in chunks, two may compute a block at the same time
+
+
+@pytest.mark.parametrize("case", [
+    SMALL, {**TINY, "max_requests": 4}, {**TINY, "episodes": {"late": True}},
+    {**SMALL, "flags": EXPERTS, "routes": True, "episodes": {"siblings": 5}},
+    {**SMALL, "speculative": True, "episodes": {"siblings": 5}, "sampling": {"temperature": 0.2}},
+    {"shape": "latent", "buffer_gb": 0.0001}, {**SMALL, **CHUNKS, "step_tokens": 64},
+    {**SMALL, **CHUNKS, "step_tokens": 64, "flags": EXPERTS, "routes": True, "episodes": {"late": True}},
+], ids=str)  # fmt: skip
+def test_a_full_cache_changes_no_bit(case):
+    (plain, without), (found, counts), emptied, evicted = run_world(functools.partial(with_and_without, **case), 1)[0]
+    assert_same(found, plain)
+    assert emptied > 20 and 0 < counts.reused < plain.found_again() and (evicted > 0 or "max_requests" in case)
+
+
+def contents(rank, flags, shape, routes, **settings):
+    """([(keys and values, routes) by hash] of blocks that were filled by decoding and of those that prefills filled,
+    tokens of the texts, whole blocks of the first prompts)."""
+    from dataclasses import replace
+
+    stages, _, place = build_stages(flags, shape)
+    engine = engine_of(stages[0], place, prefix_caching=True, **settings)
+    requests, blocks = make_requests(40, 8), engine.context.kv_block_allocator
+
+    def filled(session, requests):
+        done = {}
+        for number, request in enumerate(requests):
+            session.add(number, request)
+        while session.has_requests:
+            with session.inference():
+                done |= dict(session.step())
+        cache = engine.context.memory_buffer
+        found = {value: (cache[:, block].clone(), blocks.routes[block].clone() if routes else None)
+                 for value, block in blocks.kv_hash_to_block_id.items()}  # fmt: skip
+        return [done[number].tokens for number in range(len(requests))], found
+
+    with engine.session(settings=settings_of(temperature=0.5), routes=routes) as session:
+        written, decoded = filled(session, requests)
+        session.clear()
+        texts = [[*one.prompt, *tokens] for one, tokens in zip(requests, written, strict=True)]
+        again = [replace(one, prompt=text[:-1], max_new_tokens=1) for one, text in zip(requests, texts, strict=True)]
+        ends, read = filled(session, again)
+    assert ends == [[text[-1]] for text in texts], "the last token is drawn again"
+    return decoded, read, [len(text) for text in texts], sum(len(one.prompt) // BLOCK for one in requests)
+
+
+@pytest.mark.parametrize(("ranks", "flags", "shape", "routes", "settings"), [
+    (1, "", "llama", False, {}), (1, "", "latent", False, {}), (1, WINDOW, "llama", False, {}),
+    (1, EXPERTS, "llama", True, {}), (1, "", "llama", False, {"speculative": True}), (2, TP2, "llama", False, {}),
+    (1, EXPERTS, "llama", True, {"speculative": True}),
+])  # fmt: skip
+def test_decoded_blocks_hold_what_a_prefill_computes(ranks, flags, shape, routes, settings):
+    work = functools.partial(contents, flags=flags, shape=shape, routes=routes, **settings)
+    for decoded, read, lengths, of_prompts in run_world(work, ranks):
+        assert decoded.keys() == read.keys()
+        assert 64 in lengths, "a text that fills its last block: that block has a token without keys"
+        assert len(decoded) == sum((length - 1) // BLOCK for length in lengths) > 2 * of_prompts
+        for value, (keys, experts) in decoded.items():
+            assert torch.equal(keys, read[value][0]) and keys.abs().flatten(2).sum(-1).all()
+            assert experts is None or torch.equal(experts, read[value][1]) and (experts >= 0).all()
+
+
+def order(rank):
+    """What is known after one change of the blocks after another."""
+    model, _, place = build()
+    blocks = engine_of(model, place, prefix_caching=True, **TINY).context.kv_block_allocator
+    first, second = blocks.allocate_memory_blocks(3).clone(), blocks.allocate_memory_blocks(2).clone()
+    blocks.register_kv_block_hashes(first.tolist(), [11, 12, 13])
+    blocks.register_kv_block_hashes(second.tolist(), [11, 22])  # the first block has the same tokens
+    known = [dict(blocks.kv_hash_to_block_id)]
+    free = [blocks.total_avail]
+    for released in (first, second):
+        blocks.release_memory_blocks(released)
+        free.append(blocks.total_avail)
+    blocks.block_ref_counts[first[0].long()] += 1  # used again, and left
+    blocks.release_memory_blocks(first[:1])
+    for count in (1, 1, 1, 1):
+        assert blocks.evict_lru_blocks(count)
+        known.append(dict(blocks.kv_hash_to_block_id))
+    assert not blocks.evict_lru_blocks(1) and blocks.total_avail == blocks.total_count - 1
+    return known, free, blocks.total_count, first.tolist(), second.tolist()
+
+
+def test_the_oldest_blocks_are_emptied_first_and_the_last_ones_of_a_text_before_those():
+    (known, free, count, first, second) = run_world(order, 1)[0]
+    assert known[0] == {11: first[0], 12: first[1], 13: first[2], 22: second[1]}
+    assert free == [count - 6, count - 6, count - 5], "a block that nothing can find is free at once"
+    assert [set(one) for one in known[1:]] == [{11, 12, 22}, {11, 22}, {11}, set()]
