@@ -76,7 +76,7 @@ class RolloutBatcher:
         self.order = PromptOrder(len(prompts), settings.seed)
         self.metrics: dict[str, float] = {}
         self._writer = writer
-        self._decode_metrics_ahead: dict[str, float] | None = None  # of a batch that was generated ahead
+        self._metrics_ahead: dict[str, float] | None = None  # of a batch that was generated ahead
         self.partial_rollouts = PartialRolloutBuffer(mesh, settings)
         self._filter_column = GROUP_FILTERS.get(settings.group_filter)
         fields = (*settings.sampled_fields, *([VERSIONS] if settings.partial_rollouts else []))
@@ -122,8 +122,8 @@ class RolloutBatcher:
             self._writer.begin(step, waiting=0)
         self._accept(self._generate_groups(requests, step, statistics, len(requests)), step, statistics)
         tokens = self._add_generated_tokens(statistics)
-        self._decode_metrics_ahead = self.rollout.decode_metrics()
-        self._keep_rollout({"rollout/tokens": tokens, **self._decode_metrics_ahead})
+        self._metrics_ahead = self.rollout.generation_metrics()
+        self._keep_rollout({"rollout/tokens": tokens, **self._metrics_ahead})
 
     def _fill_buffer(self, step: int, statistics: SamplingStatistics):
         """Runs rounds until the batch is full, or as many as are allowed."""
@@ -196,12 +196,12 @@ class RolloutBatcher:
         """The `wanted` groups taken of those requested, with this rank's share of their responses."""
         samples = self.settings.samples_per_prompt
         self.reward.prepare(self.prompts, [request.line for request in requests])
-        batch = self.rollout.generate(requests, samples, step, wanted=wanted)
+        batch = self.rollout.generate(requests, samples, step, wanted=wanted, prompt_set=self.prompts)
         requests, batch = self._take_earliest(requests, batch, step, statistics, wanted)
         greedy = None
         if self.settings.greedy_baseline:
             prompts = [request._replace(partial=()) for request in requests]
-            greedy = self.rollout.generate(prompts, 1, step, temperature=0)
+            greedy = self.rollout.generate(prompts, 1, step, temperature=0, prompt_set=self.prompts)
             if greedy is not None:
                 statistics.tokens += int(greedy.response_mask.sum())
         return GenerationRound([request.line for request in requests], batch, greedy)
@@ -263,8 +263,8 @@ class RolloutBatcher:
         ]
 
     def _set_metrics(self, statistics: SamplingStatistics, waiting_groups: int):
-        ahead, self._decode_metrics_ahead = self._decode_metrics_ahead, None
-        self.metrics = self.rollout.decode_metrics() if ahead is None else ahead
+        ahead, self._metrics_ahead = self._metrics_ahead, None
+        self.metrics = self.rollout.generation_metrics() if ahead is None else ahead
         self._add_generated_tokens(statistics)
         if self.settings.partial_rollouts:
             self.metrics |= self.partial_rollouts.metrics()

@@ -25,7 +25,7 @@ class SavedRollout:
     """The rollout's ranks without an engine and without weights."""
 
     name = ROLLOUT
-    bank = None
+    bank = episodes = None
 
     def __init__(self, settings: Settings, role: RoleSettings, mesh: RoleMesh):
         self.settings, self.role, self.role_groups = settings, role, mesh[ROLLOUT]
@@ -42,8 +42,8 @@ class SavedRollout:
     def sync_weights(self):
         """There are no weights to copy."""
 
-    def decode_metrics(self) -> dict[str, float]:
-        """There is no decode step; the saved ones' metrics are in the record of their step."""
+    def generation_metrics(self) -> dict[str, float]:
+        """Nothing is generated; the metrics of the generation are in the record of the step."""
         return {}
 
     def dp_assignment(self, batch: Batch | None, count: int, group=None) -> Tensor:

@@ -103,7 +103,9 @@ class Evaluator:
         """Generates and scores the responses; (line, its responses' rows) of the prompts that this rank scores."""
         n, s = self.settings.eval_responses, self.settings
         self.reward.prepare(self.prompts, [request.line for request in self.requests])
-        responses = self.rollout.generate(self.requests, n, EVAL_STEP, temperature=s.eval_temperature)
+        responses = self.rollout.generate(
+            self.requests, n, EVAL_STEP, temperature=s.eval_temperature, prompt_set=self.prompts
+        )
         count = len(self.requests) * n
         dp_assignment = load_balance.round_robin_assignment(self.mesh, count, n)
         dp_assignment |= {ROLLOUT: self.rollout.dp_assignment(responses, count)}
