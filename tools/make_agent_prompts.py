@@ -4,14 +4,16 @@
     python tools/make_agent_prompts.py --task products --train 4000 --heldout 200 --out data/products3
     python tools/make_agent_prompts.py --task frozen-lake --train 500 --heldout 50 --out data/lake
 
-Writes to DIR train.jsonl, heldout.jsonl (each line: prompt, answer, metadata, environment) and prompts.json, in the
-format of tools/make_prompts.py; the same arguments give the same bytes. Pairs of factors, in either order, and maps are
+Writes to DIR train.jsonl, heldout.jsonl (each line: prompt, answer, metadata) and prompts.json, in the format of
+tools/make_prompts.py; the same arguments give the same bytes. --conversations N also writes conversations.jsonl, for a
+warm start: N episodes of a player who knows the form of an answer and little else (tools/careless_players.py). Pairs of factors, in either order, and maps are
 in one of the files. All lines of guess-number ask the same: the seed of an episode draws its number. Maps have a way to
 the goal, whose length is `metadata.shortest`; `--standard-map` writes gymnasium's own 4x4 map on each line instead.
 """
 
 import argparse
 import hashlib
+import json
 import random
 import sys
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import ArgumentParser, UsageError
+from tools.careless_players import conversations
 from tools.make_prompts import shared_questions, split, write_files
 
 FACTORS = range(100, 1000)
@@ -41,10 +44,11 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--high", type=int, default=15, help="highest number of guess-number; default: %(default)s")
     parser.add_argument("--guesses", type=int, default=4, help="turns of guess-number; default: %(default)s")
     parser.add_argument("--standard-map", action="store_true", help="of frozen-lake: the same map on each line")
+    parser.add_argument("--conversations", type=int, default=0, help="episodes for a warm start; default: none")
     parser.add_argument("--prompt", help="text of each line instead of the task's own, with {} for the expression, the"
                         " map, or nothing")  # fmt: skip
     arguments = parser.parse_args(argv)
-    for name, least in (("train", 1), ("heldout", 1), ("seed", 0), ("low", 0), ("guesses", 1)):
+    for name, least in (("train", 1), ("heldout", 1), ("seed", 0), ("low", 0), ("guesses", 1), ("conversations", 0)):
         if getattr(arguments, name) < least:
             raise UsageError(f"--{name} {getattr(arguments, name)}: must be at least {least}")
     if arguments.high < arguments.low:
@@ -57,8 +61,7 @@ def guess_lines(arguments: argparse.Namespace, count: int) -> list[dict[str, Any
     metadata = {name: getattr(arguments, name) for name in ("low", "high", "guesses")}
     text = arguments.prompt or f"Guess my number from {arguments.low} to {arguments.high}."
     return [
-        {"prompt": text, "metadata": {**metadata, "question_id": _id(f"guess {number}")}, "environment": "guess-number"}
-        for number in range(count)
+        {"prompt": text, "metadata": {**metadata, "question_id": _id(f"guess {number}")}} for number in range(count)
     ]
 
 
@@ -73,8 +76,7 @@ def product_lines(arguments: argparse.Namespace, count: int) -> list[dict[str, A
         line = {
             "prompt": (arguments.prompt or "What is {}?").replace("{}", f"{a} * {b}"),
             "answer": str(a * b),
-            "metadata": {},
-            "environment": "calculator",
+            "metadata": {"expression": f"{a}*{b}"},
         }
         return f"{min(a, b)} * {max(a, b)}", line
 
@@ -87,7 +89,7 @@ def lake_lines(arguments: argparse.Namespace, count: int) -> list[dict[str, Any]
     def line(rows: list[str]) -> dict[str, Any]:
         metadata = {"map": rows, "shortest": shortest_way(rows)}
         text = (arguments.prompt or _LAKE).replace("{}", " ".join(rows))
-        return {"prompt": text, "metadata": metadata, "environment": "frozen-lake"}
+        return {"prompt": text, "metadata": metadata}
 
     if arguments.standard_map:
         lines = [line(STANDARD_MAP) for _ in range(count)]
@@ -147,6 +149,9 @@ def main(argv: list[str]) -> int:
         made_from = {name: value for name, value in vars(arguments).items() if name not in ("train", "heldout", "out")}
         folder = Path(arguments.out)
         write_files(folder, train, heldout, made_from)
+        if arguments.conversations:
+            played = conversations(arguments.task, train, arguments.conversations, arguments.seed)
+            (folder / "conversations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in played))
     except UsageError as error:
         print(f"make_agent_prompts: {error}", file=sys.stderr)
         return 2
