@@ -174,8 +174,8 @@ def test_plugin(plugin, tmp_path):
     [
         (
             "exactmatch",
-            "exactmatch is unknown; allowed: model, exact-match, regex, math-verify, reasoning-gym, format, "
-            "length, code, remote, or a plug-in as package.module:function",
+            "exactmatch is unknown; allowed: model, environment, exact-match, regex, math-verify, "
+            "reasoning-gym, format, length, code, remote, or a plug-in as package.module:function",
         ),
         (":scored", ":scored is unknown; allowed"),
         ("my_rewards:", "my_rewards: is unknown; allowed"),

@@ -1,11 +1,15 @@
 """Metrics of an evaluation: of a prompt, means over prompts and tasks, and which evaluation was the best."""
 
+import itertools
 import json
+import types
 
 import pytest
 
+from megarl.data.ragged import Ragged
 from megarl.flags.settings import Settings
-from megarl.trainers.evaluator import eval_ks, mean_metrics, prompt_metrics
+from megarl.observe.timers import Timers
+from megarl.trainers.evaluator import Evaluator, eval_ks, mean_metrics, prompt_metrics
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.programs import inputs, write_lines
 from tests.helpers.tiny_models import parse_roles
@@ -46,6 +50,27 @@ def test_of_fewer_responses_than_k_all_count():
     """Episodes whose environment failed have no row here."""
     found = prompt_metrics([row("7", True), row("8", False)], (1, 4))
     assert (found["pass@4"], found["mean@4"], found["maj@4"]) == (1.0, 0.5, 0.5)
+
+
+def evaluated(rows: list[dict], tasks: list[str], monkeypatch) -> dict[str, float]:
+    """Metrics of two responses to a prompt of each task."""
+    alone = types.SimpleNamespace(gather=lambda items: [items])
+    prompts = [types.SimpleNamespace(task=task) for task in tasks]
+    settings = Settings(eval_responses=2, eval_temperature=1.0)
+    tokens = Ragged.of_rows([[1]] * len(tasks))
+    evaluator = Evaluator(settings, alone, None, None, prompts, tokens, Timers())
+    numbered = [row | {"sequence": number} for number, row in enumerate(rows)]
+    by_prompt = itertools.groupby(numbered, lambda row: row["sequence"] // 2)
+    monkeypatch.setattr(evaluator, "_scored_rows", lambda: by_prompt)
+    return evaluator.evaluate()
+
+
+def test_failed_episodes_are_left_out(monkeypatch):
+    failed, right, wrong = {"failed": True, "sequence": 0}, row("7", True), row("8", False)
+    found = evaluated([right, failed, failed, failed, wrong, right], ["a", "b", "c"], monkeypatch)
+    assert (found["eval/accuracy"], found["eval/a/accuracy"], found["eval/c/accuracy"]) == (0.75, 1.0, 0.5)
+    assert found["eval/pass@2"] == 1.0 and not any(name.startswith("eval/b/") for name in found)
+    assert evaluated([failed] * 4, ["a", "b"], monkeypatch) == {"eval/accuracy": 0.0}
 
 
 def test_means_do_not_depend_on_the_order_of_prompts():
