@@ -6,9 +6,11 @@
 
 Writes to DIR train.jsonl, heldout.jsonl (each line: prompt, answer, metadata) and prompts.json, in the format of
 tools/make_prompts.py; the same arguments give the same bytes. --conversations N also writes conversations.jsonl, for a
-warm start: N episodes of a player who knows the form of an answer and little else (tools/careless_players.py). Pairs of factors, in either order, and maps are
-in one of the files. All lines of guess-number ask the same: the seed of an episode draws its number. Maps have a way to
-the goal, whose length is `metadata.shortest`; `--standard-map` writes gymnasium's own 4x4 map on each line instead.
+warm start: N episodes of a player who knows the form of an answer and little else (tools/careless_players.py).
+
+Pairs of factors, in either order, and maps are in one of the files. All lines of guess-number ask the same: the seed of
+an episode draws its number. Maps have a way to the goal, whose length is `metadata.shortest`; `--standard-map` writes
+gymnasium's own 4x4 map on each line instead.
 """
 
 import argparse

@@ -235,7 +235,18 @@ def prompt_prefixes(batch: Batch) -> PromptPrefixes | None:
     """
     if batch.prompt_ids is None or batch.prompt_lengths is None:
         return None
-    return PromptPrefixes(batch.prompt_ids.cpu(), (batch.prompt_lengths.cpu() - 1).clamp_(min=0))
+    ids, lengths = batch.prompt_ids.cpu(), batch.prompt_lengths.cpu()
+    if batch.solved is not None:  # what an environment adds to a prompt may differ between episodes
+        ids = _ids_of_tokens(batch, lengths)
+    return PromptPrefixes(ids, (lengths - 1).clamp_(min=0))
+
+
+def _ids_of_tokens(batch: Batch, lengths: Tensor) -> Tensor:
+    """[N] int64, the same number for sequences whose prompts, of these lengths, have the same tokens."""
+    tokens, numbers = batch.tokens.cpu().numpy(), {}
+    spans = zip(batch.cu_seqlens.tolist(), lengths.tolist(), strict=False)
+    prompts = [tokens[start : start + length].tobytes() for start, length in spans]
+    return torch.tensor([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], dtype=torch.int64)
 
 
 def split_into_microbatches(

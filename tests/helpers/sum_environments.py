@@ -33,6 +33,15 @@ class Sums(BaseEnvironment):
         return Observation([message], reward, self._asked == 3, parts={"sevens": turn.text.count("7") / 4})
 
 
+class OpeningSums(Sums):
+    """Adds another sum to the prompt of each episode."""
+
+    def reset(self, task: Task) -> Observation:
+        """One that differs between the samples of a group."""
+        super().reset(task)
+        return Observation([{"role": "user", "content": f"{task.sample_seed % 10}+"}])
+
+
 class LateSums(Sums):
     """Answers after up to 50 ms, each time another; not as long as a test would wait."""
 

@@ -74,6 +74,18 @@ def test_two_tensor_ranks_write_the_same_text(tmp_path):
     assert texts[0] == texts[1]
 
 
+def test_prompts_that_environments_open_in_their_own_ways_are_trained_on(tmp_path):
+    found = run(tmp_path / "run", "OpeningSums", "--max-prompt-length 8 --samples-per-prompt 4")
+    assert metrics(found)[2]["actor/ppo_kl_first"] == 0.0 and metrics(found)[2]["rollout/logprob_gap_max"] == 0.0
+    run(tmp_path / "other", "OpeningSums", "--max-prompt-length 8 --samples-per-prompt 4", 2)
+    assert samples(found, 2) == samples(tmp_path / "other", 2)
+
+
+def test_a_prompt_that_an_environment_makes_too_long_fails(tmp_path):
+    with pytest.raises(RankFailed, match="tokens with the tools and the first observation; --max-prompt-length"):
+        run(tmp_path / "run", "OpeningSums", "--max-prompt-length 5 --filter-long-prompts --environment-max-failures 0")
+
+
 @pytest.mark.parametrize("how", ["kill", "hang", "crash"])
 def test_an_environment_that_breaks_in_each_turn_changes_nothing(how, tmp_path):
     flags = "--environment-workers 2 --environment-retries 3" + " --environment-timeout 2" * (how == "hang")
