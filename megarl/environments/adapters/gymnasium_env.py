@@ -37,7 +37,7 @@ class GymnasiumEnvironment(BaseEnvironment):
         render_text: Callable[[Any], str] | None = None,
         **options: Any,
     ):
-        self._gymnasium = optional("gymnasium", "gymnasium", "a GymnasiumEnvironment")
+        self._gymnasium = optional("gymnasium", "gymnasium>=1.1,<2", "a GymnasiumEnvironment")
         self._make, self._actions, self._options = env, list(actions or ()), options
         self._parse, self._render = parse_action or self._action, render_text or observation_text
         self.env: Any = None

@@ -31,7 +31,7 @@ class TextArenaEnvironment(BaseEnvironment):
     """
 
     def __init__(self, game: str, **options: Any):
-        self._textarena = optional("textarena", "textarena", f"the game {game}")
+        self._textarena = optional("textarena", "textarena>=0.7,<0.8", f"the game {game}")
         self._game, self._options = game, options
         self._env: Any = None
         self._states: tuple[Any, Any] = (None, None)
