@@ -145,6 +145,61 @@ def test_decoded_blocks_hold_what_a_prefill_computes(ranks, flags, shape, routes
             assert experts is None or torch.equal(experts, read[value][1]) and (experts >= 0).all()
 
 
+def overtaken(rank, **settings):
+    """(completions, counts) without and with reuse, of requests whose prompts others are about to write."""
+    from dataclasses import replace
+
+    model, _, place = build()
+    writers = make_requests(60, 5)
+    written = engine_of(model, place).generate(writers, NEVER, settings_of())
+    texts = [[*one.prompt, *done.tokens] for one, done in zip(writers, written, strict=True)]
+    readers = [replace(writers[i], prompt=text[:length], max_new_tokens=20)
+               for length in (30, 45, 47, 48, 49, 56) for i, text in enumerate(texts)]  # fmt: skip
+    requests = [*(replace(one, max_new_tokens=20 + 7 * i) for i, one in enumerate(writers)), *readers, *writers]
+    found = []
+    for options in ({}, {"prefix_caching": True, **settings}):
+        engine = engine_of(model, place, **options)
+        found.append((engine.generate(requests, NEVER, settings_of()), engine.take_prefill_counts()))
+    return found
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"max_requests": 6}, CHUNKS, {**CHUNKS, "step_tokens": 13}, {**CHUNKS, **SMALL}, {"speculative": True}, TINY,
+], ids=str)  # fmt: skip
+def test_prompts_that_others_are_writing(settings):
+    (plain, without), (found, counts) = run_world(functools.partial(overtaken, **settings), 1)[0]
+    assert found == plain and counts.reused > 0
+    assert counts.read + counts.reused == without.read or "buffer_gb" in settings
+
+
+def aborted(rank):
+    """(tokens of an aborted request, completion of one that goes on after them and of the whole one, counts)."""
+    from dataclasses import replace
+
+    model, _, place = build()
+    engine = engine_of(model, place, prefix_caching=True)
+    request, written, done = make_requests(60, 5)[1], [], {}
+    with engine.session() as session, session.inference():
+        session.add(0, request)
+        while len(written) < 40:
+            session.step()
+            (written,) = [chunk.tokens for chunk in session.new_tokens({0: 0})]
+        session.abort([0])
+        assert session.step() == [] and not session.has_requests
+        session.add(1, replace(request, prompt=[*request.prompt, *written], max_new_tokens=20))
+        while session.has_requests:
+            done |= dict(session.step())
+    counts = engine.take_prefill_counts()
+    (whole,) = engine.generate([request], NEVER, settings_of())
+    return written, done[1], whole, counts, len(request.prompt)
+
+
+def test_what_an_aborted_request_wrote_is_found():
+    written, rest, whole, counts, prompt = run_world(aborted, 1)[0]
+    assert len(written) == 40 and written + rest.tokens == whole.tokens and rest.logprobs == whole.logprobs[40:]
+    assert prompt + len(written) == 64 and counts == (24 + 16, 48)  # some token has to be read
+
+
 def order(rank):
     """What is known after one change of the blocks after another."""
     model, _, place = build()
