@@ -85,8 +85,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                " drafts", "with --speculative-rollout"),
         Metric("rollout/draft_acceptance", "fraction", "drafted tokens that were accepted", "with"
                " --speculative-rollout"),
-        Metric("rollout/prefill_tokens", "tokens", "prompt tokens that the engine read; those of an evicted request,"
-               " with its response so far, again", "with --rollout-prefix-caching"),
+        Metric("rollout/prefill_tokens", "tokens", "prompt tokens that the engine read, of equal prompts each; those of"
+               " an evicted request, with its response so far, again", "with --rollout-prefix-caching"),
         Metric("rollout/reused_tokens", "tokens", "prompt tokens that were not read, as the cache had them",
                "with --rollout-prefix-caching"),
     ),
