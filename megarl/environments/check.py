@@ -32,6 +32,8 @@ def _has_tools(name: str) -> bool:
         if missing or not isinstance(getattr(environment, "tools", None), list):
             raise TypeError(f"{type(environment).__name__} lacks {', '.join(missing) or 'tools'} of the protocol")
         return bool(environment.tools)
+    except UsageError as error:  # a package that is missing
+        raise UsageError(f"--environment {name}: {error}") from None
     except (Exception, SystemExit) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UsageError(f"--environment {name}: cannot be made: {reason}") from None

@@ -13,7 +13,7 @@ BUILT_IN: dict[str, str] = {
     "calculator-offset": "megarl.environments.calculator:calculator_offset",
     "python-tool": "megarl.environments.python_tool:python_tool",
     "frozen-lake": "megarl.environments.adapters.gymnasium_env:frozen_lake",
-    "reasoning-gym-retries": "megarl.environments.adapters.reasoning_gym_env:reasoning_gym_retries",
+    "reasoning-gym": "megarl.environments.adapters.reasoning_gym_env:reasoning_gym_retries",
 }
 
 

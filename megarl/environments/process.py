@@ -62,4 +62,6 @@ def check_factories(names: Sequence[str]) -> dict[str, bool]:
 
 
 def _environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)}
+    # Sets in the same order in each process: an environment that is played again may depend on it.
+    own = {"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)}
+    return os.environ | own
