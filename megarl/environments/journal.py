@@ -17,7 +17,7 @@ from megarl.environments.protocol import Observation, Turn
 RESET = -1  # number of the turn that a reset answers
 
 
-class Entry(NamedTuple):
+class JournalEntry(NamedTuple):
     """An answer of an environment."""
 
     observation: Observation
@@ -35,7 +35,7 @@ class Journal:
             replica, replicas: number of this replica, and how many there are.
         """
         self.path = folder / f"replica_{replica:05d}.jsonl"
-        self._known: dict[str, Entry] = {}
+        self._known: dict[str, JournalEntry] = {}
         self._new: list[dict] = []  # not written yet
         own = {f"replica_{number:05d}.jsonl" for number in range(replicas)}
         others = [path for path in folder.glob("replica_*.jsonl") if path.name not in own]
@@ -45,11 +45,11 @@ class Journal:
             self._read(path)
         self._cut_torn_line()
 
-    def find(self, key: str, turns: Sequence[Turn]) -> Entry | None:
+    def find(self, key: str, turns: Sequence[Turn]) -> JournalEntry | None:
         """The answer to the last of these turns, or to the reset, of the episode `key`; None if there is none."""
         return self._known.get(_place(key, turns))
 
-    def add(self, key: str, turns: Sequence[Turn], entry: Entry):
+    def add(self, key: str, turns: Sequence[Turn], entry: JournalEntry):
         """Adds an answer; `flush` writes it."""
         place = _place(key, turns)
         self._known[place] = entry
@@ -77,7 +77,7 @@ class Journal:
         for line in path.read_bytes().splitlines():
             try:
                 record = json.loads(line)
-                entry = Entry(Observation(**record["observation"]), record["tools"])
+                entry = JournalEntry(Observation(**record["observation"]), record["tools"])
                 self._known.setdefault(record["place"], entry)
             except (ValueError, KeyError, TypeError):
                 continue

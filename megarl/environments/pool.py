@@ -11,7 +11,7 @@ from multiprocessing import connection
 from typing import NamedTuple
 
 from megarl.environments.calls import Answer, Call, Close
-from megarl.environments.journal import Entry, Journal
+from megarl.environments.journal import Journal, JournalEntry
 from megarl.environments.process import WorkerProcess
 from megarl.environments.protocol import Observation, Task, Turn
 from megarl.environments.turn_parsing import load_parser, parse_turn
@@ -174,7 +174,7 @@ class EnvironmentPool:
         process, episode.ticket, episode.replayable = episode.process, None, answer.replayable
         if answer.failure is None:
             if self.journal is not None and episode.key and episode.replayable:
-                self.journal.add(episode.key, episode.turns, Entry(answer.observation, answer.tools))
+                self.journal.add(episode.key, episode.turns, JournalEntry(answer.observation, answer.tools))
             self._report(episode, answer.observation, answer.tools, answer.seconds)
             return
         self._leave_process(episode)

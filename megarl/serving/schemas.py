@@ -146,7 +146,7 @@ class FunctionCall(StrictModel):
     arguments: Text
 
 
-class ToolCall(StrictModel):
+class AssistantToolCall(StrictModel):
     """A tool call that the assistant has made."""
 
     id: Name
@@ -177,7 +177,7 @@ class AssistantMessage(StrictModel):
     role: Literal["assistant"]
     content: Content | None = None
     name: Name | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    tool_calls: Annotated[list[AssistantToolCall], Field(max_length=128)] | None = None
     refusal: _neutral(None) = None
     audio: _neutral(None) = None
     annotations: _neutral(None, []) = None

@@ -24,9 +24,9 @@ class ScriptedClient:
     def __init__(self, order: int | None = None, failing: frozenset = frozenset(), done_after: int = 3):
         """`order`: seed of the delays; None: every answer is there at once. `failing`: numbers of episodes whose
         environment fails after their first turn."""
-        from megarl.rollout.episodes.episode import News
+        from megarl.rollout.episodes.episode import EpisodeNews
 
-        self._news, self._random = News, random.Random(order) if order is not None else None
+        self._news, self._random = EpisodeNews, random.Random(order) if order is not None else None
         self._failing, self._done_after = failing, done_after
         self.pending, self.turns, self.ended, self.waits = [], {}, [], 0
 
@@ -75,7 +75,7 @@ def run_episodes(
     `limits`: turns, tokens of a turn, tokens of the response.
     """
     from megarl.mcore.inference.engine import RequestList
-    from megarl.rollout.episodes.episode import Episode, Limits
+    from megarl.rollout.episodes.episode import Episode, EpisodeLimits
     from megarl.rollout.episodes.source import EpisodeSource
 
     engine, model, groups = make_engine(flags, shape, **engine_settings)
@@ -84,7 +84,7 @@ def run_episodes(
     def begin(number, request):
         if client is not None:
             client.begin(number, request)
-        return Episode(number, request, line=number, limits=Limits(*limits))
+        return Episode(number, request, line=number, limits=EpisodeLimits(*limits))
 
     mine = make_requests()[groups.dp_rank :: len(groups.replicas)]
     source = EpisodeSource(RequestList(mine), begin, client, groups, most)

@@ -68,10 +68,10 @@ class Bench:
 
     def _client(self):
         from megarl.rollout.episodes.client import EnvironmentClient
-        from megarl.rollout.episodes.episode import Limits
+        from megarl.rollout.episodes.episode import EpisodeLimits
 
         options = PoolOptions(1, 60.0, 0, "hermes", "tools.bench.environments:Tool")
-        self.limits = Limits(self.args.turns, LONGEST, self.longest)
+        self.limits = EpisodeLimits(self.args.turns, LONGEST, self.longest)
         return EnvironmentClient(options, FixedTokens(), self.limits, 16, None, 0, 1)
 
     def run(self, sleep: float) -> tuple[float, dict[int, list[int]], float]:

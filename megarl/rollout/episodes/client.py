@@ -8,15 +8,15 @@ from megarl.environments.journal import Journal
 from megarl.environments.pool import EnvironmentPool, Event, PoolOptions
 from megarl.environments.protocol import Task
 from megarl.errors import UsageError
-from megarl.rollout.episodes.episode import Limits, News
+from megarl.rollout.episodes.episode import EpisodeLimits, EpisodeNews
 from megarl.rollout.episodes.statistics import EpisodeStatistics
 
 
 class EnvironmentClient:
-    """Starts environments, sends them turns, and makes `News` of their answers."""
+    """Starts environments, sends them turns, and makes `EpisodeNews` of their answers."""
 
     def __init__(
-        self, options: PoolOptions, turn_tokens: TurnTokens, limits: Limits, longest_prompt: int, journal: Path | None,
+        self, options: PoolOptions, turn_tokens: TurnTokens, limits: EpisodeLimits, longest_prompt: int, journal: Path | None,
         replica: int, replicas: int,
     ):  # fmt: skip
         """
@@ -52,7 +52,7 @@ class EnvironmentClient:
         if not self._came:
             self._came = self.pool.poll(seconds)
 
-    def news(self) -> list[News]:
+    def news(self) -> list[EpisodeNews]:
         """What environments have answered since the last call."""
         events, self._came = self._came + self.pool.poll(), []
         return [self._news(event) for event in events]
@@ -66,18 +66,18 @@ class EnvironmentClient:
         """Ends the worker processes."""
         self.pool.close()
 
-    def _news(self, event: Event) -> News:
+    def _news(self, event: Event) -> EpisodeNews:
         self.statistics.add_event(event)
         try:
             if event.failure is not None:
                 raise UsageError(event.failure)
             if event.turn is None:
-                return News(event.number, self._first_prompt(event))
+                return EpisodeNews(event.number, self._first_prompt(event))
             return self._observed(event)
         except (UsageError, ValueError) as error:
             prompt, _ = self._prompts[event.number]
             self.statistics.add_failure(f"environment on prompt {prompt.text[:80]!r}: {error}")
-            return News(event.number, [], failed=True)
+            return EpisodeNews(event.number, [], failed=True)
 
     def _first_prompt(self, event: Event) -> list[int]:
         prompt, tokens = self._prompts[event.number]
@@ -91,7 +91,7 @@ class EnvironmentClient:
             )
         return tokens
 
-    def _observed(self, event: Event) -> News:
+    def _observed(self, event: Event) -> EpisodeNews:
         seen, is_last = event.observation, event.turn.number + 1 >= self._limits.turns
         tokens = [] if seen.done or is_last else self._turn_tokens.bridge(seen.messages)
-        return News(event.number, tokens, seen.reward, seen.done, seen.correct)
+        return EpisodeNews(event.number, tokens, seen.reward, seen.done, seen.correct)

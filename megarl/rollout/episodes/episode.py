@@ -14,7 +14,7 @@ DONE, TURN_LENGTH, TURNS, LENGTH, FAILED = "done", "turn_length", "turns", "leng
 TRUNCATED = (TURN_LENGTH, TURNS, LENGTH)
 
 
-class Limits(NamedTuple):
+class EpisodeLimits(NamedTuple):
     """Budgets of an episode, in turns and tokens."""
 
     turns: int
@@ -22,7 +22,7 @@ class Limits(NamedTuple):
     response: int  # tokens of all turns and observations together
 
 
-class News(NamedTuple):
+class EpisodeNews(NamedTuple):
     """What an environment's answer means for an episode. The replica's leader makes it, all of its ranks apply it."""
 
     number: int  # of the episode
@@ -40,7 +40,7 @@ class Episode:
     number: int  # sequence id in the round
     request: GenerationRequest  # of the prompt alone; its key is the episode's random stream
     line: int  # of the prompt in its set
-    limits: Limits
+    limits: EpisodeLimits
     tokens: list[int] = dataclasses.field(default_factory=list)
     prompt_length: int = 0  # 0: the environment has not answered the reset
     turns: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (start, end) of each in `tokens`
@@ -50,7 +50,7 @@ class Episode:
     end: str | None = None
     solved: bool = False
 
-    def apply(self, news: News):
+    def apply(self, news: EpisodeNews):
         """Takes in the environment's answer to the reset or to the last turn."""
         if news.failed:
             self.fail()
@@ -59,7 +59,7 @@ class Episode:
         else:
             self._observe(news)
 
-    def _observe(self, news: News):
+    def _observe(self, news: EpisodeNews):
         self.rewards[-1] = news.reward
         # Without a verdict, the task is solved if the rewards add up to 1.
         self.solved = sum(self.rewards) >= 1 if news.correct is None else news.correct

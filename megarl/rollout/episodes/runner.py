@@ -23,7 +23,7 @@ from megarl.mcore.inference.engine import RequestSource, RolloutEngine
 from megarl.roles.reward_metrics import FailureWindow
 from megarl.rollout.episodes.batch import episodes_to_batch
 from megarl.rollout.episodes.client import EnvironmentClient
-from megarl.rollout.episodes.episode import Episode, Limits
+from megarl.rollout.episodes.episode import Episode, EpisodeLimits
 from megarl.rollout.episodes.source import EpisodeSource
 from megarl.rollout.episodes.statistics import EpisodeStatistics, metrics_of
 from megarl.rollout.requests import RoundRequests
@@ -34,10 +34,10 @@ _NAME = "environment"  # of what fails, in the window of failures
 _GROUP_STREAM, _SAMPLE_STREAM = 1 << 40, 1 << 41
 
 
-def limits_of(settings: Settings) -> Limits:
+def limits_of(settings: Settings) -> EpisodeLimits:
     """The budgets of the flags."""
     longest = settings.max_response_length
-    return Limits(settings.max_turns, min(settings.max_turn_length or longest, longest), longest)
+    return EpisodeLimits(settings.max_turns, min(settings.max_turn_length or longest, longest), longest)
 
 
 class EpisodeRunner:

@@ -11,7 +11,7 @@ from megarl.comm.role_mesh import RoleGroups
 from megarl.generation import Completion, GenerationRequest
 from megarl.mcore.inference.engine import RequestSource
 from megarl.observe import activity
-from megarl.rollout.episodes.episode import Episode, News
+from megarl.rollout.episodes.episode import Episode, EpisodeNews
 
 if TYPE_CHECKING:
     from megarl.rollout.episodes.client import EnvironmentClient
@@ -90,13 +90,13 @@ class EpisodeSource:
         is_shared = len(self._groups.replica) > 1
         if not self._asked or (is_shared and self._in_engine and self._looks % NEWS_STEPS):
             return
-        box: list[list[News]] = [self._client.news() if self._client is not None else []]
+        box: list[list[EpisodeNews]] = [self._client.news() if self._client is not None else []]
         if is_shared:
             dist.broadcast_object_list(box, self._groups.replica[0], group=self._groups.replica_group)
         for news in box[0]:
             self._apply(news)
 
-    def _apply(self, news: News):
+    def _apply(self, news: EpisodeNews):
         episode = self._open[news.number]
         self._asked.discard(news.number)
         episode.apply(news)

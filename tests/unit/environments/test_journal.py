@@ -1,6 +1,6 @@
 """The journal: what a kill leaves of it, other layouts, and what is forgotten."""
 
-from megarl.environments.journal import Entry, Journal
+from megarl.environments.journal import Journal, JournalEntry
 from megarl.environments.protocol import Observation, Turn
 
 
@@ -8,13 +8,13 @@ def turns(*texts: str) -> list[Turn]:
     return [Turn(number, text, text) for number, text in enumerate(texts)]
 
 
-def entry(text: str, **fields) -> Entry:
-    return Entry(Observation([{"role": "user", "content": text}], **fields), [])
+def entry(text: str, **fields) -> JournalEntry:
+    return JournalEntry(Observation([{"role": "user", "content": text}], **fields), [])
 
 
 def test_entries_are_found_by_episode_and_all_texts(tmp_path):
     journal = Journal(tmp_path, 0, 1)
-    full = Entry(Observation([{"role": "tool", "tool_call_id": "c", "name": "f", "content": "é"}], 0.1, True, False,
+    full = JournalEntry(Observation([{"role": "tool", "tool_call_id": "c", "name": "f", "content": "é"}], 0.1, True, False,
                              {"a": 0.3}), [{"type": "function"}])  # fmt: skip
     journal.add("a", [], full)
     journal.add("a", turns("x", "y"), entry("2"))
