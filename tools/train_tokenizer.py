@@ -25,6 +25,7 @@ import sentencepiece
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megarl.data.conversations import build_encoder
+from megarl.data.messages import content_of
 from megarl.data.prompts import Prompt, load_prompts
 from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import ArgumentParser, UsageError
@@ -79,7 +80,7 @@ def read_texts(paths: list[str]) -> list[str]:
 def _texts_of(prompt: Prompt) -> list[str]:
     messages = prompt.messages if prompt.messages is not None else prompt.conversation
     response = prompt.response if prompt.response is not None else prompt.answer
-    texts = [message["content"] for message in messages] + [response, prompt.chosen, prompt.rejected]
+    texts = [content_of(message) for message in messages] + [response, prompt.chosen, prompt.rejected]
     return [text for text in texts if text]
 
 

@@ -10,7 +10,7 @@ import os.path
 from typing import Any
 
 from megarl.data.fields import FIELD_TYPES, check_fields, present_fields
-from megarl.data.messages import message_error
+from megarl.data.messages import content_of, message_error
 from megarl.data.sources import printable
 from megarl.data.tables import Table
 from megarl.errors import UsageError
@@ -189,7 +189,7 @@ def _reply(value: Any, column: str) -> Any:
     if [message["role"] for message in value] != ["assistant"]:
         raise UsageError(f"{printable(column)} must be text or one message of the assistant; a longer conversation "
                          "belongs in messages")  # fmt: skip
-    return value[0]["content"]
+    return _answer(value[0], column)
 
 
 def _check_messages(value: Any, column: str):
@@ -216,9 +216,18 @@ def _pair(found: dict[str, Any], has_prompt: bool) -> dict[str, Any]:
     before, prompt = chosen[:-1], found.get("prompt")
     if before != rejected[:-1]:
         raise UsageError("chosen and rejected differ before their last message")
-    if before and prompt is not None and not (before == prompt or before[-1]["content"] == prompt):
+    if before and prompt is not None and not (before == prompt or content_of(before[-1]) == prompt):
         raise UsageError("chosen and rejected do not continue the prompt")
-    return {"prompt": before or prompt, "chosen": chosen[-1]["content"], "rejected": rejected[-1]["content"]}
+    better, worse = _answer(chosen[-1], "chosen"), _answer(rejected[-1], "rejected")
+    return {"prompt": before or prompt, "chosen": better, "rejected": worse}
+
+
+def _answer(message: dict[str, Any], column: str) -> str:
+    """The text of a response in a message."""
+    if message.get("tool_calls") or message.get("reasoning_content"):
+        raise UsageError(f"{printable(column)}: a response cannot hold tool_calls or reasoning_content; a conversation "
+                         "with them belongs in messages")  # fmt: skip
+    return content_of(message)
 
 
 def _shared_text(one: str, other: str) -> int:

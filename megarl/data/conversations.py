@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.data.chat import ChatTemplate, load_template
-from megarl.data.messages import Message, conversation_of
+from megarl.data.messages import Message, MessageKey, conversation_of, template_message
 from megarl.data.prompts import Prompt
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
@@ -49,7 +49,8 @@ class Encoder:
         """
         if self.template is None:
             raise UsageError(f"a prompt in messages needs {self.flag}")
-        rendered = self.template.render(messages, add_generation_prompt=True, tools=tools)
+        plain = [template_message(message) for message in messages]
+        rendered = self.template.render(plain, add_generation_prompt=True, tools=tools)
         return self._one_bos(self.template.encode(rendered))
 
     def response(self, prompt: Prompt, text: str) -> list[int]:
@@ -83,15 +84,17 @@ class Encoder:
     def conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """`(ids, mask)` of a whole conversation, equally long; the mask covers each assistant's turn with its EOS.
 
-        The opening of the turn and the template's text after that EOS are context, outside the mask.
+        The calls of a turn are part of it. The opening of the turn and the template's text after that EOS are context,
+        outside the mask, as are the results of tools.
         """
         if self.template is None:
             raise UsageError(f"a conversation in messages needs {self.flag}")
+        messages = [template_message(message) for message in messages]
         whole = self.template.render(messages)
         boundaries = [0]
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
-                opened, turn = self._rendered_turn(messages[:number], message["content"])
+                opened, turn = self._rendered_turn(messages[:number], message)
                 if not whole.startswith(opened + turn) or len(opened) < boundaries[-1]:
                     raise UsageError(f"{self.template.flag}: a later message changes how an earlier one is rendered")
                 boundaries += [len(opened), len(opened) + len(turn)]
@@ -102,7 +105,7 @@ class Encoder:
         # Segments alternate: context, assistant's turn, context, ...
         return ids, [bool(number % 2) for number, segment in enumerate(segments) for _ in segment]
 
-    def _encode_prompt(self, key: str | tuple[tuple[str, str], ...]) -> tuple[str, tuple[int, ...]]:
+    def _encode_prompt(self, key: str | tuple[MessageKey, ...]) -> tuple[str, tuple[int, ...]]:
         """A prompt's rendered text, with marks, and its tokens."""
         if self.template is None:
             if not isinstance(key, str):
@@ -117,14 +120,15 @@ class Encoder:
         return ids
 
     def _turn(self, prompt: Prompt, text: str) -> tuple[str, str]:
-        return self._rendered_turn(conversation_of(prompt.key), text, self._encoded(prompt.key)[0])
+        answer = {"role": "assistant", "content": text}
+        return self._rendered_turn(conversation_of(prompt.key), answer, self._encoded(prompt.key)[0])
 
-    def _rendered_turn(self, before: Sequence[Message], text: str, opened: str | None = None) -> tuple[str, str]:
-        """The text before the assistant's `text`, and the turn up to and including EOS."""
+    def _rendered_turn(self, before: Sequence[Message], turn: Message, opened: str | None = None) -> tuple[str, str]:
+        """The text before the assistant's `turn`, and the turn up to and including EOS."""
         template, end_tokens = self.template, self.tokenizer.end_tokens
         if opened is None:
             opened = template.render(before, add_generation_prompt=True)
-        whole = template.render([*before, {"role": "assistant", "content": text}])
+        whole = template.render([*before, turn])
         if not whole.startswith(opened):
             raise UsageError(f"{template.flag}: the rendered conversation does not begin with its rendered prompt")
         # Special tokens in contents are marked, so this end is the template's.

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.data.messages import Message, message_error
+from megarl.data.messages import Message, content_of, message_error
 from megarl.errors import UsageError
 
 FIELD_TYPES: dict[str, tuple[Any, str]] = {
@@ -81,7 +81,7 @@ def _check_conversation(fields: dict[str, Any], where: str) -> None:
 
 def contents(value: str | list[Message]) -> str:
     """The text of a prompt, without roles."""
-    return value if isinstance(value, str) else "".join(message["content"] for message in value)
+    return value if isinstance(value, str) else "".join(map(content_of, value))
 
 
 def _check_field(name: str, value: Any, where: str, column: str) -> None:
@@ -95,6 +95,6 @@ def _check_field(name: str, value: Any, where: str, column: str) -> None:
         raise UsageError(f"{where}: {column} is {value}; it must be a finite number of at least 0")
     if isinstance(value, str | list):
         try:
-            contents(value).encode("utf-8")
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:
             raise UsageError(f"{where}: {column} holds half of a surrogate pair (\\ud800-\\udfff)") from None

@@ -1,35 +1,139 @@
-"""Messages of a conversation: objects with `role` and `content`, the input of chat templates."""
+"""Messages of a conversation: objects with `role` and `content`, the input of chat templates.
 
-from collections.abc import Sequence
+A message of the assistant may hold `tool_calls` and `reasoning_content`; one of a tool, `tool_call_id` and `name`. A
+null is as if it were absent, and beside `tool_calls` so is `content`.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-Message = dict[str, str]
+Message = dict[str, Any]
+# A message of a prompt as a hashable value: (role, content), or JSON text of one that has more.
+MessageKey = tuple[str, str] | str
 
 ROLES = ("system", "user", "assistant", "tool")
+_ROLE_OF = {"tool_calls": "assistant", "reasoning_content": "assistant", "tool_call_id": "tool", "name": "tool"}
 
 
 def message_error(messages: Any) -> str | None:
     """Return what is wrong with a value that should be a list of messages, or None if it is valid."""
     if not isinstance(messages, list) or not messages:
         return "must be a list of messages, at least one"
-    for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict) or set(message) != {"role", "content"}:
-            return f"message {number} must be an object with role and content, and nothing else"
-        if message["role"] not in ROLES:
-            return f"message {number} has the role {message['role']!r}; allowed: {', '.join(ROLES)}"
-        if not isinstance(message["content"], str):
-            return f"the content of message {number} must be a string, not {type(message['content']).__name__}"
+    return next(filter(None, (_error(message, f"message {n}") for n, message in enumerate(messages, start=1))), None)
+
+
+def _error(message: Any, which: str) -> str | None:
+    if not isinstance(message, dict) or "role" not in message or not {"content", "tool_calls"} & set(message):
+        return f"{which} must be an object with role and content"
+    role, given = message["role"], {name: value for name, value in message.items() if value is not None}
+    if role not in ROLES:
+        return f"{which} has the role {role!r}; allowed: {', '.join(ROLES)}"
+    for name, value in given.items():
+        if name not in ("role", "content", *_ROLE_OF):
+            return f"{which} has an unknown field {name!r}; allowed: role, content, {', '.join(_ROLE_OF)}"
+        if _ROLE_OF.get(name, role) != role:
+            return f"{which} of the role {role} has {name}, which belongs to the role {_ROLE_OF[name]}"
+        if name != "tool_calls" and not isinstance(value, str):
+            return f"the {name} of {which} must be a string, not {type(value).__name__}"
+    if "content" not in given and "tool_calls" not in given:
+        return f"the content of {which} must be a string, not {type(message.get('content')).__name__}"
+    return _calls_error(given.get("tool_calls"), which)
+
+
+def _calls_error(calls: Any, which: str) -> str | None:
+    if calls is None:
+        return None
+    if not isinstance(calls, list) or not calls:
+        return f"the tool_calls of {which} must be a list of calls, at least one"
+    for number, call in enumerate(calls, start=1):
+        where = f"tool call {number} of {which}"
+        if not isinstance(call, dict) or not {"function"} <= set(call) <= {"id", "type", "function"}:
+            return f"{where} must be an object with function and, optionally, id and type, and nothing else"
+        function = call["function"]
+        if not isinstance(function, dict) or set(function) != {"name", "arguments"}:
+            return f"the function of {where} must be an object with name and arguments, and nothing else"
+        if call.get("type") not in (None, "function"):
+            return f"the type of {where} must be 'function', not {call['type']!r}"
+        if not isinstance(call.get("id"), str | None) or not isinstance(function["name"], str):
+            return f"id and name of {where} must be strings"
+        try:
+            arguments_of(call)
+        except ValueError:
+            return f"the arguments of {where} must be a JSON object, or the text of one"
     return None
 
 
-def conversation_of(prompt: str | Sequence[tuple[str, str]]) -> list[Message]:
-    """A prompt as messages: a string is one user message; else the prompt holds (role, content) pairs."""
-    pairs = [("user", prompt)] if isinstance(prompt, str) else prompt
-    return [{"role": role, "content": content} for role, content in pairs]
+def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a tool call as an object; they may be given as its JSON text. ValueError if they are none."""
+    arguments = call["function"]["arguments"]
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
+    if not isinstance(arguments, dict):
+        raise ValueError("no JSON object")
+    return arguments
 
 
-def text_of(messages: Sequence[Message]) -> str:
-    """Messages as readable text: a single user message as it is, else one `role: content` paragraph per message."""
+def content_of(message: Mapping[str, Any]) -> str:
+    """The content; "" of an assistant's message that only calls tools."""
+    content = message.get("content")
+    return "" if content is None else content
+
+
+def template_message(message: Mapping[str, Any]) -> Message:
+    """A valid message as chat templates read it: without nulls, with a content, and with arguments as objects."""
+    found = {name: value for name, value in message.items() if value is not None} | {"content": content_of(message)}
+    if "tool_calls" in found:
+        found["tool_calls"] = [_template_call(call) for call in found["tool_calls"]]
+    return found
+
+
+def _template_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    found = {name: value for name, value in call.items() if value is not None}
+    found["function"] = {**call["function"], "arguments": arguments_of(call)}
+    return found | {"type": "function"}
+
+
+def key_of(messages: Sequence[Mapping[str, Any]]) -> tuple[MessageKey, ...]:
+    """Messages as a hashable value, from which `conversation_of` makes them again."""
+    plain = (template_message(message) for message in messages)
+    # The order of the arguments stays: a template writes them in it.
+    return tuple(
+        (message["role"], message["content"]) if len(message) == 2 else json.dumps(message, ensure_ascii=False)
+        for message in plain
+    )
+
+
+def conversation_of(prompt: str | Sequence[MessageKey]) -> list[Message]:
+    """A prompt as messages: a string is one user message; else the prompt is what `key_of` gives."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return [
+        json.loads(message) if isinstance(message, str) else {"role": message[0], "content": message[1]}
+        for message in prompt
+    ]
+
+
+def text_of(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Messages as readable text: a single user message as it is, else one `role: content` paragraph per message.
+
+    Thoughts and calls of the assistant have paragraphs of their own: `assistant thinks: …`, `assistant calls f({…})`.
+    """
     if [message["role"] for message in messages] == ["user"]:
-        return messages[0]["content"]
-    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+        return content_of(messages[0])
+    return "\n".join(line for message in messages for line in _lines(message))
+
+
+def _lines(message: Mapping[str, Any]) -> list[str]:
+    role, calls = message["role"], message.get("tool_calls") or []
+    speaker = f"{role} {message['name']}" if message.get("name") else role
+    lines = [f"{role} thinks: {message['reasoning_content']}"] if message.get("reasoning_content") else []
+    if content_of(message) or not calls:
+        lines.append(f"{speaker}: {content_of(message)}")
+    for call in calls:
+        arguments = json.dumps(arguments_of(call), ensure_ascii=False)
+        lines.append(f"{role} calls {call['function']['name']}({arguments})")
+    return lines

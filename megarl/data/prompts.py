@@ -1,7 +1,7 @@
 """Prompts, read from files and fully checked before any work starts.
 
-A line of a JSON file, or a row of a table, has `prompt` (non-empty string, or a list of messages with `role` and
-`content`) and, optionally, `answer` (string, the reference answer), `task` (string), `metadata` (object, input of
+A line of a JSON file, or a row of a table, has `prompt` (non-empty string, or a list of messages as `messages.py` has
+them) and, optionally, `answer` (string, the reference answer), `task` (string), `metadata` (object, input of
 verifiers), `response` (string, target of supervised training), `chosen` and `rejected` (strings, the better and the
 worse response) with a `margin` (number >= 0). For supervised training `messages` (a whole conversation) may replace
 `prompt`. Files with other names of columns are read by `columns.ColumnMap`.
@@ -23,7 +23,7 @@ from megarl.data import node_files
 from megarl.data.arrow_files import ArrowTable, is_arrow
 from megarl.data.columns import ColumnMap, Columns
 from megarl.data.fields import check_line, present_fields
-from megarl.data.messages import Message, conversation_of, text_of
+from megarl.data.messages import Message, MessageKey, conversation_of, key_of, text_of
 from megarl.data.ragged import Ragged
 from megarl.data.sources import find_files
 from megarl.data.tables import JsonRows, json_line, lines_of_list, ragged_lines, read_text, split_lines
@@ -50,11 +50,9 @@ class Prompt:
     environment: str | None = None
 
     @property
-    def key(self) -> str | tuple[tuple[str, str], ...]:
-        """The prompt as a hashable value: its text, or (role, content) pairs."""
-        if isinstance(self.prompt, str):
-            return self.prompt
-        return tuple((message["role"], message["content"]) for message in self.prompt)
+    def key(self) -> str | tuple[MessageKey, ...]:
+        """The prompt as a hashable value: its text, or its messages (`messages.key_of`)."""
+        return self.prompt if isinstance(self.prompt, str) else key_of(self.prompt)
 
     @property
     def conversation(self) -> list[Message]:
