@@ -1,7 +1,7 @@
 """Reads a turn's text: reasoning, content and tool calls. The text is hostile: nothing in it raises an exception.
 
 A parser maps the text without its reasoning to (content, calls as (name, arguments), why what looks like a call is
-none). The server's parser for streams (`megarl/serving/tool_calls.py`) reads calls with the same function.
+none). The server's parser for streams (`megarl/serving/tool_calls.py`) reads a call with the same function.
 """
 
 import json
@@ -13,9 +13,13 @@ from megarl import plugins
 from megarl.environments.protocol import ToolCall, Turn
 
 BEGIN, END = "<tool_call>", "</tool_call>"
-_THOUGHTS_END = "</think>"
-_FENCE = re.compile(r"\A```(?:json)?[ \t]*\n(.*)\n```\Z", re.DOTALL)
+_THOUGHTS, _THOUGHTS_END = "<think>", "</think>"
+_FENCE = re.compile(r"\A```(?:json)?[ \t]*\n(.*)\n[ \t]*```\Z", re.DOTALL)
+_LIKE_CALL = re.compile(r'\A\s*(?:\[\s*)?\{\s*"(?:name|arguments)"\s*:')
+_HALF = re.compile("[\ud800-\udfff]")
 MOST_CALLS = 128  # that are read of a turn; more are an error
+DEEPEST = 64  # levels of arguments: what passes them on to an environment may be recursive
+_LONGEST_NAME = 256
 
 Call = tuple[str, dict[str, Any]]
 ParsedText = tuple[str, list[Call], list[str]]
@@ -28,74 +32,64 @@ def read_call(text: str) -> Call:
     Raises:
         ValueError: why it is none, in a line for the policy.
     """
-    try:
-        call = json.loads(text, parse_constant=_no_constant)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"malformed JSON: {error.msg} at character {error.pos}") from None
-    except RecursionError:
-        raise ValueError("malformed JSON: nested too deeply") from None
-    return checked_call(call)
+    return call_of(_loaded(text))
 
 
-def checked_call(call: Any) -> Call:
+def call_of(value: Any) -> Call:
     """(name, arguments) of a call as a JSON value. ValueError as of `read_call`."""
-    if not isinstance(call, dict):
-        raise ValueError("a call is a JSON object with name and arguments")
-    name, arguments = call.get("name"), call.get("arguments", {})
-    if not isinstance(name, str) or not name or not is_unicode(name):
+    if not isinstance(value, dict):
+        raise ValueError("a call must be a JSON object with name and arguments")
+    name, arguments = value.get("name"), value.get("arguments", {})
+    if not isinstance(name, str) or not is_unicode(name):
         raise ValueError("the call has no name")
     if not isinstance(arguments, dict):
-        raise ValueError(f"the arguments of {name[:80]} are no JSON object")
+        raise ValueError(f"the arguments of {name[:80]!r} must be a JSON object")
     return name, arguments
 
 
 def parse_hermes(text: str) -> ParsedText:
     """Calls as `<tool_call>{"name": …, "arguments": {…}}</tool_call>` (Hermes, Qwen). The last one needs no end."""
-    content, calls, errors = [], [], []
-    head, *pieces = text.split(BEGIN)
-    content.append(head)
-    for number, piece in enumerate(pieces):
-        if number == MOST_CALLS:
-            errors.append(f"more than {MOST_CALLS} calls")
-            break
-        inside, _, after = piece.partition(END)
-        try:
-            calls.append(read_call(inside))
-        except ValueError as error:
-            errors.append(str(error))
-        content.append(after)
+    content: list[str] = []
+    calls: list[Call] = []
+    errors: list[str] = []
+    start = 0
+    while (begin := text.find(BEGIN, start)) >= 0 and len(calls) + len(errors) < MOST_CALLS:
+        content.append(text[start:begin])
+        begin += len(BEGIN)
+        end = text.find(END, begin)
+        end, start = (len(text), len(text)) if end < 0 else (end, end + len(END))
+        _collect(read_call, text[begin:end], calls, errors)
+    if begin >= 0:
+        errors.append(_TOO_MANY)
+    content.append(text[start:])
     return "\n".join(filter(None, (part.strip() for part in content))), calls, errors
 
 
 def parse_json(text: str) -> ParsedText:
-    """Calls as the whole text: a JSON object with name and arguments, or a list of them, perhaps in a code fence."""
+    """Calls as the whole text: a JSON object with name and arguments, or a list of them, perhaps in a code fence.
+
+    Other JSON is content, such as an answer `[1, 2]`.
+    """
     whole = text.strip()
     fenced = _FENCE.match(whole)
     inner = fenced[1].strip() if fenced else whole
     if inner[:1] not in ("{", "["):
-        return text.strip(), [], []
+        return whole, [], []
     try:
-        value = json.loads(inner, parse_constant=_no_constant)
-    except json.JSONDecodeError as error:
-        return text.strip(), [], [f"malformed JSON: {error.msg} at character {error.pos}"]
-    except (ValueError, RecursionError):
-        return text.strip(), [], ["malformed JSON"]
-    if not (is_call(value) or (isinstance(value, list) and value and all(map(is_call, value)))):
-        return text.strip(), [], []  # an answer in JSON
-    calls, errors = [], []
-    for each in (value if isinstance(value, list) else [value])[:MOST_CALLS]:
-        try:
-            calls.append(checked_call(each))
-        except ValueError as error:
-            errors.append(str(error))
-    return "", calls, errors
+        value = _loaded(inner)
+    except ValueError as error:
+        return (whole, [], []) if _LIKE_CALL.match(inner) is None else ("", [], [str(error)])
+    values = value if isinstance(value, list) else [value]
+    if not any(isinstance(each, dict) and "arguments" in each for each in values):
+        return whole, [], []
+    calls: list[Call] = []
+    errors: list[str] = []
+    for each in values[:MOST_CALLS]:
+        _collect(call_of, each, calls, errors)
+    return "", calls, errors + [_TOO_MANY] * (len(values) > MOST_CALLS)
 
 
-def is_call(value: Any) -> bool:
-    """Whether a JSON value is meant as a call."""
-    return isinstance(value, dict) and "name" in value and "arguments" in value
-
-
+_TOO_MANY = f"more than {MOST_CALLS} calls in a turn"
 TOOL_CALL_PARSERS: dict[str, Parser] = {"hermes": parse_hermes, "json": parse_json}
 
 
@@ -105,27 +99,92 @@ def load_parser(name: str) -> Parser:
 
 
 def parse_turn(text: str, number: int, parser: Parser) -> Turn:
-    """What the policy wrote in turn `number`, with calls named `call_{turn}_{index}`; half surrogates become U+FFFD."""
-    if not is_unicode(text):
-        text = text.encode("utf-8", "replace").decode("utf-8")
-    before, marker, rest = text.partition(_THOUGHTS_END)
-    reasoning = before.strip().removeprefix("<think>").strip() if marker else ""
+    """What the policy wrote in turn `number`, with calls named `call_{turn}_{index}`.
+
+    Its thoughts end with `</think>`, and may begin with `<think>`, unless the template wrote that; a turn that begins
+    so and does not end its thoughts is nothing else, so calls in thoughts are not made. Names and arguments hold valid
+    Unicode, numbers that JSON can write, and at most `DEEPEST` levels; other calls are errors.
+    """
+    text = _HALF.sub("\ufffd", text)
+    reasoning, rest = _reasoning(text)
     try:
-        content, calls, errors = parser(rest if marker else text)
+        content, found, errors = parser(rest)
+        calls, problems = _sound(found)
+        return Turn(number, text, str(content), reasoning, _named(calls, number), (*map(str, errors), *problems))
     except Exception as error:  # of a plug-in that did not expect this text
-        content, calls, errors = text, [], [f"{type(error).__name__}: {error}"[:200]]
-    named = tuple(ToolCall(f"call_{number}_{index}", *call) for index, call in enumerate(calls))
-    return Turn(number, text, content, reasoning, named, tuple(errors))
+        return Turn(number, text, rest, reasoning, (), (f"{type(error).__name__}: {error}"[:200],))
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text has no half surrogate pair."""
+    """Whether a text has no half of a surrogate pair."""
+    return text.isascii() or _HALF.search(text) is None
+
+
+def _reasoning(text: str) -> tuple[str, str]:
+    """Thoughts, and the text after them."""
+    before, marker, rest = text.partition(_THOUGHTS_END)
+    opened = before.lstrip()
+    if not marker and not opened.startswith(_THOUGHTS):
+        return "", text
+    return opened.removeprefix(_THOUGHTS).strip(), rest
+
+
+def _sound(found: list[Call]) -> tuple[list[Call], list[str]]:
+    """Calls with which a program can do as it likes, and why the others are none."""
+    calls: list[Call] = []
+    errors: list[str] = []
+    for call in found:
+        _collect(_sound_call, call, calls, errors)
+    return calls, errors
+
+
+def _sound_call(call: Call) -> Call:
+    name, arguments = call
+    call_of({"name": name, "arguments": arguments})
+    if not name.strip() or len(name) > _LONGEST_NAME:
+        raise ValueError(f"a name has 1 to {_LONGEST_NAME} characters")
+    if _is_deeper(arguments, DEEPEST):
+        raise ValueError(f"the arguments of {name[:80]!r} are nested more than {DEEPEST} levels deep")
     try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        raise ValueError(f"the arguments of {name[:80]!r} hold a number that is too large") from None
+    return name, arguments if is_unicode(written) else json.loads(_HALF.sub("\ufffd", written))
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether a JSON value has more levels of lists and objects."""
+    level = [value]
+    for _ in range(levels + 1):
+        level = [inner for each in level for inner in _inside(each)]
+    return bool(level)
+
+
+def _inside(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+
+
+def _named(calls: list[Call], number: int) -> tuple[ToolCall, ...]:
+    return tuple(ToolCall(f"call_{number}_{index}", *call) for index, call in enumerate(calls))
+
+
+def _collect(read: Callable[[Any], Call], written: Any, calls: list[Call], errors: list[str]):
+    try:
+        calls.append(read(written))
+    except ValueError as error:
+        errors.append(str(error))
+
+
+def _loaded(text: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"malformed JSON: {error.msg} at character {error.pos}") from None
+    except RecursionError:
+        raise ValueError("malformed JSON: nested too deeply") from None
+    except ValueError:  # of a number with thousands of digits
+        raise ValueError("malformed JSON: a number has too many digits") from None
 
 
 def _no_constant(name: str):
-    raise json.JSONDecodeError(f"{name} is no JSON", name, 0)
+    raise json.JSONDecodeError(f"{name} is not allowed", name, 0)
