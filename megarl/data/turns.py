@@ -2,7 +2,8 @@
 
 What the policy wrote is never encoded again. The next prompt is the last one, the written tokens, and a bridge: the
 template's text from the end of the assistant's turn to the opening of its next one. The turn ends with a special token,
-which no token spans, so the bridge can be encoded by itself.
+which no token spans, so the bridge can be encoded by itself. `template_checks.py` refuses templates with which the
+bridge would depend on more than the new messages.
 """
 
 import re
@@ -10,10 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.data.conversations import Encoder
+from megarl.data.messages import content_of, message_error, template_message
 from megarl.errors import UsageError
 
 Messages = Sequence[Mapping[str, Any]]
 _USER = {"role": "user", "content": "a"}
+_SAMPLE = 1 << 16  # characters, at least, by which a text that is far too long is known
+_SAMPLE_PER_TOKEN = 64
 
 
 class TurnTokens:
@@ -25,136 +29,131 @@ class TurnTokens:
         self._tokenizer, self._template = encoder.tokenizer, encoder.template
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Text of a turn, without the token that ended it."""
-        return self._tokenizer.decode(tokens)
+        """Text of a turn, without the token that ended it and without special tokens."""
+        has_end = len(tokens) > 0 and int(tokens[-1]) in self._tokenizer.end_ids
+        return self._tokenizer.decode(tokens[:-1] if has_end else tokens)
 
     def first_prompt(self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
         """Tokens of the prompt with the opening of the assistant's turn; without a template, of the contents by line.
 
-        UsageError if there are tools and no template, or the template fails.
+        Raises:
+            UsageError: there are tools and no template, or the template fails.
         """
         if self._template is not None:
             return self._encoder.chat_prompt(messages, tools)
         if tools:
             raise UsageError(f"tools need {self._encoder.flag}, which shows them to the policy")
-        return self._tokenizer.encode("\n".join(message["content"] for message in messages))
+        return self._tokenizer.encode("\n".join(map(content_of, messages)))
 
     def bridge(self, messages: Messages) -> list[int]:
-        """Tokens after a turn that ended with an end token: the messages, and the opening of the next turn.
+        """Tokens after a turn that ended with one of the end tokens: the messages, and the opening of the next turn.
 
         Raises:
-            ValueError: there is no message, or it becomes no token.
+            ValueError: there is no message, one is malformed or the assistant's, or they become no token.
             UsageError: the template fails on the messages.
         """
         if not messages:
             raise ValueError("the environment answered a turn without a message and did not end the episode")
-        shortened = [{**message, "content": self._cut(message["content"])} for message in messages]
+        if problem := message_error(list(messages)):
+            raise ValueError(f"messages of the environment: {problem}")
+        if any(message["role"] == "assistant" for message in messages):
+            raise ValueError("messages of the environment: one has the role assistant, for which the policy writes")
+        shortened = [self.shortened(message) for message in messages]
         if self._template is None:
             tokens = self._tokenizer.encode("\n".join(message["content"] for message in shortened))
         else:
-            rendered = self._template.render([_USER, _dummy_turn(messages), *shortened], add_generation_prompt=True)
-            tokens = self._template.encode(self._after_turn(rendered, messages))
+            tokens = self._rendered_bridge(shortened)
         if not tokens:
             raise ValueError("the environment's messages become no token")
         return tokens
 
-    def _after_turn(self, rendered: str, messages: Messages) -> str:
-        """The rest of a rendered conversation after the assistant's turn, its second message."""
+    def shortened(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """The message with a content of valid Unicode and at most `max_observation_length` tokens.
+
+        A longer one loses its middle, for which `[... 123 characters cut ...]` stands.
+        """
+        whole = {name: _unicode(value) for name, value in template_message(message).items()}
+        return whole | {"content": self._cut(whole["content"])}
+
+    def _rendered_bridge(self, messages: list[dict[str, Any]]) -> list[int]:
+        rendered = self._template.render([_USER, _dummy_turn(messages), *messages], add_generation_prompt=True)
         opened = self._template.render([_USER], add_generation_prompt=True)
-        if not rendered.startswith(opened):
+        if not rendered.startswith(opened):  # the opening of a last turn may hold more, such as <think>
             opened = self._template.render([_USER])
-        end = _end_of_turn(self._tokenizer.end_tokens, rendered, len(opened))
+        end = end_of_turn(self._encoder, rendered, len(opened)) if rendered.startswith(opened) else None
         if end is None:
-            raise UsageError(f"{self._template.flag}: an assistant's turn ends without an end token of the tokenizer")
-        return rendered[end:]
+            raise UsageError(f"{self._template.flag}: an assistant's turn does not end before what follows")
+        return self._template.encode_following([(rendered[:end], rendered[end:])])[0]
 
     def _cut(self, content: str) -> str:
-        """A content of at most `max_observation_length` tokens; a longer one loses its middle, visibly."""
-        tokens = self._tokenizer.encode(content)
-        longest, kept = self._longest, self._longest
-        while len(tokens) > longest:
-            kept = kept * 3 // 4
-            half, mark = kept // 2, f"\n[… {len(tokens) - 2 * (kept // 2)} tokens cut …]\n"
-            tail = tokens[len(tokens) - half :] if half else []
-            content = self._tokenizer.decode(tokens[:half]) + mark + self._tokenizer.decode(tail)
-            if len(self._tokenizer.encode(content)) <= longest:
-                return content
-            if not half:
-                return self._tokenizer.decode(tokens[:longest])
-        return content
+        sample = content[: max(_SAMPLE, _SAMPLE_PER_TOKEN * self._longest)]
+        is_long = len(sample) < len(content) and self._count(sample) > 2 * self._longest
+        if not is_long and self._count(content) <= self._longest:
+            return content
+        has_place = 2 * self._count(_mark(len(content))) <= self._longest
+        mark = _mark if has_place else _short_mark
+        budget = self._longest - self._count(mark(len(content)))
+        while budget > 0:
+            head = self._fitting(content, budget - budget // 2)
+            tail = self._fitting(content, budget // 2, from_end=True)
+            cut = content[:head] + mark(len(content) - head - tail) + content[len(content) - tail :]
+            excess = self._count(cut) - self._longest
+            if excess <= 0:
+                return cut
+            budget -= excess
+        return content[: self._fitting(content, self._longest)]
+
+    def _fitting(self, text: str, longest: int, from_end: bool = False) -> int:
+        """How many characters from the start of a text, or from its end, have at most `longest` tokens."""
+
+        def fits(size: int) -> bool:
+            return self._count(text[len(text) - size :] if from_end else text[:size]) <= longest
+
+        fitting, too_many = 0, longest + 1
+        while too_many <= len(text) and fits(too_many):
+            fitting, too_many = too_many, 2 * too_many
+        too_many = min(too_many, len(text) + 1)
+        while too_many - fitting > 1:
+            middle = (fitting + too_many) // 2
+            fitting, too_many = (middle, too_many) if fits(middle) else (fitting, middle)
+        return fitting
+
+    def _count(self, text: str) -> int:
+        return len(self._tokenizer.encode(text))
 
 
-def check_template(encoder: Encoder, roles: Sequence[str]):
-    """UsageError if a conversation cannot go on with the template after messages of these roles (user, tool).
+def end_of_turn(encoder: Encoder, rendered: str, start: int) -> int | None:
+    """Where the first end token after `start` ends; None if there is none.
 
-    A template that renders an earlier turn in another way once more messages follow has the policy read what it did not
-    write, or the run train on what it does not see when it is used.
+    Only special tokens count: their strings are marked in contents, so the one that is found is the template's.
     """
-    template = encoder.template
-    if template is None:
-        return
-    for role in roles:
-        before, turn = [_USER], _thinking_turn(role)
-        answers = _answers(role)
-        one = template.render([*before, turn])
-        two = template.render([*before, turn, *answers], add_generation_prompt=True)
-        end = _end_of_turn(encoder.tokenizer.end_tokens, one, len(template.render(before)))
-        if end is None:
-            raise UsageError(f"{template.flag}: an assistant's turn ends without an end token of the tokenizer")
-        if not two.startswith(one[:end]):
-            raise UsageError(
-                f"{template.flag}: rewrites an assistant's turn once a {role} message follows it (it may drop its "
-                "thoughts), so an environment cannot answer; give a template that only appends"
-            )
-        _check_bridge(encoder, role, two[end:], answers)
-
-
-def _check_bridge(encoder: Encoder, role: str, after: str, answers: Messages):
-    """UsageError unless what follows a real turn is what follows the dummy turn of a bridge."""
-    longest = 1 << 20
-    bridge, expected = TurnTokens(encoder, longest).bridge(answers), encoder.template.encode(after)
-    if bridge != expected:
-        raise UsageError(
-            f"{encoder.template.flag}: what follows an assistant's turn depends on the turn, for a {role} message; an "
-            "environment cannot answer with it"
-        )
+    special = [token for token in encoder.tokenizer.end_tokens if token in encoder.tokenizer.special]
+    found = re.compile("|".join(map(re.escape, special)) or "(?!)").search(rendered, start)
+    return None if found is None else found.end()
 
 
 def _dummy_turn(messages: Messages) -> dict[str, Any]:
-    """An assistant's message that the messages may follow: with the calls that tools answer."""
+    """A turn of the assistant that the messages may follow: with the calls that tools answer."""
     calls = [
         {
-            "id": message["tool_call_id"],
+            "id": message.get("tool_call_id", f"call_{number}"),
             "type": "function",
             "function": {"name": message.get("name", ""), "arguments": {}},
         }
-        for message in messages
-        if message["role"] == "tool" and message.get("tool_call_id")
+        for number, message in enumerate(messages)
+        if message["role"] == "tool"
     ]
-    return {"role": "assistant", "content": "" if calls else "a", **({"tool_calls": calls} if calls else {})}
+    return {"role": "assistant", "content": "", "tool_calls": calls} if calls else {"role": "assistant", "content": "a"}
 
 
-def _call(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+def _mark(count: int) -> str:
+    return f"\n[... {count} characters cut ...]\n"
 
 
-def _thinking_turn(role: str) -> dict[str, Any]:
-    turn: dict[str, Any] = {"role": "assistant", "content": "<think>\nb\n</think>\n\nc"}
-    if role == "tool":
-        turn["tool_calls"] = [
-            {"id": f"call_0_{i}", "type": "function", "function": {"name": "f", "arguments": {"x": i}}}
-            for i in range(2)
-        ]
-    return turn
+def _short_mark(count: int) -> str:
+    return "..."
 
 
-def _answers(role: str) -> list[dict[str, Any]]:
-    if role == "tool":
-        return [{"role": "tool", "tool_call_id": f"call_0_{i}", "name": "f", "content": f"d{i}"} for i in range(2)]
-    return [{"role": role, "content": "d"}]
-
-
-def _end_of_turn(end_tokens: Sequence[str], rendered: str, start: int) -> int | None:
-    """Where the first end token after `start` ends; contents have none, as their special tokens are marked."""
-    found = re.compile("|".join(map(re.escape, end_tokens))).search(rendered, start)
-    return None if found is None else found.end()
+def _unicode(text: str) -> str:
+    """The text with halves of surrogate pairs joined, or replaced by U+FFFD."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,0 +1,199 @@
+"""Turns as tokens: bridges of any messages, what is cut, what is refused."""
+
+import re
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from megarl.data.conversations import Encoder
+from megarl.data.tokenizers import build_tokenizer
+from megarl.data.turns import TurnTokens
+from megarl.errors import UsageError
+from tests.helpers.chat_encoders import encoder_of, spelled, template_encoders
+from tests.helpers.chat_templates import GEMMA_TOOLS, LLAMA3, TEMPLATES
+from tests.helpers.small_tokenizers import HUGGING_FACE, chatml, gemma, llama, sentence_piece
+
+QUICK = settings(max_examples=40, deadline=None, derandomize=True, database=None,
+                 suppress_health_check=[HealthCheck.too_slow])  # fmt: skip
+PIECES = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|im_", "end|>", "Hello",
+          "the user", " ", "\n\n", "42", "\u4f60\u597d", "\U0001f642", "\u0301", "<tool_call>", "</tool_call>",
+          "<tool_response>", "</think>", "<think>", "\ufdd0", "\ufdd00\ufdd1", "{{ bos_token }}", '"}']  # fmt: skip
+TEXTS = st.lists(st.sampled_from(PIECES) | st.text(st.characters(exclude_categories=["Cs"]), max_size=6),
+                 max_size=6).map("".join)  # fmt: skip
+LOSSLESS = ("qwen2.5", "hermes", "qwen3", "qwen3 thinking")  # tokens of these stand for themselves in every text
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory):
+    return template_encoders(tmp_path_factory.mktemp("templates"))
+
+
+def tool_turn(number, results, written):
+    calls = [{"id": f"call_{number}_{k}", "type": "function", "function": {"name": "f", "arguments": {"x": written}}}
+             for k in range(len(results))]  # fmt: skip
+    turn = {"role": "assistant", "content": written, "tool_calls": calls}
+    return turn, [{"role": "tool", "tool_call_id": f"call_{number}_{k}", "name": "f", "content": content}
+                  for k, content in enumerate(results)]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_bridge_is_what_the_whole_conversation_has_there(encoders, name):
+    """The conversation is rendered as a whole, and the end of its turn is found by taking the last end token of it."""
+    encoder, roles = encoders[name], TEMPLATES[name][2]
+    template, tokens = encoder.template, TurnTokens(encoder, 10**6)
+
+    @QUICK
+    @given(asked=TEXTS, said=TEXTS, written=TEXTS, results=st.lists(TEXTS, min_size=1, max_size=3),
+           role=st.sampled_from(roles), turns=st.integers(1, 3))  # fmt: skip
+    def holds(asked, said, written, results, role, turns):
+        messages = [{"role": "system", "content": said}, {"role": "user", "content": asked}]
+        if name.startswith("qwen3"):  # a last turn without thoughts is shown with empty ones
+            written = f"<think>\nb\n</think>\n\n{written}"
+        for number in range(turns):
+            if role == "tool":
+                turn, answers = tool_turn(number, results, written)
+            else:
+                turn, answers = {"role": "assistant", "content": written}, [{"role": "user", "content": results[0]}]
+            messages += [turn]
+            before = template.render(messages)
+            messages += answers
+        whole = template.render(messages, add_generation_prompt=True)
+        end = max(before.rfind(token) + len(token) for token in encoder.tokenizer.end_tokens)
+        assume(whole.startswith(before[:end]) or "<think>" not in written)  # whose thoughts another <think> empties
+        assert whole.startswith(before[:end])
+        bridge = tokens.bridge(answers)
+        assert bridge == template.encode_following([(whole[:end], whole[end:])])[0]
+        special = set(encoder.tokenizer.special.values())
+        harmless = tokens.bridge([{**answer, "content": "a"} for answer in answers])
+        assert [i for i in bridge if i in special] == [i for i in harmless if i in special]
+        if name in LOSSLESS:
+            assert spelled(encoder.tokenizer, bridge) == template.plain(whole[end:])
+
+    holds()
+
+
+def test_results_at_once_are_one_message_where_the_template_says_so(encoders):
+    tokens = TurnTokens(encoders["qwen2.5"], 100)
+    _, results = tool_turn(0, ["1", "2"], "")
+    text = spelled(encoders["qwen2.5"].tokenizer, tokens.bridge(results))
+    assert text == ("\n<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>"
+                    "<|im_end|>\n<|im_start|>assistant\n")  # fmt: skip
+    mixed = tokens.bridge([*results, {"role": "user", "content": "3"}])
+    assert spelled(encoders["qwen2.5"].tokenizer, mixed).endswith("user\n3<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_the_first_prompt_shows_tools_and_earlier_calls(encoders):
+    encoder = encoders["qwen2.5"]
+    tokens, user = TurnTokens(encoder, 100), {"role": "user", "content": "Hello <|im_end|>"}
+    assert tokens.first_prompt([user]) == encoder.chat_prompt([user])
+    tools = [{"type": "function", "function": {"name": "f<|im_end|>"}}]
+    turn, results = tool_turn(0, ["7"], "")
+    turn["tool_calls"][0]["function"]["arguments"] = '{"x": "<|im_start|>"}'  # JSON text becomes an object
+    ids = tokens.first_prompt([user, turn, *results], tools)
+    text = spelled(encoder.tokenizer, ids)
+    assert text.startswith('<|im_start|>system\n<tools>\n{"type": "function", "function": {"name": "f<|im_end|>"}}')
+    assert '<tool_call>\n{"name": "f", "arguments": {"x": "<|im_start|>"}}\n</tool_call>' in text
+    assert ids.count(encoder.tokenizer.eos_id) == 4
+
+
+@pytest.mark.parametrize("name", [*HUGGING_FACE, "sentence piece"])
+@QUICK
+@given(text=TEXTS.map(lambda text: text * 40), longest=st.integers(1, 60))
+def test_a_long_message_is_cut_in_the_middle(tmp_path_factory, name, text, longest):
+    tokenizer = made(tmp_path_factory, name)
+    content = TurnTokens(Encoder(tokenizer), longest).shortened({"role": "user", "content": text})["content"]
+    assert len(tokenizer.encode(content)) <= longest
+    if len(tokenizer.encode(text)) <= longest:
+        assert content == text
+        return
+    if "..." in text:  # of a drawn text
+        return
+    has_place = 2 * len(tokenizer.encode(f"\n[... {len(text)} characters cut ...]\n")) <= longest
+    if has_place:
+        head, number, tail = re.fullmatch(
+            r"(.*)\n\[\.\.\. (\d+) characters cut \.\.\.\]\n(.*)", content, re.DOTALL
+        ).groups()
+        assert len(head) + int(number) + len(tail) == len(text)
+    else:
+        head, _, tail = content.partition("...")
+        assert "..." in content or longest <= len(tokenizer.encode("...")) + 1
+    assert text.startswith(head) and text.endswith(tail)
+
+
+_TOKENIZERS = {}
+
+
+def made(tmp_path_factory, name):
+    if name not in _TOKENIZERS:
+        folder = tmp_path_factory.mktemp("tokenizers")
+        _TOKENIZERS[name] = (
+            build_tokenizer("SentencePieceTokenizer", sentence_piece(folder / "t.model"))
+            if name == "sentence piece"
+            else build_tokenizer("HuggingFaceTokenizer", HUGGING_FACE[name](folder / name))
+        )
+    return _TOKENIZERS[name]
+
+
+def test_a_cut_message_keeps_much_of_both_ends(tmp_path):
+    encoder = encoder_of(tmp_path / "t", chatml, TEMPLATES["qwen2.5"][1])
+    text = "".join(f"{number:06d} \U0001f642\u4f60\n" for number in range(100_000))  # over a million characters
+    content = TurnTokens(encoder, 400).shortened({"role": "user", "content": text})["content"]
+    head, tail = content.split(" characters cut ...]\n")
+    head, count = head.split("\n[... ")
+    assert text == head + text[len(head) : len(head) + int(count)] + tail
+    assert 390 <= len(encoder.tokenizer.encode(content)) <= 400
+    assert abs(len(encoder.tokenizer.encode(head)) - len(encoder.tokenizer.encode(tail))) <= 10
+    assert "\ufffd" not in content
+
+
+def test_each_message_has_its_own_limit(encoders):
+    tokens = TurnTokens(encoders["qwen2.5"], 50)
+    _, results = tool_turn(0, ["a" * 45, "b" * 60], "")
+    text = spelled(encoders["qwen2.5"].tokenizer, tokens.bridge(results))
+    assert "a" * 45 in text and "b" * 60 not in text and "bbb...bbb" in text
+
+
+def test_halves_of_surrogate_pairs_do_no_harm(encoders):
+    tokens = TurnTokens(encoders["qwen2.5"], 100)
+    text = spelled(encoders["qwen2.5"].tokenizer, tokens.bridge([{"role": "user", "content": "a\ud800b \ud83d\ude42"}]))
+    assert "user\na\ufffdb \U0001f642<|im_end|>" in text
+
+
+def test_the_text_of_a_turn_ends_before_its_end_token(encoders):
+    encoder = encoders["llama"]
+    tokens, ids = TurnTokens(encoder, 10), encoder.tokenizer.encode("42 the")
+    for end in encoder.tokenizer.end_ids:
+        assert tokens.text([*ids, end]) == tokens.text(ids) == "42 the"
+    assert tokens.text([]) == ""
+
+
+def test_without_a_template_messages_are_lines(tmp_path):
+    tokenizer = build_tokenizer("SentencePieceTokenizer", sentence_piece(tmp_path / "t.model"))
+    tokens = TurnTokens(Encoder(tokenizer), 8)
+    user, tool = {"role": "user", "content": "Hello"}, {"role": "tool", "content": "</s>"}
+    assert tokens.first_prompt([user, user]) == tokens.bridge([user, user]) == tokenizer.encode("Hello\nHello")
+    assert tokenizer.eos_id not in tokens.bridge([tool])
+    with pytest.raises(ValueError, match="become no token"):
+        tokens.bridge([{"role": "user", "content": ""}])
+    with pytest.raises(UsageError, match="tools need --chat-template"):
+        tokens.first_prompt([user], [{}])
+
+
+@pytest.mark.parametrize("messages, reason", [
+    ([], "without a message"),
+    ([{"role": "assistant", "content": "a"}], "has the role assistant, for which the policy writes"),
+    ([{"role": "user"}], "message 1 must be an object with role and content"),
+    ([{"role": "user", "content": "a"}, {"role": "tool", "content": 3}], "the content of message 2 must be a string"),
+])  # fmt: skip
+def test_messages_that_cannot_follow(encoders, messages, reason):
+    with pytest.raises(ValueError, match=reason):
+        TurnTokens(encoders["qwen2.5"], 10).bridge(messages)
+
+
+def test_templates_that_fail_or_go_on_within_a_turn(tmp_path):
+    _, results = tool_turn(0, ["1", "2"], "")
+    with pytest.raises(UsageError, match="only single tool-calls at once"):
+        TurnTokens(encoder_of(tmp_path / "llama", llama, LLAMA3), 10).bridge(results)
+    with pytest.raises(UsageError, match="an assistant's turn does not end before what follows"):
+        TurnTokens(encoder_of(tmp_path / "gemma", gemma, GEMMA_TOOLS), 10).bridge(results)
