@@ -16,8 +16,8 @@ class EnvironmentClient:
     """Starts environments, sends them turns, and makes `EpisodeNews` of their answers."""
 
     def __init__(
-        self, options: PoolOptions, turn_tokens: TurnTokens, limits: EpisodeLimits, longest_prompt: int, journal: Path | None,
-        replica: int, replicas: int,
+        self, options: PoolOptions, turn_tokens: TurnTokens, limits: EpisodeLimits, longest_prompt: int,
+        journal: Path | None, replica: int, replicas: int,
     ):  # fmt: skip
         """
         Args:

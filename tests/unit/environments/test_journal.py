@@ -14,8 +14,8 @@ def entry(text: str, **fields) -> JournalEntry:
 
 def test_entries_are_found_by_episode_and_all_texts(tmp_path):
     journal = Journal(tmp_path, 0, 1)
-    full = JournalEntry(Observation([{"role": "tool", "tool_call_id": "c", "name": "f", "content": "é"}], 0.1, True, False,
-                             {"a": 0.3}), [{"type": "function"}])  # fmt: skip
+    message = {"role": "tool", "tool_call_id": "c", "name": "f", "content": "é"}
+    full = JournalEntry(Observation([message], 0.1, True, False, {"a": 0.3}), [{"type": "function"}])
     journal.add("a", [], full)
     journal.add("a", turns("x", "y"), entry("2"))
     journal.flush()
