@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megarl.environments.loading import load_factory
-from megarl.environments.protocol import BaseEnvironment, Task, resolved
+from megarl.environments.protocol import Environment, Task, resolved
 from megarl.environments.turn_parsing import parse_hermes, parse_turn
 
 LONGEST = 12  # turns
@@ -59,7 +59,7 @@ def conversations(task: str, lines: list[dict[str, Any]], count: int, seed: int)
 
 
 async def _episode(
-    line: dict[str, Any], environment: BaseEnvironment, player: Player, generator: random.Random
+    line: dict[str, Any], environment: Environment, player: Player, generator: random.Random
 ) -> list[dict[str, str]]:
     prompt = {"role": "user", "content": line["prompt"]}
     task = Task([prompt], line.get("answer"), line.get("metadata") or {}, seed=generator.getrandbits(62))

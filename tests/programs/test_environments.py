@@ -88,7 +88,7 @@ def test_a_prompt_that_an_environment_makes_too_long_fails(tmp_path):
 
 @pytest.mark.parametrize("how", ["kill", "hang", "crash"])
 def test_an_environment_that_breaks_in_each_turn_changes_nothing(how, tmp_path):
-    flags = "--environment-workers 2 --environment-retries 3" + " --environment-timeout 2" * (how == "hang")
+    flags = "--environment-workers 2 --environment-retries 20" + " --environment-timeout 5" * (how == "hang")
     found = run(tmp_path / "run", how, flags)
     assert_same_text(found, undisturbed())
     assert {path.name for path in tmp_path.glob(f"{how}-*")} == {f"{how}-{turn}" for turn in range(3)}

@@ -84,7 +84,7 @@ def test_a_killed_worker_changes_nothing_but_the_count(at, play):
 
 def test_a_worker_that_blocks_its_loop_is_replaced(play):
     """Its own limit cannot end a call that stops the event loop; the pool's can."""
-    plays = play("LoopBlocker", timeout=0.2, retries=3)
+    plays = play("LoopBlocker")
     plays.start(0, 1)
     assert plays.text(0, "free") == "0: free"
     plays.pool.step(0, "block")

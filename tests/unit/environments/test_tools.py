@@ -141,8 +141,8 @@ def test_a_wrong_call_is_text_for_the_policy(call, said):
 
 
 def test_a_late_tool_is_text_and_others_are_answered():
-    found = answer(("wait_for_ever", {}), ("multiply", {"first": 2}), timeout=0.2)
-    assert [m["content"] for m in found.messages] == ["Error: no result within 0.2 seconds", "4"]
+    found = answer(("wait_for_ever", {}), ("multiply", {"first": 2}), timeout=3.0)
+    assert [m["content"] for m in found.messages] == ["Error: no result within 3 seconds", "4"]
 
 
 def test_more_calls_than_allowed_and_unreadable_ones_are_said():
