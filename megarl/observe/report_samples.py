@@ -104,8 +104,21 @@ def _whole(row: dict) -> dict:
             name: row.get(name) if isinstance(row.get(name), bool) else None for name in ("correct", "finished", "kept")
         },
         "reward_parts": _numbers(row.get("reward_parts")),
+        "turns": _turns(row.get("turns")),
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _turns(value: object) -> list[dict] | None:
+    """The turns of an episode: what the policy wrote, what the environment answered, and its reward."""
+    if not _is_list_of(value, dict):
+        return None
+    limit = RESPONSE_CHARACTERS // max(1, len(value))
+    return [
+        {name: _text(turn.get(name), limit) or "" for name in ("text", "observation")}
+        | {"reward": _number(turn.get("reward"))}
+        for turn in value
+    ]
 
 
 def _has_tokens(row: dict) -> bool:
@@ -117,8 +130,12 @@ def _token_fields(row: dict, count: int) -> dict:
     for name in ("token_ids", *QUANTITIES):
         if _is_list_of(row.get(name), (int, float, type(None))) and len(row[name]) == size:
             fields[name] = row[name]
-    advantages = [value for value in fields.get("advantages", ()) if value is not None]
-    found = {"tokens": row["tokens"][:count]}
+    found, observed = {"tokens": row["tokens"][:count]}, [False] * size
+    if _is_list_of(row.get("observed"), bool) and len(row["observed"]) == size:
+        observed = row["observed"]
+        found["observed"] = observed[:count]
+    of_policy = zip(fields.get("advantages", ()), observed, strict=False)
+    advantages = [value for value, is_observed in of_policy if value is not None and not is_observed]
     found |= {name: [_rounded(value) for value in values[:count]] for name, values in fields.items()}
     return found | {"advantage": _rounded(sum(advantages) / len(advantages)) if advantages else None}
 

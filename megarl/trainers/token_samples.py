@@ -17,6 +17,7 @@ from megarl.serving.text import Vocabulary
 QUANTITIES = (
     "advantages", "rollout_logprobs", "logprobs", "reference_logprobs", "values", "returns", "entropy",
 )  # fmt: skip
+_WRITTEN = "response_mask"
 LONGEST = 1024  # tokens of a response; the rest of a longer one is left out, which bounds a step's file
 
 
@@ -34,7 +35,8 @@ class TokenSamples:
         A row has `sequence` (number in the batch), `prompt` and `response` (text), `reward`, `finished`, `length` (all
         response tokens), and lists with an item for each of the first `LONGEST` response tokens: `tokens` (their
         texts), `token_ids`, and the fields of `QUANTITIES` (nats, except advantages, values and returns). Numbers are
-        the shortest decimals that read back as the same float32.
+        the shortest decimals that read back as the same float32. With an environment, `observed` says which tokens
+        its observations are, and not the policy's: `response`, `length` and the lists have both.
         """
         batch: Batch = step_batch[ACTOR]
         chosen = (batch.sequence_ids < self._count).nonzero().flatten()
@@ -42,12 +44,17 @@ class TokenSamples:
             return []
         part = batch.select(chosen)
         names = [name for name in QUANTITIES if getattr(part, name) is not None]
-        fields = torch.stack([getattr(part, name).float() for name in names]).cpu().numpy()
+        columns = [getattr(part, name).float() for name in names]
+        if part.turn_rewards is not None:
+            names, columns = [*names, _WRITTEN], [*columns, part.response_mask.float()]
+        fields = torch.stack(columns).cpu().numpy()
         return [self._row(*item, names, step_batch.prompts) for item in _sequences(part, fields)]
 
     def _row(self, columns: dict, ids: list[int], values: np.ndarray, names: list[str], prompts: PromptSet) -> dict:
         """`values`: [F, T] of the response tokens `ids` [T]."""
-        shown = ids[:LONGEST]
+        shown, fields = ids[:LONGEST], dict(zip(names, values[:, :LONGEST], strict=True))
+        written = fields.pop(_WRITTEN, None)
+        observed = {} if written is None else {"observed": (written == 0).tolist()}
         return {
             "sequence": columns["sequence_ids"],
             "prompt": prompts[columns["prompt_ids"]].text,
@@ -57,7 +64,8 @@ class TokenSamples:
             "length": len(ids),
             "tokens": [self._vocabulary.token(number)[0] for number in shown],
             "token_ids": shown,
-            **{name: _shortest(of_field[:LONGEST]) for name, of_field in zip(names, values, strict=True)},
+            **observed,
+            **{name: _shortest(of_field) for name, of_field in fields.items()},
         }
 
 

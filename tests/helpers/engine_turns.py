@@ -44,6 +44,9 @@ class Episodes:
         """As of `RequestSource`."""
         return not self._left
 
+    def wait(self):
+        """As of `RequestSource`: a late turn comes after some calls of `take`."""
+
     def ended(self, number, completion):
         """Takes the completion of a turn; the next one follows."""
         from megarl.generation import GenerationRequest

@@ -1,7 +1,8 @@
 // Samples: prompts and responses of some steps, and the tokens of some responses one by one.
 // name: [label, text of a value in the row of a token]. `value(row, i)` gives null where the run has none.
-const field = (name) => (row, i) => row[name]?.[i] ?? null;
-const difference = (one, other) => (row, i) => (row[one]?.[i] == null || row[other]?.[i] == null ? null : row[one][i] - row[other][i]);
+// An observation is not the policy's: it has no numbers.
+const field = (name) => (row, i) => (row.observed?.[i] ? null : row[name]?.[i] ?? null);
+const difference = (one, other) => (row, i) => (row.observed?.[i] || row[one]?.[i] == null || row[other]?.[i] == null ? null : row[one][i] - row[other][i]);
 const QUANTITIES = {
   advantage: { label: "advantage", value: field("advantages") },
   rollout: { label: "log-prob, rollout (log μ)", value: field("rollout_logprobs") },
@@ -49,7 +50,7 @@ function paint(value, scale) {
 const SPACES = { "\n": "↵\n", "\t": "→\t", "\r": "␍" };
 
 function tokenSpan(row, i, quantity, scale) {
-  const span = el("span", { "data-token": i });
+  const span = el("span", { "data-token": i, class: row.observed?.[i] ? "observed" : "" });
   const text = row.tokens[i].replace(/[\n\t\r]/g, (character) => SPACES[character]);
   showText(span, text || "∅");
   if (quantity) span.style.background = paint(quantity.value(row, i), scale);
@@ -59,6 +60,7 @@ function tokenSpan(row, i, quantity, scale) {
 function tokenTip(row, i) {
   const id = row.token_ids?.[i], rows = [["token", `${i + 1} of ${row.length ?? row.tokens.length}`]];
   if (id !== undefined) rows.push(["id", String(id)]);
+  if (row.observed?.[i]) rows.push(["observation", "not the policy's"]);
   for (const quantity of Object.values(QUANTITIES)) {
     const value = quantity.value(row, i);
     if (value !== null) rows.push([quantity.label, quantity.show ? quantity.show(value) : exact(value)]);
@@ -107,6 +109,7 @@ function sampleHead(row) {
   if (row.correct != null) add("", row.correct ? "✓ correct" : "✗ not correct", row.correct ? "yes" : "no");
   if (row.finished === false) add("", "truncated", "no");
   else if (row.finished) head.append(el("span", { text: "finished" }));
+  if (row.turns?.length > 1) head.append(el("span", { text: `${row.turns.length} turns` }));
   if (row.length != null) head.append(el("span", { text: `${row.length} tokens` }));
   if (row.extracted != null && row.extracted !== row.response) add("extracted", row.extracted);
   if (row.kept === false) add("", "dropped by the group filter", "no");
@@ -115,8 +118,21 @@ function sampleHead(row) {
 
 const plainText = (text) => showText(el("div", { class: "text" }), text ?? "");
 
+// The turns of an episode one below the other, each with what the environment answered.
+function turnTexts(row) {
+  const node = el("div", { class: "turns" });
+  for (const turn of row.turns) {
+    const text = plainText(turn.text);
+    if (turn.reward) text.append(el("b", { class: "reward", text: ` reward ${plain(turn.reward)}` }));
+    node.append(text);
+    if (turn.observation) node.append(showText(el("div", { class: "text observed" }), turn.observation));
+  }
+  return node;
+}
+
 function responseCard(row, quantity, scale) {
-  return el("article", {}, sampleHead(row), row.tokens ? tokenText(row, quantity, scale) : plainText(row.response));
+  const whole = row.turns?.length ? turnTexts(row) : plainText(row.response);
+  return el("article", {}, sampleHead(row), row.tokens ? tokenText(row, quantity, scale) : whole);
 }
 
 // A prompt and the responses to it that follow each other in the chosen order.

@@ -169,6 +169,10 @@ WRONG = {
     "rewards of no environment": ("--reward 0.5*environment", "--reward 0.5*environment: needs --environment"),
     "turns against whole episodes": ("--environment x:y --advantage grpo --credit turns", "--credit turns: needs "
                                      "--advantage rloo"),
+    "a bank of turns": ("--environment x:y --rollout-bank z --save w",
+                        "--environment x:y: not allowed with --rollout-bank"),
+    "a turn longer than all": ("--environment x:y --max-turn-length 65 --max-response-length 64",
+                               "--max-turn-length 65: allowed is at most --max-response-length 64, which holds all"),
     "no pattern": ("--reward regex", "--reward regex: needs --reward-pattern"),
     "no address": ("--reward 0.5*remote", "--reward 0.5*remote: needs --reward-url"),
     "large mini-batch": ("--minibatch-size 65", "--minibatch-size 65: allowed is at most --prompts-per-step × --sam"),

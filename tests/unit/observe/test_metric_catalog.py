@@ -17,7 +17,8 @@ from tests.helpers.programs import metrics as rows_of_run
 PACKAGE = Path(megarl.__file__).parent
 READERS = {*PACKAGE.glob("observe/report*.py"),
            *(PACKAGE / "observe" / f"{name}.py" for name in ("metric_catalog", "alarms", "progress"))}  # fmt: skip
-EXAMPLES = {"role": "actor", "phase": "update", "term": "format", "task": "chain_sum", "layer": "003", "k": "4"}
+EXAMPLES = {"role": "actor", "phase": "update", "term": "format", "task": "chain_sum", "layer": "003", "k": "4",
+            "component": "format"}  # fmt: skip
 HOLE = "\0"  # a value in an f-string
 
 
@@ -101,9 +102,12 @@ def test_a_run_that_writes_an_unknown_metric_fails_its_test(tmp_path):
 
 
 def test_what_depends_on_clock_and_machine_is_told_by_name():
-    """Numbers of seconds, of memory, and of what a cache still has; all others must be equal in repeated runs."""
-    of_clock = {metric.name for metric in METRICS if metric.unit in ("s", "tokens/s")}
+    """Numbers of seconds, of memory, of what a cache still has, and of processes that broke; all others must be equal
+    in repeated runs."""
+    of_clock = {metric.name for metric in METRICS if metric.unit in ("s", "tokens/s")} | {"environment/waiting_share"}
     of_machine = {metric.name for metric in METRICS if metric.name.startswith(("time/", "memory/"))}
     of_order = {"rollout/prefill_tokens", "rollout/reused_tokens"}
-    assert {metric.name for metric in METRICS if not is_reproducible(metric.name)} == of_clock | of_machine | of_order
+    of_accidents = {f"environment/{name}" for name in ("restarts", "timeouts", "journalled_steps")}
+    others = {metric.name for metric in METRICS if not is_reproducible(metric.name)}
+    assert others == of_clock | of_machine | of_order | of_accidents
     assert is_reproducible("rollout/accepted_tokens_per_step") and not is_reproducible("perf/mfu")

@@ -116,6 +116,17 @@ def test_responses_and_tokens_are_limited(tmp_path, monkeypatch):
     assert first["rows"][-1]["response"].endswith("… (34,000 more characters)")
 
 
+def test_turns_are_shown_and_observations_have_no_advantage():
+    turns = [{"text": "<b>1</b>", "observation": "higher", "reward": 0.5}, {"text": "2", "reward": float("nan")}]
+    row = {"turns": turns, "tokens": ["1", "h", "2"], "advantages": [1.0, 0.0, 3.0], "observed": [False, True, False]}
+    found = report_samples._whole(row) | report_samples._token_fields(row, 2)
+    assert found["turns"][0] == turns[0] and found["turns"][1]["observation"] == ""
+    assert found["observed"] == [False, True] and found["advantage"] == 2.0
+    for wrong in ("text", [1], {"text": "1"}, None):
+        assert "turns" not in report_samples._whole({"turns": wrong})
+    assert "observed" not in report_samples._token_fields({"tokens": ["a"], "observed": [1]}, 9)
+
+
 def test_values_of_other_types_are_left_out(tmp_path):
     odd = {
         "prompt": ["a"],

@@ -101,3 +101,14 @@ def test_rows_survive_the_way_to_rank_0(tokenizer):
     assert {name: found[name] for name in found if name != "values"} == {
         n: v for n, v in rows[0].items() if n != "values"
     }
+
+
+def test_observations_are_marked_with_an_environment_only(tokenizer):
+    batch = make_batch(tokenizer, [0], ["15"])
+    assert "observed" not in TokenSamples(6, tokenizer).rows(_Step(actor=batch))[0]
+    batch.turn_rewards = torch.zeros(len(batch.tokens))
+    batch.response_mask = torch.arange(len(batch.tokens)) != int(batch.prompt_lengths[0]) + 1
+    batch.response_mask[: int(batch.prompt_lengths[0])] = False
+    row = TokenSamples(6, tokenizer).rows(_Step(actor=batch))[0]
+    assert row["observed"] == [False, True] + [False] * (len(row["tokens"]) - 2)
+    assert "response_mask" not in row
