@@ -10,8 +10,11 @@ import shlex
 import pytest
 
 from megarl import plan
+from megarl.environments.protocol import Task
+from megarl.environments.turn_parsing import parse_hermes, parse_turn
 from megarl.observe.metric_catalog import METRICS
 from tests.helpers import documents
+from tests.helpers.played_environments import play
 from tests.helpers.programs import ROOT, metrics, rl_argv, samples, train
 
 DOCS = ROOT / "docs"
@@ -33,6 +36,24 @@ def test_the_plug_ins_of_extending_run_unchanged(tmp_path, plug_ins):
     graded = [json.loads(row) for row in samples(tmp_path, 1).splitlines()]
     assert {"my_plugins:contains_answer", "length"} <= set(graded[0]["reward_values"])
     assert len({row["reward"] for row in graded}) > 1
+
+
+def test_the_environments_of_the_page_run_unchanged(tmp_path, plug_ins):
+    """The game in a run, the tool with a turn that calls it."""
+    game, shop = (
+        b.text for b in documents.blocks(documents.text_of(DOCS / "environments.md")) if b.language == "python"
+    )
+    (plug_ins / "nim.py").write_text(game)
+    flags = "--environment nim:Nim --max-turns 3 --max-prompt-length 60 --max-response-length 150"
+    train("rl", rl_argv(tmp_path, f"{flags} --max-tokens-per-microbatch 500 --train-iters 1"))
+    assert metrics(tmp_path)[1]["environment/failures"] == 0 and len(game.splitlines()) <= 36
+    found: dict = {}
+    exec(shop, found)
+    environment = found["shop"]()
+    call = '<tool_call>{"name": "price", "arguments": {"article": "pear", "count": 2}}</tool_call>'
+    task = Task([], answer="8")
+    _, answers = play(environment, task, [parse_turn(text, i, parse_hermes) for i, text in enumerate((call, " 8"))])
+    assert answers[0].messages[0]["content"] == "8" and (answers[1].reward, answers[1].done) == (1.0, True)
 
 
 def shown_plans() -> list[tuple[list[str], str]]:

@@ -10,13 +10,13 @@ from tests.helpers.programs import ROOT, environment
 VARIABLES = (
     "CONFIG", "SEED", "SAVE", "NPROC", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RDZV_ENDPOINT", "RDZV_ID",
     "MAX_RESTARTS", "DRY_RUN", "LAUNCHER", "SRUN_FLAGS", "VOCAB_SIZE", "PYTHON", "MODEL", "HF_MODEL", "ALGORITHM",
-    "ROLE_MAP", "TP", "PP", "EP", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT",
+    "TASK", "ENVIRONMENT", "ROLE_MAP", "TP", "PP", "EP", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT",
 )  # fmt: skip
 
 
-def launch(arguments: list[str], name: str = "run", root: Path = ROOT, **variables: str):
+def launch(arguments: list[str], name: str = "run", root: Path = ROOT, seconds: float = 600, **variables: str):
     """Runs a script in the environment that the tests run in, with no other variables of the scripts than these."""
     own = dict.fromkeys(VARIABLES, "")
     env = environment(MEGARL_VENV=sys.prefix, **own | variables)
     command = ["bash", str(root / "launch" / f"{name}.sh"), *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.programs import in_world, inputs, metrics, program, rl_argv, samples, timeless, train
 from tests.helpers.sum_environments import FOLDER
 from tests.helpers.worlds import RankFailed, run_world
@@ -95,6 +96,33 @@ def test_an_environment_that_breaks_in_each_turn_changes_nothing(how, tmp_path):
     numbers = metrics(found)
     assert sum(numbers[step]["environment/restarts"] for step in (1, 2)) >= 3
     assert timeless(numbers[2]) == timeless(metrics(undisturbed())[2])
+
+
+@pytest.mark.parametrize("flags", [
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --router-replay rollout",
+    "--group-filter reward --dynamic-sampling --credit turns", "--speculative-rollout",
+    "--advantage gae --critic-lr 1e-3 --gamma 0.9", "--advantage remax --greedy-baseline",
+], ids=str)  # fmt: skip
+def test_other_features_go_with_environments_and_late_answers_change_nothing(flags, tmp_path):
+    """Also with the cache between turns, whose blocks keep the routes of their tokens."""
+    first = run(tmp_path / "first", "Sums", flags)
+    second = run(tmp_path / "second", "LateSums", f"{flags} --rollout-prefix-caching --rollout-max-requests 4")
+    assert_same_text(second, first)
+    found, expected = (timeless(metrics(save)[2]) for save in (second, first))
+    assert {name: found[name] for name in expected if "decode" not in name and "draft" not in name} == {
+        name: value for name, value in expected.items() if "decode" not in name and "draft" not in name
+    }
+    assert found["rollout/logprob_gap_max"] == 0.0
+
+
+def test_a_checkpoint_is_evaluated_with_its_environment(tmp_path):
+    flags = f"--environment {SUMS}:Sums --max-turns 3 --max-turn-length 4 --max-response-length 18 --eval-samples 8"
+    command = evaluate_argv(tmp_path / "one", flags, load=undisturbed())
+    assert "accuracy" in run_evaluate(command)[0]
+    late = evaluate_argv(tmp_path / "two", flags.replace(":Sums", ":LateSums"), load=undisturbed())
+    run_evaluate(late, 2)
+    rows = [(tmp_path / name / "samples.jsonl").read_text() for name in ("one", "two")]
+    assert rows[0] == rows[1] and len(json.loads(rows[0].splitlines()[0])["turns"]) >= 1
 
 
 def test_what_fails_for_good_is_left_out_and_stops_the_run_above_the_limit(tmp_path):

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from megarl import arguments
+from megarl.environments.loading import BUILT_IN
 from tests.helpers.launch_scripts import launch
 from tests.helpers.programs import ROOT, metrics
 
@@ -59,6 +60,8 @@ def test_a_warm_start_makes_data_and_a_policy_on_two_ranks(tmp_path):
     ("rl", {"SAVE": "S", "MODEL": "qwen3_8b", "ALGORITHM": "dpo"}, "ALGORITHM=dpo: allowed: cispo dapo dr_grpo"),
     ("rl", {"SAVE": "S", "MODEL": "qwen3_8b", "TP": "two"}, "TP=two: allowed is a whole number above 0"),
     ("slurm", {"SAVE": "S"}, "no program or script given"),
+    ("agent_quickstart", {"SAVE": "S", "SEED": "x"}, "SEED=x: allowed is"),
+    ("agent_quickstart", {"SAVE": "S", "TASK": "chess"}, "TASK=chess: allowed: guess-number, products, frozen-lake"),
 ])  # fmt: skip
 def test_wrong_variables_are_reported_in_one_line_before_anything_is_made(name, variables, says, tmp_path):
     run = tmp_path / "run"
@@ -67,6 +70,32 @@ def test_wrong_variables_are_reported_in_one_line_before_anything_is_made(name, 
     assert (done.returncode, done.stdout) == (2, "")
     assert says in done.stderr and len(done.stderr.splitlines()) == 1
     assert list(tmp_path.rglob("*")) == [run]
+
+
+@pytest.mark.parametrize("name", ["agent_quickstart", "agent_products", "agent_frozen_lake"])
+def test_the_agents_files_describe_the_same_policy(name):
+    """Warm start and training: the same shape, and flags that go together."""
+    files = [ROOT / "configs" / f"{name}{ending}.yaml" for ending in ("", "_sft")]
+    rl, sft = (yaml.safe_load(file.read_text()) for file in files)
+    shape = ("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "num-query-groups", "chat-template",
+             "max-prompt-length", "max-response-length", "tokenizer-model")  # fmt: skip
+    assert [rl[key] for key in shape] == [sft[key] for key in shape]
+    assert arguments.parse(["--config", str(files[0])], 2).warnings == ()
+    assert arguments.parse(["--config", str(files[1])], 2, "sft").warnings == ()
+    assert rl["environment"] in BUILT_IN and rl["pretrained-checkpoint"] == sft["save"]
+
+
+@pytest.mark.long
+def test_an_agent_learns_from_the_answers_and_not_without_them(tmp_path):
+    """Above 60 % of 512 numbers; the control, whose answers say nothing, cannot pass 4 of 15."""
+    accuracy = {}
+    for environment in ("guess-number", "guess-number-blind"):
+        save = tmp_path / environment
+        done = launch([], "agent_quickstart", SAVE=str(save), ENVIRONMENT=environment, seconds=7200)
+        assert done.returncode == 0, done.stderr
+        accuracy[environment] = metrics(save / "rl")[300]["eval/accuracy"]
+    assert accuracy["guess-number"] > 0.6
+    assert accuracy["guess-number-blind"] < 4 / 15 + 3 * (4 / 15 * 11 / 15 / 512) ** 0.5
 
 
 def checkout(folder: Path) -> Path:

@@ -29,12 +29,17 @@ STEPS = "--train-iters 3 --save-interval 1 --lr-decay-iters 9"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 AHEAD = "--role-map actor=0;critic=0;reward=1;reference=1;rollout=1 --rollout-correction tis --one-step-off"
 COARSE = "--reward tests.helpers.programs:coarse_reward"
+TURNS = (
+    "--advantage rloo --kl-coefficient 0 --environment tests.helpers.sum_environments:Sums --max-turns 3"
+    " --max-turn-length 4 --max-response-length 18 --max-tokens-per-microbatch 100"
+)
 FILE = "round_00_replica_00000.safetensors"
 RUNS = {  # ranks, flags
     "ppo": (1, GRADED),
     "ahead with experts": (2, f"{GRADED} {AHEAD} {EXPERTS} --router-replay rollout"),
     "experts in two stages": (2, f"{GRADED} --pipeline-model-parallel-size 2 {EXPERTS} --router-replay rollout"),
     "waiting and partial": (2, f"{WAITING} --max-sampling-rounds 2 --rollout-max-requests 4"),
+    "environment with experts": (1, f"{TURNS} --credit turns {EXPERTS} --router-replay rollout"),
     "baselines and filter": (1, f"--advantage remax --greedy-baseline --group-filter reward {COARSE}"),
 }
 

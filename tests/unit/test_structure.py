@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import itertools
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -71,6 +72,13 @@ def test_algorithms_import_only_torch_and_the_standard_library():
         lambda name: name.split(".")[0] not in allowed and not name.startswith("megarl.algorithms"),
         under("algorithms"),
     )
+
+
+def test_environments_need_no_torch():
+    """Their worker processes start fast, and a user's environment needs nothing of the training."""
+    code = "import sys, megarl.environments.worker, megarl.environments.pool; print({'torch', 'megatron'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == "set()\n"
 
 
 def packages(*names: str):
