@@ -23,7 +23,8 @@ FLAGS = (
 
 def run(save: Path, environment: str, flags: str = "", size: int = 1) -> Path:
     """A run of two steps; returns its folder."""
-    train("rl", rl_argv(save, f"{FLAGS} --environment {SUMS}:{environment} {flags}"), size)
+    argv = rl_argv(save, f"{FLAGS} --environment {SUMS}:{environment} {flags}", warm_start="experts" not in flags)
+    train("rl", argv, size)
     return save
 
 

@@ -76,7 +76,8 @@ def test_algorithms_import_only_torch_and_the_standard_library():
 
 def test_environments_need_no_torch():
     """Their worker processes start fast, and a user's environment needs nothing of the training."""
-    code = "import sys, megarl.environments.worker, megarl.environments.pool; print({'torch', 'megatron'} & set(sys.modules))"
+    modules = "megarl.environments.worker, megarl.environments.pool, megarl.environments.check"
+    code = f"import sys, {modules}; print({{'torch', 'megatron'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout == "set()\n"
 
