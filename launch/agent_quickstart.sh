@@ -56,7 +56,8 @@ say "prompts of $TASK, conversations of careless players, and a tokenizer for th
 
 files=(--tokenizer-model "$SAVE/data/tokenizer.model" --seed "$SEED")
 say "supervised fine-tuning on two ranks: the form of a turn"
-NPROC=2 bash launch/run.sh train_sft --config "configs/${name}_sft.yaml" --prompts "$SAVE/data/conversations.jsonl" \
+talks=$SAVE/data/conversations.jsonl
+NPROC=2 bash launch/run.sh train_sft --config "configs/${name}_sft.yaml" --prompts "$talks" --eval-prompts "$talks" \
     "${files[@]}" --save "$SAVE/sft"
 
 say "reinforcement learning on two ranks"

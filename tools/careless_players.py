@@ -14,7 +14,7 @@ from megarl.environments.protocol import Environment, Task, resolved
 from megarl.environments.turn_parsing import parse_hermes, parse_turn
 
 LONGEST = 12  # turns
-WRONG = 0.5  # share of the calls of `call_calculator` with other factors than those of the question
+WRONG = 0.3  # share of the calls of `call_calculator` with other factors than those of the question
 
 Player = Callable[[dict[str, Any], list[dict], random.Random], str]
 
