@@ -111,7 +111,7 @@ def _whole(row: dict) -> dict:
 
 def _turns(value: object) -> list[dict] | None:
     """The turns of an episode: what the policy wrote, what the environment answered, and its reward."""
-    if not _is_list_of(value, dict):
+    if not isinstance(value, list) or not _is_list_of(value, dict):
         return None
     limit = RESPONSE_CHARACTERS // max(1, len(value))
     return [
