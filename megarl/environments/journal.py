@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,7 +43,8 @@ class Journal:
         folder.mkdir(parents=True, exist_ok=True)
         for path in sorted(folder.glob("replica_*.jsonl")):
             self._read(path)
-        self._cut_torn_line()
+            if path == self.path or path in self._of_earlier_layout:
+                self._rewrite(path)
 
     def find(self, key: str, turns: Sequence[Turn]) -> JournalEntry | None:
         """The answer to the last of these turns, or to the reset, of the episode `key`; None if there is none."""
@@ -66,29 +67,56 @@ class Journal:
             file.flush()
             os.fsync(file.fileno())
 
-    def discard(self):
-        """Forgets everything of this replica, and what earlier layouts left."""
-        self._known, self._new = {}, []
+    def discard(self, is_done: Callable[[str], bool]):
+        """Forgets the episodes whose keys are done, also in what earlier layouts left."""
+        self.flush()
+        self._known = {place: entry for place, entry in self._known.items() if not is_done(_key_of(place))}
         for path in (self.path, *self._of_earlier_layout):
-            path.unlink(missing_ok=True)
-        self._of_earlier_layout = []
+            _remove_lines(path, is_done)
 
     def _read(self, path: Path):
         for line in path.read_bytes().splitlines():
-            try:
-                record = json.loads(line)
-                entry = JournalEntry(Observation(**record["observation"]), record["tools"])
-                self._known.setdefault(record["place"], entry)
-            except (ValueError, KeyError, TypeError):
-                continue
+            if (found := _entry_of(line)) is not None:
+                self._known.setdefault(*found)
 
-    def _cut_torn_line(self):
-        """Removes the end of the own file after its last newline, so that appended lines are whole."""
-        if not self.path.exists():
-            return
-        content = self.path.read_bytes()
-        if content and not content.endswith(b"\n"):
-            os.truncate(self.path, content.rfind(b"\n") + 1)
+    def _rewrite(self, path: Path):
+        """Removes lines that cannot be read, such as one that a kill cut, so that others follow on whole lines."""
+        content = path.read_bytes()
+        whole = b"".join(line + b"\n" for line in content.splitlines() if _entry_of(line) is not None)
+        if whole != content:
+            _replace(path, whole)
+
+
+def _entry_of(line: bytes) -> tuple[str, JournalEntry] | None:
+    """(place, entry) of a line; None if it is none."""
+    try:
+        record = json.loads(line)
+        place, entry = record["place"], JournalEntry(Observation(**record["observation"]), record["tools"])
+        return (place, entry) if isinstance(place, str) else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _key_of(place: str) -> str:
+    return place.rsplit(" ", 2)[0]
+
+
+def _remove_lines(path: Path, is_done: Callable[[str], bool]):
+    """Removes what is done from a file, and the file if nothing is left."""
+    if not path.exists():
+        return
+    lines = [line for line in path.read_bytes().splitlines() if not is_done(_key_of(json.loads(line)["place"]))]
+    if not lines:
+        path.unlink()
+        return
+    _replace(path, b"\n".join(lines) + b"\n")
+
+
+def _replace(path: Path, content: bytes):
+    """Others that read the file, and a kill, find the old content or the new one."""
+    new = path.with_suffix(".new")
+    new.write_bytes(content)
+    new.replace(path)
 
 
 def _place(key: str, turns: Sequence[Turn]) -> str:

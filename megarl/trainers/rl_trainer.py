@@ -207,7 +207,7 @@ class RLTrainer(Trainer):
             if self.rollout.bank:
                 self.rollout.bank.discard(self.folder)
             if self.rollout.episodes:
-                self.rollout.episodes.discard_journal()
+                self.rollout.episodes.discard_journal(self.folder)
             if self.actor.trainable_model:
                 self.export(self.actor.trainable_model, step)
 

@@ -8,6 +8,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.programs import in_world, inputs, metrics, program, rl_argv, samples, timeless, train
@@ -55,6 +57,51 @@ def test_a_run_has_turns_with_rewards_and_no_gap():
     assert found["rollout/logprob_gap_max"] == 0.0
     assert found["environment/reward/sevens"] >= 0 and found["environment/failures"] == 0
     assert len({row["reward"] for row in rows}) > 1
+
+
+def spied(rank: int, parsed, file: Path):
+    """Runs train_rl; writes what its engine was asked and what it answered, in the order of answers."""
+    from megarl.mcore.inference.session import GenerationSession
+
+    add, complete, asked, seen = GenerationSession.add, GenerationSession._completion, {}, []
+
+    def watched_add(self, number, request):
+        asked[number] = list(request.prompt)
+        add(self, number, request)
+
+    def watched_completion(self, record):
+        found = complete(self, record)
+        seen.append((found[0], asked.pop(found[0]), found[1].tokens, found[1].logprobs))
+        return found
+
+    GenerationSession.add, GenerationSession._completion = watched_add, watched_completion
+    in_world(rank, "rl", parsed)
+    file.write_text(json.dumps(seen))
+
+
+def test_sequences_and_masks_are_those_that_a_spy_on_the_engine_rebuilds(tmp_path):
+    from megarl import train_rl  # noqa: F401  imported once, before the fork
+
+    flags = f"{FLAGS} --environment {SUMS}:LateSums --train-iters 1 --save-rollouts"
+    parsed = program("rl", rl_argv(tmp_path / "run", flags), 1)
+    run_world(spied, 1, parsed, tmp_path / "seen.json")
+    turns: dict[int, list] = {}
+    for number, *turn in json.loads((tmp_path / "seen.json").read_text()):
+        turns.setdefault(number, []).append(turn)
+    batch = load_file(tmp_path / "run/rollouts/step_00000001/round_00_replica_00000.safetensors")
+    assert batch["sequence_ids"].tolist() == sorted(turns)
+    fields = [batch[name].split(batch["lengths"].tolist()) for name in ("tokens", "response_mask", "rollout_logprobs")]
+    for number, tokens, mask, logprobs in zip(sorted(turns), *fields, strict=True):
+        prompt, written, _ = turns[number][-1]
+        assert tokens.tolist() == prompt + written
+        rebuilt_mask, rebuilt_logprobs = [False] * len(tokens), [0.0] * len(tokens)
+        for before, written, of_turn in turns[number]:
+            assert prompt[: len(before)] == before
+            rebuilt_mask[len(before) : len(before) + len(written)] = [True] * len(written)
+            rebuilt_logprobs[len(before) : len(before) + len(written)] = of_turn
+        assert mask.tolist() == rebuilt_mask
+        assert torch.equal(logprobs, torch.tensor(rebuilt_logprobs, dtype=torch.float32))
+    assert max(map(len, turns.values())) > 1
 
 
 @pytest.mark.parametrize("flags, size", [

@@ -3,10 +3,10 @@
     PYTHONPATH=. python tools/bench/environments.py [--episodes 64] [--turns 4] [--sleep 0.1] [--requests 32]
         [--rounds 3] [--json FILE]
 
-One rank, a model of 8 layers in fp32 with random weights, environments in a worker process as in a run. Turns have 64
-tokens on average, as 1 of 64 tokens ends a turn. At most --requests episodes are in the engine at a time, so that
-there is something to generate while others wait for their tools. The two sides take turns and must generate the same
-tokens, or the benchmark fails; the ratio is that of the fastest rounds.
+One rank, a model of 4 layers in fp32 with random weights, environments in a worker process as in a run. Turns have 64
+tokens on average, since 1 of 64 tokens ends a turn; one that gets to 256 ends its episode. At most --requests episodes
+are in the engine at a time, so that there is something to generate while others wait for their tools. The two sides
+take turns and must generate the same tokens, or the benchmark fails; the ratio is that of the fastest rounds.
 """
 
 import argparse
@@ -58,7 +58,7 @@ class Bench:
         from tools.bench import common
 
         self.args = args
-        shape = common.Shape(layers=8, hidden=256, ffn=704, vocab=VOCAB)
+        shape = common.Shape(layers=4, hidden=128, ffn=352, vocab=VOCAB)
         self.longest = args.turns * (LONGEST + len(OBSERVATION))
         chunk, pg_collection, _ = common.build(shape, (16, self.longest))
         from megarl.mcore.inference.engine import RolloutEngine

@@ -11,6 +11,7 @@ from megarl.algorithms.counter_rng import stream_keys
 from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.arguments import Settings
 from megarl.batch import Batch
+from megarl.checkpoint import folders
 from megarl.comm.role_mesh import RoleGroups
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
@@ -98,10 +99,12 @@ class EpisodeRunner:
         own, self._of_step = self._of_step, EpisodeStatistics()
         return metrics_of(own, self.groups) if self.client is not None else {}
 
-    def discard_journal(self):
-        """Forgets finished steps of environments: a checkpoint has what came of them."""
-        if self.client is not None and self.client.journal is not None:
-            self.client.journal.discard()
+    def discard_journal(self, run: Path):
+        """Forgets what environments answered in steps up to the run's latest checkpoint, which has what came of it."""
+        latest = folders.named(run / "checkpoints", folders.LATEST)
+        if self.client is not None and self.client.journal is not None and latest is not None:
+            step = folders.step_of(latest)
+            self.client.journal.discard(lambda key: int(key.partition("/")[0]) <= step)
 
     def close(self):
         """Ends the environments."""

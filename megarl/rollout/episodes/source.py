@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megarl.rollout.episodes.client import EnvironmentClient
 
 NEWS_STEPS = 4  # between two looks at the environments, if a replica has several ranks and the engine has work
-WAIT_SECONDS = 1.0  # for an answer, before the engine looks again
+WAIT_SECONDS = 0.05  # for an answer, before the engine looks again: replicas that share experts wait for each other
 
 
 class EpisodeSource:

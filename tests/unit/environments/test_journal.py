@@ -50,8 +50,13 @@ def test_another_layout_reads_all_files_and_forgets_them(tmp_path):
         journal.flush()
     one = Journal(tmp_path, 0, 1)
     assert [one.find(f"{n}", []) for n in range(3)] == [entry(str(n)) for n in range(3)]
-    one.discard()
-    assert not list(tmp_path.iterdir()) and one.find("1", []) is None
+    one.discard(lambda key: key != "1")
+    assert [one.find(f"{n}", []) is None for n in range(3)] == [True, False, True]
+    assert [path.name for path in tmp_path.iterdir()] == ["replica_00001.jsonl"]
+    again = Journal(tmp_path, 0, 1)
+    assert again.find("1", []) == entry("1") and again.find("0", []) is None
+    again.discard(lambda key: True)
+    assert not list(tmp_path.iterdir()) and again.find("1", []) is None
 
 
 def test_what_was_found_first_counts(tmp_path):
@@ -68,4 +73,7 @@ def test_foreign_lines_are_passed_over(tmp_path):
     (tmp_path / "replica_00000.jsonl").write_text(
         '[]\n{"place": 1}\n\nno json\n{"place": "a", "observation": {"x": 1}, "tools": []}\n'
     )
-    Journal(tmp_path, 0, 1).flush()
+    journal = Journal(tmp_path, 0, 1)
+    journal.add("b", [], entry("b"))
+    journal.discard(lambda key: False)
+    assert Journal(tmp_path, 0, 1).find("b", []) == entry("b")
