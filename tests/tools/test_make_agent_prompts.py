@@ -11,6 +11,7 @@ from megarl.environments.games import guess_number
 from megarl.environments.protocol import Task
 from tests.references.value_iteration import optimal_values
 from tools import make_agent_prompts
+from tools.careless_players import PLAYERS
 
 DISCOUNT = 0.9
 
@@ -28,12 +29,30 @@ def made(folder, task, *options, train=40, heldout=10):
 def test_numbers_to_guess(tmp_path):
     train, heldout = made(tmp_path, "guess-number")
     for line in train + heldout:
-        assert line["prompt"] == "Guess my number from 1 to 15." and line["environment"] == "guess-number"
+        assert line["prompt"] == "Guess my number from 1 to 15." and "environment" not in line
         guess_number().reset(Task([], metadata=line["metadata"]))
     assert len({line["metadata"]["question_id"] for line in train + heldout}) == 50
     line = made(tmp_path, "guess-number", "--low", "5", "--high", "9", "--guesses", "2", "--prompt", "go")[0][0]
     fields = {name: line["metadata"][name] for name in ("low", "high", "guesses")}
     assert (line["prompt"], fields) == ("go", {"low": 5, "high": 9, "guesses": 2})
+
+
+@pytest.mark.parametrize("task", sorted(PLAYERS))
+def test_careless_players_write_turns_that_their_environment_reads(tmp_path, task):
+    made(tmp_path, task, "--conversations", "60")
+    talks = [json.loads(line)["messages"] for line in (tmp_path / "conversations.jsonl").read_text().splitlines()]
+    assert len(talks) == 60
+    for messages in talks:
+        roles = [message["role"] for message in messages]
+        assert roles[0] == "user" and roles[-1] == "assistant" and set(roles) <= {"user", "assistant", "tool"}
+    if task == "products":
+        right = [
+            talk[1]["content"].count(talk[0]["content"].split("is ")[1].rstrip("?").replace(" ", "")) for talk in talks
+        ]
+        assert 0 < sum(right) < 60  # some have other factors
+        assert all(talk[-1]["content"] == talk[-2]["content"] for talk in talks)
+    else:
+        assert len({message["content"] for talk in talks for message in talk if message["role"] == "assistant"}) > 3
 
 
 def test_products(tmp_path):

@@ -125,20 +125,19 @@ def main():
     bench.run(0.0)  # starts the worker
     rounds: dict[str, list[float]] = {"awake": [], "asleep": []}
     for _ in range(args.rounds):
-        found = {name: bench.run(sleep) for name, sleep in (("awake", 0.0), ("asleep", args.sleep))}
-        if found["awake"][1] != found["asleep"][1]:
+        sides = {name: bench.run(sleep) for name, sleep in (("awake", 0.0), ("asleep", args.sleep))}
+        if sides["awake"][1] != sides["asleep"][1]:
             raise Unusable("environments.py: the texts of the two sides differ")
-        for name, (seconds, _, waited) in found.items():
+        for name, (seconds, _, waited) in sides.items():
             rounds[name].append(seconds)
             print(f"{name:>7}: {seconds:6.2f} s, of which {waited:.2f} s with nothing to generate", flush=True)
     bench.client.close()
-    tokens = sum(map(len, found["awake"][1].values()))
+    tokens = sum(map(len, sides["awake"][1].values()))
     ratio = min(rounds["asleep"]) / min(rounds["awake"])
     print(f"  ratio: {ratio:6.2f} ({args.episodes} episodes, {tokens:,} tokens, tools sleep {args.sleep} s)")
     if args.json:
-        args.json.write_text(
-            json.dumps({"ratio": ratio, "tokens": tokens, "rounds": rounds, **vars(args)}, default=str)
-        )
+        found = {"ratio": ratio, "tokens": tokens, "seconds": rounds}
+        args.json.write_text(json.dumps(found | {"options": vars(args)}, default=str))
 
 
 if __name__ == "__main__":
