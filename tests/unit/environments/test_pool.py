@@ -82,16 +82,15 @@ def test_a_killed_worker_changes_nothing_but_the_count(at, play):
             assert found[number].replayed == (turn == at)
 
 
-def test_a_worker_that_blocks_its_loop_is_replaced(play):
+def test_a_worker_that_blocks_its_loop_is_replaced(play, tmp_path):
     """Its own limit cannot end a call that stops the event loop; the pool's can."""
     plays = play("LoopBlocker")
     plays.start(0, 1)
     assert plays.text(0, "free") == "0: free"
     plays.pool.step(0, "block")
-    event = None
-    # The pool gives such a worker more time than its calls have, as it may only be busy.
-    episode = plays.pool._episodes[0]
-    episode.deadline = 0.0
+    assert wait_until((tmp_path / "blocked").exists)
+    # The pool gives such a worker more time than its calls have, as it may only be busy: here that time is over.
+    plays.pool._episodes[0].deadline = 0.0
     event = plays.collect([0])[0]
     assert event.failure is None and event.observation.messages[0]["content"] == "1: block"
     assert (event.replayed, event.late) == (1, 1)
