@@ -169,7 +169,7 @@ class SavedRollouts:
     def _record(self, step: int) -> RolloutRecord:
         folder = self._folder / step_name(step)
         manifest = manifests.read(folder, "--load-rollouts")
-        # Runs without an environment write none.
+        # Versions without environments wrote none.
         if not {"rounds", *self._facts} - {"environment"} <= manifest.keys() or manifest["step"] != step:
             raise self._error("is no rollout of this step", step)
         if problem := manifests.check_sizes(folder, manifest):
@@ -238,8 +238,8 @@ def _misfit(manifest: dict, facts: dict, longest: int) -> str | None:
     for name in ("greedy_baseline", "partial_rollouts"):
         if facts[name] and not manifest[name]:
             return f"was written without --{name.replace('_', '-')}"
-    if facts.get("environment") and not manifest.get("environment"):
-        return "was written without --environment"
+    if (facts["environment"] is None) != (manifest.get("environment") is None):
+        return f"was written {'with' if facts['environment'] is None else 'without'} --environment"
     if facts["routes"] is not None and manifest["routes"] != facts["routes"]:
         return f"has routes of {manifest['routes'] or 'no layers'}; --router-replay rollout needs {facts['routes']}"
     return None

@@ -64,7 +64,7 @@ class RLInputs:
             args = actor.megatron
             routes = {"layers": moe_layers(actor), "topk": args.moe_router_topk, "experts": args.num_experts}
         vocab_size = actor.model_vocab_size(self.tokenizer.vocab_size)
-        settings = {name: getattr(s, name) for name in (*names, *(["environment"] if s.environment else []))}
+        settings = {name: getattr(s, name) for name in names}
         return settings | {"vocab_size": vocab_size, "data": self.data, "routes": routes}
 
     def _saved_rollouts(self, s: Settings) -> SavedRollouts:

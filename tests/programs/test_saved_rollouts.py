@@ -162,10 +162,17 @@ def refused(folder: Path, flags: str) -> str:
     ("--prompts-per-step 4", "step_00000001: was written with --prompts-per-step 6; this run has 4"),
     ("--max-response-length 1", "step_00000001: has sequences of 8 tokens; --max-prompt-length + --max-response-len"),
     ("--greedy-baseline --advantage remax", "step_00000001: was written without --greedy-baseline"),
+    ("--environment guess-number", "step_00000001: was written without --environment"),
     (f"{EXPERTS} --router-replay rollout --pretrained-checkpoint=", "has routes of no layers; --router-replay"),
 ])  # fmt: skip
 def test_rollouts_that_do_not_fit_are_refused_in_one_line(flags, needle, folder):
     assert needle in refused(folder, flags)
+
+
+def test_rollouts_of_an_environment_are_refused_without_one(folder):
+    flags = f"{STEPS} {ONLY} --load-rollouts {saved(folder, 'environment with experts')}"
+    line = error_of(folder, rl_argv(folder / "refused", f"{flags} --max-response-length 18"))
+    assert line.endswith("step_00000001: was written with --environment")
 
 
 def test_other_prompts_and_the_runs_own_folder_are_refused(folder, tmp_path):
