@@ -20,7 +20,9 @@ SUMS = "tests.helpers.sum_environments"
 FLAGS = (
     "--advantage rloo --kl-coefficient 0 --train-iters 2 --save-interval 1 --max-response-length 18 --max-turns 3"
     " --max-turn-length 4 --max-tokens-per-microbatch 100 --rollout-max-requests 64 --environment-timeout 60"
+    " --save-rollouts"
 )
+FIELDS = ("tokens", "rollout_logprobs", "turn_rewards", "response_mask")
 
 
 def run(save: Path, environment: str, flags: str = "", size: int = 1) -> Path:
@@ -45,6 +47,20 @@ def folder(tmp_path, monkeypatch) -> Path:
 def rows_of(run: Path) -> list[dict]:
     """The samples of the first step."""
     return list(map(json.loads, samples(run, 1).splitlines()))
+
+
+def generated(run: Path) -> dict[int, list[list]]:
+    """Sequence id -> tokens, their log-probs, rewards of turns and mask, of the first step's rollout."""
+    rows = {}
+    for path in (run / "rollouts/step_00000001").glob("*.safetensors"):
+        batch = load_file(path)
+        lengths = batch["lengths"].tolist()
+        columns = [batch[name].split(lengths) for name in FIELDS]
+        rows |= {
+            number: [column.tolist() for column in of_sequence]
+            for number, *of_sequence in zip(batch["sequence_ids"].tolist(), *columns, strict=True)
+        }
+    return rows
 
 
 def assert_same_text(found: Path, expected: Path):
@@ -82,7 +98,7 @@ def spied(rank: int, parsed, file: Path):
 def test_sequences_and_masks_are_those_that_a_spy_on_the_engine_rebuilds(tmp_path):
     from megarl import train_rl  # noqa: F401  imported once, before the fork
 
-    flags = f"{FLAGS} --environment {SUMS}:LateSums --train-iters 1 --save-rollouts"
+    flags = f"{FLAGS} --environment {SUMS}:LateSums --train-iters 1"
     parsed = program("rl", rl_argv(tmp_path / "run", flags), 1)
     run_world(spied, 1, parsed, tmp_path / "seen.json")
     turns: dict[int, list] = {}
@@ -104,14 +120,21 @@ def test_sequences_and_masks_are_those_that_a_spy_on_the_engine_rebuilds(tmp_pat
     assert max(map(len, turns.values())) > 1
 
 
+LAYOUTS = [
+    (f"--rollout-dispatch {dispatch} --rollout-max-requests {requests}{cache}", size)
+    for dispatch in ("static", "dynamic") for size in (1, 2) for requests in (64, 2)
+    for cache in ("", " --rollout-prefix-caching")
+]  # fmt: skip
+BY_DEFAULT = (2, 4, 9, 12, 15)  # each value of each setting, on one rank and on two
+
+
 @pytest.mark.parametrize("flags, size", [
-    ("", 1), ("--rollout-max-requests 2", 1), ("--rollout-prefix-caching", 1),
-    ("--rollout-dispatch static", 2), ("--rollout-dispatch dynamic --rollout-max-requests 2", 2),
-    ("--rollout-dispatch dynamic --rollout-prefix-caching", 2),
+    pytest.param(*layout, marks=() if i in BY_DEFAULT else pytest.mark.long) for i, layout in enumerate(LAYOUTS)
 ], ids=str)  # fmt: skip
 def test_late_answers_and_the_layout_change_nothing(flags, size, tmp_path):
     found = run(tmp_path / "run", "LateSums", flags, size)
     assert_same_text(found, undisturbed())
+    assert generated(found) == generated(undisturbed())
     assert metrics(found)[1]["rollout/logprob_gap_max"] == 0.0
     if size == 1:
         assert timeless(metrics(found)[2]) == timeless(metrics(undisturbed())[2])
