@@ -2,12 +2,14 @@
 
     python tools/curves.py --out runs/curves
     python tools/curves.py --out runs/curves --recipes gspo gmpo --seeds 1 --steps 60 --warm-start runs/quickstart
+    python tools/curves.py --out runs/mine --runs small=runs/a small=runs/b large=runs/c
 
 The task is the quickstart's: sums of two numbers below 100. Writes to `--out`: data/ and sft/ (prompts, tokenizer and
 warm start, unless `--warm-start` has them), a folder RECIPE/seedN per run, curves.png and curves.json. Runs are
 parallel, each on one rank with one thread. Complete runs are not repeated, so the same command resumes after an
-interruption; a run whose command or config files have changed is repeated. Exit status 1: a run failed, or a run gained
-fewer than `--min-gain` points of held-out accuracy; 2: wrong use.
+interruption; a run whose command or config files have changed is repeated. With `--runs` nothing is run: the figure is
+of runs that are there, of any task. Exit status 1: a run failed, or a run gained fewer than `--min-gain` points of
+held-out accuracy; 2: wrong use.
 """
 
 import argparse
@@ -25,6 +27,8 @@ from typing import NamedTuple
 from megarl.errors import ArgumentParser, UsageError
 from megarl.observe.files import write_atomically
 from megarl.observe.metrics_file import FILE_NAME, read_metrics
+from megarl.observe.report_settings import FILE_NAME as SETTINGS_NAME
+from megarl.observe.report_settings import read_settings
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"
@@ -64,6 +68,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--config", nargs="+", metavar="FILE", help="config files of all runs, before their recipe",
                         default=[str(CONFIGS / "quickstart.yaml"), str(CONFIGS / "curves.yaml")])  # fmt: skip
     parser.add_argument("--warm-start", metavar="DIR", help="folder with data/ and sft/, as the quickstart writes them")
+    parser.add_argument("--runs", nargs="+", type=named_run, metavar="NAME=DIR",
+                        help="draw these runs instead; several with one name are its seeds")  # fmt: skip
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="parallel runs; default: number of CPUs")
     parser.add_argument(
         "--min-gain", type=float, default=15.0, help="points of accuracy that every run must gain; default: %(default)s"
@@ -80,6 +86,17 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
             raise UsageError(f"--{flag} {value}: {path} does not exist")
     chosen.config = [str(Path(file).absolute()) for file in chosen.config]  # commands run in the checkout
     return chosen
+
+
+def named_run(text: str) -> tuple[str, Path]:
+    """(name, folder) of a value of `--runs`."""
+    name, separator, folder = text.partition("=")
+    needed = (FILE_NAME, SETTINGS_NAME)
+    if not (name and separator and all((Path(folder) / file).is_file() for file in needed)):
+        raise argparse.ArgumentTypeError(
+            f"{text}: allowed is NAME=DIR, the folder of a run with {' and '.join(needed)}"
+        )
+    return name, Path(folder)
 
 
 def ensure(folder: Path, command: list[str], files: list[str]) -> bool:
@@ -157,6 +174,11 @@ def read_curve(folder: Path, recipe: str, seed: int) -> Curve:
     return Curve(recipe, seed, *(list(column) for column in zip(*points, strict=True)))
 
 
+def read_runs(runs: list[tuple[str, Path]]) -> list[Curve]:
+    """Curves of runs by name, with the seeds of their settings."""
+    return [read_curve(folder, name, read_settings(folder)["megarl"]["seed"]) for name, folder in runs]
+
+
 def by_recipe(curves: list[Curve]) -> dict[str, list[Curve]]:
     """Curves by recipe in the given order, each sorted by seed."""
     grouped: dict[str, list[Curve]] = {}
@@ -226,6 +248,8 @@ def main(argv: list[str]) -> int:
         chosen = parse_arguments(argv)
         out = Path(chosen.out).absolute()
         out.mkdir(parents=True, exist_ok=True)
+        if chosen.runs:
+            return report(read_runs(chosen.runs), out, chosen.min_gain)
         start = Path(chosen.warm_start).absolute() if chosen.warm_start else out
         if not chosen.warm_start:
             make_warm_start(start)

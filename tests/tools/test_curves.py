@@ -88,6 +88,8 @@ def test_a_small_gain_is_an_exit_status(least, status, tmp_path, capsys):
     ("--out o --seeds 1 -1", "--seeds -1: must be"), ("--out o --steps 0", "--steps 0"), ("--out o --step 3", "--step"),
     ("--out o --config no.yaml", "--config no.yaml: no.yaml does not"),
     ("--out o --warm-start no", "no/data does not exist"),
+    ("--out o --runs a", "a: allowed is NAME=DIR, the folder of a run with metrics.jsonl and settings.yaml"),
+    ("--out o --runs a=no", "a=no: allowed is NAME=DIR"),
 ])  # fmt: skip
 def test_wrong_use_is_reported_in_one_line(flags, says, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -95,6 +97,21 @@ def test_wrong_use_is_reported_in_one_line(flags, says, capsys, tmp_path, monkey
     printed = capsys.readouterr()
     assert printed.out == "" and says in printed.err and len(printed.err.splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_runs_that_are_there_are_drawn(tmp_path, capsys):
+    named = []
+    for name, seed, last in (("one", 4, 0.75), ("one", 2, 0.5), ("two", 2, 0.9)):
+        folder = write_run(tmp_path / f"{name}{seed}", {0: 0.25, 5: last}, steps=5)
+        (folder / "settings.yaml").write_text(f"megarl:\n  seed: {seed}\n")
+        named.append(f"{name}={folder}")
+    assert curves.main(["--out", str(tmp_path / "out"), "--runs", *named]) == 0
+    assert "| one | 25.0 → 50.0 (+25.0) | 25.0 → 75.0 (+50.0) | +25.0 |" in capsys.readouterr().out
+    found = json.loads((tmp_path / "out" / "curves.json").read_text())
+    assert [(curve["recipe"], curve["seed"], curve["accuracy"]) for curve in found] == [
+        ("one", 4, [0.25, 0.75]), ("one", 2, [0.25, 0.5]), ("two", 2, [0.25, 0.9])
+    ]  # fmt: skip
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"curves.png", "curves.json"}
 
 
 def test_complete_runs_are_not_repeated(tmp_path):
