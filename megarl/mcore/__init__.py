@@ -18,6 +18,8 @@ logging.basicConfig(level=logging.WARNING)
 logging.getLogger("megatron").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", module="megatron")
 warnings.filterwarnings("ignore", module=r"torch\.distributed\.checkpoint")  # about how Megatron calls it
+# New names for what Megatron and megarl call by the names that older versions of torch have, too.
+warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 
 with absent(*TRACKERS):  # Megatron's timers would import them
     device.install()  # before any other import of megatron

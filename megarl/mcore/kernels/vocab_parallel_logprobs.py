@@ -90,7 +90,7 @@ class Head(NamedTuple):
             softcap_(logits, self.softcap)
         if isinstance(self.temperature, Tensor) or self.temperature != 1.0:
             logits.div_(_column(self.temperature, rows))
-        logits[:, max(self.vocab_size - self.first, 0) :] = PADDED_LOGIT
+        logits[:, max(self.vocab_size - self.first, 0) :].fill_(PADDED_LOGIT)
         return logits
 
     def softcap_slope(self, scaled: Tensor, rows: slice) -> Tensor | None:

@@ -14,6 +14,7 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor, ShardedTensorFactory
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from packaging.version import Version
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -62,10 +63,29 @@ def shard(chunk, pg_collection, reduce_in_fp32: bool = False):
         parameter.grad_dtype = torch.float32  # else micro-batches would accumulate in the parameter's precision
     for module in (*chunk.decoder.layers, chunk):
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+        if reduce_in_fp32:
+            _keep_fp32_gradients(module)
         module.set_gradient_divide_factor(1.0)  # losses are local sums over global counts, so gradients are summed
         module.set_force_sum_reduction_for_comms(True)
     for name, parameter in chunk.named_parameters():
         vars(parameter).update(attributes[name])  # Megatron's tensor- and sequence-parallel marks
+
+
+def _keep_fp32_gradients(module: FSDPModule):
+    """Before torch 2.15 `fully_shard` takes no notice of `grad_dtype`: it casts reduced gradients to the precision of
+    their parameters. This makes it leave them as they are."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    if group is None or Version(torch.__version__) >= Version("2.15.dev"):
+        return
+    init_dtypes = group._init_mp_dtypes
+
+    def init_and_keep():
+        init_dtypes()
+        group._orig_dtype = torch.float32
+
+    group._init_mp_dtypes = init_and_keep
+    for parameter in group.fsdp_params:
+        parameter.sharded_param.grad_dtype = torch.float32
 
 
 class RowsHere(NamedTuple):

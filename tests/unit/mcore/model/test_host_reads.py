@@ -44,7 +44,12 @@ class Device(TorchDispatchMode):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         if func.overloadpacket is torch.ops.aten.index_put_ and any(x.dtype is torch.bool for x in args[1]):
-            raise DynamicOutputShapeException(func)
+            if len(args[1]) > 1 or isinstance(args[2], FakeTensor) or args[2].numel() > 1:
+                raise DynamicOutputShapeException(func)
+            with unset_fake_temporarily():
+                number = args[2].item()
+            mask = args[1][0][(..., *[None] * (args[0].dim() - args[1][0].dim()))]
+            return args[0].masked_fill_(mask, number)  # as torch does with one number of the host
         return func(*args, **kwargs)
 
 
