@@ -162,7 +162,7 @@ GEMMA_TOOLS = """\
 {%- if add_generation_prompt and messages[-1].role != 'tool' %}{{- '<start_of_turn>assistant\\n' }}{%- endif %}
 """
 
-# Name -> (tokenizer, template, roles after whose messages a conversation goes on with every turn as it was).
+# Name -> (tokenizer, template, roles after whose messages a conversation may continue, every turn as it was).
 TEMPLATES = {
     "qwen2.5": (small_tokenizers.chatml, QWEN25, ("user", "tool")),
     "hermes": (small_tokenizers.chatml, HERMES, ("user", "tool")),
