@@ -72,8 +72,8 @@ def shard(chunk, pg_collection, reduce_in_fp32: bool = False):
 
 
 def _keep_fp32_gradients(module: FSDPModule):
-    """Before torch 2.15 `fully_shard` takes no notice of `grad_dtype`: it casts reduced gradients to the precision of
-    their parameters. This makes it leave them as they are."""
+    """`fully_shard` of torch 2.14 takes no notice of `grad_dtype`: it casts reduced gradients to the precision of their
+    parameters. This makes it leave them as they are."""
     group = module._get_fsdp_state()._fsdp_param_group
     if group is None or Version(torch.__version__) >= Version("2.15.dev"):
         return
