@@ -204,16 +204,15 @@ def test_what_fails_for_good_is_left_out_and_stops_the_run_above_the_limit(tmp_p
         run(tmp_path / "stopped", "OnceOnlySums", "--environment-max-failures 0")
 
 
-def counted(rank: int, parsed, turns: int | None):
-    """Runs train_rl; kills this rank after so many turns of the second step."""
+def counted(rank: int, parsed, save: Path, answers: int | None):
+    """Runs train_rl; kills rank 0 in the second step, at the end of a turn, once the journal has so many answers."""
     from megarl.rollout.episodes.source import EpisodeSource
 
-    ended, step = EpisodeSource.turn_ended, Counter()
+    ended = EpisodeSource.turn_ended
 
     def watched(self, number, completion):
         ended(self, number, completion)
-        step[id(self)] += 1
-        if rank == 0 and len(step) == 2 and step[id(self)] == turns:
+        if rank == 0 and answers is not None and journalled_calls(save) >= answers:
             os.kill(os.getpid(), signal.SIGKILL)
 
     EpisodeSource.turn_ended = watched
@@ -223,17 +222,17 @@ def counted(rank: int, parsed, turns: int | None):
 COUNTED = f"{FLAGS} --environment {SUMS}:CountedSums --rollout-max-requests 4 --rollout-dispatch static"
 
 
-@pytest.mark.parametrize("turns, size", [(4, 1), (17, 1), (9, 2)])
-def test_a_killed_run_goes_on_with_the_same_bits_and_calls_nothing_twice(turns, size, tmp_path):
+@pytest.mark.parametrize("answers, size", [(1, 1), (12, 1), (5, 2)])
+def test_a_killed_run_goes_on_with_the_same_bits_and_calls_nothing_twice(answers, size, tmp_path):
     from megarl import train_rl  # noqa: F401  imported once, before the fork
 
     of_first_step = calls_of_first_step()
     save = tmp_path / "run"
     with pytest.raises(RankFailed):
-        run_world(counted, size, program("rl", rl_argv(save, COUNTED), size), turns)
+        run_world(counted, size, program("rl", rl_argv(save, COUNTED), size), save, answers)
     before, finished = calls(tmp_path), journalled_calls(save)
-    assert finished > 0
-    run_world(counted, 1, program("rl", rl_argv(save, f"{COUNTED} --load {save}"), 1), None)
+    assert finished >= answers
+    run_world(counted, 1, program("rl", rl_argv(save, f"{COUNTED} --load {save}"), 1), save, None)
     assert_same_text(save, undisturbed())
     found = metrics(save)[2]
     assert size > 1 or timeless(found) == timeless(metrics(undisturbed())[2])

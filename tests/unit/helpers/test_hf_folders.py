@@ -105,6 +105,8 @@ needs_transformers = pytest.mark.skipif(not importlib.util.find_spec("transforme
 # transformers does not know this `model_type`; hf_models.py compared its numbers with those of DeepSeek-V3.
 KNOWN = [case for case in CASES if case != "kimi_k2"]
 DIVIDED = {"llama3": 2, "qwen3_moe": 3, "mixtral": 5, "glm4_moe_bf16": 4, "gpt_oss": 2, "deepseek_v3": 3}
+# From 5.24 on transformers widens the routers of GLM-4 to fp32 when it loads them: the same numbers, other bytes.
+WIDENED = ["glm4_moe_bf16"]
 
 
 def failures(rank, check, cases, folder) -> dict[str, str]:
@@ -131,10 +133,22 @@ def load(case, folder, dtype):
     return load(getattr(transformers, reference(case).config["architectures"][0]), folder, dtype)
 
 
-def assert_same_files(one, other, pattern):
-    names = sorted(path.name for path in one.glob(pattern))
-    assert names == sorted(path.name for path in other.glob(pattern)) != []
+def assert_same_weights(case, one, other):
+    if case in WIDENED:
+        (drawn, _), (saved, _) = content(one), content(other)
+        assert drawn.keys() == saved.keys() and all(saved[name].equal(drawn[name].to(saved[name])) for name in drawn)
+        return
+    names = sorted(path.name for path in one.glob("model*"))
+    assert names == sorted(path.name for path in other.glob("model*")) != []
     assert [name for name in names if (one / name).read_bytes() != (other / name).read_bytes()] == []
+
+
+def assert_same_settings(one, other, name):
+    """The same JSON in the same order; the version of the library that wrote it is its own."""
+    drawn, saved = ([*parsed(folder / name).items()] for folder in (one, other))
+    assert [item for item in drawn if item[0] != "transformers_version"] == [
+        item for item in saved if item[0] != "transformers_version"
+    ]
 
 
 @torch.no_grad()
@@ -162,12 +176,12 @@ def test_transformers_computes_the_stored_numbers(tmp_path):
 def writes_the_same_files(case, folder):
     write_folder(case, folder / "drawn")
     load(case, folder / "drawn", "auto").save_pretrained(folder / "saved")
-    assert_same_files(folder / "drawn", folder / "saved", "model*")
+    assert_same_weights(case, folder / "drawn", folder / "saved")
     if case not in OLD_STYLE:
-        assert_same_files(folder / "drawn", folder / "saved", "config.json")
+        assert_same_settings(folder / "drawn", folder / "saved", "config.json")
         assert (folder / "drawn" / "generation_config.json").exists() == (reference(case).scores is None)
     if (folder / "drawn" / "generation_config.json").exists():
-        assert_same_files(folder / "drawn", folder / "saved", "generation_config.json")
+        assert_same_settings(folder / "drawn", folder / "saved", "generation_config.json")
 
 
 @needs_transformers
@@ -181,7 +195,7 @@ def divides_the_weights_in_the_same_way(case, folder):
     assert len(list((folder / "drawn").glob("model-*-of-*.safetensors"))) == files
     model = load(case, folder / "drawn", "auto")
     model.save_pretrained(folder / "saved", max_shard_size=largest_file(reference(case).tensors, files))
-    assert_same_files(folder / "drawn", folder / "saved", "model*")
+    assert_same_weights(case, folder / "drawn", folder / "saved")
 
 
 @needs_transformers
