@@ -15,20 +15,22 @@ class GuessNumber(BaseEnvironment):
 
     The metadata may give `low` and `high`, the range (1 to 15), and `guesses`, the turns (4). The first integer of a
     turn is its guess. The reward is 1 for the right guess, which ends the episode, as the last guess does. A turn
-    without a number is a guess, too; its answer says nothing about the number. With `blind` every answer is the same,
-    so no policy finds one of n numbers in g guesses more often than g times in n.
+    without a number of the range ends it, too: were it answered, a policy could gain entropy by guesses that cost
+    little. With `blind` every answer is the same, so no policy finds one of n numbers in g guesses more often than g
+    times in n.
     """
 
     def __init__(self, blind: bool = False):
         self._blind = blind
-        self._secret, self._left = 0, 0
+        self._range, self._secret, self._left = range(0), 0, 0
 
     def reset(self, task: Task) -> Observation:
         """Draws the number. ValueError if the metadata are no range or no number of guesses."""
         low, high, guesses = (_number(task.metadata, *field) for field in (("low", 1), ("high", 15), ("guesses", 4)))
         if low > high or guesses < 1:
             raise ValueError(f"metadata: low {low}, high {high}, guesses {guesses}: no range or no guess")
-        self._secret, self._left = random.Random(task.seed).randint(low, high), guesses
+        self._range, self._left = range(low, high + 1), guesses
+        self._secret = random.Random(task.seed).randint(low, high)
         return Observation()
 
     def step(self, turn: Turn) -> Observation:
@@ -38,16 +40,10 @@ class GuessNumber(BaseEnvironment):
         self._left -= 1
         if guess == self._secret:
             return Observation(reward=1.0, done=True, correct=True)
-        if self._left <= 0:
+        if guess not in self._range or self._left <= 0:
             return Observation(done=True, correct=False)
-        return Observation([user_message(self._answer(guess))], correct=False)
-
-    def _answer(self, guess: int | None) -> str:
-        if self._blind:
-            return "wrong"
-        if guess is None:
-            return "a number"
-        return "higher" if guess < self._secret else "lower"
+        answer = "wrong" if self._blind else "higher" if guess < self._secret else "lower"
+        return Observation([user_message(answer)], correct=False)
 
 
 def user_message(text: str) -> Message:

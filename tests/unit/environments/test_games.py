@@ -35,11 +35,12 @@ def bisect(environment, task, trusting=True):
 def test_answers_rewards_and_end():
     task = Task([], seed=3)
     number = secret(task)
-    below, above = str(number - 1) if number > 1 else "0", f"is it {number + 1}? or {number}"
-    first, observations = play(guess_number(), task, written(below, above, "no idea", str(number), "never read"))
-    assert first.messages == [] and said(observations) == ["higher", "lower", "a number", ""]
+    assert 1 < number < 15
+    below, above = str(number - 1), f"is it {number + 1}? or {number}"
+    first, observations = play(guess_number(), task, written(below, above, above, str(number), "never read"))
+    assert first.messages == [] and said(observations) == ["higher", "lower", "lower", ""]
     assert [(o.reward, o.done, o.correct) for o in observations] == [(0.0, False, False)] * 3 + [(1.0, True, True)]
-    _, observations = play(guess_number(), task, written(*["0"] * 9))
+    _, observations = play(guess_number(), task, written(*[below] * 9))
     assert len(observations) == 4 and (observations[-1].reward, observations[-1].correct) == (0.0, False)
 
 
@@ -57,8 +58,8 @@ def test_without_answers_no_policy_finds_more_than_four_of_fifteen():
     for trusting in (True, False):
         solved = sum(sum(bisect(guess_number_blind(), task, trusting)) for task in tasks.values())
         assert len(tasks) == 15 and solved <= 4
-    answers = {text for task in tasks.values() for guess in ("0", "16", "nothing", "9" * 5000)
-               for text in said(play(guess_number_blind(), task, written(guess))[1])}  # fmt: skip
+    wrong = [(task, str(guess)) for number, task in tasks.items() for guess in range(1, 16) if guess != number]
+    answers = {text for task, guess in wrong for text in said(play(guess_number_blind(), task, written(guess))[1])}
     assert answers == {"wrong"}
 
 
@@ -67,13 +68,16 @@ def test_range_and_guesses_of_the_metadata():
     assert 100 <= secret(task) <= 131
     rewards = bisect(guess_number(), task)
     assert len(rewards) <= 5
-    assert len(play(guess_number(), task, written(*"000000"))[1]) == 5
+    wrong = "100" if secret(task) > 100 else "131"
+    assert len(play(guess_number(), task, written(*[wrong] * 6))[1]) == 5
 
 
-@pytest.mark.parametrize("text", ["", "-", "9" * 5000, "９", "\ud800", "1" * 19, "½", "\0"])
-def test_what_is_no_number_is_answered_alike(text):
+@pytest.mark.parametrize("text", ["", "-", "9" * 5000, "９", "\ud800", "1" * 19, "½", "\0", "0", "16", "108"])
+@pytest.mark.parametrize("make", [guess_number, guess_number_blind])
+def test_what_is_no_number_of_the_range_ends_the_episode(text, make):
     task = Task([], seed=1)
-    assert said(play(guess_number(), task, written(text))[1]) == ["a number"]
+    (observation,) = play(make(), task, written(text, str(secret(task))))[1]
+    assert (observation.messages, observation.reward, observation.done) == ([], 0.0, True)
 
 
 @pytest.mark.parametrize("metadata", [{"low": 5, "high": 4}, {"guesses": 0}, {"low": "1"}, {"high": True}, {"low": -1}])
