@@ -218,7 +218,7 @@ def draw(curves: list[Curve]) -> bytes:
                 axes.plot(x, y, color=color, lw=0.8, alpha=0.45)
             axes.plot(*(_means(column) for column in zip(*lines, strict=True)), color=color, lw=2.6, label=recipe)
     panels[0].set_ylabel("held-out accuracy, %", fontsize=12)
-    panels[0].legend(fontsize=11, frameon=False, loc="lower right")
+    panels[0].legend(fontsize=11, frameon=False, loc="best")
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
