@@ -27,6 +27,9 @@ def computes(config) -> bool:
     return native.is_used() and is_plain and is_fp32 and config.kv_channels % native.VECTOR == 0
 
 
+plan_attention = sdpa.plan_attention
+
+
 class _SegmentAttention(torch.autograd.Function):
     """query [T, H, D], key, value [T', G, D] -> outputs [m, H, D] of the segments' real queries."""
 

@@ -40,7 +40,7 @@ class PackedAttention(MegatronModule):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layout) -> Tensor:
         """Same as `forward`, with keys and values [T', G, D] of the whole stream."""
-        segments = layout.segments[self.kind]
+        segments = layout.attention[self.kind]
         return self.backend.packed_attention(query, key, value, segments, self.softmax_scale, **self.options).flatten(1)
 
 

@@ -10,6 +10,7 @@ waits for the device.
 """
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,13 +21,7 @@ from torch import Tensor
 
 from megarl.batch import SharedPrefix
 from megarl.mcore import device
-from megarl.mcore.attention.segments import (
-    SegmentBatch,
-    SegmentPlan,
-    TokenStream,
-    plan_segment_batches,
-    segments_of_stream,
-)
+from megarl.mcore.attention.segments import HostPlan, Segments, TokenStream, plan_attention, segments_of_stream
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.moe.routing import Occurrences, RoutedTokens, Routing
 from megarl.mcore.parallel.context_parallel import chunk_indices, chunks_of, stream_order
@@ -36,7 +31,7 @@ from megarl.mcore.parallel.context_parallel import chunk_indices, chunks_of, str
 class PackedLayout(PackedSeqParams):
     """Megatron's `PackedSeqParams` with the indices that megarl's attention and model need."""
 
-    segments: tuple[SegmentPlan, SegmentPlan] | None = None  # by kind of layer, of `attention.windows`
+    attention: tuple | None = None  # the attention backend's plans; by kind of layer, of `attention.windows`
     order: Tensor | None = None  # [T] of context_parallel.stream_order; None without context parallelism
     token_indices: Tensor | None = None  # [T/c] int64 indices in the padded stream of this rank's tokens
     positions: Tensor | None = None  # [T/c] int64 positions of this rank's tokens in their sequences
@@ -142,6 +137,7 @@ def _places(lengths: np.ndarray, stream: TokenStream) -> tuple[np.ndarray, np.nd
 def pack_sequences(
     lengths: Tensor, context=None, tensor_ranks: int = 1, routing: Routing | None = None,
     shared: SharedPrefix | None = None, window: int | None = None,
+    plan: Callable[[Segments, bool, int | None], HostPlan] = plan_attention,
 ) -> PackedLayout:  # fmt: skip
     """Returns this rank's layout of sequences of these lengths [N] int64, each at least 1.
 
@@ -152,6 +148,7 @@ def pack_sequences(
         routing: routes of this micro-batch.
         shared: which sequences share a prefix.
         window: tokens that a token sees in layers with a window; None: no layer has one.
+        plan: the attention backend's `plan_attention`.
 
     The stream is padded to a multiple of 2·c·t tokens (t for c = 1), and for c > 1 to at least `MIN_ROWS` per rank.
     """
@@ -163,7 +160,7 @@ def pack_sequences(
     chunks = chunks_of(dist.get_rank(context) if ranks > 1 else 0, ranks, total)
     segments, indices = segments_of_stream(stream, chunks), chunk_indices(chunks)
     window = None if window is None or segments.keys.max() <= window else window  # a longer one hides nothing
-    plans = [plan_segment_batches(segments, ranks == 1, w) for w in ([None] if window is None else [None, window])]
+    plans = [plan(segments, ranks == 1, w) for w in ([None] if window is None else [None, window])]
     arrays = {
         "token_indices": indices,
         "positions": stream.positions()[indices],
@@ -174,22 +171,16 @@ def pack_sequences(
         arrays["order"] = stream_order(ranks, total)
     if shared is not None:
         arrays["held"], arrays["source"] = _shared_token_indices(lengths, stream)
-    restores = [np.concatenate([q.ravel()[real] for q, _, real, *_ in plan]).argsort() for plan in plans]
-    sent = device.to_device([*arrays.values(), *restores, *itertools.chain(*itertools.chain(*plans))])
-    sent_plans = iter(sent[len(arrays) :])
-    restores = list(itertools.islice(sent_plans, len(plans)))
-
-    def sent_batches(plan: list[list[np.ndarray]], window: int | None) -> list[SegmentBatch]:
-        return [SegmentBatch.of(list(itertools.islice(sent_plans, len(arrays))), window) for arrays in plan]
-
-    batches = [sent_batches(plan, w) for plan, w in zip(plans, (None, window), strict=False)]
+    sent = iter(device.to_device([*arrays.values(), *itertools.chain(*(each.arrays for each in plans))]))
+    named = dict(zip(arrays, sent, strict=False))
+    attention = [each.build(list(itertools.islice(sent, len(each.arrays)))) for each in plans]
     return PackedLayout(
         qkv_format="thd",  # cumulative lengths stay None: rotary embeddings are applied by position
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         cp_group=context,
-        segments=(SegmentPlan(batches[0], restores[0]), SegmentPlan(batches[-1], restores[-1])),
-        **dict(zip(arrays, sent, strict=False)),
+        attention=(attention[0], attention[-1]),
+        **named,
         host_token_indices=indices,
         host_held=arrays.get("held"),
         tokens=tokens,

@@ -9,9 +9,10 @@ others read its keys there. All plans follow from the sequence lengths, on the h
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -61,6 +62,13 @@ class SegmentPlan(NamedTuple):
 
     batches: list[SegmentBatch]
     restore: Tensor  # [T/c] int64 index of each of this rank's queries in the batches' results
+
+
+class HostPlan(NamedTuple):
+    """How a rank's tokens attend, planned on the host for the kernels of an attention backend."""
+
+    arrays: list[np.ndarray]  # int64, to send to the device
+    build: Callable[[list[Tensor]], Any]  # what the backend reads, from these arrays on the device
 
 
 def size_buckets(longest: int) -> list[int]:
@@ -193,3 +201,16 @@ def plan_segment_batches(segments: Segments, is_whole: bool, window: int | None 
         _, keys, real = plan_segments(group.first, group.keys, group.keys, True, group.key_indices)
         plans.append([keys, keys, real[real % keys.shape[1] >= group.prefix_length[real // keys.shape[1]]]])
     return plans
+
+
+def plan_attention(segments: Segments, is_whole: bool, window: int | None) -> HostPlan:
+    """Plans a `SegmentPlan`; arguments as of `plan_segment_batches`."""
+    plans = plan_segment_batches(segments, is_whole, window)
+    restore = np.concatenate([queries.ravel()[real] for queries, _, real, *_ in plans]).argsort()
+
+    def build(sent: list[Tensor]) -> SegmentPlan:
+        rest = iter(sent[1:])
+        batches = [SegmentBatch.of(list(itertools.islice(rest, len(arrays))), window) for arrays in plans]
+        return SegmentPlan(batches, sent[0])
+
+    return HostPlan([restore, *itertools.chain(*plans)], build)

@@ -17,7 +17,7 @@ from megarl.mcore.attention.segments import SegmentBatch, SegmentPlan
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS, VECTOR
 from megarl.mcore.kernels.silu import by_whole_rows
 
-plan_cache_reads = sdpa.plan_cache_reads
+plan_attention, plan_cache_reads = sdpa.plan_attention, sdpa.plan_cache_reads
 SCORES = 2**24  # most scores [n, H, Q, K] that exist at a time, if n > 1
 
 

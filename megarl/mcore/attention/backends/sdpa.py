@@ -17,7 +17,14 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from megarl.mcore import device
-from megarl.mcore.attention.segments import SegmentBatch, SegmentPlan, group_by_size, padded_key_count, plan_segments
+from megarl.mcore.attention.segments import (  # noqa: F401  plan_attention is one of the backend's functions
+    SegmentBatch,
+    SegmentPlan,
+    group_by_size,
+    padded_key_count,
+    plan_attention,
+    plan_segments,
+)
 from megarl.mcore.attention.windows import cut_segments, drop_unseen
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 

@@ -39,7 +39,7 @@ def test_prefill_and_decode_are_the_packed_attention(name):
                          torch.randint(1, 80, (7,), generator=generator)])  # fmt: skip
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     query, key, value = (torch.randn(int(lengths.sum()), n, D, generator=generator) for n in (H, G, G))
-    packed = backend.packed_attention(query, key, value, pack_sequences(lengths).segments[FULL], None)
+    packed = backend.packed_attention(query, key, value, pack_sequences(lengths).attention[FULL], None)
 
     cache, table = cached(key, value, cu_seqlens)
     for rows in ([0], [3, 4], [9], [5, 7, 12], list(range(len(lengths)))):

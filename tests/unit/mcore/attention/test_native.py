@@ -31,12 +31,12 @@ def test_outputs_and_gradients_are_those_of_sdpa(heads, groups, channels, shares
     tensors, found = inputs(len(layout.positions), heads, groups, channels), []
     pull = torch.randn(len(layout.positions), heads, channels, generator=torch.Generator().manual_seed(6))
     for backend in (native_attention, sdpa):
-        out = backend.packed_attention(*tensors, layout.segments[FULL], scale)
+        out = backend.packed_attention(*tensors, layout.attention[FULL], scale)
         found.append([out.detach(), *torch.autograd.grad(out, tensors, pull)])
     for ours, theirs in zip(*found, strict=True):
         assert_close(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
     with torch.no_grad():
-        assert torch.equal(native_attention.packed_attention(*tensors, layout.segments[FULL], scale), found[0][0])
+        assert torch.equal(native_attention.packed_attention(*tensors, layout.attention[FULL], scale), found[0][0])
 
 
 def test_heads_of_any_strides_are_read_in_place():
@@ -44,15 +44,15 @@ def test_heads_of_any_strides_are_read_in_place():
     query, key, value = (x.detach() for x in inputs(29, 4, 2, 16))
     grouped = torch.cat([query.unflatten(1, (2, 2)), key.unsqueeze(2), value.unsqueeze(2)], dim=2)  # as a model's heads
     views = grouped[:, :, :2].flatten(1, 2), grouped[:, :, 2], grouped[:, :, 3]
-    wanted = native_attention.packed_attention(query, key, value, layout.segments[FULL], None)
-    assert torch.equal(native_attention.packed_attention(*views, layout.segments[FULL], None), wanted)
+    wanted = native_attention.packed_attention(query, key, value, layout.attention[FULL], None)
+    assert torch.equal(native_attention.packed_attention(*views, layout.attention[FULL], None), wanted)
 
 
 def test_scores_of_any_size_give_finite_weights():
     layout = pack_sequences(torch.tensor([33]))
     query, key, value = (x.detach() for x in inputs(33, 2, 1, 16))
-    out = native_attention.packed_attention(1e4 * query, 1e4 * key, value, layout.segments[FULL], None)
-    wanted = sdpa.packed_attention(1e4 * query, 1e4 * key, value, layout.segments[FULL], None)
+    out = native_attention.packed_attention(1e4 * query, 1e4 * key, value, layout.attention[FULL], None)
+    wanted = sdpa.packed_attention(1e4 * query, 1e4 * key, value, layout.attention[FULL], None)
     assert out.isfinite().all() and torch.equal(out, wanted)  # each row takes one value
 
 

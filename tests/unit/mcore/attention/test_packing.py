@@ -33,7 +33,7 @@ def test_attention_segments_hold_every_token_once(lengths):
 
     packing = pack_sequences(torch.tensor(lengths))
     assert packing.padding == 0 and packing.tokens == sum(lengths)
-    batches, restore = packing.segments[FULL]
+    batches, restore = packing.attention[FULL]
     queries = torch.cat([p.queries.flatten()[p.real_queries] for p in batches])
     assert queries[restore].tolist() == list(range(sum(lengths)))
     assert packing.positions.tolist() == [i for n in lengths for i in range(n)]

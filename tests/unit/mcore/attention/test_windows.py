@@ -42,10 +42,10 @@ def check_packed(lengths, window, dtype, tolerance):
 
 def test_sequences_within_the_window_cost_nothing():
     layout = pack_sequences(torch.tensor([33, 2, 16]), window=33)
-    assert all(one is other for one, other in zip(layout.segments[FULL].batches, layout.segments[WINDOW].batches))
+    assert all(one is other for one, other in zip(layout.attention[FULL].batches, layout.attention[WINDOW].batches))
     longer = pack_sequences(torch.tensor([33, 2, 16]), window=32)
-    masked = [batch.mask is not None for batch in longer.segments[WINDOW].batches]
-    assert sum(masked) == 1 and all(batch.mask is None for batch in longer.segments[FULL].batches)
+    masked = [batch.mask is not None for batch in longer.attention[WINDOW].batches]
+    assert sum(masked) == 1 and all(batch.mask is None for batch in longer.attention[FULL].batches)
 
 
 MIXES = {

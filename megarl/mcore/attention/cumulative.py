@@ -1,0 +1,62 @@
+"""Attention of a packed micro-batch for kernels that take segments by cumulative lengths: one call, no padding.
+
+Segment i has queries cu_queries[i] … cu_queries[i + 1] − 1 of this rank's tokens, and keys cu_keys[i] …
+cu_keys[i + 1] − 1 of the gathered ones. It may have fewer queries than keys (shared prefixes, context parallelism,
+cached keys): the last query sees the last key, as in flash-attn from 2.1 on (bottom-right causal).
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from megarl.mcore.attention.segments import HostPlan, Segments
+
+
+class CumulativePlan(NamedTuple):
+    """The n segments of one call."""
+
+    cu_queries: Tensor  # [n + 1] int32, from 0
+    cu_keys: Tensor  # [n + 1] int32, from 0
+    rows: Tensor | None  # [keys] int64 rows of the stream, or of the cache, that are keys; None: the whole stream
+    longest_query: int
+    longest_key: int
+    window: int | None  # keys that a query sees, the last ones; None: all
+
+
+def cumulative_lengths(lengths: np.ndarray) -> np.ndarray:
+    """[n] -> [n + 1] int64: 0 and the sums of the first lengths."""
+    return np.concatenate([[0], lengths.cumsum()])
+
+
+def plan_attention(segments: Segments, is_whole: bool, window: int | None) -> HostPlan:
+    """Plans a `CumulativePlan`.
+
+    Args:
+        segments: whose queries are this rank's tokens, one segment after another.
+        is_whole: this rank holds the whole stream, so that queries have the indices of keys.
+        window: keys that a query sees; None: all.
+    """
+    arrays = [cumulative_lengths(segments.queries), cumulative_lengths(segments.keys)]
+    if not is_whole or segments.prefix_length.any():
+        segment, position = expanded(segments.keys)
+        arrays.append(Segments(*(field[segment] for field in segments)).key_indices(position[:, None])[:, 0])
+    return HostPlan(arrays, builder(segments.queries, segments.keys, window))
+
+
+def expanded(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Counts [n] of keys -> (segment, number in its segment) of each key, both [Σ counts]."""
+    return np.repeat(np.arange(len(counts)), counts), np.arange(counts.sum()) - np.repeat(
+        counts.cumsum() - counts, counts
+    )
+
+
+def builder(queries: np.ndarray, keys: np.ndarray, window: int | None) -> Callable[[list[Tensor]], CumulativePlan]:
+    """Returns what makes the plan of [cumulative queries, cumulative keys, and rows if there are any] on the device."""
+
+    def build(sent: list[Tensor]) -> CumulativePlan:
+        rows = sent[2] if len(sent) > 2 else None
+        return CumulativePlan(sent[0].int(), sent[1].int(), rows, int(queries.max()), int(keys.max()), window)
+
+    return build
