@@ -12,6 +12,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: OpenMP reads it
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of theirs, likewise
 os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # and of pyarrow's
+os.environ["TRITON_INTERPRET"] = "1"  # kernels for CUDA run on the CPU; read when triton is imported
 
 import pytest
 import torch

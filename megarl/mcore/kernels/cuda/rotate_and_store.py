@@ -1,0 +1,61 @@
+"""Rotary embeddings of a decode step's queries and keys, and the new keys and values into the cache: one launch.
+
+It does what `Rotation.apply_` and a copy do in five, with the same roundings, so the bits are the same.
+Shapes: T tokens, G key/value groups of R query heads each, D channels per head, r of them rotated.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _rotate_and_store(
+    heads, cosines, sines, cache, slots, token_stride, group_stride,
+    QUERIES: tl.constexpr, HEAD_TILE: tl.constexpr, CHANNELS: tl.constexpr, CHANNEL_TILE: tl.constexpr,
+    ROTATED: tl.constexpr,
+):  # fmt: skip
+    """One token's heads of one group."""
+    token, group = tl.program_id(0), tl.program_id(1)
+    head, channel = tl.arange(0, HEAD_TILE)[:, None], tl.arange(0, CHANNEL_TILE)[None, :]
+    is_read = (head < QUERIES + 2) & (channel < CHANNELS)
+    place = heads + token.to(tl.int64) * token_stride + group * group_stride + head * CHANNELS
+    own = tl.load(place + channel, mask=is_read, other=0.0)
+    kind = own.dtype
+    if ROTATED > 0:
+        is_rotated = is_read & (head <= QUERIES) & (channel < ROTATED)
+        other = tl.where(channel < ROTATED // 2, channel + ROTATED // 2, channel - ROTATED // 2)
+        partner = tl.load(place + other, mask=is_rotated, other=0.0)
+        cosine = tl.load(cosines + token * ROTATED + channel, mask=channel < ROTATED, other=1.0)
+        sine = tl.load(sines + token * ROTATED + channel, mask=channel < ROTATED, other=0.0)
+        first = (own.to(tl.float32) * cosine.to(tl.float32)).to(kind).to(tl.float32)
+        second = (partner.to(tl.float32) * sine.to(tl.float32)).to(kind).to(tl.float32)
+        own = tl.where(is_rotated, (first + second).to(kind), own)
+    tl.store(place + channel, own, mask=is_read & (head < QUERIES))
+    slot = tl.load(slots + token)
+    target = cache + (slot * tl.num_programs(1) + group) * 2 * CHANNELS + (head - QUERIES) * CHANNELS
+    tl.store(target + channel, own, mask=is_read & (head >= QUERIES))
+
+
+@torch.library.custom_op("megarl::rotate_and_store", mutates_args=("heads", "cache"))
+def rotate_and_store(heads: Tensor, cosines: Tensor | None, sines: Tensor | None, cache: Tensor, slots: Tensor) -> None:
+    """Rotates queries in place, and writes rotated keys, and values, to their slots of the cache.
+
+    Args:
+        heads: [T, G, R + 2, D], contiguous: the queries of each group, its key, its value.
+        cosines, sines: [T, 1, 1, r] of the tokens, as in `Rotation`; None: nothing is rotated.
+        cache: [slots, G, 2, D], contiguous.
+        slots: [T] int64. Several tokens of padding may have one slot.
+    """
+    tokens, groups, each, channels = heads.shape
+    _rotate_and_store[tokens, groups](
+        heads, cosines, sines, cache, slots, heads.stride(0), heads.stride(1), QUERIES=each - 2,
+        HEAD_TILE=triton.next_power_of_2(each), CHANNELS=channels, CHANNEL_TILE=triton.next_power_of_2(channels),
+        ROTATED=0 if cosines is None else cosines.shape[-1],
+    )  # fmt: skip
+
+
+@rotate_and_store.register_fake
+def _(heads, cosines, sines, cache, slots):
+    return None

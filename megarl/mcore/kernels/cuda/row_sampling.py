@@ -1,0 +1,137 @@
+"""Samples a token from each row of logits by inverse CDF, with its log-probability, or gives that of a known token: one
+program per row.
+
+A row's sums run over tiles of fixed size, one after another, so its token and bits do not depend on other rows, and a
+deterministic run needs no cumulative sum of torch's, which is refused on CUDA.
+Shapes: n rows, V columns.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 2048  # columns that a program reads at a time
+
+
+class RowSamples(NamedTuple):
+    """A token of each row, all [n]."""
+
+    tokens: Tensor  # int64
+    logprobs: Tensor  # fp32, over the whole vocabulary
+
+
+@triton.jit
+def _scaled(logits, start, temperature, columns, TILE: tl.constexpr):
+    """A tile of a row's scaled logits; −∞ after the last column."""
+    column = start + tl.arange(0, TILE)
+    value = tl.load(logits + column, mask=column < columns, other=-float("inf")).to(tl.float32)
+    return value / temperature
+
+
+@triton.jit
+def _row_total(logits, top, temperature, columns, TILE: tl.constexpr):
+    """Σ e^(scaled logit − top) of a row: fp32 within a tile, fp64 over tiles."""
+    total = tl.full([], 0.0, tl.float64)
+    for start in range(0, columns, TILE):
+        total += tl.sum(tl.exp(_scaled(logits, start, temperature, columns, TILE) - top), 0).to(tl.float64)
+    return total
+
+
+@triton.jit
+def _logprob(logits, token, top, total, temperature):
+    """Log-probability of one token of a row, from its largest scaled logit and total."""
+    chosen = tl.load(logits + token).to(tl.float32) / temperature
+    return ((chosen - top).to(tl.float64) - tl.log(total)).to(tl.float32)
+
+
+@triton.jit
+def _logprob_row(logits, tokens, logprobs, row_stride, temperature, columns, TILE: tl.constexpr):
+    row = tl.program_id(0)
+    place = logits + row.to(tl.int64) * row_stride
+    top = tl.full([], -float("inf"), tl.float32)
+    for start in range(0, columns, TILE):
+        top = tl.maximum(top, tl.max(_scaled(place, start, temperature, columns, TILE), 0))
+    total = _row_total(place, top, temperature, columns, TILE)
+    tl.store(logprobs + row, _logprob(place, tl.load(tokens + row), top, total, temperature))
+
+
+@triton.jit
+def _sample_row(
+    logits, numbers, tokens, logprobs, row_stride, temperature, columns, TILE: tl.constexpr, GREEDY: tl.constexpr
+):
+    row = tl.program_id(0)
+    place = logits + row.to(tl.int64) * row_stride
+    top = tl.full([], -float("inf"), tl.float32)
+    token = tl.full([], 0, tl.int32)
+    for start in range(0, columns, TILE):
+        value = _scaled(place, start, temperature, columns, TILE)
+        highest = tl.max(value, 0)
+        if GREEDY:
+            token = tl.where(highest > top, start + tl.argmax(value, 0), token)
+        top = tl.maximum(top, highest)
+    total = _row_total(place, top, temperature, columns, TILE)
+    if not GREEDY:
+        target = tl.load(numbers + row) * total
+        before = tl.full([], 0.0, tl.float64)
+        tile, mass_before_tile = tl.full([], 0, tl.int32), tl.full([], 0.0, tl.float64)
+        for start in range(0, columns, TILE):
+            mass = tl.sum(tl.exp(_scaled(place, start, temperature, columns, TILE) - top), 0).to(tl.float64)
+            # The last tile that has mass and whose mass begins at or below the target.
+            is_later = (before <= target) & (mass > 0)
+            tile, mass_before_tile = tl.where(is_later, start, tile), tl.where(is_later, before, mass_before_tile)
+            before += mass
+        weight = tl.exp(_scaled(place, tile, temperature, columns, TILE) - top)
+        cumulative = tl.cumsum(weight.to(tl.float64), 0)
+        column = tl.arange(0, TILE)
+        last = tl.max(tl.where(weight > 0, column, 0), 0)  # rounding may put the target behind all mass
+        passed = tl.sum((mass_before_tile + cumulative <= target).to(tl.int32), 0)
+        token = tile + tl.minimum(passed, last)
+    tl.store(tokens + row, token.to(tl.int64))
+    tl.store(logprobs + row, _logprob(place, token, top, total, temperature))
+
+
+@torch.library.custom_op("megarl::sample_rows", mutates_args=())
+def _sample_rows(logits: Tensor, numbers: Tensor, temperature: float, columns: int, greedy: bool) -> list[Tensor]:
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    sizes = {"TILE": TILE, "GREEDY": greedy}
+    _sample_row[len(logits),](logits, numbers, tokens, logprobs, logits.stride(0), temperature, columns, **sizes)
+    return [tokens, logprobs]
+
+
+@_sample_rows.register_fake
+def _(logits, numbers, temperature, columns, greedy):
+    return [logits.new_empty(len(logits), dtype=torch.int64), logits.new_empty(len(logits), dtype=torch.float32)]
+
+
+def sample_rows(logits: Tensor, numbers: Tensor, temperature: float, columns: int, greedy: bool = False) -> RowSamples:
+    """Returns a token of each row and its log-probability.
+
+    Args:
+        logits: [n, ≥ V], each row contiguous.
+        numbers: [n] float64 uniform numbers on the same device; not read if `greedy`.
+        temperature: divides the logits.
+        columns: V; later columns are padding.
+        greedy: take the largest logit, of equal ones the first.
+    """
+    return RowSamples(*_sample_rows(logits, numbers, temperature, columns, greedy))
+
+
+@torch.library.custom_op("megarl::row_logprobs", mutates_args=())
+def row_logprobs(logits: Tensor, tokens: Tensor, temperature: float, columns: int) -> Tensor:
+    """Returns [n] fp32 log-probabilities of tokens [n] int64, with the bits that `sample_rows` gives them.
+
+    Other arguments as of `sample_rows`. Not differentiable.
+    """
+    logprobs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    if len(logits):
+        _logprob_row[len(logits),](logits, tokens, logprobs, logits.stride(0), temperature, columns, TILE=TILE)
+    return logprobs
+
+
+@row_logprobs.register_fake
+def _(logits, tokens, temperature, columns):
+    return logits.new_empty(len(logits), dtype=torch.float32)

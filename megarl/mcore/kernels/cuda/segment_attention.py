@@ -1,0 +1,253 @@
+"""Causal attention of segments in one launch: decoded tokens over the paged KV cache, prompts, and packed sequences.
+
+A segment is q consecutive queries of one sequence and its k keys; the last query sees the last key. Keys and values are
+read where they are, through a table of pages; a page may be one row. A program computes a tile of queries of one group
+of heads, key tile by key tile (FlashAttention, 2205.14135 §3.1). With `splits` a segment's keys are divided into parts
+of `SPLIT_KEYS`, computed by programs of their own and summed in the order of the keys (Flash-Decoding, 2311.01282 §3).
+Tiles and parts follow from a query's own segment alone, so a query has the same bits in every batch. Without splits it
+also has the same bits whether it is decoded or in the middle of a packed sequence.
+Shapes: n segments, T queries, G key/value groups of R query heads each, D channels per head, S parts.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SPLIT_KEYS = 512  # keys of a part, at least
+MAX_SPLITS = 64  # parts; what they are added up from would take too much memory otherwise
+TILE_KEYS = 64  # keys that a program reads at a time
+MIN_ROWS = 16  # least rows of a matrix product (tl.dot)
+
+
+@triton.jit
+def _masked_scores(q, k, position, seen, scale, softcap, window, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """Scores of queries q [rows, D] and keys k [TILE, D] at `position` [TILE]; −∞ where a query does not see a key.
+
+    `seen` [rows]: keys up to each query's own.
+    """
+    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if HAS_SOFTCAP:
+        score = softcap * (1 - 2 / (tl.exp(2 * score / softcap) + 1))
+    is_seen = position[None, :] < seen[:, None]
+    if HAS_WINDOW:
+        is_seen = is_seen & (position[None, :] >= seen[:, None] - window)
+    return tl.where(is_seen, score, -float("inf"))
+
+
+@triton.jit
+def _key_range(part, keys, queries, first_query, window, QUERIES: tl.constexpr, TILE: tl.constexpr,
+               SPLIT: tl.constexpr, HAS_WINDOW: tl.constexpr):  # fmt: skip
+    """First key that a tile of queries reads of a part, and the end of its keys."""
+    before = keys - queries + first_query
+    begin = part * SPLIT
+    end = tl.minimum(tl.minimum(begin + SPLIT, keys), before + QUERIES)
+    if HAS_WINDOW:  # parts are whole tiles
+        begin = tl.maximum(begin, tl.maximum(before + 1 - window, 0) // TILE * TILE)
+    return begin, end
+
+
+@triton.jit
+def _write_part(
+    out, log_sums, sums, maxima, parts, sum_, top, weighted, token, head, heads, part, total, is_row, is_channel,
+    channel, CHANNELS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Writes what `_attend_part` computed of the rows' queries and heads."""
+    is_out = is_row[:, None] & is_channel[None, :]
+    index = token * heads + head
+    if SPLITS == 1:
+        result = weighted / tl.where(sum_ == 0.0, 1.0, sum_)[:, None]
+        tl.store(out + index[:, None] * CHANNELS + channel[None, :], result.to(out.dtype.element_ty), mask=is_out)
+        tl.store(log_sums + head * total + token, top + tl.log(sum_), mask=is_row)
+    else:
+        index = index * SPLITS + part
+        tl.store(sums + index, sum_, mask=is_row)
+        tl.store(maxima + index, top, mask=is_row)
+        tl.store(parts + index[:, None] * CHANNELS + channel[None, :], weighted, mask=is_out)
+
+
+@triton.jit
+def _attend_part(
+    query, key, value, table, segments, sinks, out, log_sums, sums, maxima, parts,
+    query_row, query_head, key_row, key_group, value_row, value_group, total, scale, softcap, window,
+    HEADS: tl.constexpr, HEAD_TILE: tl.constexpr, QUERIES: tl.constexpr, CHANNELS: tl.constexpr,
+    CHANNEL_TILE: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr, TABLE_ROW: tl.constexpr,
+):  # fmt: skip
+    """One part of the keys of one tile of queries. With one part it writes outputs [T, G·R, D] and log-sums [G·R, T],
+    else softmax sums, maxima and weighted values of the part.
+
+    `segments` [4, n]: first query, queries, keys, first entry of the table. With `TABLE_ROW` > 0, the entries of a row
+    of the table, segment i is the i-th query alone, and `segments` [n] are its keys.
+    """
+    segment, group, part = tl.program_id(0), tl.program_id(1), tl.program_id(2) % SPLITS
+    first_query, count = tl.program_id(2) // SPLITS * QUERIES, tl.num_programs(0)
+    token, queries, keys = segment, 1, tl.load(segments + segment)
+    pages = table + segment.to(tl.int64) * TABLE_ROW
+    if TABLE_ROW == 0:
+        token, queries = keys, tl.load(segments + count + segment)
+        keys = tl.load(segments + 2 * count + segment)
+        pages = table + tl.load(segments + 3 * count + segment)
+    if (first_query >= queries) | ((SPLITS > 1) & (part * SPLIT >= keys)):
+        return  # `_join_parts` does not read parts without keys
+    row, channel, column = tl.arange(0, QUERIES * HEAD_TILE), tl.arange(0, CHANNEL_TILE), tl.arange(0, TILE)
+    number, head = first_query + row // HEAD_TILE, group * HEADS + row % HEAD_TILE
+    is_row, is_channel = (number < queries) & (row % HEAD_TILE < HEADS), channel < CHANNELS
+    token += number
+    seen = keys - queries + number + 1  # keys up to each query's own
+    place = query + token[:, None] * query_row + head[:, None] * query_head + channel[None, :]
+    q = tl.load(place, mask=is_row[:, None] & is_channel[None, :], other=0.0)
+    top = tl.full([QUERIES * HEAD_TILE], -float("inf"), tl.float32)
+    if HAS_SINKS:  # a key whose value is 0, in the first part
+        top = tl.where(part == 0, tl.load(sinks + head, mask=is_row, other=-float("inf")).to(tl.float32), top)
+    sum_ = tl.where(top == -float("inf"), 0.0, 1.0)
+    weighted = tl.zeros([QUERIES * HEAD_TILE, CHANNEL_TILE], tl.float32)
+    begin, end = _key_range(part, keys, queries, first_query, window, QUERIES, TILE, SPLIT, HAS_WINDOW)
+    for start in range(begin, end, TILE):
+        position = start + column
+        page = tl.load(pages + position // PAGE, mask=position < keys, other=0).to(tl.int64)
+        entry = (page * PAGE + position % PAGE)[:, None]
+        is_read = (position < keys)[:, None] & is_channel[None, :]
+        k = tl.load(key + entry * key_row + group * key_group + channel[None, :], mask=is_read, other=0.0)
+        score = _masked_scores(q, k, position, seen, scale, softcap, window, HAS_SOFTCAP, HAS_WINDOW)
+        higher = tl.maximum(top, tl.max(score, 1))
+        shift = tl.where(higher == -float("inf"), 0.0, higher)
+        weight, factor = tl.exp(score - shift[:, None]), tl.exp(top - shift)
+        v = tl.load(value + entry * value_row + group * value_group + channel[None, :], mask=is_read, other=0.0)
+        weighted = tl.dot(weight.to(v.dtype), v, weighted * factor[:, None], input_precision="ieee")
+        sum_, top = sum_ * factor + tl.sum(weight, 1), higher
+    _write_part(
+        out, log_sums, sums, maxima, parts, sum_, top, weighted, token, head, tl.num_programs(1) * HEADS, part, total,
+        is_row, is_channel, channel, CHANNELS, SPLITS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _join_parts(
+    out, sums, maxima, parts, lengths,
+    CHANNELS: tl.constexpr, CHANNEL_TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The output [D] of one query and head: its parts, added in the order of the keys. Without keys it is 0."""
+    token, head, channel = tl.program_id(0), tl.program_id(1), tl.arange(0, CHANNEL_TILE)
+    is_channel, row = channel < CHANNELS, token * tl.num_programs(1) + head
+    top, sum_ = tl.full([], -float("inf"), tl.float32), tl.full([], 0.0, tl.float32)
+    weighted = tl.zeros([CHANNEL_TILE], tl.float32)
+    for part in range(0, tl.cdiv(tl.load(lengths + token), SPLIT)):
+        index = row * SPLITS + part
+        own_top, own_sum = tl.load(maxima + index), tl.load(sums + index)
+        own = tl.load(parts + index * CHANNELS + channel, mask=is_channel, other=0.0)
+        higher = tl.maximum(top, own_top)
+        shift = tl.where(higher == -float("inf"), 0.0, higher)
+        factor, own_factor = tl.exp(top - shift), tl.exp(own_top - shift)
+        sum_, weighted, top = sum_ * factor + own_sum * own_factor, weighted * factor + own * own_factor, higher
+    result = weighted / tl.where(sum_ == 0.0, 1.0, sum_)
+    tl.store(out + row * CHANNELS + channel, result.to(out.dtype.element_ty), mask=is_channel)
+
+
+class Scores(NamedTuple):
+    """How scores become weights."""
+
+    scale: float
+    softcap: float | None = None  # c of scores c · tanh(score / c)
+    sinks: Tensor | None = None  # [G·R], a score of one more key of each head, whose value is 0
+    window: int | None = None  # keys that a query sees, the last ones; None: all
+
+
+def _launch(
+    query, key, value, table, segments, count: int, scores: Scores, page: int, longest: int, split: int, splits: int,
+    table_row: int = 0,
+):  # fmt: skip
+    """Runs `_attend_part`; returns (outputs [T, G·R, D], log-sums [G·R, T], sums, maxima, weighted values of parts).
+
+    query [T, G·R, D], key and value [rows, G, D], with contiguous channels; `longest`: queries of a segment.
+    """
+    total, heads, channels = query.shape
+    groups = key.shape[1]
+    each = heads // groups
+    head_tile = triton.next_power_of_2(each)
+    queries = max(1, MIN_ROWS // head_tile)
+    out, log_sums = query.new_empty(query.shape), query.new_empty(heads, total, dtype=torch.float32)
+    size = total * heads * splits if splits > 1 else 0
+    sums, maxima = query.new_empty(2, size, dtype=torch.float32)
+    parts = query.new_empty(size, channels, dtype=torch.float32)
+    _attend_part[count, groups, triton.cdiv(longest, queries) * splits](
+        query, key, value, table, segments, scores.sinks, out, log_sums, sums, maxima, parts,
+        query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1), total,
+        scores.scale, scores.softcap or 1.0, scores.window or 0,
+        HEADS=each, HEAD_TILE=head_tile, QUERIES=queries, CHANNELS=channels,
+        CHANNEL_TILE=max(MIN_ROWS, triton.next_power_of_2(channels)), PAGE=page, TILE=TILE_KEYS,
+        SPLIT=split if splits > 1 else 2**30, SPLITS=splits, TABLE_ROW=table_row,
+        HAS_SOFTCAP=scores.softcap is not None, HAS_SINKS=scores.sinks is not None,
+        HAS_WINDOW=scores.window is not None,
+    )  # fmt: skip
+    return out, log_sums, sums, maxima, parts
+
+
+def split_of(longest: int) -> int:
+    """Keys of a part for requests of at most so many keys: whole tiles."""
+    return max(SPLIT_KEYS, triton.cdiv(longest, MAX_SPLITS * TILE_KEYS) * TILE_KEYS)
+
+
+@torch.library.custom_op("megarl::paged_decode", mutates_args=())
+def paged_decode(
+    query: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float, softcap: float | None = None,
+    sinks: Tensor | None = None, window: int | None = None, in_parts: bool = True,
+) -> Tensor:  # fmt: skip
+    """Returns the attention [N, G, R, D] of one token of each request over its keys in the cache.
+
+    Args:
+        query: [N, G, R, D].
+        cache: [blocks, block, G, 2, D] keys and values of a layer.
+        table: [N, P] int32 blocks of each request.
+        lengths: [N] int32 keys that each token sees, its own included; 0: the result is 0.
+        scale, softcap, sinks, window: as in `Scores`.
+        in_parts: divide the keys of long requests into parts; without, the bits are those of `packed_attention`.
+    """
+    count, groups, heads, channels = query.shape
+    block, longest = cache.shape[1], table.shape[1] * cache.shape[1]
+    split = split_of(longest)
+    splits = triton.cdiv(longest, split) if in_parts else 1
+    key, value = cache.flatten(0, 1).unbind(2)
+    scores = Scores(scale, softcap, sinks, window)
+    flat = query.flatten(1, 2)
+    out, _, *parts = _launch(
+        flat, key, value, table, lengths, count, scores, block, 1, split, splits, table_row=table.stride(0)
+    )
+    if splits > 1:
+        tile = triton.next_power_of_2(channels)
+        _join_parts[count, groups * heads](
+            out, *parts, lengths, CHANNELS=channels, CHANNEL_TILE=tile, SPLIT=split, SPLITS=splits
+        )
+    return out.view(query.shape)
+
+
+@paged_decode.register_fake
+def _(query, cache, table, lengths, scale, softcap=None, sinks=None, window=None, in_parts=True):
+    return torch.empty(query.shape, dtype=query.dtype, device=query.device)
+
+
+@torch.library.custom_op("megarl::packed_attention", mutates_args=())
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, rows: Tensor, segments: Tensor, longest: int, scale: float,
+    softcap: float | None = None, sinks: Tensor | None = None, window: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns the attention [T, H, D] of packed queries [T, H, D], and log-sums [H, T] of their softmaxes.
+
+    Args:
+        query: [T, H, D]; key, value: [keys, G, D].
+        rows: [Σ k] int32 rows of the keys of each segment, one segment after another.
+        segments: [4, n] int32: first query, queries, keys, first of `rows`.
+        longest: most queries of a segment.
+        scale, softcap, sinks, window: as in `Scores`.
+    """
+    scores = Scores(scale, softcap, sinks, window)
+    out, log_sums, *_ = _launch(query, key, value, rows, segments, segments.shape[1], scores, 1, longest, 0, 1)
+    return out, log_sums
+
+
+@packed_attention.register_fake
+def _(query, key, value, rows, segments, longest, scale, softcap=None, sinks=None, window=None):
+    log_sums = torch.empty(query.shape[1], query.shape[0], dtype=torch.float32, device=query.device)
+    return torch.empty(query.shape, dtype=query.dtype, device=query.device), log_sums

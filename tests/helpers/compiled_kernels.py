@@ -1,0 +1,136 @@
+"""`python -m tests.helpers.compiled_kernels sizes|orders`: kernels compiled for an H100, without one; prints JSON.
+
+sizes: bytes of code and of shared memory of each. orders: in which order kernels of rollout and training add.
+"""
+
+import json
+import re
+import sys
+
+import triton
+from megatron.core.transformer.custom_layers.batch_invariant_kernels import matmul_kernel_persistent
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from megarl.mcore.kernels.cuda import fixed_tiles, rotate_and_store, row_norm, row_sampling, segment_attention
+
+TENSORS = {
+    "query": "*bf16",
+    "key": "*bf16",
+    "value": "*bf16",
+    "table": "*i32",
+    "segments": "*i32",
+    "sinks": "*bf16",
+    "out": "*bf16",
+    "log_sums": "*fp32",
+}
+PARTS = {"sums": "*fp32", "maxima": "*fp32", "parts": "*fp32"}
+STRIDES = ("query_row", "query_head", "key_row", "key_group", "value_row", "value_group", "total")
+READS = TENSORS | PARTS | dict.fromkeys(STRIDES, "i32") | {"scale": "fp32", "softcap": "fp32", "window": "i32"}
+FLAGS = ("HAS_SOFTCAP", "HAS_SINKS", "HAS_WINDOW")
+SIZES = dict(HEADS=2, HEAD_TILE=2, QUERIES=8, CHANNELS=128, CHANNEL_TILE=128, TILE=64)
+PAGES = {64: dict(PAGE=64, TABLE_ROW=40), 1: dict(PAGE=1, TABLE_ROW=0)}  # of a cache in decode; rows of tokens
+ROW = {
+    "logits": "*bf16",
+    "numbers": "*fp64",
+    "tokens": "*i64",
+    "logprobs": "*fp32",
+    "row_stride": "i64",
+    "temperature": "fp32",
+    "columns": "i32",
+}
+NORM = dict.fromkeys(("x", "out"), "*bf16") | dict.fromkeys(("weight", "bias", "means", "scales"), "*fp32")
+NORM |= {"columns": "i32", "epsilon": "fp32"}
+FP32 = dict.fromkeys(("x", "weight", "bias", "out"), "*fp32")
+FP32 |= dict.fromkeys(("rows", "columns", "inner", "x_row", "weight_row"), "i32")
+PRODUCT = dict.fromkeys(("a_ptr", "b_ptr", "c_ptr", "bias_ptr"), "*bf16") | dict.fromkeys(
+    ("M", "N", "K", "stride_am", "stride_ak", "stride_bk", "stride_bn", "stride_cm", "stride_cn"), "i32"
+)
+PLACES = dict.fromkeys(("heads", "cosines", "sines", "cache"), "*bf16") | {"slots": "*i64"}
+PLACES |= {"token_stride": "i64", "group_stride": "i64"}
+HEADS = dict(QUERIES=4, HEAD_TILE=8, CHANNELS=128, CHANNEL_TILE=128)
+LARGE = dict(A_LARGE=False, B_LARGE=False, C_LARGE=False)
+cases = [
+    (
+        segment_attention._attend_part,
+        READS,
+        SIZES | PAGES[page] | dict(SPLIT=512 if splits > 1 else 2**30, SPLITS=splits) | dict.fromkeys(FLAGS, flag),
+    )
+    for page, splits, flag in ((64, 4, False), (1, 1, False), (64, 1, True))
+]
+JOIN = dict(CHANNELS=128, CHANNEL_TILE=128, SPLIT=512, SPLITS=4)
+cases += [(segment_attention._join_parts, PARTS | {"out": "*bf16", "lengths": "*i32"}, JOIN)]
+cases += [(row_sampling._sample_row, ROW, dict(TILE=row_sampling.TILE, GREEDY=greedy)) for greedy in (False, True)]
+cases += [(row_sampling._logprob_row, ROW, dict(TILE=row_sampling.TILE))]
+cases += [(row_norm._norm_row, NORM, dict(TILE=2048, HAS_MEAN=flag, HAS_BIAS=flag)) for flag in (False, True)]
+cases += [(rotate_and_store._rotate_and_store, PLACES, HEADS | dict(ROTATED=rotated)) for rotated in (0, 64, 128)]
+TILES = dict(ROWS=fixed_tiles.ROWS, COLUMNS=fixed_tiles.COLUMNS, INNER=fixed_tiles.INNER)
+cases += [(fixed_tiles._product_tile, FP32, TILES | dict(HAS_BIAS=True))]
+cases += [
+    (
+        matmul_kernel_persistent,
+        PRODUCT,
+        LARGE | dict(BLOCK_SIZE_M=128, BLOCK_SIZE_N=128, BLOCK_SIZE_K=64, GROUP_SIZE_M=8, NUM_SMS=132, HAS_BIAS=True),
+    )
+]
+
+
+def compiled(function, signature, constants, aligned=()):
+    """`aligned`: arguments that Triton knows to be multiples of 16, as those of a real launch."""
+    names = function.arg_names
+    types = {name: kind for name, kind in signature.items() if name in names} | dict.fromkeys(constants, "constexpr")
+    known = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned if name in types}
+    options = {"num_warps": 8, "num_stages": 3} if function is matmul_kernel_persistent else {}
+    source = ASTSource(function, types, constants, known)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def orders(kernel):
+    """The type and layout of each product, and of each sum or maximum of fp32 numbers over threads, as in the code."""
+    text = kernel.asm["ttgir"]
+    layouts, found, lines = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE)), [], text.split("\n")
+    for number, line in enumerate(lines):
+        if re.search(r'"tt.reduce"|tt.dot |warp_group_dot ', line):
+            types = next(row for row in lines[number:] if "->" in row).split("->")[0]
+            operand = re.findall(r"tensor<[^<>]*(?:<[^<>]*(?:<[^<>]*>)?[^<>]*>)?[^<>]*>", types)[0]
+            found += [re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), operand)] * ("xi32" not in operand)
+    return found
+
+
+def sizes() -> list:
+    """[bytes of code, bytes of shared memory] of each kernel."""
+    kernels = [compiled(*case) for case in cases]
+    return [[len(kernel.asm["cubin"]), kernel.metadata.shared] for kernel in kernels]
+
+
+def sums() -> list:
+    """`orders` of attention by pages of a cache and by rows, and of drawn, greedy and known tokens, aligned or not."""
+    whole = [name for name, kind in READS.items() if kind != "fp32" and name != "segments"]
+    attention = [
+        orders(
+            compiled(
+                segment_attention._attend_part,
+                READS,
+                SIZES | PAGES[page] | dict(SPLIT=2**30, SPLITS=1) | dict.fromkeys(FLAGS, False),
+                aligned,
+            )
+        )
+        for page in PAGES
+        for aligned in (whole, [])
+    ]
+    rows = [
+        [
+            orders(compiled(function, ROW, dict(TILE=row_sampling.TILE) | more, aligned))
+            for function, more in (
+                (row_sampling._sample_row, {"GREEDY": False}),
+                (row_sampling._sample_row, {"GREEDY": True}),
+                (row_sampling._logprob_row, {}),
+            )
+        ]
+        for aligned in (["logits", "row_stride"], [])
+    ]
+    return [attention, rows]
+
+
+if __name__ == "__main__":
+    print(json.dumps(sizes() if sys.argv[1] == "sizes" else sums()))

@@ -1,0 +1,69 @@
+"""Stand-ins on a CPU for the kernels of CUDA devices, in float64: what they compute, one sequence after another."""
+
+import torch
+
+from megarl.algorithms.sampling_settings import SamplingSettings
+from megarl.algorithms.token_sampling import sample_tokens
+from megarl.mcore.attention.backends import varlen
+
+
+def flash(query, key, value, plan, scale):
+    """[T, H, D] of the segments of a `CumulativePlan`."""
+    ends = zip(plan.cu_queries[:-1], plan.cu_queries[1:], plan.cu_keys[:-1], plan.cu_keys[1:], strict=True)
+    parts = [_attend(query[a:b], key[c:d], value[c:d], scale, plan.window) for a, b, c, d in ends]
+    return torch.cat(parts).to(query.dtype)
+
+
+def paged_decode(query, cache, table, lengths, scale, softcap=None, sinks=None, window=None, in_parts=True):
+    """As `kernels.cuda.paged_decode`."""
+    out = torch.zeros(query.shape, dtype=torch.float64)
+    for row, length in enumerate(lengths.tolist()):
+        keys = cache[table[row].long()].flatten(0, 1)[:length].double()
+        if not length:
+            continue
+        scores = torch.einsum("grd,lgd->grl", query[row].double(), keys[:, :, 0]) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if window is not None:
+            scores[..., : max(length - window, 0)] = -torch.inf
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double().view(*query.shape[1:3], 1)], dim=-1)
+        out[row] = torch.einsum("grl,lgd->grd", scores.softmax(-1)[..., :length], keys[:, :, 1])
+    return out.to(query.dtype)
+
+
+def sample_rows(logits, numbers, temperature, columns, greedy=False):
+    """As `kernels.cuda.row_sampling.sample_rows`: (tokens, log-probs)."""
+    logprobs = torch.log_softmax(logits[:, :columns].double() / temperature, -1)
+    tokens = sample_tokens(logits[:, :columns], logprobs.exp(), numbers, SamplingSettings(greedy=greedy))
+    return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1).float()
+
+
+def _attend(query, key, value, scale, window):
+    query, key, value = (x.double().transpose(0, 1) for x in (query, key, value))
+    distance = torch.arange(query.shape[1]).unsqueeze(1) + key.shape[1] - query.shape[1] - torch.arange(key.shape[1])
+    seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, seen, scale=scale, enable_gqa=True)
+    return out.transpose(0, 1)
+
+
+def rotate_and_store(heads, cosines, sines, cache, slots):
+    """As that of `kernels.cuda.rotate_and_store`, in single operators, which also rotate the keys of `heads`."""
+    from megarl.mcore.model.decoder_layer import Rotation
+
+    if cosines is not None:
+        Rotation(cosines, sines).apply_(heads[:, :, :-1])
+    cache.index_copy_(0, slots, heads[:, :, -2:])
+
+
+def use_them():
+    """Makes the backend, the sampler and the layers compute with them, in this process."""
+    from megarl.mcore.config import megatron_flags
+    from megarl.mcore.kernels.cuda import rotate_and_store as rotation
+    from megarl.mcore.kernels.cuda import row_sampling, segment_attention
+
+    megatron_flags._refused_varlen = lambda args: None
+    varlen.flash_kernel = lambda: flash  # type: ignore[assignment]
+    segment_attention.paged_decode = paged_decode  # type: ignore[assignment]
+    rotation.rotate_and_store = rotate_and_store  # type: ignore[assignment]
+    row_sampling.sample_rows = sample_rows

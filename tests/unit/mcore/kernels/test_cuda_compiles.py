@@ -1,0 +1,40 @@
+"""Kernels for CUDA devices compile for an H100, also without one: Triton brings its own assembler.
+
+Compiled kernels of exact rollouts also show in which order they add: by the layouts of their sums over threads.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[4]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton's assembler is for Linux")
+
+
+def printed(what: str, tmp_path):
+    """What `tests.helpers.compiled_kernels` prints."""
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.helpers.compiled_kernels", what]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_every_kernel_compiles_for_an_h100(tmp_path):
+    for size, shared in printed("sizes", tmp_path):
+        assert size > 0 and shared <= 227 * 1024  # bytes of shared memory that a block may use
+
+
+def test_kernels_of_rollout_and_training_add_in_the_same_order(tmp_path):
+    """Attention by pages of a cache and by rows, whatever is aligned; log-probs of drawn and of known tokens."""
+    attention, rows = printed("orders", tmp_path)
+    assert all(found == attention[0] for found in attention) and len(attention[0]) == 4
+    for drawn, greedy, known in rows:
+        layouts = {*drawn, *greedy, *known}
+        assert len(layouts) == 1 and "xf32" in layouts.pop() and len(known) == 2

@@ -1,0 +1,33 @@
+"""Rotation and cache write of CUDA devices, run by Triton's interpreter: the bits of the operators that it replaces."""
+
+import pytest
+import torch
+
+from megarl.mcore.kernels.cuda.rotate_and_store import rotate_and_store
+from megarl.mcore.model.decoder_layer import Rotation
+from tests.helpers import reference_kernels
+
+CASES = {  # G, R, D, rotated channels
+    "all channels": (2, 3, 16, 16),
+    "some channels": (1, 4, 24, 8),
+    "one query head": (2, 1, 16, 16),
+    "not rotated": (2, 2, 16, None),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter cuts numbers to bf16
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_it_has_the_bits_of_single_operators(case, dtype):
+    groups, queries, channels, rotated = case
+    heads = torch.randn(5, groups, queries + 2, channels).to(dtype)
+    tables = None, None
+    if rotated:
+        rotation = Rotation.of(torch.randn(9, 1, 1, rotated), dtype).at(torch.tensor([3, 8, 0, 5, 5]))
+        tables = rotation.tables
+    slots, cache = torch.tensor([7, 0, 3, 11, 2]), torch.randn(12, groups, 2, channels).to(dtype)
+    expected = heads.clone(), cache.clone()
+    reference_kernels.rotate_and_store(expected[0], *tables, expected[1], slots)
+    rotate_and_store(heads, *tables, cache, slots)
+    assert torch.equal(cache, expected[1])
+    assert torch.equal(heads[:, :, :queries], expected[0][:, :, :queries])
+    assert rotated is None or not torch.equal(cache[7, :, 0], heads[0, :, queries])  # the key went there, rotated
