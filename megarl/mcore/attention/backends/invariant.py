@@ -1,0 +1,74 @@
+"""`--attention-backend invariant`: a query has the same bits in rollout and in training. For `--exact-rollout` on CUDA.
+
+Decode steps, prefills and training's forward run one kernel (`kernels.cuda.segment_attention`) with the same tiles and
+the same order of keys. Backward is flash attention's of PyTorch, from the outputs and log-sums of that forward.
+Shapes: as in `sdpa`.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megarl.mcore.attention import cumulative
+from megarl.mcore.attention.backends import varlen
+from megarl.mcore.attention.cumulative import CumulativePlan
+from megarl.mcore.attention.native_attention import softmax_scale
+from megarl.mcore.attention.segments import HostPlan, Segments
+
+plan_cache_reads, reads_of_table = varlen.plan_cache_reads, varlen.reads_of_table
+
+
+def plan_attention(segments: Segments, is_whole: bool, window: int | None) -> HostPlan:
+    """Plans a `CumulativePlan` with rows; arguments as of `cumulative.plan_attention`."""
+    return cumulative.plan_attention(segments, False, window)
+
+
+class _Attention(torch.autograd.Function):
+    """query [T, H, D], key and value [keys, G, D] of the plan's rows -> [T, H, D]."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, plan: CumulativePlan, scale: float):
+        rows = torch.arange(len(key), dtype=torch.int32, device=key.device)
+        out, log_sums = _attend(query, key, value, rows, plan, scale)
+        ctx.save_for_backward(query, key, value, out, log_sums, plan.cu_queries, plan.cu_keys)
+        ctx.plan, ctx.scale = plan, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        query, key, value, out, log_sums, *lengths = ctx.saved_tensors
+        window = -1 if ctx.plan.window is None else ctx.plan.window - 1
+        random = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none of
+        grads = torch.ops.aten._flash_attention_backward(
+            grad.contiguous(), query, key, value, out, log_sums, *lengths, ctx.plan.longest_query, ctx.plan.longest_key,
+            0.0, True, random, query.new_empty(0), scale=ctx.scale, window_size_left=window, window_size_right=0,
+        )  # fmt: skip
+        return *grads, None, None
+
+
+def _attend(query, key, value, rows: Tensor, plan: CumulativePlan, scale: float) -> tuple[Tensor, Tensor]:
+    """Outputs [T, H, D] and log-sums [H, T]; `rows` [Σ k] int32: of key and value, by segment."""
+    from megarl.mcore.kernels.cuda.segment_attention import packed_attention  # needs Triton
+
+    queries, keys = plan.cu_queries, plan.cu_keys
+    segments = torch.stack([queries[:-1], queries.diff(), keys.diff(), keys[:-1]])
+    return packed_attention(query, key, value, rows, segments, plan.longest_query, scale, window=plan.window)
+
+
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, plan: CumulativePlan, scale: float | None) -> Tensor:
+    """As that of `sdpa`. Gradients of keys that several segments read are added in a fixed order."""
+    return _Attention.apply(query, key[plan.rows], value[plan.rows], plan, softmax_scale(query.shape[-1], scale))
+
+
+class InvariantPagedAttention(varlen.VarlenPagedAttention):
+    """Attention over the paged cache, by the kernel of training."""
+
+    in_parts = False
+
+    def _prefill(self, query: Tensor, cache: Tensor, plan: CumulativePlan, scale: float) -> Tensor:
+        key, value = cache.flatten(0, 1).unbind(2)
+        return _attend(query, key, value, plan.rows.int(), plan, scale)[0]
+
+
+PagedAttention = InvariantPagedAttention  # the name of a backend's

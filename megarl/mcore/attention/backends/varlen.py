@@ -1,0 +1,181 @@
+"""`--attention-backend varlen`: flash attention over packed sequences, and paged decode in one launch. For CUDA.
+
+Training and prefills: one call for all segments, without padding, of flash-attn where it is installed, else of
+`torch.nn.attention.varlen`. Decode steps: a kernel of megarl's own (`kernels.cuda.segment_attention`). For models in 16
+bits, as these kernels want; `sdpa` computes others.
+Shapes: as in `sdpa`.
+"""
+
+import functools
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from megarl.mcore import device
+from megarl.mcore.attention import cumulative
+from megarl.mcore.attention.buckets import bucket_of
+from megarl.mcore.attention.cumulative import CumulativePlan, cumulative_lengths, plan_attention  # noqa: F401
+from megarl.mcore.attention.native_attention import softmax_scale
+
+Kernel = Callable[..., Tensor]
+TOKENS, KEYS = 64, 256  # a call for prompts has multiples of them
+
+
+@functools.cache
+def flash_kernel() -> Kernel:
+    """Attention `(query, key, value, plan, scale)` [T, H, D] of the segments of a `CumulativePlan`."""
+    if importlib.util.find_spec("flash_attn") is not None:
+        return _of_flash_attn(importlib.import_module("flash_attn").flash_attn_varlen_func)
+    return _of_torch(importlib.import_module("torch.nn.attention.varlen").varlen_attn)
+
+
+def _of_flash_attn(function: Callable) -> Kernel:
+    def attend(query, key, value, plan: CumulativePlan, scale: float) -> Tensor:
+        return function(
+            query, key, value, plan.cu_queries, plan.cu_keys, plan.longest_query, plan.longest_key,
+            softmax_scale=scale, causal=True, window_size=_window(plan, 0),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )  # fmt: skip
+
+    return attend
+
+
+def _of_torch(function: Callable) -> Kernel:
+    parameters = inspect.signature(function).parameters
+    # One part of the keys at a time: a token's result then does not depend on what else is in the call. It also keeps
+    # torch from cuDNN, which makes a plan for every new shape.
+    options = {name: value for name, value in (("enable_gqa", True), ("num_splits", 1)) if name in parameters}
+
+    def attend(query, key, value, plan: CumulativePlan, scale: float) -> Tensor:
+        if "enable_gqa" not in options:
+            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+        lengths = plan.cu_queries, plan.cu_keys, plan.longest_query, plan.longest_key
+        return function(query, key, value, *lengths, scale=scale, window_size=_window(plan, 0), **options)
+
+    return attend
+
+
+def _window(plan: CumulativePlan, right: int) -> tuple[int, int]:
+    """Keys to the left and to the right of a query that it sees; −1: all."""
+    return (-1 if plan.window is None else plan.window - 1), right
+
+
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, plan: CumulativePlan, scale: float | None) -> Tensor:
+    """As that of `sdpa`. Gradients of keys that several segments read are added in a fixed order."""
+    if plan.rows is not None:
+        key, value = key[plan.rows], value[plan.rows]
+    return flash_kernel()(query, key, value, plan, softmax_scale(query.shape[-1], scale))
+
+
+class DecodeTable(NamedTuple):
+    """The decodes of a step, and rows of padding that read nothing."""
+
+    tokens: Tensor | None  # [n] indices of their tokens in the step, without padding; None: 0 … n − 1, the whole step
+    pages: Tensor  # [n', P] int32 cache blocks
+    lengths: Tensor  # [n'] int32 keys that each token sees
+
+
+@dataclass(frozen=True)
+class TableReads:
+    """The cache reads of a step, the same for all layers."""
+
+    decodes: DecodeTable | None
+    prefills: CumulativePlan | None
+    prefill_tokens: Tensor | None  # int64 indices of their tokens in the step
+    window: int | None
+    total: int  # T
+
+
+def plan_cache_reads(
+    queries: Tensor, keys: Tensor, pages: Tensor, total: int, cache: Tensor, window: int | None = None,
+    token_bytes: int | None = None,
+) -> TableReads:  # fmt: skip
+    """As that of `sdpa`."""
+    first, is_decode = queries.cumsum(0) - queries, queries == 1
+    decodes, prompts = is_decode.nonzero().flatten(), (~is_decode).nonzero().flatten()
+    arrays, build = [first[decodes].numpy(), *_padded(keys[decodes], pages[decodes])], None
+    if len(prompts):
+        counts, lengths, blocks = (x[prompts].numpy() for x in (queries, keys, pages))
+        packed, build = _plan_prompts(counts, lengths, blocks, cache.shape[1], window)
+        segment, position = cumulative.expanded(counts)
+        arrays += [first[prompts].numpy()[segment] + position, *packed]
+    tokens, lengths, table, *sent = device.to_device(arrays)
+    table = DecodeTable(tokens if len(tokens) < total else None, table.int(), lengths.int())
+    prefills, places = (build(sent[1:]), sent[0]) if build else (None, None)
+    return TableReads(table if len(decodes) else None, prefills, places, window, total)
+
+
+def _padded(keys: Tensor, pages: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Keys [n] and pages [n, P] of decodes with rows of padding after them, up to a bucket."""
+    padding = bucket_of(len(keys)) - len(keys)
+    return np.pad(keys.numpy(), (0, padding)), np.pad(pages.numpy(), ((0, padding), (0, 0)))
+
+
+def _plan_prompts(queries: np.ndarray, keys: np.ndarray, pages: np.ndarray, block: int, window: int | None):
+    """The arrays and the builder of a `CumulativePlan` of prompts: queries and keys [n] of each, its pages [n, P].
+
+    A segment of padding after them, which reads the cache's first rows, rounds up the sizes of the call.
+    """
+    segment, position = cumulative.expanded(keys)
+    rows = pages[segment, position // block] * block + position % block
+    padding = TOKENS - queries.sum() % TOKENS
+    unread = padding + -(len(rows) + padding) % KEYS
+    queries, keys = np.append(queries, padding), np.append(keys, unread)
+    arrays = [cumulative_lengths(queries), cumulative_lengths(keys), np.pad(rows, (0, unread))]
+    return arrays, cumulative.builder(queries, keys, window)
+
+
+def reads_of_table(blocks: Tensor, lengths: Tensor, window: int | None) -> TableReads:
+    """The reads of a decode step on the device: blocks [B, P] int32 and keys [B] int32 of each row."""
+    return TableReads(DecodeTable(None, blocks, lengths), None, None, window, len(lengths))
+
+
+def _filled(rows: Tensor, count: int) -> Tensor:
+    """[n, …] -> [count, …], with zeros after the n-th."""
+    return pad(rows, (0, 0) * (rows.dim() - 1) + (0, count - len(rows))) if count > len(rows) else rows
+
+
+class VarlenPagedAttention:
+    """Attention over the paged cache."""
+
+    in_parts = True  # whether decodes divide long requests' keys into parts
+
+    def __call__(self, query: Tensor, cache: Tensor, reads: TableReads, scale: float | None = None, **options):
+        """query [T, G, R, D] and a layer's cache [blocks, block, G, 2, D] with the new keys -> [T, G·R·D]."""
+        scale, decodes = softmax_scale(query.shape[-1], scale), reads.decodes
+        if decodes is not None and decodes.tokens is None:
+            own = _filled(query, len(decodes.lengths))
+            return self._decode(own, cache, decodes, scale, reads.window)[: reads.total].flatten(1)
+        result = query.new_zeros(query.shape)
+        if decodes is not None:
+            own = _filled(query[decodes.tokens], len(decodes.lengths))
+            out = self._decode(own, cache, decodes, scale, reads.window)
+            result[decodes.tokens] = out[: len(decodes.tokens)]
+        if reads.prefills is not None:
+            places = reads.prefill_tokens
+            own = _filled(query[places], len(places) // TOKENS * TOKENS + TOKENS)
+            out = self._prefill(own.flatten(1, 2), cache, reads.prefills, scale)
+            result[places] = out[: len(places)].view(-1, *query.shape[1:])
+        return result.flatten(1)
+
+    def _prefill(self, query: Tensor, cache: Tensor, plan: CumulativePlan, scale: float) -> Tensor:
+        """query [T, H, D] of prompts -> [T, H, D]."""
+        key, value = cache.flatten(0, 1)[plan.rows].unbind(2)
+        return flash_kernel()(query, key, value, plan, scale)
+
+    def _decode(self, query: Tensor, cache: Tensor, reads: DecodeTable, scale: float, window: int | None) -> Tensor:
+        """query [n, G, R, D] of decoded tokens -> [n, G, R, D]."""
+        from megarl.mcore.kernels.cuda.segment_attention import paged_decode  # needs Triton
+
+        return paged_decode(query, cache, reads.pages, reads.lengths, scale, window=window, in_parts=self.in_parts)
+
+
+PagedAttention = VarlenPagedAttention  # the name of a backend's
