@@ -1,9 +1,11 @@
-"""The MoE layer with a direct path on a CPU, for experts that are plain SwiGLU MLPs.
+"""The MoE layer with a direct path for experts that are plain SwiGLU MLPs.
 
-Megatron's dispatcher and experts run about 100 small operators per layer besides the products with weights, more than a
-decode step's products take. The direct path groups a layer's (token, expert) pairs by expert once, runs each expert's
-two products, and sums the k results of a token in ascending order of the experts, as Megatron does: with the same bits,
-in rollout and training. With expert parallelism, rows travel with their gates in one message.
+Megarl's direct path replaces Megatron's dispatcher and experts, which run about 100 small operators per layer besides
+the products with weights, more than a decode step's products take. It groups a layer's (token, expert) pairs by expert
+once, runs the experts' products, and sums the k results of a token in ascending order of the experts: on a CPU with the
+bits of Megatron's path, in rollout and training. Megatron adds them by atomics on CUDA, in no fixed order.
+On CUDA `--moe-grouped-gemm` computes all experts of a layer in one grouped product (`kernels.stacked_swiglu`); else
+each has a product of its own. With expert parallelism, rows travel with their gates in one message.
 """
 
 import torch
@@ -15,6 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from megarl.mcore import device
 from megarl.mcore.kernels.grouped_swiglu import grouped_swiglu
+from megarl.mcore.kernels.linear import forward_product
+from megarl.mcore.kernels.stacked_swiglu import stack_, stacked_swiglu
 from megarl.mcore.kernels.swiglu_mlp import is_plain_swiglu
 
 
@@ -27,7 +31,12 @@ class MixtureLayer(MoELayer):
         is_plain = is_plain_swiglu(c) and not c.moe_apply_probs_on_input
         is_supported = self.experts.tp_group.size() == 1 and not c.moe_latent_size and not self.shared_expert_overlap
         is_supported = is_supported and (self._ep_size == 1 or c.moe_token_dispatcher_type == "alltoall")
-        self._is_direct = is_plain and is_supported and not device.has_cuda()
+        self._is_direct = is_plain and is_supported
+        self._is_grouped = c.moe_grouped_gemm and is_plain and device.has_cuda()
+        if self._is_grouped:
+            experts = self.experts.local_experts
+            stack_([expert.linear_fc1.weight for expert in experts])
+            stack_([expert.linear_fc2.weight for expert in experts])
 
     def forward(self, hidden_states: Tensor, intermediate_tensors=None, padding_mask=None):
         """Hidden states [T, 1, H] of this rank's tokens -> output of that shape, and no bias."""
@@ -43,12 +52,18 @@ class MixtureLayer(MoELayer):
         expert = self.experts.local_experts[0]
         return any("_forward_impl" in vars(layer) for layer in (expert.linear_fc1, expert.linear_fc2))
 
+    @property
+    def reads_host(self) -> bool:
+        """Whether the host must know how many rows each expert has."""
+        return not (self._is_direct and self._is_grouped and self._ep_size == 1) or self._has_factors
+
     def _mix(self, hidden_states: Tensor) -> Tensor:
         shared = self.shared_experts_compute(hidden_states)
         probs, routing_map = self.router(hidden_states)
         hidden = hidden_states.view(-1, hidden_states.shape[-1])
-        # [E, T] flattened: pairs by expert, those of an expert by token.
-        pairs = routing_map.t().reshape(-1).nonzero().squeeze(1)
+        # [E, T] flattened: pairs by expert, those of an expert by token. Their number need not be read from a device.
+        size = len(hidden) * self.config.moe_router_topk
+        pairs = torch.nonzero_static(routing_map.t().reshape(-1), size=size).squeeze(1)
         tokens = pairs.remainder(len(hidden))
         order = tokens.argsort(stable=True)  # by token, those of a token by expert
         gates, rows = probs.t().reshape(-1).index_select(0, pairs), _spread(hidden, tokens, order)
@@ -60,7 +75,9 @@ class MixtureLayer(MoELayer):
     def _compute(self, rows: Tensor, gates: Tensor, counts: Tensor) -> Tensor:
         experts = self.experts.local_experts
         weights = [expert.linear_fc1.weight for expert in experts], [expert.linear_fc2.weight for expert in experts]
-        return grouped_swiglu(rows, gates, counts.tolist(), *weights)
+        if self._is_grouped:
+            return stacked_swiglu(rows, gates, counts, *weights)
+        return grouped_swiglu(rows, gates, counts.tolist(), *weights, forward_product(self.config))
 
     def _exchange_and_compute(self, rows: Tensor, gates: Tensor, counts: Tensor) -> Tensor:
         """`_compute` of rows [P, H] of experts on all expert-parallel ranks; `counts` [E]: of this rank's rows."""
@@ -73,7 +90,8 @@ class MixtureLayer(MoELayer):
         # Received by rank, then expert; wanted by expert, then rank.
         starts = received.flatten().cumsum(0).sub_(received.flatten()).view_as(received).t().flatten()
         sizes = received.t().flatten()
-        by_expert = torch.repeat_interleave(starts - (sizes.cumsum(0) - sizes), sizes) + torch.arange(len(gated))
+        shifts = torch.repeat_interleave(starts - (sizes.cumsum(0) - sizes), sizes, output_size=len(gated))
+        by_expert = shifts + torch.arange(len(gated), device=gated.device)
         by_rank = by_expert.argsort()
         gated = _permute(gated, by_expert, by_rank)
         output = self._compute(gated[:, :-1].to(rows.dtype), gated[:, -1].to(gates.dtype), received.sum(0))

@@ -1,0 +1,84 @@
+"""The MLPs of several experts as grouped matrix products: one kernel for all, whose rows the host need not know.
+
+For CUDA devices in bf16. The experts' weights are parameters of their own, as checkpoints name them. Gradient buffers
+and `stack_` lay them out at equal distances, so that a view of their memory is the stack that the kernel wants.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import grouped_mm
+
+from megarl.mcore.kernels.grouped_swiglu import activation_gradients
+from megarl.mcore.kernels.swiglu_mlp import swiglu
+
+
+def stack_of(weights: Sequence[Tensor]) -> Tensor:
+    """[E, N, K] of E weights [N, K]: a view if they lie at equal distances in ascending order, else a copy."""
+    first, starts = weights[0].detach(), [weight.storage_offset() for weight in weights]
+    distances = {after - before for before, after in itertools.pairwise(starts)}
+    storages = {weight.untyped_storage().data_ptr() for weight in weights}
+    distance = next(iter(distances), first.numel())
+    if len(storages) > 1 or len(distances) > 1 or distance < first.numel():
+        return torch.stack([weight.detach() for weight in weights])
+    return first.as_strided((len(weights), *first.shape), (distance, *first.stride()))
+
+
+def stack_(weights: Sequence[torch.nn.Parameter]):
+    """Moves weights of one shape into one piece of memory, one after another."""
+    for weight, part in zip(weights, torch.stack([weight.detach() for weight in weights]), strict=True):
+        weight.data = part
+
+
+def stacked_swiglu(
+    x: Tensor, gates: Tensor, counts: Tensor, first: Sequence[Tensor], second: Sequence[Tensor]
+) -> Tensor:
+    """As `grouped_swiglu`, with the rows of each expert `counts` [E] on the device; reads nothing on the host."""
+    ends = counts.cumsum(0).int()
+    if torch.is_grad_enabled():
+        return _StackedSwiGLU.apply(x, gates, ends, *first, *second)
+    gated = swiglu(_forward(x, first, ends)).mul_(gates.unsqueeze(1))
+    return _forward(gated, second, ends)
+
+
+def _forward(rows: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
+    """Rows [P, K] of experts that end at `ends` [E], and weights [N, K] -> [P, N]."""
+    return grouped_mm(rows, stack_of(weights).transpose(1, 2), offs=ends)
+
+
+def _input_gradient(grad: Tensor, weights: Sequence[Tensor], ends: Tensor) -> Tensor:
+    """Gradient [P, N] of the outputs -> [P, K] of the rows."""
+    return grouped_mm(grad, stack_of(weights), offs=ends)
+
+
+def _weight_gradients(grad: Tensor, rows: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
+    """Gradient [P, N] of the outputs, rows [P, K] -> [N, K] of each expert; 0 without rows."""
+    return grouped_mm(grad.t(), rows, offs=ends).unbind()
+
+
+class _StackedSwiGLU(torch.autograd.Function):
+    """Saves the rows, the first products and the gates; backward computes the activations again."""
+
+    @staticmethod
+    def forward(ctx, x, gates, ends, *weights):
+        experts = len(ends)
+        both = _forward(x, weights[:experts], ends)
+        ctx.save_for_backward(x, gates, ends, both, *weights)
+        return _forward(swiglu(both).mul_(gates.unsqueeze(1)), weights[experts:], ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, gates, ends, both, *weights = ctx.saved_tensors
+        experts, grad = len(ends), grad.contiguous()
+        first, second = weights[:experts], weights[experts:]
+        grad_both, grad_gates, gated = activation_gradients(
+            _input_gradient(grad, second, ends), both, gates.unsqueeze(1)
+        )
+        is_needed, none = (ctx.needs_input_grad[3], ctx.needs_input_grad[-1]), (None,) * experts
+        grad_first = _weight_gradients(grad_both, x, ends) if is_needed[0] else none
+        grad_second = _weight_gradients(grad, gated, ends) if is_needed[1] else none
+        return _input_gradient(grad_both, first, ends), grad_gates, None, *grad_first, *grad_second
