@@ -101,7 +101,7 @@ def _add(context, added: list[_Fitting]):
     tokens = slice(c.active_token_count, c.active_token_count + len(rows))
     c.token_to_pos_ids[tokens] = c.token_to_position_in_request[tokens] = positions
     read = [one.request.remaining_prompt_tokens[one.skipped :] for one in added]
-    c.token_to_input_ids[tokens] = torch.cat(read).cpu()
+    c.token_to_input_ids[tokens] = torch.cat(read)
     c.token_to_request_idx[tokens] = rows.to(c.token_to_request_idx.dtype)
     c.token_to_block_idx[tokens] = c.request_to_kv_block_ids[rows, positions // size].to(c.token_to_block_idx.dtype)
     c.token_to_local_position_within_kv_block[tokens] = positions % size

@@ -4,18 +4,37 @@ Most steps of a rollout are such steps: no request joins or ends. Megatron's ste
 an event loop, per-request metadata and tensors of changes. With small layers, that takes a sixth of the step's time.
 """
 
+import torch
+from megatron.core.inference.inference_request import DynamicInferenceRequest
+from megatron.core.inference.utils import InferenceMode
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from torch import Tensor
 
 from megarl.mcore.absent import TRACKERS, absent
 from megarl.mcore.inference import admission
+from megarl.mcore.inference.device_decode import DeviceDecode
 from megarl.observe import activity
 
 with absent(*TRACKERS):
-    from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
+    from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine, EngineState
 
 
 class DecodeLoopEngine(DynamicInferenceEngine):
     """Generates the same tokens, log-probs and routes as Megatron's engine, to the last bit."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.device_decode = DeviceDecode(self)
+
+    def add_request(self, request_id: int, prompt: list[int], sampling_params=None):
+        """Same as Megatron's, but the prompt stays in the host's memory, where steps are planned: each later look at it
+        would wait for the device."""
+        c, tokens = self.context, torch.tensor(prompt, dtype=torch.int64)
+        request = DynamicInferenceRequest(
+            request_id=request_id, prompt_tokens=tokens, sampling_params=sampling_params,
+            block_size_tokens=c.block_size_tokens, enable_prefix_caching=c.enable_prefix_caching,
+        )  # fmt: skip
+        return self._add_request(request)
 
     # Requests of the previous step, in the context's order, while steps only decode.
     _decoding_requests: list | None = None
@@ -26,16 +45,10 @@ class DecodeLoopEngine(DynamicInferenceEngine):
         if not self._only_decodes:
             self._decoding_requests = None
             return super().step_modern()
-        c, sampling = self.context, self.controller._sampling
-        c.initialize_attention_state()
-        ids, positions = c.current_input_and_position_ids()
-        inputs = {"tokens": ids, "position_ids": positions, "attention_mask": None}
-        logits = self._forward(inputs)
-        count = c.total_request_count
-        output = self.controller._sampled_tokens_cuda[:count]
-        sampled = sampling.sample_kernel(logits.squeeze(0), count, c, output=output)
-        logprobs, tokens = sampling.log_probs(sampled).tolist(), sampled.cpu()
+        c = self.context
+        tokens, logprobs = self.device_decode.run() if self.device_decode.computes() else self._decode()
         if not c.advance_decode(tokens):
+            self.controller._sampled_tokens_cuda[: len(tokens)] = tokens
             return self._finish_step(logprobs)
         self._decoding_requests = self._requests_in_cache()
         for request, token, logprob in zip(self._decoding_requests, tokens.tolist(), logprobs, strict=True):
@@ -43,20 +56,50 @@ class DecodeLoopEngine(DynamicInferenceEngine):
             request.generated_log_probs.append(logprob)
         return {"finished_request_records": []}
 
+    def _decode(self) -> tuple[Tensor, list[float]]:
+        """Returns the tokens [n] on the host that a step draws, and their log-probs. The host plans the step."""
+        c, sampling, count = self.context, self.controller._sampling, self.context.total_request_count
+        c.initialize_attention_state()
+        ids, positions = c.current_input_and_position_ids()
+        logits = self._forward({"tokens": ids, "position_ids": positions, "attention_mask": None})
+        output = self.controller._sampled_tokens_cuda[:count]
+        sampled = sampling.sample_kernel(logits.squeeze(0), count, c, output=output)
+        return sampled.cpu(), sampling.log_probs(sampled).tolist()
+
     def _requests_in_cache(self) -> list:
         """Returns the requests of a step in which every one decodes, in the context's order."""
         ids = self.context.request_ids[: self.context.total_request_count]
         return self._decoding_requests or [self.get_request(number) for number in ids.tolist()]
 
-    def _forward(self, inputs: dict):
-        """Returns logits [1, N, V]; keeps the step's routes if they are recorded."""
+    def forward(self, inputs: dict) -> Tensor:
+        """Returns logits [1, N, V]; the routers keep the step's routes if they are recorded."""
         wrapper = self.controller.inference_wrapped_model
-        if not wrapper.config.moe_enable_routing_replay:
-            return wrapper.forward_pass_without_pipeline_parallel(inputs)
-        RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
-        logits = wrapper.forward_pass_without_pipeline_parallel(inputs)
-        self.context.kv_block_allocator.store_routing_per_block(self.controller._router_record_bookkeeping())
+        if wrapper.config.moe_enable_routing_replay:
+            RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
+        return wrapper.forward_pass_without_pipeline_parallel(inputs)
+
+    def _forward(self, inputs: dict) -> Tensor:
+        """As `forward`; copies recorded routes to the host."""
+        logits = self.forward(inputs)
+        if self.controller.inference_wrapped_model.config.moe_enable_routing_replay:
+            self.context.kv_block_allocator.store_routing_per_block(self.controller._router_record_bookkeeping())
         return logits
+
+    def suspend(self):
+        """Ends steps until `resume`. The cache stays where it is, and requests are the session's.
+
+        Megatron's own waits for the device to measure the memory that it frees: also for sends to other roles, which
+        may wait for their receivers.
+        """
+        InferenceMode.unset_active()
+        self.context.deallocate_inference_state_buffers()  # a mark, because the cache persists
+        self.state = EngineState.SUSPENDED
+
+    def resume(self):
+        """Allows steps again, without waiting for the device."""
+        InferenceMode.set_active()
+        self.context.reinitialize_inference_state_buffers()
+        self.state = EngineState.RUNNING
 
     def schedule_non_chunked_prefill(self):
         """Adds the waiting requests that fit to the next step."""

@@ -28,11 +28,12 @@ from megarl.mcore.inference.recorded_routes import attach_routes
 from megarl.mcore.inference.reusable_blocks import PrefillCounts
 from megarl.mcore.inference.session import GenerationSession
 from megarl.mcore.inference.speculative_decode import DecodeCounts, SpeculativeEngine
-from megarl.mcore.kernels.batch_invariance import MIN_ROWS
+from megarl.mcore.kernels.batch_invariance import MIN_ROWS, is_exact
 from megarl.mcore.kernels.linear import prepacked_weights
 from megarl.mcore.memory.offload import KVCacheInGradBuffer
 from megarl.mcore.moe.router import moe_layers_of
 
+BLOCK_TOKENS = 64 if device.has_cuda() else 16  # of the KV cache; prompts share whole blocks
 POLL_STEPS = 16  # engine steps between two calls of `response_limit`
 _NONE, _WAITING, _RUNNING = 0, 1, 2  # what a replica has left: nothing, requests that will come, or that run
 
@@ -99,7 +100,7 @@ class RolloutEngine:
         max_requests = max(max_requests, MIN_ROWS)
         min_tokens = max_requests + tp_size if chunked_prefill else max(max_length, max_requests + tp_size)
         config = InferenceConfig(
-            block_size_tokens=256 if device.has_cuda() else 16,
+            block_size_tokens=BLOCK_TOKENS,
             buffer_size_gb=buffer_gb,
             max_requests=-(-max_requests // tp_size) * tp_size,
             max_tokens=max(step_tokens, min_tokens),
@@ -131,7 +132,8 @@ class RolloutEngine:
         self.context = context_of(model.config, config, cache_in_grad_buffer and cache_in_grad_buffer.memory)
         attach_routes(self.context, self.layers, model.config, pg_collection.tp)
         wrapper = GPTInferenceWrapper(model, self.context)
-        self.sampling = KeyedSampling(vocab_size, tp_size, model.config.final_logit_softcapping)
+        softcap = model.config.final_logit_softcapping
+        self.sampling = KeyedSampling(vocab_size, tp_size, softcap, is_exact(model.config))
         self.controller = controller = EndTokensController(wrapper, None)
         controller._sampling = self.sampling
         was_training = model.training
@@ -229,6 +231,7 @@ class RolloutEngine:
         self.engine.resume()
         try:
             with self._cache_present(), prepacked_weights(self.model):
+                self.engine.device_decode.begin()
                 yield GenerationSession(self, EndTokens(end_ids), settings, routes)
         finally:
             self.engine.suspend()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megarl.algorithms.counter_rng import uniforms
 from megarl.algorithms.sampling_settings import SamplingSettings
-from megarl.algorithms.token_sampling import sample_tokens
+from megarl.algorithms.token_sampling import sample_tokens, sample_tokens_by_integers
 from megarl.generation import GenerationRequest, TopLogprobs
 from megarl.mcore.kernels import native
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
@@ -18,9 +18,9 @@ from megarl.mcore.kernels.vocab_parallel_logprobs import GatheredPolicy, softcap
 class KeyedSampling(Sampling):
     """Samples the token at each position of a request with one number of the request's random stream."""
 
-    def __init__(self, vocab_size: int, tensor_ranks: int, softcap: float | None = None):
-        """`softcap`: as in `head_scores`."""
-        self.vocab_size, self.tensor_ranks, self.softcap = vocab_size, tensor_ranks, softcap
+    def __init__(self, vocab_size: int, tensor_ranks: int, softcap: float | None = None, is_exact: bool = False):
+        """`softcap`, `is_exact`: as in `head_scores`."""
+        self.vocab_size, self.tensor_ranks, self.softcap, self._is_exact = vocab_size, tensor_ranks, softcap, is_exact
         self.settings = SamplingSettings()  # of requests without own ones
         self.keys = torch.zeros(0, dtype=torch.int64)  # by request id
         self._top_logprobs: dict[int, dict[int, TopLogprobs]] = {}  # request id -> position -> of the token there
@@ -68,13 +68,40 @@ class KeyedSampling(Sampling):
             self._keep_top_logprobs(rows, request_ids.tolist(), positions.tolist())
         return tokens if output is None else output.copy_(tokens)
 
+    @property
+    def needs_host(self) -> bool:
+        """Whether `sample_on_device` does not compute what some request wants."""
+        return bool(self._own or self._top_counts) or self.settings.is_restricted
+
+    def sample_on_device(self, logits: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns tokens and log-probs [n] of logits [n, V] on their device, without waiting for it."""
+        if self.softcap is not None:
+            logits = softcap_(logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True), self.softcap)
+        return self._sample_rows(logits, numbers, self.settings)
+
+    def _sample_rows(self, logits: Tensor, numbers: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
+        from megarl.mcore.kernels.cuda.row_sampling import sample_rows  # needs Triton
+
+        return sample_rows(logits, numbers, settings.temperature, self.vocab_size, settings.greedy)
+
+    def _row_logprobs(self, logits: Tensor, tokens: Tensor, settings: SamplingSettings) -> Tensor:
+        from megarl.mcore.kernels.cuda.row_sampling import row_logprobs  # needs Triton
+
+        return row_logprobs(logits, tokens, settings.temperature, self.vocab_size)
+
     def _sample(self, logits: Tensor, numbers: Tensor, settings: SamplingSettings) -> Tensor:
         """Returns tokens [n] of logits [n, V] under the same settings."""
+        if self._is_exact and not settings.is_restricted:
+            tokens, self._log_probs = self._sample_rows(logits, numbers.to(logits.device), settings)
+            return tokens
         if native.computes(logits) and not settings.is_restricted:
             return self._sample_natively(logits.contiguous(), numbers, settings)
         self._policy = GatheredPolicy(logits, settings.temperature, self.vocab_size, self.tensor_ranks)
         self._log_probs = None
-        return self._tokens(logits[:, : self.vocab_size], numbers, settings)
+        tokens = self._tokens(logits[:, : self.vocab_size], numbers, settings)
+        if self._is_exact:
+            self._log_probs = self._row_logprobs(logits, tokens, settings)
+        return tokens
 
     def _sample_by_settings(self, logits: Tensor, numbers: Tensor, request_ids: list[int]) -> Tensor:
         """Returns tokens [n] of requests with settings of their own; a row's result does not depend on other rows."""
@@ -107,15 +134,9 @@ class KeyedSampling(Sampling):
         return tokens
 
     def _tokens(self, logits: Tensor, numbers: Tensor, settings: SamplingSettings) -> Tensor:
-        """Returns tokens [n] of logits [n, V], on their device; `numbers` [n] are the host's.
-
-        A deterministic run samples on the host: torch has no deterministic cumulative sum of floating-point numbers
-        for CUDA and refuses the other one.
-        """
-        is_refused = logits.device.type == "cuda" and torch.are_deterministic_algorithms_enabled()
-        place = torch.device("cpu") if is_refused and not settings.greedy else logits.device
-        weights = self._policy.weights.to(place)
-        return sample_tokens(logits, weights, numbers.to(place), settings).to(logits.device)
+        """Returns tokens [n] of logits [n, V], on their device; `numbers` [n] are the host's."""
+        sample = sample_tokens_by_integers if logits.device.type == "cuda" else sample_tokens
+        return sample(logits, self._policy.weights, numbers.to(logits.device), settings)
 
     def _keep_top_logprobs(self, logits: Tensor, request_ids: list[int], positions: list[int]):
         """Keeps the most likely tokens of rows whose requests want them."""

@@ -1,12 +1,15 @@
 """State of the rollout engine between and within steps: its requests, their KV cache, and the step's plan."""
 
+import contextlib
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megarl.mcore import device
@@ -17,6 +20,9 @@ from megarl.mcore.inference.draft_rows import DraftRows
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.model import rotary
 from megarl.mcore.model.decoder_layer import Rotation, StepPlan
+
+if TYPE_CHECKING:
+    from megarl.mcore.inference.device_decode import DeviceStep
 
 
 class PagedContext(DynamicInferenceContext):
@@ -40,6 +46,8 @@ class PagedContext(DynamicInferenceContext):
         self._token_bytes: int | None = None  # of a token's keys and values when they are read; None: as in the cache
         super().__init__(self._cache_config(model_config), inference_config)
         self._is_coupled = dist.get_world_size(inference_config.pg_collection.ep) > 1
+        self._tensor_group = inference_config.pg_collection.tp
+        self._device_step: DeviceStep | None = None  # the step, if the device plans it
         # Sequence parallelism needs the step's full number of rows, so duplicate prompts are not skipped.
         self._may_share = not model_config.sequence_parallel
 
@@ -67,6 +75,8 @@ class PagedContext(DynamicInferenceContext):
 
     def plan(self, frequencies: Tensor | None) -> StepPlan:
         """Returns the step's plan, built at its first layer; `frequencies`: rotary ones, of all positions, or None."""
+        if self._plan is None and self._device_step is not None:
+            self._plan = self._plan_on_device(self._device_step, frequencies)
         if self._plan is None:
             tokens = slice(self.padded_active_token_count)
             view = self.gpu_view
@@ -76,22 +86,58 @@ class PagedContext(DynamicInferenceContext):
             dedup = dedup and PrefillDedup(*(x.to(slot_mapping.device) for x in dedup))
             positions = view.token_to_position_in_request[tokens].long()
             positions = positions if dedup is None else positions[dedup.kept_tokens]
-            rotations = self._rotations_of(frequencies)
-            rotations = rotations and [rotation.at(positions) for rotation in rotations]
-            self._plan = StepPlan(
-                slot_mapping,
-                dedup,
-                rotations and (rotations[0], rotations[-1]),  # type: ignore[arg-type]  # or nothing
-                reads,
-                self.memory_buffer.unbind(),
-                self._attend,
-            )
+            rotations = self._rotations_at(positions, frequencies)
+            self._plan = StepPlan(slot_mapping, dedup, rotations, reads, self.memory_buffer.unbind(), self._attend)
         return self._plan
+
+    @property
+    def reads_tables(self) -> bool:
+        """Whether the attention backend takes a decode step's cache blocks as a table on the device."""
+        return hasattr(self._backend, "reads_of_table") and self._token_bytes is None
+
+    @property
+    def tensor_ranks(self) -> int:
+        """Ranks that split the tokens of a step between them; 1 without sequence parallelism."""
+        return dist.get_world_size(self._tensor_group) if self._model_config.sequence_parallel else 1
+
+    @contextlib.contextmanager
+    def on_device(self, step: "DeviceStep") -> Iterator[None]:
+        """Context of a decode step that the device plans."""
+        padded = self.padded_active_token_count
+        self.padded_active_token_count: int = step.rows
+        self._plan, self.only_decodes, self._device_step = None, False, step
+        try:
+            yield
+        finally:
+            self.padded_active_token_count, self._plan, self._device_step = padded, None, None
+
+    def _plan_on_device(self, step: "DeviceStep", frequencies: Tensor | None) -> StepPlan:
+        rotations, reads = self._rotations_at(step.positions, frequencies), self._backend.reads_of_table
+        windows = (None,) if self._window is None else (None, self._window)
+        by_kind = [reads(step.blocks, step.lengths, window) for window in windows]
+        slots = step.slot_mapping(self.block_size_tokens)
+        caches = self.memory_buffer.unbind()
+        return StepPlan(slots, None, rotations, (by_kind[0], by_kind[-1]), caches, self._attend, is_on_device=True)
+
+    def recorded_routes(self) -> Tensor | None:
+        """[B, L, k] int32 routes of a step that the device plans; None: not recorded, or no MoE layer on this rank."""
+        if not self._model_config.moe_enable_routing_replay:
+            return None
+        routes = self.moe_routing_metadata.get_routing_indices()
+        if routes is None or self.tensor_ranks == 1:
+            return routes
+        return gather_from_sequence_parallel_region(routes, group=self._tensor_group)
 
     @property
     def dedup(self) -> PrefillDedup | None:
         """Duplicate prompts of the step; None: none, or its plan is not built yet."""
         return None if self._plan is None else self._plan.dedup
+
+    def _rotations_at(self, positions: Tensor, frequencies: Tensor | None) -> tuple[Rotation, Rotation] | None:
+        """Returns the rotations of some tokens [T], by kind of layer; None without rotary embeddings."""
+        rotations = self._rotations_of(frequencies)
+        rotations = rotations and [rotation.at(positions) for rotation in rotations]
+        return rotations and (rotations[0], rotations[-1])  # type: ignore[return-value]  # or nothing
 
     def _rotations_of(self, frequencies: Tensor | None) -> list[Rotation] | None:
         """Returns the rotations of all positions, computed once: one, or two if layers with a window have another."""
@@ -150,6 +196,8 @@ class PagedContext(DynamicInferenceContext):
 
     def last_token_logits(self, logits: Tensor) -> Tensor:
         """Hidden states [1, S, H] -> those of each request's last token [≥ N, H], padded to the rows of training."""
+        if self._device_step is not None:
+            return logits.squeeze(0)
         is_last = self.active_logit_idxs[: super().num_last_token_logits]
         rows = logits.squeeze(0)[is_last if self.draft_rows is None else slice(len(self.draft_rows.requests))]
         return torch.cat([rows, rows[:1].expand(MIN_ROWS - len(rows), -1)]) if len(rows) < MIN_ROWS else rows

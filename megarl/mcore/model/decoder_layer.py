@@ -36,6 +36,11 @@ class Rotation:
         sines[..., : sines.shape[-1] // 2].neg_()
         return cls((frequencies.cos() * factor).to(dtype), sines.to(dtype))
 
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines."""
+        return self.cosines, self.sines
+
     def at(self, positions: Tensor) -> "Rotation":
         """Returns the rotation of positions [T]."""
         return Rotation(self.cosines[positions], self.sines[positions])
@@ -60,6 +65,19 @@ class StepPlan:
     # Of each layer of this rank: [blocks, block, G, 2, D] keys and values, or [blocks, block, W] latents.
     caches: tuple[Tensor, ...]
     attend: Callable[..., Tensor]  # the attention backend's `PagedAttention`
+    is_on_device: bool = False  # the device planned it: 16-bit decodes on CUDA
+
+    def store(self, heads: Tensor, rotation: Rotation | None, cache: Tensor):
+        """Rotates heads [T, G, R + 2, D] in place, of which the last two are keys and values, and writes these two to
+        the step's slots of a layer's cache [slots, G, 2, D]."""
+        if self.is_on_device:
+            from megarl.mcore.kernels.cuda.rotate_and_store import rotate_and_store  # needs Triton
+
+            return rotate_and_store(heads, *(rotation.tables if rotation else (None, None)), cache, self.slot_mapping)
+        if rotation is not None:
+            rotation.apply_(heads[:, :, :-1])
+        kv = heads[:, :, -2:] if self.dedup is None else heads[:, :, -2:].index_select(0, self.dedup.inverse)
+        cache.index_copy_(0, self.slot_mapping, kv)
 
 
 def cache_index(attention: Attention) -> int:
@@ -90,10 +108,8 @@ class PagedSelfAttention(SelfAttention):
         """[T, 1, H] (under sequence parallelism, this rank's tokens) -> output of that shape, and a bias to add."""
         heads, cache, core = self._heads(hidden), plan.caches[self._cache_index], self.core_attention
         skips_rope = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
-        if plan.rotations is not None and not skips_rope:
-            plan.rotations[core.kind].apply_(heads[:, :, :-1])
-        kv = heads[:, :, -2:] if plan.dedup is None else heads[:, :, -2:].index_select(0, plan.dedup.inverse)
-        cache.flatten(0, 1).index_copy_(0, plan.slot_mapping, kv)
+        rotation = None if plan.rotations is None or skips_rope else plan.rotations[core.kind]
+        plan.store(heads, rotation, cache.flatten(0, 1))
         attended = plan.attend(heads[:, :, :-2], cache, plan.reads[core.kind], core.softmax_scale, **core.options)
         return apply_linear(self.linear_proj, attended.unsqueeze(1))
 

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils import _pytree as pytree
@@ -73,8 +74,8 @@ def test_blocks_of_a_cache_on_the_device_are_cleared():
     assert run_world(cleared_blocks, 1) == [[8, 9, 10]]
 
 
-def test_a_deterministic_run_needs_no_cumulative_sum_on_the_device():
-    for settings in (SamplingSettings(1.1), SamplingSettings(top_k=5, top_p=0.9)):
-        assert run_world(sampled, 1, settings, True) == [("cuda", "cuda", ["cpu"])]
-        assert run_world(sampled, 1, settings, False) == [("cuda", "cuda", ["cuda"])]
-    assert run_world(sampled, 1, SamplingSettings(greedy=True), True) == [("cuda", "cuda", [])]
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("settings", [SamplingSettings(1.1), SamplingSettings(top_k=5, top_p=0.9),
+                                      SamplingSettings(top_p=0.9), SamplingSettings(greedy=True)], ids=str)  # fmt: skip
+def test_a_step_samples_on_the_device_without_floating_point_cumulative_sums(settings, deterministic):
+    assert run_world(sampled, 1, settings, deterministic) == [("cuda", "cuda", [])]

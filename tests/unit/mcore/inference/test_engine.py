@@ -264,3 +264,25 @@ def test_training_is_rejected_during_generation_and_works_after_it():
     messages, after = run_world(training_inside_and_after, 1)[0]
     assert len(messages) >= 2 and all("suspend the engine" in message for message in messages)
     assert after == texts(standard()[0])
+
+
+def waits_and_states(rank):
+    """Calls that wait for the device while an engine is built and generates twice; whether it can step before, within
+    and after a session; responses."""
+    waits, synchronize = [], torch.cuda.synchronize
+    torch.cuda.synchronize = lambda *args: waits.append(args)
+    try:
+        engine, _, _ = make_engine()
+        generated = [texts(engine.generate(make_requests(), NEVER, settings_of())) for _ in range(2)]
+    finally:
+        torch.cuda.synchronize = synchronize
+    states = [engine.engine.state.name]
+    with engine.session():
+        states.append(engine.engine.state.name)
+    return waits, [*states, engine.engine.state.name], generated
+
+
+def test_no_call_waits_for_the_device_when_the_engine_starts_or_ends():
+    ((waits, states, (first, second)),) = run_world(waits_and_states, 1)
+    assert not waits and states == ["SUSPENDED", "RUNNING", "SUSPENDED"]
+    assert first == second == texts(standard()[0])

@@ -1,0 +1,152 @@
+"""Decode steps that are planned on the device: fixed shapes and addresses, one copy to the device, one from it.
+
+A step of n requests runs with as many rows as the next batch bucket has; rows after the n-th are padding, which reads
+no keys and writes to the spare block. The host sends each row's last token, position, random key and cache blocks in
+one copy. Cache slots, rotations, uniform numbers and the sampled token are computed on the device, so the whole step
+can be a CUDA graph, one per bucket. The host then reads tokens and log-probs together.
+Shapes: B rows of a bucket, P blocks of a request.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.counter_rng import uniforms
+from megarl.mcore import device
+from megarl.mcore.attention.buckets import bucket_of
+from megarl.mcore.inference.step_graphs import StepGraphs, can_capture
+from megarl.mcore.model.decoder_layer import StepPlan
+
+_NUMBERS = 4  # int32 numbers of a row before its blocks: token, position, and two halves of its random key
+
+
+class StepOutputs(NamedTuple):
+    """What a step computes."""
+
+    samples: Tensor  # [2, B] float64: tokens and their log-probs
+    routes: Tensor | None  # [B, L, k] int32 of this rank's tokens; None: not recorded, or no MoE layer on this rank
+    plan: StepPlan  # what the layers read: a graph of the step needs its memory as long as it is replayed
+
+
+class DeviceStep:
+    """Inputs of the steps of one bucket, in device memory that stays where it is."""
+
+    def __init__(self, rows: int, blocks: int, spare_block: int):
+        """`blocks`: P, of the longest request; `spare_block`: of the cache, for rows of padding."""
+        self.rows, self._spare_block = rows, spare_block
+        self._staged = torch.zeros(rows * (_NUMBERS + blocks), dtype=torch.int32)
+        if device.has_cuda():
+            self._staged = self._staged.pin_memory()
+        self._sent = torch.zeros_like(self._staged, device=device.device())
+
+    def _fields(self, memory: Tensor) -> tuple[Tensor, ...]:
+        """(keys [B] int64, tokens [B], positions [B], blocks [B, P]) of a buffer."""
+        rows = self.rows
+        keys, tokens, positions, blocks = memory.split([2 * rows, rows, rows, len(memory) - _NUMBERS * rows])
+        return keys.view(torch.int64), tokens, positions, blocks.view(rows, -1)
+
+    def send(self, tokens: Tensor, positions: Tensor, keys: Tensor, blocks: Tensor):
+        """Sends the inputs of n requests, host tensors [n] and [n, P], to the device; a missing block is −1.
+
+        The host may not send again before it has read the step's results.
+        """
+        count, fields = len(tokens), self._fields(self._staged)
+        for field, values in zip(fields, (keys, tokens, positions, blocks), strict=True):
+            field[:count] = values
+        for field, padding in zip(fields, (0, 0, -1, self._spare_block), strict=True):
+            field[count:] = padding
+        fields[3].masked_fill_(fields[3] < 0, self._spare_block)
+        self._sent.copy_(self._staged, non_blocking=True)
+
+    @property
+    def keys(self) -> Tensor:
+        """[B] int64 random keys."""
+        return self._fields(self._sent)[0]
+
+    @property
+    def tokens(self) -> Tensor:
+        """[B] int64 tokens to read."""
+        return self._fields(self._sent)[1].long()
+
+    @property
+    def positions(self) -> Tensor:
+        """[B] int64 positions of these tokens; 0 in padding."""
+        return self._fields(self._sent)[2].long().clamp(min=0)
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] int32 keys that each token sees; 0 in padding."""
+        return self._fields(self._sent)[2] + 1
+
+    @property
+    def blocks(self) -> Tensor:
+        """[B, P] int32 cache blocks."""
+        return self._fields(self._sent)[3]
+
+    def slot_mapping(self, size: int) -> Tensor:
+        """[B] int64 rows of the flattened cache, of blocks of `size` tokens, for the new keys and values."""
+        positions = self.positions
+        block = self.blocks.gather(1, (positions // size).unsqueeze(1)).squeeze(1).long()
+        return block * size + positions % size
+
+
+class DeviceDecode:
+    """Runs decode steps of an engine on the device."""
+
+    def __init__(self, engine, has_graphs: bool = True):
+        """`has_graphs`: where a step can be a CUDA graph, it is one."""
+        self.has_graphs = has_graphs
+        self.engine, self.context = engine, engine.context
+        self._model = engine.controller.inference_wrapped_model.model
+        self._steps: dict[int, DeviceStep] = {}
+        self._graphs, self._is_captured = StepGraphs(), False
+
+    def begin(self):
+        """Begins a session, in which the model and the cache stay where they are."""
+        self._is_captured = self.has_graphs and can_capture(self._model)
+        if self._is_captured:
+            self._graphs.begin((*self._model.parameters(), self.context.memory_buffer))
+
+    def computes(self) -> bool:
+        """Whether the next step, which decodes one token of each request, can run here."""
+        return self.context.reads_tables and not self.engine.controller._sampling.needs_host
+
+    def run(self) -> tuple[Tensor, list[float]]:
+        """Returns the tokens [n] on the host that a step draws, and their log-probs."""
+        c, sampling, count = self.context, self.engine.controller._sampling, self.context.total_request_count
+        step = self._step(count)
+        own = slice(count)
+        step.send(
+            c.token_to_input_ids[own], c.token_to_pos_ids[own], sampling.keys[c.request_ids[own].long()],
+            c.request_to_kv_block_ids[own],
+        )  # fmt: skip
+        with c.on_device(step):
+            outputs = self._outputs(step)
+        tokens, logprobs = outputs.samples[:, :count].cpu()
+        if outputs.routes is not None:
+            c.kv_block_allocator.store_routing_per_block(outputs.routes[:count].cpu().short().numpy())
+        return tokens.long(), logprobs.tolist()
+
+    def _outputs(self, step: DeviceStep) -> StepOutputs:
+        if not self._is_captured:
+            return self._compute(step)
+        key = step.rows, self.engine.controller._sampling.settings, self._model.config.moe_enable_routing_replay
+        return self._graphs.run(key, lambda: self._compute(step))
+
+    def _step(self, requests: int) -> DeviceStep:
+        c = self.context
+        rows = bucket_of(requests, c.tensor_ranks)
+        if rows not in self._steps:
+            blocks, spare = c.request_to_kv_block_ids.shape[1], c.kv_block_allocator.dummy_block_idx
+            self._steps[rows] = DeviceStep(rows, blocks, spare)
+        return self._steps[rows]
+
+    def _compute(self, step: DeviceStep) -> StepOutputs:
+        """One forward pass and a sampled token of each row; neither waits for the device."""
+        tokens, positions = step.tokens.unsqueeze(0), step.positions.unsqueeze(0)
+        logits = self.engine.forward({"tokens": tokens, "position_ids": positions, "attention_mask": None})
+        numbers = uniforms(step.keys, step.positions + 1)
+        drawn, logprobs = self.engine.controller._sampling.sample_on_device(logits.squeeze(0), numbers)
+        samples, plan = torch.stack([drawn.double(), logprobs.double()]), self.context.plan(None)
+        return StepOutputs(samples, self.context.recorded_routes(), plan)

@@ -1,0 +1,79 @@
+"""When decode steps are captured, replayed and captured again; a stand-in takes the place of CUDA's graphs."""
+
+import types
+
+import pytest
+import torch
+
+from megarl.mcore.inference import step_graphs
+from megarl.mcore.inference.step_graphs import StepGraphs
+from tests.helpers.tiny_models import build
+from tests.helpers.worlds import run_world
+
+
+class Recorded:
+    """A graph that runs its function again, and writes into the outputs of the capture, as CUDA's do."""
+
+    def __init__(self, function):
+        self.function, self.outputs, self.replays = function, torch.full((2,), -1.0), 0
+
+    def replay(self):
+        self.replays += 1
+        self.outputs.copy_(self.function())
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """A runner with stand-ins."""
+    runner = StepGraphs()
+
+    def capture(function):
+        graph = Recorded(function)
+        return graph, graph.outputs
+
+    monkeypatch.setattr(runner, "_capture", capture)
+    return runner
+
+
+def test_a_key_runs_once_and_is_captured_then(graphs):
+    memory, calls = torch.ones(2), []
+
+    def function():
+        calls.append(1)
+        return memory * 3
+
+    graphs.begin([memory])
+    for number in range(4):
+        memory.fill_(number)
+        assert graphs.run("a", function).tolist() == [3.0 * number] * 2  # also in the step that captures
+    (graph, _) = graphs._graphs["a"]
+    assert graph.replays == 3 and len(calls) == 4
+    assert graphs.run("b", lambda: memory).tolist() == [3.0, 3.0] and graphs._graphs["b"] is None
+
+
+def test_graphs_are_kept_until_their_memory_moves(graphs):
+    memory = torch.ones(2)
+    graphs.begin([memory])
+    for _ in range(2):
+        graphs.run("a", lambda: memory + 1)
+    graphs.begin([memory])
+    assert graphs._graphs["a"][0].replays == 1
+    graphs.begin([memory.clone()])
+    assert not graphs._graphs
+
+
+def capturable(rank, flags):
+    from megarl.mcore.training import optimizer
+
+    model, args, place = build(flags)
+    optimizer.wrap_for_training([model], args, place.pg_collection)
+    step_graphs.device = types.SimpleNamespace(has_cuda=lambda: True)
+    return step_graphs.can_capture(model)
+
+
+@pytest.mark.parametrize(
+    "flags, is_capturable",
+    [("", True), ("--num-experts 4 --moe-router-topk 2", False), ("--bf16 --use-torch-fsdp2", False)],
+)
+def test_what_the_host_reads_or_moves_is_not_captured(flags, is_capturable):
+    assert run_world(capturable, 1, flags) == [is_capturable]
