@@ -1,4 +1,8 @@
-"""Samples tokens from logits and uniform numbers: temperature, top-k, top-p, inverse CDF."""
+"""Samples tokens from logits and uniform numbers: temperature, top-k, top-p, inverse CDF.
+
+Two implementations draw the same tokens up to rounding: one with floating-point sums, for CPUs, and one with sums of
+integers, which have one value in any order: a GPU then needs neither a host nor a fixed order.
+"""
 
 import math
 
@@ -7,6 +11,8 @@ from torch import Tensor
 
 from megarl.algorithms.sampling_settings import SamplingSettings
 
+UNIT = 2.0**43  # a weight of 1 as an integer: sums over fewer than 2^20 tokens fit into 63 bits
+CHUNK = 2**24  # most elements of weights that become integers at a time: 128 MiB for each of a few buffers
 BLOCK = 256  # vocabulary tokens per block of the two-level search
 
 
@@ -54,3 +60,49 @@ def sample_tokens(logits: Tensor, weights: Tensor, numbers: Tensor, settings: Sa
     """[N] tokens from logits [N, V] and `weights` [N, ≥ V]: the exponentials of the temperature-scaled logits up to a
     factor per row, 0 in columns after the vocabulary."""
     return logits.argmax(-1) if settings.greedy else inverse_cdf(restrict_to_top_k_top_p(weights, settings), numbers)
+
+
+def sample_tokens_by_integers(logits: Tensor, weights: Tensor, numbers: Tensor, settings: SamplingSettings) -> Tensor:
+    """Same as `sample_tokens` with sums of integers, for fewer than 2^20 tokens and fp32 weights of at most 1.
+
+    Nothing that it calls is refused in deterministic runs on CUDA. All tensors are on one device; nothing waits for it.
+    """
+    if settings.greedy:
+        return logits.argmax(-1)
+    rows = max(CHUNK // weights.shape[-1], 1)
+    chunks = zip(weights.split(rows), numbers.split(rows), strict=True)
+    return torch.cat([_first_above_integers(_restricted_integers(w, settings), n) for w, n in chunks])
+
+
+def _integers(weights: Tensor) -> Tensor:
+    return (weights * UNIT).to(torch.int64)
+
+
+def _restricted_integers(weights: Tensor, settings: SamplingSettings) -> Tensor:
+    """Weights [N, V] as integers, 0 outside of top-k and top-p.
+
+    A key has a weight's bits, which grow with it, above those of its index: all differ, in a stable sort's order.
+    """
+    counts, (rows, size) = _integers(weights), weights.shape
+    if not settings.is_restricted:
+        return counts
+    index = size - counts.new_ones(size).cumsum(0)  # descending
+    keys = (weights.contiguous().view(torch.int32).to(torch.int64) << 32) + index
+    has_top_k = 0 < settings.top_k < size
+    first = keys.topk(settings.top_k).values if has_top_k else keys.sort(-1, descending=True).values
+    last = first.new_full((rows, 1), first.shape[-1] - 1)
+    if settings.top_p < 1.0:
+        ordered = _integers((first >> 32).to(torch.int32).view(torch.float32))
+        before = ordered.cumsum(-1) - ordered
+        is_inside = before < settings.top_p * ordered.sum(-1, keepdim=True).double()
+        last = is_inside.sum(-1, keepdim=True).sub_(1).clamp_(min=0)  # of a prefix, as `before` ascends
+    return counts.masked_fill_(keys < first.gather(-1, last), 0)
+
+
+def _first_above_integers(counts: Tensor, numbers: Tensor) -> Tensor:
+    """[N] tokens: the first whose cumulative share of the counts [N, V] exceeds its uniform number [N] float64."""
+    cumulative = counts.cumsum(-1)
+    total = cumulative[:, -1:]
+    # The target is below the total, but rounding may reach it.
+    target = torch.minimum((numbers.unsqueeze(-1) * total).to(torch.int64), total - 1)
+    return torch.searchsorted(cumulative, target, right=True).squeeze(-1)

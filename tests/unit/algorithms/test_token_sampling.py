@@ -5,7 +5,12 @@ import torch
 
 from megarl.algorithms import token_sampling
 from megarl.algorithms.counter_rng import GOLDEN_GAMMA, _signed, splitmix64, stream_keys, uniforms
-from megarl.algorithms.token_sampling import SamplingSettings, inverse_cdf, restrict_to_top_k_top_p
+from megarl.algorithms.token_sampling import (
+    SamplingSettings,
+    inverse_cdf,
+    restrict_to_top_k_top_p,
+    sample_tokens_by_integers,
+)
 
 M64 = (1 << 64) - 1
 BELOW_ONE = 1 - 2.0**-53
@@ -229,3 +234,68 @@ def test_tokens_found_by_blocks_are_those_of_the_whole_cumulative_distribution(s
         kept = row.nonzero().flatten().tolist()
         assert inverse_cdf(row.expand(2, -1), edges).tolist() == [kept[0], kept[-1]]
     assert [inverse_cdf(weights[i : i + 1], numbers[i : i + 1]).item() for i in range(200)] == tokens.tolist()
+
+
+# -- sums of integers --------------------------------------------------------------------------------------------
+
+RESTRICTED = [
+    SamplingSettings(top_k=1), SamplingSettings(top_k=5), SamplingSettings(top_k=40), SamplingSettings(top_k=5000),
+    SamplingSettings(top_p=0.5), SamplingSettings(top_p=0.03125), SamplingSettings(top_k=7, top_p=0.75),
+    SamplingSettings(top_k=300, top_p=0.9375), SamplingSettings(),
+]  # fmt: skip
+
+
+def exact_weights(size: int, values: int, seed: int) -> torch.Tensor:
+    """[64, size] weights with exact sums, of few values so that most are equal; the largest of a row is 1."""
+    weights = torch.randint(0, values, (64, size), generator=torch.Generator().manual_seed(seed)) / 1024
+    weights[torch.arange(64), torch.arange(64) % size] = 1.0
+    return weights
+
+
+@pytest.mark.parametrize("size", [17, 96, 1000])
+@pytest.mark.parametrize("values", [2, 5, 900])
+@pytest.mark.parametrize("settings", RESTRICTED, ids=str)
+def test_integers_keep_the_tokens_that_floating_point_numbers_keep_also_of_equal_ones(settings, values, size):
+    weights = exact_weights(size, values, seed=size + values)
+    kept = token_sampling._restricted_integers(weights, settings)
+    assert torch.equal(kept / token_sampling.UNIT, restrict_to_top_k_top_p(weights, settings).double())
+
+
+@pytest.mark.parametrize("settings", [*RESTRICTED, SamplingSettings(greedy=True)], ids=str)
+def test_integers_draw_the_tokens_that_floating_point_numbers_draw(settings):
+    weights = exact_weights(512, 900, seed=3)
+    numbers = uniforms(torch.arange(64), torch.arange(64))
+    numbers[:3] = torch.tensor([0.0, BELOW_ONE, 1.0])
+    logits, before = weights.log(), weights.clone()
+    tokens = sample_tokens_by_integers(logits, weights, numbers, settings)
+    assert torch.equal(tokens, token_sampling.sample_tokens(logits, weights, numbers, settings))
+    assert torch.equal(weights, before)
+
+
+def test_chunks_of_rows_draw_what_all_rows_draw(monkeypatch):
+    weights, numbers = exact_weights(96, 900, seed=4), uniforms(torch.arange(64), torch.arange(64))
+    settings = SamplingSettings(top_k=20, top_p=0.75)
+    together = sample_tokens_by_integers(weights.log(), weights, numbers, settings)
+    for rows in (1, 7, 64):
+        monkeypatch.setattr(token_sampling, "CHUNK", rows * 96)
+        assert torch.equal(sample_tokens_by_integers(weights.log(), weights, numbers, settings), together)
+
+
+def test_integers_of_a_large_vocabulary_do_not_overflow():
+    weights, numbers = torch.ones(1, 2**20 - 1), torch.tensor([BELOW_ONE], dtype=torch.float64)
+    for settings in (SamplingSettings(), SamplingSettings(top_k=2**19, top_p=0.99)):
+        token = sample_tokens_by_integers(weights, weights, numbers, settings)
+        assert token == token_sampling.sample_tokens(weights, weights, numbers, settings)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_frequencies_by_integers_match_the_probabilities(settings):
+    count = 20_000
+    logits = torch.randn(1, 17, generator=torch.Generator().manual_seed(2)) / settings.temperature
+    numbers = uniforms(torch.full((count,), 78), torch.arange(count))
+    weights = (logits - logits.amax()).exp()
+    tokens = sample_tokens_by_integers(logits, weights.expand(count, -1), numbers, settings)
+    probabilities = restrict_to_top_k_top_p(weights, settings)[0].double()
+    expected, counts = probabilities / probabilities.sum() * count, torch.bincount(tokens, minlength=17)
+    assert counts[expected == 0].sum() == 0
+    assert float(((counts - expected) ** 2 / expected)[expected > 0].sum()) < 45
