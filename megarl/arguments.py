@@ -211,7 +211,7 @@ def _role_settings(
     ranks: dict[str, range],
     context: combinations.FlagContext,
 ) -> dict[str, RoleSettings]:
-    from megarl.mcore.config import architecture, megatron_flags
+    from megarl.mcore.config import architecture, exact_rules, megatron_flags
 
     longest = settings.max_prompt_length + settings.max_response_length
     own = {"train_iters": settings.train_iters, "seed": settings.seed}
@@ -223,6 +223,7 @@ def _role_settings(
     for role, role_ranks in ranks.items():
         hf_model = hf_models[role]
         own_of_role = own | {"seq_length": lengths[role], "draws_weights": hf_model is None}
+        own_of_role["exact_rollout"] = settings.exact_rollout and role in ("actor", "rollout")
         described = hf_model.tokens() if hf_model else []
         folder = f"{hf_model.folder.flag} {hf_model.folder.path}" if hf_model else ""
         role_tokens = architecture.with_folder(role, described, folder, tokens[role]) if hf_model else tokens[role]
@@ -233,6 +234,7 @@ def _role_settings(
         chosen[role] = with_hf_defaults(role, chosen[role], values, hf_model)
     adapters = {role: own["lora_adapter"] for role, own in chosen.items()}
     lora = lora_of_roles(chosen, found, hf_models, role_flags.TRAINED_ROLES[context.program])
+    exact_rules.check_lora(found, lora)
     has_reward_model = combinations.CONDITIONS["model"].holds(context)
     for role in (name for name in ranks if name in MODELS and chosen[name]["offload"]):
         if found[role].use_torch_fsdp2:

@@ -263,6 +263,9 @@ class Settings(
                            " with products by oneDNN or BLAS; auto: see --tune", programs=ALL)  # fmt: skip
     parallel_work: int | None = positive(None, "multiply-adds from which a compiled kernel uses all threads; default:"
                                           " see --tune", programs=ALL)  # fmt: skip
+    exact_rollout: bool = flag(False, "on CUDA, run kernels that make rollout log-probs equal those of training to the"
+                                " last bit, at some cost in speed (docs/exactness.md); on a CPU all kernels do, so that"
+                                " this changes nothing", programs=ROLLOUT, when="engine")  # fmt: skip
     deterministic: bool = flag(False, "use deterministic kernels; fails where none exists", programs=ALL)
     save: str | None = flag(None, "run folder for metrics, samples, report and checkpoints", programs=DATA)
     save_interval: int = not_negative(0, "steps between checkpoints; 0: only at the end", programs=TRAINING)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megarl.mcore import device
+from megarl.mcore.kernels.batch_invariance import is_exact
 
 
 def _mean(x: Tensor, group) -> Tensor:
@@ -45,7 +46,7 @@ class AllHeadsRMSNorm(torch.nn.Module):
     def __init__(self, config, heads: int, channels: int, group):
         """`heads`: of this rank; `group`: the tensor-parallel group."""
         super().__init__()
-        self.eps, self.group = config.layernorm_epsilon, group
+        self.eps, self.group, self._is_by_rows = config.layernorm_epsilon, group, is_exact(config)
         self.weight = torch.nn.Parameter(
             torch.ones(heads * channels, dtype=config.params_dtype, device=device.device())
         )
@@ -53,6 +54,10 @@ class AllHeadsRMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, 1, heads, D] -> the same shape."""
+        if self._is_by_rows:
+            from megarl.mcore.kernels.cuda.row_norm import row_norm  # needs Triton
+
+            return row_norm(x.flatten(1), self.weight.float(), None, self.eps).view_as(x)
         wide = x.flatten(1).to(torch.promote_types(x.dtype, torch.float32))
         return _SplitRMSNorm.apply(wide, self.weight.to(wide.dtype), self.eps, self.group).to(x.dtype).view_as(x)
 

@@ -2,7 +2,8 @@
 
 In fp32 on a CPU, products with weights use megarl's compiled kernel, else oneDNN's inner product if this torch has it.
 With few rows, as in a decode step, both take half the time of BLAS, and from two rows on a row's result does not depend
-on the number of rows. Rollout and training use the same, so that they are equal to the last bit. Other cases use
+on the number of rows. Rollout and training use the same, so that they are equal to the last bit. With
+`--exact-rollout` on CUDA forward passes multiply by tiles of fixed size (`kernels.cuda.fixed_tiles`). Other cases use
 torch's products.
 """
 
@@ -22,10 +23,11 @@ from torch.autograd.function import once_differentiable
 
 from megarl.mcore import device
 from megarl.mcore.kernels import native
-from megarl.mcore.kernels.batch_invariance import MIN_ROWS
+from megarl.mcore.kernels.batch_invariance import MIN_ROWS, is_exact
 
 HAS_INNER_PRODUCT = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 _inner_product = torch.ops.mkldnn._linear_pointwise.default if HAS_INNER_PRODUCT else None
+HAS_WIDER_SUM = hasattr(torch.ops.aten.addmm, "dtype_out")
 _prepacked: dict[int, Tensor] = {}  # id of a weight -> its copy in the kernel's layout, inside `prepacked_weights`
 PREPACK_ROWS = 64  # rows that the layout is chosen for; results are the same for any number of rows
 _uses_onednn = HAS_INNER_PRODUCT
@@ -83,6 +85,21 @@ def prepacked(weight: Tensor) -> Tensor | None:
     return _prepacked.get(id(weight))
 
 
+Product = Callable[..., Tensor]  # (x […, K], weight [N, K], bias [N] or None) -> […, N]
+
+
+def forward_product(config) -> Product:
+    """The product of forward passes of a model with this config; backward's is `matmul`."""
+    return exact_product() if is_exact(config) else matmul
+
+
+def exact_product() -> Product:
+    """The product of exact rollouts on CUDA."""
+    from megarl.mcore.kernels.cuda import fixed_tiles  # needs Triton
+
+    return fixed_tiles.product
+
+
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """[…, K] and weight [N, K] -> […, N] = x · weightᵀ + bias [N]. Not differentiable; see `linear`."""
     if native.computes(x, weight):
@@ -98,8 +115,11 @@ def _native_product(x: Tensor, weight: Tensor, packed: Tensor | None, bias: Tens
     return native.ops.packed_linear(x.contiguous(), packed, len(weight), bias)
 
 
-def product_with(weight: Tensor) -> Callable[[Tensor], Tensor]:
-    """`matmul` with a weight [N, K] as a function of x: for several products, the weight is packed once."""
+def product_with(weight: Tensor, is_exact: bool = False) -> Callable[[Tensor], Tensor]:
+    """`matmul`, or `exact_product`, with a weight [N, K] as a function of x: for several products, the weight is packed
+    once."""
+    if is_exact:
+        return functools.partial(exact_product(), weight=weight)
     if native.computes(weight):
         packed = _prepacked.get(id(weight))
         packed = native.ops.pack_weight(weight) if packed is None else packed
@@ -126,8 +146,16 @@ def add_weight_gradient(total: Tensor, grad: Tensor, x: Tensor):
         native.ops.add_weight_gradient(total, grad, x)
     elif total.dtype == grad.dtype:
         total.addmm_(grad.t(), x)  # avoids a second buffer of the weight's size
+    elif _adds_wider(total, grad, x):
+        torch.ops.aten.addmm.dtype_out(total, grad.t(), x, total.dtype, out=total)  # here, too
     else:
         total.add_(grad.t() @ x)
+
+
+def _adds_wider(total: Tensor, grad: Tensor, x: Tensor) -> bool:
+    """Whether torch multiplies matrices of 16 bits and adds the product to one of 32 bits: on CUDA alone."""
+    is_half = grad.dtype == x.dtype and grad.dtype in (torch.bfloat16, torch.float16)
+    return HAS_WIDER_SUM and total.is_cuda and total.dtype is torch.float32 and is_half
 
 
 def gather_tokens(x: Tensor, group) -> Tensor:
@@ -141,11 +169,11 @@ class _Linear(torch.autograd.Function):
     """A linear layer; with a group, its weight is split over tensor-parallel ranks (1909.08053 §3, 2205.05198)."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, group, sums_input_gradient, sequence_parallel):
+    def forward(ctx, x, weight, bias, group, sums_input_gradient, sequence_parallel, product):
         """Under sequence parallelism x is this rank's [T/t, …]; backward gathers it again instead of saving it."""
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.group, ctx.sums_input_gradient, ctx.sequence_parallel = group, sums_input_gradient, sequence_parallel
-        return matmul(gather_tokens(x, group) if sequence_parallel else x, weight, bias)
+        return product(gather_tokens(x, group) if sequence_parallel else x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -166,14 +194,14 @@ class _Linear(torch.autograd.Function):
             grad_bias = grad.flatten(0, -2).sum(0)
         if handle is not None:
             handle.wait()
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Same as `matmul`, but differentiable once."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, product: Product = matmul) -> Tensor:
+    """Same as `product`, but differentiable once."""
     if not torch.is_grad_enabled():
-        return matmul(x, weight, bias)
-    return _Linear.apply(x, weight, bias, None, False, False)
+        return product(x, weight, bias)
+    return _Linear.apply(x, weight, bias, None, False, False, product)
 
 
 def at_least_rows(product, x: Tensor, *args) -> Tensor:
@@ -186,7 +214,8 @@ def parallel_linear(
     layer, input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group,
     grad_output_buffer=None, wgrad_deferral_limit=None, gtp_remat_size=1,
 ):  # fmt: skip
-    """Replaces `_forward_impl` of Megatron's column- and row-parallel linear layers on a CPU.
+    """Replaces `_forward_impl` of Megatron's column- and row-parallel linear layers on a CPU, and on CUDA with
+    `--exact-rollout`.
 
     input […, K], under `sequence_parallel` this rank's [T/t, …, K]; weight [N, K] -> […, N]. `allreduce_dgrad`: sums
     the input gradient over the group. Options that need CUDA kernels use Megatron's implementation.
@@ -196,9 +225,10 @@ def parallel_linear(
             input, weight, bias, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, grad_output_buffer,
             wgrad_deferral_limit, tp_group, gtp_remat_size,
         )  # fmt: skip
+    product = forward_product(layer.config)
     if torch.is_grad_enabled():
-        return _Linear.apply(input, weight, bias, tp_group, allreduce_dgrad, sequence_parallel)
-    return matmul(gather_tokens(input, tp_group) if sequence_parallel else input, weight, bias)
+        return _Linear.apply(input, weight, bias, tp_group, allreduce_dgrad, sequence_parallel, product)
+    return product(gather_tokens(input, tp_group) if sequence_parallel else input, weight, bias)
 
 
 def apply_linear(layer, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -211,7 +241,7 @@ def apply_linear(layer, x: Tensor) -> tuple[Tensor, Tensor | None]:
     if torch.is_grad_enabled() or x.device.type != "cpu" or layer.tp_group.size() > 1 or has_other_product:
         return layer(x)
     added, skipped = (None, layer.bias) if layer.skip_bias_add else (layer.bias, None)
-    return matmul(x, layer.weight, added), skipped
+    return forward_product(layer.config)(x, layer.weight, added), skipped
 
 
 class ReplicatedLinear(torch.nn.Module):
@@ -226,7 +256,7 @@ class ReplicatedLinear(torch.nn.Module):
         weight = torch.empty(rows, columns, dtype=config.params_dtype, device=device.device())
         self.weight = torch.nn.Parameter(weight)
         self.weight.sequence_parallel = config.sequence_parallel
-        self.tp_group = group
+        self.config, self.tp_group = config, group
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, 1, K] -> [T, 1, N]. Fewer rows than `MIN_ROWS`, a share of a step's tokens, are filled up."""
@@ -238,6 +268,16 @@ class ReplicatedLinear(torch.nn.Module):
 
 
 def install():
-    """Makes Megatron's parallel linear layers use `parallel_linear` on a CPU; no-op if CUDA is present."""
-    if not device.has_cuda():
-        ColumnParallelLinear._forward_impl = RowParallelLinear._forward_impl = parallel_linear
+    """Makes Megatron's parallel linear layers use `parallel_linear`: on a CPU all, on CUDA those of exact rollouts."""
+    for kind in (ColumnParallelLinear, RowParallelLinear):
+        kind._forward_impl = _exact_linear(kind._forward_impl) if device.has_cuda() else parallel_linear
+
+
+def _exact_linear(of_megatron: Callable) -> Callable:
+    """`_forward_impl` of Megatron's layer, or `parallel_linear` in a model of an exact rollout."""
+
+    def forward_impl(layer, *args, **kwargs):
+        implementation = parallel_linear if is_exact(layer.config) else of_megatron
+        return implementation(layer, *args, **kwargs)
+
+    return forward_impl

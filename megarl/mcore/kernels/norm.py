@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megarl.mcore.kernels import native
+from megarl.mcore.kernels.batch_invariance import is_exact
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -96,12 +97,28 @@ KINDS = {  # normalization, whether 1 is added to the weights
 }
 
 
+class _ByRows:
+    """A norm of `--exact-rollout` on CUDA: one program per row, in rollout and training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[…, H] -> […, H]."""
+        from megarl.mcore.kernels.cuda.row_norm import row_norm  # needs Triton
+
+        weight, bias = self.weight.float(), getattr(self, "bias", None)
+        weight = 1 + weight if isinstance(self, (ZeroCentredRMSNorm, ZeroCentredLayerNorm)) else weight
+        return row_norm(x, weight, bias if bias is None else bias.float(), self.eps)
+
+
+BY_ROWS = {kind: type(f"{kind.__name__}ByRows", (_ByRows, kind), {}) for kind in KINDS.values()}
+
+
 class Norm:
     """Builds the norm of `config.normalization` and `config.layernorm_zero_centered_gamma`; marks its weights for
     sequence parallelism."""
 
     def __new__(cls, config, hidden_size: int, eps: float = 1e-5, **_):
         kind = KINDS[config.normalization, config.layernorm_zero_centered_gamma]
+        kind = BY_ROWS[kind] if is_exact(config) else kind
         norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel

@@ -76,22 +76,39 @@ class Head(NamedTuple):
     first: int
     vocab_size: int
     softcap: float | None
+    is_exact: bool
     product: Callable[[Tensor], Tensor]  # with the weight
 
     def inputs(self, rows: slice) -> Tensor:
         """Returns [C, H] hidden states of a chunk."""
         return self.hidden[rows] if self.indices is None else self.hidden.index_select(0, self.indices[rows])
 
-    def scaled_logits(self, rows: slice) -> Tensor:
-        """Returns [C, V/tp] logits over temperature in at least fp32, in a new buffer."""
+    def logits(self, rows: slice) -> Tensor:
+        """Returns [C, V/tp] logits in a new buffer, with a softcap in at least fp32."""
         logits = self.product(self.inputs(rows))
+        return logits if self.softcap is None else softcap_(logits.to(_at_least_fp32(logits)), self.softcap)
+
+    def scaled_logits(self, rows: slice, logits: Tensor | None = None) -> Tensor:
+        """Returns [C, V/tp] logits over temperature in at least fp32, in a new buffer or in that of `logits`."""
+        logits = self.logits(rows) if logits is None else logits
         logits = logits.to(_at_least_fp32(logits))
-        if self.softcap is not None:
-            softcap_(logits, self.softcap)
         if isinstance(self.temperature, Tensor) or self.temperature != 1.0:
             logits.div_(_column(self.temperature, rows))
         logits[:, max(self.vocab_size - self.first, 0) :].fill_(PADDED_LOGIT)
         return logits
+
+    def statistics(self, rows: slice, *args) -> list[Tensor]:
+        """`softmax_statistics` of a chunk, with the rollout's own log-probs if it is exact; `args`: its last ones."""
+        logits = self.logits(rows)
+        exact = self._row_logprobs(logits, rows) if self.is_exact else None
+        found = list(softmax_statistics(self.scaled_logits(rows, logits), *self.columns(rows), *args))
+        found[2] = found[2] if exact is None else exact
+        return found
+
+    def _row_logprobs(self, logits: Tensor, rows: slice) -> Tensor:
+        from megarl.mcore.kernels.cuda.row_sampling import row_logprobs  # needs Triton
+
+        return row_logprobs(logits, self.targets[rows], float(self.temperature), self.vocab_size)
 
     def softcap_slope(self, scaled: Tensor, rows: slice) -> Tensor | None:
         """Returns the softcap's derivative from scaled logits [C, V/tp]; None without a softcap."""
@@ -160,12 +177,12 @@ class _HeadScores(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, indices, temperature, vocab_size, group, squares, softcap):
+    def forward(ctx, hidden, weight, targets, indices, temperature, vocab_size, group, squares, softcap, is_exact):
         """Arguments as in `head_scores`; hidden states are already gathered."""
         ctx.set_materialize_grads(False)
         first = dist.get_rank(group) * len(weight)
-        product = linear.product_with(weight)
-        head = Head(hidden, weight, targets, indices, temperature, first, vocab_size, softcap, product)
+        product = linear.product_with(weight, is_exact)
+        head = Head(hidden, weight, targets, indices, temperature, first, vocab_size, softcap, is_exact, product)
         count, dtype = len(targets), _at_least_fp32(hidden)
         results = [hidden.new_empty(count, dtype=dtype) for _ in range(4 + squares)]
         needs_grad, kept = any(ctx.needs_input_grad[:2]), None
@@ -173,8 +190,7 @@ class _HeadScores(torch.autograd.Function):
             kept = hidden.new_empty(count, len(weight), dtype=dtype)
         for rows in row_chunks(count, len(weight)):
             weights = None if kept is None else kept[rows]
-            statistics = softmax_statistics(head.scaled_logits(rows), *head.columns(rows), group, weights, squares)
-            for result, statistic in zip(results, statistics, strict=True):
+            for result, statistic in zip(results, head.statistics(rows, group, weights, squares), strict=True):
                 result[rows] = statistic
         top, total, logprobs, entropy, *square_sum = results
         square_sum = square_sum[0] if squares else None
@@ -190,7 +206,8 @@ class _HeadScores(torch.autograd.Function):
         The caller sums the gradients of hidden states over the ranks, once for all chunks.
         """
         *inputs, kept, top, total, entropy, square_sum = ctx.saved_tensors
-        head = Head(*inputs, *ctx.rest, linear.product_with(inputs[1]) if kept is None else None)
+        is_exact = ctx.rest[-1]
+        head = Head(*inputs, *ctx.rest, linear.product_with(inputs[1], is_exact) if kept is None else None)
         hidden, weight = head.hidden, head.weight
         allocate = torch.empty_like if head.indices is None else torch.zeros_like
         grad_hidden = allocate(hidden) if ctx.needs_input_grad[0] else None
@@ -209,7 +226,7 @@ class _HeadScores(torch.autograd.Function):
                 grad_hidden, grad_weight, head, rows,
                 _logits_grad(weights, kept is None, *columns[:3], columns[3:]), columns[3], slope,
             )  # fmt: skip
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 7
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 8
 
 
 def _accumulate(
@@ -232,7 +249,7 @@ def _accumulate(
 
 def head_scores(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature, vocab_size: int, group, sequence_parallel=False,
-    indices: Tensor | None = None, squares: bool = True, softcap: float | None = None,
+    indices: Tensor | None = None, squares: bool = True, softcap: float | None = None, is_exact: bool = False,
 ) -> HeadScores:  # fmt: skip
     """Returns scores of next-token distributions, differentiable once in `hidden` and `weight`.
 
@@ -247,6 +264,8 @@ def head_scores(
         indices: [n] int64, distinct, n at least `MIN_ROWS`: the hidden state of each target; None: n = T, in order.
         squares: whether to compute Σπ²; two more passes over the logits.
         softcap: c of logits c · tanh(logit / c); None: the logits stay as they are.
+        is_exact: compute logits and log-probs as an exact rollout does on CUDA; for a group of one rank, and one
+            temperature.
 
     Returns:
         HeadScores in float32 (float64 for float64 hidden states), equal on all ranks of the group.
@@ -266,7 +285,8 @@ def head_scores(
         missing = MIN_ROWS - total
         hidden, targets = pad(hidden, (0, 0, 0, missing)), pad(targets, (0, missing))
         temperature = pad(temperature, (0, missing), value=1.0) if isinstance(temperature, Tensor) else temperature
-    scores = _HeadScores.apply(hidden, weight, targets, indices, temperature, vocab_size, group, squares, softcap)
+    options = temperature, vocab_size, group, squares, softcap, is_exact
+    scores = _HeadScores.apply(hidden, weight, targets, indices, *options)
     return HeadScores(*(None if score is None else score[:total] for score in scores))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megarl.lora import LoRASettings
-from megarl.mcore.kernels.linear import ReplicatedLinear, matmul
+from megarl.mcore.kernels.linear import ReplicatedLinear, forward_product, matmul
 from megarl.mcore.lora.product import LowRankProduct, adapted_linear
 from megarl.mcore.lora.projections import ROW_PARALLEL, Projection
 from megarl.mcore.model.initialization import draw_uniform
@@ -40,7 +40,7 @@ class AdaptedLinear(torch.nn.Module):
         self.is_row_parallel, self.is_replicated = projections[0].name in ROW_PARALLEL, type(layer) is ReplicatedLinear
         self.product = LowRankProduct(
             tuple(projection.rows for projection in projections), lora.scale, weight.dtype is torch.float32,
-            self.is_row_parallel, None if self.is_replicated else layer.tp_group,
+            self.is_row_parallel, None if self.is_replicated else layer.tp_group, forward_product(layer.config),
         )  # fmt: skip
         # W, where the layer's weight has the factors merged; under FSDP this rank's rows.
         self.base: torch.nn.Parameter | None = None

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megarl.mcore.kernels.linear import gather_tokens, input_gradient, matmul, weight_gradient
+from megarl.mcore.kernels.linear import Product, gather_tokens, input_gradient, matmul, weight_gradient
 
 
 class LowRankProduct(NamedTuple):
@@ -22,12 +22,13 @@ class LowRankProduct(NamedTuple):
     is_merged: bool  # the weight is W + s·B·A; else the factors' product is added to the output
     is_row_parallel: bool
     group: Any  # tensor-parallel ranks of the layer; None: each has the whole layer
+    multiply: Product = matmul  # in forward passes
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, factors: list[tuple[Tensor, Tensor]]) -> Tensor:
         """[…, K] -> […, N]. Rollout and training call it, so their results are equal."""
-        output = matmul(x, weight, bias)
+        output = self.multiply(x, weight, bias)
         for rows, (a, b) in zip(self.rows, factors, strict=True) if not self.is_merged else ():
-            change = matmul(matmul(x, a), b).mul_(self.scale)
+            change = self.multiply(self.multiply(x, a), b).mul_(self.scale)
             if isinstance(rows, slice):
                 output[..., rows] += change
             else:

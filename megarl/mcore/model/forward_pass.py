@@ -12,9 +12,10 @@ from megatron.core.inference.utils import InferenceMode
 from torch import Tensor
 
 from megarl.batch import SharedPrefix
+from megarl.mcore.attention import backends
 from megarl.mcore.attention.packing import PackedLayout, pack_sequences, scored_tokens
 from megarl.mcore.attention.windows import window_of
-from megarl.mcore.kernels.batch_invariance import MIN_ROWS
+from megarl.mcore.kernels.batch_invariance import MIN_ROWS, is_exact
 from megarl.mcore.kernels.vocab_parallel_logprobs import head_scores
 from megarl.mcore.model.value_head import ValueHead
 from megarl.mcore.moe.routing import Routing
@@ -58,7 +59,7 @@ def run_chunk(chunk, tokens: Tensor, lengths: Tensor, processor, routing: Routin
     groups, sequence_parallel = model.pg_collection, model.config.sequence_parallel
     packing = pack_sequences(
         lengths, groups.cp, dist.get_world_size(groups.tp) if sequence_parallel else 1, routing, shared,
-        window_of(model.config),
+        window_of(model.config), backends.load(model.config).plan_attention,
     )  # fmt: skip
     tokens = tokens if packing.held is None else tokens.index_select(0, packing.held)
     padded = torch.cat([tokens, tokens.new_zeros(packing.padding)])
@@ -106,7 +107,7 @@ def token_scores(
         row_targets = targets if rows is None else targets[rows]
         logprobs, entropy, _ = head_scores(
             hidden, weight, row_targets, temperature, vocab_size, group, sequence_parallel, rows, squares=False,
-            softcap=model.config.final_logit_softcapping,
+            softcap=model.config.final_logit_softcapping, is_exact=is_exact(model.config),
         )  # fmt: skip
 
         def aligned(score: Tensor) -> Tensor:

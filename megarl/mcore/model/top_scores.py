@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from megarl.mcore.kernels.batch_invariance import is_exact
 from megarl.mcore.kernels.top_logprobs import head_top_logprobs
 from megarl.mcore.kernels.vocab_parallel_logprobs import head_scores
 from megarl.mcore.model.forward_pass import align_to_tokens, gather_stream, run_chunk
@@ -25,8 +26,9 @@ def top_scores(chunk, tokens: Tensor, lengths: Tensor, temperature: float, vocab
         group, is_split = output_layer.tp_group, model.config.sequence_parallel
         softcap = model.config.final_logit_softcapping
         logprobs = head_scores(
-            hidden, weight, targets, temperature, vocab_size, group, is_split, squares=False, softcap=softcap
-        ).logprobs
+            hidden, weight, targets, temperature, vocab_size, group, is_split, squares=False, softcap=softcap,
+            is_exact=is_exact(model.config),
+        ).logprobs  # fmt: skip
 
         def aligned(values: Tensor) -> Tensor:
             return align_to_tokens(gather_stream(values, packing), packing)

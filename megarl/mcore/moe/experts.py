@@ -7,8 +7,8 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 
 from megarl.mcore import device
-from megarl.mcore.kernels.batch_invariance import MIN_ROWS
-from megarl.mcore.kernels.linear import at_least_rows, linear
+from megarl.mcore.kernels.batch_invariance import MIN_ROWS, is_exact
+from megarl.mcore.kernels.linear import at_least_rows, forward_product, linear
 
 
 class Experts(SequentialMLP):
@@ -48,7 +48,9 @@ class SharedExperts(SharedExpertMLP):
         output, _ = MLP.forward(self, hidden)
         if not self.use_shared_expert_gate:
             return output
-        if device.has_cuda():
+        if is_exact(self.config):
+            gate = linear(hidden, self.gate_weight, None, forward_product(self.config))
+        elif device.has_cuda():
             gate = torch.nn.functional.linear(hidden, self.gate_weight)
         else:
             gate = at_least_rows(linear, hidden, self.gate_weight.expand(MIN_ROWS, -1))[..., :1]

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megarl.mcore import device
-from megarl.mcore.kernels.batch_invariance import VECTOR
-from megarl.mcore.kernels.linear import at_least_rows, linear
+from megarl.mcore.kernels.batch_invariance import VECTOR, is_exact
+from megarl.mcore.kernels.linear import at_least_rows, forward_product, linear
 from megarl.mcore.moe.balancing import BalancedRouter
 from megarl.mcore.moe.routing import Routing
 
@@ -88,6 +88,9 @@ class Router(BalancedRouter):
         number of rows on some processors. Each row is padded in memory to whole vectors: functions like exp compute the
         elements after a tensor's last whole vector differently, and a token's gates would depend on its position.
         """
+        if is_exact(self.config):
+            dtype = torch.float32 if self.config.moe_router_dtype == "fp32" else input.dtype
+            return self._product(input.to(dtype))
         if device.has_cuda():
             return super().gating(input)
         is_single = self.config.moe_router_dtype == "fp32" or input.dtype is torch.float32
@@ -97,8 +100,8 @@ class Router(BalancedRouter):
         return pad(logits, (0, -experts % VECTOR))[..., :experts]
 
     def _product(self, rows: Tensor) -> Tensor:
-        weight, bias = self.weight.float(), None if self.bias is None else self.bias.float()
-        return at_least_rows(linear, rows, weight, bias)
+        weight, bias = (x if x is None else x.to(rows.dtype) for x in (self.weight, self.bias))
+        return at_least_rows(linear, rows, weight, bias, forward_product(self.config))
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None):
         """Hidden states [R, 1, H] -> (gates, routing map), both [R, E]."""

@@ -1,6 +1,7 @@
 """Linear layers through oneDNN's inner product: rows independent of their number, gradients, Megatron's layers."""
 
 import functools
+import types
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import layers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.mcore.kernels import linear
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
@@ -127,7 +129,7 @@ def parallel_layers(rank):
                 x = x.chunk(2)[rank] if kind == "sequence" else x
             inputs = [x.requires_grad_(), weight.requires_grad_(not frozen), bias]
             megatron = layers.linear_with_frozen_weight if frozen else MEGATRON
-            megarl = functools.partial(linear.parallel_linear, None)
+            megarl = functools.partial(linear.parallel_linear, types.SimpleNamespace(config=None))
             results = [of_layer(megatron, inputs, grad, kind), of_layer(megarl, inputs, grad, kind)]
             found.append((*results, of_layer(megarl, inputs, None, kind)[0]))
     return found
@@ -163,3 +165,47 @@ def held_in_blocks(rank: int) -> list[bool]:
 def test_prepacked_weights_give_the_same_bits_and_are_freed():
     (found,) = run_world(held_in_blocks, 1)
     assert len(found) > 3 and all(found) if linear.HAS_INNER_PRODUCT else found[-1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_wider_sum_of_a_weight_gradient_has_the_bits_of_product_and_sum_on_a_cpu(dtype):
+    total, grad, x = matrices((33, 7), (20, 33), (20, 7))
+    grad, x = grad.to(dtype), x.to(dtype)
+    expected = total + grad.t() @ x
+    linear.add_weight_gradient(total, grad, x)
+    assert torch.equal(total, expected)
+
+
+class Operators(TorchDispatchMode):
+    """Notes which operators run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+def operators_of_a_sum(rank, dtype, has_wider_sum):
+    """Operators of the sum of a weight gradient on CUDA. In a fork: autograd fails in later forks of this process."""
+    linear.HAS_WIDER_SUM = has_wider_sum
+    with FakeTensorMode(allow_non_fake_inputs=True), Operators() as operators:
+        empty, place = torch.ops.aten.empty.memory_format, torch.device("cuda", 0)
+        total = empty((33, 7), device=place, dtype=torch.float32)
+        grad, x = (empty(shape, device=place, dtype=dtype) for shape in ((20, 33), (20, 7)))
+        operators.names.clear()
+        linear.add_weight_gradient(total, grad, x)
+    return [name for name in operators.names if name.startswith("aten.")]
+
+
+@pytest.mark.parametrize(("dtype", "has_wider_sum", "expected"), [
+    (torch.bfloat16, True, ["aten.t.default", "aten.addmm.dtype_out"]),
+    (torch.float16, True, ["aten.t.default", "aten.addmm.dtype_out"]),
+    (torch.bfloat16, False, ["aten.t.default", "aten.mm.default", "aten.add_.Tensor"]),
+    (torch.float32, True, ["aten.t.default", "aten.addmm_.default"]),
+])  # fmt: skip
+def test_on_cuda_a_wider_sum_has_no_product_of_its_own(dtype, has_wider_sum, expected):
+    assert linear.HAS_WIDER_SUM
+    assert run_world(operators_of_a_sum, 1, dtype, has_wider_sum) == [expected]

@@ -1,0 +1,75 @@
+"""Rules on the flags of a role whose forward passes are those of an exact rollout: `--exact-rollout` on CUDA.
+
+A model that these kernels do not compute, or of which it is not shown that rollout and training have the same bits, is
+refused. On a CPU the flag changes nothing, and every model is allowed.
+"""
+
+from megarl.errors import UsageError
+from megarl.mcore import device
+from megarl.mcore.config.layout_rules import LayoutRule
+
+FLAG = "--exact-rollout"
+BACKEND = "invariant"  # the attention backend
+MOST_CHANNELS, ALIGNED = 256, 8  # of a head in flash attention's backward; 16-bit elements of the loads of a kernel
+
+
+def applies(args) -> bool:
+    """Whether a role with this Megatron namespace computes as an exact rollout does on CUDA."""
+    return args.exact_rollout and device.has_cuda()
+
+
+def check(role: str, args):
+    """Raises UsageError for the first rule that a role's parsed flags break."""
+    for rule in rules(args) if applies(args) else ():
+        if not rule.holds:
+            raise UsageError(f"{role}: {rule.flag} {rule.value}: with {FLAG} on CUDA allowed is {rule.allowed}")
+
+
+def rules(args) -> list[LayoutRule]:
+    """Returns all rules for a role's parsed namespace, before Megatron's own validation; their number is constant."""
+    tensor, context, latent = args.tensor_model_parallel_size, args.context_parallel_size, args.multi_latent_attention
+    softcap, backend = args.attn_logit_softcapping, args.attention_kernel
+    hidden, channels = args.hidden_size, args.kv_channels or args.hidden_size // args.num_attention_heads
+    return [
+        LayoutRule("--bf16", args.bf16, args.bf16 or args.fp16, "--bf16 or --fp16"),
+        LayoutRule("--transformer-impl", args.transformer_impl, args.transformer_impl == "local", "local"),
+        LayoutRule("--tensor-model-parallel-size", tensor, tensor == 1, "1"),
+        LayoutRule("--context-parallel-size", context, context == 1, "1"),
+        LayoutRule("--multi-latent-attention", latent, not latent, "none"),
+        LayoutRule("--attn-logit-softcapping", softcap, softcap is None, "none"),
+        LayoutRule("--softmax-type", args.softmax_type, args.softmax_type == "vanilla", "vanilla"),
+        LayoutRule("--attention-backend", backend, backend == BACKEND, f"auto or {BACKEND}"),
+        LayoutRule("--hidden-size", hidden, hidden % ALIGNED == 0, f"a multiple of {ALIGNED}"),
+        LayoutRule("--kv-channels", channels, channels % ALIGNED == 0 and channels <= MOST_CHANNELS,
+             f"a multiple of {ALIGNED} up to {MOST_CHANNELS}"),
+        *_experts(args),
+    ]  # fmt: skip
+
+
+def _experts(args) -> list[LayoutRule]:
+    """The experts' products run one by one, and the results of a token are added in a fixed order (`moe.layer`)."""
+    experts, dtype, ranks = args.num_experts, args.moe_router_dtype, args.expert_tensor_parallel_size or 1
+    is_plain = args.swiglu and not args.add_bias_linear and not args.glu_linear_offset
+    is_plain = is_plain and args.activation_func_clamp_value is None and not args.moe_apply_probs_on_input
+    return [
+        LayoutRule("--moe-grouped-gemm", args.moe_grouped_gemm, not args.moe_grouped_gemm,
+             "none: grouped products choose tiles by the number of rows"),
+        LayoutRule("--moe-router-dtype", dtype, dtype != "fp64", "fp32, or none"),
+        LayoutRule("--num-experts", experts, not experts or is_plain,
+             "0 unless experts are those of --swiglu, without biases, --moe-apply-probs-on-input and other options"),
+        LayoutRule("--expert-tensor-parallel-size", ranks, ranks == 1, "1"),
+        LayoutRule("--moe-shared-expert-overlap", args.moe_shared_expert_overlap, not args.moe_shared_expert_overlap,
+             "none"),
+    ]  # fmt: skip
+
+
+def check_lora(megatron: dict, lora: dict):
+    """Raises UsageError for low-rank factors of experts: with them Megatron adds a token's results, in no fixed order.
+
+    `megatron`, `lora`: namespaces and factors of roles.
+    """
+    for role, args in megatron.items():
+        if applies(args) and args.num_experts and lora.get(role) is not None:
+            raise UsageError(
+                f"--lora-rank {lora[role].rank}: with {FLAG} on CUDA allowed is none for a model with experts"
+            )

@@ -1,0 +1,67 @@
+"""Rollout and training by the kernels of `--exact-rollout`, run by Triton's interpreter: equal log-probs."""
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megarl.mcore.config import exact_rules, megatron_flags
+from tests.helpers import interpreted_kernels
+from tests.helpers.engines import largest_gap, make_engine, make_requests, settings_of
+from tests.helpers.worlds import run_world
+
+LIMIT = 3  # tokens of a response
+ONE_LAYER = "--num-layers 1"
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 32"
+CASES = {  # flags, shape of the model, sampling
+    "16 bits": (f"--fp16 --qk-layernorm {ONE_LAYER}", "llama", {"temperature": 0.7}),
+    "experts": (f"{EXPERTS} --moe-router-dtype fp32 {ONE_LAYER}", "llama", {"top_k": 5}),
+    "norms after, softcap, window": (
+        "--layernorm-position sandwich --qk-layernorm-all-heads --final-logit-softcapping 3 --window-size 4,0 "
+        + ONE_LAYER,
+        "llama", {"greedy": True},
+    ),
+    "biases": ("", "gpt2", {}),
+}  # fmt: skip
+OF_ROWS = {"megarl.fixed_tile_product", "megarl.norm_rows"}
+BLAS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.matmul", "aten.linear", "aten.mv"}
+
+
+@pytest.fixture(autouse=True)
+def as_on_cuda(monkeypatch):
+    """Models compute as on CUDA, without its rules."""
+    interpreted_kernels.multiply_rows_alone(monkeypatch)
+    interpreted_kernels.use_one_unit(monkeypatch)
+    monkeypatch.setattr(exact_rules, "applies", lambda args: True)
+    monkeypatch.setattr(exact_rules, "check", lambda role, args: None)
+    monkeypatch.setattr(megatron_flags, "_automatic_attention", lambda *_: exact_rules.BACKEND)
+
+
+class Operators(TorchDispatchMode):
+    """Keeps the names of the operators that run inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(str(func.overloadpacket))
+        return func(*args, **(kwargs or {}))
+
+
+def generate(rank, flags, shape, sampling):
+    """(largest gap, log-probs, operators of the rollout, operators of training's forward)."""
+    engine, model, _ = make_engine(flags, shape)
+    requests, settings = [make_requests(LIMIT)[number] for number in (0, 3, 4)], settings_of(**sampling)
+    with Operators() as of_rollout:
+        completions = engine.generate(requests, (), settings)
+    with Operators() as of_training:
+        gap = largest_gap(model, requests, completions, settings.temperature)
+    return gap, [c.logprobs for c in completions], of_rollout.names, of_training.names
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_gap_is_zero_and_no_other_product_runs(case):
+    ((gap, logprobs, of_rollout, of_training),) = run_world(generate, 1, *CASES[case])
+    assert gap == 0.0 and all(len(set(row)) > 1 for row in logprobs)
+    assert {*OF_ROWS, "megarl.packed_attention", "megarl.row_logprobs"} <= of_training and not BLAS & of_training
+    assert {*OF_ROWS, "megarl.packed_attention", "megarl.paged_decode"} <= of_rollout and not BLAS & of_rollout
+    assert of_rollout & {"megarl.sample_rows", "megarl.row_logprobs"}
