@@ -42,10 +42,18 @@ def _settings_of(role: str, role_settings, args, hf_model) -> LoRASettings | Non
     rank, alpha, text = role_settings.lora_rank, role_settings.lora_alpha, role_settings.lora_targets
     if rank is None and role_settings.lora_adapter is None:
         return None
+    _require_local_layers(role, args)
     if role_settings.lora_adapter is not None:
         return _of_adapter(role, role_settings, args, hf_model)
     return LoRASettings(rank, float(rank if alpha is None else alpha), role_settings.lora_rslora,
                             _targets(role, text, args))  # fmt: skip
+
+
+def _require_local_layers(role: str, args):
+    """Raises UsageError if the linear layers of a role whose model has factors are not those that they replace."""
+    if args.transformer_impl != "local":
+        raise UsageError(f"{role}: --transformer-impl {args.transformer_impl}: allowed is local with --lora-rank or "
+                         "--lora-adapter")  # fmt: skip
 
 
 def _of_adapter(role: str, role_settings, args, hf_model) -> LoRASettings:

@@ -17,9 +17,10 @@ SCALED = ("linear_proj.weight", "linear_fc2.weight")  # standard deviation falls
 def initialize(chunk, seed: int, pg_collection):
     """Initializes a model chunk: matrices by the config's methods, biases to 0; norms keep their values."""
     for name, parameter in chunk.named_parameters():
+        whole_name = global_name(name, chunk, pg_collection)
         if parameter.dim() > 1 and not _is_scalar_head(name, parameter):
-            _draw(global_name(name, chunk, pg_collection), name, parameter, chunk.config, seed, pg_collection)
-        elif name.endswith(".bias") and "layernorm" not in name:
+            _draw(whole_name, parameter, chunk.config, seed, pg_collection)
+        elif whole_name.endswith(".bias") and "layernorm" not in name:
             torch.nn.init.zeros_(parameter)
 
 
@@ -28,7 +29,10 @@ def _is_scalar_head(name: str, parameter: Tensor) -> bool:
 
 
 def global_name(name: str, chunk, pg_collection) -> str:
-    """Returns a parameter's name in the whole model: layers and experts numbered from 0 over all stages and ranks."""
+    """Returns a parameter's name in the whole model: layers and experts numbered from 0 over all stages and ranks.
+
+    Grouped experts, whose layers have a `weight3` of expert 3, get the names of experts with layers of their own.
+    """
     if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
         return "embedding.word_embeddings.weight"  # a later stage's copy of the first stage's embedding
 
@@ -39,6 +43,7 @@ def global_name(name: str, chunk, pg_collection) -> str:
         local = chunk.config.num_moe_experts // dist.get_world_size(pg_collection.ep)
         return f"local_experts.{dist.get_rank(pg_collection.ep) * local + int(match[1])}."
 
+    name = re.sub(r"\.experts\.(linear_fc\d)\.(\w+?)(\d+)$", r".experts.local_experts.\3.\1.\2", name)
     return re.sub(r"local_experts\.(\d+)\.", expert, re.sub(r"decoder\.layers\.(\d+)\.", layer, name))
 
 
@@ -59,8 +64,8 @@ def draw_uniform(whole_name: str, seed: int, shape: tuple[int, ...], bound: floa
 
 
 @torch.no_grad()
-def _draw(whole_name: str, name: str, parameter: Tensor, config, seed: int, pg_collection):
-    is_expert = ".local_experts." in name
+def _draw(whole_name: str, parameter: Tensor, config, seed: int, pg_collection):
+    is_expert = ".local_experts." in whole_name
     group = pg_collection.expt_tp if is_expert else pg_collection.tp
     is_split = getattr(parameter, "tensor_model_parallel", False)
     shards, shape = dist.get_world_size(group) if is_split else 1, list(parameter.shape)
@@ -72,6 +77,6 @@ def _draw(whole_name: str, name: str, parameter: Tensor, config, seed: int, pg_c
         torch.manual_seed(_seed(seed, whole_name))
         _method(whole_name, config)(whole)
     # A rank holds its shard of the gate projection, then the same shard of the up projection.
-    halves = 2 if name.endswith("linear_fc1.weight") and config.gated_linear_unit else 1
+    halves = 2 if whole_name.endswith("linear_fc1.weight") and config.gated_linear_unit else 1
     rank = dist.get_rank(group) if is_split else 0
     parameter.copy_(torch.cat([half.chunk(shards, axis)[rank] for half in whole.chunk(halves, axis)], axis))

@@ -111,4 +111,6 @@ def create_groups(ranks: range, sizes: ParallelSizes, cache: GroupCache) -> Proc
     pg_collection.embd = cache.mine([list(dict.fromkeys((s[0], s[-1]))) for s in stages])
     pg_collection.pos_embd = cache.mine([[s[0]] for s in stages])
     pg_collection.inter_dist_opt = None
+    # Where Transformer Engine's experts are replicated: one of these ranks saves them. Weights are not split further.
+    pg_collection.expt_dp_gtp_remat = pg_collection.expt_dp
     return pg_collection if dist.get_rank() in ranks else None

@@ -10,29 +10,14 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megarl.mcore.attention.packed_attention import PackedAttention, ScoredAttention
-from megarl.mcore.config.model_flags import has_score_options
 from megarl.mcore.kernels.norm import Norm
 from megarl.mcore.kernels.swiglu_mlp import SwiGLUMLP
-from megarl.mcore.model.decoder_layer import (
-    AllHeadsNormAttention,
-    DecoderLayer,
-    MoEDecoderLayer,
-    PagedSelfAttention,
-)
-from megarl.mcore.model.latent_attention import LatentAttention
-from megarl.mcore.model.post_norm import PostNormLayer, PostNormMoELayer
+from megarl.mcore.model.layer_parts import put_own_parts
 from megarl.mcore.moe.experts import Experts, SharedExperts
 from megarl.mcore.moe.layer import MixtureLayer
 from megarl.mcore.moe.router import Router
 
 final_norm = Norm  # after the last layer
-LAYERS = {  # norms only before attention and MLP, experts
-    (True, False): DecoderLayer,
-    (True, True): MoEDecoderLayer,
-    (False, False): PostNormLayer,
-    (False, True): PostNormMoELayer,
-}
 
 
 def layer_spec(args, is_moe: bool = False) -> ModuleSpec:
@@ -42,15 +27,13 @@ def layer_spec(args, is_moe: bool = False) -> ModuleSpec:
     """
     spec = get_gpt_layer_local_spec(
         num_experts=args.num_experts if is_moe else None,
-        moe_grouped_gemm=args.moe_grouped_gemm,
+        moe_grouped_gemm=False,  # experts keep weights of their own; see `moe.layer`
         normalization=args.normalization,
         qk_layernorm=args.qk_layernorm,
         multi_latent_attention=args.multi_latent_attention,
     )
     layer, attention = spec.submodules, spec.submodules.self_attention
-    spec.module = LAYERS[args.layernorm_position == "pre", is_moe]
-    attention.module = _attention_kind(args)
-    attention.submodules.core_attention = ScoredAttention if has_score_options(args) else PackedAttention
+    put_own_parts(spec, args, is_moe)
     layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp if args.layernorm_position == "post" else Norm
     if args.qk_layernorm:
         names = ("q_layernorm", "kv_layernorm" if args.multi_latent_attention else "k_layernorm")
@@ -67,9 +50,3 @@ def layer_spec(args, is_moe: bool = False) -> ModuleSpec:
         parts = dataclasses.replace(parts, router=Router, experts=experts, shared_experts=shared)
         layer.mlp = functools.partial(MixtureLayer, submodules=parts)
     return spec
-
-
-def _attention_kind(args) -> type:
-    if args.multi_latent_attention:
-        return LatentAttention
-    return AllHeadsNormAttention if args.qk_layernorm_all_heads else PagedSelfAttention

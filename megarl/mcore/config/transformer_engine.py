@@ -1,0 +1,42 @@
+"""What `--transformer-impl transformer_engine` needs, and with which flags its layers would be wrong or untried."""
+
+import importlib.util
+
+from megarl.errors import UsageError
+from megarl.mcore import device
+from megarl.mcore.config.layout_rules import LayoutRule, require
+
+FLAG, NAME = "--transformer-impl", "transformer_engine"
+
+
+def check(role: str, args):
+    """Raises UsageError if a role has Transformer Engine's layers and they cannot run here or with its other flags."""
+    if args.transformer_impl != NAME:
+        return
+    if missing := _missing():
+        raise UsageError(f"{role}: {FLAG} {NAME} needs {' and '.join(missing)}")
+    require(role, rules(args))
+
+
+def _missing() -> list[str]:
+    has_package = importlib.util.find_spec(NAME) is not None
+    lacks = {"a CUDA device": not device.has_cuda(), "the package transformer-engine[pytorch]": not has_package}
+    return [name for name, is_missing in lacks.items() if is_missing]
+
+
+def rules(args) -> list[LayoutRule]:
+    """Returns the rules for a role with Transformer Engine's layers, in the manner of `layout_rules`."""
+    latent, sharded, wide = args.multi_latent_attention, args.use_torch_fsdp2, args.fp32_residual_connection
+    experts, grouped, biases = args.num_experts, args.moe_grouped_gemm, args.add_bias_linear
+    with_it = f"with {FLAG} {NAME}"
+    return [
+        LayoutRule("--multi-latent-attention", latent, not latent,
+             f"none {with_it}, which fuses the norm of latents that the KV cache holds"),
+        LayoutRule("--use-torch-fsdp2", sharded, not sharded, f"none {with_it}"),
+        LayoutRule("--fp32-residual-connection", wide, not wide,
+             f"none {with_it}: a layer's input has the dtype of its weights"),
+        LayoutRule("--num-experts", experts, not experts or grouped,
+             f"none without --moe-grouped-gemm {with_it}: experts are grouped"),
+        LayoutRule("--num-experts", experts, not experts or not biases,
+             f"none without --disable-bias-linear {with_it}"),
+    ]  # fmt: skip

@@ -1,0 +1,30 @@
+"""megarl's own parts of a decoder layer, the same in all layer specs: the layer, its attention and core attention."""
+
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from megarl.mcore.attention.packed_attention import PackedAttention, ScoredAttention
+from megarl.mcore.config.model_flags import has_score_options
+from megarl.mcore.model.decoder_layer import AllHeadsNormAttention, DecoderLayer, MoEDecoderLayer, PagedSelfAttention
+from megarl.mcore.model.latent_attention import LatentAttention
+from megarl.mcore.model.post_norm import PostNormLayer, PostNormMoELayer
+
+LAYERS = {  # norms only before attention and MLP, experts
+    (True, False): DecoderLayer,
+    (True, True): MoEDecoderLayer,
+    (False, False): PostNormLayer,
+    (False, True): PostNormMoELayer,
+}
+
+
+def put_own_parts(spec: ModuleSpec, args, is_moe: bool):
+    """Puts them into Megatron's spec of a layer, dense or MoE; `args`: the role's Megatron namespace."""
+    attention = spec.submodules.self_attention
+    spec.module = LAYERS[args.layernorm_position == "pre", is_moe]
+    attention.module = _attention_kind(args)
+    attention.submodules.core_attention = ScoredAttention if has_score_options(args) else PackedAttention
+
+
+def _attention_kind(args) -> type:
+    if args.multi_latent_attention:
+        return LatentAttention
+    return AllHeadsNormAttention if args.qk_layernorm_all_heads else PagedSelfAttention

@@ -1,0 +1,1 @@
+"""What Transformer Engine, built without a device, shows on a CPU; see tools/te_check.sh."""
