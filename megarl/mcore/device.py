@@ -9,6 +9,8 @@ every operation of a decode step.
 import contextlib
 import functools
 import logging
+import os
+import sys
 import time
 import types
 
@@ -17,6 +19,10 @@ import torch
 import torch.utils._device
 
 CPU = torch.device("cpu")
+# Makes torch ask the driver's library for devices, which does not start CUDA: `launch_queues` chooses before that.
+ASK_DRIVER = "PYTORCH_NVML_BASED_CUDA_CHECK"
+# Megarl hides them from Megatron without a device: their layers and optimizers would be chosen, and cannot run.
+DEVICE_PACKAGES = ("transformer_engine", "apex")
 FACTORIES = (
     "empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "randint", "empty_like", "zeros_like",
 )  # fmt: skip
@@ -244,11 +250,22 @@ _installed = False
 
 
 def install():
-    """Patches torch and megatron-core to run on the CPU; called once by the package. No-op if CUDA is present."""
+    """Sets what holds on every device; without CUDA, patches torch and megatron-core to run on the CPU.
+
+    Called once by the package.
+    """
     global _installed
-    if _installed or has_cuda():
+    if _installed:
         return
+    # It builds a plan for every new shape, which takes longer than many steps; packed batches have new shapes always.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    os.environ.setdefault(ASK_DRIVER, "1")
+    if has_cuda():
+        return
+    os.environ.pop(ASK_DRIVER)  # it would count the devices that `cuda_functions` reports
     _installed = True
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found"
+    for name in DEVICE_PACKAGES:
+        sys.modules.setdefault(name, None)  # as `absent`, for good
     _patch_torch()
     _patch_megatron()

@@ -222,3 +222,14 @@ assert not any(name.split(".")[0] == "megatron" for name in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=SAFETY_SECONDS)
     assert done.returncode == 0, done.stderr
+
+
+def test_attention_by_cudnn_is_off():
+    program = """
+import torch
+torch.backends.cuda.enable_cudnn_sdp(True)
+import megarl.mcore
+print(torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled())
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
