@@ -97,11 +97,8 @@ ALREADY_SO = {
 }  # fmt: skip
 # Refused by Megatron without a GPU or Transformer Engine, or without one of those that `ONLY` refuses; by megarl: gloo.
 REFUSED_HERE = {
-    "overlap_dispatch_backward_with_experts_wgrad", "ep_overlap_early_attn_memory_release", "moe_grouped_gemm",
-    "moe_single_grouped_weight", "moe_single_grouped_bias", "moe_enable_deepep", "moe_permute_fusion",
-    "moe_pad_expert_input_to_capacity", "moe_router_padding_for_quantization", "moe_router_padding_for_fp8",
-    "batch_invariant_mode", "symmetric_ar_type", "fine_grained_activation_offloading", "log_max_attention_logit",
-    "expert_tensor_parallel_size",
+    "ep_overlap_early_attn_memory_release", "moe_permute_fusion", "moe_pad_expert_input_to_capacity",
+    "log_max_attention_logit", "expert_tensor_parallel_size",
 }  # fmt: skip
 
 

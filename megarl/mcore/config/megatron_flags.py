@@ -12,18 +12,21 @@ import torch
 from megatron.core.fusions import fused_bias_geglu
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
+from megatron.training import arguments
 from megatron.training.arguments import add_megatron_arguments, core_transformer_config_from_args, validate_args
 from torch.nn import functional
 
 from megarl.errors import ArgumentParser, UsageError
-from megarl.mcore import device
-from megarl.mcore.config import layout_rules, model_flags, model_rules
+from megarl.mcore import device, launch_queues
+from megarl.mcore.config import exact_rules, layout_rules, model_flags, model_rules, transformer_engine
 from megarl.mcore.config.supported_flags import ATTENTION_BACKENDS, DEFAULTS, ONLY, used
 from megarl.mcore.kernels.gelu import gelu_tanh, quick_gelu
 from megarl.mcore.kernels.silu import silu
 from megarl.mcore.parallel.process_groups import ParallelSizes
 
 BATCH_INVARIANT = {functional.silu: silu, fused_bias_geglu.quick_gelu: quick_gelu}  # Megatron's activations -> megarl's
+
+BY_MEGATRON = ", which Megatron sets for these flags"
 
 
 @functools.cache
@@ -33,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     model_flags.add_to(parser)
     # On unless switched off, where there is something to reduce: `_overlaps`.
     parser.set_defaults(overlap_grad_reduce=None)
+    parser.set_defaults(exact_rollout=False)  # one of megarl's own flags
     for action in parser._actions:
         if action.dest in ("transformer_impl", "attention_backend"):  # megarl has modules of its own for both
             action.choices, action.type = None, str
@@ -54,25 +58,47 @@ def _refuse_unused(role: str, argv: list[str], extra: frozenset[str]):
             raise UsageError(f"{role}: {option} is a Megatron flag that megarl does not use; remove it")
 
 
-def _check_only(role: str, args):
+def _check_only(role: str, values, cause: str = ""):
+    """Raises UsageError for the first value that `ONLY` does not allow; `cause`: who set it, if not the user."""
     for dest, (allowed, reason) in ONLY.items():
-        value = getattr(args, dest, None)
+        value = getattr(values, dest, None)
         choices = allowed if isinstance(allowed, tuple) else (allowed,)
         if value not in choices and value is not None:
             flag = next(option for option, name in destinations().items() if name == dest)
-            raise UsageError(f"{role}: {flag} {value}: {reason} (allowed: {', '.join(map(str, choices))})")
+            raise UsageError(f"{role}: {flag} {value}{cause}: {reason} (allowed: {', '.join(map(str, choices))})")
+
+
+def _automatic_attention(args, has_score_options: bool) -> str:
+    """The attention backend that `auto` stands for."""
+    if has_score_options:
+        return model_flags.SCORE_BACKENDS[0]
+    if args.exact_rollout and device.has_cuda():
+        return exact_rules.BACKEND
+    is_half = args.bf16 or args.fp16
+    return "varlen" if device.has_cuda() and is_half and not args.multi_latent_attention else "sdpa"
+
+
+def _refused_varlen(args) -> str | None:
+    """What keeps a model from `--attention-backend` varlen or invariant; None: nothing."""
+    if not device.has_cuda():
+        return "a CUDA device"
+    if not args.bf16 and not args.fp16:
+        return "--bf16 or --fp16"
+    return "a model without --multi-latent-attention" if args.multi_latent_attention else None
 
 
 def _choose_attention(role: str, args):
     """Sets `attention_kernel`, the module of `mcore/attention/backends` that `--attention-backend` names."""
     name, args.attention_backend = args.attention_backend, AttnBackend.auto
     has_options = model_flags.has_score_options(args)
-    args.attention_kernel = name if name != "auto" else model_flags.SCORE_BACKENDS[0] if has_options else "sdpa"
+    args.attention_kernel = _automatic_attention(args, has_options) if name == "auto" else name
     if has_options and name in ATTENTION_BACKENDS and name not in model_flags.SCORE_BACKENDS:
         allowed = ", ".join(("auto", *model_flags.SCORE_BACKENDS))
         raise UsageError(
             f"{role}: --attention-backend {name}: allowed with --attn-logit-softcapping or --softmax-type are {allowed}"
         )
+    if name in ("varlen", exact_rules.BACKEND) and (missing := _refused_varlen(args)):
+        raise UsageError(f"{role}: --attention-backend {name} needs {missing}")
     if args.attention_kernel not in ATTENTION_BACKENDS:
         raise UsageError(f"{role}: --attention-backend {name}: allowed are auto, {', '.join(ATTENTION_BACKENDS)}")
 
@@ -133,6 +159,8 @@ def parse(role: str, argv: list[str], ranks: int, own: dict, extra: frozenset[st
     _choose_channels(role, args)
     layout_rules.check(role, args)
     model_rules.check(role, args)
+    exact_rules.check(role, args)
+    transformer_engine.check(role, args)
     if args.overlap_grad_reduce is None:
         args.overlap_grad_reduce = _overlaps(args, ranks)
     # Megatron wants a sequence length that context parallelism divides; megarl's cut of the packed stream does not.
@@ -143,26 +171,36 @@ def parse(role: str, argv: list[str], ranks: int, own: dict, extra: frozenset[st
 
 
 @contextlib.contextmanager
-def _not_sharded(args):
-    """Megatron's rules for its own sharded parameters do not hold for ours (`mcore/parallel/fsdp.py`; `layout_rules`).
+def _without_own_parts(args):
+    """Hides from Megatron what megarl has parts of its own for, since Megatron's rules do not hold for them.
 
-    It wants untied embeddings, and several launch queues where tensor parallelism wants one. One is right for both:
-    with sharded parameters it only costs overlap.
+    For sharded parameters (`mcore/parallel/fsdp.py`; `layout_rules`) it wants untied embeddings. For grouped products
+    of experts (`moe/layer.py`) it wants a GPU; on a CPU they run one after another. For tensor parallelism it wants
+    CUDA_DEVICE_MAX_CONNECTIONS=1 except on the newest devices, and would start CUDA to know which this is;
+    `launch_queues` chooses afterwards.
     """
-    args.use_torch_fsdp2, sharded = False, args.use_torch_fsdp2
+    names, version = ("use_torch_fsdp2", "moe_grouped_gemm"), arguments.get_device_arch_version
+    hidden = {name: getattr(args, name) for name in names}
+    for name in names:
+        setattr(args, name, False)
+    arguments.get_device_arch_version = lambda: launch_queues.NEEDS_NONE
     try:
         yield
     finally:
-        args.use_torch_fsdp2 = sharded
+        arguments.get_device_arch_version = version
+        for name in names:
+            setattr(args, name, hidden[name])
 
 
 def _validated(role: str, args):
     try:
-        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(), _not_sharded(args):
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(), _without_own_parts(args):
             warnings.simplefilter("ignore")
             validate_args(args)
+            # Before the config, whose assertions would say less.
+            _check_only(role, args, BY_MEGATRON)
             args.use_cpu_initialization = args.use_cpu_initialization or not device.has_cuda()
-            transformer_config(args)
+            _check_only(role, transformer_config(args), BY_MEGATRON)
     except (AssertionError, ValueError, TypeError, RuntimeError, SystemExit) as error:
         raise UsageError(f"{role}: Megatron refuses these flags: {_one_line(error)}") from None
     if not args.bf16 and not args.fp16:
@@ -183,7 +221,7 @@ def transformer_config(args) -> TransformerConfig:
         config.softmax_scale = _latent_softmax_scale(args)
     else:
         config = core_transformer_config_from_args(args)
-    config.attention_kernel = args.attention_kernel
+    config.attention_kernel, config.exact_rollout = args.attention_kernel, exact_rules.applies(args)
     model_flags.copy_to(config, args)
     if args.query_pre_attn_scalar is not None:
         config.softmax_scale = args.query_pre_attn_scalar**-0.5

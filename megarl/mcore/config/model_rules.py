@@ -58,7 +58,7 @@ def _layers(args) -> list[LayoutRule]:
         LayoutRule("--qk-layernorm-all-heads", all_heads, not all_heads or not args.layernorm_zero_centered_gamma,
              "none with --apply-layernorm-1p"),
         LayoutRule("--recompute-modules", " ".join(modules), "layernorm" not in modules,
-             "none with layernorm: it needs Transformer Engine"),
+             "none with layernorm: norms are recomputed with the rest of their layer"),
         LayoutRule("--recompute-modules", " ".join(modules),
              not modules or args.recompute_activations or args.recompute_granularity is not None,
              "none without --recompute-granularity"),

@@ -150,7 +150,9 @@ def test_unsupported_features_are_rejected(argv):
 
 
 def test_an_unknown_attention_backend_is_rejected_with_the_known_ones():
-    assert "--attention-backend flash: allowed are auto, eager, sdpa" in refusal(["--attention-backend", "flash"])
+    assert "--attention-backend flash: allowed are auto, eager, invariant, sdpa, varlen" in refusal(
+        ["--attention-backend", "flash"]
+    )
 
 
 def test_the_error_of_a_router_flag_gives_the_reason():
