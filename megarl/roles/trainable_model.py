@@ -12,6 +12,7 @@ from megarl.checkpoint.pretrained import PretrainedWeights
 from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups
 from megarl.errors import UsageError
+from megarl.mcore import device
 from megarl.mcore.attention import packing
 from megarl.mcore.lora import adapter, peft_files, stored, whole
 from megarl.mcore.memory import offload
@@ -33,7 +34,8 @@ def _run_microbatches(stages, microbatches: Microbatches, forward, loss, pg_coll
 
 
 def _as_result(output, microbatch):
-    return torch.zeros(()), output
+    # Where the model is: with experts Megatron multiplies it by the optimizer's loss scale.
+    return torch.zeros((), device=device.device()), output
 
 
 def forward_only(stages, microbatches: Microbatches, forward, pg_collection) -> list:

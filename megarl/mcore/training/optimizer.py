@@ -7,12 +7,14 @@ from collections.abc import Callable
 import megatron.core.optimizer as megatron_optimizer
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, clip_grads, distrib_optimizer, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.utils import to_local_if_dtensor
+from megatron.core.utils import local_multi_tensor_l2_norm, to_local_if_dtensor
+from torch import Tensor
 from torch.optim.adamw import adamw
 
+from megarl.mcore import device
 from megarl.mcore.moe.balancing import balanced_routers, finish_update
 from megarl.mcore.parallel.default_group import override_default_group
 from megarl.mcore.parallel.fsdp import FullyShardedDataParallel
@@ -54,9 +56,10 @@ class Adam(torch.optim.Optimizer):
         decay = group["weight_decay"]
         if not self.adam_w_mode:
             grads, decay = [g.add(p, alpha=decay) for g, p in zip(grads, weights, strict=True)], 0.0
+        # One tensor for all: one for each would be as many copies to a device.
+        steps = list(torch.full((len(weights),), group["step"] - 1.0, device=weights[0].device).unbind())
         adamw(
-            weights, grads, first, second,
-            [], [torch.tensor(group["step"] - 1.0, device=p.device) for p in weights], fused=True, amsgrad=False,
+            weights, grads, first, second, [], steps, fused=True, amsgrad=False,
             beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"], weight_decay=decay, eps=group["eps"],
             maximize=False,
         )  # fmt: skip
@@ -66,6 +69,17 @@ if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
     megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = Adam, False
     # The distributed optimizer checks separately which Adam it has; ours keeps its step where FusedAdam does.
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+
+
+def norm_without_host(chunk_size, noop_flag, tensor_lists: list[list[Tensor]], per_tensor, *_) -> tuple[Tensor, None]:
+    """Returns the norm [1] of all tensors together, for Megatron's `local_multi_tensor_l2_norm`, which reads
+    the norm of each tensor on the host."""
+    norms = torch.stack(torch._foreach_norm([tensor for tensors in tensor_lists for tensor in tensors]))
+    return torch.linalg.vector_norm(norms.float()).view(1), None
+
+
+if device.has_cuda() and clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:  # without Transformer Engine and Apex
+    clip_grads.l2_norm_impl = norm_without_host
 
 
 def _fields(config_class, args) -> dict:
