@@ -147,9 +147,12 @@ def _exchange(
     ranks = dist.get_process_group_ranks(group)
     buffers = dict.fromkeys(ranks, torch.empty(0, dtype=torch.uint8, device=device.device()))
     if batch is not None:
-        dp_ranks = dp_assignment.to(batch.sequence_ids.device)[batch.sequence_ids]
+        # Read once: what is sent where is decided on the host, and does not wait for the device again.
+        host = Batch(sequence_ids=batch.sequence_ids.cpu(), lengths=batch.lengths.cpu())
+        dp_ranks = dp_assignment[host.sequence_ids]
         for dp_rank in dp_ranks.unique().tolist():  # others get nothing: their number grows with the world
-            of_rank = batch.select((dp_ranks == dp_rank).nonzero().flatten())
-            buffers[receiver.leaders[dp_rank]] = to_bytes(of_rank, names)
+            index = (dp_ranks == dp_rank).nonzero().flatten()
+            places = device.to_device([index.numpy(), host.token_positions(index).numpy()])
+            buffers[receiver.leaders[dp_rank]] = to_bytes(batch.take(*places), names)
     arrived = filter(len, _all_to_all([buffers[rank] for rank in ranks], group, pending))
     return concatenate([from_bytes(buffer, names) for buffer in arrived] or [empty_batch(names, device.device())])
