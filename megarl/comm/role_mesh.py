@@ -112,8 +112,8 @@ def join_process_group(timeout: timedelta, collective_timeout: timedelta | None 
     """Initializes torch.distributed from the launcher's environment; without a launcher, with a world of one rank.
 
     Args:
-        timeout: of the ranks' first meeting and of their store.
-        collective_timeout: of collectives; default: `timeout`.
+        timeout: of the ranks' first meeting.
+        collective_timeout: of collectives and, after the meeting, of waits in the store; default: `timeout`.
     """
     if dist.is_initialized():
         return
@@ -135,7 +135,12 @@ def join_process_group(timeout: timedelta, collective_timeout: timedelta | None 
         store = dist.PrefixStore(f"megarl/start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     store.set_timeout(timeout)
     limit = collective_timeout or timeout
+    # Without `device_id`: with it, every group would be split from the world's communicator by all ranks, members or
+    # not, and a role on 1,024 ranks has more than 1,700 groups. Without it, communicators of groups that are used are
+    # created at their first collective, by their members, on the device that is set above.
     dist.init_process_group(device.backend(), store=store, rank=rank, world_size=size, timeout=limit)
+    # The first ranks of a group that communicate wait in the store for the others, who may still be generating.
+    store.set_timeout(limit)
 
 
 def create_mesh(roles: dict, timeout: timedelta) -> RoleMesh:

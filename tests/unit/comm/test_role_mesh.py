@@ -1,13 +1,15 @@
 """Role groups and process groups: sizes and members for several layouts, replicas, sharing between roles."""
 
 import itertools
+import os
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megarl.comm import role_mesh
-from megarl.mcore.parallel.process_groups import DENSE, EXPERT, GroupCache, ParallelSizes, replica_ranks
+from megarl.mcore.parallel.fake_world import fake_world
+from megarl.mcore.parallel.process_groups import DENSE, EXPERT, GroupCache, ParallelSizes, create_groups, replica_ranks
 from tests.helpers.tiny_models import parse_roles
 from tests.helpers.worlds import SAFETY, run_world
 
@@ -237,8 +239,6 @@ def test_initializing_twice_is_initializing_once():
 
 def test_without_a_launcher_the_world_has_one_rank():
     def alone(rank):
-        import os
-
         dist.destroy_process_group()
         del os.environ["RANK"]
         role_mesh.join_process_group(SAFETY)
@@ -249,8 +249,6 @@ def test_without_a_launcher_the_world_has_one_rank():
 
 def test_ranks_that_are_started_again_do_not_read_what_their_predecessors_left_in_the_store():
     def started_again(rank):
-        import os
-
         dist.destroy_process_group()
         agent, found = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), []
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(agent.port), TORCHELASTIC_USE_AGENT_STORE="True")
@@ -268,8 +266,6 @@ def test_ranks_that_are_started_again_do_not_read_what_their_predecessors_left_i
 
 def test_a_launchers_variables_define_the_world():
     def launched(rank, port):
-        import os
-
         dist.destroy_process_group()
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         role_mesh.join_process_group(SAFETY)
@@ -283,3 +279,31 @@ def test_a_launchers_variables_define_the_world():
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     assert run_world(launched, 2, port) == [(0, 2, 3), (1, 2, 3)]
+
+
+def test_a_role_has_more_groups_in_the_world_than_a_rank_uses(monkeypatch):
+    """Why the process group is bound to no device: each group would be split from the world's, by all ranks."""
+    created = []
+    with fake_world(64):
+        new_group = dist.new_group
+        monkeypatch.setattr(dist, "new_group", lambda ranks, **_: created.append(ranks) or new_group(ranks))
+        create_groups(range(64), ParallelSizes(tensor=8), GroupCache())
+        assert dist.distributed_c10d._get_default_group().bound_device_id is None
+    assert len(created) == 81 and sum(0 in ranks and len(ranks) > 1 for ranks in created) == 3
+
+
+def store_waits(rank, *limits):
+    """(seconds that the store waits, what a rank reads that waits for another one)."""
+    dist.destroy_process_group()
+    os.environ.pop("RANK", None)  # of this fork alone: a world of one
+    role_mesh.join_process_group(*limits)
+    store = dist.distributed_c10d._get_default_store()
+    store.set("key", "value")
+    return store.timeout.total_seconds(), store.get("key")
+
+
+def test_a_group_may_wait_for_its_first_ranks_as_long_as_a_collective_waits():
+    """NCCL's communicators are created at the first collective: the store must not give up before."""
+    unlimited = role_mesh.NO_LIMIT.total_seconds()
+    assert run_world(store_waits, 1, SAFETY, role_mesh.NO_LIMIT) == [(unlimited, b"value")]
+    assert run_world(store_waits, 1, SAFETY) == [(SAFETY.total_seconds(), b"value")]

@@ -248,5 +248,5 @@ def joined_limit(rank: int):
     return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout, store.timeout
 
 
-def test_the_first_meeting_has_a_limit_and_collectives_of_the_world_have_none():
-    assert run_world(joined_limit, 1) == [(role_mesh.NO_LIMIT, timedelta(seconds=5))]
+def test_after_the_first_meeting_neither_collectives_of_the_world_nor_waits_in_the_store_have_a_limit():
+    assert run_world(joined_limit, 1) == [(role_mesh.NO_LIMIT, role_mesh.NO_LIMIT)]
