@@ -125,7 +125,7 @@ def in_world(rank: int, name: str, parsed) -> str:
     from megarl.observe.timers import Timers
     from megarl.trainers import trainer
 
-    trainer.write_report = lambda folder: None
+    trainer.write_report = lambda folder: None  # type: ignore[assignment]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         {"rl": train_rl, "sft": train_sft, "reward": train_reward}[name].train(parsed, Timers())
     return printed.getvalue()
@@ -152,7 +152,8 @@ def torchrun(module: str, argv: list[str], size: int, restarts: int = 0) -> subp
 
 def environment(**more: str) -> dict[str, str]:
     """The environment of a program that a test starts."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
 
 
 def metrics(save: Path) -> dict[int, dict]:

@@ -34,9 +34,9 @@ def parse_roles(flags: str, size: int, shape: str = "llama", program: str = "sft
 
 
 @functools.cache  # one set of groups for all models of a process, as programs have it
-def join_actor(flags: str = "", shape: str = "llama"):
+def join_actor(flags: str = "", shape: str = "llama", program: str = "sft"):
     """(Megatron args, role groups) of the actor, on every rank of the running world."""
-    roles = parse_roles(flags, dist.get_world_size(), shape)
+    roles = parse_roles(flags, dist.get_world_size(), shape, program)
     return roles["actor"].megatron, role_mesh.create_mesh(roles, SAFETY)["actor"]
 
 

@@ -119,7 +119,7 @@ def _collect(ranks: list[_Rank], deadline: float) -> list:
             stacks = "\n".join(rank.where() for rank in waiting.values())
             raise RankFailed(f"no result in time from {len(waiting)} rank(s):\n{stacks}")
         for reader in ready:
-            rank = waiting.pop(reader)
+            rank = waiting.pop(reader)  # type: ignore[call-overload]  # the type of `wait` is wider
             results[rank] = rank.result()
     return [results[rank] for rank in ranks]
 

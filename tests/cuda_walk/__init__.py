@@ -1,0 +1,1 @@
+"""Programs of megarl on a CUDA device without hardware."""

@@ -1,0 +1,231 @@
+"""A CUDA device without hardware: tensors on it have no numbers, tensors of the host are real, and using both in one
+operation raises, as it does on CUDA.
+
+`pretend` must run before megarl is imported, in a process in which `runtime.c` stands in for CUDA's libraries. `Walk`
+counts what costs time on a device: copies to it, reads by the host, and launches of some operators.
+"""
+
+import contextlib
+import functools
+import sys
+import types
+from collections import Counter
+
+import torch
+from torch import Tensor
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+CUDA = torch.device("cuda", 0)
+_new = torch.Generator.__new__
+aten = torch.ops.aten
+
+
+def _listed(walk: "Walk", tensor: Tensor) -> list:
+    """What `tolist` returns for a tensor without numbers: one read, zeros."""
+    walk.reads[site()] += 1
+    with unset_fake_temporarily():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype).tolist()
+
+
+def pretend():
+    """Makes torch believe in one H100."""
+    properties = types.SimpleNamespace(
+        name="H100", major=9, minor=0, total_memory=80 * 2**30, multi_processor_count=132
+    )
+    answers = {
+        "_lazy_init": None, "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0,
+        "set_device": None, "synchronize": None, "empty_cache": None, "is_bf16_supported": True, "memory_allocated": 0,
+        "memory_reserved": 0, "max_memory_allocated": 0, "reset_peak_memory_stats": None, "manual_seed": None,
+        "manual_seed_all": None, "get_device_capability": (9, 0), "get_device_name": "H100",
+        "get_device_properties": properties, "mem_get_info": (80 * 2**30, 80 * 2**30),
+        "is_current_stream_capturing": False,
+        "memory_stats": Counter(),
+    }  # fmt: skip
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+    torch._C._cuda_getDeviceCount = lambda: 1
+    fake_tensor.init_gpu_context = lambda *_: None  # up to torch 2.11 it allocates on the device
+    registered = types.SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
+    torch.cuda.cudart, torch.cuda.check_error = lambda: registered, lambda _: None
+    torch.Generator = type("HostGenerator", (torch.Generator,), {"__new__": lambda kind, device=None: _new(kind)})
+    torch.cuda.default_generators = (torch.Generator(),)
+    state = torch.Generator().get_state()
+    for module in (torch.cuda, torch.cuda.random):
+        module.get_rng_state, module.set_rng_state = lambda *_, **__: state, lambda *_, **__: None
+    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_, **__: None
+    torch.compile = lambda function=None, **_: function if function is not None else lambda f: f
+    torch.tensor = _made_on_host(torch.tensor)
+    torch.nn.Module.to = _moved(torch.nn.Module.to)
+    torch.nn.Module.cuda = lambda module, *_, **__: module.to(CUDA)
+    torch.UntypedStorage.device = _device_of_storage(torch.UntypedStorage.device)
+    torch.Tensor.pin_memory = lambda self, *_, **__: self
+    torch.Tensor.record_stream = lambda self, *_: None
+
+
+def _made_on_host(factory):
+    """`torch.tensor` sends its numbers to the device where no dispatch mode sees it."""
+
+    @functools.wraps(factory)
+    def make(*args, device=None, **kwargs):
+        with unset_fake_temporarily():
+            made = factory(*args, **kwargs)
+        return made if device is None else made.to(device)
+
+    return make
+
+
+def _device_of_storage(device):
+    """`UntypedStorage.device`, for which memory of a tensor without numbers is on no device."""
+    return property(lambda storage: CUDA if device.__get__(storage).type == "meta" else device.__get__(storage))
+
+
+def _moved(to):
+    """`Module.to` for the device: torch cannot swap real parameters for tensors without numbers."""
+
+    @functools.wraps(to)
+    def move(module, *args, **kwargs):
+        target = kwargs.get("device", args[0] if args else None)
+        if isinstance(target, torch.dtype) or target is None or torch.device(target).type != "cuda":
+            return to(module, *args, **kwargs)
+        for part in module.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None and not isinstance(parameter, FakeTensor):
+                    part._parameters[name] = torch.nn.Parameter(parameter.detach().to(CUDA), parameter.requires_grad)
+                    part._parameters[name].__dict__.update(parameter.__dict__)
+            for name, buffer in part._buffers.items():
+                if buffer is not None and not isinstance(buffer, FakeTensor):
+                    part._buffers[name] = buffer.to(CUDA)
+        return module
+
+    return move
+
+
+def site() -> str:
+    """The innermost line of megarl, else of Megatron, that called the operator."""
+    frame, found = sys._getframe(1), "?"
+    while frame:
+        name = frame.f_code.co_filename
+        if "/megarl/" in name:
+            return f"{name.split('/megarl/', 1)[1]}:{frame.f_lineno}"
+        if found == "?" and "/megatron/" in name:
+            found = f"megatron/{name.split('/megatron/', 1)[1]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return found
+
+
+class Walk(TorchDispatchMode):
+    """Counts, by the line that caused them: `sends` to the device, `reads` by the host; `launches` by operator; and
+    collects the different `shapes` of the tensors that attention reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.clear()
+
+    def clear(self):
+        """Begins to count anew."""
+        self.sends, self.reads, self.launches = Counter(), Counter(), Counter()
+        self.shapes: set[str] = set()
+
+    def counts(self) -> dict:
+        """All that was counted, for JSON."""
+        counters = {name: dict(getattr(self, name)) for name in ("sends", "reads", "launches")}
+        return {**counters, "shapes": sorted(self.shapes)}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        kwargs.pop("pin_memory", None)
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        of_device = [x for x in tensors if isinstance(x, FakeTensor)]
+        places = [kwargs.get("device"), *(x for x in args if isinstance(x, torch.device))]
+        wants_device = any(x is not None and torch.device(x).type == "cuda" for x in places)
+        if not of_device and not wants_device:
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        kind = func.overloadpacket
+        if func.namespace == "c10d":
+            return self._communicate(func, args, kwargs)
+        if kind is aten.to:  # in inference mode it arrives as it is called
+            return self._to(args, kwargs)
+        if kind in (aten._to_copy, aten.copy_, aten.copy):
+            return self._copy(func, args, kwargs, wants_device)
+        if kind in (aten._local_scalar_dense, aten.item, aten.equal, aten.is_nonzero):
+            self.reads[site()] += 1
+            is_number = kind in (aten._local_scalar_dense, aten.item)
+            return True if not is_number else 1.0 if args[0].is_floating_point() else 0
+        if kind in (aten.index, aten.index_put, aten.index_put_):
+            for index in args[1]:
+                if index is not None and not isinstance(index, FakeTensor):
+                    self.sends[f"host index {site()}"] += 1
+                elif index is not None and index.dtype is torch.bool and kind is aten.index:
+                    self.reads[f"mask as index {site()}"] += 1
+        if kind is aten.repeat_interleave and not args[0].numel():  # of nothing: the only size that is known here
+            self.reads[site()] += 1
+            return args[0].new_empty(0)
+        self.launches[str(kind)] += 1
+        if "decode" in str(kind) or "attention" in str(kind) or "attn" in str(kind):
+            self.shapes.add(f"{kind} {[tuple(x.shape) for x in of_device]}")
+        try:
+            return func(*args, **kwargs)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            self.reads[f"shape {site()}"] += 1
+            raise
+
+    def _communicate(self, func, args, kwargs):
+        """A collective of one rank: nothing moves."""
+        self.launches[str(func.overloadpacket)] += 1
+        with unset_fake_temporarily():
+            stand_ins = pytree.tree_map_only(FakeTensor, lambda x: torch.empty(x.shape, dtype=x.dtype), (args, kwargs))
+            result = func(*stand_ins[0], **stand_ins[1])
+        return (args[0], *result[1:]) if isinstance(result, tuple) else result
+
+    def _to(self, args, kwargs):
+        for value in args[1:]:
+            if isinstance(value, (torch.dtype, torch.device)):
+                kwargs["dtype" if isinstance(value, torch.dtype) else "device"] = value
+            elif isinstance(value, torch.Tensor):
+                kwargs |= {"dtype": value.dtype, "device": value.device}
+        kept = {name: value for name, value in kwargs.items() if name in ("dtype", "device") and value is not None}
+        source = args[0]
+        device, dtype = torch.device(kept.get("device", source.device)), kept.get("dtype", source.dtype)
+        if device.type == source.device.type and dtype == source.dtype and not kwargs.get("copy"):
+            return source
+        return self._copy(aten._to_copy.default, (source,), kept, "device" in kept and device.type == "cuda")
+
+    def _copy(self, func, args, kwargs, wants_device: bool):
+        if func.overloadpacket is aten._to_copy:
+            source, target = args[0], wants_device or (isinstance(args[0], FakeTensor) and "device" not in kwargs)
+            if isinstance(source, FakeTensor) and target:
+                return func(*args, **kwargs)
+            dtype = kwargs.get("dtype") or source.dtype
+            if target:
+                self.sends[site()] += 1
+                return torch.empty_strided(source.shape, source.stride(), dtype=dtype, device=CUDA)
+            self.reads[site()] += 1
+            with unset_fake_temporarily():
+                return torch.ones(source.shape, dtype=dtype)
+        target, source = args[:2]
+        if isinstance(target, FakeTensor) and not isinstance(source, FakeTensor):
+            self.sends[site()] += 1
+            return target
+        if isinstance(source, FakeTensor) and not isinstance(target, FakeTensor):
+            self.reads[site()] += 1
+            return target
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def on_device():
+    """Context in which new tensors of device "cuda" are on the pretended device; yields the `Walk`."""
+    walk = Walk()
+    FakeTensor.tolist = lambda tensor: _listed(walk, tensor)
+    with FakeTensorMode(allow_non_fake_inputs=True), walk:
+        yield walk

@@ -1,0 +1,70 @@
+"""Walks rollouts of tiny models on a device without hardware."""
+
+import dataclasses
+
+from tests.cuda_walk.device import Walk
+from tests.helpers.engines import make_requests, settings_of
+from tests.helpers.tiny_models import VOCAB, join_actor
+
+SPLIT = {"chunked_prefill": True, "step_tokens": 12, "max_requests": 8}
+
+
+def generate(
+    walk: Walk, flags: str = "", shape: str = "llama", limit: int = 6, routes: bool = False, sampling=None,
+    block: int = 16, count: int = 8, ragged: bool = False, program: str = "sft", has_graphs: bool = True,
+    **engine_settings,
+) -> list:  # fmt: skip
+    """One entry a step: prefilled requests, sends, reads, launches, attention shapes.
+
+    `block`: tokens of a block of the cache, 0: megarl's choice; `ragged`: requests end at different times;
+    `has_graphs`: whether decode steps of the model can be CUDA graphs.
+    """
+    from megarl.mcore.inference import engine as engine_module
+    from megarl.mcore.inference import step_graphs
+    from megarl.mcore.model import gpt
+
+    args, place = join_actor(f"--bf16 {flags}", shape, program)
+    (model,) = gpt.build_model(args, VOCAB, place.pg_collection)
+    arguments = {"buffer_gb": 0.01, "max_requests": 32} | engine_settings
+    engine_module.BLOCK_TOKENS = block or engine_module.BLOCK_TOKENS
+    engine = engine_module.RolloutEngine(model, place.pg_collection, VOCAB, 48, **arguments)
+    assert step_graphs.can_capture(model) == has_graphs
+    engine.engine.device_decode.has_graphs = False  # there is nothing to capture
+    real, steps = engine.engine.step_modern, []
+
+    def step():
+        walk.clear()
+        prefills = engine.context.num_prefill_requests + len(engine.engine.waiting_request_ids)
+        result = real()
+        steps.append({"prefills": prefills, **walk.counts()})
+        return result
+
+    engine.engine.step_modern = step
+    requests = make_requests(limit, count)
+    for number, request in enumerate(requests if ragged else ()):
+        requests[number] = dataclasses.replace(request, max_new_tokens=1 + 7 * number % limit)
+    completions = engine.generate(requests, (), settings_of(**(sampling or {})), routes)
+    assert [len(completion.tokens) for completion in completions] == [request.max_new_tokens for request in requests]
+    assert not routes or all(completion.routes is not None for completion in completions)
+    return steps
+
+
+SCENARIOS = {
+    "dense": {},
+    "greedy": {"sampling": {"greedy": True}},
+    "restricted": {"sampling": {"top_k": 5, "top_p": 0.9}},
+    "experts": {"flags": "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm", "routes": True},
+    "window": {"flags": "--window-size 5,0"},
+    "prefix caching": {"prefix_caching": True},
+    "chunked prefill": SPLIT,
+    "eviction": {"buffer_gb": 0.0005, "max_requests": 8},
+    "speculative": {"speculative": True},
+    "softcap": {"flags": "--attn-logit-softcapping 5"},
+    "latent": {"shape": "latent"},
+    "long": {"flags": "--num-layers 1", "count": 150, "limit": 23, "ragged": True, "max_requests": 9, "block": 0},
+}
+
+
+def walk_all(walk: Walk, names: list[str]) -> dict[str, list]:
+    """The steps of some scenarios."""
+    return {name: generate(walk, **SCENARIOS[name]) for name in names}

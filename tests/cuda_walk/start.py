@@ -1,0 +1,44 @@
+"""Starts the process that walks: CUDA's libraries are replaced before it begins."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import programs
+
+ROOT = Path(__file__).parents[2]
+compiler = shutil.which("cc") or shutil.which("gcc")
+needs_compiler = pytest.mark.skipif(compiler is None, reason="needs a C compiler")
+
+
+def stand_ins(folder: Path) -> dict[str, str]:
+    """The environment of a process in which CUDA's libraries are replaced.
+
+    `folder`: for the compiled stand-in.
+    """
+    library = folder / "libcudart.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-w", "-o", library, Path(__file__).parent / "runtime.c"], check=True)
+    shutil.copy(library, folder / "libcuda.so.1")
+    environment = programs.environment(LD_PRELOAD=str(library), LD_LIBRARY_PATH=str(folder), CUDA_VISIBLE_DEVICES="0")
+    environment.pop("TRITON_INTERPRET", None)
+    return environment
+
+
+def walks(folder: Path, names: list[str]) -> dict[str, dict | list]:
+    """What was counted in scenarios of `rollout.py` and `training.py`, by name; fails where one broke.
+
+    Args:
+        folder: for the compiled stand-in.
+    """
+    environment = stand_ins(folder)
+    command = [sys.executable, "-W", "ignore", "-m", "tests.cuda_walk", *names]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    found = {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
+    assert set(found) == set(names), done.stderr[-3000:]
+    broken = {name: (row["error"], row["place"]) for name, row in found.items() if "error" in row}
+    assert not broken, broken
+    return {name: row["counts"] for name, row in found.items()}

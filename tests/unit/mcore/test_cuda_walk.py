@@ -1,0 +1,79 @@
+"""A rollout and an update on a CUDA device without hardware: nothing mixes devices, and little waits for the device."""
+
+import pytest
+
+from tests.cuda_walk import moves, rollout, training
+from tests.cuda_walk.start import needs_compiler, walks
+
+LAYERS, MICROBATCHES = 2, 2
+ATTENTION = ("megarl.paged_decode", "torch_attn._varlen_attn")
+BACKWARD = "torch_attn._varlen_attn_backward"
+
+pytestmark = needs_compiler
+
+
+@pytest.fixture(scope="module")
+def walked(tmp_path_factory):
+    """Counts by scenario."""
+    return walks(tmp_path_factory.mktemp("walk"), [*rollout.SCENARIOS, *training.SCENARIOS, *moves.SCENARIOS])
+
+
+def launches(counts: dict, names) -> int:
+    return sum(counts["launches"].get(name, 0) for name in names)
+
+
+@pytest.mark.parametrize("name", ["dense", "greedy", "experts", "window", "prefix caching", "eviction"])
+def test_a_decode_step_has_one_launch_a_layer_two_copies_at_most_and_no_read_before_its_token(walked, name):
+    steps = [step for step in walked[name] if "megarl.sample_rows" in step["launches"]]
+    assert len(steps) >= 3
+    for step in steps:
+        assert launches(step, ATTENTION) == LAYERS and step["launches"]["megarl.sample_rows"] == 1
+        # Its inputs, and either the sampled tokens for Megatron's end of requests, or cache blocks to be cleared.
+        assert sum(step["sends"].values()) <= 2
+        # Tokens with their log-probs, the routes, and the sampled tokens at the end of requests.
+        assert sum(step["reads"].values()) <= (2 if name == "experts" else 1) + any(
+            "end_tokens" in x for x in step["reads"]
+        )
+
+
+@pytest.mark.parametrize("name", rollout.SCENARIOS)
+def test_no_step_reads_the_device_within_the_model(walked, name):
+    reads = {place for step in walked[name] for place in step["reads"]}
+    assert not [place for place in reads if place.startswith(("mcore/model", "mcore/attention", "mcore/kernels"))]
+
+
+@pytest.mark.parametrize("name", [name for name in training.SCENARIOS if name != "update fp32"])
+def test_an_update_waits_for_the_device_once(walked, name):
+    found = walked[name]
+    assert not found["scores"]["reads"] and not found["passes"]["reads"]
+    assert sum(found["optimizer"]["reads"].values()) == 1  # the norm
+    assert not found["optimizer"]["sends"]
+    forwards = LAYERS * MICROBATCHES
+    assert launches(found["scores"], ATTENTION) == forwards
+    assert launches(found["passes"], ATTENTION) == forwards * (2 if name == "update recompute" else 1)
+    assert launches(found["passes"], [BACKWARD]) == forwards
+    # The vocabulary head adds to an fp32 gradient without a product in 16 bits; a critic has another head.
+    assert launches(found["passes"], ["aten.addmm"]) == (0 if name == "update critic" else MICROBATCHES)
+    assert sum(found["passes"]["sends"].values()) <= 2 * MICROBATCHES
+
+
+def test_attention_has_few_shapes(walked):
+    steps = walked["long"]
+    assert len(steps) > 200 and len({shape for step in steps for shape in step["shapes"]}) <= 12
+
+
+def test_offload_moves_each_block_once_and_leaves_nothing(walked):
+    moved = walked["offload"]["moves"]
+    assert moved["is_there"] and moved["left"] == 0
+    assert list(moved["sends"].values()) == list(moved["reads"].values()) == [2]  # weights, optimizer states
+
+
+def test_an_exchange_waits_for_the_headers_alone(walked):
+    sent, received = walked["exchange"]["send"], walked["exchange"]["receive"]
+    assert sum(sent["reads"].values()) <= 3 and sum(received["reads"].values()) <= 2
+
+
+def test_grouped_experts_need_no_counts_on_the_host(walked):
+    found = walked["update experts"]
+    assert found["scores"]["launches"]["aten._grouped_mm"] == 2 * LAYERS * MICROBATCHES
+    assert found["passes"]["launches"]["aten._grouped_mm"] == 6 * LAYERS * MICROBATCHES
