@@ -8,10 +8,16 @@ import pytest
 from tests.helpers.programs import environment, metrics, rl_argv, samples, timeless, torchrun
 
 
+@pytest.fixture(autouse=True)
+def device_of_programs(monkeypatch):
+    """The programs that tests start have the device, and compiled kernels; the test process has neither."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.delenv("TRITON_INTERPRET")
+
+
 @pytest.mark.gpu
-def test_ppo_on_a_cuda_device(tmp_path, monkeypatch):
+def test_ppo_on_a_cuda_device(tmp_path):
     argv = rl_argv(tmp_path, "--train-iters 3 --reward exact-match")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")  # the test process hides the device from itself
     done = torchrun("megarl.train_rl", argv, 1)
     assert done.returncode == 0, done.stderr
     rows = metrics(tmp_path)
@@ -23,10 +29,9 @@ def test_ppo_on_a_cuda_device(tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_the_rollouts_routes_are_replayed_on_a_cuda_device(tmp_path, monkeypatch):
+def test_the_rollouts_routes_are_replayed_on_a_cuda_device(tmp_path):
     experts = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32 --bf16"
     replay = "--router-replay rollout --router-probe-interval 1 --train-iters 2 --reward exact-match"
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     done = torchrun("megarl.train_rl", rl_argv(tmp_path, f"{experts} {replay}", warm_start=False), 1)
     assert done.returncode == 0, done.stderr
     rows = metrics(tmp_path)
@@ -36,9 +41,8 @@ def test_the_rollouts_routes_are_replayed_on_a_cuda_device(tmp_path, monkeypatch
 
 
 @pytest.mark.gpu
-def test_offload_gives_the_same_run_in_less_device_memory(tmp_path, monkeypatch):
+def test_offload_gives_the_same_run_in_less_device_memory(tmp_path):
     wide = "--hidden-size 512 --ffn-hidden-size 1024 --deterministic --train-iters 2 --reward exact-match"
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     for name, offload in (("kept", ""), ("moved", "--offload")):
         done = torchrun("megarl.train_rl", rl_argv(tmp_path / name, f"{wide} {offload}", warm_start=False), 1)
         assert done.returncode == 0, done.stderr
@@ -51,8 +55,7 @@ def test_offload_gives_the_same_run_in_less_device_memory(tmp_path, monkeypatch)
 
 
 @pytest.mark.gpu
-def test_offload_on_a_cuda_device_is_exact_and_uses_pinned_memory(monkeypatch):
-    """Runs in a new process, since the test process hides the device."""
+def test_offload_on_a_cuda_device_is_exact_and_uses_pinned_memory():
     script = (
         "import torch; from megarl.mcore.memory.arena import Arena\n"
         "tensors = [torch.randn(1000, 1001, device='cuda').to(t) for t in (torch.float32, torch.bfloat16)]\n"
@@ -62,6 +65,23 @@ def test_offload_on_a_cuda_device_is_exact_and_uses_pinned_memory(monkeypatch):
         "    [t.add_(1) for t in (*tensors, *copies)]; arena.leave(); noise = torch.randn(3000, 1001, device='cuda')\n"
         "arena.arrive(); assert all(map(torch.equal, tensors, copies))\n"
     )
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    done = subprocess.run([sys.executable, "-c", script], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "flags", ["", "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm"], ids=["dense", "experts"]
+)
+def test_graphs_change_no_token_and_no_logprob(flags):
+    script = (
+        "import torch; from tests.helpers.engines import NEVER, make_engine, make_requests, settings_of\n"
+        "from megarl.comm import role_mesh; from tests.helpers.worlds import SAFETY\n"
+        "role_mesh.join_process_group(SAFETY)\n"
+        f"engine, *_ = make_engine('--bf16 {flags}'); decode, found = engine.engine.device_decode, []\n"
+        "for decode.has_graphs in (True, False):\n"
+        "    found.append(engine.generate(make_requests(), NEVER, settings_of()))\n"
+        "assert decode._graphs._graphs and found[0] == found[1]\n"
+    )
     done = subprocess.run([sys.executable, "-c", script], env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -51,14 +51,14 @@ class Shape:
         return text.split()
 
 
-def build(shape: Shape, lengths: tuple[int, int], more: str = ""):
+def build(shape: Shape, lengths: tuple[int, int], more: str = "", program: str = "sft"):
     """(model on one rank, its process groups, Megatron's namespace) with random weights; joins a world of one rank.
 
-    `lengths`: maximum prompt and response length; `more`: further flags.
+    `lengths`: maximum prompt and response length; `more`: further flags, of the `program`.
     """
     prompt, response = lengths
     flags = f"--max-prompt-length {prompt} --max-response-length {response} --lr 1e-5 {more}"
-    roles = arguments.parse([*shape.flags(), *flags.split()], 1, "sft").roles
+    roles = arguments.parse([*shape.flags(), *flags.split()], 1, program).roles
     pg_collection = role_mesh.create_mesh(roles, timedelta(minutes=10))["actor"].pg_collection
     args = roles["actor"].megatron
     (chunk,) = gpt.build_model(args, shape.vocab, pg_collection)

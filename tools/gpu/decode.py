@@ -1,0 +1,138 @@
+"""Speed of decode steps of a model with 1.7 billion parameters, and of Hugging Face's `generate` beside it.
+
+A decode step reads each weight and each cached key and value once. What it would take at the device's memory bandwidth,
+which is measured here by a copy, is the bound; the share of it is what a step reaches.
+"""
+
+import statistics
+import sys
+import time
+
+import torch
+
+from tools.bench import common
+from tools.gpu import report
+
+SHAPE = common.Shape(layers=28, hidden=2048, ffn=6144, vocab=151_936, heads=16, groups=8)
+CONTEXT, NEW_TOKENS = 1536, 64
+BATCHES = (1, 32, 256)
+
+
+def bandwidth() -> float:
+    """Bytes per second that a copy within the device's memory reads and writes."""
+    source = torch.empty(2**31, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    seconds = [timed(lambda: target.copy_(source)) for _ in range(5)]
+    return 2 * source.numel() / min(seconds)
+
+
+def timed(function) -> float:
+    """Seconds of a call, its work on the device included."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    function()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def build_engine(model, pg_collection, requests: int):
+    """An engine for so many requests."""
+    from megarl.mcore.inference.engine import RolloutEngine
+
+    token_bytes = 2 * SHAPE.groups * (SHAPE.hidden // SHAPE.heads) * 2 * SHAPE.layers
+    gib = 1.1 * requests * (CONTEXT + NEW_TOKENS + 64) * token_bytes / 2**30
+    return RolloutEngine(
+        model, pg_collection, SHAPE.vocab, CONTEXT + NEW_TOKENS, gib + 0.5, requests, step_tokens=16384
+    )
+
+
+def step_seconds(engine, count: int) -> list[float]:
+    """Seconds of each step that only decodes, for requests with a full context."""
+    from megarl.algorithms.sampling_settings import SamplingSettings
+    from megarl.generation import GenerationRequest
+
+    prompts = common.random_prompts([CONTEXT] * count, SHAPE.vocab)
+    requests = [GenerationRequest(prompt, key, NEW_TOKENS) for key, prompt in enumerate(prompts)]
+    real, seconds = engine.engine.step_modern, []
+
+    def step():
+        is_decode = engine.context.only_decodes
+        start = time.perf_counter()
+        result = real()  # it reads the tokens, so the device is done
+        if is_decode:
+            seconds.append(time.perf_counter() - start)
+        return result
+
+    engine.engine.step_modern = step
+    try:
+        engine.generate(requests, (), SamplingSettings())
+    finally:
+        engine.engine.step_modern = real
+    return seconds[5:]
+
+
+def ours(model, pg_collection, bytes_per_second: float):
+    """Reports steps of each batch, with and without graphs."""
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    for count in BATCHES:
+        engine = build_engine(model, pg_collection, count)
+        for has_graphs in (True, False):
+            engine.engine.device_decode.has_graphs = has_graphs
+            seconds = statistics.median(step_seconds(engine, count))
+            cached = count * CONTEXT * 2 * SHAPE.groups * (SHAPE.hidden // SHAPE.heads) * 2 * SHAPE.layers
+            share = (weights + cached) / bytes_per_second / seconds
+            report(
+                decode=count, graphs=has_graphs, step_ms=round(1e3 * seconds, 3), tokens_per_s=round(count / seconds),
+                share_of_bandwidth=round(share, 3),
+            )  # fmt: skip
+        del engine
+        torch.cuda.empty_cache()
+
+
+def hugging_face(counts: tuple[int, ...]):
+    """Reports `generate` of transformers on a model of the same shape, at the first batch whose prefill has room."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=SHAPE.hidden, intermediate_size=SHAPE.ffn, num_hidden_layers=SHAPE.layers, vocab_size=SHAPE.vocab,
+        num_attention_heads=SHAPE.heads, num_key_value_heads=SHAPE.groups, max_position_embeddings=CONTEXT + NEW_TOKENS,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        model = transformers.LlamaForCausalLM(config).bfloat16().eval()
+
+    def seconds(count: int, tokens: int) -> float:
+        prompts = torch.randint(3, SHAPE.vocab, (count, CONTEXT), device="cuda")
+        options = {"do_sample": True, "top_k": 0, "min_new_tokens": tokens, "max_new_tokens": tokens,
+                   "pad_token_id": 0, "attention_mask": torch.ones_like(prompts)}  # fmt: skip
+        with torch.inference_mode():
+            return timed(lambda: model.generate(prompts, **options))
+
+    seconds(1, 2)
+    for count in counts:
+        try:
+            decoding = seconds(count, NEW_TOKENS) - seconds(count, 1)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            continue
+        report(hugging_face=count, tokens_per_s=round(count * (NEW_TOKENS - 1) / decoding))
+        return
+
+
+def main():
+    """Runs all; what fails does not stop the rest."""
+    bytes_per_second = bandwidth()
+    report(copy_gb_per_s=round(bytes_per_second / 1e9))
+    torch.cuda.empty_cache()
+    failures = 0
+    model, pg_collection, _ = common.build(SHAPE, (CONTEXT, NEW_TOKENS), "--bf16")
+    for run in (lambda: ours(model, pg_collection, bytes_per_second), lambda: hugging_face((256, 128, 64))):
+        try:
+            run()
+        except Exception as error:
+            failures += 1
+            report(failure=f"{type(error).__name__}: {error}"[:2000])
+    sys.exit(failures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""The gap between rollout log-probs and those of training's forward, in bf16: mean, 99th percentile, largest."""
+
+import sys
+
+import torch
+
+from tools.bench import common
+from tools.gpu import report
+
+SHAPE = common.Shape(layers=8, hidden=1024, ffn=2816, vocab=32_000, heads=16, groups=4)
+EXPERTS = "--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 512"
+PROMPT, RESPONSE, REQUESTS = 64, 192, 64
+CASES = {
+    "dense": "",
+    "dense, exact": "--exact-rollout",
+    "experts": f"{EXPERTS} --moe-grouped-gemm",
+    "experts, exact": f"{EXPERTS} --exact-rollout",
+}
+
+
+def gaps(flags: str) -> torch.Tensor:
+    """|rollout − training| of each token of responses to ragged prompts, [tokens] fp32 in nats."""
+    from megarl.algorithms.sampling_settings import SamplingSettings
+    from megarl.generation import GenerationRequest
+    from megarl.mcore import device
+    from megarl.mcore.inference.engine import RolloutEngine
+    from megarl.mcore.model.forward_pass import inference_mode, token_scores
+
+    model, pg_collection, _ = common.build(SHAPE, (PROMPT, RESPONSE), f"--bf16 {flags}", "rl")
+    engine = RolloutEngine(model, pg_collection, SHAPE.vocab, PROMPT + RESPONSE, 0.5, REQUESTS)
+    prompts = common.random_prompts([1 + number * 37 % PROMPT for number in range(REQUESTS)], SHAPE.vocab)
+    requests = [GenerationRequest(prompt, key, RESPONSE) for key, prompt in enumerate(prompts)]
+    completions = engine.generate(requests, (), SamplingSettings())
+    rows = [prompt + completion.tokens for prompt, completion in zip(prompts, completions, strict=True)]
+    lengths, tokens = torch.tensor([len(row) for row in rows]), torch.tensor(sum(rows, [])).to(device.device())
+    with inference_mode(model):
+        scores = token_scores(model, tokens, lengths, 1.0, SHAPE.vocab).logprobs.cpu().split(lengths.tolist())
+    pairs = zip(scores, prompts, completions, strict=True)
+    return torch.cat([(row[len(prompt) :] - torch.tensor(found.logprobs)).abs() for row, prompt, found in pairs])
+
+
+def main():
+    """Runs all; what fails does not stop the rest. An exact rollout whose gap is not 0 fails."""
+    failures = 0
+    for name, flags in CASES.items():
+        try:
+            found = gaps(flags)
+        except Exception as error:
+            failures += 1
+            report(gap=name, failure=f"{type(error).__name__}: {error}"[:2000])
+            continue
+        failures += "exact" in name and bool(found.max() > 0)
+        report(gap=name, mean=float(found.mean()), p99=float(found.quantile(0.99)), max=float(found.max()))
+    sys.exit(failures)
+
+
+if __name__ == "__main__":
+    main()

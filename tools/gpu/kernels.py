@@ -1,0 +1,105 @@
+"""Kernels of CUDA devices against fp64 on the same device."""
+
+import torch
+
+from tests.helpers import reference_kernels
+from tools.gpu import report
+
+DEVICE = "cuda"
+
+
+def drawn(*shape: int, dtype=torch.bfloat16) -> torch.Tensor:
+    """Random numbers on the device."""
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def largest_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference, relative to the largest expected number."""
+    return float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
+
+
+def paged_decode():
+    """Decode over pages; also whether a request's bits depend on the batch."""
+    from megarl.mcore.kernels.cuda.segment_attention import paged_decode
+
+    for dtype in (torch.bfloat16, torch.float32):
+        count, groups, heads, channels, block, pages = 7, 8, 2, 128, 64, 40
+        cache = drawn(count * pages, block, groups, 2, channels, dtype=dtype)
+        table = torch.randperm(count * pages, device=DEVICE).view(count, pages).int()
+        lengths = torch.tensor([0, 1, 63, 64, 700, 1500, 2560], dtype=torch.int32, device=DEVICE)
+        query = drawn(count, groups, heads, channels, dtype=dtype)
+        found = paged_decode(query, cache, table, lengths, channels**-0.5)
+        wide = query.cpu().double(), cache.cpu().double(), table.cpu(), lengths.cpu()
+        expected = reference_kernels.paged_decode(*wide, channels**-0.5)
+        alone = paged_decode(query[4:5], cache, table[4:5], lengths[4:5], channels**-0.5)
+        report(kernel="paged_decode", dtype=str(dtype), error=largest_error(found.cpu(), expected),
+               same_alone=torch.equal(alone, found[4:5]))  # fmt: skip
+
+
+def varlen():
+    """Packed attention of ragged segments with fewer queries than keys, forward and backward."""
+    from megarl.mcore.attention.backends.varlen import flash_kernel
+    from megarl.mcore.attention.cumulative import CumulativePlan
+
+    queries, keys = [1, 130, 300, 64], [17, 130, 700, 64]
+    ends = [torch.tensor([0, *x], device=DEVICE).cumsum(0).int() for x in (queries, keys)]
+    plan = CumulativePlan(ends[0], ends[1], None, max(queries), max(keys), None)
+    shapes = (sum(queries), 16, 128), (sum(keys), 8, 128), (sum(keys), 8, 128)
+    inputs = tuple(drawn(*shape).requires_grad_() for shape in shapes)
+    weight = drawn(sum(queries), 16, 128)
+    out = flash_kernel()(*inputs, plan, 128**-0.5)
+    grads = torch.autograd.grad((out * weight).sum(), inputs)
+    query, key, value = wide = tuple(x.detach().cpu().double().requires_grad_() for x in inputs)
+    host = plan._replace(cu_queries=ends[0].cpu(), cu_keys=ends[1].cpu())
+    expected = reference_kernels.flash(query, key, value, host, 128**-0.5)
+    exact = torch.autograd.grad((expected * weight.cpu().double()).sum(), wide)
+    errors = [
+        largest_error(a.detach().cpu(), b.detach()) for a, b in zip((out, *grads), (expected, *exact), strict=True)
+    ]
+    report(kernel="varlen", errors=dict(zip(("out", "query", "key", "value"), errors, strict=True)))
+
+
+def sampling():
+    """Sampling of rows, over the vocabulary of a real model."""
+    from megarl.mcore.kernels.cuda.row_sampling import sample_rows
+
+    logits, numbers = 3 * drawn(64, 152_064), torch.rand(64, dtype=torch.float64, device=DEVICE)
+    found = sample_rows(logits, numbers, 0.8, 151_936)
+    exact = torch.log_softmax(logits[:, :151_936].double() / 0.8, -1)
+    above = exact.exp().cumsum(-1).gather(1, found.tokens.unsqueeze(1)).squeeze(1)
+    below = above - exact.exp().gather(1, found.tokens.unsqueeze(1)).squeeze(1)
+    outside = ((numbers < below - 1e-6) | (numbers > above + 1e-6)).sum()
+    logprobs = exact.gather(1, found.tokens.unsqueeze(1)).squeeze(1)
+    alone = sample_rows(logits[5:6], numbers[5:6], 0.8, 151_936)
+    report(kernel="sample_rows", outside=int(outside), error=float((found.logprobs - logprobs).abs().max()),
+           same_alone=torch.equal(alone.logprobs, found.logprobs[5:6]))  # fmt: skip
+
+
+def experts():
+    """Grouped products of experts against one after another."""
+    from megarl.mcore.kernels.grouped_swiglu import grouped_swiglu
+    from megarl.mcore.kernels.stacked_swiglu import stack_, stacked_swiglu
+
+    counts = torch.tensor([5, 0, 700, 1, 64, 33, 8, 200], device=DEVICE)
+    first = [torch.nn.Parameter(0.05 * drawn(1536, 2048)) for _ in counts]
+    second = [torch.nn.Parameter(0.05 * drawn(2048, 768)) for _ in counts]
+    stack_(first), stack_(second)
+    rows, gates = (
+        drawn(int(counts.sum()), 2048).requires_grad_(),
+        torch.rand(int(counts.sum()), device=DEVICE).bfloat16(),
+    )
+    wanted, results = [rows, *first, *second], []
+    for out in (
+        stacked_swiglu(rows, gates, counts, first, second),
+        grouped_swiglu(rows, gates, counts.tolist(), first, second),
+    ):
+        results.append((out, *torch.autograd.grad(out.float().square().sum(), wanted)))
+    errors = [largest_error(a.detach(), b.detach()) for a, b in zip(*results, strict=True) if b.abs().max() > 0]
+    report(kernel="stacked_swiglu", error=max(errors))
+
+
+for check in (paged_decode, varlen, sampling, experts):
+    try:
+        check()
+    except Exception as error:  # the others run all the same
+        report(kernel=check.__name__, failure=f"{type(error).__name__}: {error}"[:2000])

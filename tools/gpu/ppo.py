@@ -1,0 +1,81 @@
+"""Three PPO steps of small models: dense, experts with router replay, offload; and two deterministic runs."""
+
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.helpers import programs
+from tools.gpu import report
+from tools.train_tokenizer import train as train_tokenizer
+
+ROOT = Path(__file__).parent.parent.parent
+SHAPE = (
+    "--num-layers 8 --hidden-size 1024 --ffn-hidden-size 2816 --num-attention-heads 16 --group-query-attention"
+    " --num-query-groups 4 --swiglu --normalization RMSNorm --disable-bias-linear --make-vocab-size-divisible-by 32"
+)
+RL = (
+    "--prompts-per-step 32 --samples-per-prompt 8 --max-prompt-length 32 --max-response-length 256 --train-iters 3"
+    " --reward exact-match --advantage gae --lr 1e-5 --critic-lr 1e-5 --bf16 --trackers none"
+)
+EXPERTS = "--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 512"
+CASES = {
+    "dense": "",
+    "experts": f"{EXPERTS} --moe-grouped-gemm --router-replay rollout",
+    "offload": "--offload",
+    "exact": "--exact-rollout",
+    "exact experts": f"{EXPERTS} --exact-rollout --router-replay rollout",
+    "deterministic 1": "--deterministic",
+    "deterministic 2": "--deterministic",
+}
+SHOWN = ("rollout/logprob_gap_max", "rollout/logprob_gap_mean", "actor/ppo_kl_first", "time/rollout_tokens_per_s",
+         "memory/actor/peak_bytes")  # fmt: skip
+
+
+def data(folder: Path) -> str:
+    """Flags of prompts and a tokenizer, made here: sums of two numbers."""
+    rows = [programs.addition(first, second) for first in range(60) for second in range(60)]
+    prompts = programs.write_lines(folder / "train.jsonl", rows)
+    tokenizer, texts = folder / "tokenizer.model", [text for row in rows for text in row.values()]
+    tokenizer.write_bytes(train_tokenizer(texts, 16, False))
+    return f"--prompts {prompts} --tokenizer-model {tokenizer}"
+
+
+def train(save: Path, flags: str) -> list[dict]:
+    """Metrics of each step of a run on one rank."""
+    command = [sys.executable, "-m", "megarl.train_rl", *shlex.split(f"{SHAPE} {RL} {flags} --save {save}")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-1500:])
+    return [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+
+
+def main():
+    """Runs all; what fails does not stop the rest."""
+    failures, found = 0, {}
+    with tempfile.TemporaryDirectory() as folder:
+        flags = data(Path(folder))
+        for name, own in CASES.items():
+            try:
+                rows = train(Path(folder) / name.replace(" ", "_"), f"{flags} {own}")
+                found[name] = rows
+                gaps = [row["rollout/logprob_gap_max"] for row in rows if "rollout/logprob_gap_max" in row]
+                failures += "exact" in name and max(gaps) > 0
+                report(ppo=name, steps=[{key: row[key] for key in SHOWN if key in row} for row in rows])
+            except Exception as error:
+                failures += 1
+                report(ppo=name, failure=f"{type(error).__name__}: {error}"[-2000:])
+    from megarl.observe.metric_names import reproducible
+
+    runs = [found.get(f"deterministic {number}") for number in (1, 2)]
+    if all(runs):
+        same = [reproducible(row) for row in runs[0]] == [reproducible(row) for row in runs[1]]
+        report(deterministic_runs_equal=same)
+        failures += not same
+    sys.exit(failures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,7 @@
+"""The tests that need a CUDA device."""
+
+import sys
+
+import pytest
+
+sys.exit(pytest.main(["-m", "gpu", "-q", "-p", "no:cacheprovider", "tests/gpu"]))

@@ -1,0 +1,102 @@
+"""Speed and memory of a policy's update of a model with 1.7 billion parameters, and what waits for the device in it.
+
+MFU is model FLOPs (6 per parameter and token, and 6·L·H·context per token for causal attention, PaLM 2204.02311
+appendix B halved for causality) over the device's bf16 peak, which is measured here by a large product.
+"""
+
+import sys
+import time
+
+import torch
+
+from tools.bench import common
+from tools.gpu import report
+from tools.gpu.decode import SHAPE, timed
+
+TOKENS = (4096, 16384)
+LENGTH = 2048  # tokens of a sequence
+STEPS = 4
+
+
+def peak_flops() -> float:
+    """FLOPs per second of a bf16 product of 8192 × 8192 matrices, the best of ten."""
+    left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * 8192**3 / min(timed(lambda: left @ right) for _ in range(10))
+
+
+def microbatch(tokens: int):
+    """(packed tokens on the device, their lengths on the host)."""
+    lengths = torch.full((tokens // LENGTH,), LENGTH)
+    return torch.randint(3, SHAPE.vocab, (tokens,), device="cuda"), lengths
+
+
+def update(tokens: int, peak: float, flags: str):
+    """Reports the time of forward and backward of a micro-batch and of the optimizer's step."""
+    from megarl.mcore.model import forward_pass
+    from megarl.mcore.training import optimizer
+
+    torch.cuda.empty_cache()
+    model, pg_collection, args = common.build(SHAPE, (LENGTH // 2, LENGTH // 2), f"--bf16 {flags}")
+    wrapped = optimizer.wrap_for_training([model], args, pg_collection)
+    adam = optimizer.build_optimizer(wrapped, args, pg_collection)
+    packed, lengths = microbatch(tokens)
+
+    def passes():
+        scores = forward_pass.token_scores(wrapped[0], packed, lengths, 1.0, SHAPE.vocab)
+        (scores.logprobs.sum() / tokens).backward()
+
+    seconds = [(timed(passes), timed(lambda: optimizer.update(adam))) for _ in range(STEPS)]
+    best, step = (min(column) for column in zip(*seconds[1:], strict=True))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    flops = tokens * (6 * parameters + 6 * SHAPE.layers * SHAPE.hidden * LENGTH)
+    report(
+        update=tokens, flags=flags, passes_s=round(best, 4), optimizer_s=round(step, 4),
+        mfu=round(flops / best / peak, 3), peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 1),
+        waits=waits(passes),
+    )  # fmt: skip
+    profile(passes, tokens)
+
+
+def waits(function) -> int:
+    """How often the host waits for the device in a call."""
+    import warnings
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        function()
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchron" in str(warning.message) for warning in caught)
+
+
+def profile(function, tokens: int):
+    """Reports the kernels that take most of a call's time."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiled
+
+    with profiled(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
+        function()
+        torch.cuda.synchronize()
+    events = sorted(found.key_averages(), key=lambda event: -event.self_device_time_total)[:12]
+    report(
+        profile=tokens, kernels_ms={event.key[:80]: round(event.self_device_time_total / 1e3, 2) for event in events}
+    )
+
+
+def main():
+    """Runs all; what fails does not stop the rest."""
+    started, peak, failures = time.monotonic(), peak_flops(), 0
+    report(peak_tflops=round(peak / 1e12))
+    for tokens in TOKENS:
+        for flags in ("--use-distributed-optimizer",):
+            try:
+                update(tokens, peak, flags)
+            except Exception as error:
+                failures += 1
+                report(failure=f"{type(error).__name__}: {error}"[:2000], tokens=tokens)
+    report(seconds=round(time.monotonic() - started, 1))
+    sys.exit(failures)
+
+
+if __name__ == "__main__":
+    main()
