@@ -45,11 +45,9 @@ def update(walk: Walk, flags: str = "", value_head: bool = False, program: str =
     stages = gpt.build_model(args, VOCAB, place.pg_collection, value_head)
     wrapped = optimizer.wrap_for_training(stages, args, place.pg_collection)
     adam = optimizer.build_optimizer(wrapped, args, place.pg_collection)
-    groups = [torch.tensor([0, 2, 3]), torch.tensor([1, 4, 5])]
-    parts = [
-        (device_batch(part), places)
-        for part, places in microbatches.build_microbatches(host_batch()[0], groups, host_batch()[1])
-    ]
+    groups, (batch, prefixes) = [torch.tensor([0, 2, 3]), torch.tensor([1, 4, 5])], host_batch()
+    built = microbatches.build_microbatches(batch, groups, prefixes)
+    parts = [(device_batch(part), places) for part, places in built]
 
     def scores(chunk, part):
         known = part.host_metadata

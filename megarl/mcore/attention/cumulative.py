@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from megarl.mcore.attention.segments import HostPlan, Segments
+from megarl.mcore.attention.spread import spread_arrays
 
 
 class CumulativePlan(NamedTuple):
@@ -23,6 +24,11 @@ class CumulativePlan(NamedTuple):
     longest_query: int
     longest_key: int
     window: int | None  # keys that a query sees, the last ones; None: all
+
+    @property
+    def window_size(self) -> tuple[int, int]:
+        """Keys to the left and to the right of a query that it sees; −1: all."""
+        return (-1 if self.window is None else self.window - 1), 0
 
 
 def cumulative_lengths(lengths: np.ndarray) -> np.ndarray:
@@ -40,16 +46,9 @@ def plan_attention(segments: Segments, is_whole: bool, window: int | None) -> Ho
     """
     arrays = [cumulative_lengths(segments.queries), cumulative_lengths(segments.keys)]
     if not is_whole or segments.prefix_length.any():
-        segment, position = expanded(segments.keys)
+        segment, position = spread_arrays(segments.keys)
         arrays.append(Segments(*(field[segment] for field in segments)).key_indices(position[:, None])[:, 0])
     return HostPlan(arrays, builder(segments.queries, segments.keys, window))
-
-
-def expanded(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Counts [n] of keys -> (segment, number in its segment) of each key, both [Σ counts]."""
-    return np.repeat(np.arange(len(counts)), counts), np.arange(counts.sum()) - np.repeat(
-        counts.cumsum() - counts, counts
-    )
 
 
 def builder(queries: np.ndarray, keys: np.ndarray, window: int | None) -> Callable[[list[Tensor]], CumulativePlan]:

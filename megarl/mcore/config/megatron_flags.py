@@ -72,7 +72,7 @@ def _automatic_attention(args, has_score_options: bool) -> str:
     """The attention backend that `auto` stands for."""
     if has_score_options:
         return model_flags.SCORE_BACKENDS[0]
-    if args.exact_rollout and device.has_cuda():
+    if exact_rules.applies(args):
         return exact_rules.BACKEND
     is_half = args.bf16 or args.fp16
     return "varlen" if device.has_cuda() and is_half and not args.multi_latent_attention else "sdpa"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.mcore.inference.spread import spread
+from megarl.mcore.attention.spread import spread
 
 
 class _Fitting(NamedTuple):

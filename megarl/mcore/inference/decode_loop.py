@@ -62,8 +62,7 @@ class DecodeLoopEngine(DynamicInferenceEngine):
         c.initialize_attention_state()
         ids, positions = c.current_input_and_position_ids()
         logits = self._forward({"tokens": ids, "position_ids": positions, "attention_mask": None})
-        output = self.controller._sampled_tokens_cuda[:count]
-        sampled = sampling.sample_kernel(logits.squeeze(0), count, c, output=output)
+        sampled = sampling.sample_kernel(logits.squeeze(0), count, c)
         return sampled.cpu(), sampling.log_probs(sampled).tolist()
 
     def _requests_in_cache(self) -> list:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megarl.mcore.inference.spread import spread
+from megarl.mcore.attention.spread import spread
 from megarl.mcore.inference.text_groups import Groups
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megarl.mcore.attention.spread import spread_arrays
 from megarl.mcore.inference.draft_index import LONGEST, NO_TOKEN, DraftIndex
-from megarl.mcore.inference.spread import spread_arrays
 
 MAX_DEPTH = 16  # drafted tokens of a request in a step
 

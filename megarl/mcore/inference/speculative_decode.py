@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from megarl.mcore import device
+from megarl.mcore.attention.spread import spread_arrays
 from megarl.mcore.inference import admission, draft_rows
 from megarl.mcore.inference.decode_loop import DecodeLoopEngine
 from megarl.mcore.inference.draft_texts import MAX_DEPTH
 from megarl.mcore.inference.drafter import Drafter, Drafts, StepCosts
-from megarl.mcore.inference.spread import spread_arrays
 from megarl.mcore.inference.text_groups import Groups
 from megarl.observe import activity
 

@@ -38,11 +38,11 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         query, key, value, out, log_sums, *lengths = ctx.saved_tensors
-        window = -1 if ctx.plan.window is None else ctx.plan.window - 1
+        left, right = ctx.plan.window_size
         random = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none of
         grads = torch.ops.aten._flash_attention_backward(
             grad.contiguous(), query, key, value, out, log_sums, *lengths, ctx.plan.longest_query, ctx.plan.longest_key,
-            0.0, True, random, query.new_empty(0), scale=ctx.scale, window_size_left=window, window_size_right=0,
+            0.0, True, random, query.new_empty(0), scale=ctx.scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
         return *grads, None, None
 

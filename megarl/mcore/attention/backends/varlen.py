@@ -24,6 +24,7 @@ from megarl.mcore.attention import cumulative
 from megarl.mcore.attention.buckets import bucket_of
 from megarl.mcore.attention.cumulative import CumulativePlan, cumulative_lengths, plan_attention  # noqa: F401
 from megarl.mcore.attention.native_attention import softmax_scale
+from megarl.mcore.attention.spread import spread_arrays
 
 Kernel = Callable[..., Tensor]
 TOKENS, KEYS = 64, 256  # a call for prompts has multiples of them
@@ -41,7 +42,7 @@ def _of_flash_attn(function: Callable) -> Kernel:
     def attend(query, key, value, plan: CumulativePlan, scale: float) -> Tensor:
         return function(
             query, key, value, plan.cu_queries, plan.cu_keys, plan.longest_query, plan.longest_key,
-            softmax_scale=scale, causal=True, window_size=_window(plan, 0),
+            softmax_scale=scale, causal=True, window_size=plan.window_size,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
 
@@ -58,14 +59,9 @@ def _of_torch(function: Callable) -> Kernel:
         if "enable_gqa" not in options:
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         lengths = plan.cu_queries, plan.cu_keys, plan.longest_query, plan.longest_key
-        return function(query, key, value, *lengths, scale=scale, window_size=_window(plan, 0), **options)
+        return function(query, key, value, *lengths, scale=scale, window_size=plan.window_size, **options)
 
     return attend
-
-
-def _window(plan: CumulativePlan, right: int) -> tuple[int, int]:
-    """Keys to the left and to the right of a query that it sees; −1: all."""
-    return (-1 if plan.window is None else plan.window - 1), right
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, plan: CumulativePlan, scale: float | None) -> Tensor:
@@ -105,7 +101,7 @@ def plan_cache_reads(
     if len(prompts):
         counts, lengths, blocks = (x[prompts].numpy() for x in (queries, keys, pages))
         packed, build = _plan_prompts(counts, lengths, blocks, cache.shape[1], window)
-        segment, position = cumulative.expanded(counts)
+        segment, position = spread_arrays(counts)
         arrays += [first[prompts].numpy()[segment] + position, *packed]
     tokens, lengths, table, *sent = device.to_device(arrays)
     table = DecodeTable(tokens if len(tokens) < total else None, table.int(), lengths.int())
@@ -124,7 +120,7 @@ def _plan_prompts(queries: np.ndarray, keys: np.ndarray, pages: np.ndarray, bloc
 
     A segment of padding after them, which reads the cache's first rows, rounds up the sizes of the call.
     """
-    segment, position = cumulative.expanded(keys)
+    segment, position = spread_arrays(keys)
     rows = pages[segment, position // block] * block + position % block
     padding = TOKENS - queries.sum() % TOKENS
     unread = padding + -(len(rows) + padding) % KEYS
