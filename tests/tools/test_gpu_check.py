@@ -7,7 +7,7 @@ import pytest
 from tests.helpers.tools import load_tool
 from tests.helpers.worlds import run_world
 from tools.bench import common
-from tools.gpu import gap, ppo
+from tools.gpu import gap, ppo, run_all
 
 check = load_tool("gpu_check")
 
@@ -32,6 +32,21 @@ def test_a_stage_never_stops_the_next(tmp_path, monkeypatch, capsys):
     written = json.loads((tmp_path / "report.json").read_text())
     assert [row["status"] for row in written] == ["passed", "failed with status 3", "stopped after 5 s"]
     assert all(row["results"] == [{"found": 1}] for row in written[:2])
+
+
+def test_a_case_that_fails_or_is_out_of_bounds_is_counted_and_stops_no_other(capsys):
+    ran = []
+    cases = {
+        "raises": lambda: 1 / 0,
+        "is wrong": lambda: False,
+        "is right": lambda: True,
+        "measures": lambda: ran.append(1),
+    }
+    with pytest.raises(SystemExit) as ended:
+        run_all(cases)
+    (row,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert ended.value.code == 2 and ran == [1]
+    assert row == {"case": "raises", "failure": "ZeroDivisionError: division by zero"}
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,12 @@ which is measured here by a copy, is the bound; the share of it is what a step r
 """
 
 import statistics
-import sys
 import time
 
 import torch
 
 from tools.bench import common
-from tools.gpu import report
+from tools.gpu import report, run_all
 
 SHAPE = common.Shape(layers=28, hidden=2048, ffn=6144, vocab=151_936, heads=16, groups=8)
 CONTEXT, NEW_TOKENS = 1536, 64
@@ -123,15 +122,11 @@ def main():
     bytes_per_second = bandwidth()
     report(copy_gb_per_s=round(bytes_per_second / 1e9))
     torch.cuda.empty_cache()
-    failures = 0
     model, pg_collection, _ = common.build(SHAPE, (CONTEXT, NEW_TOKENS), "--bf16")
-    for run in (lambda: ours(model, pg_collection, bytes_per_second), lambda: hugging_face((256, 128, 64))):
-        try:
-            run()
-        except Exception as error:
-            failures += 1
-            report(failure=f"{type(error).__name__}: {error}"[:2000])
-    sys.exit(failures)
+    run_all({
+        "megarl": lambda: ours(model, pg_collection, bytes_per_second),
+        "Hugging Face": lambda: hugging_face((256, 128, 64)),
+    })  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -4,18 +4,18 @@ MFU is model FLOPs (6 per parameter and token, and 6·L·H·context per token fo
 appendix B halved for causality) over the device's bf16 peak, which is measured here by a large product.
 """
 
-import sys
-import time
+import functools
 
 import torch
 
 from tools.bench import common
-from tools.gpu import report
+from tools.gpu import report, run_all
 from tools.gpu.decode import SHAPE, timed
 
 TOKENS = (4096, 16384)
 LENGTH = 2048  # tokens of a sequence
 STEPS = 4
+FLAGS = "--bf16 --use-distributed-optimizer"
 
 
 def peak_flops() -> float:
@@ -30,13 +30,13 @@ def microbatch(tokens: int):
     return torch.randint(3, SHAPE.vocab, (tokens,), device="cuda"), lengths
 
 
-def update(tokens: int, peak: float, flags: str):
+def update(tokens: int, peak: float):
     """Reports the time of forward and backward of a micro-batch and of the optimizer's step."""
     from megarl.mcore.model import forward_pass
     from megarl.mcore.training import optimizer
 
     torch.cuda.empty_cache()
-    model, pg_collection, args = common.build(SHAPE, (LENGTH // 2, LENGTH // 2), f"--bf16 {flags}")
+    model, pg_collection, args = common.build(SHAPE, (LENGTH // 2, LENGTH // 2), FLAGS)
     wrapped = optimizer.wrap_for_training([model], args, pg_collection)
     adam = optimizer.build_optimizer(wrapped, args, pg_collection)
     packed, lengths = microbatch(tokens)
@@ -50,7 +50,7 @@ def update(tokens: int, peak: float, flags: str):
     parameters = sum(parameter.numel() for parameter in model.parameters())
     flops = tokens * (6 * parameters + 6 * SHAPE.layers * SHAPE.hidden * LENGTH)
     report(
-        update=tokens, flags=flags, passes_s=round(best, 4), optimizer_s=round(step, 4),
+        update=tokens, flags=FLAGS, passes_s=round(best, 4), optimizer_s=round(step, 4),
         mfu=round(flops / best / peak, 3), peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 1),
         waits=waits(passes),
     )  # fmt: skip
@@ -85,17 +85,9 @@ def profile(function, tokens: int):
 
 def main():
     """Runs all; what fails does not stop the rest."""
-    started, peak, failures = time.monotonic(), peak_flops(), 0
+    peak = peak_flops()
     report(peak_tflops=round(peak / 1e12))
-    for tokens in TOKENS:
-        for flags in ("--use-distributed-optimizer",):
-            try:
-                update(tokens, peak, flags)
-            except Exception as error:
-                failures += 1
-                report(failure=f"{type(error).__name__}: {error}"[:2000], tokens=tokens)
-    report(seconds=round(time.monotonic() - started, 1))
-    sys.exit(failures)
+    run_all({f"{tokens} tokens": functools.partial(update, tokens, peak) for tokens in TOKENS})
 
 
 if __name__ == "__main__":
