@@ -27,9 +27,9 @@ from pathlib import Path
 
 from megarl.cluster.cores import cores
 from megarl.errors import STOPPED, WARNED
+from megarl.stop_signals import STOP_SIGNALS
 
 GRACE = 10  # seconds that ranks have to exit after a second signal
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # that stop a run; Slurm sends the last one
 WRONG_FLAGS = 2  # exit status
 PROGRAMS = ("train_rl", "train_sft", "train_reward", "evaluate", "serve")
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # torchrun's name
@@ -185,7 +185,7 @@ class _Signals:
     def __init__(self, processes: list):
         self._processes, self.received = processes, []
         self._before = {signal.SIGALRM: signal.getsignal(signal.SIGALRM)}
-        self._before |= {number: signal.signal(number, self._pass_on) for number in SIGNALS}
+        self._before |= {number: signal.signal(number, self._pass_on) for number in STOP_SIGNALS}
 
     def _pass_on(self, number: int, frame):
         self.received.append(number)

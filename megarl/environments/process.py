@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from multiprocessing import Pipe
 
+from megarl import stop_signals
 from megarl.errors import UsageError
 
 
@@ -18,7 +19,7 @@ class WorkerProcess:
         """Starts it. `timeout`: seconds that a call of an environment may take."""
         self.episodes: set[int] = set()
         self.connection, theirs = Pipe()
-        with theirs:
+        with theirs, stop_signals.blocked():
             # A new session, so that what environments start can be killed with it. What they print goes to stderr.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "megarl.environments.worker", str(theirs.fileno()), repr(timeout)],

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
+from megarl import stop_signals
 from megarl.environments.calls import Answer, Call, Close
 from megarl.environments.loading import load_factory
 from megarl.environments.protocol import Environment, Observation, resolved
@@ -126,6 +127,7 @@ class Worker:
 
 def main():
     """Serves until the pool is gone, then ends at once, whatever threads are left."""
+    stop_signals.outlive()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     connection = Connection(int(sys.argv[1]))

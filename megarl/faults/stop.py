@@ -19,8 +19,8 @@ import time
 import torch.distributed as dist
 
 from megarl.faults import heartbeat
+from megarl.stop_signals import STOP_SIGNALS
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SAME_SIGNAL = 1.0  # seconds; a terminal's Ctrl-C reaches a rank twice, from the terminal and from its launcher
 KEY = "megarl/begins"
 KEPT = 64  # entries of the last steps; no rank is that many steps after another
@@ -75,7 +75,7 @@ class StopSignals:
     def install(self):
         """Takes the signals over, in the main thread."""
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        for number in SIGNALS:
+        for number in STOP_SIGNALS:
             signal.signal(number, _noted)
         threading.Thread(target=self._run, name="signals", daemon=True).start()
 
@@ -105,7 +105,7 @@ class StopSignals:
             _say(f"{name}: stopping before step {step}; a second signal ends the run at once")
 
     def _next(self, deadline: float | None) -> int | None:
-        """The next of `SIGNALS`; None if there is none until the deadline. Python also writes other signals that
+        """The next of `STOP_SIGNALS`; None if there is none until the deadline. Python also writes other signals that
         have a handler into the pipe, such as the alarm of a verifier that takes too long."""
         while True:
             seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -113,7 +113,7 @@ class StopSignals:
             if not ready:
                 return None
             number = os.read(self._reader, 1)[0]
-            if number in SIGNALS:
+            if number in STOP_SIGNALS:
                 return number
 
 

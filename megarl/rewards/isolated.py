@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 
+from megarl import stop_signals
 from megarl.rewards.base import Sample, Score, ScoringError
 
 _idle: dict[tuple[int, str], list["_Scorer"]] = {}  # by process, because a fork must not share its parent's
@@ -59,10 +60,11 @@ class _Scorer:
         environment |= {"PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path), "LANG": "C.UTF-8"}
         # Sets in the same order each time; no threads, which a fork would not have.
         environment |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "megarl.rewards.scorer", name], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            env=environment, start_new_session=True,
-        )  # fmt: skip
+        with stop_signals.blocked():
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "megarl.rewards.scorer", name], stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, env=environment, start_new_session=True,
+            )  # fmt: skip
         problem = self._reply()["problem"]
         if problem is not None:
             self.close()

@@ -7,6 +7,7 @@ descendants, even daemonized ones, before the wait returns: afterwards no proces
 `signal`, `subprocess`, `tempfile` and the like are not imported, because every run pays for every import.
 """
 
+import _signal  # without the enumerations of `signal`
 import ctypes
 import math
 import os
@@ -201,6 +202,7 @@ def _become_program(source, stdin, uid, cpu_seconds, memory, report, result) -> 
         die_with_parent()
         os.write(report, b"+")  # fails, as intended, if the script outside is gone
         filter_calls()
+        _handle_signals()
         python = sys.executable
         os.execve(python, [python, "-S", "-B", "-X", "utf8", "-c", _PRELUDE], _ENVIRONMENT)
     except BaseException as error:
@@ -261,6 +263,15 @@ def _limit(cpu_seconds: int, memory: int) -> None:
     limits = {"CPU": cpu_seconds, "AS": memory, "NPROC": PROCESSES, "NOFILE": OPEN_FILES, "FSIZE": FILES_BYTES}
     limits |= {"STACK": 8 << 20, "CORE": 0, "MEMLOCK": 0, "MSGQUEUE": 0, "RTPRIO": 0}
     set_limits(limits)
+
+
+def _handle_signals() -> None:
+    """Unblock the signals that the caller has blocked, except for Ctrl-C, which Python would answer with an exception.
+
+    Without a handler, process 1 of a namespace does not get them from outside.
+    """
+    _signal.signal(_signal.SIGINT, _signal.SIG_IGN)
+    _signal.pthread_sigmask(_signal.SIG_SETMASK, ())
 
 
 def set_limits(limits: dict[str, int]) -> None:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from multiprocessing import Pipe, connection
 
+from megarl import stop_signals
 from megarl.rewards.base import Job, Score, TimedOut, failure
 
 _START_SECONDS = 300.0  # for a worker's imports; a plug-in may load a model
@@ -80,7 +81,7 @@ class _Worker:
 
     def __init__(self, setup: object):
         self.connection, theirs = Pipe()
-        with theirs:
+        with theirs, stop_signals.blocked():
             # A new session, so that its child processes can be killed with it. Verifiers print to stderr.
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "megarl.rewards.worker", str(theirs.fileno())],

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import IO, cast
 
+from megarl import stop_signals
 from megarl.rewards import jail
 
 # Extra time that a loaded machine may need to start or end a run.
@@ -76,10 +77,11 @@ def _run(source: str, stdin: str, limits: Limits) -> Outcome:
     contents = [text.encode("utf-8", "replace") for text in (source, stdin)]
     numbers = [limits.seconds, limits.memory_mb << 20, os.getpid(), *map(len, contents)]
     command = [os.path.realpath(sys.executable), "-I", "-S", jail.__file__, *map(str, numbers)]
-    process = subprocess.Popen(
-        command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={}, cwd="/",
-        start_new_session=True,
-    )  # fmt: skip
+    with stop_signals.blocked():
+        process = subprocess.Popen(
+            command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={}, cwd="/",
+            start_new_session=True,
+        )  # fmt: skip
     try:
         _write_input(process, b"".join(contents))
         output, overflow, late = _read(process, limits)

@@ -16,6 +16,7 @@ import sys
 import time
 from dataclasses import asdict, replace
 
+from megarl import stop_signals
 from megarl.rewards import compute_only
 from megarl.rewards.base import Sample, Score, reference_sample
 
@@ -25,6 +26,7 @@ _MAX_RESULT = 1 << 22  # bytes; a response's answer is part of it
 
 def main():
     """Serve until standard input ends."""
+    stop_signals.outlive()
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what packages print
     name = sys.argv[1]
@@ -140,7 +142,6 @@ class _SharedChild:
 def _serve(module, connection: int):
     """The shared child; never returns."""
     try:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
         compute_only.confine(connection, None, _MEMORY)
         requests = os.fdopen(connection, "rb", closefd=False)
         for line in requests:
@@ -152,7 +153,6 @@ def _serve(module, connection: int):
 def _score(module, sample: Sample, seconds: float, report: int):
     """The child of one response; never returns."""
     try:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
         compute_only.confine(report, seconds, _MEMORY)
         _report(module, sample, report)
     finally:

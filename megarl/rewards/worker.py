@@ -9,11 +9,14 @@ import signal
 import sys
 from multiprocessing.connection import Connection
 
+from megarl import stop_signals
+
 _PR_SET_PDEATHSIG = 1
 
 
 def main():
     """Serve until the parent is gone, then exit at once, whatever threads a verifier has left."""
+    stop_signals.outlive()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     connection = Connection(int(sys.argv[1]))

@@ -1,8 +1,8 @@
 """The HTTP process: `python -m megarl.serving.frontend`, started by rank 0.
 
 It reads its configuration as one line of JSON from stdin, which stays open: its end means that rank 0 is gone. It ends
-with status 0 after "drain", 1 if a leader or rank 0 is lost, 2 for a wrong configuration. SIGINT and SIGTERM are
-ignored, because rank 0 decides when to end.
+with status 0 after "drain", 1 if a leader or rank 0 is lost, 2 for a wrong configuration. Signals that stop
+a run do nothing here, because rank 0 decides when to end.
 """
 
 import asyncio
@@ -10,13 +10,13 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import socket
 import sys
 from collections.abc import Coroutine
 
 import uvicorn
 
+from megarl import stop_signals
 from megarl.errors import UsageError
 from megarl.serving.app import build_app
 from megarl.serving.configuration import FrontendConfig
@@ -145,8 +145,7 @@ class Frontend:
 
 def main() -> int:
     """Runs the process; returns its exit status."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    stop_signals.outlive()
     logging.basicConfig(level=logging.WARNING, format="megarl.serving: %(levelname)s: %(message)s", stream=sys.stderr)
     with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as stdin:
         line = stdin.readline()

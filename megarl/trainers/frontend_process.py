@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megarl import stop_signals
 from megarl.comm.role_mesh import RoleGroups
 from megarl.errors import UsageError
 from megarl.rollout.command_channel import CommandChannel
@@ -90,7 +91,8 @@ def connect_frontend(
 
 def _start(config: str, fds: tuple[int, int], stack: contextlib.ExitStack) -> subprocess.Popen:
     command = [sys.executable, "-m", "megarl.serving.frontend"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=fds)
+    with stop_signals.blocked():
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=fds)
     stack.callback(_kill, process)
     process.stdin.write(config.encode() + b"\n")
     process.stdin.flush()

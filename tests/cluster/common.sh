@@ -31,6 +31,7 @@ fail() {
 # a checkpoint of its own.
 same() {
     "$PYTHON_BIN" - "$1" "$2" <<'PYTHON' || fail "$2 differs from $1"
+import json
 import sys
 from pathlib import Path
 
@@ -43,6 +44,12 @@ for run in runs:
 found = record_runs.differences(*({"run": run} for run in runs))
 if max(saved[0]) != max(saved[1]):
     found.append(f"last checkpoints: {max(saved[0])}, {max(saved[1])}")
+rows = [[record_runs.reproducible(json.loads(line)) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+        for folder in sys.argv[1:]]  # fmt: skip
+for first, second in zip(*rows):
+    for name in sorted(first | second):
+        if first.get(name) != second.get(name):
+            found.append(f"step {first['step']}: {name}: {first.get(name)}, {second.get(name)}")
 print("".join(line + "\n" for line in found), end="")
 sys.exit(bool(found))
 PYTHON

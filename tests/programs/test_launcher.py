@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megarl import launcher, rank_choice
 from megarl.cluster import cores
+from megarl.stop_signals import STOP_SIGNALS
 from tests.helpers.programs import environment
 from tests.helpers.worlds import wait_until, wait_until_gone
 
@@ -128,7 +129,7 @@ def test_after_an_interrupt_stuck_ranks_are_killed(tmp_path, monkeypatch):
     assert wait_until_gone(pids(tmp_path, 2))
 
 
-@pytest.mark.parametrize("number", launcher.SIGNALS)
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_ranks_that_end_well_after_a_signal_give_status_0(number, tmp_path):
     """The signal of the launcher's process reaches all ranks, and starts none of them again."""
 

@@ -16,6 +16,7 @@ import sys
 import threading
 from pathlib import Path
 
+from megarl import stop_signals
 from megarl.errors import warn
 from megarl.observe.trackers.base import TrackedRun
 
@@ -38,9 +39,10 @@ class TrackerProcess:
         environment = {**os.environ, **QUIET, "PYTHONPATH": os.pathsep.join(places)}
         command = [sys.executable, "-m", "megarl.observe.trackers.worker", str(log)]
         # A session of its own: Ctrl-C reaches the ranks, which end the run in order.
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment, start_new_session=True
-        )
+        with stop_signals.blocked():
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment, start_new_session=True
+            )
         self._rows.put(dataclasses.asdict(run))
         self._thread = threading.Thread(target=self._send, name=f"tracker {run.tracker}", daemon=True)
         self._thread.start()

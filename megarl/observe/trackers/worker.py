@@ -7,11 +7,11 @@ one warning; the run goes on. If the input ends without a last line, the run has
 import contextlib
 import json
 import os
-import signal
 import sys
 import time
 from collections import deque
 
+from megarl import stop_signals
 from megarl.errors import warn
 from megarl.observe.trackers.base import TrackedRun, Tracker
 from megarl.observe.trackers.process import MAX_ROWS
@@ -88,8 +88,7 @@ def redirect(log: str):
 
 def main():
     """Runs until the input ends."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # a scheduler sends them to all processes: the rank says when it ends
+    stop_signals.outlive(in_programs=True)  # those of the trackers' packages
     redirect(sys.argv[1])
     delivery, failed = None, True
     for line in sys.stdin.buffer:

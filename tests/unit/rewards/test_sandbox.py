@@ -17,24 +17,13 @@ import pytest
 
 from megarl.rewards import jail, sandbox
 from megarl.rewards.sandbox import Limits, run
+from tests.helpers.processes import descendants
 from tests.helpers.worlds import wait_until
 
 pytestmark = pytest.mark.sandbox
 ROOT = Path(__file__).parents[3]
 EASY = Limits(60.0, 256, 1 << 16)  # for programs that end by themselves
 TIGHT = Limits(0.4, 96, 1 << 16)
-
-
-def descendants(pid):
-    """The process ids of all that descends from `pid`."""
-    found = []
-    try:
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            for child in Path(f"/proc/{pid}/task/{thread}/children").read_text().split():
-                found += [int(child), *descendants(child)]
-    except OSError:
-        pass  # It has ended meanwhile.
-    return found
 
 
 def outside():
