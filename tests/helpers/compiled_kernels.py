@@ -12,7 +12,14 @@ from megatron.core.transformer.custom_layers.batch_invariant_kernels import matm
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megarl.mcore.kernels.cuda import fixed_tiles, rotate_and_store, row_norm, row_sampling, segment_attention
+from megarl.mcore.kernels.cuda import (
+    fixed_tiles,
+    rotate_and_store,
+    row_norm,
+    row_sampling,
+    segment_attention,
+    swiglu_rows,
+)
 
 TENSORS = {
     "query": "*bf16",
@@ -64,6 +71,10 @@ cases += [(row_sampling._sample_row, ROW, dict(TILE=row_sampling.TILE, GREEDY=gr
 cases += [(row_sampling._logprob_row, ROW, dict(TILE=row_sampling.TILE))]
 cases += [(row_norm._norm_row, NORM, dict(TILE=2048, HAS_MEAN=flag, HAS_BIAS=flag)) for flag in (False, True)]
 cases += [(rotate_and_store._rotate_and_store, PLACES, HEADS | dict(ROTATED=rotated)) for rotated in (0, 64, 128)]
+HALVES = dict.fromkeys(("x", "out", "grad", "grad_x"), "*bf16") | {"columns": "i32"}
+cases += [
+    (kernel, HALVES, dict(TILE=swiglu_rows.TILE)) for kernel in (swiglu_rows._swiglu, swiglu_rows._swiglu_backward)
+]
 TILES = dict(ROWS=fixed_tiles.ROWS, COLUMNS=fixed_tiles.COLUMNS, INNER=fixed_tiles.INNER)
 cases += [(fixed_tiles._product_tile, FP32, TILES | dict(HAS_BIAS=True))]
 cases += [

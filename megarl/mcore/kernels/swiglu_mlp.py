@@ -25,6 +25,10 @@ class _SwiGLU(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         if native.computes(x, grad):
             return native.ops.swiglu_backward(grad.contiguous(), x)
+        if x.is_cuda:
+            from megarl.mcore.kernels.cuda.swiglu_rows import swiglu_rows_backward  # needs Triton
+
+            return swiglu_rows_backward(grad.reshape(-1, grad.shape[-1]).contiguous(), x.flatten(0, -2)).view(x.shape)
         (gate, up), grad_x = x.chunk(2, dim=-1), torch.empty_like(x)
         grad_gate, grad_up = grad_x.chunk(2, dim=-1)
         torch.mul(grad, torch.nn.functional.silu(gate), out=grad_up)
@@ -36,6 +40,10 @@ def swiglu(x: Tensor) -> Tensor:
     """[…, 2F] -> […, F]; differentiable only through `SwiGLUMLP`."""
     if native.computes(x):
         return native.ops.swiglu(x.contiguous())
+    if x.is_cuda:
+        from megarl.mcore.kernels.cuda.swiglu_rows import swiglu_rows  # needs Triton
+
+        return swiglu_rows(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], x.shape[-1] // 2)
     gate, up = x.chunk(2, dim=-1)
     return silu(gate).mul_(up)
 
