@@ -14,6 +14,7 @@ from megarl.mcore.config.model_flags import ROTARY
 
 TRAINED = ("actor", "critic")  # roles that run backward
 MOST_LAYERS = 100_000
+GROUPED_ALIGNED = 8  # sizes of grouped products on CUDA: rows begin at multiples of 16 bytes
 BALANCING_LOSSES = ("seq_aux_loss", "global_aux_loss")  # losses that do not depend on the split into micro-batches
 
 
@@ -214,6 +215,7 @@ def _experts(args) -> list[LayoutRule]:
     pattern_fits = pattern > 0 if isinstance(pattern, int) else len(pattern) == layers and set(pattern) <= {0, 1}
     in_group = experts // groups if groups else 0  # experts of a group
     each = topk // chosen if chosen else 0  # experts chosen from each chosen group
+    is_grouped = bool(experts) and args.moe_grouped_gemm and not _runs_on_cpu()
     return [
         LayoutRule("--expert-model-parallel-size", size, size == 1 or experts > 0 and _divides(size, experts),
              f"a divisor of --num-experts {experts}" if experts else "1 without --num-experts"),
@@ -226,6 +228,11 @@ def _experts(args) -> list[LayoutRule]:
              "--tensor-model-parallel-size × --context-parallel-size: replicas have unequal numbers of tokens"),
         LayoutRule("--moe-ffn-hidden-size", ffn, not experts or ffn is None or _divides(tensor, ffn),
              f"a multiple of --expert-tensor-parallel-size {tensor}"),
+        LayoutRule("--moe-ffn-hidden-size", ffn, not is_grouped or ffn is None or ffn % GROUPED_ALIGNED == 0,
+             f"a multiple of {GROUPED_ALIGNED} with --moe-grouped-gemm"),
+        LayoutRule("--hidden-size", args.hidden_size, not is_grouped or args.hidden_size % GROUPED_ALIGNED == 0,
+             f"a multiple of {GROUPED_ALIGNED} with --moe-grouped-gemm"),
+        LayoutRule("--moe-grouped-gemm", args.moe_grouped_gemm, not is_grouped or args.bf16, "none without --bf16"),
         LayoutRule("--moe-shared-expert-intermediate-size", shared,
              shared is None or shared > 0 and _divides(dense, shared),
              f"a multiple, above 0, of --tensor-model-parallel-size {dense}"),

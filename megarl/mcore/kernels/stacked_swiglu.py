@@ -37,7 +37,7 @@ def stacked_swiglu(
     x: Tensor, gates: Tensor, counts: Tensor, first: Sequence[Tensor], second: Sequence[Tensor]
 ) -> Tensor:
     """As `grouped_swiglu`, with the rows of each expert `counts` [E] on the device; reads nothing on the host."""
-    ends = counts.cumsum(0).int()
+    x, ends = x.contiguous(), counts.cumsum(0).int()  # the kernel wants rows to begin at multiples of 16 bytes
     if torch.is_grad_enabled():
         return _StackedSwiGLU.apply(x, gates, ends, *first, *second)
     gated = swiglu(_forward(x, first, ends)).mul_(gates.unsqueeze(1))

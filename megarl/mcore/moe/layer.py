@@ -84,7 +84,7 @@ class MixtureLayer(MoELayer):
         received = torch.empty_like(counts)
         dist.all_to_all_single(received, counts, group=self.ep_group)
         sent, received = counts.view(self._ep_size, -1), received.view(self._ep_size, -1)  # [ranks, local experts]
-        splits = received.sum(1).tolist(), sent.sum(1).tolist()
+        splits = torch.stack([received.sum(1), sent.sum(1)]).tolist()  # one wait for the device
         gated = torch.cat([rows, gates.unsqueeze(1)], dim=1)  # in the wider dtype of the two
         gated = tensor_parallel.all_to_all(self.ep_group, gated, *splits)
         # Received by rank, then expert; wanted by expert, then rank.

@@ -2,12 +2,14 @@
 
 import pytest
 
-from tests.cuda_walk import moves, rollout, training
+from tests.cuda_walk import moves, parallel, rollout, training
 from tests.cuda_walk.start import needs_compiler, walks
 
 LAYERS, MICROBATCHES = 2, 2
 ATTENTION = ("megarl.paged_decode", "torch_attn._varlen_attn")
 BACKWARD = "torch_attn._varlen_attn_backward"
+
+PLANNED_THERE = ["dense", "greedy", "experts", "window", "prefix caching", "eviction"]
 
 pytestmark = needs_compiler
 
@@ -15,14 +17,15 @@ pytestmark = needs_compiler
 @pytest.fixture(scope="module")
 def walked(tmp_path_factory):
     """Counts by scenario."""
-    return walks(tmp_path_factory.mktemp("walk"), [*rollout.SCENARIOS, *training.SCENARIOS, *moves.SCENARIOS])
+    names = [name for module in (rollout, training, moves, parallel) for name in module.SCENARIOS]
+    return walks(tmp_path_factory.mktemp("walk"), names)
 
 
 def launches(counts: dict, names) -> int:
     return sum(counts["launches"].get(name, 0) for name in names)
 
 
-@pytest.mark.parametrize("name", ["dense", "greedy", "experts", "window", "prefix caching", "eviction"])
+@pytest.mark.parametrize("name", [*PLANNED_THERE, "tensor parallel"])
 def test_a_decode_step_has_one_launch_a_layer_two_copies_at_most_and_no_read_before_its_token(walked, name):
     steps = [step for step in walked[name] if "megarl.sample_rows" in step["launches"]]
     assert len(steps) >= 3
@@ -34,6 +37,15 @@ def test_a_decode_step_has_one_launch_a_layer_two_copies_at_most_and_no_read_bef
         assert sum(step["reads"].values()) <= (2 if name == "experts" else 1) + any(
             "end_tokens" in x for x in step["reads"]
         )
+
+
+def test_a_layer_of_a_decode_step_launches_few_kernels(walked):
+    """Besides attention and four products: two norms, rotation with the cache write, SwiGLU, two sums. At small batches
+    a launch takes longer than its work."""
+    (step, *_) = [step["launches"] for step in walked["dense"] if "megarl.sample_rows" in step["launches"]]
+    assert step["aten.matmul"] == 4 * LAYERS + 1 and step["aten.rms_norm"] == 2 * LAYERS + 1
+    assert step["megarl.rotate_and_store"] == step["megarl.swiglu_rows"] == LAYERS
+    assert not {"aten.silu", "aten.cat", "aten.copy_", "aten._to_copy", "aten.clone"} & step.keys()
 
 
 @pytest.mark.parametrize("name", rollout.SCENARIOS)
@@ -77,3 +89,21 @@ def test_grouped_experts_need_no_counts_on_the_host(walked):
     found = walked["update experts"]
     assert found["scores"]["launches"]["aten._grouped_mm"] == 2 * LAYERS * MICROBATCHES
     assert found["passes"]["launches"]["aten._grouped_mm"] == 6 * LAYERS * MICROBATCHES
+
+
+def test_tensor_parallel_updates_wait_once_too(walked):
+    found = walked["update tensor parallel"]
+    assert not found["scores"]["reads"] and not found["passes"]["reads"]
+    assert sum(found["optimizer"]["reads"].values()) == 1
+
+
+def test_expert_parallel_ranks_wait_for_their_numbers_of_rows_alone(walked):
+    """Once a layer, and in rollout once a step for what the other replicas have left."""
+    found = walked["update expert parallel"]
+    for kind in ("scores", "passes"):
+        (place,) = found[kind]["reads"]
+        assert place.startswith("mcore/moe/layer") and found[kind]["reads"][place] == LAYERS * MICROBATCHES
+    assert found["passes"]["launches"]["aten._grouped_mm"] == 6 * LAYERS * MICROBATCHES
+    for step in walked["expert parallel"]:
+        layers = {place: count for place, count in step["reads"].items() if place.startswith("mcore/moe/layer")}
+        assert list(layers.values()) == [LAYERS] and launches(step, ATTENTION) >= LAYERS

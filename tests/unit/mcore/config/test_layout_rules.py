@@ -10,6 +10,7 @@ MODEL = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --group-query-attention --num-query-groups 4"
     " --ffn-hidden-size 128 --swiglu --make-vocab-size-divisible-by 32 --max-prompt-length 5 --max-response-length 6"
 )
+GROUPED = "--disable-bias-linear --num-experts 8 --moe-router-topk 4 --moe-grouped-gemm --bf16"
 MOE = "--disable-bias-linear --num-experts 8 --moe-ffn-hidden-size 32 --moe-router-topk 4"
 TP2, PP2, PP4 = (f"--{kind}-model-parallel-size {n}" for kind, n in (("tensor", 2), ("pipeline", 2), ("pipeline", 4)))
 FSDP, CP2 = "--use-torch-fsdp2", "--context-parallel-size 2"
@@ -122,6 +123,13 @@ WRONG = {
 # What no CPU can be asked for, broken in a world of GPUs that is only pretended.
 WRONG_ON_GPUS = {
     "expert ffn": (f"{MOE} --expert-tensor-parallel-size 2 --moe-ffn-hidden-size 33", 2, "--moe-ffn-hidden-size 33"),
+    "grouped experts": (f"{GROUPED} --moe-ffn-hidden-size 36", 1, "-size 36: allowed is a multiple of 8 with --moe-gr"),
+    "grouped rows": (
+        f"{GROUPED} --hidden-size 60 --num-attention-heads 6 --num-query-groups 2",
+        1,
+        "--hidden-size 60: allowed is",
+    ),
+    "grouped in fp32": (f"{MOE} --moe-grouped-gemm", 1, "--moe-grouped-gemm True: allowed is none without --bf16"),
 }
 RIGHT = [
     ("", 3), (TP2, 4), ("--context-parallel-size 4", 8), (f"{TP2} --sequence-parallel --context-parallel-size 2", 4),
