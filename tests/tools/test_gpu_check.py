@@ -4,10 +4,12 @@ import json
 
 import pytest
 
+from megarl.mcore.attention.backends import varlen
+from tests.helpers import reference_kernels
 from tests.helpers.tools import load_tool
 from tests.helpers.worlds import run_world
 from tools.bench import common
-from tools.gpu import gap, ppo, run_all
+from tools.gpu import gap, kernels, ppo, run_all
 
 check = load_tool("gpu_check")
 
@@ -75,14 +77,26 @@ def test_the_ppo_stage_compares_deterministic_runs(monkeypatch, capsys):
     assert rows[-1] == {"deterministic_runs_equal": True}
 
 
+@pytest.mark.parametrize("name", ["varlen", "sampling", "swiglu", "experts"])
+def test_checks_of_kernels_run(name, monkeypatch, capsys):
+    """On a CPU, with Triton's interpreter, and with a stand-in for flash attention."""
+    small = {"DEVICE": "cpu", "ROWS": 6, "VOCAB": 250, "PADDED": 256, "HIDDEN": 32, "FFN": 40, "EXPERT_FFN": 16}
+    for constant, value in small.items():
+        monkeypatch.setattr(kernels, constant, value)
+    monkeypatch.setattr(varlen, "flash_kernel", lambda: reference_kernels.flash)
+    assert getattr(kernels, name)(), capsys.readouterr().out
+    assert json.loads(capsys.readouterr().out)["kernel"]
+
+
 def run_gap(rank):
     gap.SHAPE, gap.REQUESTS = common.Shape(layers=1, hidden=64, ffn=64, vocab=64), 5
     gap.PROMPT, gap.RESPONSE = 8, 6
     gap.EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
-    return [gap.gaps(flags).tolist() for flags in ("", "--exact-rollout", gap.EXPERTS)]
+    cases = [("", False), ("--exact-rollout", False), (gap.EXPERTS, False), (gap.EXPERTS, True)]
+    return [gap.gaps(*case).tolist() for case in cases]
 
 
 def test_the_gap_is_that_of_each_generated_token():
     (found,) = run_world(run_gap, 1)
-    assert [len(values) for values in found] == [30, 30, 30]
+    assert [len(values) for values in found] == [30] * 4
     assert all(value < 0.1 for values in found for value in values)  # and 0 on a CPU that multiplies bf16

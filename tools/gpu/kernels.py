@@ -1,11 +1,15 @@
 """Kernels of CUDA devices against fp64 on the same device."""
 
+import dataclasses
+
 import torch
 
 from tests.helpers import reference_kernels
 from tools.gpu import report, run_all
 
 DEVICE = "cuda"
+ROWS, VOCAB, PADDED = 64, 151_936, 152_064  # of logits
+HIDDEN, FFN, EXPERT_FFN = 2048, 6144, 768
 BOUNDS = {torch.bfloat16: 0.03, torch.float32: 1e-4}  # of errors relative to the largest number: about eight roundings
 
 
@@ -54,7 +58,7 @@ def varlen() -> bool:
     out = flash_kernel()(*inputs, plan, 128**-0.5)
     grads = torch.autograd.grad((out * weight).sum(), inputs)
     query, key, value = wide = tuple(x.detach().cpu().double().requires_grad_() for x in inputs)
-    host = plan._replace(cu_queries=ends[0].cpu(), cu_keys=ends[1].cpu())
+    host = dataclasses.replace(plan, cu_queries=ends[0].cpu(), cu_keys=ends[1].cpu())
     expected = reference_kernels.flash(query, key, value, host, 128**-0.5)
     exact = torch.autograd.grad((expected * weight.cpu().double()).sum(), wide)
     errors = [
@@ -68,17 +72,31 @@ def sampling() -> bool:
     """Sampling of rows, over the vocabulary of a real model."""
     from megarl.mcore.kernels.cuda.row_sampling import sample_rows
 
-    logits, numbers = 3 * drawn(64, 152_064), torch.rand(64, dtype=torch.float64, device=DEVICE)
-    found = sample_rows(logits, numbers, 0.8, 151_936)
-    exact = torch.log_softmax(logits[:, :151_936].double() / 0.8, -1)
+    logits, numbers = 3 * drawn(ROWS, PADDED), torch.rand(ROWS, dtype=torch.float64, device=DEVICE)
+    found = sample_rows(logits, numbers, 0.8, VOCAB)
+    exact = torch.log_softmax(logits[:, :VOCAB].double() / 0.8, -1)
     above = exact.exp().cumsum(-1).gather(1, found.tokens.unsqueeze(1)).squeeze(1)
     below = above - exact.exp().gather(1, found.tokens.unsqueeze(1)).squeeze(1)
     outside = ((numbers < below - 1e-6) | (numbers > above + 1e-6)).sum()
     logprobs = exact.gather(1, found.tokens.unsqueeze(1)).squeeze(1)
-    alone = sample_rows(logits[5:6], numbers[5:6], 0.8, 151_936)
+    alone = sample_rows(logits[5:6], numbers[5:6], 0.8, VOCAB)
     error, is_same = float((found.logprobs - logprobs).abs().max()), torch.equal(alone.logprobs, found.logprobs[5:6])
     report(kernel="sample_rows", outside=int(outside), error=error, same_alone=is_same)
     return not outside and is_same and error < BOUNDS[torch.float32]
+
+
+def swiglu() -> bool:
+    """SwiGLU and its gradient."""
+    from megarl.mcore.kernels.cuda.swiglu_rows import swiglu_rows, swiglu_rows_backward
+
+    x, grad = 3 * drawn(300, 2 * FFN), drawn(300, FFN)
+    wide = x.double().requires_grad_()
+    gate, up = wide.chunk(2, dim=-1)
+    expected = torch.nn.functional.silu(gate) * up
+    exact = torch.autograd.grad(expected, wide, grad.double())[0]
+    errors = largest_error(swiglu_rows(x), expected.detach()), largest_error(swiglu_rows_backward(grad, x), exact)
+    report(kernel="swiglu_rows", errors=errors)
+    return max(errors) < BOUNDS[torch.bfloat16]
 
 
 def experts() -> bool:
@@ -87,11 +105,11 @@ def experts() -> bool:
     from megarl.mcore.kernels.stacked_swiglu import stack_, stacked_swiglu
 
     counts = torch.tensor([5, 0, 700, 1, 64, 33, 8, 200], device=DEVICE)
-    first = [torch.nn.Parameter(0.05 * drawn(1536, 2048)) for _ in counts]
-    second = [torch.nn.Parameter(0.05 * drawn(2048, 768)) for _ in counts]
+    first = [torch.nn.Parameter(0.05 * drawn(2 * EXPERT_FFN, HIDDEN)) for _ in counts]
+    second = [torch.nn.Parameter(0.05 * drawn(HIDDEN, EXPERT_FFN)) for _ in counts]
     stack_(first), stack_(second)
     rows, gates = (
-        drawn(int(counts.sum()), 2048).requires_grad_(),
+        drawn(int(counts.sum()), HIDDEN).requires_grad_(),
         torch.rand(int(counts.sum()), device=DEVICE).bfloat16(),
     )
     wanted, results = [rows, *first, *second], []
@@ -106,4 +124,4 @@ def experts() -> bool:
 
 
 if __name__ == "__main__":
-    run_all({check.__name__: check for check in (paged_decode, varlen, sampling, experts)})
+    run_all({check.__name__: check for check in (paged_decode, varlen, sampling, swiglu, experts)})

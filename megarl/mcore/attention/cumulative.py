@@ -5,18 +5,21 @@ cu_keys[i + 1] − 1 of the gathered ones. It may have fewer queries than keys (
 cached keys): the last query sees the last key, as in flash-attn from 2.1 on (bottom-right causal).
 """
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from megarl.mcore.attention.segments import HostPlan, Segments
 from megarl.mcore.attention.spread import spread_arrays
 
 
-class CumulativePlan(NamedTuple):
-    """The n segments of one call."""
+@dataclass(frozen=True)
+class CumulativePlan:
+    """The n segments of one call, the same in all layers."""
 
     cu_queries: Tensor  # [n + 1] int32, from 0
     cu_keys: Tensor  # [n + 1] int32, from 0
@@ -29,6 +32,12 @@ class CumulativePlan(NamedTuple):
     def window_size(self) -> tuple[int, int]:
         """Keys to the left and to the right of a query that it sees; −1: all."""
         return (-1 if self.window is None else self.window - 1), 0
+
+    @functools.cached_property
+    def segments(self) -> Tensor:
+        """[4, n] int32: first query, queries, keys, and first key of each segment."""
+        queries, keys = self.cu_queries, self.cu_keys
+        return torch.stack([queries[:-1], queries.diff(), keys.diff(), keys[:-1]])
 
 
 def cumulative_lengths(lengths: np.ndarray) -> np.ndarray:

@@ -51,9 +51,7 @@ def _attend(query, key, value, rows: Tensor, plan: CumulativePlan, scale: float)
     """Outputs [T, H, D] and log-sums [H, T]; `rows` [Σ k] int32: of key and value, by segment."""
     from megarl.mcore.kernels.cuda.segment_attention import packed_attention  # needs Triton
 
-    queries, keys = plan.cu_queries, plan.cu_keys
-    segments = torch.stack([queries[:-1], queries.diff(), keys.diff(), keys[:-1]])
-    return packed_attention(query, key, value, rows, segments, plan.longest_query, scale, window=plan.window)
+    return packed_attention(query, key, value, rows, plan.segments, plan.longest_query, scale, window=plan.window)
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, plan: CumulativePlan, scale: float | None) -> Tensor:
