@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 def _listed(walk: "Walk", tensor: Tensor) -> list:
     """What `tolist` returns for a tensor without numbers: one read, zeros."""
-    walk.reads[site()] += 1
+    walk.reads.add(site())
     with unset_fake_temporarily():
         return torch.zeros(tensor.shape, dtype=tensor.dtype).tolist()
 
@@ -122,17 +122,55 @@ def site() -> str:
     return found
 
 
+class Crossings(Counter):
+    """Counts what crosses between host and device, by the line that caused it; a graph can hold none of it."""
+
+    def __init__(self, walk: "Walk"):
+        super().__init__()
+        self._walk = walk
+
+    def add(self, place: str):
+        """Counts one."""
+        if self._walk.is_capturing:
+            raise RuntimeError(f"a CUDA graph cannot hold what crosses between host and device at {place}")
+        self[place] += 1
+
+
+def _pretend_graphs(walk: "Walk"):
+    """Makes torch capture and replay nothing, and count it."""
+
+    class Graph:
+        def pool(self):
+            return 0, 0
+
+        def replay(self):
+            walk.replays += 1
+
+    @contextlib.contextmanager
+    def capture(graph, pool=None, capture_error_mode="global"):
+        walk.is_capturing = True
+        walk.captures += 1
+        try:
+            yield
+        finally:
+            walk.is_capturing = False
+
+    torch.cuda.CUDAGraph, torch.cuda.graph = Graph, capture
+
+
 class Walk(TorchDispatchMode):
     """Counts, by the line that caused them: `sends` to the device, `reads` by the host; `launches` by operator; and
     collects the different `shapes` of the tensors that attention reads."""
 
     def __init__(self):
         super().__init__()
+        self.captures = self.replays = 0  # of CUDA graphs
+        self.is_capturing = False
         self.clear()
 
     def clear(self):
         """Begins to count anew."""
-        self.sends, self.reads, self.launches = Counter(), Counter(), Counter()
+        self.sends, self.reads, self.launches = Crossings(self), Crossings(self), Counter()
         self.shapes: set[str] = set()
 
     def counts(self) -> dict:
@@ -158,17 +196,17 @@ class Walk(TorchDispatchMode):
         if kind in (aten._to_copy, aten.copy_, aten.copy):
             return self._copy(func, args, kwargs, wants_device)
         if kind in (aten._local_scalar_dense, aten.item, aten.equal, aten.is_nonzero):
-            self.reads[site()] += 1
+            self.reads.add(site())
             is_number = kind in (aten._local_scalar_dense, aten.item)
             return True if not is_number else 1.0 if args[0].is_floating_point() else 0
         if kind in (aten.index, aten.index_put, aten.index_put_):
             for index in args[1]:
                 if index is not None and not isinstance(index, FakeTensor):
-                    self.sends[f"host index {site()}"] += 1
+                    self.sends.add(f"host index {site()}")
                 elif index is not None and index.dtype is torch.bool and kind is aten.index:
-                    self.reads[f"mask as index {site()}"] += 1
+                    self.reads.add(f"mask as index {site()}")
         if kind is aten.repeat_interleave and not args[0].numel():  # of nothing: the only size that is known here
-            self.reads[site()] += 1
+            self.reads.add(site())
             return args[0].new_empty(0)
         self.launches[str(kind)] += 1
         if "decode" in str(kind) or "attention" in str(kind) or "attn" in str(kind):
@@ -176,7 +214,7 @@ class Walk(TorchDispatchMode):
         try:
             return func(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
-            self.reads[f"shape {site()}"] += 1
+            self.reads.add(f"shape {site()}")
             raise
 
     def _communicate(self, func, args, kwargs):
@@ -207,17 +245,17 @@ class Walk(TorchDispatchMode):
                 return func(*args, **kwargs)
             dtype = kwargs.get("dtype") or source.dtype
             if target:
-                self.sends[site()] += 1
+                self.sends.add(site())
                 return torch.empty_strided(source.shape, source.stride(), dtype=dtype, device=CUDA)
-            self.reads[site()] += 1
+            self.reads.add(site())
             with unset_fake_temporarily():
                 return torch.ones(source.shape, dtype=dtype)
         target, source = args[:2]
         if isinstance(target, FakeTensor) and not isinstance(source, FakeTensor):
-            self.sends[site()] += 1
+            self.sends.add(site())
             return target
         if isinstance(source, FakeTensor) and not isinstance(target, FakeTensor):
-            self.reads[site()] += 1
+            self.reads.add(site())
             return target
         return func(*args, **kwargs)
 
@@ -227,5 +265,6 @@ def on_device():
     """Context in which new tensors of device "cuda" are on the pretended device; yields the `Walk`."""
     walk = Walk()
     FakeTensor.tolist = lambda tensor: _listed(walk, tensor)
+    _pretend_graphs(walk)
     with FakeTensorMode(allow_non_fake_inputs=True), walk:
         yield walk

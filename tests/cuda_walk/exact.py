@@ -56,6 +56,7 @@ def _update(flags: str, walk: Walk) -> dict:
 
 SCENARIOS = {  # name -> (what walks, ranks)
     "exact rollout": (functools.partial(_generate, EXACT), 1),
+    "exact rollout, graphs": (functools.partial(_generate, EXACT, **rollout.GRAPHS), 1),
     "exact rollout, experts": (functools.partial(_generate, EXPERTS, routes=True, has_graphs=False), 1),
     "exact rollout, restricted": (functools.partial(_generate, EXACT, sampling={"top_k": 3}), 1),
     "exact rollout, speculative": (functools.partial(_generate, EXACT, speculative=True), 1),

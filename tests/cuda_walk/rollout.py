@@ -6,18 +6,20 @@ from tests.cuda_walk.device import Walk
 from tests.helpers.engines import make_requests, settings_of
 from tests.helpers.tiny_models import VOCAB, join_actor
 
+GRAPHS = {"captures": True, "limit": 12}
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm"
 SPLIT = {"chunked_prefill": True, "step_tokens": 12, "max_requests": 8}
 
 
 def generate(
     walk: Walk, flags: str = "", shape: str = "llama", limit: int = 6, routes: bool = False, sampling=None,
     block: int = 16, count: int = 8, ragged: bool = False, program: str = "sft", has_graphs: bool = True,
-    **engine_settings,
+    captures: bool = False, **engine_settings,
 ) -> list:  # fmt: skip
-    """One entry a step: prefilled requests, sends, reads, launches, attention shapes.
+    """One entry a step: prefilled requests, sends, reads, launches, attention shapes, graphs captured and replayed.
 
     `block`: tokens of a block of the cache, 0: megarl's choice; `ragged`: requests end at different times;
-    `has_graphs`: whether decode steps of the model can be CUDA graphs.
+    `has_graphs`: whether decode steps of the model can be CUDA graphs; `captures`: they are, without kernels.
     """
     from megarl.mcore.inference import engine as engine_module
     from megarl.mcore.inference import step_graphs
@@ -29,14 +31,14 @@ def generate(
     engine_module.BLOCK_TOKENS = block or engine_module.BLOCK_TOKENS
     engine = engine_module.RolloutEngine(model, place.pg_collection, VOCAB, 48, **arguments)
     assert step_graphs.can_capture(model) == has_graphs
-    engine.engine.device_decode.has_graphs = False  # there is nothing to capture
+    engine.engine.device_decode.has_graphs = captures
     real, steps = engine.engine.step_modern, []
 
     def step():
         walk.clear()
         prefills = engine.context.num_prefill_requests + len(engine.engine.waiting_request_ids)
         result = real()
-        steps.append({"prefills": prefills, **walk.counts()})
+        steps.append({"prefills": prefills, "graphs": [walk.captures, walk.replays], **walk.counts()})
         return result
 
     engine.engine.step_modern = step
@@ -51,9 +53,11 @@ def generate(
 
 SCENARIOS = {
     "dense": {},
+    "graphs": GRAPHS,
+    "graphs, experts": {"flags": EXPERTS, "routes": True, **GRAPHS},
     "greedy": {"sampling": {"greedy": True}},
     "restricted": {"sampling": {"top_k": 5, "top_p": 0.9}},
-    "experts": {"flags": "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm", "routes": True},
+    "experts": {"flags": EXPERTS, "routes": True},
     "window": {"flags": "--window-size 5,0"},
     "prefix caching": {"prefix_caching": True},
     "chunked prefill": SPLIT,

@@ -1,5 +1,6 @@
 """Starts the process that walks: CUDA's libraries are replaced before it begins."""
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -42,3 +43,15 @@ def walks(folder: Path, names: list[str]) -> dict[str, dict | list]:
     broken = {name: (row["error"], row["place"]) for name, row in found.items() if "error" in row}
     assert not broken, broken
     return {name: row["counts"] for name, row in found.items()}
+
+
+def check_graphs(steps: list[dict]):
+    """Fails unless decode steps were captured once, and replayed with their inputs as the only launches before."""
+    captured, replayed = steps[-1]["graphs"]
+    assert captured == 1 and replayed >= 5
+    pairs = itertools.pairwise(steps)
+    later = [step for before, step in pairs if step["graphs"][1] > before["graphs"][1] and before["graphs"][0]]
+    assert len(later) == replayed - 1
+    for step in later:
+        assert not [name for name in step["launches"] if "megarl" in name or "mm" in name or "attn" in name]
+        assert sum(step["sends"].values()) <= 2

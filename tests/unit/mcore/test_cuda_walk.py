@@ -3,7 +3,7 @@
 import pytest
 
 from tests.cuda_walk import moves, parallel, rollout, training
-from tests.cuda_walk.start import needs_compiler, walks
+from tests.cuda_walk.start import check_graphs, needs_compiler, walks
 
 LAYERS, MICROBATCHES = 2, 2
 ATTENTION = ("megarl.paged_decode", "torch_attn._varlen_attn")
@@ -46,6 +46,12 @@ def test_a_layer_of_a_decode_step_launches_few_kernels(walked):
     assert step["aten.matmul"] == 4 * LAYERS + 1 and step["aten.rms_norm"] == 2 * LAYERS + 1
     assert step["megarl.rotate_and_store"] == step["megarl.swiglu_rows"] == LAYERS
     assert not {"aten.silu", "aten.cat", "aten.copy_", "aten._to_copy", "aten.clone"} & step.keys()
+
+
+@pytest.mark.parametrize("name", ["graphs", "graphs, experts", "graphs, tensor parallel"])
+def test_decode_steps_are_captured_and_replayed(walked, name):
+    """A capture breaks where something crosses between host and device within the step."""
+    check_graphs(walked[name])
 
 
 @pytest.mark.parametrize("name", rollout.SCENARIOS)

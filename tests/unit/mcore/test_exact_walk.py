@@ -3,7 +3,7 @@
 import pytest
 
 from tests.cuda_walk import exact
-from tests.cuda_walk.start import needs_compiler, walks
+from tests.cuda_walk.start import check_graphs, needs_compiler, walks
 
 LAYERS, MICROBATCHES = 2, 2
 PRODUCTS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.matmul", "aten.linear", "aten.mv",
@@ -12,7 +12,7 @@ NORMS = {"aten._fused_rms_norm", "aten.native_layer_norm", "aten.rms_norm", "ate
 ATTENTION = {"aten._scaled_dot_product_flash_attention", "aten.scaled_dot_product_attention",
              "aten._scaled_dot_product_cudnn_attention", "torch_attn._varlen_attn"}  # fmt: skip
 ADDING = {"aten.index_add", "aten.index_add_", "aten.scatter_add", "aten.scatter_add_"}  # in no fixed order
-ROLLOUTS = [name for name in exact.SCENARIOS if "rollout" in name]
+ROLLOUTS = [name for name in exact.SCENARIOS if "rollout" in name and "graphs" not in name]
 UPDATES = [name for name in exact.SCENARIOS if "update" in name]
 
 pytestmark = needs_compiler
@@ -50,3 +50,7 @@ def test_trainings_forward_runs_the_same_kernels_and_backward_others(walked, nam
     assert passes["megarl.fixed_tile_product"] == scores["megarl.fixed_tile_product"] >= (4 * LAYERS + 1) * MICROBATCHES
     assert passes["aten._flash_attention_backward"] == LAYERS * MICROBATCHES
     assert not {*passes} & (NORMS | ATTENTION) and passes["aten.mm"] > 0
+
+
+def test_decode_steps_are_captured_and_replayed(walked):
+    check_graphs(walked["exact rollout, graphs"])
