@@ -65,6 +65,11 @@ def build(shape: Shape, lengths: tuple[int, int], more: str = "", program: str =
     return chunk, pg_collection, args
 
 
+def parameters(model) -> int:
+    """Number of a model's parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def log_normal_lengths(count: int, longest: int, deviation: float) -> Tensor:
     """[count] int64 log-normal lengths, 2 … longest, with median longest / 8; the first is the longest."""
     generator = torch.Generator().manual_seed(0)

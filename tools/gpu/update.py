@@ -1,7 +1,8 @@
 """Speed and memory of a policy's update of a model with 1.7 billion parameters, and what waits for the device in it.
 
-MFU is model FLOPs (6 per parameter and token, and 6·L·H·context per token for causal attention, PaLM 2204.02311
-appendix B halved for causality) over the device's bf16 peak, which is measured here by a large product.
+MFU is model FLOPs over the device's bf16 peak, which is measured here by a large product. They are 6 per parameter and
+token without the table of embeddings, and 6·L·H·context per token for causal attention (PaLM 2204.02311 appendix B,
+halved for causality).
 """
 
 import functools
@@ -47,7 +48,7 @@ def update(tokens: int, peak: float):
 
     seconds = [(timed(passes), timed(lambda: optimizer.update(adam))) for _ in range(STEPS)]
     best, step = (min(column) for column in zip(*seconds[1:], strict=True))
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters = common.parameters(model) - SHAPE.vocab * SHAPE.hidden
     flops = tokens * (6 * parameters + 6 * SHAPE.layers * SHAPE.hidden * LENGTH)
     report(
         update=tokens, flags=FLAGS, passes_s=round(best, 4), optimizer_s=round(step, 4),

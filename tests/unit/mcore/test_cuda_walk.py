@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.cuda_walk import moves, parallel, rollout, training
+from tests.cuda_walk import checks, moves, parallel, rollout, training
 from tests.cuda_walk.start import check_graphs, needs_compiler, walks
 
 LAYERS, MICROBATCHES = 2, 2
@@ -17,7 +17,7 @@ pytestmark = needs_compiler
 @pytest.fixture(scope="module")
 def walked(tmp_path_factory):
     """Counts by scenario."""
-    names = [name for module in (rollout, training, moves, parallel) for name in module.SCENARIOS]
+    names = [name for module in (rollout, training, moves, parallel, checks) for name in module.SCENARIOS]
     return walks(tmp_path_factory.mktemp("walk"), names)
 
 
@@ -113,3 +113,11 @@ def test_expert_parallel_ranks_wait_for_their_numbers_of_rows_alone(walked):
     for step in walked["expert parallel"]:
         layers = {place: count for place, count in step["reads"].items() if place.startswith("mcore/moe/layer")}
         assert list(layers.values()) == [LAYERS] and launches(step, ATTENTION) >= LAYERS
+
+
+def test_stages_of_the_gpu_check_run_to_their_end(walked):
+    """Their times mean nothing without a device."""
+    assert [(row["decode"], row["graphs"]) for row in walked["check decode"]] == [
+        (count, has_graphs) for count in (1, 3) for has_graphs in (True, False)
+    ]
+    assert [row["update"] for row in walked["check update"]] == [64]

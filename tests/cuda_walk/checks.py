@@ -1,0 +1,36 @@
+"""Walks stages of tools/gpu_check.sh, with a small model: that they run to their end, and what they count."""
+
+import json
+
+import torch
+
+from tests.cuda_walk.device import Walk
+from tools.bench import common
+from tools.gpu import decode, update
+
+
+def _findings(stage, run, *args) -> list[dict]:
+    """What a stage reports."""
+    found = []
+    stage.report = lambda **row: found.append(json.loads(json.dumps(row)))
+    run(*args)
+    return found
+
+
+def decoding(walk: Walk) -> list[dict]:
+    """Speed of decode steps, with graphs and without."""
+    decode.SHAPE = common.Shape(layers=2, hidden=64, ffn=128, vocab=96)
+    decode.CONTEXT, decode.NEW_TOKENS, decode.BATCHES = 40, 16, (1, 3)
+    model, pg_collection, _ = common.build(decode.SHAPE, (40, 16), "--bf16")
+    return _findings(decode, decode.ours, model, pg_collection, 1e12)
+
+
+def updating(walk: Walk) -> list[dict]:
+    """Speed of updates. torch's count of waits and its profiler want a real device."""
+    update.SHAPE = common.Shape(layers=2, hidden=64, ffn=128, vocab=96)
+    update.LENGTH = 32
+    torch.cuda.set_sync_debug_mode, update.profile = lambda mode: None, lambda *_: None
+    return _findings(update, update.update, 64, 1e15)
+
+
+SCENARIOS = {"check decode": (decoding, 1), "check update": (updating, 1)}  # name -> (what walks, ranks)
