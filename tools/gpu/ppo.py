@@ -31,8 +31,8 @@ CASES = {
     "deterministic 1": "--deterministic",
     "deterministic 2": "--deterministic",
 }
-SHOWN = ("rollout/logprob_gap_max", "rollout/logprob_gap_mean", "actor/ppo_kl_first", "time/rollout_tokens_per_s",
-         "memory/actor/peak_bytes")  # fmt: skip
+SHOWN = ("rollout/logprob_gap_max", "rollout/logprob_gap_mean", "actor/ppo_kl_first", "rollout/tokens_per_s",
+         "perf/tokens_per_s", "time/actor/rollout_s", "time/actor/update_s", "memory/actor/peak_bytes")  # fmt: skip
 
 
 def data(folder: Path) -> str:
