@@ -74,6 +74,8 @@ def test_the_ppo_stage_compares_deterministic_runs(monkeypatch, capsys):
     assert ended.value.code == 0, rows
     assert [row["ppo"] for row in rows[:-1]] == ["deterministic 1", "deterministic 2"]
     assert all(step["actor/ppo_kl_first"] == 0 for row in rows[:-1] for step in row["steps"] if step)
+    last = {*rows[0]["steps"][-1]}
+    assert {*ppo.SHOWN} - last == {"memory/actor/peak_bytes"}  # which only a device has
     assert rows[-1] == {"deterministic_runs_equal": True}
 
 
