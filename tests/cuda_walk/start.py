@@ -46,7 +46,7 @@ def walks(folder: Path, names: list[str]) -> dict[str, dict | list]:
 
 
 def check_graphs(steps: list[dict]):
-    """Fails unless decode steps were captured once, and replayed with their inputs as the only launches before."""
+    """Fails unless a decode step was captured once and then replayed, without launches of its kernels one by one."""
     captured, replayed = steps[-1]["graphs"]
     assert captured == 1 and replayed >= 5
     pairs = itertools.pairwise(steps)

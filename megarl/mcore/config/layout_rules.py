@@ -215,7 +215,7 @@ def _experts(args) -> list[LayoutRule]:
     pattern_fits = pattern > 0 if isinstance(pattern, int) else len(pattern) == layers and set(pattern) <= {0, 1}
     in_group = experts // groups if groups else 0  # experts of a group
     each = topk // chosen if chosen else 0  # experts chosen from each chosen group
-    is_grouped = bool(experts) and args.moe_grouped_gemm and not _runs_on_cpu()
+    is_grouped = bool(experts) and args.moe_grouped_gemm and args.transformer_impl == "local" and not _runs_on_cpu()
     return [
         LayoutRule("--expert-model-parallel-size", size, size == 1 or experts > 0 and _divides(size, experts),
              f"a divisor of --num-experts {experts}" if experts else "1 without --num-experts"),
