@@ -37,10 +37,13 @@ def _require_packed(response_mask: Tensor, cu_seqlens: Tensor) -> None:
         raise ValueError(f"cu_seqlens must be [N+1], got shape {list(cu_seqlens.shape)}")
 
 
-def _sequences(response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+def token_sequences(response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """[T] int64: the sequence of each token.
 
     Called by losses in every micro-batch, so it must not synchronize with the device.
+
+    Raises:
+        ValueError: shapes do not fit together.
     """
     _require_packed(response_mask, cu_seqlens)
     tokens = torch.arange(response_mask.numel(), device=cu_seqlens.device)
@@ -75,7 +78,7 @@ def response_tokens(response_mask: Tensor, cu_seqlens: Tensor) -> ResponseTokens
         raise ValueError(f"cu_seqlens must rise from 0 to T={total}, got {cu_seqlens.tolist()}")
 
     positions = response_mask.nonzero().squeeze(1)
-    sequences = _sequences(response_mask, cu_seqlens)[positions]
+    sequences = token_sequences(response_mask, cu_seqlens)[positions]
     counts = torch.zeros_like(lengths).index_add_(0, sequences, torch.ones_like(sequences))
     first = counts.cumsum(0) - counts
     ranks = torch.arange(positions.numel(), device=positions.device) - first[sequences]
@@ -89,7 +92,7 @@ def spread(values: Tensor, response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
         ValueError: shapes do not fit together.
     """
     number = cu_seqlens.numel() - 1
-    sequences = _sequences(response_mask, cu_seqlens)
+    sequences = token_sequences(response_mask, cu_seqlens)
     if values.shape != (number,):
         raise ValueError(f"values must be [{number}], one a sequence, got {list(values.shape)}")
     return values.index_select(0, sequences).masked_fill(~response_mask, 0)
@@ -104,7 +107,7 @@ def sums_by_sequence(field: Tensor, response_mask: Tensor, cu_seqlens: Tensor) -
         ValueError: shapes do not fit together.
     """
     require_same_shape(field=field, response_mask=response_mask)
-    sequences = _sequences(response_mask, cu_seqlens)
+    sequences = token_sequences(response_mask, cu_seqlens)
     return field.new_zeros(cu_seqlens.numel() - 1).index_add(0, sequences, field.masked_fill(~response_mask, 0))
 
 
@@ -116,7 +119,7 @@ def turn_numbers(response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     Raises:
         ValueError: shapes do not fit together.
     """
-    sequences = _sequences(response_mask, cu_seqlens)
+    sequences = token_sequences(response_mask, cu_seqlens)
     starts = cu_seqlens.long()[sequences]
     follows = response_mask.roll(1) & (torch.arange(response_mask.numel(), device=starts.device) != starts)
     begun = torch.cat([starts.new_zeros(1), (response_mask & ~follows).cumsum(0)])  # turns before each token

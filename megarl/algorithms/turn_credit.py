@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.group_advantages import rloo
-from megarl.algorithms.packed import require_same_shape, turn_numbers
+from megarl.algorithms.packed import require_same_shape, token_sequences, turn_numbers
 
 
 @torch.no_grad()
@@ -27,11 +27,9 @@ def turn_sums(rewards: Tensor, response_mask: Tensor, cu_seqlens: Tensor, max_tu
     numbers = turn_numbers(response_mask, cu_seqlens)
     if numbers.numel() and int(numbers.max()) >= max_turns:
         raise ValueError(f"a sequence has {int(numbers.max()) + 1} turns; max_turns is {max_turns}")
-    lengths = cu_seqlens.diff().long()
-    sequences = torch.repeat_interleave(torch.arange(len(lengths), device=numbers.device), lengths)
-    cells = (sequences * max_turns + numbers)[response_mask]
-    sums = rewards.new_zeros(len(lengths) * max_turns, dtype=torch.float64)
-    return sums.index_add_(0, cells, rewards[response_mask].double()).view(len(lengths), max_turns)
+    cells = (token_sequences(response_mask, cu_seqlens) * max_turns + numbers)[response_mask]
+    sums = rewards.new_zeros((len(cu_seqlens) - 1) * max_turns, dtype=torch.float64)
+    return sums.index_add_(0, cells, rewards[response_mask].double()).view(-1, max_turns)
 
 
 def returns_to_go(sums: Tensor) -> Tensor:
@@ -57,6 +55,5 @@ def turn_rloo(to_go: Tensor, groups: Tensor, raw_to_go: Tensor) -> Tensor:
 def on_turns(values: Tensor, response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """[N, K] -> [T]: each turn's value on its tokens, 0 outside the mask."""
     numbers = turn_numbers(response_mask, cu_seqlens)
-    lengths = cu_seqlens.diff().long()
-    rows = torch.repeat_interleave(values, lengths, dim=0)
+    rows = values[token_sequences(response_mask, cu_seqlens)]
     return rows.gather(1, numbers.clamp(min=0).unsqueeze(1)).squeeze(1).masked_fill(~response_mask, 0)

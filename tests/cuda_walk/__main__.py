@@ -31,10 +31,10 @@ def walked(name: str):
     """What a scenario counted."""
     from megarl.mcore import device as place
     from megarl.mcore.model import gpt
-    from tests.cuda_walk import checks, exact, moves, parallel, rollout, training
+    from tests.cuda_walk import algorithms, checks, exact, moves, parallel, rollout, training
 
     assert place.has_cuda()
-    others = checks.SCENARIOS | moves.SCENARIOS | exact.SCENARIOS | parallel.SCENARIOS
+    others = algorithms.SCENARIOS | checks.SCENARIOS | moves.SCENARIOS | exact.SCENARIOS | parallel.SCENARIOS
     walks, ranks = others.get(name, (None, 1))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     place.backend = lambda: "fake"

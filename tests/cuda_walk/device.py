@@ -158,6 +158,14 @@ def _pretend_graphs(walk: "Walk"):
     torch.cuda.CUDAGraph, torch.cuda.graph = Graph, capture
 
 
+def _all_of(index: Tensor | None) -> Tensor | None:
+    """A mask of rows as the indices of all rows."""
+    if index is None or index.dtype is not torch.bool:
+        return index
+    assert index.dim() == 1
+    return torch.empty(len(index), dtype=torch.int64, device=CUDA)
+
+
 class Walk(TorchDispatchMode):
     """Counts, by the line that caused them: `sends` to the device, `reads` by the host; `launches` by operator; and
     collects the different `shapes` of the tensors that attention reads."""
@@ -166,6 +174,7 @@ class Walk(TorchDispatchMode):
         super().__init__()
         self.captures = self.replays = 0  # of CUDA graphs
         self.is_capturing = False
+        self.all_true = False  # whether all truth values are True that the host reads or that choose rows
         self.clear()
 
     def clear(self):
@@ -198,7 +207,9 @@ class Walk(TorchDispatchMode):
         if kind in (aten._local_scalar_dense, aten.item, aten.equal, aten.is_nonzero):
             self.reads.add(site())
             is_number = kind in (aten._local_scalar_dense, aten.item)
-            return True if not is_number else 1.0 if args[0].is_floating_point() else 0
+            if not is_number or self.all_true and args[0].dtype is torch.bool:
+                return True
+            return 1.0 if args[0].is_floating_point() else 0
         if kind in (aten.index, aten.index_put, aten.index_put_):
             for index in args[1]:
                 if index is not None and not isinstance(index, FakeTensor):
@@ -208,6 +219,11 @@ class Walk(TorchDispatchMode):
         if kind is aten.repeat_interleave and not args[0].numel():  # of nothing: the only size that is known here
             self.reads.add(site())
             return args[0].new_empty(0)
+        if kind in (aten.index, aten.index_put, aten.index_put_) and self.all_true:
+            args = (args[0], [_all_of(index) for index in args[1]], *args[2:])
+        if kind is aten.nonzero and self.all_true:
+            self.reads.add(f"shape {site()}")
+            return torch.empty(args[0].numel(), args[0].dim(), dtype=torch.int64, device=CUDA)
         self.launches[str(kind)] += 1
         if "decode" in str(kind) or "attention" in str(kind) or "attn" in str(kind):
             self.shapes.add(f"{kind} {[tuple(x.shape) for x in of_device]}")

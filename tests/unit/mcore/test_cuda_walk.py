@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.cuda_walk import checks, moves, parallel, rollout, training
+from tests.cuda_walk import algorithms, checks, moves, parallel, rollout, training
 from tests.cuda_walk.start import check_graphs, needs_compiler, walks
 
 LAYERS, MICROBATCHES = 2, 2
@@ -17,7 +17,7 @@ pytestmark = needs_compiler
 @pytest.fixture(scope="module")
 def walked(tmp_path_factory):
     """Counts by scenario."""
-    names = [name for module in (rollout, training, moves, parallel, checks) for name in module.SCENARIOS]
+    names = [name for module in (rollout, training, moves, parallel, algorithms, checks) for name in module.SCENARIOS]
     return walks(tmp_path_factory.mktemp("walk"), names)
 
 
@@ -121,3 +121,11 @@ def test_stages_of_the_gpu_check_run_to_their_end(walked):
         (count, has_graphs) for count in (1, 3) for has_graphs in (True, False)
     ]
     assert [row["update"] for row in walked["check update"]] == [64]
+
+
+def test_losses_never_wait_for_the_device_and_advantages_a_few_times_a_step(walked):
+    """All policy losses, corrections, aggregations and KL estimators; all estimators of advantages, with metrics."""
+    found = walked["algorithms"]
+    assert len(found["losses"]) > 240 and not any(x["reads"] or x["sends"] for x in found["losses"].values())
+    assert len(found["advantages"]) == 8 and not any(x["sends"] for x in found["advantages"].values())
+    assert all(sum(x["reads"].values()) <= 40 for x in found["advantages"].values())
