@@ -34,17 +34,13 @@ def walked(name: str):
     from tests.cuda_walk import algorithms, checks, exact, moves, parallel, rollout, training
 
     assert place.has_cuda()
-    others = algorithms.SCENARIOS | checks.SCENARIOS | moves.SCENARIOS | exact.SCENARIOS | parallel.SCENARIOS
-    walks, ranks = others.get(name, (None, 1))
+    modules = algorithms, checks, exact, moves, parallel, rollout, training
+    ((walks, ranks),) = [module.SCENARIOS[name] for module in modules if name in module.SCENARIOS]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     place.backend = lambda: "fake"
     gpt.initialize = lambda *_, **__: None  # weights have no numbers
     with device.on_device() as walk:
-        if walks is not None:
-            return walks(walk)
-        if name in training.SCENARIOS:
-            return training.update(walk, **training.SCENARIOS[name])
-        return rollout.generate(walk, **rollout.SCENARIOS[name])
+        return walks(walk)
 
 
 def main():

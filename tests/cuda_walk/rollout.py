@@ -1,6 +1,7 @@
 """Walks rollouts of tiny models on a device without hardware."""
 
 import dataclasses
+import functools
 
 from tests.cuda_walk.device import Walk
 from tests.helpers.engines import make_requests, settings_of
@@ -51,7 +52,7 @@ def generate(
     return steps
 
 
-SCENARIOS = {
+_SETTINGS: dict[str, dict] = {
     "dense": {},
     "graphs": GRAPHS,
     "graphs, experts": {"flags": EXPERTS, "routes": True, **GRAPHS},
@@ -67,8 +68,6 @@ SCENARIOS = {
     "latent": {"shape": "latent"},
     "long": {"flags": "--num-layers 1", "count": 150, "limit": 23, "ragged": True, "max_requests": 9, "block": 0},
 }
-
-
-def walk_all(walk: Walk, names: list[str]) -> dict[str, list]:
-    """The steps of some scenarios."""
-    return {name: generate(walk, **SCENARIOS[name]) for name in names}
+SCENARIOS = {  # name -> (what walks, ranks)
+    name: (functools.partial(generate, **settings), 1) for name, settings in _SETTINGS.items()
+}

@@ -1,5 +1,7 @@
 """Walks an update of tiny models on a device without hardware: scores, forward, backward, optimizer."""
 
+import functools
+
 import torch
 
 from tests.cuda_walk.device import CUDA, Walk
@@ -77,7 +79,7 @@ def update(walk: Walk, flags: str = "", value_head: bool = False, program: str =
     return found
 
 
-SCENARIOS = {
+_SETTINGS: dict[str, dict] = {
     "update fp32": {},
     "update bf16": {"flags": "--bf16"},
     "update distributed optimizer": {"flags": "--bf16 --use-distributed-optimizer"},
@@ -85,3 +87,6 @@ SCENARIOS = {
     "update experts": {"flags": "--bf16 --num-experts 4 --moe-router-topk 2 --moe-grouped-gemm"},
     "update critic": {"flags": "--bf16", "value_head": True},
 }  # fmt: skip
+SCENARIOS = {  # name -> (what walks, ranks)
+    name: (functools.partial(update, **settings), 1) for name, settings in _SETTINGS.items()
+}

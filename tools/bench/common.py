@@ -65,9 +65,9 @@ def build(shape: Shape, lengths: tuple[int, int], more: str = "", program: str =
     return chunk, pg_collection, args
 
 
-def parameters(model) -> int:
-    """Number of a model's parameters."""
-    return sum(parameter.numel() for parameter in model.parameters())
+def multiplied_parameters(model, shape: Shape) -> int:
+    """Number of a model's parameters without the table of embeddings, of which a token reads one row."""
+    return sum(parameter.numel() for parameter in model.parameters()) - shape.vocab * shape.hidden
 
 
 def log_normal_lengths(count: int, longest: int, deviation: float) -> Tensor:

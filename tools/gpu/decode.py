@@ -73,7 +73,7 @@ def step_seconds(engine, count: int) -> list[float]:
 
 def ours(model, pg_collection, bytes_per_second: float):
     """Reports steps of each batch, with and without graphs."""
-    weights = 2 * (common.parameters(model) - SHAPE.vocab * SHAPE.hidden)  # bytes; of the table a step reads a few rows
+    weights = 2 * common.multiplied_parameters(model, SHAPE)  # bytes
     for count in BATCHES:
         engine = build_engine(model, pg_collection, count)
         for has_graphs in (True, False):

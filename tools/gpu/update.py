@@ -48,8 +48,7 @@ def update(tokens: int, peak: float):
 
     seconds = [(timed(passes), timed(lambda: optimizer.update(adam))) for _ in range(STEPS)]
     best, step = (min(column) for column in zip(*seconds[1:], strict=True))
-    parameters = common.parameters(model) - SHAPE.vocab * SHAPE.hidden
-    flops = tokens * (6 * parameters + 6 * SHAPE.layers * SHAPE.hidden * LENGTH)
+    flops = tokens * (6 * common.multiplied_parameters(model, SHAPE) + 6 * SHAPE.layers * SHAPE.hidden * LENGTH)
     report(
         update=tokens, flags=FLAGS, passes_s=round(best, 4), optimizer_s=round(step, 4),
         mfu=round(flops / best / peak, 3), peak_gib=round(torch.cuda.max_memory_allocated() / 2**30, 1),
