@@ -13,10 +13,10 @@ from megarl.mcore.kernels.linear import matmul
 def largest_gap_allowed(dtype: torch.dtype = torch.float32) -> float:
     """0.0 on a machine whose matrix products do not depend on the number of rows, else 1e-5; of bf16 else 0.1."""
     generator = torch.Generator().manual_seed(0)
-    for inner, outer in ((32, 64), (32, 128), (64, 32), (128, 352), (352, 128)):
+    for inner, outer in ((32, 64), (32, 128), (64, 32), (128, 352), (352, 128), (256, 768), (768, 256)):
         rows, weight = (torch.randn(count, inner, generator=generator).to(dtype) for count in (300, outer))
         whole = matmul(rows, weight)
-        parts = [matmul(rows[:count], weight) for count in (MIN_ROWS, 5, 8, 13, 64, 100)]
+        parts = [matmul(rows[:count], weight) for count in (MIN_ROWS, 5, 8, 13, 64, 100, 200)]
         if not all(torch.equal(part, whole[: len(part)]) for part in parts):
             return 1e-5 if dtype == torch.float32 else 0.1
     return 0.0
