@@ -1,14 +1,22 @@
-"""Programs in a fork of the test process, without a launcher: exit status and output of wrong input."""
+"""Programs in forks of the test process, without a launcher: exit status and output, of wrong input above all."""
 
+import atexit
+import functools
+import gc
 import os
 import sys
+import tempfile
 import traceback
-from multiprocessing import get_context
+from multiprocessing import Pipe, get_context
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from tests.helpers import worlds
 from tests.helpers.worlds import SAFETY_SECONDS
+
+Ended = tuple[int, str, str]  # exit status, standard output, standard error
 
 
 def _main_functions() -> dict:
@@ -19,11 +27,17 @@ def _main_functions() -> dict:
     return programs | {"evaluate": evaluate.evaluate, "serve": serve.serve}
 
 
-def _child(folder: Path, name: str, argv: list[str], variables: dict):
-    """Becomes the program: its own output files, environment and command line."""
+def _redirect(folder: Path):
+    """Gives this process its own, empty output files in `folder`."""
     for descriptor, file in ((1, "out"), (2, "err")):
-        os.dup2(os.open(folder / file, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), descriptor)
+        opened = os.open(folder / file, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+        os.dup2(opened, descriptor)
+        os.close(opened)
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+
+
+def _run(name: str, argv: list[str], variables: dict[str, str]):
+    """Runs a program; it ends as its process would, by SystemExit or `os._exit`."""
     os.environ.update(variables)
     sys.argv = [name, *argv]
     from megarl.trainers import launch as launch_module
@@ -35,28 +49,113 @@ def _child(folder: Path, name: str, argv: list[str], variables: dict):
         raise
 
 
-def launch(folder: Path, argv: list[str], name: str = "rl", rank: int = 0, size: int = 1) -> tuple[int, str, str]:
+def _variables(rank: int, size: int) -> dict[str, str]:
+    return {"RANK": str(rank), "WORLD_SIZE": str(size)} if size > 1 else {}
+
+
+def _printed(folder: Path) -> tuple[str, str]:
+    return (folder / "out").read_text(), (folder / "err").read_text()
+
+
+# -- a process for each program ----------------------------------------------------------------------------------
+
+
+def _child(folder: Path, *program):
+    _redirect(folder)
+    _run(*program)
+
+
+def launch(folder: Path, argv: list[str], name: str = "rl", rank: int = 0, size: int = 1) -> Ended:
     """Exit status, standard output and standard error of a program in a fork of this process, without a launcher.
 
     With `size` above 1 the program expects ranks that do not exist, so it would hang or fail in any collective.
     """
-    _main_functions()  # imported once, before the fork
-
-    variables = {"RANK": str(rank), "WORLD_SIZE": str(size)} if size > 1 else {}
-    process = get_context("fork").Process(target=_child, args=(folder, name, argv, variables))
+    worlds.warm()
+    process = get_context("fork").Process(target=_child, args=(folder, name, argv, _variables(rank, size)))
     process.start()
     process.join(SAFETY_SECONDS)
     if process.is_alive():
         process.kill()
         process.join()
         pytest.fail(f"still running after {SAFETY_SECONDS:g} s: {(folder / 'err').read_text()}")
-    return process.exitcode, (folder / "out").read_text(), (folder / "err").read_text()
+    return process.exitcode, *_printed(folder)
 
 
-def error_line(result: tuple[int, str, str]) -> str:
+def error_line(result: Ended) -> str:
     """The one line of an error."""
     status, out, err = result
     assert status == 2, err
     assert out == ""
     assert err.startswith("megarl: error: ") and err.endswith("\n") and err.count("\n") == 1, err
     return err
+
+
+# -- one process for the checks of many programs -----------------------------------------------------------------
+
+
+class _Checker:
+    """A fork that runs the checks of one program after another, and ends when one goes on to its work."""
+
+    def __init__(self, folder: Path):
+        self.folder, context = folder, get_context("fork")
+        self._end, other = Pipe()
+        self.process = context.Process(target=self._serve, args=(other,), daemon=True)
+        self.process.start()
+        other.close()
+
+    def _serve(self, end):
+        self._end.close()
+        worlds.die_with_parent()
+        gc.disable()  # each program would collect the garbage of all imports
+        environment = dict(os.environ)
+        dist.init_process_group = _work_begins
+        for program in iter(end.recv, None):
+            _redirect(self.folder)
+            os.environ.clear()
+            os.environ.update(environment)
+            try:
+                _run(*program)
+                status = 0
+            except SystemExit as error:
+                status = error.code or 0
+            sys.stdout.flush()
+            sys.stderr.flush()
+            end.send(status)
+
+    def check(self, *program) -> Ended:
+        self._end.send(program)
+        if not self._end.poll(SAFETY_SECONDS):
+            self.process.kill()
+            pytest.fail(f"no answer after {SAFETY_SECONDS:g} s: {_printed(self.folder)[1]}")
+        try:
+            status = self._end.recv()
+        except EOFError:
+            self.process.join()
+            _checker.cache_clear()
+            status = self.process.exitcode
+        return status, *_printed(self.folder)
+
+
+def _work_begins(*_, **__):
+    raise AssertionError("the input is accepted: the work begins")
+
+
+@functools.cache
+def _checker() -> _Checker:
+    worlds.warm()
+    folder = tempfile.TemporaryDirectory(prefix="megarl-checks-")
+    atexit.register(folder.cleanup)
+    return _Checker(Path(folder.name))
+
+
+def check(argv: list[str], name: str = "rl", size: int = 1) -> Ended:
+    """As `launch`, for input that must be refused, or with `--check`: a process does this for all tests.
+
+    A program that goes on to its work fails where it would create the process group: status 1, with a traceback.
+    """
+    return _checker().check(name, argv, _variables(0, size))
+
+
+def refusal(argv: list[str], name: str = "rl", size: int = 1) -> str:
+    """The line with which a program refuses its input."""
+    return error_line(check(argv, name, size))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.helpers.forked_programs import error_line, launch
+from tests.helpers.forked_programs import refusal
 from tests.helpers.programs import write_lines
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -34,8 +34,8 @@ def argv(tmp_path: Path, folder: Path | str, program: str = "sft", flags: str = 
 
 
 def line_of(tmp_path: Path, folder: Path | str, program: str = "sft", flags: str = "") -> str:
-    """The line of a program that must refuse a folder; it would wait for a second rank if it went on."""
-    line = error_line(launch(tmp_path, argv(tmp_path, folder, program, flags), program, size=2))
+    """The line of a program that must refuse a folder."""
+    line = refusal(argv(tmp_path, folder, program, flags), program, size=2)
     assert not (tmp_path / "run").exists()
     return line
 

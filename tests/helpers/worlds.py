@@ -3,6 +3,9 @@
 import contextlib
 import ctypes
 import faulthandler
+import functools
+import gc
+import importlib
 import os
 import pickle
 import random
@@ -22,6 +25,13 @@ PR_SET_PDEATHSIG = 1
 # When to give up what should have ended: so late that no slow or busy machine gets there. For all tests.
 SAFETY_SECONDS = 600.0
 SAFETY = timedelta(seconds=SAFETY_SECONDS)
+# What programs import only where they need it.
+LATE_IMPORTS = (
+    "torch._dynamo", "torch.utils.tensorboard", "numpy.ma", "megatron.core.models.mimo",
+    "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader",
+    "megarl.mcore.model.layer_specs.local", "megarl.train_rl", "megarl.train_sft", "megarl.train_reward",
+    "megarl.evaluate", "megarl.serve",
+)  # fmt: skip
 
 
 class RankFailed(AssertionError):
@@ -49,7 +59,7 @@ def run_world(function, size: int, *args, timeout: float = SAFETY_SECONDS) -> li
         RankFailed: a rank raised (with its traceback), ended early, or had no result after `timeout` seconds (with
             the stacks of all that had none). The first failure counts; the other ranks are killed.
     """
-    _warm()
+    warm()
     if dist.is_initialized():
         raise RuntimeError("the test process is in a distributed group: worlds cannot be forked from it")
     with tempfile.TemporaryDirectory() as folder:
@@ -63,9 +73,18 @@ def run_world(function, size: int, *args, timeout: float = SAFETY_SECONDS) -> li
                 rank.kill()
 
 
-def _warm():
-    """Imports once what every rank would import again."""
-    import torch._dynamo  # noqa: F401
+@functools.cache
+def warm():
+    """Does once in the test process what each forked rank would do again: imports, and the first parse of flags."""
+    for name in LATE_IMPORTS:
+        importlib.import_module(name)
+    from megarl import arguments
+
+    flags = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --prompts x --max-prompt-length 1"
+    flags += " --max-response-length 1 --tokenizer-model x --lr 1 --critic-lr 1 --minibatch-size 1 --prompts-per-step 1"
+    arguments.parse(flags.split(), 1)
+    gc.collect()
+    gc.freeze()  # no collection of a rank goes through the test process's objects
 
 
 class _Rank:
@@ -124,11 +143,16 @@ def _collect(ranks: list[_Rank], deadline: float) -> list:
     return [results[rank] for rank in ranks]
 
 
+def die_with_parent():
+    """Ends this process with the test process, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _child(writer, rank: int, size: int, folder: Path, function, args):
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
-    if sys.platform == "linux":  # end with the test process, however that ends
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     with open(folder / f"stack-{rank}", "w") as stack:
         faulthandler.register(signal.SIGUSR2, file=stack, all_threads=False)
         try:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import hf_folders
-from tests.helpers.forked_programs import error_line, launch
+from tests.helpers.forked_programs import check, error_line, refusal
 from tests.helpers.hf_damage import SINGLE, argv, line_of, smaller_vocabulary
 from tests.helpers.programs import environment
 from tests.helpers.worlds import SAFETY_SECONDS
@@ -53,7 +53,7 @@ def folders(tmp_path_factory) -> Path:
 def test_fitting_folders_pass_the_check(program, case, flags, folders, tmp_path):
     """Otherwise the tests below would show little."""
     command = argv(tmp_path, folders / case, program, f"--check {flags.format(folders)}")
-    assert launch(tmp_path, command, program, size=2) == (0, "", "")
+    assert check(command, program, size=2) == (0, "", "")
 
 
 # -- paths -------------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ ROLES = {
 def test_folders_that_do_not_fit_their_role(name, folders, tmp_path):
     program, case, flags, needles = ROLES[name]
     command = argv(tmp_path, folders / case, program, flags.format(folders))
-    line = error_line(launch(tmp_path, command if case else command[2:], program, size=2))
+    line = refusal(command if case else command[2:], program, size=2)
     assert all(needle.format(folders) in line for needle in needles), line
 
 
@@ -159,7 +159,7 @@ def test_layouts_that_do_not_fit_the_model_name_the_folder(folders, tmp_path):
 
 def test_flags_that_say_the_same_are_allowed(folders, tmp_path):
     flags = "--check --num-layers 3 --hidden-size 64 --swiglu --norm-epsilon 1e-5 --rotary-base 10000"
-    assert launch(tmp_path, argv(tmp_path, folders / "llama2", flags=flags), "sft", size=2) == (0, "", "")
+    assert check(argv(tmp_path, folders / "llama2", flags=flags), "sft", size=2) == (0, "", "")
 
 
 def test_what_contradicts_is_a_flag_of_megatron():

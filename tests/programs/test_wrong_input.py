@@ -9,7 +9,7 @@ import pytest
 
 from megarl.checkpoint import manifest
 from megarl.trainers import launch as launch_module
-from tests.helpers.forked_programs import error_line, launch
+from tests.helpers.forked_programs import check, error_line, launch, refusal
 from tests.helpers.programs import environment, inputs, rl_argv, sft_argv, train
 from tests.helpers.worlds import SAFETY_SECONDS
 
@@ -76,7 +76,7 @@ FLAGS = {
 @pytest.mark.parametrize("case", FLAGS)
 def test_wrong_flags(case, tmp_path):
     flags, size, needles = FLAGS[case]
-    line = error_line(launch(tmp_path, rl_argv(tmp_path / "run", flags), size=size))
+    line = refusal(rl_argv(tmp_path / "run", flags), size=size)
     assert all(needle in line for needle in needles), line
     assert not (tmp_path / "run").exists()
 
@@ -91,12 +91,12 @@ def test_only_rank_0_prints_errors(tmp_path, monkeypatch):
 
 def test_a_check_of_correct_input_prints_nothing_and_starts_no_process_group(tmp_path):
     flags = f"--check --actor-tensor-model-parallel-size 2 --role-map {DISJOINT.format(3)}"
-    assert launch(tmp_path, rl_argv(tmp_path / "run", flags), size=4) == (0, "", "")
+    assert check(rl_argv(tmp_path / "run", flags), size=4) == (0, "", "")
 
 
 def test_a_policy_checkpoint_is_not_a_reward_model(checkpoint, tmp_path):
     flags = f"--reward model --reward-model {checkpoint}"
-    assert "holds a policy" in error_line(launch(tmp_path, rl_argv(tmp_path / "run", flags)))
+    assert "holds a policy" in refusal(rl_argv(tmp_path / "run", flags))
 
 
 # -- files -------------------------------------------------------------------------------------------------------
@@ -124,13 +124,13 @@ LINES = {
 def test_wrong_prompt_files(case, flag, tmp_path):
     text, needles = LINES[case]
     flags = prompt_file(tmp_path, text).replace("--prompts", flag)
-    line = error_line(launch(tmp_path, rl_argv(tmp_path / "run", flags)))
+    line = refusal(rl_argv(tmp_path / "run", flags))
     assert all(needle in line for needle in [f"{flag} {tmp_path}", *needles]), line
 
 
 def test_a_file_that_is_not_a_tokenizer(tmp_path):
     (tmp_path / "bad.model").write_bytes(b"no model")
-    line = error_line(launch(tmp_path, rl_argv(tmp_path / "run", f"--tokenizer-model {tmp_path}/bad.model")))
+    line = refusal(rl_argv(tmp_path / "run", f"--tokenizer-model {tmp_path}/bad.model"))
     assert f"--tokenizer-model {tmp_path}/bad.model: not a SentencePiece model file" in line
 
 
@@ -143,7 +143,7 @@ def test_a_file_that_is_not_a_tokenizer(tmp_path):
 ])  # fmt: skip
 def test_wrong_config_files(text, needle, tmp_path):
     (tmp_path / "run.yaml").write_text(text)
-    line = error_line(launch(tmp_path, rl_argv(tmp_path / "run", f"--config {tmp_path}/run.yaml")))
+    line = refusal(rl_argv(tmp_path / "run", f"--config {tmp_path}/run.yaml"))
     assert needle in line
 
 
@@ -151,7 +151,7 @@ def test_wrong_config_files(text, needle, tmp_path):
 def test_a_save_path_that_cannot_be_a_folder(name, argv, tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
-        line = error_line(launch(tmp_path, argv(path, "--train-iters 3"), name))
+        line = refusal(argv(path, "--train-iters 3"), name)
         assert f"--save {path}" in line
 
 
@@ -167,7 +167,7 @@ def test_a_save_path_that_cannot_be_a_folder(name, argv, tmp_path):
     ("--pretrained-checkpoint no/such", ["--pretrained-checkpoint no/such"]),
 ])  # fmt: skip
 def test_wrong_input_to_supervised_training(flags, needles, tmp_path):
-    line = error_line(launch(tmp_path, sft_argv(tmp_path / "run", flags), "sft"))
+    line = refusal(sft_argv(tmp_path / "run", flags), "sft")
     assert all(needle in line for needle in needles), line
 
 
@@ -207,7 +207,7 @@ def test_damaged_checkpoints(case, flag, tmp_path, checkpoint):
     damage, needle = DAMAGES[case]
     copy = damaged(tmp_path, checkpoint, damage)
     argv = rl_argv(tmp_path / "run", f"--train-iters 2 {flag} {copy}", warm_start=False)
-    line = error_line(launch(tmp_path, argv))
+    line = refusal(argv)
     assert f"{flag} {copy}" in line and needle in line
 
 
@@ -223,7 +223,7 @@ RESUMES = {
 def test_a_checkpoint_of_another_run(case, tmp_path, checkpoint):
     flags, needles = RESUMES[case]
     flags = f"--train-iters 2 --load {checkpoint} " + flags.format(heldout=inputs() / "heldout.jsonl")
-    line = error_line(launch(tmp_path, rl_argv(tmp_path / "run", flags, warm_start=False)))
+    line = refusal(rl_argv(tmp_path / "run", flags, warm_start=False))
     assert all(needle in line for needle in needles), line
 
 
@@ -231,13 +231,13 @@ def test_resuming_a_run_past_its_last_step(tmp_path, checkpoint):
     copy = damaged(tmp_path, checkpoint, lambda step: None)
     step = copy / "checkpoints" / "step_00000001"
     manifest.write(step, {**manifest.read(step, "--load"), "step": 5})
-    line = error_line(launch(tmp_path, rl_argv(tmp_path / "run", f"--train-iters 3 --load {copy}", warm_start=False)))
+    line = refusal(rl_argv(tmp_path / "run", f"--train-iters 3 --load {copy}", warm_start=False))
     assert "--train-iters 3" in line and "5" in line
 
 
 def test_supervised_checkpoints_do_not_resume_rl(tmp_path):
     argv = rl_argv(tmp_path / "run", f"--train-iters 50 --load {inputs() / 'sft'}", warm_start=False)
-    assert f"--load {inputs() / 'sft'}" in error_line(launch(tmp_path, argv))
+    assert f"--load {inputs() / 'sft'}" in refusal(argv)
 
 
 # -- as users do -------------------------------------------------------------------------------------------------
