@@ -4,9 +4,11 @@ A forked child hangs in a thread pool that its parent has started, and cannot us
 touched. Tests of a CUDA device start their own processes.
 """
 
+import functools
 import os
 import sys
 import warnings
+from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: OpenMP reads it once
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -28,7 +30,37 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "ignore:'type' is deprecated:DeprecationWarning:argparse")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--claims", type=Path, help="folder in which processes that share the tests claim their files")
+    parser.addoption("--from-the-end", action="store_true", help="run the files in reverse order")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item):
+    """With --claims, passes over the tests of a file that another process has claimed."""
+    folder = item.config.getoption("--claims")
+    return True if folder and not _is_mine(folder, item.path) else None
+
+
+@functools.cache
+def _is_mine(folder: Path, file: Path) -> bool:
+    """Whether this process is the first to claim a test file."""
+    try:
+        (folder / str(file).replace("/", ":")).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
 def pytest_collection_modifyitems(config, items):
+    """Orders the tests, and leaves out those that this machine cannot run."""
+    if config.getoption("--from-the-end"):
+        files = {item.path: number for number, item in enumerate(items)}
+        items.sort(key=lambda item: -files[item.path])
+    _leave_out_sandbox(config, items)
+
+
+def _leave_out_sandbox(config, items):
     """Leaves out the tests of the code verifier's sandbox if the machine forbids one, with a warning."""
     marked = [item for item in items if item.get_closest_marker("sandbox")]
     reason = sandbox.available() if marked else None

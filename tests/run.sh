@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Runs the tests in the environment of launch/setup_env.sh, from any folder; arguments go to pytest:
-#   bash tests/run.sh -k exchange
-#   bash tests/run.sh tests/unit/comm
-# Without arguments the whole suite runs, in two processes with every other file each: most tests keep one core busy, and
-# worlds of ranks wait much of their time. Without a CUDA device the tests marked `gpu` are left out, which is printed.
-# Tests marked `long` run when they are selected: bash tests/run.sh -m long
+# Runs the tests in the environment of launch/setup_env.sh, from any folder. Three tiers, and any selection:
+#   bash tests/run.sh                     the default tier, on every change
+#   bash tests/run.sh -m long             whole matrices: of a room that you change (add its folder), before a release
+#   bash tests/run.sh -m nightly          what proves an environment: packaging, other programs, clusters
+#   bash tests/run.sh tests/unit/comm -k exchange
+# Arguments go to pytest. A whole tier runs in two processes that claim one file after another, the first from the
+# beginning, the second from the end: most tests keep one core busy, and worlds of ranks wait much of their time.
+# Without a CUDA device the tests marked `gpu` are left out, which is printed.
 # The exit status is pytest's.
 set -euo pipefail
 
@@ -19,29 +21,33 @@ export OMP_NUM_THREADS=1
 
 select=()
 if ! "$PYTHON_BIN" tools/check_env.py --has-cuda; then
-    select=(-m "not gpu and not long")
+    select=(-m "not gpu and not long and not nightly")
     echo "tests/run.sh: leaves out the tests marked gpu, which need a CUDA device" >&2
 fi
 
-whole=true  # no argument selects tests
-for argument in "$@"; do [[ $argument == --durations=* ]] || whole=false; done
+whole=true # no argument selects tests of a tier
+for argument in "$@"; do
+    case $argument in
+        --durations=* | -m | long | nightly) ;;
+        *) whole=false ;;
+    esac
+done
 
 status=0
 if $whole; then
-    halves=("" "")
-    mapfile -t files < <(find tests -name "test_*.py" | sort)
-    for i in "${!files[@]}"; do halves[i % 2]+=" ${files[i]}"; done
-    printed=$(mktemp)
-    trap 'kill "${other:-}" 2>/dev/null || true; rm -f "$printed"' EXIT
-    # shellcheck disable=SC2086  # each half is a list of words
-    "$PYTHON_BIN" -m pytest -p no:cacheprovider "${select[@]}" "$@" ${halves[1]} >"$printed" 2>&1 &
+    shared=$(mktemp -d)
+    trap 'kill "${other:-}" 2>/dev/null || true; rm -rf "$shared"' EXIT
+    mkdir "$shared/claims"
+    tests=("$PYTHON_BIN" -m pytest -p no:cacheprovider --claims "$shared/claims" "${select[@]}" "$@")
+    "${tests[@]}" --from-the-end >"$shared/printed" 2>&1 &
     other=$!
-    # shellcheck disable=SC2086
-    "$PYTHON_BIN" -m pytest -p no:cacheprovider "${select[@]}" "$@" ${halves[0]} || status=$?
+    "${tests[@]}" || status=$?
     wait "$other" || status=$?
-    cat "$printed"
+    cat "$shared/printed"
 else
     "$PYTHON_BIN" -m pytest "${select[@]}" "$@" || status=$?
 fi
-echo "tests/run.sh: $SECONDS s in all" >&2
+# User and system time of all processes that have ended, as 1m2.345s 0m6.789s on the second line.
+cpu=$(times | awk 'NR == 2 { for (i = 1; i <= 2; i++) { split($i, t, /[ms]/); sum += 60 * t[1] + t[2] } print int(sum) }')
+echo "tests/run.sh: $SECONDS s in all, $cpu s of CPU" >&2
 exit "$status"

@@ -8,6 +8,7 @@ import pytest
 from megarl.errors import UsageError
 from tests.helpers import hf_folders
 from tests.helpers.hf_layouts import build
+from tests.helpers.tiers import long
 from tests.helpers.worlds import RankFailed, run_world
 
 # Functions of export_weights before whose n-th call on a rank the process is killed.
@@ -55,7 +56,7 @@ def is_loadable(folder: Path) -> bool:
         return False
 
 
-@pytest.mark.parametrize("over_an_older_one", [False, True])
+@pytest.mark.parametrize("over_an_older_one", [long(False), True])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_killed_export_cannot_be_loaded(stage, over_an_older_one, tmp_path):
     source, folder = hf_folders.write_folder("qwen3", tmp_path / "hf", files=2), tmp_path / "export"

@@ -9,6 +9,7 @@ import pytest
 from tests.helpers import hf_folders
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.hf_layouts import DENSE, FAMILIES, MOE, REWARD, SHORT, SUPPORTED, run_cases
+from tests.helpers.tiers import by_default
 from tests.helpers.worlds import run_world
 
 TP2, SP = "--tensor-model-parallel-size 2", "--sequence-parallel"
@@ -27,7 +28,12 @@ LAYOUTS = {
     "cp2": (2, "--context-parallel-size 2", DENSE + MOE, False),
 }
 # Layouts that the others almost cover, with the cases that run in them by default.
-ALIKE = {"tp2": ("gemma2", "olmo2"), "tp2-sp-ep2-pp2": ("qwen3_moe", "gpt_oss", "deepseek_v3_yarn")}
+ALIKE = {
+    "tp2": ("gemma2", "olmo2"),
+    "tp2-sp-ep2-pp2": ("qwen3_moe", "gpt_oss", "deepseek_v3_yarn"),
+    "sharded": ("qwen25_tied", "gemma2", "mixtral"),
+    "cp2": ("mistral_window", "gemma3", "glm4_moe"),
+}
 
 
 def unequal_files(one: Path, other: Path) -> list[str]:
@@ -49,7 +55,7 @@ def folder_of(tmp_path_factory):
     return write
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", by_default(LAYOUTS, ("one rank", "tp2", "tp2-sp-ep2-pp2", "sharded", "cp2")))
 def test_every_layout_computes_what_transformers_computes_and_exports_the_same_bytes(layout, folder_of, tmp_path):
     check(layout, quick_cases(layout), folder_of, tmp_path)
 

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from tests.helpers.checkpoints import save_state
 from tests.helpers.layouts import CP2, DENSE, EP2, MOE, PP2, SP, TP2, VP2
 from tests.helpers.lora_models import stored_tensors
+from tests.helpers.tiers import long
 from tests.helpers.tiny_models import VOCAB, join_actor, parse_roles
 from tests.helpers.updates import batch_of, clipped_loss, forward_of, split_microbatches, whole_weights
 from tests.helpers.worlds import run_world
@@ -71,10 +72,12 @@ def test_a_dense_checkpoint_continues_in_other_layouts(tmp_path):
     travel(tmp_path, DENSE, DENSE_ROUTE)
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_latent_attention_continues_in_other_layouts(tmp_path):
     travel(tmp_path, f"{MOE} --use-distributed-optimizer", [(2, f"{TP2} {SP}"), (2, EP2), (1, "")], model="latent")
 
 
+@pytest.mark.long
 def test_a_distributed_optimizer_checkpoint_continues_in_other_layouts(tmp_path):
     travel(tmp_path, f"{DENSE} --use-distributed-optimizer", DISTRIBUTED_ROUTE)
 
@@ -87,7 +90,7 @@ def test_a_critic_checkpoint_loads_exactly_in_fp32_and_bf16(tmp_path, precision)
         assert all(torch.equal(before[key], weight) for key, weight in saved.items())
 
 
-@pytest.mark.parametrize("flags, route", [("", EXPERT_ROUTE), ("--use-distributed-optimizer", EXPERT_ROUTE[:2])])
+@pytest.mark.parametrize("flags, route", [long(("", EXPERT_ROUTE)), ("--use-distributed-optimizer", EXPERT_ROUTE[:2])])
 def test_a_moe_checkpoint_continues_in_other_layouts(tmp_path, flags, route):
     travel(tmp_path, f"{MOE} {flags}", route)
 
@@ -118,8 +121,7 @@ LOADED = [(2, f"{TP2} {SP}"), (2, f"{PP2} {VP2}"), (4, f"{TP2} {CP2}"), (2, "--u
 
 
 @pytest.mark.parametrize("flags, loaded", [
-    ("", LOADED),
-    pytest.param("--use-distributed-optimizer", [*LOADED[:3], (4, PP2)], marks=pytest.mark.long),
+    long(("", LOADED)), long(("--use-distributed-optimizer", [*LOADED[:3], (4, PP2)])),
 ])  # fmt: skip
 def test_weights_and_moments_of_four_layouts_are_the_same_bits_in_four_others(flags, loaded, tmp_path):
     sources = [tmp_path / f"saved{i}" for i in range(len(SAVED))]

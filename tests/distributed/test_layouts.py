@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import distribute_tensor
 
 from tests.helpers.layouts import EP2, LATENT_LAYOUTS, LAYOUTS, MOE, PP2, SP, TP2
+from tests.helpers.tiers import by_default, long
 from tests.helpers.tiny_models import VOCAB, join_actor, parse_roles
 from tests.helpers.updates import batch_of, clipped_loss, forward_of, split_microbatches, whole_weights
 from tests.helpers.worlds import run_world
@@ -64,10 +65,16 @@ def single(flags: str) -> dict:
     return run_world(updates, 1, flags, (1,))[0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_update_does_not_depend_on_the_layout(layout):
+# By default one layout for each dimension and kind of model, in two micro-batches.
+CHOSEN = ("tp2-sp", "pp2-vp2", "cp2", "dp2-overlap", "sharded-dp2", "tp2-sp-gemma", "tp2-ep2-sp")
+
+
+@pytest.mark.parametrize(
+    "layout, splits", [*((layout, (2,)) for layout in CHOSEN), *(long((layout, (1, 2, 5))) for layout in LAYOUTS)]
+)
+def test_an_update_does_not_depend_on_the_layout(layout, splits):
     size, shape, flags = LAYOUTS[layout]
-    for found in run_world(updates, size, f"{shape} {flags}", (1, 2, 5)):
+    for found in run_world(updates, size, f"{shape} {flags}", splits):
         for (_, head), result in found.items():
             check_update(result, single(shape)[1, head])
 
@@ -99,7 +106,7 @@ def single_latent(flags: str) -> tuple:
     return run_world(update, 1, flags, 1, False, "latent")[0]
 
 
-@pytest.mark.parametrize("layout", LATENT_LAYOUTS)
+@pytest.mark.parametrize("layout", by_default(LATENT_LAYOUTS, ("tp2-sp", "cp2")))
 def test_latent_attention_learns_the_same_in_every_layout(layout):
     """The weights of the latents are whole on every tensor-parallel rank; all heads share a latent."""
     size, shape, flags = LATENT_LAYOUTS[layout]

@@ -17,6 +17,7 @@ from tests.helpers.lora_models import (
     update_once,
     whole_gradients,
 )
+from tests.helpers.tiers import by_default
 from tests.helpers.updates import whole_weights
 from tests.helpers.worlds import run_world
 
@@ -107,12 +108,12 @@ def expected_gradients(factors: dict, gradients: dict) -> dict:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", by_default(LAYOUTS, ("tp2-sp", "pp2-vp2", "cp2", "ep2", "fsdp2")))
 def test_gradients_equal_those_of_the_dense_computation(layout):
     check_gradients(*LAYOUTS[layout], "llama", 7)
 
 
-@pytest.mark.parametrize("layout", LATENT_LAYOUTS)
+@pytest.mark.parametrize("layout", by_default(LATENT_LAYOUTS, ("tp2-sp",)))
 def test_gradients_of_latent_attention_equal_those_of_the_dense_computation(layout):
     check_gradients(*LATENT_LAYOUTS[layout], "latent", 8)
 
@@ -147,8 +148,14 @@ def several_updates(rank: int, flags: str, value_head: bool = False):
     return before, after, whole_weights(model.model, groups), whole_weights(model.model, groups, trained_state)
 
 
-@pytest.mark.parametrize("value_head", [False, True])
-@pytest.mark.parametrize("flags", ["", "--use-distributed-optimizer", "--bf16", FSDP, f"{FSDP} --bf16"])
+PRECISIONS = [
+    (flags, head)
+    for flags in ("", "--use-distributed-optimizer", "--bf16", FSDP, f"{FSDP} --bf16")
+    for head in (False, True)
+]
+
+
+@pytest.mark.parametrize("flags, value_head", by_default(PRECISIONS, [("--bf16", False), (FSDP, True)]))
 def test_only_the_factors_and_a_scalar_head_change(flags, value_head):
     before, after, merged, trained = run_world(several_updates, 2, f"{DENSE} {flags}", value_head)[0]
     heads = {"output_layer.weight", "output_layer.bias"} if value_head else set()
@@ -161,7 +168,9 @@ def test_only_the_factors_and_a_scalar_head_change(flags, value_head):
     assert all(trained[key].any() for key in trained if value_head is False)
 
 
-@pytest.mark.parametrize("layout", ["tp2-sp", "pp2-vp2", "dp2", "tp2-ep2-sp", "fsdp3", "fsdp2-moe"])
+@pytest.mark.parametrize(
+    "layout", by_default(["tp2-sp", "pp2-vp2", "dp2", "tp2-ep2-sp", "fsdp3", "fsdp2-moe"], ["dp2", "fsdp2-moe"])
+)
 def test_updates_do_not_depend_on_the_layout(layout):
     size, shape, flags = LAYOUTS[layout]
     options = "" if FSDP in flags else "--use-distributed-optimizer"
@@ -206,7 +215,9 @@ def restored(rank: int, flags: str, source, target, value_head: bool):
         return whole_weights(model.model, groups), merged, trained
 
 
-@pytest.mark.parametrize("shape, value_head", [(s, s == DENSE) for s in ROUTES])
+@pytest.mark.parametrize(
+    "shape, value_head", by_default(((s, s == DENSE) for s in ROUTES), [(f"{MOE} {BIASED}", False)])
+)
 def test_a_checkpoint_moves_through_layouts_to_the_bit(tmp_path, shape, value_head):
     source, expected, tensors = None, None, []
     for leg, (size, flags) in enumerate(ROUTES[shape]):

@@ -5,6 +5,7 @@ import torch
 
 from tests.helpers.lora_models import draw_factors, trained_state
 from tests.helpers.reshard_pair import EP2, PP2, SP, TP2, Pair, roles
+from tests.helpers.tiers import by_default
 from tests.helpers.updates import whole_weights
 from tests.helpers.worlds import run_world
 
@@ -55,7 +56,7 @@ def transferred(rank: int, flags: str):
     return sent, found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", by_default(LAYOUTS, ("tp2 elsewhere", "ep2 ep1")))
 def test_factors_arrive_to_the_bit(layout):
     size, flags = LAYOUTS[layout]
     results = [result for result in run_world(transferred, size, flags) if result]

@@ -6,6 +6,7 @@ import torch
 from megarl.arguments import parse
 from megarl.flags import config_files
 from tests.helpers.gradient_accumulation import accumulate, wrapped_model
+from tests.helpers.tiers import by_default
 from tests.helpers.tiny_models import SHAPES
 from tests.helpers.worlds import run_world
 
@@ -64,7 +65,7 @@ def updated(rank: int, flags: str):
     return under_way, len(groups), gradients, [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", by_default(CASES, ("distributed optimizer", "experts")))
 def test_reductions_overlap_backward_and_change_no_bit(case):
     size, flags = CASES[case]
     with_it = run_world(updated, size, f"{flags} --ddp-bucket-size 5000")

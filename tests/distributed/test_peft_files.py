@@ -14,6 +14,7 @@ from megarl.errors import UsageError
 from tests.helpers import hf_folders
 from tests.helpers.hf_layouts import logprobs, role_of
 from tests.helpers.lora_models import draw_factors, trained_state
+from tests.helpers.tiers import by_default
 from tests.helpers.updates import whole_weights
 from tests.helpers.worlds import SAFETY, run_world
 
@@ -118,7 +119,7 @@ def exported(rank: int, folders: dict, flags: str, target: Path) -> dict:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", by_default(LAYOUTS, ("tp2-sp",)))
 def test_peft_loads_what_is_written(layout, folder_of, tmp_path):
     size, flags, cases = LAYOUTS[layout]
     folders = {case: folder_of(case) for case in cases}
@@ -181,9 +182,10 @@ def cases_of(layout: str, rslora: bool) -> list[str]:
     return [case for case in LAYOUTS[layout][2] if not rslora or case in RSLORA]
 
 
-@pytest.mark.parametrize(
-    "layout, rslora", [(layout, rslora) for layout in LAYOUTS for rslora in (False, True) if cases_of(layout, rslora)]
-)
+PAIRS = [(layout, rslora) for layout in LAYOUTS for rslora in (False, True) if cases_of(layout, rslora)]
+
+
+@pytest.mark.parametrize("layout, rslora", by_default(PAIRS, [("one rank", True), ("ep2", False)]))
 def test_what_peft_writes_is_loaded(layout, rslora, made_by_peft, folder_of, tmp_path):
     size, flags, _ = LAYOUTS[layout]
     cases = cases_of(layout, rslora)
@@ -200,6 +202,7 @@ def test_what_peft_writes_is_loaded(layout, rslora, made_by_peft, folder_of, tmp
         assert max(float((a - b).abs().max()) for a, b in zip(again, expected[case], strict=True)) <= 1e-5, case
 
 
+@pytest.mark.long
 def test_written_factors_are_read_to_the_bit(folder_of, tmp_path):
     folders = {case: folder_of(case) for case in DENSE + MOE}
     run_world(exported, 1, folders, "", tmp_path / "one")

@@ -25,6 +25,7 @@ from tests.helpers.programs import (
     timeless_rows,
     train,
 )
+from tests.helpers.tiers import by_default, long
 from tests.helpers.worlds import SAFETY, RankFailed, run_world
 
 TP2, PP2 = ("-tensor-model-parallel-size 2", "-pipeline-model-parallel-size 2")
@@ -58,7 +59,7 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("rollout")
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", by_default(LAYOUTS, ("TP2 next to DP2", "disjoint")))
 def test_rollout_placement_does_not_change_the_run(name, folder):
     size, layout = LAYOUTS[name]
     expected, found = run_of(folder), run_of(folder, size, f"{layout} --verify-weights")
@@ -98,7 +99,9 @@ def fresh_run_of(folder: Path, size: int, flags: str) -> Path:
     return save
 
 
-@pytest.mark.parametrize("name", OTHER_MODELS)
+@pytest.mark.parametrize(
+    "name", by_default(OTHER_MODELS, ("virtual stages, whole rollout", "experts spread for writing alone"))
+)
 def test_every_kind_of_model_reaches_the_rollout_exactly(name, folder):
     model, size, layout, allowed = OTHER_MODELS[name]
     expected, found = fresh_run_of(folder, 1, model), fresh_run_of(folder, size, f"{model} {layout} --verify-weights")
@@ -156,7 +159,7 @@ def test_verification_finds_a_damaged_weight_sync(tmp_path):
         run_world(spoilt, 3, program("rl", rl_argv(tmp_path / "verified", f"{layout} --verify-weights"), 3))
 
 
-@pytest.mark.parametrize("layout", ["", "--role-map actor=0-2;critic=1-3;reward=3;reference=2-3;rollout=0-3"])
+@pytest.mark.parametrize("layout", [long(""), "--role-map actor=0-2;critic=1-3;reward=3;reference=2-3;rollout=0-3"])
 def test_replicas_without_sequences(layout, folder, tmp_path):
     """One prompt on four replicas: most generate nothing, and half of them have no training data."""
     flags = f"--train-iters 2 --prompts-per-step 1 --minibatch-size 1 --lr 1e-4 --critic-lr 1e-3 {GRADED}"
@@ -244,6 +247,7 @@ def test_disjoint_roles_overlap_and_idle_time_is_the_remainder(tmp_path):
         assert row["rollout/wait_s"] > 0 and row["rollout/sync_s"] > 0
 
 
+@pytest.mark.long
 def test_colocated_roles_work_one_after_another(tmp_path):
     layout = "--role-map actor=0;critic=0;reward=1;reference=1;rollout=2"
     rows, (trainable_model, *_) = run_on_one_clock(tmp_path, layout, False)

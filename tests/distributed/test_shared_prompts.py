@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megarl.batch import Batch, SharedPrefix, common_prefix_lengths
 from megarl.comm import microbatches as mb
 from tests.helpers.layouts import CP2, DENSE, EP2, LAYOUTS, MOE, SP, TP2
+from tests.helpers.tiers import long
 from tests.helpers.tiny_models import VOCAB, build, join_actor, parse_roles
 from tests.helpers.updates import clipped_loss
 from tests.helpers.worlds import run_world
@@ -181,8 +182,8 @@ def alone():
     return run_world(updates, 1, DENSE)[0]
 
 
-@pytest.mark.parametrize("layout", ["one", "dp2", "tp2-sp", "pp2", "pp2-vp2", "cp2", "tp2-sp-cp2", "pp2-cp2-recompute",
-                                    "sharded-dp2"])  # fmt: skip
+@pytest.mark.parametrize("layout", ["one", long("dp2"), "tp2-sp", long("pp2"), "pp2-vp2", long("cp2"),
+                                    long("tp2-sp-cp2"), long("pp2-cp2-recompute"), long("sharded-dp2")])  # fmt: skip
 def test_prefix_sharing_does_not_depend_on_the_layout(layout):
     size, shape, flags = LAYOUTS[layout]
     (_, one_loss, one_norm, *_), _ = alone()
@@ -197,7 +198,7 @@ def experts_alone():
     return run_world(updates, 1, EXPERTS)[0]
 
 
-@pytest.mark.parametrize("size, layout", [(1, SELECTIVE), (2, f"{TP2} {EP2} {SP}"), (2, f"{CP2} {EP2}")])
+@pytest.mark.parametrize("size, layout", [long((1, SELECTIVE)), (2, f"{TP2} {EP2} {SP}"), long((2, f"{CP2} {EP2}"))])
 def test_experts_count_a_shared_prompt_for_each_response(size, layout):
     """Loads, losses of the routers and expert biases are those of every response with its own prompt."""
     one, _ = experts_alone()

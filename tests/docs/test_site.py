@@ -5,10 +5,13 @@ import shutil
 import subprocess
 import sys
 
+import pytest
 import yaml
 
 from tests.helpers.programs import ROOT
 from tools import docs_hooks
+
+pytestmark = pytest.mark.nightly
 
 DOCS = ROOT / "docs"
 

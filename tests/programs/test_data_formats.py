@@ -102,6 +102,7 @@ def refused(rank: int, parsed) -> str:
     return str(caught.value)
 
 
+@pytest.mark.long
 def test_a_filtered_run_resumes_with_the_same_prompts_only(filtered_run, folder):
     path, save = folder / "long.jsonl", folder / "on"
     flags = f"--train-iters 3 --load {folders.step_folder(filtered_run, 1)} --eval-prompts {path} --filter-long-prompts"
@@ -132,6 +133,7 @@ def test_evaluation_reads_the_same_formats(folder, tmp_path):
     assert found["metrics"] == expected["metrics"] and found["prompts"] == expected["prompts"]
 
 
+@pytest.mark.long
 def test_supervised_programs_read_the_same_formats(tmp_path):
     rows = [{"problem": row["prompt"], "completion": row["answer"], "id": i} for i, row in enumerate(TRAIN)]
     cases = {

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.programs import in_world, inputs, metrics, program, rl_argv, samples, timeless, train
 from tests.helpers.sum_environments import FOLDER
+from tests.helpers.tiers import by_default, long
 from tests.helpers.worlds import RankFailed, run_world
 
 SUMS = "tests.helpers.sum_environments"
@@ -125,12 +126,10 @@ LAYOUTS = [
     for dispatch in ("static", "dynamic") for size in (1, 2) for requests in (64, 2)
     for cache in ("", " --rollout-prefix-caching")
 ]  # fmt: skip
-BY_DEFAULT = (2, 4, 9, 12, 15)  # each value of each setting, on one rank and on two
+CHOSEN = (LAYOUTS[4], LAYOUTS[15])  # each value of each setting
 
 
-@pytest.mark.parametrize("flags, size", [
-    pytest.param(*layout, marks=() if i in BY_DEFAULT else pytest.mark.long) for i, layout in enumerate(LAYOUTS)
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize("flags, size", by_default(LAYOUTS, CHOSEN), ids=str)
 def test_late_answers_and_the_layout_change_nothing(flags, size, tmp_path):
     found = run(tmp_path / "run", "LateSums", flags, size)
     assert_same_text(found, undisturbed())
@@ -140,12 +139,14 @@ def test_late_answers_and_the_layout_change_nothing(flags, size, tmp_path):
         assert timeless(metrics(found)[2]) == timeless(metrics(undisturbed())[2])
 
 
+@pytest.mark.long
 def test_two_tensor_ranks_write_the_same_text(tmp_path):
     found = run(tmp_path / "run", "LateSums", "--tensor-model-parallel-size 2", 2)
     texts = [[(row["prompt"], row["response"]) for row in rows_of(run)] for run in (found, undisturbed())]
     assert texts[0] == texts[1]
 
 
+@pytest.mark.long
 def test_prompts_that_environments_open_in_their_own_ways_are_trained_on(tmp_path):
     found = run(tmp_path / "run", "OpeningSums", "--max-prompt-length 8 --samples-per-prompt 4")
     assert metrics(found)[2]["actor/ppo_kl_first"] == 0.0 and metrics(found)[2]["rollout/logprob_gap_max"] == 0.0
@@ -158,7 +159,7 @@ def test_a_prompt_that_an_environment_makes_too_long_fails(tmp_path):
         run(tmp_path / "run", "OpeningSums", "--max-prompt-length 5 --filter-long-prompts --environment-max-failures 0")
 
 
-@pytest.mark.parametrize("how", ["kill", "hang", "crash"])
+@pytest.mark.parametrize("how", ["kill", long("hang"), long("crash")])
 def test_an_environment_that_breaks_in_each_turn_changes_nothing(how, tmp_path):
     flags = "--environment-workers 2 --environment-retries 20" + " --environment-timeout 5" * (how == "hang")
     found = run(tmp_path / "run", how, flags)
@@ -171,8 +172,8 @@ def test_an_environment_that_breaks_in_each_turn_changes_nothing(how, tmp_path):
 
 @pytest.mark.parametrize("flags", [
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --router-replay rollout",
-    "--group-filter reward --dynamic-sampling --credit turns", "--speculative-rollout",
-    "--advantage gae --critic-lr 1e-3 --gamma 0.9", "--advantage remax --greedy-baseline",
+    "--group-filter reward --dynamic-sampling --credit turns", long("--speculative-rollout"),
+    "--advantage gae --critic-lr 1e-3 --gamma 0.9", long("--advantage remax --greedy-baseline"),
 ], ids=str)  # fmt: skip
 def test_other_features_go_with_environments_and_late_answers_change_nothing(flags, tmp_path):
     """Also with the cache between turns, whose blocks keep the routes of their tokens."""
@@ -222,7 +223,7 @@ def counted(rank: int, parsed, save: Path, answers: int | None):
 COUNTED = f"{FLAGS} --environment {SUMS}:CountedSums --rollout-max-requests 4 --rollout-dispatch static"
 
 
-@pytest.mark.parametrize("answers, size", [(1, 1), (12, 1), (5, 2)])
+@pytest.mark.parametrize("answers, size", [long((1, 1)), (12, 1), long((5, 2))])
 def test_a_killed_run_goes_on_with_the_same_bits_and_calls_nothing_twice(answers, size, tmp_path):
     from megarl import train_rl  # noqa: F401  imported once, before the fork
 

@@ -21,6 +21,7 @@ from tests.helpers.programs import (
     train,
     write_lines,
 )
+from tests.helpers.tiers import by_default, long
 
 SAMPLED = "--eval-responses 4 --eval-temperature 0.7 --eval-k 1,2,3,4"
 
@@ -72,8 +73,8 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("flags", ["", SAMPLED])
+@pytest.mark.parametrize("name", by_default(LAYOUTS, ("all different",)))
+@pytest.mark.parametrize("flags", [long(""), SAMPLED])
 def test_evaluation_does_not_depend_on_the_layout(name, flags, folder):
     assert result(folder, flags, *LAYOUTS[name]) == result(folder, flags)
 
@@ -139,6 +140,7 @@ def test_evaluating_a_checkpoint_gives_the_trainers_metrics(folder):
         assert found["metrics"] == evaluated[step]
 
 
+@pytest.mark.long
 def test_a_policy_of_sharded_parameters_is_evaluated(tmp_path):
     untied, fsdp = "--untie-embeddings-and-output-weights", "--use-torch-fsdp2"
     train("sft", sft_argv(tmp_path / "sft", f"--train-iters 10 {untied} {fsdp}"), 2)
@@ -151,6 +153,7 @@ def test_a_policy_of_sharded_parameters_is_evaluated(tmp_path):
 # -- as users do -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_through_torchrun(tmp_path):
     done = torchrun("megarl.evaluate", evaluate_argv(tmp_path / "out", SAMPLED), 2)
     assert done.returncode == 0, done.stderr

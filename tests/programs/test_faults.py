@@ -209,6 +209,7 @@ def test_a_batch_that_was_generated_ahead_survives_a_signal(rank, phase, step, t
     assert_same_run(save, whole)
 
 
+@pytest.mark.long
 def test_a_supervised_run_is_saved_after_a_signal(tmp_path):
     def prepare():
         faults.in_phase(("actor", "update"), 2, lambda: faults.signal_self(signal.SIGINT))

@@ -229,6 +229,7 @@ def effects(rank: int, read: frozenset) -> tuple[dict, set]:
     return wrong, refused
 
 
+@pytest.mark.long
 def test_every_accepted_flag_changes_what_a_run_reads(tmp_path_factory):
     from megarl.mcore.config.supported_flags import ONLY
 

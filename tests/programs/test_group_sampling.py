@@ -19,6 +19,7 @@ from tests.helpers.programs import (
     train,
     write_lines,
 )  # fmt: skip
+from tests.helpers.tiers import by_default, long
 from tests.helpers.worlds import RankFailed, run_world
 
 GRPO = "--advantage grpo --kl-coefficient 0 --lr 1e-4 --reward tests.helpers.programs:coarse_reward"
@@ -90,7 +91,7 @@ def test_dynamic_sampling_fills_the_batch(folder):
         assert row["sampling/kept_fraction"] == 6 / len(groups)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", by_default(LAYOUTS, ("TP2 apart from the reward",)))
 def test_no_layout_changes_which_groups_are_kept(layout, folder):
     expected, found = run_of(folder, DYNAMIC), run_of(folder, DYNAMIC, *LAYOUTS[layout])
     assert samples(found, 1) == samples(expected, 1)
@@ -169,7 +170,7 @@ def baselines(rank: int, parsed) -> tuple[list, list]:
 REMAX = "--advantage remax --greedy-baseline --kl-coefficient 0 --reward tests.helpers.programs:coarse_reward"
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [long(1), 2])
 def test_a_baseline_is_the_reward_of_the_greedy_answer(size, tmp_path):
     few = write_lines(tmp_path / "few.jsonl", [addition(i, 3) for i in range(1, 9)])
     parsed = program("rl", rl_argv(tmp_path / "run", f"{REMAX} --prompts {few}"), size)
@@ -178,6 +179,7 @@ def test_a_baseline_is_the_reward_of_the_greedy_answer(size, tmp_path):
     assert {value for one, _ in found for value in one} == {0.0, 1.0}
 
 
+@pytest.mark.long
 def test_remax_updates_do_not_depend_on_the_layout(folder):
     one, two = metrics(run_of(folder, REMAX, steps=2)), metrics(run_of(folder, REMAX, 2, steps=2))
     for step in (1, 2):
@@ -196,7 +198,7 @@ def in_world_with_the_pass(rank: int, name: str, parsed):
     return in_world(rank, name, parsed)
 
 
-@pytest.mark.parametrize("size, layout", [(1, ""), (2, "--pipeline-model-parallel-size 2"), (2, "")])
+@pytest.mark.parametrize("size, layout", [long((1, "")), (2, "--pipeline-model-parallel-size 2"), long((2, ""))])
 def test_without_the_pass_for_old_logprobs_the_result_is_the_same(size, layout, folder):
     save = run_of(folder, ONCE, size, layout)
     other = folder / f"with the pass {size} {layout[:10]}"

@@ -95,6 +95,7 @@ def test_transformers_computes_the_same_from_an_export(run):
         assert float((one - other).abs().max()) <= 1e-5
 
 
+@pytest.mark.long
 def test_a_resumed_run_gives_the_same_numbers_and_exports_the_same_bytes(run, data, tmp_path):
     again = tmp_path / "again"
     for name in ("step_00000001", "frozen"):

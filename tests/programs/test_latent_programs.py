@@ -52,6 +52,7 @@ def test_rollout_and_training_agree_exactly(run):
     assert metrics(run)[2]["rollout/logprob_gap_max"] <= largest_gap_allowed()
 
 
+@pytest.mark.long
 def test_a_rollout_on_ranks_of_its_own_gets_the_weights(data, tmp_path):
     train("rl", argv(data, tmp_path / "run", f"--train-iters 2 {APART} --rollout-expert-model-parallel-size 1"), 3)
     found = metrics(tmp_path / "run")
@@ -59,6 +60,7 @@ def test_a_rollout_on_ranks_of_its_own_gets_the_weights(data, tmp_path):
     assert found[2]["rollout/logprob_gap_max"] <= largest_gap_allowed() and found[2]["weights/sync_bytes"] > 0
 
 
+@pytest.mark.long
 def test_a_resumed_run_gives_the_same_numbers(run, data, tmp_path):
     again = tmp_path / "again"
     for name in ("step_00000001", "frozen"):

@@ -36,6 +36,7 @@ def test_wrong_use_is_reported_in_one_line(arguments, variables, says):
     assert says in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.long
 def test_a_warm_start_makes_data_and_a_policy_on_two_ranks(tmp_path):
     flags = ["--train-iters", "2", "--eval-interval", "2", "--lr-warmup-iters", "1"]
     done = launch(flags, "warm_start", CONFIG="moe_quickstart", SEED="3", SAVE=str(tmp_path))
@@ -96,6 +97,7 @@ def checkout(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_a_dry_run_prints_the_command_and_the_plan_of_64_nodes(tmp_path):
     """The batch script, outside Slurm: what it would start on 512 ranks, and where the roles would be."""
     role_map = "actor=nodes 0-31;critic=nodes 32-47;reference=nodes 48-63;reward=nodes 48-63"

@@ -60,6 +60,7 @@ def assert_equal_to_conversion(source, save, out, *flags):
     assert export.read_bytes() == (out / "model.safetensors").read_bytes()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("flags", ["", "--bf16"])
 def test_exports_of_sharded_parameters(data, tmp_path, flags):
     source, layout = data / "llama3", "--use-torch-fsdp2 --tensor-model-parallel-size 1"

@@ -27,6 +27,7 @@ from tests.helpers.programs import (
     timeless_rows,
     train,
 )
+from tests.helpers.tiers import long
 
 LORA = "--lora-rank 2 --lora-alpha 8 --lr 1e-2 --critic-lr 2e-2"
 STEPS = "--train-iters 2 --save-interval 1"
@@ -70,7 +71,7 @@ def test_a_checkpoint_holds_what_is_trained_alone(run):
     assert set(manifest["lora"]) == {"actor", "critic"}
 
 
-@pytest.mark.parametrize("size, flags", [(1, ""), (2, f"{TP2} --sequence-parallel")])
+@pytest.mark.parametrize("size, flags", [long((1, "")), (2, f"{TP2} --sequence-parallel")])
 def test_a_run_resumes_exactly(run, tmp_path, size, flags):
     again = tmp_path / "again"
     argv = rl_argv(again, f"{GRADED} {LORA} {STEPS} --load {folders.step_folder(run, 1)} {flags}")
@@ -96,6 +97,7 @@ def test_the_shared_reference_equals_one_with_its_own_model(run, tmp_path):
     assert_same_checkpoints(folders.step_folder(tmp_path, 2), folders.step_folder(run, 2))
 
 
+@pytest.mark.long
 def test_a_rollout_in_its_own_layout_gets_the_factors(run, tmp_path):
     flags = f"--rollout-tensor-model-parallel-size 2 --verify-weights {TP2.replace('2', '1')}"
     train("rl", rl_argv(tmp_path, f"{GRADED} {LORA} {STEPS} {flags}"), 2)
@@ -161,6 +163,7 @@ def test_an_evaluation_loads_factors_in_any_layout(tmp_path):
     assert evaluation(tmp_path / "base", inputs() / "sft") != found
 
 
+@pytest.mark.long
 def test_factors_on_top_of_factors(tmp_path):
     """A run starts from a checkpoint of factors: its first policy is that one, and the factors under it stay."""
     first = tuned(tmp_path / "first")
@@ -172,7 +175,9 @@ def test_factors_on_top_of_factors(tmp_path):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("size, sharded", [(1, ""), (2, "--use-torch-fsdp2"), (2, "--use-torch-fsdp2 --bf16")])
+@pytest.mark.parametrize(
+    "size, sharded", [(1, ""), long((2, "--use-torch-fsdp2")), long((2, "--use-torch-fsdp2 --bf16"))]
+)
 def test_a_reward_model_and_a_critic_from_factors(tmp_path, size, sharded):
     held_out = f"--eval-prompts {preferences()}/heldout-preferences.jsonl --eval-interval 10"
     flags = f"--train-iters 20 {LORA_OF_ACTOR} --lr 2e-2 {held_out} --pretrained-checkpoint {inputs()}/sft"
@@ -184,7 +189,7 @@ def test_a_reward_model_and_a_critic_from_factors(tmp_path, size, sharded):
     assert metrics(tmp_path / "run")[1]["reward/std"] > 0
 
 
-@pytest.mark.parametrize("flags", ["", "--critic-lora-rank 2 --actor-offload --critic-offload"])
+@pytest.mark.parametrize("flags", ["", long("--critic-lora-rank 2 --actor-offload --critic-offload")])
 def test_offloaded_roles(run, tmp_path, flags):
     """Factors, and the weights under them, move to the host and back."""
     train("rl", rl_argv(tmp_path, f"{GRADED} {LORA} {STEPS} --offload {flags}"))
@@ -222,6 +227,7 @@ def test_16_bits(half, tmp_path):
 ELSEWHERE = "--role-map actor=0;critic=0;reward=0;reference=0;rollout=1 --verify-weights"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("resumes", [False, True])
 def test_16_bits_in_a_rollout_on_other_ranks(half, tmp_path, resumes):
     """The factors alone travel to it after the first time, and no number changes."""
@@ -239,6 +245,7 @@ def test_16_bits_in_a_rollout_on_other_ranks(half, tmp_path, resumes):
     assert rows[2]["weights/sync_bytes"] == 2 * factors > 0
 
 
+@pytest.mark.long
 def test_16_bits_on_top_of_factors(tmp_path):
     """The weights under a run's factors contain those of its first policy with rounding; an evaluation has the same."""
     first = f"{LORA_OF_ACTOR} --bf16 --train-iters 4 --lr 5e-2 --pretrained-checkpoint {inputs()}/sft"
@@ -251,6 +258,7 @@ def test_16_bits_on_top_of_factors(tmp_path):
     assert_equal_to_training(evaluation(tmp_path / "eval", tmp_path / "run", "--bf16"), rows[2])
 
 
+@pytest.mark.long
 def test_16_bits_learn_with_a_rollout_in_its_own_layout(tmp_path):
     flags = f"{LORA_OF_ACTOR} --bf16 --train-iters 14 --reward length --reward-length 1 --lr 2e-2 --kl-coefficient 0"
     flags += f" --advantage grpo {TP2} --rollout-tensor-model-parallel-size 1 --verify-weights"
@@ -273,6 +281,7 @@ def test_recomputation_changes_nothing(run, tmp_path):
 FSDP = "--actor-use-torch-fsdp2 --critic-use-torch-fsdp2 --reference-use-torch-fsdp2 --verify-weights"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["", "--bf16"])
 def test_sharded_parameters(run, tmp_path, precision):
     """A run learns as one without sharding, shares its reference, and resumes exactly."""

@@ -8,6 +8,7 @@ import pytest
 
 from tests.helpers.engines import NEVER, make_engine, make_requests, settings_of
 from tests.helpers.programs import metrics, program, rl_argv, samples, timeless, train
+from tests.helpers.tiers import long
 from tests.helpers.worlds import SAFETY, run_world, wait_until
 
 LONG = (
@@ -49,7 +50,8 @@ def test_the_groups_that_end_first_are_kept(folder):
 
 
 @pytest.mark.parametrize("size, flags", [
-    (2, ""), (2, "--rollout-dispatch static"), (2, "--tensor-model-parallel-size 2 --rollout-prefix-caching"),
+    (2, ""), long((2, "--rollout-dispatch static")),
+    long((2, "--tensor-model-parallel-size 2 --rollout-prefix-caching")),
 ])  # fmt: skip
 def test_the_kept_groups_do_not_depend_on_the_layout(size, flags, folder):
     found, expected = run_of(folder, f"{TWICE} {flags}", size), run_of(folder, TWICE)
@@ -139,8 +141,9 @@ def cut(rank: int):
 
 def test_a_step_bound_truncates_responses_and_changes_nothing_else():
     ((found, whole),) = run_world(cut, 1)
-    for short, long in zip(found, whole, strict=True):
-        assert short.tokens == long.tokens[: len(short.tokens)] and short.logprobs == long.logprobs[: len(short.tokens)]
+    for cut_off, full in zip(found, whole, strict=True):
+        count = len(cut_off.tokens)
+        assert cut_off.tokens == full.tokens[:count] and cut_off.logprobs == full.logprobs[:count]
     lengths = [len(c.tokens) for c in found]
     # The bound comes before step 32: the first eight have ended, the next have 11 tokens and end with one more.
     assert lengths == [20] * 8 + [12] * 8 + [9] * 4

@@ -15,6 +15,7 @@ from megarl.trainers.rl_trainer import RLInputs
 from tests.helpers.batches import create_mesh, random_batch, sequences
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.programs import metrics, program, rl_argv, samples, timeless, train
+from tests.helpers.tiers import long
 from tests.helpers.worlds import RankFailed, run_world
 from tools.bench import overlap
 
@@ -35,7 +36,7 @@ AHEAD = f"{GRADED} --role-map actor=0;critic=0;reward=1;reference=1;rollout=1 --
 AHEAD += " --lr-decay-iters 3"
 
 
-@pytest.mark.parametrize("model", ["", EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("model", ["", long(EXPERTS)], ids=["dense", "experts"])
 def test_a_batch_generated_ahead_survives_an_interruption(model, tmp_path):
     whole, resumed, plain = (tmp_path / name for name in ("whole", "resumed", "plain"))
     ahead, warm_start = f"{AHEAD} {model}", not model

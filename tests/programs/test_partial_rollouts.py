@@ -10,6 +10,7 @@ import torch
 from tests.helpers.engines import NEVER, make_requests, settings_of
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.programs import metrics, program, rl_argv, samples, timeless, train
+from tests.helpers.tiers import long
 from tests.helpers.worlds import RankFailed, run_world
 
 STEPS = 4
@@ -173,10 +174,10 @@ def test_logprobs_are_those_of_the_policy_that_generated_the_token(folder):
 @pytest.mark.parametrize(
     "size, flags",
     [
-        (1, "--rollout-max-requests 4 --rollout-prefix-caching"),
+        long((1, "--rollout-max-requests 4 --rollout-prefix-caching")),
         (2, "--rollout-max-requests 4"),
-        (2, "--rollout-dispatch static"),
-        (2, "--tensor-model-parallel-size 2"),
+        long((2, "--rollout-dispatch static")),
+        long((2, "--tensor-model-parallel-size 2")),
     ],
     ids=["few at a time", "two replicas", "static dispatch", "one replica of two ranks"],
 )

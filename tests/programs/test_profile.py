@@ -27,6 +27,7 @@ def events(path: Path) -> list[dict]:
         return [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
 
 
+@pytest.mark.long
 def test_each_rank_has_a_trace_with_its_roles_phases_and_their_operators(runs):
     files = sorted(path.name for path in (runs[0] / "profile").iterdir())
     stems = ["step_2_rank_0_actor", "step_2_rank_1_critic-reward-reference"]

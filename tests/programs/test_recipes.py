@@ -14,6 +14,7 @@ from megarl.algorithms.estimators import ESTIMATORS
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.errors import UsageError
 from tests.helpers.programs import ROOT, SHAPE, assert_close, inputs, metrics, samples
+from tests.helpers.tiers import by_default
 from tests.helpers.worlds import run_world
 
 FOLDER = ROOT / "configs" / "recipes"
@@ -111,7 +112,7 @@ def test_every_recipe_exists():
     assert sorted(path.stem for path in FOLDER.iterdir()) == sorted(MODELS)
 
 
-@pytest.mark.parametrize("recipe", MODELS)
+@pytest.mark.parametrize("recipe", by_default(MODELS, ("ppo", "grpo", "dapo", "gspo")))
 def test_a_recipe_trains_the_models_it_needs(recipe, tmp_path):
     program = parsed(tmp_path, recipe)
     assert [role for role in program.roles if role in ("critic", "reference")] == MODELS[recipe]
@@ -120,6 +121,7 @@ def test_a_recipe_trains_the_models_it_needs(recipe, tmp_path):
     check_rows(tmp_path, recipe)
 
 
+@pytest.mark.long
 def test_a_role_map_without_a_critic(tmp_path):
     program = parsed(tmp_path, "grpo", "--role-map actor=0;reward=1;reference=1", size=2)
     assert run_world(train_and_list_models, 2, program) == [[False], [False]]
@@ -133,7 +135,7 @@ def test_variants_cover_every_loss_estimator_and_aggregation():
     assert {settings.loss_aggregation for settings in found} == set(AGGREGATIONS)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", by_default(VARIANTS, list(VARIANTS)[1::6]))
 def test_a_recipes_updates_do_not_depend_on_the_layout(variant, tmp_path):
     """Two epochs, so that ratios leave 1."""
     (recipe, flags), layout = VARIANTS[variant], LAYOUTS[list(VARIANTS).index(variant) % 2]

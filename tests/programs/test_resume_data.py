@@ -162,6 +162,7 @@ def one_step_without_save(rank: int, parsed):
     dist.barrier()
 
 
+@pytest.mark.long
 def test_a_run_killed_after_it_left_a_branch_resumes_its_own(tmp_path):
     save = tmp_path / "run"
     train("sft", sft_argv(save, f"--train-iters 3 --save-interval 1 {SCHEDULE}"))

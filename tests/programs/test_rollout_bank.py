@@ -10,6 +10,7 @@ import pytest
 
 from megarl.errors import UsageError
 from tests.helpers.programs import in_world, metrics, program, rl_argv, samples, timeless
+from tests.helpers.tiers import by_default
 from tests.helpers.worlds import RankFailed, run_world
 
 FLAGS = "--advantage grpo --kl-coefficient 0 --train-iters 2 --save-interval 1 --rollout-max-requests 4"
@@ -93,8 +94,9 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("flags, size, killed_at", CASES.values(), ids=CASES)
-def test_a_killed_generation_is_completed(flags, size, killed_at, folder, tmp_path):
+@pytest.mark.parametrize("case", by_default(CASES, ("before the first checkpoint",)))
+def test_a_killed_generation_is_completed(case, folder, tmp_path):
+    flags, size, killed_at = CASES[case]
     (expected, counts), save = whole(folder, flags, size), tmp_path / "run"
     assert kill(save, flags, size, killed_at)
     _, step, number = killed_at
@@ -106,6 +108,7 @@ def test_a_killed_generation_is_completed(flags, size, killed_at, folder, tmp_pa
     assert not list(tmp_path.glob("run-bank/*")), "nothing is kept once a step has its checkpoint"
 
 
+@pytest.mark.long
 def test_another_layout_uses_what_replicas_have_generated(folder, tmp_path):
     (expected, _), save = whole(folder, ""), tmp_path / "run"
     files = kill(save, STATIC, 2, (1, 2, 3))
@@ -135,6 +138,7 @@ def test_damaged_records_are_generated_again(folder, tmp_path, capfd):
     assert f"megarl: step 2: 4 of 12 responses are in {save}-bank" in err
 
 
+@pytest.mark.long
 def test_responses_of_another_policy_are_not_used(folder, tmp_path):
     """The first step's policy is the same; after it, another learning rate has made another one."""
     save = tmp_path / "run"
@@ -148,6 +152,7 @@ def test_responses_of_another_policy_are_not_used(folder, tmp_path):
     assert generated == {1: COUNT, 2: COUNT}
 
 
+@pytest.mark.long
 def test_a_batch_that_was_generated_ahead(folder, tmp_path):
     flags = "--one-step-off --rollout-correction tis --role-map actor=0;reward=0;rollout=1 --train-iters 3"
     (expected, counts), save = whole(folder, flags, 2), tmp_path / "run"

@@ -26,6 +26,7 @@ def responses(run: Path, step: int) -> list[str]:
     return [json.loads(line)["response"] for line in samples(run, step).splitlines()]
 
 
+@pytest.mark.long
 def test_the_next_step_of_a_run_is_generated_again_and_can_be_trained_on(trained, tmp_path):
     """Step 2 from the checkpoint of step 1, on two ranks; step 3 then comes from the same policy."""
     again, repeated, start = tmp_path / "again", tmp_path / "repeated", trained / "checkpoints" / "step_00000001"

@@ -4,6 +4,7 @@ import pytest
 
 from tests.helpers.programs import assert_close, metrics, program, rl_argv, timeless
 from tests.helpers.router_watch import run_watched
+from tests.helpers.tiers import by_default, long
 from tests.helpers.worlds import run_world
 
 MOE = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32 --train-iters 2"
@@ -35,7 +36,7 @@ def run(folder, size: int, flags: str, noisy_from: int = NEVER) -> tuple[dict, d
     return seen, {step: timeless(row) for step, row in metrics(folder).items()}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", by_default(LAYOUTS, ("tp2-sp", "dense-first-pp2-vp2")))
 def test_the_rollouts_routes_close_the_gap(layout, tmp_path):
     """Step 1 without noise: no gap, no disagreement. Step 2 with noise on the routers of training alone."""
     size, flags = LAYOUTS[layout]
@@ -53,7 +54,9 @@ def numbers(row: dict) -> dict:
     return {name: value for name, value in row.items() if "router/" not in name}
 
 
-@pytest.mark.parametrize("size, flags, recompute", [(1, "", FULL), (2, PP2, SELECTIVE)], ids=["full", "selective"])
+@pytest.mark.parametrize(
+    "size, flags, recompute", [(1, "", FULL), long((2, PP2, SELECTIVE))], ids=["full", "selective"]
+)
 def test_backward_recomputes_with_the_same_routes(size, flags, recompute, tmp_path):
     """Live routes would differ from the first pass's, and so would the gradient."""
     _, expected = run(tmp_path / "kept", size, f"{flags} {R3}", noisy_from=1)
@@ -61,7 +64,7 @@ def test_backward_recomputes_with_the_same_routes(size, flags, recompute, tmp_pa
     assert rows == expected and seen["generated"] == seen["updated"]
 
 
-@pytest.mark.parametrize("flags", ["", "--kl-coefficient 0"], ids=["pass", "on policy"])
+@pytest.mark.parametrize("flags", [long(""), "--kl-coefficient 0"], ids=["pass", "on policy"])
 def test_replaying_the_first_pass_changes_no_bit_of_the_only_update(flags, tmp_path):
     """With --kl-coefficient 0 no pass comes before the update: nothing is replayed and nothing changes."""
     one = f"--ppo-epochs 1 --minibatch-size 12 {flags}"
@@ -74,7 +77,7 @@ def test_replaying_the_first_pass_changes_no_bit_of_the_only_update(flags, tmp_p
     assert flags or seen["passed"] == seen["updated"]
 
 
-@pytest.mark.parametrize("layout", ["cp2", "dense-first-pp2-vp2"])
+@pytest.mark.parametrize("layout", ["cp2", long("dense-first-pp2-vp2")])
 def test_updates_replay_the_first_pass_for_any_minibatch_split(layout, tmp_path):
     """Two epochs of three mini-batches: ranks route other tokens in each. After the first update routers disagree."""
     size, flags = LAYOUTS[layout]
@@ -83,6 +86,7 @@ def test_updates_replay_the_first_pass_for_any_minibatch_split(layout, tmp_path)
     assert rows[1]["router/replayed_fraction"] == 1.0 and rows[1]["router/disagreement"] > 0.0
 
 
+@pytest.mark.long
 def test_routes_come_from_a_rollout_on_separate_ranks(tmp_path):
     """A rollout of one stage and two replicas, an actor of two stages, a reference that replays the routes too."""
     roles = "--role-map actor=0-1;critic=2;reward=2;reference=2;rollout=1-2"
@@ -95,6 +99,7 @@ def test_routes_come_from_a_rollout_on_separate_ranks(tmp_path):
     assert_close(rows[1], expected[1], ["actor/loss", "router/disagreement", "router/load_imbalance"], 1e-5)
 
 
+@pytest.mark.long
 def test_routes_of_an_unfinished_batch_survive_a_resume_in_another_layout(tmp_path):
     """Groups of the first step wait for the third one's, in a checkpoint: with the routes of all their layers."""
     waits = "--group-filter reward --dynamic-sampling --max-sampling-rounds 2 --save-interval 1 --advantage grpo"

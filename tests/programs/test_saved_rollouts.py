@@ -24,6 +24,7 @@ from tests.helpers.programs import (
     train,
     write_lines,
 )
+from tests.helpers.tiers import by_default
 
 STEPS = "--train-iters 3 --save-interval 1 --lr-decay-iters 9"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
@@ -77,7 +78,7 @@ def comparable(row: dict) -> dict:
     return {name: value for name, value in timeless(row).items() if not name.startswith("weights/")}
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", by_default(RUNS, ("ppo", "waiting and partial", "experts in two stages")))
 def test_a_step_that_is_repeated_has_the_same_bits(name, folder):
     run = saved(folder, name)
     again = repeat(folder / f"{run.name}-again", run, name)
@@ -90,6 +91,7 @@ def test_a_step_that_is_repeated_has_the_same_bits(name, folder):
     assert weights(run, 3) != weights(run, 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name, flags, size", [
     ("ppo", "--tensor-model-parallel-size 2 --critic-tensor-model-parallel-size 1", 2),
     ("experts in two stages", "--pipeline-model-parallel-size 1", 1),

@@ -32,12 +32,13 @@ from tests.helpers.servers import (
     served,
     small_argv,
 )
+from tests.helpers.tiers import by_default
 from tests.helpers.worlds import SAFETY_SECONDS
 
 LAYOUTS = {"one rank": (1, ""), "two replicas": (2, ""), "TP 2": (2, "--tensor-model-parallel-size 2")}
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module", params=by_default(LAYOUTS, ("two replicas",)))
 def server(request):
     """A server in each layout, with keys, and the answers of the generator in this process."""
     size, flags = LAYOUTS[request.param]
@@ -132,6 +133,7 @@ def test_evaluate_gives_the_same_bytes_with_a_server(tmp_path):
     assert results[0]["metrics"] == results[1]["metrics"] and results[1]["rollout_server"].startswith("http://127")
 
 
+@pytest.mark.long
 def test_experts_and_their_routes():
     path = checkpoint(MOE)
     served_flags = SERVED + " --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"

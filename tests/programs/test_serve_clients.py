@@ -15,6 +15,8 @@ from tests.helpers.launch_scripts import launch
 from tests.helpers.programs import environment, inputs, write_lines
 from tests.helpers.servers import ADMIN_KEY, scores, serve_argv, served
 
+pytestmark = pytest.mark.nightly
+
 LM_EVAL, SCHEMATHESIS = (str(Path(sys.executable).with_name(name)) for name in ("lm_eval", "schemathesis"))
 CLIENTS = "the extra `clients` is not installed: bash launch/setup_env.sh test,clients"
 TASK = """\
@@ -50,7 +52,6 @@ def test_the_script_ends_with_the_status_of_the_side_that_failed(tmp_path):
     assert done.returncode == 2 and "--eval-k" in done.stderr
 
 
-@pytest.mark.long
 @pytest.mark.skipif(not shutil.which(LM_EVAL), reason=CLIENTS)
 def test_lm_eval_finds_the_log_likelihoods_of_this_process(tmp_path):
     rows = [
@@ -91,7 +92,6 @@ def test_lm_eval_finds_the_log_likelihoods_of_this_process(tmp_path):
     assert [(float(value), str(greedy) == "True") for value, greedy in answers] == expected
 
 
-@pytest.mark.long
 @pytest.mark.skipif(not shutil.which(SCHEMATHESIS), reason=CLIENTS)
 def test_schemathesis_finds_no_fault(tmp_path):
     """More than 10,000 requests from the server's own schema, right and wrong ones, and sequences of them."""

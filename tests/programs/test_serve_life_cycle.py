@@ -31,6 +31,7 @@ from tests.helpers.servers import (
     served,
     small_argv,
 )
+from tests.helpers.tiers import long
 from tests.helpers.worlds import SAFETY_SECONDS, wait_until
 
 
@@ -41,7 +42,7 @@ def recomputed(step: int, sequences: list[list[int]], flags: str, size: int) -> 
 
 
 @pytest.mark.parametrize(("size", "flags"), [
-    pytest.param(1, "", marks=pytest.mark.long), (2, "--tensor-model-parallel-size 2"), (2, ""),
+    long((1, "")), long((2, "--tensor-model-parallel-size 2")), (2, ""),
 ])  # fmt: skip
 def test_weights_change_under_load_and_every_token_has_its_version(size, flags):
     folder = checkpoint() / "checkpoints"
@@ -107,7 +108,7 @@ def test_sigterm_lets_running_requests_end():
         assert running.process.wait(SAFETY_SECONDS) == 0
 
 
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [long(0), 1])
 def test_a_killed_rank_ends_the_server_with_a_clear_answer(killed):
     with served(small_argv("--tensor-model-parallel-size 2"), 2) as running:
         generator = RemoteGenerator(running.url, seconds=5)
@@ -162,6 +163,7 @@ def cut_connections(count: int):
         assert completions(small_argv(), requests()) == RemoteGenerator(running.url).generate(requests())
 
 
+@pytest.mark.long
 def test_random_streams_are_their_whole_answers():
     fuzz_streams(60)
 
@@ -222,6 +224,7 @@ def streamed(running, body: dict, cut: int | None) -> dict | None:
     return found
 
 
+@pytest.mark.long
 def test_a_thousand_queued_requests_a_full_queue_and_a_slow_reader():
     keys = f"--admin-key-file {key_files()['admin']} --max-queue 1000"
     expected = completions(small_argv(), requests())

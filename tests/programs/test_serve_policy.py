@@ -16,14 +16,14 @@ from megarl.rollout.remote_generator import RemoteGenerator
 from tests.helpers.evaluation import MODEL
 from tests.helpers.programs import GRADED, environment, inputs, metrics, rl_argv, timeless, train
 from tests.helpers.servers import ANNOUNCED, scores
+from tests.helpers.tiers import long
 from tests.helpers.worlds import SAFETY_SECONDS, wait_until
 
 STEPS = 4
 ASKED = [GenerationRequest([4 + i % 5, 3, 6], i, 4, SamplingSettings(), (), 1) for i in range(10)]
 APART = "--role-map actor=1;critic=0;reward=0;reference=0"
 LAYOUTS = [
-    pytest.param(1, "", marks=pytest.mark.long), pytest.param(2, "", marks=pytest.mark.long), (2, APART),
-    (2, "--tensor-model-parallel-size 2"),
+    long((1, "")), long((2, "")), (2, APART), long((2, "--tensor-model-parallel-size 2")),
 ]  # fmt: skip
 
 
@@ -103,6 +103,7 @@ def check_log_probs(run, found, layout: str, size: int):
         assert mine and [c.logprobs for _, c in mine] == [scored.logprobs[3:] for scored in expected]
 
 
+@pytest.mark.long
 def test_a_run_goes_on_without_its_server(tmp_path):
     argv = rl_argv(tmp_path, f"--train-iters {STEPS} {GRADED} --serve-policy --port 0")
     command = [sys.executable, "-m", "megarl.launcher", "--nproc-per-node", "1", "train_rl", *argv]

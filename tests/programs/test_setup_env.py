@@ -10,6 +10,8 @@ import pytest
 
 from tests.helpers.worlds import SAFETY_SECONDS
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = "bash sh cat cp cut dirname find flock grep kill mkdir mv paste rm sha256sum sleep sort tail touch wc".split()
 

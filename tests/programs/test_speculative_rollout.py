@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.programs import metrics, rl_argv, samples, timeless, train
+from tests.helpers.tiers import long
 
 # At this temperature, random weights repeat themselves, so many drafts are right.
 FLAGS = (
@@ -35,7 +36,7 @@ def run_of(folder: Path, flags: str, size: int) -> Path:
 
 @pytest.mark.parametrize(("size", "flags"), [
     (1, f"{PARTIAL} --rollout-max-requests 6"), (2, "--rollout-max-requests 4 --rollout-buffer-gb 0.0005"),
-    (1, "--rollout-chunked-prefill"), (1, "--rollout-prefix-caching"),
+    long((1, "--rollout-chunked-prefill")), long((1, "--rollout-prefix-caching")),
 ])  # fmt: skip
 def test_nothing_changes_but_the_steps(size, flags, folder):
     plain, found = run_of(folder, flags, size), run_of(folder, f"{flags} --speculative-rollout", size)

@@ -25,6 +25,7 @@ from tests.helpers.programs import (
     train,
     write_lines,
 )
+from tests.helpers.tiers import long
 from tests.helpers.worlds import SAFETY, run_world
 
 NAMES = ["reward/loss", "reward/accuracy", "reward/margin", "reward/mean", "reward/grad_norm", "perf/tokens"]
@@ -62,10 +63,10 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("size, shape, layout", [
-    (1, "", "--max-tokens-per-microbatch 20"), (4, "", ""),  # a pair in each micro-batch; a replica without one
-    (2, "", "--tensor-model-parallel-size 2 --sequence-parallel"), (2, "", "--context-parallel-size 2"),
+    (1, "", "--max-tokens-per-microbatch 20"), long((4, "", "")),  # a pair in each micro-batch; a replica without one
+    long((2, "", "--tensor-model-parallel-size 2 --sequence-parallel")), long((2, "", "--context-parallel-size 2")),
     (4, "", "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --max-tokens-per-microbatch 20"),
-    (2, MOE, "--expert-model-parallel-size 2"),
+    long((2, MOE, "--expert-model-parallel-size 2")),
 ])  # fmt: skip
 def test_updates_are_the_same_in_every_layout(size, shape, layout, folder):
     expected, found = run_of(folder, shape), run_of(folder, shape, layout, size)
@@ -189,7 +190,7 @@ def started(rank: int, parsed, pairs):
     return scores, values, moved
 
 
-@pytest.mark.parametrize("size, flags", [(1, ""), (2, "--tensor-model-parallel-size 2"), (1, "--bf16")])
+@pytest.mark.parametrize("size, flags", [long((1, "")), (2, "--tensor-model-parallel-size 2"), long((1, "--bf16"))])
 def test_the_critic_starts_as_the_reward_model(size, flags, tmp_path):
     from megarl.trainers.reward_model_trainer import RewardModelTrainer
     from megarl.trainers.supervised_trainer import SupervisedInputs

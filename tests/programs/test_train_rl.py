@@ -26,6 +26,7 @@ from tests.helpers.programs import (
     torchrun,
     train,
 )  # fmt: skip
+from tests.helpers.tiers import by_default, long
 from tests.helpers.worlds import RankFailed, run_world
 
 DISJOINT = "--role-map actor=0-1;critic=2;reward=3;reference=3 --actor-tensor-model-parallel-size 2"
@@ -144,7 +145,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", by_default(LAYOUTS, ("colocated on 2, CP2", "overlapping on 3")))
 def test_placement_does_not_change_the_run(layout, folder):
     expected, found = run_of(folder), run_of(folder, *LAYOUTS[layout])
     assert samples(found, 1) == samples(expected, 1)
@@ -169,7 +170,7 @@ def assert_same_tokens(one: Path, other: Path):
             assert value == (pytest.approx(same[name], rel=1e-3, abs=1e-4) if is_number else same[name]), name
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, long(2)])
 def test_equal_runs_give_equal_bytes(size, folder):
     one, other = run_of(folder, size), run_of(folder, size, "--deterministic", 1)
     assert [timeless(row) for row in metrics(one).values()] == [timeless(row) for row in metrics(other).values()]
@@ -216,6 +217,7 @@ def test_a_run_resumed_in_its_folder_equals_the_uninterrupted_one(folder, tmp_pa
     assert len(list((save / "checkpoints" / "frozen").iterdir())) == 1  # the reference, written once
 
 
+@pytest.mark.long
 def test_a_step_loaded_into_another_folder_continues_there(folder, tmp_path):
     whole = whole_run(folder)
     before = (whole / "metrics.jsonl").read_bytes()
@@ -225,7 +227,7 @@ def test_a_step_loaded_into_another_folder_continues_there(folder, tmp_path):
     assert (whole / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("size, layout", [(2, "--tensor-model-parallel-size 2"), (4, DISJOINT)])
+@pytest.mark.parametrize("size, layout", [(2, "--tensor-model-parallel-size 2"), long((4, DISJOINT))])
 def test_resuming_in_another_layout(size, layout, folder, tmp_path):
     whole = whole_run(folder)
     step = f"{whole}/checkpoints/step_00000002"
@@ -301,7 +303,7 @@ def test_the_actor_is_unchanged_while_the_critic_warms_up(tmp_path):
     assert all("critic/loss" in rows[step] and "rollout/logprob_gap_max" in rows[step] for step in (1, 2, 3))
 
 
-@pytest.mark.parametrize("size, layout", [(1, ""), (2, "--use-distributed-optimizer")])
+@pytest.mark.parametrize("size, layout", [long((1, "")), (2, "--use-distributed-optimizer")])
 def test_a_run_saved_during_critic_warmup_resumes_exactly(size, layout, tmp_path):
     flags = f"--critic-warmup-steps 2 --train-iters 3 {GRADED} {layout}"
     train("rl", rl_argv(tmp_path / "whole", f"{flags} --save-interval 1"), size)
@@ -309,6 +311,7 @@ def test_a_run_saved_during_critic_warmup_resumes_exactly(size, layout, tmp_path
     assert timeless_rows(tmp_path / "part", (2, 3)) == timeless_rows(tmp_path / "whole", (2, 3))
 
 
+@pytest.mark.long
 def test_the_schedule_goes_on_while_the_critic_warms_up(tmp_path):
     flags = f"--train-iters 4 --lr-decay-style linear --lr-decay-iters 4 --min-lr 0 {GRADED}"
     rates = []
@@ -349,6 +352,7 @@ def test_a_step_that_is_not_finite_on_one_replica_is_skipped_by_all_and_counted(
     assert rows[2]["actor/loss"] is None and rows[3]["actor/loss"] is not None
 
 
+@pytest.mark.long
 def test_a_run_ends_after_many_skipped_steps(tmp_path):
     argv = rl_argv(tmp_path, f"--train-iters 4 --minibatch-size 12 --save-interval 1 --max-skipped-steps 1 {GRADED}")
     with pytest.raises(RankFailed, match="RunStopped: --max-skipped-steps 1: .* up to step 2, an update was skipped"):

@@ -18,6 +18,7 @@ from tests.helpers.programs import (
     train,
     write_lines,
 )  # fmt: skip
+from tests.helpers.tiers import long
 from tests.helpers.worlds import RankFailed, run_world
 
 STEPS = 5
@@ -45,9 +46,10 @@ def test_the_loss_falls():
 
 
 @pytest.mark.parametrize("size, layout", [
-    (2, ""), (2, "--tensor-model-parallel-size 2"), (4, "--tensor-model-parallel-size 2"),
-    (2, "--use-distributed-optimizer"), (1, "--max-tokens-per-microbatch 10"),
-    (2, "--context-parallel-size 2"), (2, "--pipeline-model-parallel-size 2 --actor-max-tokens-per-microbatch 20"),
+    (2, ""), long((2, "--tensor-model-parallel-size 2")), long((4, "--tensor-model-parallel-size 2")),
+    long((2, "--use-distributed-optimizer")), long((1, "--max-tokens-per-microbatch 10")),
+    long((2, "--context-parallel-size 2")),
+    (2, "--pipeline-model-parallel-size 2 --actor-max-tokens-per-microbatch 20"),
 ])  # fmt: skip
 def test_losses_are_the_same_in_every_layout(size, layout, folder):
     expected, found = run_of(folder), run_of(folder, layout, size)
@@ -98,7 +100,7 @@ def watched(rank: int, parsed) -> list[tuple[float, float]]:
     return seen
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [long(1), 2])
 def test_the_loss_counts_response_tokens_alone(size, tmp_path):
     start = f"--pretrained-checkpoint {inputs()}/sft --eval-prompts {inputs()}/heldout.jsonl --eval-samples 7"
     argv = sft_argv(tmp_path, f"--train-iters 3 --global-batch-size 6 {start}")
@@ -165,7 +167,7 @@ def dialogues(folder: Path, last: str) -> str:
     return f"--prompts {path} --chat-template {template} --max-prompt-length 12 --max-response-length 12"
 
 
-@pytest.mark.parametrize("size, layout", [(1, ""), (2, "--context-parallel-size 2")])
+@pytest.mark.parametrize("size, layout", [long((1, "")), (2, "--context-parallel-size 2")])
 def test_training_covers_all_assistant_turns_and_nothing_else(size, layout, tmp_path):
     def flags(last: str) -> list[str]:
         more = f"--eval-prompts {tmp_path}/7+1.jsonl --eval-samples 7 {layout}"
@@ -195,7 +197,7 @@ def test_the_mask_of_a_conversation(tmp_path):
     assert [m for t, m in zip(tokens, mask, strict=True) if t == tokenizer.eos_id] == [True, True]
 
 
-@pytest.mark.parametrize("size, layout", [(1, ""), (2, "--use-distributed-optimizer")])
+@pytest.mark.parametrize("size, layout", [long((1, "")), (2, "--use-distributed-optimizer")])
 def test_a_run_resumes_exactly(size, layout, tmp_path):
     flags = f"--lr-decay-iters 6 --weight-decay 0.1 {layout}"
     train("sft", sft_argv(tmp_path / "whole", f"--train-iters 6 {flags}"), size)
@@ -206,6 +208,7 @@ def test_a_run_resumes_exactly(size, layout, tmp_path):
     assert {step: timeless(row) for step, row in part.items()} == {step: timeless(row) for step, row in whole.items()}
 
 
+@pytest.mark.long
 def test_two_ranks_through_torchrun(tmp_path):
     save = tmp_path / "run"
     done = torchrun("megarl.train_sft", sft_argv(save, "--train-iters 3"), 2)

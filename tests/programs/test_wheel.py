@@ -18,6 +18,8 @@ import megarl
 from tests.helpers.programs import ROOT
 from tests.helpers.worlds import SAFETY_SECONDS
 
+pytestmark = pytest.mark.nightly
+
 BUILD = "import sys; from setuptools import build_meta; build_meta.{}(sys.argv[1])"
 SMALL = (
     "--num-layers 1 --hidden-size 32 --ffn-hidden-size 32 --num-attention-heads 2 --num-query-groups 1"

@@ -11,6 +11,7 @@ from megarl.checkpoint import manifest
 from megarl.trainers import launch as launch_module
 from tests.helpers.forked_programs import check, error_line, launch, refusal
 from tests.helpers.programs import environment, inputs, rl_argv, sft_argv, train
+from tests.helpers.tiers import long
 from tests.helpers.worlds import SAFETY_SECONDS
 
 
@@ -244,7 +245,7 @@ def test_supervised_checkpoints_do_not_resume_rl(tmp_path):
 
 
 @pytest.mark.parametrize("flags, needle", [
-    ("--role-map actor=0;critic=0;reward=0;reference=9", "--role-map"),
+    long(("--role-map actor=0;critic=0;reward=0;reference=9", "--role-map")),
     ("--load {damaged}", ".metadata has 7 bytes"),
 ])  # fmt: skip
 def test_the_program_itself(flags, needle, tmp_path, checkpoint):

@@ -102,6 +102,7 @@ def test_shares_of_a_rollout_are_the_whole():
     assert line[2:] == ["rollout", "--case", "plain", "--side", "megarl", "--share", "1/2", "--quick"]
 
 
+@pytest.mark.long
 def test_megarl_generates_in_a_worker():
     options = comparisons.Options(True, None, None, 64, 16)
     sides = {"megarl": comparisons.served("rollout", "plain", "megarl", options), "vllm": comparisons.vllm(

@@ -2,12 +2,15 @@
 
 import json
 
+import pytest
+
 from tests.helpers.programs import inputs, metrics, rl_argv
 from tests.helpers.tools import run_tool
 
 FLAGS = "--advantage grpo --kl-coefficient 0 --temperature 0.05 --eval-interval 1 --train-iters 3"
 
 
+@pytest.mark.long
 def test_the_last_training_steps_count(tmp_path):
     file, flags = tmp_path / "figures.json", f"{FLAGS} --eval-prompts {inputs() / 'heldout.jsonl'}"
     argv = rl_argv(tmp_path / "run", flags, warm_start=False)

@@ -45,7 +45,7 @@ def test_a_run_that_differs_or_ends_early_is_a_failure(tmp_path, monkeypatch, ca
     assert lines[-2:] == ["1 of 2 kills before the run ended: give more --steps", "run: metrics: step 1"]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_fifty_kills_change_nothing(tmp_path, capfd):
     """pytest -m long tests/tools/test_chaos.py"""
     assert chaos.main(["--out", str(tmp_path), "--kills", "50"]) == 0

@@ -142,6 +142,7 @@ def test_the_warm_start_is_that_of_the_quickstart(tmp_path, monkeypatch):
     assert (start / "sft.log").read_text() == f"{start} {curves.START} quickstart {sys.prefix}:0\n"
 
 
+@pytest.mark.long
 def test_a_real_run_and_a_second_call_that_only_draws(tmp_path, capfd):
     start, out = tmp_path / "start", tmp_path / "out"
     (start / "data").mkdir(parents=True)

@@ -64,6 +64,7 @@ def test_stages_end_within_ten_minutes():
     assert sum(seconds for seconds, _ in check.STAGES.values()) <= 600
 
 
+@pytest.mark.long
 def test_the_ppo_stage_compares_deterministic_runs(monkeypatch, capsys):
     monkeypatch.setattr(ppo, "SHAPE", SMALL)
     monkeypatch.setattr(ppo, "RL", PPO)

@@ -119,6 +119,7 @@ def test_wrong_observations_are_failures_that_say_why(name, play):
     assert plays.step({0: name})[0].failure.startswith(f"ValueError: {said[name]}")
 
 
+@pytest.mark.long
 def test_an_environment_that_only_says_that_it_can_be_replayed_is_found_out(play):
     plays = play("Unlike", retries=1)
     plays.start(0)
@@ -146,6 +147,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
+@pytest.mark.long
 def test_workers_end_with_their_parent(tmp_path):
     """Also when it is killed."""
     script = (
@@ -176,6 +178,7 @@ def test_answers_of_the_journal_need_no_worker(play, tmp_path):
     assert not found.from_journal and found.observation.messages[0]["content"] == "1: b"
 
 
+@pytest.mark.long
 def test_other_texts_are_not_found_in_the_journal(play, tmp_path):
     first = play("Echo", Journal(tmp_path / "journal", 0, 1))
     first.start(0, key="k")

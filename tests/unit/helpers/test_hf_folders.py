@@ -171,6 +171,7 @@ def computes_the_stored_numbers(case, folder):
     assert abs((best.values[:, 0] - best.values[:, 1]).min() - stored.margin) < 2e-5
 
 
+@pytest.mark.nightly
 @needs_transformers
 def test_transformers_computes_the_stored_numbers(tmp_path):
     assert_none_fails(computes_the_stored_numbers, KNOWN, tmp_path)
@@ -187,6 +188,7 @@ def writes_the_same_files(case, folder):
         assert_same_settings(folder / "drawn", folder / "saved", "generation_config.json")
 
 
+@pytest.mark.nightly
 @needs_transformers
 def test_transformers_writes_the_same_files(tmp_path):
     assert_none_fails(writes_the_same_files, KNOWN, tmp_path)
@@ -201,6 +203,7 @@ def divides_the_weights_in_the_same_way(case, folder):
     assert_same_weights(case, folder / "drawn", folder / "saved")
 
 
+@pytest.mark.nightly
 @needs_transformers
 def test_transformers_divides_the_weights_in_the_same_way(tmp_path):
     assert_none_fails(divides_the_weights_in_the_same_way, DIVIDED, tmp_path)
@@ -216,6 +219,7 @@ def reads_the_tokenizer(case, folder):
     assert list(ids) == encoder.prompt(Prompt(0, MESSAGES)) and len(set(ids)) > 10
 
 
+@pytest.mark.nightly
 @needs_transformers
 def test_transformers_reads_the_tokenizer(tmp_path):
     assert_none_fails(reads_the_tokenizer, ["llama2"], tmp_path)

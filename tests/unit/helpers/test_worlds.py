@@ -107,6 +107,7 @@ def test_processes_that_a_rank_started_end_with_it():
     assert wait_until_gone(run_world(start_one, 2))
 
 
+@pytest.mark.long
 def test_ranks_end_when_the_test_process_is_killed(tmp_path):
     program = """
 import os, signal, sys, pathlib

@@ -46,6 +46,7 @@ def test_without_a_device_and_the_package_both_are_asked_for(monkeypatch):
     assert transformer_engine._missing() == []
 
 
+@pytest.mark.long
 def test_a_program_ends_with_one_line():
     command = [sys.executable, "-m", "megarl.train_sft", *SHAPES["llama"].split(), *TE.split(), "--check"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -15,6 +15,8 @@ from tests.helpers import hf_folders
 from tests.helpers.hf_layouts import build, logprobs
 from tests.helpers.worlds import run_world
 
+pytestmark = pytest.mark.nightly
+
 TOLERANCE = 1e-5  # that of the comparison of all families
 MARGIN = 20  # times the tolerance; the factors of Llama 3 change little within 40 tokens, all else far more
 
