@@ -5,6 +5,7 @@ touched. Tests of a CUDA device start their own processes.
 """
 
 import functools
+import gc
 import os
 import sys
 import warnings
@@ -68,6 +69,12 @@ def _leave_out_sandbox(config, items):
         warnings.warn(f"{len(marked)} tests of the sandbox are left out: {reason}", stacklevel=1)
         config.hook.pytest_deselected(items=marked)
         items[:] = [item for item in items if item not in marked]
+
+
+def pytest_collection_finish():
+    """Keeps what imports and collection have made out of every later collection of garbage, here and in forks."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ fi
 whole=true # no argument selects tests of a tier
 for argument in "$@"; do
     case $argument in
-        --durations=* | -m | long | nightly) ;;
+        --durations=* | -p | durplug | -m | long | nightly) ;;
         *) whole=false ;;
     esac
 done
@@ -38,7 +38,7 @@ if $whole; then
     shared=$(mktemp -d)
     trap 'kill "${other:-}" 2>/dev/null || true; rm -rf "$shared"' EXIT
     mkdir "$shared/claims"
-    tests=("$PYTHON_BIN" -m pytest -p no:cacheprovider --claims "$shared/claims" "${select[@]}" "$@")
+    tests=("$PYTHON_BIN" -m pytest -p no:cacheprovider "--claims=$shared/claims" "${select[@]}" "$@")
     "${tests[@]}" --from-the-end >"$shared/printed" 2>&1 &
     other=$!
     "${tests[@]}" || status=$?

@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import faulthandler
 import functools
-import gc
 import importlib
 import os
 import pickle
@@ -83,8 +82,6 @@ def warm():
     flags = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --prompts x --max-prompt-length 1"
     flags += " --max-response-length 1 --tokenizer-model x --lr 1 --critic-lr 1 --minibatch-size 1 --prompts-per-step 1"
     arguments.parse(flags.split(), 1)
-    gc.collect()
-    gc.freeze()  # no collection of a rank goes through the test process's objects
 
 
 class _Rank:

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import itertools
 import subprocess
 import sys
@@ -23,8 +24,10 @@ PROGRAMS = ("train_rl", "train_sft", "train_reward", "evaluate", "serve", "plan"
 MECHANISMS = {"colocated", "offload", "exchange", "send", "mesh", "device", "rank", "replicas", "dp_assignment"}
 
 
-def imports(path: Path):
+@functools.cache
+def imports(path: Path) -> list[tuple[str, int]]:
     """(full name, line) of all that a file imports, at any depth; relative names start with dots."""
+    found = []
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
         if isinstance(node, ast.Import):
@@ -35,7 +38,8 @@ def imports(path: Path):
             "import_module", "__import__",
         ):  # fmt: skip
             names = [a.value for a in node.args[:1] if isinstance(a, ast.Constant) and isinstance(a.value, str)]
-        yield from ((name, node.lineno) for name in names)
+        found += ((name, node.lineno) for name in names)
+    return found
 
 
 def importers(forbidden, files) -> list[str]:
@@ -53,7 +57,7 @@ def test_imports_at_any_depth_are_found(tmp_path):
     source.write_text("def f():\n    import megatron.core as m, os\n    from megatron import training\n"
                       "    from . import b\n    importlib.import_module('megatron.x')\n")  # fmt: skip
     found = [("megatron.core", 2), ("os", 2), ("megatron.training", 3), ("..b", 4), ("megatron.x", 5)]
-    assert list(imports(source)) == found
+    assert imports(source) == found
     assert len(FILES) > 25
 
 

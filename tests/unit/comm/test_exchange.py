@@ -10,6 +10,7 @@ from megarl.batch import FIELDS, concatenate, empty_batch, round_robin
 from megarl.comm import exchange
 from megarl.comm.exchange import HEADER, from_bytes, to_bytes
 from tests.helpers.batches import create_mesh, random_batch, sequences, share_of
+from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 
 SAMPLES = 2  # per prompt: sequences 2p and 2p + 1 belong together
@@ -112,8 +113,8 @@ def there_and_back(rank, flags, seed, count, at_random):
 
 
 @pytest.mark.parametrize("layout", ALL)
-@pytest.mark.parametrize("seed, count", [(1, 14), (2, 2)])  # two sequences of one prompt: some replicas have none
-@pytest.mark.parametrize("at_random", [False, True])
+@pytest.mark.parametrize("seed, count", [long((1, 14)), (2, 2)])  # two sequences of one prompt: some replicas have none
+@pytest.mark.parametrize("at_random", [long(False), True])
 def test_fields_go_to_their_owners_and_come_back(layout, seed, count, at_random):
     flags, size = ALL[layout]
     results = run_world(there_and_back, size, flags, seed, count, at_random)

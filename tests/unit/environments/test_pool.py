@@ -10,6 +10,7 @@ import pytest
 from megarl.environments.journal import Journal
 from megarl.environments.protocol import Task
 from tests.helpers.odd_environments import MEETING, Plays, Wrong
+from tests.helpers.tiers import by_default, long
 from tests.helpers.worlds import wait_until
 
 
@@ -31,7 +32,7 @@ def processes(plays) -> list[int]:
     return [process._process.pid for process in plays.pool._processes if process is not None]
 
 
-@pytest.mark.parametrize("name", ["AsyncMeeting", "ThreadMeeting"])
+@pytest.mark.parametrize("name", ["AsyncMeeting", long("ThreadMeeting")])
 def test_episodes_of_a_worker_wait_at_the_same_time(name, play):
     plays, numbers = play(name), range(MEETING)
     plays.start(*numbers)
@@ -66,7 +67,7 @@ def test_an_ended_episode_reports_nothing(play):
     assert set(plays.step({1: "b"})) == {1} and plays.pool.poll() == []
 
 
-@pytest.mark.parametrize("at", range(3))
+@pytest.mark.parametrize("at", by_default(range(3), (1,)))
 def test_a_killed_worker_changes_nothing_but_the_count(at, play):
     undisturbed, plays = play("Echo"), play("Echo")
     for each in (undisturbed, plays):
@@ -105,7 +106,7 @@ def test_what_breaks_each_time_is_a_failure_and_others_go_on(play):
     assert plays.text(1, "surrogate") == "a?b"
 
 
-@pytest.mark.parametrize("name", sorted(set(Wrong.ANSWERS) - {"surrogate"}))
+@pytest.mark.parametrize("name", by_default(sorted(set(Wrong.ANSWERS) - {"surrogate"}), ("reward", "role")))
 def test_wrong_observations_are_failures_that_say_why(name, play):
     plays = play("Wrong", retries=0)
     plays.start(0)

@@ -1,9 +1,12 @@
 """A rollout and an update on a CUDA device without hardware: nothing mixes devices, and little waits for the device."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.cuda_walk import algorithms, checks, moves, parallel, rollout, training
 from tests.cuda_walk.start import check_graphs, needs_compiler, walks
+from tests.helpers.tiers import long
 
 LAYERS, MICROBATCHES = 2, 2
 ATTENTION = ("megarl.paged_decode", "torch_attn._varlen_attn")
@@ -14,18 +17,38 @@ PLANNED_THERE = ["dense", "greedy", "experts", "window", "prefix caching", "evic
 pytestmark = needs_compiler
 
 
+MODULES = (rollout, training, moves, parallel, algorithms, checks)
+BY_DEFAULT = ("dense", "graphs, tensor parallel", "update bf16", "update expert parallel", "exchange")
+
+
+class Walked(dict):
+    """Counts by scenario. The first that is asked for walks all of its tier, in one process."""
+
+    def __init__(self, folder: Path):
+        super().__init__()
+        self.folder = folder
+
+    def __missing__(self, name: str):
+        others = [n for module in MODULES for n in module.SCENARIOS if n not in BY_DEFAULT]
+        self.update(walks(self.folder, list(BY_DEFAULT) if name in BY_DEFAULT else others))
+        return self[name]
+
+
 @pytest.fixture(scope="module")
-def walked(tmp_path_factory):
-    """Counts by scenario."""
-    names = [name for module in (rollout, training, moves, parallel, algorithms, checks) for name in module.SCENARIOS]
-    return walks(tmp_path_factory.mktemp("walk"), names)
+def walked(tmp_path_factory) -> Walked:
+    return Walked(tmp_path_factory.mktemp("walk"))
+
+
+def tiers(names) -> list:
+    """Rows of scenarios for `parametrize`."""
+    return [name if name in BY_DEFAULT else long(name) for name in names]
 
 
 def launches(counts: dict, names) -> int:
     return sum(counts["launches"].get(name, 0) for name in names)
 
 
-@pytest.mark.parametrize("name", [*PLANNED_THERE, "tensor parallel"])
+@pytest.mark.parametrize("name", tiers([*PLANNED_THERE, "tensor parallel"]))
 def test_a_decode_step_has_one_launch_a_layer_two_copies_at_most_and_no_read_before_its_token(walked, name):
     steps = [step for step in walked[name] if "megarl.sample_rows" in step["launches"]]
     assert len(steps) >= 3
@@ -48,19 +71,19 @@ def test_a_layer_of_a_decode_step_launches_few_kernels(walked):
     assert not {"aten.silu", "aten.cat", "aten.copy_", "aten._to_copy", "aten.clone"} & step.keys()
 
 
-@pytest.mark.parametrize("name", ["graphs", "graphs, experts", "graphs, tensor parallel"])
+@pytest.mark.parametrize("name", tiers(["graphs", "graphs, experts", "graphs, tensor parallel"]))
 def test_decode_steps_are_captured_and_replayed(walked, name):
     """A capture breaks where something crosses between host and device within the step."""
     check_graphs(walked[name])
 
 
-@pytest.mark.parametrize("name", rollout.SCENARIOS)
+@pytest.mark.parametrize("name", tiers(rollout.SCENARIOS))
 def test_no_step_reads_the_device_within_the_model(walked, name):
     reads = {place for step in walked[name] for place in step["reads"]}
     assert not [place for place in reads if place.startswith(("mcore/model", "mcore/attention", "mcore/kernels"))]
 
 
-@pytest.mark.parametrize("name", [name for name in training.SCENARIOS if name != "update fp32"])
+@pytest.mark.parametrize("name", tiers(name for name in training.SCENARIOS if name != "update fp32"))
 def test_an_update_waits_for_the_device_once(walked, name):
     found = walked[name]
     assert not found["scores"]["reads"] and not found["passes"]["reads"]
@@ -75,11 +98,13 @@ def test_an_update_waits_for_the_device_once(walked, name):
     assert sum(found["passes"]["sends"].values()) <= 2 * MICROBATCHES
 
 
+@pytest.mark.long
 def test_attention_has_few_shapes(walked):
     steps = walked["long"]
     assert len(steps) > 200 and len({shape for step in steps for shape in step["shapes"]}) <= 12
 
 
+@pytest.mark.long
 def test_offload_moves_each_block_once_and_leaves_nothing(walked):
     moved = walked["offload"]["moves"]
     assert moved["is_there"] and moved["left"] == 0
@@ -91,12 +116,14 @@ def test_an_exchange_waits_for_the_headers_alone(walked):
     assert sum(sent["reads"].values()) <= 3 and sum(received["reads"].values()) <= 2
 
 
+@pytest.mark.long
 def test_grouped_experts_need_no_counts_on_the_host(walked):
     found = walked["update experts"]
     assert found["scores"]["launches"]["aten._grouped_mm"] == 2 * LAYERS * MICROBATCHES
     assert found["passes"]["launches"]["aten._grouped_mm"] == 6 * LAYERS * MICROBATCHES
 
 
+@pytest.mark.long
 def test_tensor_parallel_updates_wait_once_too(walked):
     found = walked["update tensor parallel"]
     assert not found["scores"]["reads"] and not found["passes"]["reads"]
@@ -104,17 +131,21 @@ def test_tensor_parallel_updates_wait_once_too(walked):
 
 
 def test_expert_parallel_ranks_wait_for_their_numbers_of_rows_alone(walked):
-    """Once a layer, and in rollout once a step for what the other replicas have left."""
     found = walked["update expert parallel"]
     for kind in ("scores", "passes"):
         (place,) = found[kind]["reads"]
         assert place.startswith("mcore/moe/layer") and found[kind]["reads"][place] == LAYERS * MICROBATCHES
     assert found["passes"]["launches"]["aten._grouped_mm"] == 6 * LAYERS * MICROBATCHES
+
+
+@pytest.mark.long
+def test_an_expert_parallel_step_waits_once_a_layer(walked):
     for step in walked["expert parallel"]:
         layers = {place: count for place, count in step["reads"].items() if place.startswith("mcore/moe/layer")}
         assert list(layers.values()) == [LAYERS] and launches(step, ATTENTION) >= LAYERS
 
 
+@pytest.mark.long
 def test_stages_of_the_gpu_check_run_to_their_end(walked):
     """Their times mean nothing without a device."""
     assert [(row["decode"], row["graphs"]) for row in walked["check decode"]] == [
@@ -123,6 +154,7 @@ def test_stages_of_the_gpu_check_run_to_their_end(walked):
     assert [row["update"] for row in walked["check update"]] == [64]
 
 
+@pytest.mark.long
 def test_losses_never_wait_for_the_device_and_advantages_a_few_times_a_step(walked):
     """All policy losses, corrections, aggregations and KL estimators; all estimators of advantages, with metrics."""
     found = walked["algorithms"]

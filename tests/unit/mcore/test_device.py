@@ -184,6 +184,7 @@ def test_installing_again_changes_nothing():
     assert torch.empty is empty and torch.Tensor.to is to
 
 
+@pytest.mark.long
 def test_install_happens_before_megatron_is_imported():
     program = """
 import sys, torch
@@ -224,6 +225,7 @@ assert not any(name.split(".")[0] == "megatron" for name in sys.modules)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_attention_by_cudnn_is_off():
     program = """
 import torch

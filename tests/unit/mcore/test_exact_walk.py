@@ -15,7 +15,7 @@ ADDING = {"aten.index_add", "aten.index_add_", "aten.scatter_add", "aten.scatter
 ROLLOUTS = [name for name in exact.SCENARIOS if "rollout" in name and "graphs" not in name]
 UPDATES = [name for name in exact.SCENARIOS if "update" in name]
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

@@ -104,6 +104,7 @@ def test_what_a_child_says_is_checked():
         assert answer(response + "\nos._exit(0)")["score"]["reward"] == 0.0
 
 
+@pytest.mark.long
 def test_a_response_that_never_ends_is_wrong_and_a_reference_that_does_not_is_a_failure():
     assert answer("while True: pass", seconds=2.0)["score"]["timed_out"]
     assert answer("while True: pass", "while True: pass", 0.5) == {"problem": "no result within 0.5 s", "late": True}

@@ -18,6 +18,7 @@ import pytest
 from megarl.rewards import jail, sandbox
 from megarl.rewards.sandbox import Limits, run
 from tests.helpers.processes import descendants
+from tests.helpers.tiers import long
 from tests.helpers.worlds import wait_until
 
 pytestmark = pytest.mark.sandbox
@@ -117,12 +118,12 @@ def test_a_program_sees_and_reaches_nothing_outside(monkeypatch, tmp_path):
     ("timeout", "import os, time\nos.close(1); os.close(2)\ntime.sleep(9999)"),
     ("timeout", "import os, signal\nif os.fork():\n    os.wait()\nos.kill(os.getpid(), signal.SIGSTOP)"),
     ("output", "import sys\nfor _ in range(1024): sys.stdout.write('x' * (1 << 20))"),
-    ("output", "import sys\nwhile True: sys.stderr.write('x' * 1000)"),
+    long(("output", "import sys\nwhile True: sys.stderr.write('x' * 1000)")),
     ("memory", "x = []\nwhile True: x.append(b'x' * (1 << 20))"),
     ("error", "open('huge', 'wb').truncate(1 << 40)"),
     ("error", "for i in range(99):\n    open(str(i), 'wb').write(bytes(1 << 20))"),
     ("error", "import sys\nsys.setrecursionlimit(10**9)\nx = []\nfor _ in range(10**5): x = [x]\nrepr(x)"),
-    ("error", "import os\nwhile True: os.pipe()"),
+    long(("error", "import os\nwhile True: os.pipe()")),
     ("ok", "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP); os.kill(os.getppid(), signal.SIGKILL)"),
     ("ok", "import subprocess\nsubprocess.Popen(['sleep', 'infinity'], start_new_session=True)"),
     ("ok", "import os, time\nif os.fork() == 0:\n    os.setsid()\n    os.fork()\n    time.sleep(9999)"),

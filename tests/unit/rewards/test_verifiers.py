@@ -17,6 +17,7 @@ from megarl.flags.settings import Settings
 from megarl.rewards import guard
 from megarl.rewards.base import Sample, Score
 from megarl.rewards.build import build_verifiers
+from tests.helpers.tiers import long
 
 PLUG_IN = """
 import os, signal, subprocess, sys, time
@@ -129,7 +130,7 @@ def test_a_batched_verifier_is_called_once(build, workers):
         assert verifiers.failures["moody_rewards:lengths"] == [line] * 3
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [long(0), 1])
 def test_a_time_out_that_the_response_caused_is_a_wrong_answer(build, workers):
     verifiers = build("regex+format+length", workers, reward_pattern="(a+)+$", reward_format="(a|aa)+", reward_length=5)
     many = verifiers.score([Sample("q", "a" * 50 + "b", tokens=50), Sample("q", "aa", tokens=6)])

@@ -12,6 +12,7 @@ from megarl.algorithms.kl import KL_KINDS
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from tests.helpers.programs import program, rl_argv
 from tests.helpers.role_stubs import PLAIN, LocalStepBatch, experience, role_of
+from tests.helpers.tiers import by_default
 from tests.helpers.worlds import run_world
 
 WHOLE = f"{PLAIN} --minibatch-size 12 --ppo-epochs 1 --clip-grad 0 --entropy-coefficient 0.05 --advantage grpo"
@@ -81,7 +82,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("objective")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", by_default(LAYOUTS, ("CP2",)))
 def test_no_loss_depends_on_the_split(layout, folder):
     size, flags = LAYOUTS[layout]
     for found in updates(folder, flags, size, LOSSES if layout == WITH_ALL else SOME):

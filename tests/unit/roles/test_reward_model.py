@@ -11,6 +11,7 @@ import torch
 from megarl.data.prompts import Prompt
 from megarl.data.tokenizers import build_tokenizer
 from tests.helpers.programs import inputs, metrics, program, reward_argv, rl_argv, samples, timeless, train
+from tests.helpers.tiers import by_default
 from tests.helpers.worlds import run_world
 from tools.train_tokenizer import train as train_tokenizer
 
@@ -68,7 +69,7 @@ def alone() -> tuple[dict, list[dict]]:
     return metrics(save)[1], rows(save)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", by_default(LAYOUTS, ("pipeline of its own ranks, offloaded",)))
 def test_scores_do_not_depend_on_the_layout(name, tmp_path):
     size, flags = LAYOUTS[name]
     train("rl", rl_argv(tmp_path / "run", reward_model_flags(flags)), size)

@@ -5,6 +5,7 @@ import torch
 
 from tests.helpers.programs import program, rl_argv
 from tests.helpers.role_stubs import PLAIN, LocalStepBatch, experience, role_of
+from tests.helpers.tiers import by_default, long
 from tests.helpers.worlds import run_world
 
 # -- updates -----------------------------------------------------------------------------------------------------
@@ -37,7 +38,7 @@ SPLITS = {
 
 
 @pytest.mark.parametrize("name", ["actor", "critic"])
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("split", by_default(SPLITS, ("micro-batches of one", "two replicas")))
 def test_the_gradient_does_not_depend_on_the_split(split, name, tmp_path):
     whole = "--max-tokens-per-microbatch 1000 --minibatch-size 12 --ppo-epochs 1 --clip-grad 0"
     ((expected, weights, numbers, unchanged),) = update(tmp_path, name, whole)
@@ -52,7 +53,7 @@ def test_the_gradient_does_not_depend_on_the_split(split, name, tmp_path):
         assert its_numbers == pytest.approx(numbers, rel=1e-5, abs=1e-7)
 
 
-@pytest.mark.parametrize("name", ["actor", "critic"])
+@pytest.mark.parametrize("name", ["actor", long("critic")])
 def test_replicas_without_sequences_change_nothing(name, tmp_path):
     """Mini-batches of one sequence: of four replicas three always run an empty micro-batch."""
     flags = "--minibatch-size 1 --ppo-epochs 2"
@@ -64,7 +65,7 @@ def test_replicas_without_sequences_change_nothing(name, tmp_path):
 
 
 @pytest.mark.parametrize("metric", ["actor/grad_norm", "actor/loss", "critic/loss"])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [long(1), 2])
 def test_an_alarm_skips_updates(metric, size, tmp_path):
     name = metric.split("/")[0]
     for action in ("skip", "warn"):  # limits that every number is above

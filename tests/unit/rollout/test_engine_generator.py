@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.helpers.engines import NEVER, make_engine, make_requests, settings_of
+from tests.helpers.tiers import long
 from tests.helpers.tiny_models import VOCAB
 from tests.helpers.worlds import run_world
 
@@ -66,8 +67,8 @@ def together_and_alone(rank, flags="", shape="llama", **settings):
 
 
 @pytest.mark.parametrize(("size", "flags", "shape"), [
-    (1, "", "llama"), (1, "", "gpt2"), (1, EXPERTS, "llama"), (2, "--tensor-model-parallel-size 2", "llama"),
-    (2, "--pipeline-model-parallel-size 2", "llama"),
+    (1, "", "llama"), long((1, "", "gpt2")), (1, EXPERTS, "llama"),
+    long((2, "--tensor-model-parallel-size 2", "llama")), (2, "--pipeline-model-parallel-size 2", "llama"),
 ])  # fmt: skip
 def test_requests_with_own_settings_get_the_bits_that_they_get_alone(size, flags, shape):
     for done, expected, (free, total) in run_world(

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from tests.helpers.engines import LIMIT, NEVER, make_requests, settings_of
 from tests.helpers.programs import metrics, rl_argv, samples, timeless, train
+from tests.helpers.tiers import long
 from tests.helpers.tiny_models import VOCAB, build_stages
 from tests.helpers.worlds import SAFETY, run_world
 
@@ -76,7 +77,7 @@ def assert_same(found: dict, expected: dict):
 
 
 @pytest.mark.parametrize("size, flags, unit, caching", [
-    (2, "", 1, False), (2, "--tensor-model-parallel-size 2", 1, False),
+    long((2, "", 1, False)), long((2, "--tensor-model-parallel-size 2", 1, False)),
     (4, "--pipeline-model-parallel-size 2", 3, True), (2, f"{EXPERTS} --expert-model-parallel-size 2", 4, False),
 ], ids=["two replicas", "one of two ranks", "two of two, by groups", "sharing experts"])  # fmt: skip
 def test_dispatch_over_replicas_does_not_change_the_responses(size, flags, unit, caching):

@@ -129,6 +129,7 @@ def path(tmp_path_factory) -> str:
     return str(file)
 
 
+@pytest.mark.long
 def test_memory_of_a_rank_does_not_grow_with_the_world(path):
     found = {size: run_world(held, 1, path, size)[0] for size in (1, 4, 16)}
     print("bytes of a rank:", found)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.engines import NEVER, make_requests, settings_of
+from tests.helpers.tiers import by_default
 from tests.helpers.tiny_models import VOCAB, build_stages, one_microbatch
 from tests.helpers.worlds import run_world
 
@@ -89,7 +90,7 @@ def generated(rank, flags: str):
     return engine.layers
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", by_default(LAYOUTS, ("1", "tp2-sp", "pp2, a stage without experts")))
 def test_routes_are_those_of_the_training_forward(layout):
     size, flags = LAYOUTS[layout]
     layers = run_world(generated, size, flags)

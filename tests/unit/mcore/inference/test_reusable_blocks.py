@@ -7,6 +7,7 @@ import torch
 
 from tests.helpers.engine_turns import BLOCK, engine_of, make_episodes, play
 from tests.helpers.engines import NEVER, make_requests, settings_of
+from tests.helpers.tiers import long
 from tests.helpers.tiny_models import build, build_stages
 from tests.helpers.worlds import run_world
 
@@ -48,16 +49,16 @@ def assert_same(ours, theirs):
 
 @pytest.mark.parametrize(("ranks", "case"), [
     (1, {}),
-    (1, {"end": NEVER}),
+    long((1, {"end": NEVER})),
     (1, {"shape": "latent"}),
     (1, {"flags": WINDOW, "end": NEVER}),
-    (1, {"flags": EXPERTS, "routes": True}),
-    (2, {"flags": TP2}),
+    long((1, {"flags": EXPERTS, "routes": True})),
+    long((2, {"flags": TP2})),
     (2, {"flags": f"{EXPERTS} {TP2} {SP}", "routes": True}),
-    (2, {"flags": f"{EXPERTS} {PP2}", "routes": True}),
-    (2, {"flags": f"{EXPERTS} {EP2}", "routes": True}),
-    (4, {"flags": f"{EXPERTS} {TP2} {EP2} {SP}", "routes": True}),
-    (1, {"speculative": True}),
+    long((2, {"flags": f"{EXPERTS} {PP2}", "routes": True})),
+    long((2, {"flags": f"{EXPERTS} {EP2}", "routes": True})),
+    long((4, {"flags": f"{EXPERTS} {TP2} {EP2} {SP}", "routes": True})),
+    long((1, {"speculative": True})),
     (1, {"speculative": True, "flags": EXPERTS, "routes": True, "sampling": {"temperature": 0.2}}),
     (1, {"episodes": {"late": True}, "max_requests": 4}),
 ], ids=str)  # fmt: skip
@@ -74,9 +75,9 @@ def test_turns_read_only_what_is_new(ranks, case):
 @pytest.mark.parametrize(("ranks", "case"), [
     (1, CHUNKS),
     (1, {"episodes": {"siblings": 5, "late": True}}),
-    (1, {"episodes": {"siblings": 5}, "sampling": {"temperature": 0.2}, "speculative": True}),
+    long((1, {"episodes": {"siblings": 5}, "sampling": {"temperature": 0.2}, "speculative": True})),
     (1, {"episodes": {"siblings": 5}, "sampling": {"greedy": True}, "flags": EXPERTS, "routes": True, **CHUNKS}),
-    (2, {"episodes": {"siblings": 5}, "flags": f"{TP2} {SP}", "max_requests": 6}),
+    long((2, {"episodes": {"siblings": 5}, "flags": f"{TP2} {SP}", "max_requests": 6})),
 ], ids=str)  # fmt: skip
 def test_episodes_that_begin_or_go_on_alike(ranks, case):
     for (plain, without), (found, counts), _, _ in run_world(functools.partial(with_and_without, **case), ranks):
@@ -86,10 +87,10 @@ def test_episodes_that_begin_or_go_on_alike(ranks, case):
 
 
 @pytest.mark.parametrize("case", [
-    SMALL, {**TINY, "max_requests": 4}, {**TINY, "episodes": {"late": True}},
-    {**SMALL, "flags": EXPERTS, "routes": True, "episodes": {"siblings": 5}},
-    {**SMALL, "speculative": True, "episodes": {"siblings": 5}, "sampling": {"temperature": 0.2}},
-    {"shape": "latent", "buffer_gb": 0.0001}, {**SMALL, **CHUNKS, "step_tokens": 64},
+    SMALL, long({**TINY, "max_requests": 4}), {**TINY, "episodes": {"late": True}},
+    long({**SMALL, "flags": EXPERTS, "routes": True, "episodes": {"siblings": 5}}),
+    long({**SMALL, "speculative": True, "episodes": {"siblings": 5}, "sampling": {"temperature": 0.2}}),
+    long({"shape": "latent", "buffer_gb": 0.0001}), long({**SMALL, **CHUNKS, "step_tokens": 64}),
     {**SMALL, **CHUNKS, "step_tokens": 64, "flags": EXPERTS, "routes": True, "episodes": {"late": True}},
 ], ids=str)  # fmt: skip
 def test_a_full_cache_changes_no_bit(case):
@@ -131,8 +132,8 @@ def contents(rank, flags, shape, routes, **settings):
 
 @pytest.mark.parametrize(("ranks", "flags", "shape", "routes", "settings"), [
     (1, "", "llama", False, {}), (1, "", "latent", False, {}), (1, WINDOW, "llama", False, {}),
-    (1, EXPERTS, "llama", True, {}), (1, "", "llama", False, {"speculative": True}), (2, TP2, "llama", False, {}),
-    (1, EXPERTS, "llama", True, {"speculative": True}),
+    (1, EXPERTS, "llama", True, {}), (1, "", "llama", False, {"speculative": True}), long((2, TP2, "llama", False, {})),
+    long((1, EXPERTS, "llama", True, {"speculative": True})),
 ])  # fmt: skip
 def test_decoded_blocks_hold_what_a_prefill_computes(ranks, flags, shape, routes, settings):
     work = functools.partial(contents, flags=flags, shape=shape, routes=routes, **settings)
@@ -164,7 +165,8 @@ def overtaken(rank, **settings):
 
 
 @pytest.mark.parametrize("settings", [
-    {}, {"max_requests": 6}, CHUNKS, {**CHUNKS, "step_tokens": 13}, {**CHUNKS, **SMALL}, {"speculative": True}, TINY,
+    {}, {"max_requests": 6}, long(CHUNKS), {**CHUNKS, "step_tokens": 13}, long({**CHUNKS, **SMALL}),
+    long({"speculative": True}), long(TINY),
 ], ids=str)  # fmt: skip
 def test_prompts_that_others_are_writing(settings):
     (plain, without), (found, counts) = run_world(functools.partial(overtaken, **settings), 1)[0]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.helpers.engines import NEVER, make_requests, settings_of
+from tests.helpers.tiers import long
 from tests.helpers.tiny_models import VOCAB, build
 from tests.helpers.worlds import run_world
 
@@ -85,21 +86,21 @@ def with_and_without(rank, flags="", shape="llama", end=NEVER, sampling=None, co
 
 @pytest.mark.parametrize(("ranks", "case"), [
     (1, {}),
-    (1, {"end": (3, 5, 11)}),
+    long((1, {"end": (3, 5, 11)})),
     (1, {"end": (3,), "max_requests": 4, "sampling": {"temperature": 0.7, "top_k": 5}}),
-    (1, {"end": (3,), "buffer_gb": 0.0001, "max_requests": 6}),
-    (1, {"shape": "gpt2", "sampling": {"greedy": True}}),
-    (1, {"siblings": 5, "sampling": {"greedy": True}, "end": (3,)}),
-    (1, {"siblings": 5, "sampling": {"temperature": 0.2}, "end": (3, 5)}),
+    long((1, {"end": (3,), "buffer_gb": 0.0001, "max_requests": 6})),
+    long((1, {"shape": "gpt2", "sampling": {"greedy": True}})),
+    long((1, {"siblings": 5, "sampling": {"greedy": True}, "end": (3,)})),
+    long((1, {"siblings": 5, "sampling": {"temperature": 0.2}, "end": (3, 5)})),
     (1, {"siblings": 4, "sampling": {"temperature": 0.2}, "buffer_gb": 0.0001, "max_requests": 6, "end": (3,)}),
-    (1, {"siblings": 4, "sampling": {"temperature": 0.3}, "shape": "latent", "end": (3,)}),
+    long((1, {"siblings": 4, "sampling": {"temperature": 0.3}, "shape": "latent", "end": (3,)})),
     (1, {"siblings": 4, "sampling": {"temperature": 0.2}, "flags": EXPERTS, "end": (3,), "routes": True}),
-    (2, {"siblings": 4, "sampling": {"temperature": 0.2}, "flags": "--tensor-model-parallel-size 2"}),
+    long((2, {"siblings": 4, "sampling": {"temperature": 0.2}, "flags": "--tensor-model-parallel-size 2"})),
     (1, {"flags": WINDOW, "end": (3,)}),
-    (1, {"shape": "latent", "end": (3,)}),
+    long((1, {"shape": "latent", "end": (3,)})),
     (1, {"flags": "--final-logit-softcapping 3"}),
-    (1, {"flags": EXPERTS, "end": (3,), "routes": True}),
-    (2, {"flags": "--tensor-model-parallel-size 2", "end": (3,)}),
+    long((1, {"flags": EXPERTS, "end": (3,), "routes": True})),
+    long((2, {"flags": "--tensor-model-parallel-size 2", "end": (3,)})),
     (2, {"flags": "--tensor-model-parallel-size 2 --sequence-parallel", "end": (3,), "count": 5}),
 ], ids=str)  # fmt: skip
 def test_drafts_change_no_bit(ranks, case):

@@ -26,11 +26,13 @@ def printed(what: str, tmp_path):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 def test_every_kernel_compiles_for_an_h100(tmp_path):
     for size, shared in printed("sizes", tmp_path):
         assert size > 0 and shared <= 227 * 1024  # bytes of shared memory that a block may use
 
 
+@pytest.mark.long
 def test_kernels_of_rollout_and_training_add_in_the_same_order(tmp_path):
     """Attention by pages of a cache and by rows, whatever is aligned; log-probs of drawn and of known tokens."""
     attention, rows = printed("orders", tmp_path)

@@ -246,6 +246,7 @@ def test_padded_columns_have_probability_zero():
     assert policy.logprobs(torch.tensor([0, 1])).tolist() == pytest.approx([-math.log(2)] * 2)
 
 
+@pytest.mark.long
 def test_peak_memory_is_at_most_a_tenth_of_the_naive_computations(tmp_path):
     tokens, vocab, hidden = 2048, 32_000, 64
     sizes = ["--tokens", str(tokens), "--vocab", str(vocab), "--hidden", str(hidden)]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.helpers.programs import metrics, rl_argv, samples, timeless, train
+from tests.helpers.tiers import long
 from tests.helpers.trainable_models import DISTRIBUTED, MOE, TP2, critic_model
 from tests.helpers.worlds import run_world
 
@@ -91,7 +92,7 @@ def run_with_shared_cache(folder: Path, monkeypatch, size: int, flags: str) -> l
 
 
 @pytest.mark.parametrize("size, flags", [
-    (1, "--bf16 --offload"), (2, f"{TP2} {DISTRIBUTED} --overlap-grad-reduce --rollout-prefix-caching"),
+    (1, "--bf16 --offload"), long((2, f"{TP2} {DISTRIBUTED} --overlap-grad-reduce --rollout-prefix-caching")),
 ])  # fmt: skip
 def test_a_run_is_the_same_with_the_cache_in_gradients(size, flags, tmp_path, monkeypatch):
     flags += " --train-iters 2 --reward tests.helpers.programs:graded_reward"

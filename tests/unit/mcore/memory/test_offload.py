@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from tests.helpers.checkpoints import save_state
 from tests.helpers.programs import metrics, rl_argv, samples, timeless, train
+from tests.helpers.tiers import long
 from tests.helpers.trainable_models import DISTRIBUTED, MOE, TP2, critic_model
 from tests.helpers.updates import batch_of, forward_of, split_microbatches
 from tests.helpers.worlds import run_world
@@ -94,7 +95,7 @@ def steps_with_offload(rank: int, flags: str, folder: Path):
 
 
 @pytest.mark.parametrize("size, flags", [
-    (1, MOE), (2, f"--bf16 {DISTRIBUTED} {MOE} {BIAS}"),
+    (1, MOE), long((2, f"--bf16 {DISTRIBUTED} {MOE} {BIAS}")),
 ])  # fmt: skip
 def test_moves_to_host_and_back_are_exact_and_free_device_memory(size, flags, tmp_path):
     for held, copies in run_world(steps_with_offload, size, flags, tmp_path / "checkpoint"):
@@ -138,7 +139,7 @@ def test_the_host_holds_the_payload_once():
     assert 0.9 * payload < found["host_away_bytes"] < 1.1 * payload  # no device memory is left
 
 
-@pytest.mark.parametrize("size, flags, resumes", [(1, "--bf16", True), (2, f"{TP2} {DISTRIBUTED}", False)])
+@pytest.mark.parametrize("size, flags, resumes", [(1, "--bf16", True), long((2, f"{TP2} {DISTRIBUTED}", False))])
 def test_a_run_is_the_same_with_offload_of_every_role(size, flags, resumes, tmp_path):
     flags += " --lr-decay-iters 3 --reward tests.helpers.programs:graded_reward"
     train("rl", rl_argv(tmp_path / "kept", f"{flags} --train-iters 2"), size)

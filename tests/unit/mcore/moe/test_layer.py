@@ -102,6 +102,7 @@ def test_a_token_does_not_depend_on_the_others(topk):
     assert all(run_world(rows_alone, 1, f"--moe-router-topk {topk} --moe-router-pre-softmax {SHARED}")[0])
 
 
+@pytest.mark.long
 def test_nor_where_blas_sums_by_the_number_of_rows():
     """MKL's kernels for any processor do, and so do those for some: rollout and training then had other gates."""
     from megarl.mcore.kernels.linear import HAS_INNER_PRODUCT

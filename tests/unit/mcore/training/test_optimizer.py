@@ -13,6 +13,7 @@ from tests.helpers.gradient_accumulation import (
     microbatches_of,
     wrapped_model,
 )
+from tests.helpers.tiers import by_default, long
 from tests.helpers.tiny_models import (
     VOCAB,
     build,
@@ -60,8 +61,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("shape, value_head", [("llama", False), ("gpt2", False), ("llama", True)])
+@pytest.mark.parametrize("layout", by_default(LAYOUTS, ("five micro-batches", "DP2, distributed optimizer", "TP2 DP2")))
+@pytest.mark.parametrize("shape, value_head", [long(("llama", False)), ("gpt2", False), long(("llama", True))])
 def test_an_update_is_the_same_in_every_layout(layout, shape, value_head):
     gradients, norm, weights = reference_update(shape, value_head)
     size, flags, parts = LAYOUTS[layout]

@@ -6,6 +6,7 @@ import pytest
 
 from tests.helpers.episodes import END, PROMPTS, answer, content, make_requests, run_episodes
 from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 
 
@@ -53,7 +54,7 @@ def test_text_and_log_probs_do_not_depend_on_late_answers_and_concurrency(kwargs
 
 
 @pytest.mark.parametrize(("size", "flags"), [
-    (2, "--tensor-model-parallel-size 2"), (2, "--pipeline-model-parallel-size 2"), (2, ""),
+    long((2, "--tensor-model-parallel-size 2")), (2, "--pipeline-model-parallel-size 2"), long((2, "")),
     (2, "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2"),
 ], ids=str)  # fmt: skip
 def test_text_does_not_depend_on_the_layout(size, flags):
