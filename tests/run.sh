@@ -28,7 +28,7 @@ fi
 whole=true # no argument selects tests of a tier
 for argument in "$@"; do
     case $argument in
-        --durations=* | -p | durplug | -m | long | nightly) ;;
+        --durations=* | -m | long | nightly) ;;
         *) whole=false ;;
     esac
 done

@@ -68,8 +68,9 @@ def travel(folder, shape: str, route, value_head: bool = False, model: str = "ll
         stay, here, arrived = still, moved, found
 
 
-def test_a_dense_checkpoint_continues_in_other_layouts(tmp_path):
-    travel(tmp_path, DENSE, DENSE_ROUTE)
+@pytest.mark.parametrize("route", [DENSE_ROUTE[1:5:3], long(DENSE_ROUTE)], ids=["short", "long"])
+def test_a_dense_checkpoint_continues_in_other_layouts(route, tmp_path):
+    travel(tmp_path, DENSE, route)
 
 
 @pytest.mark.long

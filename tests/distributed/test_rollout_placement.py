@@ -99,9 +99,7 @@ def fresh_run_of(folder: Path, size: int, flags: str) -> Path:
     return save
 
 
-@pytest.mark.parametrize(
-    "name", by_default(OTHER_MODELS, ("virtual stages, whole rollout", "experts spread for writing alone"))
-)
+@pytest.mark.parametrize("name", by_default(OTHER_MODELS, ("virtual stages, whole rollout",)))
 def test_every_kind_of_model_reaches_the_rollout_exactly(name, folder):
     model, size, layout, allowed = OTHER_MODELS[name]
     expected, found = fresh_run_of(folder, 1, model), fresh_run_of(folder, size, f"{model} {layout} --verify-weights")

@@ -153,6 +153,7 @@ def assert_equal_to_training(found: dict, row: dict):
     assert len(names) > 2 and all(found[name] == row[name] for name in names)
 
 
+@pytest.mark.long
 def test_an_evaluation_loads_factors_in_any_layout(tmp_path):
     flags = f"{SAMPLED} {LORA} --train-iters 2 --eval-prompts {inputs()}/heldout.jsonl"
     train("rl", rl_argv(tmp_path / "run", flags))

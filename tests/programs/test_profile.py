@@ -41,6 +41,7 @@ def test_each_rank_has_a_trace_with_its_roles_phases_and_their_operators(runs):
         assert any(name.startswith("aten::") for name in inside)
 
 
+@pytest.mark.long
 def test_the_table_has_the_top_operators_of_each_phase(runs):
     text = (runs[0] / "profile" / "step_2_rank_0_actor.txt").read_text()
     blocks = {line.partition(": ")[0]: i for i, line in enumerate(text.splitlines()) if not line.startswith(" ")}

@@ -64,7 +64,8 @@ def test_backward_recomputes_with_the_same_routes(size, flags, recompute, tmp_pa
     assert rows == expected and seen["generated"] == seen["updated"]
 
 
-@pytest.mark.parametrize("flags", [long(""), "--kl-coefficient 0"], ids=["pass", "on policy"])
+@pytest.mark.long
+@pytest.mark.parametrize("flags", ["", "--kl-coefficient 0"], ids=["pass", "on policy"])
 def test_replaying_the_first_pass_changes_no_bit_of_the_only_update(flags, tmp_path):
     """With --kl-coefficient 0 no pass comes before the update: nothing is replayed and nothing changes."""
     one = f"--ppo-epochs 1 --minibatch-size 12 {flags}"

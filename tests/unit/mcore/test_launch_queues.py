@@ -55,7 +55,7 @@ CASES = {  # flags, rank, compute capability (None: no library of the driver), t
 
 
 @needs_compiler
-@pytest.mark.parametrize("case", by_default(CASES, ("another role of the rank", "a new device")))
+@pytest.mark.parametrize("case", by_default(CASES, ("another role of the rank",)))
 def test_a_program_chooses_before_it_uses_the_device(tmp_path, case):
     flags, rank, capability, given, expected = CASES[case]
     environment = stand_ins(tmp_path) | {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
@@ -84,6 +84,7 @@ def test_nothing_is_set_on_a_cpu(monkeypatch):
     assert not device.has_cuda() and launch_queues.VARIABLE not in os.environ
 
 
+@pytest.mark.long
 def test_a_cpu_stays_one_if_torch_is_to_ask_the_driver():
     program = "from megarl.mcore import device; import torch; print(device.has_cuda(), torch.cuda.is_available())"
     environment = os.environ | {device.ASK_DRIVER: "1"}

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from megarl.comm import role_mesh
 from megarl.planning import memory, traffic
+from tests.helpers.tiers import long
 from tests.helpers.tiny_models import VOCAB, parse_roles
 from tests.helpers.worlds import run_world
 
@@ -106,7 +107,9 @@ def sharded_bytes_of_rank(rank: int, flags: str, value_head: bool):
     return real, (planned.weights, planned.gradients, planned.optimizer)
 
 
-@pytest.mark.parametrize("flags, value_head", [("", False), ("", True), ("--bf16", False), (TP2, False)])
+@pytest.mark.parametrize(
+    "flags, value_head", [long(("", False)), long(("", True)), ("--bf16", False), long((TP2, False))]
+)
 def test_sharded_bytes_are_exact(flags, value_head):
     for real, planned in run_world(sharded_bytes_of_rank, 4, f"--use-torch-fsdp2 --lora-rank 4 {flags}", value_head)[
         :1

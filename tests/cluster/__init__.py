@@ -1,0 +1,1 @@
+"""Two nodes on one machine."""
