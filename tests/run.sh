@@ -18,6 +18,8 @@ cd "$ROOT"
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 # Several ranks share the cores: more threads than cores spin against each other.
 export OMP_NUM_THREADS=1
+# Compile each module once, not in every program that a test starts.
+unset PYTHONDONTWRITEBYTECODE
 
 select=()
 if ! "$PYTHON_BIN" tools/check_env.py --has-cuda; then
@@ -34,9 +36,10 @@ for argument in "$@"; do
 done
 
 status=0
+shared=$(mktemp -d)
+spent=$shared/spent
+trap 'kill "${other:-}" 2>/dev/null || true; rm -rf "$shared"' EXIT
 if $whole; then
-    shared=$(mktemp -d)
-    trap 'kill "${other:-}" 2>/dev/null || true; rm -rf "$shared"' EXIT
     mkdir "$shared/claims"
     tests=("$PYTHON_BIN" -m pytest -p no:cacheprovider "--claims=$shared/claims" "${select[@]}" "$@")
     "${tests[@]}" --from-the-end >"$shared/printed" 2>&1 &
@@ -47,7 +50,7 @@ if $whole; then
 else
     "$PYTHON_BIN" -m pytest "${select[@]}" "$@" || status=$?
 fi
-# User and system time of all processes that have ended, as 1m2.345s 0m6.789s on the second line.
-cpu=$(times | awk 'NR == 2 { for (i = 1; i <= 2; i++) { split($i, t, /[ms]/); sum += 60 * t[1] + t[2] } print int(sum) }')
+times >"$spent" # of all processes that have ended: user and system time on the second line, as 1m2.345s 0m6.789s
+cpu=$(awk 'NR == 2 { for (i = 1; i <= 2; i++) { split($i, t, /[ms]/); sum += 60 * t[1] + t[2] } print int(sum) }' "$spent")
 echo "tests/run.sh: $SECONDS s in all, $cpu s of CPU" >&2
 exit "$status"

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 from megarl.environments.protocol import BaseEnvironment, Observation, Task
-from tests.helpers.worlds import SAFETY_SECONDS
+from tests.helpers.waiting import SAFETY_SECONDS
 
 HERE = "tests.helpers.odd_environments"
 MEETING = 8

@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tests.helpers.waiting import SAFETY_SECONDS, wait_until
+
 PR_SET_PDEATHSIG = 1
-# When to give up what should have ended: so late that no slow or busy machine gets there. For all tests.
-SAFETY_SECONDS = 600.0
 SAFETY = timedelta(seconds=SAFETY_SECONDS)
 # What programs import only where they need it.
 LATE_IMPORTS = (
@@ -35,16 +35,6 @@ LATE_IMPORTS = (
 
 class RankFailed(AssertionError):
     """A rank raised, died or did not answer in time; the message names the rank and says where."""
-
-
-def wait_until(condition) -> bool:
-    """Looks again and again until `condition()` holds; False when it still does not after SAFETY_SECONDS."""
-    deadline = time.monotonic() + SAFETY_SECONDS
-    while not condition():
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def run_world(function, size: int, *args, timeout: float = SAFETY_SECONDS) -> list:

@@ -118,6 +118,7 @@ def test_a_dry_run_prints_the_command_and_the_plan_of_64_nodes(tmp_path):
     assert not save.exists()
 
 
+@pytest.mark.long
 def test_a_dry_run_checks_flags():
     done = launch(["train_sft", "--lr-rate", "1"], DRY_RUN="1")
     assert done.returncode == 2 and "--lr-rate: unknown flag" in done.stderr

@@ -243,6 +243,7 @@ adam.zero_grad()
 print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules} | {'torch._dynamo'} & sys.modules.keys())))"""
 
 
+@pytest.mark.nightly
 def test_programs_import_optional_packages_lazily():
     """Nor does an optimizer import torch's compiler."""
     done = subprocess.run([sys.executable, "-c", LIST], env=environment(), capture_output=True, text=True, check=True)

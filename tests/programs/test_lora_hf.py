@@ -13,6 +13,7 @@ from tests.helpers.evaluation import run_evaluate
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.lora_models import stored_tensors
 from tests.helpers.programs import metrics, timeless_rows, train, write_lines
+from tests.helpers.tiers import by_default
 from tests.helpers.worlds import run_world
 
 RL = (
@@ -38,7 +39,7 @@ def argv(data, case: str, save, flags: str = "") -> list[str]:
     return [*RL.split(), *files, *flags.split()]
 
 
-@pytest.fixture(scope="module", params=["llama3", "qwen3_moe"])
+@pytest.fixture(scope="module", params=by_default(["llama3", "qwen3_moe"], ["qwen3_moe"]))
 def run(request, data, tmp_path_factory):
     """(case, run folder of two steps)."""
     save = tmp_path_factory.mktemp("runs") / request.param

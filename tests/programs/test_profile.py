@@ -51,6 +51,7 @@ def test_the_table_has_the_top_operators_of_each_phase(runs):
     assert float(lines[2].split()[0]) >= float(lines[3].split()[0]) >= 0
 
 
+@pytest.mark.long
 def test_a_profile_changes_no_number(runs):
     profiled, plain = map(metrics, runs)
     assert {step: timeless(row) for step, row in profiled.items()} == {s: timeless(row) for s, row in plain.items()}

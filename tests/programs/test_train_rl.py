@@ -303,7 +303,7 @@ def test_the_actor_is_unchanged_while_the_critic_warms_up(tmp_path):
     assert all("critic/loss" in rows[step] and "rollout/logprob_gap_max" in rows[step] for step in (1, 2, 3))
 
 
-@pytest.mark.parametrize("size, layout", [long((1, "")), (2, "--use-distributed-optimizer")])
+@pytest.mark.parametrize("size, layout", [(1, ""), long((2, "--use-distributed-optimizer"))])
 def test_a_run_saved_during_critic_warmup_resumes_exactly(size, layout, tmp_path):
     flags = f"--critic-warmup-steps 2 --train-iters 3 {GRADED} {layout}"
     train("rl", rl_argv(tmp_path / "whole", f"{flags} --save-interval 1"), size)

@@ -197,7 +197,7 @@ def test_the_mask_of_a_conversation(tmp_path):
     assert [m for t, m in zip(tokens, mask, strict=True) if t == tokenizer.eos_id] == [True, True]
 
 
-@pytest.mark.parametrize("size, layout", [long((1, "")), (2, "--use-distributed-optimizer")])
+@pytest.mark.parametrize("size, layout", [(1, ""), long((2, "--use-distributed-optimizer"))])
 def test_a_run_resumes_exactly(size, layout, tmp_path):
     flags = f"--lr-decay-iters 6 --weight-decay 0.1 {layout}"
     train("sft", sft_argv(tmp_path / "whole", f"--train-iters 6 {flags}"), size)

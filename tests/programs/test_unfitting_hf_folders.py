@@ -10,7 +10,6 @@ from tests.helpers import hf_folders
 from tests.helpers.forked_programs import check, error_line, refusal
 from tests.helpers.hf_damage import SINGLE, argv, line_of, smaller_vocabulary
 from tests.helpers.programs import environment
-from tests.helpers.tiers import long
 from tests.helpers.worlds import SAFETY_SECONDS
 
 PPO = "--critic-lr 1e-3 --kl-coefficient 0.05"
@@ -173,11 +172,12 @@ def test_what_contradicts_is_a_flag_of_megatron():
 # -- as users do -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("program, case, flags, needle", [
     ("rl", "llama_reward", GRPO, POLICY),
-    long(("sft", "file", "", "no such folder")),
-    long(("reward", "llama2", "--num-layers 5", "describes 3")),
-    long(("evaluate", "qwen2", "--rotary-percent 0.5", "describes 1.0")),
+    ("sft", "file", "", "no such folder"),
+    ("reward", "llama2", "--num-layers 5", "describes 3"),
+    ("evaluate", "qwen2", "--rotary-percent 0.5", "describes 1.0"),
 ])  # fmt: skip
 def test_the_programs_themselves(program, case, flags, needle, folders, tmp_path):
     command = [sys.executable, "-m", f"megarl.{MODULES[program]}", *argv(tmp_path, folders / case, program, flags)]

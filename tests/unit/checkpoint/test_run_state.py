@@ -9,7 +9,6 @@ import torch
 from megarl.errors import UsageError
 from tests.helpers.checkpoints import saved
 from tests.helpers.programs import inputs, program, rl_argv, sft_argv
-from tests.helpers.tiers import long
 from tests.helpers.tiny_models import whole_tensor
 from tests.helpers.worlds import SAFETY, run_world
 
@@ -115,7 +114,8 @@ def test_the_restored_state_continues_training_exactly(tmp_path):
     assert_equal(part["after"]["actor"], whole)
 
 
-@pytest.mark.parametrize("size, flags", [long((2, DISTRIBUTED)), (1, DISTRIBUTED), long((4, f"{DISTRIBUTED} {TP2}"))])
+@pytest.mark.long
+@pytest.mark.parametrize("size, flags", [(2, DISTRIBUTED), (1, DISTRIBUTED), (4, f"{DISTRIBUTED} {TP2}")])
 def test_a_distributed_optimizer_resumes_in_any_layout(size, flags, tmp_path):
     whole = run_world(save, 2, sft(tmp_path / "a", DISTRIBUTED, 2), tmp_path / "a", 5)[0]["after"]["actor"]
     run_world(save, 2, sft(tmp_path / "b", DISTRIBUTED, 2), tmp_path / "b", 3)

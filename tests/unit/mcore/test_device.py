@@ -110,6 +110,7 @@ def test_factories_keep_other_devices_and_arguments():
     assert made.dtype == torch.float64 and made.requires_grad and made.tolist() == [3.0, 3.0]
 
 
+@pytest.mark.long
 def test_a_device_as_context_manager_still_chooses_the_device():
     """Transformers builds a model on the meta device before it reads the weights."""
     code = "import megarl.mcore, torch\nwith torch.device('meta'): print(torch.arange(3).device, torch.empty(2).device)"

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megarl.comm import role_mesh
 from megarl.planning import activations, memory, parameters
+from tests.helpers.tiers import by_default, long
 from tests.helpers.tiny_models import VOCAB, parse_roles, ragged_tokens
 from tests.helpers.worlds import run_world
 
@@ -87,7 +88,7 @@ def check_weights(args, pg_collection, stages, value_head: bool, rank: int, rank
     return sum(p[0] for p in parts), sum(p[1] for p in parts), int(states[rank % each * len(states) // each])
 
 
-@pytest.mark.parametrize("flags, shape, value_head, ranks", MODELS)
+@pytest.mark.parametrize("flags, shape, value_head, ranks", by_default(MODELS, MODELS[3::3]))
 def test_weights_gradients_and_states_are_exact_on_every_rank(flags, shape, value_head, ranks):
     from megarl.mcore.parallel import fake_world
 
@@ -234,7 +235,7 @@ PAIR = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks, cases", [(1, ALONE), (2, PAIR)])
+@pytest.mark.parametrize("ranks, cases", [(1, ALONE), long((2, PAIR))])
 def test_a_real_update_uses_the_planned_memory(ranks, cases):
     for rank, results in enumerate(run_world(update_of_rank, ranks, cases, timeout=240)):
         for case, (exact, peak, planned) in zip(cases, results, strict=True):

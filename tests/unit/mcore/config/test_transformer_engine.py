@@ -77,6 +77,7 @@ def test_it_is_allowed_where_it_runs_and_local_stays_the_default(installed):
     assert parse_roles("", 1)["actor"].megatron.transformer_impl == "local"
 
 
+@pytest.mark.long
 def test_the_package_is_hidden_from_megatron_without_a_device():
     code = "import sys, megarl.mcore; print([sys.modules[name] for name in ('transformer_engine', 'apex')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -203,6 +203,7 @@ def after_an_update(rank):
             parameter.div_(1.1)
     assert [p.data_ptr() for p in model.parameters()] == places
     assert engine.model is model
+    gc.collect()  # models of earlier tests
     assert sum(type(thing) is type(model) for thing in gc.get_objects()) == 1  # no copy anywhere
     return before, texts(changed), gap
 

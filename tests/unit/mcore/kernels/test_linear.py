@@ -117,7 +117,8 @@ def of_layer(function, inputs, grad, kind: str) -> list:
 
 def parallel_layers(rank):
     """Of each kind of parallel layer, trained and frozen: results of Megatron's function, of megarl's, in rollout."""
-    parallel_state._set_global_memory_buffer()
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # forked ranks inherit that of the test process
+        parallel_state._set_global_memory_buffer()
     found = []
     for kind in ("column", "sequence", "row"):
         for frozen in (False, True):

@@ -19,7 +19,6 @@ from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.algorithms.rollout_correction import LEVELS
 from tests.helpers.programs import CRITIC, RL, SHAPE, program
-from tests.helpers.tiers import long
 from tests.helpers.tiny_models import VOCAB, join_actor
 from tests.helpers.worlds import run_world
 
@@ -179,6 +178,7 @@ def test_no_pass_of_a_micro_batch_reads_the_device():
     assert caught == list(SPOILS)  # whatever waits for the device is seen
 
 
-@pytest.mark.parametrize("flags", [f"{TP2} --sequence-parallel", long(CP2)])
+@pytest.mark.long
+@pytest.mark.parametrize("flags", [f"{TP2} --sequence-parallel", CP2])
 def test_no_pass_of_a_parallel_replica_reads_the_device(flags):
     assert run_world(run, 2, flags, 1, {}) == [(2 * 5, [])] * 2
