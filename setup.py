@@ -98,6 +98,7 @@ REPOSITORY_TOOLS = (
     "curves",
     "docs_hooks",
     "make_reference",
+    "planted_faults",
     "record_runs",
     "rlhf_report",
     "smollm2_folder",

@@ -25,7 +25,7 @@ from tests.helpers.programs import (
     timeless_rows,
     train,
 )
-from tests.helpers.tiers import by_default, long
+from tests.helpers.tiers import by_default
 from tests.helpers.worlds import SAFETY, RankFailed, run_world
 
 TP2, PP2 = ("-tensor-model-parallel-size 2", "-pipeline-model-parallel-size 2")
@@ -121,6 +121,7 @@ def test_weight_sync_bytes_are_counted(name, moved, folder):
         assert parameters * 4 <= sent <= largest if moved else sent == 0
 
 
+@pytest.mark.long
 def test_a_run_resumes_with_another_rollout_placement(folder, tmp_path):
     flags = f"--train-iters 4 --lr-decay-iters 4 --save-interval 2 {GRADED}"
     train("rl", rl_argv(folder / "whole", flags))
@@ -157,7 +158,8 @@ def test_verification_finds_a_damaged_weight_sync(tmp_path):
         run_world(spoilt, 3, program("rl", rl_argv(tmp_path / "verified", f"{layout} --verify-weights"), 3))
 
 
-@pytest.mark.parametrize("layout", [long(""), "--role-map actor=0-2;critic=1-3;reward=3;reference=2-3;rollout=0-3"])
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["", "--role-map actor=0-2;critic=1-3;reward=3;reference=2-3;rollout=0-3"])
 def test_replicas_without_sequences(layout, folder, tmp_path):
     """One prompt on four replicas: most generate nothing, and half of them have no training data."""
     flags = f"--train-iters 2 --prompts-per-step 1 --minibatch-size 1 --lr 1e-4 --critic-lr 1e-3 {GRADED}"

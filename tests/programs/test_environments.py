@@ -173,7 +173,7 @@ def test_an_environment_that_breaks_in_each_turn_changes_nothing(how, tmp_path):
 @pytest.mark.parametrize("flags", [
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --router-replay rollout",
     "--group-filter reward --dynamic-sampling --credit turns", long("--speculative-rollout"),
-    "--advantage gae --critic-lr 1e-3 --gamma 0.9", long("--advantage remax --greedy-baseline"),
+    long("--advantage gae --critic-lr 1e-3 --gamma 0.9"), long("--advantage remax --greedy-baseline"),
 ], ids=str)  # fmt: skip
 def test_other_features_go_with_environments_and_late_answers_change_nothing(flags, tmp_path):
     """Also with the cache between turns, whose blocks keep the routes of their tokens."""

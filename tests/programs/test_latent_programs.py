@@ -47,6 +47,7 @@ def check_first(first: dict):
     assert abs(first["kl/reference"]) <= largest_gap_allowed() and first["actor/grad_norm"] > 0
 
 
+@pytest.mark.long
 def test_rollout_and_training_agree_exactly(run):
     check_first(metrics(run)[1])
     assert metrics(run)[2]["rollout/logprob_gap_max"] <= largest_gap_allowed()

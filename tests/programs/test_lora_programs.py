@@ -271,6 +271,7 @@ def test_16_bits_learn_with_a_rollout_in_its_own_layout(tmp_path):
     assert rows[-1]["reward/mean"] > rows[0]["reward/mean"] + 0.3
 
 
+@pytest.mark.long
 def test_recomputation_changes_nothing(run, tmp_path):
     recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     train("rl", rl_argv(tmp_path, f"{GRADED} {LORA} {STEPS} {recompute}"))

@@ -47,10 +47,13 @@ METRICS = [
 # -- as users run it ---------------------------------------------------------------------------------------------
 
 
-def test_end_to_end_on_four_ranks_through_torchrun(tmp_path):
+@pytest.mark.parametrize("ranks, roles", [
+    (2, "--role-map actor=0;critic=1;reward=1;reference=1"), long((4, DISJOINT)),
+])  # fmt: skip
+def test_end_to_end_through_torchrun(ranks, roles, tmp_path):
     save = tmp_path / "run"
     held_out = f"--eval-prompts {inputs()}/heldout.jsonl --eval-interval 2"
-    done = torchrun("megarl.train_rl", rl_argv(save, f"{DISJOINT} --train-iters 3 {held_out}"), 4)
+    done = torchrun("megarl.train_rl", rl_argv(save, f"{roles} --train-iters 3 {held_out}"), ranks)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr and "Traceback" not in done.stderr, done.stderr
     kernels, *lines = done.stdout.splitlines()
@@ -63,7 +66,9 @@ def test_end_to_end_on_four_ranks_through_torchrun(tmp_path):
         assert (save / name).stat().st_size > 0, name
     assert list((save / "tensorboard").glob("events*"))
     assert (save / "checkpoints" / "latest").read_text().strip() == "step_00000003"
-    assert {event["tid"] for event in json.loads((save / "timeline.json").read_text())["traceEvents"]} >= {0, 1, 2, 3}
+    assert {event["tid"] for event in json.loads((save / "timeline.json").read_text())["traceEvents"]} >= {
+        *range(ranks)
+    }
     check_rows(metrics(save))
     check_samples(save)
     check_tokens(save)
@@ -145,7 +150,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", by_default(LAYOUTS, ("colocated on 2, CP2", "overlapping on 3")))
+@pytest.mark.parametrize("layout", by_default(LAYOUTS, ("colocated on 2, CP2", "disjoint on 4")))
 def test_placement_does_not_change_the_run(layout, folder):
     expected, found = run_of(folder), run_of(folder, *LAYOUTS[layout])
     assert samples(found, 1) == samples(expected, 1)

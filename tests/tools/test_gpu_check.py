@@ -80,6 +80,7 @@ def test_the_ppo_stage_compares_deterministic_runs(monkeypatch, capsys):
     assert rows[-1] == {"deterministic_runs_equal": True}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["varlen", "sampling", "swiglu", "experts"])
 def test_checks_of_kernels_run(name, monkeypatch, capsys):
     """On a CPU, with Triton's interpreter, and with a stand-in for flash attention."""

@@ -15,6 +15,7 @@ from megarl.errors import UsageError
 from megarl.mcore.weights import planned_save
 from tests.helpers.checkpoints import saved
 from tests.helpers.programs import in_world, metrics, program, sft_argv, train
+from tests.helpers.tiers import long
 from tests.helpers.worlds import SAFETY, SAFETY_SECONDS, run_world
 
 TP2 = "--tensor-model-parallel-size 2"
@@ -79,7 +80,7 @@ def saved_both_ways(rank: int, config, run: Path):
     writer.wait()  # nothing is pending
 
 
-@pytest.mark.parametrize("flags", ["", "--use-distributed-optimizer", TP2, "--bf16"])
+@pytest.mark.parametrize("flags", [long(""), long("--use-distributed-optimizer"), TP2, long("--bf16")])
 def test_an_asynchronous_save_has_the_bytes_of_a_synchronous_one(flags, tmp_path):
     run_world(saved_both_ways, 2, parsed(tmp_path, 2, flags), tmp_path)
     first, second = (folders.find(str(tmp_path / name), "--load") for name in ("sync", "async"))
@@ -153,7 +154,7 @@ def read_only(*_):
     raise OSError(errno.EROFS, os.strerror(errno.EROFS), "checkpoints")
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [long(False), True])
 @pytest.mark.parametrize("fails, reason", [
     ("size", "rank 1: OSError: [Errno 27] File too large"),
     ("read-only", "OSError: [Errno 30] Read-only file system: 'checkpoints'"),

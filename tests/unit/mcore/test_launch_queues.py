@@ -10,7 +10,6 @@ import pytest
 
 from megarl.mcore import device, launch_queues
 from tests.cuda_walk.start import ROOT, compiler, needs_compiler, stand_ins
-from tests.helpers.tiers import by_default
 
 SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-prompt-length 5 --max-response-length 6"
 ROLES = "--role-map actor=0-1;critic=2-3;reward=2-3;reference=2-3"
@@ -54,8 +53,9 @@ CASES = {  # flags, rank, compute capability (None: no library of the driver), t
 }
 
 
+@pytest.mark.long
 @needs_compiler
-@pytest.mark.parametrize("case", by_default(CASES, ("another role of the rank",)))
+@pytest.mark.parametrize("case", CASES)
 def test_a_program_chooses_before_it_uses_the_device(tmp_path, case):
     flags, rank, capability, given, expected = CASES[case]
     environment = stand_ins(tmp_path) | {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}

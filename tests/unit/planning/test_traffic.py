@@ -20,6 +20,7 @@ from megarl.roles.reference import Reference
 from megarl.roles.reward import Reward
 from megarl.router_replay.route_exchange import RouteExchange
 from megarl.trainers.rl_trainer import RLTrainer
+from tests.helpers.tiers import long
 from tests.helpers.tiny_models import LENGTHS as WRITTEN
 from tests.helpers.tiny_models import SHAPES, VOCAB, join_actor, parse_roles, ragged_tokens
 from tests.helpers.worlds import run_world
@@ -102,7 +103,7 @@ def sent_by_rank(rank: int, layouts: list[str], shape: str) -> list[tuple[float,
     return found
 
 
-@pytest.mark.parametrize("shape, layouts", [("llama", LAYOUTS), ("latent", LATENT)], ids=["llama", "latent"])
+@pytest.mark.parametrize("shape, layouts", [("llama", LAYOUTS), long(("latent", LATENT))], ids=["llama", "latent"])
 def test_a_real_update_sends_the_planned_bytes(shape, layouts):
     """Within 5 %: statistics of the head, shapes between stages and gradient norms are not in the plan."""
     ranks = run_world(sent_by_rank, 2, layouts, shape, timeout=120)

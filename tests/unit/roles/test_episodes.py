@@ -9,6 +9,7 @@ from megarl.observe.timers import Timers
 from tests.helpers.episode_batches import COUNT, FAILED, FLAGS, SAMPLES, episodes
 from tests.helpers.programs import program, rl_argv
 from tests.helpers.role_stubs import PLAIN, LocalStepBatch, role_of
+from tests.helpers.tiers import long
 from tests.helpers.worlds import SAFETY, run_world
 
 ALL = tuple(range(COUNT))
@@ -84,7 +85,7 @@ def test_a_critic_learns_what_each_turn_still_earns(tmp_path):
 
 
 @pytest.mark.parametrize("flags", [
-    TURN_CREDIT, f"{TURN_CREDIT} --kl-coefficient 0.3", "--advantage rloo", "--advantage grpo",
+    TURN_CREDIT, long(f"{TURN_CREDIT} --kl-coefficient 0.3"), "--advantage rloo", "--advantage grpo",
     "--advantage gae --whiten-advantages false",
 ])  # fmt: skip
 def test_advantages_have_the_same_bits_in_every_layout(flags, tmp_path):
@@ -142,7 +143,7 @@ def test_a_failed_episode_changes_nothing_of_other_groups(flags, tmp_path):
 
 
 @pytest.mark.parametrize("advantage", ["gae", "grpo", "rloo", "opo", "reinforce++", "reinforce++-baseline"])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [long(1), 2])
 def test_a_step_whose_episodes_all_failed_has_finite_numbers(advantage, size, tmp_path):
     flags = f"--advantage {advantage} --kl-controller adaptive --kl-target 0.1"
     for batch, _, metrics in compute(tmp_path, flags, size, ALL):
@@ -189,7 +190,7 @@ def test_a_failed_episode_trains_as_if_it_were_not_there(name, aggregation, tmp_
 
 
 @pytest.mark.parametrize("name", ["actor", "critic"])
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [long(1), 2])
 def test_a_step_whose_episodes_all_failed_changes_no_weight(name, size, tmp_path):
     flags = "--weight-decay 0.1 --kl-in loss --entropy-coefficient 0.05"
     for _, metrics, changed in update(tmp_path, name, flags, size, ALL):

@@ -53,7 +53,8 @@ def test_the_gradient_does_not_depend_on_the_split(split, name, tmp_path):
         assert its_numbers == pytest.approx(numbers, rel=1e-5, abs=1e-7)
 
 
-@pytest.mark.parametrize("name", ["actor", long("critic")])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["actor", "critic"])
 def test_replicas_without_sequences_change_nothing(name, tmp_path):
     """Mini-batches of one sequence: of four replicas three always run an empty micro-batch."""
     flags = "--minibatch-size 1 --ppo-epochs 2"
@@ -64,7 +65,7 @@ def test_replicas_without_sequences_change_nothing(name, tmp_path):
         assert its_numbers == pytest.approx(numbers, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("metric", ["actor/grad_norm", "actor/loss", "critic/loss"])
+@pytest.mark.parametrize("metric", ["actor/grad_norm", long("actor/loss"), long("critic/loss")])
 @pytest.mark.parametrize("size", [long(1), 2])
 def test_an_alarm_skips_updates(metric, size, tmp_path):
     name = metric.split("/")[0]

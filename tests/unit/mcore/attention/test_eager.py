@@ -9,6 +9,7 @@ from megarl.mcore.attention.backends import eager
 from megarl.mcore.attention.packing import pack_sequences
 from tests.helpers.attention_inputs import PagedRequests, exact_attention, packed_attention, random_heads, score_options
 from tests.helpers.exactness import largest_gap_allowed, sums_ignore_zeros
+from tests.helpers.tiers import by_default
 
 SINKS = torch.tensor([0.7, -1.5, 0.0, 2.0])
 KINDS = {"softcap": (0.4, None), "sinks": (None, SINKS), "both": (0.4, SINKS), "neither": (None, None)}
@@ -43,9 +44,11 @@ MIXES = {
 }
 
 
-@pytest.mark.parametrize("mix, window", list(itertools.product(MIXES, [None, 5, 530])))
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("groups", [4, 2, 1])
+ROWS = list(itertools.product(MIXES, [None, 5, 530], KINDS, [4, 2, 1]))
+CHOSEN = [row for row in ROWS if row[0] != "long" or row[2:] == ("both", 2)]
+
+
+@pytest.mark.parametrize("mix, window, kind, groups", by_default(ROWS, CHOSEN))
 def test_paged_attention_has_the_bits_of_the_training_forward(mix, window, kind, groups):
     softcap, sinks = KINDS[kind]
     requests = PagedRequests(MIXES[mix], 16, 4, groups, 4)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from tests.helpers.attention_inputs import packed_attention, random_heads
 from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 
 RAGGED = [[1], [2], [1, 1, 1], [3, 5], [7, 1, 33, 2, 5, 4], [64], [1] * 40 + [90], [17, 3, 200, 31, 8]]
@@ -74,8 +75,8 @@ def over_context_ranks(rank, lengths, dtype):
     return float((result - whole).abs().max()), apart, cut.padding
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("ranks", [2, 3, long(4)])
+@pytest.mark.parametrize("dtype", [torch.float32, long(torch.float64)], ids=str)
 def test_context_ranks_attend_as_one(ranks, dtype):
     edge = [[1], [2], [2 * ranks - 1], [2 * ranks + 1], [1, 2, 2 * ranks - 1, 2 * ranks + 1, 23]]
 

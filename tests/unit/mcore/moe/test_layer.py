@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.mcore.kernels import native
+from tests.helpers.tiers import long
 from tests.helpers.tiny_models import build
 from tests.helpers.worlds import run_world
 
@@ -67,13 +68,13 @@ def both_paths(rank, flags: str, is_compiled: bool):
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("size, flags", [
-    (1, "--moe-router-topk 2"),
+    long((1, "--moe-router-topk 2")),
     (1, f"--moe-router-topk 3 {SHARED}"),
     (1, "--moe-router-topk 1 --moe-router-pre-softmax"),
     (1, f"--moe-router-topk 2 {SELECTIVE}"),
     (2, f"--moe-router-topk 3 {EP2} {SHARED}"),
-    (2, f"--moe-router-topk 2 {TP2} {EP2} {SP}"),
-    (2, f"--moe-router-topk 2 {EP2} {SELECTIVE}"),
+    long((2, f"--moe-router-topk 2 {TP2} {EP2} {SP}")),
+    long((2, f"--moe-router-topk 2 {EP2} {SELECTIVE}")),
 ])  # fmt: skip
 def test_the_direct_path_has_the_results_of_megatrons(size, flags, is_compiled):
     """Experts without rows and with fewer than `MIN_ROWS` included; gradients are sums in another order."""

@@ -7,6 +7,7 @@ import pytest
 
 from tests.helpers import hf_folders
 from tests.helpers.hf_layouts import MOE, REWARD, SUPPORTED, build
+from tests.helpers.tiers import long
 from tests.helpers.worlds import run_world
 
 Shapes = dict[tuple[str, tuple[int, ...]], tuple[int, ...]]  # key without the layer, (layer, expert) -> shape
@@ -57,7 +58,7 @@ def both(rank: int, folders: Iterable[Path], value_head: bool) -> list[tuple[Sha
     return found
 
 
-@pytest.mark.parametrize("value_head", [False, True], ids=["language model", "scalar head"])
+@pytest.mark.parametrize("value_head", [long(False), True], ids=["language model", "scalar head"])
 def test_flags_name_the_weights_of_the_model(value_head, tmp_path):
     cases = [case for case in SUPPORTED if value_head or case not in REWARD]
     folders = [hf_folders.write_folder(case, tmp_path / case) for case in cases]
