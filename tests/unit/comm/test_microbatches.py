@@ -262,3 +262,11 @@ def test_the_assignment_depends_on_lengths_and_plan_only():
     assert torch.equal(first, load_balance.balance_by_flops(lengths.clone(), minibatches, 3, HIDDEN))
     assert not torch.equal(first, load_balance.balance_by_flops(lengths.flip(0), minibatches, 3, HIDDEN))
     assert load_balance.balance_by_flops(torch.zeros(0, dtype=torch.int64), [], 3, HIDDEN).tolist() == []
+
+
+@pytest.mark.parametrize("size", [None, 2, 4, 10, 12])
+def test_the_updates_of_a_step_are_its_minibatches(size):
+    """The learning rate's schedule counts them before the first step; the last mini-batch may be smaller."""
+    settings = Settings(prompts_per_step=5, samples_per_prompt=2, minibatch_size=size, ppo_epochs=3)
+    minibatches = [ids for epoch in range(3) for ids in mb.minibatches_of_step(settings, 10, 1, epoch)]
+    assert settings.updates_per_step == len(minibatches)

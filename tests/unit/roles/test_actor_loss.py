@@ -7,9 +7,11 @@ import math
 import pytest
 import torch
 
-from megarl.algorithms.aggregation import AGGREGATIONS
+from megarl.algorithms.aggregation import AGGREGATIONS, local_counts
 from megarl.algorithms.kl import KL_KINDS
 from megarl.algorithms.policy_losses import POLICY_LOSSES
+from megarl.mcore.model.forward_pass import TokenScores
+from megarl.roles.actor_loss import METRIC_NAMES, ActorLoss
 from tests.helpers.programs import program, rl_argv
 from tests.helpers.role_stubs import PLAIN, LocalStepBatch, experience, role_of
 from tests.helpers.tiers import by_default
@@ -109,3 +111,20 @@ def test_observations_and_prompts_count_nowhere(folder):
     for name, (metrics, logprobs) in one.items():
         assert metrics == other[name][0] and all(map(math.isfinite, metrics.values())), name
         assert all(torch.equal(row, other[name][1][number]) for number, row in logprobs.items()), name
+
+
+def test_the_loss_is_that_of_the_policy_less_an_entropy_bonus_plus_the_kl(folder):
+    parsed = program("rl", rl_argv(folder, f"{WHOLE} --kl-in loss --kl-coefficient 0.7 --kl-estimator k2"), 1)
+    batch = experience(0, 1)
+    mask, generator = batch.response_mask, torch.Generator().manual_seed(0)
+    logprobs, entropy = -torch.rand(2, len(mask), generator=generator)
+    scores = TokenScores(logprobs, -entropy)
+    value, found = ActorLoss(parsed.settings, parsed.policy_loss)(
+        scores, batch, logprobs, local_counts(mask, batch.cu_seqlens), 0.7
+    )
+    policy, bonus = -batch.advantages[mask].mean(), -entropy[mask].mean()  # of equal policies: the ratio is 1
+    kl = 0.5 * (logprobs - batch.reference_logprobs)[mask].square().mean()
+    assert float(value) == pytest.approx(float(policy - 0.05 * bonus + 0.7 * kl), rel=1e-5)
+    named = dict(zip(METRIC_NAMES, found.tolist(), strict=True))
+    assert named["actor/entropy"] == pytest.approx(float(bonus), rel=1e-5) and bonus > 0.1
+    assert named["actor/kl_loss"] == pytest.approx(float(kl), rel=1e-5) and kl > 1e-3

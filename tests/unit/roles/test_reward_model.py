@@ -147,7 +147,9 @@ def broken_scores(rank: int, folder: Path) -> str:
 
 
 def test_normalized_clipped_ensembles_resume_to_the_bit(tmp_path):
+    """Evaluations, the first of them before the first step, have no part in the running moments."""
     flags = "--reward-ensemble min --reward-normalize --reward-clip 1.0 --save-interval 1"
+    flags += f" --eval-prompts {inputs()}/heldout.jsonl --eval-interval 1"
     both = reward_model_flags(flags, "0.5*model+exact-match", "one,two").replace("--train-iters 1", "--train-iters 2")
     train("rl", rl_argv(tmp_path / "whole", both))
     train("rl", rl_argv(tmp_path / "half", f"{both} --load {tmp_path}/whole/checkpoints/step_00000001"), 2)
