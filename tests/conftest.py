@@ -33,7 +33,6 @@ def pytest_configure(config):
 
 def pytest_addoption(parser):
     parser.addoption("--claims", type=Path, help="folder in which processes that share the tests claim their files")
-    parser.addoption("--from-the-end", action="store_true", help="run the files in reverse order")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -54,14 +53,6 @@ def _is_mine(folder: Path, file: Path) -> bool:
 
 
 def pytest_collection_modifyitems(config, items):
-    """Orders the tests, and leaves out those that this machine cannot run."""
-    if config.getoption("--from-the-end"):
-        files = {item.path: number for number, item in enumerate(items)}
-        items.sort(key=lambda item: -files[item.path])
-    _leave_out_sandbox(config, items)
-
-
-def _leave_out_sandbox(config, items):
     """Leaves out the tests of the code verifier's sandbox if the machine forbids one, with a warning."""
     marked = [item for item in items if item.get_closest_marker("sandbox")]
     reason = sandbox.available() if marked else None

@@ -4,8 +4,8 @@
 #   bash tests/run.sh -m long             whole matrices: of a room that you change (add its folder), before a release
 #   bash tests/run.sh -m nightly          what proves an environment: packaging, other programs, clusters
 #   bash tests/run.sh tests/unit/comm -k exchange
-# Arguments go to pytest. A whole tier runs in two processes that claim one file after another, the first from the
-# beginning, the second from the end: most tests keep one core busy, and worlds of ranks wait much of their time.
+# Arguments go to pytest. A whole tier runs in several processes that claim one file after another, one process more than
+# there are cores (JOBS names another number), since tests wait for ranks, children and time limits.
 # Without a CUDA device the tests marked `gpu` are left out, which is printed.
 # The exit status is pytest's.
 set -euo pipefail
@@ -38,15 +38,21 @@ done
 status=0
 shared=$(mktemp -d)
 spent=$shared/spent
-trap 'kill "${other:-}" 2>/dev/null || true; rm -rf "$shared"' EXIT
+others=() # processes
+trap 'kill "${others[@]}" 2>/dev/null || true; rm -rf "$shared"' EXIT
 if $whole; then
     mkdir "$shared/claims"
     tests=("$PYTHON_BIN" -m pytest -p no:cacheprovider "--claims=$shared/claims" "${select[@]}" "$@")
-    "${tests[@]}" --from-the-end >"$shared/printed" 2>&1 &
-    other=$!
+    jobs=${JOBS:-$(($(nproc) < 8 ? $(nproc) + 1 : 8))}
+    for ((i = 1; i < jobs; i++)); do
+        "${tests[@]}" >"$shared/printed.$i" 2>&1 &
+        others+=($!)
+    done
     "${tests[@]}" || status=$?
-    wait "$other" || status=$?
-    cat "$shared/printed"
+    for ((i = 1; i < jobs; i++)); do
+        wait "${others[i - 1]}" || status=$?
+        cat "$shared/printed.$i"
+    done
 else
     "$PYTHON_BIN" -m pytest "${select[@]}" "$@" || status=$?
 fi
