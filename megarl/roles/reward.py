@@ -125,16 +125,12 @@ class Reward:
         if self.settings.environment is not None:
             count = int(self.role_groups.dp_all_reduce(batch.lengths.new_tensor(len(batch))))
         if any(term.name == ENVIRONMENT for term in self.terms):
-            columns[ENVIRONMENT] = _environment_scores(samples, batch)
+            columns[ENVIRONMENT] = _environment_scores(batch)
         self._statistics.check_failures(self.verifiers.failures, self.verifiers.timeouts, count, self._failure_window)
         values = {name: [score.reward for score in column] for name, column in columns.items()}
         if model_scores is not None:
             values[MODEL], normalized = model_scores.tolist()
             columns[MODEL] = [Score(x, raw > 0) for x, raw in zip(normalized, values[MODEL], strict=True)]
-        if batch.turn_rewards is not None and any(term.name == ENVIRONMENT for term in self.terms):
-            sums = [float(row.double().sum()) for row in batch.turn_rewards.split(batch.lengths.tolist())]
-            values[ENVIRONMENT] = sums
-            columns[ENVIRONMENT] = [Score(x, bool(ok)) for x, ok in zip(sums, batch.solved.tolist(), strict=True)]
         if for_training:
             self._statistics.add(values)
         positions = range(len(batch))
@@ -172,10 +168,10 @@ class Reward:
         ]
 
 
-def _environment_scores(samples: list[Sample], batch: Batch) -> list[Score]:
+def _environment_scores(batch: Batch) -> list[Score]:
     """What the environments gave for the turns of each episode together, with their verdicts."""
-    rewards = [sum(turn["reward"] for turn in sample.turns) for sample in samples]
-    return [Score(reward, solved) for reward, solved in zip(rewards, batch.solved.tolist(), strict=True)]
+    rewards = [float(row.double().sum()) for row in batch.turn_rewards.split(batch.lengths.tolist())]
+    return [Score(reward, bool(solved)) for reward, solved in zip(rewards, batch.solved.tolist(), strict=True)]
 
 
 def _failed_rows(batch: Batch, valid: Tensor, prompts: PromptSet) -> list[dict]:

@@ -133,13 +133,14 @@ def softmax_statistics(logits: Tensor, columns: Tensor, here: Tensor, group, wei
     dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
     chosen = logits.gather(-1, columns).sub_(top.unsqueeze(-1)).masked_fill(~here, 0.0).squeeze(-1)
     if native.computes(logits):
-        total, weighted, *square = native.ops.softmax_sums(logits, top, logits if weights is None else weights)
+        out = logits if weights is None else weights
+        total, weighted, *square = native.ops.softmax_sums(logits, top, out, 2 + squares)
     else:
         shifted = logits.sub_(top.unsqueeze(-1))
         weights = torch.exp(shifted, out=weights)
         total, weighted = weights.sum(-1), shifted.mul_(weights).sum(-1)
         square = [torch.mul(weights, weights, out=shifted).sum(-1)] if squares else []
-    sums = torch.stack([total, chosen, weighted, *square[:squares]])
+    sums = torch.stack([total, chosen, weighted, *square])
     dist.all_reduce(sums, group=group)
     total, chosen, weighted, *square = sums
     log_total = total.log()
@@ -218,7 +219,7 @@ class _HeadScores(torch.autograd.Function):
                 weights = head.scaled_logits(rows)
                 slope = head.softcap_slope(weights, rows)
                 if native.computes(weights):
-                    native.ops.softmax_sums(weights, top[rows], weights)
+                    native.ops.softmax_sums(weights, top[rows], weights, 1)
                 else:
                     weights.sub_(_column(top, rows)).exp_()
             columns = [None if x is None else _column(x, rows) for x in (total, entropy, square_sum, *grads)]
@@ -308,7 +309,7 @@ class GatheredPolicy:
             self.weights[:, vocab_size:] = PADDED_LOGIT
             shares = self.weights.view(len(logits) * tensor_ranks, -1)
             tops = self.top.expand(-1, tensor_ranks).flatten().contiguous()  # one row is flattened to a view
-            totals = native.ops.softmax_sums(shares, tops, shares)[0].view(-1, tensor_ranks)
+            totals = native.ops.softmax_sums(shares, tops, shares, 1)[0].view(-1, tensor_ranks)
         else:
             self.weights = (self.scaled - self.top).exp_()
             self.weights[:, vocab_size:] = 0.0

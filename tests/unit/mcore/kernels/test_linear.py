@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarl.mcore.kernels import linear
+from megarl.mcore.kernels import linear, native
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from tests.helpers.exactness import largest_gap_allowed
 from tests.helpers.worlds import run_world
@@ -76,8 +76,10 @@ def test_meta_tensors_get_the_results_shape():
 
 
 def test_without_the_operator_torchs_product_is_used(monkeypatch):
+    """With neither compiled kernels nor a torch that has the operator."""
     x, weight = matrices((9, 32), (64, 32))
-    monkeypatch.setattr(linear, "HAS_INNER_PRODUCT", False)
+    monkeypatch.setattr(native, "_is_enabled", False)
+    monkeypatch.setattr(linear, "_uses_onednn", False)
     monkeypatch.setattr(linear, "_inner_product", None)
     assert torch.equal(linear.matmul(x, weight), torch.nn.functional.linear(x, weight))
 

@@ -104,14 +104,16 @@ def test_extreme_inputs_give_finite_products_and_nan_stays_nan():
 def test_softmax_sums_equal_exact_ones_and_drop_padding():
     logits = torch.randn(6, 1000) * 5
     tops, weights = logits.amax(-1), torch.empty(6, 1000)
-    sums = native.ops.softmax_sums(logits, tops, weights)
+    sums = native.ops.softmax_sums(logits, tops, weights, 3)
     shifted = logits.double() - tops.double().unsqueeze(-1)
     exact = shifted.exp()
     assert_fits(weights, exact)
     for found, wanted in zip(sums, (exact.sum(-1), (shifted * exact).sum(-1), exact.square().sum(-1)), strict=True):
         assert_fits(found, wanted, 8)
     padded = torch.cat([logits, torch.full((6, 24), -1e30)], dim=-1)
-    assert torch.equal(native.ops.softmax_sums(padded, tops, padded), sums)  # in place
+    for count in (1, 2):
+        assert torch.equal(native.ops.softmax_sums(logits, tops, torch.empty_like(logits), count), sums[:count])
+    assert torch.equal(native.ops.softmax_sums(padded, tops, padded, 3), sums)  # in place
     assert torch.equal(padded[:, :1000], weights) and not padded[:, 1000:].any()
 
 

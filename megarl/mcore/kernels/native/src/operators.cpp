@@ -309,17 +309,19 @@ void decode_layers(const Tensor& hidden, at::TensorList weights, at::TensorList 
 
 // ---- the head ----
 
-// logits [n, V] and tops [n] -> [3, n]: Σ e^(x − top), Σ (x − top) e^(x − top), Σ e^2(x − top); writes e^(x − top) to
-// `out` [n, V], which may be the logits.
-Tensor softmax_sums_rows(const Tensor& logits, const Tensor& tops, const Tensor& out) {
+// logits [n, V] and tops [n] -> [count, n], the first of Σ e^(x − top), Σ (x − top) e^(x − top), Σ e^2(x − top); writes
+// e^(x − top) to `out` [n, V], which may be the logits.
+Tensor softmax_sums_rows(const Tensor& logits, const Tensor& tops, const Tensor& out, int64_t count) {
     int64_t n = logits.size(0), width = logits.size(1);
-    Tensor sums = at::empty({3, n}, logits.options().memory_format(std::nullopt));
+    auto sums_of = count == 1 ? softmax_sums<1> : count == 2 ? softmax_sums<2> : softmax_sums<3>;
+    Tensor sums = at::empty({count, n}, logits.options().memory_format(std::nullopt));
     const float *from = floats(logits), *top = floats(tops);
     float *to = mutable_floats(out), *result = mutable_floats(sums);
     parallel_parts(n, threads_for(n * width * ELEMENT_WORK), [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; ++i) {
-            SoftmaxSums s = softmax_sums<true>(from + i * width, width, top[i], to + i * width);
-            result[i] = s.weights, result[n + i] = s.shifted, result[2 * n + i] = s.squares;
+            SoftmaxSums s = sums_of(from + i * width, width, top[i], to + i * width);
+            const float found[] = {s.weights, s.shifted, s.squares};
+            for (int64_t j = 0; j < count; ++j) result[j * n + i] = found[j];
         }
     });
     return sums;
@@ -350,7 +352,7 @@ std::tuple<Tensor, Tensor, Tensor> sample_rows(const Tensor& logits, double temp
             for (int64_t p = 0; p < parts; ++p) {
                 int64_t start = std::min(p * share, vocab), end = std::min((p + 1) * share, vocab);
                 total[i * parts + p] =
-                    softmax_sums<false>(row + start, end - start, top, weights.data() + start).weights;
+                    softmax_sums<1>(row + start, end - start, top, weights.data() + start).weights;
             }
             token[i] = number ? inverse_cdf(weights.data(), vocab, number[i]) : argmax(row, vocab);
             difference[i] = row[token[i]] - top;
@@ -388,7 +390,7 @@ TORCH_LIBRARY(megarl, m) {
         "Tensor slots, Tensor pages, Tensor keys, Tensor starts, int query_heads, int ffn, float eps, float scale) "
         "-> ()",
         &decode_layers);
-    m.def("softmax_sums(Tensor logits, Tensor tops, Tensor(a!) out) -> Tensor", &softmax_sums_rows);
+    m.def("softmax_sums(Tensor logits, Tensor tops, Tensor(a!) out, int count) -> Tensor", &softmax_sums_rows);
     m.def(
         "sample(Tensor logits, float temperature, int vocab, int parts, Tensor numbers) -> (Tensor, Tensor, Tensor)",
         &sample_rows);

@@ -92,8 +92,8 @@ struct SoftmaxSums {
     float squares;  // Σ e^2(x − top)
 };
 
-// Writes e^(x − top) and returns its sums; `out` may be x.
-template <bool IS_WHOLE>
+// Writes e^(x − top) and returns the first SUMS of its sums, the others 0; `out` may be x.
+template <int SUMS>
 inline SoftmaxSums softmax_sums(const float* x, int64_t n, float top, float* out) {
     RowSum weights, shifted, squares;
     for_vectors(n, [&](int64_t i, int width) {
@@ -103,14 +103,11 @@ inline SoftmaxSums softmax_sums(const float* x, int64_t n, float top, float* out
             e = first(width, e, zero());
         }
         weights(i, e);
-        if constexpr (IS_WHOLE) {
-            shifted.fma_into(i, s, e);
-            squares.fma_into(i, e, e);
-        }
+        if constexpr (SUMS > 1) shifted.fma_into(i, s, e);
+        if constexpr (SUMS > 2) squares.fma_into(i, e, e);
         store_some(out + i, e, width);
     });
-    if constexpr (!IS_WHOLE) return {weights.total(), 0.0f, 0.0f};
-    return {weights.total(), shifted.total(), squares.total()};
+    return {weights.total(), SUMS > 1 ? shifted.total() : 0.0f, SUMS > 2 ? squares.total() : 0.0f};
 }
 
 }  // namespace megarl
