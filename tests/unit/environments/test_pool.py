@@ -10,7 +10,6 @@ import pytest
 from megarl.environments.journal import Journal
 from megarl.environments.protocol import Task
 from tests.helpers.odd_environments import MEETING, Plays, Wrong
-from tests.helpers.tiers import by_default, long
 from tests.helpers.worlds import wait_until
 
 
@@ -32,7 +31,7 @@ def processes(plays) -> list[int]:
     return [process._process.pid for process in plays.pool._processes if process is not None]
 
 
-@pytest.mark.parametrize("name", ["AsyncMeeting", long("ThreadMeeting")])
+@pytest.mark.parametrize("name", ["AsyncMeeting", "ThreadMeeting"])
 def test_episodes_of_a_worker_wait_at_the_same_time(name, play):
     plays, numbers = play(name), range(MEETING)
     plays.start(*numbers)
@@ -67,7 +66,7 @@ def test_an_ended_episode_reports_nothing(play):
     assert set(plays.step({1: "b"})) == {1} and plays.pool.poll() == []
 
 
-@pytest.mark.parametrize("at", by_default(range(3), (1,)))
+@pytest.mark.parametrize("at", range(3))
 def test_a_killed_worker_changes_nothing_but_the_count(at, play):
     undisturbed, plays = play("Echo"), play("Echo")
     for each in (undisturbed, plays):
@@ -106,7 +105,7 @@ def test_what_breaks_each_time_is_a_failure_and_others_go_on(play):
     assert plays.text(1, "surrogate") == "a?b"
 
 
-@pytest.mark.parametrize("name", by_default(sorted(set(Wrong.ANSWERS) - {"surrogate"}), ("reward", "role")))
+@pytest.mark.parametrize("name", sorted(set(Wrong.ANSWERS) - {"surrogate"}))
 def test_wrong_observations_are_failures_that_say_why(name, play):
     plays = play("Wrong", retries=0)
     plays.start(0)
@@ -120,7 +119,6 @@ def test_wrong_observations_are_failures_that_say_why(name, play):
     assert plays.step({0: name})[0].failure.startswith(f"ValueError: {said[name]}")
 
 
-@pytest.mark.long
 def test_an_environment_that_only_says_that_it_can_be_replayed_is_found_out(play):
     plays = play("Unlike", retries=1)
     plays.start(0)
@@ -148,7 +146,6 @@ def _runs(pid: int) -> bool:
         return False
 
 
-@pytest.mark.long
 def test_workers_end_with_their_parent(tmp_path):
     """Also when it is killed."""
     script = (
@@ -179,7 +176,6 @@ def test_answers_of_the_journal_need_no_worker(play, tmp_path):
     assert not found.from_journal and found.observation.messages[0]["content"] == "1: b"
 
 
-@pytest.mark.long
 def test_other_texts_are_not_found_in_the_journal(play, tmp_path):
     first = play("Echo", Journal(tmp_path / "journal", 0, 1))
     first.start(0, key="k")
