@@ -1,4 +1,4 @@
-"""The agents of launch/agent_quickstart.sh learn what environments answer: about ten minutes each, marker `long`."""
+"""The agents of launch/agent_quickstart.sh learn what environments answer: about ten minutes each."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.helpers.launch_scripts import launch
 from tests.helpers.programs import metrics
 from tests.references.value_iteration import optimal_values
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.nightly
 
 
 def train(save: Path, task: str, environment: str = "") -> dict[str, float]:

@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.programs import ROOT, metrics
 
 
-@pytest.mark.long  # about ten minutes, 12 GiB, and 98 MB from PyPI
+@pytest.mark.nightly  # about ten minutes, 12 GiB, and 98 MB from PyPI
 def test_the_launch_script_gains_twenty_points(tmp_path):
     variables = {"SAVE": str(tmp_path / "run"), "MODEL": str(tmp_path / "model"), "SEED": "1"}
     done = subprocess.run(
