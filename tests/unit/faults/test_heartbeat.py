@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megarl.comm import role_mesh
 from megarl.faults import heartbeat
-from megarl.observe import status_file
+from megarl.observe import activity, status_file
 from megarl.observe.run_reader import RunReader
 from megarl.observe.timers import Timers
 from megarl.trainers import setup
@@ -250,3 +250,13 @@ def joined_limit(rank: int):
 
 def test_after_the_first_meeting_neither_collectives_of_the_world_nor_waits_in_the_store_have_a_limit():
     assert run_world(joined_limit, 1) == [(role_mesh.NO_LIMIT, role_mesh.NO_LIMIT)]
+
+
+def test_work_and_collectives_are_progress():
+    """A rank that computes for hours without a collective is not hung."""
+    pulse = heartbeat.Pulse()
+    at_rest = pulse.progress(0)
+    assert pulse.progress(0) == at_rest
+    activity.tick()
+    assert pulse.progress(0) == at_rest + 1
+    assert pulse.progress(2) == at_rest + 3

@@ -12,7 +12,7 @@ from tests.helpers.worlds import run_world
 
 
 def updated(rank: int, parsed, name: str, bad=None):
-    """(gradients of the last update, weights, metrics, whether unchanged) of a role after `update`."""
+    """(gradients of the last update, weights, metrics and the schedule's position, whether unchanged) after `update`."""
     role, place = role_of(name, parsed)
     batch = experience(place.dp_rank, len(place.replicas))
     before = {n: p.detach().clone() for n, p in role.trainable_model.model.named_parameters()}
@@ -22,7 +22,8 @@ def updated(rank: int, parsed, name: str, bad=None):
     role.update(LocalStepBatch({name: batch}), *[0.0] * (name == "actor"))
     gradients = {n: p.main_grad.clone() for n, p in role.trainable_model.model.named_parameters()}
     weights = {n: p.detach().clone() for n, p in role.trainable_model.model.named_parameters()}
-    return gradients, weights, role.metrics, all(torch.equal(before[n], weights[n]) for n in weights)
+    numbers = role.metrics | {"schedule": role.trainable_model.scheduler.num_steps}
+    return gradients, weights, numbers, all(torch.equal(before[n], weights[n]) for n in weights)
 
 
 def update(folder, name: str, flags: str, size: int = 1, bad=None) -> list:
@@ -42,7 +43,7 @@ SPLITS = {
 def test_the_gradient_does_not_depend_on_the_split(split, name, tmp_path):
     whole = "--max-tokens-per-microbatch 1000 --minibatch-size 12 --ppo-epochs 1 --clip-grad 0"
     ((expected, weights, numbers, unchanged),) = update(tmp_path, name, whole)
-    assert not unchanged
+    assert not unchanged and numbers["schedule"] == 1
     size, flags = SPLITS[split]
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
     assert largest > 1e-3
@@ -80,5 +81,5 @@ def test_an_alarm_skips_updates(metric, size, tmp_path):
 def test_an_update_that_is_not_finite_on_one_replica_is_skipped_on_all(name, field, value, tmp_path):
     flags = "--minibatch-size 12 --ppo-epochs 2"
     for _, _, numbers, unchanged in update(tmp_path, name, flags, 2, (field, value)):
-        assert unchanged
+        assert unchanged and numbers["schedule"] == 0
         assert numbers[f"{name}/updates_skipped"] == 2
