@@ -68,6 +68,18 @@ class Child(Echo):
         return Observation([{"role": "user", "content": str(child.pid)}])
 
 
+class Unrepeatable(Echo):
+    """Cannot be replayed, says so, and breaks at the text `break`."""
+
+    replayable = False
+
+    def step(self, turn):
+        """The text again."""
+        if turn.text == "break":
+            raise KeyError(turn.number)
+        return super().step(turn)
+
+
 class Unlike(Echo):
     """Counts how often it was made, and answers with the count: it says that it can be replayed and cannot."""
 

@@ -21,7 +21,14 @@ def test_entries_are_found_by_episode_and_all_texts(tmp_path):
     journal.flush()
     again = Journal(tmp_path, 0, 1)
     assert again.find("a", []) == full and again.find("a", turns("x", "y")) == entry("2")
-    for key, texts in (("b", ["x", "y"]), ("a", ["x"]), ("a", ["xy"]), ("a", ["x", "y", ""]), ("a", ["", "xy"])):
+    for key, texts in (
+        ("b", ["x", "y"]),
+        ("a", ["x"]),
+        ("a", ["xy"]),
+        ("a", ["x", "y", ""]),
+        ("a", ["", "xy"]),
+        ("a", ["z", "y"]),
+    ):
         assert again.find(key, turns(*texts)) is None
 
 

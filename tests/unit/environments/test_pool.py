@@ -127,6 +127,14 @@ def test_an_environment_that_only_says_that_it_can_be_replayed_is_found_out(play
     assert event.failure == "RuntimeError: Unlike: turn 0 was answered differently when replayed"
 
 
+def test_an_environment_that_cannot_be_replayed_is_tried_again_before_its_first_turn_alone(play):
+    plays = play("Unrepeatable", retries=2)
+    plays.start(0)
+    assert plays.text(0, "a") == "0: a"
+    event = plays.step({0: "break"})[0]
+    assert event.failure == "KeyError: 1" and event.replayed == 0
+
+
 def test_what_environments_start_ends_with_the_pool_and_prints_to_stderr(play, capfd):
     plays = play("Child")
     plays.start(0)

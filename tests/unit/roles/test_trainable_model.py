@@ -12,7 +12,7 @@ from tests.helpers.worlds import run_world
 
 
 def updated(rank: int, parsed, name: str, bad=None):
-    """(gradients of the last update, weights, metrics and the schedule's position, whether unchanged) after `update`."""
+    """(gradients of the last update, weights, metrics with the schedule's position, whether unchanged) of a role."""
     role, place = role_of(name, parsed)
     batch = experience(place.dp_rank, len(place.replicas))
     before = {n: p.detach().clone() for n, p in role.trainable_model.model.named_parameters()}

@@ -129,6 +129,25 @@ def test_every_token_is_routed_on_one_rank(flags, size, lengths):
     assert all(not counted and of == len(lengths) for place, counted, of in rows if place >= sum(lengths))
 
 
+def routed_twice(rank) -> list[torch.Tensor]:
+    """Loads and differences of a routing after one pass and after a second, as when backward recomputes it."""
+    from megarl.mcore.model.forward_pass import token_scores
+
+    model, _, place = build(MOE)
+    tokens, lengths = ragged_tokens(LENGTHS)
+    routing, found = routing_of(model, place, LENGTHS, random_routes(len(tokens), 2)), []
+    for _ in range(2):
+        token_scores(model, tokens, lengths, 1.0, 20, routing)
+        found += [routing.load.clone(), routing.differs.clone()]
+    return found
+
+
+def test_a_recomputation_counts_no_token_again():
+    (load, differs, load_again, differs_again) = run_world(routed_twice, 1)[0]
+    assert load.sum() > 0 and torch.equal(load, load_again)
+    assert differs.sum() > 0 and torch.equal(differs, differs_again)
+
+
 def out_of_step(rank):
     """Error messages for routes of other tokens, layers or passes."""
     from megarl.mcore.model.forward_pass import token_scores
