@@ -4,8 +4,8 @@ A forked child hangs in a thread pool that its parent has started, and cannot us
 touched. Tests of a CUDA device start their own processes.
 """
 
-import functools
 import gc
+import itertools
 import os
 import sys
 import warnings
@@ -36,14 +36,26 @@ def pytest_addoption(parser):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item):
-    """With --claims, passes over the tests of a file that another process has claimed."""
-    folder = item.config.getoption("--claims")
-    return True if folder and not _is_mine(folder, item.path) else None
+def pytest_runtestloop(session):
+    """With --claims, runs the tests of the files that no other process has claimed, file by file, as pytest would."""
+    folder = session.config.getoption("--claims")
+    if folder is None or session.testsfailed or session.config.option.collectonly:
+        return None
+    files = itertools.groupby(session.items, key=lambda item: item.path)
+    mine = (item for path, items in files if _claims(folder, path) for item in items)
+    item = next(mine, None)
+    while item is not None:
+        following = next(mine, None)
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
+        if session.shouldstop:
+            raise session.Interrupted(session.shouldstop)
+        item = following
+    return True
 
 
-@functools.cache
-def _is_mine(folder: Path, file: Path) -> bool:
+def _claims(folder: Path, file: Path) -> bool:
     """Whether this process is the first to claim a test file."""
     try:
         (folder / str(file).replace("/", ":")).touch(exist_ok=False)

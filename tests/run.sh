@@ -16,6 +16,7 @@ PYTHON_BIN=$(bash "$ROOT/launch/setup_env.sh" test)
 cd "$ROOT"
 # This checkout's code comes first, also in an environment that several checkouts share.
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+cores=$(env -u OMP_NUM_THREADS nproc) # that variable would be its answer
 # Several ranks share the cores: more threads than cores spin against each other.
 export OMP_NUM_THREADS=1
 # Compile each module once, not in every program that a test starts.
@@ -43,7 +44,7 @@ trap 'kill "${others[@]}" 2>/dev/null || true; rm -rf "$shared"' EXIT
 if $whole; then
     mkdir "$shared/claims"
     tests=("$PYTHON_BIN" -m pytest -p no:cacheprovider "--claims=$shared/claims" "${select[@]}" "$@")
-    jobs=${JOBS:-$(($(nproc) < 8 ? $(nproc) + 1 : 8))}
+    jobs=${JOBS:-$((cores < 8 ? cores + 1 : 8))}
     for ((i = 1; i < jobs; i++)); do
         "${tests[@]}" >"$shared/printed.$i" 2>&1 &
         others+=($!)
