@@ -1,17 +1,18 @@
 """Tiers of tests: what runs by default, with `-m long`, and with `-m nightly` (CONTRIBUTING.md says when)."""
 
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Iterable
 
 import pytest
 
 
-def by_default(rows: Iterable, chosen: Container) -> list:
+def by_default(rows: Iterable, chosen: Collection) -> list:
     """Rows for `parametrize`: those that are `chosen` run by default, the others are `long`.
 
     A row is one value, or a tuple of the values of several parameters.
     """
     rows = list(rows)
-    assert any(row in chosen for row in rows), f"none of the rows runs by default: {rows}"
+    unknown = [row for row in chosen if row not in rows]
+    assert chosen and not unknown, f"{unknown} are no rows of {rows}"
     return [row if row in chosen else long(row) for row in rows]
 
 

@@ -82,6 +82,13 @@ def test_wrong_flags(case, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_accepted_input_is_told_from_refused_input(tmp_path):
+    """Otherwise the tests here would show little; the process that checks is replaced."""
+    for _ in range(2):
+        status, _, err = check(rl_argv(tmp_path / "run"))
+        assert status == 1 and "the input is accepted: the work begins" in err
+
+
 def test_only_rank_0_prints_errors(tmp_path, monkeypatch):
     monkeypatch.setattr(launch_module, "SPEAKER_FIRST", 0.0)
     monkeypatch.setenv("LOCAL_RANK", "1")
