@@ -40,18 +40,25 @@ def planted(fault: dict[str, str], text: str) -> str:
 
 
 def tests_of(fault: dict[str, str]) -> list[str]:
-    """Test files and folders of a fault's room."""
+    """Test files and folders of a fault's room. ValueError if one does not exist."""
     found = fault.get("tests", "").split() or [f"tests/unit/{fault['room']}"]
-    return [path for path in found if (ROOT / path).exists()]
+    if missing := [path for path in found if not (ROOT / path).exists()]:
+        raise ValueError(f"{fault['name']}: no tests at {', '.join(missing)}; name others with `tests`")
+    return found
 
 
 def first_failure(clone: Path, tier: str, paths: list[str]) -> str | None:
-    """Name of the first test of the tier that fails in these paths; None if all pass."""
+    """Name of the first test of the tier that fails in these paths; None if all pass.
+
+    RuntimeError if pytest itself failed, which would look like a fault that was found.
+    """
     environment = os.environ | {"PYTHONPATH": str(clone), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", TIERS[tier], *paths]
     done = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True)
     if done.returncode in (0, 5):  # 5: the paths have no test of this tier
         return None
+    if done.returncode > 2:
+        raise RuntimeError(f"pytest ended with status {done.returncode}: {done.stdout[-500:]}{done.stderr[-500:]}")
     named = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
     return named[1] if named else f"pytest ended with status {done.returncode}"
 

@@ -66,9 +66,8 @@ def test_end_to_end_through_torchrun(ranks, roles, tmp_path):
         assert (save / name).stat().st_size > 0, name
     assert list((save / "tensorboard").glob("events*"))
     assert (save / "checkpoints" / "latest").read_text().strip() == "step_00000003"
-    assert {event["tid"] for event in json.loads((save / "timeline.json").read_text())["traceEvents"]} >= {
-        *range(ranks)
-    }
+    events = json.loads((save / "timeline.json").read_text())["traceEvents"]
+    assert {event["tid"] for event in events} >= {*range(ranks)}
     check_rows(metrics(save))
     check_samples(save)
     check_tokens(save)

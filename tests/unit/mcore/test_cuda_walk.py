@@ -6,7 +6,7 @@ import pytest
 
 from tests.cuda_walk import algorithms, checks, moves, parallel, rollout, training
 from tests.cuda_walk.start import check_graphs, needs_compiler, walks
-from tests.helpers.tiers import long
+from tests.helpers.tiers import by_default
 
 LAYERS, MICROBATCHES = 2, 2
 ATTENTION = ("megarl.paged_decode", "torch_attn._varlen_attn")
@@ -41,7 +41,8 @@ def walked(tmp_path_factory) -> Walked:
 
 def tiers(names) -> list:
     """Rows of scenarios for `parametrize`."""
-    return [name if name in BY_DEFAULT else long(name) for name in names]
+    names = list(names)
+    return by_default(names, [name for name in names if name in BY_DEFAULT])
 
 
 def launches(counts: dict, names) -> int:
