@@ -1,0 +1,84 @@
+"""Child processes of a rank, with a connection of `multiprocessing` for messages in both directions.
+
+The parent starts `python -m MODULE FD ARGUMENTS...` with `Child`; the module's `main` begins with `parent`. A child ends
+when its parent's end of the connection closes. What it prints goes to stderr.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+from megarl import stop_signals
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Child:
+    """One child process, in a session of its own, so that it ends with all that it has started."""
+
+    def __init__(
+        self, module: str, *arguments: str, environment: Mapping[str, str] | None = None, fds: Sequence[int] = ()
+    ):
+        """Starts it.
+
+        Args:
+            module: that the process runs.
+            arguments: of its command line, after the connection's file descriptor.
+            environment: its variables, without PYTHONPATH; None: those of this process.
+            fds: further file descriptors that it inherits under the same numbers.
+        """
+        self.connection, theirs = Pipe()
+        with theirs, stop_signals.blocked():
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, str(theirs.fileno()), *arguments], stdin=subprocess.DEVNULL,
+                stdout=2, pass_fds=[theirs.fileno(), *fds], start_new_session=True,
+                env={**(os.environ if environment is None else environment), "PYTHONPATH": search_path()},
+            )  # fmt: skip
+
+    def send(self, message: object):
+        """Sends a message; if the process has died, the next `connection.recv` raises EOFError or OSError."""
+        with contextlib.suppress(OSError):
+            self.connection.send(message)
+
+    def status(self, seconds: float = 1.0) -> int | None:
+        """Exit status, after waiting at most `seconds` for it; None if the process still runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=seconds)
+        return self._process.poll()
+
+    def lives(self) -> bool:
+        """Whether the process still runs."""
+        return self._process.poll() is None
+
+    def end(self):
+        """Kills it with all that it has started."""
+        # The group before its leader is reaped: afterwards the kernel may reuse the number.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self.connection.close()
+
+
+def parent(dies_with_thread: bool = True) -> Connection:
+    """In the child: its connection. From then on the signals that stop a run do nothing in it.
+
+    Args:
+        dies_with_thread: the kernel kills it at once when the thread that started it ends, even in the middle of work.
+    """
+    stop_signals.outlive()
+    if dies_with_thread and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    connection = Connection(int(sys.argv[1]))
+    os.set_inheritable(connection.fileno(), False)
+    return connection
+
+
+def search_path() -> str:
+    """The value of PYTHONPATH with which a child finds the modules that this process finds."""
+    return os.pathsep.join(os.path.abspath(path) for path in sys.path)
