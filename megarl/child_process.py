@@ -1,7 +1,7 @@
 """Child processes of a rank, with a connection of `multiprocessing` for messages in both directions.
 
-The parent starts `python -m MODULE FD ARGUMENTS...` with `Child`; the module's `main` begins with `parent`. A child ends
-when its parent's end of the connection closes. What it prints goes to stderr.
+The parent starts `python -m MODULE FD ARGUMENTS...` with `Child`; the `main` of the module begins with `parent`. A child
+ends when the other end of its connection closes. What it prints goes to stderr.
 """
 
 import contextlib
