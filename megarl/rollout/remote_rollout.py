@@ -11,7 +11,7 @@ from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleMesh
 from megarl.data.prompts import PromptSet
 from megarl.observe.timers import Timers
-from megarl.rollout.api import Generator
+from megarl.rollout.remote_generator import RemoteGenerator
 from megarl.rollout.requests import PromptRequest, RoundRequests, completions_to_batch, dp_assignment_of
 
 
@@ -19,7 +19,7 @@ class RemoteRollout:
     """Generates what `Rollout` would: a request has the same random stream wherever it runs."""
 
     def __init__(
-        self, settings: Settings, mesh: RoleMesh, generator: Generator, end_ids: tuple[int, ...], timers: Timers
+        self, settings: Settings, mesh: RoleMesh, generator: RemoteGenerator, end_ids: tuple[int, ...], timers: Timers
     ):
         """`generator`: of the leader's requests; `end_ids`: tokens that end a response."""
         self.settings, self.role_groups, self.timers = settings, mesh["rollout"], timers

@@ -3,23 +3,24 @@
 from pathlib import Path
 from typing import Any, Literal
 
+import prometheus_client
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, JSONResponse, Response
 
-from megarl.serving import admin, metrics, responses, schemas, tokenization
+from megarl.serving import responses, schemas, tokenization
 from megarl.serving.chat import chat
 from megarl.serving.completions import complete
 from megarl.serving.context import ServingContext
-from megarl.serving.errors import RequestError, internal, validation_error
+from megarl.serving.errors import RequestError, internal, invalid, validation_error
 from megarl.serving.generate import generate
 from megarl.serving.middleware import BodyAndDisconnect, KeyCheck, Observed
 
 PAGE = Path(__file__).with_name("page.html")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
-_STATUSES = {
+_STATUSES: dict[int | str, str] = {
     400: "the request is wrong",
     401: "the key is missing or wrong",
     404: "no such path or model",
@@ -29,6 +30,7 @@ _STATUSES = {
     429: "the queue is full",
     500: "a fault of the server",
     503: "the server cannot answer now, or took too long",
+    "4XX": "the request is wrong",  # with it, FastAPI does not declare its own answer 422
 }
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": responses.ErrorResponse, "description": text} for status, text in _STATUSES.items()
@@ -59,7 +61,6 @@ def build_app(context: ServingContext):
     _add_information(api, context)
     if config.admin_keys:
         _add_admin(api, context)
-    _correct_schema(api)
     paths = [route.path for route in api.routes if hasattr(route, "path")]
     guarded = BodyAndDisconnect(api, config.max_body_bytes, config.request_timeout)
     return Observed(KeyCheck(guarded, config.api_keys, config.admin_keys), context.metrics, paths)
@@ -118,11 +119,11 @@ def _add_information(api: FastAPI, context: ServingContext):
     @api.get("/ready", response_model=responses.StatusResponse)
     async def ready():
         context.dispatcher.check_accepting()
-        return JSONResponse({"status": "ready", **admin.weights_in_use(context)})
+        return JSONResponse({"status": "ready", **context.dispatcher.weights})
 
     @api.get("/v1/models", response_model=responses.ModelList)
     async def models():
-        label = admin.weights_in_use(context).get("label", "")
+        label = context.dispatcher.weights.get("label", "")
         card = {"id": context.config.model_name, "object": "model", "created": context.created, "owned_by": "megarl"}
         card |= {"root": label, "max_model_len": context.max_length}
         return JSONResponse({"object": "list", "data": [card]})
@@ -133,7 +134,8 @@ def _add_information(api: FastAPI, context: ServingContext):
 
     @api.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def prometheus():
-        return Response(context.metrics.text(), headers={"Content-Type": metrics.CONTENT_TYPE})
+        text = prometheus_client.generate_latest(context.metrics.registry)
+        return Response(text, headers={"Content-Type": prometheus_client.CONTENT_TYPE_LATEST})
 
     @api.get("/", response_class=Response, responses={200: {"content": {"text/html": {}}}})
     async def page():
@@ -144,31 +146,36 @@ def _add_information(api: FastAPI, context: ServingContext):
 
 
 def _add_admin(api: FastAPI, context: ServingContext):
+    async def control(command: str, **fields: str):
+        """Has all replicas run a command, and says which weights they have then."""
+        await context.dispatcher.control(command, **fields)
+        return JSONResponse({"status": "ok", **context.dispatcher.weights})
+
     @api.post("/admin/pause", response_model=responses.StatusResponse)
     async def pause(mode: Literal["wait", "abort", "keep"] = "wait"):
-        return JSONResponse(await admin.control(context, "pause", mode=mode))
+        return await control("pause", mode=mode)
 
     @api.post("/admin/resume", response_model=responses.StatusResponse)
     async def resume():
-        return JSONResponse(await admin.control(context, "resume"))
+        return await control("resume")
 
     @api.post("/admin/weights", response_model=responses.StatusResponse)
     async def weights(request: schemas.WeightsRequest):
-        path = admin.weights_path(context, request.path)
-        return JSONResponse(await admin.control(context, "weights", path=path))
+        return await control("weights", path=_weights_path(context.config.weights_folder, request.path))
 
 
-def _correct_schema(api: FastAPI):
-    """Takes FastAPI's own validation answer, 422, out of /openapi.json: this server never gives it."""
-    original = api.openapi
+def _weights_path(folder: str | None, given: str) -> str:
+    """The resolved path of weights that may be loaded: inside the weights folder, also after following links.
 
-    def openapi() -> dict[str, Any]:
-        schema = original()
-        for path in schema["paths"].values():
-            for operation in path.values():
-                operation["responses"].pop("422", None)
-        for name in ("HTTPValidationError", "ValidationError"):
-            schema["components"]["schemas"].pop(name, None)
-        return schema
-
-    api.openapi = openapi
+    RequestError 400 for any other path, whether it exists or not.
+    """
+    if folder is None:
+        raise RequestError(404, "this server has no weights folder", code="no_weights_folder")
+    root = Path(folder).resolve()
+    try:
+        path = (root / given).resolve(strict=True)
+    except (OSError, ValueError, RuntimeError):
+        path = None
+    if path is None or not path.is_relative_to(root):
+        raise invalid("path: no such weights in the weights folder", "path")
+    return str(path)

@@ -8,12 +8,12 @@ from typing import Any
 from megarl.data.conversations import Encoder
 from megarl.errors import UsageError
 from megarl.serving.configuration import FrontendConfig
-from megarl.serving.dispatch import Dispatcher
+from megarl.serving.dispatcher import Dispatcher
 from megarl.serving.errors import RequestError, echo, invalid
+from megarl.serving.links import Message
 from megarl.serving.metrics import ServerMetrics
 from megarl.serving.submission import Submission
 from megarl.serving.text import Vocabulary
-from megarl.serving.wire import Frame
 
 _LONG_TEXT = 20_000  # characters that are tokenized in a thread, so that streams do not wait
 
@@ -25,7 +25,7 @@ class ServingContext:
         self.config, self.encoder = config, encoder
         self.vocabulary = Vocabulary(encoder.tokenizer)
         self.metrics = ServerMetrics()
-        self.dispatcher = Dispatcher(config.replicas, config.max_queue, self.metrics)
+        self.dispatcher = Dispatcher(config.replicas, config.max_queue, config.request_timeout, self.metrics)
         self.created = int(time.time())
 
     @property
@@ -80,6 +80,6 @@ class ServingContext:
             raise invalid(f"{param} {wanted}: allowed are at most {longest}", param)
         return min(longest, room) if wanted is None else wanted
 
-    def submission(self, frames: Sequence[Frame], session: str | None) -> Submission:
+    def submission(self, messages: Sequence[Message], session: str | None) -> Submission:
         """The requests to leaders for one HTTP request."""
-        return Submission(self.dispatcher, frames, session, self.config.request_timeout)
+        return Submission(self.dispatcher, messages, session)

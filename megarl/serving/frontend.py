@@ -1,30 +1,33 @@
-"""The HTTP process: `python -m megarl.serving.frontend`, started by rank 0.
+"""The HTTP process, started by rank 0 (`frontend_process.py`).
 
-It reads its configuration as one line of JSON from stdin, which stays open: its end means that rank 0 is gone. It ends
-with status 0 after "drain", 1 if a leader or rank 0 is lost, 2 for a wrong configuration. Signals that stop
-a run do nothing here, because rank 0 decides when to end.
+Rank 0 sends it a FrontendConfig. The answer is (URL for clients, address for leaders, key that leaders must know), or
+the text of what is wrong with the configuration. After that nothing is said on that connection; its end means that
+rank 0 is gone. The process ends with status 0 after "drain", 1 if a leader or rank 0 is lost, 2 for a wrong
+configuration. Signals that stop a run do nothing here, because rank 0 decides when to end.
 """
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
+import secrets
 import socket
 import sys
-from collections.abc import Coroutine
+from multiprocessing.connection import Connection, Listener
+from threading import Thread
 
 import uvicorn
 
-from megarl import stop_signals
+from megarl.child_process import parent
 from megarl.errors import UsageError
+from megarl.serving import links
 from megarl.serving.app import build_app
 from megarl.serving.configuration import FrontendConfig
 from megarl.serving.context import ServingContext
-from megarl.serving.wire import FrontendLink
+from megarl.serving.dispatcher import ReplicaState
 
 _LAST_SECONDS = 1.0  # for answers to leave when the process ends in an error
-_READ_LIMIT = 2**20  # bytes that asyncio reads ahead of a leader's frames
+_BACKLOG = 1024  # connections that wait to be accepted
 
 log = logging.getLogger(__name__)
 
@@ -41,78 +44,67 @@ class HttpServer(uvicorn.Server):
 class Frontend:
     """The HTTP server, and the links to the leaders."""
 
-    def __init__(self, config: FrontendConfig, context: ServingContext):
-        self.config, self.context, self.dispatcher = config, context, context.dispatcher
+    def __init__(self, context: ServingContext, http: socket.socket, listener: Listener, key: bytes):
+        self.config, self.dispatcher = context.config, context.dispatcher
         self.status = 0
-        self._key = bytes.fromhex(config.wire_key)
+        self._sockets, self._listener, self._key = [http], listener, key
+        self._replicas: dict[links.Link, ReplicaState] = {}
         self._ends = False
-        self._tasks: set[asyncio.Task] = set()
+        self._drains: asyncio.Task | None = None
         self._http = HttpServer(
             uvicorn.Config(
-                build_app(context),
-                http="h11",
-                ws="none",
-                loop="asyncio",
-                lifespan="off",
-                access_log=False,
-                log_config=None,
-                server_header=False,
-                proxy_headers=False,
+                build_app(context), http="h11", ws="none", loop="asyncio", lifespan="off", access_log=False,
+                log_config=None, server_header=False, proxy_headers=False,
             )
-        )
+        )  # fmt: skip
 
-    async def serve(self) -> int:
+    async def serve(self, rank_0: Connection) -> int:
         """Serves until told to end; returns the exit status."""
-        http, wire = (socket.socket(fileno=number) for number in (self.config.http_fd, self.config.wire_fd))
-        wire.setblocking(False)
-        start = asyncio.start_unix_server if wire.family == socket.AF_UNIX else asyncio.start_server
-        listener = await start(self._connected, sock=wire, limit=_READ_LIMIT)
-        asyncio.get_running_loop().add_reader(sys.stdin.fileno(), self._stdin)
-        await self._http.serve(sockets=[http])
-        listener.close()
+        loop = asyncio.get_running_loop()
+
+        def connected(connection: Connection):
+            links.Link(connection, received)  # it lives as long as the connection
+
+        def received(link: links.Link, message: links.Message | ConnectionError):
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._receive, link, message)
+
+        Thread(target=links.accept_all, args=[self._listener, self._key, connected], daemon=True).start()
+        loop.add_reader(rank_0.fileno(), self._lost_rank_0, rank_0)
+        await self._http.serve(sockets=self._sockets)
+        self._ends = True
+        for link in self._replicas:
+            await asyncio.to_thread(link.close, _LAST_SECONDS)
         return self.status
 
-    def _stdin(self):
-        if not os.read(sys.stdin.fileno(), 2**16):
-            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
-            self._fail("the program that generates has ended")
+    def _lost_rank_0(self, rank_0: Connection):
+        asyncio.get_running_loop().remove_reader(rank_0.fileno())
+        self._fail("the program that generates has ended")
 
-    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
-        self._start(self._leader(reader, writer))
-
-    def _start(self, work: Coroutine):
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _leader(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
-        """One leader's connection. A peer that does not know the key is not a leader."""
+    def _receive(self, link: links.Link, message: links.Message | ConnectionError):
+        """Takes what has come on a link: a message, or why none will come any more."""
+        replica = self._replicas.get(link)
         try:
-            link = await FrontendLink.accept(reader, writer, self._key)
-            replica = self.dispatcher.add(link, await link.receive())
-        except (ConnectionError, OSError) as error:
-            log.warning("a connection on the wire was refused: %s", error)
-            writer.close()
-            return
-        try:
-            while True:
-                frame = await link.receive()
-                if frame["type"] == "drain":
-                    self._start_drain()
-                else:
-                    self.dispatcher.receive(replica, frame)
-        except Exception as error:
-            if not self._ends:
-                told = error if isinstance(error, OSError) else type(error).__name__
-                log.error("replica %d is lost: %s", replica.number, told)
-            self._fail("a replica is lost")
-        finally:
-            writer.close()
+            if isinstance(message, ConnectionError):
+                raise message
+            if replica is None:
+                self._replicas[link] = self.dispatcher.add(link, message)
+            elif message["type"] == "drain":
+                self._start_drain()
+            else:
+                self.dispatcher.receive(replica, message)
+        except ConnectionError as error:
+            if replica is None:
+                log.warning("a leader was refused: %s", error)
+                link.close()
+            elif not self._ends:
+                log.error("replica %d is lost: %s", replica.number, error)
+                self._fail("a replica is lost")
 
     def _start_drain(self):
-        if not self.dispatcher.is_draining:
+        if self._drains is None:
             self.dispatcher.is_draining = True
-            self._start(self._drain())
+            self._drains = asyncio.create_task(self._drain())
 
     async def _drain(self):
         """Finishes what runs, at most `drain_seconds` long, then ends leaders and server."""
@@ -124,9 +116,6 @@ class Frontend:
             self.dispatcher.fail("the server is shutting down")
         self._ends = True
         self.dispatcher.stop()
-        with contextlib.suppress(OSError):
-            for replica in self.dispatcher.replicas.values():
-                await replica.link.flush()
         self._end(self.config.drain_seconds)
 
     def _fail(self, reason: str):
@@ -143,23 +132,35 @@ class Frontend:
         self._http.should_exit = True
 
 
+def _listen_to_clients(config: FrontendConfig) -> tuple[socket.socket, str]:
+    """(socket, its URL). UsageError for an address that cannot be used."""
+    host, port = config.host, config.port
+    try:
+        (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        http = socket.create_server(address, family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise UsageError(f"--host {host} --port {port}: cannot listen there: {error.strerror or error}") from None
+    return http, f"http://{f'[{host}]' if ':' in host else host}:{http.getsockname()[1]}"
+
+
 def main() -> int:
     """Runs the process; returns its exit status."""
-    stop_signals.outlive()
+    rank_0 = parent(dies_with_thread=False)  # clients get an answer when rank 0 is gone
     logging.basicConfig(level=logging.WARNING, format="megarl.serving: %(levelname)s: %(message)s", stream=sys.stderr)
-    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as stdin:
-        line = stdin.readline()
-    if not line:
-        return 1
     try:
-        config = FrontendConfig.from_json(line)
+        config = rank_0.recv()
         context = ServingContext(config, config.load_encoder())
-    except (UsageError, TypeError, json.JSONDecodeError) as error:
-        print(f"megarl.serving: {error}", file=sys.stderr, flush=True)
+        http, url = _listen_to_clients(config)
+        listener, key = Listener(config.ranks_address, backlog=_BACKLOG), secrets.token_bytes(32)
+        rank_0.send((url, listener.address, key))
+    except UsageError as error:
+        rank_0.send(str(error))
         return 2
+    except (EOFError, OSError):  # rank 0 is gone
+        return 1
 
     async def run() -> int:
-        return await Frontend(config, context).serve()
+        return await Frontend(context, http, listener, key).serve(rank_0)
 
     return asyncio.run(run())
 

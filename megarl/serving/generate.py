@@ -6,11 +6,10 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from megarl.serving import sampling
-from megarl.serving.completions import finite
+from megarl.serving.answers import fingerprint, finite
 from megarl.serving.context import ServingContext
-from megarl.serving.dispatch import News
+from megarl.serving.dispatcher import RequestUpdate
 from megarl.serving.errors import invalid
-from megarl.serving.progress import fingerprint
 from megarl.serving.schemas import GenerateRequest
 from megarl.serving.streams import Parts, start_stream
 
@@ -39,8 +38,8 @@ class GenerateRun:
         self._keys = self._make_keys()
         settings = request.sampling_params
         lengths = [context.response_length(prompt, settings.max_tokens) for prompt in self._prompts]
-        self._frames = [
-            sampling.generate_frame(
+        self._messages = [
+            sampling.generate_message(
                 context, settings, prompt, length, key, request.top_logprobs, routes=request.return_routes
             )
             for prompt, length, key in zip(self._prompts, lengths, self._keys, strict=True)
@@ -75,22 +74,22 @@ class GenerateRun:
 
     async def parts(self) -> Parts:
         """The parts of all responses as they come."""
-        with self._context.submission(self._frames, self._request.session) as running:
-            async for index, news in running.news():
-                if news.kind == "routes":
-                    yield {**self._result(index), "routes": news.routes}
-                elif news.tokens or news.finish:
-                    yield self._part(index, news)
+        with self._context.submission(self._messages, self._request.session) as running:
+            async for index, update in running.updates():
+                if update.kind == "routes":
+                    yield {**self._result(index), "routes": update.routes}
+                elif update.tokens or update.finish:
+                    yield self._part(index, update)
 
-    def _part(self, index: int, news: News) -> dict[str, Any]:
-        tokens = list(news.tokens)
+    def _part(self, index: int, update: RequestUpdate) -> dict[str, Any]:
+        tokens = list(update.tokens)
         part = self._result(index)
-        part |= {"output_ids": tokens, "versions": [news.version] * len(tokens), "finish_reason": news.finish}
+        part |= {"output_ids": tokens, "versions": [update.version] * len(tokens), "finish_reason": update.finish}
         if self._request.return_logprobs:
-            part["logprobs"] = [finite(each) for each in news.logprobs]
+            part["logprobs"] = [finite(each) for each in update.logprobs]
         if self._request.top_logprobs:
-            part["top_logprobs"] = [[[token, finite(value)] for token, value in best] for best in news.top or ()]
-        return part | {"system_fingerprint": fingerprint(news)}
+            part["top_logprobs"] = [[[token, finite(value)] for token, value in best] for best in update.top or ()]
+        return part | {"system_fingerprint": fingerprint(update)}
 
     def _result(self, index: int) -> dict[str, Any]:
         """A result without tokens."""

@@ -1,12 +1,9 @@
 """Prometheus metrics of the server, in a registry of their own."""
 
-import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 60)
-
-CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 
 
 class ServerMetrics:
@@ -29,7 +26,3 @@ class ServerMetrics:
         self.waiting = Gauge("megarl_waiting_requests", "Requests that no replica has taken", registry=registry)
         self.free_blocks = Gauge("megarl_free_cache_blocks", "Free blocks of the cache", ["replica"], registry=registry)
         self.version = Gauge("megarl_policy_version", "Version of the policy", ["replica"], registry=registry)
-
-    def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
-        return prometheus_client.generate_latest(self.registry)

@@ -1,6 +1,6 @@
 """Schemas of the answers, for /openapi.json."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel
 
@@ -198,4 +198,3 @@ class StatusResponse(BaseModel):
     status: str
     version: int | None = None
     label: str | None = None
-    detail: dict[str, Any] | None = None

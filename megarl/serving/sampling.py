@@ -1,13 +1,18 @@
-"""From the fields of a request to the frames for leaders."""
+"""From the fields of a request to the messages for leaders."""
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.serving.context import ServingContext
 from megarl.serving.errors import invalid
-from megarl.serving.keys import random_seed, stream_key
+from megarl.serving.links import Message
 from megarl.serving.schemas import OpenAIFields, SamplingFields
-from megarl.serving.wire import Frame
+
+SERVE_STEP = 2**31 + 1  # the step number of all requests; no training step is as large
+
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
 
 
 @dataclass(frozen=True)
@@ -42,9 +47,27 @@ def check_top_logprobs(context: ServingContext, count: int, param: str):
 
 
 def stream_keys(seed: int | None, prompts: int, count: int) -> list[int]:
-    """Keys of `count` answers to each prompt, prompt by prompt; without a seed they are random."""
-    seed = random_seed() if seed is None else seed
+    """Keys of `count` answers to each prompt, prompt by prompt; without a seed no client can guess them."""
+    seed = secrets.randbits(63) if seed is None else seed
     return [stream_key(seed, prompt, choice) for prompt in range(prompts) for choice in range(count)]
+
+
+def stream_key(seed: int, prompt: int, choice: int) -> int:
+    """The signed 64-bit key of the random stream of one choice for one prompt of a request with this seed.
+
+    It equals `counter_rng.stream_keys(seed, SERVE_STEP, prompt, choice)`, without torch.
+    """
+    key = _splitmix64(seed + _GOLDEN_GAMMA)
+    for counter in (SERVE_STEP, prompt, choice):
+        key = _splitmix64((key ^ (counter & _MASK)) + _GOLDEN_GAMMA)
+    return key - 2**64 if key >> 63 else key
+
+
+def _splitmix64(state: int) -> int:
+    z = state & _MASK
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
+    return z ^ (z >> 31)
 
 
 def temperature(fields: SamplingFields) -> float:
@@ -52,16 +75,11 @@ def temperature(fields: SamplingFields) -> float:
     return 1.0 if fields.temperature in (None, 0) else float(fields.temperature)
 
 
-def generate_frame(
-    context: ServingContext,
-    fields: SamplingFields,
-    prompt: Sequence[int],
-    max_tokens: int,
-    key: int,
-    top_logprobs: int = 0,
-    routes: bool = False,
-) -> Frame:
-    """The "generate" frame of one response (see `megarl.serving.wire`). RequestError 400 for a wrong stop token."""
+def generate_message(
+    context: ServingContext, fields: SamplingFields, prompt: Sequence[int], max_tokens: int, key: int,
+    top_logprobs: int = 0, routes: bool = False,
+) -> Message:  # fmt: skip
+    """The "generate" message of one response (see `links.py`). RequestError 400 for a wrong stop token."""
     size = context.config.vocab_size
     stops = fields.stop_token_ids or []
     if stops and max(stops) >= size:

@@ -4,30 +4,30 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 
-from megarl.serving.dispatch import Dispatcher, News
+from megarl.serving.dispatcher import Dispatcher, RequestUpdate
 from megarl.serving.errors import timed_out
-from megarl.serving.wire import Frame
+from megarl.serving.links import Message
 
 
 class Submission:
-    """Submits frames when entered; `news` gives what the leaders say, until each has finished.
+    """Submits messages when entered; `updates` gives what the leaders say, until each has finished.
 
-    A consumer that is slow makes the news wait here; they are at most `max_tokens` for each frame.
+    A consumer that is slow makes the updates wait here; they are at most `max_tokens` for each request.
     """
 
-    def __init__(self, dispatcher: Dispatcher, frames: Sequence[Frame], session: str | None, seconds: float):
-        self._dispatcher, self._frames, self._session, self._seconds = dispatcher, frames, session, seconds
-        self._queue: asyncio.Queue[tuple[int, News]] = asyncio.Queue()
-        self._open: dict[int, int] = {}  # id -> index of its frame
-        self._last: dict[int, float] = {}
+    def __init__(self, dispatcher: Dispatcher, messages: Sequence[Message], session: str | None):
+        self._dispatcher, self._messages, self._session = dispatcher, messages, session
+        self._updates: asyncio.Queue[tuple[int, RequestUpdate]] = asyncio.Queue()
+        self._open: dict[int, int] = {}  # id -> index of its message
+        self._last: dict[int, float] = {}  # id -> when its last tokens came
         self._start = time.monotonic()
-        self._deadline = asyncio.get_running_loop().time() + seconds
+        self._deadline = asyncio.get_running_loop().time() + dispatcher.seconds
 
     def __enter__(self) -> "Submission":
         """Submits. Raises RequestError as `Dispatcher.submit`."""
-        ids = self._dispatcher.submit(self._frames, self._session, lambda *item: self._queue.put_nowait(item))
+        ids = self._dispatcher.submit(self._messages, self._session, self._updates)
         self._open = dict(zip(ids, range(len(ids)), strict=True))
-        prompts = (len(frame["prompt"]) for frame in self._frames if frame["type"] == "generate")
+        prompts = (len(message["prompt"]) for message in self._messages if message["type"] == "generate")
         self._dispatcher.metrics.prompt_tokens.inc(sum(prompts))
         return self
 
@@ -36,37 +36,36 @@ class Submission:
         self._open.clear()
 
     def end(self, index: int):
-        """Ends one request early, that of the frame with this index."""
+        """Ends one request early, that of the message with this index."""
         ended = [number for number, each in self._open.items() if each == index]
         self._dispatcher.abort(ended)
         for number in ended:
             del self._open[number]
 
-    async def news(self) -> AsyncIterator[tuple[int, News]]:
-        """(index of the frame, news), in the order of their arrival. RequestError if one fails, or time is up."""
+    async def updates(self) -> AsyncIterator[tuple[int, RequestUpdate]]:
+        """(index of the message, update), in the order of their arrival. RequestError if one fails, or time is up."""
         while self._open:
             try:
                 async with asyncio.timeout_at(self._deadline):
-                    number, news = await self._queue.get()
+                    number, update = await self._updates.get()
             except TimeoutError:
-                raise timed_out(self._seconds) from None
+                raise timed_out(self._dispatcher.seconds) from None
             index = self._open.get(number)
             if index is None:
                 continue
-            if news.is_last:
+            if update.is_last:
                 del self._open[number]
-            if news.error is not None:
-                raise news.error
-            self._observe(number, news)
-            yield index, news
+            if update.error is not None:
+                raise update.error
+            if update.kind == "tokens" and update.tokens:
+                self._measure(number, len(update.tokens))
+            yield index, update
 
-    def _observe(self, number: int, news: News):
-        if not news.tokens or news.kind != "tokens":
-            return
+    def _measure(self, number: int, tokens: int):
         metrics, now = self._dispatcher.metrics, time.monotonic()
-        metrics.generated_tokens.inc(len(news.tokens))
+        metrics.generated_tokens.inc(tokens)
         if number in self._last:
-            metrics.between_tokens.observe((now - self._last[number]) / len(news.tokens))
+            metrics.between_tokens.observe((now - self._last[number]) / tokens)
         else:
             metrics.first_token.observe(now - self._start)
         self._last[number] = now

@@ -10,10 +10,10 @@ from megarl.errors import UsageError
 from megarl.mcore.model import pipeline_layout
 from megarl.rollout.rollout_files import SavedRollouts
 from megarl.rollout.saved_rollout import moe_layers
+from megarl.serving.configuration import read_server_flags
 from megarl.trainers.environment_inputs import check_environments
 from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS, read_encoded_prompts
 from megarl.trainers.reward_factory import RewardFactory
-from megarl.trainers.server_options import ServerOptions
 from megarl.trainers.setup import build_role_encoder, check_training_flags, check_vocabulary
 
 CHECKPOINTED_ROLES = ("actor", "critic", "reference")  # not reward models, which only score
@@ -40,7 +40,7 @@ class RLInputs:
             check_vocabulary(role, config.roles["actor"].model_vocab_size(tokens))
         saved = [r for r in _models_of(config.roles) if r.name != "reference" or saves_reference(config.roles)]
         self.pretrained = _find_pretrained(config.roles, tokens, saved if s.load else [])
-        self.server_options = ServerOptions(config) if s.serve_policy else None
+        self.frontend_config = read_server_flags(config) if s.serve_policy else None
         self.resume = None
         is_compared = s.load or s.save or s.load_rollouts
         self.data = resume.data_fingerprints(encoder, s, self.prompt_sets) if is_compared else {}

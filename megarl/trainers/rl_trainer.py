@@ -21,9 +21,9 @@ from megarl.rollout.rollout_only import ScoringBatcher
 from megarl.rollout.saved_rollout import SavedRollout, SavedRolloutBatcher
 from megarl.router_replay.replay import RoutingReplay
 from megarl.router_replay.router_state import RouterState
+from megarl.serving.policy_service import PolicyService
 from megarl.trainers.evaluator import BestCheckpoint, Evaluator
 from megarl.trainers.policy import load_policy
-from megarl.trainers.policy_service import PolicyService
 from megarl.trainers.rl_inputs import RLInputs, saves_reference
 from megarl.trainers.setup import read_inputs
 from megarl.trainers.token_samples import TokenSamples
@@ -59,7 +59,7 @@ class RLTrainer(Trainer):
         self.open(inputs.resume, used)
         self.policy_service = None
         if self.settings.serve_policy:
-            service = (config, inputs.server_options, mesh, self.rollout, self.tokenizer, timers)
+            service = (config, inputs.frontend_config, mesh, self.rollout, self.tokenizer, timers)
             self.policy_service = PolicyService(*service)
         if not inputs.resume and self.evaluator:
             self._evaluate_before_training()

@@ -1,4 +1,4 @@
-"""Generation servers of small policies, started as users do, and the generator in this process to compare with."""
+"""Generation servers of small policies, started as users do, and the engine in this process to compare with."""
 
 import contextlib
 import functools
@@ -157,10 +157,9 @@ def served(argv: list[str], size: int = 1) -> Iterator[Served]:
             process.stdout.close()
 
 
-def generator_of(argv: list[str], size: int = 1, routes: bool = False):
-    """(generator, its model, role groups, inputs) of a server's command line on `size` ranks; for worlds."""
+def engine_of(argv: list[str], size: int = 1):
+    """(rollout engine, its model, role groups, inputs) of a server's command line on `size` ranks; for worlds."""
     from megarl.observe.timers import Timers
-    from megarl.rollout.engine_generator import EngineGenerator
     from megarl.rollout.rollout import Rollout
     from megarl.trainers.policy import PolicyInputs
     from megarl.trainers.setup import read_inputs
@@ -169,23 +168,26 @@ def generator_of(argv: list[str], size: int = 1, routes: bool = False):
     policy_inputs, mesh, _ = read_inputs(config, timers, lambda: PolicyInputs(config), sys.stderr)
     policy = policy_inputs.load(mesh["actor"])
     rollout = Rollout(config.settings, policy_inputs.rollout_role(), mesh, policy, policy_inputs.tokenizer, timers)
-    generator = EngineGenerator(rollout.engine, policy_inputs.tokenizer.end_ids, routes=routes)
-    return generator, rollout.model, mesh["rollout"], policy_inputs
+    return rollout.engine, rollout.model, mesh["rollout"], policy_inputs
 
 
 def _completions(rank: int, argv: list[str], requests: list, size: int, routes: bool):
-    return generator_of(argv, size, routes)[0].generate(requests)
+    from megarl.serving.served_engine import ServedEngine
+    from tests.helpers.served_engines import generate
+
+    engine, _, _, policy_inputs = engine_of(argv, size)
+    return generate(ServedEngine(engine, policy_inputs.tokenizer.end_ids, routes), requests)
 
 
 def completions(argv: list[str], requests: list, size: int = 1, routes: bool = False) -> list:
-    """What the in-process generator of a server's command line answers on so many ranks."""
+    """What the engine of a server's command line answers on so many ranks."""
     return run_world(_completions, size, argv, requests, size, routes)[0]
 
 
 def _scores(rank: int, argv: list[str], sequences: list, size: int):
-    from megarl.rollout.scoring import ScoreRequest, score_sequences
+    from megarl.serving.scoring import ScoreRequest, score_sequences
 
-    _, model, groups, policy_inputs = generator_of(argv, size)
+    _, model, groups, policy_inputs = engine_of(argv, size)
     requests = [ScoreRequest(tokens, 1.0, 2) for tokens in sequences]
     return score_sequences(model, groups.pg_collection, policy_inputs.vocab_size, requests)
 

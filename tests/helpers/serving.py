@@ -1,26 +1,22 @@
-"""The real HTTP process with a scripted leader at the other end of its wire, which stands for the ranks.
+"""The real HTTP process with a scripted leader at the other end of its link, which stands for the ranks.
 
-The leader is a real peer on a real socket that speaks the protocol of `megarl.serving.wire`; it has no model, and
-answers what its script says. It runs in a thread, which is joined at the end.
+The leader is a real peer on a real socket that says what `megarl.serving.links` describes; it has no model, and answers
+what its script says. It runs in the thread of its link, which is joined at the end.
 """
 
 import contextlib
 import json
 import os
-import secrets
-import select
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 
 import httpx
 import openai
 
+from megarl.child_process import Child
 from megarl.data.tokenizers import build_tokenizer
+from megarl.serving import links
 from megarl.serving.configuration import FrontendConfig
-from megarl.serving.wire import LeaderLink
 from tests.helpers import small_tokenizers
 
 LIMIT = 60.0  # seconds after which a test that waits has failed
@@ -29,59 +25,51 @@ Script = Callable[["ScriptedLeader", dict], None]
 
 
 class ScriptedLeader:
-    """One replica's leader. `script(leader, frame)` is called for each frame; all frames are in `frames`."""
+    """One replica's leader. `script(leader, message)` is called for each message; all messages are in `frames`."""
 
     def __init__(self, address, key: bytes, replica: int, script: Script, ready: dict):
-        self.link = LeaderLink.connect(address, key)
         self.replica, self.script, self.frames = replica, script, []
-        self._changed = threading.Condition()
-        self._link_lock = threading.RLock()  # a link is for one thread at a time
-        self._ends = threading.Event()
-        frame = {"type": "ready", "replica": replica, "max_requests": 8, "capacity": 4096, "blocks": 99}
-        self.link.send({**frame, "version": 0, "label": "step_7", **ready})
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
+        self._changed, self._is_lost = threading.Condition(), threading.Event()
+        self._has_link = threading.Event()
+        self.link = links.Link(links.connect(address, key), self._receive)
+        self._has_link.set()
+        first = {"type": "ready", "replica": replica, "max_requests": 8, "capacity": 4096, "blocks": 99}
+        self.link.send({**first, "version": 0, "label": "step_7", **ready})
 
-    def send(self, **frame):
-        """Sends a frame."""
-        with self._link_lock:
-            self.link.send(frame)
+    def send(self, **message):
+        """Sends a message."""
+        self.link.send(message)
 
     def tokens(self, *events, version: int = 0):
-        """Sends a "tokens" frame with events [id, tokens, logprobs, top, finish]."""
+        """Sends a "tokens" message with events [id, tokens, logprobs, top, finish]."""
         self.send(type="tokens", version=version, events=list(events), blocks=50)
 
     def wait_for(self, count: int, kind: str = "generate") -> list[dict]:
-        """The frames of a kind, once there are `count`."""
+        """The messages of a kind, once there are `count`."""
         with self._changed:
             assert self._changed.wait_for(lambda: len(self._of(kind)) >= count, LIMIT), self.frames
             return self._of(kind)
 
     def wait_closed(self):
         """Waits until the frontend has closed the connection."""
-        self._thread.join(LIMIT)
-        assert not self._thread.is_alive()
+        assert self._is_lost.wait(LIMIT)
 
     def close(self):
-        """Ends the thread and the connection."""
-        self._ends.set()
-        self._thread.join()
+        """Ends the connection."""
         self.link.close()
 
     def _of(self, kind: str) -> list[dict]:
         return [frame for frame in self.frames if frame["type"] == kind]
 
-    def _run(self):
-        with contextlib.suppress(ConnectionError):
-            while not self._ends.is_set():
-                select.select([self.link], [], [], 0.05)
-                with self._link_lock:
-                    received = self.link.receive(0.0)
-                for frame in received:
-                    with self._changed:
-                        self.frames.append(frame)
-                        self._changed.notify_all()
-                    self.script(self, frame)
+    def _receive(self, link: links.Link, message: dict | ConnectionError):
+        if isinstance(message, ConnectionError):
+            self._is_lost.set()
+            return
+        with self._changed:
+            self.frames.append(message)
+            self._changed.notify_all()
+        self._has_link.wait()
+        self.script(self, message)
 
 
 def silent(leader: ScriptedLeader, frame: dict):
@@ -139,39 +127,25 @@ class Served:
     def __init__(self, folder, script=None, leaders: int = 1, ready: dict | None = None, family="unix", **settings):
         path = small_tokenizers.chatml(folder / "tokenizer")
         self.tokenizer = build_tokenizer("HuggingFaceTokenizer", path)
-        http = socket.create_server(("127.0.0.1", 0))
-        self.address = str(folder / "wire") if family == "unix" else ("127.0.0.1", 0)
-        wire = socket.socket(socket.AF_UNIX if family == "unix" else socket.AF_INET)
-        wire.bind(self.address)
-        wire.listen()
-        self.address = wire.getsockname()
-        self.key = secrets.token_bytes(32)
         defaults = dict(
             model_name="tiny", tokenizer_type="HuggingFaceTokenizer", tokenizer_model=path, chat_template="tokenizer",
             vocab_size=self.tokenizer.vocab_size, max_model_length=4096, max_response_length=512,
             replicas=leaders, routes=True,
+            ranks_address=str(folder / "leaders") if family == "unix" else ("127.0.0.1", 0),
         )  # fmt: skip
-        fds = dict(http_fd=http.fileno(), wire_fd=wire.fileno(), wire_key=self.key.hex())
-        config = FrontendConfig(**{**defaults, **fds, **settings})
-        command = [sys.executable, "-m", "megarl.serving.frontend"]
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
-            command,
-            stdin=pipe,
-            stderr=pipe,
-            pass_fds=(http.fileno(), wire.fileno()),
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        self.process.stdin.write(config.to_json().encode() + b"\n")
-        self.process.stdin.flush()
-        self.url = f"http://127.0.0.1:{http.getsockname()[1]}"
-        self.port = http.getsockname()[1]
-        http.close()
-        wire.close()
+        config = FrontendConfig(**{**defaults, **settings})
+        self.leaders: list[ScriptedLeader] = []
+        self._log = folder / "stderr"
+        with stderr_in(self._log):
+            self.process = Child("megarl.serving.frontend")
+        self.process.send(config)
+        self.found = self.process.connection.recv()  # what is wrong with the configuration, if it is a text
+        if isinstance(self.found, str):
+            return
+        self.url, self.address, self.key = self.found
+        self.port = int(self.url.rpartition(":")[2])
         headers = {"Authorization": f"Bearer {config.api_keys[0]}"} if config.api_keys else {}
         self.client = httpx.Client(base_url=self.url, timeout=LIMIT, headers=headers)
-        self.leaders: list[ScriptedLeader] = []
-        self.stderr = ""
         script = script or Answers(self.tokenizer, {})
         for replica in range(leaders):
             self.connect(replica, script, ready or {})
@@ -187,7 +161,7 @@ class Served:
     def wait_ready(self):
         """Waits until /ready says so, asking again and again: it has no other sign."""
         while self.client.get("/ready").status_code != 200:
-            assert self.process.poll() is None, self.process.stderr.read()
+            assert self.process.lives(), self._log.read_text()
 
     def post(self, path: str, **body) -> httpx.Response:
         """POSTs JSON."""
@@ -204,16 +178,34 @@ class Served:
 
     def exit_status(self) -> int:
         """Waits for the end of the process."""
-        return self.process.wait(LIMIT)
+        return self.process.status(LIMIT)
+
+    @property
+    def stderr(self) -> str:
+        """What the process has written to stderr."""
+        return self._log.read_text()
 
     def close(self):
-        """Ends all; returns what the process wrote to stderr in `stderr`."""
-        self.client.close()
-        if self.process.poll() is None:
-            self.process.kill()
-        self.stderr = self.process.communicate()[1].decode()
+        """Ends all."""
+        if not isinstance(self.found, str):
+            self.client.close()
+        if self.process.lives():
+            self.process.end()
         for leader in self.leaders:
             leader.close()
+
+
+@contextlib.contextmanager
+def stderr_in(path):
+    """What is written to file descriptor 2 meanwhile, and by processes that are started, goes into a file."""
+    saved = os.dup(2)
+    try:
+        with open(path, "wb") as file:
+            os.dup2(file.fileno(), 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
 
 
 @contextlib.contextmanager

@@ -13,12 +13,11 @@ import torch
 from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.errors import UsageError
 from megarl.generation import GenerationRequest
-from megarl.rollout.api import completions_of
-from megarl.rollout.remote_generator import RemoteGenerator
-from megarl.serving.keys import stream_key
+from megarl.serving.sampling import stream_key
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.forked_programs import error_line, launch
 from tests.helpers.programs import inputs
+from tests.helpers.server_clients import ServerClient, completions_of
 from tests.helpers.servers import (
     API_KEY,
     MOE,
@@ -54,8 +53,8 @@ def client_of(running) -> openai.OpenAI:
     return openai.OpenAI(base_url=running.url + "/v1", api_key=API_KEY, max_retries=0, timeout=SAFETY_SECONDS)
 
 
-def remote(running, **more) -> RemoteGenerator:
-    return RemoteGenerator(running.url, API_KEY, seconds=SAFETY_SECONDS, **more)
+def remote(running, **more) -> ServerClient:
+    return ServerClient(running.url, API_KEY, seconds=SAFETY_SECONDS, **more)
 
 
 # -- the same bits -----------------------------------------------------------------------------------------------
@@ -142,7 +141,7 @@ def test_experts_and_their_routes():
     (with_routes,) = completions(serve_argv(served_flags, path), [routed], routes=True)
     for size, flags in ((1, ""), (2, "--expert-model-parallel-size 2")):
         with served(serve_argv(f"{served_flags} --serve-routes {flags}", path), size) as running:
-            generator = RemoteGenerator(running.url)
+            generator = ServerClient(running.url)
             assert generator.generate(requests()) == expected
             body = {"input_ids": routed.prompt, "key": routed.key, "return_routes": True}
             settings = {"max_tokens": routed.max_new_tokens, "ignore_eos": True}
@@ -184,10 +183,10 @@ def test_a_port_in_use_ends_with_one_line(tmp_path):
 
 def test_a_client_says_what_is_wrong_with_its_server(tmp_path):
     with pytest.raises(UsageError, match="--rollout-server ftp://x: not an address"):
-        RemoteGenerator("ftp://x")
+        ServerClient("ftp://x")
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     with pytest.raises(RuntimeError, match="no answer"):
-        RemoteGenerator(f"http://127.0.0.1:{port}", seconds=5).generate(requests()[:1])
+        ServerClient(f"http://127.0.0.1:{port}", seconds=5).generate(requests()[:1])
     argv = evaluate_argv(None, "--rollout-server http://x")
     assert "has the weights; leave it out" in error_line(launch(tmp_path, argv, "evaluate"))

@@ -15,9 +15,8 @@ import urllib3
 
 from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.errors import UsageError
-from megarl.rollout.api import completions_of
-from megarl.rollout.remote_generator import RemoteGenerator
 from tests.helpers.programs import inputs
+from tests.helpers.server_clients import ServerClient, completions_of
 from tests.helpers.servers import (
     ADMIN_KEY,
     MOE,
@@ -50,7 +49,7 @@ def test_weights_change_under_load_and_every_token_has_its_version(size, flags):
     sequences, versions, logprobs = [], [], []
     with served(small_argv(f"{flags} {keys}"), size) as running:
         for mode, step in (("keep", 1), ("wait", 2), ("abort", 1), (None, 2)):
-            generator = RemoteGenerator(running.url, admin_key=ADMIN_KEY, seconds=SAFETY_SECONDS)
+            generator = ServerClient(running.url, admin_key=ADMIN_KEY, seconds=SAFETY_SECONDS)
             chunks, wanted = (
                 [],
                 [replace(r, sampling=SamplingSettings(), max_new_tokens=100, end_ids=()) for r in requests()],
@@ -86,7 +85,7 @@ def test_wrong_weights_leave_the_old_ones(tmp_path):
     folder = inputs()
     keys = f"--admin-key-file {key_files()['admin']} --weights-folder {folder}"
     with served(small_argv(keys)) as running:
-        generator = RemoteGenerator(running.url, admin_key=ADMIN_KEY)
+        generator = ServerClient(running.url, admin_key=ADMIN_KEY)
         before = generator.generate(requests())
         for path in (checkpoint(MOE).name, "nothing", "../x", "/etc", "train.jsonl"):
             with pytest.raises(UsageError, match="status 400"):
@@ -95,12 +94,12 @@ def test_wrong_weights_leave_the_old_ones(tmp_path):
         refused = running.post("/generate", {"input_ids": [3], "return_routes": True})
         assert refused.status == 400 and "--serve-routes" in refused.json()["error"]["message"]
         with pytest.raises(UsageError, match="status 401"):
-            RemoteGenerator(running.url, admin_key="another key").pause()
+            ServerClient(running.url, admin_key="another key").pause()
 
 
 def test_sigterm_lets_running_requests_end():
     with served(small_argv()) as running:
-        stream = iter(RemoteGenerator(running.url).stream([replace(requests()[0], max_new_tokens=112)]))
+        stream = iter(ServerClient(running.url).stream([replace(requests()[0], max_new_tokens=112)]))
         chunks = [next(stream)]
         running.process.send_signal(signal.SIGTERM)
         chunks += stream
@@ -111,7 +110,7 @@ def test_sigterm_lets_running_requests_end():
 @pytest.mark.parametrize("killed", [long(0), 1])
 def test_a_killed_rank_ends_the_server_with_a_clear_answer(killed):
     with served(small_argv("--tensor-model-parallel-size 2"), 2) as running:
-        generator = RemoteGenerator(running.url, seconds=5)
+        generator = ServerClient(running.url, seconds=5)
         stream = iter(generator.stream([replace(requests()[0], max_new_tokens=112)] * 4))
         next(stream)
         ranks = children_of(running.process.pid)
@@ -160,7 +159,7 @@ def cut_connections(count: int):
                 if number % 3 == 0 and number % 5 != 4 and number % 2:
                     connection.recv(64)
         assert wait_until(lambda: running.free_blocks() == before)
-        assert completions(small_argv(), requests()) == RemoteGenerator(running.url).generate(requests())
+        assert completions(small_argv(), requests()) == ServerClient(running.url).generate(requests())
 
 
 @pytest.mark.long
@@ -237,7 +236,7 @@ def test_a_thousand_queued_requests_a_full_queue_and_a_slow_reader():
             )
             head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             slow.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
-            generator = RemoteGenerator(running.url, admin_key=ADMIN_KEY, seconds=SAFETY_SECONDS)
+            generator = ServerClient(running.url, admin_key=ADMIN_KEY, seconds=SAFETY_SECONDS)
             assert generator.generate(requests()) == expected
         generator.pause("wait")
         queued = {"input_ids": [[3, 4, 5 + i % 7] for i in range(1000)], "key": list(range(1000)),

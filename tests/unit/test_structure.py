@@ -92,15 +92,19 @@ def packages(*names: str):
 
 
 def test_programs_use_trainers_which_use_roles():
-    """No package imports a program, only programs import trainers, and roles know neither trainers nor the rollout."""
+    """No package imports a program, only programs import trainers, and roles know neither trainers nor the rollout.
+
+    The rollout does not know the server, which scores sequences with a role's forward pass.
+    """
     programs = [PACKAGE / f"{name}.py" for name in PROGRAMS]
     assert set(programs) < set(FILES)
     others = [path for path in FILES if path not in programs]
     assert not importers(packages(*PROGRAMS), others)
     assert not importers(packages("trainers"), [p for p in others if PACKAGE / "trainers" not in p.parents])
-    above_roles = {PACKAGE / name for name in ("roles", "rollout", "trainers")}
+    above_roles = {PACKAGE / name for name in ("roles", "rollout", "serving", "trainers")}
     assert not importers(packages("roles"), [path for path in others if not above_roles & set(path.parents)])
     assert not importers(packages("rollout"), under("roles"))
+    assert not importers(packages("serving"), [*under("roles"), *under("rollout")])
     for name in PROGRAMS[:3]:
         path = PACKAGE / f"{name}.py"
         assert not importers(lambda n: n.startswith("megarl") and not packages("trainers", "roles")(n), [path])

@@ -5,8 +5,8 @@ import json
 import openai
 import pytest
 
-from megarl.serving.keys import stream_key
 from megarl.serving.responses import CompletionResponse
+from megarl.serving.sampling import stream_key
 from tests.helpers.serving import Answers, Served, openai_client
 
 ANSWERS = {"smile": "a\U0001f600b", "turns": "one\nUser: two", "double": "é" * 5, "list": "1, 2, 3"}

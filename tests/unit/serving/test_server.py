@@ -4,6 +4,7 @@ import asyncio
 import socket
 import subprocess
 import sys
+from multiprocessing.connection import Client
 
 import httpx
 import openai
@@ -156,21 +157,31 @@ def test_without_keys_there_is_no_admin_and_all_is_open(tmp_path):
 def test_a_wrong_configuration_is_one_line(tmp_path):
     with served(tmp_path, leaders=0, chat_template="/none.jinja") as server:
         assert server.exit_status() == 2
-    assert server.stderr.count("\n") == 1 and "--chat-template /none.jinja: no such file" in server.stderr
+    assert server.stderr == "" and "--chat-template /none.jinja: no such file" in server.found
 
 
-def test_a_stranger_on_the_wire_changes_nothing(tmp_path):
-    with served(tmp_path, family="inet") as server:
-        with socket.create_connection(server.address) as stranger:
-            assert len(stranger.recv(16)) == 16
-            stranger.sendall(bytes(48))
-            assert stranger.recv(1) == b""
-        assert server.post("/v1/completions", prompt="a").status_code == 200
+def test_a_port_in_use_is_one_line(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with served(tmp_path, leaders=0, port=port) as server:
+            assert server.exit_status() == 2 and f"--port {port}: cannot listen there" in server.found
+
+
+def test_strangers_among_the_leaders_change_nothing(tmp_path):
+    with served(tmp_path, family="inet", leaders=0, replicas=1) as server:
+        with socket.create_connection(server.address), Client(server.address) as stranger:
+            stranger.send_bytes(bytes(48))
+            with pytest.raises((EOFError, OSError)):
+                [stranger.recv_bytes() for _ in range(3)]
+            server.connect(0, Answers(server.tokenizer, {}))
+            server.wait_ready()
+            assert server.post("/v1/completions", prompt="a").status_code == 200
+    assert "a connection of the ranks was refused" in server.stderr
 
 
 def test_a_fault_is_an_error_answer_and_a_line_without_content(tmp_path, caplog):
     path = small_tokenizers.chatml(tmp_path / "tokenizer")
-    config = FrontendConfig(0, 0, "", 1, "tiny", "HuggingFaceTokenizer", path, 304, 100, 100)
+    config = FrontendConfig("HuggingFaceTokenizer", path, 100, 100, vocab_size=304)
     context = ServingContext(config, config.load_encoder())
 
     def fail(*_):

@@ -1,4 +1,4 @@
-"""The generator on this program's ranks: every request gets the bits that it gets alone, whatever happens beside it."""
+"""The engine of a server: every request gets the bits that it gets alone, whatever happens beside it."""
 
 import functools
 from dataclasses import replace
@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from tests.helpers.engines import NEVER, make_engine, make_requests, settings_of
+from tests.helpers.served_engines import generate, steps
+from tests.helpers.server_clients import completions_of
 from tests.helpers.tiers import long
 from tests.helpers.tiny_models import VOCAB
 from tests.helpers.worlds import run_world
@@ -31,12 +33,12 @@ def various_requests(limit=12, count=20):
     ]
 
 
-def make_generator(flags="", shape="llama", load_weights=None, routes=False, **settings):
-    """(generator, model, role groups)."""
-    from megarl.rollout.engine_generator import EngineGenerator
+def make_served(flags="", shape="llama", load_weights=None, **settings):
+    """(served engine, model, role groups)."""
+    from megarl.serving.served_engine import ServedEngine
 
     engine, model, groups = make_engine(flags, shape, **settings)
-    return EngineGenerator(engine, NEVER, routes=routes, load_weights=load_weights), model, groups
+    return ServedEngine(engine, NEVER, load_weights=load_weights), model, groups
 
 
 def alone(engine, request):
@@ -59,11 +61,11 @@ def blocks(engine):
 
 def together_and_alone(rank, flags="", shape="llama", **settings):
     """Completions of various requests together, and of each alone."""
-    generator, _, _ = make_generator(flags, shape, **settings)
+    served, _, _ = make_served(flags, shape, **settings)
     requests = various_requests()
-    done = generator.generate(requests)
-    generator.shut_down()
-    return done, [alone(generator.engine, request) for request in requests], blocks(generator.engine)
+    done = generate(served, requests)
+    served.pause("abort")
+    return done, [alone(served.rollout_engine, request) for request in requests], blocks(served.rollout_engine)
 
 
 @pytest.mark.parametrize(("size", "flags", "shape"), [
@@ -87,12 +89,12 @@ def test_few_places_and_little_cache_change_nothing():
 
 def scored(rank, flags, shape="llama"):
     """(completions, scores of prompt and response of each) of various requests; temperature 1 where greedy."""
-    from megarl.rollout.scoring import ScoreRequest, score_sequences
+    from megarl.serving.scoring import ScoreRequest, score_sequences
 
-    generator, model, groups = make_generator(flags, shape)
+    served, model, groups = make_served(flags, shape)
     requests = various_requests()
-    done = generator.generate(requests)
-    generator.pause()
+    done = generate(served, requests)
+    served.pause()
     found = []
     for request, completion in zip(requests, done, strict=True):
         sequence = ScoreRequest(
@@ -127,9 +129,9 @@ def check_top(request, completion):
 
 def test_several_sequences_are_scored_in_one_pass():
     def passes(rank):
-        from megarl.rollout.scoring import ScoreRequest, score_sequences, together
+        from megarl.serving.scoring import ScoreRequest, score_sequences, together
 
-        _, model, groups = make_generator()
+        _, model, groups = make_served()
         requests = [ScoreRequest(request.prompt, 1.0, i % 3) for i, request in enumerate(make_requests())]
         one = [score_sequences(chunks_of(model), groups.pg_collection, VOCAB, [request])[0] for request in requests]
         counts = [
@@ -147,38 +149,37 @@ def test_several_sequences_are_scored_in_one_pass():
 
 def interrupted(rank, flags, shape, mode, **settings):
     """(chunks with a pause after some steps, chunks without one, free and all blocks while paused)."""
-    generator, _, _ = make_generator(flags, shape, **settings)
+    served, _, _ = make_served(flags, shape, **settings)
     requests = various_requests()
-    plain = list(generator.stream(requests))
-    chunks, stream = [], generator.stream(requests)
-    for chunk in stream:
-        chunks.append(chunk)
-        if len(chunks) in (30, 31, 90):
-            chunks += generator.pause(mode)
-            paused = generator.is_paused, blocks(generator.engine)
-            generator.resume()
+    plain = sum(steps(served, requests), [])
+    chunks = []
+    for number, found in enumerate(steps(served, requests)):
+        chunks += found
+        if number in (1, 2, 5):
+            chunks += served.pause(mode)
+            paused = served.is_paused, blocks(served.rollout_engine)
+            served.resume()
     return chunks, plain, paused
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait"])
 @pytest.mark.parametrize(("flags", "shape"), [("", "llama"), (EXPERTS, "llama"), ("", "gpt2")])
 def test_a_pause_changes_no_bit(flags, shape, mode):
-    from megarl.rollout.api import completions_of
-
     ((chunks, plain, (paused, (free, total))),) = run_world(interrupted, 1, flags, shape, mode)
     assert completions_of(chunks, 20) == completions_of(plain, 20) and paused and free == total
 
 
 def test_aborted_requests_free_their_cache_and_leave_the_others_alone():
     def run(rank, **settings):
-        generator, _, _ = make_generator(**settings)
+        served, _, _ = make_served(**settings)
         requests = various_requests(limit=20)
-        expected, dropped, chunks = generator.generate(requests), {1, 4, 6, 13, 19}, []
-        generator.shut_down()
-        for count, chunk in enumerate(generator.stream(requests)):
-            chunks.append(chunk)
-            if count == 25:
-                generator.abort(dropped)
+        expected, dropped, chunks = generate(served, requests), set(), []
+        served.pause("abort")
+        for number, found in enumerate(steps(served, requests, dropped)):
+            chunks += found
+            if number == 2:
+                dropped |= {1, 4, 6, 13, 19}
+                served.abort(dropped)
                 after = len(chunks)
         late = {chunk.number for chunk in chunks[after:]} & dropped
         kept = {n: [t for c in chunks if c.number == n for t in c.tokens] for n in range(20) if n not in dropped}
@@ -187,7 +188,7 @@ def test_aborted_requests_free_their_cache_and_leave_the_others_alone():
             late,
             [expected[n].tokens == tokens for n, tokens in kept.items()],
             ended >= set(kept),
-            blocks(generator.engine),
+            blocks(served.rollout_engine),
         )
 
     for settings in ({}, {"max_requests": 4}, {"buffer_gb": 0.0001}):
@@ -197,17 +198,17 @@ def test_aborted_requests_free_their_cache_and_leave_the_others_alone():
 
 def test_an_aborting_pause_ends_every_request():
     def run(rank):
-        generator, _, _ = make_generator()
-        generator.resume()
+        served, _, _ = make_served()
+        served.resume()
         for number, request in enumerate(make_requests()):
-            generator.add(number, request)
-        first = generator.step()
-        chunks = generator.pause("abort")
+            served.add(number, request)
+        first = served.step()
+        chunks = served.pause("abort")
         return (
             len(first),
             sorted((c.number, c.finish_reason, c.tokens) for c in chunks),
-            len(generator),
-            blocks(generator.engine),
+            len(served),
+            blocks(served.rollout_engine),
         )
 
     ((first, ends, left, (free, total)),) = run_world(run, 1)
@@ -216,26 +217,24 @@ def test_an_aborting_pause_ends_every_request():
 
 def test_each_token_has_the_log_prob_of_its_version_of_the_weights():
     def run(rank):
-        from megarl.rollout.scoring import ScoreRequest, score_sequences
+        from megarl.serving.scoring import ScoreRequest, score_sequences
 
         def change(path):
             with torch.no_grad():
                 for parameter, values in zip(model.parameters(), weights, strict=True):
                     parameter.copy_(values * 1.1 ** int(path))
 
-        generator, model, groups = make_generator(load_weights=change)
+        served, model, groups = make_served(load_weights=change)
         weights = [parameter.detach().clone() for parameter in model.parameters()]
         requests, chunks, scores = various_requests(limit=20), [], {}
-        stream = generator.stream(requests)
-        for chunk in stream:
-            chunks.append(chunk)
-            if len(chunks) in (40, 120):
-                version = generator.version + 1
-                assert generator.update_weights(str(version)) == generator.version == version
-        from megarl.rollout.api import completions_of
-
+        for number, found in enumerate(steps(served, requests)):
+            chunks += found
+            if number in (3, 9):
+                version = served.version + 1
+                served.update_weights(str(version))
+                assert served.version == version
         done = completions_of(chunks, 20)
-        generator.pause()
+        served.pause()
         for version in range(3):
             change(version)
             sequences = [
@@ -257,10 +256,10 @@ def test_each_token_has_the_log_prob_of_its_version_of_the_weights():
         assert max(abs(a - b) for a, b in zip(completion.logprobs, others, strict=True)) > 1e-3
 
 
-def test_generators_that_cannot_change_weights_say_so():
+def test_an_engine_that_cannot_change_weights_says_so():
     def run(rank):
-        generator, _, _ = make_generator()
+        served, _, _ = make_served()
         with pytest.raises(RuntimeError, match="without a source of weights"):
-            generator.update_weights("x")
+            served.update_weights("x")
 
     run_world(run, 1)

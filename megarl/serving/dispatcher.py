@@ -1,28 +1,25 @@
-"""Dispatches requests to replicas: one queue, at most `max_requests` at each replica, and what their leaders answer."""
+"""Gives requests to replicas: one queue, at most `max_requests` at each replica, and what their leaders answer."""
 
 import asyncio
 import collections
 import itertools
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.serving.errors import RequestError, invalid, overloaded, unavailable
+from megarl.serving.errors import RequestError, invalid, overloaded, timed_out, unavailable
+from megarl.serving.links import Link, Message
 from megarl.serving.metrics import ServerMetrics
 from megarl.serving.routing import ReplicaRouter
-from megarl.serving.wire import Frame, FrontendLink
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class News:
+class RequestUpdate:
     """What a leader says about one request.
 
     Attributes:
         kind: "tokens", "scores", "routes" or "error".
-        tokens, logprobs, top, finish: see `megarl.serving.wire`; of scores `logprobs` and `top`.
+        tokens, logprobs, top, finish: see `megarl.serving.links`; of scores `logprobs` and `top`.
         version: of the policy that generated the tokens.
         label: of its weights.
         routes: (shape, base64 data).
@@ -45,22 +42,17 @@ class News:
         return self.finish is not None or self.kind in ("scores", "error")
 
 
-Deliver = Callable[[int, News], None]
-
-
 @dataclass
 class LeaderRequest:
-    """One request to a leader: its frame, and where its news go."""
+    """One request to a leader."""
 
-    frame: Frame
+    message: Message
     session: str | None
-    deliver: Deliver
-    replica: "ReplicaState | None" = None
+    updates: asyncio.Queue[tuple[int, RequestUpdate]]  # with the request's id
 
-    @property
-    def prompt(self) -> Sequence[int]:
-        """The tokens that the replica reads."""
-        return self.frame.get("prompt") or self.frame.get("tokens", ())
+    def update(self, update: RequestUpdate):
+        """Hands on what the leader says."""
+        self.updates.put_nowait((self.message["id"], update))
 
 
 @dataclass
@@ -68,7 +60,7 @@ class ReplicaState:
     """What the frontend knows about one replica."""
 
     number: int
-    link: FrontendLink
+    link: Link
     max_requests: int
     capacity: int
     version: int
@@ -77,11 +69,21 @@ class ReplicaState:
     outstanding: dict[int, LeaderRequest] = field(default_factory=dict)
 
 
+@dataclass
+class _Control:
+    """A command that not all replicas have answered."""
+
+    missing: set[int]  # replicas
+    done: asyncio.Future
+    errors: list[str] = field(default_factory=list)
+
+
 class Dispatcher:
     """All replicas and all their requests."""
 
-    def __init__(self, replicas: int, max_queue: int, metrics: ServerMetrics):
-        self.expected, self.max_queue, self.metrics = replicas, max_queue, metrics
+    def __init__(self, replicas: int, max_queue: int, seconds: float, metrics: ServerMetrics):
+        """`seconds`: that a request or a command may take."""
+        self.expected, self.max_queue, self.seconds, self.metrics = replicas, max_queue, seconds, metrics
         self.replicas: dict[int, ReplicaState] = {}
         self.is_draining = False
         self.is_paused = False
@@ -90,7 +92,7 @@ class Dispatcher:
         self._control_numbers = itertools.count(1)
         self._waiting: collections.OrderedDict[int, LeaderRequest] = collections.OrderedDict()
         self._router = ReplicaRouter()
-        self._controls: dict[int, tuple[set[int], list[str], asyncio.Future]] = {}
+        self._controls: dict[int, _Control] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -106,16 +108,22 @@ class Dispatcher:
         """Tokens that a request may have on every replica; None before there is one."""
         return min((replica.capacity for replica in self.replicas.values()), default=None)
 
-    def add(self, link: FrontendLink, ready: Frame) -> ReplicaState:
-        """Takes a leader in, after its "ready"; ConnectionError if the frame is wrong or the replica has a leader."""
+    @property
+    def weights(self) -> dict[str, Any]:
+        """Policy version and label of the first replica's weights; empty before it has connected."""
+        first = self.replicas.get(0)
+        return {"version": first.version, "label": first.label} if first else {}
+
+    def add(self, link: Link, ready: Message) -> ReplicaState:
+        """Takes a leader in, after its "ready"; ConnectionError if that is wrong or the replica has a leader."""
         try:
             number = ready["replica"]
             if ready["type"] != "ready" or number in self.replicas or not 0 <= number < self.expected:
-                raise ConnectionError("a leader began with a wrong frame")
+                raise ConnectionError("a leader began with a wrong message")
             values = (ready[name] for name in ("max_requests", "capacity", "version", "label"))
             replica = ReplicaState(number, link, *values)
         except (KeyError, TypeError):
-            raise ConnectionError("a leader began with a malformed frame") from None
+            raise ConnectionError("a leader began with a malformed message") from None
         self.replicas[number] = replica
         self._observe(replica, ready)
         return replica
@@ -131,52 +139,50 @@ class Dispatcher:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def submit(self, frames: Sequence[Frame], session: str | None, deliver: Deliver) -> list[int]:
-        """Queues requests and returns their ids; `deliver(id, news)` is called for each news, the last one included.
+    def submit(self, messages: Sequence[Message], session: str | None, updates: asyncio.Queue) -> list[int]:
+        """Queues requests and returns their ids; (id, RequestUpdate) are put into `updates`.
 
         RequestError if they are more than ever fit (400), the queue is full (429), or nothing can run now (503).
         """
         self.check_accepting()
         slots = sum(replica.max_requests for replica in self.replicas.values())
         free = slots - sum(len(replica.outstanding) for replica in self.replicas.values())
-        if len(frames) > slots + self.max_queue:
-            raise invalid(f"{len(frames)} prompts and choices: at most {slots + self.max_queue} can be queued")
-        if len(self._waiting) + len(frames) > self.max_queue + free:
+        if len(messages) > slots + self.max_queue:
+            raise invalid(f"{len(messages)} prompts and choices: at most {slots + self.max_queue} can be queued")
+        if len(self._waiting) + len(messages) > self.max_queue + free:
             if self.is_paused or not all(replica.is_open for replica in self.replicas.values()):
                 raise unavailable("generation is paused, and the queue is full")
             raise overloaded("the queue is full")
-        ids = [next(self._ids) for _ in frames]
-        for number, frame in zip(ids, frames, strict=True):
-            self._waiting[number] = LeaderRequest({**frame, "id": number}, session, deliver)
+        ids = [next(self._ids) for _ in messages]
+        for number, message in zip(ids, messages, strict=True):
+            self._waiting[number] = LeaderRequest({**message, "id": number}, session, updates)
         self._dispatch()
         return ids
 
     def abort(self, ids: Sequence[int]):
-        """Ends requests; nothing more is delivered for them. Unknown ids are ignored."""
-        told: dict[int, list[int]] = {}
+        """Ends requests; no update of them follows. Unknown ids are ignored."""
         for number in ids:
-            if self._waiting.pop(number, None) is None:
-                for replica in self.replicas.values():
-                    if replica.outstanding.pop(number, None) is not None:
-                        told.setdefault(replica.number, []).append(number)
-        for number, aborted in told.items():
-            self.replicas[number].link.send({"type": "abort", "ids": aborted})
+            self._waiting.pop(number, None)
+        for replica in self.replicas.values():
+            aborted = [number for number in ids if replica.outstanding.pop(number, None)]
+            if aborted:
+                replica.link.send({"type": "abort", "ids": aborted})
         self._dispatch()
 
     def fail(self, reason: str):
         """Ends every request with 503, and accepts none any more."""
         self.lost = self.lost or reason
-        requests = list(self._waiting.items())
+        requests = list(self._waiting.values())
         self._waiting.clear()
         for replica in self.replicas.values():
-            requests += replica.outstanding.items()
+            requests += replica.outstanding.values()
             replica.outstanding.clear()
-        for number, request in requests:
-            request.deliver(number, News("error", error=unavailable(reason)))
-        for _, _, done in self._controls.values():
-            if not done.done():
-                done.set_exception(unavailable(reason))
-        self._update()
+        for request in requests:
+            request.update(RequestUpdate("error", error=unavailable(reason)))
+        for control in self._controls.values():
+            if not control.done.done():
+                control.done.set_exception(unavailable(reason))
+        self._note_load()
 
     async def idle(self):
         """Waits until no request runs or waits."""
@@ -192,13 +198,14 @@ class Dispatcher:
             if not room:
                 break
             number, request = self._waiting.popitem(last=False)
-            replica = self.replicas[self._router.choose(request.prompt, request.session, room)]
+            prompt = request.message.get("prompt") or request.message.get("tokens", ())
+            replica = self.replicas[self._router.choose(prompt, request.session, room)]
             replica.outstanding[number] = request
-            replica.link.send(request.frame)
-        self._update()
+            replica.link.send(request.message)
+        self._note_load()
 
-    def _update(self):
-        """The gauges, and whether the dispatcher is idle."""
+    def _note_load(self):
+        """Sets the gauges, and whether the dispatcher is idle."""
         self.metrics.waiting.set(len(self._waiting))
         is_idle = not self._waiting
         for replica in self.replicas.values():
@@ -212,83 +219,86 @@ class Dispatcher:
         """Sends a control command to all leaders and waits for their answers; RequestError 400 with the first error."""
         self.check_accepting()
         number = next(self._control_numbers)
-        done = asyncio.get_running_loop().create_future()
-        errors: list[str] = []
-        self._controls[number] = (set(self.replicas), errors, done)
+        control = _Control(set(self.replicas), asyncio.get_running_loop().create_future())
+        self._controls[number] = control
         if command in ("pause", "resume"):
             self.is_paused = command == "pause"
-        for replica in self.replicas.values():
-            replica.link.send({"type": "control", "number": number, "command": command, **fields})
+        self._send_all({"type": "control", "number": number, "command": command, **fields})
         try:
-            await done
+            async with asyncio.timeout(self.seconds):
+                await control.done
+        except TimeoutError:
+            raise timed_out(self.seconds) from None
         finally:
             del self._controls[number]
         if command == "weights":
             self._router.forget()
-        if errors:
-            raise invalid(errors[0], code="control_failed")
+        if control.errors:
+            raise invalid(control.errors[0], code="control_failed")
 
     def stop(self):
         """Tells all leaders to end."""
+        self._send_all({"type": "stop"})
+
+    def _send_all(self, message: Message):
         for replica in self.replicas.values():
-            replica.link.send({"type": "stop"})
+            replica.link.send(message)
 
     # -- what leaders say ----------------------------------------------------------------------------------------
 
-    def receive(self, replica: ReplicaState, frame: Frame):
-        """Takes one frame of a leader in; ConnectionError for one that is malformed. "drain" is not handled here."""
+    def receive(self, replica: ReplicaState, message: Message):
+        """Takes one message of a leader in; ConnectionError for a malformed one. "drain" is not handled here."""
         try:
-            kind = frame["type"]
+            kind = message["type"]
             if kind == "tokens":
-                self._tokens(replica, frame)
+                self._receive_tokens(replica, message)
             elif kind == "scores":
-                fields = {name: frame[name] for name in ("logprobs", "top", "version")}
-                self._finish(replica, frame["id"], News("scores", label=replica.label, **fields))
-            elif kind == "routes" and frame["id"] in replica.outstanding:
-                routes = {name: frame[name] for name in ("shape", "data")}
-                replica.outstanding[frame["id"]].deliver(frame["id"], News("routes", routes=routes))
+                fields = {name: message[name] for name in ("logprobs", "top", "version")}
+                self._finish(replica, message["id"], RequestUpdate("scores", label=replica.label, **fields))
+            elif kind == "routes" and message["id"] in replica.outstanding:
+                routes = {name: message[name] for name in ("shape", "data")}
+                replica.outstanding[message["id"]].update(RequestUpdate("routes", routes=routes))
             elif kind == "refused":
-                self._finish(replica, frame["id"], News("error", error=invalid(str(frame["message"]))))
+                self._finish(replica, message["id"], RequestUpdate("error", error=invalid(str(message["message"]))))
             elif kind == "control":
-                self._answer(replica, frame)
+                self._receive_answer(replica, message)
             elif kind == "window":
-                replica.is_open, replica.label = bool(frame["open"]), frame.get("label", replica.label)
-                self._observe(replica, frame)
+                replica.is_open, replica.label = bool(message["open"]), message.get("label", replica.label)
+                self._observe(replica, message)
         except (KeyError, TypeError, ValueError):
-            raise ConnectionError(f"replica {replica.number} sent a malformed frame") from None
+            raise ConnectionError("it sent a malformed message") from None
 
-    def _tokens(self, replica: ReplicaState, frame: Frame):
-        self._observe(replica, frame)
-        for number, tokens, logprobs, top, finish in frame["events"]:
+    def _receive_tokens(self, replica: ReplicaState, message: Message):
+        self._observe(replica, message)
+        for number, tokens, logprobs, top, finish in message["events"]:
             request = replica.outstanding.get(number)
             if request is None:
                 continue  # aborted while this was on its way
-            news = News("tokens", tokens, logprobs, top, finish, replica.version, replica.label)
             if finish is not None:
                 del replica.outstanding[number]
-            request.deliver(number, news)
+            request.update(RequestUpdate("tokens", tokens, logprobs, top, finish, replica.version, replica.label))
         self._dispatch()
 
-    def _finish(self, replica: ReplicaState, number: int, news: News):
+    def _finish(self, replica: ReplicaState, number: int, update: RequestUpdate):
         request = replica.outstanding.pop(number, None)
         if request is not None:
-            request.deliver(number, news)
+            request.update(update)
         self._dispatch()
 
-    def _answer(self, replica: ReplicaState, frame: Frame):
-        replica.label = frame.get("label", replica.label)
-        self._observe(replica, frame)
-        if frame["number"] not in self._controls:
+    def _receive_answer(self, replica: ReplicaState, message: Message):
+        replica.label = message.get("label", replica.label)
+        self._observe(replica, message)
+        control = self._controls.get(message["number"])
+        if control is None:
             return
-        missing, errors, done = self._controls[frame["number"]]
-        missing.discard(replica.number)
-        if frame.get("error"):
-            errors.append(str(frame["error"]))
-        if not missing and not done.done():
-            done.set_result(None)
+        control.missing.discard(replica.number)
+        if message.get("error"):
+            control.errors.append(str(message["error"]))
+        if not control.missing and not control.done.done():
+            control.done.set_result(None)
 
-    def _observe(self, replica: ReplicaState, frame: Frame):
-        replica.version = frame.get("version", replica.version)
+    def _observe(self, replica: ReplicaState, message: Message):
+        replica.version = message.get("version", replica.version)
         self.metrics.version.labels(replica.number).set(replica.version)
-        if "blocks" in frame:
-            self.metrics.free_blocks.labels(replica.number).set(frame["blocks"])
+        if "blocks" in message:
+            self.metrics.free_blocks.labels(replica.number).set(message["blocks"])

@@ -1,7 +1,7 @@
-"""Answers requests that come over the wire (`megarl/serving/wire.py`) on the ranks of one replica.
+"""Answers the requests that come from the HTTP process (`links.py`) on the ranks of one replica.
 
-Between two steps of the engine, the leader takes the frames that have come, and tells the other ranks. So all ranks of
-a replica see the same requests, and make the same decisions without a clock. Replicas that share experts compute in
+Between two steps of the engine, the leader takes the messages that have come, and tells the other ranks. So all ranks
+of a replica see the same requests, and make the same decisions without a clock. Replicas that share experts compute in
 step: before each step they agree what it does.
 """
 
@@ -18,13 +18,12 @@ from megarl.errors import UsageError
 from megarl.generation import GenerationRequest, TokenChunk
 from megarl.mcore import device
 from megarl.observe import activity
-from megarl.rollout.api import PauseMode
-from megarl.rollout.command_channel import CommandChannel
-from megarl.rollout.engine_generator import EngineGenerator
-from megarl.rollout.scoring import ScoreRequest, score_sequences, together
-from megarl.serving.wire import Frame
+from megarl.serving.command_channel import CommandChannel
+from megarl.serving.links import Message
+from megarl.serving.scoring import ScoreRequest, score_sequences, together
+from megarl.serving.served_engine import PauseMode, ServedEngine
 
-IDLE_SECONDS = 1.0  # longest wait for a frame; then the ranks show that they are alive
+IDLE_SECONDS = 1.0  # longest wait for a message; then the ranks show that they are alive
 COUPLED_SECONDS = 0.01  # the same if other replicas may need this one's experts
 
 
@@ -32,30 +31,30 @@ class ReplicaService:
     """One replica of a generation service, on each of its ranks."""
 
     def __init__(
-        self, generator: EngineGenerator, model, role_groups: RoleGroups, channel: CommandChannel, vocab_size: int,
+        self, engine: ServedEngine, model, role_groups: RoleGroups, channel: CommandChannel, vocab_size: int,
         label: str,
     ):  # fmt: skip
         """
         Args:
-            generator: paused, without requests.
-            model: the generator's model, for scores.
+            engine: paused, without requests.
+            model: the engine's model, for scores.
             vocab_size: the model's.
-            label: name of the weights; `generator.update_weights` returns a new one.
+            label: name of the weights.
         """
-        self.generator, self.model, self.groups, self.channel = generator, model, role_groups, channel
+        self.engine, self.model, self.groups, self.channel = engine, model, role_groups, channel
         self.vocab_size, self.label = vocab_size, label
         self._waiting: deque[tuple[int, GenerationRequest]] = deque()
         self._scores: deque[tuple[int, ScoreRequest]] = deque()
-        self._controls: deque[Frame] = deque()  # not done yet
+        self._controls: deque[Message] = deque()  # not done yet
         self._routes_wanted: set[int] = set()
         self._is_stopped = self._is_draining = False
-        self._reported_blocks = generator.engine.free_blocks
+        self._reported_blocks = engine.rollout_engine.free_blocks
 
     def open(self):
         """Tells the HTTP process that this replica is there."""
-        engine = self.generator.engine
+        engine = self.engine.rollout_engine
         ready = {"replica": self.groups.dp_rank, "max_requests": engine.max_requests, "capacity": engine.capacity}
-        self._send("ready", **ready, blocks=engine.free_blocks, version=self.generator.version, label=self.label)
+        self._send("ready", **ready, blocks=engine.free_blocks, version=self.engine.version, label=self.label)
 
     def run(self, is_draining: Callable[[], bool] = lambda: False):
         """Serves until the HTTP process says stop. A collective of the role.
@@ -63,17 +62,17 @@ class ReplicaService:
         Args:
             is_draining: whether the service is to end once its requests have; one rank's answer suffices.
         """
-        self.generator.resume()
+        self.engine.resume()
         while not self._is_stopped:
             activity.tick()
             if is_draining() and not self._is_draining:
                 self._is_draining = True
                 self._send("drain")
-            for frame in self.channel.receive(self._patience()):
-                self._take(frame)
+            for message in self.channel.receive(self._patience()):
+                self._take(message)
             self._admit()
             self._act()
-        self.generator.shut_down()
+        self.engine.pause("abort")
         self.channel.close()
 
     def answer_waiting(self):
@@ -81,67 +80,67 @@ class ReplicaService:
 
         A collective of the replica, and of replicas that share experts.
         """
-        for frame in self.channel.receive(0.0):
-            self._take(frame)
+        for message in self.channel.receive(0.0):
+            self._take(message)
         self._tell_window(is_open=True)
-        self.generator.resume()
-        late: list[Frame] = []
-        while self._any(bool(self._waiting or self._scores or self._controls) or self.generator.needs_steps):
-            for frame in self.channel.receive(0.0):
-                if frame["type"] in ("generate", "score"):
-                    late.append(frame)
+        self.engine.resume()
+        late: list[Message] = []
+        while self._any(bool(self._waiting or self._scores or self._controls) or self.engine.needs_steps):
+            for message in self.channel.receive(0.0):
+                if message["type"] in ("generate", "score"):
+                    late.append(message)
                 else:
-                    late = _without(late, frame)
-                    self._take(frame)
+                    late = _without(late, message)
+                    self._take(message)
             self._admit()
             self._act()
-        self.generator.pause()
+        self.engine.pause()
         self._tell_window(is_open=False)
-        for frame in late:
-            self._take(frame)
+        for message in late:
+            self._take(message)
 
     def _tell_window(self, is_open: bool):
-        self._send("window", open=is_open, version=self.generator.version, label=self.label)
+        self._send("window", open=is_open, version=self.engine.version, label=self.label)
 
     def _any(self, flag: bool) -> bool:
         """Whether a flag is set on any replica that shares experts with this one."""
         return any(self._agree(False, False, flag))
 
     def _patience(self) -> float:
-        """Seconds to wait for a frame: 0 if there is work."""
-        if self.generator.needs_steps or self._scores or self._controls:
+        """Seconds to wait for a message: 0 if there is work."""
+        if self.engine.needs_steps or self._scores or self._controls:
             return 0.0
-        return COUPLED_SECONDS if self.generator.engine.is_coupled else IDLE_SECONDS
+        return COUPLED_SECONDS if self.engine.rollout_engine.is_coupled else IDLE_SECONDS
 
-    # -- frames ------------------------------------------------------------------------------------------------------
+    # -- messages ------------------------------------------------------------------------------------------------------
 
-    def _take(self, frame: Frame):
-        """Notes what a frame asks for."""
-        kind = frame["type"]
+    def _take(self, message: Message):
+        """Notes what a message asks for."""
+        kind = message["type"]
         if kind == "generate":
-            self._take_request(frame)
+            self._take_request(message)
         elif kind == "score":
-            request = ScoreRequest(frame["tokens"], frame["temperature"], frame["top_logprobs"])
-            self._scores.append((frame["id"], request))
+            request = ScoreRequest(message["tokens"], message["temperature"], message["top_logprobs"])
+            self._scores.append((message["id"], request))
         elif kind == "abort":
-            self._abort(set(frame["ids"]))
+            self._abort(set(message["ids"]))
         elif kind in ("control", "stop"):
-            self._controls.append(frame)
+            self._controls.append(message)
         else:
-            raise RuntimeError(f"the HTTP process sent a frame of the unknown type {kind!r}")
+            raise RuntimeError(f"the HTTP process sent a message of the unknown type {kind!r}")
 
-    def _take_request(self, frame: Frame):
-        engine, number, prompt = self.generator.engine, frame["id"], frame["prompt"]
-        length, most = len(prompt) + frame["max_tokens"], min(engine.max_length, engine.capacity)
+    def _take_request(self, message: Message):
+        engine, number, prompt = self.engine.rollout_engine, message["id"], message["prompt"]
+        length, most = len(prompt) + message["max_tokens"], min(engine.max_length, engine.capacity)
         if not prompt or length > most:
             problem = f"prompt and max_tokens are {length} tokens; at most {most} fit" if prompt else "an empty prompt"
             self._send("refused", id=number, message=problem)
             return
-        sampling = SamplingSettings(frame["temperature"], frame["top_k"], frame["top_p"], frame["greedy"])
+        sampling = SamplingSettings(message["temperature"], message["top_k"], message["top_p"], message["greedy"])
         request = GenerationRequest(
-            prompt, frame["key"], frame["max_tokens"], sampling, tuple(frame["end_ids"]), frame["top_logprobs"]
+            prompt, message["key"], message["max_tokens"], sampling, tuple(message["end_ids"]), message["top_logprobs"]
         )
-        if frame["routes"]:
+        if message["routes"]:
             self._routes_wanted.add(number)
         self._waiting.append((number, request))
 
@@ -149,14 +148,14 @@ class ReplicaService:
         self._waiting = deque(item for item in self._waiting if item[0] not in numbers)
         self._scores = deque(item for item in self._scores if item[0] not in numbers)
         self._routes_wanted -= numbers
-        self.generator.abort(numbers)
+        self.engine.abort(numbers)
 
     def _send(self, kind: str, **fields):
         self.channel.send({"type": kind, **fields})
 
     def _report(self, chunks: list[TokenChunk]):
         """Sends the new tokens of requests, and how much of the cache is free if only that has changed."""
-        free = self.generator.engine.free_blocks
+        free = self.engine.rollout_engine.free_blocks
         if not chunks and free == self._reported_blocks:
             return
         events, self._reported_blocks = [], free
@@ -167,17 +166,17 @@ class ReplicaService:
                     data = base64.b64encode(routes.cpu().numpy().astype("<i2").tobytes()).decode()
                     self._send("routes", id=number, shape=list(routes.shape), data=data)
             events.append([number, tokens, logprobs, top, finish])
-        version = chunks[0].version if chunks else self.generator.version
+        version = chunks[0].version if chunks else self.engine.version
         self._send("tokens", version=version, events=events, blocks=free)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def _admit(self):
         """Gives waiting requests to the engine, none while a control command waits for the running ones."""
-        if self.generator.is_paused or self._waits_for_end:
+        if self.engine.is_paused or self._waits_for_end:
             return
-        while self._waiting and self.generator.has_room:
-            self.generator.add(*self._waiting.popleft())
+        while self._waiting and self.engine.has_room:
+            self.engine.add(*self._waiting.popleft())
 
     @property
     def _waits_for_end(self) -> bool:
@@ -186,18 +185,18 @@ class ReplicaService:
 
     def _act(self):
         """Does one thing: a control command, a pass of scores, or a step of the engine."""
-        may_control = bool(self._controls) and not (self._waits_for_end and self.generator.needs_steps)
-        may_control, scores, generates = self._agree(may_control, bool(self._scores), self.generator.needs_steps)
+        may_control = bool(self._controls) and not (self._waits_for_end and self.engine.needs_steps)
+        may_control, scores, generates = self._agree(may_control, bool(self._scores), self.engine.needs_steps)
         if may_control:
             self._control(self._controls.popleft())
         elif scores:
             self._score()
         elif generates:
-            self._report(self.generator.step())
+            self._report(self.engine.step())
 
     def _agree(self, may_control: bool, scores: bool, generates: bool) -> tuple[bool, bool, bool]:
         """Whether all replicas that share experts may run a command, and any of them scores, or generates."""
-        engine = self.generator.engine
+        engine = self.engine.rollout_engine
         if not engine.is_coupled:
             return may_control, scores, generates
         flags = torch.tensor([not may_control, scores, generates], dtype=torch.int32, device=device.device())
@@ -208,48 +207,48 @@ class ReplicaService:
     def _score(self):
         """Scores the first sequences that wait, in one pass; the engine is suspended meanwhile."""
         requests = [request for _, request in self._scores]
-        requests = requests[: together(requests, self.generator.engine.step_tokens)]
+        requests = requests[: together(requests, self.engine.rollout_engine.step_tokens)]
         numbers = [self._scores.popleft()[0] for _ in requests]
         groups = self.groups.pg_collection
         for number, found in zip(numbers, score_sequences(self.model, groups, self.vocab_size, requests), strict=True):
             fields = {"logprobs": found.logprobs, "top": found.top_logprobs}
-            self._send("scores", id=number, version=self.generator.version, **fields)
+            self._send("scores", id=number, version=self.engine.version, **fields)
 
     # -- control -----------------------------------------------------------------------------------------------------
 
-    def _control(self, frame: Frame):
+    def _control(self, message: Message):
         """Runs a command. All replicas run the same ones, in the same order."""
-        if frame["type"] == "stop":
+        if message["type"] == "stop":
             self._is_stopped = True
             return
         error = None
-        if frame["command"] == "pause":
-            self._pause(frame["mode"])
-        elif frame["command"] == "resume":
-            self.generator.resume()
+        if message["command"] == "pause":
+            self._pause(message["mode"])
+        elif message["command"] == "resume":
+            self.engine.resume()
         else:
-            error = self._change_weights(frame["path"])
-        answer = {"number": frame["number"], "error": error}
-        self._send("control", **answer, version=self.generator.version, label=self.label)
+            error = self._change_weights(message["path"])
+        answer = {"number": message["number"], "error": error}
+        self._send("control", **answer, version=self.engine.version, label=self.label)
 
     def _pause(self, mode: PauseMode):
         if mode == "abort":
             numbers = [number for number, _ in self._waiting]
             self._waiting.clear()
             self._report([TokenChunk(number, [], [], finish_reason="abort") for number in numbers])
-        self._report(self.generator.pause(mode))
+        self._report(self.engine.pause(mode))
 
     def _change_weights(self, path: str) -> str | None:
         """Loads weights; returns why they cannot be loaded, None if they were."""
         try:
-            self.generator.update_weights(path)
+            self.engine.update_weights(path)
         except UsageError as error:
             return str(error)
         self.label = path.rstrip("/").rsplit("/", 1)[-1]
         return None
 
 
-def _without(frames: list[Frame], frame: Frame) -> list[Frame]:
-    """Frames of requests without those that a frame aborts."""
-    aborted = set(frame["ids"]) if frame["type"] == "abort" else set()
-    return [each for each in frames if each["id"] not in aborted]
+def _without(messages: list[Message], message: Message) -> list[Message]:
+    """Messages of requests without those that a message aborts."""
+    aborted = set(message["ids"]) if message["type"] == "abort" else set()
+    return [each for each in messages if each["id"] not in aborted]

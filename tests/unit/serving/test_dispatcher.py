@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import os
 import signal
 import socket
 
@@ -73,7 +74,7 @@ def test_the_queue_is_bounded(tmp_path):
             leader.send(type="window", open=False)
             leader.tokens([first, [], [], None, None])
             while server.post("/v1/completions", prompt="b").status_code == 429:
-                pass  # until the frontend has read the frame
+                pass  # until the frontend has read the message
             closed = server.post("/v1/completions", prompt="b")
             assert closed.status_code == 503 and closed.headers["retry-after"] == "1"
             never = server.post("/v1/completions", prompt="b", n=3)
@@ -129,7 +130,7 @@ def test_a_request_that_takes_too_long_ends(tmp_path):
         assert server.leaders[0].wait_for(1, "abort")
 
 
-@pytest.mark.parametrize("loss", ["leader", "stdin", "frame"])
+@pytest.mark.parametrize("loss", ["leader", "rank 0", "message"])
 def test_the_loss_of_the_ranks_fails_all_requests_and_ends_the_process(tmp_path, loss):
     with served(tmp_path, silent, leaders=2, ready={"max_requests": 1}) as server:
         leader = server.leaders[0]
@@ -140,9 +141,8 @@ def test_the_loss_of_the_ranks_fails_all_requests_and_ends_the_process(tmp_path,
                 pass  # until the third one is there
             if loss == "leader":
                 leader.close()
-            elif loss == "stdin":
-                server.process.stdin.close()
-                server.process.stdin = None
+            elif loss == "rank 0":
+                server.process.connection.close()
             else:
                 leader.send(type="tokens", events=[[1]])
             assert [answer.result().status_code for answer in answers] == [503] * 3
@@ -168,10 +168,10 @@ def test_signals_are_ignored_and_drain_finishes_what_runs(tmp_path):
             while "megarl_waiting_requests 1.0" not in server.client.get("/metrics").text:
                 pass  # until the third is in the queue
             for number in (signal.SIGTERM, signal.SIGINT):
-                server.process.send_signal(number)
+                os.kill(server.process._process.pid, number)
             one.send(type="drain")
             while server.client.get("/ready").status_code == 200:
-                pass  # until the frontend has read the frame
+                pass  # until the frontend has read the message
             refused = server.post("/v1/completions", prompt="b")
             assert refused.status_code == 503 and refused.headers["retry-after"]
             assert server.client.get("/health").status_code == 200

@@ -8,28 +8,29 @@ from megarl.comm.role_mesh import RoleMesh
 from megarl.data.tokenizers import Tokenizer
 from megarl.observe.files import step_name
 from megarl.observe.timers import Timers
-from megarl.rollout.engine_generator import EngineGenerator
 from megarl.rollout.rollout import Rollout
-from megarl.rollout.service import ReplicaService
-from megarl.trainers.frontend_process import connect_frontend
-from megarl.trainers.server_options import ServerOptions
+from megarl.serving.configuration import FrontendConfig
+from megarl.serving.frontend_process import connect_frontend
+from megarl.serving.replica_service import ReplicaService
+from megarl.serving.served_engine import ServedEngine
 
 
 class PolicyService:
     """The generation server of a training run. Its answers change nothing of the run but its times."""
 
-    def __init__(self, config: RunConfig, options: ServerOptions, mesh: RoleMesh, rollout: Rollout,
+    def __init__(self, config: RunConfig, frontend_config: FrontendConfig, mesh: RoleMesh, rollout: Rollout,
                  tokenizer: Tokenizer, timers: Timers):  # fmt: skip
         """Starts the HTTP process. A collective of the world."""
         s, self.timers, self._groups = config.settings, timers, mesh["rollout"]
         vocab_size = config.roles["actor"].model_vocab_size(tokenizer.vocab_size)
         name = s.served_model_name or (Path(s.save).resolve().name if s.save else "policy")
         self._stack, self._service = contextlib.ExitStack(), None
-        frontend = self._stack.enter_context(connect_frontend(options, name, vocab_size, self._groups, may_end=True))
+        names = name, vocab_size, self._groups
+        frontend = self._stack.enter_context(connect_frontend(frontend_config, *names, may_end=True))
         frontend.announce(name)
         if self._groups.is_member:
-            generator = EngineGenerator(rollout.engine, tokenizer.end_ids)
-            parts = generator, rollout.model, self._groups, frontend.channel, vocab_size
+            engine = ServedEngine(rollout.engine, tokenizer.end_ids)
+            parts = engine, rollout.model, self._groups, frontend.channel, vocab_size
             self._service = ReplicaService(*parts, step_name(0))
             self._service.open()
 
@@ -40,7 +41,7 @@ class PolicyService:
         """
         if self._service is None:
             return
-        self._service.generator.version, self._service.label = step, step_name(step)
+        self._service.engine.version, self._service.label = step, step_name(step)
         with self.timers.phase(self._groups.model_role, "serve"):
             self._service.answer_waiting()
 

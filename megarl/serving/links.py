@@ -1,0 +1,171 @@
+"""The connections between the HTTP process and the leaders of the replicas, and what is said on them.
+
+A message is an object with "type". From the HTTP process to all ranks of a replica:
+
+- generate: id, prompt, key, max_tokens, temperature, greedy, top_k, top_p, end_ids, top_logprobs, routes
+- score: id, tokens, temperature, top_logprobs
+- abort: ids
+- control: number, command ("pause" with mode, "resume", "weights" with path)
+- stop
+
+From a leader to the HTTP process:
+
+- ready, the first one: replica, max_requests, capacity, blocks (free ones of the cache), version, label
+- tokens: version, blocks, events ([id, tokens, logprobs, top, finish], `finish` with the last one)
+- scores: id, logprobs, top, version
+- routes: id, shape, data (before the last tokens)
+- refused: id, message
+- control: number, error, version, label
+- window: open, version, label (the policy of a training run)
+- drain: the server is to end when its requests have
+"""
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
+from multiprocessing.context import AuthenticationError
+from typing import Any
+
+HANDSHAKE_SECONDS = 30.0
+
+_LARGEST_MESSAGE = 256 * 2**20  # bytes
+_MOST_HANDSHAKES = 64  # at once
+
+Message = dict[str, Any]
+Address = str | tuple[str, int]  # the path of a Unix socket, or host and port
+
+log = logging.getLogger(__name__)
+
+
+class Link:
+    """One end of a connection. A slow peer never makes the caller wait: threads write and read.
+
+    Messages are JSON and never pickled objects, so a peer cannot make this process run anything.
+    """
+
+    def __init__(self, connection: Connection, deliver: Callable[["Link", Message | ConnectionError], None]):
+        """Takes over a connection whose peer has shown that it knows the key.
+
+        Args:
+            deliver: gets each message, at last the reason why no more come, unless it is `close`; called in a thread
+                of the link.
+        """
+        self._connection, self._deliver = connection, deliver
+        self._socket = _socket_of(connection)
+        if self._socket.family != socket.AF_UNIX:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._is_closed = False
+        self._unsent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, daemon=True)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._writer.start()
+        self._reader.start()
+
+    def send(self, message: Message):
+        """Sends a message without waiting. If the peer is gone, only `deliver` says so."""
+        self._unsent.put(json.dumps(message, separators=(",", ":")).encode())
+
+    def close(self, seconds: float = 0.0):
+        """Closes the connection when all has been sent, or after so many seconds."""
+        self._is_closed = True
+        self._unsent.put(None)
+        self._writer.join(seconds)
+        with contextlib.suppress(OSError):  # the peer has closed it
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._writer.join()
+        self._reader.join()
+        self._socket.close()
+        self._connection.close()
+
+    def _write(self):
+        with contextlib.suppress(OSError):  # the reader finds the end, too
+            while (data := self._unsent.get()) is not None:
+                self._connection.send_bytes(data)
+
+    def _read(self):
+        try:
+            while True:
+                message = json.loads(self._connection.recv_bytes(_LARGEST_MESSAGE))
+                if not isinstance(message, dict) or not isinstance(message.get("type"), str):
+                    raise ValueError
+                self._deliver(self, message)
+        except EOFError:
+            reason = "it closed the connection"
+        except OSError as error:
+            reason = str(error.strerror or error)
+        except (ValueError, RecursionError):
+            reason = "it sent what is no message"
+        if not self._is_closed:
+            self._deliver(self, ConnectionError(reason))
+
+
+def connect(address: Address, key: bytes) -> Connection:
+    """A leader's connection with the HTTP process.
+
+    Raises:
+        ConnectionError: nobody listens there, does not know the key, or does not answer in HANDSHAKE_SECONDS.
+    """
+    try:
+        connection = Client(address)
+        with _deadline(connection):
+            answer_challenge(connection, key)
+            deliver_challenge(connection, key)
+    except (OSError, EOFError, AuthenticationError) as error:
+        raise ConnectionError(f"no HTTP process that knows the key answers at {address}: {error!r}") from None
+    return connection
+
+
+def accept_all(listener: Listener, key: bytes, connected: Callable[[Connection], None]):
+    """Accepts connections for ever; calls `connected` with each one whose peer knows the key, in a thread.
+
+    Strangers get nothing, and keep nobody waiting who comes after them.
+    """
+    free = threading.Semaphore(_MOST_HANDSHAKES)
+
+    def check(connection: Connection):
+        try:
+            with _deadline(connection):
+                deliver_challenge(connection, key)
+                answer_challenge(connection, key)
+        except (OSError, EOFError, AuthenticationError) as error:
+            log.warning("a connection of the ranks was refused: %r", error)
+        else:
+            connected(connection)
+        finally:
+            free.release()
+
+    while True:
+        free.acquire()
+        try:
+            threading.Thread(target=check, args=[listener.accept()], daemon=True).start()
+        except OSError:  # the peer is gone already, or clients have taken all file descriptors
+            free.release()
+            time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def _deadline(connection: Connection) -> Iterator[None]:
+    """Ends the connection if the context lasts longer than HANDSHAKE_SECONDS, and if it raises."""
+    with _socket_of(connection) as peer:
+        timer = threading.Timer(HANDSHAKE_SECONDS, peer.shutdown, [socket.SHUT_RDWR])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            timer.cancel()
+
+
+def _socket_of(connection: Connection) -> socket.socket:
+    """A second handle of a connection's socket. Closing a descriptor wakes up no thread that reads; `shutdown` does."""
+    return socket.socket(fileno=os.dup(connection.fileno()))

@@ -1,0 +1,154 @@
+"""The rollout engine of a replica as a server uses it: requests come and go, and a pause leaves it without a cache.
+
+A paused request goes on as a continuation: its prompt and its tokens so far are the new prompt. Random numbers are
+keyed by position, and a prefill computes what decode steps would, so its text is the same to the bit; under other
+weights, its next tokens are those of the new policy.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+from megarl.algorithms.sampling_settings import SamplingSettings
+from megarl.generation import Completion, GenerationRequest, TokenChunk
+from megarl.mcore.inference.engine import RolloutEngine
+from megarl.mcore.inference.session import GenerationSession
+
+# wait: running requests end first; abort: they end at once; keep: they stop, and go on after `resume`.
+PauseMode = Literal["wait", "abort", "keep"]
+
+
+@dataclasses.dataclass
+class _Progress:
+    request: GenerationRequest
+    tokens: list[int]  # reported so far
+    before: int = 0  # of them, tokens that were generated before the request's present stay in the engine
+
+    @property
+    def reported(self) -> int:
+        """Tokens of the request's present stay that were reported."""
+        return len(self.tokens) - self.before
+
+    def continuation(self) -> GenerationRequest:
+        """A request for the rest of the response."""
+        remaining = self.request.max_new_tokens - len(self.tokens)
+        prompt = [*self.request.prompt, *self.tokens]
+        return dataclasses.replace(self.request, prompt=prompt, max_new_tokens=remaining)
+
+
+class ServedEngine:
+    """The engine of one replica; all of its ranks make the same calls. Replicas that share experts step together.
+
+    It is paused at first. While it is paused, its cache holds nothing, so the weights may change.
+    """
+
+    def __init__(
+        self, engine: RolloutEngine, end_ids: tuple[int, ...], routes: bool = False,
+        load_weights: Callable[[str], None] | None = None,
+    ):  # fmt: skip
+        """
+        Args:
+            end_ids: of requests without own ones.
+            routes: last chunks have the experts that were chosen for the tokens.
+            load_weights: loads a folder's weights into the engine's model; None: `update_weights` is not allowed.
+        """
+        self.rollout_engine, self.version = engine, 0  # of the weights
+        self._end_ids, self._routes, self._load_weights = end_ids, routes, load_weights
+        self._session: GenerationSession | None = None  # None: paused
+        self._leave_session = contextlib.ExitStack()
+        self._progress: dict[int, _Progress] = {}  # by number, in the order of arrival
+
+    def __len__(self) -> int:
+        return len(self._progress)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it generates nothing until `resume`."""
+        return self._session is None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more request may be added; aborted ones take a place until the next step."""
+        return len(self if self._session is None else self._session) < self.rollout_engine.max_requests
+
+    @property
+    def needs_steps(self) -> bool:
+        """Whether a step has something to do, if only to free the cache of aborted requests."""
+        return self._session is not None and len(self._session) > 0
+
+    def add(self, number: int, request: GenerationRequest):
+        """Adds a request under a new number; there must be room."""
+        self._progress[number] = _Progress(request, [])
+        if self._session is not None:
+            self._session.add(number, request)
+
+    def abort(self, numbers: Iterable[int]):
+        """Drops requests; nothing more is reported of them. Their cache is free after the next step."""
+        known = [number for number in numbers if self._progress.pop(number, None)]
+        if self._session is not None:
+            self._session.abort(known)
+
+    def step(self) -> list[TokenChunk]:
+        """Runs one step; returns the new tokens of each request that got some or ended. RuntimeError while paused."""
+        if self._session is None:
+            raise RuntimeError("the engine is paused: resume it first")
+        with self._session.inference():
+            finished = self._session.step()
+        chunks = [self._last_chunk(number, completion) for number, completion in finished]
+        reported = {number: progress.reported for number, progress in self._progress.items()}
+        for chunk in self._session.new_tokens(reported):
+            self._progress[chunk.number].tokens += chunk.tokens
+            chunks.append(chunk)
+        return [chunk._replace(version=self.version) for chunk in chunks]
+
+    def _last_chunk(self, number: int, completion: Completion) -> TokenChunk:
+        start, top = self._progress.pop(number).reported, completion.top_logprobs
+        return TokenChunk(
+            number,
+            completion.tokens[start:],
+            completion.logprobs[start:],
+            top and top[start:],
+            "stop" if completion.finished else "length",
+            completion.routes,
+        )
+
+    def pause(self, mode: PauseMode = "keep") -> list[TokenChunk]:
+        """Frees the cache until `resume`; returns the rest (wait) or the end (abort) of all requests."""
+        chunks: list[TokenChunk] = []
+        while mode == "wait" and self.needs_steps:
+            chunks += self.step()
+        if self._session is not None:
+            self._session.clear()
+            self._session = None
+            self._leave_session.close()
+        if mode == "abort":
+            chunks += [TokenChunk(n, [], [], finish_reason="abort", version=self.version) for n in self._progress]
+            self._progress.clear()
+        return chunks
+
+    def resume(self):
+        """Goes on with all requests."""
+        if self._session is None:
+            session = self.rollout_engine.session(self._end_ids, SamplingSettings(), self._routes)
+            self._session = self._leave_session.enter_context(session)
+            for number, progress in self._progress.items():
+                progress.before = len(progress.tokens)
+                self._session.add(number, progress.continuation())
+
+    def update_weights(self, path: str):
+        """Loads weights from a folder; running requests go on with them. Collective.
+
+        Raises:
+            UsageError: no such folder, or weights of another model; the old ones stay.
+        """
+        if self._load_weights is None:
+            raise RuntimeError("this server was made without a source of weights")
+        was_paused = self.is_paused
+        self.pause()
+        try:
+            self._load_weights(path)
+            self.version += 1
+        finally:
+            if not was_paused:
+                self.resume()

@@ -1,0 +1,160 @@
+"""Messages, the handshake, strangers, and what both ends do when the other one is gone."""
+
+import contextlib
+import json
+import queue
+import socket
+import threading
+from multiprocessing.connection import Client, Listener
+
+import pytest
+
+from megarl.serving import links
+from tests.helpers.waiting import SAFETY_SECONDS
+
+KEY = bytes(range(32))
+MESSAGES = [{"type": "a", "text": "é\U0001f600\ud800"}, {"type": "b", "n": [-(2**63), 1.5, None, float("-inf")]}]
+
+
+class End:
+    """A link and what has come on it."""
+
+    def __init__(self, connection):
+        self.came = queue.SimpleQueue()
+        self.link = links.Link(connection, lambda _, message: self.came.put(message))
+
+    def get(self):
+        return self.came.get(timeout=SAFETY_SECONDS)
+
+
+class EndingListener(Listener):
+    """A listener whose next connection ends the thread that accepts, once it is to end."""
+
+    ends = False
+
+    def accept(self):
+        """The next connection."""
+        connection = super().accept()
+        if self.ends:
+            raise SystemExit
+        return connection
+
+
+@pytest.fixture(params=["AF_UNIX", "AF_INET"])
+def listening(request, tmp_path):
+    """(address, queue of the connections that were accepted)."""
+    path = str(tmp_path / "s") if request.param == "AF_UNIX" else ("127.0.0.1", 0)
+    accepted = queue.SimpleQueue()
+    with EndingListener(path, backlog=128) as listener:
+
+        def accept():
+            with contextlib.suppress(SystemExit):
+                links.accept_all(listener, KEY, accepted.put)
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        yield listener.address, accepted
+        listener.ends = True
+        Client(listener.address).close()
+        thread.join()
+
+
+@contextlib.contextmanager
+def pair(listening):
+    """The ends of a leader and of the HTTP process."""
+    address, accepted = listening
+    ends = End(links.connect(address, KEY)), End(accepted.get(timeout=SAFETY_SECONDS))
+    yield ends
+    for end in ends:
+        end.link.close()
+
+
+def test_both_ends_exchange_messages_until_one_closes(listening):
+    with pair(listening) as (leader, frontend):
+        for message in MESSAGES:
+            leader.link.send(message)
+            frontend.link.send(message)
+        assert [leader.get(), leader.get()] == [frontend.get(), frontend.get()] == MESSAGES
+        leader.link.send(MESSAGES[0])
+        leader.link.close(SAFETY_SECONDS)
+        assert frontend.get() == MESSAGES[0] and isinstance(frontend.get(), ConnectionError)
+        frontend.link.close()
+        assert leader.came.empty() and frontend.came.empty()
+
+
+def test_a_peer_that_does_not_read_makes_nobody_wait(listening):
+    address, accepted = listening
+    leader = End(links.connect(address, KEY))
+    silent = accepted.get(timeout=SAFETY_SECONDS)
+    big = {"type": "big", "data": "x" * 5_000_000}
+    leader.link.send(big)
+    leader.link.send(MESSAGES[0])
+    assert leader.link._writer.is_alive() and not silent.closed
+    assert [json.loads(silent.recv_bytes()) for _ in range(2)] == [big, MESSAGES[0]]
+    leader.link.send(big)
+    leader.link.close(0.0)  # what is unsent is lost
+    assert not leader.link._writer.is_alive()
+
+
+@pytest.mark.parametrize("data", [b"{", b"[]", b"{}", b'{"type": 1}', b"\xff", b"[" * 10**5])
+def test_what_is_no_message_ends_the_connection(listening, data):
+    address, accepted = listening
+    connection = links.connect(address, KEY)
+    frontend = End(accepted.get(timeout=SAFETY_SECONDS))
+    connection.send_bytes(data)
+    assert "no message" in str(frontend.get())
+    frontend.link.close()
+
+
+def test_a_wrong_key_is_refused_by_both_sides(listening, caplog):
+    address, accepted = listening
+    with pytest.raises(ConnectionError, match="no HTTP process that knows the key"):
+        links.connect(address, bytes(32))
+    with pair(listening):
+        assert accepted.empty()
+
+
+def test_silent_strangers_keep_nobody_waiting(listening):
+    address, accepted = listening
+    strangers = [Client(address) for _ in range(links._MOST_HANDSHAKES - 1)]
+    with pair(listening):
+        pass
+    strangers[0].send_bytes(b"hello")
+    with pytest.raises((EOFError, OSError)):
+        [strangers[0].recv_bytes() for _ in range(3)]
+    assert accepted.empty()
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_handshake_has_a_time_limit(listening, monkeypatch):
+    monkeypatch.setattr(links, "HANDSHAKE_SECONDS", 0.0)
+    address, accepted = listening
+    stranger = Client(address)
+    with pytest.raises((EOFError, OSError)):
+        [stranger.recv_bytes() for _ in range(2)]
+    assert accepted.empty()
+
+
+def test_a_leader_refuses_a_frontend_that_only_repeats_what_it_hears(tmp_path):
+    with Listener(str(tmp_path / "s")) as listener:
+
+        def echo():
+            with listener.accept() as peer:
+                peer.send_bytes(b"#CHALLENGE#{sha256}" + bytes(40))
+                peer.recv_bytes()
+                peer.send_bytes(b"#WELCOME#")
+                peer.send_bytes(peer.recv_bytes())
+
+        thread = threading.Thread(target=echo)
+        thread.start()
+        with pytest.raises(ConnectionError, match="knows the key"):
+            links.connect(str(tmp_path / "s"), KEY)
+        thread.join()
+
+
+def test_nobody_listens_there(tmp_path):
+    with pytest.raises(ConnectionError), socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+        closed.close()
+        links.connect(("127.0.0.1", port), KEY)
