@@ -1,7 +1,6 @@
 """What a replica hears from the HTTP process and says to it: its leader has the link, and tells the other ranks."""
 
 import json
-import queue
 from multiprocessing.connection import Connection
 
 import torch
@@ -25,12 +24,11 @@ class CommandChannel:
             may_end: if the HTTP process ends, the last message is "stop"; else that is an error of the leader.
         """
         self._groups, self._may_end = role_groups, may_end
-        self._received: queue.SimpleQueue[Message | ConnectionError] = queue.SimpleQueue()
-        self._link = connection and Link(connection, lambda _, message: self._received.put(message))
+        self._link = Link(connection) if connection else None
 
     def receive(self, seconds: float) -> list[Message]:
         """The messages that have come, after waiting up to `seconds` for the first. A collective of the replica."""
-        messages = self._take(seconds) if self._link else []
+        messages = self._take(seconds)
         ranks = self._groups.replica
         if len(ranks) == 1:
             return messages
@@ -44,21 +42,15 @@ class CommandChannel:
         return json.loads(bytes(content.cpu().numpy()))
 
     def _take(self, seconds: float) -> list[Message]:
-        messages: list[Message] = []
-        while True:
-            try:
-                message = self._received.get(timeout=0.0 if messages else seconds)
-            except queue.Empty:
-                return messages
-            if isinstance(message, ConnectionError):  # the last one, which is for the next call if others come first
-                if not messages and not self._may_end:
-                    raise ConnectionError(f"the HTTP process is gone: {message}")
-                if messages:
-                    self._received.put(message)
-                    return messages
-                warn([f"--serve-policy: the HTTP process is gone: {message}; the run goes on without the server"])
-                message = {"type": "stop"}
-            messages.append(message)
+        try:
+            return self._link.receive(seconds) if self._link else []
+        except ConnectionError as error:
+            problem = f"the HTTP process is gone: {error}"
+            if not self._may_end:
+                raise ConnectionError(problem) from None
+        self._link = None
+        warn([f"--serve-policy: {problem}; the run goes on without the server"])
+        return [{"type": "stop"}]
 
     def send(self, message: Message):
         """Sends a message, which is the same on all ranks, from the leader."""

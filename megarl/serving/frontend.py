@@ -28,6 +28,7 @@ from megarl.serving.dispatcher import ReplicaState
 
 _LAST_SECONDS = 1.0  # for answers to leave when the process ends in an error
 _BACKLOG = 1024  # connections that wait to be accepted
+_SWITCH_SECONDS = 2e-4  # that a thread which reads from a leader waits for the interpreter; Python's own are 5e-3
 
 log = logging.getLogger(__name__)
 
@@ -62,14 +63,18 @@ class Frontend:
         """Serves until told to end; returns the exit status."""
         loop = asyncio.get_running_loop()
 
-        def connected(connection: Connection):
-            links.Link(connection, received)  # it lives as long as the connection
+        def follow(connection: Connection):
+            """Hands what comes on a leader's connection to the loop, at last the reason why no more does."""
+            link, came = links.Link(connection), None
+            while not isinstance(came, ConnectionError):
+                try:
+                    came = link.receive()
+                except ConnectionError as error:
+                    came = error
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    loop.call_soon_threadsafe(self._receive, link, came)
 
-        def received(link: links.Link, message: links.Message | ConnectionError):
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(self._receive, link, message)
-
-        Thread(target=links.accept_all, args=[self._listener, self._key, connected], daemon=True).start()
+        Thread(target=links.accept_all, args=[self._listener, self._key, follow], daemon=True).start()
         loop.add_reader(rank_0.fileno(), self._lost_rank_0, rank_0)
         await self._http.serve(sockets=self._sockets)
         self._ends = True
@@ -81,22 +86,23 @@ class Frontend:
         asyncio.get_running_loop().remove_reader(rank_0.fileno())
         self._fail("the program that generates has ended")
 
-    def _receive(self, link: links.Link, message: links.Message | ConnectionError):
-        """Takes what has come on a link: a message, or why none will come any more."""
-        replica = self._replicas.get(link)
+    def _receive(self, link: links.Link, came: list[links.Message] | ConnectionError):
+        """Takes what has come from a leader: messages, or why none will come any more."""
         try:
-            if isinstance(message, ConnectionError):
-                raise message
-            if replica is None:
-                self._replicas[link] = self.dispatcher.add(link, message)
-            elif message["type"] == "drain":
-                self._start_drain()
-            else:
-                self.dispatcher.receive(replica, message)
+            if isinstance(came, ConnectionError):
+                raise came
+            for message in came:
+                if link not in self._replicas:
+                    self._replicas[link] = self.dispatcher.add(link, message)
+                elif message["type"] == "drain":
+                    self._start_drain()
+                else:
+                    self.dispatcher.receive(self._replicas[link], message)
         except ConnectionError as error:
+            link.close()
+            replica = self._replicas.get(link)
             if replica is None:
                 log.warning("a leader was refused: %s", error)
-                link.close()
             elif not self._ends:
                 log.error("replica %d is lost: %s", replica.number, error)
                 self._fail("a replica is lost")
@@ -146,6 +152,7 @@ def _listen_to_clients(config: FrontendConfig) -> tuple[socket.socket, str]:
 def main() -> int:
     """Runs the process; returns its exit status."""
     rank_0 = parent(dies_with_thread=False)  # clients get an answer when rank 0 is gone
+    sys.setswitchinterval(_SWITCH_SECONDS)
     logging.basicConfig(level=logging.WARNING, format="megarl.serving: %(levelname)s: %(message)s", stream=sys.stderr)
     try:
         config = rank_0.recv()

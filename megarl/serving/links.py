@@ -35,7 +35,7 @@ from typing import Any
 
 HANDSHAKE_SECONDS = 30.0
 
-_LARGEST_MESSAGE = 256 * 2**20  # bytes
+_LARGEST_PACKET = 256 * 2**20  # bytes
 _MOST_HANDSHAKES = 64  # at once
 
 Message = dict[str, Any]
@@ -45,65 +45,68 @@ log = logging.getLogger(__name__)
 
 
 class Link:
-    """One end of a connection. A slow peer never makes the caller wait: threads write and read.
+    """One end of a connection. A thread writes, so a slow peer makes nobody wait who sends.
 
-    Messages are JSON and never pickled objects, so a peer cannot make this process run anything.
+    Messages are JSON and never pickled objects, so a peer cannot make this process run anything. Those that wait to be
+    written go in one list: a thread that needs the interpreter between two writes of a busy process gets it seldom.
     """
 
-    def __init__(self, connection: Connection, deliver: Callable[["Link", Message | ConnectionError], None]):
-        """Takes over a connection whose peer has shown that it knows the key.
-
-        Args:
-            deliver: gets each message, at last the reason why no more come, unless it is `close`; called in a thread
-                of the link.
-        """
-        self._connection, self._deliver = connection, deliver
-        self._socket = _socket_of(connection)
+    def __init__(self, connection: Connection):
+        """Takes over a connection whose peer has shown that it knows the key."""
+        self._connection, self._socket = connection, _socket_of(connection)
         if self._socket.family != socket.AF_UNIX:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._is_closed = False
         self._unsent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, daemon=True)
-        self._reader = threading.Thread(target=self._read, daemon=True)
         self._writer.start()
-        self._reader.start()
 
     def send(self, message: Message):
-        """Sends a message without waiting. If the peer is gone, only `deliver` says so."""
+        """Sends a message without waiting. If the peer is gone, only `receive` says so."""
         self._unsent.put(json.dumps(message, separators=(",", ":")).encode())
 
+    def receive(self, seconds: float | None = None) -> list[Message]:
+        """The messages that have come, after waiting up to `seconds` for the first; None: without a limit.
+
+        A message that has begun to come is awaited. ConnectionError when the peer is gone, or sends something else.
+        """
+        messages: list[Message] = []
+        try:
+            while self._connection.poll(0.0 if messages else seconds):
+                messages += _messages(self._connection.recv_bytes(_LARGEST_PACKET))
+        except EOFError:
+            if not messages:  # else the next call finds it again
+                raise ConnectionError("it closed the connection") from None
+        except OSError as error:
+            if not messages:
+                raise ConnectionError(error.strerror or str(error)) from None
+        return messages
+
     def close(self, seconds: float = 0.0):
-        """Closes the connection when all has been sent, or after so many seconds."""
-        self._is_closed = True
+        """Closes the connection when all has been sent, or after so many seconds; wakes up who receives."""
         self._unsent.put(None)
         self._writer.join(seconds)
         with contextlib.suppress(OSError):  # the peer has closed it
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._writer.join()
-        self._reader.join()
-        self._socket.close()
-        self._connection.close()
 
     def _write(self):
-        with contextlib.suppress(OSError):  # the reader finds the end, too
-            while (data := self._unsent.get()) is not None:
-                self._connection.send_bytes(data)
-
-    def _read(self):
-        try:
+        with contextlib.suppress(OSError):  # `receive` finds the end, too
             while True:
-                message = json.loads(self._connection.recv_bytes(_LARGEST_MESSAGE))
-                if not isinstance(message, dict) or not isinstance(message.get("type"), str):
-                    raise ValueError
-                self._deliver(self, message)
-        except EOFError:
-            reason = "it closed the connection"
-        except OSError as error:
-            reason = str(error.strerror or error)
-        except (ValueError, RecursionError):
-            reason = "it sent what is no message"
-        if not self._is_closed:
-            self._deliver(self, ConnectionError(reason))
+                waiting = [self._unsent.get()]
+                while not self._unsent.empty():
+                    waiting.append(self._unsent.get())
+                if data := [each for each in waiting if each is not None]:
+                    self._connection.send_bytes(b"[%b]" % b",".join(data))
+                if None in waiting:
+                    return
+
+
+def _messages(data: bytes) -> list[Message]:
+    """The messages of a list. ConnectionError for what is none."""
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(data)
+        if isinstance(found, list) and all(isinstance(each, dict) and type(each.get("type")) is str for each in found):
+            return found
+    raise ConnectionError("it sent what is no message")
 
 
 def connect(address: Address, key: bytes) -> Connection:
@@ -123,7 +126,7 @@ def connect(address: Address, key: bytes) -> Connection:
 
 
 def accept_all(listener: Listener, key: bytes, connected: Callable[[Connection], None]):
-    """Accepts connections for ever; calls `connected` with each one whose peer knows the key, in a thread.
+    """Accepts connections for ever; calls `connected` with each one whose peer knows the key, in a thread of its own.
 
     Strangers get nothing, and keep nobody waiting who comes after them.
     """
@@ -136,10 +139,10 @@ def accept_all(listener: Listener, key: bytes, connected: Callable[[Connection],
                 answer_challenge(connection, key)
         except (OSError, EOFError, AuthenticationError) as error:
             log.warning("a connection of the ranks was refused: %r", error)
-        else:
-            connected(connection)
+            return
         finally:
             free.release()
+        connected(connection)
 
     while True:
         free.acquire()

@@ -1,17 +1,20 @@
 """A client of a generation server that streams and has an admin key, and what many chunks are together."""
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
+from queue import Full, Queue
 from threading import Event
 
+import urllib3
 from urllib3.exceptions import HTTPError
 
 from megarl.generation import Completion, GenerationRequest, TokenChunk
 from megarl.rollout.remote_generator import RemoteGenerator, request_body
 
-STREAMS = 64  # at once
+STREAMS = 16  # at once
+UNREAD = 100  # chunks that may wait for the caller; then requests wait, too, those after the first `STREAMS` unsent
 
 
 def completions_of(chunks: Iterable[TokenChunk], count: int) -> list[Completion]:
@@ -42,6 +45,7 @@ class ServerClient(RemoteGenerator):
 
     def __init__(self, url: str, api_key: str | None = None, seconds: float = 3600.0, admin_key: str | None = None):
         super().__init__(url, api_key, seconds)
+        self._connections = urllib3.PoolManager(maxsize=STREAMS, retries=False)
         self._admin = RemoteGenerator(url, admin_key, seconds)
 
     @property
@@ -62,8 +66,11 @@ class ServerClient(RemoteGenerator):
         return self._json(self._admin._ask("POST", "/admin/weights", {"path": path}))["version"]
 
     def stream(self, requests: Sequence[GenerationRequest]) -> Iterator[TokenChunk]:
-        """Yields the tokens of requests, numbered from 0, as they come. Closing the iterator drops the rest."""
-        chunks: SimpleQueue[TokenChunk | Exception | None] = SimpleQueue()
+        """Yields the tokens of requests, numbered from 0, as they come. Closing the iterator drops the rest.
+
+        While the caller does not read, at most `STREAMS` requests run, however fast the server is.
+        """
+        chunks: Queue[TokenChunk | Exception | None] = Queue(UNREAD)
         ends = Event()
         with ThreadPoolExecutor(STREAMS) as pool:
             try:
@@ -77,8 +84,14 @@ class ServerClient(RemoteGenerator):
             finally:
                 ends.set()
 
-    def _follow(self, number: int, request: GenerationRequest, chunks: SimpleQueue, ends: Event):
+    def _follow(self, number: int, request: GenerationRequest, chunks: Queue, ends: Event):
         """Puts the chunks of one request, then None; an exception that ends it before that."""
+
+        def put(item):
+            while not ends.is_set():
+                with contextlib.suppress(Full):
+                    return chunks.put(item, timeout=0.1)
+
         try:
             body = request_body([request]) | {"stream": True}
             response = self._ask("POST", "/generate", body, preload_content=False)
@@ -90,13 +103,13 @@ class ServerClient(RemoteGenerator):
                     if "error" in result:
                         raise RuntimeError(result["error"]["message"])
                     if result["output_ids"] or result["finish_reason"]:
-                        chunks.put(_chunk(number, result))
+                        put(_chunk(number, result))
             response.close()  # the server drops the request unless it has ended
         except HTTPError as error:
-            chunks.put(RuntimeError(f"the answer broke off: {error}"))
+            put(RuntimeError(f"the answer broke off: {error}"))
         except Exception as error:
-            chunks.put(error)
-        chunks.put(None)
+            put(error)
+        put(None)
 
 
 def _lines(response) -> Iterator[bytes]:

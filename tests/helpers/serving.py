@@ -1,7 +1,7 @@
 """The real HTTP process with a scripted leader at the other end of its link, which stands for the ranks.
 
 The leader is a real peer on a real socket that says what `megarl.serving.links` describes; it has no model, and answers
-what its script says. It runs in the thread of its link, which is joined at the end.
+what its script says. It runs in a thread, which is joined at the end.
 """
 
 import contextlib
@@ -29,10 +29,10 @@ class ScriptedLeader:
 
     def __init__(self, address, key: bytes, replica: int, script: Script, ready: dict):
         self.replica, self.script, self.frames = replica, script, []
-        self._changed, self._is_lost = threading.Condition(), threading.Event()
-        self._has_link = threading.Event()
-        self.link = links.Link(links.connect(address, key), self._receive)
-        self._has_link.set()
+        self._changed = threading.Condition()
+        self.link = links.Link(links.connect(address, key))
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
         first = {"type": "ready", "replica": replica, "max_requests": 8, "capacity": 4096, "blocks": 99}
         self.link.send({**first, "version": 0, "label": "step_7", **ready})
 
@@ -52,24 +52,25 @@ class ScriptedLeader:
 
     def wait_closed(self):
         """Waits until the frontend has closed the connection."""
-        assert self._is_lost.wait(LIMIT)
+        self._thread.join(LIMIT)
+        assert not self._thread.is_alive()
 
     def close(self):
-        """Ends the connection."""
+        """Ends the connection and the thread."""
         self.link.close()
+        self._thread.join()
 
     def _of(self, kind: str) -> list[dict]:
         return [frame for frame in self.frames if frame["type"] == kind]
 
-    def _receive(self, link: links.Link, message: dict | ConnectionError):
-        if isinstance(message, ConnectionError):
-            self._is_lost.set()
-            return
-        with self._changed:
-            self.frames.append(message)
-            self._changed.notify_all()
-        self._has_link.wait()
-        self.script(self, message)
+    def _run(self):
+        with contextlib.suppress(ConnectionError):
+            while True:
+                for message in self.link.receive():
+                    with self._changed:
+                        self.frames.append(message)
+                        self._changed.notify_all()
+                    self.script(self, message)
 
 
 def silent(leader: ScriptedLeader, frame: dict):

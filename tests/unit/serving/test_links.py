@@ -1,7 +1,6 @@
 """Messages, the handshake, strangers, and what both ends do when the other one is gone."""
 
 import contextlib
-import json
 import queue
 import socket
 import threading
@@ -14,17 +13,6 @@ from tests.helpers.waiting import SAFETY_SECONDS
 
 KEY = bytes(range(32))
 MESSAGES = [{"type": "a", "text": "é\U0001f600\ud800"}, {"type": "b", "n": [-(2**63), 1.5, None, float("-inf")]}]
-
-
-class End:
-    """A link and what has come on it."""
-
-    def __init__(self, connection):
-        self.came = queue.SimpleQueue()
-        self.link = links.Link(connection, lambda _, message: self.came.put(message))
-
-    def get(self):
-        return self.came.get(timeout=SAFETY_SECONDS)
 
 
 class EndingListener(Listener):
@@ -61,49 +49,58 @@ def listening(request, tmp_path):
 
 @contextlib.contextmanager
 def pair(listening):
-    """The ends of a leader and of the HTTP process."""
+    """The links of a leader and of the HTTP process."""
     address, accepted = listening
-    ends = End(links.connect(address, KEY)), End(accepted.get(timeout=SAFETY_SECONDS))
+    ends = links.Link(links.connect(address, KEY)), links.Link(accepted.get(timeout=SAFETY_SECONDS))
     yield ends
     for end in ends:
-        end.link.close()
+        end.close()
+
+
+def receive(link, count):
+    """So many messages."""
+    found = []
+    while len(found) < count:
+        found += link.receive(SAFETY_SECONDS)
+    return found
 
 
 def test_both_ends_exchange_messages_until_one_closes(listening):
     with pair(listening) as (leader, frontend):
         for message in MESSAGES:
-            leader.link.send(message)
-            frontend.link.send(message)
-        assert [leader.get(), leader.get()] == [frontend.get(), frontend.get()] == MESSAGES
-        leader.link.send(MESSAGES[0])
-        leader.link.close(SAFETY_SECONDS)
-        assert frontend.get() == MESSAGES[0] and isinstance(frontend.get(), ConnectionError)
-        frontend.link.close()
-        assert leader.came.empty() and frontend.came.empty()
+            leader.send(message)
+            frontend.send(message)
+        assert receive(leader, 2) == receive(frontend, 2) == MESSAGES and leader.receive(0.0) == []
+        leader.send(MESSAGES[0])
+        leader.close(SAFETY_SECONDS)
+        assert receive(frontend, 1) == MESSAGES[:1]
+        for end in (frontend, leader):
+            with pytest.raises(ConnectionError, match="closed"):
+                end.receive()
 
 
 def test_a_peer_that_does_not_read_makes_nobody_wait(listening):
-    address, accepted = listening
-    leader = End(links.connect(address, KEY))
-    silent = accepted.get(timeout=SAFETY_SECONDS)
     big = {"type": "big", "data": "x" * 5_000_000}
-    leader.link.send(big)
-    leader.link.send(MESSAGES[0])
-    assert leader.link._writer.is_alive() and not silent.closed
-    assert [json.loads(silent.recv_bytes()) for _ in range(2)] == [big, MESSAGES[0]]
-    leader.link.send(big)
-    leader.link.close(0.0)  # what is unsent is lost
-    assert not leader.link._writer.is_alive()
+    with pair(listening) as (leader, frontend):
+        for message in (big, *MESSAGES):
+            leader.send(message)
+        assert leader._writer.is_alive()
+        assert receive(frontend, 3) == [big, *MESSAGES]
+        leader.send(big)
+        leader.close()  # what is unsent is lost
+        leader._writer.join(SAFETY_SECONDS)
+        assert not leader._writer.is_alive()
 
 
-@pytest.mark.parametrize("data", [b"{", b"[]", b"{}", b'{"type": 1}', b"\xff", b"[" * 10**5])
-def test_what_is_no_message_ends_the_connection(listening, data):
+@pytest.mark.parametrize("data", [b"[{", b"{}", b"[[]]", b"[{}]", b'[{"type": 1}]', b"\xff", b"[" * 10**5])
+def test_what_is_no_message_is_an_error_of_the_connection(listening, data):
     address, accepted = listening
     connection = links.connect(address, KEY)
-    frontend = End(accepted.get(timeout=SAFETY_SECONDS))
     connection.send_bytes(data)
-    assert "no message" in str(frontend.get())
-    frontend.link.close()
+    link = links.Link(accepted.get(timeout=SAFETY_SECONDS))
+    with pytest.raises(ConnectionError, match="no message"):
+        link.receive()
+    link.close()
 
 
 def test_a_wrong_key_is_refused_by_both_sides(listening, caplog):
