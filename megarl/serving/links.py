@@ -47,8 +47,8 @@ log = logging.getLogger(__name__)
 class Link:
     """One end of a connection. A thread writes, so a slow peer makes nobody wait who sends.
 
-    Messages are JSON and never pickled objects, so a peer cannot make this process run anything. Those that wait to be
-    written go in one list: a thread that needs the interpreter between two writes of a busy process gets it seldom.
+    A packet is a JSON list of messages, never a pickled object, so a peer cannot make this process run anything. All
+    messages that wait go in one packet: in a busy process the thread gets the interpreter seldom.
     """
 
     def __init__(self, connection: Connection):
@@ -67,18 +67,20 @@ class Link:
     def receive(self, seconds: float | None = None) -> list[Message]:
         """The messages that have come, after waiting up to `seconds` for the first; None: without a limit.
 
-        A message that has begun to come is awaited. ConnectionError when the peer is gone, or sends something else.
+        A packet that has begun to come is awaited. ConnectionError when the peer is gone, or sends something else.
         """
         messages: list[Message] = []
         try:
             while self._connection.poll(0.0 if messages else seconds):
-                messages += _messages(self._connection.recv_bytes(_LARGEST_PACKET))
-        except EOFError:
+                packet = json.loads(self._connection.recv_bytes(_LARGEST_PACKET))
+                if not isinstance(packet, list) or not all(isinstance(m, dict) and "type" in m for m in packet):
+                    raise ValueError
+                messages += packet
+        except (ValueError, RecursionError):
+            raise ConnectionError("it sent what is no message") from None
+        except (EOFError, OSError) as error:
             if not messages:  # else the next call finds it again
-                raise ConnectionError("it closed the connection") from None
-        except OSError as error:
-            if not messages:
-                raise ConnectionError(error.strerror or str(error)) from None
+                raise ConnectionError(str(error) or "it closed the connection") from None
         return messages
 
     def close(self, seconds: float = 0.0):
@@ -98,15 +100,6 @@ class Link:
                     self._connection.send_bytes(b"[%b]" % b",".join(data))
                 if None in waiting:
                     return
-
-
-def _messages(data: bytes) -> list[Message]:
-    """The messages of a list. ConnectionError for what is none."""
-    with contextlib.suppress(ValueError, RecursionError):
-        found = json.loads(data)
-        if isinstance(found, list) and all(isinstance(each, dict) and type(each.get("type")) is str for each in found):
-            return found
-    raise ConnectionError("it sent what is no message")
 
 
 def connect(address: Address, key: bytes) -> Connection:

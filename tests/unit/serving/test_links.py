@@ -92,7 +92,7 @@ def test_a_peer_that_does_not_read_makes_nobody_wait(listening):
         assert not leader._writer.is_alive()
 
 
-@pytest.mark.parametrize("data", [b"[{", b"{}", b"[[]]", b"[{}]", b'[{"type": 1}]', b"\xff", b"[" * 10**5])
+@pytest.mark.parametrize("data", [b"[{", b"{}", b"[[]]", b"[{}]", b"\xff", b"[" * 10**5])
 def test_what_is_no_message_is_an_error_of_the_connection(listening, data):
     address, accepted = listening
     connection = links.connect(address, KEY)
