@@ -31,14 +31,9 @@ class RequestError(Exception):
     """
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        kind: str | None = None,
+        self, status: int, message: str, param: str | None = None, code: str | None = None, kind: str | None = None,
         headers: dict[str, str] | None = None,
-    ):
+    ):  # fmt: skip
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
         self.kind = kind or TYPES.get(status, "invalid_request_error")
@@ -47,9 +42,8 @@ class RequestError(Exception):
     @property
     def content(self) -> dict[str, Any]:
         """The answer's JSON."""
-        fields = {"message": _clean(str(self), _LONGEST_MESSAGE), "type": self.kind, "param": self.param}
-        fields["param"] = self.param and _clean(self.param, _LONGEST_ECHO)
-        return {"error": {**fields, "code": self.code}}
+        message, param = _clean(str(self), _LONGEST_MESSAGE), self.param and _clean(self.param, _LONGEST_ECHO)
+        return {"error": {"message": message, "type": self.kind, "param": param, "code": self.code}}
 
     @property
     def response(self) -> JSONResponse:

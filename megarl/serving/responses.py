@@ -4,8 +4,6 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-Finish = Literal["stop", "length", "abort", "tool_calls"]
-
 
 class ErrorFields(BaseModel):
     """OpenAI's error."""
@@ -39,26 +37,36 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
-class CompletionChoice(BaseModel):
-    """One completion."""
+class Choice(BaseModel):
+    """What the choices of both have."""
 
     index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: Finish
+    finish_reason: Literal["stop", "length", "abort", "tool_calls"]
     stop_reason: str | int | None
 
 
-class CompletionResponse(BaseModel):
-    """Answer of /v1/completions."""
+class CompletionChoice(Choice):
+    """One completion."""
+
+    text: str
+    logprobs: CompletionLogprobs | None
+
+
+class OpenAIResponse(BaseModel):
+    """What both answers of OpenAI's API have."""
 
     id: str
-    object: Literal["text_completion"]
     created: int
     model: str
     system_fingerprint: str | None
-    choices: list[CompletionChoice]
     usage: Usage
+
+
+class CompletionResponse(OpenAIResponse):
+    """Answer of /v1/completions."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
 
 
 class TopLogprob(BaseModel):
@@ -105,26 +113,18 @@ class AnswerMessage(BaseModel):
     tool_calls: list[AnsweredToolCall] | None = None
 
 
-class ChatChoice(BaseModel):
+class ChatChoice(Choice):
     """One answer."""
 
-    index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Finish
-    stop_reason: str | int | None
 
 
-class ChatCompletionResponse(BaseModel):
+class ChatCompletionResponse(OpenAIResponse):
     """Answer of /v1/chat/completions."""
 
-    id: str
     object: Literal["chat.completion"]
-    created: int
-    model: str
-    system_fingerprint: str | None
     choices: list[ChatChoice]
-    usage: Usage
 
 
 class RouteData(BaseModel):

@@ -155,18 +155,10 @@ class AssistantToolCall(StrictModel):
     index: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
 
 
-class SystemMessage(StrictModel):
-    """Instructions."""
+class PlainMessage(StrictModel):
+    """Instructions, or what the user says."""
 
-    role: Literal["system", "developer"]
-    content: Content
-    name: Name | None = None
-
-
-class UserMessage(StrictModel):
-    """What the user says."""
-
-    role: Literal["user"]
+    role: Literal["system", "developer", "user"]
     content: Content
     name: Name | None = None
 
@@ -193,7 +185,7 @@ class ToolMessage(StrictModel):
     name: Name | None = None
 
 
-ChatMessage = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+ChatMessage = Annotated[PlainMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
 
 
 class FunctionDefinition(StrictModel):

@@ -18,7 +18,7 @@ class Submission:
     def __init__(self, dispatcher: Dispatcher, messages: Sequence[Message], session: str | None):
         self._dispatcher, self._messages, self._session = dispatcher, messages, session
         self._updates: asyncio.Queue[tuple[int, RequestUpdate]] = asyncio.Queue()
-        self._open: dict[int, int] = {}  # id -> index of its message
+        self._indices: dict[int, int] = {}  # id -> index of its message, of those that have not finished
         self._last: dict[int, float] = {}  # id -> when its last tokens came
         self._start = time.monotonic()
         self._deadline = asyncio.get_running_loop().time() + dispatcher.seconds
@@ -26,35 +26,35 @@ class Submission:
     def __enter__(self) -> "Submission":
         """Submits. Raises RequestError as `Dispatcher.submit`."""
         ids = self._dispatcher.submit(self._messages, self._session, self._updates)
-        self._open = dict(zip(ids, range(len(ids)), strict=True))
+        self._indices = {number: index for index, number in enumerate(ids)}
         prompts = (len(message["prompt"]) for message in self._messages if message["type"] == "generate")
         self._dispatcher.metrics.prompt_tokens.inc(sum(prompts))
         return self
 
     def __exit__(self, *_):
-        self._dispatcher.abort(list(self._open))
-        self._open.clear()
+        self._dispatcher.abort(list(self._indices))
+        self._indices.clear()
 
     def end(self, index: int):
         """Ends one request early, that of the message with this index."""
-        ended = [number for number, each in self._open.items() if each == index]
+        ended = [number for number, each in self._indices.items() if each == index]
         self._dispatcher.abort(ended)
         for number in ended:
-            del self._open[number]
+            del self._indices[number]
 
     async def updates(self) -> AsyncIterator[tuple[int, RequestUpdate]]:
         """(index of the message, update), in the order of their arrival. RequestError if one fails, or time is up."""
-        while self._open:
+        while self._indices:
             try:
                 async with asyncio.timeout_at(self._deadline):
                     number, update = await self._updates.get()
             except TimeoutError:
                 raise timed_out(self._dispatcher.seconds) from None
-            index = self._open.get(number)
+            index = self._indices.get(number)
             if index is None:
                 continue
             if update.is_last:
-                del self._open[number]
+                del self._indices[number]
             if update.error is not None:
                 raise update.error
             if update.kind == "tokens" and update.tokens:

@@ -9,7 +9,6 @@ from megarl.serving.errors import invalid
 from megarl.serving.schemas import (
     AssistantMessage,
     DetokenizeRequest,
-    SystemMessage,
     TokenizeRequest,
     ToolDefinition,
     ToolMessage,
@@ -68,7 +67,7 @@ def _message(number: int, message: Any) -> dict[str, Any]:
     content = message.content
     if isinstance(content, list):
         content = "\n".join(part.text for part in content)
-    role = "system" if isinstance(message, SystemMessage) else message.role
+    role = "system" if message.role == "developer" else message.role
     found: dict[str, Any] = {"role": role, "content": content or ""}
     if message.name is not None:
         found["name"] = message.name
