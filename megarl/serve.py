@@ -23,7 +23,7 @@ from megarl.mcore.weights.hf.hf_model import read_model
 from megarl.observe.timers import Timers
 from megarl.rollout.rollout import Rollout
 from megarl.serving.configuration import read_server_flags
-from megarl.serving.frontend_process import connect_frontend
+from megarl.serving.frontend_process import start_frontend
 from megarl.serving.replica_service import ReplicaService
 from megarl.serving.served_engine import ServedEngine
 from megarl.trainers.launch import launch
@@ -96,13 +96,13 @@ def serve(config: RunConfig, timers: Timers):
     """Loads the policy and answers requests until a signal."""
     inputs, mesh, _ = read_inputs(config, timers, lambda: ServerInputs(config), sys.stderr)
     names, groups = (inputs.model_name, inputs.vocab_size), mesh["rollout"]
-    with connect_frontend(inputs.frontend_config, *names, groups) as frontend:
+    with start_frontend(inputs.frontend_config, *names, groups) as frontend:
         policy = inputs.load(mesh["actor"])
         rollout = Rollout(config.settings, inputs.rollout_role(), mesh, policy, inputs.tokenizer, timers)
         rollout.sync_weights()
         loader = WeightLoader(config, inputs, policy, mesh, rollout)
         engine = ServedEngine(rollout.engine, inputs.tokenizer.end_ids, config.settings.serve_routes, loader.load)
-        service = ReplicaService(engine, rollout.model, groups, frontend.channel, inputs.vocab_size, inputs.label)
+        service = ReplicaService(engine, rollout.model, groups, frontend, inputs.vocab_size, inputs.label)
         frontend.take_signals()
         frontend.announce(inputs.model_name)
         service.open()

@@ -1,7 +1,8 @@
-"""The HTTP process of a generation server, as the ranks see it: its start, its end, and the signals meanwhile."""
+"""The HTTP process of a generation server, as the ranks see it: its start, what it says, signals, and its end."""
 
 import contextlib
 import dataclasses
+import json
 import os
 import signal
 import socket
@@ -10,32 +11,50 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megarl.child_process import Child
 from megarl.comm.role_mesh import RoleGroups
-from megarl.errors import UsageError
+from megarl.errors import UsageError, warn
+from megarl.mcore import device
 from megarl.serving import links
-from megarl.serving.command_channel import CommandChannel
 from megarl.serving.configuration import FrontendConfig
+from megarl.serving.links import Message
 
 END_SECONDS = 10.0  # that the HTTP process has to exit
+FLUSH_SECONDS = 10.0  # for the last messages of a service
 
 
 class FrontendProcess:
-    """The HTTP process as the ranks see it."""
+    """The HTTP process as the ranks see it. Leaders have links with it, and tell the other ranks of their replicas."""
 
-    def __init__(self, channel: CommandChannel, url: str | None, child: Child | None):
-        """`url`, `child`: on rank 0."""
-        self.channel, self._url, self._child = channel, url, child
+    def __init__(
+        self, url: str, link: links.Link | None, child: Child | None, role_groups: RoleGroups, may_end: bool
+    ):  # fmt: skip
+        """
+        Args:
+            link: of a leader.
+            child: on rank 0.
+            may_end: if the process ends, the last message is "stop"; else that is an error of the leader.
+        """
+        self._url, self._link, self._child = url, link, child
+        self._groups, self._may_end = role_groups, may_end
         self._signals: list[int] = []
+
+    def announce(self, name: str):
+        """Says on rank 0 where the server is."""
+        if self._child:
+            print(f"megarl: serving {name} at {self._url}", flush=True)
+
+    # -- signals -----------------------------------------------------------------------------------------------------
 
     def take_signals(self):
         """From now on SIGTERM and SIGINT end the server."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._note if self._child else signal.SIG_IGN)  # launchers send it to all ranks
 
-    def _note(self, number: int, frame):
+    def _note(self, number: int, _):
         if self._signals:
             os._exit(128 + number)
         self._signals.append(number)
@@ -44,14 +63,47 @@ class FrontendProcess:
         """Whether rank 0 has got a signal: running requests end, then the server does."""
         return bool(self._signals)
 
-    def announce(self, name: str):
-        """Says on rank 0 where the server is."""
-        if self._url:
-            print(f"megarl: serving {name} at {self._url}", flush=True)
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def receive(self, seconds: float) -> list[Message]:
+        """The messages that have come, after waiting up to `seconds` for the first. A collective of the replica."""
+        messages = self._receive(seconds)
+        ranks = self._groups.replica
+        if len(ranks) == 1:
+            return messages
+        data = json.dumps(messages).encode() if messages else b""
+        size = torch.tensor([len(data)], dtype=torch.int64, device=device.device())
+        dist.broadcast(size, ranks[0], group=self._groups.replica_group)
+        if not int(size):
+            return []
+        content = torch.frombuffer(bytearray(data or bytes(int(size))), dtype=torch.uint8).to(device.device())
+        dist.broadcast(content, ranks[0], group=self._groups.replica_group)
+        return json.loads(bytes(content.cpu().numpy()))
+
+    def _receive(self, seconds: float) -> list[Message]:
+        try:
+            return self._link.receive(seconds) if self._link else []
+        except ConnectionError as error:
+            problem = f"the HTTP process is gone: {error}"
+            if not self._may_end:
+                raise ConnectionError(problem) from None
+        self._link = None
+        warn([f"--serve-policy: {problem}; the run goes on without the server"])
+        return [{"type": "stop"}]
+
+    def send(self, message: Message):
+        """Sends a message, which is the same on all ranks of the replica, from its leader."""
+        if self._link:
+            self._link.send(message)
+
+    def close_link(self):
+        """Closes the leader's link after what was sent."""
+        if self._link:
+            self._link.close(FLUSH_SECONDS)
 
 
 @contextlib.contextmanager
-def connect_frontend(
+def start_frontend(
     config: FrontendConfig, model_name: str, vocab_size: int, role_groups: RoleGroups, may_end: bool = False
 ) -> Iterator[FrontendProcess]:
     """Starts the HTTP process on rank 0 and connects each replica's leader with it. A collective of the world.
@@ -78,9 +130,9 @@ def connect_frontend(
             child.send(config)
             found = [_answer(child)]
         dist.broadcast_object_list(found, src=0)
-        url, *way = found[0]
-        connection = links.connect(*way) if role_groups.is_leader else None
-        yield FrontendProcess(CommandChannel(connection, role_groups, may_end), url if child else None, child)
+        url, address, key = found[0]
+        link = links.Link(links.connect(address, key)) if role_groups.is_leader else None
+        yield FrontendProcess(url, link, child, role_groups, may_end)
         status = _end(child) if child else 0
         if status and not may_end:
             raise RuntimeError(f"the HTTP process ended with status {status}")

@@ -10,7 +10,7 @@ from megarl.observe.files import step_name
 from megarl.observe.timers import Timers
 from megarl.rollout.rollout import Rollout
 from megarl.serving.configuration import FrontendConfig
-from megarl.serving.frontend_process import connect_frontend
+from megarl.serving.frontend_process import start_frontend
 from megarl.serving.replica_service import ReplicaService
 from megarl.serving.served_engine import ServedEngine
 
@@ -26,11 +26,11 @@ class PolicyService:
         name = s.served_model_name or (Path(s.save).resolve().name if s.save else "policy")
         self._stack, self._service = contextlib.ExitStack(), None
         names = name, vocab_size, self._groups
-        frontend = self._stack.enter_context(connect_frontend(frontend_config, *names, may_end=True))
+        frontend = self._stack.enter_context(start_frontend(frontend_config, *names, may_end=True))
         frontend.announce(name)
         if self._groups.is_member:
             engine = ServedEngine(rollout.engine, tokenizer.end_ids)
-            parts = engine, rollout.model, self._groups, frontend.channel, vocab_size
+            parts = engine, rollout.model, self._groups, frontend, vocab_size
             self._service = ReplicaService(*parts, step_name(0))
             self._service.open()
 

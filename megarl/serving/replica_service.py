@@ -18,7 +18,7 @@ from megarl.errors import UsageError
 from megarl.generation import GenerationRequest, TokenChunk
 from megarl.mcore import device
 from megarl.observe import activity
-from megarl.serving.command_channel import CommandChannel
+from megarl.serving.frontend_process import FrontendProcess
 from megarl.serving.links import Message
 from megarl.serving.scoring import ScoreRequest, score_sequences, together
 from megarl.serving.served_engine import PauseMode, ServedEngine
@@ -31,7 +31,7 @@ class ReplicaService:
     """One replica of a generation service, on each of its ranks."""
 
     def __init__(
-        self, engine: ServedEngine, model, role_groups: RoleGroups, channel: CommandChannel, vocab_size: int,
+        self, engine: ServedEngine, model, role_groups: RoleGroups, frontend: FrontendProcess, vocab_size: int,
         label: str,
     ):  # fmt: skip
         """
@@ -41,7 +41,7 @@ class ReplicaService:
             vocab_size: the model's.
             label: name of the weights.
         """
-        self.engine, self.model, self.groups, self.channel = engine, model, role_groups, channel
+        self.engine, self.model, self.groups, self.frontend = engine, model, role_groups, frontend
         self.vocab_size, self.label = vocab_size, label
         self._waiting: deque[tuple[int, GenerationRequest]] = deque()
         self._scores: deque[tuple[int, ScoreRequest]] = deque()
@@ -68,25 +68,25 @@ class ReplicaService:
             if is_draining() and not self._is_draining:
                 self._is_draining = True
                 self._send("drain")
-            for message in self.channel.receive(self._patience()):
+            for message in self.frontend.receive(self._patience()):
                 self._take(message)
             self._admit()
             self._act()
         self.engine.pause("abort")
-        self.channel.close()
+        self.frontend.close_link()
 
     def answer_waiting(self):
         """Answers the requests that have come so far; those that come meanwhile wait for the next call.
 
         A collective of the replica, and of replicas that share experts.
         """
-        for message in self.channel.receive(0.0):
+        for message in self.frontend.receive(0.0):
             self._take(message)
         self._tell_window(is_open=True)
         self.engine.resume()
         late: list[Message] = []
         while self._any(bool(self._waiting or self._scores or self._controls) or self.engine.needs_steps):
-            for message in self.channel.receive(0.0):
+            for message in self.frontend.receive(0.0):
                 if message["type"] in ("generate", "score"):
                     late.append(message)
                 else:
@@ -151,7 +151,7 @@ class ReplicaService:
         self.engine.abort(numbers)
 
     def _send(self, kind: str, **fields):
-        self.channel.send({"type": kind, **fields})
+        self.frontend.send({"type": kind, **fields})
 
     def _report(self, chunks: list[TokenChunk]):
         """Sends the new tokens of requests, and how much of the cache is free if only that has changed."""
