@@ -99,11 +99,6 @@ class Dispatcher:
     # -- state ---------------------------------------------------------------------------------------------------
 
     @property
-    def is_ready(self) -> bool:
-        """Whether all leaders have connected and new requests are welcome."""
-        return len(self.replicas) == self.expected and not self.is_draining and self.lost is None
-
-    @property
     def capacity(self) -> int | None:
         """Tokens that a request may have on every replica; None before there is one."""
         return min((replica.capacity for replica in self.replicas.values()), default=None)
@@ -134,7 +129,7 @@ class Dispatcher:
             raise unavailable(self.lost)
         if self.is_draining:
             raise unavailable("the server is shutting down")
-        if not self.is_ready:
+        if len(self.replicas) < self.expected:
             raise unavailable("the server is starting")
 
     # -- requests ------------------------------------------------------------------------------------------------

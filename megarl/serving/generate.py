@@ -16,14 +16,14 @@ from megarl.serving.streams import Parts, start_stream
 
 async def generate(context: ServingContext, request: GenerateRequest) -> Response:
     """Answers one request; RequestError if it is wrong or cannot run."""
-    run = GenerateRun(context, request)
+    answer = GenerateAnswer(context, request)
     if request.stream:
-        return await start_stream(run.parts(), context.config.request_timeout)
-    return JSONResponse(await run.whole())
+        return await start_stream(answer.parts(), context.config.request_timeout)
+    return JSONResponse(await answer.whole())
 
 
-class GenerateRun:
-    """One request with one or several prompts, one response to each."""
+class GenerateAnswer:
+    """The answer to a request with one or several prompts: one response to each."""
 
     def __init__(self, context: ServingContext, request: GenerateRequest):
         self._context, self._request = context, request

@@ -115,10 +115,8 @@ class BodyAndDisconnect:
         """The body; None if the client went away. RequestError for a body that is too large, slow or no JSON."""
         headers = dict(scope["headers"])
         too_large = RequestError(413, f"the body has more than {self._max_bytes} bytes")
-        if (
-            headers.get(b"content-length", b"0").isdigit()
-            and int(headers.get(b"content-length", b"0")) > self._max_bytes
-        ):
+        declared = headers.get(b"content-length", b"0")
+        if declared.isdigit() and int(declared) > self._max_bytes:
             raise too_large
         body = bytearray()
         try:

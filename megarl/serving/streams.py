@@ -1,4 +1,4 @@
-"""Answers as server-sent events, and the merging of the same parts into one answer."""
+"""Answers as server-sent events."""
 
 import asyncio
 import json
