@@ -130,7 +130,7 @@ class OpenAIAnswer:
     async def response(self) -> Response:
         """The answer as the request wants it."""
         if self._streams:
-            return await start_stream(self._chunks(), self._context.config.request_timeout)
+            return await start_stream(self._chunks(), self._context.config.settings.request_timeout)
         choices = self.empty_choices()
         async with aclosing(self.parts()) as parts:
             async for part in parts:

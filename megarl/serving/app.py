@@ -62,7 +62,7 @@ def build_app(context: ServingContext):
     if config.admin_keys:
         _add_admin(api, context)
     paths = [route.path for route in api.routes if hasattr(route, "path")]
-    guarded = BodyAndDisconnect(api, config.max_body_bytes, config.request_timeout)
+    guarded = BodyAndDisconnect(api, int(config.settings.max_body_mb * 2**20), config.settings.request_timeout)
     return Observed(KeyCheck(guarded, config.api_keys, config.admin_keys), context.metrics, paths)
 
 
@@ -161,7 +161,7 @@ def _add_admin(api: FastAPI, context: ServingContext):
 
     @api.post("/admin/weights", response_model=responses.StatusResponse)
     async def weights(request: schemas.WeightsRequest):
-        return await control("weights", path=_weights_path(context.config.weights_folder, request.path))
+        return await control("weights", path=_weights_path(context.config.settings.weights_folder, request.path))
 
 
 def _weights_path(folder: str | None, given: str) -> str:

@@ -3,13 +3,14 @@
 import contextlib
 import importlib.util
 import ipaddress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.data.conversations import Encoder, build_encoder
 from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
+from megarl.flags.server_settings import ServerSettings
 
 if TYPE_CHECKING:  # it imports torch
     from megarl.arguments import RunConfig
@@ -23,19 +24,12 @@ class FrontendConfig:
     """All that the HTTP process needs to know.
 
     Attributes:
-        host, port: where clients connect; port 0: any.
-        chat_template: value of --chat-template.
-        hf_folder: the tokenizer's own template is the default, as it is for a model from a Hugging Face folder.
+        tokenizer_type, tokenizer_model, chat_template: values of these flags.
         max_model_length: tokens of prompt and response together.
         max_response_length: default and limit of `max_tokens`.
+        settings: values of the server's flags.
+        hf_folder: the tokenizer's own template is the default, as it is for a model from a Hugging Face folder.
         api_keys, admin_keys: allowed keys; no API key: no key is needed; no admin key: there is no /admin.
-        weights_folder: /admin/weights loads only from inside.
-        routes: the ranks record expert routes.
-        max_queue: requests that wait because the replicas are full.
-        max_choices: limit of `n`.
-        max_stops: limit of stop strings.
-        request_timeout: seconds that a request may take.
-        drain_seconds: time that running requests get at the end.
         model_name: of the served policy.
         vocab_size: ids of prompts are smaller.
         replicas: how many leaders will connect.
@@ -46,21 +40,11 @@ class FrontendConfig:
     tokenizer_model: str | None
     max_model_length: int
     max_response_length: int
-    host: str = "127.0.0.1"
-    port: int = 0
+    settings: ServerSettings = ServerSettings()
     chat_template: str | None = None
     hf_folder: bool = False
     api_keys: list[str] = field(default_factory=list)
     admin_keys: list[str] = field(default_factory=list)
-    weights_folder: str | None = None
-    routes: bool = False
-    max_queue: int = 1024
-    max_body_bytes: int = 16 * 2**20
-    max_choices: int = 128
-    max_stops: int = 16
-    max_top_logprobs: int = 20
-    request_timeout: float = 3600.0
-    drain_seconds: float = 30.0
     model_name: str = ""
     vocab_size: int = 0
     replicas: int = 1
@@ -94,21 +78,11 @@ def read_server_flags(config: "RunConfig") -> FrontendConfig:
         tokenizer_model=actor.tokenizer_model,
         max_model_length=s.max_prompt_length + s.max_response_length,
         max_response_length=s.max_response_length,
-        host=s.host,
-        port=s.port,
+        settings=ServerSettings(**{each.name: getattr(s, each.name) for each in fields(ServerSettings)}),
         chat_template=actor.chat_template,
         hf_folder=actor.hf_model is not None,
         api_keys=api_keys,
         admin_keys=admin_keys,
-        weights_folder=s.weights_folder and str(Path(s.weights_folder).resolve()),
-        routes=s.serve_routes,
-        max_queue=s.max_queue,
-        max_body_bytes=int(s.max_body_mb * 2**20),
-        max_choices=s.max_choices,
-        max_stops=s.max_stops,
-        max_top_logprobs=s.max_top_logprobs,
-        request_timeout=s.request_timeout,
-        drain_seconds=s.drain_seconds,
     )
 
 

@@ -25,7 +25,9 @@ class ServingContext:
         self.config, self.encoder = config, encoder
         self.vocabulary = Vocabulary(encoder.tokenizer)
         self.metrics = ServerMetrics()
-        self.dispatcher = Dispatcher(config.replicas, config.max_queue, config.request_timeout, self.metrics)
+        self.dispatcher = Dispatcher(
+            config.replicas, config.settings.max_queue, config.settings.request_timeout, self.metrics
+        )
         self.created = int(time.time())
 
     @property

@@ -115,14 +115,14 @@ class Frontend:
     async def _drain(self):
         """Finishes what runs, at most `drain_seconds` long, then ends leaders and server."""
         try:
-            async with asyncio.timeout(self.config.drain_seconds):
+            async with asyncio.timeout(self.config.settings.drain_seconds):
                 await self.dispatcher.idle()
         except TimeoutError:
-            log.warning("requests still ran after %g seconds", self.config.drain_seconds)
+            log.warning("requests still ran after %g seconds", self.config.settings.drain_seconds)
             self.dispatcher.fail("the server is shutting down")
         self._ends = True
         self.dispatcher.stop()
-        self._end(self.config.drain_seconds)
+        self._end(self.config.settings.drain_seconds)
 
     def _fail(self, reason: str):
         """Fails all requests, lets their answers leave, and ends with status 1."""
@@ -140,7 +140,7 @@ class Frontend:
 
 def _listen_to_clients(config: FrontendConfig) -> tuple[socket.socket, str]:
     """(socket, its URL). UsageError for an address that cannot be used."""
-    host, port = config.host, config.port
+    host, port = config.settings.host, config.settings.port
     try:
         (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         http = socket.create_server(address, family=family, backlog=_BACKLOG)

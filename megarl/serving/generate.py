@@ -18,7 +18,7 @@ async def generate(context: ServingContext, request: GenerateRequest) -> Respons
     """Answers one request; RequestError if it is wrong or cannot run."""
     answer = GenerateAnswer(context, request)
     if request.stream:
-        return await start_stream(answer.parts(), context.config.request_timeout)
+        return await start_stream(answer.parts(), context.config.settings.request_timeout)
     return JSONResponse(await answer.whole())
 
 
@@ -32,7 +32,7 @@ class GenerateAnswer:
         self._prompts: list[list[int]] = given if self._is_batch else [given]
         for prompt in self._prompts:
             context.check_prompt(prompt, "input_ids")
-        if request.return_routes and not context.config.routes:
+        if request.return_routes and not context.config.settings.serve_routes:
             raise invalid("return_routes: this server records no routes (--serve-routes)", "return_routes")
         sampling.check_top_logprobs(context, request.top_logprobs, "top_logprobs")
         self._keys = self._make_keys()

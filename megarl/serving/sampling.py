@@ -27,23 +27,23 @@ class StopRules:
 def stop_rules(context: ServingContext, fields: OpenAIFields) -> StopRules:
     """The stop rules of a request; RequestError 400 for too many."""
     stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
-    if len(stops) > context.config.max_stops:
-        raise invalid(f"stop: at most {context.config.max_stops} strings are allowed", "stop")
+    if len(stops) > context.config.settings.max_stops:
+        raise invalid(f"stop: at most {context.config.settings.max_stops} strings are allowed", "stop")
     return StopRules(tuple(stops), frozenset(fields.stop_token_ids or ()), fields.include_stop_str_in_output)
 
 
 def choices(context: ServingContext, fields: OpenAIFields) -> int:
     """How many answers to each prompt; RequestError 400 for too many."""
     count = 1 if fields.n is None else fields.n
-    if count > context.config.max_choices:
-        raise invalid(f"n {count}: allowed are 1 to {context.config.max_choices}", "n")
+    if count > context.config.settings.max_choices:
+        raise invalid(f"n {count}: allowed are 1 to {context.config.settings.max_choices}", "n")
     return count
 
 
 def check_top_logprobs(context: ServingContext, count: int, param: str):
     """RequestError 400 if more alternatives are wanted than the server gives."""
-    if count > context.config.max_top_logprobs:
-        raise invalid(f"{param} {count}: allowed are at most {context.config.max_top_logprobs}", param)
+    if count > context.config.settings.max_top_logprobs:
+        raise invalid(f"{param} {count}: allowed are at most {context.config.settings.max_top_logprobs}", param)
 
 
 def stream_keys(seed: int | None, prompts: int, count: int) -> list[int]:

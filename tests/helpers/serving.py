@@ -15,6 +15,7 @@ import openai
 
 from megarl.child_process import Child
 from megarl.data.tokenizers import build_tokenizer
+from megarl.flags.server_settings import ServerSettings
 from megarl.serving import links
 from megarl.serving.configuration import FrontendConfig
 from tests.helpers import small_tokenizers
@@ -131,10 +132,12 @@ class Served:
         defaults = dict(
             model_name="tiny", tokenizer_type="HuggingFaceTokenizer", tokenizer_model=path, chat_template="tokenizer",
             vocab_size=self.tokenizer.vocab_size, max_model_length=4096, max_response_length=512,
-            replicas=leaders, routes=True,
+            replicas=leaders,
             ranks_address=str(folder / "leaders") if family == "unix" else ("127.0.0.1", 0),
         )  # fmt: skip
-        config = FrontendConfig(**{**defaults, **settings})
+        flags = {name: settings.pop(name) for name in list(settings) if hasattr(ServerSettings, name)}
+        flags = ServerSettings(**{"port": 0, "serve_routes": True, **flags})
+        config = FrontendConfig(**{**defaults, **settings}, settings=flags)
         self.leaders: list[ScriptedLeader] = []
         self._log = folder / "stderr"
         with stderr_in(self._log):

@@ -29,7 +29,7 @@ def server(tmp_path_factory):
         api_keys=["sk-1", "sk-2"],
         admin_keys=["root"],
         weights_folder=str(folder / "weights"),
-        max_body_bytes=5000,
+        max_body_mb=5000 / 2**20,
     )
     yield made
     made.close()
