@@ -57,8 +57,8 @@ class ScriptedLeader:
         assert not self._thread.is_alive()
 
     def close(self):
-        """Ends the connection and the thread."""
-        self.link.close()
+        """Ends the connection after what was sent, and the thread."""
+        self.link.close(LIMIT)
         self._thread.join()
 
     def _of(self, kind: str) -> list[dict]:
