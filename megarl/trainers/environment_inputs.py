@@ -7,7 +7,7 @@ from megarl.data import node_files
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
 from megarl.data.template_checks import check_template
-from megarl.environments.process import check_factories
+from megarl.environments.check import check_factories
 from megarl.environments.turn_parsing import load_parser
 
 
