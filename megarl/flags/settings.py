@@ -33,7 +33,6 @@ from megarl.flags.fields import (
 from megarl.flags.report_settings import ReportSettings
 from megarl.flags.server_settings import ServerSettings
 from megarl.flags.tracker_settings import TrackerSettings
-from megarl.kernel_names import KERNELS
 from megarl.lora import ALL_LINEAR, TARGETS, are_targets
 from megarl.observe.alarms import DEFAULT_ALARMS, are_alarms
 from megarl.rewards.expression import NAMES
@@ -257,12 +256,9 @@ class Settings(
                         are_alarms, programs=TRAINING)  # fmt: skip
     max_skipped_steps: int = not_negative(20, "end the run after this many steps in a row with a skipped update; 0:"
                                            " never", programs=TRAINING)  # fmt: skip
-    tune: str = one_of("auto", ("auto", "off", "fresh"), "choose kernels and threads on a CPU by measuring: auto: once"
-                        " for a machine and model shape; fresh: again; off: do not", programs=ALL)  # fmt: skip
-    kernels: str = one_of("auto", ("auto", *KERNELS), "kernels in fp32 on a CPU: compiled ones, or PyTorch's operators"
-                           " with products by oneDNN or BLAS; auto: see --tune", programs=ALL)  # fmt: skip
-    parallel_work: int | None = positive(None, "multiply-adds from which a compiled kernel uses all threads; default:"
-                                          " see --tune", programs=ALL)  # fmt: skip
+    kernels: str = one_of("auto", ("auto", "compiled", "onednn", "blas"), "kernels in fp32 on a CPU: compiled ones, or"
+                           " PyTorch's operators with products by oneDNN or BLAS; auto: the first of them that all"
+                           " ranks can use with a gap of 0", programs=ALL)  # fmt: skip
     exact_rollout: bool = flag(False, "on CUDA, run kernels that make rollout log-probs equal those of training to the"
                                 " last bit, at some cost in speed (docs/exactness.md); on a CPU all kernels do, so that"
                                 " this changes nothing", programs=ROLLOUT, when="engine")  # fmt: skip
