@@ -123,16 +123,22 @@ class SpeculativeEngine(DecodeLoopEngine):
         return drafts
 
     def _step_with_drafts(self, drafts: Drafts, groups: Groups) -> dict:
-        """Runs a step that reads the last token and the drafted ones of each group once."""
+        """Runs a step that reads the last token and the drafted ones of each group once.
+
+        Example: requests R and S have the same text, which ends in x, and the drafts a b. Their group's rows x a b are
+        computed once and stand for three rows of R and three of S. If R draws a c … after them, its first two rows
+        drew its next tokens: a, which was drafted, and c, after which the row of the wrong draft b counts for nothing.
+        If S draws d … its first row alone counts. So `counts` is [2, 1], and R and S now have different texts.
+        """
         c, requests = self.context, self._requests_in_cache()
         inputs = draft_rows.begin_step(c, torch.from_numpy(drafts.tokens), torch.from_numpy(drafts.counts), groups)
         logits = self._forward(inputs)
         drawn, logprobs = self._draw(logits.squeeze(0))
         counts = draft_rows.accepted_counts(c, drawn)
         draft_rows.copy_to_group(c, counts)
-        first = (c.draft_rows.places == 0).nonzero().flatten()
+        first = (c.draft_rows.places == 0).nonzero().flatten()  # row of each request's last known token
         draft_rows.end_step(c, counts)
-        last = first + counts - 1
+        last = first + counts - 1  # row that drew each request's last new token
         drawn_last = drawn[last]
         # Requests of a group tried the same drafts: as many accepted ones are the same ones.
         self._update_groups(more=1, most=MAX_DEPTH + 1, last=drawn_last)
