@@ -59,7 +59,7 @@ def test_the_environments_of_the_page_run_unchanged(tmp_path, plug_ins):
 def shown_plans() -> list[tuple[list[str], str]]:
     """(flags of megarl.plan, output) of each plan on the page about layouts, the shell's variables filled in."""
     found = []
-    for block in documents.blocks(documents.text_of(DOCS / "scaling.md")):
+    for block in documents.blocks(documents.text_of(DOCS / "choosing_a_layout.md")):
         match = re.fullmatch(r"\$ source (\S+)\n\$ ((?:[^\n]*\\\n)*[^\n]*)\n(.*)", block.text, re.DOTALL)
         if match:
             shape = (ROOT / match[1]).read_text()
