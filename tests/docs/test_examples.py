@@ -9,9 +9,10 @@ import shlex
 
 import pytest
 
-from megarl import plan
+from megarl import arguments, plan
 from megarl.environments.protocol import Task
 from megarl.environments.turn_parsing import parse_hermes, parse_turn
+from megarl.errors import UsageError
 from megarl.observe.metric_catalog import METRICS
 from tests.helpers import documents
 from tests.helpers.played_environments import play
@@ -22,7 +23,8 @@ DOCS = ROOT / "docs"
 
 def test_the_plug_ins_of_extending_run_unchanged(tmp_path, plug_ins):
     """A reward, an estimator and a loss in one run, with the flags of the page."""
-    blocks = documents.blocks(documents.text_of(DOCS / "extending.md"))
+    text, _, _ = documents.text_of(DOCS / "extending.md").partition("## A policy loss as part of megarl")
+    blocks = documents.blocks(text)
     code = "\n\n".join(block.text for block in blocks if block.language == "python")
     flags = [block.text.strip().removeprefix("... ") for block in blocks if block.text.startswith("... ")]
     assert len(flags) == 3 and len(re.findall("^def ", code, re.MULTILINE)) == 3
@@ -36,6 +38,8 @@ def test_the_plug_ins_of_extending_run_unchanged(tmp_path, plug_ins):
     graded = [json.loads(row) for row in samples(tmp_path, 1).splitlines()]
     assert {"my_plugins:contains_answer", "length"} <= set(graded[0]["reward_values"])
     assert len({row["reward"] for row in graded}) > 1
+    with pytest.raises(UsageError, match="--samples-per-prompt 1: .*rank_in_group compares"):
+        arguments.parse(rl_argv(tmp_path, " ".join([*flags, "--samples-per-prompt 1"])), 1)
 
 
 def test_the_environments_of_the_page_run_unchanged(tmp_path, plug_ins):
