@@ -43,7 +43,7 @@ class TokenChunk(NamedTuple):
     tokens: list[int]
     logprobs: list[float]
     top_logprobs: list[TopLogprobs] | None = None  # one list per token, if they were asked for
-    # Why the response ended: "stop" (its last token is an end token), "length" or "abort"; None: it goes on.
+    # Why the response ended: "stop" (its last token is an end token), "length" or "abort"; None: not ended.
     finish_reason: str | None = None
     routes: "Tensor | None" = None  # of the whole sequence, with the last chunk
     version: int = 0  # of the policy that generated these tokens

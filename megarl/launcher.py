@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _ranks(options: argparse.Namespace) -> int:
-    """Ranks on this node when nobody names a number."""
+    """Ranks on this node if no number is given."""
     trains = options.program in ("train_rl", "train_sft", "train_reward")
     if not trains or options.nnodes > 1 or cores() == 1 or os.environ.get("OMP_NUM_THREADS") or not can_fork():
         return 1

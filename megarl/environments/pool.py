@@ -1,6 +1,6 @@
 """The environments of a replica, in worker processes; the rank's process has no threads and no event loop for them.
 
-An environment that crashes, or takes too long, is made anew and brought to where it was by its earlier turns and
+An environment that crashes, or takes too long, is created again and brought to its last state by its earlier turns and
 observations; so are those that a dead process had. What still fails is reported as a failure of the episode.
 """
 
@@ -60,7 +60,7 @@ class _Episode:
         self.number, self.name, self.task, self.key = number, name, task, key
         self.turns: list[Turn] = []
         self.observations: list[Observation] = []
-        self.process: _Worker | None = None  # that has its environment; None: it must be made anew
+        self.process: _Worker | None = None  # that has its environment; None: it must be created again
         self.replayable = True  # until its environment says otherwise
         self.ticket: int | None = None  # of the pending call
         self.deadline = 0.0
@@ -195,7 +195,7 @@ class EnvironmentPool:
             self._replace(process, "its process was replaced, since another environment was stuck", is_late=False)
 
     def _leave_process(self, episode: _Episode):
-        """Has the episode's environment be made anew when it is needed."""
+        """Marks the episode's environment to be created again when it is needed."""
         if episode.process is not None:
             episode.process.episodes.discard(episode.number)
             episode.process.send(Close(episode.number))

@@ -168,9 +168,9 @@ class Settings(
     overlong_buffer: int = not_negative(0, "tokens before --max-response-length over which the length penalty grows"
                                          " (2503.14476 eq. 13); 0: no penalty")  # fmt: skip
     overlong_penalty: float = positive(1.0, "penalty of a response of --max-response-length tokens", when="overlong")
-    mask_truncated_responses: bool = flag(False, "leave responses that --max-response-length cut out of the losses of"
-                                           " actor and critic (2503.14476 §3.4); their rewards stay in the group's"
-                                           " baseline")  # fmt: skip
+    mask_truncated_responses: bool = flag(False, "exclude responses that --max-response-length truncated from the"
+                                           " losses of actor and critic (2503.14476 §3.4); their rewards stay in"
+                                           " the group's baseline")  # fmt: skip
     # Advantages.
     advantage: str = flag("gae", f"advantage estimator: {', '.join(ESTIMATORS)}, or package.module:function")
     gamma: float = fraction(1.0, "discount γ (1506.02438)", when="estimator:gamma")
@@ -200,7 +200,7 @@ class Settings(
     kl_estimator: str = one_of("k1", KL_KINDS, "KL estimator: k1, k2, k3 (joschu.net/blog/kl-approx.html); k1+, k3+:"
                                 " with the gradient of k2", when="kl")  # fmt: skip
     kl_controller: str = one_of("fixed", ("fixed", "adaptive"), "fixed or adaptive β (1909.08593 §2.2)", when="kl")
-    kl_target: float | None = positive(None, "KL per response, in nats, that the adaptive β aims at (1909.08593)",
+    kl_target: float | None = positive(None, "target KL per response of the adaptive β, in nats (1909.08593)",
                                         when="adaptive")  # fmt: skip
     kl_horizon: float = positive(10000, "horizon of the adaptive β, responses (1909.08593)", when="adaptive")
     # Rollout correction.
@@ -212,13 +212,13 @@ class Settings(
     rollout_correction_floor: float | None = positive(None, "icepop: smallest importance ratio", when="icepop")
     # Router replay (mixture of experts).
     router_replay: str = one_of("none", REPLAYS, "replay expert routes in the actor's training: those of the old"
-                                 " log-probs (R2) or of the rollout (R3); none: route anew (2510.11370)")  # fmt: skip
-    router_replay_reference: bool = flag(False, "the reference replays the rollout's routes, too", when="routes")
+                                 " log-probs (R2) or of the rollout (R3); none: no replay (2510.11370)")  # fmt: skip
+    router_replay_reference: bool = flag(False, "the reference also replays the rollout's routes", when="routes")
     router_probe_interval: int = not_negative(0, "steps between probes of the log-prob gap with and without router"
                                                " replay; 0: none", when="routes")  # fmt: skip
     max_tokens_per_microbatch: int = positive(16384, "maximum tokens of a micro-batch; may differ per role",
                                                programs=TRAINING, roles=MODELS)  # fmt: skip
-    # Low-rank factors.
+    # LoRA.
     lora_rank: int | None = positive(None, "train low-rank factors of this rank instead of the weights (2106.09685);"
                                       " may differ per role; default: all weights", programs=TRAINING,
                                       roles=TRAINED)  # fmt: skip
@@ -265,7 +265,7 @@ class Settings(
     deterministic: bool = flag(False, "use deterministic kernels; fails where none exists", programs=ALL)
     save: str | None = flag(None, "run folder for metrics, samples, report and checkpoints", programs=DATA)
     save_interval: int = not_negative(0, "steps between checkpoints; 0: only at the end", programs=TRAINING)
-    async_save: bool = flag(False, "write checkpoints beside the training, from a copy in host memory",
+    async_save: bool = flag(False, "write checkpoints during training, from a copy in host memory",
                              programs=TRAINING, when="saved")  # fmt: skip
     keep_last: int = not_negative(0, "checkpoints to keep besides the best one: the newest; 0: all", programs=TRAINING,
                                    when="saved")  # fmt: skip

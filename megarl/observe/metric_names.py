@@ -3,7 +3,7 @@
 OF_MACHINE = ("time/", "memory/")  # prefixes of names
 OF_CLOCK = ("_per_s", "/sync_s", "perf/mfu", "environment/step_s", "/waiting_share")  # endings of names
 OF_ORDER = ("rollout/prefill_tokens", "rollout/reused_tokens")  # what a full cache loses: the order of requests decides
-# What happened to processes, and is mended: it changes nothing else.
+# Events of processes that were repaired: they change no other number.
 OF_ACCIDENTS = ("environment/restarts", "environment/timeouts", "environment/journalled_steps")
 
 

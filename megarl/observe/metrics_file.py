@@ -16,9 +16,9 @@ class MetricsWriter:
     """Appends one line per step to `directory/metrics.jsonl` and hands the scalars to trackers (`observe/trackers/`).
 
     directory    the run's directory; made when missing.
-    resume_step  None starts anew: `start_fresh` moves the files of an older run aside. An integer resumes after that
-                 step: lines of later steps, written before the interruption, are dropped and hidden in TensorBoard,
-                 so that every step has one line.
+    resume_step  None starts a new run: `start_fresh` moves the files of an older run aside. An integer resumes after
+                 that step: lines of later steps, written before the interruption, are dropped and hidden in
+                 TensorBoard, so that every step has one line.
     trackers     TensorBoard in `directory/tensorboard` by default.
 
     Only one process may write to a directory (rank 0).

@@ -1,4 +1,4 @@
-"""How many ranks a training run on one node's CPUs has if nobody says: one for each core, or one with all threads."""
+"""How many ranks a training run on one node's CPUs has by default: one for each core, or one with all threads."""
 
 import os
 

@@ -9,12 +9,12 @@ from typing import Literal, Protocol
 
 from megarl.generation import Completion, GenerationRequest, TokenChunk
 
-# wait: running requests end first; abort: they end at once; keep: they stop, and go on after `resume`.
+# wait: running requests end first; abort: they end at once; keep: they stop, and continue after `resume`.
 PauseMode = Literal["wait", "abort", "keep"]
 
 
 class Generator(Protocol):
-    """Generates responses with a policy whose weights can be changed. Equal requests get equal tokens, to the bit."""
+    """Generates responses with a policy whose weights can be changed. Equal requests get equal tokens."""
 
     @property
     def version(self) -> int:
@@ -33,10 +33,10 @@ class Generator(Protocol):
         """Stops generating and gives the cache back; returns the chunks that requests got meanwhile."""
 
     def resume(self):
-        """Goes on after `pause`."""
+        """Continues after `pause`."""
 
     def update_weights(self, path: str) -> int:
-        """Loads weights from a folder; running requests go on with them. Returns the new version.
+        """Loads weights from a folder; running requests continue with them. Returns the new version.
 
         Raises:
             UsageError: no such folder, or weights of another model; the old ones stay.

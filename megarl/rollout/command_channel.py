@@ -1,4 +1,4 @@
-"""Frames between the HTTP process and a replica: its leader receives them and tells the replica's other ranks."""
+"""Frames between the HTTP process and a replica: its leader receives them and forwards them to its other ranks."""
 
 import contextlib
 import json

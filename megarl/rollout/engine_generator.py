@@ -109,13 +109,13 @@ class EngineGenerator:
             self._session.close()
 
     def resume(self):
-        """Goes on with all requests."""
+        """Continues all requests."""
         if self.is_paused:
             end_ids, settings, routes = self._call
             self._requests.resume(self._session.enter_context(self.engine.session(end_ids, settings, routes)))
 
     def update_weights(self, path: str) -> int:
-        """Loads weights from a folder; running requests go on with them. Returns the new version. Collective.
+        """Loads weights from a folder; running requests continue with them. Returns the new version. Collective.
 
         Raises:
             UsageError: no such folder, or weights of another model; the old ones stay.

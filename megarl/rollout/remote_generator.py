@@ -138,12 +138,12 @@ class RemoteGenerator:
         self._dropped |= set(numbers)
 
     def pause(self, mode: PauseMode = "keep") -> list[TokenChunk]:
-        """Pauses the server for all of its clients; its streams go on after `resume`. Returns no chunks."""
+        """Pauses the server for all of its clients; its streams continue after `resume`. Returns no chunks."""
         self._ask("POST", f"/admin/pause?mode={mode}")
         return []
 
     def resume(self):
-        """Goes on after `pause`."""
+        """Continues after `pause`."""
         self._ask("POST", "/admin/resume")
 
     def update_weights(self, path: str) -> int:

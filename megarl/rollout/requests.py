@@ -121,7 +121,7 @@ class RoundRequests:
 
 
 def _joined(lists: Sequence[Sequence], dtype) -> np.ndarray:
-    """All numbers of some lists, one list after the other. A tensor of so long a list would take ten times as long."""
+    """All numbers of some lists, one list after the other. torch.tensor of such a list takes ten times the time."""
     return np.fromiter(itertools.chain.from_iterable(lists), dtype, sum(map(len, lists)))
 
 

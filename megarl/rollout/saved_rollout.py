@@ -60,7 +60,7 @@ class SavedRolloutBatcher(RolloutBatcher):
         self._saved, self._step = saved, 0
 
     def check_start(self, step: int):
-        """UsageError unless the groups that waited when the first step was generated wait now, too."""
+        """UsageError unless the groups that waited when the first step was generated also wait now."""
         waits, needed = len(self.group_buffer), self._saved.records[step].waiting
         if waits not in (needed, self.settings.prompts_per_step):
             raise UsageError(

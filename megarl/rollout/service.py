@@ -1,8 +1,8 @@
 """Answers requests that come over the wire (`megarl/serving/wire.py`) on the ranks of one replica.
 
-Between two steps of the engine, the leader takes the frames that have come, and tells the other ranks. So all ranks of
-a replica see the same requests, and make the same decisions without a clock. Replicas that share experts compute in
-step: before each step they agree what it does.
+Between two steps of the engine, the leader takes the frames that have arrived and forwards them to the other ranks. So
+all ranks of a replica see the same requests, and make the same decisions without a clock. Replicas that share experts
+compute in step: before each step they agree what it does.
 """
 
 import base64
@@ -52,7 +52,7 @@ class ReplicaService:
         self._reported_blocks = generator.engine.free_blocks
 
     def open(self):
-        """Tells the HTTP process that this replica is there."""
+        """Reports to the HTTP process that this replica is ready."""
         engine = self.generator.engine
         ready = {"replica": self.groups.dp_rank, "max_requests": engine.max_requests, "capacity": engine.capacity}
         self._send("ready", **ready, blocks=engine.free_blocks, version=self.generator.version, label=self.label)

@@ -1,4 +1,4 @@
-"""The configuration of the HTTP process, which rank 0 hands over as one line of JSON."""
+"""The configuration of the HTTP process, which rank 0 sends as one line of JSON."""
 
 import dataclasses
 import json

@@ -11,7 +11,7 @@ from megarl.serving.schemas import AssistantMessage, SystemMessage, ToolDefiniti
 def template_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """Messages of a validated request; contents become strings, arguments of tool calls become objects.
 
-    RequestError 400 for arguments that are no JSON object.
+    RequestError 400 for arguments that are not a JSON object.
     """
     return [_message(number, message) for number, message in enumerate(messages)]
 

@@ -16,7 +16,7 @@ class AnswerProgress:
     Attributes:
         text: characters that are certain now.
         tokens, logprobs, top, offsets: of each new token; `offsets` are characters of the whole text before it.
-        finish: "stop", "length", "abort", or None while the answer goes on.
+        finish: "stop", "length", "abort", or None while the answer is incomplete.
         stop_reason: the stop string, or the token of `stop_token_ids`, that ended it.
         fingerprint: label and policy version of the last token.
     """

@@ -69,7 +69,7 @@ def connect_frontend(
     """Starts the HTTP process on rank 0 and connects each replica's leader with it. A collective of the world.
 
     Args:
-        may_end: the ranks go on if the HTTP process ends.
+        may_end: the ranks continue if the HTTP process ends.
 
     Raises:
         UsageError: the address cannot be used.
@@ -105,7 +105,7 @@ def _url(options: ServerOptions, http: socket.socket) -> str:
 
 
 def _kill(process: subprocess.Popen):
-    """Ends the HTTP process; it first answers its requests that there are no ranks any more."""
+    """Ends the HTTP process; it first answers its requests with an error, since the ranks have ended."""
     with contextlib.suppress(OSError):
         process.stdin.close()
     try:

@@ -1,4 +1,4 @@
-"""tools/watch.py: what it shows of runs that go on, end, hang or fall silent, from their files alone."""
+"""tools/watch.py: what it shows of runs that continue, end, hang or stop reporting, from their files alone."""
 
 import json
 import os

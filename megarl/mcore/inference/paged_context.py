@@ -231,7 +231,7 @@ class PagedContext(DynamicInferenceContext):
         super().release_memory_blocks_from_request_indexes(request_indexes)
 
     def resume_paused_requests(self, active_request_count: int, *args):
-        """As Megatron's, which takes only free blocks for the requests that go on."""
+        """As Megatron's, but takes only free blocks for the requests that continue."""
         self.kv_block_allocator.make_room(self.paused_request_count)
         return super().resume_paused_requests(active_request_count, *args)
 

@@ -1,7 +1,7 @@
 """Requests of a service: tokens as they are generated, aborts, and a pause in which the engine holds no cache.
 
-A paused request goes on as a continuation: its prompt and its tokens so far are the new prompt. Random numbers are
-keyed by position, and a prefill computes what decode steps would, so its text is the same to the bit; under other
+A paused request is resumed as a continuation: its prompt and its tokens so far are the new prompt. Random numbers are
+keyed by position, and a prefill computes what decode steps would, so its text is the same; under other
 weights, its next tokens are those of the new policy.
 """
 
@@ -46,7 +46,7 @@ class ServedRequests:
         return len(self) if self.session is None else len(self.session)
 
     def resume(self, session: GenerationSession):
-        """Goes on with all requests in a session that has none."""
+        """Resumes all requests in a session that has none."""
         self.session = session
         for number, progress in self._progress.items():
             progress.before = len(progress.tokens)

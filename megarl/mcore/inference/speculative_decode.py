@@ -3,7 +3,7 @@
 The token at a position is the one that the position's uniform number draws (`megarl.algorithms.counter_rng`). It
 depends on the text before it alone, so a drafted token can be compared with the one that is drawn at its position in
 any case: if they are equal, the row that read the draft has drawn the next token; if not, the drawn token is the next
-one, and later rows are dropped. This is no rejection sampling, whose text is another one (arXiv 2211.17192).
+one, and later rows are dropped. Rejection sampling (arXiv 2211.17192) would give another text.
 """
 
 from collections.abc import Sequence

@@ -24,7 +24,7 @@ class Tracker(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class TrackerOptions:
-    """Which trackers a run has, and what they are told.
+    """The trackers of a run, and the values that they receive.
 
     names    of the trackers.
     project  of Weights & Biases; the experiment of MLflow.

@@ -2,7 +2,7 @@
 
 The network, the packages' threads, their exit handlers and the seconds that their import takes are all in that process.
 Rank 0 hands rows to a thread, which writes them into a pipe. If the rank dies, the pipe ends and the process says so to
-the tracker. If the process dies, or cannot keep up, rank 0 warns once and goes on.
+the tracker. If the process dies, or cannot keep up, rank 0 warns once and continues.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ class TrackerProcess:
         self._thread.start()
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
-        """Hands over the metrics of a step; never waits."""
+        """Passes on the metrics of a step; never waits."""
         self._hand_over({"step": step, "scalars": scalars})
 
     def close(self, failed: bool = False) -> None:

@@ -1,7 +1,7 @@
 """The process of one tracker: reads a run and its rows from standard input, one JSON object a line, and delivers them.
 
 Rows that cannot be delivered wait and are tried again, with the tracker's opening if that failed. The first failure is
-one warning; the run goes on. If the input ends without a last line, the run has failed.
+one warning; the run continues. If the input ends without a last line, the run has failed.
 """
 
 import contextlib
