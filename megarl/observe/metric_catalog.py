@@ -95,7 +95,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         metric._replace(when="with --environment") for metric in (
             Metric("environment/turns_mean", "turns", "turns of the step's episodes"),
             Metric("environment/tool_calls", "calls", "tool calls that could be read"),
-            Metric("environment/malformed_calls", "calls", "texts that look like a tool call but cannot be parsed"),
+            Metric("environment/malformed_calls", "calls", "texts that look like a tool call but are not valid"),
             Metric("environment/truncated_fraction", "fraction", "episodes that ended because a turn was truncated, the"
                    " turns were used up, or --max-response-length left no room"),
             Metric("environment/failures", "episodes", "episodes whose environment failed; they are excluded from"
