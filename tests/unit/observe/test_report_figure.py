@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from megarl.observe.report_axes import series
+from megarl.observe.metrics_file import series
 from megarl.observe.report_figure import draw_report
 
 FULL = {
