@@ -2,7 +2,7 @@
 
 import io
 import re
-from math import ceil, floor, log10
+from math import floor, log10
 from typing import Any
 
 from megarl.observe.metrics_file import series
@@ -129,34 +129,22 @@ def _losses(axes, rows: list[dict]) -> None:
 
 
 def _gap(axes, rows: list[dict]) -> None:
-    """Largest gap on a log scale. Zero, the best value, has no logarithm, so it gets a separate row at the bottom."""
+    """Largest gap on a log scale that ends in a linear part: zero, the best value, has no logarithm."""
     set_title(axes, "Log-prob gap: max |rollout − recomputed|")
     steps, values = series(rows, "rollout/logprob_gap_max")
     if not steps:
         return not_recorded(axes)
-    positive = [value for value in values if value > 0]
-    if not positive:
-        axes.plot(steps, values, "o", color=GAP, markersize=3.5)
+    # Points, not a line: the gap jumps between zero and rounding errors, so a line would fill the panel.
+    axes.plot(steps, values, "o", color=GAP, markersize=3.5)
+    if any(values):
+        smallest_power = 10.0 ** floor(log10(min(value for value in values if value > 0)))
+        axes.set_yscale("symlog", linthresh=smallest_power)
+        axes.set_ylim(-0.3 * smallest_power, 4 * max(values))
+    else:
         axes.set_ylim(-0.5, 1)
         axes.set_yticks([0], ["0"])
         axes.text(0.5, 0.5, "exactly 0 at every step", transform=axes.transAxes, ha="center", fontsize=13, color=GREY)
-        return None
-    # At least a factor of 16 apart, so that the range contains a power of ten.
-    low, high = min(positive) / 4, max(positive) * 4
-    zero_row = low / (high / low) ** 0.1
-    axes.set_yscale("log")
-    # Points, not a line: the gap jumps between zero and rounding errors, so a line would fill the panel.
-    axes.plot(steps, [value or zero_row for value in values], "o", color=GAP, markersize=3.5)
-    first, last = ceil(log10(low)), floor(log10(high))
-    exponents = range(first, last + 1, (last - first) // 8 + 1)
-    ticks, labels = [10.0**exponent for exponent in exponents], [f"$10^{{{exponent}}}$" for exponent in exponents]
-    if len(positive) < len(values):
-        axes.set_ylim(zero_row / (high / low) ** 0.05, high)
-        ticks, labels = [zero_row, *ticks], ["0", *labels]
-    else:
-        axes.set_ylim(low, high)
-    axes.set_yticks(ticks, labels)
-    axes.minorticks_off()
+    return None
 
 
 # -- a MoE policy: expert load, router disagreement, log-prob gap with and without router replay --------------------
