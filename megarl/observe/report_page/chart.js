@@ -150,7 +150,7 @@ class Chart {
     return [
       { ...text, size: 22, gap: 4, space: 60, incrs: WHOLE_STEPS, grid: { show: false },
         values: (plot, steps) => steps.map((step) => step.toLocaleString("en-US")) },
-      { ...text, size: 56, gap: 6, space: 25, grid: { stroke: concrete(css("grid")), width: 1 },
+      { ...text, size: 64, gap: 6, space: 25, grid: { stroke: concrete(css("grid")), width: 1 },
         values: (plot, values) => values.map((value) => (value === null ? "" : label(value))) },
     ];
   }
