@@ -93,6 +93,12 @@ def read_metrics(path: Path) -> list[dict]:
     return [record for _, record in _read_lines(Path(path))]
 
 
+def series(rows: list[dict], name: str) -> tuple[list[int], list[float]]:
+    """(steps, values) of one metric, without the steps where it is missing or not finite."""
+    pairs = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    return [step for step, _ in pairs], [value for _, value in pairs]
+
+
 def lines_after(path: Path, last_step: int) -> bytes:
     """The lines of a metrics.jsonl with later steps, byte for byte. Errors as of `read_metrics`."""
     return b"".join(line + b"\n" for line, record in _read_lines(Path(path)) if record["step"] > last_step)

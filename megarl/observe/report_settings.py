@@ -26,16 +26,6 @@ def read_settings(directory: Path) -> dict:
     return found
 
 
-def ranks_of_roles(settings: dict) -> dict[str, range]:
-    """The ranks of each role."""
-    found = {}
-    for name, role in (settings.get("roles") or {}).items():
-        first, _, last = str(role.get("ranks")).partition("-") if isinstance(role, dict) else ("", "", "")
-        if first.isdecimal() and last.isdecimal():
-            found[str(name)] = range(int(first), int(last) + 1)
-    return found
-
-
 def table(settings: dict, other: dict | None) -> list[list]:
     """Rows [section, name, value, other value, whether they differ]; a value is its text, or null if there is none.
 

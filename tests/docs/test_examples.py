@@ -13,10 +13,10 @@ from megarl import arguments, plan
 from megarl.environments.protocol import Task
 from megarl.environments.turn_parsing import parse_hermes, parse_turn
 from megarl.errors import UsageError
-from megarl.observe.metric_catalog import METRICS
 from tests.helpers import documents
 from tests.helpers.played_environments import play
 from tests.helpers.programs import ROOT, metrics, rl_argv, samples, train
+from tools._metric_catalog import METRICS
 
 DOCS = ROOT / "docs"
 

@@ -1,6 +1,7 @@
 """The metrics of a run: name, unit, meaning, and when each is in metrics.jsonl.
 
 A name may have placeholders in angle brackets: `time/<role>/<phase>_s` stands for `time/actor/update_s` and others.
+Some metrics depend on the clock or the machine, so that two equal runs may have different values (`is_reproducible`).
 """
 
 import functools
@@ -260,6 +261,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
 }  # fmt: skip
 METRICS = tuple(metric for metrics in SECTIONS.values() for metric in metrics)
 
+OF_MACHINE = ("time/", "memory/")  # prefixes of names
+OF_CLOCK = ("_per_s", "/sync_s", "perf/mfu", "environment/step_s", "/waiting_share")  # endings of names
+OF_ORDER = ("rollout/prefill_tokens", "rollout/reused_tokens")  # what a full cache loses: the order of requests decides
+# What happened to processes, and is mended: it changes nothing else.
+OF_ACCIDENTS = ("environment/restarts", "environment/timeouts", "environment/journalled_steps")
+
 
 @functools.cache
 def _compiled() -> tuple[tuple[re.Pattern, Metric], ...]:
@@ -275,3 +282,14 @@ def find(name: str) -> tuple[Metric, ...]:
 def unknown(names: Iterable[str]) -> list[str]:
     """The names that no entry describes."""
     return [name for name in names if not find(name)]
+
+
+def is_reproducible(name: str) -> bool:
+    """Whether a metric has the same bits in each repetition of a run: all but those of time, memory and accidents."""
+    is_clock = name.startswith(OF_MACHINE) or name.endswith(OF_CLOCK)
+    return not is_clock and name not in OF_ORDER + OF_ACCIDENTS
+
+
+def reproducible(row: dict) -> dict:
+    """A step's metrics without those of time and memory."""
+    return {name: value for name, value in row.items() if is_reproducible(name)}
