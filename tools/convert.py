@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 
 from megarl.arguments import RunConfig
-from megarl.checkpoint import folders, run_state
+from megarl.checkpoint import folders
 from megarl.checkpoint.adapters import stored_factors
 from megarl.checkpoint.pretrained import CheckpointWeights, PretrainedWeights, factor_weights, folder_weights
+from megarl.checkpoint.writer import CheckpointWriter
 from megarl.errors import UsageError
 from megarl.mcore.lora.adapter import folded_weights
 from megarl.mcore.model import gpt
@@ -86,7 +87,7 @@ class Conversion:
         states = {
             self.name: dist_checkpoint.role_state(self.name, self.model, None, {}, self.groups, self.settings.ranks)
         }
-        run_state.save(self.save, 0, self.mesh, states, {"program": "convert", "role": self.name})
+        CheckpointWriter(self.save, self.mesh).save(0, states, {"program": "convert", "role": self.name})
         self.say(f"{folders.step_folder(self.save, 0)}: the weights of {self.source}")
 
     def to_hf(self):

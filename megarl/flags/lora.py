@@ -65,7 +65,7 @@ def _of_adapter(role: str, role_settings, args, hf_model) -> LoRASettings:
         raise UsageError(f"--lora-adapter {path}: the {role} needs --hf-model, whose modules it names")
     for name in (name for name in OF_ADAPTER if getattr(role_settings, name)):
         raise UsageError(f"--{name.replace('_', '-')}: --lora-adapter {path} gives it; leave it out")
-    stored = read_adapter(path, "--lora-adapter", args, hf_model.family).lora
+    stored = read_adapter(path, args, hf_model.family).lora
     if rank is None:
         return stored
     if rank < stored.rank:

@@ -44,11 +44,10 @@ def stage_weights(args, vocab_size: int, value_head: bool) -> list[list[list[Wei
 
 
 class ParameterTotals(NamedTuple):
-    """Parameters of a whole model, of one token's forward, and of the rank that holds most."""
+    """Parameters of a whole model, and of one token's forward."""
 
     total: int
     active: int
-    largest_rank: int
 
 
 def parameter_totals(args, vocab_size: int, value_head: bool) -> ParameterTotals:
@@ -59,8 +58,7 @@ def parameter_totals(args, vocab_size: int, value_head: bool) -> ParameterTotals
     total = sum(times * w.elements for times, module in weights for w in module)
     routed = sum(times * w.elements for times, module in weights for w in module if w.is_routed)
     idle = routed * (args.num_experts - args.moe_router_topk) // args.num_experts if routed else 0
-    ranks = [sum(w.elements for c in chunks for w in c) for chunks in stage_weights(args, vocab_size, value_head)]
-    return ParameterTotals(total, total - idle, max(ranks))
+    return ParameterTotals(total, total - idle)
 
 
 def _chunk(args, vocab_size: int, value_head: bool, layers: range, first: bool, last: bool, sizes) -> list[Weight]:

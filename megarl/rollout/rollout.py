@@ -317,9 +317,6 @@ class Rollout:
         groups = shortest_groups(longest, wanted)
         return groups, int(longest[groups].max())
 
-    def dp_assignment(self, batch: Batch | None, count: int, group=None) -> Tensor:
-        """[count] int64: dp rank that generated each sequence. `batch`: this rank's share.
-
-        A collective of `group`: the world, or a group that contains all ranks of the rollout.
-        """
-        return dp_assignment_of(batch, count, self.role_groups, group)
+    def dp_assignment(self, batch: Batch | None, count: int) -> Tensor:
+        """[count] int64: dp rank that generated each sequence, as `dp_assignment_of` says."""
+        return dp_assignment_of(batch, count, self.role_groups)

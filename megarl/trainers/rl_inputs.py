@@ -45,7 +45,7 @@ class RLInputs:
         is_compared = s.load or s.save or s.load_rollouts
         self.data = resume.data_fingerprints(encoder, s, self.prompt_sets) if is_compared else {}
         if s.load:
-            adapters.check_factors(s.load, "--load", saved)
+            adapters.check_factors(s.load, saved)
             shapes = {role.name: adapters.resume_shapes(role, role.model_vocab_size(tokens)) for role in saved}
             self.resume = resume.check_resume("train_rl", s, self.data, shapes)
         if s.debug_train_only or s.debug_rollout_only:

@@ -187,6 +187,6 @@ class SupervisedInputs:
             self.pretrained = find_pretrained(role, self.vocab_size, task.sources, task.value_head)
         self.data = resume.data_fingerprints(encoder, s, self.prompt_sets) if s.load or s.save else {}
         if s.load:
-            adapters.check_factors(s.load, "--load", [role])
+            adapters.check_factors(s.load, [role])
             shapes = {task.role: adapters.resume_shapes(role, self.vocab_size, task.value_head)}
             self.resume = resume.check_resume(task.program, s, self.data, shapes)

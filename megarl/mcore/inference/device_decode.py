@@ -94,9 +94,8 @@ class DeviceStep:
 class DeviceDecode:
     """Runs decode steps of an engine on the device."""
 
-    def __init__(self, engine, has_graphs: bool = True):
-        """`has_graphs`: where a step can be a CUDA graph, it is one."""
-        self.has_graphs = has_graphs
+    def __init__(self, engine):
+        self.has_graphs = True  # where a step can be a CUDA graph, it is one; tests and measurements switch it off
         self.engine, self.context = engine, engine.context
         self._model = engine.controller.inference_wrapped_model.model
         self._steps: dict[int, DeviceStep] = {}
