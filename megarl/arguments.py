@@ -127,6 +127,12 @@ def parse(argv: list[str], world_size: int, program: str = "rl", ranks_per_node:
     )
 
 
+def with_sources(error: UsageError, argv: list[str], program: str) -> UsageError:
+    """An error about a command line that also says which of the flags in its message come from config files."""
+    defaults = {name: flag.default for name, flag in parser.own_flags(program).items()}
+    return config_files.with_sources(error, argv, defaults)
+
+
 def _read(argv: list[str], program: str) -> tuple[argparse.Namespace, list[str], dict[str, parser.Flag]]:
     """(values of megarl's own flags, config files included; all other tokens; megarl's own flags by name)."""
     own = parser.own_flags(program)

@@ -44,10 +44,11 @@ def stage_weights(args, vocab_size: int, value_head: bool) -> list[list[list[Wei
 
 
 class ParameterTotals(NamedTuple):
-    """Parameters of a whole model, and of one token's forward."""
+    """Parameters of a whole model, of one token's forward, and of the rank that holds most."""
 
     total: int
     active: int
+    largest_rank: int
 
 
 def parameter_totals(args, vocab_size: int, value_head: bool) -> ParameterTotals:
@@ -58,7 +59,8 @@ def parameter_totals(args, vocab_size: int, value_head: bool) -> ParameterTotals
     total = sum(times * w.elements for times, module in weights for w in module)
     routed = sum(times * w.elements for times, module in weights for w in module if w.is_routed)
     idle = routed * (args.num_experts - args.moe_router_topk) // args.num_experts if routed else 0
-    return ParameterTotals(total, total - idle)
+    ranks = [sum(w.elements for c in chunks for w in c) for chunks in stage_weights(args, vocab_size, value_head)]
+    return ParameterTotals(total, total - idle, max(ranks))
 
 
 def _chunk(args, vocab_size: int, value_head: bool, layers: range, first: bool, last: bool, sizes) -> list[Weight]:

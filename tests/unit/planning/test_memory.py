@@ -111,13 +111,18 @@ def test_totals_count_each_weight_once(flags, shape, value_head, ranks):
         args, place = join_actor(alone, shape)
         stages = gpt.build_model(args, VOCAB, place.pg_collection, value_head)
         real = {name: p.numel() for name, p in stages[0].named_parameters()}
-    with fake_world.fake_world(ranks):
-        args, _ = join_actor(flags, shape)
-        counted = parameters.parameter_totals(args, VOCAB, value_head)
+    held = []
+    for rank in range(ranks):
+        with fake_world.fake_world(ranks, rank):
+            args, place = join_actor(flags, shape)
+            counted = parameters.parameter_totals(args, VOCAB, value_head)
+            stages = gpt.build_model(args, VOCAB, place.pg_collection, value_head)
+            held.append(sum(p.numel() for p in stages.parameters()))
     assert counted.total == sum(real.values())
     routed = sum(count for name, count in real.items() if "local_experts" in name)
     idle = routed * (args.num_experts - 2) // args.num_experts if routed else 0
     assert counted.active == counted.total - idle
+    assert counted.largest_rank == max(held)
 
 
 class Meter:
