@@ -22,10 +22,10 @@ from megarl.flags.hf_models import read_hf_models, with_hf_defaults
 from megarl.flags.lora import lora_of_roles
 from megarl.flags.parser import build_parser
 from megarl.flags.settings import MODELS, Settings
-from megarl.lora import LoRASettings
 from megarl.rewards import expression
 
 if TYPE_CHECKING:
+    from megarl.mcore.lora.settings import LoRASettings
     from megarl.mcore.weights.hf.hf_model import HFModel
 
 __all__ = ["MODELS", "RoleSettings", "RunConfig", "Settings", "build_parser", "parse"]
@@ -52,7 +52,7 @@ class RoleSettings:
     model_role: str
     has_model: bool
     hf_model: "HFModel | None"
-    lora: LoRASettings | None
+    lora: "LoRASettings | None"
     lora_adapter: str | None
 
     def model_vocab_size(self, tokenizer_size: int) -> int:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from megarl.arguments import RunConfig
 from megarl.checkpoint import folders
-from megarl.checkpoint.adapters import stored_factors
+from megarl.checkpoint.factors import stored_factors
 from megarl.checkpoint.pretrained import CheckpointWeights, PretrainedWeights, factor_weights, folder_weights
 from megarl.checkpoint.writer import CheckpointWriter
 from megarl.errors import UsageError

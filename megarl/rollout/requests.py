@@ -13,8 +13,8 @@ from megarl.algorithms.counter_rng import stream_keys
 from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleGroups
-from megarl.generation import Completion, GenerationRequest
 from megarl.mcore import device
+from megarl.mcore.inference.generation import Completion, GenerationRequest
 
 
 class PartialResponse(NamedTuple):

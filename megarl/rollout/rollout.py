@@ -14,10 +14,10 @@ from megarl.comm.role_mesh import RoleMesh
 from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
-from megarl.generation import Completion, GenerationRequest
 from megarl.mcore import device
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.inference.engine import RequestList, RequestSource, RolloutEngine
+from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.mcore.inference.reusable_blocks import PrefillCounts
 from megarl.mcore.inference.speculative_decode import DecodeCounts
 from megarl.mcore.lora import adapter

@@ -18,10 +18,10 @@ from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper 
 from torch import Tensor
 
 from megarl.algorithms.sampling_settings import SamplingSettings
-from megarl.generation import Completion, GenerationRequest
 from megarl.mcore import device
 from megarl.mcore.inference.decode_loop import DecodeLoopEngine
 from megarl.mcore.inference.end_tokens import EndTokens, EndTokensController
+from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.mcore.inference.keyed_sampling import KeyedSampling
 from megarl.mcore.inference.latent_context import context_of
 from megarl.mcore.inference.recorded_routes import attach_routes

@@ -12,9 +12,9 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.utils import InferenceMode
 
 from megarl.algorithms.sampling_settings import SamplingSettings
-from megarl.generation import Completion, GenerationRequest, TokenChunk
 from megarl.mcore import device
 from megarl.mcore.inference.end_tokens import NO_TOKEN, EndTokens
+from megarl.mcore.inference.generation import Completion, GenerationRequest, TokenChunk
 from megarl.mcore.moe.router import recording_routes
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megarl.errors import UsageError
-from megarl.lora import MLP_TARGETS, TARGETS, LoRASettings
 from megarl.mcore.lora.peft_modules import PeftModule, fuse, peft_modules, unfuse
+from megarl.mcore.lora.settings import MLP_TARGETS, TARGETS, LoRASettings
 from megarl.mcore.weights.hf.family import Family
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
