@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.data.chat import ChatTemplate, load_template
 from megarl.data.messages import Message, MessageKey, conversation_of, template_message
-from megarl.data.prompts import Prompt
+from megarl.data.prompt import Prompt
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
 

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core.transformer.attention import Attention, SelfAttention
-from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megarl.mcore.attention.prefill_dedup import PrefillDedup
 from megarl.mcore.kernels.all_heads_norm import AllHeadsRMSNorm
 from megarl.mcore.kernels.linear import apply_linear
-from megarl.mcore.model import native_decode, rotary
+from megarl.mcore.model import rotary
 
 
 @dataclass(frozen=True)
@@ -178,24 +177,3 @@ class MoEDecoderLayer(DecoderLayer):
         routing = None if packed_seq_params is None else packed_seq_params.routing
         with self.mlp.router.routed(routing):
             return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
-
-
-def run_decode_layers(block: TransformerBlock, hidden: Tensor | None, context, frequencies: Tensor | None) -> Tensor:
-    """Returns [T, 1, H]: hidden states after a chunk's layers and, in the last chunk, the final norm.
-
-    Args:
-        hidden: the step's embedded tokens; None on later stages, which read what the previous stage sent.
-        context: the engine's `megarl.mcore.inference.paged_context.PagedContext`.
-        frequencies: rotary frequencies of all positions, None without rotary embeddings.
-    """
-    hidden = hidden if block.pre_process else block.input_tensor
-    plan = context.plan(frequencies)
-    dedup = plan.dedup
-    hidden = hidden if dedup is None else hidden.index_select(0, dedup.kept_tokens)
-    if native_decode.computes(block, plan):
-        hidden = native_decode.run(block, hidden, plan)
-    else:
-        for layer in block.layers:
-            hidden, _ = layer(hidden_states=hidden, inference_context=context, rotary_pos_emb=frequencies)
-    hidden = hidden if block.final_layernorm is None else block.final_layernorm(hidden)
-    return hidden if dedup is None else hidden.index_select(0, dedup.inverse)

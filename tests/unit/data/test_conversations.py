@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megarl.data.chat import ChatTemplate
 from megarl.data.conversations import Encoder, build_encoder
-from megarl.data.prompts import Prompt
+from megarl.data.prompt import Prompt
 from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
 from tests.helpers.small_tokenizers import CHATML, HUGGING_FACE, PLAIN, sentence_piece
