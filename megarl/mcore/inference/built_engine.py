@@ -93,12 +93,11 @@ class BuiltEngine:
         wrapper = GPTInferenceWrapper(model, self.context)
         softcap = model.config.final_logit_softcapping
         self.sampling = KeyedSampling(vocab_size, tp_size, softcap, is_exact(model.config))
-        self.controller = controller = EndTokensController(wrapper, None)
-        controller._sampling = self.sampling
+        self.controller = EndTokensController(wrapper, self.sampling)
         was_training = model.training
         wrapper.prep_model_for_inference()
         with torch.no_grad():
-            self.engine = (SpeculativeEngine if speculative else DecodeLoopEngine)(controller, self.context)
+            self.engine = (SpeculativeEngine if speculative else DecodeLoopEngine)(self.controller, self.context)
         self.drafter = self.engine.drafter if speculative else None
         self.context.kv_block_allocator.text_of = self._text_of
         self._prefill_counts = PrefillCounts()  # when they were taken last

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.attention import Attention, SelfAttention
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from torch import Tensor
 
 from megarl.mcore.attention.prefill_dedup import PrefillDedup
@@ -81,7 +82,8 @@ class StepPlan:
 
 def cache_index(attention: Attention) -> int:
     """Returns the index of a layer's cache among this rank's caches."""
-    return attention.layer_number - attention._get_pp_layer_offset_for_inference() - 1
+    stage = dist.get_rank(attention.pg_collection.pp)
+    return attention.layer_number - get_transformer_layer_offset(attention.config, pp_rank=stage) - 1
 
 
 class PagedSelfAttention(SelfAttention):
