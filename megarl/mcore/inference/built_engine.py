@@ -9,7 +9,7 @@ import signal
 
 import torch
 import torch.distributed as dist
-from megatron.core.inference.config import InferenceConfig, PrefixCachingEvictionPolicy
+from megatron.core.inference.config import AsyncScheduleMode, InferenceConfig, PrefixCachingEvictionPolicy
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from torch import Tensor
 
@@ -68,6 +68,7 @@ class BuiltEngine:
             enable_prefix_caching=prefix_caching,
             prefix_caching_eviction_policy=PrefixCachingEvictionPolicy.LRU,
             enable_chunked_prefill=chunked_prefill,
+            async_sched_mode=AsyncScheduleMode.LEGACY,  # a step's tokens are known before the next one is planned
             materialize_only_last_token_logits=True,
             logprobs_mode="processed_logprobs",
             use_cuda_graphs_for_non_decode_steps=False,
