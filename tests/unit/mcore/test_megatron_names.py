@@ -104,56 +104,61 @@ def unlisted(listed: dict) -> list[str]:
 
 
 def test_the_list_has_all_names():
-    assert not unlisted(NAMES)
+    problems = unlisted(NAMES)
+    assert not problems, "\n".join(problems)
 
 
 def test_megarl_needs_all_names_of_the_list():
-    assert not [f"{owner}.{name}" for owner, name in NAMES if not USES.get((owner, name))]
+    unneeded = [f"{owner}.{name}" for owner, name in NAMES if not USES.get((owner, name))]
+    assert not unneeded, "\n".join(unneeded)
 
 
 # -- public names: what megarl imports and calls ------------------------------------------------------------------
 
 
-def defined(module: str, expression: ast.expr) -> Definition | None:
-    """Megatron's definition of `name` or `module.name`; None: it is not Megatron's, or missing."""
-    found = None
-    if isinstance(expression, ast.Name):
-        found = resolve(module, expression.id)
-    elif isinstance(expression, ast.Attribute) and isinstance(expression.value, ast.Name):
-        owner = resolve(module, expression.value.id)
+def named(module: str, expression: ast.expr) -> Definition | None:
+    """Megatron's definition of `name` or `module.name` in a module; None: it is not Megatron's, or missing."""
+    found = resolve(module, expression.id) if isinstance(expression, ast.Name) else None
+    if isinstance(expression, ast.Attribute):
+        owner = named(module, expression.value)
         found = find(owner.module, expression.attr) if owner is not None and owner.node is None else None
     return found if found is not None and found.module.startswith("megatron.") else None
 
 
-def keywords_of(definition: Definition) -> list[str]:
-    """The keywords that a function, or the constructor of a class, takes; a dataclass takes its fields."""
+def takes(definition: Definition, keyword: str) -> bool:
+    """Whether a function, or the constructor of a class, takes a keyword; a dataclass takes its fields."""
     function = definition.node
     if isinstance(function, ast.ClassDef):
-        fields = members(definition)
-        function = fields.get("__init__")
+        function = members(definition).get("__init__")
         if function is None:
-            return list(fields)
-    return parameters(function).replace("*", "").split(", ")
+            return keyword in members(definition)
+    accepted = parameters(function).split(", ") if isinstance(function, FUNCTIONS) else ["**"]
+    return keyword in accepted or any(name.startswith("**") for name in accepted)
 
 
 def missing_in(module: str) -> Iterator[str]:
-    """What a module of megarl imports from Megatron, or passes by keyword, and Megatron lacks."""
+    """What a module of megarl imports from Megatron, reads of its modules or passes by keyword, and Megatron lacks."""
     for owner, name in set(imports(module).values()):
         if owner.startswith("megatron") and find(owner, name) is None and name not in names(owner):
             yield f"{owner}.{name or ''} is missing"
     for node in nodes(module):
-        if not isinstance(node, ast.Call) or (definition := defined(module, node.func)) is None:
-            continue
-        accepted = keywords_of(definition) if isinstance(definition.node, (*FUNCTIONS, ast.ClassDef)) else ["kwargs"]
-        for keyword in node.keywords:
-            if keyword.arg is not None and keyword.arg not in accepted and "kwargs" not in accepted:
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            owner = named(module, node.value)
+            if owner is not None and owner.node is None and node.attr not in names(owner.module):
+                yield f"{owner.module}.{node.attr} is missing"
+        definition = named(module, node.func) if isinstance(node, ast.Call) else None
+        for keyword in () if definition is None else node.keywords:
+            if keyword.arg is not None and not takes(definition, keyword.arg):
                 yield f"{definition.full_name} takes no {keyword.arg}"
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if any(
-    found.module.startswith("megatron") for found in imports(module_of(file)).values())])  # fmt: skip
+IMPORTERS = [f for f in FILES if any(found.module.startswith("megatron") for found in imports(module_of(f)).values())]
+
+
+@pytest.mark.parametrize("file", IMPORTERS)
 def test_megatron_has_what_is_imported_and_passed(file):
-    assert not [f"{problem}; {file} needs it" for problem in missing_in(module_of(file))]
+    problems = {f"{problem}; {file} needs it" for problem in missing_in(module_of(file))}
+    assert not problems, "\n".join(sorted(problems))
 
 
 # -- the checks themselves ----------------------------------------------------------------------------------------
