@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from megarl.environments.protocol import Observation, Turn
 
-RESET = -1  # number of the turn that a reset answers
-
 
 class JournalEntry(NamedTuple):
     """An answer of an environment."""

@@ -24,16 +24,17 @@ from megarl.flags.fields import (
     ROLLOUT,
     SUPERVISED,
     TRAINING,
+    address,
     flag,
     fraction,
     not_negative,
     one_of,
     positive,
 )
+from megarl.flags.lora import ALL_LINEAR, TARGETS, are_targets
 from megarl.flags.report_settings import ReportSettings
 from megarl.flags.server_settings import ServerSettings
 from megarl.flags.tracker_settings import TrackerSettings
-from megarl.lora import ALL_LINEAR, TARGETS, are_targets
 from megarl.observe.alarms import DEFAULT_ALARMS, are_alarms
 from megarl.rewards.expression import NAMES
 
@@ -95,7 +96,7 @@ class Settings(
                                when="format")  # fmt: skip
     reward_length: int = positive(256, "length: tokens up to which a response gets the full reward",
                                    programs=GENERATING, when="length")  # fmt: skip
-    reward_url: str | None = flag(None, "remote: URL of the HTTP scoring service", programs=GENERATING, when="remote")
+    reward_url: str | None = address("remote: URL of the HTTP scoring service", programs=GENERATING, when="remote")
     reward_retries: int = not_negative(3, "remote: retries of a failed request, with back-off", programs=GENERATING,
                                         when="remote")  # fmt: skip
     reward_concurrency: int = positive(8, "remote: concurrent requests", programs=GENERATING, when="remote")
@@ -143,7 +144,7 @@ class Settings(
                                       " same to the bit", when="engine")  # fmt: skip
     rollout_bank: str | None = flag(None, "folder that keeps the finished responses of steps without a checkpoint, so"
                                      " that a run that was killed generates only the rest", when="engine")  # fmt: skip
-    rollout_server: str | None = flag(None, "address of a generation server (megarl.serve) that writes the responses",
+    rollout_server: str | None = address("address of a generation server (megarl.serve) that writes the responses",
                                       programs="evaluate")  # fmt: skip
     rollout_server_key_file: str | None = flag(None, "file with the server's API key", programs="evaluate",
                                           when="rollout_server")  # fmt: skip

@@ -1,6 +1,6 @@
 """Text for a terminal: nothing that a file or a policy wrote can move the cursor, hide text or turn its direction."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def printable(text: object) -> str:
@@ -33,3 +33,14 @@ def format_bytes(count: float) -> str:
     while abs(count) >= 1024 and power < len(units) - 1:
         count, power = count / 1024, power + 1
     return f"{count:.0f} {units[power]}" if power == 0 else f"{count:.1f} {units[power]}"
+
+
+def ranges_text(numbers: Iterable[int]) -> str:
+    """`1-3,5` of the numbers 1, 2, 3, 5, in any order."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)

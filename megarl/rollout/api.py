@@ -1,13 +1,14 @@
 """What a generator of responses can be asked, whether it is the engine of this program or a server elsewhere.
 
 `EngineGenerator` (`engine_generator.py`) generates on this program's ranks, `RemoteGenerator` (`remote_generator.py`)
-asks a server (`python -m megarl.serve`). Requests and results are the records of `megarl/generation.py`.
+asks a server (`python -m megarl.serve`). Requests and results are the records of
+`megarl/mcore/inference/generation.py`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, Protocol
 
-from megarl.generation import Completion, GenerationRequest, TokenChunk
+from megarl.mcore.inference.generation import Completion, GenerationRequest, TokenChunk
 
 # wait: running requests end first; abort: they end at once; keep: they stop, and continue after `resume`.
 PauseMode = Literal["wait", "abort", "keep"]

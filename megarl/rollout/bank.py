@@ -18,8 +18,8 @@ import torch.distributed as dist
 from megarl.checkpoint import folders
 from megarl.comm.role_mesh import RoleGroups
 from megarl.errors import warn
-from megarl.generation import Completion, GenerationRequest
 from megarl.mcore import device
+from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.observe.files import step_name
 from megarl.rollout import bank_file
 from megarl.rollout.bank_file import DamagedRecord, Entry

@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from megarl.algorithms.sampling_settings import SamplingSettings
-from megarl.generation import Completion, GenerationRequest, TokenChunk
 from megarl.mcore.inference.engine import RolloutEngine
+from megarl.mcore.inference.generation import Completion, GenerationRequest, TokenChunk
 from megarl.mcore.inference.served_requests import ServedRequests
 from megarl.rollout.api import PauseMode, completions_of
 

@@ -17,10 +17,9 @@ from urllib3.exceptions import HTTPError
 
 from megarl.arguments import Settings
 from megarl.errors import UsageError
-from megarl.generation import Completion, GenerationRequest, TokenChunk
+from megarl.mcore.inference.generation import Completion, GenerationRequest, TokenChunk
 from megarl.observe import activity
 from megarl.rollout.api import PauseMode
-from megarl.urls import check_url
 
 FLAG = "--rollout-server"
 BATCH = 32  # requests in one HTTP request of `generate`
@@ -45,7 +44,6 @@ class RemoteGenerator:
             admin_key: for `pause`, `resume` and `update_weights`.
             seconds: that a request may take, with all of its attempts.
         """
-        check_url(FLAG, url)
         self._url, self._seconds = url.rstrip("/"), seconds
         self._api_key, self._admin_key = api_key, admin_key
         self._connections = urllib3.PoolManager(maxsize=STREAMS, retries=False, cert_reqs="CERT_REQUIRED")
@@ -54,7 +52,7 @@ class RemoteGenerator:
 
     @classmethod
     def of_settings(cls, settings: Settings) -> "RemoteGenerator":
-        """The generator that `--rollout-server` names. UsageError for a wrong address or key file."""
+        """The generator that `--rollout-server` names. UsageError for a wrong key file."""
         key, path = None, settings.rollout_server_key_file
         if path is not None:
             try:

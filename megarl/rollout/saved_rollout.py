@@ -46,9 +46,9 @@ class SavedRollout:
         """Nothing is generated; the metrics of the generation are in the record of the step."""
         return {}
 
-    def dp_assignment(self, batch: Batch | None, count: int, group=None) -> Tensor:
+    def dp_assignment(self, batch: Batch | None, count: int) -> Tensor:
         """[count] int64: dp rank that holds each sequence, as of `Rollout.dp_assignment`."""
-        return dp_assignment_of(batch, count, self.role_groups, group)
+        return dp_assignment_of(batch, count, self.role_groups)
 
 
 class SavedRolloutBatcher(RolloutBatcher):

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megarl.arguments import RunConfig
-from megarl.checkpoint import adapters, branch, folders, resume
+from megarl.checkpoint import branch, factors, folders, resume
 from megarl.checkpoint.writer import CheckpointWriter, layout_of
 from megarl.comm.role_mesh import NO_LIMIT, RoleMesh
 from megarl.data.order import PromptOrder
@@ -143,7 +143,7 @@ class Trainer(abc.ABC):
             resume.DATA: self.inputs.data,
             resume.SETTINGS: resume.settings_entry(self.config),
             "layout": layout_of(self.config.roles),
-            **adapters.manifest_entry(self.config.roles),
+            **factors.manifest_entry(self.config.roles),
         }
 
     def export(self, model: TrainableModel, step: int):

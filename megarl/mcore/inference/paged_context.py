@@ -120,7 +120,7 @@ class PagedContext(DynamicInferenceContext):
         return StepPlan(slots, None, rotations, (by_kind[0], by_kind[-1]), caches, self._attend, is_on_device=True)
 
     def recorded_routes(self) -> Tensor | None:
-        """[B, L, k] int32 routes of a step that the device plans; None: not recorded, or no MoE layer on this rank."""
+        """[T, L, k] int32 routes of a step's tokens, padding included; None: not recorded, or no MoE layer here."""
         if not self._model_config.moe_enable_routing_replay:
             return None
         routes = self.moe_routing_metadata.get_routing_indices()

@@ -8,7 +8,7 @@ weights, its next tokens are those of the new policy.
 import dataclasses
 from collections.abc import Iterable
 
-from megarl.generation import Completion, GenerationRequest, TokenChunk
+from megarl.mcore.inference.generation import Completion, GenerationRequest, TokenChunk
 from megarl.mcore.inference.session import GenerationSession
 
 

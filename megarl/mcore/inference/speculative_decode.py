@@ -149,11 +149,11 @@ class SpeculativeEngine(DecodeLoopEngine):
                 request.generated_log_probs += logprobs[start:end]
         more = int(counts.sum()) - len(requests)
         self.counts = self.counts.plus((0, 0, more, len(tokens) - len(requests), more))
-        return self._end_step(requests, drawn_last, [logprobs[row] for row in last.tolist()])
+        return self._end_step(drawn_last, [logprobs[row] for row in last.tolist()])
 
     def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the token [S] after each row of all requests and its log-prob [S], `max_rows` at a time."""
-        c, sampling, drawn, logprobs = self.context, self.controller._sampling, [], []
+        c, sampling, drawn, logprobs = self.context, self.controller.sampling, [], []
         rows = c.draft_rows
         for start in range(0, len(rows.owners), self.max_rows):
             part = slice(start, start + self.max_rows)
@@ -164,17 +164,6 @@ class SpeculativeEngine(DecodeLoopEngine):
             logprobs.append(sampling.log_probs(tokens).cpu())
         c.draft_rows = rows
         return torch.cat(drawn), torch.cat(logprobs)
-
-    def _end_step(self, requests: list, sampled: Tensor, logprobs: list[float]) -> dict:
-        """Advances by the last new token [n] of each request, as a step without drafts does."""
-        self.controller._sampled_tokens_cuda[: len(sampled)] = sampled
-        if not self.context.advance_decode(sampled):
-            return self._finish_step(logprobs)
-        for request, token, logprob in zip(requests, sampled.tolist(), logprobs, strict=True):
-            request.generated_tokens.append(token)
-            request.generated_log_probs.append(logprob)
-        self._decoding_requests = requests
-        return {"finished_request_records": []}
 
 
 def _tail(request, size: int) -> Sequence[int]:
