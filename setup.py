@@ -144,10 +144,13 @@ def main():
         long_description_content_type="text/markdown",
         keywords="reinforcement learning, RLHF, PPO, GRPO, LLM, Megatron, post-training",
         classifiers=CLASSIFIERS,
-        license_expression="Apache-2.0",
-        license_files=["LICENSE"],
+        license_expression="Apache-2.0 AND MIT",  # MIT: uPlot, in the page of a report
+        license_files=["LICENSE", "megarl/observe/report_page/vendor/LICENSE"],
         packages=find_packages(include=["megarl", "megarl.*"]),
-        package_data={"": ["py.typed", "*.html", "src/*.h", "src/*.cpp"], "megarl.observe": ["report_page/*"]},
+        package_data={
+            "": ["py.typed", "*.html", "src/*.h", "src/*.cpp"],
+            "megarl.observe": ["report_page/*", "report_page/vendor/*"],
+        },
         entry_points={"console_scripts": ["megarl = megarl.__main__:main"]},
         python_requires=PYTHON_REQUIRES,
         install_requires=INSTALL_REQUIRES,

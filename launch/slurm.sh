@@ -9,7 +9,7 @@
 #   MODEL=qwen3_8b … sbatch --nodes 4 --ntasks-per-node 8 --gpus-per-node 8 launch/slurm.sh launch/rl.sh
 #   DRY_RUN=1 NNODES=64 NPROC=8 bash launch/slurm.sh launch/rl.sh      print and check, without Slurm
 # A run that Slurm preempts, or warns before its time limit (--signal=USR1@600: ten minutes), ends its step and saves; then
-# this script puts the job back into the queue, and it goes on from that checkpoint. Choose the 600 s longer than a step
+# this script requeues the job, which then resumes from that checkpoint. Choose the 600 s longer than a step
 # and a save, and shorter than the time limit. After a failure of a node Slurm itself starts the job again.
 # Reads: the variables of launch/run.sh (also MAX_RESTARTS) and of the script; MEGARL_ROOT (the checkout, default: the
 # folder that the job was submitted from).

@@ -22,10 +22,10 @@ from megarl.flags.hf_models import read_hf_models, with_hf_defaults
 from megarl.flags.lora import lora_of_roles
 from megarl.flags.parser import build_parser
 from megarl.flags.settings import MODELS, Settings
-from megarl.lora import LoRASettings
 from megarl.rewards import expression
 
 if TYPE_CHECKING:
+    from megarl.mcore.lora.settings import LoRASettings
     from megarl.mcore.weights.hf.hf_model import HFModel
 
 __all__ = ["MODELS", "RoleSettings", "RunConfig", "Settings", "build_parser", "parse"]
@@ -52,7 +52,7 @@ class RoleSettings:
     model_role: str
     has_model: bool
     hf_model: "HFModel | None"
-    lora: LoRASettings | None
+    lora: "LoRASettings | None"
     lora_adapter: str | None
 
     def model_vocab_size(self, tokenizer_size: int) -> int:
@@ -125,6 +125,12 @@ def parse(argv: list[str], world_size: int, program: str = "rl", ranks_per_node:
         rewards=context.terms,
         warnings=(combinations.warning(idle),) if idle else (),
     )
+
+
+def with_sources(error: UsageError, argv: list[str], program: str) -> UsageError:
+    """An error about a command line that also says which of the flags in its message come from config files."""
+    defaults = {name: flag.default for name, flag in parser.own_flags(program).items()}
+    return config_files.with_sources(error, argv, defaults)
 
 
 def _read(argv: list[str], program: str) -> tuple[argparse.Namespace, list[str], dict[str, parser.Flag]]:

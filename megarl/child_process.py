@@ -1,7 +1,7 @@
 """Child processes of a rank, with a connection of `multiprocessing` for messages in both directions.
 
-The parent starts `python -m MODULE FD ARGUMENTS...` with `Child`; the `main` of the module begins with `parent`. A child
-ends when the other end of its connection closes. What it prints goes to stderr.
+A `Child` runs `python -m MODULE FD ARGUMENTS...`; the main function of MODULE begins with `parent()`. A child ends when
+the other end of its connection closes. What it prints goes to stderr.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ class Child:
         """
         self.connection, theirs = Pipe()
         with theirs, stop_signals.blocked():
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, str(theirs.fileno()), *arguments], stdin=subprocess.DEVNULL,
                 stdout=2, pass_fds=[theirs.fileno(), *fds], start_new_session=True,
                 env={**(os.environ if environment is None else environment), "PYTHONPATH": search_path()},
@@ -49,19 +49,19 @@ class Child:
     def status(self, seconds: float = 1.0) -> int | None:
         """Exit status, after waiting at most `seconds` for it; None if the process still runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=seconds)
-        return self._process.poll()
+            self.process.wait(timeout=seconds)
+        return self.process.poll()
 
     def lives(self) -> bool:
         """Whether the process still runs."""
-        return self._process.poll() is None
+        return self.process.poll() is None
 
     def end(self):
         """Kills it with all that it has started."""
         # The group before its leader is reaped: afterwards the kernel may reuse the number.
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
         self.connection.close()
 
 

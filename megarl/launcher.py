@@ -7,8 +7,8 @@ are forked from it. A forked rank must not inherit a CUDA context or threads: wi
 than Linux, and on several nodes, the launcher executes torchrun instead. Ranks get the same environment either way.
 
 Without OMP_NUM_THREADS, the ranks of a node divide its cores among them. torchrun would give each rank one thread,
-which leaves cores idle if there are fewer ranks than cores. Without a number of ranks, too, both ways to use the cores
-are measured (`rank_choice`).
+which leaves cores idle if there are fewer ranks than cores. Without a number of ranks, too, training has one for each
+core, as far as memory allows (`megarl/planning/ranks.py`).
 """
 
 import argparse
@@ -73,7 +73,11 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megarl.launcher", allow_abbrev=False)
-    parser.add_argument("--nproc-per-node", type=int, help="ranks on this node; default: measured on CPUs, else 1")
+    parser.add_argument(
+        "--nproc-per-node",
+        type=int,
+        help="ranks on this node; default: on CPUs one a core if they fit, else 1",
+    )
     parser.add_argument(
         "--nnodes", type=int, default=1, help="number of nodes; more than one needs the next three flags, or --rdzv-…"
     )
@@ -91,18 +95,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _ranks(options: argparse.Namespace) -> int:
-    """Ranks on this node when nobody names a number."""
+    """Ranks on this node if no number is given."""
     trains = options.program in ("train_rl", "train_sft", "train_reward")
     if not trains or options.nnodes > 1 or cores() == 1 or os.environ.get("OMP_NUM_THREADS") or not can_fork():
         return 1
-    from megarl.rank_choice import ranks_for
+    from megarl.planning.ranks import ranks_for
 
     program = options.program.removeprefix("train_")
     ranks = ranks_for(options.flags, program, cores())
     if "--check" not in options.flags:
         what = f"{ranks} ranks of one thread" if ranks > 1 else f"one rank of {cores()} threads"
-        note = "measured; NPROC or OMP_NUM_THREADS choose otherwise"
-        print(f"megarl: {what} ({note})", file=sys.stderr, flush=True)
+        print(f"megarl: {what} (NPROC or OMP_NUM_THREADS choose otherwise)", file=sys.stderr, flush=True)
     return ranks
 
 

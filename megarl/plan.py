@@ -67,7 +67,7 @@ def launch(argv: list[str]):
     try:
         main(argv)
     except UsageError as error:
-        print(f"megarl: error: {error}", file=sys.stderr)
+        print(f"megarl: error: {arguments.with_sources(error, argv, 'rl')}", file=sys.stderr)
         sys.exit(2)
 
 

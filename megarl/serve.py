@@ -1,7 +1,7 @@
 """The generation server: a policy answers requests from anywhere, in OpenAI's API and in one for RL (`/generate`).
 
-Loads any policy of train_rl or train_sft, whatever layout wrote it, or a Hugging Face folder. The ranks generate; one
-process beside rank 0 speaks HTTP. Launch it with torchrun or srun:
+Loads any policy of train_rl or train_sft, from a checkpoint of any layout, or a Hugging Face folder. The ranks
+generate; one process next to rank 0 speaks HTTP. Launch it with torchrun or srun:
 
     torchrun --nproc-per-node 2 -m megarl.serve --config model.yaml --load runs/quickstart/ppo/checkpoints/best
     curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "71 + 44 =", "max_tokens": 4}'

@@ -21,14 +21,13 @@ def blocked():
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def outlive(in_programs: bool = False):
+def outlive():
     """From now on the signals do nothing in this process and those that it forks; to be called in the main thread.
 
-    Args:
-        in_programs: also in programs that it starts; by default they are free to use these signals.
+    Programs that it starts are free to use these signals.
     """
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN if in_programs else _nothing)
+        signal.signal(number, _nothing)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 

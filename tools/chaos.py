@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megarl import launcher, train_rl  # noqa: E402
-from megarl.observe.environment import processor  # noqa: E402
+from megarl.observe.settings_file import processor  # noqa: E402
 from megarl.observe.timers import Timers  # noqa: E402
 from megarl.trainers import launch, trainer  # noqa: E402
 from tools import record_runs  # noqa: E402

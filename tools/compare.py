@@ -6,7 +6,7 @@
     python tools/compare.py runs/one runs/two --exact      exit status 1 unless all bits agree, times and memory aside
 
 Each run is compared with the first. Floats of metrics.jsonl keep every bit, so "equal up to step 12" means equal to the
-last bit. Metrics of time and memory (`megarl/observe/metric_names.py`) never count as a difference, nor do settings:
+last bit. Metrics of time and memory (`tools/_metric_catalog.py`) never count as a difference, nor do settings:
 the same numbers from another layout are the same numbers. `--json` prints everything as one JSON object.
 """
 
@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megarl.errors import ArgumentParser, UsageError  # noqa: E402
-from megarl.observe.metric_names import reproducible  # noqa: E402
 from megarl.observe.metrics_file import FILE_NAME, read_metrics  # noqa: E402
 from megarl.observe.terminal import printable, table  # noqa: E402
+from tools._metric_catalog import reproducible  # noqa: E402
 
 SHOWN = (
     "reward/mean", "eval/accuracy", "kl/reference", "actor/loss", "actor/grad_norm", "actor/entropy", "critic/loss",

@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megarl.data.prompts import Prompt, load_prompts
+from megarl.data.prompt import Prompt
+from megarl.data.prompts import load_prompts
 from megarl.errors import ArgumentParser, UsageError
 
 

@@ -21,16 +21,18 @@ import torch
 import torch.distributed as dist
 
 from megarl.arguments import RunConfig
-from megarl.checkpoint import folders, run_state
-from megarl.checkpoint.adapters import stored_factors
+from megarl.checkpoint import folders
+from megarl.checkpoint.factors import stored_factors
 from megarl.checkpoint.pretrained import CheckpointWeights, PretrainedWeights, factor_weights, folder_weights
+from megarl.checkpoint.writer import CheckpointWriter
 from megarl.errors import UsageError
 from megarl.mcore.lora.adapter import folded_weights
 from megarl.mcore.model import gpt
 from megarl.mcore.weights import dist_checkpoint
 from megarl.mcore.weights.hf.export_weights import export_weights
-from megarl.mcore.weights.hf.import_weights import differing_tensors
+from megarl.mcore.weights.hf.import_weights import read_boxes
 from megarl.mcore.weights.hf.weight_map import WeightMap
+from megarl.mcore.weights.reshard_plan import LocalWeights
 from megarl.observe.timers import Timers
 from megarl.trainers.launch import launch
 from megarl.trainers.setup import check_required, check_save, read_inputs
@@ -40,6 +42,21 @@ HEADS = {"--reward": "reward", "--critic": "critic"}  # roles with a scalar head
 # The lengths of a run do not matter here; a model with few positions must pass the check of --max-position-embeddings.
 LENGTHS = ["--max-prompt-length", "1", "--max-response-length", "1"]
 NAMED = 5  # maximum tensors in the message of `verify`
+
+
+@torch.no_grad()
+def differing_tensors(weight_map: WeightMap, stages, pg_collection) -> dict[str, float]:
+    """Largest difference of each of the folder's tensors from this rank's weights, rounded to the folder's types.
+
+    Tensors without a difference, not even in the sign of a zero, are left out.
+    """
+    weights, different = LocalWeights(stages, pg_collection), {}
+    for box, stored in read_boxes(weights, weight_map):
+        held = box.view_of(weights).to(stored.dtype).cpu().contiguous()
+        if not torch.equal(held.view(torch.uint8), stored.contiguous().view(torch.uint8)):
+            largest = float((held.double() - stored.double()).abs().max())
+            different[box.rows.name] = max(different.get(box.rows.name, 0.0), largest)
+    return different
 
 
 class Conversion:
@@ -86,7 +103,7 @@ class Conversion:
         states = {
             self.name: dist_checkpoint.role_state(self.name, self.model, None, {}, self.groups, self.settings.ranks)
         }
-        run_state.save(self.save, 0, self.mesh, states, {"program": "convert", "role": self.name})
+        CheckpointWriter(self.save, self.mesh).save(0, states, {"program": "convert", "role": self.name})
         self.say(f"{folders.step_folder(self.save, 0)}: the weights of {self.source}")
 
     def to_hf(self):

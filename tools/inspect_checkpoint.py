@@ -23,7 +23,10 @@ import torch  # noqa: E402
 
 from megarl.checkpoint import folders  # noqa: E402
 from megarl.checkpoint import manifest as manifests  # noqa: E402
-from megarl.checkpoint.tensor_sources import (  # noqa: E402
+from megarl.errors import ArgumentParser, UsageError  # noqa: E402
+from megarl.observe.files import json_line  # noqa: E402
+from megarl.observe.terminal import format_bytes, printable, table  # noqa: E402
+from tools._tensor_sources import (  # noqa: E402
     CheckpointTensors,
     TensorSource,
     difference,
@@ -31,9 +34,6 @@ from megarl.checkpoint.tensor_sources import (  # noqa: E402
     is_safetensors_folder,
     open_safetensors,
 )
-from megarl.errors import ArgumentParser, UsageError  # noqa: E402
-from megarl.observe.files import json_line  # noqa: E402
-from megarl.observe.terminal import format_bytes, printable, table  # noqa: E402
 
 FLAG = "DIR"  # names the argument in messages
 OPTIMIZER = "optimizer."

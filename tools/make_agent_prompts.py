@@ -6,7 +6,7 @@
 
 Writes to DIR train.jsonl, heldout.jsonl (each line: prompt, answer, metadata) and prompts.json, in the format of
 tools/make_prompts.py; the same arguments give the same bytes. --conversations N also writes conversations.jsonl, for a
-warm start: N episodes of a player who knows the form of an answer and little else (`careless_players.py`).
+warm start: N episodes of a player who knows the form of an answer and little else (`_careless_players.py`).
 
 Pairs of factors, in either order, and maps are in one of the files. All lines of guess-number ask the same: the seed of
 an episode draws its number. Maps have a way to the goal, whose length is `metadata.shortest`; `--standard-map` writes
@@ -22,8 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megarl.environments.careless_players import conversations
 from megarl.errors import ArgumentParser, UsageError
+from tools._careless_players import conversations
 from tools.make_prompts import shared_questions, split, write_files
 
 FACTORS = range(100, 1000)

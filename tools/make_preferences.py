@@ -19,7 +19,8 @@ import sys
 import typing
 from pathlib import Path
 
-from megarl.data.prompts import Prompt, PromptSet, load_prompts
+from megarl.data.prompt import Prompt
+from megarl.data.prompts import PromptSet, load_prompts
 from megarl.errors import ArgumentParser, UsageError
 from megarl.rewards.base import Sample
 from megarl.rewards.tasks import check_tasks, load_tasks, reasoning_gym

@@ -3,7 +3,7 @@
     python tools/make_reference.py            # writes both pages
     python tools/make_reference.py --check    # exit status 1 if a page is not what this program would write
 
-The flags come from the parsers of megarl and Megatron, the metrics from `megarl/observe/metric_catalog.py`. Run it
+The flags come from the parsers of megarl and Megatron, the metrics from `tools/_metric_catalog.py`. Run it
 after a flag or a metric has changed; a test compares the pages.
 """
 
@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from megarl.flags import combinations, parser  # noqa: E402  the checkout's own code
 from megarl.flags.settings import Settings  # noqa: E402
-from megarl.observe import metric_catalog  # noqa: E402
+from tools import _metric_catalog as metric_catalog  # noqa: E402
 
 DOCS = ROOT / "docs"
 MADE = "<!-- Made by tools/make_reference.py; do not edit. -->"

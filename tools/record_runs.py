@@ -27,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megarl.observe.metric_names import reproducible  # noqa: E402
+from tools._metric_catalog import reproducible  # noqa: E402
 
 # Entries of a manifest that describe how it was saved, not the state of the run.
 OF_THE_SAVE = {"format", "checksum", "files", "versions", "layout", "data", "settings", "frozen"}

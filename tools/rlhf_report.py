@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from megarl.errors import ArgumentParser, UsageError
 from megarl.observe.files import write_atomically
-from megarl.observe.metrics_file import FILE_NAME, read_metrics
-from megarl.observe.report_axes import GREY, legend, line, not_recorded, series, set_title, start_at_zero
+from megarl.observe.metrics_file import FILE_NAME, read_metrics, series
+from megarl.observe.report_figure import GREY, legend, line, not_recorded, set_title, start_at_zero
 
 STAGES = ("sft", "reward", "ppo")
 ACCURACY, MODEL, TRUE, EXACT = "eval/accuracy", "eval/reward/model", "eval/reward/reasoning-gym", "eval/accuracy"

@@ -26,7 +26,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megarl.data.conversations import build_encoder
 from megarl.data.messages import content_of
-from megarl.data.prompts import Prompt, load_prompts
+from megarl.data.prompt import Prompt
+from megarl.data.prompts import load_prompts
 from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import ArgumentParser, UsageError
 

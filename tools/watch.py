@@ -10,10 +10,12 @@ which rank 0 writes about every 2 s (docs/monitoring.md). Without a terminal fra
 status: 0; 1 if a run is hung, has failed or gives no sign of life; 2 for wrong input.
 """
 
+import math
 import shutil
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,9 @@ sys.path.insert(0, str(ROOT))
 
 from megarl.errors import ArgumentParser, UsageError  # noqa: E402
 from megarl.observe.progress import AVERAGED_STEPS, REWARD_FIELDS, RL_FIELDS, SFT_FIELDS, format_duration  # noqa: E402
-from megarl.observe.run_reader import RunReader  # noqa: E402
 from megarl.observe.status_file import ENDED, RUNNING  # noqa: E402
-from megarl.observe.terminal import format_bytes, printable, progress_bar, sparkline, table  # noqa: E402
+from megarl.observe.terminal import format_bytes, printable, table  # noqa: E402
+from tools._run_reader import RunReader  # noqa: E402
 
 HOME, CLEAR_LINE, CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
@@ -36,10 +38,28 @@ MORE_FIELDS = (
     ("seconds", "time/step_s", ".2f"),
     ("idle", "time/idle_fraction", ".0%"),
 )
+BARS = "▁▂▃▄▅▆▇█"  # of a sparkline
 BAR, LINE = 30, 40  # characters of the progress bar, and of a sparkline
 PHASES = 4  # shown of a role
 STUCK_RANKS = 8  # shown
 STUCK = (10.0, 0.1)  # a rank is shown as stuck after so many seconds, or this part of the run's limit
+
+
+def sparkline(values: Sequence[float | None], width: int) -> str:
+    """The last `width` values as bars between the smallest and the largest of them; a space where one is missing."""
+    shown = [value if value is not None and math.isfinite(value) else None for value in values[-width:]]
+    known = [value for value in shown if value is not None]
+    if not known:
+        return ""
+    low, high = min(known), max(known)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(" " if value is None else BARS[round((value - low) * scale)] for value in shown)
+
+
+def progress_bar(fraction: float, width: int) -> str:
+    """`[#####-----]` with `width` characters inside."""
+    filled = round(min(max(fraction, 0.0), 1.0) * width)
+    return f"[{'#' * filled}{'-' * (width - filled)}]"
 
 
 def fields_of(run: RunReader) -> tuple:

@@ -10,16 +10,17 @@ missing) and returns [S], one advantage per response, in the dtype of `scores`, 
 `scores` may contain a penalty, such as the KL to the reference. Then `raw_scores` [S], without it, say which groups are
 equal: of responses that are equally good, the standard deviation of `scores` is that of the penalty's noise.
 
-Results do not depend, to the last bit, on the order of the responses or on the numbers of the groups. With
-`lone_scores` the advantage of a group of one is its score instead (a baseline of 0), as in verl 0.9.1.
+Results do not depend, to the last bit, on the order of the responses or on the numbers of the groups.
 """
 
 import torch
 from torch import Tensor
 
+EPSILON = 1e-6  # added to a group's standard deviation, as in verl and slime
+
 
 @torch.no_grad()
-def centred(scores: Tensor, groups: Tensor, lone_scores: bool = False, raw_scores: Tensor | None = None) -> Tensor:
+def centred(scores: Tensor, groups: Tensor, raw_scores: Tensor | None = None) -> Tensor:
     """R_i − mean_G: Dr. GRPO (arXiv 2503.20783, §3.2), and the first step of REINFORCE++-baseline (arXiv 2501.03262).
 
     Raises:
@@ -27,47 +28,32 @@ def centred(scores: Tensor, groups: Tensor, lone_scores: bool = False, raw_score
     """
     sizes = _sizes(scores, groups)
     means = (_sums(scores, groups, sizes) / sizes.clamp(min=1))[groups]
-    return _with_exact_zeros(scores - means, scores, raw_scores, groups, sizes, lone_scores)
+    return _with_exact_zeros(scores - means, scores if raw_scores is None else raw_scores, groups, sizes)
 
 
 @torch.no_grad()
-def grpo(
-    scores: Tensor,
-    groups: Tensor,
-    std: bool = True,
-    ddof: int = 1,
-    epsilon: float = 1e-6,
-    lone_scores: bool = False,
-    raw_scores: Tensor | None = None,
-) -> Tensor:
+def grpo(scores: Tensor, groups: Tensor, std: bool = True, raw_scores: Tensor | None = None) -> Tensor:
     """(R_i − mean_G) / (std_G + ε): GRPO (DeepSeekMath, arXiv 2402.03300, §4.1.2); without `std` the numerator alone.
+
+    The variance is unbiased: the squares are divided by |G| − 1.
 
     Args:
         std: False omits the division: Dr. GRPO (arXiv 2503.20783).
-        ddof: 1 divides the squares by |G| − 1, 0 by |G|.
-        epsilon: ε ≥ 0, outside the root.
-        lone_scores: see above; a group of one then gets R/(1 + ε).
         raw_scores: see above.
 
-    verl and slime use ddof 1 and ε 1e-6 (the defaults), TRL ddof 1 and 1e-4, Megatron-LM ddof 0 and 1e-4.
-
     Raises:
-        ValueError: shapes differ, ddof is neither 0 nor 1, or ε is negative.
+        ValueError: shapes differ.
     """
-    if ddof not in (0, 1) or not epsilon >= 0:
-        raise ValueError(f"ddof must be 0 or 1 and epsilon >= 0, got {ddof} and {epsilon}")
-    deviations = centred(scores, groups, lone_scores, raw_scores)
+    deviations = centred(scores, groups, raw_scores)
     if not std:
         return deviations
     sizes = _sizes(scores, groups)
-    deviation = (_sums(deviations.square(), groups, sizes) / (sizes - ddof).clamp(min=1)).sqrt()
-    deviation = torch.where(sizes == 1, 1.0, deviation)[groups]
-    # With equal scores and ε = 0 this would be 0/0; the result must be 0.
-    return torch.where(deviations == 0, 0.0, deviations / (deviation + epsilon))
+    deviation = (_sums(deviations.square(), groups, sizes) / (sizes - 1).clamp(min=1)).sqrt()
+    return deviations / (deviation[groups] + EPSILON)
 
 
 @torch.no_grad()
-def rloo(scores: Tensor, groups: Tensor, lone_scores: bool = False, raw_scores: Tensor | None = None) -> Tensor:
+def rloo(scores: Tensor, groups: Tensor, raw_scores: Tensor | None = None) -> Tensor:
     """R_i − mean of the others' R: REINFORCE leave-one-out (Back to Basics, arXiv 2402.14740).
 
     Computed as |G|/(|G| − 1) · (R_i − mean_G), which is equal.
@@ -77,17 +63,11 @@ def rloo(scores: Tensor, groups: Tensor, lone_scores: bool = False, raw_scores: 
     """
     sizes = _sizes(scores, groups).to(scores.dtype)
     factors = torch.where(sizes > 1, sizes / (sizes - 1).clamp(min=1), 1.0)[groups]
-    return factors * centred(scores, groups, lone_scores, raw_scores)
+    return factors * centred(scores, groups, raw_scores)
 
 
 @torch.no_grad()
-def opo(
-    scores: Tensor,
-    groups: Tensor,
-    response_lengths: Tensor,
-    lone_scores: bool = False,
-    raw_scores: Tensor | None = None,
-) -> Tensor:
+def opo(scores: Tensor, groups: Tensor, response_lengths: Tensor, raw_scores: Tensor | None = None) -> Tensor:
     """R_i − Σ|o|R / Σ|o| over the group: the length-weighted baseline of OPO (arXiv 2505.23585).
 
     Args:
@@ -103,7 +83,7 @@ def opo(
     total = _sums(lengths, groups, sizes)
     baselines = (_sums(lengths * scores, groups, sizes) / total.clamp(min=1))[groups]
     advantages = torch.where(total[groups] > 0, scores - baselines, 0.0)
-    return _with_exact_zeros(advantages, scores, raw_scores, groups, sizes, lone_scores)
+    return _with_exact_zeros(advantages, scores if raw_scores is None else raw_scores, groups, sizes)
 
 
 def _sizes(scores: Tensor, groups: Tensor) -> Tensor:
@@ -130,12 +110,8 @@ def _sums(values: Tensor, groups: Tensor, sizes: Tensor) -> Tensor:
     return rows.sum(1)
 
 
-def _with_exact_zeros(
-    advantages: Tensor, scores: Tensor, raw_scores: Tensor | None, groups: Tensor, sizes: Tensor, lone_scores: bool
-) -> Tensor:
-    """`advantages` with exact zeros in groups of equal scores; groups of one get their score with `lone_scores`."""
-    raw_scores = scores if raw_scores is None else raw_scores
-    lowest = raw_scores.new_full(sizes.shape, torch.inf).scatter_reduce(0, groups, raw_scores, "amin")
-    highest = raw_scores.new_full(sizes.shape, -torch.inf).scatter_reduce(0, groups, raw_scores, "amax")
-    advantages = torch.where((lowest == highest)[groups], 0.0, advantages)
-    return torch.where((sizes == 1)[groups], scores, advantages) if lone_scores else advantages
+def _with_exact_zeros(advantages: Tensor, scores: Tensor, groups: Tensor, sizes: Tensor) -> Tensor:
+    """`advantages` with exact zeros in groups of equal scores."""
+    lowest = scores.new_full(sizes.shape, torch.inf).scatter_reduce(0, groups, scores, "amin")
+    highest = scores.new_full(sizes.shape, -torch.inf).scatter_reduce(0, groups, scores, "amax")
+    return torch.where((lowest == highest)[groups], 0.0, advantages)

@@ -14,11 +14,7 @@ REFERENCE_LOG_RATIO_LIMIT = 20.0
 
 
 def kl_estimate(
-    logprobs: Tensor,
-    reference_logprobs: Tensor,
-    kind: str,
-    log_ratio_limit: float | None = None,
-    value_limit: float | None = None,
+    logprobs: Tensor, reference_logprobs: Tensor, kind: str, log_ratio_limit: float | None = None
 ) -> Tensor:
     """Estimate KL(policy || reference) from one sampled token each. With d = logprobs − reference_logprobs:
 
@@ -31,9 +27,8 @@ def kl_estimate(
     Args:
         logprobs, reference_logprobs: [T] log-probabilities of the same sampled tokens.
         kind: one of `KL_KINDS`.
-        log_ratio_limit: clamp d to ± this first; None: no limit. verl uses 20 for k3.
-        value_limit: clamp the estimate to ± this; None: no limit. verl uses 10 for k3. In k1+ and k3+ both limits
-            apply to the value, not to the gradient.
+        log_ratio_limit: clamp d to ± this first; None: no limit. In k1+ and k3+ it applies to the value, not to the
+            gradient.
 
     Returns:
         [T]. Exactly 0 where both log-probabilities are equal.
@@ -46,18 +41,16 @@ def kl_estimate(
         raise ValueError(f"KL estimator {kind!r} is unknown, allowed: {', '.join(KL_KINDS)}")
     if kind.endswith("+"):
         gradient = 0.5 * (logprobs - reference_logprobs).square()
-        value = kl_estimate(logprobs, reference_logprobs, kind[:-1], log_ratio_limit, value_limit)
+        value = kl_estimate(logprobs, reference_logprobs, kind[:-1], log_ratio_limit)
         return value.detach() + (gradient - gradient.detach())  # the bracket is exactly 0 and only carries the gradient
     log_ratio = logprobs - reference_logprobs
     if log_ratio_limit is not None:
         log_ratio = log_ratio.clamp(-log_ratio_limit, log_ratio_limit)
     if kind == "k1":
-        estimate = log_ratio
-    elif kind == "k2":
-        estimate = 0.5 * log_ratio.square()
-    else:
-        estimate = torch.expm1(-log_ratio) + log_ratio  # expm1 keeps the digits of a small d
-    return estimate if value_limit is None else estimate.clamp(-value_limit, value_limit)
+        return log_ratio
+    if kind == "k2":
+        return 0.5 * log_ratio.square()
+    return torch.expm1(-log_ratio) + log_ratio  # expm1 keeps the digits of a small d
 
 
 class FixedKLController:

@@ -14,6 +14,10 @@ from torch import Tensor
 
 from megarl.algorithms.packed import require_same_shape, response_counts, spread, sums_by_sequence
 
+# Bound of log-ratios (a ratio of 4.9e8). Without it exp overflows, and an infinite ratio gives the gradient
+# 0·inf = NaN even where the loss is clipped.
+LOG_RATIO_LIMIT = 20.0
+
 
 @dataclasses.dataclass(frozen=True)
 class PolicyTokens:

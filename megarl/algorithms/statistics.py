@@ -32,36 +32,25 @@ def local_moments(values: Tensor, mask: Tensor) -> Tensor:
     return torch.stack([mask.sum().double(), valid.sum(), valid.square().sum()])
 
 
-def mean_and_variance(moments: Tensor, unbiased: bool = True) -> tuple[Tensor, Tensor]:
-    """Global mean and variance (two float64 scalars) from all-reduced `local_moments` [3].
+def mean_and_variance(moments: Tensor) -> tuple[Tensor, Tensor]:
+    """Global mean and unbiased variance (two float64 scalars) from all-reduced `local_moments` [3].
 
-    `unbiased` divides the centred squares by count − 1, else by count. Count 0 gives (0, 0); count 1 gives variance 0,
-    also where the unbiased variance is undefined.
+    Count 0 gives (0, 0); count 1 gives variance 0.
     """
     count, total, total_of_squares = moments.double().unbind()
     mean = total / count.clamp(min=1)
-    return mean, _centred_squares(count, total, total_of_squares) / (count - int(unbiased)).clamp(min=1)
+    return mean, _centred_squares(count, total, total_of_squares) / (count - 1).clamp(min=1)
 
 
-def whiten(
-    values: Tensor,
-    mask: Tensor,
-    moments: Tensor,
-    shift_mean: bool = True,
-    epsilon: float = 1e-8,
-    unbiased: bool = True,
-) -> Tensor:
-    """Scale the valid entries to unit variance, and to mean 0 with `shift_mean`, by global moments.
+def whiten(values: Tensor, mask: Tensor, moments: Tensor) -> Tensor:
+    """Scale the valid entries to mean 0 and unit variance by global moments: (x − mean) / sqrt(variance + 1e-8).
 
-    (x − mean) / sqrt(variance + epsilon), plus the mean without `shift_mean`. The defaults are verl's: unbiased
-    variance, epsilon inside the root.
+    As in verl: unbiased variance, epsilon inside the root. It keeps equal values finite: they become 0.
 
     Args:
         values: [T]. Computed in float64, returned in the dtype of `values`.
         mask: [T] bool. Outside it the result is 0.
         moments: float64 [3], `local_moments` summed over all ranks and micro-batches.
-        epsilon: keeps equal values finite: they become 0 (unchanged without `shift_mean`).
-        unbiased: divide by count − 1 (True) or by count (False).
 
     A single valid token has variance 0, so it becomes 0.
 
@@ -69,10 +58,8 @@ def whiten(
         ValueError: shapes differ.
     """
     require_same_shape(values=values, mask=mask)
-    mean, variance = mean_and_variance(moments, unbiased)
-    whitened = (values.double() - mean) * torch.rsqrt(variance + epsilon)
-    if not shift_mean:
-        whitened = whitened + mean
+    mean, variance = mean_and_variance(moments)
+    whitened = (values.double() - mean) * torch.rsqrt(variance + 1e-8)
     return torch.where(mask, whitened, 0.0).to(values.dtype)
 
 

@@ -15,7 +15,7 @@ class ValueTerms(NamedTuple):
     clipped: Tensor  # [T] bool, the clipped value has the larger error, so the token has no gradient
 
 
-def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float | None) -> ValueTerms:
+def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float) -> ValueTerms:
     """½·max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²).
 
     The value clipping of the PPO reference implementation (openai/baselines, ppo2), not in the paper.
@@ -24,18 +24,16 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
         values: [T] V of the critic being trained.
         old_values: [T] V at the start of the step; a constant.
         returns: [T] targets R; a constant.
-        clip_range: ε ≥ 0, or None for the plain ½·(V − R)².
+        clip_range: ε ≥ 0.
 
     Raises:
         ValueError: shapes differ or ε is negative.
     """
     require_same_shape(values=values, old_values=old_values, returns=returns)
     old_values, returns = old_values.detach(), returns.detach()
-    plain = (values - returns).square()
-    if clip_range is None:
-        return ValueTerms(0.5 * plain, torch.zeros_like(plain, dtype=torch.bool))
     if not clip_range >= 0:
-        raise ValueError(f"value clip range must be >= 0 or None, got {clip_range}")
+        raise ValueError(f"value clip range must be >= 0, got {clip_range}")
+    plain = (values - returns).square()
     bounded = (values.clamp(old_values - clip_range, old_values + clip_range) - returns).square()
     clipped = bounded > plain
     # Not torch.maximum: at a tie it takes half of the gradient from the clipped side.

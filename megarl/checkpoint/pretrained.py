@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from megarl.arguments import RoleSettings
-from megarl.checkpoint import adapters, folders, run_state
+from megarl.checkpoint import factors, folders, run_state
 from megarl.errors import UsageError
-from megarl.lora import LoRASettings
+from megarl.mcore.lora.settings import LoRASettings
 from megarl.mcore.lora.stored import load_factors
 from megarl.mcore.weights.hf.import_weights import import_weights
 from megarl.mcore.weights.hf.weight_map import WeightMap
@@ -107,7 +107,7 @@ def checkpoint_weights(
     """
     folder = folders.find(path, flag)
     source = folders.source_of(folder, flag)
-    stored = adapters.stored_factors(folder, flag, source)
+    stored = factors.stored_factors(folder, flag, source)
     if stored is None:
         return CheckpointWeights(run_state.find_weights(path, flag, role.name, role.megatron, vocab_size, sources))
     run_state.check_source(path, flag, role.name, source, sources)
@@ -115,20 +115,20 @@ def checkpoint_weights(
 
 
 def factor_weights(
-    folder: Path, flag: str, role: RoleSettings, vocab_size: int, source: str, stored: adapters.StoredFactors
+    folder: Path, flag: str, role: RoleSettings, vocab_size: int, source: str, stored: factors.StoredFactors
 ) -> FactorWeights:
     """The factors of the role `source` in a checkpoint, with the weights under them; arguments as above.
 
     Args:
         stored: what the checkpoint says about the factors.
     """
-    shapes = adapters.checkpoint_shapes(source, role.megatron, stored.lora, value_head=source != "actor")
+    shapes = factors.checkpoint_shapes(source, role.megatron, stored.lora, value_head=source != "actor")
     folders.check_weights(folder, flag, role.name, shapes)
     return FactorWeights(folder, source, stored.lora, role, _base(folder, flag, role, vocab_size, stored.base))
 
 
 def _base(
-    folder: Path, flag: str, role: RoleSettings, vocab_size: int, stored: adapters.BaseSource
+    folder: Path, flag: str, role: RoleSettings, vocab_size: int, stored: factors.BaseSource
 ) -> PretrainedWeights | None:
     """The weights under the factors of a checkpoint."""
     given = role.megatron.pretrained_checkpoint

@@ -1,30 +1,24 @@
-"""Saves and restores a run: all roles' models, optimizers and schedules, random states, and the data position."""
+"""Restores a run: all roles' models, optimizers and schedules, random states, and the data position."""
 
 from pathlib import Path
 
 from megarl.checkpoint import folders
-from megarl.checkpoint.writer import CheckpointWriter
 from megarl.comm.role_mesh import RoleMesh
 from megarl.errors import UsageError
 from megarl.mcore.model import gpt
 from megarl.mcore.weights import dist_checkpoint
 
 
-def save(run: Path, step: int, mesh: RoleMesh, roles: dict, manifest: dict, files: dict[str, bytes] | None = None):
-    """Writes `DIR/checkpoints/step_%08d`; a collective of the world. Arguments as of `CheckpointWriter.save`."""
-    CheckpointWriter(run, mesh).save(step, roles, manifest, files)
-
-
-def load(folder: Path, mesh: RoleMesh, roles: dict, flag: str = "--load") -> dict:
+def load(folder: Path, mesh: RoleMesh, roles: dict) -> dict:
     """Loads the roles' states from a checkpoint and returns them by role; a collective of the world.
 
     Random states are restored only if the world size is the same. No result depends on them: megarl draws every random
     number from seed, step and position, so a run can resume in another layout with the same numbers.
     """
-    loaded, manifest = {}, folders.read_manifest(folder, flag)
+    loaded, manifest = {}, folders.read_manifest(folder, "--load")
     for name, role_groups in mesh.roles.items():
         if name in roles:
-            held = folders.frozen_folder(folder, manifest, name, flag)
+            held = folders.frozen_folder(folder, manifest, name, "--load")
             loaded[name] = dist_checkpoint.load_role(roles[name], held, role_groups.pg_collection)
     if manifest["world_size"] == mesh.size:
         dist_checkpoint.restore_rank_state(dist_checkpoint.load(dist_checkpoint.rank_state(), folder)["rng"])

@@ -131,7 +131,7 @@ class CheckpointWriter:
             self._handled(lambda: self._commit(pending))
 
     def _handled(self, save: Callable[[], None]):
-        """Runs a save; if it fails, the run stops or goes on by the policy, on all ranks alike."""
+        """Runs a save; if it fails, the run stops or continues by the policy, on all ranks alike."""
         try:
             save()
         except SaveError as error:

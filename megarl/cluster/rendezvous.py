@@ -1,4 +1,4 @@
-"""Where the ranks of a Slurm step meet, on a port that nobody had to choose.
+"""Where the ranks of a Slurm step meet, on a free port.
 
 The first rank serves torch's store on any free port. It announces this port on the first free one of a few ports that
 all ranks compute from job and step; the others ask these until one answers with the name of their job. So another

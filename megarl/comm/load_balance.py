@@ -78,14 +78,13 @@ def balanced_assignment(
     return dp_assignment | {"rollout": generated_on}
 
 
-def gather_lengths(mesh: RoleMesh, rollout: Batch | None, count: int, group=None) -> Tensor:
+def gather_lengths(mesh: RoleMesh, rollout: Batch | None, count: int) -> Tensor:
     """[N] int64 lengths of all `count` sequences, on every rank.
 
-    `rollout` is this rank's batch in the rollout, None elsewhere. A collective of `group`: the world, or a group that
-    contains all ranks of the rollout.
+    `rollout` is this rank's batch in the rollout, None elsewhere. A collective of the world.
     """
     lengths = torch.zeros(count, dtype=torch.int64, device=device.device())
     if mesh["rollout"].is_leader:
         lengths[rollout.sequence_ids] = rollout.lengths
-    dist.all_reduce(lengths, group=group)
+    dist.all_reduce(lengths)
     return lengths

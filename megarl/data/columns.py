@@ -1,7 +1,7 @@
 """Which columns of a file are which fields of a prompt: names that verl, TRL, OpenRLHF and slime use, or the user's.
 
 A column may be one inside another: `reward_model.ground_truth`. In reinforcement learning and evaluation the columns
-that are no field become entries of `metadata`, so that rewards can read them; other programs do not read them.
+that are not a field become entries of `metadata`, so that rewards can read them; other programs do not read them.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ class Columns:
         return {field: value for field, value in values.items() if value is not None}
 
     def are_own(self, line: bytes) -> bool:
-        """Whether the first line of a JSON file is in megarl's own fields, or is meant to be, or is no object."""
+        """Whether the first line of a JSON file is in megarl's own fields, or is meant to be, or is not an object."""
         try:
             entry = json.loads(line)
         except (ValueError, RecursionError):
@@ -88,7 +88,7 @@ class ColumnMap:
                 if not self._has(wanted):
                     raise UsageError(f"--{field}-column {wanted}: {where}: has no such column; {_found(table)}")
                 names = (wanted,)
-            # An object called task is no name of a task.
+            # An object called task is not the name of a task.
             fitting = [name for name in names if self._has(name) and not (field == "task" and table.columns[name])]
             if fitting:
                 self.columns[field] = fitting[0]

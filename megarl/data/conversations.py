@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.data.chat import ChatTemplate, load_template
 from megarl.data.messages import Message, MessageKey, conversation_of, template_message
-from megarl.data.prompts import Prompt
+from megarl.data.prompt import Prompt
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
 
@@ -63,16 +63,12 @@ class Encoder:
             return [[*ids, self.tokenizer.eos_id] for ids in self.tokenizer.encode_batch([text for _, text in samples])]
         return self.template.encode_following([self._turn(prompt, text) for prompt, text in samples])
 
-    def reward_model_input(self, prompt: Prompt, text: str, longest: int) -> tuple[list[int], int]:
-        """The reward model's input for prompt and response, at most `longest` >= 1 tokens, and how many were cut.
+    def reward_model_inputs(self, samples: Sequence[tuple[Prompt, str]], longest: int) -> list[tuple[list[int], int]]:
+        """The reward model's input for each (prompt, text), at most `longest` >= 1 tokens, and how many were cut.
 
         Tokens are cut from the start of the prompt (a leading BOS stays), then from the start of the response; never
         from the end, because the score is read at EOS. Never empty.
         """
-        return self.reward_model_inputs([(prompt, text)], longest)[0]
-
-    def reward_model_inputs(self, samples: Sequence[tuple[Prompt, str]], longest: int) -> list[tuple[list[int], int]]:
-        """`reward_model_input` of each (prompt, text)."""
         if longest < 1:
             raise ValueError(f"longest {longest}: must be at least 1")
         responses = self.responses(samples)

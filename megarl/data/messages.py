@@ -1,7 +1,7 @@
 """Messages of a conversation: objects with `role` and `content`, the input of chat templates.
 
 A message of the assistant may hold `tool_calls` and `reasoning_content`; one of a tool, `tool_call_id` and `name`. A
-null is as if it were absent, and beside `tool_calls` so is `content`.
+null counts as absent, and with `tool_calls` `content` may be absent.
 """
 
 import json

@@ -97,7 +97,7 @@ def _job_folder() -> Path:
     if os.environ.get(FOLDER):
         return Path(os.environ[FOLDER])
     # Without a name or port of the job, the ranks were forked from one process.
-    name = os.environ.get("TORCHELASTIC_RUN_ID", "").removeprefix("none")  # torchrun's default tells nothing
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "").removeprefix("none")  # torchrun's default is the same for all jobs
     job = name or os.environ.get("MASTER_PORT") or f"fork-{os.getppid()}"
     return _open_folder(f"{job}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}")
 

@@ -15,7 +15,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from megarl.data import node_files
 from megarl.data.arrow_files import ArrowTable, is_arrow
 from megarl.data.columns import ColumnMap, Columns
 from megarl.data.fields import check_line, present_fields
-from megarl.data.messages import Message, MessageKey, conversation_of, key_of, text_of
+from megarl.data.prompt import Prompt
 from megarl.data.ragged import Ragged
 from megarl.data.sources import find_files
 from megarl.data.tables import JsonRows, json_line, lines_of_list, ragged_lines, read_text, split_lines
@@ -31,38 +31,6 @@ from megarl.errors import UsageError
 
 if TYPE_CHECKING:
     from megarl.data.conversations import Encoder
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One line of a prompt file; `index` counts the prompts from 0. `prompt` is "" in a line with `messages`."""
-
-    index: int
-    prompt: str | list[Message] = ""
-    answer: str | None = None
-    task: str | None = None
-    metadata: dict[str, Any] | None = None
-    response: str | None = None
-    messages: list[Message] | None = None
-    chosen: str | None = None
-    rejected: str | None = None
-    margin: float | None = None
-    environment: str | None = None
-
-    @property
-    def key(self) -> str | tuple[MessageKey, ...]:
-        """The prompt as a hashable value: its text, or its messages (`messages.key_of`)."""
-        return self.prompt if isinstance(self.prompt, str) else key_of(self.prompt)
-
-    @property
-    def conversation(self) -> list[Message]:
-        """The prompt as messages; a string is one user message."""
-        return conversation_of(self.key)
-
-    @property
-    def text(self) -> str:
-        """The prompt as readable text, for samples and logs."""
-        return text_of(self.conversation)
 
 
 @dataclass(frozen=True)

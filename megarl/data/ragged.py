@@ -15,9 +15,9 @@ class Ragged:
         self._view = memoryview(values)
 
     @classmethod
-    def of_rows(cls, rows: Iterable[list], dtype=np.int32) -> "Ragged":
-        """Rows of numbers, which are taken one by one."""
-        builder = RaggedBuilder(dtype)
+    def of_rows(cls, rows: Iterable[list]) -> "Ragged":
+        """Rows of int32 numbers, which are taken one by one."""
+        builder = RaggedBuilder()
         for row in rows:
             builder.add(row)
         return builder.build()

@@ -4,7 +4,8 @@ import numpy as np
 
 from megarl.data.conversations import Encoder
 from megarl.data.examples import Examples
-from megarl.data.prompts import Prompt, PromptSet, prompt_tokens
+from megarl.data.prompt import Prompt
+from megarl.data.prompts import PromptSet, prompt_tokens
 from megarl.data.ragged import Ragged, RaggedBuilder
 from megarl.errors import UsageError
 

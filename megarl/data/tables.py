@@ -77,7 +77,7 @@ class JsonRows:
     left_out: tuple[str, ...] = ()
 
     def __init__(self, lines: Ragged, where: str):
-        """Reads the lines once; UsageError at the first that is no object."""
+        """Reads the lines once; UsageError at the first that is not an object."""
         self._lines, self._where = lines, where
         columns: dict[str, set[str]] = {}
         for entry in self.rows(()):

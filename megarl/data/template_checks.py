@@ -1,4 +1,4 @@
-"""Checks at the start of a run that a conversation can go on with a chat template.
+"""Checks at the start of a run that a conversation can continue with a chat template.
 
 A template that renders an earlier turn in another way once more messages follow has the run train on what the policy
 never sees when it is used. Probes render conversations with thoughts, tool calls and several turns.
@@ -25,7 +25,7 @@ _ADVICE = (
 
 
 def check_template(encoder: Encoder, roles: Sequence[str]):
-    """Refuses a chat template with which a conversation cannot go on after messages of these roles (user, tool).
+    """Refuses a chat template with which a conversation cannot continue after messages of these roles (user, tool).
 
     A turn must stay as it was when messages follow. How a turn with calls is worded is the template's choice: some
     write the calls alone.

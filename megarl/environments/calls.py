@@ -17,7 +17,7 @@ class Call(NamedTuple):
 
 
 class Close(NamedTuple):
-    """The environment of a slot is not needed any more; there is no answer."""
+    """The environment of a slot is no longer needed; there is no answer."""
 
     slot: int
 

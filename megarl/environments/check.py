@@ -1,26 +1,35 @@
-"""Makes environments once: `python -m megarl.environments.check NAME …` prints "tools" or "none" for each.
-
-On an error it prints one line and exits with status 2. What environments print goes to stderr.
-"""
+"""The check that environments can be made, in a process of its own, so that no rank ever imports a user's module."""
 
 import os
-import sys
+from collections.abc import Sequence
 
+from megarl.child_process import Child, parent
 from megarl.environments.loading import load_factory
 from megarl.errors import UsageError
 
 
+def check_factories(names: Sequence[str]) -> dict[str, bool]:
+    """For each environment, whether it has tools. UsageError for one that cannot be made."""
+    child = Child("megarl.environments.check")
+    try:
+        child.send(list(names))
+        found = child.connection.recv()
+    except EOFError:
+        raise UsageError(f"--environment: the check ended with status {child.status()}") from None
+    finally:
+        child.end()
+    if isinstance(found, str):
+        raise UsageError(found)
+    return found
+
+
 def main():
-    """Checks the environments of the command line."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    for name in sys.argv[1:]:
-        try:
-            has_tools = _has_tools(name)
-        except UsageError as error:
-            print(error, file=answers, flush=True)
-            os._exit(2)
-        print("tools" if has_tools else "none", file=answers, flush=True)
+    """The child: answers a list of names with a dictionary, or with the text of an error."""
+    connection = parent()
+    try:
+        connection.send({name: _has_tools(name) for name in connection.recv()})
+    except UsageError as error:
+        connection.send(str(error))
     os._exit(0)
 
 

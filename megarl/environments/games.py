@@ -15,7 +15,7 @@ class GuessNumber(BaseEnvironment):
 
     The metadata may give `low` and `high`, the range (1 to 15), and `guesses`, the turns (4). The first integer of a
     turn is its guess. The reward is 1 for the right guess, which ends the episode, as the last guess does. A turn
-    without a number of the range ends it, too: were it answered, a policy could gain entropy by guesses that cost
+    without a number of the range also ends it: if it were answered, a policy could gain entropy by guesses that cost
     little. With `blind` every answer is the same, so no policy finds one of n numbers in g guesses more often than g
     times in n.
     """
@@ -25,7 +25,7 @@ class GuessNumber(BaseEnvironment):
         self._range, self._secret, self._left = range(0), 0, 0
 
     def reset(self, task: Task) -> Observation:
-        """Draws the number. ValueError if the metadata are no range or no number of guesses."""
+        """Draws the number. ValueError if the metadata are not a range and a number of guesses."""
         low, high, guesses = (_number(task.metadata, *field) for field in (("low", 1), ("high", 15), ("guesses", 4)))
         if low > high or guesses < 1:
             raise ValueError(f"metadata: low {low}, high {high}, guesses {guesses}: no range or no guess")

@@ -1,6 +1,6 @@
 """Finished steps of environments on disk, so that a run that was killed does not call tools again.
 
-A run that goes on from its last checkpoint writes the same turns again, and takes what was answered to them from here.
+A run that resumes from its last checkpoint generates the same turns again and takes the answers to them from here.
 Each replica appends to a file of its own; after a checkpoint, which has what came of the steps, the files are removed.
 """
 
@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megarl.environments.protocol import Observation, Turn
-
-RESET = -1  # number of the turn that a reset answers
 
 
 class JournalEntry(NamedTuple):

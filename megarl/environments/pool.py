@@ -1,18 +1,19 @@
 """The environments of a replica, in worker processes; the rank's process has no threads and no event loop for them.
 
-An environment that crashes, or takes too long, is made anew and brought to where it was by its earlier turns and
+An environment that crashes, or takes too long, is created again and brought to its last state by its earlier turns and
 observations; so are those that a dead process had. What still fails is reported as a failure of the episode.
 """
 
 import itertools
+import os
 import time
 from collections.abc import Sequence
 from multiprocessing import connection
 from typing import NamedTuple
 
+from megarl.child_process import Child
 from megarl.environments.calls import Answer, Call, Close
 from megarl.environments.journal import Journal, JournalEntry
-from megarl.environments.process import WorkerProcess
 from megarl.environments.protocol import Observation, Task, Turn
 from megarl.environments.turn_parsing import load_parser, parse_turn
 
@@ -41,6 +42,17 @@ class Event(NamedTuple):
     from_journal: bool
 
 
+class _Worker(Child):
+    """A process with environments; `episodes` are the numbers of those that it has."""
+
+    def __init__(self, timeout: float):
+        """`timeout`: seconds that a call of an environment may take."""
+        # Sets in the same order in each process: an environment that is played again may depend on it.
+        environment = {**os.environ, "PYTHONHASHSEED": "0"}
+        super().__init__("megarl.environments.worker", repr(timeout), environment=environment)
+        self.episodes: set[int] = set()
+
+
 class _Episode:
     """An open episode, and the call that its environment has to answer."""
 
@@ -48,7 +60,7 @@ class _Episode:
         self.number, self.name, self.task, self.key = number, name, task, key
         self.turns: list[Turn] = []
         self.observations: list[Observation] = []
-        self.process: WorkerProcess | None = None  # that has its environment; None: it must be made anew
+        self.process: _Worker | None = None  # that has its environment; None: it must be created again
         self.replayable = True  # until its environment says otherwise
         self.ticket: int | None = None  # of the pending call
         self.deadline = 0.0
@@ -68,7 +80,7 @@ class EnvironmentPool:
         """`journal`: keeps answers, and gives those that it has; None: every answer comes from an environment."""
         self.options, self.journal = options, journal
         self._parser = load_parser(options.parser)
-        self._processes: list[WorkerProcess | None] = [None] * options.workers
+        self._processes: list[_Worker | None] = [None] * options.workers
         self._episodes: dict[int, _Episode] = {}
         self._tickets, self._pending = itertools.count(), {}  # ticket -> episode
         self._events: list[Event] = []
@@ -143,10 +155,10 @@ class EnvironmentPool:
         turns, before = tuple(episode.turns), tuple(episode.observations)
         episode.process.send(Call(episode.ticket, episode.number, episode.name, episode.task, turns, before))
 
-    def _least_busy(self) -> WorkerProcess:
+    def _least_busy(self) -> _Worker:
         for slot, process in enumerate(self._processes):
             if process is None:
-                self._processes[slot] = WorkerProcess(self.options.timeout)
+                self._processes[slot] = _Worker(self.options.timeout)
                 return self._processes[slot]
         return min(filter(None, self._processes), key=lambda process: len(process.episodes))
 
@@ -183,7 +195,7 @@ class EnvironmentPool:
             self._replace(process, "its process was replaced, since another environment was stuck", is_late=False)
 
     def _leave_process(self, episode: _Episode):
-        """Has the episode's environment be made anew when it is needed."""
+        """Marks the episode's environment to be created again when it is needed."""
         if episode.process is not None:
             episode.process.episodes.discard(episode.number)
             episode.process.send(Close(episode.number))
@@ -199,7 +211,7 @@ class EnvironmentPool:
             episode.restarts += 1
             self._send(episode)
 
-    def _replace(self, process: WorkerProcess, reason: str, is_late: bool):
+    def _replace(self, process: _Worker, reason: str, is_late: bool):
         """Ends a process; the episodes that wait for it are played again in another one."""
         process.end()
         self._processes[self._processes.index(process)] = None

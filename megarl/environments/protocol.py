@@ -41,7 +41,7 @@ class Turn:
     content: str  # the text without reasoning and calls
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
-    errors: tuple[str, ...] = ()  # why a text that looks like a call is none
+    errors: tuple[str, ...] = ()  # why a text that looks like a call is not valid
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,12 @@ from megarl.errors import UsageError
 from megarl.rewards import sandbox
 from megarl.rewards.sandbox import Limits, Outcome
 
+LIMITS = Limits(seconds=10.0, memory_mb=512, output_bytes=1 << 16)
 MAX_OUTPUT = 4000  # characters of an answer
 _ENDED = {"timeout": "the time limit", "memory": "the memory limit", "output": "the limit of output"}
 
 
-def python_tool(limits: Limits = Limits(seconds=10.0, memory_mb=512, output_bytes=1 << 16)) -> ToolEnvironment:
+def python_tool() -> ToolEnvironment:
     """An environment with the tool `python(code)`; the verifiers of `--reward` score the answer.
 
     A program sees nothing of earlier ones. Its time is wall-clock time: what a program does shortly before its limit
@@ -24,7 +25,7 @@ def python_tool(limits: Limits = Limits(seconds=10.0, memory_mb=512, output_byte
     if reason:
         raise UsageError(f"the tool python: this machine allows no sandbox: {reason}; see docs/sandbox.md")
     # The tool's own limit ends a program; the environment's is only for a machine that is too slow to start one.
-    return ToolEnvironment([program_runner(limits)], timeout=limits.seconds + 30.0)
+    return ToolEnvironment([program_runner(LIMITS)], timeout=LIMITS.seconds + 30.0)
 
 
 def program_runner(limits: Limits) -> Callable[[str], str]:

@@ -130,7 +130,7 @@ def _reasoning(text: str) -> tuple[str, str]:
 
 
 def _sound(found: list[Call]) -> tuple[list[Call], list[str]]:
-    """Calls with which a program can do as it likes, and why the others are none."""
+    """The valid calls of a turn, as a program can use them, and why the others are not valid."""
     calls: list[Call] = []
     errors: list[str] = []
     for call in found:

@@ -6,24 +6,21 @@ are plain functions run in threads. It ends when the socket closes, and with its
 
 import asyncio
 import contextlib
-import ctypes
 import inspect
 import os
 import queue
-import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
-from megarl import stop_signals
+from megarl.child_process import parent
 from megarl.environments.calls import Answer, Call, Close
 from megarl.environments.loading import load_factory
 from megarl.environments.protocol import Environment, Observation, resolved
 from megarl.environments.validation import checked
 
-_PR_SET_PDEATHSIG = 1
 THREADS = 512  # of plain methods; started when they are needed
 
 
@@ -127,11 +124,7 @@ class Worker:
 
 def main():
     """Serves until the pool is gone, then ends at once, whatever threads are left."""
-    stop_signals.outlive()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    connection = Connection(int(sys.argv[1]))
-    os.set_inheritable(connection.fileno(), False)
+    connection = parent()
 
     async def serve():
         await Worker(connection, float(sys.argv[2])).serve()

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megarl.number_ranges import ranges_text
 from megarl.observe.files import write_atomically
-from megarl.observe.terminal import table
+from megarl.observe.terminal import ranges_text, table
 
 FOLDER, RECORDER = "hang", "flight_recorder"
 LAST = 12  # collectives in the text

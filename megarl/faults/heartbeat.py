@@ -255,7 +255,7 @@ class Heartbeat:
 
 
 def report_failure():
-    """Tells the other ranks' signal handlers that this rank has failed, if the store still answers, and status.json."""
+    """Reports to the other ranks' signal handlers (if the store answers) and status.json that this rank failed."""
     if _running is not None:
         _running.end_status(status_file.FAILED)
     if dist.is_initialized():

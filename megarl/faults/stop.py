@@ -1,8 +1,8 @@
 """Stops a run at a step's end after SIGTERM, SIGINT or SIGUSR1: all ranks agree on the step, without a collective.
 
 The signals may reach one rank or all, in different steps. Whether step N begins is one entry of the rendezvous store:
-the first rank that comes to it writes "go", a rank with a signal writes "stop" to the first step that nobody has begun.
-Nobody waits; a step costs each rank one request.
+the first rank that comes to it writes "go", a rank with a signal writes "stop" to the first step that no rank has
+begun. No rank waits; a step costs each rank one request.
 
 A signal is read by a thread from a pipe: Python's own handlers run only when the main thread returns from native code,
 which a collective may never do.

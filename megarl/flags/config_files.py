@@ -1,11 +1,12 @@
 """Config files: YAML mappings of flag names to values, merged and turned into command-line tokens."""
 
+import re
 from collections.abc import Callable
 
 import yaml
 
 from megarl import bundled
-from megarl.errors import UsageError
+from megarl.errors import ArgumentParser, UsageError
 from megarl.flags.role_flags import OFF
 
 
@@ -15,12 +16,7 @@ def read(paths: list[str]) -> dict[str, object]:
     Raises:
         UsageError: a file cannot be read, or is not a mapping of flag names to values.
     """
-    merged = {}
-    for path in paths:
-        for key, value in _content(path).items():
-            merged.pop(key, None)
-            merged[key] = value
-    return merged
+    return {key: value for key, (value, _) in _merged(paths).items()}
 
 
 def tokens(values: dict[str, object], own: dict[str, type], is_other: Callable[[str], bool]) -> list[str]:
@@ -31,6 +27,45 @@ def tokens(values: dict[str, object], own: dict[str, type], is_other: Callable[[
         is_other: whether a key belongs to another program and is ignored.
     """
     return [token for key, value in values.items() if not is_other(key) for token in _tokens(key, value, own)]
+
+
+def with_sources(error: UsageError, argv: list[str], defaults: dict[str, object]) -> UsageError:
+    """An error that also says which of the flags in its message come from config files, and how to undo that.
+
+    Args:
+        argv: the program's command line. The flags in it win over those of its config files.
+        defaults: of megarl's own flags, without leading dashes.
+    """
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", nargs="+", action="extend", default=[])
+    try:
+        merged = _merged(parser.parse_known_args(argv)[0].config)
+    except UsageError:  # the error is about these files
+        return error
+    on_command_line = {token.partition("=")[0] for token in argv}
+    message, notes = str(error), []
+    for flag in dict.fromkeys(re.findall(r"--[a-z0-9-]+", message.partition("; did you mean")[0])):
+        key = flag.removeprefix("--")
+        if key in merged and flag not in on_command_line:
+            value, path = merged[key]
+            default = defaults.get(key)
+            undo = "null in a later file unsets it" if default is None else f"the default is {flag} {_text(default)}"
+            notes.append(f"{flag} {_text(value)} is set in {path}; {undo}")
+    return UsageError(f"{message} ({'; '.join(notes)})", error.speaker) if notes else error
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _merged(paths: list[str]) -> dict[str, tuple[object, str]]:
+    """Key -> its value in the last of the files that has it, and that file."""
+    merged: dict[str, tuple[object, str]] = {}
+    for path in paths:
+        for key, value in _content(path).items():
+            merged.pop(key, None)
+            merged[key] = value, path
+    return merged
 
 
 def _content(path: str) -> dict[str, object]:

@@ -11,7 +11,7 @@ TOKENIZERS = ("SentencePieceTokenizer", "HuggingFaceTokenizer")
 
 @dataclasses.dataclass(frozen=True)
 class DataSettings:
-    """Where prompts come from, and how text becomes tokens."""
+    """Prompts and tokenizers."""
 
     prompts: str | None = flag(None, f"training prompts: {_FILES}", programs=TRAINING)
     eval_prompts: str | None = flag(None, f"held-out prompts: {_FILES}", programs=DATA, when="evaluates")

@@ -27,13 +27,13 @@ def _is_step_range(text: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class DebugSettings:
-    """Which rollouts are kept or replayed, which half of a run is left out, and which steps are profiled."""
+    """Debugging: saved rollouts, half a run, profiles."""
 
     save_rollouts: bool = flag(False, "write the responses of each step to rollouts/step_N in --save")
     load_rollouts: str | None = flag(None, "run folder, or its rollouts folder, whose saved responses"
                                      " --debug-train-only trains on")  # fmt: skip
     debug_train_only: bool = flag(False, "no engine and no generation: each step trains on its responses in"
-                                  " --load-rollouts, with rewards computed anew")  # fmt: skip
+                                  " --load-rollouts, with rewards computed again")  # fmt: skip
     debug_rollout_only: bool = flag(False, "generate and score, without critic, reference, optimizer and updates")
     profile_steps: str | None = flag(None, "steps to profile, as '3' or '3-5': operators and phases of --profile-ranks"
                                      " go to profile/ in --save", _is_step_range, "a step or a range of steps, as 3-5",

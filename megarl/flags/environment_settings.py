@@ -9,7 +9,7 @@ CREDITS = ("episode", "turns")
 
 @dataclasses.dataclass(frozen=True)
 class EnvironmentSettings:
-    """The values of the flags."""
+    """Environments and tools."""
 
     environment: str | None = flag(None, "environment that answers the policy's turns: a built-in name or"
                                     " package.module:factory; a prompt's field environment names another for its"
@@ -18,8 +18,8 @@ class EnvironmentSettings:
     max_turn_length: int | None = positive(None, "tokens of a turn; --max-response-length holds all turns and"
                                             " observations; default: only that", programs=GENERATING,
                                             when="environment")  # fmt: skip
-    max_observation_length: int = positive(1024, "tokens of a message that the environment adds; a longer one is cut"
-                                            " in the middle, visibly", programs=GENERATING,
+    max_observation_length: int = positive(1024, "tokens of a message that the environment adds; of a longer one the"
+                                            " middle is cut out and marked", programs=GENERATING,
                                             when="environment")  # fmt: skip
     tool_call_parser: str = flag("hermes", "form of tool calls in the policy's text: hermes (Hermes, Qwen), json, or"
                                   " package.module:function", programs=GENERATING, when="environment")  # fmt: skip
@@ -27,11 +27,11 @@ class EnvironmentSettings:
                                          programs=GENERATING, when="environment")  # fmt: skip
     environment_timeout: float = positive(120.0, "seconds that reset and each step of an environment may take",
                                            programs=GENERATING, when="environment")  # fmt: skip
-    environment_retries: int = not_negative(1, "how often an episode whose environment crashed or was late is played"
-                                             " again in a new one", programs=GENERATING,
+    environment_retries: int = not_negative(1, "how often an episode is repeated in a new environment after a crash or"
+                                             " a time-out", programs=GENERATING,
                                              when="environment")  # fmt: skip
     environment_max_failures: float = fraction(0.05, "share of the latest 1,000 episodes that may fail before the run"
-                                                " stops; failed ones are left out of the training",
+                                                " stops; failed ones are excluded from training",
                                                 programs=GENERATING, when="environment")  # fmt: skip
     credit: str = one_of("episode", CREDITS, "what a turn is rewarded with: episode (one advantage for all turns), or"
                           " turns (its return-to-go against that of the other samples at the same turn); see"

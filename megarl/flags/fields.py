@@ -1,6 +1,7 @@
 """Fields of settings: each is a flag with its help text, allowed values, programs, and when it has an effect."""
 
 import dataclasses
+import urllib.parse
 from collections.abc import Callable
 
 # Programs that share flags.
@@ -35,6 +36,18 @@ def not_negative(default, text, **kw):
 
 def fraction(default, text, **kw):
     return flag(default, text, lambda v: 0 <= v <= 1, "between 0 and 1", **kw)
+
+
+def address(text, **kw):
+    return flag(None, text, _is_address, "http://host:port/path, or https", **kw)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a wrong port, or brackets
+        return False
 
 
 def one_of(default, names: tuple[str, ...], text, **kw):

@@ -1,18 +1,30 @@
 """The low-rank factors of each role, by megarl's own flags."""
 
 import types
+from typing import TYPE_CHECKING
 
 from megarl.errors import UsageError
-from megarl.lora import ALL_LINEAR, LATENT_TARGETS, LoRASettings, parse_targets
 
+if TYPE_CHECKING:
+    from megarl.mcore.lora.settings import LoRASettings
+
+ALL_LINEAR = "all-linear"
+# Those of `megarl.mcore.lora.settings`, whose import takes seconds: it imports Megatron.
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+           "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")  # fmt: skip
 FLAGS = ("lora_rank", "lora_alpha", "lora_rslora", "lora_targets", "lora_adapter")
 QUERY_LATENT = ("q_a_proj", "q_b_proj")
 OF_ADAPTER = ("lora_alpha", "lora_rslora", "lora_targets")  # an adapter's folder gives them
 
 
+def are_targets(text: str) -> bool:
+    """Whether the text names layers that can have factors."""
+    return text == ALL_LINEAR or {name.strip() for name in text.split(",")} <= {*TARGETS}
+
+
 def lora_of_roles(
     chosen: dict[str, dict], megatron: dict, hf_models: dict, trained: tuple[str, ...]
-) -> dict[str, LoRASettings | None]:
+) -> "dict[str, LoRASettings | None]":
     """The factors of each role; None for a role that trains all of its weights, or none.
 
     Args:
@@ -38,7 +50,9 @@ def lora_of_roles(
     return found
 
 
-def _settings_of(role: str, role_settings, args, hf_model) -> LoRASettings | None:
+def _settings_of(role: str, role_settings, args, hf_model) -> "LoRASettings | None":
+    from megarl.mcore.lora.settings import LoRASettings  # imports Megatron
+
     rank, alpha, text = role_settings.lora_rank, role_settings.lora_alpha, role_settings.lora_targets
     if rank is None and role_settings.lora_adapter is None:
         return None
@@ -56,7 +70,7 @@ def _require_local_layers(role: str, args):
                          "--lora-adapter")  # fmt: skip
 
 
-def _of_adapter(role: str, role_settings, args, hf_model) -> LoRASettings:
+def _of_adapter(role: str, role_settings, args, hf_model) -> "LoRASettings":
     """The factors of a PEFT adapter; a larger `--lora-rank` keeps their scale."""
     from megarl.mcore.lora.peft_files import read_adapter  # imports Megatron
 
@@ -65,7 +79,7 @@ def _of_adapter(role: str, role_settings, args, hf_model) -> LoRASettings:
         raise UsageError(f"--lora-adapter {path}: the {role} needs --hf-model, whose modules it names")
     for name in (name for name in OF_ADAPTER if getattr(role_settings, name)):
         raise UsageError(f"--{name.replace('_', '-')}: --lora-adapter {path} gives it; leave it out")
-    stored = read_adapter(path, "--lora-adapter", args, hf_model.family).lora
+    stored = read_adapter(path, args, hf_model.family).lora
     if rank is None:
         return stored
     if rank < stored.rank:
@@ -74,6 +88,8 @@ def _of_adapter(role: str, role_settings, args, hf_model) -> LoRASettings:
 
 
 def _targets(role: str, text: str | None, args) -> tuple[str, ...]:
+    from megarl.mcore.lora.settings import parse_targets  # imports Megatron
+
     targets, missing = parse_targets(text or ALL_LINEAR), _missing(args)
     if text not in (None, ALL_LINEAR):
         for name in (name for name in targets if name in missing):
@@ -84,6 +100,7 @@ def _targets(role: str, text: str | None, args) -> tuple[str, ...]:
 def _missing(args) -> dict[str, str]:
     """The targets that a model does not have, and what they need."""
     from megarl.mcore.config.model_flags import is_gated  # imports Megatron
+    from megarl.mcore.lora.settings import LATENT_TARGETS
 
     found = {} if is_gated(args) else {"gate_proj": "a gated MLP, as of --swiglu"}
     if not args.multi_latent_attention:

@@ -13,10 +13,10 @@ MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,199}")
 
 @dataclasses.dataclass(frozen=True)
 class ServerSettings:
-    """Where the server listens, who may ask, and how much."""
+    """Generation server."""
 
     serve_policy: bool = flag(False, "answer requests with the policy between its updates, as megarl.serve does")
-    host: str = flag("127.0.0.1", "address that the server listens on; others than loopback need --api-key-file",
+    host: str = flag("127.0.0.1", "address that the server listens on; non-loopback addresses need --api-key-file",
                      **BOTH)  # fmt: skip
     port: int = flag(8000, "port that the server listens on; 0: a free one", lambda v: 0 <= v < 65536, "0 to 65535",
                      **BOTH)  # fmt: skip
@@ -29,7 +29,7 @@ class ServerSettings:
     weights_folder: str | None = flag(None, "folder from which /admin/weights may load; default: none may be loaded",
                                       programs=SERVE)  # fmt: skip
     serve_routes: bool = flag(False, "record expert routes, so that /generate can return them", programs=SERVE)
-    max_queue: int = not_negative(1024, "requests that may wait for the ranks; more are refused", **BOTH)
+    max_queue: int = not_negative(1024, "requests that may wait for the ranks; further requests are refused", **BOTH)
     max_body_mb: float = positive(16.0, "largest body of a request, MiB", **BOTH)
     max_choices: int = positive(64, "largest n of a request", **BOTH)
     max_stops: int = positive(16, "most stop strings of a request", **BOTH)

@@ -24,17 +24,17 @@ from megarl.flags.fields import (
     ROLLOUT,
     SUPERVISED,
     TRAINING,
+    address,
     flag,
     fraction,
     not_negative,
     one_of,
     positive,
 )
+from megarl.flags.lora import ALL_LINEAR, TARGETS, are_targets
 from megarl.flags.report_settings import ReportSettings
 from megarl.flags.server_settings import ServerSettings
 from megarl.flags.tracker_settings import TrackerSettings
-from megarl.kernel_names import KERNELS
-from megarl.lora import ALL_LINEAR, TARGETS, are_targets
 from megarl.observe.alarms import DEFAULT_ALARMS, are_alarms
 from megarl.rewards.expression import NAMES
 
@@ -96,7 +96,7 @@ class Settings(
                                when="format")  # fmt: skip
     reward_length: int = positive(256, "length: tokens up to which a response gets the full reward",
                                    programs=GENERATING, when="length")  # fmt: skip
-    reward_url: str | None = flag(None, "remote: URL of the HTTP scoring service", programs=GENERATING, when="remote")
+    reward_url: str | None = address("remote: URL of the HTTP scoring service", programs=GENERATING, when="remote")
     reward_retries: int = not_negative(3, "remote: retries of a failed request, with back-off", programs=GENERATING,
                                         when="remote")  # fmt: skip
     reward_concurrency: int = positive(8, "remote: concurrent requests", programs=GENERATING, when="remote")
@@ -144,7 +144,7 @@ class Settings(
                                       " same to the bit", when="engine")  # fmt: skip
     rollout_bank: str | None = flag(None, "folder that keeps the finished responses of steps without a checkpoint, so"
                                      " that a run that was killed generates only the rest", when="engine")  # fmt: skip
-    rollout_server: str | None = flag(None, "address of a generation server (megarl.serve) that writes the responses",
+    rollout_server: str | None = address("address of a generation server (megarl.serve) that writes the responses",
                                       programs="evaluate")  # fmt: skip
     rollout_server_key_file: str | None = flag(None, "file with the server's API key", programs="evaluate",
                                           when="rollout_server")  # fmt: skip
@@ -169,9 +169,9 @@ class Settings(
     overlong_buffer: int = not_negative(0, "tokens before --max-response-length over which the length penalty grows"
                                          " (2503.14476 eq. 13); 0: no penalty")  # fmt: skip
     overlong_penalty: float = positive(1.0, "penalty of a response of --max-response-length tokens", when="overlong")
-    mask_truncated_responses: bool = flag(False, "leave responses that --max-response-length cut out of the losses of"
-                                           " actor and critic (2503.14476 §3.4); their rewards stay in the group's"
-                                           " baseline")  # fmt: skip
+    mask_truncated_responses: bool = flag(False, "exclude responses that --max-response-length truncated from the"
+                                           " losses of actor and critic (2503.14476 §3.4); their rewards stay in"
+                                           " the group's baseline")  # fmt: skip
     # Advantages.
     advantage: str = flag("gae", f"advantage estimator: {', '.join(ESTIMATORS)}, or package.module:function")
     gamma: float = fraction(1.0, "discount γ (1506.02438)", when="estimator:gamma")
@@ -201,7 +201,7 @@ class Settings(
     kl_estimator: str = one_of("k1", KL_KINDS, "KL estimator: k1, k2, k3 (joschu.net/blog/kl-approx.html); k1+, k3+:"
                                 " with the gradient of k2", when="kl")  # fmt: skip
     kl_controller: str = one_of("fixed", ("fixed", "adaptive"), "fixed or adaptive β (1909.08593 §2.2)", when="kl")
-    kl_target: float | None = positive(None, "KL per response, in nats, that the adaptive β aims at (1909.08593)",
+    kl_target: float | None = positive(None, "target KL per response of the adaptive β, in nats (1909.08593)",
                                         when="adaptive")  # fmt: skip
     kl_horizon: float = positive(10000, "horizon of the adaptive β, responses (1909.08593)", when="adaptive")
     # Rollout correction.
@@ -213,13 +213,13 @@ class Settings(
     rollout_correction_floor: float | None = positive(None, "icepop: smallest importance ratio", when="icepop")
     # Router replay (mixture of experts).
     router_replay: str = one_of("none", REPLAYS, "replay expert routes in the actor's training: those of the old"
-                                 " log-probs (R2) or of the rollout (R3); none: route anew (2510.11370)")  # fmt: skip
-    router_replay_reference: bool = flag(False, "the reference replays the rollout's routes, too", when="routes")
+                                 " log-probs (R2) or of the rollout (R3); none: no replay (2510.11370)")  # fmt: skip
+    router_replay_reference: bool = flag(False, "the reference also replays the rollout's routes", when="routes")
     router_probe_interval: int = not_negative(0, "steps between probes of the log-prob gap with and without router"
                                                " replay; 0: none", when="routes")  # fmt: skip
     max_tokens_per_microbatch: int = positive(16384, "maximum tokens of a micro-batch; may differ per role",
                                                programs=TRAINING, roles=MODELS)  # fmt: skip
-    # Low-rank factors.
+    # LoRA.
     lora_rank: int | None = positive(None, "train low-rank factors of this rank instead of the weights (2106.09685);"
                                       " may differ per role; default: all weights", programs=TRAINING,
                                       roles=TRAINED)  # fmt: skip
@@ -257,19 +257,16 @@ class Settings(
                         are_alarms, programs=TRAINING)  # fmt: skip
     max_skipped_steps: int = not_negative(20, "end the run after this many steps in a row with a skipped update; 0:"
                                            " never", programs=TRAINING)  # fmt: skip
-    tune: str = one_of("auto", ("auto", "off", "fresh"), "choose kernels and threads on a CPU by measuring: auto: once"
-                        " for a machine and model shape; fresh: again; off: do not", programs=ALL)  # fmt: skip
-    kernels: str = one_of("auto", ("auto", *KERNELS), "kernels in fp32 on a CPU: compiled ones, or PyTorch's operators"
-                           " with products by oneDNN or BLAS; auto: see --tune", programs=ALL)  # fmt: skip
-    parallel_work: int | None = positive(None, "multiply-adds from which a compiled kernel uses all threads; default:"
-                                          " see --tune", programs=ALL)  # fmt: skip
+    kernels: str = one_of("auto", ("auto", "compiled", "onednn", "blas"), "kernels in fp32 on a CPU: compiled ones, or"
+                           " PyTorch's operators with products by oneDNN or BLAS; auto: the first of them that all"
+                           " ranks can use with a gap of 0", programs=ALL)  # fmt: skip
     exact_rollout: bool = flag(False, "on CUDA, run kernels that make rollout log-probs equal those of training to the"
                                 " last bit, at some cost in speed (docs/exactness.md); on a CPU all kernels do, so that"
                                 " this changes nothing", programs=ROLLOUT, when="engine")  # fmt: skip
     deterministic: bool = flag(False, "use deterministic kernels; fails where none exists", programs=ALL)
     save: str | None = flag(None, "run folder for metrics, samples, report and checkpoints", programs=DATA)
     save_interval: int = not_negative(0, "steps between checkpoints; 0: only at the end", programs=TRAINING)
-    async_save: bool = flag(False, "write checkpoints beside the training, from a copy in host memory",
+    async_save: bool = flag(False, "write checkpoints during training, from a copy in host memory",
                              programs=TRAINING, when="saved")  # fmt: skip
     keep_last: int = not_negative(0, "checkpoints to keep besides the best one: the newest; 0: all", programs=TRAINING,
                                    when="saved")  # fmt: skip

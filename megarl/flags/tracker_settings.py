@@ -17,7 +17,7 @@ def _is_plain(text: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class TrackerSettings:
-    """Which trackers a run has, and under which names it appears there."""
+    """Trackers, and the names of a run there."""
 
     trackers: str = flag("tensorboard", "where metrics go besides metrics.jsonl: names with commas among "
                          f"{', '.join(NAMES)}; or {NONE}", are_names,

@@ -230,14 +230,9 @@ def _patch_torch():
 def _patch_megatron():
     """Patches the few calls that test for a GPU kernel instead of a device."""
     import megatron.core.inference.communication_utils as communication
-    from megatron.core.inference.contexts import dynamic_context
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer import attention
     from megatron.core.transformer.moe import token_dispatcher
 
-    # The check only guards the kernel that mcore/attention/packed_attention.py replaces.
-    attention.is_fa_min_version = lambda *_: True
-    dynamic_context.triton_append_key_value_cache = None
     communication._is_cuda = _no_op()
     # Megatron leaves split sizes that are on the CPU as tensors, which all_to_all_single does not accept.
     token_dispatcher.maybe_move_tensor_to_cpu = _as_numpy

@@ -13,16 +13,13 @@ from megarl.mcore import device
 
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 NEEDS_NONE = 10  # compute capability from which the order of launches is kept without it
-NVML = "libnvidia-ml.so.1"
+NVML = "libnvidia-ml.so.1"  # of the driver
 
 
-def capability(library: str = NVML) -> int | None:
-    """Returns the major compute capability of the node's first device, without starting CUDA; None: not known.
-
-    `library`: of the driver.
-    """
+def capability() -> int | None:
+    """Returns the major compute capability of the node's first device, without starting CUDA; None: not known."""
     try:
-        nvml = ctypes.CDLL(library)
+        nvml = ctypes.CDLL(NVML)
     except OSError:
         return None
     handle, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()

@@ -16,9 +16,9 @@ class MetricsWriter:
     """Appends one line per step to `directory/metrics.jsonl` and hands the scalars to trackers (`observe/trackers/`).
 
     directory    the run's directory; made when missing.
-    resume_step  None starts anew: `start_fresh` moves the files of an older run aside. An integer resumes after that
-                 step: lines of later steps, written before the interruption, are dropped and hidden in TensorBoard,
-                 so that every step has one line.
+    resume_step  None starts a new run: `start_fresh` moves the files of an older run aside. An integer resumes after
+                 that step: lines of later steps, written before the interruption, are dropped and hidden in
+                 TensorBoard, so that every step has one line.
     trackers     TensorBoard in `directory/tensorboard` by default.
 
     Only one process may write to a directory (rank 0).
@@ -91,6 +91,12 @@ def read_metrics(path: Path) -> list[dict]:
     or another line is not a JSON object with an integer `step` (the message gives its number).
     """
     return [record for _, record in _read_lines(Path(path))]
+
+
+def series(rows: list[dict], name: str) -> tuple[list[int], list[float]]:
+    """(steps, values) of one metric, without the steps where it is missing or not finite."""
+    pairs = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    return [step for step, _ in pairs], [value for _, value in pairs]
 
 
 def lines_after(path: Path, last_step: int) -> bytes:

@@ -4,7 +4,6 @@
 it, `actor/update` and so on. `….txt` beside it lists the operators that took most time in each phase.
 """
 
-import bisect
 import contextlib
 import os
 from collections import defaultdict
@@ -65,10 +64,10 @@ def table(events, phases: set[str], memory: bool = False) -> str:
     found: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0, 0.0, 0.0, 0]))
     # A kernel's time is in the operator that started it; a GPU's own events would count it twice.
     events = [event for event in events if event.device_type == DeviceType.CPU]
-    ranges = _Ranges([event for event in events if event.name in phases])
+    ranges = [event for event in events if event.name in phases]
     for event in events:
         if event.name not in phases:
-            row = found[ranges.innermost(event.time_range.start)][event.name]
+            row = found[_innermost(ranges, event.time_range.start)][event.name]
             row[0] += 1
             row[1] += event.self_cpu_time_total
             row[2] += event.self_device_time_total
@@ -102,29 +101,7 @@ def _aligned(rows: list[list[str]], memory: bool) -> list[str]:
     ]
 
 
-class _Ranges:
-    """Which of some nested ranges is open at a time."""
-
-    def __init__(self, events: list):
-        """`events`: begin and end one inside the other, as phases do."""
-        changes: list[tuple[float, str]] = []
-        open_: list[tuple[float, str]] = []  # end, name
-        for event in sorted(events, key=lambda event: (event.time_range.start, -event.time_range.end)):
-            self._close(open_, event.time_range.start, changes)
-            open_.append((event.time_range.end, event.name))
-            changes.append((event.time_range.start, event.name))
-        self._close(open_, float("inf"), changes)
-        self._starts = [start for start, _ in changes]
-        self._names = [name for _, name in changes]
-
-    @staticmethod
-    def _close(open_: list[tuple[float, str]], now: float, changes: list[tuple[float, str]]):
-        """Ends the ranges that end up to now."""
-        while open_ and open_[-1][0] <= now:
-            end, _ = open_.pop()
-            changes.append((end, open_[-1][1] if open_ else OUTSIDE))
-
-    def innermost(self, time: float) -> str:
-        """Name of the innermost range that is open."""
-        i = bisect.bisect_right(self._starts, time) - 1
-        return self._names[i] if i >= 0 else OUTSIDE
+def _innermost(ranges: list, time: float) -> str:
+    """Name of the innermost of these events, one inside the other as phases are, that is open at a time."""
+    found = [event for event in ranges if event.time_range.start <= time < event.time_range.end]
+    return max(found, key=lambda event: (event.time_range.start, -event.time_range.end)).name if found else OUTSIDE

@@ -1,28 +1,28 @@
-"""The report of a run: report.png (curves), and report.html, one file that shows curves, samples, time line, settings.
+"""The report of a run: report.png (curves), and report.html, one file that shows curves, samples and settings.
 
-Needs only metrics.jsonl; settings.yaml, samples/, tokens/ and timeline.json are shown if they exist. It can be made
-while the job is training: `python tools/report.py RUN`.
+Needs only metrics.jsonl; settings.yaml, samples/ and tokens/ are shown if they exist. It can be made while the job is
+training: `python tools/report.py RUN`.
 """
 
-import argparse
 import base64
 import hashlib
 import html
 import json
 import re
-import sys
 from pathlib import Path
 
-from megarl.errors import ArgumentParser, UsageError
-from megarl.observe import report_facts, report_samples, report_settings, report_timeline
+from megarl.errors import UsageError
+from megarl.observe import report_facts, report_samples, report_settings
 from megarl.observe.files import write_atomically
 from megarl.observe.metrics_file import FILE_NAME, read_metrics
 from megarl.observe.report_curves import curves
 from megarl.observe.report_figure import draw_report
+from megarl.observe.timeline import TIMELINE_FILE
 
 PAGE = Path(__file__).with_name("report_page")
-SCRIPTS = ("base.js", "chart.js", "curves.js", "samples.js", "timeline.js", "settings.js")
-TIMELINE = "timeline.json"
+STYLES = ("vendor/uPlot.min.css", "page.css")
+SCRIPTS = ("base.js", "vendor/uPlot.iife.min.js", "chart.js", "curves.js", "samples.js", "settings.js")
+LICENSE = "vendor/LICENSE"  # of uPlot: every copy has it
 
 
 def write_report(run_directory: Path) -> tuple[Path, Path]:
@@ -59,16 +59,14 @@ def _data(directory: Path, rows: list[dict], against: Path | None = None, others
     """`report_data` from the metrics of the run and of the other one, `others`."""
     settings = report_settings.read_settings(directory)
     other = None if against is None else report_settings.read_settings(against)
-    trace, names = directory / TIMELINE, _names(directory, against)
-    roles = report_settings.ranks_of_roles(settings)
+    names = _names(directory, against)
     return {
         "name": names[0],
         "facts": report_facts.facts(rows, settings),
         "run": _curves_of(names[0], rows),
         "other": None if against is None else _curves_of(names[1], others),
         "samples": report_samples.samples(directory, rows),
-        "timeline": report_timeline.timeline(trace, roles) if trace.is_file() else None,
-        "shares": report_timeline.shares(rows),
+        "timeline": TIMELINE_FILE if (directory / TIMELINE_FILE).is_file() else None,
         "settings": report_settings.table(settings, other),
     }
 
@@ -105,7 +103,7 @@ def _names(directory: Path, against: Path | None) -> tuple[str, str | None]:
 
 
 def _curves_of(name: str, rows: list[dict]) -> dict:
-    found = {"name": name, "first": rows[0]["step"], "last": rows[-1]["step"], "count": len(rows)}
+    found = {"name": name, "first": rows[0]["step"], "last": rows[-1]["step"]}
     return found | curves(rows)
 
 
@@ -115,8 +113,8 @@ def page_of(data: dict) -> str:
     Its policy (Content-Security-Policy) lets the browser run this page's script and style alone, and load nothing.
     The data are JSON without a character that HTML could read as markup; the script writes them as text.
     """
-    style = (PAGE / "page.css").read_text(encoding="utf-8")
-    script = "\n".join((PAGE / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    style = "\n".join(map(_page_file, STYLES))
+    script = "\n".join([*map(_page_file, SCRIPTS), f"/* uPlot:\n{_page_file(LICENSE)}*/"])
     policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'; "
     parts = {
         "title": html.escape(f"Report of {data['name']}"),
@@ -126,8 +124,11 @@ def page_of(data: dict) -> str:
         "data": embedded_json(data),
     }
     # One pass: a text of the data that looks like a placeholder stays what it is.
-    template = (PAGE / "page.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _page_file("page.html"))
+
+
+def _page_file(name: str) -> str:
+    return (PAGE / name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:
@@ -138,53 +139,3 @@ def embedded_json(data: object) -> str:
     """ASCII JSON that holds no `<`, `>` or `&`, so it can neither end a script element nor open one."""
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _steps(text: str) -> tuple[int, int]:
-    first, dash, last = text.partition("-")
-    if not (dash and first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
-        raise UsageError(f"--steps {text}: allowed is FIRST-LAST, as 100-200")
-    return int(first), int(last)
-
-
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The command line, checked. Raises UsageError."""
-    parser = ArgumentParser(prog="report", allow_abbrev=False,
-                            description="Makes the report of a run, which may still be training.")  # fmt: skip
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, which holds metrics.jsonl")
-    parser.add_argument("--against", type=Path, metavar="RUN", help="another run: overlaid curves, changed settings")
-    parser.add_argument("--steps", metavar="FIRST-LAST", help="steps that the report covers; default: all")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write the page; default: report.html, and "
-                        "report.png, in RUN, or report-against-NAME.html with --against")  # fmt: skip
-    arguments = parser.parse_args(argv)
-    arguments.steps = _steps(arguments.steps) if arguments.steps else None
-    for flag, folder in (("RUN", arguments.run), ("--against", arguments.against)):
-        if folder is not None and not (folder / FILE_NAME).is_file():
-            raise UsageError(f"{flag} {folder}: not the folder of a run, it has no {FILE_NAME}")
-    if arguments.against and arguments.against.resolve() == arguments.run.resolve():
-        raise UsageError(f"--against {arguments.against}: allowed is another run than {arguments.run}")
-    if arguments.out and not arguments.out.parent.is_dir():
-        raise UsageError(f"--out {arguments.out}: no such folder {arguments.out.parent}")
-    return arguments
-
-
-def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit status: 0, or 2 with one line on stderr for wrong input."""
-    try:
-        arguments = parse_arguments(argv)
-        run, against = arguments.run, arguments.against
-        if against is None and arguments.steps is None and arguments.out is None:
-            paths = write_report(run)
-        else:
-            name = f"report-against-{_name(against)}.html" if against else "report.html"
-            paths = (arguments.out or run / name,)
-            write_atomically(paths[0], page_of(report_data(run, against, arguments.steps)))
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print("\n".join(str(path) for path in paths))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

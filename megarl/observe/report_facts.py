@@ -2,8 +2,8 @@
 
 from statistics import fmean
 
+from megarl.observe.metrics_file import series
 from megarl.observe.progress import format_duration
-from megarl.observe.report_axes import series
 
 # (label, metric): first and last value.
 RESULTS = (

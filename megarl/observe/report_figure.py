@@ -1,16 +1,17 @@
-"""The figure of a run's report: panels drawn from metrics.jsonl."""
+"""The figure of a run's report: panels drawn from metrics.jsonl; those of a MoE policy show expert load and replay."""
 
 import io
 import re
-from math import ceil, floor, log10
+from math import floor, log10
 from typing import Any
 
-from megarl.observe import report_router
-from megarl.observe.report_axes import GREY, legend, line, not_recorded, series, set_title, start_at_zero
+from megarl.observe.metrics_file import series
 
+GREY = "0.45"
 REWARD, ACCURACY, KL, LENGTH, ACTOR, CRITIC, GAP = (
     "tab:blue", "tab:green", "tab:purple", "tab:brown", "tab:blue", "tab:orange", "tab:red"
 )  # fmt: skip
+LOAD, DISAGREEMENT, REPLAYED, LIVE = "tab:olive", "tab:red", "tab:green", "tab:red"
 TERM = re.compile("reward/(.+)/mean")  # score of a term of --reward, without its weight
 TERMS = ("tab:green", "tab:orange", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")
 
@@ -28,7 +29,7 @@ def draw_report(rows: list[dict], title: str) -> bytes:
     from matplotlib.figure import Figure
 
     panels = [_reward, _accuracy, _kl, _length, _losses, _gap]
-    panels += report_router.PANELS if report_router.has_experts(rows) else ()
+    panels += EXPERT_PANELS if has_experts(rows) else ()
     figure = Figure(figsize=(15, 4.5 * len(panels) / 3), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     spaces: Any = figure.get_layout_engine()
@@ -128,31 +129,111 @@ def _losses(axes, rows: list[dict]) -> None:
 
 
 def _gap(axes, rows: list[dict]) -> None:
-    """Largest gap on a log scale. Zero, the best value, has no logarithm, so it gets a separate row at the bottom."""
+    """Largest gap on a log scale that ends in a linear part: zero, the best value, has no logarithm."""
     set_title(axes, "Log-prob gap: max |rollout − recomputed|")
     steps, values = series(rows, "rollout/logprob_gap_max")
     if not steps:
         return not_recorded(axes)
-    positive = [value for value in values if value > 0]
-    if not positive:
-        axes.plot(steps, values, "o", color=GAP, markersize=3.5)
+    # Points, not a line: the gap jumps between zero and rounding errors, so a line would fill the panel.
+    axes.plot(steps, values, "o", color=GAP, markersize=3.5)
+    if any(values):
+        smallest_power = 10.0 ** floor(log10(min(value for value in values if value > 0)))
+        axes.set_yscale("symlog", linthresh=smallest_power)
+        axes.set_ylim(-0.3 * smallest_power, 4 * max(values))
+    else:
         axes.set_ylim(-0.5, 1)
         axes.set_yticks([0], ["0"])
         axes.text(0.5, 0.5, "exactly 0 at every step", transform=axes.transAxes, ha="center", fontsize=13, color=GREY)
-        return None
-    # At least a factor of 16 apart, so that the range contains a power of ten.
-    low, high = min(positive) / 4, max(positive) * 4
-    zero_row = low / (high / low) ** 0.1
-    axes.set_yscale("log")
-    # Points, not a line: the gap jumps between zero and rounding errors, so a line would fill the panel.
-    axes.plot(steps, [value or zero_row for value in values], "o", color=GAP, markersize=3.5)
-    first, last = ceil(log10(low)), floor(log10(high))
-    exponents = range(first, last + 1, (last - first) // 8 + 1)
-    ticks, labels = [10.0**exponent for exponent in exponents], [f"$10^{{{exponent}}}$" for exponent in exponents]
-    if len(positive) < len(values):
-        axes.set_ylim(zero_row / (high / low) ** 0.05, high)
-        ticks, labels = [zero_row, *ticks], ["0", *labels]
+    return None
+
+
+# -- a MoE policy: expert load, router disagreement, log-prob gap with and without router replay --------------------
+
+
+def has_experts(rows: list[dict]) -> bool:
+    """Whether the run's policy is a MoE model."""
+    return any("router/load_imbalance" in row for row in rows)
+
+
+def layers_of(rows: list[dict], name: str) -> list[str]:
+    """Names of a metric's per-layer values, in order of the layers."""
+    pattern = re.compile(re.escape(name) + r"/layer_\d+")
+    return sorted({key for row in rows for key in row if pattern.fullmatch(key)})
+
+
+def _by_layer(axes, rows: list[dict], name: str, color: str) -> None:
+    """Draw the mean over the layers, and each layer in grey."""
+    layers = layers_of(rows, name)
+    if not layers:
+        return not_recorded(axes)
+    thin = [line(axes, rows, layer, GREY, "one layer") for layer in layers]
+    for curve in thin:
+        curve.set(linewidth=0.8, alpha=0.5)
+    legend(axes, [line(axes, rows, name, color, "all layers"), thin[0]])
+    start_at_zero(axes)
+
+
+def _load(axes, rows: list[dict]) -> None:
+    """Load of the busiest expert above the mean; 0 is balanced."""
+    set_title(axes, "Load imbalance")
+    _by_layer(axes, rows, "router/load_imbalance", LOAD)
+
+
+def _disagreement(axes, rows: list[dict]) -> None:
+    """Fraction of replayed tokens for which the live router selects other experts."""
+    set_title(axes, "Disagreement")
+    _by_layer(axes, rows, "router/disagreement", DISAGREEMENT)
+
+
+def _router_gaps(axes, rows: list[dict]) -> None:
+    """Mean log-prob gap on probe batches, with and without the rollout's routes."""
+    set_title(axes, "Mean log-prob gap")
+    curves = [("replayed", "router/gap_replayed", REPLAYED, "-"), ("live", "router/gap_live", LIVE, "--")]
+    present = [curve for curve in curves if series(rows, curve[1])[0]]
+    if not present:
+        return not_recorded(axes)
+    legend(axes, [line(axes, rows, name, color, label, style) for label, name, color, style in present])
+    axes.set_yscale("symlog", linthresh=1e-7)  # zero, the best value, has no logarithm
+    axes.set_ylim(bottom=0)
+
+
+EXPERT_PANELS = (_load, _disagreement, _router_gaps)
+
+
+# -- the look of all panels -------------------------------------------------------------------------------------------
+
+
+def set_title(axes, text: str) -> None:
+    """Write the panel's title."""
+    axes.set_title(text, fontsize=13, loc="left", pad=10)
+
+
+def not_recorded(axes) -> None:
+    """Mark a panel whose metric the run does not have."""
+    axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", va="center", fontsize=13, color=GREY)
+    axes.set_yticks([])
+
+
+def line(axes, rows: list[dict], name: str, color: str, label: str | None = None, style: str = "-"):
+    """Draw one metric; a single point gets a marker, because its line would be invisible."""
+    steps, values = series(rows, name)
+    marker = "o" if len(steps) == 1 else None
+    return axes.plot(steps, values, style, color=color, label=label, linewidth=1.8, marker=marker)[0]
+
+
+def start_at_zero(axes) -> None:
+    """Start the axis at zero if no value is below it, so that small changes do not look large."""
+    low, high = axes.get_ylim()
+    data_low, data_high = axes.dataLim.intervaly
+    if data_low >= 0:
+        axes.set_ylim(0, data_high * 1.12 if data_high > 0 else 1)
     else:
         axes.set_ylim(low, high)
-    axes.set_yticks(ticks, labels)
-    axes.minorticks_off()
+
+
+def legend(axes, lines: list) -> None:
+    """Put the legend next to the title, where it covers no curve."""
+    axes.legend(
+        handles=lines, fontsize=11, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False,
+        borderaxespad=0.3, columnspacing=1.2, handlelength=1.6,
+    )  # fmt: skip

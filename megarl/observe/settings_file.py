@@ -1,16 +1,24 @@
-"""The resolved settings of a run: settings.yaml."""
+"""The resolved settings of a run, with its software and machine: settings.yaml."""
 
 import argparse
 import dataclasses
 import enum
 import numbers
+import platform
+import subprocess
+import sys
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megarl.observe.files import write_atomically
+
+PACKAGES = ("torch", "megatron-core", "numpy")
+ROOT = Path(__file__).parents[2]  # of megarl's files: the checkout, if it is one
+GIT_SECONDS = 10  # a network file system may be slow
 
 
 def write_settings(directory: Path, settings: dict) -> Path:
@@ -65,3 +73,50 @@ def _plain(value: object, key: str) -> object:
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     raise TypeError(f"setting {key} is a {type(value).__name__}, which has no text form in settings.yaml")
+
+
+# -- the block `environment` ---------------------------------------------------------------------------------------
+
+
+def environment(device_name: str) -> dict[str, str | None]:
+    """Versions, git commit and device of rank 0, for settings.yaml; None for what cannot be known.
+
+    `device_name`: the device that computes. `git_commit`: of the checkout that megarl was imported from, with `-dirty`
+    if tracked files had changed.
+    """
+    return {
+        "device": device_name,
+        "git_commit": _git_commit(),
+        "megarl": _version("megarl"),
+        "platform": platform.platform(),
+        "python": sys.version.split()[0],
+        **{name.replace("-", "_"): _version(name) for name in PACKAGES},
+    }
+
+
+def processor() -> str:
+    """Name of the processor, from /proc/cpuinfo if there is one."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model")))
+    return next(names, "") or platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    if not (ROOT / ".git").exists():  # a folder of site-packages may be in a repository of others
+        return None
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

@@ -38,11 +38,11 @@ class StatusFile:
         self._thread.start()
 
     def post(self, ranks: list[list]):
-        """Hands over the newest state of a running run, `Watch.rows` of all ranks; returns at once."""
+        """Passes on the newest state of a running run, `Watch.rows` of all ranks; returns at once."""
         self._hand_over(ranks, RUNNING, None, is_last=False)
 
     def close(self, ranks: list[list], state: str, problem: str | None = None):
-        """Hands over the last state, `problem`: why the run is hung, and waits a short time until it is written."""
+        """Passes on the last state, `problem`: why the run is hung, and waits a short time until it is written."""
         self._hand_over(ranks, state, problem, is_last=True)
         self._thread.join(CLOSE_SECONDS)
 
@@ -64,7 +64,7 @@ class StatusFile:
                 self._write(content)
 
     def _write(self, content: dict):
-        """Not flushed to the disk, unlike other files of a run: after a power failure nobody watches."""
+        """Not flushed to the disk, unlike other files of a run: it is of no use after a power failure."""
         if not self._path.parent.is_dir():
             return
         self._writes += 1

@@ -1,31 +1,11 @@
 """Text for a terminal: nothing that a file or a policy wrote can move the cursor, hide text or turn its direction."""
 
-import math
-from collections.abc import Sequence
-
-BARS = "▁▂▃▄▅▆▇█"
+from collections.abc import Iterable, Sequence
 
 
 def printable(text: object) -> str:
     """`text` on one line, with an escape such as \\x1b for each control, format and direction character."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in str(text))
-
-
-def sparkline(values: Sequence[float | None], width: int) -> str:
-    """The last `width` values as bars between the smallest and the largest of them; a space where one is missing."""
-    shown = [value if value is not None and math.isfinite(value) else None for value in values[-width:]]
-    known = [value for value in shown if value is not None]
-    if not known:
-        return ""
-    low, high = min(known), max(known)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(" " if value is None else BARS[round((value - low) * scale)] for value in shown)
-
-
-def progress_bar(fraction: float, width: int) -> str:
-    """`[#####-----]` with `width` characters inside."""
-    filled = round(min(max(fraction, 0.0), 1.0) * width)
-    return f"[{'#' * filled}{'-' * (width - filled)}]"
 
 
 def table(rows: Sequence[Sequence[str]], right: int = 0) -> list[str]:
@@ -53,3 +33,14 @@ def format_bytes(count: float) -> str:
     while abs(count) >= 1024 and power < len(units) - 1:
         count, power = count / 1024, power + 1
     return f"{count:.0f} {units[power]}" if power == 0 else f"{count:.1f} {units[power]}"
+
+
+def ranges_text(numbers: Iterable[int]) -> str:
+    """`1-3,5` of the numbers 1, 2, 3, 5, in any order."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from megarl.observe.files import write_atomically
 
+TIMELINE_FILE = "timeline.json"  # in the run's folder
 # About 200 steps of 25 phases; at 100 bytes per event, 0.5 MB per rank.
 MAX_EVENTS = 5000
 ALL_RANKS_EVENTS = 200_000  # in a file: 20 MB, which viewers still open

@@ -1,7 +1,7 @@
 """Low-rank factors of a rank's weights, in the order in which megarl adds them (`megarl.mcore.lora`)."""
 
-from megarl.lora import LoRASettings
 from megarl.mcore.config.model_flags import is_gated
+from megarl.mcore.lora.settings import LoRASettings
 from megarl.mcore.model.projections import LINEARS, HeadLayout
 from megarl.planning.parameters import Weight, is_half
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megarl.lora import LoRASettings
 from megarl.mcore.config.megatron_flags import parallel_sizes
+from megarl.mcore.lora.settings import LoRASettings
 from megarl.planning import activations
 from megarl.planning.factors import all_factors, factors_apart, trained_and_frozen
 from megarl.planning.parameters import LAYERS, SCALAR_HEAD, Weight, is_half, stage_weights

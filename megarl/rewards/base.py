@@ -13,8 +13,8 @@ class Sample:
 
     `messages` is the prompt's conversation, if the prompt is one; `tokens` is the response's length.
 
-    With an environment `response` is what the policy wrote in its last turn: what an environment said is no answer of
-    the policy. `turns` has a record of each turn: its `text`, the environment's `observation` after it as text (empty
+    With an environment `response` is what the policy wrote in its last turn: an observation is not an answer of the
+    policy. `turns` has a record of each turn: its `text`, the environment's `observation` after it as text (empty
     after the last), and its `reward`. Without an environment the response is the only turn.
     """
 

@@ -5,11 +5,9 @@ A warm process per verifier (`scorer.py`) has the slow imports and forks for eac
 
 import json
 import os
-import subprocess
-import sys
 import threading
 
-from megarl import stop_signals
+from megarl.child_process import Child
 from megarl.rewards.base import Sample, Score, ScoringError
 
 _idle: dict[tuple[int, str], list["_Scorer"]] = {}  # by process, because a fork must not share its parent's
@@ -43,7 +41,7 @@ class Isolated:
         try:
             reply = scorer.ask(request)
         except BaseException:
-            scorer.close()
+            scorer.end()
             raise
         with _lock:
             waiting.append(scorer)
@@ -52,35 +50,26 @@ class Isolated:
         return reply
 
 
-class _Scorer:
-    """One process; it ends when its standard input closes, at the latest with this process."""
+class _Scorer(Child):
+    """One process; it ends with its connection, at the latest when this process does."""
 
     def __init__(self, name: str):
         environment = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
-        environment |= {"PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path), "LANG": "C.UTF-8"}
+        environment["LANG"] = "C.UTF-8"
         # Sets in the same order each time; no threads, which a fork would not have.
         environment |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        with stop_signals.blocked():
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "megarl.rewards.scorer", name], stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, env=environment, start_new_session=True,
-            )  # fmt: skip
+        super().__init__("megarl.rewards.scorer", name, environment=environment)
         problem = self._reply()["problem"]
         if problem is not None:
-            self.close()
+            self.end()
             raise ScoringError(f"this machine cannot confine a process: {problem}")
 
     def ask(self, request: dict) -> dict:
-        self._process.stdin.write(json.dumps(request).encode() + b"\n")
-        self._process.stdin.flush()
+        self.connection.send_bytes(json.dumps(request).encode())
         return self._reply()
 
-    def close(self):
-        self._process.kill()
-        self._process.communicate()
-
     def _reply(self) -> dict:
-        line = self._process.stdout.readline()
-        if not line:
-            raise ScoringError(f"its process ended with status {self._process.wait()}")
-        return json.loads(line)
+        try:
+            return json.loads(self.connection.recv_bytes())
+        except EOFError:
+            raise ScoringError(f"its process ended with status {self.status()}") from None

@@ -1,16 +1,11 @@
 """Worker processes that run verifiers, with a deadline per call; one that hangs or dies is replaced."""
 
-import contextlib
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from multiprocessing import Pipe, connection
+from multiprocessing import connection
 
-from megarl import stop_signals
+from megarl.child_process import Child
 from megarl.rewards.base import Job, Score, TimedOut, failure
 
 _START_SECONDS = 300.0  # for a worker's imports; a plug-in may load a model
@@ -65,7 +60,7 @@ class Workers:
             return
         if slot == len(self._workers):
             self._workers.append(_Worker(self._setup))
-        elif not self._workers[slot].lives():
+        elif not (self._workers[slot].busy or self._workers[slot].lives()):
             self._workers[slot] = _Worker(self._setup)
         worker = self._workers[slot]
         if not worker.busy:
@@ -73,27 +68,20 @@ class Workers:
             worker.begin(number, jobs[number])
 
 
-class _Worker:
+class _Worker(Child):
     """One process: starting (busy, `job` is None), running a job until its deadline, or idle."""
 
     deadline: float  # of the job, on the monotonic clock
     _seconds: float
 
     def __init__(self, setup: object):
-        self.connection, theirs = Pipe()
-        with theirs, stop_signals.blocked():
-            # A new session, so that its child processes can be killed with it. Verifiers print to stderr.
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "megarl.rewards.worker", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()], start_new_session=True,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)},
-            )  # fmt: skip
+        super().__init__("megarl.rewards.worker")
         self.job: int | None = None
-        self._send(setup, _START_SECONDS)
+        self._limited(setup, _START_SECONDS)
 
     def begin(self, number: int, job: Job):
         self.job = number
-        self._send(job, job.seconds)
+        self._limited(job, job.seconds)
 
     def outcome(self, jobs: Sequence[Job]) -> list[Score | str] | None:
         """The job's result or reasons for its failure; None while it runs. Also checks that the worker has started."""
@@ -106,7 +94,7 @@ class _Worker:
             else:
                 return None
         except (EOFError, OSError):
-            problem = f"its worker process ended with status {self._status()}"
+            problem = f"its worker process ended with status {self.status()}"
         number, self.job, self.busy = self.job, None, False
         if problem:
             self.end()
@@ -117,22 +105,6 @@ class _Worker:
         reason = TimedOut if late else str
         return answer or [reason(failure(jobs[number].name, sample, problem)) for sample in jobs[number].samples]
 
-    def lives(self) -> bool:
-        return self.busy or self.process.poll() is None
-
-    def end(self):
-        # Kill the group before reaping its leader: afterwards the kernel may reuse the number.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.connection.close()
-
-    def _send(self, message: object, seconds: float):
+    def _limited(self, message: object, seconds: float):
         self.busy, self._seconds, self.deadline = True, seconds, time.monotonic() + seconds
-        with contextlib.suppress(OSError):  # the process has ended; `outcome` will detect it
-            self.connection.send(message)
-
-    def _status(self) -> int:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=1.0)
-        return self.process.poll()
+        self.send(message)

@@ -15,7 +15,6 @@ import urllib3
 from urllib3.exceptions import HTTPError, NewConnectionError, ProtocolError, TimeoutError
 
 from megarl.rewards.base import Sample, Score
-from megarl.urls import check_url
 
 _RETRIED = (429, 500, 502, 503, 504)  # statuses of a server that may answer later
 _MAX_ANSWER = 1 << 24  # bytes
@@ -29,11 +28,9 @@ class Remote:
     Up to `retries` further attempts follow a refused or lost connection and the statuses 429, 500, 502, 503 and 504,
     after 0.5, 1, 2, ... seconds (randomly shortened by up to half) or after Retry-After. A late or malformed answer is
     not retried. Certificates of https are verified; redirects and proxies of the environment are ignored.
-    UsageError for an invalid address.
     """
 
     def __init__(self, url: str, retries: int, concurrency: int, seconds: float):
-        check_url("--reward-url", url)
         self._url, self._retries, self._seconds = url, retries, seconds
         self._connections = urllib3.PoolManager(maxsize=concurrency, block=True, cert_reqs="CERT_REQUIRED")
 

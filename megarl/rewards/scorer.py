@@ -1,12 +1,12 @@
-"""The process of `isolated.py`: `python -m megarl.rewards.scorer NAME`, which scores with the verifier NAME.
+"""The process of `isolated.py`: `python -m megarl.rewards.scorer FD NAME`, which scores with the verifier NAME.
 
-Requests and replies are lines of JSON on standard input and output. This process itself handles nothing but the
-prompts' own data; responses are scored by forked children that confine themselves (`compute_only`). Where a verifier
+Requests and replies are JSON on the parent's connection. This process itself handles nothing but the prompts' own data;
+responses are scored by forked children that confine themselves (`compute_only`). Where a verifier
 parses or evaluates a response, each has a child of its own: what a response does to the child ends with it, and no
 later sample sees it. Where a verifier only compares text, one child serves many responses: a fork takes longer.
 """
 
-import functools
+import contextlib
 import json
 import os
 import select
@@ -16,7 +16,7 @@ import sys
 import time
 from dataclasses import asdict, replace
 
-from megarl import stop_signals
+from megarl.child_process import parent
 from megarl.rewards import compute_only
 from megarl.rewards.base import Sample, Score, reference_sample
 
@@ -25,24 +25,22 @@ _MAX_RESULT = 1 << 22  # bytes; a response's answer is part of it
 
 
 def main():
-    """Serve until standard input ends."""
-    stop_signals.outlive()
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what packages print
-    name = sys.argv[1]
-    module = _module(name)
+    """Serve until the connection ends."""
+    connection = parent(dies_with_thread=False)  # any thread of the caller may use a scorer that another one started
+    module = _module(sys.argv[2])
     problem = compute_only.works()
     if problem is None:
         module.warm_up()
-    print(json.dumps({"problem": problem}), file=replies, flush=True)
-    shared = _SharedChild(module)
-    for line in sys.stdin.buffer:
-        request = json.loads(line)
-        try:
-            answer = _answer(module, request, shared)
-        except Exception as error:
-            answer = {"problem": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), file=replies, flush=True)
+    connection.send_bytes(json.dumps({"problem": problem}).encode())
+    scorer = Scorer(module, connection.fileno())
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            request = json.loads(connection.recv_bytes())
+            try:
+                answer = scorer.answer(request)
+            except Exception as error:
+                answer = {"problem": f"{type(error).__name__}: {error}"}
+            connection.send_bytes(json.dumps(answer).encode())
 
 
 def _module(name: str):
@@ -60,59 +58,62 @@ def _module(name: str):
     return tasks
 
 
-def _answer(module, request: dict, shared: "_SharedChild") -> dict:
-    if request["sample"] is None:
-        module.prepare(request["metadata"])
-        return {"problem": None}
-    sample, seconds = Sample(**request["sample"]), request["seconds"]
-    module.prepare(sample.metadata)
-    run = shared.run if module.may_share(sample.metadata) else functools.partial(_in_child, module)
-    result = run(sample, seconds)
-    if "score" in result:
-        return result
-    # Is it the response's fault? Not if the reference answer fares no better.
-    reference = run(reference_sample(sample), seconds)
-    if "score" not in reference:
-        return reference
-    wrong = replace(module.WRONG, extracted=None, timed_out="late" in result)
-    return {"score": asdict(wrong)}
+class Scorer:
+    """Scores with the functions of a verifier's module, in children of this process."""
 
+    def __init__(self, module, caller: int):
+        """`caller`: file descriptor whose hang-up ends this process."""
+        self._module, self._caller = module, caller
+        # The child that scores responses of which the verifier only compares the text, and what it has inherited.
+        self._shared: tuple[int, socket.socket, object] | None = None
 
-def _in_child(module, sample: Sample, seconds: float) -> dict:
-    """{"score": fields of a Score}, or {"problem": why there is none}, with "late" if the time was up."""
-    result, report = os.pipe()
-    child = os.fork()
-    if child == 0:
-        _score(module, sample, seconds, report)
-    os.close(report)
-    try:
-        content = _read(result, seconds)
-    finally:
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        os.close(result)
-    if content is None:
-        return {"problem": f"no result within {seconds:g} s", "late": True}
-    try:
-        return _checked(json.loads(content))
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return {"problem": f"the process that scored it ended with status {os.waitstatus_to_exitcode(status)}"}
+    def answer(self, request: dict) -> dict:
+        """{"score": fields of a Score}, or {"problem": why the verifier has failed}; of a preparation the latter."""
+        if request["sample"] is None:
+            self._module.prepare(request["metadata"])
+            return {"problem": None}
+        sample, seconds = Sample(**request["sample"]), request["seconds"]
+        self._module.prepare(sample.metadata)
+        run = self._in_shared_child if self._module.may_share(sample.metadata) else self._in_own_child
+        result = run(sample, seconds)
+        if "score" in result:
+            return result
+        # Is it the response's fault? Not if the reference answer fares no better.
+        reference = run(reference_sample(sample), seconds)
+        if "score" not in reference:
+            return reference
+        wrong = replace(self._module.WRONG, extracted=None, timed_out="late" in result)
+        return {"score": asdict(wrong)}
 
-
-class _SharedChild:
-    """A child that scores responses of which the verifier only compares the text."""
-
-    def __init__(self, module):
-        self._module, self._pid, self._socket, self._prepared = module, None, None, None
-
-    def run(self, sample: Sample, seconds: float) -> dict:
-        """As `_in_child`. The child is replaced after a failure, and when there is more to inherit."""
-        if self._pid is None or self._prepared != self._module.prepared():
-            self._end()
-            self._start()
+    def _in_own_child(self, sample: Sample, seconds: float) -> dict:
+        """{"score": fields of a Score}, or {"problem": why there is none}, with "late" if the time was up."""
+        result, report = os.pipe()
+        child = os.fork()
+        if child == 0:
+            _score(self._module, sample, seconds, report)
+        os.close(report)
         try:
-            self._socket.sendall(json.dumps(asdict(sample)).encode() + b"\n")
-            content = _read(self._socket.fileno(), seconds, b"\n")
+            content = self._read(result, seconds)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            _, status = os.waitpid(child, 0)
+            os.close(result)
+        if content is None:
+            return {"problem": f"no result within {seconds:g} s", "late": True}
+        try:
+            return _checked(json.loads(content))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return {"problem": f"the process that scored it ended with status {os.waitstatus_to_exitcode(status)}"}
+
+    def _in_shared_child(self, sample: Sample, seconds: float) -> dict:
+        """As `_in_own_child`. The child is replaced after a failure, and when there is more to inherit."""
+        if self._shared is None or self._shared[2] != self._module.prepared():
+            self.end_shared_child()
+            self._start_shared_child()
+        _, connection, _ = self._shared
+        try:
+            connection.sendall(json.dumps(asdict(sample)).encode() + b"\n")
+            content = self._read(connection.fileno(), seconds, b"\n")
             if content is None:
                 result = {"problem": f"no result within {seconds:g} s", "late": True}
             else:
@@ -120,23 +121,44 @@ class _SharedChild:
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             result = {"problem": "the process that scored it ended"}
         if "score" not in result:
-            self._end()
+            self.end_shared_child()
         return result
 
-    def _start(self):
-        self._prepared = self._module.prepared()
-        self._socket, other = socket.socketpair()
-        self._pid = os.fork()
-        if self._pid == 0:
-            _serve(self._module, other.fileno())
-        other.close()
+    def _start_shared_child(self):
+        ours, theirs = socket.socketpair()
+        prepared, child = self._module.prepared(), os.fork()
+        if child == 0:
+            _serve(self._module, theirs.fileno())
+        theirs.close()
+        self._shared = child, ours, prepared
 
-    def _end(self):
-        if self._pid is not None:
-            os.kill(self._pid, signal.SIGKILL)
-            os.waitpid(self._pid, 0)
-            self._socket.close()
-            self._pid = None
+    def end_shared_child(self):
+        """Kills it, if there is one."""
+        if self._shared is not None:
+            child, connection, _ = self._shared
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            connection.close()
+            self._shared = None
+
+    def _read(self, stream: int, seconds: float, end: bytes | None = None) -> bytes | None:
+        """What a child writes until `end`, or until it closes the stream; None at the limit."""
+        content, deadline, events = bytearray(), time.monotonic() + seconds, select.poll()
+        events.register(stream, select.POLLIN)
+        events.register(self._caller, 0)  # only its hang-up
+        while len(content) < _MAX_RESULT:
+            ready = dict(events.poll(max(0.0, (deadline - time.monotonic()) * 1000)))
+            if self._caller in ready:
+                os._exit(0)
+            if not ready:
+                return None
+            chunk = os.read(stream, 1 << 16)
+            if not chunk:
+                break
+            content += chunk
+            if end is not None and content.endswith(end):
+                break
+        return bytes(content)
 
 
 def _serve(module, connection: int):
@@ -168,29 +190,6 @@ def _report(module, sample: Sample, report: int):
     content = json.dumps(result).encode() + b"\n"
     while content:
         content = content[os.write(report, content) :]
-
-
-def _read(stream: int, seconds: float, end: bytes | None = None) -> bytes | None:
-    """What the child writes until `end`, or until it closes the pipe; None at the limit.
-
-    The parent's exit ends this process.
-    """
-    content, deadline, events = bytearray(), time.monotonic() + seconds, select.poll()
-    events.register(stream, select.POLLIN)
-    events.register(0, 0)  # only its hang-up
-    while len(content) < _MAX_RESULT:
-        ready = dict(events.poll(max(0.0, (deadline - time.monotonic()) * 1000)))
-        if 0 in ready:
-            os._exit(0)
-        if not ready:
-            return None
-        chunk = os.read(stream, 1 << 16)
-        if not chunk:
-            break
-        content += chunk
-        if end is not None and content.endswith(end):
-            break
-    return bytes(content)
 
 
 def _checked(result: dict) -> dict:

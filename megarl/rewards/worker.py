@@ -3,24 +3,15 @@
 It exits when the socket closes or its parent exits, and does not import torch.
 """
 
-import ctypes
 import os
-import signal
-import sys
 from multiprocessing.connection import Connection
 
-from megarl import stop_signals
-
-_PR_SET_PDEATHSIG = 1
+from megarl.child_process import parent
 
 
 def main():
     """Serve until the parent is gone, then exit at once, whatever threads a verifier has left."""
-    stop_signals.outlive()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    connection = Connection(int(sys.argv[1]))
-    os.set_inheritable(connection.fileno(), False)
+    connection = parent()
     try:
         _serve(connection)
     except (EOFError, ConnectionError):

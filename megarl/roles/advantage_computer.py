@@ -20,7 +20,7 @@ class AdvantageComputer:
     """Token rewards with a KL penalty, then advantages by the chosen estimator.
 
     What an environment gives for a turn is earned at the turn's last token, the rest of the score at the last token of
-    the response. An episode whose environment failed is in a group of its own, so it is in nobody's baseline.
+    the response. An episode whose environment failed is in a group of its own, so it is in no other episode's baseline.
     """
 
     def __init__(self, settings: Settings, estimator: Estimator, role_groups: RoleGroups, timers: Timers):

@@ -12,7 +12,8 @@ from megarl.arguments import Settings
 from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import StepBatch
-from megarl.data.prompts import Prompt, PromptSet
+from megarl.data.prompt import Prompt
+from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer
 from megarl.observe.timers import Timers
 from megarl.rewards.base import Sample, Score, only_turn

@@ -19,7 +19,7 @@ LEAST_SAMPLES = 8  # of which none could be scored: then the verifier itself is 
 class FailureWindow:
     """The latest calls, of at least 1,000 samples if there were so many, and how many of these failed, by verifier.
 
-    It is no part of a checkpoint: after a resume it starts empty.
+    It is not part of a checkpoint: after a resume it starts empty.
     """
 
     def __init__(self, allowed: float):

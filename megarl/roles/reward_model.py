@@ -10,7 +10,7 @@ from megarl.checkpoint.pretrained import PretrainedWeights
 from megarl.comm import exchange
 from megarl.comm.role_mesh import RoleGroups
 from megarl.data.conversations import Encoder
-from megarl.data.prompts import Prompt
+from megarl.data.prompt import Prompt
 from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.mcore.model import forward_pass

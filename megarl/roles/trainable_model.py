@@ -95,7 +95,7 @@ class TrainableModel:
     def _load_adapter(self):
         """Copies the factors of a PEFT adapter into the model, and into the optimizer's master weights."""
         path, family = self.role.lora_adapter, self.role.hf_model.family
-        found = peft_files.read_adapter(path, "--lora-adapter", self.role.megatron, family)
+        found = peft_files.read_adapter(path, self.role.megatron, family)
         whole.fill_factors(self.model, found.factors, found.head, self.role_groups.pg_collection)
         adapter.merge(self.model)
         self.optimizer.reload_model_params()

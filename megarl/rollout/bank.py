@@ -1,7 +1,7 @@
 """Finished responses of the running steps on disk (`--rollout-bank`), so that a killed run generates only the rest.
 
 Each replica appends the responses that it finishes to a file of its own. After a restart a response is used again if
-its request is the same to the bit: policy, prompt, random stream, sampling, and everything that may change rounding.
+its request is exactly the same: policy, prompt, random stream, sampling, and everything that may change rounding.
 A response depends on nothing else, so the run's results are those of a run without interruption.
 """
 
@@ -18,8 +18,8 @@ import torch.distributed as dist
 from megarl.checkpoint import folders
 from megarl.comm.role_mesh import RoleGroups
 from megarl.errors import warn
-from megarl.generation import Completion, GenerationRequest
 from megarl.mcore import device
+from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.observe.files import step_name
 from megarl.rollout import bank_file
 from megarl.rollout.bank_file import DamagedRecord, Entry

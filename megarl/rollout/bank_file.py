@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from megarl.errors import warn
-from megarl.generation import Completion
+from megarl.mcore.inference.generation import Completion
 
 MAGIC = b"MRB1"
 HASH_SIZE = 16

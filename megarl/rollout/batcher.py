@@ -217,7 +217,12 @@ class RolloutBatcher:
     def _take_earliest(
         self, requests: list[PromptRequest], batch: Batch | None, step: int, statistics: SamplingStatistics, wanted: int
     ) -> tuple[list[PromptRequest], Batch | None]:
-        """Takes the `wanted` earliest groups of a round; the others are carried to the next round, or dropped."""
+        """Takes the `wanted` earliest groups of a round. With partial rollouts the next round continues the others.
+
+        Example with `wanted` 1 of two groups of two responses: group A ended with 3 and 5 new tokens, when group B had
+        5 and, in the slowest case, 7. A is taken and `longest` is 5: B's responses are truncated to 5 new tokens on
+        every layout, however far a replica had come. The next round continues B from there.
+        """
         samples, taken, longest = self.settings.samples_per_prompt, torch.arange(len(requests)), None
         with self.timers.phase(self.mesh[ROLLOUT].model_role, "exchange"):
             if wanted < len(requests):

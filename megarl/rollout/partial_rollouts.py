@@ -124,7 +124,7 @@ class PartialRolloutBuffer:
         batch.prompt_lengths[is_continued] = before.prompt_lengths
 
     def _keep(self, batch: Batch | None, requests: list[PromptRequest], is_kept: Tensor, step: int):
-        """Keeps this replica's share of the kept groups ([G] bool) and tells every rank which replica has which."""
+        """Keeps this replica's share of the kept groups ([G] bool) and sends to every rank which replica has which."""
         role_groups, kept = self.mesh[ROLLOUT], None
         if batch is not None:
             names = [*GENERATED_FIELDS, VERSIONS]

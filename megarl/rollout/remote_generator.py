@@ -12,9 +12,8 @@ from urllib3.exceptions import HTTPError
 
 from megarl.arguments import Settings
 from megarl.errors import UsageError
-from megarl.generation import Completion, GenerationRequest
+from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.observe import activity
-from megarl.urls import check_url
 
 FLAG = "--rollout-server"
 BATCH = 32  # requests in one HTTP request
@@ -35,14 +34,13 @@ class RemoteGenerator:
             url: of the server, as 'http://host:8000'.
             seconds: that a request may take, with all of its attempts.
         """
-        check_url(FLAG, url)
         self.url, self._seconds = url.rstrip("/"), seconds
         self._api_key = api_key
         self._connections = urllib3.PoolManager(maxsize=CONNECTIONS, retries=False, cert_reqs="CERT_REQUIRED")
 
     @classmethod
     def of_settings(cls, settings: Settings) -> "RemoteGenerator":
-        """The generator that `--rollout-server` names. UsageError for a wrong address or key file."""
+        """The generator that `--rollout-server` names. UsageError for a wrong key file."""
         key, path = None, settings.rollout_server_key_file
         if path is not None:
             try:

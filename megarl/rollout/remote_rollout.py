@@ -51,6 +51,6 @@ class RemoteRollout:
                 dist.broadcast_object_list(done, groups.replica[0], group=groups.replica_group)
             return completions_to_batch(done[0], round_requests)
 
-    def dp_assignment(self, batch: Batch | None, count: int, group=None) -> Tensor:
+    def dp_assignment(self, batch: Batch | None, count: int) -> Tensor:
         """[count] int64: dp rank of each sequence. Collective, as of `dp_assignment_of`."""
-        return dp_assignment_of(batch, count, self.role_groups, group)
+        return dp_assignment_of(batch, count, self.role_groups)

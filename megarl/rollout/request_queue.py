@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from megarl.comm.role_mesh import RoleGroups
-from megarl.generation import Completion, GenerationRequest
 from megarl.mcore import device
+from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.rollout.requests import RoundRequests
 
 UNFINISHED = 1 << 40  # stands for the length of an unfinished response

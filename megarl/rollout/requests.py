@@ -13,8 +13,8 @@ from megarl.algorithms.counter_rng import stream_keys
 from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleGroups
-from megarl.generation import Completion, GenerationRequest
 from megarl.mcore import device
+from megarl.mcore.inference.generation import Completion, GenerationRequest
 
 
 class PartialResponse(NamedTuple):
@@ -121,7 +121,7 @@ class RoundRequests:
 
 
 def _joined(lists: Sequence[Sequence], dtype) -> np.ndarray:
-    """All numbers of some lists, one list after the other. A tensor of so long a list would take ten times as long."""
+    """All numbers of some lists, one list after the other. torch.tensor of such a list takes ten times the time."""
     return np.fromiter(itertools.chain.from_iterable(lists), dtype, sum(map(len, lists)))
 
 
@@ -160,14 +160,11 @@ def completions_to_batch(
     return batch.to(device.device())
 
 
-def dp_assignment_of(batch: Batch | None, count: int, role_groups: RoleGroups, group=None) -> Tensor:
-    """[count] int64: dp rank that generated each sequence. `batch`: this rank's share.
-
-    A collective of `group`: the world, or a group that contains all ranks of the rollout.
-    """
+def dp_assignment_of(batch: Batch | None, count: int, role_groups: RoleGroups) -> Tensor:
+    """[count] int64: dp rank that generated each sequence. `batch`: this rank's share. A collective of the world."""
     dp_assignment = torch.zeros(count, dtype=torch.int64, device=device.device())
     if len(role_groups.replicas) > 1:
         if role_groups.is_leader:
             dp_assignment[batch.sequence_ids] = role_groups.dp_rank
-        dist.all_reduce(dp_assignment, group=group)
+        dist.all_reduce(dp_assignment)
     return dp_assignment.cpu()

@@ -14,10 +14,10 @@ from megarl.comm.role_mesh import RoleMesh
 from megarl.data.prompts import PromptSet
 from megarl.data.tokenizers import Tokenizer
 from megarl.errors import UsageError
-from megarl.generation import Completion, GenerationRequest
 from megarl.mcore import device
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.inference.engine import RequestList, RequestSource, RolloutEngine
+from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.mcore.inference.reusable_blocks import PrefillCounts
 from megarl.mcore.inference.speculative_decode import DecodeCounts
 from megarl.mcore.lora import adapter
@@ -317,9 +317,6 @@ class Rollout:
         groups = shortest_groups(longest, wanted)
         return groups, int(longest[groups].max())
 
-    def dp_assignment(self, batch: Batch | None, count: int, group=None) -> Tensor:
-        """[count] int64: dp rank that generated each sequence. `batch`: this rank's share.
-
-        A collective of `group`: the world, or a group that contains all ranks of the rollout.
-        """
-        return dp_assignment_of(batch, count, self.role_groups, group)
+    def dp_assignment(self, batch: Batch | None, count: int) -> Tensor:
+        """[count] int64: dp rank that generated each sequence, as `dp_assignment_of` says."""
+        return dp_assignment_of(batch, count, self.role_groups)

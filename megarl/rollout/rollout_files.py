@@ -21,8 +21,8 @@ from megarl.checkpoint import manifest as manifests
 from megarl.comm.role_mesh import RoleGroups
 from megarl.errors import UsageError
 from megarl.mcore import device
-from megarl.number_ranges import ranges_text
 from megarl.observe.files import step_name, sync_directory
+from megarl.observe.terminal import ranges_text
 from megarl.rollout.replica_batch import gather_layers, own_share
 
 FOLDER, WRITING = "rollouts", ".writing-"

@@ -46,9 +46,9 @@ class SavedRollout:
         """Nothing is generated; the metrics of the generation are in the record of the step."""
         return {}
 
-    def dp_assignment(self, batch: Batch | None, count: int, group=None) -> Tensor:
+    def dp_assignment(self, batch: Batch | None, count: int) -> Tensor:
         """[count] int64: dp rank that holds each sequence, as of `Rollout.dp_assignment`."""
-        return dp_assignment_of(batch, count, self.role_groups, group)
+        return dp_assignment_of(batch, count, self.role_groups)
 
 
 class SavedRolloutBatcher(RolloutBatcher):
@@ -60,7 +60,7 @@ class SavedRolloutBatcher(RolloutBatcher):
         self._saved, self._step = saved, 0
 
     def check_start(self, step: int):
-        """UsageError unless the groups that waited when the first step was generated wait now, too."""
+        """UsageError unless the groups that waited when the first step was generated also wait now."""
         waits, needed = len(self.group_buffer), self._saved.records[step].waiting
         if waits not in (needed, self.settings.prompts_per_step):
             raise UsageError(

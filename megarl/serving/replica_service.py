@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.comm.role_mesh import RoleGroups
 from megarl.errors import UsageError
-from megarl.generation import GenerationRequest, TokenChunk
 from megarl.mcore import device
+from megarl.mcore.inference.generation import GenerationRequest, TokenChunk
 from megarl.observe import activity
 from megarl.serving.frontend_process import FrontendProcess
 from megarl.serving.links import Message

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from typing import Literal
 
 from megarl.algorithms.sampling_settings import SamplingSettings
-from megarl.generation import Completion, GenerationRequest, TokenChunk
 from megarl.mcore.inference.engine import RolloutEngine
+from megarl.mcore.inference.generation import Completion, GenerationRequest, TokenChunk
 from megarl.mcore.inference.session import GenerationSession
 
 # wait: running requests end first; abort: they end at once; keep: they stop, and go on after `resume`.

@@ -9,7 +9,7 @@ from megarl.serving.text import StopStrings
 
 
 class ToolCallParser:
-    """Separates text that comes in pieces into content and tool calls; what is no valid call stays content.
+    """Separates streamed text into content and tool calls; what is not a valid call stays content.
 
     White space next to a call is dropped. `count` is the number of calls so far.
     """

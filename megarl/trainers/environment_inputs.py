@@ -7,13 +7,13 @@ from megarl.data import node_files
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
 from megarl.data.template_checks import check_template
-from megarl.environments.process import check_factories
+from megarl.environments.check import check_factories
 from megarl.environments.turn_parsing import load_parser
 
 
 def check_environments(settings: Settings, encoder: Encoder, prompt_sets: dict[str, PromptSet]):
     """UsageError for an environment that cannot be made, a parser of tool calls that does not exist, or a chat template
-    with which a conversation cannot go on."""
+    with which a conversation cannot continue."""
     s = settings
     if not s.environment:
         return

@@ -8,6 +8,7 @@ import traceback
 
 import torch
 
+from megarl import arguments
 from megarl.cluster import slurm
 from megarl.cluster.cores import cores
 from megarl.errors import STOPPED, WARNED, RunStopped, UsageError, warn
@@ -46,7 +47,7 @@ def launch(train, program: str):
         status = train(config, timers)
         heartbeat.finish()
     except UsageError as error:
-        _refuse(rank, error)
+        _refuse(rank, arguments.with_sources(error, sys.argv[1:], program))
         restart.note_end(rank, "wrong input")
         sys.exit(2)
     except RunStopped as error:

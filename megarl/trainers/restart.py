@@ -1,7 +1,7 @@
 """Resumes a program that a launcher starts again: `torchrun --max-restarts`, `megarl.launcher`, or Slurm.
 
 The first rank notes in the file that MEGARL_END_FILE names why it ended, where the status that srun returns says too
-little: `signal` (the run is saved and can go on), `limit` or `wrong input` (another start would end the same way).
+little: `signal` (the run is saved and can be resumed), `limit` or `wrong input` (another start would end the same way).
 """
 
 import os

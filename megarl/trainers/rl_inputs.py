@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from megarl.arguments import RoleSettings, RunConfig, Settings
-from megarl.checkpoint import adapters, folders, resume
+from megarl.checkpoint import factors, folders, resume
 from megarl.checkpoint.pretrained import FactorWeights, PretrainedWeights, checkpoint_weights, find_pretrained
 from megarl.errors import UsageError
 from megarl.mcore.model import pipeline_layout
@@ -45,8 +45,8 @@ class RLInputs:
         is_compared = s.load or s.save or s.load_rollouts
         self.data = resume.data_fingerprints(encoder, s, self.prompt_sets) if is_compared else {}
         if s.load:
-            adapters.check_factors(s.load, "--load", saved)
-            shapes = {role.name: adapters.resume_shapes(role, role.model_vocab_size(tokens)) for role in saved}
+            factors.check_factors(s.load, saved)
+            shapes = {role.name: factors.resume_shapes(role, role.model_vocab_size(tokens)) for role in saved}
             self.resume = resume.check_resume("train_rl", s, self.data, shapes)
         if s.debug_train_only or s.debug_rollout_only:
             _check_debug_folders(s, self.resume)

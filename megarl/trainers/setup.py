@@ -19,10 +19,11 @@ from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
 from megarl.faults import heartbeat
 from megarl.flags.debug_settings import parse_step_range
+from megarl.mcore import device, kernel_choice
+from megarl.mcore.kernels import native
 from megarl.observe.profiler import StepProfiler
 from megarl.observe.timers import Timers
 from megarl.observe.trackers.base import TrackerOptions, check_installed, parse_names
-from megarl.trainers import kernel_choice
 from megarl.trainers.prompt_inputs import print_notes
 
 Inputs = TypeVar("Inputs")
@@ -128,13 +129,13 @@ def read_inputs(
     Returns:
         The inputs, the role mesh, and the checkpoints among the inputs.
     """
-    kernel_choice.check_kernels(config)
+    check_kernels(config)
     with folders.recorded() as found:
         inputs = read()
     if config.check:
         raise SystemExit(0)
     mesh, intact = create_role_mesh(config, timers, Path(folder) if folder else None), set()
-    kernel_choice.choose_kernels(config, mesh, notes)
+    choose_kernels(config, mesh.rank, notes)
     print_notes(getattr(inputs, "prompt_sets", {}), mesh.rank, notes)  # a server has none
     while damaged := integrity.find_damage([folder for folder in dict.fromkeys(found) if folder not in intact]):
         intact |= set(found) - damaged.keys()
@@ -146,6 +147,28 @@ def read_inputs(
         dist.barrier()  # all ranks have read their inputs
     node_files.remove()
     return inputs, mesh, found
+
+
+def check_kernels(config: arguments.RunConfig):
+    """UsageError if `--kernels` names some that this machine does not have."""
+    wanted, allowed = config.settings.kernels, [kernel_choice.AUTO, *kernel_choice.available()]
+    if wanted not in allowed and not device.has_cuda():
+        raise UsageError(f"--kernels {wanted}: not on this machine; allowed here: {', '.join(allowed)}")
+
+
+def choose_kernels(config: arguments.RunConfig, rank: int, notes: TextIO | None = None):
+    """Makes all ranks compute with the same kernels, which the first rank names in one line; does nothing with CUDA.
+
+    A collective of the world.
+    """
+    if device.has_cuda():
+        return
+    sizes = {size for role in config.with_models() for size in kernel_choice.product_sizes(role.megatron)}
+    kernels = kernel_choice.choose(config.settings.kernels, sizes)
+    kernel_choice.use(kernels)
+    if rank == 0:
+        absence = native.absence()
+        print(f"megarl: kernels: {kernels}" + f" ({absence})" * bool(absence), file=notes, flush=True)
 
 
 def create_role_mesh(config: arguments.RunConfig, timers: Timers, folder: Path | None = None) -> role_mesh.RoleMesh:

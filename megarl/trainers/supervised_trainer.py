@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megarl.arguments import RunConfig, Settings
 from megarl.batch import Batch, common_prefix_lengths
-from megarl.checkpoint import adapters, resume, run_state
+from megarl.checkpoint import factors, resume, run_state
 from megarl.checkpoint.pretrained import find_pretrained
 from megarl.comm import load_balance
 from megarl.comm import microbatches as mb
@@ -187,6 +187,6 @@ class SupervisedInputs:
             self.pretrained = find_pretrained(role, self.vocab_size, task.sources, task.value_head)
         self.data = resume.data_fingerprints(encoder, s, self.prompt_sets) if s.load or s.save else {}
         if s.load:
-            adapters.check_factors(s.load, "--load", [role])
-            shapes = {task.role: adapters.resume_shapes(role, self.vocab_size, task.value_head)}
+            factors.check_factors(s.load, [role])
+            shapes = {task.role: factors.resume_shapes(role, self.vocab_size, task.value_head)}
             self.resume = resume.check_resume(task.program, s, self.data, shapes)

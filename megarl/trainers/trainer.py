@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megarl.arguments import RunConfig
-from megarl.checkpoint import adapters, branch, folders, resume
+from megarl.checkpoint import branch, factors, folders, resume
 from megarl.checkpoint.writer import CheckpointWriter, layout_of
 from megarl.comm.role_mesh import NO_LIMIT, RoleMesh
 from megarl.data.order import PromptOrder
@@ -17,14 +17,13 @@ from megarl.errors import RunStopped, warn
 from megarl.faults.stop import RunStop
 from megarl.mcore import device
 from megarl.observe.alarms import Alarms
-from megarl.observe.environment import environment, processor
 from megarl.observe.files import step_name
 from megarl.observe.metrics_file import MetricsWriter
 from megarl.observe.progress import RL_FIELDS, Progress
 from megarl.observe.report import write_report
 from megarl.observe.samples import write_samples
-from megarl.observe.settings_file import plain_settings, write_settings
-from megarl.observe.timeline import last_events, write_timeline
+from megarl.observe.settings_file import environment, plain_settings, processor, write_settings
+from megarl.observe.timeline import TIMELINE_FILE, last_events, write_timeline
 from megarl.observe.timers import Timers, reduce_times
 from megarl.roles.trainable_model import TrainableModel
 from megarl.trainers import restart
@@ -144,7 +143,7 @@ class Trainer(abc.ABC):
             resume.DATA: self.inputs.data,
             resume.SETTINGS: resume.settings_entry(self.config),
             "layout": layout_of(self.config.roles),
-            **adapters.manifest_entry(self.config.roles),
+            **factors.manifest_entry(self.config.roles),
         }
 
     def export(self, model: TrainableModel, step: int):
@@ -232,5 +231,5 @@ class Trainer(abc.ABC):
         if events is None or self._writer is None:
             return
         self._writer.close()
-        write_timeline(self.folder / "timeline.json", events)
+        write_timeline(self.folder / TIMELINE_FILE, events)
         write_report(self.folder)

@@ -1,7 +1,7 @@
 """A CUDA device without hardware: tensors on it have no numbers, tensors of the host are real, and using both in one
 operation raises, as it does on CUDA.
 
-`pretend` must run before megarl is imported, in a process in which `runtime.c` stands in for CUDA's libraries. `Walk`
+`pretend` must run before megarl is imported, in a process in which `runtime.c` replaces CUDA's libraries. `Walk`
 counts what costs time on a device: copies to it, reads by the host, and launches of some operators.
 """
 

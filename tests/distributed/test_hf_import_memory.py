@@ -80,6 +80,7 @@ def growth(rank: int, folder: Path, warm: Path, flags: str, mapped_bytes: int | 
     memory. `mapped_bytes`: another limit of what is mapped at a time.
     """
     from megarl.mcore.weights.hf import import_weights
+    from tools.convert import differing_tensors
 
     build(warm, flags, False)
     _, groups, model, weights = build(folder, flags, False, load=False)
@@ -93,7 +94,7 @@ def growth(rank: int, folder: Path, warm: Path, flags: str, mapped_bytes: int | 
     before = memory("VmRSS")
     weights.load(model, groups.pg_collection)
     grown = memory("VmHWM") - before
-    is_equal = not import_weights.differing_tensors(weights.weight_map, model, groups.pg_collection)
+    is_equal = not differing_tensors(weights.weight_map, model, groups.pg_collection)
     return grown, sum(parameter.nbytes for parameter in parameters), is_equal
 
 

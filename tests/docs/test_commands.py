@@ -13,7 +13,7 @@ PAGES = {documents.name_of(page): page for page in documents.pages()}
 FOREIGN_FLAGS = {
     "--signal": "Slurm",
     "--no-build-isolation": "pip",
-    "--squared-weight": "of the example in algorithms.md",
+    "--squared-weight": "of the example in extending.md",
 }
 
 

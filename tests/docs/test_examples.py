@@ -9,20 +9,22 @@ import shlex
 
 import pytest
 
-from megarl import plan
+from megarl import arguments, plan
 from megarl.environments.protocol import Task
 from megarl.environments.turn_parsing import parse_hermes, parse_turn
-from megarl.observe.metric_catalog import METRICS
+from megarl.errors import UsageError
 from tests.helpers import documents
 from tests.helpers.played_environments import play
 from tests.helpers.programs import ROOT, metrics, rl_argv, samples, train
+from tools._metric_catalog import METRICS
 
 DOCS = ROOT / "docs"
 
 
 def test_the_plug_ins_of_extending_run_unchanged(tmp_path, plug_ins):
     """A reward, an estimator and a loss in one run, with the flags of the page."""
-    blocks = documents.blocks(documents.text_of(DOCS / "extending.md"))
+    text, _, _ = documents.text_of(DOCS / "extending.md").partition("## A policy loss as part of megarl")
+    blocks = documents.blocks(text)
     code = "\n\n".join(block.text for block in blocks if block.language == "python")
     flags = [block.text.strip().removeprefix("... ") for block in blocks if block.text.startswith("... ")]
     assert len(flags) == 3 and len(re.findall("^def ", code, re.MULTILINE)) == 3
@@ -36,6 +38,8 @@ def test_the_plug_ins_of_extending_run_unchanged(tmp_path, plug_ins):
     graded = [json.loads(row) for row in samples(tmp_path, 1).splitlines()]
     assert {"my_plugins:contains_answer", "length"} <= set(graded[0]["reward_values"])
     assert len({row["reward"] for row in graded}) > 1
+    with pytest.raises(UsageError, match="--samples-per-prompt 1: .*rank_in_group compares"):
+        arguments.parse(rl_argv(tmp_path, " ".join([*flags, "--samples-per-prompt 1"])), 1)
 
 
 def test_the_environments_of_the_page_run_unchanged(tmp_path, plug_ins):
@@ -59,7 +63,7 @@ def test_the_environments_of_the_page_run_unchanged(tmp_path, plug_ins):
 def shown_plans() -> list[tuple[list[str], str]]:
     """(flags of megarl.plan, output) of each plan on the page about layouts, the shell's variables filled in."""
     found = []
-    for block in documents.blocks(documents.text_of(DOCS / "scaling.md")):
+    for block in documents.blocks(documents.text_of(DOCS / "choosing_a_layout.md")):
         match = re.fullmatch(r"\$ source (\S+)\n\$ ((?:[^\n]*\\\n)*[^\n]*)\n(.*)", block.text, re.DOTALL)
         if match:
             shape = (ROOT / match[1]).read_text()

@@ -6,8 +6,8 @@ import pytest
 
 from megarl.flags.parser import own_flags
 from megarl.flags.settings import Settings
-from megarl.observe.metric_catalog import METRICS
 from tools import make_reference
+from tools._metric_catalog import METRICS
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,7 @@ class Episodes:
 
     def ended(self, number, completion):
         """Takes the completion of a turn; the next one follows."""
-        from megarl.generation import GenerationRequest
+        from megarl.mcore.inference.generation import GenerationRequest
 
         self.done[number] = completion
         episode, turn = divmod(number, self.turns)

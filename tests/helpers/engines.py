@@ -11,7 +11,7 @@ LIMIT, COUNT = 12, 20
 def make_requests(limit=LIMIT, count=COUNT):
     """Requests with ragged prompts of 1 to 24 tokens, each with its own random stream."""
     from megarl.algorithms.counter_rng import stream_keys
-    from megarl.generation import GenerationRequest
+    from megarl.mcore.inference.generation import GenerationRequest
 
     generator = torch.Generator().manual_seed(1)
     lengths = [1, 24, 16, 17, 2] + torch.randint(1, 25, (count - 5,), generator=generator).tolist()

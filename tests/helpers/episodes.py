@@ -59,7 +59,7 @@ class ScriptedClient:
 def make_requests(count=PROMPTS):
     """Numbered requests for first turns, with prompts of 2 to 8 tokens."""
     from megarl.algorithms.counter_rng import stream_keys
-    from megarl.generation import GenerationRequest
+    from megarl.mcore.inference.generation import GenerationRequest
 
     keys = stream_keys(1, 0, torch.arange(count), torch.zeros(count, dtype=torch.int64)).tolist()
     prompts = [[(7 * i + j) % VOCAB for j in range(2 + i % 7)] for i in range(count)]

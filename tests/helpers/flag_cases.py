@@ -48,7 +48,8 @@ VALUES = {
     "loss_aggregation": "seq-mean-token-sum", "kl_in": "loss", "kl_estimator": "k3", "kl_controller": "adaptive",
     "group_filter": "correct", "rollout_correction": "mis", "rollout_correction_level": "geometric", "eval_k": "1,2",
     "kl_horizon": 5000.0, "router_replay": "rollout", "tokenizer_type": "HuggingFaceTokenizer", "reward": "length",
-    "reward_ensemble": "min", "reward_url": "http://x", "reward_model": "x", "rollout_dispatch": "static",
+    "reward_ensemble": "min", "rollout_server": "http://x:8000",
+    "reward_url": "http://x", "reward_model": "x", "rollout_dispatch": "static",
     "over_sampling": 1.5, "lora_targets": "q_proj", "alarms": "actor/ppo_kl > 1: stop", "on_save_failure": "continue",
     "credit": "turns", "tune": "off", "kernels": "blas", "profile_steps": "2-3", "trackers": "none",
 }  # fmt: skip
@@ -69,6 +70,8 @@ OUTSIDE = {
     "reward_fallback": ("nan", "inf"),
     "tracker_project": ("a/b", " "),
     "tracker_run": ("a:b", " "),
+    "reward_url": ("localhost:80/x", "ftp://host/x", "http://", "http://[::1", "http://host:x"),
+    "rollout_server": ("ftp://x", "host:8000"),
 }  # values that are rejected, where -1 is not
 
 

@@ -151,7 +151,7 @@ def _checker() -> _Checker:
 def check(argv: list[str], name: str = "rl", size: int = 1) -> Ended:
     """As `launch`, for input that must be refused, or with `--check`: a process does this for all tests.
 
-    A program that goes on to its work fails where it would create the process group: status 1, with a traceback.
+    A program that passes the check fails where it would create the process group: status 1, with a traceback.
     """
     return _checker().check(name, argv, _variables(0, size))
 

@@ -116,8 +116,8 @@ def _greedy(model, groups, stored: Reference, vocab_size: int) -> tuple[list[int
     token, which takes most of the time: they generate less.
     """
     from megarl.algorithms.sampling_settings import SamplingSettings
-    from megarl.generation import GenerationRequest
     from megarl.mcore.inference.engine import RolloutEngine
+    from megarl.mcore.inference.generation import GenerationRequest
 
     prompt, count = stored.prompt, len(stored.greedy) if dist.get_world_size() == 1 else SHORT
     engine = RolloutEngine(

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl.observe import metric_catalog
-from megarl.observe.metric_names import reproducible as timeless
 from tests.helpers.worlds import SAFETY_SECONDS, run_world, wait_until
+from tools import _metric_catalog as metric_catalog
+from tools._metric_catalog import reproducible as timeless
 from tools.train_tokenizer import train as train_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -161,7 +161,7 @@ def metrics(save: Path) -> dict[int, dict]:
     rows = {row["step"]: row for row in map(json.loads, (save / "metrics.jsonl").read_text().splitlines())}
     names = dict.fromkeys(name for row in rows.values() for name in row)
     unknown = metric_catalog.unknown(names)
-    assert not unknown, f"not in megarl/observe/metric_catalog.py: {unknown}"
+    assert not unknown, f"not in tools/_metric_catalog.py: {unknown}"
     return rows
 
 

@@ -10,7 +10,7 @@ from threading import Event
 import urllib3
 from urllib3.exceptions import HTTPError
 
-from megarl.generation import Completion, GenerationRequest, TokenChunk
+from megarl.mcore.inference.generation import Completion, GenerationRequest, TokenChunk
 from megarl.rollout.remote_generator import RemoteGenerator, request_body
 
 STREAMS = 16  # at once

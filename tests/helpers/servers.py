@@ -16,7 +16,7 @@ import urllib3
 
 from megarl import launcher
 from megarl.algorithms.sampling_settings import SamplingSettings
-from megarl.generation import GenerationRequest
+from megarl.mcore.inference.generation import GenerationRequest
 from tests.helpers.evaluation import MODEL
 from tests.helpers.programs import inputs, program, sft_argv, train
 from tests.helpers.worlds import SAFETY_SECONDS, run_world, wait_until

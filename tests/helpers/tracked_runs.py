@@ -1,12 +1,15 @@
-"""What Weights & Biases and MLflow have stored of a run, read by their own packages in a process of its own.
+"""Runs with Weights & Biases and MLflow, and what these have stored, read by their own packages in other processes.
 
     python -m tests.helpers.tracked_runs wandb FOLDER      FOLDER holds the .wandb files of one id
     python -m tests.helpers.tracked_runs mlflow FOLDER     FOLDER is a store of files
+    python -m tests.helpers.tracked_runs track REQUEST     a run as `track` describes it, in JSON
 
 The packages start threads, so no test process may import them.
 """
 
 import json
+import os
+import signal
 import struct
 import subprocess
 import sys
@@ -24,6 +27,50 @@ def stored(kind: str, folder: Path) -> list[dict]:
     done = subprocess.run(command, capture_output=True, text=True, env=variables)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def track(folder: Path, name: str, resume_step: int | None, rows: list, **more) -> str:
+    """Writes the rows [[step, metrics]] of a run with one tracker, by default one that writes files only.
+
+    Args:
+        more: `config`; `offline`; `kill_children_after`: the number of rows after which Slurm's signals come to the
+            processes that the package has started.
+
+    Returns:
+        What the run printed.
+    """
+    from tests.helpers.programs import environment
+
+    request = {"folder": str(folder), "name": name, "resume_step": resume_step, "rows": rows, **more}
+    command = [sys.executable, "-m", "tests.helpers.tracked_runs", "track", json.dumps(request)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def write_run(folder, name, resume_step, rows, config=None, offline=True, kill_children_after=None):
+    """`track` in the process that has the packages."""
+    from megarl.observe.metrics_file import MetricsWriter
+    from megarl.observe.trackers.base import TrackerOptions
+
+    options = TrackerOptions((name,), "proj", "mine", None, offline, config or {"megarl": {"seed": 1}})
+    with MetricsWriter(Path(folder), resume_step, options) as writer:
+        for number, (step, metrics) in enumerate(rows):
+            if number == kill_children_after:
+                _end_children()
+            writer.write(step, metrics)
+
+
+def _end_children():
+    """Sends the stop signals to the process's children, and waits until they are gone."""
+    import psutil
+
+    children = psutil.Process().children()
+    assert children
+    for child in children:
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            os.kill(child.pid, number)
+    psutil.wait_procs(children)
 
 
 def log_records(data: bytes):
@@ -77,7 +124,7 @@ def mlflow_runs(folder: Path) -> list[dict]:
     for experiment in client.search_experiments():
         for run in client.search_runs([experiment.experiment_id], run_view_type=ViewType.ALL):
             points = {
-                name: [[p.step, p.value] for p in client.get_metric_history(run.info.run_id, name)]
+                name: sorted([p.step, p.value] for p in client.get_metric_history(run.info.run_id, name))
                 for name in run.data.metrics
             }
             found.append({
@@ -90,5 +137,8 @@ def mlflow_runs(folder: Path) -> list[dict]:
 
 
 if __name__ == "__main__":
-    readers = {"wandb": wandb_runs, "mlflow": mlflow_runs}
-    print(json.dumps(readers[sys.argv[1]](Path(sys.argv[2]))))
+    if sys.argv[1] == "track":
+        write_run(**json.loads(sys.argv[2]))
+    else:
+        readers = {"wandb": wandb_runs, "mlflow": mlflow_runs}
+        print(json.dumps(readers[sys.argv[1]](Path(sys.argv[2]))))

@@ -9,7 +9,6 @@ import pytest
 
 from megarl.algorithms.pass_at_k import maj_at_k, pass_at_k
 from megarl.errors import UsageError
-from megarl.observe import metric_catalog
 from tests.helpers.evaluation import evaluate_argv, run_evaluate
 from tests.helpers.programs import (
     inputs,
@@ -22,6 +21,7 @@ from tests.helpers.programs import (
     write_lines,
 )
 from tests.helpers.tiers import by_default, long
+from tools import _metric_catalog as metric_catalog
 
 SAMPLED = "--eval-responses 4 --eval-temperature 0.7 --eval-k 1,2,3,4"
 

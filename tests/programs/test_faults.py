@@ -10,7 +10,6 @@ from datetime import timedelta
 import pytest
 
 from megarl.observe import activity
-from megarl.observe.run_reader import RunReader
 from megarl.trainers import launch, setup
 from tests.helpers import faults
 from tests.helpers.programs import (
@@ -24,6 +23,7 @@ from tests.helpers.programs import (
     torchrun,
 )
 from tools import record_runs
+from tools._run_reader import RunReader
 
 TWO = "--role-map rollout=0;actor=1;critic=0;reward=0;reference=1"
 PHASES = {  # phase: the rank that enters it

@@ -15,8 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl import launcher, rank_choice
+from megarl import launcher
 from megarl.cluster import cores
+from megarl.planning import ranks
 from megarl.stop_signals import STOP_SIGNALS
 from tests.helpers.programs import environment
 from tests.helpers.worlds import wait_until, wait_until_gone
@@ -220,12 +221,12 @@ def test_ranks_divide_the_cores_and_only_ranks_collect_garbage(given, threads, m
     ("train_rl", {}, 5), ("train_sft", {}, 5), ("evaluate", {}, 1), ("train_rl", {"OMP_NUM_THREADS": "2"}, 1),
     ("train_rl", {"cores": 1}, 1), ("train_rl", {"nnodes": 2}, 1),
 ])  # fmt: skip
-def test_without_a_number_of_ranks_the_faster_one_is_taken(program, given, wanted, monkeypatch):
+def test_without_a_number_of_ranks_the_planner_is_asked(program, given, wanted, monkeypatch):
     asked = []
     monkeypatch.setenv("OMP_NUM_THREADS", given.get("OMP_NUM_THREADS", ""))
     monkeypatch.setattr(launcher, "cores", lambda: given.get("cores", 5))
     monkeypatch.setattr(launcher, "can_fork", lambda: True)
-    monkeypatch.setattr(rank_choice, "ranks_for", lambda *call: asked.append(call) or 5)
+    monkeypatch.setattr(ranks, "ranks_for", lambda *call: asked.append(call) or 5)
     options = launcher._parser().parse_args(["--nnodes", str(given.get("nnodes", 1)), program, "--seed", "1"])
     assert launcher._ranks(options) == wanted
     assert asked == ([(["--seed", "1"], program.removeprefix("train_"), 5)] if wanted == 5 else [])

@@ -230,3 +230,10 @@ def test_wrong_use_ends_with_status_2(capsys):
     assert left.value.code == 2 and printed.out == ""
     assert printed.err.startswith("megarl: error: actor: --tensor-model-parallel-size 2")
     assert printed.err.count("\n") == 1
+
+
+def test_an_error_names_the_config_file_of_a_flag(capsys, tmp_path):
+    (tmp_path / "c.yaml").write_text("tensor-model-parallel-size: 2")
+    with pytest.raises(SystemExit):
+        plan.launch(["--world-size", "3", *SMALL, "--config", str(tmp_path / "c.yaml")])
+    assert f"(--tensor-model-parallel-size 2 is set in {tmp_path}/c.yaml; null" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """The recipes: each sets its paper's algorithm and nothing else, and trains with the models that it needs."""
 
-import json
 import math
 import re
 from pathlib import Path
@@ -12,8 +11,7 @@ from megarl import arguments
 from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.estimators import ESTIMATORS
 from megarl.algorithms.policy_losses import POLICY_LOSSES
-from megarl.errors import UsageError
-from tests.helpers.programs import ROOT, SHAPE, assert_close, inputs, metrics, samples
+from tests.helpers.programs import ROOT, SHAPE, assert_close, inputs, metrics
 from tests.helpers.tiers import by_default
 from tests.helpers.worlds import run_world
 
@@ -179,16 +177,3 @@ def test_a_recipe_works_after_the_quickstarts_file(recipe):
     idle |= {"gamma"} if "gamma" not in ours else set()
     idle |= {"clip-range"} if ours["policy-loss"] == "reinforce" else set()
     assert named == idle
-
-
-def test_the_plug_ins_of_the_docs_run_unchanged(tmp_path, plug_ins):
-    text = (ROOT / "docs" / "algorithms.md").read_text()
-    code, flags = re.findall(r"```python\n(.*?)```\n\n```bash\n\.\.\. (.*?)\n```", text, re.DOTALL)[0]
-    (plug_ins / "my_plugins.py").write_text(code)
-    program = parsed(tmp_path / "run", "dr_grpo", flags)
-    assert run_world(train_and_list_models, 1, program) == [[False]]
-    check_rows(tmp_path / "run", "dr_grpo")
-    graded = [json.loads(row) for row in samples(tmp_path / "run", 2).splitlines()]
-    assert any(0 < row["reward"] < 1 for row in graded)
-    with pytest.raises(UsageError, match="--samples-per-prompt 1: .*above_the_worst compares"):
-        parsed(tmp_path / "run", "dr_grpo", f"{flags} --samples-per-prompt 1")

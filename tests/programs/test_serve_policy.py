@@ -11,7 +11,7 @@ import pytest
 import urllib3
 
 from megarl.algorithms.sampling_settings import SamplingSettings
-from megarl.generation import GenerationRequest
+from megarl.mcore.inference.generation import GenerationRequest
 from megarl.rollout.remote_generator import RemoteGenerator
 from tests.helpers.evaluation import MODEL
 from tests.helpers.programs import GRADED, environment, inputs, metrics, rl_argv, timeless, train

@@ -101,7 +101,7 @@ def test_the_metadata_is_complete(wheel):
     with zipfile.ZipFile(wheel) as file:
         (name,) = (name for name in file.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = message_from_bytes(file.read(name))
-    assert metadata["Version"] == megarl.__version__ and metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Version"] == megarl.__version__ and metadata["License-Expression"] == "Apache-2.0 AND MIT"
     assert metadata["Requires-Python"] == SETUP["PYTHON_REQUIRES"] and metadata["Description-Content-Type"]
     assert metadata.get_payload().startswith("# megarl\n")
     assert set(metadata.get_all("Provides-Extra")) == set(SETUP["EXTRAS"])

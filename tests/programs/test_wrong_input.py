@@ -155,6 +155,36 @@ def test_wrong_config_files(text, needle, tmp_path):
     assert needle in line
 
 
+SET = "is set in {file}; "
+SOURCES = {  # config file, further flags -> end of the line, with the {file}
+    "a recipe's switch": ("overlong-buffer: 1", "--environment guess-number",
+                          "not allowed with --overlong-buffer (--overlong-buffer 1 " + SET
+                          + "the default is --overlong-buffer 0)"),
+    "two flags": ("one-step-off: true\ngreedy-baseline: true", "--rollout-correction tis --advantage remax",
+                  "is not scored yet (--one-step-off true " + SET + "the default is --one-step-off false; "
+                  "--greedy-baseline true " + SET + "the default is --greedy-baseline false)"),
+    "the flag of the error": ("environment: guess-number", "--over-sampling 1.5",
+                              "not allowed with --over-sampling (--environment guess-number " + SET
+                              + "null in a later file unsets it)"),
+    "a flag of Megatron's": ("max-position-embeddings: 9", "", "(--max-position-embeddings 9 " + SET
+                             + "null in a later file unsets it)"),
+    "a wrong value": ("gamma: high", "", "(--gamma high " + SET + "the default is --gamma 1.0)"),
+    "a file that is missing": ("chat-template: no/such.jinja", "", "(--chat-template no/such.jinja " + SET
+                               + "null in a later file unsets it)"),
+    "the command line wins": ("overlong-buffer: 1", "--environment guess-number --overlong-buffer 2",
+                              "not allowed with --overlong-buffer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SOURCES)
+def test_an_error_says_which_flags_a_config_file_sets(case, tmp_path):
+    text, flags, end = SOURCES[case]
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    line = refusal(rl_argv(tmp_path / "run", f"--config {file} {flags}"))
+    assert line.endswith(end.format(file=file) + "\n")
+
+
 @pytest.mark.parametrize("name, argv", [("rl", rl_argv), ("sft", sft_argv)])
 def test_a_save_path_that_cannot_be_a_folder(name, argv, tmp_path):
     (tmp_path / "file").write_text("")

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.checkpoint import manifest as manifests
-from megarl.checkpoint.tensor_sources import CheckpointTensors
 from tests.helpers import hf_folders
 from tests.helpers.checkpoints import Attack
 from tests.helpers.programs import sft_argv, train
 from tools import inspect_checkpoint, record_runs
+from tools._tensor_sources import CheckpointTensors
 
 LAYERS = "--num-layers 3 --train-iters 2 --lr-warmup-iters 1 --save-interval 1"
 

@@ -7,11 +7,11 @@ import pytest
 
 from megarl.data.prompts import load_prompts
 from megarl.environments.adapters.gymnasium_env import frozen_lake
-from megarl.environments.careless_players import PLAYERS
 from megarl.environments.games import guess_number
 from megarl.environments.protocol import Task
 from tests.references.value_iteration import optimal_values
 from tools import make_agent_prompts
+from tools._careless_players import PLAYERS
 
 DISCOUNT = 0.9
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.data.prompts import Prompt, load_prompts
+from megarl.data.prompt import Prompt
+from megarl.data.prompts import load_prompts
 from tests.helpers.programs import write_lines
 from tests.helpers.tools import load_tool
 

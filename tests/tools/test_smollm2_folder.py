@@ -7,7 +7,7 @@ import numpy
 import pytest
 
 from megarl.data.conversations import build_encoder
-from megarl.data.prompts import Prompt
+from megarl.data.prompt import Prompt
 from megarl.data.tokenizers import build_tokenizer
 from tests.helpers.worlds import run_world
 from tools import smollm2_folder

@@ -1,4 +1,4 @@
-"""tools/watch.py: what it shows of runs that go on, end, hang or fall silent, from their files alone."""
+"""tools/watch.py: what it shows of runs that continue, end, hang or stop reporting, from their files alone."""
 
 import json
 import os
@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from megarl.observe import run_reader, status_file
-from megarl.observe.run_reader import RunReader
+from megarl.observe import status_file
 from tests.helpers.programs import environment
 from tests.helpers.tools import TOOLS
 from tools import watch
+from tools._run_reader import KEPT_ROWS, RunReader
 
 UPDATE = ["actor", "update", 4, 1.5, 0.5, False]
 WAIT = ["actor", "wait", 4, 0.25, 0.5, False]
@@ -167,9 +167,9 @@ def test_new_lines_are_read_once_and_a_file_that_was_replaced_from_its_start(tmp
 
 
 def test_only_the_last_rows_are_kept(tmp_path):
-    run = RunReader(write(tmp_path / "run", last=2 * run_reader.KEPT_ROWS))
+    run = RunReader(write(tmp_path / "run", last=2 * KEPT_ROWS))
     run.update()
-    assert len(run.rows) == run_reader.KEPT_ROWS and run.step == 2 * run_reader.KEPT_ROWS
+    assert len(run.rows) == KEPT_ROWS and run.step == 2 * KEPT_ROWS
 
 
 def test_several_runs_have_a_line_each(tmp_path, capsys):

@@ -166,6 +166,27 @@ def test_packages_do_not_import_each_other_in_a_cycle(package):
     assert not found, "import cycles:\n" + "\n".join(found)
 
 
+def module_graph() -> dict[str, dict[str, str]]:
+    """Module of megarl -> those that it imports, at any depth and for types alone, each with file and line."""
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
+    graph: dict[str, dict[str, str]] = {}
+    for module, path in modules.items():
+        found = graph.setdefault(module, {})
+        for name, line in imports(path):
+            target = name if name in modules else name.rpartition(".")[0]
+            if target in modules and target != module:
+                found.setdefault(target, f"{path.relative_to(PACKAGE)}:{line}")
+    return graph
+
+
+def test_modules_do_not_import_each_other():
+    """Not even for types: what two modules need belongs into one of them, or into a third one."""
+    graph = module_graph()
+    assert "megarl.data.conversations" in graph["megarl.data.prompts"]
+    found = cycles(graph)
+    assert not found, "import cycles:\n" + "\n".join(found)
+
+
 def test_no_import_is_relative():
     assert not importers(lambda name: name.startswith("."), OURS)
 

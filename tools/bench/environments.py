@@ -77,8 +77,8 @@ class Bench:
     def run(self, sleep: float) -> tuple[float, dict[int, list[int]], float]:
         """(seconds, tokens of the episodes by number, seconds in which the engine waited)."""
         from megarl.algorithms.sampling_settings import SamplingSettings
-        from megarl.generation import GenerationRequest
         from megarl.mcore.inference.engine import RequestList
+        from megarl.mcore.inference.generation import GenerationRequest
         from megarl.rollout.episodes.episode import Episode
         from megarl.rollout.episodes.source import EpisodeSource
 

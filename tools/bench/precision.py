@@ -17,9 +17,9 @@ from megarl import arguments
 from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.batch import Batch
 from megarl.comm import role_mesh
-from megarl.generation import GenerationRequest
 from megarl.mcore import device
 from megarl.mcore.inference.engine import RolloutEngine
+from megarl.mcore.inference.generation import GenerationRequest
 from megarl.mcore.model import forward_pass
 from megarl.roles.trainable_model import TrainableModel
 from tools.bench import common

@@ -26,9 +26,9 @@ from pathlib import Path
 import torch
 
 from megarl.algorithms.sampling_settings import SamplingSettings
-from megarl.generation import GenerationRequest
 from megarl.mcore import device
 from megarl.mcore.inference.engine import RolloutEngine
+from megarl.mcore.inference.generation import GenerationRequest
 from tools.bench import common
 
 SHAPE = common.Shape(layers=12, hidden=512, ffn=1536, vocab=32_000)

@@ -180,7 +180,7 @@ def run_engine(options: argparse.Namespace):
     """The engine's side: prints "seconds 0" when it is ready, then the time of each call."""
     from megarl.algorithms.sampling_settings import SamplingSettings
     from megarl.arguments import parse
-    from megarl.generation import GenerationRequest
+    from megarl.mcore.inference.generation import GenerationRequest
     from megarl.observe.timers import Timers
     from megarl.rollout.rollout import Rollout
     from megarl.trainers.policy import PolicyInputs

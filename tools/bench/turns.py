@@ -17,8 +17,8 @@ from collections import deque
 import torch
 
 from megarl.algorithms.sampling_settings import SamplingSettings
-from megarl.generation import GenerationRequest
 from megarl.mcore.inference.engine import RolloutEngine
+from megarl.mcore.inference.generation import GenerationRequest
 from tools.bench import common
 
 SHAPE = common.Shape(layers=8, hidden=256, ffn=768, vocab=8192)

@@ -49,7 +49,7 @@ def build_engine(model, pg_collection, requests: int):
 def step_seconds(engine, count: int) -> list[float]:
     """Seconds of each step that only decodes, for requests with a full context."""
     from megarl.algorithms.sampling_settings import SamplingSettings
-    from megarl.generation import GenerationRequest
+    from megarl.mcore.inference.generation import GenerationRequest
 
     prompts = common.random_prompts([CONTEXT] * count, SHAPE.vocab)
     requests = [GenerationRequest(prompt, key, NEW_TOKENS) for key, prompt in enumerate(prompts)]

@@ -22,9 +22,9 @@ CASES = {  # name -> (flags, whether training takes the rollout's routes, arXiv 
 def gaps(flags: str, is_replayed: bool = False) -> torch.Tensor:
     """|rollout − training| of each token of responses to ragged prompts, [tokens] fp32 in nats."""
     from megarl.algorithms.sampling_settings import SamplingSettings
-    from megarl.generation import GenerationRequest
     from megarl.mcore import device
     from megarl.mcore.inference.engine import RolloutEngine
+    from megarl.mcore.inference.generation import GenerationRequest
     from megarl.mcore.model.forward_pass import inference_mode, token_scores
 
     model, pg_collection, _ = common.build(SHAPE, (PROMPT, RESPONSE), f"--bf16 {flags}", "rl")

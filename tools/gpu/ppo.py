@@ -55,7 +55,7 @@ def train(save: Path, flags: str) -> list[dict]:
 
 def main():
     """Runs all; an exact rollout whose gap is not 0 fails, and so do deterministic runs that differ."""
-    from megarl.observe.metric_names import reproducible
+    from tools._metric_catalog import reproducible
 
     found: dict[str, list[dict]] = {}
 

@@ -2,21 +2,24 @@
 
 import torch
 
-from megarl.algorithms.policy_loss import ClipOptions, PolicyLoss, PolicyTerms, PolicyTokens, clipped_surrogate
+from megarl.algorithms.policy_loss import (
+    LOG_RATIO_LIMIT,
+    ClipOptions,
+    PolicyLoss,
+    PolicyTerms,
+    PolicyTokens,
+    clipped_surrogate,
+)
 
 
-def ppo_clip(tokens: PolicyTokens, clip: ClipOptions, log_ratio_limit: float = 20.0) -> PolicyTerms:
+def ppo_clip(tokens: PolicyTokens, clip: ClipOptions) -> PolicyTerms:
     """Clipped surrogate max(−A·r, −A·clip(r, 1−low, 1+high)) with r = exp(logprobs − old_logprobs).
 
     PPO (arXiv 1707.06347, eq. 7), negated to be minimised; high > low is DAPO's clip-higher (arXiv 2503.14476).
     `clip.dual` c bounds tokens with A < 0 by −c·A (arXiv 1912.09729, eq. 5).
-
-    Args:
-        log_ratio_limit: the log-ratio is clamped to ± this (20: a ratio of 4.9e8). Without it exp overflows, and an
-            infinite ratio gives the gradient 0·inf = NaN even where the loss is clipped.
     """
     log_ratio, advantages = tokens.logprobs - tokens.old_logprobs.detach(), tokens.advantages.detach()
-    ratio = log_ratio.clamp(-log_ratio_limit, log_ratio_limit).exp()
+    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     loss, clipped = clipped_surrogate(ratio, advantages, clip)
     if clip.dual is not None:
         floor = -advantages * clip.dual

@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from megarl.algorithms.policy_loss import PolicyLoss, PolicyTerms, PolicyTokens, option
+from megarl.algorithms.policy_loss import LOG_RATIO_LIMIT, PolicyLoss, PolicyTerms, PolicyTokens, option
 
 
 def _tau(default: float, text: str):
@@ -20,14 +20,14 @@ class SapoOptions:
     tau_negative: float = _tau(1.05, "τ of the gate elsewhere (2511.20347)")
 
 
-def sapo(tokens: PolicyTokens, options: SapoOptions, log_ratio_limit: float = 20.0) -> PolicyTerms:
+def sapo(tokens: PolicyTokens, options: SapoOptions) -> PolicyTerms:
     """−A·σ(τ·(r − 1))·4/τ: a soft gate instead of the clip; `clipped` is always False.
 
     SAPO (arXiv 2511.20347). τ is `tau_positive` where A > 0, else `tau_negative`. At r = 1 the gradient is that of
-    −A·r. `log_ratio_limit` as in `ppo_clip`.
+    −A·r.
     """
     log_ratio, advantages = tokens.logprobs - tokens.old_logprobs.detach(), tokens.advantages.detach()
-    ratio = log_ratio.clamp(-log_ratio_limit, log_ratio_limit).exp()
+    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     above, below = (ratio.new_full((), tau) for tau in (options.tau_positive, options.tau_negative))
     tau = torch.where(advantages > 0, above, below)
     # Not torch.sigmoid: on a CPU its rounding depends on the token's position in the batch. r ≥ 0, so exp is ≤ exp(τ).

@@ -74,29 +74,48 @@ def hidden_rows(lengths: Tensor, shared: SharedPrefix | None, pg_collection, seq
 def routed_tokens(
     lengths: Tensor, pg_collection, sequence_parallel: bool, shared: SharedPrefix | None = None
 ) -> RoutedTokens:  # fmt: skip
-    """Returns the tokens that this rank routes of a micro-batch of sequences with these lengths [N], on the host."""
+    """Returns the tokens that this rank routes of a micro-batch of sequences with these lengths [N], on the host.
+
+    Example on one rank: sequences A = a b c and B = a b d e share the prefix a b, which A holds. The stream is
+    a b c d e, whose tokens have the indices 0 1 2 5 6 among the tokens of A and B, and B's a b occur in rows 0 and 1:
+
+        rows       0 1 2 | 0 1 3 4
+        sequence   0 0 0 | 1 1 1 1
+        counted    1 1 0 | 1 1 1 0     the last token of a sequence does not count
+        uses       2 2 0 1 0           of the five rows
+    """
     ranks, tensor_ranks = dist.get_world_size(pg_collection.cp), dist.get_world_size(pg_collection.tp)
     lengths, unit = lengths.numpy(), tensor_ranks if sequence_parallel else 1
     stream = TokenStream.of(lengths, shared, lambda tokens: _padded_size(tokens, ranks, unit))
-    total, tokens = int(stream.ends[-1]), int(stream.ends[len(lengths) - 1])
-    indices = chunk_indices(chunks_of(dist.get_rank(pg_collection.cp), ranks, total))
+    token, at, sequence, counted = _stream_occurrences(lengths, stream)
+    own = chunk_indices(chunks_of(dist.get_rank(pg_collection.cp), ranks, len(token)))  # stream indices of this rank
     if sequence_parallel:
-        indices = indices.reshape(tensor_ranks, -1)[dist.get_rank(pg_collection.tp)]
-    sequence, position, is_held, at = _places(lengths, stream)
-    # Padding of the stream is one more sequence, in which no token counts.
-    at = np.concatenate([at, np.arange(tokens, total)])
-    sequence = np.concatenate([sequence, np.full(total - tokens, len(lengths))])
-    counted = np.concatenate([position + 1 < lengths.repeat(lengths), np.zeros(total - tokens, bool)])
-    token = np.concatenate([np.flatnonzero(is_held), np.arange(len(position), len(position) + total - tokens)])
-    row = np.full(total, -1)
-    row[indices] = np.arange(len(indices))
-    is_here = row[at] >= 0
-    rows, sequence, counted = row[at][is_here], sequence[is_here], counted[is_here]
-    uses = np.bincount(rows[counted], minlength=len(indices))
-    token_indices, uses, rows, sequence, counted = device.to_device(
-        [token[indices], uses, rows, sequence, counted.astype(np.int64)]
+        own = own.reshape(tensor_ranks, -1)[dist.get_rank(pg_collection.tp)]
+    row_of = np.full(len(token), -1)
+    row_of[own] = np.arange(len(own))
+    rows = row_of[at]
+    rows, sequence, counted = (x[rows >= 0] for x in (rows, sequence, counted))
+    uses = np.bincount(rows[counted], minlength=len(own))
+    token, uses, rows, sequence, counted = device.to_device(
+        [token[own], uses, rows, sequence, counted.astype(np.int64)]
     )
-    return RoutedTokens(token_indices, uses, Occurrences(rows, sequence, counted.bool()), len(lengths))
+    return RoutedTokens(token, uses, Occurrences(rows, sequence, counted.bool()), len(lengths))
+
+
+def _stream_occurrences(lengths: np.ndarray, stream: TokenStream) -> tuple[np.ndarray, ...]:
+    """Returns (token [stream], at, sequence, counted [all tokens]): the index among the unshared sequences' tokens of
+    each stream token, and where, in which sequence and whether counted each token of these occurs in the stream.
+
+    Padding is one more sequence, in which no token counts and whose tokens follow those of the others.
+    """
+    sequence, position, is_held, at = _places(lengths, stream)
+    total, tokens = int(stream.ends[-1]), int(stream.ends[len(lengths) - 1])
+    padding = total - tokens
+    token = np.concatenate([np.flatnonzero(is_held), len(position) + np.arange(padding)])
+    at = np.concatenate([at, np.arange(tokens, total)])
+    sequence = np.concatenate([sequence, np.full(padding, len(lengths))])
+    counted = np.concatenate([position + 1 < lengths.repeat(lengths), np.zeros(padding, bool)])
+    return token, at, sequence, counted
 
 
 def scored_tokens(mask: Tensor, packing: PackedLayout) -> ScoredTokens:

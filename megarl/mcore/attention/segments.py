@@ -179,28 +179,38 @@ def segments_of_stream(stream: TokenStream, chunks: list[tuple[int, int]]) -> Se
 
 
 def plan_segment_batches(segments: Segments, is_whole: bool, window: int | None = None) -> list[list[np.ndarray]]:
-    """Returns the plan of each segment batch.
+    """Returns the plan of each segment batch, arguments of `SegmentBatch.of` on the host.
 
     Args:
         is_whole: this rank holds the whole stream, so that queries have the indices of keys.
         window: keys that a query sees; None: all.
 
-    If queries are more than half of a segment's keys, its shared prefix is computed as queries again and dropped,
-    because causal kernels are faster. Otherwise a mask costs less than the extra queries.
+    Causal kernels are faster than those that take a mask, but need a query for each key. Example: a sequence of 10
+    tokens whose first 3 another one holds has 7 queries and 10 keys. More than half of its keys have a query, so it
+    runs causally with 10 queries, and the results of the first 3 are dropped. With a prefix of 6 it has 4 queries,
+    too few: it runs with a mask.
     """
-    is_square, plans = is_whole & (2 * segments.queries > segments.keys), []
     if window is not None:
         segments = segments.within(window)
-        is_square = is_whole & (2 * segments.queries > segments.keys) & (segments.keys <= window)
     read = segments.keys - segments.unseen
-    for is_causal, members in group_by_size(is_square, segments.queries, read):
-        group = Segments(*(x[members] for x in segments))
-        if not is_causal:
-            plans.append(plan_segments(group.first, group.queries, read[members], False, group.key_indices))
-            continue
-        _, keys, real = plan_segments(group.first, group.keys, group.keys, True, group.key_indices)
-        plans.append([keys, keys, real[real % keys.shape[1] >= group.prefix_length[real // keys.shape[1]]]])
-    return plans
+    is_causal = is_whole & (2 * segments.queries > segments.keys)
+    if window is not None:
+        is_causal &= segments.keys <= window  # longer segments read no keys before the window
+    return [
+        _plan_batch(Segments(*(field[members] for field in segments)), causal)
+        for causal, members in group_by_size(is_causal, segments.queries, read)
+    ]
+
+
+def _plan_batch(segments: Segments, is_causal: bool) -> list[np.ndarray]:
+    """Plans the segments of one batch, with a mask or causally; then each key before the first query is a query, too,
+    whose result is dropped."""
+    if not is_causal:
+        read = segments.keys - segments.unseen
+        return plan_segments(segments.first, segments.queries, read, False, segments.key_indices)
+    _, keys, real = plan_segments(segments.first, segments.keys, segments.keys, True, segments.key_indices)
+    segment, position = np.divmod(real, keys.shape[1])
+    return [keys, keys, real[position >= segments.prefix_length[segment]]]
 
 
 def plan_attention(segments: Segments, is_whole: bool, window: int | None) -> HostPlan:

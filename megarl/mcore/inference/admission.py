@@ -19,16 +19,11 @@ class _Fitting(NamedTuple):
     skipped: int  # tokens of them that are not read again
 
 
-def can_add_together(engine) -> bool:
-    """Whether `add_waiting` may take the place of Megatron's scheduling of whole prompts."""
-    return not (engine.context.is_hybrid_model or engine._cg_admission_gating_active())
-
-
 def may_add(engine) -> bool:
     """Whether the next step may add a waiting request; False: it surely adds none."""
     if not engine.waiting_request_ids:
         return False
-    return engine.enable_chunked_prefill or not can_add_together(engine) or bool(_fitting(engine, 1))
+    return engine.enable_chunked_prefill or bool(_fitting(engine, 1))
 
 
 def add_waiting(engine):

@@ -45,20 +45,12 @@ class DecodeLoopEngine(DynamicInferenceEngine):
         if not self._only_decodes:
             self._decoding_requests = None
             return super().step_modern()
-        c = self.context
         tokens, logprobs = self.device_decode.run() if self.device_decode.computes() else self._decode()
-        if not c.advance_decode(tokens):
-            self.controller._sampled_tokens_cuda[: len(tokens)] = tokens
-            return self._finish_step(logprobs)
-        self._decoding_requests = self._requests_in_cache()
-        for request, token, logprob in zip(self._decoding_requests, tokens.tolist(), logprobs, strict=True):
-            request.generated_tokens.append(token)
-            request.generated_log_probs.append(logprob)
-        return {"finished_request_records": []}
+        return self._end_step(tokens, logprobs)
 
     def _decode(self) -> tuple[Tensor, list[float]]:
         """Returns the tokens [n] on the host that a step draws, and their log-probs. The host plans the step."""
-        c, sampling, count = self.context, self.controller._sampling, self.context.total_request_count
+        c, sampling, count = self.context, self.controller.sampling, self.context.total_request_count
         c.initialize_attention_state()
         ids, positions = c.current_input_and_position_ids()
         logits = self._forward({"tokens": ids, "position_ids": positions, "attention_mask": None})
@@ -67,8 +59,10 @@ class DecodeLoopEngine(DynamicInferenceEngine):
 
     def _requests_in_cache(self) -> list:
         """Returns the requests of a step in which every one decodes, in the context's order."""
-        ids = self.context.request_ids[: self.context.total_request_count]
-        return self._decoding_requests or [self.get_request(number) for number in ids.tolist()]
+        if self._decoding_requests is None:
+            ids = self.context.request_ids[: self.context.total_request_count]
+            self._decoding_requests = [self.get_request(number) for number in ids.tolist()]
+        return self._decoding_requests
 
     def forward(self, inputs: dict) -> Tensor:
         """Returns logits [1, N, V]; the routers keep the step's routes if they are recorded."""
@@ -79,9 +73,10 @@ class DecodeLoopEngine(DynamicInferenceEngine):
 
     def _forward(self, inputs: dict) -> Tensor:
         """As `forward`; copies recorded routes to the host."""
-        logits = self.forward(inputs)
-        if self.controller.inference_wrapped_model.config.moe_enable_routing_replay:
-            self.context.kv_block_allocator.store_routing_per_block(self.controller._router_record_bookkeeping())
+        logits, c = self.forward(inputs), self.context
+        routes = c.recorded_routes()
+        if routes is not None:
+            c.kv_block_allocator.store_routing_per_block(routes[: c.active_token_count].cpu().short().numpy())
         return logits
 
     def suspend(self):
@@ -102,9 +97,7 @@ class DecodeLoopEngine(DynamicInferenceEngine):
 
     def schedule_non_chunked_prefill(self):
         """Adds the waiting requests that fit to the next step."""
-        if admission.can_add_together(self):
-            return admission.add_waiting(self)
-        return super().schedule_non_chunked_prefill()
+        admission.add_waiting(self)
 
     @property
     def _only_decodes(self) -> bool:
@@ -113,8 +106,18 @@ class DecodeLoopEngine(DynamicInferenceEngine):
         is_staged = self.controller.inference_wrapped_model.model_is_pipeline_parallel
         return self.context.only_decodes and not is_staged and not admission.may_add(self)
 
-    def _finish_step(self, logprobs: list[float]) -> dict:
+    def _end_step(self, tokens: Tensor, logprobs: list[float]) -> dict:
+        """Adds the last new token [n] of each request, and its log-prob; advances to the next step."""
+        if not self.context.advance_decode(tokens):
+            return self._finish_step(tokens, logprobs)
+        for request, token, logprob in zip(self._requests_in_cache(), tokens.tolist(), logprobs, strict=True):
+            request.generated_tokens.append(token)
+            request.generated_log_probs.append(logprob)
+        return {"finished_request_records": []}
+
+    def _finish_step(self, tokens: Tensor, logprobs: list[float]) -> dict:
         """Runs Megatron's bookkeeping after sampling, because a request ends or the free blocks do not suffice."""
+        self.controller._sampled_tokens_cuda[: len(tokens)] = tokens
         self._decoding_requests, context_state = None, {"chunked_prefill_request_id": -1, "kv_stats": None}
         result = self.controller._dynamic_step_context_bookkeeping()
         result |= {"log_probs": [[x] for x in logprobs], "accepted_tokens": None, "cuda_graph_request_count": None}

@@ -94,9 +94,8 @@ class DeviceStep:
 class DeviceDecode:
     """Runs decode steps of an engine on the device."""
 
-    def __init__(self, engine, has_graphs: bool = True):
-        """`has_graphs`: where a step can be a CUDA graph, it is one."""
-        self.has_graphs = has_graphs
+    def __init__(self, engine):
+        self.has_graphs = True  # where a step can be a CUDA graph, it is one; tests and measurements switch it off
         self.engine, self.context = engine, engine.context
         self._model = engine.controller.inference_wrapped_model.model
         self._steps: dict[int, DeviceStep] = {}
@@ -110,11 +109,11 @@ class DeviceDecode:
 
     def computes(self) -> bool:
         """Whether the next step, which decodes one token of each request, can run here."""
-        return self.context.reads_tables and not self.engine.controller._sampling.needs_host
+        return self.context.reads_tables and not self.engine.controller.sampling.needs_host
 
     def run(self) -> tuple[Tensor, list[float]]:
         """Returns the tokens [n] on the host that a step draws, and their log-probs."""
-        c, sampling, count = self.context, self.engine.controller._sampling, self.context.total_request_count
+        c, sampling, count = self.context, self.engine.controller.sampling, self.context.total_request_count
         step = self._step(count)
         own = slice(count)
         step.send(
@@ -131,7 +130,7 @@ class DeviceDecode:
     def _outputs(self, step: DeviceStep) -> StepOutputs:
         if not self._is_captured:
             return self._compute(step)
-        key = step.rows, self.engine.controller._sampling.settings, self._model.config.moe_enable_routing_replay
+        key = step.rows, self.engine.controller.sampling.settings, self._model.config.moe_enable_routing_replay
         return self._graphs.run(key, lambda: self._compute(step))
 
     def _step(self, requests: int) -> DeviceStep:
@@ -147,6 +146,6 @@ class DeviceDecode:
         tokens, positions = step.tokens.unsqueeze(0), step.positions.unsqueeze(0)
         logits = self.engine.forward({"tokens": tokens, "position_ids": positions, "attention_mask": None})
         numbers = uniforms(step.keys, step.positions + 1)
-        drawn, logprobs = self.engine.controller._sampling.sample_on_device(logits.squeeze(0), numbers)
+        drawn, logprobs = self.engine.controller.sampling.sample_on_device(logits.squeeze(0), numbers)
         samples, plan = torch.stack([drawn.double(), logprobs.double()]), self.context.plan(None)
         return StepOutputs(samples, self.context.recorded_routes(), plan)

@@ -62,7 +62,7 @@ def begin_step(context, tokens: Tensor, counts: Tensor, groups: Groups) -> dict:
     """
     c, n, is_ready = context, context.total_request_count, context.only_decodes
     if not is_ready:
-        c.initialize_attention_state()  # after requests ended, Megatron's tensors have to be set anew
+        c.initialize_attention_state()  # after requests ended, Megatron's tensors have to be set again
     c.only_decodes, c._plan = False, None
     of, first = torch.from_numpy(groups.of), torch.from_numpy(groups.first)
     rows = counts + 1

@@ -72,9 +72,9 @@ class Drafts(NamedTuple):
 class Drafter:
     """Drafts for the requests of an engine. Its index outlives the engine's calls, so that it knows earlier steps."""
 
-    def __init__(self, costs: StepCosts, max_requests: int, max_length: int, index: DraftIndex | None = None):
+    def __init__(self, costs: StepCosts, max_requests: int, max_length: int):
         """`max_requests`: at a time; `max_length`: of a request's prompt and response in tokens."""
-        self.index, self.costs = DraftIndex() if index is None else index, costs
+        self.index, self.costs = DraftIndex(), costs
         self.rates = np.full(EVIDENCES, FIRST_RATE)  # share of right guesses by their evidence
         self.gains = [1.0] * 64  # share of a step's time that drafts save, by log2 of its requests
         self._checked = np.full(EVIDENCES, 2.0)  # guesses, at most `RATE_MEMORY`

@@ -1,6 +1,7 @@
 """Several end tokens: Megatron's engine compares each sampled token with a single one per request."""
 
 import torch
+from megatron.core.inference.sampling.base import Sampling
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 from torch import Tensor
 
@@ -41,6 +42,11 @@ class EndTokensController(TextGenerationController):
     """Megarl's controller: ends a request at any of `end_tokens`, and makes no text of tokens."""
 
     end_tokens = EndTokens()
+
+    def __init__(self, wrapper, sampling: Sampling):
+        """`wrapper`: Megatron's, of the model; `sampling`: takes the place of Megatron's own."""
+        super().__init__(wrapper, tokenizer=None)
+        self.sampling = self._sampling = sampling
 
     @staticmethod
     def detokenize(*_, **__) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 from megarl.algorithms.counter_rng import uniforms
 from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.algorithms.token_sampling import sample_tokens, sample_tokens_by_integers
-from megarl.generation import GenerationRequest, TopLogprobs
+from megarl.mcore.inference.generation import GenerationRequest, TopLogprobs
 from megarl.mcore.kernels import native
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.kernels.vocab_parallel_logprobs import GatheredPolicy, softcap_

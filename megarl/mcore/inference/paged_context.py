@@ -120,7 +120,7 @@ class PagedContext(DynamicInferenceContext):
         return StepPlan(slots, None, rotations, (by_kind[0], by_kind[-1]), caches, self._attend, is_on_device=True)
 
     def recorded_routes(self) -> Tensor | None:
-        """[B, L, k] int32 routes of a step that the device plans; None: not recorded, or no MoE layer on this rank."""
+        """[T, L, k] int32 routes of a step's tokens, padding included; None: not recorded, or no MoE layer here."""
         if not self._model_config.moe_enable_routing_replay:
             return None
         routes = self.moe_routing_metadata.get_routing_indices()
@@ -231,7 +231,7 @@ class PagedContext(DynamicInferenceContext):
         super().release_memory_blocks_from_request_indexes(request_indexes)
 
     def resume_paused_requests(self, active_request_count: int, *args):
-        """As Megatron's, which takes only free blocks for the requests that go on."""
+        """As Megatron's, but takes only free blocks for the requests that continue."""
         self.kv_block_allocator.make_room(self.paused_request_count)
         return super().resume_paused_requests(active_request_count, *args)
 

@@ -3,7 +3,6 @@
 import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,13 +11,11 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.utils import InferenceMode
 
 from megarl.algorithms.sampling_settings import SamplingSettings
-from megarl.generation import Completion, GenerationRequest, TokenChunk
 from megarl.mcore import device
+from megarl.mcore.inference.built_engine import BuiltEngine
 from megarl.mcore.inference.end_tokens import NO_TOKEN, EndTokens
+from megarl.mcore.inference.generation import Completion, GenerationRequest, TokenChunk
 from megarl.mcore.moe.router import recording_routes
-
-if TYPE_CHECKING:
-    from megarl.mcore.inference.engine import RolloutEngine
 
 
 class _OwnParams(SamplingParams):
@@ -31,7 +28,7 @@ class _OwnParams(SamplingParams):
 class GenerationSession:
     """Requests that join and leave an engine between its steps. All ranks of a replica make the same calls."""
 
-    def __init__(self, owner: "RolloutEngine", end_tokens: EndTokens, settings: SamplingSettings, routes: bool):
+    def __init__(self, owner: BuiltEngine, end_tokens: EndTokens, settings: SamplingSettings, routes: bool):
         """Begins without requests. Arguments as of `RolloutEngine.generate`; requests may have their own ones."""
         self.owner, self.engine, self.context = owner, owner.engine, owner.context
         self.sampling, self.drafter = owner.sampling, owner.drafter

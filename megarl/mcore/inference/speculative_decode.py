@@ -3,7 +3,7 @@
 The token at a position is the one that the position's uniform number draws (`megarl.algorithms.counter_rng`). It
 depends on the text before it alone, so a drafted token can be compared with the one that is drawn at its position in
 any case: if they are equal, the row that read the draft has drawn the next token; if not, the drawn token is the next
-one, and later rows are dropped. This is no rejection sampling, whose text is another one (arXiv 2211.17192).
+one, and later rows are dropped. Rejection sampling (arXiv 2211.17192) would give another text.
 """
 
 from collections.abc import Sequence
@@ -123,16 +123,22 @@ class SpeculativeEngine(DecodeLoopEngine):
         return drafts
 
     def _step_with_drafts(self, drafts: Drafts, groups: Groups) -> dict:
-        """Runs a step that reads the last token and the drafted ones of each group once."""
+        """Runs a step that reads the last token and the drafted ones of each group once.
+
+        Example: requests R and S have the same text, which ends in x, and the drafts a b. Their group's rows x a b are
+        computed once and stand for three rows of R and three of S. If R draws a c … after them, its first two rows
+        drew its next tokens: a, which was drafted, and c, after which the row of the wrong draft b counts for nothing.
+        If S draws d … its first row alone counts. So `counts` is [2, 1], and R and S now have different texts.
+        """
         c, requests = self.context, self._requests_in_cache()
         inputs = draft_rows.begin_step(c, torch.from_numpy(drafts.tokens), torch.from_numpy(drafts.counts), groups)
         logits = self._forward(inputs)
         drawn, logprobs = self._draw(logits.squeeze(0))
         counts = draft_rows.accepted_counts(c, drawn)
         draft_rows.copy_to_group(c, counts)
-        first = (c.draft_rows.places == 0).nonzero().flatten()
+        first = (c.draft_rows.places == 0).nonzero().flatten()  # row of each request's last known token
         draft_rows.end_step(c, counts)
-        last = first + counts - 1
+        last = first + counts - 1  # row that drew each request's last new token
         drawn_last = drawn[last]
         # Requests of a group tried the same drafts: as many accepted ones are the same ones.
         self._update_groups(more=1, most=MAX_DEPTH + 1, last=drawn_last)
@@ -143,11 +149,11 @@ class SpeculativeEngine(DecodeLoopEngine):
                 request.generated_log_probs += logprobs[start:end]
         more = int(counts.sum()) - len(requests)
         self.counts = self.counts.plus((0, 0, more, len(tokens) - len(requests), more))
-        return self._end_step(requests, drawn_last, [logprobs[row] for row in last.tolist()])
+        return self._end_step(drawn_last, [logprobs[row] for row in last.tolist()])
 
     def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the token [S] after each row of all requests and its log-prob [S], `max_rows` at a time."""
-        c, sampling, drawn, logprobs = self.context, self.controller._sampling, [], []
+        c, sampling, drawn, logprobs = self.context, self.controller.sampling, [], []
         rows = c.draft_rows
         for start in range(0, len(rows.owners), self.max_rows):
             part = slice(start, start + self.max_rows)
@@ -158,17 +164,6 @@ class SpeculativeEngine(DecodeLoopEngine):
             logprobs.append(sampling.log_probs(tokens).cpu())
         c.draft_rows = rows
         return torch.cat(drawn), torch.cat(logprobs)
-
-    def _end_step(self, requests: list, sampled: Tensor, logprobs: list[float]) -> dict:
-        """Advances by the last new token [n] of each request, as a step without drafts does."""
-        self.controller._sampled_tokens_cuda[: len(sampled)] = sampled
-        if not self.context.advance_decode(sampled):
-            return self._finish_step(logprobs)
-        for request, token, logprob in zip(requests, sampled.tolist(), logprobs, strict=True):
-            request.generated_tokens.append(token)
-            request.generated_log_probs.append(logprob)
-        self._decoding_requests = requests
-        return {"finished_request_records": []}
 
 
 def _tail(request, size: int) -> Sequence[int]:

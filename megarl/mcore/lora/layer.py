@@ -8,10 +8,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megarl.lora import LoRASettings
 from megarl.mcore.kernels.linear import ReplicatedLinear, forward_product, matmul
 from megarl.mcore.lora.product import LowRankProduct, adapted_linear
 from megarl.mcore.lora.projections import ROW_PARALLEL, Projection
+from megarl.mcore.lora.settings import LoRASettings
 from megarl.mcore.model.initialization import draw_uniform
 from megarl.mcore.parallel.fsdp import rows_here
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megarl.errors import UsageError
-from megarl.lora import MLP_TARGETS, TARGETS, LoRASettings
 from megarl.mcore.lora.peft_modules import PeftModule, fuse, peft_modules, unfuse
+from megarl.mcore.lora.settings import MLP_TARGETS, TARGETS, LoRASettings
 from megarl.mcore.weights.hf.family import Family
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -32,18 +32,17 @@ class PeftAdapter(NamedTuple):
     head: Tensor | None  # [1, H], a scalar head
 
 
-def read_adapter(path: str, flag: str, args, family: Family) -> PeftAdapter:
-    """Reads a folder for a model of any layout.
+def read_adapter(path: str, args, family: Family) -> PeftAdapter:
+    """Reads the folder of `--lora-adapter` for a model of any layout.
 
     Args:
-        flag: that gave the path, for messages.
         args: the role's Megatron namespace.
         family: of the model.
 
     Raises:
         UsageError: not such a folder, or factors that megarl cannot train.
     """
-    folder, error = Path(path), _error(flag, path)
+    folder, error = Path(path), _error(path)
     config = _read_config(folder, error)
     tensors = _read_tensors(folder, error)
     head, factors = tensors.pop(HEAD, None), {}
@@ -70,8 +69,8 @@ def read_adapter(path: str, flag: str, args, family: Family) -> PeftAdapter:
     return PeftAdapter(LoRASettings(rank, alpha, rslora, tuple(t for t in TARGETS if t in names)), factors, head)
 
 
-def _error(flag: str, path: str):
-    return lambda problem: UsageError(f"{flag} {path}: {problem}")
+def _error(path: str):
+    return lambda problem: UsageError(f"--lora-adapter {path}: {problem}")
 
 
 def _read_config(folder: Path, error) -> dict:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megarl.lora import TARGETS, LoRASettings
 from megarl.mcore.lora.projections import factor_shapes
+from megarl.mcore.lora.settings import TARGETS, LoRASettings
 from megarl.mcore.model.projections import LINEARS
 from megarl.mcore.weights.hf.family import Family
 from megarl.mcore.weights.hf.mapping import StackedExperts

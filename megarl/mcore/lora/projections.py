@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megarl.lora import LoRASettings
 from megarl.mcore.config.model_flags import is_gated
+from megarl.mcore.lora.settings import LoRASettings
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern
 from megarl.mcore.model.projections import LINEARS, HeadLayout, Sizes, attention_sizes, linears_of, mlp_sizes
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megarl.errors import UsageError
-from megarl.lora import LoRASettings
 from megarl.mcore.lora.adapter import BALANCING, Adapter, base_weights, set_base
+from megarl.mcore.lora.settings import LoRASettings
 from megarl.mcore.weights import dist_checkpoint, reshard
 
 FINGERPRINT = "base"  # entry of a role's plain state

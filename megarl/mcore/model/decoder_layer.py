@@ -11,15 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.attention import Attention, SelfAttention
-from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from torch import Tensor
 
 from megarl.mcore.attention.prefill_dedup import PrefillDedup
 from megarl.mcore.kernels.all_heads_norm import AllHeadsRMSNorm
 from megarl.mcore.kernels.linear import apply_linear
-from megarl.mcore.model import native_decode, rotary
+from megarl.mcore.model import rotary
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ class StepPlan:
 
 def cache_index(attention: Attention) -> int:
     """Returns the index of a layer's cache among this rank's caches."""
-    return attention.layer_number - attention._get_pp_layer_offset_for_inference() - 1
+    stage = dist.get_rank(attention.pg_collection.pp)
+    return attention.layer_number - get_transformer_layer_offset(attention.config, pp_rank=stage) - 1
 
 
 class PagedSelfAttention(SelfAttention):
@@ -178,24 +179,3 @@ class MoEDecoderLayer(DecoderLayer):
         routing = None if packed_seq_params is None else packed_seq_params.routing
         with self.mlp.router.routed(routing):
             return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
-
-
-def run_decode_layers(block: TransformerBlock, hidden: Tensor | None, context, frequencies: Tensor | None) -> Tensor:
-    """Returns [T, 1, H]: hidden states after a chunk's layers and, in the last chunk, the final norm.
-
-    Args:
-        hidden: the step's embedded tokens; None on later stages, which read what the previous stage sent.
-        context: the engine's `megarl.mcore.inference.paged_context.PagedContext`.
-        frequencies: rotary frequencies of all positions, None without rotary embeddings.
-    """
-    hidden = hidden if block.pre_process else block.input_tensor
-    plan = context.plan(frequencies)
-    dedup = plan.dedup
-    hidden = hidden if dedup is None else hidden.index_select(0, dedup.kept_tokens)
-    if native_decode.computes(block, plan):
-        hidden = native_decode.run(block, hidden, plan)
-    else:
-        for layer in block.layers:
-            hidden, _ = layer(hidden_states=hidden, inference_context=context, rotary_pos_emb=frequencies)
-    hidden = hidden if block.final_layernorm is None else block.final_layernorm(hidden)
-    return hidden if dedup is None else hidden.index_select(0, dedup.inverse)

@@ -13,9 +13,9 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from megarl.mcore import device
 from megarl.mcore.config.megatron_flags import transformer_config
 from megarl.mcore.config.model_flags import ROTARY
-from megarl.mcore.model.decoder_layer import run_decode_layers
 from megarl.mcore.model.initialization import initialize
 from megarl.mcore.model.layer_specs import block_spec
+from megarl.mcore.model.native_decode import run_decode_layers
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern, virtual_stage_numbers
 from megarl.mcore.model.rotary import Rotary
 from megarl.mcore.model.value_head import ValueHead

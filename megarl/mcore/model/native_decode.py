@@ -1,4 +1,4 @@
-"""Decode steps of plain dense layers in one compiled operator (`kernels.native`), on a CPU in fp32.
+"""The layers of an engine's step; decode steps of plain dense layers are one compiled operator, on a CPU in fp32.
 
 Plain layers have RMSNorms before attention and MLP, grouped-query attention, SwiGLU and no biases but those of queries,
 keys and values. The operator calls the kernels that the layers of a training forward call, so the bits are the same.
@@ -15,16 +15,38 @@ from megarl.mcore.kernels import native
 from megarl.mcore.kernels.linear import prepacked
 from megarl.mcore.kernels.norm import RMSNorm
 from megarl.mcore.kernels.swiglu_mlp import SwiGLUMLP
+from megarl.mcore.model.decoder_layer import DecoderLayer, PagedSelfAttention, StepPlan
 
 
-def computes(block: TransformerBlock, plan) -> bool:
-    """Whether `run` computes this step of a block; `plan`: its `StepPlan`."""
+def run_decode_layers(block: TransformerBlock, hidden: Tensor | None, context, frequencies: Tensor | None) -> Tensor:
+    """Returns [T, 1, H]: hidden states after a chunk's layers and, in the last chunk, the final norm.
+
+    Args:
+        hidden: the step's embedded tokens; None on later stages, which read what the previous stage sent.
+        context: the engine's `megarl.mcore.inference.paged_context.PagedContext`.
+        frequencies: rotary frequencies of all positions, None without rotary embeddings.
+    """
+    hidden = hidden if block.pre_process else block.input_tensor
+    plan = context.plan(frequencies)
+    dedup = plan.dedup
+    hidden = hidden if dedup is None else hidden.index_select(0, dedup.kept_tokens)
+    if _computes(block, plan):
+        hidden = _run(block, hidden, plan)
+    else:
+        for layer in block.layers:
+            hidden, _ = layer(hidden_states=hidden, inference_context=context, rotary_pos_emb=frequencies)
+    hidden = hidden if block.final_layernorm is None else block.final_layernorm(hidden)
+    return hidden if dedup is None else hidden.index_select(0, dedup.inverse)
+
+
+def _computes(block: TransformerBlock, plan: StepPlan) -> bool:
+    """Whether `_run` computes this step of a block."""
     reads = plan.reads[0]
     only_decodes = isinstance(reads, native_attention.NativeReads) and reads.only_decodes
     return only_decodes and plan.dedup is None and bool(_weights(block))
 
 
-def run(block: TransformerBlock, hidden: Tensor, plan) -> Tensor:
+def _run(block: TransformerBlock, hidden: Tensor, plan: StepPlan) -> Tensor:
     """Returns the hidden states [T, 1, H] after a block's layers, without its final norm."""
     config, first, reads = block.config, block.layers[0], plan.reads[0].decodes
     out = hidden.squeeze(1).clone(memory_format=torch.contiguous_format)
@@ -54,8 +76,6 @@ def _weights(block: TransformerBlock) -> list[Tensor]:
 
 
 def _is_plain(layer) -> bool:
-    from megarl.mcore.model.decoder_layer import DecoderLayer, PagedSelfAttention  # they import this module
-
     attention, mlp = layer.self_attention, layer.mlp
     if type(layer) is not DecoderLayer or type(attention) is not PagedSelfAttention or type(mlp) is not SwiGLUMLP:
         return False

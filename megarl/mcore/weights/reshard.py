@@ -83,7 +83,7 @@ class WeightTransfer:
         return self.bytes_sent
 
     def free_staging(self):
-        """Frees the staging buffers; the next transfer makes them anew."""
+        """Frees the staging buffers; the next transfer allocates them again."""
         self._staging.clear()
 
     def verify(self):

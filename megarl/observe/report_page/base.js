@@ -2,7 +2,6 @@
 // What all parts of the page share. Every text is written by textContent: texts come from models and data files.
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
-const SVG = "http://www.w3.org/2000/svg";
 
 function el(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
@@ -12,13 +11,6 @@ function el(tag, attributes = {}, ...children) {
     else node.setAttribute(name, value);
   }
   node.append(...children);
-  return node;
-}
-
-function svg(tag, attributes = {}, text = "") {
-  const node = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  node.textContent = text;
   return node;
 }
 
@@ -56,7 +48,6 @@ function bytes(value) {
 }
 
 const exact = (value) => (value === null || value === undefined ? "not finite" : String(value));
-const percent = (value) => (value === null ? "" : `${(100 * value).toFixed(1)} %`);
 
 // -- texts that may hold anything -----------------------------------------------------------------------------------
 
@@ -100,6 +91,9 @@ function tipTable(title, rows) {
 
 function showHead() {
   showText(byId("name"), DATA.name);
+  byId("timeline").textContent = DATA.timeline
+    ? `Time line of all ranks: ${DATA.timeline} in the run's folder, to be opened in Perfetto (ui.perfetto.dev).`
+    : "No time line yet: a run writes timeline.json, for Perfetto, when it ends.";
   if (DATA.other) showText(byId("name").appendChild(el("span")), ` against ${DATA.other.name}`);
   for (const [label, value, note] of DATA.facts) {
     const box = byId("facts").appendChild(el("div", { class: note.length > 26 ? "wide" : "" }));

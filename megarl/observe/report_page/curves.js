@@ -1,6 +1,6 @@
 // The curves: an overview, then every metric by group.
-const GROUPS = ["reward", "eval", "rollout", "sampling", "actor", "kl", "critic", "sft", "correction", "router", "weights", "perf",
-  "time", "memory"];
+const GROUPS = ["reward", "eval", "rollout", "sampling", "actor", "kl", "critic", "sft", "correction", "router", "weights",
+  "perf", "time", "memory"];
 const TITLES = { kl: "KL", sft: "SFT", eval: "Evaluation", perf: "Speed" };
 const OPEN = new Set(["overview", "reward", "eval", "rollout", "actor", "kl", "critic", "sft"]);
 const OVERVIEW = [
@@ -15,66 +15,70 @@ const OVERVIEW = [
 ];
 const LAYER = /^(.*)\/layer_0*(\d+)$/;
 
+const metricOf = (line) => line.run.metrics[line.metric];
+
 function linesOf(metrics, spread) {
   const found = [];
   RUNS.forEach((run, r) => metrics.forEach((metric, m) => {
-    const single = metrics.length === 1, label = [single && RUNS.length > 1 ? "" : metric, RUNS.length > 1 ? run.name : ""];
-    const colour = single ? css(r ? "b" : "a") : css(`c${m % 8}`);
-    found.push({ label: label.filter(Boolean).join(" · "), run, metric, spread: r ? undefined : spread, colour, dashed: r > 0 });
+    const isOnly = metrics.length === 1, colour = isOnly ? css(r ? "b" : "a") : css(`c${m % 8}`);
+    const label = !DATA.other ? metric : isOnly ? run.name : `${metric} · ${run.name}`;
+    found.push({ label, run, metric, spread: r ? undefined : spread, colour, dashed: r > 0 });
   }));
-  return found.filter((line) => line.run.metrics[line.metric]);
+  return found.filter(metricOf);
 }
 
+// The layers of this run in one picture, coloured by depth.
 function layerLines(metrics) {
-  const depth = (i) => `color-mix(in oklab, var(--c1) ${Math.round((100 * i) / Math.max(1, metrics.length - 1))}%, var(--c0))`;
-  const lines = metrics.map((metric, i) => ({ label: `layer ${LAYER.exec(metric)[2]}`, run: DATA.run, metric, colour: depth(i) }));
-  return lines.filter((line) => DATA.run.metrics[line.metric]);
+  return metrics.map((metric, i) => {
+    const depth = Math.round((100 * i) / Math.max(1, metrics.length - 1));
+    const colour = `color-mix(in oklab, var(--c1) ${depth}%, var(--c0))`;
+    return { label: `layer ${LAYER.exec(metric)[2]}`, run: DATA.run, metric, colour };
+  }).filter(metricOf);
 }
 
 const NAMES = [...new Set(RUNS.flatMap((run) => Object.keys(run.metrics)))].sort();
 
+// [[group, [[title, lines]]]]: a chart for each metric, one for all layers of a metric.
 function groupsOfMetrics() {
   const groups = new Map(GROUPS.map((name) => [name, []])), layers = new Map();
+  const add = (map, key, item) => { map.set(key, [...(map.get(key) ?? []), item]); };
+  const groupOf = (name) => (name.includes("/") ? name.split("/")[0] : "other");
   for (const name of NAMES) {
-    const [group] = name.split("/"), layer = LAYER.exec(name);
-    if (layer) {
-      if (!layers.has(layer[1])) layers.set(layer[1], []);
-      layers.get(layer[1]).push(name);
-      continue;
-    }
-    const key = name.includes("/") ? group : "other";
-    if (!groups.has(key)) groups.set(key, []);
-    groups.get(key).push([name, linesOf([name])]);
+    const layer = LAYER.exec(name);
+    if (layer) add(layers, layer[1], name); else add(groups, groupOf(name), [name, linesOf([name])]);
   }
   for (const [name, metrics] of layers) {
-    const lines = layerLines(metrics), group = name.split("/")[0];
-    if (lines.length) (groups.get(group) ?? groups.set(group, []).get(group)).push([`${name} by layer`, lines]);
+    const lines = layerLines(metrics);
+    if (lines.length) add(groups, groupOf(name), [`${name} by layer`, lines]);
   }
   return [...groups].filter(([, charts]) => charts.length);
 }
 
+function isConstant([, lines]) {
+  const { min } = metricOf(lines[0]);
+  return lines.map(metricOf).every((metric) => metric.min === min && metric.max === min && !metric.lost);
+}
+
 // Metrics that have one value in all steps need no picture.
-function showConstants(charts) {
+function constants(charts) {
   const node = el("div", { class: "constants" }, ...(charts.length ? ["always:"] : []));
   for (const [title, lines] of charts) {
-    const item = showText(el("span", { class: "constant" }), `${title} `);
-    item.append(el("b", { text: short(lines[0].run.metrics[lines[0].metric].last, title) }));
-    node.append(item);
+    const value = el("b", { text: short(metricOf(lines[0]).last, title) });
+    node.append(el("span", { class: "constant" }, showText(el("span"), `${title} `), value));
   }
   return node;
 }
 
 function showGroup(name, charts, height) {
-  const grid = el("div", { class: "charts" });
-  const node = el("details", { class: `group ${name === "overview" ? "overview" : ""}` }, el("summary", {}), grid);
-  const count = showText(el("span", { class: "faint" }), charts.length === 1 ? "1 curve" : `${charts.length} curves`);
-  showText(node.firstElementChild, TITLES[name] ?? name[0].toUpperCase() + name.slice(1)).append(count);
-  node.open = OPEN.has(name);
-  node.isOpen = node.open;
-  const same = (one, other) => one.min === one.max && one.min === other.max && !one.lost;
-  const isConstant = ([, lines]) => name !== "overview" && lines.every((line) => same(line.run.metrics[line.metric], lines[0].run.metrics[lines[0].metric]));
-  for (const [title, lines] of charts.filter((chart) => !isConstant(chart))) grid.append(watch(new Chart(title, lines, height)));
-  node.append(showConstants(charts.filter(isConstant)));
+  const title = TITLES[name] ?? name[0].toUpperCase() + name.slice(1), isOverview = name === "overview";
+  const fixed = isOverview ? [] : charts.filter(isConstant);
+  const count = el("span", { class: "faint", text: charts.length === 1 ? "1 curve" : `${charts.length} curves` });
+  const drawn = charts.filter((chart) => !fixed.includes(chart)).map(([of, lines]) => watch(new Chart(of, lines, height)));
+  const node = el("details", { class: isOverview ? "group overview" : "group" },
+    showText(el("summary"), title), el("div", { class: "charts" }, ...drawn), constants(fixed));
+  node.firstElementChild.append(count);
+  node.open = node.isOpen = OPEN.has(name);
+  node.firstElementChild.addEventListener("click", () => { node.isOpen = !node.open; });
   byId("groups").append(node);
 }
 
@@ -84,7 +88,8 @@ function searchMetrics() {
   for (const group of document.querySelectorAll(".group")) {
     let count = 0;
     for (const node of group.querySelectorAll(".chart")) {
-      node.hidden = !fits([node.chart.title, ...node.chart.lines.map((line) => line.metric)].join(" "));
+      const { title, lines } = node.chart;
+      node.hidden = !fits([title, ...lines.map((line) => line.metric)].join(" "));
       count += !node.hidden;
     }
     for (const item of group.querySelectorAll(".constant")) {
@@ -121,22 +126,29 @@ function showMetricTable() {
 function showCurves() {
   const overview = OVERVIEW.map(([title, metrics, spread]) => [title, linesOf(metrics, spread)]);
   showGroup("overview", overview.filter(([, lines]) => lines.length), 180);
-  for (const [name, charts] of groupsOfMetrics()) showGroup(name, charts, 120);
-  if (DATA.other) RUNS.forEach((run, r) => byId("runs").append(showText(el("span", {}, swatch(css(r ? "b" : "a"), r > 0)), run.name)));
+  for (const [name, charts] of groupsOfMetrics()) showGroup(name, charts, 130);
+  const runKey = (run, r) => showText(el("span", {}, swatch(css(r ? "b" : "a"), r > 0)), run.name);
+  if (DATA.other) byId("runs").append(...RUNS.map(runKey));
   showMetricTable();
+  const smoothing = byId("smoothing"), smooth = () => {
+    VIEW.smoothing = Number(smoothing.value);
+    byId("smoothing-value").textContent = VIEW.smoothing.toFixed(2);
+    redraw();
+  };
+  smooth();
+  smoothing.addEventListener("input", smooth);
   byId("metric-search").addEventListener("input", searchMetrics);
-  const smoothing = byId("smoothing"), label = () => { byId("smoothing-value").textContent = Number(smoothing.value).toFixed(2); };
-  smoothing.addEventListener("input", () => { VIEW.smoothing = Number(smoothing.value); label(); redraw(); });
   byId("log-scale").addEventListener("change", (event) => { VIEW.log = event.target.checked; redraw(); });
   byId("reset-zoom").addEventListener("click", () => zoom(-Infinity, Infinity));
   byId("open-all").addEventListener("click", () => {
     for (const group of document.querySelectorAll(".group")) group.open = group.isOpen = true;
   });
-  for (const group of document.querySelectorAll(".group")) {
-    group.firstElementChild.addEventListener("click", () => { group.isOpen = !group.open; });
-  }
-  label();
-  addEventListener("resize", redraw);
-  addEventListener("beforeprint", () => { for (const chart of CHARTS) if (chart.node.offsetParent) { chart.seen = true; chart.draw(); } });
+  // A canvas keeps its size and its colours.
+  for (const name of ["resize", "afterprint"]) addEventListener(name, redraw);
+  byId("theme").addEventListener("click", redraw);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  addEventListener("beforeprint", () => {
+    for (const chart of CHARTS) if (chart.node.offsetParent) chart.draw(PRINTED_WIDTH);
+  });
 }
 showCurves();

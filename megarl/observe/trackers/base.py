@@ -8,7 +8,7 @@ from typing import Protocol
 from megarl.errors import UsageError
 
 NONE, TENSORBOARD = "none", "tensorboard"
-REMOTE = {"wandb": "wandb", "mlflow": "mlflow-skinny"}  # trackers in a process of their own -> their packages
+REMOTE = {"wandb": "wandb", "mlflow": "mlflow-skinny"}  # trackers that need another package -> its name for pip
 NAMES = (TENSORBOARD, *REMOTE)
 
 
@@ -18,13 +18,13 @@ class Tracker(Protocol):
     def write(self, step: int, scalars: dict[str, float]) -> None:
         """The metrics of a step; NaN and infinities among them."""
 
-    def close(self, failed: bool = False) -> None:
-        """The run has ended; `failed`: without saying so."""
+    def close(self) -> None:
+        """The run has ended: waits a limited time until the tracker has everything."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TrackerOptions:
-    """Which trackers a run has, and what they are told.
+    """The trackers of a run, and the values that they receive.
 
     names    of the trackers.
     project  of Weights & Biases; the experiment of MLflow.
@@ -46,18 +46,14 @@ class TrackerOptions:
 class TrackedRun:
     """What a tracker needs to open a run, or to continue it.
 
-    id            of the run, the same for all its starts.
-    resume_step   the step after which it continues; None for a new run.
-    rewinds       whether it may hold later steps, which must not be seen any more.
+    options      with the run's name and the folder filled in.
+    id           of the run, the same for all its starts.
+    resume_step  the step after which it continues; None for a new run.
+    rewinds      whether it may hold later steps, which must not be seen any more.
     """
 
-    tracker: str
+    options: TrackerOptions
     id: str
-    project: str
-    name: str
-    folder: str
-    offline: bool
-    config: dict
     resume_step: int | None
     rewinds: bool
 
@@ -82,7 +78,7 @@ def are_names(text: str) -> bool:
 
 
 def has_remote(text: str) -> bool:
-    """Whether a valid text of `parse_names` names a tracker with a process of its own."""
+    """Whether a valid text of `parse_names` names a tracker other than TensorBoard."""
     return bool(set(parse_names(text)) & REMOTE.keys())
 
 

@@ -1,25 +1,25 @@
 """MLflow. The server is the package's own setting, MLFLOW_TRACKING_URI; without one, a store of files in the folder."""
 
-import os
+import logging
 import re
 import time
-from pathlib import Path
-
-from megarl.observe.trackers.base import TrackedRun
-
-os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # MLflow 3.17 refuses folders without it; before the import
 
 import mlflow
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.tracking import MlflowClient
 
+from megarl.observe.trackers.base import TrackedRun
+
 ID_TAG = "megarl.id"
 METRICS, PARAMS = 1000, 100  # MLflow's limits of a request
 LONGEST = 6000  # characters of a parameter's value
 
+for logger in ("mlflow", "urllib3.connectionpool"):  # a failure is raised, and becomes one warning
+    logging.getLogger(logger).setLevel(logging.CRITICAL)
+
 
 class MlflowTracker:
-    """The run of an MLflow experiment that has this run's id as a tag.
+    """The run of an MLflow experiment that has this run's id as a tag. The package's threads send the rows.
 
     MLflow cannot remove points of a metric. A run that continues after an earlier step than it had reached becomes a
     new MLflow run with the points up to that step; the old one is deleted in MLflow's sense: hidden, and kept.
@@ -27,24 +27,26 @@ class MlflowTracker:
 
     def __init__(self, run: TrackedRun):
         """Raises MlflowException if the server does not answer."""
-        uri = None if mlflow.is_tracking_uri_set() and not run.offline else (Path(run.folder) / "mlflow").as_uri()
+        options = run.options
+        uri = None if mlflow.is_tracking_uri_set() and not options.offline else (options.folder / "mlflow").as_uri()
         self._client = MlflowClient(tracking_uri=uri)
-        found = self._client.get_experiment_by_name(run.project)
-        self._experiment = found.experiment_id if found else self._client.create_experiment(run.project)
+        self._sent: list = []  # rows on their way
+        found = self._client.get_experiment_by_name(options.project)
+        self._experiment = found.experiment_id if found else self._client.create_experiment(options.project)
         old = None if run.resume_step is None else self._find(run.id)
         if old is None or run.rewinds:
-            created = self._client.create_run(self._experiment, run_name=run.name)
+            created = self._client.create_run(self._experiment, run_name=options.run)
             self._id = created.info.run_id
             if old is not None:
                 self._copy(old, run.resume_step)
             self._client.set_tag(self._id, ID_TAG, run.id)
             if old is not None:
                 self._client.delete_run(old.info.run_id)
-            self._write_params(flatten(run.config), {})
+            self._write_params(flatten(options.config), {})
         else:
             self._id = old.info.run_id
             self._client.update_run(self._id, status="RUNNING")
-            self._write_params(flatten(run.config), old.data.params)
+            self._write_params(flatten(options.config), old.data.params)
 
     def _find(self, run_id: str):
         runs = self._client.search_runs([self._experiment], f"tags.`{ID_TAG}` = '{run_id}'", max_results=1)
@@ -53,11 +55,13 @@ class MlflowTracker:
     def _copy(self, old, last_step: int):
         for name in old.data.metrics:
             history = self._client.get_metric_history(old.info.run_id, name)
-            self._write_metrics([point for point in history if point.step <= last_step])
+            self._send([point for point in history if point.step <= last_step])
+        self._wait()  # the old run is hidden afterwards
 
-    def _write_metrics(self, points: list):
+    def _send(self, points: list):
         for start in range(0, len(points), METRICS):
-            self._client.log_batch(self._id, metrics=points[start : start + METRICS])
+            batch = points[start : start + METRICS]
+            self._sent.append(self._client.log_batch(self._id, metrics=batch, synchronous=False))
 
     def _write_params(self, config: dict[str, str], known: dict[str, str]):
         """Parameters can be written once; those that have changed since become tags."""
@@ -73,11 +77,19 @@ class MlflowTracker:
     def write(self, step: int, scalars: dict[str, float]) -> None:
         """One point of each metric."""
         now = int(time.time() * 1000)
-        self._write_metrics([Metric(allowed(name), value, now, step) for name, value in scalars.items()])
+        self._send([Metric(allowed(name), value, now, step) for name, value in scalars.items()])
 
-    def close(self, failed: bool = False) -> None:
-        """Sets the run's status."""
-        self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
+    def close(self) -> None:
+        """Waits for the rest, and sets the run's status. Raises the error of a lost row."""
+        try:
+            self._wait()
+        finally:
+            self._client.set_terminated(self._id)
+
+    def _wait(self):
+        """Waits for the rows that are on their way. Raises the error of a lost one."""
+        while self._sent:
+            self._sent.pop(0).wait()
 
 
 def allowed(name: str) -> str:

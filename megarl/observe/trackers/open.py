@@ -1,16 +1,62 @@
 """Opens the trackers of a run, new or continued. Their ids are in trackers.json in the run's folder."""
 
+import contextlib
+import dataclasses
+import functools
 import json
+import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 
+from megarl import stop_signals
 from megarl.errors import warn
+from megarl.observe import activity
 from megarl.observe.files import write_atomically
 from megarl.observe.trackers.base import REMOTE, TENSORBOARD, TrackedRun, Tracker, TrackerOptions
-from megarl.observe.trackers.process import TrackerProcess
 from megarl.observe.trackers.tensorboard import TensorBoardTracker
 
 IDS_FILE = "trackers.json"
+# Set before the packages are imported, which would otherwise report their use, or their errors, to their makers.
+QUIET = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true", "MLFLOW_DISABLE_TELEMETRY": "true"}
+# What the user's environment may say otherwise. A server that does not answer is given up after half a minute, not
+# after a quarter of an hour; rows are sent together. MLflow 3.17 refuses folders without the last one.
+DEFAULTS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+            "MLFLOW_ASYNC_LOGGING_BUFFERING_SECONDS": "3", "MLFLOW_ALLOW_FILE_STORE": "true"}  # fmt: skip
+
+
+class SafeTracker:
+    """A tracker that cannot end a run: its first failure is one warning, and the run goes on."""
+
+    def __init__(self, name: str, open_tracker: Callable[[], Tracker]):
+        self._name, self._warned = name, False
+        self._tracker: Tracker | None = None
+        # The packages' processes and threads get no signal that is meant for the run.
+        with self._failures(), stop_signals.blocked():
+            self._tracker = open_tracker()
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        """As the tracker's."""
+        with self._failures():
+            if self._tracker:
+                self._tracker.write(step, scalars)
+
+    def close(self) -> None:
+        """As the tracker's."""
+        with self._failures():
+            if self._tracker:
+                self._tracker.close()
+
+    @contextlib.contextmanager
+    def _failures(self):
+        try:
+            with activity.limited():
+                yield
+        except Exception as error:
+            if not self._warned:
+                self._warned = True
+                reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                warn([f"--trackers {self._name}: {reason}; the run goes on, its metrics.jsonl is complete"])
 
 
 def open_trackers(options: TrackerOptions, directory: Path, resume_step: int | None, rewinds: bool) -> list[Tracker]:
@@ -23,31 +69,29 @@ def open_trackers(options: TrackerOptions, directory: Path, resume_step: int | N
     found: list[Tracker] = []
     if TENSORBOARD in options.names:
         purge_step = None if resume_step is None else resume_step + 1
-        found.append(TensorBoardTracker(directory / "tensorboard", purge_step))
+        found.append(SafeTracker(TENSORBOARD, lambda: TensorBoardTracker(directory / "tensorboard", purge_step)))
     remote = [name for name in options.names if name in REMOTE]
+    if not remote:
+        return found
     folder = (options.folder or directory).resolve()
-    if remote:
-        folder.mkdir(parents=True, exist_ok=True)
-    ids = _ids(directory, remote) if remote else {}
-    for name in remote:
-        run_id, is_new = ids[name]
-        found.append(
-            TrackerProcess(
-                TrackedRun(
-                    tracker=name,
-                    id=run_id,
-                    project=options.project,
-                    name=options.run or directory.resolve().name,
-                    folder=str(folder),
-                    offline=options.offline,
-                    config=options.config,
-                    resume_step=None if is_new else resume_step,
-                    rewinds=rewinds and not is_new,
-                ),
-                directory / "trackers.log",
-            )
-        )
+    folder.mkdir(parents=True, exist_ok=True)
+    options = dataclasses.replace(options, run=options.run or directory.resolve().name, folder=folder)
+    os.environ.update(DEFAULTS | dict(os.environ) | QUIET)
+    for name, (run_id, is_new) in _ids(directory, remote).items():
+        run = TrackedRun(options, run_id, None if is_new else resume_step, rewinds and not is_new)
+        found.append(SafeTracker(name, functools.partial(_open_remote, name, run)))
     return found
+
+
+def _open_remote(name: str, run: TrackedRun) -> Tracker:
+    """Imports the package. Raises whatever it raises."""
+    if name == "wandb":
+        from megarl.observe.trackers.wandb_run import WandbTracker
+
+        return WandbTracker(run)
+    from megarl.observe.trackers.mlflow_run import MlflowTracker
+
+    return MlflowTracker(run)
 
 
 def _ids(directory: Path, names: list[str]) -> dict[str, tuple[str, bool]]:

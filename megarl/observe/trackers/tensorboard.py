@@ -31,5 +31,5 @@ class TensorBoardTracker:
         self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
         self._writer.flush()
 
-    def close(self, failed: bool = False) -> None:
+    def close(self) -> None:
         self._writer.close()

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megarl.data.prompts import Prompt
+from megarl.data.prompt import Prompt
 from megarl.data.turns import TurnTokens
 from megarl.environments.journal import Journal
 from megarl.environments.pool import EnvironmentPool, Event, PoolOptions

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
 
-from megarl.generation import Completion, GenerationRequest
+from megarl.mcore.inference.generation import Completion, GenerationRequest
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,9 +18,9 @@ from megarl.data.prompts import PromptSet
 from megarl.data.turns import TurnTokens
 from megarl.environments.pool import PoolOptions
 from megarl.environments.protocol import Task
-from megarl.generation import GenerationRequest
 from megarl.mcore import device
 from megarl.mcore.inference.engine import RequestSource, RolloutEngine
+from megarl.mcore.inference.generation import GenerationRequest
 from megarl.roles.reward_metrics import FailureWindow
 from megarl.rollout.episodes.batch import episodes_to_batch
 from megarl.rollout.episodes.client import EnvironmentClient

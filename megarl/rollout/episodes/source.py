@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from megarl.comm.role_mesh import RoleGroups
-from megarl.generation import Completion, GenerationRequest
 from megarl.mcore.inference.engine import RequestSource
+from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.observe import activity
 from megarl.rollout.episodes.episode import Episode, EpisodeNews
 

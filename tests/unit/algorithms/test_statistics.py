@@ -20,17 +20,13 @@ def test_whiten_equals_verl_and_direct_formula():
         values = 10.0 ** (case % 5 - 2) * (batch.normal() + case % 7)
         valid = values[batch.mask]
         moments = local_moments(values, batch.mask)
-        for shift_mean in (True, False):
-            result = whiten(values, batch.mask, moments, shift_mean)
-            # verl adds 1e-8 to the count, a bias of 1e-8 / count: the looser tolerance is its error.
-            expected = masked_whiten(values, batch.mask, shift_mean)[batch.mask]
-            torch.testing.assert_close(result[batch.mask], expected, rtol=1e-6, atol=1e-6)
-            for unbiased in (True, False):
-                result = whiten(values, batch.mask, moments, shift_mean, 1e-5, unbiased)
-                expected = (valid - valid.mean()) / (valid.var(correction=int(unbiased)) + 1e-5).sqrt()
-                expected = expected if shift_mean else expected + valid.mean()
-                torch.testing.assert_close(result[batch.mask], expected, rtol=1e-10, atol=1e-10)
-                assert torch.equal(result[~batch.mask], torch.zeros_like(result[~batch.mask]))
+        result = whiten(values, batch.mask, moments)
+        # verl adds 1e-8 to the count, a bias of 1e-8 / count: the looser tolerance is its error.
+        expected = masked_whiten(values, batch.mask)[batch.mask]
+        torch.testing.assert_close(result[batch.mask], expected, rtol=1e-6, atol=1e-6)
+        expected = (valid - valid.mean()) / (valid.var() + 1e-8).sqrt()
+        torch.testing.assert_close(result[batch.mask], expected, rtol=1e-10, atol=1e-10)
+        assert torch.equal(result[~batch.mask], torch.zeros_like(result[~batch.mask]))
 
 
 def test_split_whitening_and_explained_variance_equal_the_whole():
@@ -57,7 +53,6 @@ def test_mean_and_variance_of_known_numbers():
     moments = local_moments(torch.tensor([1.0, 2.0, 3.0, 99.0]), torch.tensor([True, True, True, False]))
     assert moments.tolist() == [3.0, 6.0, 14.0] and moments.dtype == torch.float64
     assert [float(x) for x in mean_and_variance(moments)] == [2.0, 1.0]
-    assert [float(x) for x in mean_and_variance(moments, unbiased=False)] == pytest.approx([2.0, 2 / 3])
 
 
 def test_float32_values_far_from_zero_keep_their_variance():
@@ -67,12 +62,10 @@ def test_float32_values_far_from_zero_keep_their_variance():
     assert float(variance) == pytest.approx(float(values.double().var()), rel=1e-7)
 
 
-@pytest.mark.parametrize("shift_mean", [True, False])
-def test_equal_values_come_out_finite(shift_mean):
+def test_equal_values_come_out_finite():
     values, mask = torch.full((1000,), 0.1), torch.ones(1000, dtype=torch.bool)
-    expected = torch.zeros(1000) if shift_mean else values
     moments = sum(local_moments(part, torch.ones_like(part, dtype=torch.bool)) for part in values.split(7))
-    torch.testing.assert_close(whiten(values, mask, moments, shift_mean), expected, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(whiten(values, mask, moments), torch.zeros(1000), rtol=1e-7, atol=1e-7)
 
 
 def test_one_and_no_valid_token():
@@ -80,8 +73,6 @@ def test_one_and_no_valid_token():
     one, none = torch.tensor([True, False, False]), torch.zeros(3, dtype=torch.bool)
     assert torch.equal(whiten(values, one, local_moments(values, one)), torch.zeros(3))
     assert torch.equal(whiten(values, none, local_moments(values, none)), torch.zeros(3))
-    kept = whiten(values, one, local_moments(values, one), shift_mean=False)
-    assert torch.equal(kept, torch.tensor([0.3, 0.0, 0.0]))
 
 
 def test_explained_variance_closed_forms():

@@ -6,7 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from megarl.checkpoint import folders, integrity, run_state
+from megarl.checkpoint import folders, integrity
 from tests.helpers.checkpoints import Killed
 from tests.helpers.programs import program, sft_argv
 from tests.helpers.worlds import SAFETY, run_world
@@ -16,13 +16,15 @@ CHANGES = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmt
 
 def saver(parsed, run: Path):
     """A function that saves a step of a small model to a run's folder."""
+    from megarl.checkpoint.writer import CheckpointWriter
     from megarl.comm import role_mesh
     from megarl.roles.trainable_model import TrainableModel
 
     mesh = role_mesh.create_mesh(parsed.roles, SAFETY)
     model = TrainableModel(parsed.roles["actor"], mesh["actor"], 16, updates=1)
     files = {"more.pt": b"more"} if mesh.rank == 0 else {}
-    return lambda step: run_state.save(run, step, mesh, {"actor": model.state({})}, {"program": "test"}, files)
+    writer = CheckpointWriter(run, mesh)
+    return lambda step: writer.save(step, {"actor": model.state({})}, {"program": "test"}, files)
 
 
 def flushes(rank: int, parsed, run: Path) -> list[tuple[str, str]]:

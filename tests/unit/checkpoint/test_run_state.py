@@ -63,6 +63,7 @@ def contents(trainable_model) -> dict:
 def save(rank: int, parsed, run: Path, updates: int, load: Path | None = None, names=("actor",)) -> dict:
     """Loads (or not), trains, saves; returns the contents by role before and after the updates."""
     from megarl.checkpoint import folders, run_state
+    from megarl.checkpoint.writer import CheckpointWriter
 
     here, found = trainable_models(parsed, names)
     extra = {"counter": [1, {"of": "the caller"}]}
@@ -72,7 +73,8 @@ def save(rank: int, parsed, run: Path, updates: int, load: Path | None = None, n
     before = {name: contents(one) for name, one in found.items()}
     for one in found.values():
         learn(one, updates)
-    run_state.save(run, 7, here, {name: one.state(extra) for name, one in found.items()}, {"program": "test"})
+    states = {name: one.state(extra) for name, one in found.items()}
+    CheckpointWriter(run, here).save(7, states, {"program": "test"})
     assert folders.find(str(run), "--load") == folders.step_folder(run, 7)
     return {"before": before, "after": {name: contents(one) for name, one in found.items()}}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.data.conversations import build_encoder
-from megarl.data.prompts import Prompt
+from megarl.data.prompt import Prompt
 from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
 from tests.helpers.small_tokenizers import HUGGING_FACE

@@ -9,7 +9,8 @@ from pyarrow import parquet
 from megarl.data.columns import REWARD, SFT, Columns
 from megarl.data.fields import FIELD_TYPES
 from megarl.data.preferences import preference_pairs
-from megarl.data.prompts import Prompt, load_prompts
+from megarl.data.prompt import Prompt
+from megarl.data.prompts import load_prompts
 from megarl.errors import UsageError
 from tests.helpers.character_tokenizer import CHAT, PLAIN
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megarl.data.chat import ChatTemplate
 from megarl.data.conversations import Encoder, build_encoder
-from megarl.data.prompts import Prompt
+from megarl.data.prompt import Prompt
 from megarl.data.tokenizers import build_tokenizer
 from megarl.errors import UsageError
 from tests.helpers.small_tokenizers import CHATML, HUGGING_FACE, PLAIN, sentence_piece
@@ -61,17 +61,17 @@ def check_scored(encoder, prompt, text, longest):
     """Properties of every scored text."""
     tokenizer = encoder.tokenizer
     prompt_ids, response = encoder.prompt(prompt), encoder.response(prompt, text)
-    whole, cut = encoder.reward_model_input(prompt, text, 10**6)
+    whole, cut = encoder.reward_model_inputs([(prompt, text)], 10**6)[0]
     assert whole == prompt_ids + response and cut == 0
     assert whole[-1] == tokenizer.eos_id
     # The same special tokens as around harmless text: none came from the contents, and BOS is where it was.
-    harmless = encoder.reward_model_input(Prompt(0, "a"), "b", 10**6)[0]
+    harmless = encoder.reward_model_inputs([(Prompt(0, "a"), "b")], 10**6)[0][0]
     assert special_ids(tokenizer, whole) == special_ids(tokenizer, harmless)
     assert special_ids(tokenizer, response) == [tokenizer.eos_id]
     assert special_ids(tokenizer, tokenizer.encode(text)) == []
     if tokenizer.bos_id is not None:
         assert whole.count(tokenizer.bos_id) == (whole[0] == tokenizer.bos_id) == (encoder.template is not None)
-    shortened, cut = encoder.reward_model_input(prompt, text, longest)
+    shortened, cut = encoder.reward_model_inputs([(prompt, text)], longest)[0]
     assert len(shortened) == min(longest, len(whole)) and cut == len(whole) - len(shortened)
     opening = 1 if cut and longest > 1 and whole[0] == tokenizer.bos_id else 0
     assert shortened == whole[:opening] + whole[len(whole) - len(shortened) + opening :]
@@ -102,7 +102,7 @@ def test_a_response_is_re_encoded_from_any_tokenizer(encoders, reward):
 def test_a_batch_is_its_samples_one_by_one(encoders, samples, longest):
     prompts = [(Prompt(0, said), answered) for said, answered in samples]
     for encoder in itertools.chain(*encoders.values()):
-        alone = [encoder.reward_model_input(*each, longest) for each in prompts]
+        alone = [encoder.reward_model_inputs([each], longest)[0] for each in prompts]
         assert encoder.reward_model_inputs(prompts, longest) == alone
 
 
@@ -143,14 +143,14 @@ def test_without_a_template_it_is_text_and_end(tokenizers):
         prompt = Prompt(0, "Hello")
         assert encoder.prompt(prompt) == tokenizer.encode("Hello")
         assert encoder.response(prompt, "world") == [*tokenizer.encode("world"), tokenizer.eos_id]
-        assert encoder.reward_model_input(prompt, "", 100) == ([*tokenizer.encode("Hello"), tokenizer.eos_id], 0)
-        assert encoder.reward_model_input(Prompt(0, ""), "", 1) == ([tokenizer.eos_id], 0)
+        assert encoder.reward_model_inputs([(prompt, "")], 100) == [([*tokenizer.encode("Hello"), tokenizer.eos_id], 0)]
+        assert encoder.reward_model_inputs([(Prompt(0, ""), "")], 1) == [([tokenizer.eos_id], 0)]
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         for rejected, value in ((encoder.conversation, messages), (encoder.prompt, Prompt(0, messages[:1]))):
             with pytest.raises(UsageError, match="messages needs --reward-chat-template"):
                 rejected(value)
         with pytest.raises(ValueError, match="longest 0"):
-            encoder.reward_model_input(prompt, "a", 0)
+            encoder.reward_model_inputs([(prompt, "a")], 0)
 
 
 def test_a_prompt_is_rendered_and_encoded_once(tokenizers, monkeypatch):

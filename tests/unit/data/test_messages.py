@@ -7,7 +7,8 @@ import pytest
 
 from megarl.data.columns import Columns
 from megarl.data.messages import conversation_of, key_of, message_error, template_message, text_of
-from megarl.data.prompts import Prompt, load_prompts
+from megarl.data.prompt import Prompt
+from megarl.data.prompts import load_prompts
 from megarl.data.sft import sft_examples
 from megarl.errors import UsageError
 from tests.helpers.chat_encoders import encoder_of, spelled

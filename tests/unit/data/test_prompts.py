@@ -6,7 +6,8 @@ import pytest
 
 from megarl.data.conversations import Encoder
 from megarl.data.preferences import Pair, preference_pairs
-from megarl.data.prompts import Prompt, load_prompts
+from megarl.data.prompt import Prompt
+from megarl.data.prompts import load_prompts
 from megarl.data.sft import sft_examples
 from megarl.errors import UsageError
 from tests.helpers.character_tokenizer import CHAT, PLAIN, CharacterTokenizer

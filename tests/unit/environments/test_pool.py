@@ -28,7 +28,7 @@ def play(tmp_path, monkeypatch):
 
 
 def processes(plays) -> list[int]:
-    return [process._process.pid for process in plays.pool._processes if process is not None]
+    return [process.process.pid for process in plays.pool._processes if process is not None]
 
 
 @pytest.mark.parametrize("name", ["AsyncMeeting", "ThreadMeeting"])
@@ -159,7 +159,7 @@ def test_workers_end_with_their_parent(tmp_path):
     script = (
         "from tests.helpers.odd_environments import Plays\n"
         "plays = Plays('Echo'); plays.start(0)\n"
-        "print(plays.pool._processes[0]._process.pid, flush=True)\nimport time; time.sleep(1000)"
+        "print(plays.pool._processes[0].process.pid, flush=True)\nimport time; time.sleep(1000)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
         worker = int(parent.stdout.readline())

@@ -2,8 +2,9 @@
 
 import pytest
 
+from megarl.environments import python_tool
 from megarl.environments.protocol import Task
-from megarl.environments.python_tool import MAX_OUTPUT, outcome_text, program_runner, python_tool
+from megarl.environments.python_tool import MAX_OUTPUT, outcome_text, program_runner
 from megarl.errors import UsageError
 from megarl.rewards import sandbox
 from megarl.rewards.sandbox import Limits, Outcome
@@ -48,8 +49,9 @@ def test_a_program_sees_nothing_of_this_machine_or_of_earlier_programs():
     assert "FileNotFoundError" in ran("print(open('/etc/passwd').read())")
 
 
-def test_an_episode():
-    environment = python_tool(EASY)
+def test_an_episode(monkeypatch):
+    monkeypatch.setattr(python_tool, "LIMITS", EASY)
+    environment = python_tool.python_tool()
     assert environment.tools[0]["function"]["name"] == "python"
     turns = [calling(0, "python", code="print(2**10)"), *written("1024")]
     _, observations = play(environment, Task([], answer="1024"), turns)
@@ -59,4 +61,4 @@ def test_an_episode():
 def test_a_machine_without_a_sandbox_is_refused(monkeypatch):
     monkeypatch.setattr(sandbox, "available", lambda: "unshare: Operation not permitted")
     with pytest.raises(UsageError, match="the tool python: this machine allows no sandbox: unshare"):
-        python_tool()
+        python_tool.python_tool()

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from megarl.comm import role_mesh
 from megarl.faults import heartbeat
 from megarl.observe import activity, status_file
-from megarl.observe.run_reader import RunReader
 from megarl.observe.timers import Timers
 from megarl.trainers import setup
 from tests.helpers.faults import sleep_for_ever
 from tests.helpers.programs import program
 from tests.helpers.worlds import SAFETY, SAFETY_SECONDS, RankFailed, run_world, wait_until
+from tools._run_reader import RunReader
 
 
 def tcp_store(rank: int, server: int):

@@ -3,12 +3,19 @@
 import pytest
 
 from megarl.errors import UsageError
-from megarl.lora import LATENT_TARGETS, TARGETS, LoRASettings
+from megarl.flags import lora
+from megarl.mcore.lora.settings import ALL_LINEAR, LATENT_TARGETS, TARGETS, LoRASettings
 from tests.helpers.tiny_models import parse_roles
 
 
 def lora_of(flags: str, role: str = "actor", size: int = 1, shape: str = "llama", program: str = "rl"):
     return parse_roles(f"--max-tokens-per-microbatch 96 {flags}", size, shape, program)[role].lora
+
+
+def test_names_of_targets():
+    assert lora.TARGETS == TARGETS and lora.ALL_LINEAR == ALL_LINEAR
+    assert lora.are_targets("v_proj, q_proj") and lora.are_targets("all-linear")
+    assert not lora.are_targets("q_proj,lm_head") and not lora.are_targets("")
 
 
 def test_without_a_rank_a_role_trains_its_weights():

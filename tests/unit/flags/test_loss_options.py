@@ -212,8 +212,8 @@ def test_options_reach_training_and_the_settings_file(plug_in, tmp_path):
 
 
 def test_the_loss_file_of_the_docs_works_unchanged(tmp_path, monkeypatch):
-    text = (ROOT / "docs" / "algorithms.md").read_text()
-    (code,) = re.findall(r"### A new policy loss in megarl\n.*?```python\n(.*?)```", text, re.DOTALL)
+    text = (ROOT / "docs" / "extending.md").read_text()
+    (code,) = re.findall(r"## A policy loss as part of megarl\n.*?```python\n(.*?)```", text, re.DOTALL)
     (tmp_path / "squared.py").write_text(code)
     monkeypatch.setattr(policy_losses, "__path__", [*policy_losses.__path__, str(tmp_path)])
     monkeypatch.setattr(sys, "modules", dict(sys.modules))

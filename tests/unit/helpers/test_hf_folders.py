@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 
 from megarl.data.conversations import build_encoder
-from megarl.data.prompts import Prompt
+from megarl.data.prompt import Prompt
 from megarl.data.tokenizers import build_tokenizer
 from tests.helpers.hf_folders import CASES, hash_of, largest_file, reference, uniform, weights, write_folder
 from tests.helpers.worlds import run_world

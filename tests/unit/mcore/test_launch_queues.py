@@ -31,12 +31,14 @@ def driver(folder, capability: int, status: int = 0):
 
 @needs_compiler
 @pytest.mark.parametrize(("status", "found"), [(0, 12), (9, None)])
-def test_the_capability_is_asked_of_the_driver(tmp_path, status, found):
-    assert launch_queues.capability(str(driver(tmp_path, 12, status))) == found
+def test_the_capability_is_asked_of_the_driver(tmp_path, status, found, monkeypatch):
+    monkeypatch.setattr(launch_queues, "NVML", str(driver(tmp_path, 12, status)))
+    assert launch_queues.capability() == found
 
 
-def test_no_driver_no_capability(tmp_path):
-    assert launch_queues.capability(str(tmp_path / "none.so")) is None
+def test_no_driver_no_capability(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch_queues, "NVML", str(tmp_path / "none.so"))
+    assert launch_queues.capability() is None
 
 
 CASES = {  # flags, rank, compute capability (None: no library of the driver), the user's value -> the variable

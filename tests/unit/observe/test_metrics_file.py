@@ -11,7 +11,7 @@ import torch
 
 from megarl.errors import UsageError
 from megarl.observe.metrics_file import MetricsWriter, read_metrics, start_fresh
-from megarl.observe.samples import SamplesWriter
+from megarl.observe.samples import write_samples
 
 
 def _write(directory, resume_step, steps, value=lambda step: step / 3):
@@ -105,7 +105,7 @@ def test_malformed_middle_line_is_rejected_with_its_number(tmp_path, line):
 def test_fresh_start_moves_old_files_aside_and_deletes_nothing(tmp_path):
     for first in (10, 20, 30):
         _write(tmp_path, None, [first])
-        SamplesWriter(tmp_path).write(first, [])
+        write_samples(tmp_path, first, [{"prompt": "1+1="}])
     names = ["metrics.jsonl.old-1", "metrics.jsonl.old-2", "metrics.jsonl"]
     assert [json.loads((tmp_path / name).read_text())["step"] for name in names] == [10, 20, 30]
     assert _tensorboard_scalars(tmp_path, "reward/mean") == [(30, 10.0)]
@@ -137,9 +137,7 @@ def test_missing_file_is_a_usage_error(tmp_path):
 
 def test_import_is_light():
     """Every rank imports the package; only rank 0 needs TensorBoard and matplotlib."""
-    modules = (
-        "environment files metrics_file progress report report_figure samples settings_file timeline timers".split()
-    )
+    modules = "files metrics_file progress report report_figure samples settings_file timeline timers".split()
     code = "import sys; " + "; ".join(f"import megarl.observe.{name}" for name in modules)
     code += "; print([name for name in ('tensorboard', 'matplotlib', 'torch', 'megatron') if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""The page of a report and its command line: what it embeds, hostile texts, another run, wrong input."""
+"""The page of a report: what it embeds, hostile texts, another run; its tool: wrong input; the page in a browser."""
 
 import base64
 import hashlib
@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from megarl.observe import report
-from megarl.observe.report import embedded_json, main, page_of, report_data, write_report
+from megarl.observe.report import embedded_json, page_of, report_data, write_report
 from megarl.observe.samples import write_samples
 from megarl.observe.settings_file import write_settings
-from megarl.observe.timeline import TraceEvent, write_timeline
+from tools.report import main
 
 FULL = {
     "reward/mean": 0.5, "reward/std": 0.2, "eval/accuracy": 0.4, "kl/reference": 0.01, "kl/coefficient": 0.05,
@@ -53,10 +53,7 @@ def make_run(folder: Path, text: str = "text", steps: int = 3) -> Path:
     }
     for step in range(1, steps + 1):
         write_samples(folder, step, [sample | more, sample | {"tokens": [text, text[:3]], **numbers}])
-    write_timeline(folder / "timeline.json", [[
-        TraceEvent("actor/update", "actor", 0, 900_000), TraceEvent(f"actor/{text}", "actor", 100_000, 200_000),
-        TraceEvent(f"step {steps}", "step", 0, 1_000_000),
-    ]])  # fmt: skip
+    (folder / "timeline.json").write_text("{}")
     return folder
 
 
@@ -126,8 +123,9 @@ def test_the_page_loads_nothing_and_runs_its_own_script_alone(runs):
 
 
 def test_the_scripts_write_text_as_text():
-    """No call that reads a string as markup or as a program."""
-    scripts = {path.name: path.read_text(encoding="utf-8") for path in report.PAGE.glob("*.js")}
+    """No call that reads a string as markup or as a program, neither in the page's own scripts nor in uPlot."""
+    paths = report.PAGE.rglob("*.js")
+    scripts = {str(path.relative_to(report.PAGE)): path.read_text(encoding="utf-8") for path in paths}
     assert set(scripts) == set(report.SCRIPTS)
     forbidden = (
         "innerHTML|outerHTML|insertAdjacentHTML|document.write|eval\\(|new Function|</script|<!--|fetch\\(|import\\("
@@ -141,6 +139,7 @@ def test_a_run_of_metrics_alone_has_a_report(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "sft/loss": 3.0}\n{"step": 2, "sft/loss": null}\n')
     picture, page = write_report(tmp_path)
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "Permission is hereby granted" in page.read_text()  # the licence of uPlot
     data = json.loads(_Page(page.read_text()).data)
     assert data["timeline"] is None and data["settings"] == [] and data["samples"] == {"steps": [], "recorded": 0}
     assert data["run"]["metrics"]["sft/loss"]["y"] == [3.0, None]
@@ -191,8 +190,8 @@ def test_wrong_use_is_one_line(arguments, needle, runs, capsys):
 
 
 @pytest.mark.parametrize("name, content", [
-    ("metrics.jsonl", ""), ("settings.yaml", "[1, 2"), ("settings.yaml", "- a"), ("timeline.json", "{}"),
-    ("timeline.json", '{"traceEvents": [{"ph": "X"}]}'), ("samples/step_00000001.jsonl", "{}\n[1]\n"),
+    ("metrics.jsonl", ""), ("settings.yaml", "[1, 2"), ("settings.yaml", "- a"),
+    ("samples/step_00000001.jsonl", "{}\n[1]\n"),
 ])  # fmt: skip
 def test_a_damaged_file_is_named(name, content, runs, tmp_path, capsys):
     run = shutil.copytree(runs[0], tmp_path / "run")
@@ -214,37 +213,50 @@ def test_the_tool_makes_a_report(runs, tmp_path):
 PROBE = """
 (async () => {
   const found = {}, wait = () => new Promise((resolve) => setTimeout(resolve, 50));
-  const key = (node, name) => node.dispatchEvent(new KeyboardEvent("keydown", { key: name, bubbles: true }));
   const tip = () => [...byId("tip").querySelectorAll("b, tr")].map(
     (row) => [...row.children].map((cell) => cell.textContent).join("\\t") || row.textContent).join("\\n");
   const set = (id, value, event = "input") => { byId(id).value = value; byId(id).dispatchEvent(new Event(event)); };
+  const [chart, other] = CHARTS, tokens = document.querySelector(".tokens");
+  const mouse = (type, part) => {
+    const box = chart.plot.over.getBoundingClientRect(), target = type === "mouseup" ? document : chart.plot.over;
+    const place = { clientX: box.left + part * box.width, clientY: box.top + 9, movementX: 9 };
+    target.dispatchEvent(new MouseEvent(type, { ...place, bubbles: true }));
+  };
+  const series = () => chart.plot.series.length, ink = () => chart.plot.axes[0].stroke();
+  chart.node.scrollIntoView();
   await wait();
-  const chart = [...CHARTS][0], tokens = document.querySelector(".tokens");
-  chart.draw();
-  key(chart.picture, "End");
+  mouse("mousemove", 1);
   found.read = tip();
-  key(chart.picture, "+");
-  found.zoomed = !byId("reset-zoom").hidden;
-  key(chart.picture, "0");
-  found.whole = byId("reset-zoom").hidden;
+  found.others = other.plot.cursor.idx;
+  mouse("mousedown", 0.4); mouse("mousemove", 0.9); mouse("mouseup", 0.9);
+  await wait();
+  found.zoomed = [byId("reset-zoom").hidden, ...[chart, other].map((each) => each.plot.scales.x.min > 1)];
+  mouse("dblclick", 0.5);
+  await wait();
+  found.whole = [byId("reset-zoom").hidden, ...[chart, other].map((each) => each.plot.scales.x.min)];
   set("metric-search", "critic");
   const shown = document.querySelectorAll(".chart:not([hidden]), .constant:not([hidden])");
   found.titles = [...shown].map((node) => node.textContent);
   set("metric-search", "");
-  key(chart.picture, "Enter");
+  found.series = [series()];
+  set("smoothing", "0.9");
+  found.series.push(series());
+  byId("log-scale").click();
+  found.log = chart.plot.scales.y.distr;
+  found.ink = [ink()];
+  byId("theme").click(); byId("theme").click();
+  found.ink.push(ink());
+  chart.node.querySelector("button").click();
   found.large = byId("large").open;
   byId("large").close();
   await wait();
-  key(tokens, "ArrowRight");
+  tokens.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight", bubbles: true }));
   found.token = tip();
   found.control = [...tokens.querySelectorAll(".control")].map((node) => node.textContent);
   found.elements = [...document.querySelectorAll("#samples img, #samples script, #samples b b, textarea")].length;
-  chart.seen = true; // the focus has scrolled it out of view
-  set("smoothing", "0.9");
-  found.smoothed = document.querySelectorAll(".raw").length > 0;
   set("setting-search", "device");
   found.settings = byId("setting-count").textContent;
-  found.lanes = document.querySelectorAll("#lanes rect[data-event]").length;
+  found.timeline = byId("timeline").textContent;
   document.title = JSON.stringify(found);
 })().catch((error) => { document.title = JSON.stringify({ error: String(error) }); });
 """
@@ -261,9 +273,13 @@ def test_the_page_works_in_a_browser(runs, tmp_path, monkeypatch):
     title = re.search("<title>(.*?)</title>", done.stdout, re.DOTALL)
     assert title, done.stderr
     found = json.loads(html.unescape(title[1]))
-    assert found["read"].split() == ["step", "3", "reward/mean", "0.3"]
-    assert found["zoomed"] and found["whole"] and found["large"] and found["smoothed"]
+    assert "error" not in found, found
+    assert found["read"].split("\n")[0] == "step 3" and found["read"].endswith("reward/mean\t0.3")
+    assert found["others"] == 2  # the cursor of the next chart is at the same step
+    assert found["zoomed"] == [False, True, True] and found["whole"] == [True, 1, 1]
     assert found["titles"] and all("critic" in text or "Losses" in text for text in found["titles"])
+    assert found["series"] == [4, 5] and found["log"] == 3 and found["large"]  # steps, band, line; and the raw line
+    assert found["ink"][0] != found["ink"][1]
     assert found["token"].split("token\t")[1].startswith("1 of 2") and "ratio π_old / μ\t1" in found["token"]
     assert {"U+202E", "U+0000", "U+DC80", "U+2028"} <= set(found["control"]) and found["elements"] == 0
-    assert found["settings"].startswith("1 of ") and found["lanes"] == 2
+    assert found["settings"].startswith("1 of ") and "timeline.json" in found["timeline"]

@@ -1,18 +1,14 @@
-"""What a report shows of a run: reduced curves, chosen samples, the time line, settings, figures at the top."""
+"""What a report shows of a run: reduced curves, chosen samples, settings, figures at the top."""
 
 import json
 import math
 import random
-from pathlib import Path
 
-import pytest
-
-from megarl.observe import report_curves, report_facts, report_samples, report_settings, report_timeline
+from megarl.observe import report_curves, report_facts, report_samples, report_settings
 from megarl.observe.report import embedded_json
 from megarl.observe.report_curves import best_index, curves
 from megarl.observe.report_samples import choose_steps, samples, step_rows
 from megarl.observe.samples import write_samples
-from megarl.observe.timeline import TraceEvent, write_timeline
 
 # -- curves ------------------------------------------------------------------------------------------------------
 
@@ -144,67 +140,6 @@ def test_values_of_other_types_are_left_out(tmp_path):
     assert all(type(row.get("reward", 0.0)) is float for row in rows) and not any("tokens" in row for row in rows[1:])
 
 
-# -- time line ---------------------------------------------------------------------------------------------------
-
-
-def _trace(path: Path, ranks: int, steps: int, roles) -> Path:
-    events = []
-    for rank in range(ranks):
-        role = roles(rank)
-        events.append([
-            event for step in range(1, steps + 1) for event in (
-                TraceEvent(f"{role}/update", role, step * 10_000_000 + 100, 6_000_000),
-                TraceEvent(f"{role}/offload", role, step * 10_000_000 + 1_000_100, 2_000_000),
-                TraceEvent(f"{role}/exchange", role, step * 10_000_000 + 7_000_000, 1_000_000),
-                TraceEvent(f"step {step}", "step", step * 10_000_000, 9_000_000),
-            )
-        ])  # fmt: skip
-    write_timeline(path, events)
-    return path
-
-
-def test_last_steps_of_each_rank(tmp_path):
-    path = _trace(tmp_path / "timeline.json", 2, 9, lambda rank: ("actor", "critic")[rank])
-    found = report_timeline.timeline(path, {"actor": range(1), "critic": range(1, 2), "reward": range(2)})
-    assert [step for step, _, _ in found["steps"]] == ["5", "6", "7", "8", "9"]
-    assert found["steps"][0][1:] == [0.0, 9.0] and found["steps"][-1][1:] == [40.0, 49.0]
-    assert [row["label"] for row in found["rows"]] == ["rank 0: actor, reward", "rank 1: critic, reward"]
-    names = found["names"]
-    assert [names[i] for i in found["idle"]] == ["actor/exchange", "critic/exchange"]
-    first = [[names[i], *rest] for i, *rest in found["rows"][1]["events"][:3]]
-    assert first == [
-        ["critic/update", 0.0, 6.0, 0], ["critic/offload", 1.0, 2.0, 1], ["critic/exchange", 7.0, 1.0, 0],
-    ]  # fmt: skip
-    assert sum(len(row["events"]) for row in found["rows"]) == 2 * 5 * 3
-
-
-def test_a_large_world_has_a_row_for_each_set_of_roles(tmp_path, monkeypatch):
-    monkeypatch.setattr(report_timeline, "EVENTS", 12)
-    path = _trace(tmp_path / "timeline.json", 64, 4, lambda rank: "actor" if rank < 48 else "critic")
-    found = report_timeline.timeline(path, {"actor": range(48), "critic": range(48, 63)})
-    assert [row["label"] for row in found["rows"]] == [
-        "rank 0 of 48: actor", "rank 48 of 15: critic", "rank 63 of 1: no role",
-    ]  # fmt: skip
-    assert found["ranks"] == 64 and [step for step, _, _ in found["steps"]] == ["4"]  # three rows of three phases
-
-
-def test_a_trace_without_a_step_has_no_time_line(tmp_path):
-    write_timeline(tmp_path / "timeline.json", [[TraceEvent("actor/update", "actor", 0, 5)], []])
-    assert report_timeline.timeline(tmp_path / "timeline.json", {}) is None
-
-
-def test_shares_are_means_of_the_last_steps():
-    rows = [{"step": 0, "eval/accuracy": 0.5}]
-    rows += [{"step": i, "time/step_s": 2.0, "time/idle_fraction": 0.5, "time/actor/idle_fraction": 0.25,
-              "time/actor/update_s": 9.0 if i <= 10 else 1.0} for i in range(1, 31)]  # fmt: skip
-    rows[-1]["time/actor/save_s"] = 4.0  # in one step of twenty
-    assert report_timeline.shares(rows) == {
-        "steps": 20, "step_s": 2.0, "idle": 0.5,
-        "roles": {"actor": {"idle": 0.25, "phases": {"update": 1.0, "save": pytest.approx(0.2)}}},
-    }  # fmt: skip
-    assert report_timeline.shares(rows[:1]) == {"steps": 0, "step_s": None, "idle": None, "roles": {}}
-
-
 # -- settings and figures ----------------------------------------------------------------------------------------
 
 
@@ -235,12 +170,6 @@ def test_differences_from_another_run():
         "lr · critic": ["2", None],
     }  # fmt: skip
     assert report_settings.table(_settings(), {})[0] == ["run", "world_size", "4", None, True]
-
-
-def test_ranks_of_roles():
-    settings = {"roles": {"actor": {"ranks": "0-3"}, "critic": {"ranks": "4-4"}, "odd": {"ranks": None}, "no": 1}}
-    assert report_settings.ranks_of_roles(settings) == {"actor": range(4), "critic": range(4, 5)}
-    assert report_settings.ranks_of_roles({}) == {}
 
 
 def test_figures_at_the_top():

@@ -16,11 +16,10 @@ import torch
 import yaml
 
 import megarl
-from megarl.observe.environment import environment, processor
 from megarl.observe.files import json_line, write_atomically
 from megarl.observe.progress import Progress, format_duration
-from megarl.observe.samples import SamplesWriter, write_samples
-from megarl.observe.settings_file import write_settings
+from megarl.observe.samples import write_samples
+from megarl.observe.settings_file import environment, processor, write_settings
 
 
 def test_atomic_write_replaces_and_leaves_nothing_else(tmp_path):
@@ -79,7 +78,8 @@ def test_samples_round_trip(tmp_path):
         },
         {"prompt": "", "response": "", "reward": torch.tensor(0.5), "correct": None, "length": 0, "finished": True},
     ]  # fmt: skip
-    path = SamplesWriter(tmp_path).write(12, rows)
+    write_samples(tmp_path, 12, rows)
+    path = tmp_path / "samples" / "step_00000012.jsonl"
     assert path == tmp_path / "samples" / "step_00000012.jsonl"
     raw = path.read_bytes()
     assert "sieben ✓".encode() in raw and os.listdir(path.parent) == [path.name]

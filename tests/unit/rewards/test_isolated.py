@@ -4,14 +4,17 @@ import json
 import os
 import subprocess
 import sys
+from multiprocessing import Pipe
 
 import pytest
 
-from megarl.rewards import compute_only, isolated, scorer, tasks
+from megarl.rewards import compute_only, isolated, tasks
 from megarl.rewards.base import Sample, Score, ScoringError
 from megarl.rewards.isolated import Isolated
 from megarl.rewards.mathematics import math_verify
+from megarl.rewards.scorer import Scorer
 
+CALLER = Pipe()  # the connection of a caller that never hangs up
 SUM = Sample("7 + 8 =", "15", "15", {"source_dataset": "chain_sum"})
 
 
@@ -50,22 +53,14 @@ class Hostile:
 
 
 def answer(response, reference="pass", seconds=20.0, shared=None):
-    """The answer to a request; `shared`: the child that scores it, instead of one of its own."""
+    """The answer to a request; `shared`: the scorer in whose shared child it is scored, instead of one of its own."""
     metadata = {} if shared is None else {"shared": True}
     sample = {"prompt": "", "response": response, "answer": reference, "metadata": metadata, "finished": True}
-    return scorer._answer(Hostile, {"sample": sample, "seconds": seconds}, shared or scorer._SharedChild(Hostile))
+    return (shared or hostile_scorer()).answer({"sample": sample, "seconds": seconds})
 
 
-@pytest.fixture(autouse=True)
-def standard_input(monkeypatch):
-    """An open one, as the process has: the end of it would end this process."""
-    read, write = os.pipe()
-    kept = os.dup(0)
-    os.dup2(read, 0)
-    yield
-    os.dup2(kept, 0)
-    for descriptor in (read, write, kept):
-        os.close(descriptor)
+def hostile_scorer():
+    return Scorer(Hostile, CALLER[0].fileno())
 
 
 @pytest.mark.parametrize("response", [
@@ -84,18 +79,18 @@ def test_what_a_response_does_is_a_wrong_answer(response):
 
 
 def test_a_child_that_many_responses_share_is_replaced_when_it_fails(tmp_path):
-    shared, right = scorer._SharedChild(Hostile), {"reward": 0.5, "correct": False, "parts": {}, "extracted": None}
+    shared, right = hostile_scorer(), {"reward": 0.5, "correct": False, "parts": {}, "extracted": None}
     seen = []
     for response in ("pass", "pass", "raise ValueError", "pass", "import os; os._exit(0)", "pass", "while True: pass"):
         found = answer(response, seconds=20.0 if response != "while True: pass" else 0.5, shared=shared)["score"]
-        seen.append((shared._pid, found["reward"], found["timed_out"]))
+        seen.append((shared._shared and shared._shared[0], found["reward"], found["timed_out"]))
         if response == "pass":
             assert found == {**right, "timed_out": False}
     pids, rewards, late = zip(*seen, strict=True)
     assert rewards == (0.5, 0.5, 0.0, 0.5, 0.0, 0.5, 0.0) and late == (*[False] * 6, True)
     assert pids[0] == pids[1] != pids[3] != pids[5]
     assert answer("open('/tmp/megarl-none', 'w')", shared=shared)["score"]["reward"] == 0.0
-    shared._end()
+    shared.end_shared_child()
 
 
 def test_what_a_child_says_is_checked():
@@ -119,28 +114,28 @@ def test_nothing_of_a_response_stays():
 def test_each_process_has_scorers_of_its_own():
     verify = tasks.reasoning_gym(60.0)
     assert verify(SUM).correct
-    mine = isolated._idle[os.getpid(), "reasoning-gym"][0]._process.pid
+    mine = isolated._idle[os.getpid(), "reasoning-gym"][0].process.pid
     read, write = os.pipe()
     if os.fork() == 0:
         try:
             verify(SUM)
             other = isolated._idle[os.getpid(), "reasoning-gym"][0]
-            os.write(write, json.dumps(other._process.pid).encode())
-            other.close()
+            os.write(write, json.dumps(other.process.pid).encode())
+            other.end()
         finally:
             os._exit(0)
     os.close(write)
     with open(read) as stream:
         assert json.load(stream) != mine
     os.wait()
-    assert verify(SUM).correct and isolated._idle[os.getpid(), "reasoning-gym"][0]._process.pid == mine
+    assert verify(SUM).correct and isolated._idle[os.getpid(), "reasoning-gym"][0].process.pid == mine
 
 
 def test_one_that_died_is_replaced():
     verify = Isolated("math-verify", 60.0)
     half = Sample("q", "$\\frac{1}{2}$", "0.5")
     assert verify(half) == math_verify(60.0)(half) == Score(1.0, True, {"math_verify": 1.0}, "1/2")
-    process = isolated._idle[os.getpid(), "math-verify"][0]._process
+    process = isolated._idle[os.getpid(), "math-verify"][0].process
     process.kill()
     process.wait()
     with pytest.raises((ScoringError, OSError)):
@@ -155,7 +150,7 @@ def test_it_ends_with_its_caller():
         from megarl.rewards.mathematics import math_verify
         math_verify(60.0)(Sample("q", "1", "1"))
         (scorers,) = isolated._idle.values()
-        print(scorers[0]._process.pid)
+        print(scorers[0].process.pid)
     """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300)
     # It holds standard error, too, so that `run` has waited for its end.

@@ -84,14 +84,14 @@ def test_scores_and_rows_are_those_of_the_text(byte_fallback, tmp_path):
 
 
 def test_a_character_that_was_cut_can_be_shown_and_is_not_the_answer(tmp_path):
-    from megarl.observe.samples import SamplesWriter
+    from megarl.observe.samples import write_samples
 
     tokenizer = tokenizer_of(tmp_path, byte_fallback=True)
     spelt = tokenizer.encode("é")  # outside the tokenizer's text: spelt in bytes
     assert len(spelt) == 2
     _, rows = scored(tmp_path, tokenizer, [(0, spelt[:1])])
     assert rows[0]["response"] == "\ufffd" and not rows[0]["correct"]
-    SamplesWriter(tmp_path).write(1, rows)
+    write_samples(tmp_path, 1, rows)
     assert "\ufffd" in (tmp_path / "samples" / "step_00000001.jsonl").read_text(encoding="utf-8")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.data.prompts import Prompt
+from megarl.data.prompt import Prompt
 from megarl.data.tokenizers import build_tokenizer
 from tests.helpers.programs import inputs, metrics, program, reward_argv, rl_argv, samples, timeless, train
 from tests.helpers.tiers import by_default

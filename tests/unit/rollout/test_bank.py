@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from megarl.generation import Completion
+from megarl.mcore.inference.generation import Completion
 from megarl.rollout import bank_file
 from megarl.rollout.bank_file import DamagedRecord
 

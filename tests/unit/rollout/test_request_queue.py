@@ -102,8 +102,8 @@ def test_a_slow_replica_takes_fewer_requests():
 
 def tokens_read(rank: int, caching: bool) -> dict[int, list[int]]:
     """Tokens that the engine reads of each of four samples of a prompt, by the prompt's length."""
-    from megarl.generation import GenerationRequest
     from megarl.mcore.inference.engine import RolloutEngine
+    from megarl.mcore.inference.generation import GenerationRequest
 
     stages, _, place = build_stages()
     found = {}

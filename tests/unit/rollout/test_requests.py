@@ -2,7 +2,7 @@
 
 import torch
 
-from megarl.generation import Completion
+from megarl.mcore.inference.generation import Completion
 from megarl.rollout.requests import PartialResponse, PromptRequest, RoundRequests, completions_to_batch
 
 ROUTES = torch.zeros(0, 2, 1, dtype=torch.int16)

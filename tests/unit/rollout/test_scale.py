@@ -52,7 +52,7 @@ class Engine:
         return PrefillCounts()
 
     def stream(self, source, end_ids, settings, routes, limit, longest):
-        from megarl.generation import Completion
+        from megarl.mcore.inference.generation import Completion
 
         while not source.is_empty():
             for number, request in source.take(8):

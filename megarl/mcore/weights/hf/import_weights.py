@@ -58,26 +58,11 @@ def import_weights(weight_map: WeightMap, stages, pg_collection):
     for shard in weights.description().shards:
         if weight_map.is_vocabulary(shard.key):
             weights.view(shard).zero_()
-    for box, stored in _read(weights, weight_map):
+    for box, stored in read_boxes(weights, weight_map):
         box.view_of(weights).copy_(stored)
 
 
-@torch.no_grad()
-def differing_tensors(weight_map: WeightMap, stages, pg_collection) -> dict[str, float]:
-    """Largest difference of each of the folder's tensors from this rank's weights, rounded to the folder's types.
-
-    Tensors without a difference, not even in the sign of a zero, are left out.
-    """
-    weights, different = LocalWeights(stages, pg_collection), {}
-    for box, stored in _read(weights, weight_map):
-        held = box.view_of(weights).to(stored.dtype).cpu().contiguous()
-        if not torch.equal(held.view(torch.uint8), stored.contiguous().view(torch.uint8)):
-            largest = float((held.double() - stored.double()).abs().max())
-            different[box.rows.name] = max(different.get(box.rows.name, 0.0), largest)
-    return different
-
-
-def _read(weights: LocalWeights, weight_map: WeightMap) -> Iterator[tuple[StoredBox, Tensor]]:
+def read_boxes(weights: LocalWeights, weight_map: WeightMap) -> Iterator[tuple[StoredBox, Tensor]]:
     """Yields everything that this rank needs of the folder, file by file, in boxes of bounded size.
 
     A tensor is a view of the mapped file; it must not be kept.

@@ -155,7 +155,9 @@ def play(drafter, truth, prompts, max_rows=256):
 
 
 def small_drafter(bits=16) -> Drafter:
-    return Drafter(COSTS, 64, 100, DraftIndex(bits))
+    drafter = Drafter(COSTS, 64, 100)
+    drafter.index = DraftIndex(bits)
+    return drafter
 
 
 def test_responses_seen_before_are_drafted_and_random_ones_are_not():

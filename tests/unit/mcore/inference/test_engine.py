@@ -81,7 +81,7 @@ def test_a_response_does_not_depend_on_other_requests():
 
 
 def samples_of_one_prompt(rank):
-    from megarl.generation import GenerationRequest
+    from megarl.mcore.inference.generation import GenerationRequest
 
     engine, model, _ = make_engine()
     prompt = make_requests()[1].prompt
@@ -172,7 +172,7 @@ def test_a_response_ends_at_the_first_of_several_end_tokens():
 
 
 def limits_of_their_own(rank):
-    from megarl.generation import GenerationRequest
+    from megarl.mcore.inference.generation import GenerationRequest
 
     engine, _, _ = make_engine()
     requests = [GenerationRequest(r.prompt, r.key, 1 + i % 5) for i, r in enumerate(make_requests())]

@@ -35,8 +35,8 @@ def test_a_token_has_a_latent_and_a_key_in_each_layer_on_every_rank(ranks, flags
 
 def shared_prefixes(rank, **engine_settings):
     """(texts with these settings, gap, texts of an engine without), for prompts that begin alike."""
-    from megarl.generation import GenerationRequest
     from megarl.mcore.inference.engine import RolloutEngine
+    from megarl.mcore.inference.generation import GenerationRequest
 
     model, _, place = build("", "latent")
     prompt = torch.randint(0, VOCAB, (36,), generator=torch.Generator().manual_seed(3)).tolist()

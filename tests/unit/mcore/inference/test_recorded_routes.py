@@ -29,7 +29,7 @@ SMALL = {"buffer_gb": 0.0004}  # 26 blocks of 16 tokens, for 12 requests of thre
 
 def requests_of(prompts: int, samples: int, limit: int = 12):
     """Requests for `samples` responses to each of some prompts of 40 and 32 tokens; a block of the cache has 16."""
-    from megarl.generation import GenerationRequest
+    from megarl.mcore.inference.generation import GenerationRequest
 
     ones = make_requests(limit, prompts * samples)
     begin = [(ones[i].prompt * 40)[: 40 - i % 2 * 8] for i in range(prompts)]

@@ -175,7 +175,7 @@ def test_prompts_that_others_are_writing(settings):
 
 
 def aborted(rank):
-    """(tokens of an aborted request, completion of one that goes on after them and of the whole one, counts)."""
+    """(tokens of an aborted request, completion of a request that continues them and of the whole one, counts)."""
     from dataclasses import replace
 
     model, _, place = build()

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from megarl.mcore import tuning
 from megarl.mcore.kernels import native
 from megarl.mcore.kernels.native import build
 
@@ -79,7 +78,3 @@ def test_the_command_builds_once_where_the_library_is_looked_for(prefix, monkeyp
         f"compiled kernels for this processor: {library}\ncompiled kernels for this processor are there: {library}\n"
     )
     assert build.main(["one"]) == 2 and build.main(["--help"]) == 0
-
-
-def test_choices_are_kept_beside_the_kernels():
-    assert native.own_folder() == tuning.FOLDER

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.batch import SharedPrefix
 from megarl.mcore.attention.packing import routed_tokens
 from megarl.mcore.moe.routing import NO_ROUTE, Routing
 from tests.helpers.tiny_models import build, build_stages, join_actor, ragged_tokens
@@ -105,6 +106,22 @@ def tokens_without_routes(rank):
 
 def test_last_tokens_are_routed_live_and_all_others_as_recorded():
     assert run_world(tokens_without_routes, 1) == [(0, [0, 0])]
+
+
+def rows_of_a_shared_prefix(rank):
+    _, place = join_actor(MOE)
+    shared = SharedPrefix(torch.tensor([0, 0]), torch.tensor([0, 2]))
+    rows = routed_tokens(torch.tensor([3, 4]), place.pg_collection, False, shared)
+    fields = rows.token_indices, rows.uses, rows.occurrences.rows, rows.occurrences.sequence, rows.occurrences.counted
+    return [field.int().tolist() for field in fields]
+
+
+def test_a_shared_token_is_routed_once_and_counts_in_each_sequence():
+    """The example in the docstring of `routed_tokens`."""
+    (found,) = run_world(rows_of_a_shared_prefix, 1)
+    token_indices, uses, rows, sequence, counted = found
+    assert token_indices == [0, 1, 2, 5, 6] and uses == [2, 2, 0, 1, 0]
+    assert rows == [0, 1, 2, 0, 1, 3, 4] and sequence == [0, 0, 0, 1, 1, 1, 1] and counted == [1, 1, 0, 1, 1, 1, 0]
 
 
 def rows_of_rank(rank, flags: str, lengths: list[int]):

@@ -18,9 +18,9 @@ using at::Tensor;
 
 int thread_count() { return omp_in_parallel() ? 1 : omp_get_max_threads(); }
 
-int64_t parallel_work = 1 << 20;  // see `threads_for`; `set_parallel_work` changes it
+constexpr int64_t PARALLEL_WORK = 1 << 20;  // multiply-adds from which a kernel uses all threads
 
-int64_t threads_for(int64_t work) { return work < parallel_work ? 1 : thread_count(); }
+int64_t threads_for(int64_t work) { return work < PARALLEL_WORK ? 1 : thread_count(); }
 
 namespace {
 
@@ -364,7 +364,6 @@ std::tuple<Tensor, Tensor, Tensor> sample_rows(const Tensor& logits, double temp
 }  // namespace
 
 TORCH_LIBRARY(megarl, m) {
-    m.def("set_parallel_work(int work) -> ()", [](int64_t work) { parallel_work = work; });
     m.def("pack_weight(Tensor weight) -> Tensor", &pack_weight);
     m.def("packed_linear(Tensor x, Tensor packed, int columns, Tensor? bias) -> Tensor", &packed_linear);
     m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", &linear);

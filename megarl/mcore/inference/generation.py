@@ -1,12 +1,11 @@
-"""Requests for generation and their results. Imports no torch: the process that speaks HTTP reads them, too."""
+"""Requests for generation and their results: what the engine, and a server in its place, takes and gives."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+from torch import Tensor
 
 from megarl.algorithms.sampling_settings import SamplingSettings
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 TopLogprobs = list[tuple[int, float]]  # (token, log-prob), most likely first
 
@@ -31,7 +30,7 @@ class Completion:
     logprobs: list[float]
     finished: bool
     # [tokens of prompt and response, L, k] int16: experts chosen in this rank's MoE layers, −1 in the last row.
-    routes: "Tensor | None" = field(default=None, compare=False)
+    routes: Tensor | None = field(default=None, compare=False)
     top_logprobs: list[TopLogprobs] | None = field(default=None, compare=False)  # one list per token, if asked for
     versions: list[int] | None = field(default=None, compare=False)  # of the policy, one per token, if known
 
@@ -43,7 +42,7 @@ class TokenChunk(NamedTuple):
     tokens: list[int]
     logprobs: list[float]
     top_logprobs: list[TopLogprobs] | None = None  # one list per token, if they were asked for
-    # Why the response ended: "stop" (its last token is an end token), "length" or "abort"; None: it goes on.
+    # Why the response ended: "stop" (its last token is an end token), "length" or "abort"; None: not ended.
     finish_reason: str | None = None
-    routes: "Tensor | None" = None  # of the whole sequence, with the last chunk
+    routes: Tensor | None = None  # of the whole sequence, with the last chunk
     version: int = 0  # of the policy that generated these tokens

@@ -6,8 +6,8 @@ from typing import NamedTuple
 from megarl.arguments import RoleSettings
 from megarl.checkpoint import folders
 from megarl.errors import UsageError
-from megarl.lora import LoRASettings
 from megarl.mcore.lora.projections import factor_shapes
+from megarl.mcore.lora.settings import LoRASettings
 from megarl.mcore.model import gpt
 
 ENTRY = "lora"  # of the manifest: for each role with factors their settings, and where the weights under them come from
@@ -51,18 +51,18 @@ def stored_factors(folder: Path, flag: str, role: str) -> StoredFactors | None:
         raise UsageError(f"{flag} {folder}: manifest.json is damaged ({ENTRY}: {error!r})") from None
 
 
-def check_factors(path: str, flag: str, roles: list[RoleSettings]):
+def check_factors(path: str, roles: list[RoleSettings]):
     """UsageError unless a checkpoint to resume from has exactly the factors that the roles' flags describe."""
-    folder = folders.find(path, flag)
+    folder = folders.find(path, "--load")
     for role in roles:
-        stored, given = stored_factors(folder, flag, role.name), role.lora
+        stored, given = stored_factors(folder, "--load", role.name), role.lora
         if bool(stored) != bool(given):
             has, said = ("low-rank factors", "no --lora-rank") if stored else ("no low-rank factors", "--lora-rank")
-            raise UsageError(f"{flag} {path}: has {has} of the {role.name}, whose flags give {said}")
+            raise UsageError(f"--load {path}: has {has} of the {role.name}, whose flags give {said}")
         for name, value in stored.lora.values().items() if stored else ():
             if given.values()[name] != value:
                 raise UsageError(
-                    f"{flag} {path}: the factors of the {role.name} have {name} {value}; the flags give "
+                    f"--load {path}: the factors of the {role.name} have {name} {value}; the flags give "
                     f"{given.values()[name]}"
                 )
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from megarl.checkpoint import tensor_sources
-from megarl.checkpoint.tensor_sources import TensorPart, difference, groups
+from tools import _tensor_sources
+from tools._tensor_sources import TensorPart, difference, groups
 
 
 def parts(*names: str, dtype="float32", shape=(4, 2)) -> dict:
@@ -37,7 +37,7 @@ def test_sizes():
 @pytest.fixture(params=[1 << 22, 3])
 def block(request, monkeypatch):
     """Tensors are compared whole, and in blocks of three elements."""
-    monkeypatch.setattr(tensor_sources, "BLOCK", request.param)
+    monkeypatch.setattr(_tensor_sources, "BLOCK", request.param)
 
 
 def test_the_largest_difference_and_its_size_beside_the_values(block):

@@ -1,6 +1,7 @@
 """The metrics of a run: name, unit, meaning, and when each is in metrics.jsonl.
 
 A name may have placeholders in angle brackets: `time/<role>/<phase>_s` stands for `time/actor/update_s` and others.
+Some metrics depend on the clock or the machine, so that two equal runs may have different values (`is_reproducible`).
 """
 
 import functools
@@ -59,13 +60,14 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                "with a reward model; 0 without an ensemble"),
     ),
     "Rollout": (
-        Metric("rollout/tokens", "tokens", "tokens generated during the step and kept, whichever step trains on them"),
+        Metric("rollout/tokens", "tokens", "tokens generated during the step and kept, also if a"
+               " later step trains on them"),
         Metric("rollout/tokens_per_s", "tokens/s", "these over the seconds of the phase rollout"),
         Metric("rollout/response_length_mean", "tokens", "mean length of the responses"),
         Metric("rollout/finished_fraction", "fraction", "responses that ended before --max-response-length; with an"
                " environment, episodes that it ended"),
-        Metric("rollout/masked_fraction", "fraction", "response tokens that the losses leave out, as their response was"
-               " cut", "with --mask-truncated-responses"),
+        Metric("rollout/masked_fraction", "fraction", "response tokens that are excluded from the losses, since"
+               " their response was truncated", "with --mask-truncated-responses"),
         Metric("rollout/entropy", "nats", "mean entropy of the policy over the response tokens, before the updates"),
         Metric("rollout/logprob_gap_max", "nats", "largest |rollout − recomputed log-prob| of a response token before"
                " any update; exactly 0 on a CPU"),
@@ -87,25 +89,25 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                " --speculative-rollout"),
         Metric("rollout/prefill_tokens", "tokens", "prompt tokens that the engine read, of equal prompts each; those of"
                " an evicted request, with its response so far, again", "with --rollout-prefix-caching"),
-        Metric("rollout/reused_tokens", "tokens", "prompt tokens that were not read, as the cache had them",
+        Metric("rollout/reused_tokens", "tokens", "prompt tokens that were already in the cache",
                "with --rollout-prefix-caching"),
     ),
     "Environments": tuple(
         metric._replace(when="with --environment") for metric in (
             Metric("environment/turns_mean", "turns", "turns of the step's episodes"),
             Metric("environment/tool_calls", "calls", "tool calls that could be read"),
-            Metric("environment/malformed_calls", "calls", "texts that look like a tool call and are none"),
-            Metric("environment/truncated_fraction", "fraction", "episodes that ended because a turn was cut, the turns"
-                   " were used up, or --max-response-length left no room"),
-            Metric("environment/failures", "episodes", "episodes whose environment failed; they are left out of the"
+            Metric("environment/malformed_calls", "calls", "texts that look like a tool call but are not valid"),
+            Metric("environment/truncated_fraction", "fraction", "episodes that ended because a turn was truncated, the"
+                   " turns were used up, or --max-response-length left no room"),
+            Metric("environment/failures", "episodes", "episodes whose environment failed; they are excluded from"
                    " training"),
-            Metric("environment/restarts", "restarts", "environments made anew after a crash, a late answer, or the end"
-                   " of their process"),
+            Metric("environment/restarts", "restarts", "environments created again after a crash, a late answer, or"
+                   " the end of their process"),
             Metric("environment/timeouts", "calls", "answers that took longer than --environment-timeout"),
             Metric("environment/journalled_steps", "steps", "answers taken from the journal of a run that was killed"),
             Metric("environment/step_s", "s", "mean time that an environment took for an answer"),
-            Metric("environment/waiting_share", "fraction", "of the rollout's time in which a replica had nothing to"
-                   " generate and waited for environments, mean over replicas"),
+            Metric("environment/waiting_share", "fraction", "share of the rollout's time in which a replica only"
+                   " waited for environments, mean over replicas"),
             Metric("environment/reward/<component>", "reward", "mean sum of a named component of the rewards over an"
                    " episode"),
         )
@@ -123,12 +125,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("actor/loss", "loss", "policy loss with KL and entropy terms, mean over the step's updates"),
         Metric("actor/entropy", "nats", "entropy over the whole vocabulary, mean over the updates' response tokens"),
         Metric("actor/ppo_kl", "nats", "KL from the policy before the step, mean over tokens and updates"),
-        Metric("actor/ppo_kl_first", "nats", "the same of the first mini-batch, before any update; exactly 0"),
+        Metric("actor/ppo_kl_first", "nats", "the same for the first mini-batch, before any update; exactly 0"),
         Metric("actor/clip_fraction", "fraction", "response tokens whose ratio was clipped"),
         Metric("actor/kl_loss", "nats", "KL term of the loss, before its coefficient", "with --kl-in loss"),
         Metric("actor/grad_norm", "norm", "gradient norm before clipping, mean over the updates"),
         Metric("actor/learning_rate", "rate", "learning rate of the next update"),
-        Metric("actor/updates_skipped", "updates", "updates left out, because a loss or gradient was not finite or an"
+        Metric("actor/updates_skipped", "updates", "updates skipped, because a loss or gradient was not finite or an"
                " alarm said skip", "", ("train_rl", "train_sft")),
     ),
     "Critic": tuple(
@@ -139,7 +141,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                    " perfect, below 0: worse than a constant"),
             Metric("critic/grad_norm", "norm", "gradient norm before clipping, mean over the updates"),
             Metric("critic/learning_rate", "rate", "learning rate of the next update"),
-            Metric("critic/updates_skipped", "updates", "updates left out, as of the actor"),
+            Metric("critic/updates_skipped", "updates", "updates skipped, as of the actor"),
         )
     ),
     "KL to the reference": (
@@ -172,7 +174,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             )
         ),
         Metric("router/replayed_fraction", "fraction", "(token, layer) pairs of the updates whose route was replayed;"
-               " anything but 1 is a bug", "with --router-replay"),
+               " a value other than 1 is a bug", "with --router-replay"),
         Metric("router/disagreement", "fraction", "replayed (token, layer) pairs for which the live router would have"
                " chosen other experts", "with --router-replay"),
         Metric("router/disagreement/layer_<layer>", "fraction", "the same of one layer", "with --router-replay"),
@@ -199,7 +201,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("reward/mean", "score", "mean score of all texts", "", ("train_reward",)),
         Metric("reward/grad_norm", "norm", "gradient norm before clipping", "", ("train_reward",)),
         Metric("reward/learning_rate", "rate", "learning rate of the next update", "", ("train_reward",)),
-        Metric("reward/updates_skipped", "updates", "updates left out, because a loss or gradient was not finite", "",
+        Metric("reward/updates_skipped", "updates", "updates skipped, because a loss or gradient was not finite", "",
                ("train_reward",)),
     ),
     "Evaluation": (
@@ -259,6 +261,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
 }  # fmt: skip
 METRICS = tuple(metric for metrics in SECTIONS.values() for metric in metrics)
 
+OF_MACHINE = ("time/", "memory/")  # prefixes of names
+OF_CLOCK = ("_per_s", "/sync_s", "perf/mfu", "environment/step_s", "/waiting_share")  # endings of names
+OF_ORDER = ("rollout/prefill_tokens", "rollout/reused_tokens")  # what a full cache loses: the order of requests decides
+# What happened to processes, and is mended: it changes nothing else.
+OF_ACCIDENTS = ("environment/restarts", "environment/timeouts", "environment/journalled_steps")
+
 
 @functools.cache
 def _compiled() -> tuple[tuple[re.Pattern, Metric], ...]:
@@ -274,3 +282,14 @@ def find(name: str) -> tuple[Metric, ...]:
 def unknown(names: Iterable[str]) -> list[str]:
     """The names that no entry describes."""
     return [name for name in names if not find(name)]
+
+
+def is_reproducible(name: str) -> bool:
+    """Whether a metric has the same bits in each repetition of a run: all but those of time, memory and accidents."""
+    is_clock = name.startswith(OF_MACHINE) or name.endswith(OF_CLOCK)
+    return not is_clock and name not in OF_ORDER + OF_ACCIDENTS
+
+
+def reproducible(row: dict) -> dict:
+    """A step's metrics without those of time and memory."""
+    return {name: value for name, value in row.items() if is_reproducible(name)}

@@ -1,7 +1,7 @@
-"""The state of a run from the files of its folder, for somebody who looks from outside, again and again.
+"""The state of a run from the files of its folder, for programs that watch it from outside.
 
-Files are those of a run that may end, hang, be moved aside or start anew at any moment, on another machine with another
-clock, so nothing here raises once the folder has been found.
+Files are those of a run that may end, hang, be moved aside or start again at any moment, on another machine with
+another clock, so nothing here raises once the folder has been found.
 """
 
 import json

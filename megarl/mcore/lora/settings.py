@@ -1,4 +1,4 @@
-"""Low-rank factors (LoRA, 2106.09685): rank, scale and targets of a role, and the names of targets."""
+"""Rank, scale and targets of a role's factors, and the names of targets."""
 
 import dataclasses
 import math
@@ -47,11 +47,3 @@ def parse_targets(text: str) -> tuple[str, ...]:
     if unknown := sorted(names - set(TARGETS)):
         raise ValueError(f"{unknown[0]!r} is no target")
     return tuple(name for name in TARGETS if name in names)
-
-
-def are_targets(text: str) -> bool:
-    """Whether `parse_targets` accepts the text."""
-    try:
-        return bool(parse_targets(text))
-    except ValueError:
-        return False

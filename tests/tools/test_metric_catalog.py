@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 
 import megarl
-from megarl.observe import metric_catalog
-from megarl.observe.metric_catalog import METRICS, Metric
-from megarl.observe.metric_names import is_reproducible
 from tests.helpers.programs import metrics as rows_of_run
+from tools import _metric_catalog as metric_catalog
+from tools._metric_catalog import METRICS, Metric, is_reproducible
 
 PACKAGE = Path(megarl.__file__).parent
 READERS = {*PACKAGE.glob("observe/report*.py"),
-           *(PACKAGE / "observe" / f"{name}.py" for name in ("metric_catalog", "alarms", "progress"))}  # fmt: skip
+           *(PACKAGE / "observe" / f"{name}.py" for name in ("alarms", "progress"))}  # fmt: skip
 EXAMPLES = {"role": "actor", "phase": "update", "term": "format", "task": "chain_sum", "layer": "003", "k": "4",
             "component": "format"}  # fmt: skip
 HOLE = "\0"  # a value in an f-string

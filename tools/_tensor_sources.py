@@ -22,8 +22,7 @@ from megarl.mcore.lora.peft_files import CONFIG as PEFT_CONFIG
 from megarl.mcore.lora.peft_files import WEIGHTS as PEFT_WEIGHTS
 from megarl.mcore.weights.hf.folder import HFFolder
 from megarl.mcore.weights.safe_reading import SafeReader
-from megarl.number_ranges import ranges_text
-from megarl.observe.terminal import printable
+from megarl.observe.terminal import printable, ranges_text
 
 STACKED = re.compile(r"\.layers\.(?!\d)")
 _SAFETENSORS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64",

@@ -1,0 +1,38 @@
+"""One prompt of a file."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.data.messages import Message, MessageKey, conversation_of, key_of, text_of
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One line of a prompt file; `index` counts the prompts from 0. `prompt` is "" in a line with `messages`."""
+
+    index: int
+    prompt: str | list[Message] = ""
+    answer: str | None = None
+    task: str | None = None
+    metadata: dict[str, Any] | None = None
+    response: str | None = None
+    messages: list[Message] | None = None
+    chosen: str | None = None
+    rejected: str | None = None
+    margin: float | None = None
+    environment: str | None = None
+
+    @property
+    def key(self) -> str | tuple[MessageKey, ...]:
+        """The prompt as a hashable value: its text, or its messages (`messages.key_of`)."""
+        return self.prompt if isinstance(self.prompt, str) else key_of(self.prompt)
+
+    @property
+    def conversation(self) -> list[Message]:
+        """The prompt as messages; a string is one user message."""
+        return conversation_of(self.key)
+
+    @property
+    def text(self) -> str:
+        """The prompt as readable text, for samples and logs."""
+        return text_of(self.conversation)

@@ -1,0 +1,140 @@
+"""The inference engine of a rollout, built on the actor's own parameters, between its calls.
+
+The engine holds the module that trains, not a copy of the weights. The KV cache is one contiguous buffer.
+"""
+
+import contextlib
+import faulthandler
+import signal
+
+import torch
+import torch.distributed as dist
+from megatron.core.inference.config import AsyncScheduleMode, InferenceConfig, PrefixCachingEvictionPolicy
+from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
+from torch import Tensor
+
+from megarl.mcore import device
+from megarl.mcore.inference.decode_loop import DecodeLoopEngine
+from megarl.mcore.inference.end_tokens import EndTokensController
+from megarl.mcore.inference.keyed_sampling import KeyedSampling
+from megarl.mcore.inference.latent_context import context_of
+from megarl.mcore.inference.recorded_routes import attach_routes
+from megarl.mcore.inference.reusable_blocks import PrefillCounts
+from megarl.mcore.inference.speculative_decode import DecodeCounts, SpeculativeEngine
+from megarl.mcore.kernels.batch_invariance import MIN_ROWS, is_exact
+from megarl.mcore.memory.offload import KVCacheInGradBuffer
+from megarl.mcore.moe.router import moe_layers_of
+
+BLOCK_TOKENS = 64 if device.has_cuda() else 16  # of the KV cache; prompts share whole blocks
+
+for _signal in (signal.SIGTERM, signal.SIGINT):
+    faulthandler.unregister(_signal)  # Megatron's coordinator, imported above, prints a stack at every exit
+
+
+class BuiltEngine:
+    """Megatron's dynamic inference engine on a model that trains, with megarl's cache, sampling and decode steps."""
+
+    def __init__(
+        self, model, pg_collection, vocab_size: int, max_length: int, buffer_gb: float, max_requests: int,
+        prefix_caching: bool = False, chunked_prefill: bool = False, step_tokens: int = 4096,
+        cache_in_grad_buffer: KVCacheInGradBuffer | None = None, speculative: bool = False,
+    ):  # fmt: skip
+        """Reserves the KV cache.
+
+        Args:
+            model: the bare GPTModel that trains.
+            pg_collection: the role's process groups.
+            vocab_size: the tokenizer's vocabulary.
+            max_length: maximum length of prompt and response together, in tokens.
+            buffer_gb: size of the KV cache on this rank, in GiB.
+            max_requests: maximum number of requests decoded together; raised to `MIN_ROWS`.
+            prefix_caching: requests with a common prefix share blocks of the cache, within one call; a prefix may be
+                the prompt of an earlier request and what it wrote.
+            chunked_prefill: split the prefill of a prompt that does not fit into a step over several steps.
+            step_tokens: maximum tokens of a step; raised if `max_requests` or an unchunked `max_length` needs more.
+            cache_in_grad_buffer: the gradient buffer that holds the KV cache; None: the cache has its own memory.
+            speculative: decode steps also read drafted tokens, which changes no result.
+        """
+        tp_size = dist.get_world_size(pg_collection.tp)
+        max_requests = max(max_requests, MIN_ROWS)
+        min_tokens = max_requests + tp_size if chunked_prefill else max(max_length, max_requests + tp_size)
+        config = InferenceConfig(
+            block_size_tokens=BLOCK_TOKENS,
+            buffer_size_gb=buffer_gb,
+            max_requests=-(-max_requests // tp_size) * tp_size,
+            max_tokens=max(step_tokens, min_tokens),
+            max_sequence_length=max_length,
+            pg_collection=pg_collection,
+            enable_prefix_caching=prefix_caching,
+            prefix_caching_eviction_policy=PrefixCachingEvictionPolicy.LRU,
+            enable_chunked_prefill=chunked_prefill,
+            async_sched_mode=AsyncScheduleMode.LEGACY,  # a step's tokens are known before the next one is planned
+            materialize_only_last_token_logits=True,
+            logprobs_mode="processed_logprobs",
+            use_cuda_graphs_for_non_decode_steps=False,
+            offset_sampling_seed_by_dp_rank=False,
+        )
+        self.model, self.expert_group, self.layers = model, pg_collection.ep, moe_layers_of(model)
+        self.is_coupled = dist.get_world_size(pg_collection.ep) > 1  # replicas that share experts step together
+        self.max_requests = config.max_requests  # in the engine at a time
+        self.max_length, self.step_tokens = max_length, config.max_tokens
+        # The alternative needs symmetric GPU memory; megarl's layers dispatch tokens as in training either way.
+        model.config.inference_moe_token_dispatcher_type = "nccl"
+        self._cache_present = cache_in_grad_buffer.present if cache_in_grad_buffer else contextlib.nullcontext
+        with self._cache_present():
+            self._build(config, pg_collection, vocab_size, cache_in_grad_buffer, speculative)
+
+    def _build(
+        self, config: InferenceConfig, pg_collection, vocab_size: int,
+        cache_in_grad_buffer: KVCacheInGradBuffer | None, speculative: bool,
+    ):  # fmt: skip
+        model, tp_size = self.model, dist.get_world_size(pg_collection.tp)
+        self.context = context_of(model.config, config, cache_in_grad_buffer and cache_in_grad_buffer.memory)
+        attach_routes(self.context, self.layers, model.config, pg_collection.tp)
+        wrapper = GPTInferenceWrapper(model, self.context)
+        softcap = model.config.final_logit_softcapping
+        self.sampling = KeyedSampling(vocab_size, tp_size, softcap, is_exact(model.config))
+        self.controller = EndTokensController(wrapper, self.sampling)
+        was_training = model.training
+        wrapper.prep_model_for_inference()
+        with torch.no_grad():
+            self.engine = (SpeculativeEngine if speculative else DecodeLoopEngine)(self.controller, self.context)
+        self.drafter = self.engine.drafter if speculative else None
+        self.context.kv_block_allocator.text_of = self._text_of
+        self._prefill_counts = PrefillCounts()  # when they were taken last
+        self.engine.suspend()
+        model.train(was_training)
+
+    @property
+    def capacity(self) -> int:
+        """Maximum length of one prompt and response together that the cache can hold, in tokens."""
+        return self.context.kv_block_allocator.active_count * self.context.block_size_tokens
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks of the cache that no request uses."""
+        return self.context.kv_block_allocator.available
+
+    def _text_of(self, request_id: int) -> list[int]:
+        """Tokens of a request in the engine that were drawn before the present step."""
+        request = self.engine.get_request(request_id)
+        return [*request.prompt_tokens.tolist(), *request.generated_tokens]
+
+    def take_decode_counts(self) -> DecodeCounts:
+        """Returns what decode steps did since the last call; zeros if the engine is not speculative."""
+        if self.drafter is None:
+            return DecodeCounts()
+        counts, self.engine.counts = self.engine.counts, DecodeCounts()
+        return counts
+
+    def take_prefill_counts(self) -> PrefillCounts:
+        """Returns the tokens of prompts that were read, and found in the cache, since the last call."""
+        c, before = self.context, self._prefill_counts
+        reused = self.engine._prefill_tokens_skipped + c.prefix_cache_prefill_skipped_tokens
+        self._prefill_counts = now = PrefillCounts(c.read_tokens, reused)
+        return PrefillCounts(now.read - before.read, now.reused - before.reused)
+
+    @property
+    def empty_routes(self) -> Tensor:
+        """[0, L, k] int16: empty routes, for their shape and dtype."""
+        return torch.zeros(0, len(self.layers), self.model.config.moe_router_topk, dtype=torch.int16)
