@@ -168,7 +168,7 @@ def test_signals_are_ignored_and_drain_finishes_what_runs(tmp_path):
             while "megarl_waiting_requests 1.0" not in server.client.get("/metrics").text:
                 pass  # until the third is in the queue
             for number in (signal.SIGTERM, signal.SIGINT):
-                os.kill(server.process._process.pid, number)
+                os.kill(server.process.process.pid, number)
             one.send(type="drain")
             while server.client.get("/ready").status_code == 200:
                 pass  # until the frontend has read the message
