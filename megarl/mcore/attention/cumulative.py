@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megarl.mcore.attention.expand_counts import expand_array_counts
 from megarl.mcore.attention.segments import HostPlan, Segments
-from megarl.mcore.attention.spread import spread_arrays
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def plan_attention(segments: Segments, is_whole: bool, window: int | None) -> Ho
     """
     arrays = [cumulative_lengths(segments.queries), cumulative_lengths(segments.keys)]
     if not is_whole or segments.prefix_length.any():
-        segment, position = spread_arrays(segments.keys)
+        segment, position = expand_array_counts(segments.keys)
         arrays.append(Segments(*(field[segment] for field in segments)).key_indices(position[:, None])[:, 0])
     return HostPlan(arrays, builder(segments.queries, segments.keys, window))
 

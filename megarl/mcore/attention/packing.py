@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megarl.batch import SharedPrefix
 from megarl.mcore import device
+from megarl.mcore.attention.expand_counts import expand_array_counts
 from megarl.mcore.attention.segments import HostPlan, Segments, TokenStream, plan_attention, segments_of_stream
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.moe.routing import Occurrences, RoutedTokens, Routing
@@ -146,8 +147,7 @@ def _shared_token_indices(lengths: np.ndarray, stream: TokenStream) -> tuple[np.
 def _places(lengths: np.ndarray, stream: TokenStream) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Returns for each token of the unshared sequences: its sequence, its position there, whether that sequence holds
     it, and its stream index. Sequences with lengths [N]; all [tokens]."""
-    sequence = np.repeat(np.arange(len(lengths)), lengths)
-    position = np.arange(len(sequence)) - np.repeat(lengths.cumsum() - lengths, lengths)
+    sequence, position = expand_array_counts(lengths)
     prefix = stream.prefix_lengths[sequence]
     own, holders = stream.starts[sequence] - prefix, stream.starts[stream.holders[sequence]]
     return sequence, position, position >= prefix, np.where(position >= prefix, own, holders) + position

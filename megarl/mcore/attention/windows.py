@@ -11,6 +11,8 @@ import numpy as np
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from megarl.mcore.attention.expand_counts import expand_array_counts
+
 FULL, WINDOW = 0, 1  # kinds of layers: plans by kind are pairs with these indices
 KEY_BLOCK = 512  # keys that torch's CPU kernel takes at a time (kvSplitSize); a multiple of the cache's blocks
 
@@ -38,8 +40,7 @@ def cut_segments(queries: np.ndarray, keys: np.ndarray, window: int) -> tuple[np
     step = -(-window // KEY_BLOCK) * KEY_BLOCK
     first, is_cut = keys - queries, keys > window
     counts = np.where(is_cut, (keys - 1) // step - first // step + 1, 1)
-    segment = np.repeat(np.arange(len(keys)), counts)
-    piece = np.arange(len(segment)) - np.repeat(counts.cumsum() - counts, counts)
+    segment, piece = expand_array_counts(counts)
     start = (first[segment] // step + piece) * step
     start = np.where(is_cut[segment], start.clip(min=first[segment]), first[segment])
     end = np.where(is_cut[segment], ((start // step) + 1) * step, keys[segment]).clip(max=keys[segment])

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.mcore.attention.spread import spread
+from megarl.mcore.attention.expand_counts import expand_counts
 
 
 class _Fitting(NamedTuple):
@@ -90,7 +90,7 @@ def _add(context, added: list[_Fitting]):
     c.request_last_kv_block_id[new] = c.request_to_kv_block_ids[new].gather(1, counts.unsqueeze(1) - 1).squeeze(1)
     c.request_last_kv_block_offset[new] = ((lengths - 1) % size).int()
 
-    rows, positions = spread(lengths - skipped)
+    rows, positions = expand_counts(lengths - skipped)
     positions += skipped[rows]
     rows += new.start
     tokens = slice(c.active_token_count, c.active_token_count + len(rows))
@@ -121,7 +121,7 @@ def _set_blocks(context, added: list[_Fitting], counts: torch.Tensor):
             blocks.block_ref_counts[shared.long()] += 1
     fresh = counts - cached
     taken = blocks.allocate_memory_blocks(int(fresh.sum()))
-    rows, columns = spread(fresh)
+    rows, columns = expand_counts(fresh)
     c.request_to_kv_block_ids[start + rows, cached[rows] + columns] = taken
 
 

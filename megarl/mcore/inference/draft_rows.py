@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megarl.mcore.attention.spread import spread
+from megarl.mcore.attention.expand_counts import expand_counts
 from megarl.mcore.inference.text_groups import Groups
 
 
@@ -46,7 +46,7 @@ def fit_to_blocks(context, counts: Tensor) -> Tensor:
         return counts
     if not blocks.can_take(total):
         return counts.minimum(size - 1 - offsets)
-    rows, place = spread(further)
+    rows, place = expand_counts(further)
     columns = context.request_kv_block_counts[:n].long()[rows] + place
     context.request_to_kv_block_ids[rows, columns] = blocks.allocate_memory_blocks(total)
     return counts
@@ -66,8 +66,8 @@ def begin_step(context, tokens: Tensor, counts: Tensor, groups: Groups) -> dict:
     c.only_decodes, c._plan = False, None
     of, first = torch.from_numpy(groups.of), torch.from_numpy(groups.first)
     rows = counts + 1
-    group, place = spread(rows)
-    owners, places = spread(rows[of])
+    group, place = expand_counts(rows)
+    owners, places = expand_counts(rows[of])
     requests = first[group]
     positions = c.request_kv_length_offsets[:n].long()[requests] + place
     computed = (rows.cumsum(0) - rows)[of[owners]] + places

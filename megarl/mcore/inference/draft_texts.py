@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megarl.mcore.attention.spread import spread_arrays
+from megarl.mcore.attention.expand_counts import expand_array_counts
 from megarl.mcore.inference.draft_index import LONGEST, NO_TOKEN, DraftIndex
 
 MAX_DEPTH = 16  # drafted tokens of a request in a step
@@ -79,7 +79,7 @@ class DraftTexts:
         Returns:
             ([m] evidence of the guesses whose earlier ones were right, [m] whether each is right).
         """
-        owner, place = spread_arrays(counts)
+        owner, place = expand_array_counts(counts)
         columns = LONGEST + self.lengths[rows][owner] + place
         self._tokens[rows[owner], columns] = tokens
         self.lengths[rows] += counts
@@ -99,7 +99,7 @@ class DraftTexts:
     def index_all(self, rows: np.ndarray | Sequence[int], index: DraftIndex):
         """Adds what is new of texts `rows`, and of those that ended, to an index; frees the latter."""
         rows = np.concatenate([np.asarray(rows, np.int64), np.array(self._ended, np.int64)])
-        owner, place = spread_arrays(np.maximum(self.lengths[rows] - self._indexed[rows], 0))
+        owner, place = expand_array_counts(np.maximum(self.lengths[rows] - self._indexed[rows], 0))
         texts = rows[owner]
         places = self._indexed[texts] + place
         if len(texts):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megarl.mcore import device
-from megarl.mcore.attention.spread import spread_arrays
+from megarl.mcore.attention.expand_counts import expand_array_counts
 from megarl.mcore.inference import admission, draft_rows
 from megarl.mcore.inference.decode_loop import DecodeLoopEngine
 from megarl.mcore.inference.draft_texts import MAX_DEPTH
@@ -118,7 +118,7 @@ class SpeculativeEngine(DecodeLoopEngine):
         counts = np.minimum(drafts.counts, room)
         counts = draft_rows.fit_to_blocks(c, torch.from_numpy(counts[groups.of])).numpy()[groups.first]
         if (counts < drafts.counts).any():
-            owner, place = spread_arrays(drafts.counts)
+            owner, place = expand_array_counts(drafts.counts)
             drafts = Drafts(drafts.tokens[place < counts[owner]], counts)
         return drafts
 

@@ -7,6 +7,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 
 from megarl.mcore import device
+from megarl.mcore.attention.expand_counts import expand_counts
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS, is_exact
 from megarl.mcore.kernels.linear import at_least_rows, forward_product, linear
 
@@ -32,8 +33,7 @@ class Experts(SequentialMLP):
         if device.has_cuda() or not missing.any():
             return super().forward(hidden, tokens_per_expert, gates)
         padded = counts + missing
-        expert = torch.repeat_interleave(torch.arange(len(counts), device=hidden.device), padded)
-        offset = torch.arange(len(expert), device=hidden.device) - (padded.cumsum(0) - padded)[expert]
+        expert, offset = expand_counts(padded)
         rows = (counts.cumsum(0) - counts)[expert] + offset.minimum(counts[expert] - 1)
         output, bias = super().forward(hidden[rows], padded, gates[rows])
         return output[offset < counts[expert]], bias

@@ -66,7 +66,7 @@ class MixtureLayer(MoELayer):
         pairs = torch.nonzero_static(routing_map.t().reshape(-1), size=size).squeeze(1)
         tokens = pairs.remainder(len(hidden))
         order = tokens.argsort(stable=True)  # by token, those of a token by expert
-        gates, rows = probs.t().reshape(-1).index_select(0, pairs), _spread(hidden, tokens, order)
+        gates, rows = probs.t().reshape(-1).index_select(0, pairs), _rows_of_pairs(hidden, tokens, order)
         counts = routing_map.sum(0)
         compute = self._compute if self._ep_size == 1 else self._exchange_and_compute
         output = _combine(compute(rows, gates, counts), tokens, order, len(hidden)).view_as(hidden_states)
@@ -107,13 +107,13 @@ def _sum_pairs(values: Tensor, order: Tensor, tokens: int) -> Tensor:
     return total
 
 
-def _spread(hidden: Tensor, tokens: Tensor, order: Tensor) -> Tensor:
+def _rows_of_pairs(hidden: Tensor, tokens: Tensor, order: Tensor) -> Tensor:
     """Hidden states [T, H] -> [P, H] of each pair's token; `order` [P]: pairs by token."""
-    return _Spread.apply(hidden, tokens, order) if torch.is_grad_enabled() else hidden.index_select(0, tokens)
+    return _RowsOfPairs.apply(hidden, tokens, order) if torch.is_grad_enabled() else hidden.index_select(0, tokens)
 
 
 def _combine(values: Tensor, tokens: Tensor, order: Tensor, count: int) -> Tensor:
-    """Values [P, H] of pairs -> [T, H]; the adjoint of `_spread`."""
+    """Values [P, H] of pairs -> [T, H]; the adjoint of `_rows_of_pairs`."""
     if torch.is_grad_enabled():
         return _Combine.apply(values, tokens, order, count)
     return _sum_pairs(values, order, count)
@@ -124,7 +124,7 @@ def _permute(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     return _Permute.apply(x, index, inverse) if torch.is_grad_enabled() else x.index_select(0, index)
 
 
-class _Spread(torch.autograd.Function):
+class _RowsOfPairs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, tokens, order):
         ctx.save_for_backward(order)

@@ -23,8 +23,8 @@ from megarl.mcore import device
 from megarl.mcore.attention import cumulative
 from megarl.mcore.attention.buckets import bucket_of
 from megarl.mcore.attention.cumulative import CumulativePlan, cumulative_lengths, plan_attention  # noqa: F401
+from megarl.mcore.attention.expand_counts import expand_array_counts
 from megarl.mcore.attention.native_attention import softmax_scale
-from megarl.mcore.attention.spread import spread_arrays
 
 Kernel = Callable[..., Tensor]
 TOKENS, KEYS = 64, 256  # a call for prompts has multiples of them
@@ -101,7 +101,7 @@ def plan_cache_reads(
     if len(prompts):
         counts, lengths, blocks = (x[prompts].numpy() for x in (queries, keys, pages))
         packed, build = _plan_prompts(counts, lengths, blocks, cache.shape[1], window)
-        segment, position = spread_arrays(counts)
+        segment, position = expand_array_counts(counts)
         arrays += [first[prompts].numpy()[segment] + position, *packed]
     tokens, lengths, table, *sent = device.to_device(arrays)
     table = DecodeTable(tokens if len(tokens) < total else None, table.int(), lengths.int())
@@ -120,7 +120,7 @@ def _plan_prompts(queries: np.ndarray, keys: np.ndarray, pages: np.ndarray, bloc
 
     A segment of padding after them, which reads the cache's first rows, rounds up the sizes of the call.
     """
-    segment, position = spread_arrays(keys)
+    segment, position = expand_array_counts(keys)
     rows = pages[segment, position // block] * block + position % block
     padding = TOKENS - queries.sum() % TOKENS
     unread = padding + -(len(rows) + padding) % KEYS

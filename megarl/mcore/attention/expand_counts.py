@@ -5,13 +5,13 @@ import torch
 from torch import Tensor
 
 
-def spread(counts: Tensor) -> tuple[Tensor, Tensor]:
+def expand_counts(counts: Tensor) -> tuple[Tensor, Tensor]:
     """Returns (owner, place) [Σ counts]: for each of counts[i] items of list i, i and the item's number in the list."""
     owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
     return owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
 
 
-def spread_arrays(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Same as `spread`, for arrays."""
-    owner, place = spread(torch.from_numpy(counts))
+def expand_array_counts(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Same as `expand_counts`, for arrays."""
+    owner, place = expand_counts(torch.from_numpy(counts))
     return owner.numpy(), place.numpy()
