@@ -41,11 +41,11 @@ def add_waiting(engine):
         request.add_event_add_context()
 
 
-def _fitting(engine, most: int) -> list[_Fitting]:
-    """Returns the first waiting requests that fit to the next step, at most `most`."""
+def _fitting(engine, max_count: int) -> list[_Fitting]:
+    """Returns the first waiting requests that fit to the next step, at most `max_count`."""
     c, blocks = engine.context, engine.context.kv_block_allocator
-    most = min(most, c.max_requests - c.total_request_count)
-    if c.paused_request_count or most <= 0:
+    max_count = min(max_count, c.max_requests - c.total_request_count)
+    if c.paused_request_count or max_count <= 0:
         return []
     tokens, room = c.max_tokens - c.active_token_count, blocks.available
     found: list[_Fitting] = []
@@ -66,7 +66,7 @@ def _fitting(engine, most: int) -> list[_Fitting]:
         used.update(new)
         computed.update(hashes[len(cached) :])
         found.append(_Fitting(request, cached, skipped))
-        if len(found) == most:
+        if len(found) == max_count:
             break
     return found
 

@@ -100,7 +100,7 @@ class BuiltEngine:
         with torch.no_grad():
             self.engine = (SpeculativeEngine if speculative else DecodeLoopEngine)(self.controller, self.context)
         self.drafter = self.engine.drafter if speculative else None
-        self.context.kv_block_allocator.text_of = self._text_of
+        self.context.kv_block_allocator.tokens_of = self._tokens_of
         self._prefill_counts = PrefillCounts()  # when they were taken last
         self.engine.suspend()
         model.train(was_training)
@@ -115,7 +115,7 @@ class BuiltEngine:
         """Blocks of the cache that no request uses."""
         return self.context.kv_block_allocator.available
 
-    def _text_of(self, request_id: int) -> list[int]:
+    def _tokens_of(self, request_id: int) -> list[int]:
         """Tokens of a request in the engine that were drawn before the present step."""
         request = self.engine.get_request(request_id)
         return [*request.prompt_tokens.tolist(), *request.generated_tokens]

@@ -1,8 +1,8 @@
-"""Predicts the next tokens of responses from texts seen before: an index of n-grams with a fixed amount of memory.
+"""Predicts the next tokens of responses from sequences seen before: an index of n-grams with a fixed amount of memory.
 
 For each n-gram, the index keeps the token that followed it most often of late. N-grams of the same prompt's responses
-are kept apart from those of all texts: siblings in a group and responses of earlier steps agree with a response more
-than other texts do. A prediction is only a guess: whoever uses it checks it.
+are kept apart from those of all sequences: siblings in a group and responses of earlier steps agree with a response
+more than other sequences do. A prediction is only a guess: whoever uses it checks it.
 Shapes: n contexts, K kinds of n-grams. All requests of a step are looked up together, because a decode step of a small
 model takes as long as a Python loop over its requests.
 """
@@ -11,20 +11,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-# (whether the n-gram is one of this prompt's texts, n), in the order of preference.
+# (whether the n-gram is one of this prompt's sequences, n), in the order of preference.
 KINDS = ((True, 8), (True, 3), (False, 6), (False, 3))
-LONGEST = max(length for _, length in KINDS)
-NO_TOKEN = -1  # before the first token of a text
+MAX_CONTEXT = max(length for _, length in KINDS)
+NO_TOKEN = -1  # before the first token of a sequence
 MAX_COUNT = 7  # an n-gram's count saturates, so that a changed policy is noticed soon
 TABLE_BITS = 20
 _COUNT_BITS = 3
 EVIDENCES = len(KINDS) << _COUNT_BITS
 # Random odd numbers: h = Σ factor · (token + 1), so a token's place counts, and `NO_TOKEN` does not.
 _FACTORS = (
-    2 * np.random.Generator(np.random.PCG64(20)).integers(1 << 63, size=(LONGEST, len(KINDS)), dtype=np.uint64) + 1
+    2 * np.random.Generator(np.random.PCG64(20)).integers(1 << 63, size=(MAX_CONTEXT, len(KINDS)), dtype=np.uint64) + 1
 )
 for _kind, (_, _length) in enumerate(KINDS):
-    _FACTORS[: LONGEST - _length, _kind] = 0
+    _FACTORS[: MAX_CONTEXT - _length, _kind] = 0
 _SALTS = np.arange(1, len(KINDS) + 1, dtype=np.uint64) << np.uint64(56)
 _IS_OWN = np.array([is_own for is_own, _ in KINDS], dtype=np.uint64)
 _MIXER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: spreads a hash over the upper bits
@@ -41,7 +41,7 @@ class Guesses(NamedTuple):
 class DraftIndex:
     """A table of n-grams with one slot for each hash: a new n-gram replaces an older one with the same slot.
 
-    So memory and time per token are fixed whatever the texts contain: 16 · 2^bits bytes (16 MiB by default), one
+    So memory and time per token are fixed whatever the sequences contain: 16 · 2^bits bytes (16 MiB by default), one
     look-up per token and kind.
     """
 
@@ -55,8 +55,8 @@ class DraftIndex:
         """Adds what followed some contexts. N-grams that come several times in a call count once.
 
         Args:
-            prompt_keys: [n] uint64, the same number for all texts that begin with the same prompt.
-            contexts: [n, `LONGEST`] the tokens before; `NO_TOKEN` before the text begins.
+            prompt_keys: [n] uint64, the same number for all sequences that begin with the same prompt.
+            contexts: [n, `MAX_CONTEXT`] the tokens before; `NO_TOKEN` before the sequence begins.
             tokens: [n] the token after each context.
         """
         hashes, slots = self._find(prompt_keys, contexts)
@@ -69,19 +69,19 @@ class DraftIndex:
         self._followers[slots] = np.where(replaces, (tokens << _COUNT_BITS) + 1, kept)
         self._hashes[slots] = hashes
 
-    def guess(self, prompt_keys: np.ndarray, contexts: np.ndarray, rates: np.ndarray, enough: float) -> Guesses:
+    def guess(self, prompt_keys: np.ndarray, contexts: np.ndarray, rates: np.ndarray, sufficient: float) -> Guesses:
         """Returns the most reliable guess of the token after each context.
 
         Args:
             prompt_keys, contexts: as in `add`.
             rates: [`EVIDENCES`] share of right guesses, for each evidence.
-            enough: the first kind with this rate is preferred to better ones.
+            sufficient: the first kind with this rate is preferred to better ones.
         """
         hashes, slots = self._find(prompt_keys, contexts)
         followers = self._followers[slots]
         evidence = (followers & MAX_COUNT) + (np.arange(len(KINDS)) << _COUNT_BITS)
         found = np.where(self._hashes[slots] == hashes, rates[evidence], -1.0)
-        best = (np.arange(len(contexts)), np.minimum(found, enough).argmax(1))
+        best = (np.arange(len(contexts)), np.minimum(found, sufficient).argmax(1))
         return Guesses(followers[best] >> _COUNT_BITS, evidence[best], found[best])
 
     def _find(self, prompt_keys: np.ndarray, contexts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -3,8 +3,8 @@
 A row is for every kernel what a request is in a step without drafts: a token, its cache slot, and the number of keys
 that it reads. So its numbers have the same bits. All rows of a step write their keys before any row reads. Rows after
 the first wrong draft of a request leave keys in slots that no row reads until they are written again. Requests with the
-same text share their rows; keys, values and routes of these are copied to the slots of the others.
-Shapes: n requests in m groups with the same text, T computed rows, S ≥ T rows of all requests.
+same sequence share their rows; keys, values and routes of these are copied to the slots of the others.
+Shapes: n requests in m groups with the same sequence, T computed rows, S ≥ T rows of all requests.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megarl.mcore.attention.expand_counts import expand_counts
-from megarl.mcore.inference.text_groups import Groups
+from megarl.mcore.inference.sequence_groups import Groups
 
 
 class DraftRows(NamedTuple):
@@ -35,8 +35,8 @@ class DraftRows(NamedTuple):
 def fit_to_blocks(context, counts: Tensor) -> Tensor:
     """Returns how many of `counts` [n] drafted tokens of each request the cache has room for; allocates their blocks.
 
-    If the free blocks do not suffice for all, no request gets a further block. Requests with texts of the same length
-    and the same counts get the same.
+    If the free blocks do not suffice for all, no request gets a further block. Requests with sequences of the same
+    length and the same counts get the same.
     """
     n, size, blocks = context.total_request_count, context.block_size_tokens, context.kv_block_allocator
     offsets = context.request_last_kv_block_offset[:n].long()

@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megarl.mcore.inference.draft_index import EVIDENCES, LONGEST, DraftIndex
-from megarl.mcore.inference.draft_texts import MAX_DEPTH, DraftTexts
-from megarl.mcore.inference.text_groups import TextGroups
+from megarl.mcore.inference.draft_index import EVIDENCES, MAX_CONTEXT, DraftIndex
+from megarl.mcore.inference.draft_sequences import MAX_DEPTH, DraftSequences
+from megarl.mcore.inference.sequence_groups import SequenceGroups
 
 FIRST_RATE = 0.5  # before any guess was checked; counts as two guesses
 RATE_MEMORY = 64  # checked guesses over which a rate is averaged
-ENOUGH = 0.9  # the first kind of n-gram with this rate is used
+SUFFICIENT_RATE = 0.9  # the first kind of n-gram with this rate is used
 GAIN_MEMORY = 4  # steps with a look for drafts over which the gain is averaged
 PROBING = 0.005  # share of the time in which it looks for drafts in any case
 
@@ -63,7 +63,7 @@ class StepCosts(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """Tokens to try after the last ones of m groups of requests with the same text."""
+    """Tokens to try after the last ones of m groups of requests with the same sequence."""
 
     tokens: np.ndarray  # [Σ counts] int64
     counts: np.ndarray  # [m] int64
@@ -78,33 +78,33 @@ class Drafter:
         self.rates = np.full(EVIDENCES, FIRST_RATE)  # share of right guesses by their evidence
         self.gains = [1.0] * 64  # share of a step's time that drafts save, by log2 of its requests
         self._checked = np.full(EVIDENCES, 2.0)  # guesses, at most `RATE_MEMORY`
-        self._texts = DraftTexts(max_requests, max_length)
-        self.groups = TextGroups()
+        self._sequences = DraftSequences(max_requests, max_length)
+        self.groups = SequenceGroups()
         self._end_ids, self._unspent = np.zeros(0, np.int64), 0.0  # microseconds for probing
 
     def reset(self, end_ids: Iterable[int]):
         """Begins a call of the engine without requests. `end_ids`: tokens that end a response."""
         self._index(())
-        self._texts.clear()
+        self._sequences.clear()
         self.groups.reset()
         self._end_ids = np.array(sorted(end_ids), np.int64)
 
     def begin(self, request_id: int, prompt: Sequence[int]):
         """Adds a request."""
-        if self._texts.is_full:
+        if self._sequences.is_full:
             self._index(())
-        self._texts.begin(request_id, prompt)
+        self._sequences.begin(request_id, prompt)
         self.groups.begin(request_id, prompt)
 
-    def finish(self, request_id: int, text: Sequence[int]):
-        """Removes a request and indexes its whole text, prompt and response."""
-        self._texts.end(request_id, text)
+    def finish(self, request_id: int, sequence: Sequence[int]):
+        """Removes a request and indexes its whole sequence, prompt and response."""
+        self._sequences.end(request_id, sequence)
 
     def rows_of(self, request_ids: np.ndarray) -> np.ndarray:
         """Returns the rows of some requests in the drafter's arrays, for the other methods."""
-        return self._texts.rows_of(request_ids)
+        return self._sequences.rows_of(request_ids)
 
-    def looks(self, count: int) -> bool:
+    def should_look(self, count: int) -> bool:
         """Whether to look for drafts in the next step of so many requests."""
         plain, cost = self.costs.plain(count), self.costs.looking + self.costs.looking_row * count
         self._unspent += PROBING * plain
@@ -114,23 +114,23 @@ class Drafter:
         return self.gains[count.bit_length()] * plain > cost
 
     def catch_up(self, rows: np.ndarray, lengths: np.ndarray, last: np.ndarray, tail: Callable[..., Sequence[int]]):
-        """Adds the tokens that texts got since the last call, and learns from them.
+        """Adds the tokens that sequences got since the last call, and learns from them.
 
         Args:
             rows: [n] of the requests.
-            lengths: [n] of their texts.
+            lengths: [n] of their sequences.
             last: [n] their last tokens.
-            tail: (i, k) -> the last k tokens of the i-th text.
+            tail: (i, k) -> the last k tokens of the i-th sequence.
         """
-        missing = lengths - self._texts.lengths[rows]
+        missing = lengths - self._sequences.lengths[rows]
         if missing.max() <= 1:
             tokens = last[missing == 1]
         else:
             tokens = np.array([token for i, more in enumerate(missing.tolist()) for token in tail(i, more)], np.int32)
-        self._learn(*self._texts.extend(rows, missing, tokens))
+        self._learn(*self._sequences.extend(rows, missing, tokens))
 
     def draft(self, rows: np.ndarray, room: np.ndarray, sizes: np.ndarray, max_rows: int) -> Drafts:
-        """Returns the tokens to try after the text of each group, none where they are not worth it.
+        """Returns the tokens to try after the sequence of each group, none where they are not worth it.
 
         Args:
             rows: [m] a request of each group of the step.
@@ -143,16 +143,16 @@ class Drafter:
         depths, gain = worthwhile(chances, sizes, self.costs, max_rows)
         size = int(sizes.sum()).bit_length()
         self.gains[size] += (gain - self.gains[size]) / GAIN_MEMORY
-        texts = self._texts
-        # A guess of a text without drafts is kept, to learn from it.
-        texts.guess_counts[rows] = np.minimum(np.maximum(depths, 1), texts.guess_counts[rows])
+        sequences = self._sequences
+        # A guess of a sequence without drafts is kept, to learn from it.
+        sequences.guess_counts[rows] = np.minimum(np.maximum(depths, 1), sequences.guess_counts[rows])
         is_drafted = np.arange(MAX_DEPTH) < depths[:, None]
-        return Drafts(texts.guessed[rows][is_drafted].astype(np.int64), depths)
+        return Drafts(sequences.guessed[rows][is_drafted].astype(np.int64), depths)
 
     def _index(self, rows: np.ndarray | Sequence[int]):
-        """Indexes what is new of some texts and of all that ended."""
-        self._learn(*self._texts.take_ended())
-        self._texts.index_all(rows, self.index)
+        """Indexes what is new of some sequences and of all that ended."""
+        self._learn(*self._sequences.take_ended())
+        self._sequences.index_all(rows, self.index)
 
     def _learn(self, evidence: np.ndarray, is_right: np.ndarray):
         """Takes note of which guesses were right."""
@@ -164,27 +164,27 @@ class Drafter:
         self.rates += (right - guesses * self.rates) / self._checked
 
     def _guess(self, rows: np.ndarray, room: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """Sets the texts' guesses; returns [m, `MAX_DEPTH`] the chance of each that it and all before it are right,
+        """Sets the sequences' guesses; returns [m, `MAX_DEPTH`] the chance of each that it and all before it are right,
         0 for those that may not be tried."""
-        texts, n = self._texts, len(rows)
+        sequences, n = self._sequences, len(rows)
         chances, chance, at = np.zeros((n, MAX_DEPTH)), np.ones(n), np.arange(n)
-        known = np.empty((n, LONGEST + MAX_DEPTH), np.int64)  # the last tokens of the texts, and then guesses
-        known[:, :LONGEST], keys = texts.contexts(rows, texts.lengths[rows]), texts.prompt_keys[rows]
+        known = np.empty((n, MAX_CONTEXT + MAX_DEPTH), np.int64)  # the last tokens of the sequences, and then guesses
+        known[:, :MAX_CONTEXT], keys = sequences.contexts(rows, sequences.lengths[rows]), sequences.prompt_keys[rows]
         # A row with a smaller chance is never worth its time.
         floor = np.minimum(sizes.sum() * self.costs.drafted_row / self.costs.plain(sizes.sum()) / sizes, 1)
         for depth in range(MAX_DEPTH):
-            contexts = known[at, depth : depth + LONGEST]
-            guesses = self.index.guess(keys[at], contexts, self.rates, ENOUGH)
-            known[at, depth + LONGEST] = guesses.tokens
+            contexts = known[at, depth : depth + MAX_CONTEXT]
+            guesses = self.index.guess(keys[at], contexts, self.rates, SUFFICIENT_RATE)
+            known[at, depth + MAX_CONTEXT] = guesses.tokens
             chance = chance * guesses.rates
             # What follows an end token is dropped, so it is guessed only to learn from it.
             is_end = (guesses.tokens[:, None] == self._end_ids).any(1)
             goes_on = (chance >= floor[at]) & (depth < room[at]) & ~is_end
             is_guess = goes_on if depth else guesses.rates >= 0
             guessed = rows[at[is_guess]]
-            texts.guessed[guessed, depth] = guesses.tokens[is_guess]
-            texts.evidence[guessed, depth] = guesses.evidence[is_guess]
-            texts.guess_counts[guessed] = depth + 1
+            sequences.guessed[guessed, depth] = guesses.tokens[is_guess]
+            sequences.evidence[guessed, depth] = guesses.evidence[is_guess]
+            sequences.guess_counts[guessed] = depth + 1
             at, chance = at[goes_on], chance[goes_on]
             if not len(at):
                 break

@@ -227,7 +227,7 @@ class PagedContext(DynamicInferenceContext):
 
     def release_memory_blocks_from_request_indexes(self, request_indexes: Tensor):
         """Releases the blocks of requests that ended or are evicted; later requests may find them."""
-        self.kv_block_allocator.register_texts(request_indexes)
+        self.kv_block_allocator.register_sequences(request_indexes)
         super().release_memory_blocks_from_request_indexes(request_indexes)
 
     def resume_paused_requests(self, active_request_count: int, *args):

@@ -43,7 +43,7 @@ class ReusableBlocks(KVBlockAllocator):
             fresh.context, fresh.total_count, fresh.paused_count, fresh.enable_prefix_caching,
             fresh.prefix_caching_eviction_policy,
         )  # fmt: skip
-        self.text_of: Callable[[int], list[int]] | None = None  # id of a request in the cache -> its tokens so far
+        self.tokens_of: Callable[[int], list[int]] | None = None  # id of a request in the cache -> its tokens so far
         self._clock = 0
 
     def reset(self):
@@ -98,11 +98,11 @@ class ReusableBlocks(KVBlockAllocator):
             known.update(new)
             self.block_hashes[list(new.values())] = torch.tensor(list(new))
 
-    def register_texts(self, rows: Tensor):
+    def register_sequences(self, rows: Tensor):
         """Registers the whole blocks of requests that leave the cache; `rows`: their rows in the context.
 
         Raises:
-            RuntimeError: a request's text is shorter than its keys.
+            RuntimeError: a request's sequence is shorter than its keys.
         """
         if not self.enable_prefix_caching:
             return
@@ -113,9 +113,9 @@ class ReusableBlocks(KVBlockAllocator):
             is_new = self.block_hashes[blocks.long()] == -1
             if not is_new.any():
                 continue
-            text = self.text_of(int(c.request_ids[row]))  # without the token that was drawn last
-            if len(text) < count * size:
-                raise RuntimeError(f"the cache has {count} blocks of {size} tokens for a text of {len(text)} tokens")
-            hashes = compute_block_hashes_batched(torch.tensor(text[: count * size]), size)
+            sequence = self.tokens_of(int(c.request_ids[row]))  # without the token that was drawn last
+            if len(sequence) < count * size:
+                raise RuntimeError(f"the cache has {count} blocks of {size} tokens for a sequence of {len(sequence)}")
+            hashes = compute_block_hashes_batched(torch.tensor(sequence[: count * size]), size)
             chosen = is_new.nonzero().flatten().tolist()
             self.register_kv_block_hashes(blocks[chosen].tolist(), [hashes[i] for i in chosen])

@@ -1,9 +1,9 @@
 """Speculative decoding that changes no result: several tokens of a request in one engine step.
 
 The token at a position is the one that the position's uniform number draws (`megarl.algorithms.counter_rng`). It
-depends on the text before it alone, so a drafted token can be compared with the one that is drawn at its position in
-any case: if they are equal, the row that read the draft has drawn the next token; if not, the drawn token is the next
-one, and later rows are dropped. Rejection sampling (arXiv 2211.17192) would give another text.
+depends on the sequence before it alone, so a drafted token can be compared with the one that is drawn at its position
+in any case: if they are equal, the row that read the draft has drawn the next token; if not, the drawn token is the
+next one, and later rows are dropped. Rejection sampling (arXiv 2211.17192) would give another sequence.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ from megarl.mcore import device
 from megarl.mcore.attention.expand_counts import expand_array_counts
 from megarl.mcore.inference import admission, draft_rows
 from megarl.mcore.inference.decode_loop import DecodeLoopEngine
-from megarl.mcore.inference.draft_texts import MAX_DEPTH
+from megarl.mcore.inference.draft_sequences import MAX_DEPTH
 from megarl.mcore.inference.drafter import Drafter, Drafts, StepCosts
-from megarl.mcore.inference.text_groups import Groups
+from megarl.mcore.inference.sequence_groups import Groups
 from megarl.observe import activity
 
 
@@ -59,7 +59,7 @@ class SpeculativeEngine(DecodeLoopEngine):
                 self.counts = self.counts.plus((1, decoding, decoding, 0, 0))
             return super().step_modern()
         self.counts = self.counts.plus((1, count, count, 0, 0))
-        drafts = self._drafts(groups) if self.drafter.looks(count) else None
+        drafts = self._drafts(groups) if self.drafter.should_look(count) else None
         if drafts is None and self.drafter.costs.shares(len(groups.first), count):
             drafts = Drafts(np.zeros(0, np.int64), np.zeros(len(groups.first), np.int64))
         if drafts is None:
@@ -67,23 +67,23 @@ class SpeculativeEngine(DecodeLoopEngine):
         activity.tick()
         return self._step_with_drafts(drafts, groups)
 
-    def _update_groups(self, more: int = 0, most: int = 1, last: Tensor | None = None) -> Groups:
-        """Returns which requests in the cache have the same text.
+    def _update_groups(self, more: int = 0, max_growth: int = 1, last: Tensor | None = None) -> Groups:
+        """Returns which requests in the cache have the same sequence.
 
         Args:
             more: tokens that each drew after the last one that is known to the context.
-            most, last: as in `TextGroups.update`; `last`: by default those of the context.
+            max_growth, last: as in `SequenceGroups.update`; `last`: by default those of the context.
         """
         c, groups = self.context, self.drafter.groups
         if groups.are_apart:
             return Groups.apart(c.total_request_count - c.paused_request_count)
-        ids, lengths = self._texts
+        ids, lengths = self._sequences
         last = c.token_to_input_ids[: len(ids)] if last is None else last
-        return groups.update(ids.tolist(), (lengths + more).tolist(), last.tolist(), most)
+        return groups.update(ids.tolist(), (lengths + more).tolist(), last.tolist(), max_growth)
 
     @property
-    def _texts(self) -> tuple[np.ndarray, np.ndarray]:
-        """([n] ids of the requests in the cache, [n] lengths of their texts)."""
+    def _sequences(self) -> tuple[np.ndarray, np.ndarray]:
+        """([n] ids of the requests in the cache, [n] lengths of their sequences)."""
         c = self.context
         active = slice(c.paused_request_count, c.total_request_count)
         lengths = c.request_kv_length_offsets[active] + c.request_query_lengths[active]
@@ -102,7 +102,7 @@ class SpeculativeEngine(DecodeLoopEngine):
     def _drafts(self, groups: Groups) -> Drafts | None:
         """Returns the tokens to try after the last one of each group, with blocks of the cache for them; None if none
         are worth it."""
-        c, n, (ids, lengths) = self.context, self.context.total_request_count, self._texts
+        c, n, (ids, lengths) = self.context, self.context.total_request_count, self._sequences
         rows = self.drafter.rows_of(ids)
 
         def tail(i: int, size: int) -> Sequence[int]:
@@ -125,10 +125,10 @@ class SpeculativeEngine(DecodeLoopEngine):
     def _step_with_drafts(self, drafts: Drafts, groups: Groups) -> dict:
         """Runs a step that reads the last token and the drafted ones of each group once.
 
-        Example: requests R and S have the same text, which ends in x, and the drafts a b. Their group's rows x a b are
-        computed once and stand for three rows of R and three of S. If R draws a c … after them, its first two rows
+        Example: requests R and S have the same sequence, which ends in x, and the drafts a b. Their group's rows x a b
+        are computed once and stand for three rows of R and three of S. If R draws a c … after them, its first two rows
         drew its next tokens: a, which was drafted, and c, after which the row of the wrong draft b counts for nothing.
-        If S draws d … its first row alone counts. So `counts` is [2, 1], and R and S now have different texts.
+        If S draws d … its first row alone counts. So `counts` is [2, 1], and R and S now have different sequences.
         """
         c, requests = self.context, self._requests_in_cache()
         inputs = draft_rows.begin_step(c, torch.from_numpy(drafts.tokens), torch.from_numpy(drafts.counts), groups)
@@ -141,7 +141,7 @@ class SpeculativeEngine(DecodeLoopEngine):
         last = first + counts - 1  # row that drew each request's last new token
         drawn_last = drawn[last]
         # Requests of a group tried the same drafts: as many accepted ones are the same ones.
-        self._update_groups(more=1, most=MAX_DEPTH + 1, last=drawn_last)
+        self._update_groups(more=1, max_growth=MAX_DEPTH + 1, last=drawn_last)
         tokens, logprobs = drawn.tolist(), logprobs.tolist()
         for request, start, end in zip(requests, first.tolist(), last.tolist(), strict=True):
             if end > start:
@@ -167,7 +167,7 @@ class SpeculativeEngine(DecodeLoopEngine):
 
 
 def _tail(request, size: int) -> Sequence[int]:
-    """The last tokens of a request's text; the response so far of an evicted request was added to its prompt."""
+    """The last tokens of a request's sequence; the response so far of an evicted request was added to its prompt."""
     generated = request.generated_tokens
     if size > len(generated):
         generated = [*request.prompt_tokens.tolist(), *generated]

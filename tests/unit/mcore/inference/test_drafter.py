@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.mcore.inference.draft_index import EVIDENCES, KINDS, LONGEST, NO_TOKEN, DraftIndex
-from megarl.mcore.inference.draft_texts import MAX_DEPTH, DraftTexts
+from megarl.mcore.inference.draft_index import EVIDENCES, KINDS, MAX_CONTEXT, NO_TOKEN, DraftIndex
+from megarl.mcore.inference.draft_sequences import MAX_DEPTH, DraftSequences
 from megarl.mcore.inference.drafter import PROBING, Drafter, StepCosts, worthwhile
 
 TEXTS = st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 3), min_size=1, max_size=40)), max_size=8)
@@ -17,7 +17,7 @@ COSTS = StepCosts(step=1000, row=30, looking=60, looking_row=1, drafting=100, dr
 
 
 def context_of(tokens) -> np.ndarray:
-    return np.array([[NO_TOKEN] * LONGEST + list(tokens)])[:, -LONGEST:]
+    return np.array([[NO_TOKEN] * MAX_CONTEXT + list(tokens)])[:, -MAX_CONTEXT:]
 
 
 def key_of(prompt: int) -> np.ndarray:
@@ -79,7 +79,7 @@ def test_memory_is_fixed_and_new_texts_replace_old_ones():
 @given(st.lists(st.lists(st.lists(st.integers(0, 50), max_size=5), min_size=3, max_size=3), max_size=6))
 @settings(max_examples=100, deadline=None)
 def test_texts_are_those_that_were_added_and_only_guesses_after_right_ones_are_checked(steps):
-    texts, known = DraftTexts(3, 40), [[7, i] for i in range(3)]
+    texts, known = DraftSequences(3, 40), [[7, i] for i in range(3)]
     for i, prompt in enumerate(known):
         texts.begin(i, prompt)
     rows, generator = texts.rows_of(np.arange(3)), random.Random(0)
@@ -105,7 +105,7 @@ def test_texts_are_those_that_were_added_and_only_guesses_after_right_ones_are_c
 
 
 def test_texts_that_ended_are_indexed_when_their_rows_are_needed():
-    texts, index = DraftTexts(2, 8), DraftIndex(8)
+    texts, index = DraftSequences(2, 8), DraftIndex(8)
     for number in range(5):
         if texts.is_full:
             texts.take_ended()
@@ -131,7 +131,7 @@ def play(drafter, truth, prompts, max_rows=256):
     while (lengths < ends).any():
         active = np.flatnonzero(lengths < ends)
         counts = np.zeros(len(active), np.int64)
-        if drafter.looks(len(active)):
+        if drafter.should_look(len(active)):
             rows = drafter.rows_of(active)
             last = np.array([answers[i][lengths[i] - 1] for i in active])
 
@@ -215,7 +215,7 @@ def test_drafts_are_looked_for_in_few_steps_while_they_gain_nothing():
     fixed = [[generator.randrange(50) for _ in range(30)] for _ in prompts]
 
     def looks():
-        return sum(drafter.looks(len(prompts)) for _ in range(300)) / 300
+        return sum(drafter.should_look(len(prompts)) for _ in range(300)) / 300
 
     assert looks() == 1
     for _ in range(40):

@@ -21,7 +21,7 @@ def scripted_drafter(answers, kind: str):
     """A drafter that knows the answers, token lists by request: its drafts are right, wrong, random or mixed."""
     import numpy as np
 
-    from megarl.mcore.inference.draft_index import LONGEST
+    from megarl.mcore.inference.draft_index import MAX_CONTEXT
     from megarl.mcore.inference.drafter import Drafter, Drafts, StepCosts
 
     class Scripted(Drafter):
@@ -34,14 +34,14 @@ def scripted_drafter(answers, kind: str):
             self.numbers[int(self.rows_of(request_id))] = self.begun  # the engine adds requests in their order
             self.begun += 1
 
-        def looks(self, count):
+        def should_look(self, count):
             return True
 
         def draft(self, rows, room, sizes, max_rows):
             drafts, used = [], len(rows)
             for row, limit in zip(rows, room, strict=True):
-                answer, size = answers[self.numbers[row]], self._texts.lengths[row]
-                text = self._texts._tokens[row, LONGEST : LONGEST + size].tolist()
+                answer, size = answers[self.numbers[row]], self._sequences.lengths[row]
+                text = self._sequences._tokens[row, MAX_CONTEXT : MAX_CONTEXT + size].tolist()
                 assert answer[:size] == text, "the drafter knows another text"
                 # More than there is room for: the engine has to cut it.
                 truths = [*answer[size:], 0, 0, 0][: min(limit + 2, max_rows - used)]

@@ -1,7 +1,7 @@
-"""Which requests of an engine have the same text so far: a decode step computes such a text once.
+"""Which requests of an engine have the same sequence so far: a decode step computes such a sequence once.
 
-Siblings of a group have the same prompt and draw the same tokens as long as the policy is sure of them. Texts are never
-compared: two requests stay in a group while they draw the same tokens.
+Siblings of a group have the same prompt and draw the same tokens as long as the policy is sure of them. Sequences are
+never compared: two requests stay in a group while they draw the same tokens.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import numpy as np
 
 
 class Groups(NamedTuple):
-    """The n requests of a step in m groups with the same text."""
+    """The n requests of a step in m groups with the same sequence."""
 
     first: np.ndarray  # [m] index of a request of each group
     of: np.ndarray  # [n] the group of each request
@@ -27,7 +27,7 @@ class Groups(NamedTuple):
         return np.bincount(self.of, minlength=len(self.first))
 
 
-class TextGroups:
+class SequenceGroups:
     """Follows the groups of an engine's requests from step to step."""
 
     def __init__(self):
@@ -36,7 +36,7 @@ class TextGroups:
     def reset(self):
         """Begins without requests."""
         self._prompts: dict[tuple[int, ...], int] = {}
-        self._known: dict[int, tuple[int, int]] = {}  # request -> its group, and the length of that group's text
+        self._known: dict[int, tuple[int, int]] = {}  # request -> its group, and the length of that group's sequence
         self._unseen: set[int] = set()  # requests that wait for their first step
         self._next, self._are_apart = 0, True
 
@@ -49,24 +49,24 @@ class TextGroups:
 
     @property
     def are_apart(self) -> bool:
-        """Whether no requests of the next step have the same text, known without `update`."""
+        """Whether no requests of the next step have the same sequence, known without `update`."""
         return self._are_apart and not self._unseen
 
-    def update(self, ids: Sequence[int], lengths: Sequence[int], last: Sequence[int], most: int = 1) -> Groups:
+    def update(self, ids: Sequence[int], lengths: Sequence[int], last: Sequence[int], max_growth: int = 1) -> Groups:
         """Returns the groups of a step's requests.
 
         Args:
             ids: [n] of the requests.
-            lengths: [n] of their texts.
+            lengths: [n] of their sequences.
             last: [n] their last tokens.
-            most: tokens that a text may have got since the last call: as many of the requests of a group are the same
-                if as many of their tokens and the last ones are. A request with more gets a group of its own.
+            max_growth: tokens that a sequence may have got since the last call: as many of the requests of a group are
+                the same if as many of their tokens and the last ones are. A request with more gets a group of its own.
         """
         known, found, first, of = self._known, {}, [], []
         for i, (request, length, token) in enumerate(zip(ids, lengths, last, strict=True)):
             group, before = known[request]
             growth = length - before
-            key = (group, growth, token if growth else 0) if 0 <= growth <= most else i
+            key = (group, growth, token if growth else 0) if 0 <= growth <= max_growth else i
             number = found.setdefault(key, len(first))
             if number == len(first):
                 first.append(i)

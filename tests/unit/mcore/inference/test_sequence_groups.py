@@ -5,7 +5,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.mcore.inference.text_groups import TextGroups
+from megarl.mcore.inference.sequence_groups import SequenceGroups
 
 # Steps of up to 8 requests: which take part, and how many of the tokens that their group shares each accepts.
 STEPS = st.lists(st.tuples(st.lists(st.booleans(), min_size=8, max_size=8), st.integers(0, 3)), max_size=12)
@@ -14,7 +14,7 @@ STEPS = st.lists(st.tuples(st.lists(st.booleans(), min_size=8, max_size=8), st.i
 @given(STEPS, st.integers(0, 1000), st.integers(1, 4))
 @settings(max_examples=300, deadline=None)
 def test_requests_of_a_group_have_the_same_text(steps, seed, prompts):
-    generator, groups = random.Random(seed), TextGroups()
+    generator, groups = random.Random(seed), SequenceGroups()
     texts = [[9, i % prompts] for i in range(8)]
     for i, text in enumerate(texts):
         groups.begin(i, text)
@@ -31,7 +31,7 @@ def test_requests_of_a_group_have_the_same_text(steps, seed, prompts):
         drafts = [[generator.randrange(2) for _ in range(depth)] for _ in found.first]
         for i, group in zip(ids, found.of, strict=True):  # right drafts, then another token
             texts[i] += [*drafts[group][: generator.randint(0, depth)], 2 + generator.randrange(2)]
-        check(groups.update(ids, *ends(texts, ids), most=depth + 1), [texts[i] for i in ids])
+        check(groups.update(ids, *ends(texts, ids), max_growth=depth + 1), [texts[i] for i in ids])
 
 
 def ends(texts, ids):
@@ -46,7 +46,7 @@ def check(groups, texts):
 
 
 def test_siblings_stay_together_until_they_draw_another_token():
-    groups, ids = TextGroups(), range(4)
+    groups, ids = SequenceGroups(), range(4)
     assert groups.are_apart
     for i in ids:
         groups.begin(i, [1, 2] if i < 3 else [1])
@@ -60,7 +60,7 @@ def test_siblings_stay_together_until_they_draw_another_token():
 
 
 def test_requests_wait_for_their_first_step_together_but_not_for_their_second():
-    groups = TextGroups()
+    groups = SequenceGroups()
     for length, sizes in ((2, [2]), (3, [1, 1])):  # one new token of each, and two
         groups.reset()
         groups.begin(0, [3])
