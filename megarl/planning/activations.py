@@ -9,7 +9,7 @@ import torch
 
 from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.config.model_flags import ROTARY, is_gated
-from megarl.mcore.kernels.vocab_parallel_logprobs import LARGEST_KEPT, row_chunks
+from megarl.mcore.kernels.vocab_parallel_logprobs import MAX_KEPT, row_chunks
 from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern, stage_layers
 from megarl.planning.parameters import SCALAR_HEAD
@@ -164,5 +164,5 @@ def of_logits(args, vocab_size: int, kind: str, tokens: int) -> int:
     logits = (rows.stop - rows.start) * columns * (8 if args.params_dtype == torch.float32 else 8 + size)
     if kind != "train":
         return logits
-    kept = scored * columns if scored * columns <= LARGEST_KEPT else 0
+    kept = scored * columns if scored * columns <= MAX_KEPT else 0
     return logits + 4 * (columns * args.hidden_size + kept)

@@ -44,12 +44,12 @@ class RoutingReplay:
         for state in self._router_states.values():
             state.begin_step()
 
-    def dispatch(self, step_batch: StepBatch):
+    def send_routes(self, step_batch: StepBatch):
         """Sends each rank the routes that it replays in the step, for its own tokens and layers only. Collective."""
         for role in self._roles if self._exchange else ():
-            self._dispatch(step_batch, role)
+            self._send_routes(step_batch, role)
 
-    def _dispatch(self, step_batch: StepBatch, role: str):
+    def _send_routes(self, step_batch: StepBatch, role: str):
         batch, wanted, state = step_batch[role], None, self._router_states.get(role)
         with step_batch.exchange_phase(ROLLOUT, role):
             if state is not None:

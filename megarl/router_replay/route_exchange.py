@@ -147,12 +147,13 @@ class RouteExchange:
         self, destination: str, request: RouteRequest | None, group
     ) -> tuple[Tensor, list[int]]:  # fmt: skip
         """Sends this rank's requests. Returns those received: [n, 4] runs, and how many come from each rank."""
-        ranks, on_device = dist.get_process_group_ranks(group), device.device()
-        by_rank = dict.fromkeys(ranks, torch.empty(0, len(TokenRuns._fields), dtype=torch.int64, device=on_device))
+        ranks = dist.get_process_group_ranks(group)
+        none = torch.empty(0, len(TokenRuns._fields), dtype=torch.int64, device=device.device())
+        by_rank = dict.fromkeys(ranks, none)
         if request is not None:
             for runs, senders in zip(request.runs, self._senders[destination], strict=True):
                 by_rank |= dict.fromkeys(senders, runs)
-        sent_counts = torch.tensor([len(by_rank[rank]) for rank in ranks], device=on_device)
+        sent_counts = torch.tensor([len(by_rank[rank]) for rank in ranks], device=device.device())
         counts = torch.empty_like(sent_counts)
         dist.all_to_all_single(counts, sent_counts, group=group)
         counts, runs = counts.tolist(), torch.cat([by_rank[rank] for rank in ranks])

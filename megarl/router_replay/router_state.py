@@ -30,7 +30,9 @@ class RouterState:
 
     def __init__(self, role: RoleSettings, role_groups: RoleGroups, stages):
         args = role.megatron
-        self.role, self.role_groups, self.stages = role, role_groups, stages
+        self.role = role
+        self.role_groups = role_groups
+        self.stages = stages
         self.experts, self.topk = args.num_experts or 0, args.moe_router_topk
         self.layers = router.moe_layers_of(stages)
         # Ranks that hold the same layers and split the tokens of a micro-batch.
@@ -69,8 +71,8 @@ class RouterState:
 
     def _rows(self, microbatch: Batch) -> RoutedTokens:
         """The rows that this rank routes of a micro-batch."""
-        host, groups = microbatch.host_metadata, self.role_groups.pg_collection
-        return routed_tokens(host.lengths, groups, self.role.megatron.sequence_parallel, host.shared)
+        host, pg_collection = microbatch.host_metadata, self.role_groups.pg_collection
+        return routed_tokens(host.lengths, pg_collection, self.role.megatron.sequence_parallel, host.shared)
 
     def set_token_counts(self, microbatches: Microbatches):
         """Sets the mini-batch's token and sequence counts, by which auxiliary losses are divided. Collective."""
@@ -135,8 +137,8 @@ class RouterState:
         """Router metrics since `begin_step`; {} for a dense model. A collective of the role."""
         if not self.experts:
             return {}
-        everyone = self.role_groups.pg_collection.intra_dist_opt
-        return router_metrics(self._forward.reduced(everyone), self._training.reduced(everyone), prefix, replays)
+        all_ranks = self.role_groups.pg_collection.intra_dist_opt
+        return router_metrics(self._forward.reduced(all_ranks), self._training.reduced(all_ranks), prefix, replays)
 
 
 def _tokens_of(batch: Batch, positions: Tensor, rows: RoutedTokens) -> Tensor:

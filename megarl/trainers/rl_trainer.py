@@ -153,7 +153,7 @@ class RLTrainer(Trainer):
         self._batch = batch
         self.flush(wait=False)  # prints earlier steps that all ranks have ended by now
         batch.dispatch("actor", "reward", "reference", "critic")
-        self.routing_replay.dispatch(batch)
+        self.routing_replay.send_routes(batch)
 
     def serve(self, step: int):
         """Answers requests that have come from outside, with `--serve-policy`. Collective."""

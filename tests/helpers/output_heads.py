@@ -20,7 +20,7 @@ def problem(dtype=torch.float32):
 
 def cut_chunks(rows: int, columns: int):
     """In a forked rank alone: chunks of at most `rows` tokens."""
-    vocab_parallel_logprobs.SMALLEST_CHUNK = vocab_parallel_logprobs.LARGEST_CHUNK = rows * columns
+    vocab_parallel_logprobs.MIN_CHUNK = vocab_parallel_logprobs.MAX_CHUNK = rows * columns
 
 
 def weighted(scores, used=(1.0, 0.7, -3.0)):

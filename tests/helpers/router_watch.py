@@ -54,16 +54,16 @@ class Watch:
     def _watch_rollout(self):
         from megarl.router_replay.replay import RoutingReplay
 
-        dispatch, watch = RoutingReplay.dispatch, self
+        send_routes, watch = RoutingReplay.send_routes, self
 
-        def dispatching(replay, step_batch):
+        def sending(replay, step_batch):
             watch.step, batch = step_batch.step, step_batch["rollout"]
             if batch is not None and batch.routes is not None:
                 layers = replay._exchange._holders.layers("rollout", torch.distributed.get_rank())
                 watch.note("generated", batch, torch.arange(len(batch.tokens)), batch.routes, layers)
-            dispatch(replay, step_batch)
+            send_routes(replay, step_batch)
 
-        RoutingReplay.dispatch = dispatching
+        RoutingReplay.send_routes = sending
 
     def _watch_actor(self):
         from megarl.router_replay import router_state

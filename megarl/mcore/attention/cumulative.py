@@ -24,8 +24,8 @@ class CumulativePlan:
     cu_queries: Tensor  # [n + 1] int32, from 0
     cu_keys: Tensor  # [n + 1] int32, from 0
     rows: Tensor | None  # [keys] int64 rows of the stream, or of the cache, that are keys; None: the whole stream
-    longest_query: int
-    longest_key: int
+    max_queries: int
+    max_keys: int
     window: int | None  # keys that a query sees, the last ones; None: all
 
     @property

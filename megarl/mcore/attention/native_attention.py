@@ -20,7 +20,7 @@ from megarl.mcore.attention.windows import window_of
 from megarl.mcore.kernels import native
 
 
-def computes(config) -> bool:
+def supports(config) -> bool:
     """Whether the kernels compute the attention of a model with this config."""
     is_plain = window_of(config) is None and not isinstance(config, MLATransformerConfig)
     is_fp32 = config.params_dtype is torch.float32

@@ -45,7 +45,7 @@ class DecodeLoopEngine(DynamicInferenceEngine):
         if not self._only_decodes:
             self._decoding_requests = None
             return super().step_modern()
-        tokens, logprobs = self.device_decode.run() if self.device_decode.computes() else self._decode()
+        tokens, logprobs = self.device_decode.run() if self.device_decode.supports_step() else self._decode()
         return self._end_step(tokens, logprobs)
 
     def _decode(self) -> tuple[Tensor, list[float]]:

@@ -107,7 +107,7 @@ class DeviceDecode:
         if self._is_captured:
             self._graphs.begin((*self._model.parameters(), self.context.memory_buffer))
 
-    def computes(self) -> bool:
+    def supports_step(self) -> bool:
         """Whether the next step, which decodes one token of each request, can run here."""
         return self.context.reads_tables and not self.engine.controller.sampling.needs_host
 
@@ -120,7 +120,7 @@ class DeviceDecode:
             c.token_to_input_ids[own], c.token_to_pos_ids[own], sampling.keys[c.request_ids[own].long()],
             c.request_to_kv_block_ids[own],
         )  # fmt: skip
-        with c.on_device(step):
+        with c.use_device_plan(step):
             outputs = self._outputs(step)
         tokens, logprobs = outputs.samples[:, :count].cpu()
         if outputs.routes is not None:

@@ -94,7 +94,7 @@ class KeyedSampling(Sampling):
         if self._is_exact and not settings.is_restricted:
             tokens, self._log_probs = self._sample_rows(logits, numbers.to(logits.device), settings)
             return tokens
-        if native.computes(logits) and not settings.is_restricted:
+        if native.supports(logits) and not settings.is_restricted:
             return self._sample_natively(logits.contiguous(), numbers, settings)
         self._policy = GatheredPolicy(logits, settings.temperature, self.vocab_size, self.tensor_ranks)
         self._log_probs = None

@@ -76,7 +76,7 @@ class PagedContext(DynamicInferenceContext):
     def plan(self, frequencies: Tensor | None) -> StepPlan:
         """Returns the step's plan, built at its first layer; `frequencies`: rotary ones, of all positions, or None."""
         if self._plan is None and self._device_step is not None:
-            self._plan = self._plan_on_device(self._device_step, frequencies)
+            self._plan = self._device_plan(self._device_step, frequencies)
         if self._plan is None:
             tokens = slice(self.padded_active_token_count)
             view = self.gpu_view
@@ -101,7 +101,7 @@ class PagedContext(DynamicInferenceContext):
         return dist.get_world_size(self._tensor_group) if self._model_config.sequence_parallel else 1
 
     @contextlib.contextmanager
-    def on_device(self, step: "DeviceStep") -> Iterator[None]:
+    def use_device_plan(self, step: "DeviceStep") -> Iterator[None]:
         """Context of a decode step that the device plans."""
         padded = self.padded_active_token_count
         self.padded_active_token_count: int = step.rows
@@ -111,7 +111,7 @@ class PagedContext(DynamicInferenceContext):
         finally:
             self.padded_active_token_count, self._plan, self._device_step = padded, None, None
 
-    def _plan_on_device(self, step: "DeviceStep", frequencies: Tensor | None) -> StepPlan:
+    def _device_plan(self, step: "DeviceStep", frequencies: Tensor | None) -> StepPlan:
         rotations, reads = self._rotations_at(step.positions, frequencies), self._backend.reads_of_table
         windows = (None,) if self._window is None else (None, self._window)
         by_kind = [reads(step.blocks, step.lengths, window) for window in windows]

@@ -53,7 +53,7 @@ def _pack(weight: Tensor) -> Tensor | None:
     """The weight [N, K] in the layout of the kernel that multiplies by it; None: as it is."""
     if type(weight) is not Tensor or weight.dim() != 2:
         return None
-    if native.computes(weight):
+    if native.supports(weight):
         return native.ops.pack_weight(weight)
     return torch.ops.mkldnn._reorder_linear_weight(weight, PREPACK_ROWS) if _has_onednn_kernel(weight, weight) else None
 
@@ -102,7 +102,7 @@ def exact_product() -> Product:
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """[…, K] and weight [N, K] -> […, N] = x · weightᵀ + bias [N]. Not differentiable; see `linear`."""
-    if native.computes(x, weight):
+    if native.supports(x, weight):
         return _native_product(x, weight, _prepacked.get(id(weight)), bias)
     if _has_onednn_kernel(x, weight):
         return _inner_product(x, _prepacked.get(id(weight), weight), bias, "none", [], "")
@@ -120,10 +120,10 @@ def product_with(weight: Tensor, is_exact: bool = False) -> Callable[[Tensor], T
     once."""
     if is_exact:
         return functools.partial(exact_product(), weight=weight)
-    if native.computes(weight):
+    if native.supports(weight):
         packed = _prepacked.get(id(weight))
         packed = native.ops.pack_weight(weight) if packed is None else packed
-        return lambda x: _native_product(x, weight, packed, None) if native.computes(x) else matmul(x, weight)
+        return lambda x: _native_product(x, weight, packed, None) if native.supports(x) else matmul(x, weight)
     return functools.partial(matmul, weight=weight)
 
 
@@ -135,14 +135,14 @@ def input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """Output gradient […, N] and input […, K] -> weight gradient [N, K] = gradᵀ · x."""
     grad, x = grad.flatten(0, -2), x.flatten(0, -2)
-    if native.computes(grad, x):
+    if native.supports(grad, x):
         return native.ops.weight_gradient(grad, x)
     return grad.t() @ x  # BLAS is faster than oneDNN here
 
 
 def add_weight_gradient(total: Tensor, grad: Tensor, x: Tensor):
     """Adds gradᵀ · x of grad [T, N] and x [T, K] to `total` [N, K], which may have a wider dtype."""
-    if native.computes(total, grad, x):
+    if native.supports(total, grad, x):
         native.ops.add_weight_gradient(total, grad, x)
     elif total.dtype == grad.dtype:
         total.addmm_(grad.t(), x)  # avoids a second buffer of the weight's size

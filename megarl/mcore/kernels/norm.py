@@ -35,7 +35,7 @@ class _RMSNorm(torch.autograd.Function):
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """[…, H] -> the normed [..., H], and the reciprocal root mean square […, 1]."""
-    if native.computes(x, weight):
+    if native.supports(x, weight):
         return native.ops.rms_norm(x.contiguous(), weight, eps)
     scale = x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     return (x * scale).mul_(weight), scale

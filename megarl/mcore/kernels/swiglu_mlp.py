@@ -24,7 +24,7 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx, grad):
         """[…, F] -> […, 2F], in one pass where a kernel computes it."""
         (x,) = ctx.saved_tensors
-        if native.computes(x, grad):
+        if native.supports(x, grad):
             return native.ops.swiglu_backward(grad.contiguous(), x)
         if x.is_cuda:
             from megarl.mcore.kernels.cuda.swiglu_rows import swiglu_rows_backward  # needs Triton
@@ -39,7 +39,7 @@ class _SwiGLU(torch.autograd.Function):
 
 def swiglu(x: Tensor) -> Tensor:
     """[…, 2F] -> […, F]; differentiable only through `SwiGLUMLP`."""
-    if native.computes(x):
+    if native.supports(x):
         return native.ops.swiglu(x.contiguous())
     if x.is_cuda:
         from megarl.mcore.kernels.cuda.swiglu_rows import swiglu_rows  # needs Triton

@@ -27,8 +27,8 @@ PADDED_LOGIT = -1e30  # logit of a padded column; finite, because 0 · −∞ in
 # A chunk's logits [C, V/tp], which need two fp32 buffers, have 1/16 of the elements of all logits, within limits that
 # keep matrix products efficient and memory bounded.
 CHUNKS = 16
-SMALLEST_CHUNK, LARGEST_CHUNK = 2**20, 2**26
-LARGEST_KEPT = 2**25  # most elements of logits [n, V/tp] that a micro-batch keeps for backward: 128 MiB
+MIN_CHUNK, MAX_CHUNK = 2**20, 2**26
+MAX_KEPT = 2**25  # most elements of logits [n, V/tp] that a micro-batch keeps for backward: 128 MiB
 
 
 class HeadScores(NamedTuple):
@@ -43,9 +43,9 @@ def row_chunks(rows: int, columns: int) -> list[slice]:
     """Splits n = `rows` (at least `MIN_ROWS`) evenly into chunks of at least `MIN_ROWS`: fewer would round differently.
 
     Args:
-        columns: V/tp; a chunk has at most about `LARGEST_CHUNK` elements, rows times columns.
+        columns: V/tp; a chunk has at most about `MAX_CHUNK` elements, rows times columns.
     """
-    budget = min(max(rows * columns // CHUNKS, SMALLEST_CHUNK), LARGEST_CHUNK)
+    budget = min(max(rows * columns // CHUNKS, MIN_CHUNK), MAX_CHUNK)
     chunk_rows = max(budget // columns, MIN_ROWS)
     count = min(-(-rows // chunk_rows), rows // MIN_ROWS)
     return [slice(rows * i // count, rows * (i + 1) // count) for i in range(count)]
@@ -132,7 +132,7 @@ def softmax_statistics(logits: Tensor, columns: Tensor, here: Tensor, group, wei
     top = logits.amax(-1)
     dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
     chosen = logits.gather(-1, columns).sub_(top.unsqueeze(-1)).masked_fill(~here, 0.0).squeeze(-1)
-    if native.computes(logits):
+    if native.supports(logits):
         out = logits if weights is None else weights
         total, weighted, *square = native.ops.softmax_sums(logits, top, out, 2 + squares)
     else:
@@ -187,7 +187,7 @@ class _HeadScores(torch.autograd.Function):
         count, dtype = len(targets), _at_least_fp32(hidden)
         results = [hidden.new_empty(count, dtype=dtype) for _ in range(4 + squares)]
         needs_grad, kept = any(ctx.needs_input_grad[:2]), None
-        if needs_grad and softcap is None and count * len(weight) <= LARGEST_KEPT:
+        if needs_grad and softcap is None and count * len(weight) <= MAX_KEPT:
             kept = hidden.new_empty(count, len(weight), dtype=dtype)
         for rows in row_chunks(count, len(weight)):
             weights = None if kept is None else kept[rows]
@@ -218,7 +218,7 @@ class _HeadScores(torch.autograd.Function):
             if weights is None:
                 weights = head.scaled_logits(rows)
                 slope = head.softcap_slope(weights, rows)
-                if native.computes(weights):
+                if native.supports(weights):
                     native.ops.softmax_sums(weights, top[rows], weights, 1)
                 else:
                     weights.sub_(_column(top, rows)).exp_()
@@ -304,7 +304,7 @@ class GatheredPolicy:
         self.scaled = scaled if temperature == 1.0 else scaled / temperature
         self.top = self.scaled[:, :vocab_size].amax(-1, keepdim=True)
         # [n, V]: e^(logit − largest logit), 0 in padded columns
-        if native.computes(self.scaled):
+        if native.supports(self.scaled):
             self.weights = self.scaled.clone(memory_format=torch.contiguous_format)
             self.weights[:, vocab_size:] = PADDED_LOGIT
             shares = self.weights.view(len(logits) * tensor_ranks, -1)

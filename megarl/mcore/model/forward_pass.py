@@ -56,9 +56,9 @@ def run_chunk(chunk, tokens: Tensor, lengths: Tensor, processor, routing: Routin
     if InferenceMode.is_active():
         raise RuntimeError("a training forward while the rollout engine is active: suspend the engine first")
     model = chunk.module if hasattr(chunk, "module") else chunk  # with or without the gradient-buffer wrapper
-    groups, sequence_parallel = model.pg_collection, model.config.sequence_parallel
+    pg_collection, sequence_parallel = model.pg_collection, model.config.sequence_parallel
     packing = pack_sequences(
-        lengths, groups.cp, dist.get_world_size(groups.tp) if sequence_parallel else 1, routing, shared,
+        lengths, pg_collection.cp, dist.get_world_size(pg_collection.tp) if sequence_parallel else 1, routing, shared,
         window_of(model.config), backends.load(model.config).plan_attention,
     )  # fmt: skip
     tokens = tokens if packing.held is None else tokens.index_select(0, packing.held)

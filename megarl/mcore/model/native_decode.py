@@ -30,7 +30,7 @@ def run_decode_layers(block: TransformerBlock, hidden: Tensor | None, context, f
     plan = context.plan(frequencies)
     dedup = plan.dedup
     hidden = hidden if dedup is None else hidden.index_select(0, dedup.kept_tokens)
-    if _computes(block, plan):
+    if _supports(block, plan):
         hidden = _run(block, hidden, plan)
     else:
         for layer in block.layers:
@@ -39,7 +39,7 @@ def run_decode_layers(block: TransformerBlock, hidden: Tensor | None, context, f
     return hidden if dedup is None else hidden.index_select(0, dedup.inverse)
 
 
-def _computes(block: TransformerBlock, plan: StepPlan) -> bool:
+def _supports(block: TransformerBlock, plan: StepPlan) -> bool:
     """Whether `_run` computes this step of a block."""
     reads = plan.reads[0]
     only_decodes = isinstance(reads, native_attention.NativeReads) and reads.only_decodes

@@ -33,13 +33,13 @@ class BalancedRouter(TopKRouter):
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
         self.frozen_expert_bias = True  # else Megatron updates it even in skipped updates; see `finish_update`
-        on_device, experts = device.device(), config.num_moe_experts
+        experts = config.num_moe_experts
         self.has_share = self.get_aux_loss_coeff("global_aux_loss") > 0
         if self.has_share:
-            self.register_buffer("expert_share", torch.full((experts,), 1 / experts, device=on_device))
+            self.register_buffer("expert_share", torch.full((experts,), 1 / experts, device=device.device()))
         self.counts_tokens = self.has_share or self.enable_expert_bias
         if self.counts_tokens:
-            counts = torch.zeros(experts, dtype=torch.int64, device=on_device)
+            counts = torch.zeros(experts, dtype=torch.int64, device=device.device())
             self.register_buffer("expert_counts", counts, persistent=False)  # this rank's tokens in the update
 
     def _trained_routing(self) -> Routing | None:

@@ -16,6 +16,6 @@ from megarl.mcore.attention import native_attention
 def load(config) -> types.ModuleType:
     """The backend that a model's config names (`megatron_flags.transformer_config` sets it); for `sdpa` the compiled
     kernels, if they compute this model's attention."""
-    if config.attention_kernel == "sdpa" and native_attention.computes(config):
+    if config.attention_kernel == "sdpa" and native_attention.supports(config):
         return native_attention
     return importlib.import_module(f"{__name__}.{config.attention_kernel}")

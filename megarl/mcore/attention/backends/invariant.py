@@ -41,7 +41,7 @@ class _Attention(torch.autograd.Function):
         left, right = ctx.plan.window_size
         random = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none of
         grads = torch.ops.aten._flash_attention_backward(
-            grad.contiguous(), query, key, value, out, log_sums, *lengths, ctx.plan.longest_query, ctx.plan.longest_key,
+            grad.contiguous(), query, key, value, out, log_sums, *lengths, ctx.plan.max_queries, ctx.plan.max_keys,
             0.0, True, random, query.new_empty(0), scale=ctx.scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
         return *grads, None, None
@@ -51,7 +51,7 @@ def _attend(query, key, value, rows: Tensor, plan: CumulativePlan, scale: float)
     """Outputs [T, H, D] and log-sums [H, T]; `rows` [Σ k] int32: of key and value, by segment."""
     from megarl.mcore.kernels.cuda.segment_attention import packed_attention  # needs Triton
 
-    return packed_attention(query, key, value, rows, plan.segments, plan.longest_query, scale, window=plan.window)
+    return packed_attention(query, key, value, rows, plan.segments, plan.max_queries, scale, window=plan.window)
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, plan: CumulativePlan, scale: float | None) -> Tensor:

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-LARGEST_TILE = 2048  # columns that a program reads at a time
+MAX_TILE = 2048  # columns that a program reads at a time
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def norm_rows(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, has_me
     if x.data_ptr() % 16:  # the order of a row's sum follows from how wide the loads are
         x = x.clone()
     out, (mean, scale) = torch.empty_like(x), (x.new_empty(len(x), 1, dtype=torch.float32) for _ in range(2))
-    tile = min(triton.next_power_of_2(x.shape[1]), LARGEST_TILE)
+    tile = min(triton.next_power_of_2(x.shape[1]), MAX_TILE)
     if len(x):
         _norm_row[len(x),](
             x, weight, bias, out, mean, scale, x.shape[1], eps, TILE=tile, HAS_MEAN=has_mean, HAS_BIAS=bias is not None

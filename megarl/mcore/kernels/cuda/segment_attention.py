@@ -156,12 +156,12 @@ class Scores(NamedTuple):
 
 
 def _launch(
-    query, key, value, table, segments, count: int, scores: Scores, page: int, longest: int, split: int, splits: int,
-    table_row: int = 0,
+    query, key, value, table, segments, count: int, scores: Scores, page: int, max_queries: int, split: int,
+    splits: int, table_row: int = 0,
 ):  # fmt: skip
     """Runs `_attend_part`; returns (outputs [T, G·R, D], log-sums [G·R, T], sums, maxima, weighted values of parts).
 
-    query [T, G·R, D], key and value [rows, G, D], with contiguous channels; `longest`: queries of a segment.
+    query [T, G·R, D], key and value [rows, G, D], with contiguous channels; `max_queries`: queries of a segment.
     """
     total, heads, channels = query.shape
     groups = key.shape[1]
@@ -172,7 +172,7 @@ def _launch(
     size = total * heads * splits if splits > 1 else 0
     sums, maxima = query.new_empty(2, size, dtype=torch.float32)
     parts = query.new_empty(size, channels, dtype=torch.float32)
-    _attend_part[count, groups, triton.cdiv(longest, queries) * splits](
+    _attend_part[count, groups, triton.cdiv(max_queries, queries) * splits](
         query, key, value, table, segments, scores.sinks, out, log_sums, sums, maxima, parts,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1), total,
         scores.scale, scores.softcap or 1.0, scores.window or 0,
@@ -185,9 +185,9 @@ def _launch(
     return out, log_sums, sums, maxima, parts
 
 
-def split_of(longest: int) -> int:
+def split_of(max_keys: int) -> int:
     """Keys of a part for requests of at most so many keys: whole tiles."""
-    return max(SPLIT_KEYS, triton.cdiv(longest, MAX_SPLITS * TILE_KEYS) * TILE_KEYS)
+    return max(SPLIT_KEYS, triton.cdiv(max_keys, MAX_SPLITS * TILE_KEYS) * TILE_KEYS)
 
 
 @torch.library.custom_op("megarl::paged_decode", mutates_args=())
@@ -206,9 +206,9 @@ def paged_decode(
         in_parts: divide the keys of long requests into parts; without, the bits are those of `packed_attention`.
     """
     count, groups, heads, channels = query.shape
-    block, longest = cache.shape[1], table.shape[1] * cache.shape[1]
-    split = split_of(longest)
-    splits = triton.cdiv(longest, split) if in_parts else 1
+    block, max_keys = cache.shape[1], table.shape[1] * cache.shape[1]
+    split = split_of(max_keys)
+    splits = triton.cdiv(max_keys, split) if in_parts else 1
     key, value = cache.flatten(0, 1).unbind(2)
     scores = Scores(scale, softcap, sinks, window)
     flat = query.flatten(1, 2)
@@ -230,7 +230,7 @@ def _(query, cache, table, lengths, scale, softcap=None, sinks=None, window=None
 
 @torch.library.custom_op("megarl::packed_attention", mutates_args=())
 def packed_attention(
-    query: Tensor, key: Tensor, value: Tensor, rows: Tensor, segments: Tensor, longest: int, scale: float,
+    query: Tensor, key: Tensor, value: Tensor, rows: Tensor, segments: Tensor, max_queries: int, scale: float,
     softcap: float | None = None, sinks: Tensor | None = None, window: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns the attention [T, H, D] of packed queries [T, H, D], and log-sums [H, T] of their softmaxes.
@@ -239,15 +239,15 @@ def packed_attention(
         query: [T, H, D]; key, value: [keys, G, D].
         rows: [Σ k] int32 rows of the keys of each segment, one segment after another.
         segments: [4, n] int32: first query, queries, keys, first of `rows`.
-        longest: most queries of a segment.
+        max_queries: maximum queries of a segment.
         scale, softcap, sinks, window: as in `Scores`.
     """
     scores = Scores(scale, softcap, sinks, window)
-    out, log_sums, *_ = _launch(query, key, value, rows, segments, segments.shape[1], scores, 1, longest, 0, 1)
+    out, log_sums, *_ = _launch(query, key, value, rows, segments, segments.shape[1], scores, 1, max_queries, 0, 1)
     return out, log_sums
 
 
 @packed_attention.register_fake
-def _(query, key, value, rows, segments, longest, scale, softcap=None, sinks=None, window=None):
+def _(query, key, value, rows, segments, max_queries, scale, softcap=None, sinks=None, window=None):
     log_sums = torch.empty(query.shape[1], query.shape[0], dtype=torch.float32, device=query.device)
     return torch.empty(query.shape, dtype=query.dtype, device=query.device), log_sums

@@ -91,7 +91,7 @@ def is_used() -> bool:
     return _is_enabled and is_built()
 
 
-def computes(*tensors: Tensor) -> bool:
+def supports(*tensors: Tensor) -> bool:
     """Whether the kernels compute with these tensors."""
     return is_used() and all(
         x.dtype is torch.float32 and x.device.type == "cpu" and type(x) in (Tensor, torch.nn.Parameter) for x in tensors

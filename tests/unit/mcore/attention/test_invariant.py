@@ -42,7 +42,7 @@ def test_a_token_has_the_same_bits_decoded_prefilled_and_packed(window):
 
 
 def of_cuda(
-    grad, query, key, value, out, log_sums, cu_queries, cu_keys, longest_query, longest_key, dropout, is_causal,
+    grad, query, key, value, out, log_sums, cu_queries, cu_keys, max_queries, max_keys, dropout, is_causal,
     random, unused, *, scale=None, window_size_left=None, window_size_right=None,
 ):  # fmt: skip
     """Stands in for flash attention's backward (2307.08691 algorithm 2) in float64, from outputs and log-sums."""
@@ -54,7 +54,7 @@ def of_cuda(
         k, v = (x[c:d].double().repeat_interleave(each, 1) for x in (key, value))
         distance = torch.arange(len(q)).unsqueeze(1) + len(k) - len(q) - torch.arange(len(k))
         seen = (distance >= 0) & ((distance <= window_size_left) | (window_size_left < 0))
-        assert len(q) <= longest_query and len(k) <= longest_key
+        assert len(q) <= max_queries and len(k) <= max_keys
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
         weights = (scores - log_sums[:, a:b, None].double()).exp().masked_fill(~seen, 0.0)
         inner = torch.einsum("qhd,khd->hqk", do, v) - (do * o).sum(-1).t().unsqueeze(-1)

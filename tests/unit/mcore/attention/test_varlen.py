@@ -50,7 +50,7 @@ def seen_by_cumulative(plan, tokens: int) -> dict[int, list[int]]:
     found = {}
     for i in range(len(plan.cu_queries) - 1):
         queries, keys = range(*plan.cu_queries[i : i + 2].tolist()), range(*plan.cu_keys[i : i + 2].tolist())
-        assert len(queries) <= plan.longest_query and len(keys) <= plan.longest_key
+        assert len(queries) <= plan.max_queries and len(keys) <= plan.max_keys
         for number, query in enumerate(queries):
             last = len(keys) - len(queries) + number + 1
             first = 0 if plan.window is None else max(0, last - plan.window)

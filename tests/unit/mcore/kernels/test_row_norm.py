@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megarl.mcore.kernels.all_heads_norm import AllHeadsRMSNorm
-from megarl.mcore.kernels.cuda.row_norm import LARGEST_TILE
+from megarl.mcore.kernels.cuda.row_norm import MAX_TILE
 from megarl.mcore.kernels.norm import BY_ROWS, KINDS, Norm
 
 
@@ -25,7 +25,7 @@ def norms(normalization: str, zero_centred: bool, columns: int):
     return found
 
 
-@pytest.mark.parametrize("columns", [20, LARGEST_TILE + 8])
+@pytest.mark.parametrize("columns", [20, MAX_TILE + 8])
 @pytest.mark.parametrize("normalization, zero_centred", KINDS)
 def test_rows_are_normed_alone_as_by_the_other_kernels(normalization, zero_centred, columns):
     exact, other = norms(normalization, zero_centred, columns)

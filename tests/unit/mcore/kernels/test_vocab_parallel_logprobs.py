@@ -231,9 +231,9 @@ def test_chunks_are_even_and_within_the_budget(rows, columns):
     assert chunks[0].start == 0 and chunks[-1].stop == rows
     assert all(a.stop == b.start for a, b in itertools.pairwise(chunks))
     assert min(sizes) >= MIN_ROWS and max(sizes) - min(sizes) <= 1
-    assert max(sizes) < 2 * MIN_ROWS or max(sizes) * columns <= vocab_parallel_logprobs.LARGEST_CHUNK
+    assert max(sizes) < 2 * MIN_ROWS or max(sizes) * columns <= vocab_parallel_logprobs.MAX_CHUNK
     assert len(sizes) == 1 or max(sizes) * columns <= max(
-        vocab_parallel_logprobs.SMALLEST_CHUNK, rows * columns / vocab_parallel_logprobs.CHUNKS, 2 * MIN_ROWS * columns
+        vocab_parallel_logprobs.MIN_CHUNK, rows * columns / vocab_parallel_logprobs.CHUNKS, 2 * MIN_ROWS * columns
     )
 
 
@@ -263,7 +263,7 @@ def test_peak_memory_is_at_most_a_tenth_of_the_naive_computations(tmp_path):
 
 def one_sided(rank, largest_kept):
     """(whether gradients of single inputs equal those of both, elements that autograd saves for backward)."""
-    vocab_parallel_logprobs.LARGEST_KEPT = largest_kept
+    vocab_parallel_logprobs.MAX_KEPT = largest_kept
     hidden, weight, targets = problem()
     both = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     kept = []
@@ -291,7 +291,7 @@ def kept_or_not(rank, used):
     hidden, weight, targets = problem()
     cut_chunks(8, PADDED)
     found = []
-    for vocab_parallel_logprobs.LARGEST_KEPT in (2**20, 0):
+    for vocab_parallel_logprobs.MAX_KEPT in (2**20, 0):
         inputs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
         scores = head_scores(*inputs, targets, PER_TOKEN, V, dist.group.WORLD)
         found.append(torch.autograd.grad(weighted(scores, used), inputs))
