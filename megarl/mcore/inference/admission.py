@@ -73,7 +73,8 @@ def _fitting(engine, max_count: int) -> list[_Fitting]:
 
 def _add(context, added: list[_Fitting]):
     """Sets the context's tensors for new requests with whole prompts."""
-    c, size, n, requests = context, context.block_size_tokens, len(added), [one.request for one in added]
+    c, size = context, context.block_size_tokens
+    n, requests = len(added), [one.request for one in added]
     new = slice(c.total_request_count, c.total_request_count + n)
     lengths = torch.tensor([request.remaining_prompt_length for request in requests])
     outputs = torch.tensor([request.sampling_params.num_tokens_to_generate for request in requests])
@@ -112,7 +113,8 @@ def _add(context, added: list[_Fitting]):
 
 def _set_blocks(context, added: list[_Fitting], counts: torch.Tensor):
     """Gives new requests their `counts` [n] blocks: first cached ones, then fresh ones."""
-    c, start, blocks = context, context.total_request_count, context.kv_block_allocator
+    c, blocks = context, context.kv_block_allocator
+    start = c.total_request_count
     cached = torch.tensor([len(one.blocks) for one in added])
     for row, one in enumerate(added, start):
         if one.blocks:  # in use before others are emptied

@@ -50,11 +50,11 @@ class DecodeLoopEngine(DynamicInferenceEngine):
 
     def _decode(self) -> tuple[Tensor, list[float]]:
         """Returns the tokens [n] on the host that a step draws, and their log-probs. The host plans the step."""
-        c, sampling, count = self.context, self.controller.sampling, self.context.total_request_count
+        c, sampling = self.context, self.controller.sampling
         c.initialize_attention_state()
         ids, positions = c.current_input_and_position_ids()
         logits = self._forward({"tokens": ids, "position_ids": positions, "attention_mask": None})
-        sampled = sampling.sample_kernel(logits.squeeze(0), count, c)
+        sampled = sampling.sample_kernel(logits.squeeze(0), c.total_request_count, c)
         return sampled.cpu(), sampling.log_probs(sampled).tolist()
 
     def _requests_in_cache(self) -> list:

@@ -39,6 +39,8 @@ class DeviceStep:
         if device.has_cuda():
             self._staged = self._staged.pin_memory()
         self._sent = torch.zeros_like(self._staged, device=device.device())
+        # Views of what was sent: [B] int64 random keys, [B] tokens, [B] positions (−1: padding), [B, P] cache blocks.
+        self.keys, self._tokens, self._positions, self.blocks = self._fields(self._sent)
 
     def _fields(self, memory: Tensor) -> tuple[Tensor, ...]:
         """(keys [B] int64, tokens [B], positions [B], blocks [B, P]) of a buffer."""
@@ -60,29 +62,19 @@ class DeviceStep:
         self._sent.copy_(self._staged, non_blocking=True)
 
     @property
-    def keys(self) -> Tensor:
-        """[B] int64 random keys."""
-        return self._fields(self._sent)[0]
-
-    @property
     def tokens(self) -> Tensor:
         """[B] int64 tokens to read."""
-        return self._fields(self._sent)[1].long()
+        return self._tokens.long()
 
     @property
     def positions(self) -> Tensor:
         """[B] int64 positions of these tokens; 0 in padding."""
-        return self._fields(self._sent)[2].long().clamp(min=0)
+        return self._positions.long().clamp(min=0)
 
     @property
     def lengths(self) -> Tensor:
         """[B] int32 keys that each token sees; 0 in padding."""
-        return self._fields(self._sent)[2] + 1
-
-    @property
-    def blocks(self) -> Tensor:
-        """[B, P] int32 cache blocks."""
-        return self._fields(self._sent)[3]
+        return self._positions + 1
 
     def slot_mapping(self, size: int) -> Tensor:
         """[B] int64 rows of the flattened cache, of blocks of `size` tokens, for the new keys and values."""
@@ -113,9 +105,9 @@ class DeviceDecode:
 
     def run(self) -> tuple[Tensor, list[float]]:
         """Returns the tokens [n] on the host that a step draws, and their log-probs."""
-        c, sampling, count = self.context, self.engine.controller.sampling, self.context.total_request_count
-        step = self._step(count)
-        own = slice(count)
+        c, sampling = self.context, self.engine.controller.sampling
+        count = c.total_request_count
+        step, own = self._step(count), slice(count)
         step.send(
             c.token_to_input_ids[own], c.token_to_pos_ids[own], sampling.keys[c.request_ids[own].long()],
             c.request_to_kv_block_ids[own],

@@ -38,7 +38,8 @@ def fit_to_blocks(context, counts: Tensor) -> Tensor:
     If the free blocks do not suffice for all, no request gets a further block. Requests with sequences of the same
     length and the same counts get the same.
     """
-    n, size, blocks = context.total_request_count, context.block_size_tokens, context.kv_block_allocator
+    n, size = context.total_request_count, context.block_size_tokens
+    blocks = context.kv_block_allocator
     offsets = context.request_last_kv_block_offset[:n].long()
     further = (offsets + counts) // size
     total = int(further.sum())
@@ -60,8 +61,8 @@ def begin_step(context, tokens: Tensor, counts: Tensor, groups: Groups) -> dict:
         tokens: [Σ counts] int64 drafted ones.
         counts: [m] of each group.
     """
-    c, n, is_ready = context, context.total_request_count, context.only_decodes
-    if not is_ready:
+    c, n = context, context.total_request_count
+    if not c.only_decodes:
         c.initialize_attention_state()  # after requests ended, Megatron's tensors have to be set again
     c.only_decodes, c._plan = False, None
     of, first = torch.from_numpy(groups.of), torch.from_numpy(groups.first)
@@ -73,7 +74,10 @@ def begin_step(context, tokens: Tensor, counts: Tensor, groups: Groups) -> dict:
     computed = (rows.cumsum(0) - rows)[of[owners]] + places
     total = len(requests)
     padded = c.round_up_tokens(total)
-    c.draft_rows = DraftRows(requests, positions, owners, places, computed, c.padded_active_token_count)
+    c.draft_rows = DraftRows(
+        requests=requests, positions=positions, owners=owners, places=places, computed=computed,
+        padded_tokens=c.padded_active_token_count,
+    )  # fmt: skip
     c.active_token_count = total
     ids = c.token_to_input_ids[:n][requests]
     ids[place > 0] = tokens
@@ -122,7 +126,8 @@ def end_step(context, counts: Tensor):
     Frees blocks that only later rows used. Afterwards the context is as in a step without drafts that has decoded the
     last of these tokens.
     """
-    c, n, size = context, context.total_request_count, context.block_size_tokens
+    c, size = context, context.block_size_tokens
+    n = c.total_request_count
     last = c.request_kv_length_offsets[:n].long() + counts - 1
     used = last // size + 1
     pages = c.request_to_kv_block_ids[:n]
@@ -133,7 +138,8 @@ def end_step(context, counts: Tensor):
     blocks = pages.gather(1, used.unsqueeze(1) - 1).squeeze(1)
     c.request_kv_block_counts[:n], c.request_last_kv_block_id[:n] = used.int(), blocks
     c.request_last_kv_block_offset[:n], c.request_kv_length_offsets[:n] = (last % size).int(), last.int()
-    c.padded_active_token_count, c.draft_rows, c.active_token_count = c.draft_rows.padded_tokens, None, n
+    c.padded_active_token_count, c.active_token_count = c.draft_rows.padded_tokens, n
+    c.draft_rows = None
     _set_tokens(c, blocks, last, c.padded_active_token_count)
 
 

@@ -51,7 +51,8 @@ class DraftSequences:
         self._row_of[request_id] = row
         self._tokens[row, MAX_CONTEXT : MAX_CONTEXT + size] = prompt
         self.prompt_keys[row] = hash(tuple(prompt)) & ((1 << 64) - 1)
-        self.lengths[row], self._indexed[row], self.guess_counts[row] = size, max(size, 1), 0
+        self.lengths[row], self._indexed[row] = size, max(size, 1)
+        self.guess_counts[row] = 0
 
     def rows_of(self, request_ids: np.ndarray) -> np.ndarray:
         """Returns the rows of some requests."""

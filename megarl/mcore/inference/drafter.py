@@ -40,14 +40,21 @@ class StepCosts(NamedTuple):
         180 GFLOPS, and 5 µs per row and layer outside products, of which attention has half.
         """
         product = parameters * 1.2e-5
-        row, drafted_row = (product + 5 * layers) / threads, (product + 2.5 * layers) / threads + 1
-        return cls(350 + 20 * layers + parameters * 1.2e-4, row, 400, 4, 400, drafted_row)
+        return cls(
+            step=350 + 20 * layers + parameters * 1.2e-4,
+            row=(product + 5 * layers) / threads,
+            looking=400,
+            looking_row=4,
+            drafting=400,
+            drafted_row=(product + 2.5 * layers) / threads + 1,
+        )
 
     @classmethod
     def on_gpu(cls, parameters: int, layers: int) -> "StepCosts":
         """An estimate, never measured: 60 µs of launches a layer, weights read at 3 TB/s, 200 TFLOPS, in 16 bits."""
         row = 1 + parameters * 1e-8
-        return cls(60 * layers + parameters * 7e-7, row, 400, 4, 400, row)
+        step = 60 * layers + parameters * 7e-7
+        return cls(step=step, row=row, looking=400, looking_row=4, drafting=400, drafted_row=row)
 
     def plain(self, rows: int) -> float:
         """Of a step without drafts."""
@@ -134,7 +141,7 @@ class Drafter:
 
         Args:
             rows: [m] a request of each group of the step.
-            room: [m] most tokens to draft for each.
+            room: [m] maximum tokens to draft for each.
             sizes: [m] requests of each group.
             max_rows: of the step.
         """
@@ -167,7 +174,8 @@ class Drafter:
         """Sets the sequences' guesses; returns [m, `MAX_DEPTH`] the chance of each that it and all before it are right,
         0 for those that may not be tried."""
         sequences, n = self._sequences, len(rows)
-        chances, chance, at = np.zeros((n, MAX_DEPTH)), np.ones(n), np.arange(n)
+        chances = np.zeros((n, MAX_DEPTH))
+        chance, at = np.ones(n), np.arange(n)  # of the sequences that still go on
         known = np.empty((n, MAX_CONTEXT + MAX_DEPTH), np.int64)  # the last tokens of the sequences, and then guesses
         known[:, :MAX_CONTEXT], keys = sequences.contexts(rows, sequences.lengths[rows]), sequences.prompt_keys[rows]
         # A row with a smaller chance is never worth its time.

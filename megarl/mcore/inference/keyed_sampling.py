@@ -20,7 +20,8 @@ class KeyedSampling(Sampling):
 
     def __init__(self, vocab_size: int, tensor_ranks: int, softcap: float | None = None, is_exact: bool = False):
         """`softcap`, `is_exact`: as in `head_scores`."""
-        self.vocab_size, self.tensor_ranks, self.softcap, self._is_exact = vocab_size, tensor_ranks, softcap, is_exact
+        self.vocab_size, self.tensor_ranks = vocab_size, tensor_ranks
+        self.softcap, self._is_exact = softcap, is_exact
         self.settings = SamplingSettings()  # of requests without own ones
         self.keys = torch.zeros(0, dtype=torch.int64)  # by request id
         self._top_logprobs: dict[int, dict[int, TopLogprobs]] = {}  # request id -> position -> of the token there
@@ -55,9 +56,7 @@ class KeyedSampling(Sampling):
 
     def sample_kernel(self, logits, n, context, *, gather_indices=None, output=None, **_):
         """Samples tokens [n] of the active requests from logits [≥ n, V], as Megatron's sampling backends do."""
-        rows = logits[:n] if gather_indices is None else logits[gather_indices[:n]]
-        if self.softcap is not None:
-            rows = softcap_(rows.to(torch.promote_types(rows.dtype, torch.float32), copy=True), self.softcap)
+        rows = self._softcapped(logits[:n] if gather_indices is None else logits[gather_indices[:n]])
         request_ids, positions = context.sampled_rows()
         numbers = uniforms(self.keys[request_ids.long()], positions.long())
         if self._own:
@@ -75,19 +74,17 @@ class KeyedSampling(Sampling):
 
     def sample_on_device(self, logits: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Returns tokens and log-probs [n] of logits [n, V] on their device, without waiting for it."""
-        if self.softcap is not None:
-            logits = softcap_(logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True), self.softcap)
-        return self._sample_rows(logits, numbers, self.settings)
+        return self._sample_rows(self._softcapped(logits), numbers, self.settings)
+
+    def _softcapped(self, logits: Tensor) -> Tensor:
+        if self.softcap is None:
+            return logits
+        return softcap_(logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True), self.softcap)
 
     def _sample_rows(self, logits: Tensor, numbers: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
         from megarl.mcore.kernels.cuda.row_sampling import sample_rows  # needs Triton
 
         return sample_rows(logits, numbers, settings.temperature, self.vocab_size, settings.greedy)
-
-    def _row_logprobs(self, logits: Tensor, tokens: Tensor, settings: SamplingSettings) -> Tensor:
-        from megarl.mcore.kernels.cuda.row_sampling import row_logprobs  # needs Triton
-
-        return row_logprobs(logits, tokens, settings.temperature, self.vocab_size)
 
     def _sample(self, logits: Tensor, numbers: Tensor, settings: SamplingSettings) -> Tensor:
         """Returns tokens [n] of logits [n, V] under the same settings."""
@@ -98,25 +95,26 @@ class KeyedSampling(Sampling):
             return self._sample_natively(logits.contiguous(), numbers, settings)
         self._policy = GatheredPolicy(logits, settings.temperature, self.vocab_size, self.tensor_ranks)
         self._log_probs = None
-        tokens = self._tokens(logits[:, : self.vocab_size], numbers, settings)
+        sample = sample_tokens_by_integers if logits.device.type == "cuda" else sample_tokens
+        columns, numbers = logits[:, : self.vocab_size], numbers.to(logits.device)
+        tokens = sample(columns, self._policy.weights, numbers, settings)
         if self._is_exact:
-            self._log_probs = self._row_logprobs(logits, tokens, settings)
+            from megarl.mcore.kernels.cuda.row_sampling import row_logprobs  # needs Triton
+
+            self._log_probs = row_logprobs(logits, tokens, settings.temperature, self.vocab_size)
         return tokens
 
     def _sample_by_settings(self, logits: Tensor, numbers: Tensor, request_ids: list[int]) -> Tensor:
         """Returns tokens [n] of requests with settings of their own; a row's result does not depend on other rows."""
-        tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-        log_probs = torch.empty(
-            tokens.shape, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device
-        )
+        tokens = logits.new_empty(len(logits), dtype=torch.int64)
+        log_probs = logits.new_empty(len(logits), dtype=torch.promote_types(logits.dtype, torch.float32))
         groups = defaultdict(list)
         for row, request_id in enumerate(request_ids):
             groups[self._own.get(request_id, self.settings)].append(row)
         for settings, members in groups.items():
-            rows = torch.tensor(members + members[:1] * (MIN_ROWS - len(members)))
+            rows = _enough_rows(members)
             place = rows.to(logits.device)
             chosen = self._sample(logits[place], numbers[rows], settings)
-            # Rows that repeat the first one, to be enough of them, have its results.
             tokens[place], log_probs[place] = chosen, self.log_probs(chosen)
         self._log_probs = log_probs
         return tokens
@@ -133,22 +131,15 @@ class KeyedSampling(Sampling):
         self._log_probs = chosen - totals.sum(-1).log()
         return tokens
 
-    def _tokens(self, logits: Tensor, numbers: Tensor, settings: SamplingSettings) -> Tensor:
-        """Returns tokens [n] of logits [n, V], on their device; `numbers` [n] are the host's."""
-        sample = sample_tokens_by_integers if logits.device.type == "cuda" else sample_tokens
-        return sample(logits, self._policy.weights, numbers.to(logits.device), settings)
-
     def _keep_top_logprobs(self, logits: Tensor, request_ids: list[int], positions: list[int]):
         """Keeps the most likely tokens of rows whose requests want them."""
-        wanted = [row for row, request_id in enumerate(request_ids) if request_id in self._top_counts]
-        if not wanted:
-            return
         by_temperature = defaultdict(list)
-        for row in wanted:
-            by_temperature[self._own.get(request_ids[row], self.settings).temperature].append(row)
+        for row, request_id in enumerate(request_ids):
+            if request_id in self._top_counts:
+                by_temperature[self._own.get(request_id, self.settings).temperature].append(row)
         for temperature, members in by_temperature.items():
-            rows = torch.tensor(members + members[:1] * (MIN_ROWS - len(members)), device=logits.device)
-            policy = GatheredPolicy(logits[rows], temperature, self.vocab_size, self.tensor_ranks)
+            rows = logits[_enough_rows(members).to(logits.device)]
+            policy = GatheredPolicy(rows, temperature, self.vocab_size, self.tensor_ranks)
             found = policy.top_logprobs(max(self._top_counts[request_ids[row]] for row in members))
             for row, tokens, logprobs in zip(members, *(x.tolist() for x in found), strict=False):
                 request_id = request_ids[row]
@@ -163,3 +154,8 @@ class KeyedSampling(Sampling):
     def log_probs_kernel(self, logits, context, *, token_to_request_index=None):
         """Not supported: `PagedContext` needs only the log-probs of sampled tokens."""
         raise NotImplementedError("log-probs of the whole vocabulary")
+
+
+def _enough_rows(rows: list[int]) -> Tensor:
+    """[n] rows, the first one repeated, with the same results, until there are `MIN_ROWS`."""
+    return torch.tensor(rows + rows[:1] * (MIN_ROWS - len(rows)))

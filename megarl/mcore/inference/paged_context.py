@@ -39,7 +39,7 @@ class PagedContext(DynamicInferenceContext):
         self.draft_rows: DraftRows | None = None  # of a step that also reads drafted tokens
         self._read_before = self.lifetime_prefill_token_count = 0
         self._frequencies: Tensor | None = None
-        self._rotations: list[Rotation] | None = None
+        self._rotations: list[Rotation] = []  # of all positions: one, or two if layers with a window have another
         self._model_config = model_config
         self._backend = backends.load(model_config)
         self._attend, self._window = self._backend.PagedAttention(), window_of(model_config)
@@ -75,20 +75,27 @@ class PagedContext(DynamicInferenceContext):
 
     def plan(self, frequencies: Tensor | None) -> StepPlan:
         """Returns the step's plan, built at its first layer; `frequencies`: rotary ones, of all positions, or None."""
-        if self._plan is None and self._device_step is not None:
-            self._plan = self._device_plan(self._device_step, frequencies)
         if self._plan is None:
-            tokens = slice(self.padded_active_token_count)
-            view = self.gpu_view
-            slot_mapping = view.token_to_block_idx[tokens].long() * self.block_size_tokens
-            slot_mapping += view.token_to_local_position_within_kv_block[tokens]
-            dedup, reads = self._reads()
-            dedup = dedup and PrefillDedup(*(x.to(slot_mapping.device) for x in dedup))
-            positions = view.token_to_position_in_request[tokens].long()
-            positions = positions if dedup is None else positions[dedup.kept_tokens]
-            rotations = self._rotations_at(positions, frequencies)
-            self._plan = StepPlan(slot_mapping, dedup, rotations, reads, self.memory_buffer.unbind(), self._attend)
+            step = self._device_step
+            self._plan = self._host_plan(frequencies) if step is None else self._device_plan(step, frequencies)
         return self._plan
+
+    def _host_plan(self, frequencies: Tensor | None) -> StepPlan:
+        tokens, view = slice(self.padded_active_token_count), self.gpu_view
+        slot_mapping = view.token_to_block_idx[tokens].long() * self.block_size_tokens
+        slot_mapping += view.token_to_local_position_within_kv_block[tokens]
+        dedup, reads = self._reads()
+        dedup = dedup and PrefillDedup(*(x.to(slot_mapping.device) for x in dedup))
+        positions = view.token_to_position_in_request[tokens].long()
+        positions = positions if dedup is None else positions[dedup.kept_tokens]
+        return StepPlan(
+            slot_mapping=slot_mapping,
+            dedup=dedup,
+            rotations=self._rotations_at(positions, frequencies),
+            reads=reads,
+            caches=self.memory_buffer.unbind(),
+            attend=self._attend,
+        )
 
     @property
     def reads_tables(self) -> bool:
@@ -105,19 +112,26 @@ class PagedContext(DynamicInferenceContext):
         """Context of a decode step that the device plans."""
         padded = self.padded_active_token_count
         self.padded_active_token_count: int = step.rows
-        self._plan, self.only_decodes, self._device_step = None, False, step
+        self._plan, self._device_step = None, step
+        self.only_decodes = False
         try:
             yield
         finally:
-            self.padded_active_token_count, self._plan, self._device_step = padded, None, None
+            self._plan = self._device_step = None
+            self.padded_active_token_count = padded
 
     def _device_plan(self, step: "DeviceStep", frequencies: Tensor | None) -> StepPlan:
-        rotations, reads = self._rotations_at(step.positions, frequencies), self._backend.reads_of_table
         windows = (None,) if self._window is None else (None, self._window)
-        by_kind = [reads(step.blocks, step.lengths, window) for window in windows]
-        slots = step.slot_mapping(self.block_size_tokens)
-        caches = self.memory_buffer.unbind()
-        return StepPlan(slots, None, rotations, (by_kind[0], by_kind[-1]), caches, self._attend, is_on_device=True)
+        by_kind = [self._backend.reads_of_table(step.blocks, step.lengths, window) for window in windows]
+        return StepPlan(
+            slot_mapping=step.slot_mapping(self.block_size_tokens),
+            dedup=None,
+            rotations=self._rotations_at(step.positions, frequencies),
+            reads=(by_kind[0], by_kind[-1]),
+            caches=self.memory_buffer.unbind(),
+            attend=self._attend,
+            is_on_device=True,
+        )
 
     def recorded_routes(self) -> Tensor | None:
         """[T, L, k] int32 routes of a step's tokens, padding included; None: not recorded, or no MoE layer here."""
@@ -135,19 +149,17 @@ class PagedContext(DynamicInferenceContext):
 
     def _rotations_at(self, positions: Tensor, frequencies: Tensor | None) -> tuple[Rotation, Rotation] | None:
         """Returns the rotations of some tokens [T], by kind of layer; None without rotary embeddings."""
-        rotations = self._rotations_of(frequencies)
-        rotations = rotations and [rotation.at(positions) for rotation in rotations]
-        return rotations and (rotations[0], rotations[-1])  # type: ignore[return-value]  # or nothing
-
-    def _rotations_of(self, frequencies: Tensor | None) -> list[Rotation] | None:
-        """Returns the rotations of all positions, computed once: one, or two if layers with a window have another."""
-        if frequencies is not self._frequencies:
-            config, dtype, self._frequencies = self._model_config, self.params_dtype, frequencies
+        if frequencies is None:
+            return None
+        if frequencies is not self._frequencies:  # those of all positions are computed once
+            config, dtype = self._model_config, self.params_dtype
+            self._frequencies = frequencies
             self._rotations = [
                 Rotation.of(rotary.of_kind(frequencies, config, kind), dtype, rotary.concentration(config, kind))
                 for kind in rotary.kinds(config)
             ]
-        return self._rotations
+        rotations = [rotation.at(positions) for rotation in self._rotations]
+        return rotations[0], rotations[-1]
 
     def _reads(self) -> tuple[PrefillDedup | None, tuple]:
         """Plans which keys each token of the step reads, without duplicate prompts, in layers of each kind."""

@@ -54,7 +54,8 @@ class RoutedBlocks(ReusableBlocks):
     def __init__(self, fresh, layers: tuple[int, ...], topk: int):
         """Replaces `fresh`, an unused allocator of the same size."""
         super().__init__(fresh)
-        self.layers, self.topk, self.is_recording = layers, topk, False
+        self.layers, self.topk = layers, topk
+        self.is_recording = False
         self.routes: Tensor | None = None  # [blocks, block, L, k] int16, on the host
         self.finished: dict[int, Tensor] = {}  # request id -> [n, L, k] of ended requests, until `routes_of`
 

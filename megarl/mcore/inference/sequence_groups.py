@@ -62,16 +62,16 @@ class SequenceGroups:
             max_growth: tokens that a sequence may have got since the last call: as many of the requests of a group are
                 the same if as many of their tokens and the last ones are. A request with more gets a group of its own.
         """
-        known, found, first, of = self._known, {}, [], []
+        found, first, of = {}, [], []
         for i, (request, length, token) in enumerate(zip(ids, lengths, last, strict=True)):
-            group, before = known[request]
+            group, before = self._known[request]
             growth = length - before
             key = (group, growth, token if growth else 0) if 0 <= growth <= max_growth else i
             number = found.setdefault(key, len(first))
             if number == len(first):
                 first.append(i)
             of.append(number)
-            known[request] = self._next + number, length
+            self._known[request] = self._next + number, length
         self._next += len(first)
         if self._unseen:
             self._unseen.difference_update(ids)

@@ -30,9 +30,11 @@ class GenerationSession:
 
     def __init__(self, owner: BuiltEngine, end_tokens: EndTokens, settings: SamplingSettings, routes: bool):
         """Begins without requests. Arguments as of `RolloutEngine.generate`; requests may have their own ones."""
-        self.owner, self.engine, self.context = owner, owner.engine, owner.context
+        self.owner = owner
+        self.engine, self.context = owner.engine, owner.context
         self.sampling, self.drafter = owner.sampling, owner.drafter
-        self.end_tokens, self.settings, self.routes = end_tokens, settings, routes
+        self.end_tokens, self.settings = end_tokens, settings
+        self.routes = routes
         self.clear()
 
     def clear(self):
@@ -132,7 +134,12 @@ class GenerationSession:
             if (count := len(tokens) - start) > 0:
                 first = len(requests[0].prompt_tokens) + start
                 top = self.sampling.top_logprobs_of(request_id, first, count)
-                yield TokenChunk(number, list(map(int, tokens[start:])), list(map(float, logprobs[start:])), top)
+                yield TokenChunk(
+                    number=number,
+                    tokens=list(map(int, tokens[start:])),
+                    logprobs=list(map(float, logprobs[start:])),
+                    top_logprobs=top,
+                )
 
     def _end_aborted(self):
         active = slice(self.context.total_request_count)
@@ -153,7 +160,11 @@ class GenerationSession:
         is_finished = bool(tokens) and tokens[-1] in self.end_tokens.of(request_id)
         top_logprobs = self.sampling.top_logprobs_of(request_id, len(request.prompt_tokens), len(tokens))
         is_aborted, number = request_id in self._aborted, self._forget(request_id)
-        return None if is_aborted else (number, Completion(tokens, logprobs, is_finished, recorded, top_logprobs))
+        if is_aborted:
+            return None
+        return number, Completion(
+            tokens=tokens, logprobs=logprobs, finished=is_finished, routes=recorded, top_logprobs=top_logprobs
+        )
 
     def _forget(self, request_id: int) -> int:
         """Frees the id of a request that ended; returns its number."""

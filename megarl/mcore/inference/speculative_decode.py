@@ -32,7 +32,7 @@ class DecodeCounts(NamedTuple):
     drafted: int = 0
     accepted: int = 0  # drafted tokens that became part of a response
 
-    def plus(self, other: Sequence[int]) -> "DecodeCounts":
+    def plus(self, other: "DecodeCounts") -> "DecodeCounts":
         """Returns the sum of both counts."""
         return DecodeCounts(*(a + b for a, b in zip(self, other, strict=True)))
 
@@ -52,13 +52,14 @@ class SpeculativeEngine(DecodeLoopEngine):
 
     def step_modern(self) -> dict:
         """Runs one step of all requests; returns the finished requests under "finished_request_records"."""
-        c, count, groups = self.context, self.context.total_request_count, self._update_groups()
+        c, groups = self.context, self._update_groups()
+        count = c.total_request_count
         if not self._can_draft:
             decoding = count - c.paused_request_count
             if decoding and not c.num_prefill_requests and not admission.may_add(self):
-                self.counts = self.counts.plus((1, decoding, decoding, 0, 0))
+                self.counts = self.counts.plus(DecodeCounts(steps=1, requests=decoding, tokens=decoding))
             return super().step_modern()
-        self.counts = self.counts.plus((1, count, count, 0, 0))
+        self.counts = self.counts.plus(DecodeCounts(steps=1, requests=count, tokens=count))
         drafts = self._drafts(groups) if self.drafter.should_look(count) else None
         if drafts is None and self.drafter.costs.shares(len(groups.first), count):
             drafts = Drafts(np.zeros(0, np.int64), np.zeros(len(groups.first), np.int64))
@@ -102,8 +103,8 @@ class SpeculativeEngine(DecodeLoopEngine):
     def _drafts(self, groups: Groups) -> Drafts | None:
         """Returns the tokens to try after the last one of each group, with blocks of the cache for them; None if none
         are worth it."""
-        c, n, (ids, lengths) = self.context, self.context.total_request_count, self._sequences
-        rows = self.drafter.rows_of(ids)
+        c, (ids, lengths) = self.context, self._sequences
+        n, rows = c.total_request_count, self.drafter.rows_of(ids)
 
         def tail(i: int, size: int) -> Sequence[int]:
             return _tail(self.get_request(int(ids[i])), size)
@@ -148,17 +149,18 @@ class SpeculativeEngine(DecodeLoopEngine):
                 request.generated_tokens += tokens[start:end]
                 request.generated_log_probs += logprobs[start:end]
         more = int(counts.sum()) - len(requests)
-        self.counts = self.counts.plus((0, 0, more, len(tokens) - len(requests), more))
+        drafted = len(tokens) - len(requests)
+        self.counts = self.counts.plus(DecodeCounts(tokens=more, drafted=drafted, accepted=more))
         return self._end_step(drawn_last, [logprobs[row] for row in last.tolist()])
 
     def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the token [S] after each row of all requests and its log-prob [S], `max_rows` at a time."""
-        c, sampling, drawn, logprobs = self.context, self.controller.sampling, [], []
-        rows = c.draft_rows
+        c, sampling = self.context, self.controller.sampling
+        rows, drawn, logprobs = c.draft_rows, [], []
         for start in range(0, len(rows.owners), self.max_rows):
-            part = slice(start, start + self.max_rows)
-            c.draft_rows = rows._replace(owners=rows.owners[part], computed=rows.computed[part])
-            chosen = rows.computed[part].to(logits.device)
+            chunk = slice(start, start + self.max_rows)
+            c.draft_rows = rows._replace(owners=rows.owners[chunk], computed=rows.computed[chunk])
+            chosen = rows.computed[chunk].to(logits.device)
             tokens = sampling.sample_kernel(logits, len(chosen), c, gather_indices=chosen)
             drawn.append(tokens.cpu())
             logprobs.append(sampling.log_probs(tokens).cpu())
