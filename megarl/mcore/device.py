@@ -65,6 +65,14 @@ def peak_bytes() -> int | None:
     return torch.cuda.max_memory_allocated() if has_cuda() else None
 
 
+def _return_at_once(*_):
+    """Waits for nothing: no work is pending."""
+
+
+def _is_finished(*_) -> bool:
+    return True
+
+
 class CpuEvent:
     """A `torch.cuda.Event` for a device without streams: recorded work has already finished."""
 
@@ -74,14 +82,8 @@ class CpuEvent:
     def record(self, *_):
         self._time = time.perf_counter()
 
-    def synchronize(self):
-        """Returns at once: no work is pending."""
-
-    def wait(self, *_):
-        """Returns at once: no work is pending."""
-
-    def query(self) -> bool:
-        return True
+    synchronize = wait = _return_at_once
+    query = _is_finished
 
     def elapsed_time(self, end: "CpuEvent") -> float:
         """Returns milliseconds between the two records, as CUDA events do."""
@@ -96,22 +98,13 @@ class CpuStream:
     def __init__(self, *_, **__):
         self.device = CPU
 
-    def wait_stream(self, *_):
-        """Returns at once: no work is pending."""
-
-    def wait_event(self, *_):
-        """Returns at once: no work is pending."""
-
-    def synchronize(self):
-        """Returns at once: no work is pending."""
+    synchronize = wait_stream = wait_event = _return_at_once
+    query = _is_finished
 
     def record_event(self, event=None):
         event = event or CpuEvent()
         event.record()
         return event
-
-    def query(self) -> bool:
-        return True
 
 
 _STREAM = CpuStream()

@@ -56,7 +56,7 @@ def plan_attention(segments: Segments, is_whole: bool, window: int | None) -> Ho
     arrays = [cumulative_lengths(segments.queries), cumulative_lengths(segments.keys)]
     if not is_whole or segments.prefix_length.any():
         segment, position = expand_array_counts(segments.keys)
-        arrays.append(Segments(*(field[segment] for field in segments)).key_indices(position[:, None])[:, 0])
+        arrays.append(segments.at(segment).key_indices(position[:, None])[:, 0])
     return HostPlan(arrays, builder(segments.queries, segments.keys, window))
 
 
@@ -65,6 +65,13 @@ def builder(queries: np.ndarray, keys: np.ndarray, window: int | None) -> Callab
 
     def build(sent: list[Tensor]) -> CumulativePlan:
         rows = sent[2] if len(sent) > 2 else None
-        return CumulativePlan(sent[0].int(), sent[1].int(), rows, int(queries.max()), int(keys.max()), window)
+        return CumulativePlan(
+            cu_queries=sent[0].int(),
+            cu_keys=sent[1].int(),
+            rows=rows,
+            max_queries=int(queries.max()),
+            max_keys=int(keys.max()),
+            window=window,
+        )
 
     return build

@@ -112,7 +112,7 @@ def _decode_reads(tokens: slice | Tensor, keys: Tensor, pages: Tensor, cache: Te
     pages = pages[:, : -(-int(keys.max()) // cache.shape[1])].contiguous()
     is_new = (pages[1:] != pages[:-1]).any(1).nonzero().flatten() + 1
     starts = torch.cat([is_new.new_zeros(1), is_new, is_new.new_full((1,), len(keys))])
-    return _DecodeReads(tokens, pages, keys.contiguous(), starts)
+    return _DecodeReads(tokens=tokens, pages=pages, keys=keys.contiguous(), starts=starts)
 
 
 class NativePagedAttention:

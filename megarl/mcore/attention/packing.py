@@ -100,7 +100,12 @@ def routed_tokens(
     token, uses, rows, sequence, counted = device.to_device(
         [token[own], uses, rows, sequence, counted.astype(np.int64)]
     )
-    return RoutedTokens(token, uses, Occurrences(rows, sequence, counted.bool()), len(lengths))
+    return RoutedTokens(
+        token_indices=token,
+        uses=uses,
+        occurrences=Occurrences(rows, sequence, counted.bool()),
+        sequences=len(lengths),
+    )
 
 
 def _stream_occurrences(lengths: np.ndarray, stream: TokenStream) -> tuple[np.ndarray, ...]:

@@ -43,7 +43,8 @@ class SegmentBatch:
     def of(cls, plan: list[Tensor], window: int | None = None) -> "SegmentBatch":
         """Returns the batch of a plan of `plan_segments`, sent to the device; `window`: keys that a query sees."""
         queries, keys, real, *last_keys = plan
-        return cls(queries, keys, last_keys[0] if last_keys else None, real, window)
+        last = last_keys[0] if last_keys else None
+        return cls(queries=queries, keys=keys, last_keys=last, real_queries=real, window=window)
 
     @functools.cached_property
     def mask(self) -> Tensor | None:
@@ -129,9 +130,10 @@ class TokenStream(NamedTuple):
         held = lengths - prefixes
         padding = padded(int(held.sum())) - int(held.sum())
         if padding:
-            held, holders, prefixes = np.append(held, padding), np.append(holders, 0), np.append(prefixes, 0)
+            held, holders = np.append(held, padding), np.append(holders, 0)
+            prefixes = np.append(prefixes, 0)
         ends = held.cumsum()
-        return cls(ends - held, ends, holders, prefixes)
+        return cls(starts=ends - held, ends=ends, holders=holders, prefix_lengths=prefixes)
 
     def positions(self) -> np.ndarray:
         """Returns [stream] positions of the tokens in their sequences."""
@@ -150,10 +152,14 @@ class Segments(NamedTuple):
     holder_start: np.ndarray
     unseen: np.ndarray
 
+    def at(self, index: np.ndarray) -> "Segments":
+        """Returns some segments; `index` [m]: their numbers, or [n] bool: which."""
+        return Segments(*(field[index] for field in self))
+
     def within(self, window: int) -> "Segments":
         """Cuts segments that are longer than the window."""
         segment, offset, queries, keys, unseen = cut_segments(self.queries, self.keys, window)
-        pieces = Segments(*(field[segment] for field in self))
+        pieces = self.at(segment)
         return pieces._replace(first=pieces.first + offset, queries=queries, keys=keys, unseen=unseen)
 
     def key_indices(self, columns: np.ndarray) -> np.ndarray:
@@ -167,13 +173,20 @@ class Segments(NamedTuple):
 
 def segments_of_stream(stream: TokenStream, chunks: list[tuple[int, int]]) -> Segments:
     """Returns the segments of this rank's chunks, [start, stop) each: what they contain of each sequence's range."""
-    segments, offset, holder_starts = [], 0, stream.starts[stream.holders]
+    segments, offset = [], 0
     for start, stop in chunks:
         first, end = stream.starts.clip(min=start), stream.ends.clip(max=stop)
         keys, is_inside = stream.prefix_lengths + end - stream.starts, first < end
-        fields = (offset + first - start, end - first, keys, stream.starts, stream.prefix_lengths, holder_starts,
-                  np.zeros_like(keys))  # fmt: skip
-        segments.append([field[is_inside] for field in fields])
+        found = Segments(
+            first=offset + first - start,
+            queries=end - first,
+            keys=keys,
+            start=stream.starts,
+            prefix_length=stream.prefix_lengths,
+            holder_start=stream.starts[stream.holders],
+            unseen=np.zeros_like(keys),
+        )
+        segments.append(found.at(is_inside))
         offset += stop - start
     return Segments(*map(np.concatenate, zip(*segments, strict=True)))
 
@@ -197,7 +210,7 @@ def plan_segment_batches(segments: Segments, is_whole: bool, window: int | None 
     if window is not None:
         is_causal &= segments.keys <= window  # longer segments read no keys before the window
     return [
-        _plan_batch(Segments(*(field[members] for field in segments)), causal)
+        _plan_batch(segments.at(members), causal)
         for causal, members in group_by_size(is_causal, segments.queries, read)
     ]
 

@@ -9,6 +9,7 @@ Shapes: T tokens of the step, G key/value groups of R query heads each, D channe
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,7 @@ from megarl.mcore.kernels.linear import apply_linear
 from megarl.mcore.model import rotary
 
 
-@dataclass(frozen=True)
-class Rotation:
+class Rotation(NamedTuple):
     """Rotary cosines and sines by position, [P, 1, 1, r] for the first r channels of a head (2104.09864 §3.4.2)."""
 
     cosines: Tensor
@@ -35,11 +35,6 @@ class Rotation:
         sines = frequencies.sin() * factor
         sines[..., : sines.shape[-1] // 2].neg_()
         return cls((frequencies.cos() * factor).to(dtype), sines.to(dtype))
-
-    @property
-    def tables(self) -> tuple[Tensor, Tensor]:
-        """Cosines and sines."""
-        return self.cosines, self.sines
 
     def at(self, positions: Tensor) -> "Rotation":
         """Returns the rotation of positions [T]."""
@@ -73,7 +68,7 @@ class StepPlan:
         if self.is_on_device:
             from megarl.mcore.kernels.cuda.rotate_and_store import rotate_and_store  # needs Triton
 
-            return rotate_and_store(heads, *(rotation.tables if rotation else (None, None)), cache, self.slot_mapping)
+            return rotate_and_store(heads, *(rotation or (None, None)), cache, self.slot_mapping)
         if rotation is not None:
             rotation.apply_(heads[:, :, :-1])
         kv = heads[:, :, -2:] if self.dedup is None else heads[:, :, -2:].index_select(0, self.dedup.inverse)
@@ -101,13 +96,12 @@ class PagedSelfAttention(SelfAttention):
             rotary_pos_emb = rotary.of_kind(rotary_pos_emb, self.config, self.core_attention.kind)
         return super().forward(hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
 
-    @functools.cached_property
-    def _cache_index(self) -> int:
-        return cache_index(self)
+    _cache_index = functools.cached_property(cache_index)
 
     def step(self, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor | None]:
         """[T, 1, H] (under sequence parallelism, this rank's tokens) -> output of that shape, and a bias to add."""
-        heads, cache, core = self._heads(hidden), plan.caches[self._cache_index], self.core_attention
+        heads, core = self._heads(hidden), self.core_attention
+        cache = plan.caches[self._cache_index]
         skips_rope = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]
         rotation = None if plan.rotations is None or skips_rope else plan.rotations[core.kind]
         plan.store(heads, rotation, cache.flatten(0, 1))

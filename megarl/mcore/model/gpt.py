@@ -150,7 +150,8 @@ def weight_shapes(
         resumes: also require the experts' balancing state; without it, a policy may lack it and it starts anew.
         value_head: also require the scalar head.
     """
-    hidden, layers, attended = args.hidden_size, args.num_layers, args.num_attention_heads * args.kv_channels
+    hidden, layers = args.hidden_size, args.num_layers
+    attended = args.num_attention_heads * args.kv_channels
     shapes: dict[str, tuple[int, ...] | None] = {}
     shapes[f"{role}.embedding.word_embeddings.weight"] = (padded_vocab_size(args, vocab_size), hidden)
     if value_head:
@@ -159,7 +160,8 @@ def weight_shapes(
     kinds, stacked = moe_layer_pattern(args), (layers,)
     prefix = moe_prefix = f"{role}.decoder.layers"
     if len(set(kinds)) > 1:  # Megatron stacks layers in a checkpoint only if all are alike
-        prefix, moe_prefix, stacked = f"{prefix}.{layers - 1}", f"{prefix}.{kinds.index(True)}", ()
+        prefix, moe_prefix = f"{prefix}.{layers - 1}", f"{prefix}.{kinds.index(True)}"
+        stacked = ()
     shapes[f"{prefix}.self_attention.linear_proj.weight"] = (*stacked, hidden, attended)
     if not args.num_experts:
         shapes[f"{prefix}.mlp.linear_fc2.weight"] = (*stacked, hidden, args.ffn_hidden_size)

@@ -66,7 +66,8 @@ class LatentAttention(Attention):
         self.score_channels = config.qk_head_dim, config.qk_pos_emb_head_dim
         self.width = max(sum(self.score_channels), config.v_head_dim)
         self.concentration = rotary.concentration(config, self.core_attention.kind)
-        heads, hidden, latent = config.num_attention_heads, config.hidden_size, config.kv_lora_rank
+        heads, hidden = config.num_attention_heads, config.hidden_size
+        latent = config.kv_lora_rank
         queries = heads * sum(self.score_channels)
         self.has_query_latent = config.q_lora_rank is not None
         if self.has_query_latent:
@@ -79,7 +80,8 @@ class LatentAttention(Attention):
         self.kv_layernorm = self._norm(submodules.kv_layernorm, latent)
         up = self._column_parallel(submodules.linear_kv_up_proj, latent, heads * sum(self.kv_channels))
         # Its input is what `_ToHeads` returned.
-        up.sequence_parallel, up.allreduce_dgrad, up.disable_grad_reduce = False, False, True
+        up.sequence_parallel = up.allreduce_dgrad = False
+        up.disable_grad_reduce = True
         self.linear_kv_up_proj = up
 
     def _norm(self, kind, width: int):
@@ -96,9 +98,7 @@ class LatentAttention(Attention):
         """Megatron's interface, which `forward` does not use."""
         raise NotImplementedError
 
-    @functools.cached_property
-    def _cache_index(self) -> int:
-        return cache_index(self)
+    _cache_index = functools.cached_property(cache_index)
 
     def forward(
         self, hidden_states, attention_mask, *, inference_context=None, rotary_pos_emb=None, packed_seq_params=None, **_

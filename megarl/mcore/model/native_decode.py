@@ -48,11 +48,12 @@ def _supports(block: TransformerBlock, plan: StepPlan) -> bool:
 
 def _run(block: TransformerBlock, hidden: Tensor, plan: StepPlan) -> Tensor:
     """Returns the hidden states [T, 1, H] after a block's layers, without its final norm."""
-    config, first, reads = block.config, block.layers[0], plan.reads[0].decodes
+    config, reads = block.config, plan.reads[0].decodes
     out = hidden.squeeze(1).clone(memory_format=torch.contiguous_format)
     empty = out.new_empty(0)
-    rotation = (empty, empty) if plan.rotations is None else (plan.rotations[0].cosines, plan.rotations[0].sines)
-    scale = native_attention.softmax_scale(config.kv_channels, first.self_attention.core_attention.softmax_scale)
+    rotation = (empty, empty) if plan.rotations is None else plan.rotations[0]
+    core = block.layers[0].self_attention.core_attention
+    scale = native_attention.softmax_scale(config.kv_channels, core.softmax_scale)
     native.ops.decode_layers(
         out, _weights(block), plan.caches, *rotation, plan.slot_mapping, reads.pages, reads.keys, reads.starts,
         config.num_attention_heads, config.ffn_hidden_size, config.layernorm_epsilon, scale,

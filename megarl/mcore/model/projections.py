@@ -54,7 +54,8 @@ def attention_sizes(args) -> Sizes:
 
 def _latent_attention_sizes(args) -> Sizes:
     """Queries come from the hidden states or a latent of them, keys and values from a latent that all heads share."""
-    hidden, heads, latent, queries = args.hidden_size, args.num_attention_heads, args.kv_lora_rank, args.q_lora_rank
+    hidden, heads = args.hidden_size, args.num_attention_heads
+    latent, queries = args.kv_lora_rank, args.q_lora_rank
     width, attended = heads * (args.qk_head_dim + args.qk_pos_emb_head_dim), heads * args.v_head_dim
     sizes = {
         "kv_a_proj_with_mqa": (latent + args.qk_pos_emb_head_dim, hidden),

@@ -49,9 +49,9 @@ class Rotary(RotaryEmbedding):
 
 def _llama3_constants(args) -> tuple[float, float, int]:
     """Low and high frequency factors, and the original context length."""
-    given = args.rope_low_freq_factor, args.rope_high_freq_factor, args.rope_original_max_position_embeddings
-    low, high, length = (1.0 if given[0] is None else given[0]), (4.0 if given[1] is None else given[1]), given[2]
-    return low, high, 8192 if length is None else length
+    low, high = args.rope_low_freq_factor, args.rope_high_freq_factor
+    length = args.rope_original_max_position_embeddings
+    return 1.0 if low is None else low, 4.0 if high is None else high, 8192 if length is None else length
 
 
 def _yarn(exponents: Tensor, base: float, config) -> Tensor:

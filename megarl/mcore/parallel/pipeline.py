@@ -5,12 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.pipeline_parallel.schedules import (
-    forward_backward_no_pipelining,
-    forward_backward_pipelining_with_interleaving,
-    forward_backward_pipelining_without_interleaving,
-    get_schedule_table,
-)
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func, get_schedule_table
 from torch.utils import _pytree as pytree
 
 from megarl.mcore import device
@@ -69,18 +64,14 @@ def run_microbatches(
 
         return forward(chunk, microbatch), loss_function
 
-    chunks, schedule, pipeline = list(stages), forward_backward_no_pipelining, {}
-    if dist.get_world_size(pg_collection.pp) > 1:
-        schedule = forward_backward_pipelining_without_interleaving
-        if len(chunks) > 1:
-            schedule = forward_backward_pipelining_with_interleaving
-        group, config = pg_collection.pp, chunks[0].config
-        if rows is None:
-            communicator = P2PCommunicator(group, config)
-        else:
-            communicator = KnownShapeCommunicator(group, config, rows, len(chunks))
-        pipeline = {"p2p_communicator": communicator}
+    chunks, options, pp_size = list(stages), {}, dist.get_world_size(pg_collection.pp)
     is_virtual = len(chunks) > 1
+    if pp_size > 1:
+        connection = pg_collection.pp, chunks[0].config
+        options["p2p_communicator"] = (
+            P2PCommunicator(*connection) if rows is None else KnownShapeCommunicator(*connection, rows, len(chunks))
+        )
+    schedule = get_forward_backward_func(pp_size, len(chunks) if is_virtual else None)
     results = schedule(
         forward_step_func=forward_step,
         data_iterator=[iter(microbatches) for _ in chunks] if is_virtual else iter(microbatches),
@@ -90,7 +81,7 @@ def run_microbatches(
         micro_batch_size=1,
         forward_only=not train,
         pg_collection=pg_collection,
-        **pipeline,
+        **options,
     )
     return from_last_stage(results, pg_collection.pp)
 

@@ -8,6 +8,7 @@ Shapes: N requests, T tokens, H query heads, G key/value groups of R query heads
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ from megarl.mcore.attention.segments import (  # noqa: F401  plan_attention is o
 from megarl.mcore.attention.windows import cut_segments, drop_unseen
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 
-SCRATCH_BYTES = 2**23  # most bytes of keys and values gathered at once
+SCRATCH_BYTES = 2**23  # maximum bytes of keys and values gathered at once
 
 
 class DecodeReads(NamedTuple):
@@ -115,28 +116,32 @@ def _plan_decodes(
     device, block = cache.device, cache.shape[1]
     if window is not None:
         keys, pages = drop_unseen(keys, pages, window, block)
-    longest = int(keys.max())
-    if len(keys) * longest * row > SCRATCH_BYTES and len(keys) * longest > 1.25 * int(keys.sum()):
+    padded = len(keys) * int(keys.max())
+    if padded * row > SCRATCH_BYTES and padded > 1.25 * int(keys.sum()):
         order = keys.argsort(stable=True)
-        tokens, keys, pages = order if tokens is None else tokens[order], keys[order], pages[order]
-    lengths, reads, start = keys.tolist(), [], 0
-    while start < len(lengths):
-        end, longest = start, 0
-        while end < len(lengths):
-            widest = max(longest, lengths[end])
-            if end > start and (end + 1 - start) * widest * row > SCRATCH_BYTES:
-                break
-            end, longest = end + 1, widest
-        width = padded_key_count(longest, device)
+        tokens = order if tokens is None else tokens[order]
+        keys, pages = keys[order], pages[order]
+    reads = []
+    for call in _decode_calls(keys.tolist(), row):
+        width = padded_key_count(int(keys[call].max()), device)
         used = min(-(-width // block), pages.shape[1])
-        width = min(width, used * block)
-        column, count = torch.arange(width), keys[start:end].unsqueeze(1)
+        column, count = torch.arange(min(width, used * block)), keys[call].unsqueeze(1)
         is_hidden = column >= count if window is None else (column >= count) | (column < count - window)
         mask = torch.zeros(is_hidden.shape, dtype=cache.dtype).masked_fill_(is_hidden, -math.inf)[:, None, None, :]
-        indices = slice(start, end) if tokens is None else tokens[start:end].to(device)
-        reads.append(DecodeReads(indices, pages[start:end, :used].flatten().to(device), mask.to(device)))
-        start = end
+        indices = call if tokens is None else tokens[call].to(device)
+        reads.append(DecodeReads(indices, pages[call, :used].flatten().to(device), mask.to(device)))
     return reads
+
+
+def _decode_calls(lengths: list[int], row: int) -> Iterator[slice]:
+    """Cuts decodes of `lengths` keys, padded to the longest of a call, into calls of at most `SCRATCH_BYTES`."""
+    start, longest = 0, 0
+    for end, length in enumerate(lengths):
+        longest = max(longest, length)
+        if end > start and (end + 1 - start) * longest * row > SCRATCH_BYTES:
+            yield slice(start, end)
+            start, longest = end, length
+    yield slice(start, len(lengths))
 
 
 def plan_prefills(
@@ -149,7 +154,8 @@ def plan_prefills(
     """
     first, queries, keys, pages = (x.numpy() for x in (first, queries, keys, pages))
     block, batches = cache.shape[1], []
-    is_square, read, unseen = queries == keys, keys, np.zeros_like(keys)
+    is_square, read = queries == keys, keys
+    unseen = np.zeros_like(keys)
     if window is not None:
         segment, offset, queries, keys, unseen = cut_segments(queries, keys, window)
         first, pages = first[segment] + offset, pages[segment]

@@ -106,7 +106,9 @@ def plan_cache_reads(
     tokens, lengths, table, *sent = device.to_device(arrays)
     table = DecodeTable(tokens if len(tokens) < total else None, table.int(), lengths.int())
     prefills, places = (build(sent[1:]), sent[0]) if build else (None, None)
-    return TableReads(table if len(decodes) else None, prefills, places, window, total)
+    return TableReads(
+        decodes=table if len(decodes) else None, prefills=prefills, prefill_tokens=places, window=window, total=total
+    )
 
 
 def _padded(keys: Tensor, pages: Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -131,7 +133,8 @@ def _plan_prompts(queries: np.ndarray, keys: np.ndarray, pages: np.ndarray, bloc
 
 def reads_of_table(blocks: Tensor, lengths: Tensor, window: int | None) -> TableReads:
     """The reads of a decode step on the device: blocks [B, P] int32 and keys [B] int32 of each row."""
-    return TableReads(DecodeTable(None, blocks, lengths), None, None, window, len(lengths))
+    table = DecodeTable(None, blocks, lengths)
+    return TableReads(decodes=table, prefills=None, prefill_tokens=None, window=window, total=len(lengths))
 
 
 def _filled(rows: Tensor, count: int) -> Tensor:

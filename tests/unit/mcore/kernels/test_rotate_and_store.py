@@ -23,7 +23,7 @@ def test_it_has_the_bits_of_single_operators(case, dtype):
     tables = None, None
     if rotated:
         rotation = Rotation.of(torch.randn(9, 1, 1, rotated), dtype).at(torch.tensor([3, 8, 0, 5, 5]))
-        tables = rotation.tables
+        tables = rotation
     slots, cache = torch.tensor([7, 0, 3, 11, 2]), torch.randn(12, groups, 2, channels).to(dtype)
     expected = heads.clone(), cache.clone()
     reference_kernels.rotate_and_store(expected[0], *tables, expected[1], slots)
