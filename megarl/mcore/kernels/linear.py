@@ -18,6 +18,10 @@ from megatron.core.tensor_parallel.layers import (
     RowParallelLinear,
     linear_with_grad_accumulation_and_async_allreduce,
 )
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -163,6 +167,14 @@ def gather_tokens(x: Tensor, group) -> Tensor:
     gathered = x.new_empty(len(x) * dist.get_world_size(group), *x.shape[1:])
     dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
     return gathered
+
+
+def to_all_ranks(x: Tensor, group, sequence_parallel: bool) -> Tensor:
+    """[T/t, …] of this rank under sequence parallelism, else [T, …] -> [T, …], of which each rank of the group uses all
+    for its own results; backward sums the gradients of all ranks."""
+    if sequence_parallel:
+        return gather_from_sequence_parallel_region(x, group=group)
+    return copy_to_tensor_model_parallel_region(x, group=group)
 
 
 class _Linear(torch.autograd.Function):

@@ -11,10 +11,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
@@ -274,10 +270,7 @@ def head_scores(
     Raises:
         ValueError: targets or temperatures do not match the indices (or hidden states) in number.
     """
-    if sequence_parallel:
-        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
-    else:
-        hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
+    hidden = linear.to_all_ranks(hidden, group, sequence_parallel)
     total = len(hidden if indices is None else indices)
     sizes = [tuple(x.shape) for x in (targets, temperature) if isinstance(x, Tensor)]
     if any(size != (total,) for size in sizes):

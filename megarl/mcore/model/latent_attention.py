@@ -11,39 +11,16 @@ channels of a latent.
 import functools
 
 import torch
-import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.transformer.attention import Attention
 from torch import Tensor
 from torch.nn.functional import pad
 
 from megarl.mcore.attention.latent_cache import Latents
-from megarl.mcore.kernels.linear import ReplicatedLinear, apply_linear, gather_tokens
+from megarl.mcore.kernels.linear import ReplicatedLinear, apply_linear, to_all_ranks
 from megarl.mcore.model import rotary
 from megarl.mcore.model.decoder_layer import Rotation, StepPlan, cache_index
 from megarl.mcore.parallel.context_parallel import gather_for_attention
-
-
-class _ToHeads(torch.autograd.Function):
-    """[T/t, …] under sequence parallelism, else [T, …] -> [T, …], of which each rank computes its own heads.
-
-    Backward sums the gradients of all ranks' heads.
-    """
-
-    @staticmethod
-    def forward(ctx, x, group, sequence_parallel):
-        ctx.group, ctx.sequence_parallel = group, sequence_parallel
-        return gather_tokens(x, group) if sequence_parallel else x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.contiguous()
-        if not ctx.sequence_parallel:
-            dist.all_reduce(grad, group=ctx.group)
-            return grad, None, None
-        own = grad.new_empty(len(grad) // dist.get_world_size(ctx.group), *grad.shape[1:])
-        dist.reduce_scatter_tensor(own, grad, group=ctx.group)
-        return own, None, None
 
 
 def rotate_pairs(x: Tensor, rotation: Rotation) -> Tensor:
@@ -79,7 +56,7 @@ class LatentAttention(Attention):
         self.linear_kv_down_proj = ReplicatedLinear(hidden, sum(self.latent_channels), config, self.tp_group)
         self.kv_layernorm = self._norm(submodules.kv_layernorm, latent)
         up = self._column_parallel(submodules.linear_kv_up_proj, latent, heads * sum(self.kv_channels))
-        # Its input is what `_ToHeads` returned.
+        # Its input is what `to_all_ranks` returned.
         up.sequence_parallel = up.allreduce_dgrad = False
         up.disable_grad_reduce = True
         self.linear_kv_up_proj = up
@@ -148,8 +125,7 @@ class LatentAttention(Attention):
         """[T, 1, H] (under sequence parallelism, this rank's tokens) -> [T, L + r]: normed latents, rotated keys."""
         latent, shared = self.linear_kv_down_proj(hidden).split(self.latent_channels, -1)
         latents = torch.cat([self.kv_layernorm(latent), shared], -1)
-        if self.tp_group.size() > 1 and (self.config.sequence_parallel or torch.is_grad_enabled()):
-            latents = _ToHeads.apply(latents, self.tp_group, self.config.sequence_parallel)
+        latents = to_all_ranks(latents, self.tp_group, self.config.sequence_parallel)
         latent, shared = latents.split(self.latent_channels, -1)
         return torch.cat([latent, rotate_pairs(shared.unsqueeze(2), rotation).squeeze(2)], -1).squeeze(1)
 

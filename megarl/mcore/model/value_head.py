@@ -1,7 +1,6 @@
 """The scalar head of critics and reward models."""
 
 import torch
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megarl.mcore import device
@@ -28,13 +27,6 @@ class ValueHead(torch.nn.Linear):
         """
         values = (hidden.float() * self.weight.float()).sum(-1)
         return values if self.bias is None else values + self.bias.float()
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
-        """Describes the weights to checkpoints, replicated over tensor-parallel ranks."""
-        state, replicas = self.state_dict(prefix="", keep_vars=True), metadata["dp_cp_group"]
-        return make_sharded_tensors_for_checkpoint(
-            state, prefix, {}, sharded_offsets, tp_group=self.group, dp_cp_group=replicas
-        )
 
 
 def has_value_head(chunk) -> bool:

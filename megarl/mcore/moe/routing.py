@@ -54,21 +54,21 @@ class Routing:
     """Routes of one micro-batch in this rank's MoE layers, with their load and auxiliary losses."""
 
     def __init__(
-        self, role: str, layers: tuple[int, ...], experts: int, rows: RoutedTokens, replayed: Tensor | None = None,
-        totals: MinibatchCounts | None = None,
-    ):  # fmt: skip
+        self, role: str, layers: tuple[int, ...], experts: int, rows: RoutedTokens, replayed: Tensor | None = None
+    ):
         """
         Args:
             layers: numbers of this rank's L MoE layers.
             experts: E of each layer.
             rows: the R tokens to route.
             replayed: [R, L, k] int16 routes, a row of `NO_ROUTE` for a token routed live; None: all tokens are.
-            totals: counts of the mini-batch; None in passes without an update.
 
         Raises:
             RuntimeError: `replayed` is for other tokens or layers.
         """
-        self.role, self.layers, self.rows, self.replayed, self.totals = role, layers, rows, replayed, totals
+        self.role, self.layers = role, layers
+        self.rows, self.replayed = rows, replayed
+        self.totals: MinibatchCounts | None = None  # of the mini-batch; None in passes without an update
         if replayed is not None and replayed.shape[:2] != (len(rows.token_indices), len(layers)):
             raise RuntimeError(
                 f"{role}: routes of {replayed.shape[0]} tokens in {replayed.shape[1]} layers for "
@@ -76,10 +76,9 @@ class Routing:
             )
         self.used: dict[int, Tensor] = {}  # layer -> [R, k] chosen experts
         device = rows.token_indices.device
-        self.load = torch.zeros(len(layers), experts, dtype=torch.int64, device=device)  # counted tokens per expert
-        self.differs = torch.zeros(
-            len(layers), dtype=torch.int64, device=device
-        )  # counted tokens whose live route differs
+        # Counted tokens of each expert, and those whose live route differs.
+        self.load = torch.zeros(len(layers), experts, dtype=torch.int64, device=device)
+        self.differs = torch.zeros(len(layers), dtype=torch.int64, device=device)
         self.losses: dict[str, Tensor] = {}  # auxiliary losses, summed over the layers
 
     def choose(self, layer: int, live: Tensor) -> Tensor:

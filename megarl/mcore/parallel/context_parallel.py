@@ -9,6 +9,7 @@ keeps its own queries (2407.21783, §3.3.2); with grouped queries that is little
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
 
@@ -30,12 +31,6 @@ def stream_order(ranks: int, tokens: int) -> np.ndarray:
     return np.concatenate([chunk_indices(chunks_of(rank, ranks, tokens)) for rank in range(ranks)]).argsort()
 
 
-def _all_gather(local: Tensor, group) -> Tensor:
-    gathered = local.new_empty(dist.get_world_size(group) * local.shape[0], *local.shape[1:])
-    dist.all_gather_into_tensor(gathered, local.contiguous(), group=group)
-    return gathered
-
-
 class _GatherForAttention(torch.autograd.Function):
     """All-gather whose backward is a reduce-scatter: each rank uses all tokens for its own queries."""
 
@@ -43,7 +38,7 @@ class _GatherForAttention(torch.autograd.Function):
     def forward(ctx, local: Tensor, order: Tensor, group):
         ctx.save_for_backward(order)
         ctx.group = group
-        return _all_gather(local, group)[order]
+        return gather_from_sequence_parallel_region(local, group=group)[order]
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -53,19 +48,6 @@ class _GatherForAttention(torch.autograd.Function):
         local = grad.new_empty(grad.shape[0] // dist.get_world_size(ctx.group), *grad.shape[1:])
         dist.reduce_scatter_tensor(local, by_rank, group=ctx.group)
         return local, None, None
-
-
-class _GatherResult(torch.autograd.Function):
-    """All-gather whose backward is a slice: each rank continues with the same computation on all tokens."""
-
-    @staticmethod
-    def forward(ctx, local: Tensor, group):
-        ctx.group = group
-        return _all_gather(local, group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return grad.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)], None
 
 
 def gather_for_attention(local: Tensor, order: Tensor, group) -> Tensor:
@@ -78,4 +60,4 @@ def gather_result(local: Tensor, group) -> Tensor:
 
     Every rank must compute the same from the result: gradients are not summed over the ranks.
     """
-    return _GatherResult.apply(local, group) if dist.get_world_size(group) > 1 else local
+    return gather_from_sequence_parallel_region(local, tensor_parallel_output_grad=False, group=group)

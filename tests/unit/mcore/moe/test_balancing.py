@@ -49,7 +49,8 @@ class Case:
         if replays:  # three neighbours that the router itself has no reason to choose
             first = torch.randint(EXPERTS - 2, (count, len(layers), 1), generator=draw)
             self.replayed = (first + torch.arange(TOPK)).to(torch.int16)
-        self.routing = Routing("actor", layers, EXPERTS, self.rows, self.replayed, totals)
+        self.routing = Routing("actor", layers, EXPERTS, self.rows, self.replayed)
+        self.routing.totals = totals
 
     def run(self, routing="own"):
         """Gates and map of the tokens."""
