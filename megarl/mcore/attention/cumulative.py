@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.mcore.attention.expand_counts import expand_array_counts
 from megarl.mcore.attention.segments import HostPlan, Segments
+from megarl.mcore.expand_counts import expand_array_counts
 
 
 @dataclass(frozen=True)

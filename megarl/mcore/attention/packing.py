@@ -21,8 +21,8 @@ from torch import Tensor
 
 from megarl.batch import SharedPrefix
 from megarl.mcore import device
-from megarl.mcore.attention.expand_counts import expand_array_counts
 from megarl.mcore.attention.segments import HostPlan, Segments, TokenStream, plan_attention, segments_of_stream
+from megarl.mcore.expand_counts import expand_array_counts
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS
 from megarl.mcore.moe.routing import Occurrences, RoutedTokens, Routing
 from megarl.mcore.parallel.context_parallel import chunk_indices, chunks_of, stream_order

@@ -11,7 +11,7 @@ import numpy as np
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from megarl.mcore.attention.expand_counts import expand_array_counts
+from megarl.mcore.expand_counts import expand_array_counts
 
 FULL, WINDOW = 0, 1  # kinds of layers: plans by kind are pairs with these indices
 KEY_BLOCK = 512  # keys that torch's CPU kernel takes at a time (kvSplitSize); a multiple of the cache's blocks

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.mcore.attention.expand_counts import expand_counts
+from megarl.mcore.expand_counts import expand_counts
 
 
 class _Fitting(NamedTuple):

@@ -7,7 +7,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 
 from megarl.mcore import device
-from megarl.mcore.attention.expand_counts import expand_counts
+from megarl.mcore.expand_counts import expand_counts
 from megarl.mcore.kernels.batch_invariance import MIN_ROWS, is_exact
 from megarl.mcore.kernels.linear import at_least_rows, forward_product, linear
 

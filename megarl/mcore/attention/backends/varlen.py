@@ -23,8 +23,8 @@ from megarl.mcore import device
 from megarl.mcore.attention import cumulative
 from megarl.mcore.attention.buckets import bucket_of
 from megarl.mcore.attention.cumulative import CumulativePlan, cumulative_lengths, plan_attention  # noqa: F401
-from megarl.mcore.attention.expand_counts import expand_array_counts
 from megarl.mcore.attention.native_attention import softmax_scale
+from megarl.mcore.expand_counts import expand_array_counts
 
 Kernel = Callable[..., Tensor]
 TOKENS, KEYS = 64, 256  # a call for prompts has multiples of them
