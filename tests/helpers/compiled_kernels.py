@@ -27,14 +27,12 @@ TENSORS = {
     "value": "*bf16",
     "table": "*i32",
     "segments": "*i32",
-    "sinks": "*bf16",
     "out": "*bf16",
     "log_sums": "*fp32",
 }
 PARTS = {"sums": "*fp32", "maxima": "*fp32", "parts": "*fp32"}
 STRIDES = ("query_row", "query_head", "key_row", "key_group", "value_row", "value_group", "total")
-READS = TENSORS | PARTS | dict.fromkeys(STRIDES, "i32") | {"scale": "fp32", "softcap": "fp32", "window": "i32"}
-FLAGS = ("HAS_SOFTCAP", "HAS_SINKS", "HAS_WINDOW")
+READS = TENSORS | PARTS | dict.fromkeys(STRIDES, "i32") | {"scale": "fp32", "window": "i32"}
 SIZES = dict(HEADS=2, HEAD_TILE=2, QUERIES=8, CHANNELS=128, CHANNEL_TILE=128, TILE=64)
 PAGES = {64: dict(PAGE=64, TABLE_ROW=40), 1: dict(PAGE=1, TABLE_ROW=0)}  # of a cache in decode; rows of tokens
 ROW = {
@@ -61,7 +59,7 @@ cases = [
     (
         segment_attention._attend_part,
         READS,
-        SIZES | PAGES[page] | dict(SPLIT=512 if splits > 1 else 2**30, SPLITS=splits) | dict.fromkeys(FLAGS, flag),
+        SIZES | PAGES[page] | dict(SPLIT=512 if splits > 1 else 2**30, SPLITS=splits) | dict(HAS_WINDOW=flag),
     )
     for page, splits, flag in ((64, 4, False), (1, 1, False), (64, 1, True))
 ]
@@ -122,7 +120,7 @@ def sums() -> list:
             compiled(
                 segment_attention._attend_part,
                 READS,
-                SIZES | PAGES[page] | dict(SPLIT=2**30, SPLITS=1) | dict.fromkeys(FLAGS, False),
+                SIZES | PAGES[page] | dict(SPLIT=2**30, SPLITS=1) | dict(HAS_WINDOW=False),
                 aligned,
             )
         )

@@ -14,7 +14,7 @@ def flash(query, key, value, plan, scale):
     return torch.cat(parts).to(query.dtype)
 
 
-def paged_decode(query, cache, table, lengths, scale, softcap=None, sinks=None, window=None, in_parts=True):
+def paged_decode(query, cache, table, lengths, scale, window=None, in_parts=True):
     """As `kernels.cuda.paged_decode`."""
     out = torch.zeros(query.shape, dtype=torch.float64)
     for row, length in enumerate(lengths.tolist()):
@@ -22,13 +22,9 @@ def paged_decode(query, cache, table, lengths, scale, softcap=None, sinks=None, 
         if not length:
             continue
         scores = torch.einsum("grd,lgd->grl", query[row].double(), keys[:, :, 0]) * scale
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
         if window is not None:
             scores[..., : max(length - window, 0)] = -torch.inf
-        if sinks is not None:
-            scores = torch.cat([scores, sinks.double().view(*query.shape[1:3], 1)], dim=-1)
-        out[row] = torch.einsum("grl,lgd->grd", scores.softmax(-1)[..., :length], keys[:, :, 1])
+        out[row] = torch.einsum("grl,lgd->grd", scores.softmax(-1), keys[:, :, 1])
     return out.to(query.dtype)
 
 

@@ -9,8 +9,6 @@ also has the same bits whether it is decoded or in the middle of a packed sequen
 Shapes: n segments, T queries, G key/value groups of R query heads each, D channels per head, S parts.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -23,14 +21,12 @@ MIN_ROWS = 16  # least rows of a matrix product (tl.dot)
 
 
 @triton.jit
-def _masked_scores(q, k, position, seen, scale, softcap, window, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr):
+def _masked_scores(q, k, position, seen, scale, window, HAS_WINDOW: tl.constexpr):
     """Scores of queries q [rows, D] and keys k [TILE, D] at `position` [TILE]; −∞ where a query does not see a key.
 
     `seen` [rows]: keys up to each query's own.
     """
     score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    if HAS_SOFTCAP:
-        score = softcap * (1 - 2 / (tl.exp(2 * score / softcap) + 1))
     is_seen = position[None, :] < seen[:, None]
     if HAS_WINDOW:
         is_seen = is_seen & (position[None, :] >= seen[:, None] - window)
@@ -70,11 +66,11 @@ def _write_part(
 
 @triton.jit
 def _attend_part(
-    query, key, value, table, segments, sinks, out, log_sums, sums, maxima, parts,
-    query_row, query_head, key_row, key_group, value_row, value_group, total, scale, softcap, window,
+    query, key, value, table, segments, out, log_sums, sums, maxima, parts,
+    query_row, query_head, key_row, key_group, value_row, value_group, total, scale, window,
     HEADS: tl.constexpr, HEAD_TILE: tl.constexpr, QUERIES: tl.constexpr, CHANNELS: tl.constexpr,
     CHANNEL_TILE: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr, TABLE_ROW: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, TABLE_ROW: tl.constexpr,
 ):  # fmt: skip
     """One part of the keys of one tile of queries. With one part it writes outputs [T, G·R, D] and log-sums [G·R, T],
     else softmax sums, maxima and weighted values of the part.
@@ -100,9 +96,7 @@ def _attend_part(
     place = query + token[:, None] * query_row + head[:, None] * query_head + channel[None, :]
     q = tl.load(place, mask=is_row[:, None] & is_channel[None, :], other=0.0)
     top = tl.full([QUERIES * HEAD_TILE], -float("inf"), tl.float32)
-    if HAS_SINKS:  # a key whose value is 0, in the first part
-        top = tl.where(part == 0, tl.load(sinks + head, mask=is_row, other=-float("inf")).to(tl.float32), top)
-    sum_ = tl.where(top == -float("inf"), 0.0, 1.0)
+    sum_ = tl.zeros([QUERIES * HEAD_TILE], tl.float32)
     weighted = tl.zeros([QUERIES * HEAD_TILE, CHANNEL_TILE], tl.float32)
     begin, end = _key_range(part, keys, queries, first_query, window, QUERIES, TILE, SPLIT, HAS_WINDOW)
     for start in range(begin, end, TILE):
@@ -111,7 +105,7 @@ def _attend_part(
         entry = (page * PAGE + position % PAGE)[:, None]
         is_read = (position < keys)[:, None] & is_channel[None, :]
         k = tl.load(key + entry * key_row + group * key_group + channel[None, :], mask=is_read, other=0.0)
-        score = _masked_scores(q, k, position, seen, scale, softcap, window, HAS_SOFTCAP, HAS_WINDOW)
+        score = _masked_scores(q, k, position, seen, scale, window, HAS_WINDOW)
         higher = tl.maximum(top, tl.max(score, 1))
         shift = tl.where(higher == -float("inf"), 0.0, higher)
         weight, factor = tl.exp(score - shift[:, None]), tl.exp(top - shift)
@@ -146,18 +140,9 @@ def _join_parts(
     tl.store(out + row * CHANNELS + channel, result.to(out.dtype.element_ty), mask=is_channel)
 
 
-class Scores(NamedTuple):
-    """How scores become weights."""
-
-    scale: float
-    softcap: float | None = None  # c of scores c · tanh(score / c)
-    sinks: Tensor | None = None  # [G·R], a score of one more key of each head, whose value is 0
-    window: int | None = None  # keys that a query sees, the last ones; None: all
-
-
 def _launch(
-    query, key, value, table, segments, count: int, scores: Scores, page: int, max_queries: int, split: int,
-    splits: int, table_row: int = 0,
+    query, key, value, table, segments, count: int, scale: float, window: int | None, page: int, max_queries: int,
+    split: int, splits: int, table_row: int = 0,
 ):  # fmt: skip
     """Runs `_attend_part`; returns (outputs [T, G·R, D], log-sums [G·R, T], sums, maxima, weighted values of parts).
 
@@ -173,14 +158,13 @@ def _launch(
     sums, maxima = query.new_empty(2, size, dtype=torch.float32)
     parts = query.new_empty(size, channels, dtype=torch.float32)
     _attend_part[count, groups, triton.cdiv(max_queries, queries) * splits](
-        query, key, value, table, segments, scores.sinks, out, log_sums, sums, maxima, parts,
+        query, key, value, table, segments, out, log_sums, sums, maxima, parts,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1), total,
-        scores.scale, scores.softcap or 1.0, scores.window or 0,
+        scale, window or 0,
         HEADS=each, HEAD_TILE=head_tile, QUERIES=queries, CHANNELS=channels,
         CHANNEL_TILE=max(MIN_ROWS, triton.next_power_of_2(channels)), PAGE=page, TILE=TILE_KEYS,
         SPLIT=split if splits > 1 else 2**30, SPLITS=splits, TABLE_ROW=table_row,
-        HAS_SOFTCAP=scores.softcap is not None, HAS_SINKS=scores.sinks is not None,
-        HAS_WINDOW=scores.window is not None,
+        HAS_WINDOW=window is not None,
     )  # fmt: skip
     return out, log_sums, sums, maxima, parts
 
@@ -192,8 +176,8 @@ def split_of(max_keys: int) -> int:
 
 @torch.library.custom_op("megarl::paged_decode", mutates_args=())
 def paged_decode(
-    query: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float, softcap: float | None = None,
-    sinks: Tensor | None = None, window: int | None = None, in_parts: bool = True,
+    query: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float, window: int | None = None,
+    in_parts: bool = True,
 ) -> Tensor:  # fmt: skip
     """Returns the attention [N, G, R, D] of one token of each request over its keys in the cache.
 
@@ -202,7 +186,8 @@ def paged_decode(
         cache: [blocks, block, G, 2, D] keys and values of a layer.
         table: [N, P] int32 blocks of each request.
         lengths: [N] int32 keys that each token sees, its own included; 0: the result is 0.
-        scale, softcap, sinks, window: as in `Scores`.
+        scale: factor of the scores.
+        window: keys that a query sees, the last ones; None: all.
         in_parts: divide the keys of long requests into parts; without, the bits are those of `packed_attention`.
     """
     count, groups, heads, channels = query.shape
@@ -210,10 +195,20 @@ def paged_decode(
     split = split_of(max_keys)
     splits = triton.cdiv(max_keys, split) if in_parts else 1
     key, value = cache.flatten(0, 1).unbind(2)
-    scores = Scores(scale, softcap, sinks, window)
-    flat = query.flatten(1, 2)
     out, _, *parts = _launch(
-        flat, key, value, table, lengths, count, scores, block, 1, split, splits, table_row=table.stride(0)
+        query.flatten(1, 2),
+        key,
+        value,
+        table,
+        lengths,
+        count,
+        scale,
+        window,
+        page=block,
+        max_queries=1,
+        split=split,
+        splits=splits,
+        table_row=table.stride(0),
     )
     if splits > 1:
         tile = triton.next_power_of_2(channels)
@@ -224,14 +219,14 @@ def paged_decode(
 
 
 @paged_decode.register_fake
-def _(query, cache, table, lengths, scale, softcap=None, sinks=None, window=None, in_parts=True):
+def _(query, cache, table, lengths, scale, window=None, in_parts=True):
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
 
 @torch.library.custom_op("megarl::packed_attention", mutates_args=())
 def packed_attention(
     query: Tensor, key: Tensor, value: Tensor, rows: Tensor, segments: Tensor, max_queries: int, scale: float,
-    softcap: float | None = None, sinks: Tensor | None = None, window: int | None = None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns the attention [T, H, D] of packed queries [T, H, D], and log-sums [H, T] of their softmaxes.
 
@@ -240,14 +235,16 @@ def packed_attention(
         rows: [Σ k] int32 rows of the keys of each segment, one segment after another.
         segments: [4, n] int32: first query, queries, keys, first of `rows`.
         max_queries: maximum queries of a segment.
-        scale, softcap, sinks, window: as in `Scores`.
+        scale, window: as of `paged_decode`.
     """
-    scores = Scores(scale, softcap, sinks, window)
-    out, log_sums, *_ = _launch(query, key, value, rows, segments, segments.shape[1], scores, 1, max_queries, 0, 1)
+    out, log_sums, *_ = _launch(
+        query, key, value, rows, segments, segments.shape[1], scale, window, page=1, max_queries=max_queries, split=0,
+        splits=1,
+    )  # fmt: skip
     return out, log_sums
 
 
 @packed_attention.register_fake
-def _(query, key, value, rows, segments, max_queries, scale, softcap=None, sinks=None, window=None):
+def _(query, key, value, rows, segments, max_queries, scale, window=None):
     log_sums = torch.empty(query.shape[1], query.shape[0], dtype=torch.float32, device=query.device)
     return torch.empty(query.shape, dtype=query.dtype, device=query.device), log_sums
