@@ -8,6 +8,9 @@ On CUDA `--moe-grouped-gemm` computes all experts of a layer in one grouped prod
 each has a product of its own. With expert parallelism, rows travel with their gates in one message.
 """
 
+import functools
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
@@ -107,55 +110,40 @@ def _sum_pairs(values: Tensor, order: Tensor, tokens: int) -> Tensor:
     return total
 
 
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    return x.index_select(0, index)
+
+
 def _rows_of_pairs(hidden: Tensor, tokens: Tensor, order: Tensor) -> Tensor:
     """Hidden states [T, H] -> [P, H] of each pair's token; `order` [P]: pairs by token."""
-    return _RowsOfPairs.apply(hidden, tokens, order) if torch.is_grad_enabled() else hidden.index_select(0, tokens)
+    return _apply(_take, tokens, functools.partial(_sum_pairs, tokens=len(hidden)), order, hidden)
 
 
 def _combine(values: Tensor, tokens: Tensor, order: Tensor, count: int) -> Tensor:
     """Values [P, H] of pairs -> [T, H]; the adjoint of `_rows_of_pairs`."""
-    if torch.is_grad_enabled():
-        return _Combine.apply(values, tokens, order, count)
-    return _sum_pairs(values, order, count)
+    return _apply(functools.partial(_sum_pairs, tokens=count), order, _take, tokens, values)
 
 
 def _permute(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     """Rows of x in another order; `inverse` is the one that restores it."""
-    return _Permute.apply(x, index, inverse) if torch.is_grad_enabled() else x.index_select(0, index)
+    return _apply(_take, index, _take, inverse, x)
 
 
-class _RowsOfPairs(torch.autograd.Function):
+def _apply(function: Callable, index: Tensor, adjoint: Callable, adjoint_index: Tensor, x: Tensor) -> Tensor:
+    """`function(x, index)`, linear in x; its gradient is `adjoint(gradient, adjoint_index)`."""
+    if torch.is_grad_enabled():
+        return _Linear.apply(x, function, index, adjoint, adjoint_index)
+    return function(x, index)
+
+
+class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, tokens, order):
-        ctx.save_for_backward(order)
-        ctx.count = len(hidden)
-        return hidden.index_select(0, tokens)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return _sum_pairs(grad, *ctx.saved_tensors, ctx.count), None, None
-
-
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, values, tokens, order, count):
-        ctx.save_for_backward(tokens)
-        return _sum_pairs(values, order, count)
+    def forward(ctx, x, function, index, adjoint, adjoint_index):
+        ctx.save_for_backward(adjoint_index)
+        ctx.adjoint = adjoint
+        return function(x, index)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return grad.index_select(0, *ctx.saved_tensors), None, None, None
-
-
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, index, inverse):
-        ctx.save_for_backward(inverse)
-        return x.index_select(0, index)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return grad.index_select(0, *ctx.saved_tensors), None, None
+        return ctx.adjoint(grad, *ctx.saved_tensors), None, None, None, None
