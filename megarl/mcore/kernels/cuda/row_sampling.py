@@ -6,21 +6,12 @@ deterministic run needs no cumulative sum of torch's, which is refused on CUDA.
 Shapes: n rows, V columns.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 TILE = 2048  # columns that a program reads at a time
-
-
-class RowSamples(NamedTuple):
-    """A token of each row, all [n]."""
-
-    tokens: Tensor  # int64
-    logprobs: Tensor  # fp32, over the whole vocabulary
 
 
 @triton.jit
@@ -94,21 +85,10 @@ def _sample_row(
 
 
 @torch.library.custom_op("megarl::sample_rows", mutates_args=())
-def _sample_rows(logits: Tensor, numbers: Tensor, temperature: float, columns: int, greedy: bool) -> list[Tensor]:
-    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    logprobs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    sizes = {"TILE": TILE, "GREEDY": greedy}
-    _sample_row[len(logits),](logits, numbers, tokens, logprobs, logits.stride(0), temperature, columns, **sizes)
-    return [tokens, logprobs]
-
-
-@_sample_rows.register_fake
-def _(logits, numbers, temperature, columns, greedy):
-    return [logits.new_empty(len(logits), dtype=torch.int64), logits.new_empty(len(logits), dtype=torch.float32)]
-
-
-def sample_rows(logits: Tensor, numbers: Tensor, temperature: float, columns: int, greedy: bool = False) -> RowSamples:
-    """Returns a token of each row and its log-probability.
+def sample_rows(
+    logits: Tensor, numbers: Tensor, temperature: float, columns: int, greedy: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Returns a token of each row [n] int64, and its log-probability [n] fp32 over the whole vocabulary.
 
     Args:
         logits: [n, ≥ V], each row contiguous.
@@ -117,7 +97,16 @@ def sample_rows(logits: Tensor, numbers: Tensor, temperature: float, columns: in
         columns: V; later columns are padding.
         greedy: take the largest logit, of equal ones the first.
     """
-    return RowSamples(*_sample_rows(logits, numbers, temperature, columns, greedy))
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    sizes = {"TILE": TILE, "GREEDY": greedy}
+    _sample_row[len(logits),](logits, numbers, tokens, logprobs, logits.stride(0), temperature, columns, **sizes)
+    return tokens, logprobs
+
+
+@sample_rows.register_fake
+def _(logits, numbers, temperature, columns, greedy=False):
+    return logits.new_empty(len(logits), dtype=torch.int64), logits.new_empty(len(logits), dtype=torch.float32)
 
 
 @torch.library.custom_op("megarl::row_logprobs", mutates_args=())

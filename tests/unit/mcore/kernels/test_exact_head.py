@@ -24,21 +24,20 @@ def scores(rank, temperature, softcap):
     hidden, weight = torch.randn(ROWS, HIDDEN, generator=generator), torch.randn(PADDED, HIDDEN, generator=generator)
     logits = exact_product()(hidden, weight)
     capped = logits if softcap is None else softcap_(logits, softcap)
-    drawn = sample_rows(capped, torch.rand(ROWS, dtype=torch.float64, generator=generator), temperature, VOCAB)
+    numbers = torch.rand(ROWS, dtype=torch.float64, generator=generator)
+    tokens, logprobs = sample_rows(capped, numbers, temperature, VOCAB)
     found = []
     for is_exact in (True, False):
         leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
-        out = head_scores(
-            *leaves, drawn.tokens, temperature, VOCAB, dist.group.WORLD, softcap=softcap, is_exact=is_exact
-        )
+        out = head_scores(*leaves, tokens, temperature, VOCAB, dist.group.WORLD, softcap=softcap, is_exact=is_exact)
         grads = torch.autograd.grad((out.logprobs.cos() + out.entropy + out.square_sum).sum(), leaves)
         found.append([x.detach() for x in (*out, *grads)])
     some = torch.tensor([5, 0, 2, 3])
     part = head_scores(
-        hidden, weight, drawn.tokens[some], temperature, VOCAB, dist.group.WORLD, indices=some, squares=False,
+        hidden, weight, tokens[some], temperature, VOCAB, dist.group.WORLD, indices=some, squares=False,
         softcap=softcap, is_exact=True,
     )  # fmt: skip
-    same = torch.equal(found[0][0], drawn.logprobs) and torch.equal(part.logprobs, drawn.logprobs[some])
+    same = torch.equal(found[0][0], logprobs) and torch.equal(part.logprobs, logprobs[some])
     return same, found
 
 
