@@ -50,6 +50,11 @@ class TensorLayout(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
 
+    @classmethod
+    def of(cls, tensor: Tensor, offset: int) -> "TensorLayout":
+        """That of a tensor if it began at this offset."""
+        return cls(dtype=tensor.dtype, offset=offset, shape=tensor.shape, stride=tensor.stride())
+
     def on(self, storage: torch.UntypedStorage) -> Tensor:
         """Returns the tensor with this layout on a storage."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
@@ -60,7 +65,7 @@ def lay_out(tensors: list[Tensor]) -> tuple[list[TensorLayout], int]:
     """Returns layouts of dense tensors packed one after another, and their total bytes."""
     layouts, end = [], 0
     for tensor in tensors:
-        layouts.append(TensorLayout(tensor.dtype, end // tensor.itemsize, tensor.shape, tensor.stride()))
+        layouts.append(TensorLayout.of(tensor, end // tensor.itemsize))
         end += math.ceil(tensor.nbytes / ALIGNMENT) * ALIGNMENT
     return layouts, end
 
@@ -69,7 +74,8 @@ class DeviceBlock:
     """A device storage that can leave the device. Without a host copy, it loses its contents when it leaves."""
 
     def __init__(self, storage: torch.UntypedStorage, host_copy: Tensor | None):
-        self.storage, self.host_copy, self.size = storage, host_copy, storage.nbytes()
+        self.storage, self.size = storage, storage.nbytes()
+        self.host_copy = host_copy
         self.is_present = True
         self.is_changed = host_copy is not None  # since the last copy to or from the host
 
@@ -90,8 +96,8 @@ class DeviceBlock:
     def leave(self):
         """Frees the device memory, after copying the contents to the host if they have changed since `arrive`."""
         if self.host_copy is not None and self.is_changed:
-            current, side, memory = torch.cuda.current_stream(), _side_stream(), self._bytes()
-            side.wait_stream(current)
+            side, memory = _side_stream(), self._bytes()
+            side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 self.host_copy.copy_(memory, non_blocking=True)
             if memory.is_cuda:
@@ -102,8 +108,7 @@ class DeviceBlock:
     def on_host(self, tensor: Tensor) -> Tensor:
         """Returns a tensor's view of the host copy, to be read and written while the block is on the host."""
         _side_stream().synchronize()
-        layout = TensorLayout(tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
-        return layout.on(self.host_copy.untyped_storage())
+        return TensorLayout.of(tensor, int(tensor.storage_offset())).on(self.host_copy.untyped_storage())
 
 
 class Arena(DeviceBlock):

@@ -99,9 +99,13 @@ def rows_here(parameter: torch.Tensor) -> RowsHere:
     """This rank's rows of a parameter, outside of forward and backward passes."""
     if not isinstance(parameter, DTensor):
         return RowsHere(parameter.detach(), range(len(parameter)))
+    return RowsHere(parameter.detach().to_local(), _local_range(parameter))
+
+
+def _local_range(parameter: DTensor) -> range:
     placed = parameter.shape, parameter.device_mesh, parameter.placements
     (height, *_), (first, *_) = compute_local_shape_and_global_offset(*placed)
-    return RowsHere(parameter.detach().to_local(), range(first, first + height))
+    return range(first, first + height)
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
@@ -138,22 +142,24 @@ def local_rows(state: dict) -> dict:
 
 def _rows(entry: ShardedTensor | ShardedTensorFactory) -> ShardedTensorFactory:
     whole = entry.data.detach()
-    (height, *_), (first, *_) = compute_local_shape_and_global_offset(whole.shape, whole.device_mesh, whole.placements)
+    here = _local_range(whole)
 
     def build(key: str, data: DTensor, *_) -> list[ShardedTensor]:
         local = data.to_local()
         meta = torch.empty(whole.shape, dtype=whole.dtype, device="meta")
-        tensors = [replace(entry, key=key, data=meta)] if isinstance(entry, ShardedTensor) else None
-        tensors = tensors or entry.build_fn(key, meta, entry.replica_id, entry.flattened_range)
+        if isinstance(entry, ShardedTensor):
+            tensors = [replace(entry, key=key, data=meta)]
+        else:
+            tensors = entry.build_fn(key, meta, entry.replica_id, entry.flattened_range)
         shards, start = [], 0
         for tensor in tensors:
-            shards += _overlap(tensor, start, local, first)
+            shards += _overlap(tensor, start, local, here.start)
             start += tensor.local_shape[0]
         return shards or [_placeholder(tensors[0], local)]
 
     def merge(shards: list[torch.Tensor]) -> DTensor:
         rows = [data.reshape(-1, *whole.shape[1:]) for data in shards]
-        local = torch.cat(rows)[:height]  # drops a placeholder row
+        local = torch.cat(rows)[: len(here)]  # drops a placeholder row
         layout = {"shape": whole.shape, "stride": whole.stride()}
         return DTensor.from_local(local, whole.device_mesh, whole.placements, run_check=False, **layout)
 
