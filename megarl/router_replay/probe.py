@@ -20,9 +20,10 @@ def logprob_gaps(trainable_model, batch: Batch, forward) -> dict[str, float]:
 
     `trainable_model` is the actor's `TrainableModel`. Resets the statistics of its routers.
     """
-    table, positions, gaps = trainable_model.router_state.replayed_routes, mb.positions_of(batch, probed_ids()), {}
+    state, positions = trainable_model.router_state, mb.positions_of(batch, probed_ids())
+    table, gaps = state.replayed_routes, {}
     for name, routes in (("replayed", table), ("live", None)):
-        trainable_model.router_state.replayed_routes = routes
+        state.replayed_routes = routes
         results = trainable_model.forward_only(trainable_model.microbatches(batch, positions), forward)
         scored = dataclasses.replace(batch)
         mb.write_back(scored, "logprobs", [(scores.logprobs, at) for scores, at in results])
@@ -32,6 +33,6 @@ def logprob_gaps(trainable_model, batch: Batch, forward) -> dict[str, float]:
             torch.stack([gap.sum(), probed.response_mask.sum().double()])
         )
         gaps[f"router/gap_{name}"] = float(total / count.clamp(min=1))
-    trainable_model.router_state.begin_step()
-    trainable_model.router_state.replayed_routes = table
+    state.begin_step()
+    state.replayed_routes = table
     return gaps

@@ -50,7 +50,8 @@ class RoutingReplay:
             self._send_routes(step_batch, role)
 
     def _send_routes(self, step_batch: StepBatch, role: str):
-        batch, wanted, state = step_batch[role], None, self._router_states.get(role)
+        batch, state = step_batch[role], self._router_states.get(role)
+        wanted = None
         with step_batch.exchange_phase(ROLLOUT, role):
             if state is not None:
                 passes = self._actor_passes(step_batch) if role == ACTOR else [torch.arange(len(batch))]

@@ -89,7 +89,8 @@ class RouteExchange:
         Raises:
             RuntimeError: a replica of the rollout lacks a layer that a role has.
         """
-        self.mesh, self.topk, self.experts = mesh, topk, experts
+        self.mesh = mesh
+        self.topk, self.experts = topk, experts
         self.bytes_received = 0  # of routes from other ranks, in all calls
         self._holders = holders = LayerHolders(mesh, layers)
         self._receivers, self._senders = {}, {}
@@ -190,9 +191,9 @@ class RouteExchange:
         tokens = expand_ranges(source.cu_seqlens[sequence] + wanted.starts, wanted.counts)
         bounds = torch.tensor([0, *accumulate(counts)], device=runs.device)
         token_counts = pad(wanted.counts.cumsum(0), (1, 0))[bounds].diff().tolist()
-        held, receivers, routes = self._holders.layers(ROLLOUT, self.mesh.rank), self._receivers[destination], []
+        held, routes = self._holders.layers(ROLLOUT, self.mesh.rank), []
         for rank, rows in zip(ranks, tokens.split(token_counts), strict=True):
-            columns = [held.index(layer) for layer in receivers.get(rank, ())]
+            columns = [held.index(layer) for layer in self._receivers[destination].get(rank, ())]
             routes.append(source.routes[rows[:, None], columns].flatten() if len(rows) else empty)
         return routes
 

@@ -78,7 +78,12 @@ class RouteRequest(NamedTuple):
         first, stop = (edges == 1).nonzero().flatten(), (edges == -1).nonzero().flatten()
         sequence = torch.searchsorted(batch.cu_seqlens, first, right=True) - 1
         offsets = batch.cu_seqlens[sequence]
-        runs = TokenRuns(batch.sequence_ids[sequence], first - offsets, stop - offsets, batch.lengths[sequence])
+        runs = TokenRuns(
+            sequence_ids=batch.sequence_ids[sequence],
+            starts=first - offsets,
+            stops=stop - offsets,
+            lengths=batch.lengths[sequence],
+        )
         dp_assignment = dp_assignment.to(wanted.device)
         _check_request(f"{role}: routes of MoE layers {list(layers)}", runs, len(dp_assignment))
         dp_ranks, order = dp_assignment[runs.sequence_ids].sort(stable=True)

@@ -24,9 +24,13 @@ class RoutingStatistics:
     def empty(cls, layers: int, experts: int, losses: list[str], device) -> "RoutingStatistics":
         """All zeros. `losses` has the same names on all ranks, also on those without an MoE layer."""
         routed, replayed, differs = (torch.zeros(layers, dtype=torch.int64, device=device) for _ in range(3))
-        load = torch.zeros(layers, experts, dtype=torch.int64, device=device)
-        zeros = {name: torch.zeros((), dtype=torch.float64, device=device) for name in losses}
-        return cls(load, routed, replayed, differs, zeros)
+        return cls(
+            load=torch.zeros(layers, experts, dtype=torch.int64, device=device),
+            routed=routed,
+            replayed=replayed,
+            differs=differs,
+            losses={name: torch.zeros((), dtype=torch.float64, device=device) for name in losses},
+        )
 
     def add(self, routings: list[Routing]):
         """Adds the micro-batches of one pass."""
@@ -52,7 +56,9 @@ class RoutingStatistics:
             dist.all_reduce(total, group=group)
             losses = dict(zip(self.losses, total, strict=True))
         routed, replayed, differs = counts[:, -3:].unbind(1)
-        return RoutingStatistics(counts[:, :-3], routed, replayed, differs, losses, self.passes)
+        return RoutingStatistics(
+            load=counts[:, :-3], routed=routed, replayed=replayed, differs=differs, losses=losses, passes=self.passes
+        )
 
 
 def load_imbalance(load: Tensor) -> Tensor:
