@@ -46,10 +46,10 @@ class AllHeadsRMSNorm(torch.nn.Module):
     def __init__(self, config, heads: int, channels: int, group):
         """`heads`: of this rank; `group`: the tensor-parallel group."""
         super().__init__()
-        self.eps, self.group, self._is_by_rows = config.layernorm_epsilon, group, is_exact(config)
-        self.weight = torch.nn.Parameter(
-            torch.ones(heads * channels, dtype=config.params_dtype, device=device.device())
-        )
+        self.eps, self.group = config.layernorm_epsilon, group
+        self._is_by_rows = is_exact(config)
+        ones = torch.ones(heads * channels, dtype=config.params_dtype, device=device.device())
+        self.weight = torch.nn.Parameter(ones)
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -61,7 +61,8 @@ class _GroupedSwiGLU(torch.autograd.Function):
     def backward(ctx, grad):
         counts, (x, gates, *rest) = ctx.counts, ctx.saved_tensors
         experts, columns = len(counts), gates.unsqueeze(1).split(counts)
-        first, second, both = rest[:experts], rest[experts : 2 * experts], rest[2 * experts :]
+        first, second = rest[:experts], rest[experts : 2 * experts]
+        both = rest[2 * experts :]
         pieces = zip(grad.split(counts), x.split(counts), columns, first, second, both, strict=True)
         is_needed = ctx.needs_input_grad[4], ctx.needs_input_grad[-1]
         grad_x, grad_gates, *grads = zip(*(_backward(*piece, *is_needed) for piece in pieces), strict=True)

@@ -184,7 +184,8 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x, weight, bias, group, sums_input_gradient, sequence_parallel, product):
         """Under sequence parallelism x is this rank's [T/t, …]; backward gathers it again instead of saving it."""
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.group, ctx.sums_input_gradient, ctx.sequence_parallel = group, sums_input_gradient, sequence_parallel
+        ctx.group = group
+        ctx.sums_input_gradient, ctx.sequence_parallel = sums_input_gradient, sequence_parallel
         return product(gather_tokens(x, group) if sequence_parallel else x, weight, bias)
 
     @staticmethod
@@ -192,7 +193,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad):
         """Overlaps the collective of the input gradient with the weight gradient."""
         x, weight = ctx.saved_tensors
-        grad_x, grad_weight, grad_bias, handle = None, None, None, None
+        grad_x = grad_weight = grad_bias = handle = None
         if ctx.needs_input_grad[0]:
             grad_x = full = input_gradient(grad, weight)
             if ctx.sequence_parallel:

@@ -179,7 +179,9 @@ class _HeadScores(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         first = dist.get_rank(group) * len(weight)
         product = linear.product_with(weight, is_exact)
-        head = Head(hidden, weight, targets, indices, temperature, first, vocab_size, softcap, is_exact, product)
+        options = {"temperature": temperature, "first": first, "vocab_size": vocab_size, "softcap": softcap}
+        options["is_exact"] = is_exact
+        head = Head(hidden=hidden, weight=weight, targets=targets, indices=indices, product=product, **options)
         count, dtype = len(targets), _at_least_fp32(hidden)
         results = [hidden.new_empty(count, dtype=dtype) for _ in range(4 + squares)]
         needs_grad, kept = any(ctx.needs_input_grad[:2]), None
@@ -192,7 +194,7 @@ class _HeadScores(torch.autograd.Function):
         top, total, logprobs, entropy, *square_sum = results
         square_sum = square_sum[0] if squares else None
         ctx.save_for_backward(hidden, weight, targets, indices, kept, top, total, entropy, square_sum)
-        ctx.rest = head[4:-1]
+        ctx.options = options
         return logprobs, entropy, square_sum
 
     @staticmethod
@@ -202,10 +204,9 @@ class _HeadScores(torch.autograd.Function):
 
         The caller sums the gradients of hidden states over the ranks, once for all chunks.
         """
-        *inputs, kept, top, total, entropy, square_sum = ctx.saved_tensors
-        is_exact = ctx.rest[-1]
-        head = Head(*inputs, *ctx.rest, linear.product_with(inputs[1], is_exact) if kept is None else None)
-        hidden, weight = head.hidden, head.weight
+        hidden, weight, targets, indices, kept, top, total, entropy, square_sum = ctx.saved_tensors
+        product = linear.product_with(weight, ctx.options["is_exact"]) if kept is None else None
+        head = Head(hidden=hidden, weight=weight, targets=targets, indices=indices, product=product, **ctx.options)
         allocate = torch.empty_like if head.indices is None else torch.zeros_like
         grad_hidden = allocate(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = weight.new_zeros(weight.shape, dtype=_at_least_fp32(weight)) if ctx.needs_input_grad[1] else None
