@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-GRAIN = 32768  # least elements per thread in torch's element-wise operations
+GRAIN = 32768  # minimum elements per thread in torch's element-wise operations
 
 
 def silu(x: Tensor) -> Tensor:

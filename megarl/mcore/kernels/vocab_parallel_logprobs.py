@@ -24,7 +24,7 @@ PADDED_LOGIT = -1e30  # logit of a padded column; finite, because 0 · −∞ in
 # keep matrix products efficient and memory bounded.
 CHUNKS = 16
 MIN_CHUNK, MAX_CHUNK = 2**20, 2**26
-MAX_KEPT = 2**25  # most elements of logits [n, V/tp] that a micro-batch keeps for backward: 128 MiB
+MAX_KEPT = 2**25  # elements of logits [n, V/tp] that a micro-batch keeps for backward: 128 MiB
 
 
 class HeadScores(NamedTuple):

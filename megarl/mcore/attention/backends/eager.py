@@ -18,7 +18,7 @@ from megarl.mcore.kernels.batch_invariance import MIN_ROWS, VECTOR
 from megarl.mcore.kernels.silu import by_whole_rows
 
 plan_attention, plan_cache_reads = sdpa.plan_attention, sdpa.plan_cache_reads
-SCORES = 2**24  # most scores [n, H, Q, K] that exist at a time, if n > 1
+MAX_SCORES = 2**24  # scores [n, H, Q, K] that exist at a time, if n > 1
 
 
 def _in_vectors(function, column: Tensor) -> Tensor:
@@ -49,9 +49,9 @@ def _weights(query: Tensor, key: Tensor, mask: Tensor, scale: float, softcap: fl
 
 
 def _chunks(query: Tensor, key: Tensor) -> list[slice]:
-    """Splits n segments so that each part has at most `SCORES` scores."""
+    """Splits n segments so that each part has at most `MAX_SCORES` scores."""
     each = query.shape[1] * query.shape[2] * key.shape[2]
-    step = max(1, SCORES // each)
+    step = max(1, MAX_SCORES // each)
     return [slice(i, i + step) for i in range(0, len(query), step)]
 
 

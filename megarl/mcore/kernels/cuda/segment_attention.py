@@ -17,7 +17,7 @@ from torch import Tensor
 SPLIT_KEYS = 512  # keys of a part, at least
 MAX_SPLITS = 64  # parts; what they are added up from would take too much memory otherwise
 TILE_KEYS = 64  # keys that a program reads at a time
-MIN_ROWS = 16  # least rows of a matrix product (tl.dot)
+MIN_ROWS = 16  # minimum rows of a matrix product (tl.dot)
 
 
 @triton.jit

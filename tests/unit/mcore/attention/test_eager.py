@@ -15,11 +15,11 @@ SINKS = torch.tensor([0.7, -1.5, 0.0, 2.0])
 KINDS = {"softcap": (0.4, None), "sinks": (None, SINKS), "both": (0.4, SINKS), "neither": (None, None)}
 
 
-@pytest.mark.parametrize("scores", [1, eager.SCORES])
+@pytest.mark.parametrize("scores", [1, eager.MAX_SCORES])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lengths, window", [([33, 2, 16, 17], None), ([3, 12, 1, 40], 5)], ids=str)
 def test_output_and_gradients_equal_those_of_each_sequence_alone(lengths, window, kind, scores, monkeypatch):
-    monkeypatch.setattr(eager, "SCORES", scores)
+    monkeypatch.setattr(eager, "MAX_SCORES", scores)
     softcap, sinks = KINDS[kind]
     inputs = [random_heads(sum(lengths), h, torch.float64, i).requires_grad_() for i, h in enumerate((4, 2, 2))]
     sinks = None if sinks is None else sinks.double().requires_grad_()
