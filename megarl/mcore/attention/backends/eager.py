@@ -6,6 +6,7 @@ Sums over keys run as matrix products and softmax rows of whole vectors, so a to
 Shapes: n segments of Q queries and K keys, H query heads, G key/value groups of R heads each, D channels per head.
 """
 
+import functools
 import math
 
 import torch
@@ -129,12 +130,8 @@ def packed_attention(
     softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As that of `sdpa`, with `softcap` and the `sinks` [H] of this rank's heads."""
-
-    def attended(batch: SegmentBatch) -> Tensor:
-        keys, values = sdpa.gather_rows(key, batch.keys), sdpa.gather_rows(value, batch.keys)
-        return attend_segments(query, keys, values, batch, scale, softcap, sinks)
-
-    return torch.cat([attended(batch) for batch in segments.batches])[segments.restore]
+    attend = functools.partial(attend_segments, softcap=softcap, sinks=sinks)
+    return sdpa.packed_attention(query, key, value, segments, scale, attend)
 
 
 class EagerPagedAttention(sdpa.PagedAttention):

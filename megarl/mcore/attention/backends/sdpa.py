@@ -8,7 +8,7 @@ Shapes: N requests, T tokens, H query heads, G key/value groups of R query heads
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -70,15 +70,18 @@ def attend_segments(query: Tensor, key: Tensor, value: Tensor, segments: Segment
     return out.transpose(1, 2).flatten(0, 1)[segments.real_queries]
 
 
-def packed_attention(query: Tensor, key: Tensor, value: Tensor, segments: SegmentPlan, scale: float | None) -> Tensor:
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, segments: SegmentPlan, scale: float | None,
+    attend: Callable = attend_segments,
+) -> Tensor:  # fmt: skip
     """Causal attention of a packed micro-batch: query [T, H, D] of this rank, key and value [T', G, D] of the whole
-    stream -> [T, H, D]."""
+    stream -> [T, H, D]. `attend`: the kernel, with the arguments of `attend_segments`."""
 
-    def attend(batch: SegmentBatch) -> Tensor:
+    def attended(batch: SegmentBatch) -> Tensor:
         keys, values = gather_rows(key, batch.keys), gather_rows(value, batch.keys)
-        return attend_segments(query, keys, values, batch, scale)
+        return attend(query, keys, values, batch, scale)
 
-    return torch.cat([attend(batch) for batch in segments.batches])[segments.restore]
+    return torch.cat([attended(batch) for batch in segments.batches])[segments.restore]
 
 
 def plan_cache_reads(
