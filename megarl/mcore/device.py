@@ -115,10 +115,6 @@ def _no_op():
     return lambda *_, **__: None
 
 
-def _set_cpu_rng_state(state, *_):
-    torch.set_rng_state(state)
-
-
 def _on_cpu(factory):
     """Wraps a factory function so that device "cuda" means the CPU and `pin_memory` is ignored."""
 
@@ -190,7 +186,7 @@ def cuda_functions() -> dict:
         "get_device_capability": lambda *_: (0, 0),
         "get_device_properties": lambda *_: types.SimpleNamespace(name="cpu", major=0, minor=0, total_memory=0),
         "get_rng_state": lambda *_: torch.get_rng_state(),
-        "set_rng_state": _set_cpu_rng_state,
+        "set_rng_state": lambda state, *_: torch.set_rng_state(state),
         "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
         "Event": CpuEvent,
         "Stream": CpuStream,

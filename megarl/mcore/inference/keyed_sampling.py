@@ -92,7 +92,13 @@ class KeyedSampling(Sampling):
             tokens, self._log_probs = self._sample_rows(logits, numbers.to(logits.device), settings)
             return tokens
         if native.supports(logits) and not settings.is_restricted:
-            return self._sample_natively(logits.contiguous(), numbers, settings)
+            # One pass, whose log-probs are those of training, which uses the same kernel for the sums of the softmax.
+            numbers = numbers[:0] if settings.greedy else numbers
+            tokens, chosen, totals = native.ops.sample(
+                logits.contiguous(), settings.temperature, self.vocab_size, self.tensor_ranks, numbers
+            )
+            self._log_probs = chosen - totals.sum(-1).log()
+            return tokens
         self._policy = GatheredPolicy(logits, settings.temperature, self.vocab_size, self.tensor_ranks)
         self._log_probs = None
         sample = sample_tokens_by_integers if logits.device.type == "cuda" else sample_tokens
@@ -117,18 +123,6 @@ class KeyedSampling(Sampling):
             chosen = self._sample(logits[place], numbers[rows], settings)
             tokens[place], log_probs[place] = chosen, self.log_probs(chosen)
         self._log_probs = log_probs
-        return tokens
-
-    def _sample_natively(self, logits: Tensor, numbers: Tensor, settings: SamplingSettings) -> Tensor:
-        """Returns tokens [n] of logits [n, V], sampled by the compiled kernel in one pass; keeps their log-probs.
-
-        These equal those of training, which uses the same kernel for the sums of the softmax.
-        """
-        numbers = numbers[:0] if settings.greedy else numbers
-        tokens, chosen, totals = native.ops.sample(
-            logits, settings.temperature, self.vocab_size, self.tensor_ranks, numbers
-        )
-        self._log_probs = chosen - totals.sum(-1).log()
         return tokens
 
     def _keep_top_logprobs(self, logits: Tensor, request_ids: list[int], positions: list[int]):

@@ -107,7 +107,11 @@ class SpeculativeEngine(DecodeLoopEngine):
         n, rows = c.total_request_count, self.drafter.rows_of(ids)
 
         def tail(i: int, size: int) -> Sequence[int]:
-            return _tail(self.get_request(int(ids[i])), size)
+            request = self.get_request(int(ids[i]))
+            generated = request.generated_tokens
+            if size > len(generated):  # an evicted request's response so far was added to its prompt
+                generated = [*request.prompt_tokens.tolist(), *generated]
+            return generated[len(generated) - size :]
 
         self.drafter.catch_up(rows, lengths, c.token_to_input_ids[:n].numpy(), tail)
         # A request ends at its output length: the last row that may be used draws the token that reaches it.
@@ -166,14 +170,6 @@ class SpeculativeEngine(DecodeLoopEngine):
             logprobs.append(sampling.log_probs(tokens).cpu())
         c.draft_rows = rows
         return torch.cat(drawn), torch.cat(logprobs)
-
-
-def _tail(request, size: int) -> Sequence[int]:
-    """The last tokens of a request's sequence; the response so far of an evicted request was added to its prompt."""
-    generated = request.generated_tokens
-    if size > len(generated):
-        generated = [*request.prompt_tokens.tolist(), *generated]
-    return generated[len(generated) - size :]
 
 
 def parameters_of_a_token(model) -> int:
