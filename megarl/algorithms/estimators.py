@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megarl.algorithms.advantages import gae
 from megarl.algorithms.group_advantages import centred, grpo, opo, rloo
-from megarl.algorithms.packed import spread
+from megarl.algorithms.packed import broadcast_to_tokens
 from megarl.algorithms.returns import discounted_to_go
 from megarl.algorithms.statistics import local_moments, whiten
 from megarl.algorithms.turn_credit import on_turns, returns_to_go, turn_rloo, turn_sums
@@ -119,7 +119,7 @@ def remax_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
     """A_t = Σ_{k ≥ t} r_k − R(greedy response to the prompt): ReMax (arXiv 2310.10505)."""
     where = step.response_mask, step.cu_seqlens
     to_go = discounted_to_go(step.token_rewards.double(), *where, 1.0)
-    return _finished(step, options, to_go - spread(step.baselines[step.sequence_ids].double(), *where))
+    return _finished(step, options, to_go - broadcast_to_tokens(step.baselines[step.sequence_ids].double(), *where))
 
 
 ESTIMATORS: dict[str, Estimator] = {
@@ -172,7 +172,7 @@ def estimator_of(function: Callable[[StepData, AdvantageOptions], Advantages]) -
 
 def _on_tokens(step: StepData, options: AdvantageOptions, advantages: Tensor) -> Advantages:
     """Spread one advantage per response of the step [S] to the response tokens of this rank's sequences."""
-    return _finished(step, options, spread(advantages[step.sequence_ids], step.response_mask, step.cu_seqlens))
+    return _finished(step, options, broadcast_to_tokens(advantages[step.sequence_ids], step.response_mask, step.cu_seqlens))
 
 
 def _of_turns(step: StepData, max_turns: int) -> Tensor:

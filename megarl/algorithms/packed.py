@@ -85,7 +85,7 @@ def response_tokens(response_mask: Tensor, cu_seqlens: Tensor) -> ResponseTokens
     return ResponseTokens(positions, sequences, ranks, counts)
 
 
-def spread(values: Tensor, response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+def broadcast_to_tokens(values: Tensor, response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """[N] -> [T]: each sequence's value on each of its response tokens, 0 outside the mask. Differentiable.
 
     Raises:
