@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 ENSEMBLES = ("mean", "min")  # ways to combine the scores of several models
-SMALLEST = 1e-8  # lower bound of the deviation in `normalize`
+MIN_DEVIATION = 1e-8  # lower bound of the deviation in `normalize`
 
 
 class RunningMoments:
@@ -31,7 +31,7 @@ class RunningMoments:
 
     def normalize(self, values: Tensor) -> Tensor:
         """(values − mean) / deviation, in fp64."""
-        return (values.double() - self.mean) / max(self.deviation, SMALLEST)
+        return (values.double() - self.mean) / max(self.deviation, MIN_DEVIATION)
 
     def state_dict(self) -> dict[str, float]:
         """State for a checkpoint; JSON preserves each number to the last bit."""

@@ -266,18 +266,18 @@ def split_into_microbatches(
         sequences_per_example: adjacent sequences that share a micro-batch, as in `bin_pack`.
         prompts: of all sequences of `batch`; each prompt is computed once in a micro-batch.
     """
-    on_device, positions = batch.lengths.device, positions.cpu()
+    positions = positions.cpu()
     lengths = batch.lengths.cpu()[positions]
     prefixes = None if prompts is None else PromptPrefixes(*(column[positions] for column in prompts))
     bins = bin_pack(lengths, cap, hidden, 1, sequences_per_example, prefixes)
-    largest = torch.tensor([max(len(bins), 1)], device=on_device)
+    largest = torch.tensor([max(len(bins), 1)], device=batch.lengths.device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=dp_group)
     count = -(-int(largest) // multiple) * multiple
     if count > len(bins):
         bins = bin_pack(lengths, cap, hidden, count, sequences_per_example, prefixes)
     microbatches = build_microbatches(batch, [positions[members] for members in bins], prompts)
-    blank = (blank_sequences(batch.present(), on_device, sequences_per_example), positions[:0].to(on_device))
-    return microbatches + [blank] * (count - len(microbatches))
+    blank = blank_sequences(batch.present(), batch.lengths.device, sequences_per_example)
+    return microbatches + [(blank, batch.lengths.new_zeros(0))] * (count - len(microbatches))
 
 
 def role_microbatches(

@@ -122,7 +122,7 @@ class Actor:
     def _run_epochs(self, step_batch: StepBatch, kl_coefficient: float):
         with self.timers.phase(self.name, "update"):
             batch, results, on_policy = step_batch[self.name], [], self._updates_on_policy(step_batch)
-            with self.trainable_model.on_device_for_updates():
+            with self.trainable_model.present_for_updates():
                 for epoch in range(self.settings.ppo_epochs):
                     for ids in mb.minibatches_of_step(self.settings, step_batch.count, step_batch.step, epoch):
                         results.append(self._update(batch, mb.positions_of(batch, ids), kl_coefficient, on_policy))

@@ -62,7 +62,7 @@ class Critic:
             moments = explained_variance_moments(batch.values, batch.returns, batch.response_mask)
             self.metrics = {"critic/explained_variance": explained_variance(self.role_groups.dp_all_reduce(moments))}
             results = []
-            with self.trainable_model.on_device_for_updates():
+            with self.trainable_model.present_for_updates():
                 for epoch in range(self.settings.ppo_epochs):
                     for ids in mb.minibatches_of_step(self.settings, step_batch.count, step_batch.step, epoch):
                         results.append(self._update(batch, mb.positions_of(batch, ids)))

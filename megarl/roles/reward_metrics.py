@@ -12,8 +12,8 @@ from megarl.mcore import device
 from megarl.rewards.expression import UNVERIFIED, Term
 
 WINDOW = 1000  # samples
-LEAST_FAILURES = 50  # of one verifier, that can end a run: fewer are chance, or one prompt's fault
-LEAST_SAMPLES = 8  # of which none could be scored: then the verifier itself is broken
+MIN_FAILURES = 50  # of one verifier, that can end a run: fewer are chance, or one prompt's fault
+MIN_SAMPLES = 8  # of which none could be scored: then the verifier itself is broken
 
 
 class FailureWindow:
@@ -39,9 +39,9 @@ class FailureWindow:
 
     def exceeded(self, name: str) -> bool:
         """Whether the verifier `name` has failed too often, or always."""
-        failed, least = self.failed[name], LEAST_FAILURES if self.allowed else 1
-        is_broken = failed == self.samples >= LEAST_SAMPLES
-        return failed > self.allowed * self.samples and (failed >= least or is_broken)
+        failed, min_failures = self.failed[name], MIN_FAILURES if self.allowed else 1
+        is_broken = failed == self.samples >= MIN_SAMPLES
+        return failed > self.allowed * self.samples and (failed >= min_failures or is_broken)
 
 
 class RewardStatistics:

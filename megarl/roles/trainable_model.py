@@ -114,7 +114,7 @@ class TrainableModel:
         with self.offload.present("weights"), adapter.folded_weights(self.model):
             export_weights(weight_map, self.model, self.role_groups.pg_collection, folder)
 
-    def on_device_for_updates(self):
+    def present_for_updates(self):
         """Context for a step's updates: keeps offloaded weights and gradients on the device in between."""
         return self.offload.present("weights", "gradients", changed=True)
 
@@ -132,7 +132,7 @@ class TrainableModel:
         Returns:
             Results of the micro-batches, whether the update was applied, and the gradient norm.
         """
-        with self.on_device_for_updates():
+        with self.present_for_updates():
             for chunk in self.wrapped:
                 chunk.zero_grad_buffer()
             self.router_state.set_token_counts(microbatches)

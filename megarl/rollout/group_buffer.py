@@ -50,9 +50,9 @@ class GroupBuffer:
         self.groups += int(keep.sum())
         if batch is None:
             return
-        on_device = batch.sequence_ids.device
-        kept = batch.select(is_kept.to(on_device)[batch.sequence_ids].nonzero().flatten())
-        kept.sequence_ids = new_ids.to(on_device)[kept.sequence_ids]
+        ids = batch.sequence_ids
+        kept = batch.select(is_kept.to(ids.device)[ids].nonzero().flatten())
+        kept.sequence_ids = new_ids.to(ids.device)[kept.sequence_ids]
         self.batch = kept if self.batch is None else concatenate([self.batch, kept])
 
     def to_bytes(self) -> bytes | None:

@@ -67,7 +67,7 @@ def make_requests(count=PROMPTS):
 
 
 def run_episodes(
-    rank, flags="", shape="llama", order=None, limits=(4, 6, 32), most=64, routes=False, failing=frozenset(),
+    rank, flags="", shape="llama", order=None, limits=(4, 6, 32), max_open=64, routes=False, failing=frozenset(),
     **engine_settings,
 ):  # fmt: skip
     """(episodes by number, client, gap to the training forward) of a round on this world's actor.
@@ -87,7 +87,7 @@ def run_episodes(
         return Episode(number, request, line=number, limits=EpisodeLimits(*limits))
 
     mine = make_requests()[groups.dp_rank :: len(groups.replicas)]
-    source = EpisodeSource(RequestList(mine), begin, client, groups, most)
+    source = EpisodeSource(RequestList(mine), begin, client, groups, max_open)
     for number, completion in engine.stream(source, END, settings_of(), routes):
         source.turn_ended(number, completion)
     is_whole = "pipeline" not in flags  # a pipeline stage has no scores of its own

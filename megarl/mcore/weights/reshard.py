@@ -26,7 +26,7 @@ from megarl.mcore.weights.reshard_plan import (
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 ELEMENTS_AT_ONCE = 2**18  # per chunk of a checksum: its 64-bit temporaries fit into a cache, twenty times faster
-LARGE = 2**16  # minimum bytes of a box that gets its own message
+LARGE_BYTES = 2**16  # minimum bytes of a box that gets its own message
 NAMED = 5  # maximum keys in an error message
 
 
@@ -183,8 +183,8 @@ class WeightTransfer:
 def _messages(peer: int, bucket: list[ShardCopy], dtype: torch.dtype) -> list[_Message]:
     """Returns the messages of a bucket: one for each large copy, and one for all small ones."""
     sizes = {copy: math.prod(copy.shape) for copy in bucket}
-    small = [copy for copy in bucket if sizes[copy] * dtype.itemsize < LARGE]
-    large = [_Message(peer, [copy], sizes[copy]) for copy in bucket if sizes[copy] * dtype.itemsize >= LARGE]
+    small = [copy for copy in bucket if sizes[copy] * dtype.itemsize < LARGE_BYTES]
+    large = [_Message(peer, [copy], sizes[copy]) for copy in bucket if sizes[copy] * dtype.itemsize >= LARGE_BYTES]
     return large + ([_Message(peer, small, sum(map(sizes.get, small)))] if small else [])
 
 

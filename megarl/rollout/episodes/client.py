@@ -16,20 +16,20 @@ class EnvironmentClient:
     """Starts environments, sends them turns, and makes `EpisodeNews` of their answers."""
 
     def __init__(
-        self, options: PoolOptions, turn_tokens: TurnTokens, limits: EpisodeLimits, longest_prompt: int,
+        self, options: PoolOptions, turn_tokens: TurnTokens, limits: EpisodeLimits, max_prompt_length: int,
         journal: Path | None, replica: int, replicas: int,
     ):  # fmt: skip
         """
         Args:
             turn_tokens: texts to tokens and back.
-            longest_prompt: tokens that a prompt may have with the tools and what `reset` adds.
+            max_prompt_length: tokens that a prompt may have with the tools and what `reset` adds.
             journal: folder of the replicas' journals; None: nothing is kept.
             replica, replicas: number of this replica, and how many there are.
         """
         self.journal = None if journal is None else Journal(journal, replica, replicas)
         self.pool = EnvironmentPool(options, self.journal)
         self.statistics = EpisodeStatistics()
-        self._turn_tokens, self._limits, self._longest_prompt = turn_tokens, limits, longest_prompt
+        self._turn_tokens, self._limits, self._max_prompt_length = turn_tokens, limits, max_prompt_length
         self._prompts: dict[int, tuple[Prompt, list[int]]] = {}  # of running episodes: the line and its tokens
         self._came: list[Event] = []  # while nothing could be generated
 
@@ -84,10 +84,10 @@ class EnvironmentClient:
         if event.tools or event.observation.messages:
             messages = [*prompt.conversation, *event.observation.messages]
             tokens = self._turn_tokens.first_prompt(messages, event.tools or None)
-        if len(tokens) > self._longest_prompt:
+        if len(tokens) > self._max_prompt_length:
             raise ValueError(
                 f"the prompt has {len(tokens)} tokens with the tools and the first observation; --max-prompt-length "
-                f"allows {self._longest_prompt}"
+                f"allows {self._max_prompt_length}"
             )
         return tokens
 

@@ -63,7 +63,7 @@ class EpisodeRunner:
 
     def run(
         self, engine: RolloutEngine, source: RequestSource, requests: RoundRequests, prompts: PromptSet,
-        sampling: SamplingSettings, records_routes: bool, most: int | None, is_training: bool,
+        sampling: SamplingSettings, records_routes: bool, max_open: int | None, is_training: bool,
     ) -> Batch:  # fmt: skip
         """Runs this replica's episodes to their ends; returns them as a batch. A collective of the replica.
 
@@ -71,7 +71,7 @@ class EpisodeRunner:
             source: of the requests for first turns, numbered by sequence id.
             prompts: the set whose lines the requests name.
             records_routes: completions have the experts of their tokens.
-            most: episodes that may be open at a time; None: twice as many as the engine holds, so that it has work
+            max_open: episodes that may be open at a time; None: twice as many as the engine holds, so that it has work
                 while environments answer.
             is_training: journal the answers, and count them in the step's metrics.
 
@@ -80,9 +80,9 @@ class EpisodeRunner:
         """
         start = time.perf_counter()
         begin = functools.partial(self._begin, requests, prompts, is_training)
-        most = 2 * engine.max_requests if most is None else most
-        episodes = EpisodeSource(source, begin, self.client, self.groups, most)
-        for number, completion in engine.stream(episodes, self._end_ids, sampling, records_routes, most):
+        max_open = 2 * engine.max_requests if max_open is None else max_open
+        episodes = EpisodeSource(source, begin, self.client, self.groups, max_open)
+        for number, completion in engine.stream(episodes, self._end_ids, sampling, records_routes, max_open):
             episodes.turn_ended(number, completion)
         if self.client is not None:
             own = self.client.take_statistics()

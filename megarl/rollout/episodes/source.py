@@ -29,7 +29,7 @@ class EpisodeSource:
 
     def __init__(
         self, prompts: RequestSource, begin: Callable[[int, GenerationRequest], Episode],
-        client: "EnvironmentClient | None", groups: RoleGroups, most: int,
+        client: "EnvironmentClient | None", groups: RoleGroups, max_open: int,
     ):  # fmt: skip
         """
         Args:
@@ -37,11 +37,17 @@ class EpisodeSource:
             begin: makes an episode of such a request, and has the leader start its environment.
             client: on the replica's leader; None elsewhere.
             groups: of the rollout.
-            most: episodes that may be open at a time.
+            max_open: episodes that may be open at a time.
         """
         self.ended: list[Episode] = []
         self.waiting_seconds = 0.0  # in which the engine had nothing to do but to wait for environments
-        self._prompts, self._begin, self._client, self._groups, self._most = prompts, begin, client, groups, most
+        self._prompts, self._begin, self._client, self._groups, self._max_open = (
+            prompts,
+            begin,
+            client,
+            groups,
+            max_open,
+        )
         self._open: dict[int, Episode] = {}
         self._ready: deque[Episode] = deque()
         self._asked: set[int] = set()  # episodes whose environment has to answer
@@ -51,7 +57,7 @@ class EpisodeSource:
     def take(self, room: int) -> list[tuple[int, GenerationRequest]]:
         """At most `room` requests for turns that can be generated now."""
         self._receive()
-        new = min(room, self._most - len(self._open))
+        new = min(room, self._max_open - len(self._open))
         if new > 0 and not self._prompts.is_empty():
             for number, request in self._prompts.take(new):
                 self._open[number] = self._begin(number, request)
