@@ -171,10 +171,9 @@ def estimator_of(function: Callable[[StepData, AdvantageOptions], Advantages]) -
 
 
 def _on_tokens(step: StepData, options: AdvantageOptions, advantages: Tensor) -> Advantages:
-    """Spread one advantage per response of the step [S] to the response tokens of this rank's sequences."""
-    return _finished(
-        step, options, broadcast_to_tokens(advantages[step.sequence_ids], step.response_mask, step.cu_seqlens)
-    )
+    """One advantage per response of the step [S], on the response tokens of this rank's sequences."""
+    of_tokens = broadcast_to_tokens(advantages[step.sequence_ids], step.response_mask, step.cu_seqlens)
+    return _finished(step, options, of_tokens)
 
 
 def _of_turns(step: StepData, max_turns: int) -> Tensor:

@@ -19,7 +19,8 @@ from megarl.mcore import device
 def round_robin_assignment(mesh: RoleMesh, count: int, samples_per_prompt: int) -> dict[str, Tensor]:
     """Round-robin assignment of the prompts of `count` sequences, for every role."""
     ids = torch.arange(count)
-    return {name: round_robin(ids, len(groups.replicas), samples_per_prompt) for name, groups in mesh.roles.items()}
+    replicas = {name: len(role_groups.replicas) for name, role_groups in mesh.roles.items()}
+    return {name: round_robin(ids, count, samples_per_prompt) for name, count in replicas.items()}
 
 
 MIN_GROUPS_PER_REPLICA = 4  # groups of a mini-batch per replica that are assigned whole
@@ -68,10 +69,9 @@ def balanced_assignment(
         generated_on: [N] dp rank of the rollout that generated each sequence.
         group: as in `balance_by_flops`.
     """
-    replica_counts = {len(groups.replicas) for groups in mesh.roles.values()}
-    balanced = {count: balance_by_flops(lengths, minibatches, count, hidden, group) for count in replica_counts}
-    dp_assignment = {name: balanced[len(groups.replicas)] for name, groups in mesh.roles.items()}
-    return dp_assignment | {"rollout": generated_on}
+    replicas = {name: len(role_groups.replicas) for name, role_groups in mesh.roles.items()}
+    balanced = {n: balance_by_flops(lengths, minibatches, n, hidden, group) for n in set(replicas.values())}
+    return {name: balanced[n] for name, n in replicas.items()} | {"rollout": generated_on}
 
 
 def gather_lengths(mesh: RoleMesh, rollout: Batch | None, count: int) -> Tensor:

@@ -20,10 +20,8 @@ from megarl.mcore.parallel import process_groups
 
 # Time-out of collectives in a run with heartbeats, which know waiting from hanging.
 NO_LIMIT = timedelta(days=3650)
-POLICY_PAIRS = (
-    frozenset(("rollout", "actor")),
-    frozenset(("rollout", "reference")),
-)  # pairs that need a group of all their ranks
+# Pairs that need a group of all their ranks.
+POLICY_PAIRS = (frozenset(("rollout", "actor")), frozenset(("rollout", "reference")))
 
 
 @dataclass(frozen=True)
@@ -87,11 +85,14 @@ class RoleMesh:
         """The groups of a role; without ranks if the run does not have the role."""
         if role in self.roles or role not in ROLES:
             return self.roles[role]
-        return RoleGroups(role, range(0), (), None, None, self.rank, role)
+        return RoleGroups(
+            role=role, ranks=range(0), replicas=(), pg_collection=None, replica_group=None, rank=self.rank,
+            model_role=role,
+        )  # fmt: skip
 
     def roles_of(self, rank: int) -> list[str]:
         """Roles that own a model on a rank; a role that runs on the model of another counts as the other."""
-        return list(dict.fromkeys(groups.model_role for groups in self.roles.values() if rank in groups.ranks))
+        return list(dict.fromkeys(g.model_role for g in self.roles.values() if rank in g.ranks))
 
     def leaders_group(self, one: str, other: str):
         """Group of the replica leaders of two roles, over which batches are exchanged."""
@@ -126,11 +127,8 @@ def join_process_group(timeout: timedelta, collective_timeout: timedelta | None 
         if "MASTER_PORT" in os.environ:
             store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
         else:
-            store, rank, size = (
-                rendezvous.meet(os.environ, timeout),
-                int(os.environ["RANK"]),
-                int(os.environ["WORLD_SIZE"]),
-            )
+            store = rendezvous.meet(os.environ, timeout)
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         # torchrun keeps its store when it starts the ranks again: they would connect to addresses of dead ones.
         store = dist.PrefixStore(f"megarl/start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     store.set_timeout(timeout)
@@ -154,8 +152,10 @@ def create_mesh(roles: dict, timeout: timedelta) -> RoleMesh:
         sizes = megatron_flags.parallel_sizes(role.megatron)
         pg_collection = process_groups.create_groups(role.ranks, sizes, cache)
         replicas = tuple(map(tuple, process_groups.replica_ranks(role.ranks, sizes)))
-        replica_group = cache.mine(replicas)
-        all_groups[name] = RoleGroups(name, role.ranks, replicas, pg_collection, replica_group, rank, role.model_role)
+        all_groups[name] = RoleGroups(
+            role=name, ranks=role.ranks, replicas=replicas, pg_collection=pg_collection,
+            replica_group=cache.mine(replicas), rank=rank, model_role=role.model_role,
+        )  # fmt: skip
     leaders, ranks = {}, {}
     for one, other in itertools.combinations(all_groups, 2):
         pair = frozenset((one, other))

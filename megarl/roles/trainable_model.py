@@ -136,8 +136,8 @@ class TrainableModel:
             for chunk in self.wrapped:
                 chunk.zero_grad_buffer()
             self.router_state.set_token_counts(microbatches)
-            groups = self.role_groups.pg_collection
-            results = _run_microbatches(self.wrapped, microbatches, forward, loss, groups, train=True)
+            pg_collection = self.role_groups.pg_collection
+            results = _run_microbatches(self.wrapped, microbatches, forward, loss, pg_collection, train=True)
             self.router_state.add_statistics(microbatches, trained=True)
             with self.offload.present("optimizer", changed=True):
                 applied, norm = optimizer.update(self.optimizer, functools.partial(accepts, results))
@@ -186,8 +186,8 @@ class TrainableModel:
             UsageError: another schedule, or other weights under the low-rank factors.
         """
         for name, found in self._fingerprint().items():
-            groups = self.role_groups.pg_collection
-            stored.check_fingerprint(loaded["plain"].pop(name), found, self.role.name, groups)
+            pg_collection = self.role_groups.pg_collection
+            stored.check_fingerprint(loaded["plain"].pop(name), found, self.role.name, pg_collection)
         with self.offload.present("weights", "optimizer", changed=True):
             # Low-rank factors are loaded onto weights that come from elsewhere.
             dist_checkpoint.load_weights(self.model, loaded["model"], strict=not adapter.adapted_linears(self.model))

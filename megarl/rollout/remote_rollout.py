@@ -36,19 +36,19 @@ class RemoteRollout:
 
         `temperature` 0 is greedy. `prompt_set` is for environments, which a server does not have.
         """
-        groups, s = self.role_groups, self.settings
-        if not groups.is_member:
+        role_groups, s = self.role_groups, self.settings
+        if not role_groups.is_member:
             return None
         sampling = SamplingSettings(temperature or 1.0, s.top_k, s.top_p, greedy=temperature == 0)
-        with self.timers.phase(groups.model_role, "rollout"):
+        with self.timers.phase(role_groups.model_role, "rollout"):
             round_requests = RoundRequests(prompts, samples, s.seed, step, s.max_response_length)
-            ids = round_requests.assigned_to(groups.dp_rank, len(groups.replicas))
+            ids = round_requests.assigned_to(role_groups.dp_rank, len(role_groups.replicas))
             done: list[Any] = [None]
-            if groups.is_leader:
+            if role_groups.is_leader:
                 requests = round_requests.build(ids, sampling, self._end_ids)
                 done = [dict(zip(ids, self._generator.generate(requests), strict=True))]
-            if len(groups.replica) > 1:
-                dist.broadcast_object_list(done, groups.replica[0], group=groups.replica_group)
+            if len(role_groups.replica) > 1:
+                dist.broadcast_object_list(done, role_groups.replica[0], group=role_groups.replica_group)
             return completions_to_batch(done[0], round_requests)
 
     def dp_assignment(self, batch: Batch | None, count: int) -> Tensor:

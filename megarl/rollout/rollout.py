@@ -180,14 +180,14 @@ class Rollout:
         return found | self._step_metrics()
 
     def _step_metrics(self) -> dict[str, float]:
-        s, groups = self.settings, self.role_groups
+        s, role_groups = self.settings, self.role_groups
         if not (s.speculative_rollout or s.rollout_prefix_caching):
             return {}
         counts = [*self._decode_counts, *self._prefill_counts]
         self._decode_counts, self._prefill_counts = DecodeCounts(), PrefillCounts()
-        table = torch.zeros(len(groups.replicas), len(counts), dtype=torch.int64, device=device.device())
-        table[groups.dp_rank] = torch.tensor(counts)
-        table = groups.dp_all_reduce(table)
+        table = torch.zeros(len(role_groups.replicas), len(counts), dtype=torch.int64, device=device.device())
+        table[role_groups.dp_rank] = torch.tensor(counts)
+        table = role_groups.dp_all_reduce(table)
         *decoded, read, reused = table.sum(0).tolist()
         total, found = DecodeCounts(*decoded), {}
         if s.speculative_rollout:

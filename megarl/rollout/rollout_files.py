@@ -94,17 +94,17 @@ class RolloutWriter:
 
     def commit(self, order: dict, tokens: float, metrics: dict[str, float]):
         """Gives the step's rollout its name, once all replicas have written it. Arguments as of `RolloutRecord`."""
-        groups = self.role_groups
-        if not groups.is_leader:
+        role_groups = self.role_groups
+        if not role_groups.is_leader:
             return
         written = [(self._files, self._longest)]
-        if len(groups.replicas) > 1:
-            written *= len(groups.replicas)
-            dist.all_gather_object(written, (self._files, self._longest), group=groups.pg_collection.dp)
-        if groups.dp_rank == 0:
+        if len(role_groups.replicas) > 1:
+            written *= len(role_groups.replicas)
+            dist.all_gather_object(written, (self._files, self._longest), group=role_groups.pg_collection.dp)
+        if role_groups.dp_rank == 0:
             entries = {
                 "program": "train_rl", "step": self._step, "world_size": dist.get_world_size(), **self.facts,
-                "replicas": len(groups.replicas), "layers": self._layers, "waiting": self._waiting, "order": order,
+                "replicas": len(role_groups.replicas), "layers": self._layers, "waiting": self._waiting, "order": order,
                 "tokens": tokens, "metrics": metrics, "longest": max(longest for _, longest in written),
                 "rounds": self._rounds, "files": {name: seal for files, _ in written for name, seal in files.items()},
             }  # fmt: skip

@@ -22,14 +22,14 @@ class ScoringBatcher(RolloutBatcher):
 
     def _batch_metrics(self, step_batch: StepBatch) -> dict[str, float]:
         """Metrics of the step's batch, named as in training; {} outside the reward role, whose collective it is."""
-        batch, groups = step_batch[self.reward.name], self.mesh[self.reward.name]
-        if not groups.is_member:
+        batch, role_groups = step_batch[self.reward.name], self.mesh[self.reward.name]
+        if not role_groups.is_member:
             return {}
         valid = valid_sequences(batch, self.settings)
         scores = batch.scores.double()[valid]
         counts = batch.response_mask.sum(), batch.finished[valid].sum(), batch.correct[valid].sum(), batch.lengths.sum()
         sums = torch.stack([valid.sum(), scores.sum(), scores.square().sum(), *counts]).double()
-        sequences, total, squares, generated, finished, correct, tokens = groups.dp_all_reduce(sums).tolist()
+        sequences, total, squares, generated, finished, correct, tokens = role_groups.dp_all_reduce(sums).tolist()
         n = max(sequences, 1.0)  # 0: every episode failed
         return {
             "reward/mean": total / n,

@@ -89,17 +89,17 @@ class SavedRolloutBatcher(RolloutBatcher):
         self.order.load_state_dict(record.order)
 
     def _read(self, step: int, number: int) -> GenerationRound:
-        record, groups, s = self._saved.records[step], self.mesh[ROLLOUT], self.settings
+        record, role_groups, s = self._saved.records[step], self.mesh[ROLLOUT], self.settings
         lines, kept = record.rounds[number]["lines"], torch.tensor(record.rounds[number]["kept"], dtype=torch.bool)
         self.reward.prepare(self.prompts, lines)
-        if not groups.is_member:
+        if not role_groups.is_member:
             return GenerationRound(lines, None, None, kept)
         fields = s.environment_fields
         versions = [VERSIONS] if s.partial_rollouts else []
-        with self.timers.phase(groups.model_role, "read"):
+        with self.timers.phase(role_groups.model_role, "read"):
             layers = self.rollout.recorded_layers
-            responses = self._saved.read(record, number, RESPONSES, [*fields, *versions], layers, groups)
-            greedy = self._saved.read(record, number, GREEDY, fields, None, groups) if s.greedy_baseline else None
+            responses = self._saved.read(record, number, RESPONSES, [*fields, *versions], layers, role_groups)
+            greedy = self._saved.read(record, number, GREEDY, fields, None, role_groups) if s.greedy_baseline else None
         return GenerationRound(lines, responses, greedy, kept)
 
     def _set_metrics(self, statistics: SamplingStatistics, waiting_groups: int):

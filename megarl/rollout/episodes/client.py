@@ -8,12 +8,12 @@ from megarl.environments.journal import Journal
 from megarl.environments.pool import EnvironmentPool, Event, PoolOptions
 from megarl.environments.protocol import Task
 from megarl.errors import UsageError
-from megarl.rollout.episodes.episode import EpisodeLimits, EpisodeNews
+from megarl.rollout.episodes.episode import EpisodeLimits, EnvironmentResult
 from megarl.rollout.episodes.statistics import EpisodeStatistics
 
 
 class EnvironmentClient:
-    """Starts environments, sends them turns, and makes `EpisodeNews` of their answers."""
+    """Starts environments, sends them turns, and makes `EnvironmentResult` of their answers."""
 
     def __init__(
         self, options: PoolOptions, turn_tokens: TurnTokens, limits: EpisodeLimits, max_prompt_length: int,
@@ -48,14 +48,14 @@ class EnvironmentClient:
         self.pool.end(number)
 
     def wait(self, seconds: float):
-        """Waits until an environment answers, at most that long; `news` reports it."""
+        """Waits until an environment answers, at most that long; `results` reports it."""
         if not self._came:
             self._came = self.pool.poll(seconds)
 
-    def news(self) -> list[EpisodeNews]:
+    def results(self) -> list[EnvironmentResult]:
         """What environments have answered since the last call."""
         events, self._came = self._came + self.pool.poll(), []
-        return [self._news(event) for event in events]
+        return [self._result_of(event) for event in events]
 
     def take_statistics(self) -> EpisodeStatistics:
         """What has happened since the last call."""
@@ -66,18 +66,18 @@ class EnvironmentClient:
         """Ends the worker processes."""
         self.pool.close()
 
-    def _news(self, event: Event) -> EpisodeNews:
+    def _result_of(self, event: Event) -> EnvironmentResult:
         self.statistics.add_event(event)
         try:
             if event.failure is not None:
                 raise UsageError(event.failure)
             if event.turn is None:
-                return EpisodeNews(event.number, self._first_prompt(event))
+                return EnvironmentResult(event.number, self._first_prompt(event))
             return self._observed(event)
         except (UsageError, ValueError) as error:
             prompt, _ = self._prompts[event.number]
             self.statistics.add_failure(f"environment on prompt {prompt.text[:80]!r}: {error}")
-            return EpisodeNews(event.number, [], failed=True)
+            return EnvironmentResult(event.number, [], failed=True)
 
     def _first_prompt(self, event: Event) -> list[int]:
         prompt, tokens = self._prompts[event.number]
@@ -91,7 +91,7 @@ class EnvironmentClient:
             )
         return tokens
 
-    def _observed(self, event: Event) -> EpisodeNews:
+    def _observed(self, event: Event) -> EnvironmentResult:
         seen, is_last = event.observation, event.turn.number + 1 >= self._limits.turns
         tokens = [] if seen.done or is_last else self._turn_tokens.bridge(seen.messages)
-        return EpisodeNews(event.number, tokens, seen.reward, seen.done, seen.correct)
+        return EnvironmentResult(event.number, tokens, seen.reward, seen.done, seen.correct)

@@ -44,21 +44,21 @@ def limits_of(settings: Settings) -> EpisodeLimits:
 class EpisodeRunner:
     """The environments of a replica of the rollout, on all of its ranks; only the leader has the processes."""
 
-    def __init__(self, settings: Settings, groups: RoleGroups, encoder: Encoder, run: Path | None = None):
+    def __init__(self, settings: Settings, role_groups: RoleGroups, encoder: Encoder, run: Path | None = None):
         """`encoder`: the policy's; `run`: folder of the run, which keeps finished steps of environments until the next
         checkpoint; None: they are not kept."""
-        s, self.settings, self.groups, self.limits = settings, settings, groups, limits_of(settings)
+        s, self.settings, self.role_groups, self.limits = settings, settings, role_groups, limits_of(settings)
         self.client: EnvironmentClient | None = None
         self._end_ids = encoder.tokenizer.end_ids
         self._window = FailureWindow(s.environment_max_failures)
         self._of_step = EpisodeStatistics()  # of training episodes since the last `take_metrics`
-        if groups.is_leader:
+        if role_groups.is_leader:
             options = PoolOptions(
                 s.environment_workers, s.environment_timeout, s.environment_retries, s.tool_call_parser, s.environment
             )
             tokens = TurnTokens(encoder, s.max_observation_length)
             journal = None if run is None else run / JOURNAL
-            place = groups.dp_rank, len(groups.replicas)
+            place = role_groups.dp_rank, len(role_groups.replicas)
             self.client = EnvironmentClient(options, tokens, self.limits, s.max_prompt_length, journal, *place)
 
     def run(
@@ -81,7 +81,7 @@ class EpisodeRunner:
         start = time.perf_counter()
         begin = functools.partial(self._begin, requests, prompts, is_training)
         max_open = 2 * engine.max_requests if max_open is None else max_open
-        episodes = EpisodeSource(source, begin, self.client, self.groups, max_open)
+        episodes = EpisodeSource(source, begin, self.client, self.role_groups, max_open)
         for number, completion in engine.stream(episodes, self._end_ids, sampling, records_routes, max_open):
             episodes.turn_ended(number, completion)
         if self.client is not None:
@@ -97,7 +97,7 @@ class EpisodeRunner:
         """`environment/…` of the training episodes since the last call, on replica leaders; {} elsewhere. A collective
         of the leaders."""
         own, self._of_step = self._of_step, EpisodeStatistics()
-        return metrics_of(own, self.groups) if self.client is not None else {}
+        return metrics_of(own, self.role_groups) if self.client is not None else {}
 
     def discard_journal(self, run: Path):
         """Forgets what environments answered in steps up to the run's latest checkpoint, which has what came of it."""
@@ -139,12 +139,12 @@ class EpisodeRunner:
     def _check_failures(self, own: EpisodeStatistics):
         """RuntimeError if too many environments failed. A collective of the replica leaders."""
         counts = torch.tensor([own.counts["episodes"], own.counts["failed"]], dtype=torch.float64)
-        episodes, failed = self.groups.dp_all_reduce(counts.to(device.device())).tolist()
+        episodes, failed = self.role_groups.dp_all_reduce(counts.to(device.device())).tolist()
         self._window.add(int(episodes), {_NAME: int(failed)})
         if self._window.exceeded(_NAME):
-            reasons: list[list[str]] = [own.failures[:1]] * len(self.groups.replicas)
+            reasons: list[list[str]] = [own.failures[:1]] * len(self.role_groups.replicas)
             if len(reasons) > 1:
-                dist.all_gather_object(reasons, own.failures[:1], group=self.groups.pg_collection.dp)
+                dist.all_gather_object(reasons, own.failures[:1], group=self.role_groups.pg_collection.dp)
             text = " | ".join(dict.fromkeys(reason for of_replica in reasons for reason in of_replica))
             raise RuntimeError(
                 f"environments failed in {self._window.failed[_NAME]} of {self._window.samples} episodes; "

@@ -66,13 +66,13 @@ class EpisodeStatistics:
         self.counts["running"] += running
 
 
-def metrics_of(own: EpisodeStatistics, groups: RoleGroups) -> dict[str, float]:
+def metrics_of(own: EpisodeStatistics, role_groups: RoleGroups) -> dict[str, float]:
     """The metrics `environment/…` of all replicas' episodes; {} without episodes. A collective of the leaders."""
     total = torch.tensor([own.counts[name] for name in _COUNTS], dtype=torch.float64, device=device.device())
-    counts = dict(zip(_COUNTS, groups.dp_all_reduce(total).tolist(), strict=True))
-    parts: list[dict[str, float]] = [dict(own.parts)] * len(groups.replicas)
+    counts = dict(zip(_COUNTS, role_groups.dp_all_reduce(total).tolist(), strict=True))
+    parts: list[dict[str, float]] = [dict(own.parts)] * len(role_groups.replicas)
     if len(parts) > 1:
-        dist.all_gather_object(parts, dict(own.parts), group=groups.pg_collection.dp)
+        dist.all_gather_object(parts, dict(own.parts), group=role_groups.pg_collection.dp)
     names = sorted({name for of_replica in parts for name in of_replica})
     episodes = counts["episodes"]
     if not episodes:
