@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megarl.algorithms.packed import require_same_shape, response_counts, broadcast_to_tokens, sums_by_sequence
+from megarl.algorithms.packed import broadcast_to_tokens, require_same_shape, response_counts, sums_by_sequence
 
 # Bound of log-ratios (a ratio of 4.9e8). Without it exp overflows, and an infinite ratio gives the gradient
 # 0·inf = NaN even where the loss is clipped.

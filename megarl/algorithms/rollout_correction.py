@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megarl.algorithms.aggregation import masked_sum
 from megarl.algorithms.kl import kl_estimate
-from megarl.algorithms.packed import require_same_shape, response_counts, broadcast_to_tokens, sums_by_sequence
+from megarl.algorithms.packed import broadcast_to_tokens, require_same_shape, response_counts, sums_by_sequence
 
 CORRECTIONS = ("none", "tis", "mis", "icepop")
 LEVELS = ("token", "sequence", "geometric")

@@ -14,7 +14,13 @@ from megarl.roles.critic import Critic
 from megarl.roles.reference import Reference, shares_base
 from megarl.rollout.batcher import RolloutBatcher
 from megarl.rollout.episodes.runner import EpisodeRunner
-from megarl.rollout.replica_files import GROUP_BUFFER_FILE, PARTIAL_ROLLOUTS_FILE, of_replica, read_replicas
+from megarl.rollout.replica_files import (
+    GROUP_BUFFER_FILE,
+    PARTIAL_ROLLOUTS_FILE,
+    of_replica,
+    read_replicas,
+    replica_files,
+)
 from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import RolloutWriter
 from megarl.rollout.rollout_only import ScoringBatcher
@@ -101,13 +107,13 @@ class RLTrainer(Trainer):
 
     def _build_batcher(self, *generation) -> RolloutBatcher:
         """`generation`: arguments of the batcher from the settings to the prompts."""
-        s, groups, args = self.settings, self.mesh["rollout"], self.config.roles["actor"].megatron
+        s, role_groups, args = self.settings, self.mesh["rollout"], self.config.roles["actor"].megatron
         args = *generation, args.hidden_size, self.timers
         if s.debug_train_only:
             return SavedRolloutBatcher(self.inputs.saved_rollouts, *args)
         writer = None
         if s.save_rollouts:
-            writer = RolloutWriter(self.folder, groups, self.rollout.recorded_layers, self.inputs.rollout_facts)
+            writer = RolloutWriter(self.folder, role_groups, self.rollout.recorded_layers, self.inputs.rollout_facts)
         return (ScoringBatcher if s.debug_rollout_only else RolloutBatcher)(*args, writer)
 
     def _models(self) -> dict:
@@ -255,10 +261,10 @@ class RLTrainer(Trainer):
             self.best.load_state_dict(manifest["best"])
         if manifest.get("reward"):
             self.reward.moments.load_state_dict(manifest["reward"])
-        if (folder / GROUP_BUFFER_FILE).exists():
-            self._resume_group_buffer(folder)
-        if (folder / PARTIAL_ROLLOUTS_FILE).exists():
-            self.batcher.partial_rollouts.from_bytes(read_replicas(folder, PARTIAL_ROLLOUTS_FILE))
+        if files := replica_files(folder, GROUP_BUFFER_FILE):
+            self._resume_group_buffer(files)
+        if files := replica_files(folder, PARTIAL_ROLLOUTS_FILE):
+            self.batcher.partial_rollouts.from_bytes(read_replicas(files))
         if "prompts" in resume.changed_data(manifest, self.inputs.data):
             self._check_no_groups()
         if "critic" in loaded:
@@ -269,10 +275,10 @@ class RLTrainer(Trainer):
             extra = self.actor.trainable_model.restore(loaded["actor"])
             self.advantages.controller.load_state_dict(extra["kl_controller"])
 
-    def _resume_group_buffer(self, folder: Path):
+    def _resume_group_buffer(self, files: list[Path]):
         """Restores the groups of an incomplete batch, or of a batch that was generated ahead."""
         s, buffer = self.settings, self.batcher.group_buffer
-        buffer.from_bytes(read_replicas(folder, GROUP_BUFFER_FILE))
+        buffer.from_bytes(read_replicas(files))
         if len(buffer) >= s.prompts_per_step if not s.one_step_off else len(buffer) != s.prompts_per_step:
             raise UsageError(
                 f"--load: a batch of {len(buffer)} groups was generated ahead; allowed are --one-step-off and "

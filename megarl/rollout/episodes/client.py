@@ -8,7 +8,7 @@ from megarl.environments.journal import Journal
 from megarl.environments.pool import EnvironmentPool, Event, PoolOptions
 from megarl.environments.protocol import Task
 from megarl.errors import UsageError
-from megarl.rollout.episodes.episode import EpisodeLimits, EnvironmentResult
+from megarl.rollout.episodes.episode import EnvironmentResult, EpisodeLimits
 from megarl.rollout.episodes.statistics import EpisodeStatistics
 
 

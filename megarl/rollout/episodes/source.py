@@ -11,7 +11,7 @@ from megarl.comm.role_mesh import RoleGroups
 from megarl.mcore.inference.engine import RequestSource
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.observe import activity
-from megarl.rollout.episodes.episode import Episode, EnvironmentResult
+from megarl.rollout.episodes.episode import EnvironmentResult, Episode
 
 if TYPE_CHECKING:
     from megarl.rollout.episodes.client import EnvironmentClient
