@@ -13,13 +13,13 @@ STOPPED = 3  # exit status of a run that one of its own limits ended; no launche
 class UsageError(Exception):
     """Wrong input that the user can fix: one line that names the flag, its value, and what is allowed.
 
-    Programs print the line and exit with status 2 before any work starts. `speaker` is the world rank that prints it:
-    rank 0, unless only the ranks of another role can detect the error.
+    Programs print the line and exit with status 2 before any work starts. `reporting_rank` is the world rank that
+    prints it: rank 0, unless only the ranks of another role can detect the error.
     """
 
-    def __init__(self, message: str, speaker: int = 0):
+    def __init__(self, message: str, reporting_rank: int = 0):
         super().__init__(message)
-        self.speaker = speaker
+        self.reporting_rank = reporting_rank
 
 
 class RunStopped(Exception):

@@ -17,7 +17,7 @@ from megarl.mcore import launch_queues
 from megarl.observe.timers import Timers
 from megarl.trainers import restart
 
-SPEAKER_FIRST = 10.0  # seconds
+REPORT_FIRST = 10.0  # seconds
 
 
 def launch(train, program: str):
@@ -80,10 +80,10 @@ def _refuse(rank: int, error: UsageError):
     """Prints the line of wrong input on one rank.
 
     The others wait: a launcher kills all ranks when one ends, and the line must come first. A rank that waits in vain
-    has found what the speaker has not, such as a file that is missing on its node alone.
+    has found what the reporting rank has not, such as a file that is missing on its node alone.
     """
-    if rank != error.speaker:
-        time.sleep(SPEAKER_FIRST)
+    if rank != error.reporting_rank:
+        time.sleep(REPORT_FIRST)
         if os.environ.get("LOCAL_RANK", "0") != "0":
             return
         error = f"rank {rank}: {error}"
