@@ -71,6 +71,26 @@ class RoleGroups:
         dist.all_reduce(values, group=self.pg_collection.dp)
         return values
 
+    def broadcast(self, values: torch.Tensor) -> torch.Tensor:
+        """Copies the leader's tensor to all ranks of its replica, in place."""
+        if len(self.replica) > 1:
+            dist.broadcast(values, self.replica[0], group=self.replica_group)
+        return values
+
+    def broadcast_object(self, item: Any) -> Any:
+        """The leader's object, on all ranks of its replica."""
+        items = [item]
+        if len(self.replica) > 1:
+            dist.broadcast_object_list(items, self.replica[0], group=self.replica_group)
+        return items[0]
+
+    def gather_replicas(self, item: Any) -> list:
+        """One object of each replica, by dp rank. A collective of the leaders."""
+        items = [item] * len(self.replicas)
+        if len(items) > 1:
+            dist.all_gather_object(items, item, group=self.pg_collection.dp)
+        return items
+
 
 class RoleMesh:
     """All ranks of the program and the groups of all roles, seen from this rank."""

@@ -3,7 +3,6 @@
 import dataclasses
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megarl.algorithms.normalization import RunningMoments, clip
@@ -89,8 +88,7 @@ class Reward:
                 self.rows = sorted(
                     self.rows + _failed_rows(batch, valid, step_batch.prompts), key=lambda row: row["sequence"]
                 )
-            if len(self.role_groups.replica) > 1:
-                dist.broadcast(columns, self.role_groups.replica[0], group=self.role_groups.replica_group)
+            self.role_groups.broadcast(columns)
             batch.scores, batch.correct = columns[:, 0].float(), columns[:, 1] > 0
 
     def _texts(self, batch: Batch, prompts: PromptSet) -> list[tuple[Prompt, str]]:

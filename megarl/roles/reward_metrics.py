@@ -1,10 +1,9 @@
 """Statistics of a step's scores by reward term over all replicas, and the limit on verifier failures."""
 
+import itertools
 from collections import Counter, deque
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megarl.comm.role_mesh import RoleGroups
@@ -24,7 +23,8 @@ class FailureWindow:
 
     def __init__(self, allowed: float):
         """`allowed`: share of the samples; 0: the first failure is too much."""
-        self.allowed, self.samples, self.failed = allowed, 0, Counter()
+        self.allowed, self.samples = allowed, 0
+        self.failed: Counter[str] = Counter()
         self._calls: deque[tuple[int, dict[str, int]]] = deque()
 
     def add(self, count: int, failed: dict[str, int]):
@@ -42,6 +42,11 @@ class FailureWindow:
         failed, min_failures = self.failed[name], MIN_FAILURES if self.allowed else 1
         is_broken = failed == self.samples >= MIN_SAMPLES
         return failed > self.allowed * self.samples and (failed >= min_failures or is_broken)
+
+
+def reasons_text(failures: list[str], role_groups: RoleGroups) -> str:
+    """The first reason of each replica, on one line. A collective of the replica leaders."""
+    return " | ".join(dict.fromkeys(itertools.chain(*role_groups.gather_replicas(failures[:1]))))
 
 
 class RewardStatistics:
@@ -89,9 +94,7 @@ class RewardStatistics:
             if name in timeouts:
                 self._timeouts[name] = self._timeouts.get(name, 0) + int(late)
             if window.exceeded(name):
-                reasons: list[Any] = [None] * len(self.role_groups.replicas)
-                dist.all_gather_object(reasons, failures.get(name, [])[:1], group=self.role_groups.pg_collection.dp)
-                text = " | ".join(dict.fromkeys(reason for of_replica in reasons for reason in of_replica))
+                text = reasons_text(failures.get(name, []), self.role_groups)
                 raise RuntimeError(
                     f"reward {name} failed on {window.failed[name]} of {window.samples} samples; --reward-max-failures "
                     f"allows {window.allowed:g} of them; {text}"

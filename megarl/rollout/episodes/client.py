@@ -29,7 +29,8 @@ class EnvironmentClient:
         self.journal = None if journal is None else Journal(journal, replica, replicas)
         self.pool = EnvironmentPool(options, self.journal)
         self.statistics = EpisodeStatistics()
-        self._turn_tokens, self._limits, self._max_prompt_length = turn_tokens, limits, max_prompt_length
+        self._turn_tokens, self._limits = turn_tokens, limits
+        self._max_prompt_length = max_prompt_length
         self._prompts: dict[int, tuple[Prompt, list[int]]] = {}  # of running episodes: the line and its tokens
         self._came: list[Event] = []  # while nothing could be generated
 
@@ -72,12 +73,12 @@ class EnvironmentClient:
             if event.failure is not None:
                 raise UsageError(event.failure)
             if event.turn is None:
-                return EnvironmentResult(event.number, self._first_prompt(event))
+                return EnvironmentResult(number=event.number, tokens=self._first_prompt(event))
             return self._observed(event)
         except (UsageError, ValueError) as error:
             prompt, _ = self._prompts[event.number]
-            self.statistics.add_failure(f"environment on prompt {prompt.text[:80]!r}: {error}")
-            return EnvironmentResult(event.number, [], failed=True)
+            self.statistics.failures.append(f"environment on prompt {prompt.text[:80]!r}: {error}")
+            return EnvironmentResult(number=event.number, tokens=[], failed=True)
 
     def _first_prompt(self, event: Event) -> list[int]:
         prompt, tokens = self._prompts[event.number]
@@ -94,4 +95,6 @@ class EnvironmentClient:
     def _observed(self, event: Event) -> EnvironmentResult:
         seen, is_last = event.observation, event.turn.number + 1 >= self._limits.turns
         tokens = [] if seen.done or is_last else self._turn_tokens.bridge(seen.messages)
-        return EnvironmentResult(event.number, tokens, seen.reward, seen.done, seen.correct)
+        return EnvironmentResult(
+            number=event.number, tokens=tokens, reward=seen.reward, done=seen.done, correct=seen.correct
+        )

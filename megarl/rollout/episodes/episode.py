@@ -77,8 +77,10 @@ class Episode:
         if not self.prompt_length:
             self.tokens = list(self.request.prompt)
             self.prompt_length = len(self.tokens)
-        self.tokens, self.end, self.solved, self.routes = self.tokens[: self.prompt_length], FAILED, False, None
-        self.turns, self.logprobs, self.rewards = [], [], []
+        self.tokens = self.tokens[: self.prompt_length]
+        self.end, self.solved = FAILED, False
+        self.turns, self.logprobs = [], []
+        self.rewards, self.routes = [], None
 
     @property
     def _room(self) -> int:

@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from megarl.algorithms.counter_rng import stream_keys
 from megarl.algorithms.sampling_settings import SamplingSettings
@@ -21,7 +20,7 @@ from megarl.environments.protocol import Task
 from megarl.mcore import device
 from megarl.mcore.inference.engine import RequestSource, RolloutEngine
 from megarl.mcore.inference.generation import GenerationRequest
-from megarl.roles.reward_metrics import FailureWindow
+from megarl.roles.reward_metrics import FailureWindow, reasons_text
 from megarl.rollout.episodes.batch import episodes_to_batch
 from megarl.rollout.episodes.client import EnvironmentClient
 from megarl.rollout.episodes.episode import Episode, EpisodeLimits
@@ -47,19 +46,22 @@ class EpisodeRunner:
     def __init__(self, settings: Settings, role_groups: RoleGroups, encoder: Encoder, run: Path | None = None):
         """`encoder`: the policy's; `run`: folder of the run, which keeps finished steps of environments until the next
         checkpoint; None: they are not kept."""
-        s, self.settings, self.role_groups, self.limits = settings, settings, role_groups, limits_of(settings)
+        self.settings, self.role_groups = settings, role_groups
+        s, self.limits = settings, limits_of(settings)
         self.client: EnvironmentClient | None = None
         self._end_ids = encoder.tokenizer.end_ids
         self._window = FailureWindow(s.environment_max_failures)
         self._of_step = EpisodeStatistics()  # of training episodes since the last `take_metrics`
         if role_groups.is_leader:
             options = PoolOptions(
-                s.environment_workers, s.environment_timeout, s.environment_retries, s.tool_call_parser, s.environment
-            )
-            tokens = TurnTokens(encoder, s.max_observation_length)
-            journal = None if run is None else run / JOURNAL
-            place = role_groups.dp_rank, len(role_groups.replicas)
-            self.client = EnvironmentClient(options, tokens, self.limits, s.max_prompt_length, journal, *place)
+                workers=s.environment_workers, timeout=s.environment_timeout, retries=s.environment_retries,
+                parser=s.tool_call_parser, default=s.environment,
+            )  # fmt: skip
+            self.client = EnvironmentClient(
+                options, TurnTokens(encoder, s.max_observation_length), self.limits, s.max_prompt_length,
+                journal=None if run is None else run / JOURNAL, replica=role_groups.dp_rank,
+                replicas=len(role_groups.replicas),
+            )  # fmt: skip
 
     def run(
         self, engine: RolloutEngine, source: RequestSource, requests: RoundRequests, prompts: PromptSet,
@@ -129,7 +131,7 @@ class EpisodeRunner:
             )
             key = f"{step}/{asked.line}/{sample}" if is_training else None
             self.client.begin(number, prompt, list(request.prompt), task, key)
-        return Episode(number, request, asked.line, self.limits)
+        return Episode(number=number, request=request, line=asked.line, limits=self.limits)
 
     def _seed(self, step: int, line: int, stream: int) -> int:
         """A seed of 63 bits."""
@@ -142,10 +144,7 @@ class EpisodeRunner:
         episodes, failed = self.role_groups.dp_all_reduce(counts.to(device.device())).tolist()
         self._window.add(int(episodes), {_NAME: int(failed)})
         if self._window.exceeded(_NAME):
-            reasons: list[list[str]] = [own.failures[:1]] * len(self.role_groups.replicas)
-            if len(reasons) > 1:
-                dist.all_gather_object(reasons, own.failures[:1], group=self.role_groups.pg_collection.dp)
-            text = " | ".join(dict.fromkeys(reason for of_replica in reasons for reason in of_replica))
+            text = reasons_text(own.failures, self.role_groups)
             raise RuntimeError(
                 f"environments failed in {self._window.failed[_NAME]} of {self._window.samples} episodes; "
                 f"--environment-max-failures allows {self._window.allowed:g} of them; {text}"

@@ -5,8 +5,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 from megarl.comm.role_mesh import RoleGroups
 from megarl.mcore.inference.engine import RequestSource
 from megarl.mcore.inference.generation import Completion, GenerationRequest
@@ -91,20 +89,15 @@ class EpisodeSource:
         is_shared = len(self._role_groups.replica) > 1
         if not self._asked or (is_shared and self._in_engine and self._takes % POLL_STEPS):
             return
-        box: list[list[EnvironmentResult]] = [self._client.results() if self._client is not None else []]
-        if is_shared:
-            dist.broadcast_object_list(box, self._role_groups.replica[0], group=self._role_groups.replica_group)
-        for result in box[0]:
-            self._apply(result)
-
-    def _apply(self, result: EnvironmentResult):
-        episode = self._open[result.number]
-        self._asked.discard(result.number)
-        episode.apply(result)
-        if episode.end is None:
-            self._ready.append(episode)
-        else:
-            self._end(episode)
+        results: list[EnvironmentResult] = [] if self._client is None else self._client.results()
+        for result in self._role_groups.broadcast_object(results):
+            episode = self._open[result.number]
+            self._asked.discard(result.number)
+            episode.apply(result)
+            if episode.end is None:
+                self._ready.append(episode)
+            else:
+                self._end(episode)
 
     def _end(self, episode: Episode):
         del self._open[episode.number]
