@@ -88,6 +88,13 @@ class Batch:
         """[T'] int64 positions in the batch of the tokens of the sequences at `index`, in the order given."""
         return expand_ranges(self.cu_seqlens[:-1][index], self.lengths[index])
 
+    def renumbered(self, is_kept: Tensor) -> "Batch":
+        """The sequences whose ids are True in `is_kept` (bool, one for each id), numbered from 0 in the same order."""
+        is_kept = is_kept.to(self.sequence_ids.device)
+        kept = self.select(is_kept[self.sequence_ids].nonzero().flatten())
+        kept.sequence_ids = is_kept.cumsum(0)[kept.sequence_ids] - 1
+        return kept
+
     def sorted(self) -> "Batch":
         """The same sequences in ascending `sequence_ids`."""
         return self.select(self.sequence_ids.argsort())

@@ -29,13 +29,7 @@ from megarl.observe.timers import Timers
 from megarl.rollout.bank import RolloutBank
 from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop, SharedRequestQueue, shortest_groups
-from megarl.rollout.requests import (
-    PromptRequest,
-    RoundRequests,
-    completions_to_batch,
-    dp_assignment_of,
-    remaining_tokens,
-)
+from megarl.rollout.requests import PromptRequest, RoundRequests, completions_to_batch, remaining_tokens
 
 
 class Rollout:
@@ -160,7 +154,9 @@ class Rollout:
             is_banked = is_training and self.bank is not None
             records_routes = is_training and self.recorded_layers is not None
             temperature = s.temperature if temperature is None else temperature
-            sampling = SamplingSettings(temperature or 1.0, s.top_k, s.top_p, greedy=temperature == 0)
+            sampling = SamplingSettings(
+                temperature=temperature or 1.0, top_k=s.top_k, top_p=s.top_p, greedy=temperature == 0
+            )
             if self.episodes is not None:
                 return self._run_episodes(requests, prompt_set, sampling, records_routes, is_training)
             stops_early = wanted is not None and wanted < len(prompts) and any(requests.limits)
@@ -220,7 +216,8 @@ class Rollout:
     ) -> dict[int, Completion]:  # fmt: skip
         """This replica's completions by sequence id: `banked` ones and new ones; without a bank, `banked` is None."""
         source, queue = self._source(requests, whole_groups=early_stop is not None)
-        end_ids, limit, done = self.tokenizer.end_ids, queue.share if queue else None, dict(banked or {})
+        end_ids, limit = self.tokenizer.end_ids, queue.share if queue else None
+        done = dict(banked or {})
         longest = early_stop.longest if early_stop else None
         for i, completion in done.items() if early_stop else ():
             early_stop.ended(i, completion)
@@ -274,7 +271,7 @@ class Rollout:
             if not requests.limits[i]:
                 shape = (len(requests.prompt(i)), *empty_routes.shape[1:])
                 routes = empty_routes.new_full(shape, NO_ROUTE) if records_routes else None
-                done[i] = Completion([], [], requests.partial(i).is_finished, routes)
+                done[i] = Completion(tokens=[], logprobs=[], finished=requests.partial(i).is_finished, routes=routes)
         return done
 
     def _assigned_here(self, requests: RoundRequests) -> list[int]:
@@ -293,7 +290,9 @@ class Rollout:
             positions = is_finished[batch.sequence_ids.cpu()].nonzero().flatten().tolist()
             sequences, bounds = batch.tokens.split(batch.lengths.tolist()), batch.cu_seqlens.tolist()
             # The last token has no route, so it is left out; the engine samples a token in its place.
-            requests = [GenerationRequest(sequences[i][:-1].tolist(), 0, 1) for i in positions]
+            requests = [
+                GenerationRequest(prompt=sequences[i][:-1].tolist(), key=0, max_new_tokens=1) for i in positions
+            ]
             done = self.engine.generate(requests, self.tokenizer.end_ids, SamplingSettings(), routes=True)
             for i, completion in zip(positions, done, strict=True):
                 batch.routes[bounds[i] : bounds[i + 1]] = completion.routes.to(batch.routes.device)
@@ -316,7 +315,3 @@ class Rollout:
         longest = new_tokens.view(-1, samples).amax(1).cpu()
         groups = shortest_groups(longest, wanted)
         return groups, int(longest[groups].max())
-
-    def dp_assignment(self, batch: Batch | None, count: int) -> Tensor:
-        """[count] int64: dp rank that generated each sequence, as `dp_assignment_of` says."""
-        return dp_assignment_of(batch, count, self.role_groups)

@@ -1,3 +1,5 @@
+"""Names of the files that replicas of the rollout add to a checkpoint."""
+
 import pytest
 
 from megarl.rollout.replica_files import (
