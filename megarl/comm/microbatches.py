@@ -11,6 +11,7 @@ cap still counts the prompt for every response, so memory stays below what it is
 
 import bisect
 import heapq
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -52,6 +53,13 @@ def minibatches_of_step(settings: Settings, count: int, step: int, epoch: int) -
 def positions_of(batch: Batch, ids: Tensor) -> Tensor:
     """Positions in the batch of the sequences with these ids; ids of other replicas are ignored."""
     return torch.isin(batch.sequence_ids, ids.to(batch.sequence_ids.device)).nonzero().flatten()
+
+
+def updates_of_step(settings: Settings, batch: Batch, count: int, step: int) -> Iterator[Tensor]:
+    """Positions in this replica's batch for each update of a step; `count`: its sequences on all replicas."""
+    for epoch in range(settings.ppo_epochs):
+        for ids in minibatches_of_step(settings, count, step, epoch):
+            yield positions_of(batch, ids)
 
 
 def sequence_flops(lengths: Tensor, hidden: int) -> Tensor:

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -22,6 +23,7 @@ from megarl.mcore.training import optimizer
 from megarl.mcore.weights import dist_checkpoint
 from megarl.mcore.weights.hf.export_weights import export_weights
 from megarl.mcore.weights.hf.weight_map import WeightMap
+from megarl.observe.alarms import UpdateCheck
 from megarl.router_replay.router_state import Microbatches, RouterState
 
 
@@ -45,6 +47,14 @@ def forward_only(stages, microbatches: Microbatches, forward, pg_collection) -> 
     return [(result, positions) for result, (_, positions) in zip(results, microbatches, strict=True)]
 
 
+class Update(NamedTuple):
+    """An optimizer update."""
+
+    sums: torch.Tensor  # its metrics
+    is_skipped: bool  # although there was a loss
+    norm: float  # of the gradient
+
+
 class TrainableModel:
     """A role's model, optimizer and schedule on this rank; exists only on ranks of the role."""
 
@@ -58,7 +68,8 @@ class TrainableModel:
             updates: optimizer updates in one iteration, the unit of the schedule flags.
             value_head: a scalar head instead of the vocabulary projection.
         """
-        self.role, self.role_groups, self.value_head, self.updates = role, role_groups, value_head, updates
+        self.role, self.role_groups = role, role_groups
+        self.value_head, self.updates = value_head, updates
         self.model = gpt.build_model(role.megatron, vocab_size, role_groups.pg_collection, value_head)
         if role.lora:
             adapter.add_factors(self.model, role.lora, role.megatron, role_groups.pg_collection)
@@ -146,6 +157,38 @@ class TrainableModel:
         if applied:
             self.scheduler.step(1)
         return results, applied, norm
+
+    def checked_update(
+        self, microbatches: Microbatches, forward, loss, names: tuple[str, ...], check: UpdateCheck, has_loss: bool
+    ) -> tuple[list, Update]:
+        """One optimizer update, unless `check` rejects it or the mini-batch has no loss. A collective of the role.
+
+        Args:
+            forward, loss: as of `update`; a result's first item is its metrics [len(names)], whose sums over
+                micro-batches and replicas are those of the mini-batch. `names[0]` is the loss.
+
+        Returns:
+            Results of the micro-batches, and what the update has shown.
+        """
+        sums = None
+
+        def accepts(results: list, norm: float) -> bool:
+            nonlocal sums
+            sums = self.role_groups.dp_all_reduce(torch.stack([of_microbatch for of_microbatch, *_ in results]).sum(0))
+            metrics = dict(zip(names, sums.tolist(), strict=True)) | {f"{self.role.name}/grad_norm": norm}
+            return has_loss and check.accepts(metrics[names[0]], metrics)
+
+        results, applied, norm = self.update(microbatches, forward, loss, accepts)
+        return results, Update(sums, is_skipped=has_loss and not applied, norm=norm)
+
+    def update_metrics(self, updates: list[Update], names: tuple[str, ...]) -> dict[str, float]:
+        """Metrics of a step's updates: means over them, and how many were skipped."""
+        means = torch.stack([update.sums for update in updates]).mean(0).tolist()
+        return dict(zip(names, means, strict=True)) | {
+            f"{self.role.name}/grad_norm": sum(update.norm for update in updates) / len(updates),
+            f"{self.role.name}/learning_rate": self.learning_rate(),
+            f"{self.role.name}/updates_skipped": sum(update.is_skipped for update in updates),
+        }
 
     def pass_over_step(self):
         """Advances the schedule by an iteration without updates."""
