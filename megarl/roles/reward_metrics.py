@@ -6,9 +6,12 @@ from collections import Counter, deque
 import torch
 from torch import Tensor
 
+from megarl.arguments import Settings
+from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleGroups
 from megarl.mcore import device
 from megarl.rewards.expression import UNVERIFIED, Term
+from megarl.roles.loss_mask import valid_sequences
 
 WINDOW = 1000  # samples
 MIN_FAILURES = 50  # of one verifier, that can end a run: fewer are chance, or one prompt's fault
@@ -42,6 +45,31 @@ class FailureWindow:
         failed, min_failures = self.failed[name], MIN_FAILURES if self.allowed else 1
         is_broken = failed == self.samples >= MIN_SAMPLES
         return failed > self.allowed * self.samples and (failed >= min_failures or is_broken)
+
+
+def step_metrics(
+    batch: Batch, settings: Settings, role_groups: RoleGroups, *more: Tensor
+) -> tuple[dict[str, float], int, list[float]]:
+    """(metrics of a step's scored responses, number of sequences that count, sums of the scalars `more`).
+
+    Over all replicas. A collective of the role.
+    """
+    valid, scores = valid_sequences(batch, settings), batch.scores.double()
+    sums = torch.stack([
+        valid.sum(), scores[valid].sum(), scores[valid].square().sum(), batch.response_mask.sum(),
+        batch.finished[valid].sum(), batch.correct[valid].sum(), batch.lengths.sum(), *more,
+    ]).double()  # fmt: skip
+    sequences, total, squares, generated, finished, correct, tokens, *others = role_groups.dp_all_reduce(sums).tolist()
+    n = max(sequences, 1.0)  # 0: every episode failed
+    metrics = {
+        "reward/mean": total / n,
+        "reward/std": max(squares / n - (total / n) ** 2, 0.0) ** 0.5,
+        "reward/accuracy": correct / n,
+        "rollout/response_length_mean": generated / n,
+        "rollout/finished_fraction": finished / n,
+        "perf/tokens": int(tokens),
+    }
+    return metrics, int(sequences), others
 
 
 def reasons_text(failures: list[str], role_groups: RoleGroups) -> str:
