@@ -28,7 +28,8 @@ class RewardModel:
         weights: list[PretrainedWeights], timers: Timers,
     ):  # fmt: skip
         """Builds a model for each of `weights` and loads them. A collective of the role."""
-        self.settings, self.role, self.role_groups, self.encoder = settings, role, role_groups, encoder
+        self.settings, self.role = settings, role
+        self.role_groups, self.encoder = role_groups, encoder
         self.cut = 0  # truncated texts of the last call on this replica
         self.members: list[FrozenModel] = []
         vocab_size = role.model_vocab_size(encoder.tokenizer.vocab_size)
