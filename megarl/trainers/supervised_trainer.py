@@ -1,7 +1,8 @@
 """The base class of SFTTrainer and RewardModelTrainer: inputs, batches, evaluation, checkpoints and resume."""
 
 import abc
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ class TaskSpec(NamedTuple):
 
     program: str  # name of its module, in manifests
     role: str  # the trained role: prefix of its flags and checkpoint keys
+    prefix: str  # of its metrics
     value_head: bool  # a scalar head instead of the vocabulary's
     sequences_per_example: int  # 2 for a preference pair
     sources: tuple[str, ...]  # roles whose weights it may start from
@@ -55,6 +57,7 @@ class SupervisedTrainer(Trainer, abc.ABC):
     """A supervised run on this rank. Subclasses define the examples, the loss and the evaluation."""
 
     task: TaskSpec
+    metric_names: tuple[str, ...]  # of an update, the loss first
     fields: tuple  # metrics in the progress line of a step
 
     def __init__(self, config: RunConfig, timers: Timers):
@@ -91,8 +94,15 @@ class SupervisedTrainer(Trainer, abc.ABC):
         """(tokens, mask of the tokens that count) of each sequence of an example."""
 
     @abc.abstractmethod
-    def update(self, examples: ExampleBatch):
-        """One optimizer update; sets `metrics`."""
+    def loss_of(self, examples: ExampleBatch, tokens: Tensor) -> Callable:
+        """The loss of an update: (output, micro-batch) -> (its share of the batch's mean, metrics by `metric_names`).
+
+        `tokens`: those of the batch's response masks, of all replicas.
+        """
+
+    @abc.abstractmethod
+    def _forward(self, chunk, microbatch: Batch):
+        """The model's output on a micro-batch."""
 
     @abc.abstractmethod
     def evaluate_batch(self, examples: ExampleBatch) -> dict[str, float]:
@@ -102,6 +112,31 @@ class SupervisedTrainer(Trainer, abc.ABC):
         """Whether the last evaluation has reached the run's target."""
         target = self.settings.target_eval_loss
         return target is not None and self.metrics["eval/loss"] <= target
+
+    def update(self, examples: ExampleBatch):
+        """One optimizer update on the mean loss of a batch; sets `metrics`."""
+        with self.timers.phase(self.task.role, "update"):
+            self.trainable_model.router_state.begin_step()
+            counts = torch.stack([examples.batch.response_mask.sum(), examples.batch.lengths.sum()]).double()
+            tokens, total = self.role_groups.dp_all_reduce(counts)
+            means = None
+
+            def accepts(results: list, norm: float) -> bool:
+                nonlocal means
+                means = self.role_groups.dp_all_reduce(torch.stack(results).sum(0)).view(-1).tolist()
+                return math.isfinite(means[0])
+
+            microbatches, loss = self.microbatches(examples.batch), self.loss_of(examples, tokens)
+            _, applied, norm = self.trainable_model.update(microbatches, self._forward, loss, accepts)
+            prefix = self.task.prefix
+            self.metrics = {
+                **{f"{prefix}/{name}": mean for name, mean in zip(self.metric_names, means, strict=True)},
+                f"{prefix}/grad_norm": norm,
+                f"{prefix}/learning_rate": self.trainable_model.learning_rate(),
+                f"{self.task.role}/updates_skipped": int(not applied),
+                "perf/tokens": int(total),
+                **self.trainable_model.router_state.metrics("router"),
+            }
 
     def next_batch(self) -> ExampleBatch:
         """The next `--global-batch-size` examples."""
