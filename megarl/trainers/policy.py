@@ -1,6 +1,5 @@
 """The policy of a program that does not train: its tokenizer and weights, read and checked, and its model."""
 
-import dataclasses
 from pathlib import Path
 
 from megarl.arguments import RoleSettings, RunConfig
@@ -12,6 +11,7 @@ from megarl.checkpoint.pretrained import (
     PretrainedWeights,
     checkpoint_weights,
     folder_weights,
+    with_stored_factors,
 )
 from megarl.comm.role_mesh import RoleGroups
 from megarl.errors import UsageError
@@ -63,8 +63,7 @@ class PolicyInputs:
 
     def rollout_role(self) -> RoleSettings:
         """The rollout's settings, with the low-rank factors of the checkpoint if it has any."""
-        lora = self.weights.lora if isinstance(self.weights, FactorWeights) else None
-        return dataclasses.replace(self.config.roles["rollout"], lora=lora)
+        return with_stored_factors(self.config.roles["rollout"], self.weights)
 
 
 def load_policy(
