@@ -123,7 +123,7 @@ def remax_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
 
 
 ESTIMATORS: dict[str, Estimator] = {
-    name: Estimator(function, frozenset(needs), frozenset({*options, "whiten"}), whitens)
+    name: Estimator(function=function, needs=frozenset(needs), options=frozenset({*options, "whiten"}), whiten=whitens)
     for name, function, needs, options, whitens in (
         ("gae", gae_advantages, ["values"], ["gamma", "lam"], True),
         ("grpo", grpo_advantages, ["groups"], ["group_std"], False),
@@ -167,7 +167,8 @@ def estimator_of(function: Callable[[StepData, AdvantageOptions], Advantages]) -
             raise ValueError(f"{name} must return [T] = {list(step.response_mask.shape)}, got {list(field.shape)}")
         return torch.where(step.response_mask, field.detach(), 0.0).to(step.token_rewards.dtype)
 
-    return Estimator(checked, needs, frozenset(f.name for f in dataclasses.fields(AdvantageOptions)), False)
+    options = frozenset(field.name for field in dataclasses.fields(AdvantageOptions))
+    return Estimator(function=checked, needs=needs, options=options, whiten=False)
 
 
 def _on_tokens(step: StepData, options: AdvantageOptions, advantages: Tensor) -> Advantages:
@@ -179,9 +180,7 @@ def _on_tokens(step: StepData, options: AdvantageOptions, advantages: Tensor) ->
 def _of_turns(step: StepData, max_turns: int) -> Tensor:
     """[T] float64: the advantage of each token's turn, from the rewards of all responses of the step."""
     where = step.response_mask, step.cu_seqlens
-    fields = [step.token_rewards]
-    if step.raw_token_rewards is not None:
-        fields.append(step.raw_token_rewards)
+    fields = [field for field in (step.token_rewards, step.raw_token_rewards) if field is not None]
     tables = step.token_rewards.new_zeros(len(fields), len(step.groups), max_turns, dtype=torch.float64)
     tables[:, step.sequence_ids] = torch.stack([turn_sums(field, *where, max_turns) for field in fields])
     to_go = returns_to_go(step.total(tables))

@@ -11,7 +11,8 @@ class RunningMoments:
     """Count, mean and sum of squared deviations of all values so far (Chan, Golub, LeVeque 1983, eq. 1.5)."""
 
     def __init__(self):
-        self.count, self.mean, self.squares = 0, 0.0, 0.0
+        self.count, self.mean = 0, 0.0
+        self.squares = 0.0
 
     @property
     def deviation(self) -> float:
@@ -39,7 +40,8 @@ class RunningMoments:
 
     def load_state_dict(self, state: dict[str, float]):
         """Resume from a `state_dict`."""
-        self.count, self.mean, self.squares = int(state["count"]), state["mean"], state["squares"]
+        self.count, self.mean = int(state["count"]), state["mean"]
+        self.squares = state["squares"]
 
 
 def clip(values: Tensor, limit: float | None) -> Tensor:

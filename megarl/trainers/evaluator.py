@@ -79,8 +79,10 @@ class Evaluator:
         tokens: Ragged, timers: Timers,
     ):  # fmt: skip
         """`tokens`: token ids of each prompt. The first `--eval-samples` prompts are evaluated."""
-        self.settings, self.mesh, self.timers = settings, mesh, timers
-        self.rollout, self.reward, self.prompts = rollout, reward, prompts
+        self.settings, self.mesh = settings, mesh
+        self.timers = timers
+        self.rollout, self.reward = rollout, reward
+        self.prompts = prompts
         self.ks = eval_ks(settings)
         lines = range(min(len(tokens), settings.eval_samples))
         self.requests = [PromptRequest(line=line, tokens=tokens.view(line)) for line in lines]

@@ -30,7 +30,8 @@ def launch(train, program: str):
         train: the program's main function; what it returns is the exit status, None is 0.
         program: 'rl', 'sft', 'reward', 'evaluate' or 'serve'.
     """
-    rank, timers, config = 0, Timers(), None
+    rank, config = 0, None
+    timers = Timers()
     gc.freeze()  # collecting garbage skips the half million objects of the imports
     try:
         _adopt_slurm_task()

@@ -26,7 +26,6 @@ from megarl.rollout.rollout_files import RolloutWriter
 from megarl.rollout.rollout_only import ScoringBatcher
 from megarl.rollout.saved_rollout import SavedRollout, SavedRolloutBatcher
 from megarl.router_replay.replay import RoutingReplay
-from megarl.router_replay.router_state import RouterState
 from megarl.serving.policy_service import PolicyService
 from megarl.trainers.evaluator import BestCheckpoint, Evaluator
 from megarl.trainers.policy import load_policy
@@ -47,7 +46,9 @@ class RLTrainer(Trainer):
         if self.settings.debug_rollout_only:
             self.checkpoints = None  # nothing of the weights changes
         if inputs.saved_rollouts:
-            _check_content(inputs.saved_rollouts.folders)
+            damaged = integrity.find_damage(inputs.saved_rollouts.folders, "--load-rollouts")
+            for folder, problem in damaged.items():
+                raise UsageError(f"--load-rollouts {folder}: {problem}")
         self.tokenizer = inputs.tokenizer
         self._build_roles(config, timers)
         self._metrics: dict[str, float] = {}  # of the step, this rank's
@@ -73,7 +74,8 @@ class RLTrainer(Trainer):
 
     def _build_roles(self, config: RunConfig, timers: Timers):
         """Builds every role on every rank; a role has a model on its own ranks only."""
-        s, mesh, roles, inputs = self.settings, self.mesh, config.roles, self.inputs
+        s, mesh = self.settings, self.mesh
+        roles, inputs = config.roles, self.inputs
         sizes = {name: role.model_vocab_size(self.tokenizer.vocab_size) for name, role in roles.items()}
         self.actor = Actor(s, roles["actor"], mesh["actor"], sizes["actor"], config.policy_loss, timers)
         self.critic = Critic(s, roles.get("critic"), mesh["critic"], sizes.get("critic"), timers)
@@ -82,8 +84,9 @@ class RLTrainer(Trainer):
         self.reference = Reference(s, roles.get("reference"), mesh["reference"], sizes.get("reference"), timers, shared)
         self.advantages = AdvantageComputer(s, config.estimator, mesh["actor"], timers)
         self.rollout = self._build_rollout(timers)
+        states = {name: model.router_state for name, model in self._models().items()}
         self.routing_replay = RoutingReplay(
-            s, roles["actor"], mesh, self.rollout.recorded_layers, self._router_states(), self.actor.passes_of_step
+            s, roles["actor"], mesh, self.rollout.recorded_layers, states, self.actor.passes_of_step
         )
         generation = (s, mesh, self.rollout, self.reward)
         self.batcher = self._build_batcher(*generation, inputs.prompts, inputs.prompt_tokens)
@@ -92,10 +95,12 @@ class RLTrainer(Trainer):
             self.evaluator = Evaluator(*generation, inputs.eval_prompts, inputs.eval_tokens, timers)
 
     def _build_rollout(self, timers: Timers) -> Rollout | SavedRollout:
-        s, mesh, role = self.settings, self.mesh, self.inputs.rollout_role(self.config)
+        s, mesh = self.settings, self.mesh
+        role = self.inputs.rollout_role(self.config)
         if s.debug_train_only:
             return SavedRollout(s, role, mesh)
-        policy, trained, cache = self.actor.trainable_model, None, None
+        policy = self.actor.trainable_model
+        trained = cache = None
         if policy:
             trained, cache = policy.model, policy.cache_in_grad_buffer
         elif s.debug_rollout_only:
@@ -107,7 +112,8 @@ class RLTrainer(Trainer):
 
     def _build_batcher(self, *generation) -> RolloutBatcher:
         """`generation`: arguments of the batcher from the settings to the prompts."""
-        s, role_groups, args = self.settings, self.mesh["rollout"], self.config.roles["actor"].megatron
+        s, role_groups = self.settings, self.mesh["rollout"]
+        args = self.config.roles["actor"].megatron
         args = *generation, args.hidden_size, self.timers
         if s.debug_train_only:
             return SavedRolloutBatcher(self.inputs.saved_rollouts, *args)
@@ -118,15 +124,9 @@ class RLTrainer(Trainer):
 
     def _models(self) -> dict:
         """This rank's models by role."""
-        models = {
-            "actor": self.actor.trainable_model,
-            "critic": self.critic.trainable_model,
-            "reference": self.reference.frozen_model,
-        }
+        actor, critic = self.actor.trainable_model, self.critic.trainable_model
+        models = {"actor": actor, "critic": critic, "reference": self.reference.frozen_model}
         return {name: model for name, model in models.items() if model}
-
-    def _router_states(self) -> dict[str, RouterState]:
-        return {name: model.router_state for name, model in self._models().items()}
 
     def _load_pretrained(self):
         models = self._models()
@@ -292,10 +292,3 @@ class RLTrainer(Trainer):
                 f"--load-changed-data: the checkpoint of --load {self.settings.load} holds responses to the old "
                 "prompts that wait for their batch; resume with the old --prompts, or from a step without them"
             )
-
-
-def _check_content(folders: list[Path]):
-    """UsageError for the first folder of saved rollouts that is damaged. A collective of the world."""
-    damaged = integrity.find_damage(folders, "--load-rollouts")
-    for folder, problem in damaged.items():
-        raise UsageError(f"--load-rollouts {folder}: {problem}")

@@ -197,7 +197,9 @@ def tracker_options(settings: arguments.Settings, config: dict) -> TrackerOption
 def save_policy(settings: arguments.Settings) -> SavePolicy:
     """How checkpoints are written, and which are kept."""
     s = settings
-    return SavePolicy(s.async_save, s.on_save_failure == "stop", s.keep_last, s.keep_every)
+    return SavePolicy(
+        asynchronous=s.async_save, stops=s.on_save_failure == "stop", keep_last=s.keep_last, keep_every=s.keep_every
+    )
 
 
 def step_profiler(config: arguments.RunConfig, mesh: role_mesh.RoleMesh, timers: Timers) -> StepProfiler | None:
