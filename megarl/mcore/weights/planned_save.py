@@ -25,7 +25,8 @@ class PlannedSave:
 
     def __init__(self, strategy: TorchDistSaveShardedStrategy, writer, metadata):
         self.finalize_fns: list = []  # Megatron adds its own here, which are collectives: `finish` replaces them
-        self._strategy, self._writer, self._metadata = strategy, writer, metadata
+        self._strategy, self._writer = strategy, writer
+        self._metadata = metadata
         writer.storage_meta = lambda: None  # a random number and this folder's name: equal saves have equal bytes
         if metadata is not None:
             metadata.all_local_plans = None  # for a cache that is not used
@@ -79,7 +80,8 @@ class _HashedFile:
     """
 
     def __init__(self, path):
-        self._path, self._file, self._error = path, open(path, "wb"), None
+        self._path, self._file = path, open(path, "wb")
+        self._error = None
         self.size, self.digest = 0, hashlib.sha256()
 
     def write(self, data) -> int:

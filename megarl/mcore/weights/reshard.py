@@ -144,7 +144,8 @@ class WeightTransfer:
 
     def _exchange(self, round_: _Round):
         """Runs a round; its peers run theirs, with the same messages in the same order."""
-        operations, staged, used = [], [], 0
+        operations, staged = [], []
+        used = 0
         for message in round_.receives:
             target = self._destination_view(message.copies[0])
             if not _needs_no_staging(message, target, round_.dtype):
