@@ -35,7 +35,8 @@ def to_bytes(batch: Batch, names: list[str]) -> Tensor:
 
 def from_bytes(buffer: Tensor, names: list[str]) -> Batch:
     """Restores a batch from the bytes of `to_bytes`, as views of the buffer."""
-    count, position, fields, total = int(buffer[:8].view(torch.int64)), 8, {}, None
+    count, position = int(buffer[:8].view(torch.int64)), 8
+    fields, total = {}, None
     for name in _in_wire_order(names):
         spec = FIELDS[name]
         items = count if spec.kind == "sequence" else total

@@ -47,7 +47,8 @@ def balance_by_flops(lengths: Tensor, minibatches: list[Tensor], replicas: int, 
 
 
 def _assign(costs: Tensor, minibatches: list[Tensor], replicas: int) -> Tensor:
-    flops, dp_assignment, step_flops = costs.tolist(), [0] * len(costs), [0] * replicas
+    flops, dp_assignment = costs.tolist(), [0] * len(costs)
+    step_flops = [0] * replicas
     for ids in minibatches:
         heap = sorted((0, step_flops[dp_rank], dp_rank) for dp_rank in range(replicas))
         for sequence_id in sorted(ids.tolist(), key=lambda i: (-flops[i], i)):

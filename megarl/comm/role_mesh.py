@@ -141,7 +141,8 @@ def join_process_group(timeout: timedelta, collective_timeout: timedelta | None 
     if device.has_cuda():
         # Slurm may show each task only its own device.
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    store, rank, size = dist.HashStore(), 0, 1
+    store = dist.HashStore()
+    rank, size = 0, 1
     if "RANK" in os.environ:
         interfaces.choose_interface()
         if "MASTER_PORT" in os.environ:
@@ -167,7 +168,8 @@ def create_mesh(roles: dict, timeout: timedelta) -> RoleMesh:
     `timeout`: of collectives.
     """
     join_process_group(timeout)
-    cache, rank, all_groups = process_groups.GroupCache(timeout), dist.get_rank(), {}
+    cache, rank = process_groups.GroupCache(timeout), dist.get_rank()
+    all_groups = {}
     for name, role in roles.items():
         sizes = megatron_flags.parallel_sizes(role.megatron)
         pg_collection = process_groups.create_groups(role.ranks, sizes, cache)

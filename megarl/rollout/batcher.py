@@ -71,8 +71,10 @@ class RolloutBatcher:
             hidden_size: the actor's, to estimate the FLOPs of sequences for load balancing.
             writer: keeps the responses of each step; None without `--save-rollouts`.
         """
-        self.settings, self.mesh, self.timers, self.hidden_size = settings, mesh, timers, hidden_size
-        self.rollout, self.reward, self.prompts, self.prompt_tokens = rollout, reward, prompts, prompt_tokens
+        self.settings, self.mesh = settings, mesh
+        self.timers, self.hidden_size = timers, hidden_size
+        self.rollout, self.reward = rollout, reward
+        self.prompts, self.prompt_tokens = prompts, prompt_tokens
         self.order = PromptOrder(len(prompts), settings.seed)
         self.metrics: dict[str, float] = {}
         self._writer = writer

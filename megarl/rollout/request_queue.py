@@ -56,7 +56,8 @@ class SharedRequestQueue:
             unit: adjacent requests that go to one replica, such as a prompt's samples that share its KV cache.
             role_groups: of the rollout.
         """
-        self.requests, self.unit, self.entry = requests, unit, StoreEntry(role_groups)
+        self.requests, self.unit = requests, unit
+        self.entry = StoreEntry(role_groups)
         units = [start for start in range(0, len(requests), unit) if self._open_ids(start)]
         self._order = sorted((start for start in units if self._owner(start) is None), key=self._longest_first)
         own = [start for start in units if self._owner(start) == role_groups.dp_rank]

@@ -48,7 +48,8 @@ class Rollout:
         in the actor's gradient buffer if both share a module. `episodes`: runs the environments; None: one turn.
         """
         self.episodes = episodes
-        self.settings, self.role, self.timers, self.tokenizer = settings, role, timers, tokenizer
+        self.settings, self.role = settings, role
+        self.timers, self.tokenizer = timers, tokenizer
         self.mesh, self.role_groups = mesh, mesh["rollout"]
         self.metrics: dict[str, float] = {}
         # Of training responses since the last `generation_metrics`.

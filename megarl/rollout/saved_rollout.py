@@ -25,7 +25,8 @@ class SavedRollout:
     bank = episodes = None
 
     def __init__(self, settings: Settings, role: RoleSettings, mesh: RoleMesh):
-        self.settings, self.role, self.role_groups = settings, role, mesh[ROLLOUT]
+        self.settings, self.role = settings, role
+        self.role_groups = mesh[ROLLOUT]
         self.metrics: dict[str, float] = {}
 
     @property

@@ -40,7 +40,8 @@ class EpisodeSource:
         self.ended: list[Episode] = []
         self.waiting_seconds = 0.0  # in which the engine had nothing to do but to wait for environments
         self._prompts, self._begin = prompts, begin
-        self._client, self._role_groups, self._max_open = client, role_groups, max_open
+        self._client, self._role_groups = client, role_groups
+        self._max_open = max_open
         self._open: dict[int, Episode] = {}
         self._ready: deque[Episode] = deque()
         self._asked: set[int] = set()  # episodes whose environment has to answer
