@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megarl.mcore import device
 from megarl.mcore.weights.reshard_plan import (
-    LocalWeights,
     ShardCopy,
     WeightShard,
     check,
@@ -92,8 +91,8 @@ class WeightTransfer:
         Raises:
             RuntimeError: checksums of some keys, which it names, differ.
         """
-        received = _checksum(self.destination, self.group)
-        expected = _checksum(self.source, self.group, self.dtypes)
+        received = checksum(self.destination, self.group)
+        expected = checksum(self.source, self.group, self.dtypes)
         wrong = [key for key in sorted(expected) if expected[key] != received[key]]
         if wrong:
             more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
@@ -217,26 +216,20 @@ def _split(buffer: Tensor, copies: list[ShardCopy]) -> list[Tensor]:
 # -- checksums ---------------------------------------------------------------------------------------------------
 
 
-def checksum(stages, pg_collection, group, describe=None) -> dict[str, int]:
+def checksum(weights: Any, group, dtypes: dict[str, torch.dtype] | None = None) -> dict[str, int]:
     """Returns a checksum for every key of a model's weights, equal in any layout; a collective of the group.
 
     The sum, modulo 2^64, of each element's bits times an odd hash of its index in the whole tensor. One changed bit
     always changes it; two swapped elements almost always do. Replicated elements count once.
 
     Args:
-        stages: the model's chunks on this rank, or None on ranks of the group that do not hold it.
-        pg_collection: process groups of the model's role.
+        weights: on this rank, as of `WeightTransfer`.
         group: all ranks that call this function.
-        describe: as for `LocalWeights`.
+        dtypes: the weights are converted to these first, by key; None: in their own dtypes.
 
     Raises:
         RuntimeError: replicas of a shard have different bits.
     """
-    return _checksum(LocalWeights(stages, pg_collection, describe), group)
-
-
-def _checksum(weights: LocalWeights, group, dtypes: dict[str, torch.dtype] | None = None) -> dict[str, int]:
-    """`checksum` of the weights converted to `dtypes`, by key; None: in their own dtypes."""
     totals = {}
     wholes, shards = weights.description()
     for shard in shards:
