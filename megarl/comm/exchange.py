@@ -106,11 +106,6 @@ def is_already_there(mesh: RoleMesh, source: str, destination: str, dp_assignmen
     )
 
 
-def are_disjoint(mesh: RoleMesh, one: str, other: str) -> bool:
-    """Whether no rank belongs to both roles."""
-    return set(mesh[one].ranks).isdisjoint(mesh[other].ranks)
-
-
 def send(
     mesh: RoleMesh, batch: Batch | None, source: str, destination: str, names: list[str],
     dp_assignment: dict[str, Tensor], pending: PendingSends | None = None,

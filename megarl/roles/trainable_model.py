@@ -198,9 +198,9 @@ class TrainableModel:
         """The learning rate of the next update."""
         return self.optimizer.param_groups[0]["lr"]
 
-    def microbatches(self, batch: Batch, positions: torch.Tensor) -> Microbatches:
-        """The micro-batches of this replica's sequences at `positions`, equally many on all replicas. Collective."""
-        microbatches = mb.role_microbatches(batch, positions, self.role, self.role_groups)
+    def microbatches(self, batch: Batch, positions: torch.Tensor, sequences_per_example: int = 1) -> Microbatches:
+        """The micro-batches of this replica's sequences at `positions`, as of `role_microbatches`. Collective."""
+        microbatches = mb.role_microbatches(batch, positions, self.role, self.role_groups, sequences_per_example)
         self.router_state.attach(batch, microbatches)
         return microbatches
 

@@ -13,7 +13,6 @@ from megarl.batch import Batch, common_prefix_lengths
 from megarl.checkpoint import factors, resume, run_state
 from megarl.checkpoint.pretrained import find_pretrained
 from megarl.comm import load_balance
-from megarl.comm import microbatches as mb
 from megarl.data.conversations import Encoder
 from megarl.data.examples import Examples
 from megarl.data.order import PromptOrder
@@ -22,14 +21,8 @@ from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.observe.timers import Timers
 from megarl.roles.trainable_model import TrainableModel
+from megarl.trainers import setup
 from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS, read_prompts
-from megarl.trainers.setup import (
-    build_role_encoder,
-    check_required,
-    check_training_flags,
-    check_vocabulary,
-    read_inputs,
-)
 from megarl.trainers.trainer import Trainer
 
 
@@ -61,7 +54,7 @@ class SupervisedTrainer(Trainer, abc.ABC):
     fields: tuple  # metrics in the progress line of a step
 
     def __init__(self, config: RunConfig, timers: Timers):
-        inputs, mesh, used = read_inputs(
+        inputs, mesh, used = setup.read_inputs(
             config, timers, lambda: SupervisedInputs(config, type(self)), folder=config.settings.save
         )
         super().__init__(config, mesh, inputs, timers, self.fields)
@@ -168,11 +161,8 @@ class SupervisedTrainer(Trainer, abc.ABC):
 
     def microbatches(self, batch: Batch) -> list[tuple[Batch, Tensor]]:
         """This replica's micro-batches, equally many on every replica; the sequences of an example share one."""
-        microbatches = mb.role_microbatches(
-            batch, torch.arange(len(batch)), self.role, self.role_groups, self.task.sequences_per_example
-        )
-        self.trainable_model.router_state.attach(batch, microbatches)
-        return microbatches
+        every = torch.arange(len(batch))
+        return self.trainable_model.microbatches(batch, every, self.task.sequences_per_example)
 
     def evaluate(self, step: int):
         """Evaluates on held-out examples every `--eval-interval` steps; the run ends at its target. Collective."""
@@ -208,11 +198,11 @@ class SupervisedInputs:
     def __init__(self, config: RunConfig, trainer: type[SupervisedTrainer]):
         s, task = config.settings, trainer.task
         role = config.roles[task.role]
-        check_training_flags(config)
-        check_required({"--global-batch-size": role.megatron.global_batch_size})
+        setup.check_training_flags(config)
+        setup.check_required({"--global-batch-size": role.megatron.global_batch_size})
         trainer.check(s)
-        encoder = build_role_encoder(role, s)
-        check_vocabulary(role, encoder.tokenizer.vocab_size)
+        encoder = setup.build_role_encoder(role, s)
+        setup.check_vocabulary(role, encoder.tokenizer.vocab_size)
         self.vocab_size = role.model_vocab_size(encoder.tokenizer.vocab_size)
         self.prompt_sets = read_prompts(s, task.purpose)
         examples = {name: trainer.read(prompts, encoder, config) for name, prompts in self.prompt_sets.items()}
