@@ -13,7 +13,7 @@ def of_replica(name: str, dp_rank: int) -> str:
     return name if dp_rank == 0 else f"{name.removesuffix('.pt')}-{dp_rank:05d}.pt"
 
 
-def replica_files(folder: Path, name: str) -> list[Path]:
+def find(folder: Path, name: str) -> list[Path]:
     """Each replica's file in a checkpoint; [] if it has none. `name`: of the first one."""
     for present in (name, _OLD_NAMES[name]):
         if (folder / present).exists():
@@ -21,6 +21,6 @@ def replica_files(folder: Path, name: str) -> list[Path]:
     return []
 
 
-def read_replicas(files: list[Path]) -> Iterator[tuple[bytes, str]]:
+def read(files: list[Path]) -> Iterator[tuple[bytes, str]]:
     """(content, start of an error message) of each replica's file, one at a time."""
     return ((path.read_bytes(), f"--load {path}") for path in files)

@@ -70,17 +70,12 @@ class Rollout:
             self._transfer = PolicyTransfer(*models, self._group, has_factors)
         if self.role_groups.is_member:
             self.engine = RolloutEngine(
-                self.model[0],
-                self.role_groups.pg_collection,
-                vocab_size,
-                settings.max_prompt_length + settings.max_response_length,
-                settings.rollout_buffer_gb,
-                settings.rollout_max_requests,
-                settings.rollout_prefix_caching,
-                settings.rollout_chunked_prefill,
+                self.model[0], self.role_groups.pg_collection, vocab_size,
+                settings.max_prompt_length + settings.max_response_length, settings.rollout_buffer_gb,
+                settings.rollout_max_requests, settings.rollout_prefix_caching, settings.rollout_chunked_prefill,
                 cache_in_grad_buffer=cache_in_grad_buffer if role.model_role == "actor" else None,
                 speculative=settings.speculative_rollout,
-            )
+            )  # fmt: skip
             self._check_capacity()
             if settings.rollout_bank:
                 self.bank = RolloutBank(Path(settings.rollout_bank), self.role_groups, vocab_size)

@@ -12,15 +12,9 @@ from megarl.roles.actor import Actor
 from megarl.roles.advantage_computer import AdvantageComputer
 from megarl.roles.critic import Critic
 from megarl.roles.reference import Reference, shares_base
+from megarl.rollout import replica_files
 from megarl.rollout.batcher import RolloutBatcher
 from megarl.rollout.episodes.runner import EpisodeRunner
-from megarl.rollout.replica_files import (
-    GROUP_BUFFER_FILE,
-    PARTIAL_ROLLOUTS_FILE,
-    of_replica,
-    read_replicas,
-    replica_files,
-)
 from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import RolloutWriter
 from megarl.rollout.rollout_only import ScoringBatcher
@@ -205,7 +199,7 @@ class RLTrainer(Trainer):
         manifest |= {"best": self.best.state_dict(), "kept_for": kept_for, "reward": self._reward_moments()}
         with self.timers.phase("actor", "save"):
             files = {
-                of_replica(name, self.mesh["rollout"].dp_rank): data
+                replica_files.of_replica(name, self.mesh["rollout"].dp_rank): data
                 for name, data in self.batcher.files().items()
                 if data is not None
             }
@@ -261,10 +255,10 @@ class RLTrainer(Trainer):
             self.best.load_state_dict(manifest["best"])
         if manifest.get("reward"):
             self.reward.moments.load_state_dict(manifest["reward"])
-        if files := replica_files(folder, GROUP_BUFFER_FILE):
+        if files := replica_files.find(folder, replica_files.GROUP_BUFFER_FILE):
             self._resume_group_buffer(files)
-        if files := replica_files(folder, PARTIAL_ROLLOUTS_FILE):
-            self.batcher.partial_rollouts.from_bytes(read_replicas(files))
+        if files := replica_files.find(folder, replica_files.PARTIAL_ROLLOUTS_FILE):
+            self.batcher.partial_rollouts.from_bytes(replica_files.read(files))
         if "prompts" in resume.changed_data(manifest, self.inputs.data):
             self._check_no_groups()
         if "critic" in loaded:
@@ -278,7 +272,7 @@ class RLTrainer(Trainer):
     def _resume_group_buffer(self, files: list[Path]):
         """Restores the groups of an incomplete batch, or of a batch that was generated ahead."""
         s, buffer = self.settings, self.batcher.group_buffer
-        buffer.from_bytes(read_replicas(files))
+        buffer.from_bytes(replica_files.read(files))
         if len(buffer) >= s.prompts_per_step if not s.one_step_off else len(buffer) != s.prompts_per_step:
             raise UsageError(
                 f"--load: a batch of {len(buffer)} groups was generated ahead; allowed are --one-step-off and "
