@@ -6,6 +6,7 @@ of the state before tokens[t]. A sequence's first token has neither: both are 0,
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -20,12 +21,7 @@ def _field(kind: str, dtype: torch.dtype):
     return dataclasses.field(default=None, metadata={"kind": kind, "dtype": dtype})
 
 
-def _token(dtype):
-    return _field("token", dtype)
-
-
-def _sequence(dtype):
-    return _field("sequence", dtype)
+_token, _sequence = functools.partial(_field, "token"), functools.partial(_field, "sequence")
 
 
 @dataclass
@@ -115,9 +111,8 @@ class Batch:
 class SharedPrefix:
     """Prefixes that several sequences of a micro-batch share and that are computed once. int64 [N], on the host."""
 
-    holders: (
-        Tensor  # position of the sequence that computes the prefix: itself, or one with no shared prefix of its own
-    )
+    # Position of the sequence that computes the prefix: itself, or one with no shared prefix of its own.
+    holders: Tensor
     tokens: Tensor  # length of the shared prefix, less than both sequences' lengths; 0 for holders
 
 

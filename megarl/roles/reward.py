@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.algorithms.normalization import RunningMoments, clip
+from megarl.algorithms.normalization import RunningMoments, clip, combine
 from megarl.algorithms.shaping import overlong_penalty
 from megarl.arguments import Settings
 from megarl.batch import Batch
@@ -104,7 +104,7 @@ class Reward:
         if not self.reward_model:
             return None
         members = self.reward_model.scores(texts)
-        raw = self.reward_model.combined(members)
+        raw = combine(members, self.settings.reward_ensemble)
         if for_training:
             self._statistics.add_ensemble(members, self.reward_model.cut)
         normalized = raw

@@ -153,7 +153,9 @@ class RolloutBatcher:
         keep = torch.ones(count, dtype=torch.bool)
         if self._filter_column is not None:
             scores = self._score(batch, count, self.settings.samples_per_prompt, step)
-            _set_scores(batch, scores.flatten(0, 1))
+            if batch is not None:
+                own = scores.flatten(0, 1)[batch.sequence_ids]
+                batch.scores, batch.correct = own[:, 0].float(), own[:, 1] > 0
             valid = scores[..., 2] > 0
             keep = _differ(scores[..., self._filter_column], valid)
             statistics.responses += int(valid.sum())
@@ -313,10 +315,3 @@ def _differ(values: Tensor, valid: Tensor) -> Tensor:
     """[G] bool: whether those of the values [G, n] that are `valid` [G, n] bool differ within a group."""
     highest = values.masked_fill(~valid, -torch.inf).amax(-1)
     return (highest > values.masked_fill(~valid, torch.inf).amin(-1)).cpu()
-
-
-def _set_scores(batch: Batch | None, scores: Tensor):
-    """Sets rewards and correctness of this rank's responses; `scores`: [N, 3] by sequence id."""
-    if batch is not None:
-        own = scores[batch.sequence_ids]
-        batch.scores, batch.correct = own[:, 0].float(), own[:, 1] > 0

@@ -168,22 +168,19 @@ class Rollout:
         prompts read. A collective of the role."""
         if not self.role_groups.is_member:
             return {}
-        found = {} if self.episodes is None else self.episodes.take_metrics()
-        return found | self._step_metrics()
-
-    def _step_metrics(self) -> dict[str, float]:
         s, role_groups = self.settings, self.role_groups
+        found = {} if self.episodes is None else self.episodes.take_metrics()
         if not (s.speculative_rollout or s.rollout_prefix_caching):
-            return {}
+            return found
         counts = [*self._decode_counts, *self._prefill_counts]
         self._decode_counts, self._prefill_counts = DecodeCounts(), PrefillCounts()
         table = torch.zeros(len(role_groups.replicas), len(counts), dtype=torch.int64, device=device.device())
         table[role_groups.dp_rank] = torch.tensor(counts)
         table = role_groups.dp_all_reduce(table)
         *decoded, read, reused = table.sum(0).tolist()
-        total, found = DecodeCounts(*decoded), {}
+        total = DecodeCounts(*decoded)
         if s.speculative_rollout:
-            found = {
+            found |= {
                 "rollout/decode_steps": int(table[:, 0].max()),
                 "rollout/accepted_tokens_per_step": total.tokens / max(total.requests, 1),
                 "rollout/draft_acceptance": total.accepted / max(total.drafted, 1),

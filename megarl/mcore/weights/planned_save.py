@@ -37,8 +37,8 @@ class PlannedSave:
         Args:
             state: the state that was planned; other tensors are copies already.
         """
-        live = {value.data.untyped_storage().data_ptr() for value in nested_values(state) if _has_tensor(value)}
-        self._to_host(live)
+        held = (getattr(value, "data", None) for value in nested_values(state))
+        self._to_host({data.untyped_storage().data_ptr() for data in held if isinstance(data, torch.Tensor)})
 
     def _to_host(self, live: set[int]):
         buckets = []
@@ -130,7 +130,3 @@ def plan_save(state: dict, folder: Path) -> PlannedSave:
     filesystem_async._results_queue = filesystem_async._results_queue or os.devnull
     with torch.no_grad():
         return dist_checkpointing.save(state, str(folder), _Strategy(), async_sharded_save=True, async_strategy="mcore")
-
-
-def _has_tensor(value) -> bool:
-    return isinstance(getattr(value, "data", None), torch.Tensor)
