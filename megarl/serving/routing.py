@@ -49,8 +49,8 @@ class ReplicaRouter:
         self._blocks.clear()
 
     def _by_prompt(self, hashes: Sequence[int], outstanding: Mapping[int, int]) -> int:
-        fewest = min(outstanding.values())
-        candidates = {number for number, count in outstanding.items() if count - fewest <= _IMBALANCE}
+        min_outstanding = min(outstanding.values())
+        candidates = {number for number, count in outstanding.items() if count - min_outstanding <= _IMBALANCE}
         bits = sum(1 << number for number in candidates)
         for each in hashes:
             known = bits & self._blocks.get(each, 0)
