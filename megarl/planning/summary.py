@@ -70,7 +70,7 @@ def make_plan(program, world_size: int, vocab_size: int, reward_vocab_size: int 
     Raises:
         RuntimeError: a group's members do not match the role's sizes, which would be a bug.
     """
-    groups = create_groups(program.roles, world_size)
+    role_groups = create_role_groups(program.roles, world_size)
     step = traffic.step_sizes(program.settings)
     sizes = dict.fromkeys(program.roles, vocab_size) | {"reward": reward_vocab_size or vocab_size}
     roles = {name: _role(role, program.settings, sizes[name], step) for name, role in program.roles.items()}
@@ -82,22 +82,22 @@ def make_plan(program, world_size: int, vocab_size: int, reward_vocab_size: int 
         roles=roles,
         rank_sets=rank_sets({name: (role.ranks, role.stages) for name, role in roles.items()}, world_size),
         exchanges=[
-            *traffic.exchanges(groups, program.settings),
-            *traffic.routes(program.roles, groups, program.settings),
+            *traffic.exchanges(role_groups, program.settings),
+            *traffic.routes(program.roles, role_groups, program.settings),
         ],
         weights_to_rollout=traffic.weights_to_rollout(program.roles, vocab_size),
     )
 
 
-def create_groups(roles: dict, world_size: int) -> dict:
+def create_role_groups(roles: dict, world_size: int) -> dict:
     """RoleGroups of all roles by name, created as the programs do; checked on the first rank of each role."""
-    groups = {}
+    role_groups = {}
     for rank in sorted({role.ranks.start for role in roles.values()}):
         with fake_world.fake_world(world_size, rank):
-            groups = role_mesh.create_mesh(roles, timedelta(minutes=1)).roles
+            role_groups = role_mesh.create_mesh(roles, timedelta(minutes=1)).roles
             for name, role in roles.items():
-                _check_groups(role, groups[name], rank)
-    return groups
+                _check_groups(role, role_groups[name], rank)
+    return role_groups
 
 
 def _check_groups(role, role_groups, rank: int):

@@ -102,15 +102,15 @@ def field_bytes(names: list[str], step: StepSizes) -> int:
     return sum(FIELDS[name].dtype.itemsize * items[FIELDS[name].kind] for name in names)
 
 
-def exchanges(groups: dict, settings) -> list[dict]:
+def exchanges(role_groups: dict, settings) -> list[dict]:
     """Each field move of a step: payload between the replicas' first ranks, and all bytes sent with broadcasts.
 
     Roles with the same replicas hold the same sequences and need no copy. Sequences of the rollout move after
     generation, because the load is rebalanced, unless it has one replica or they are scored in the rollout's order.
     """
     result, served = [], {}
-    for move in moves(settings, groups):
-        source, destination = groups[move.source].replicas, groups[move.destination].replicas
+    for move in moves(settings, role_groups):
+        source, destination = role_groups[move.source].replicas, role_groups[move.destination].replicas
         is_free = source == destination and (move.source != "rollout" or move.round_robin or len(source) == 1)
         if move.source == "rollout" and not move.round_robin:
             is_free = is_free or destination in served.values()
@@ -122,7 +122,7 @@ def exchanges(groups: dict, settings) -> list[dict]:
     return result
 
 
-def routes(roles: dict, groups: dict, settings) -> list[dict]:
+def routes(roles: dict, role_groups: dict, settings) -> list[dict]:
     """Moves of `--router-replay rollout`, in the form of `exchanges`: two bytes per token, MoE layer and expert.
 
     A route goes to each rank whose router sees the token: one tensor-parallel rank with sequence parallelism, else
@@ -130,10 +130,10 @@ def routes(roles: dict, groups: dict, settings) -> list[dict]:
     """
     if settings.router_replay != "rollout":
         return []
-    result, step, source = [], step_sizes(settings), groups["rollout"].replicas
+    result, step, source = [], step_sizes(settings), role_groups["rollout"].replicas
     held = _moe_layers_of_ranks(roles["rollout"].megatron, source) if len(source) == 1 else {}
     for name in ("actor", "reference") if settings.router_replay_reference else ("actor",):
-        args, replicas = roles[name].megatron, groups[name].replicas
+        args, replicas = roles[name].megatron, role_groups[name].replicas
         share = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
         route = FIELDS["routes"].dtype.itemsize * args.moe_router_topk  # bytes of one token in one layer
         needed = _moe_layers_of_ranks(args, replicas)
