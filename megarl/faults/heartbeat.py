@@ -38,7 +38,7 @@ IO_BYTES = 1 << 20  # read or written since the last heartbeat: progress, e.g. o
 PROCESS_IO = Path("/proc/self/io")
 KEY = "megarl/heartbeat"
 WRITTEN = "megarl/hang"  # keys of ranks that have written their files about a hang
-SPEAKERS = (0, 1)  # ranks that may say that the run is hung
+REPORTING_RANKS = (0, 1)  # ranks that may say that the run is hung
 
 
 class Pulse:
@@ -163,7 +163,7 @@ class Heartbeat:
     def _look(self):
         """Reads the other ranks' states and ends this process if the run is hung."""
         everyone = range(self._size)
-        states = self._read(everyone if self._rank == 0 else SPEAKERS)
+        states = self._read(everyone if self._rank == 0 else REPORTING_RANKS)
         self._watch.update(states, time.monotonic())
         if self._rank == 0:
             problem = self._watch.problem(everyone)
@@ -172,8 +172,8 @@ class Heartbeat:
                 self._publish(problem)
                 self._stop(problem, self._watch.table(everyone), self._answering(everyone))
             return
-        if any(states.get(speaker, {}).get("verdict") for speaker in SPEAKERS):
-            self._follow()  # the speaker has said why
+        if any(states.get(rank, {}).get("verdict") for rank in REPORTING_RANKS):
+            self._follow()  # that rank has said why
             return
         # Rank 1 speaks for rank 0; the others only if rank 1 does not end the run either.
         patience = 0 if self._rank == 1 else self._patience
@@ -221,7 +221,7 @@ class Heartbeat:
             self._status.close(self._watch.rows(range(self._size)), state, problem)
 
     def _follow(self):
-        """Writes this rank's files, and ends when the speaker has those of all ranks."""
+        """Writes this rank's files, and ends when the reporting rank has those of all ranks."""
         self._is_ending = True
         if self._folder is not None:
             self._write_files()

@@ -199,6 +199,6 @@ class TrainableModel:
             raise UsageError(
                 f"{self.role.name}: the schedule differs from the checkpoint's ({error}); give the same flags, "
                 "--override-opt-param-scheduler for the new ones, or --use-checkpoint-opt-param-scheduler for the old",
-                speaker=self.role.ranks.start,
+                reporting_rank=self.role.ranks.start,
             ) from None
         return loaded["plain"]

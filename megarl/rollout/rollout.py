@@ -97,7 +97,7 @@ class Rollout:
             raise UsageError(
                 f"--rollout-buffer-gb {s.rollout_buffer_gb}: the KV cache holds one sequence of {capacity} tokens; "
                 f"--max-prompt-length + --max-response-length is {longest}",
-                speaker=self.role_groups.ranks.start,
+                reporting_rank=self.role_groups.ranks.start,
             )
 
     @property

@@ -80,9 +80,9 @@ def _refuse(rank: int, error: UsageError):
     """Prints the line of wrong input on one rank.
 
     The others wait: a launcher kills all ranks when one ends, and the line must come first. A rank that waits in vain
-    has found what the speaker has not, such as a file that is missing on its node alone.
+    has found what the reporting rank has not, such as a file that is missing on its node alone.
     """
-    if rank != error.speaker:
+    if rank != error.reporting_rank:
         time.sleep(SPEAKER_FIRST)
         if os.environ.get("LOCAL_RANK", "0") != "0":
             return

@@ -33,7 +33,7 @@ def check_fingerprint(stored: str, found: str, role: str, pg_collection):
         raise UsageError(
             f"{role}: the weights under the factors are not those of the checkpoint; give the --pretrained-checkpoint, "
             "--hf-model or --seed of its run",
-            speaker=dist.get_process_group_ranks(pg_collection.intra_dist_opt)[0],
+            reporting_rank=dist.get_process_group_ranks(pg_collection.intra_dist_opt)[0],
         )
 
 

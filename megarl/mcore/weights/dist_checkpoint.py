@@ -171,7 +171,7 @@ def load(state: dict, folder: Path, group=None) -> dict:
             return dist_checkpointing.load(state, str(folder), strict=strict, process_group=group)
     except (safe_reading.UnsafeFile, CheckpointException) as failure:
         if error := safe_reading.reason_of(failure):
-            raise UsageError(f"unsafe or damaged checkpoint: {error}", speaker=dist.get_rank()) from None
+            raise UsageError(f"unsafe or damaged checkpoint: {error}", reporting_rank=dist.get_rank()) from None
         raise
 
 
