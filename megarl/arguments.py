@@ -354,13 +354,13 @@ def check_microbatches(config: RunConfig):
     """UsageError unless each role's micro-batches hold its longest sequence, or a pair of them in train_reward."""
     sequences = 2 if list(config.roles) == ["reward"] else 1
     for role in config.with_models():
-        cap, longest = role.max_tokens_per_microbatch, role.megatron.seq_length
-        if cap < sequences * longest:
+        cap, max_length = role.max_tokens_per_microbatch, role.megatron.seq_length
+        if cap < sequences * max_length:
             prefix = "" if cap == config.settings.max_tokens_per_microbatch else f"{role.name}-"
-            is_reward_limit = longest == config.settings.reward_max_length
+            is_reward_limit = max_length == config.settings.reward_max_length
             limit = "--reward-max-length" if is_reward_limit else "--max-prompt-length + --max-response-length"
             needed = "one sequence" if sequences == 1 else "a pair"
             each = "" if sequences == 1 else " each"
             raise UsageError(
-                f"--{prefix}max-tokens-per-microbatch {cap}: must hold {needed} of {limit} = {longest} tokens{each}"
+                f"--{prefix}max-tokens-per-microbatch {cap}: must hold {needed} of {limit} = {max_length} tokens{each}"
             )

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 
 MAX_LENGTH = 200  # characters of an expression
-_LARGEST = 10**60
+_MAX_VALUE = 10**60
 _CHARACTERS = re.compile(r"[0-9.eE+\-*/%()\s]*")  # of others Python's parser might warn
 _OPERATORS: dict[type, Callable] = {
     ast.Add: operator.add,
@@ -62,7 +62,7 @@ def _value(node: ast.expr) -> int | float:
 
 def _power(base: int | float, exponent: int | float) -> int | float:
     # Checked before, because the power itself could fill the memory.
-    if abs(base) > 1 and abs(exponent) * math.log10(abs(base)) > math.log10(_LARGEST):
+    if abs(base) > 1 and abs(exponent) * math.log10(abs(base)) > math.log10(_MAX_VALUE):
         raise OverflowError
     value = base**exponent
     if isinstance(value, complex):
@@ -71,6 +71,6 @@ def _power(base: int | float, exponent: int | float) -> int | float:
 
 
 def _bounded(value: int | float) -> int | float:
-    if not abs(value) <= _LARGEST:
+    if not abs(value) <= _MAX_VALUE:
         raise OverflowError
     return value

@@ -273,11 +273,11 @@ def _replay(context: FlagContext) -> list[FlagRule]:
 
 
 def _evaluation(s: Settings) -> list[FlagRule]:
-    responses, largest = s.eval_responses, max(parse_positive_ints(s.eval_k)) if s.eval_k else 1
+    responses, max_k = s.eval_responses, max(parse_positive_ints(s.eval_k)) if s.eval_k else 1
     return [
         FlagRule("--eval-responses", responses, responses == 1 or s.eval_temperature > 0,
              "needs --eval-temperature above 0: greedy responses are all equal"),
-        FlagRule("--eval-k", s.eval_k, largest <= responses, f"allowed is at most --eval-responses {responses}"),
+        FlagRule("--eval-k", s.eval_k, max_k <= responses, f"allowed is at most --eval-responses {responses}"),
     ]  # fmt: skip
 
 
@@ -315,9 +315,9 @@ def _environments(s: Settings) -> list[FlagRule]:
         "--rollout-server": s.rollout_server is not None, "--overlong-buffer": s.overlong_buffer > 0,
     }  # fmt: skip
     given = [flag for flag, is_set in unsupported.items() if is_set]
-    longest = s.max_response_length
     return [
         FlagRule("--environment", name, name is None or not given, f"not allowed with {', '.join(given)}"),
-        FlagRule("--max-turn-length", s.max_turn_length, (s.max_turn_length or 0) <= longest,
-             f"allowed is at most --max-response-length {longest}, which holds all turns and observations"),
+        FlagRule("--max-turn-length", s.max_turn_length, (s.max_turn_length or 0) <= s.max_response_length,
+             f"allowed is at most --max-response-length {s.max_response_length}, which holds all turns and "
+             "observations"),
     ]  # fmt: skip

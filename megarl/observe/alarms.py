@@ -26,7 +26,7 @@ OF_UPDATE = {
     "actor": ("actor/loss", "actor/entropy", "actor/ppo_kl", "actor/clip_fraction", "actor/kl_loss", "actor/grad_norm"),
     "critic": ("critic/loss", "critic/clip_fraction", "critic/grad_norm"),
 }
-HISTORY, LEAST_HISTORY = 20, 5  # steps that the median is taken of
+HISTORY, MIN_HISTORY = 20, 5  # steps that the median is taken of
 _ALARM = re.compile(r"\s*(\S+?)\s*([<>])\s*([^\s:]+?)(x?)\s*:\s*(\w+)\s*")
 _OPERATORS = {"<": operator.lt, ">": operator.gt}
 
@@ -47,7 +47,7 @@ class Alarm(NamedTuple):
         """Whether a metric's value meets the condition; a relative one needs a history with a positive median."""
         limit = self.limit
         if self.is_relative:
-            if len(history) < LEAST_HISTORY or (middle := median(history)) <= 0:
+            if len(history) < MIN_HISTORY or (middle := median(history)) <= 0:
                 return False
             limit *= middle
         return _OPERATORS[self.sign](value, limit)

@@ -10,7 +10,7 @@ from megarl.mcore.config.layout_rules import LayoutRule
 
 FLAG = "--exact-rollout"
 BACKEND = "invariant"  # the attention backend
-MOST_CHANNELS, ALIGNED = 256, 8  # of a head in flash attention's backward; 16-bit elements of the loads of a kernel
+MAX_CHANNELS, ALIGNED = 256, 8  # of a head in flash attention's backward; 16-bit elements of the loads of a kernel
 
 
 def applies(args) -> bool:
@@ -40,8 +40,8 @@ def rules(args) -> list[LayoutRule]:
         LayoutRule("--softmax-type", args.softmax_type, args.softmax_type == "vanilla", "vanilla"),
         LayoutRule("--attention-backend", backend, backend == BACKEND, f"auto or {BACKEND}"),
         LayoutRule("--hidden-size", hidden, hidden % ALIGNED == 0, f"a multiple of {ALIGNED}"),
-        LayoutRule("--kv-channels", channels, channels % ALIGNED == 0 and channels <= MOST_CHANNELS,
-             f"a multiple of {ALIGNED} up to {MOST_CHANNELS}"),
+        LayoutRule("--kv-channels", channels, channels % ALIGNED == 0 and channels <= MAX_CHANNELS,
+             f"a multiple of {ALIGNED} up to {MAX_CHANNELS}"),
         *_experts(args),
     ]  # fmt: skip
 

@@ -13,7 +13,7 @@ from megarl.mcore import device
 from megarl.mcore.config.model_flags import ROTARY
 
 TRAINED = ("actor", "critic")  # roles that run backward
-MOST_LAYERS = 100_000
+MAX_LAYERS = 100_000
 GROUPED_ALIGNED = 8  # sizes of grouped products on CUDA: rows begin at multiples of 16 bytes
 BALANCING_LOSSES = ("seq_aux_loss", "global_aux_loss")  # losses that do not depend on the split into micro-batches
 
@@ -50,27 +50,27 @@ def _divides(size: int, whole: int) -> bool:
     return size > 0 and whole % size == 0
 
 
-def least(flag: str, value, limit: int = 1) -> LayoutRule:
+def min_value(flag: str, value, limit: int = 1) -> LayoutRule:
     """A flag whose value, if it is given, is a number not below a limit."""
     return LayoutRule(flag, value, value is None or value >= limit, f"{limit} or more")
 
 
 def _sizes(args) -> list[LayoutRule]:
     return [
-        LayoutRule("--num-layers", args.num_layers, 1 <= args.num_layers <= MOST_LAYERS, f"from 1 to {MOST_LAYERS}"),
-        least("--hidden-size", args.hidden_size),
-        least("--num-attention-heads", args.num_attention_heads),
-        least("--num-query-groups", _groups(args)),
-        least("--v-head-dim" if args.multi_latent_attention else "--kv-channels", args.kv_channels),
-        least("--ffn-hidden-size", args.ffn_hidden_size),
-        least("--moe-ffn-hidden-size", args.moe_ffn_hidden_size),
-        least("--num-experts", args.num_experts, 0),
-        least("--make-vocab-size-divisible-by", args.make_vocab_size_divisible_by),
-        least("--tensor-model-parallel-size", args.tensor_model_parallel_size),
-        least("--pipeline-model-parallel-size", args.pipeline_model_parallel_size),
-        least("--context-parallel-size", args.context_parallel_size),
-        least("--expert-model-parallel-size", args.expert_model_parallel_size),
-        least("--expert-tensor-parallel-size", args.expert_tensor_parallel_size),
+        LayoutRule("--num-layers", args.num_layers, 1 <= args.num_layers <= MAX_LAYERS, f"from 1 to {MAX_LAYERS}"),
+        min_value("--hidden-size", args.hidden_size),
+        min_value("--num-attention-heads", args.num_attention_heads),
+        min_value("--num-query-groups", _groups(args)),
+        min_value("--v-head-dim" if args.multi_latent_attention else "--kv-channels", args.kv_channels),
+        min_value("--ffn-hidden-size", args.ffn_hidden_size),
+        min_value("--moe-ffn-hidden-size", args.moe_ffn_hidden_size),
+        min_value("--num-experts", args.num_experts, 0),
+        min_value("--make-vocab-size-divisible-by", args.make_vocab_size_divisible_by),
+        min_value("--tensor-model-parallel-size", args.tensor_model_parallel_size),
+        min_value("--pipeline-model-parallel-size", args.pipeline_model_parallel_size),
+        min_value("--context-parallel-size", args.context_parallel_size),
+        min_value("--expert-model-parallel-size", args.expert_model_parallel_size),
+        min_value("--expert-tensor-parallel-size", args.expert_tensor_parallel_size),
     ]
 
 
@@ -79,7 +79,7 @@ def _ranges(args) -> list[LayoutRule]:
     positions, std, epsilon = args.max_position_embeddings, args.init_method_std, args.layernorm_epsilon
     fraction, scale = args.lr_warmup_fraction, args.loss_scale
     return [
-        least("--lr-decay-iters", args.lr_decay_iters),
+        min_value("--lr-decay-iters", args.lr_decay_iters),
         LayoutRule("--lr", lr, 0 <= lr < math.inf, "0 or more"),
         LayoutRule("--min-lr", floor, 0 <= floor <= lr, f"from 0 to --lr {lr}"),
         LayoutRule("--decoupled-min-lr", args.decoupled_min_lr, not args.decoupled_min_lr or bool(args.decoupled_lr),
@@ -93,14 +93,14 @@ def _ranges(args) -> list[LayoutRule]:
              f"--max-prompt-length + --max-response-length = {args.seq_length} or more"),
         LayoutRule("--lr-warmup-iters", args.lr_warmup_iters, args.lr_warmup_iters < decay,
              f"below --lr-decay-iters (default --train-iters) {decay}"),
-        least("--lr-warmup-iters", args.lr_warmup_iters, 0),
+        min_value("--lr-warmup-iters", args.lr_warmup_iters, 0),
         LayoutRule("--lr-warmup-fraction", fraction, fraction is None or 0 <= fraction < 1, "from 0 to below 1"),
         LayoutRule("--init-method-std", std, 0 <= std < math.inf, "0 or more"),
         LayoutRule("--norm-epsilon", epsilon, 0 < epsilon < math.inf, "above 0"),
         LayoutRule("--loss-scale", scale, scale is None or 0 < scale < math.inf, "above 0"),
         LayoutRule("--fp16", args.fp16, not args.fp16 or not args.bf16, "none with --bf16"),
-        least("--distributed-timeout-minutes", args.distributed_timeout_minutes),
-        least("--ddp-bucket-size", args.ddp_bucket_size),
+        min_value("--distributed-timeout-minutes", args.distributed_timeout_minutes),
+        min_value("--ddp-bucket-size", args.ddp_bucket_size),
     ]  # fmt: skip
 
 
@@ -188,15 +188,15 @@ def _virtual(args) -> list[LayoutRule]:
     per_stage, number = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
     first, second = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
     is_uneven = len(sizes) > 1 or args.decoder_first_pipeline_num_layers or args.decoder_last_pipeline_num_layers
-    fewest = 2 if args.overlap_p2p_comm else 3
+    min_stages = 2 if args.overlap_p2p_comm else 3
     flag, value = (first, per_stage) if number is None else (second, number)
     return [
-        least(first, per_stage),
-        least(second, number),
+        min_value(first, per_stage),
+        min_value(second, number),
         LayoutRule(second, number, None in (per_stage, number), f"one of it and {first}"),
-        LayoutRule(flag, value, value is None or value == 1 and flag == second or stages >= fewest,
-             f"none with --pipeline-model-parallel-size {stages}: virtual stages need {fewest} or more"
-             + ("" if fewest == 2 else " without overlapped communication")),
+        LayoutRule(flag, value, value is None or value == 1 and flag == second or stages >= min_stages,
+             f"none with --pipeline-model-parallel-size {stages}: virtual stages need {min_stages} or more"
+             + ("" if min_stages == 2 else " without overlapped communication")),
         LayoutRule(first, per_stage, per_stage is None or not is_uneven,
              f"{second} instead, because stages differ in size"),
         LayoutRule(first, per_stage, per_stage is None or all(_divides(per_stage, size) for size in sizes),

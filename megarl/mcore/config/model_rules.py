@@ -5,7 +5,7 @@ A rule is data, as in `layout_rules`.
 
 import math
 
-from megarl.mcore.config.layout_rules import LayoutRule, least, require
+from megarl.mcore.config.layout_rules import LayoutRule, min_value, require
 from megarl.mcore.config.model_flags import ROTARY, is_gated
 
 # Megatron's; others are None.
@@ -107,11 +107,11 @@ def _rotary(args) -> list[LayoutRule]:
         _only_with(args, "rope-scaling-factor", args.use_rope_scaling, "--use-rope-scaling"),
         LayoutRule("--rope-high-freq-factor", high, 0 < low < high,
              f"above --rope-low-freq-factor {low}, which is above 0"),
-        least("--rope-original-max-position-embeddings", args.rope_original_max_position_embeddings),
+        min_value("--rope-original-max-position-embeddings", args.rope_original_max_position_embeddings),
         *(_only_with(args, name, kind == "yarn", "--position-embedding-type yarn") for name in yarn),
         LayoutRule("--rotary-scaling-factor", factor, factor >= 1, "1 or more"),
         LayoutRule("--yarn-beta-fast", fast, fast > slow > 0, f"above --yarn-beta-slow {slow}, which is above 0"),
-        least("--yarn-original-max-position-embeddings", args.yarn_original_max_position_embeddings),
+        min_value("--yarn-original-max-position-embeddings", args.yarn_original_max_position_embeddings),
         LayoutRule("--use-rope-scaling", True, not args.use_rope_scaling or kind != "yarn" and linear is None,
              "none with --position-embedding-type yarn or --rotary-seq-len-interpolation-factor"),
         LayoutRule("--rotary-seq-len-interpolation-factor", linear, linear is None or kind != "yarn",
@@ -124,7 +124,7 @@ def _latent_attention(args) -> list[LayoutRule]:
     on, modules, kind = args.multi_latent_attention, args.recompute_modules or [], args.position_embedding_type
     return [
         *(_only_with(args, name, on, LATENT) for name in (*LATENT_SIZES, "latent-norm-epsilon")),
-        *(least(f"--{name}", _value(args, name)) for name in LATENT_SIZES[:4]),  # the last one is a layout rule's
+        *(min_value(f"--{name}", _value(args, name)) for name in LATENT_SIZES[:4]),  # the last one is a layout rule's
         _positive(args, "latent-norm-epsilon"),
         *(LayoutRule(f"--{name}", _value(args, name), not on or _value(args, name) % 2 == 0, "an even number")
           for name in ("kv-lora-rank", "qk-pos-emb-head-dim")),
