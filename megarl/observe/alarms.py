@@ -58,12 +58,6 @@ def parse_alarms(text: str) -> list[Alarm]:
     return [_parse(part) for part in text.split(";") if part.strip()]
 
 
-def are_alarms(text: str) -> bool:
-    """True; UsageError as in `parse_alarms`."""
-    parse_alarms(text)
-    return True
-
-
 def _parse(text: str) -> Alarm:
     match, error = _ALARM.fullmatch(text), f"--alarms {text.strip()!r}: "
     if match is None:
