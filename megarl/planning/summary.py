@@ -126,15 +126,24 @@ def _role(role, settings, vocab_size: int, step: traffic.StepSizes) -> RolePlan:
         "expert_tensor": sizes.expert_tensor, "expert_data": sizes.expert_data(ranks),
         "sequence_parallel": args.sequence_parallel, "sharded": args.use_torch_fsdp2,
     }  # fmt: skip
-    stages = memory_of(role, settings, vocab_size)
-    if kind is None:
-        return RolePlan(role.name, role.ranks, role.model_role, layout, None, stages, 0, {})
-    count = step.microbatches(sizes.data(ranks), role.max_tokens_per_microbatch) if kind in ("train", "value") else 0
+    count, totals, sent = 0, None, {}
+    if kind in ("train", "value"):
+        count = step.microbatches(sizes.data(ranks), role.max_tokens_per_microbatch)
     if kind == "reward model":  # its tokenizer may give more tokens for the same text
         step = replace(step, prompt=max(args.seq_length - step.response, 0))
-    sent = traffic.within_role(role, kind, vocab_size, step)
-    totals = parameter_totals(args, vocab_size, kind in SCALAR_HEAD)
-    return RolePlan(role.name, role.ranks, role.model_role, layout, totals, stages, count, sent)
+    if kind is not None:
+        sent = traffic.within_role(role, kind, vocab_size, step)
+        totals = parameter_totals(args, vocab_size, kind in SCALAR_HEAD)
+    return RolePlan(
+        name=role.name,
+        ranks=role.ranks,
+        model_role=role.model_role,
+        sizes=layout,
+        parameters=totals,
+        stages=memory_of(role, settings, vocab_size),
+        microbatches=count,
+        traffic=sent,
+    )
 
 
 def _kind(role) -> str | None:
@@ -143,8 +152,8 @@ def _kind(role) -> str | None:
 
 def memory_of(role, settings, vocab_size: int) -> list[Memory]:
     """Memory of a role on the ranks of each of its pipeline stages; 0 bytes if it has no model."""
-    kind, step, tokens, cache = _kind(role), traffic.step_sizes(settings), role.max_tokens_per_microbatch, 0
-    sizes = parallel_sizes(role.megatron)
+    kind, step = _kind(role), traffic.step_sizes(settings)
+    sizes, tokens, cache = parallel_sizes(role.megatron), role.max_tokens_per_microbatch, 0
     if kind is None:
         return [Memory()] * sizes.pipeline
     if kind == "generate":
@@ -168,11 +177,12 @@ def rank_sets(held: dict[str, tuple[range, list[Memory]]], world_size: int) -> l
         transient[own] = np.maximum(transient[own], np.repeat([m.transient for m in stages], stage_size))
         for rank in ranks:
             members[rank].append(name)
-    total, sets = resident + transient, {}
+    total = resident + transient
+    sets: dict[tuple[str, ...], list[int]] = {}
     for rank, names in enumerate(members):
         sets.setdefault(tuple(names), []).append(rank)
     result = []
     for names, ranks in sets.items():
         fullest = max(ranks, key=lambda rank: total[rank])
-        result.append(RankSet(names, len(ranks), fullest, int(total[fullest])))
+        result.append(RankSet(roles=names, ranks=len(ranks), fullest=fullest, bytes=int(total[fullest])))
     return result

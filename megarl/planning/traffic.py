@@ -16,8 +16,8 @@ from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern, stage_layers
 from megarl.planning.factors import all_factors, factors_apart, trained_and_frozen
-from megarl.planning.memory import buffers, plain_bytes, sharded_bytes
-from megarl.planning.parameters import LAYERS, SCALAR_HEAD, is_half, stage_weights
+from megarl.planning.memory import buffers, gradient_bytes, gradient_itemsize, plain_bytes, sharded_bytes
+from megarl.planning.parameters import LAYERS, SCALAR_HEAD, Weight, is_half, stage_weights
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,15 @@ class StepSizes:
 def step_sizes(settings) -> StepSizes:
     """The sizes of a step from the settings; with dynamic sampling, of one round."""
     s = settings
-    lengths = s.max_prompt_length, s.max_response_length
-    greedy, on_policy = s.prompts_per_step if s.greedy_baseline else 0, s.updates_on_policy(s.sequences_per_step)
-    return StepSizes(s.sequences_per_step, *lengths, s.ppo_epochs, s.updates_per_step, greedy, on_policy)
+    return StepSizes(
+        sequences=s.sequences_per_step,
+        prompt=s.max_prompt_length,
+        response=s.max_response_length,
+        epochs=s.ppo_epochs,
+        updates=s.updates_per_step,
+        greedy=s.prompts_per_step if s.greedy_baseline else 0,
+        on_policy=s.updates_on_policy(s.sequences_per_step),
+    )
 
 
 class FieldMove(NamedTuple):
@@ -78,11 +84,9 @@ class FieldMove(NamedTuple):
 
 def moves(settings, roles) -> list[FieldMove]:
     """The field moves of a step of a run with these roles, in order."""
-    step, known, result = step_sizes(settings), settings.sampled_fields, []
-    if "baseline_scores" in known:
-        result.append(FieldMove("rollout", "reward", RESPONSE_FIELDS, step.greedy, round_robin=True))
-    if "scores" in known:
-        result.append(FieldMove("rollout", "reward", RESPONSE_FIELDS, step.sequences, round_robin=True))
+    step, known = step_sizes(settings), settings.sampled_fields
+    scored = [step.greedy] * ("baseline_scores" in known) + [step.sequences] * ("scores" in known)
+    result = [FieldMove("rollout", "reward", RESPONSE_FIELDS, count, round_robin=True) for count in scored]
     batch = [
         ("rollout", "actor", [*ACTOR_FIELDS, *known]),
         *(("rollout", role, [*RESPONSE_FIELDS, *known]) for role in ("reward", "reference", "critic")),
@@ -250,30 +254,35 @@ def gradients(role, kind: str, vocab_size: int, step: StepSizes, forwards: int, 
     args = role.megatron
     stages, size = stage_weights(args, vocab_size, kind in SCALAR_HEAD), parallel_sizes(args)
     dense = size.data(len(role.ranks)) * size.context
-    total, in_fp32 = 0.0, args.accumulate_allreduce_grads_in_fp32
+    total = 0.0
     for number, chunks in enumerate(stages):
         for weights in chunks:
+            trained, _ = trained_and_frozen(weights, args, role.lora, kind in SCALAR_HEAD)
             if args.use_torch_fsdp2:
                 factors = all_factors(weights, args, role.lora)
                 held, _ = sharded_bytes(weights + factors, args)
-                _, reduced = sharded_bytes(trained_and_frozen(weights, args, role.lora, kind in SCALAR_HEAD)[0], args)
+                _, reduced = sharded_bytes(trained, args)
                 count = step.microbatches(size.data(len(role.ranks)), role.max_tokens_per_microbatch)
                 microbatches = count * step.updates / step.epochs  # of one pass over the batch
                 total += microbatches * (dense - 1) * ((forwards + backwards) * held + backwards * reduced)
                 if factors and not is_half(args):  # they are gathered with the embeddings, to be merged
                     outside = [w for w in weights if not w.name.startswith(LAYERS)]
                     total += step.updates * (dense - 1) * sharded_bytes(outside + factors, args)[0]
-                continue
-            weights, _ = trained_and_frozen(weights, args, role.lora, kind in SCALAR_HEAD)
-            for buffer in buffers(weights, args, number == 0):
-                gradient = buffer.elements * (4 if in_fp32 else buffer.itemsize)
-                both = gradient + buffer.elements * buffer.itemsize if args.use_distributed_optimizer else 2 * gradient
-                total += step.updates * (buffer.ranks - 1) / buffer.ranks * both
-            total += step.updates * sum(w.elements * (4 if in_fp32 else w.itemsize) for w in weights if w.is_shared)
-            replicated = sum(w.elements * (4 if in_fp32 else w.itemsize) for w in weights if "_down_proj." in w.name)
-            share = 2 * (size.tensor - 1) / size.tensor if args.sequence_parallel else 0
-            total += step.updates * share * replicated
+            else:
+                total += step.updates * _reduced(trained, args, size.tensor, number == 0)
     return total / len(stages)
+
+
+def _reduced(weights: list[Weight], args, tensor_ranks: int, first_stage: bool) -> float:
+    """What a rank of a model chunk sends in an update without FSDP."""
+    total = 0.0
+    for buffer in buffers(weights, args, first_stage):
+        gradient = gradient_bytes(buffer, args)
+        both = gradient + (buffer.elements * buffer.itemsize if args.use_distributed_optimizer else gradient)
+        total += (buffer.ranks - 1) / buffer.ranks * both
+    tied = sum(w.elements * gradient_itemsize(args, w.itemsize) for w in weights if w.is_shared)
+    whole = sum(w.elements * gradient_itemsize(args, w.itemsize) for w in weights if "_down_proj." in w.name)
+    return total + tied + (2 * (tensor_ranks - 1) / tensor_ranks * whole if args.sequence_parallel else 0)
 
 
 def weights_to_rollout(roles: dict, vocab_size: int) -> int:
