@@ -198,9 +198,11 @@ def _checked(result: dict) -> dict:
         return {"problem": str(result["problem"])}
     fields = result["score"]
     score = Score(
-        float(fields["reward"]), bool(fields["correct"]), {str(k): float(v) for k, v in fields["parts"].items()},
-        None if fields["extracted"] is None else str(fields["extracted"]),
-    )  # fmt: skip
+        reward=float(fields["reward"]),
+        correct=bool(fields["correct"]),
+        parts={str(name): float(value) for name, value in fields["parts"].items()},
+        extracted=None if fields["extracted"] is None else str(fields["extracted"]),
+    )
     if not 0.0 <= score.reward <= 1.0:
         raise ValueError("outside 0 to 1")
     return {"score": asdict(score)}
