@@ -110,9 +110,12 @@ def parse_turn(text: str, number: int, parser: Parser) -> Turn:
     try:
         content, found, errors = parser(rest)
         calls, problems = _sound(found)
-        return Turn(number, text, str(content), reasoning, _named(calls, number), (*map(str, errors), *problems))
+        named = tuple(ToolCall(f"call_{number}_{index}", *call) for index, call in enumerate(calls))
+        errors = (*map(str, errors), *problems)
+        return Turn(number, text, content=str(content), reasoning=reasoning, calls=named, errors=errors)
     except Exception as error:  # of a plug-in that did not expect this text
-        return Turn(number, text, rest, reasoning, (), (f"{type(error).__name__}: {error}"[:200],))
+        problem = f"{type(error).__name__}: {error}"[:200]
+        return Turn(number, text, content=rest, reasoning=reasoning, errors=(problem,))
 
 
 def is_unicode(text: str) -> bool:
@@ -162,10 +165,6 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 def _inside(value: Any) -> list[Any]:
     return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
-
-
-def _named(calls: list[Call], number: int) -> tuple[ToolCall, ...]:
-    return tuple(ToolCall(f"call_{number}_{index}", *call) for index, call in enumerate(calls))
 
 
 def _collect(read: Callable[[Any], Call], written: Any, calls: list[Call], errors: list[str]):
