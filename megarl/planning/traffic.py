@@ -168,7 +168,8 @@ def passes(role: str, args, step: StepSizes) -> tuple[int, int]:
 def within_role(role, kind: str, vocab_size: int, step: StepSizes) -> dict[str, int]:
     """Bytes that a rank of the role sends in a step, by kind of parallelism."""
     args = role.megatron
-    sizes, forwards, backwards = parallel_sizes(args), *passes(role.name, args, step)
+    sizes = parallel_sizes(args)
+    forwards, backwards = passes(role.name, args, step)
     step = step.with_greedy() if kind == "generate" else step
     n = step.tokens_of_replica(sizes.data(len(role.ranks))) // sizes.context
     sent = {

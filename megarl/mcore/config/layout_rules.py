@@ -14,6 +14,10 @@ from megarl.mcore.config.model_flags import ROTARY
 
 TRAINED = ("actor", "critic")  # roles that run backward
 MAX_LAYERS = 100_000
+# Sizes of 1 or more, if they are given.
+SIZES = ("ffn-hidden-size", "moe-ffn-hidden-size", "make-vocab-size-divisible-by", "tensor-model-parallel-size",
+         "pipeline-model-parallel-size", "context-parallel-size", "expert-model-parallel-size",
+         "expert-tensor-parallel-size")  # fmt: skip
 GROUPED_ALIGNED = 8  # sizes of grouped products on CUDA: rows begin at multiples of 16 bytes
 BALANCING_LOSSES = ("seq_aux_loss", "global_aux_loss")  # losses that do not depend on the split into micro-batches
 
@@ -50,6 +54,11 @@ def _divides(size: int, whole: int) -> bool:
     return size > 0 and whole % size == 0
 
 
+def value_of(args, name: str):
+    """The value of a flag, given without its dashes."""
+    return getattr(args, name.replace("-", "_"))
+
+
 def min_value(flag: str, value, limit: int = 1) -> LayoutRule:
     """A flag whose value, if it is given, is a number not below a limit."""
     return LayoutRule(flag, value, value is None or value >= limit, f"{limit} or more")
@@ -58,19 +67,11 @@ def min_value(flag: str, value, limit: int = 1) -> LayoutRule:
 def _sizes(args) -> list[LayoutRule]:
     return [
         LayoutRule("--num-layers", args.num_layers, 1 <= args.num_layers <= MAX_LAYERS, f"from 1 to {MAX_LAYERS}"),
-        min_value("--hidden-size", args.hidden_size),
-        min_value("--num-attention-heads", args.num_attention_heads),
+        *(min_value(f"--{name}", value_of(args, name)) for name in ("hidden-size", "num-attention-heads")),
         min_value("--num-query-groups", _groups(args)),
         min_value("--v-head-dim" if args.multi_latent_attention else "--kv-channels", args.kv_channels),
-        min_value("--ffn-hidden-size", args.ffn_hidden_size),
-        min_value("--moe-ffn-hidden-size", args.moe_ffn_hidden_size),
         min_value("--num-experts", args.num_experts, 0),
-        min_value("--make-vocab-size-divisible-by", args.make_vocab_size_divisible_by),
-        min_value("--tensor-model-parallel-size", args.tensor_model_parallel_size),
-        min_value("--pipeline-model-parallel-size", args.pipeline_model_parallel_size),
-        min_value("--context-parallel-size", args.context_parallel_size),
-        min_value("--expert-model-parallel-size", args.expert_model_parallel_size),
-        min_value("--expert-tensor-parallel-size", args.expert_tensor_parallel_size),
+        *(min_value(f"--{name}", value_of(args, name)) for name in SIZES),
     ]
 
 
@@ -212,7 +213,7 @@ def _experts(args) -> list[LayoutRule]:
     shared, dense = args.moe_shared_expert_intermediate_size, args.tensor_model_parallel_size
     topk, groups, chosen = args.moe_router_topk, args.moe_router_num_groups, args.moe_router_group_topk
     pattern, layers, dispatcher = args.moe_layer_freq, args.num_layers, args.moe_token_dispatcher_type
-    pattern_fits = pattern > 0 if isinstance(pattern, int) else len(pattern) == layers and set(pattern) <= {0, 1}
+    pattern_fits = pattern > 0 if isinstance(pattern, int) else is_pattern(pattern, layers)
     in_group = experts // groups if groups else 0  # experts of a group
     each = topk // chosen if chosen else 0  # experts chosen from each chosen group
     is_grouped = bool(experts) and args.moe_grouped_gemm and args.transformer_impl == "local" and not _runs_on_cpu()
@@ -273,6 +274,11 @@ def _balancing(args) -> list[LayoutRule]:
              f"none with --moe-router-score-function {scores}; use sigmoid or sqrtsoftplus"),
         LayoutRule("--moe-router-bias-update-rate", rate, 0 <= rate < math.inf, "0 or more"),
     ]  # fmt: skip
+
+
+def is_pattern(pattern: list[int], layers: int) -> bool:
+    """Whether a list has a zero or a one for each layer."""
+    return len(pattern) == layers and set(pattern) <= {0, 1}
 
 
 def as_list(value) -> list:
