@@ -56,14 +56,14 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return RequestError(400, message, param, code)
 
 
-def unavailable(message: str, seconds: int = 1) -> RequestError:
-    """The error of a server that cannot take a request now, status 503; the client may retry after `seconds`."""
-    return RequestError(503, message, headers={"Retry-After": str(seconds)})
+def unavailable(message: str) -> RequestError:
+    """The error of a server that cannot take a request now, status 503; the client may retry after a second."""
+    return RequestError(503, message, headers={"Retry-After": "1"})
 
 
-def overloaded(message: str, seconds: int = 1) -> RequestError:
-    """The error of a full queue, status 429; the client may retry after `seconds`."""
-    return RequestError(429, message, code="queue_full", headers={"Retry-After": str(seconds)})
+def overloaded(message: str) -> RequestError:
+    """The error of a full queue, status 429; the client may retry after a second."""
+    return RequestError(429, message, code="queue_full", headers={"Retry-After": "1"})
 
 
 def timed_out(seconds: float) -> RequestError:

@@ -115,8 +115,8 @@ class ReplicaPool:
             number = ready["replica"]
             if ready["type"] != "ready" or number in self.replicas or not 0 <= number < self.expected:
                 raise ConnectionError("a leader began with a wrong message")
-            values = (ready[name] for name in ("max_requests", "capacity", "version", "label"))
-            replica = ReplicaState(number, link, *values)
+            fields = {name: ready[name] for name in ("max_requests", "capacity", "version", "label")}
+            replica = ReplicaState(number, link, **fields)
         except (KeyError, TypeError):
             raise ConnectionError("a leader began with a malformed message") from None
         self.replicas[number] = replica
@@ -271,7 +271,11 @@ class ReplicaPool:
                 continue  # aborted while this was on its way
             if finish is not None:
                 del replica.outstanding[number]
-            request.update(RequestUpdate("tokens", tokens, logprobs, top, finish, replica.version, replica.label))
+            update = RequestUpdate(
+                "tokens", tokens=tokens, logprobs=logprobs, top=top, finish=finish, version=replica.version,
+                label=replica.label,
+            )  # fmt: skip
+            request.update(update)
         self._assign()
 
     def _finish(self, replica: ReplicaState, number: int, update: RequestUpdate):

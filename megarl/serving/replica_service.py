@@ -85,7 +85,7 @@ class ReplicaService:
         self._tell_window(is_open=True)
         self.engine.resume()
         late: list[Message] = []
-        while self._any(bool(self._waiting or self._scores or self._controls) or self.engine.needs_steps):
+        while self._has_work():
             for message in self.frontend.receive(0.0):
                 if message["type"] in ("generate", "score"):
                     late.append(message)
@@ -102,9 +102,10 @@ class ReplicaService:
     def _tell_window(self, is_open: bool):
         self._send("window", open=is_open, version=self.engine.version, label=self.label)
 
-    def _any(self, flag: bool) -> bool:
-        """Whether a flag is set on any replica that shares experts with this one."""
-        return any(self._agree(False, False, flag))
+    def _has_work(self) -> bool:
+        """Whether something is to be done here, or on a replica that shares experts with this one."""
+        has_work = bool(self._waiting or self._scores or self._controls) or self.engine.needs_steps
+        return any(self._agree(False, False, has_work))
 
     def _patience(self) -> float:
         """Seconds to wait for a message: 0 if there is work."""
@@ -138,10 +139,11 @@ class ReplicaService:
             )
             self._send("refused", id=number, message=problem)
             return
-        sampling = SamplingSettings(message["temperature"], message["top_k"], message["top_p"], message["greedy"])
         request = GenerationRequest(
-            prompt, message["key"], message["max_tokens"], sampling, tuple(message["end_ids"]), message["top_logprobs"]
-        )
+            prompt=prompt, key=message["key"], max_new_tokens=message["max_tokens"],
+            sampling=SamplingSettings(**{name: message[name] for name in ("temperature", "top_k", "top_p", "greedy")}),
+            end_ids=tuple(message["end_ids"]), top_logprobs=message["top_logprobs"],
+        )  # fmt: skip
         if message["routes"]:
             self._routes_wanted.add(number)
         self._waiting.append((number, request))
