@@ -51,11 +51,6 @@ def user_message(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def guess_number() -> GuessNumber:
-    """`guess-number`."""
-    return GuessNumber()
-
-
 def guess_number_blind() -> GuessNumber:
     """`guess-number-blind`: its answers say nothing."""
     return GuessNumber(blind=True)

@@ -105,9 +105,7 @@ class EnvironmentPool:
         """Closes the environment of an episode; nothing more is reported of it."""
         episode = self._episodes.pop(number)
         self._pending.pop(episode.ticket, None)
-        if episode.process is not None:
-            episode.process.episodes.discard(number)
-            episode.process.send(Close(number))
+        self._leave_process(episode)
 
     def poll(self, seconds: float = 0.0) -> list[Event]:
         """What has been answered since the last call; waits at most `seconds` for the first answer.
@@ -153,13 +151,9 @@ class EnvironmentPool:
         # The worker limits restore and step, each; this is for a worker that does not answer at all.
         episode.deadline = time.monotonic() + 3 * self.options.timeout + 30.0
         call = Call(
-            ticket=episode.ticket,
-            slot=episode.number,
-            name=episode.name,
-            task=episode.task,
-            turns=tuple(episode.turns),
-            observations=tuple(episode.observations),
-        )
+            ticket=episode.ticket, slot=episode.number, name=episode.name, task=episode.task,
+            turns=tuple(episode.turns), observations=tuple(episode.observations),
+        )  # fmt: skip
         episode.process.send(call)
 
     def _least_busy(self) -> _Worker:
@@ -246,14 +240,7 @@ class EnvironmentPool:
         if turn is not None and observation is not None:
             episode.observations.append(observation)
         event = Event(
-            number=episode.number,
-            observation=observation,
-            failure=failure,
-            tools=list(tools),
-            turn=turn,
-            seconds=seconds,
-            replayed=episode.restarts,
-            late=episode.late,
-            from_journal=from_journal,
-        )
+            number=episode.number, observation=observation, failure=failure, tools=list(tools), turn=turn,
+            seconds=seconds, replayed=episode.restarts, late=episode.late, from_journal=from_journal,
+        )  # fmt: skip
         self._events.append(event)

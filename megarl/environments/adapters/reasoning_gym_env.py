@@ -37,8 +37,3 @@ class ReasoningGymEnvironment(BaseEnvironment):
             return Observation(reward=score.reward, done=True, correct=score.correct)
         tries = f"{self._left} tries are" if self._left > 1 else "One try is"
         return Observation([user_message(f"That is wrong. {tries} left.")], correct=False)
-
-
-def reasoning_gym_retries() -> ReasoningGymEnvironment:
-    """`reasoning-gym`."""
-    return ReasoningGymEnvironment()
