@@ -137,12 +137,9 @@ class Verifier:
             raise RuntimeError(failure(self.name, sample, problem))
         parts = {str(name): float(value) for name, value in result.parts.items()}
         return replace(
-            result,
-            reward=float(result.reward),
-            correct=bool(result.correct),
-            parts=parts,
+            result, reward=float(result.reward), correct=bool(result.correct), parts=parts,
             timed_out=bool(result.timed_out),
-        )
+        )  # fmt: skip
 
 
 def _problem(result: object) -> str | None:
