@@ -71,7 +71,7 @@ def _parse(text: str) -> Alarm:
         raise UsageError(f"{error}{limit!r} is no limit; allowed is a number such as 0.3, or a multiple such as 10x")
     if action not in ACTIONS:
         raise UsageError(f"{error}{action!r} is no action; allowed are {', '.join(ACTIONS)}")
-    alarm = Alarm(metric, sign, number, bool(multiple), action)
+    alarm = Alarm(metric=metric, sign=sign, limit=number, is_relative=bool(multiple), action=action)
     skippable = [name for names in OF_UPDATE.values() for name in names]
     if action == "skip" and metric not in skippable:
         raise UsageError(f"{error}only an update can be skipped, by what is known before it: {', '.join(skippable)}")
