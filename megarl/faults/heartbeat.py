@@ -52,7 +52,7 @@ class Pulse:
         total = 0
         for group in list(dist.distributed_c10d._world.pg_map):
             try:
-                total += group._get_backend(_device_of(group))._get_sequence_number_for_group()  # type: ignore[attr-defined]
+                total += group._get_backend(group._device_types[0])._get_sequence_number_for_group()  # type: ignore[attr-defined]
             except RuntimeError:  # a group that is being created or destroyed
                 continue
         return total
@@ -63,10 +63,6 @@ class Pulse:
         if transferred - self._io >= IO_BYTES:
             self._io, self._io_events = transferred, self._io_events + 1
         return activity.ticks() + collectives + self._io_events
-
-
-def _device_of(group):
-    return group._device_types[0]
 
 
 def _io_bytes() -> int:
@@ -96,7 +92,8 @@ class Heartbeat:
         if folder is not None:
             self.interval = min(self.interval, max(STATUS_INTERVAL, size / STATUS_RANKS))
         self._store.set_timeout(limit)
-        self._main, self._pulse, self._beats = threading.get_ident(), Pulse(), 0
+        self._main = threading.get_ident()
+        self._pulse, self._beats = Pulse(), 0
         self._finished = threading.Event()
         self._watch = hang_report.Watch(self.limit, time.monotonic())
         self._status = None
