@@ -210,15 +210,9 @@ def stage_memory(role, vocab_size: int, kind: str, tokens: int, microbatches: in
         else:
             shared = min(kv_cache, _largest_buffer(chunks, args, stage, role.lora))
         memory = Memory(
-            weights=weights,
-            gradients=gradients,
-            optimizer=states,
-            kv_cache=kv_cache,
-            activations=activation,
-            logits=logits,
-            offloaded=offloaded,
-            kv_cache_in_gradients=shared,
-        )
+            weights=weights, gradients=gradients, optimizer=states, kv_cache=kv_cache, activations=activation,
+            logits=logits, offloaded=offloaded, kv_cache_in_gradients=shared,
+        )  # fmt: skip
         memories.append(memory)
     return memories
 

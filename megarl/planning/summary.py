@@ -135,15 +135,9 @@ def _role(role, settings, vocab_size: int, step: traffic.StepSizes) -> RolePlan:
         sent = traffic.within_role(role, kind, vocab_size, step)
         totals = parameter_totals(args, vocab_size, kind in SCALAR_HEAD)
     return RolePlan(
-        name=role.name,
-        ranks=role.ranks,
-        model_role=role.model_role,
-        sizes=layout,
-        parameters=totals,
-        stages=memory_of(role, settings, vocab_size),
-        microbatches=count,
-        traffic=sent,
-    )
+        name=role.name, ranks=role.ranks, model_role=role.model_role, sizes=layout, parameters=totals,
+        stages=memory_of(role, settings, vocab_size), microbatches=count, traffic=sent,
+    )  # fmt: skip
 
 
 def _kind(role) -> str | None:

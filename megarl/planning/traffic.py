@@ -59,14 +59,10 @@ def step_sizes(settings) -> StepSizes:
     """The sizes of a step from the settings; with dynamic sampling, of one round."""
     s = settings
     return StepSizes(
-        sequences=s.sequences_per_step,
-        prompt=s.max_prompt_length,
-        response=s.max_response_length,
-        epochs=s.ppo_epochs,
-        updates=s.updates_per_step,
-        greedy=s.prompts_per_step if s.greedy_baseline else 0,
+        sequences=s.sequences_per_step, prompt=s.max_prompt_length, response=s.max_response_length,
+        epochs=s.ppo_epochs, updates=s.updates_per_step, greedy=s.prompts_per_step if s.greedy_baseline else 0,
         on_policy=s.updates_on_policy(s.sequences_per_step),
-    )
+    )  # fmt: skip
 
 
 class FieldMove(NamedTuple):
