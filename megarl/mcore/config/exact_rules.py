@@ -6,7 +6,7 @@ refused. On a CPU the flag changes nothing, and every model is allowed.
 
 from megarl.errors import UsageError
 from megarl.mcore import device
-from megarl.mcore.config.layout_rules import LayoutRule
+from megarl.mcore.config.layout_rules import LayoutRule, require
 
 FLAG = "--exact-rollout"
 BACKEND = "invariant"  # the attention backend
@@ -20,9 +20,8 @@ def applies(args) -> bool:
 
 def check(role: str, args):
     """Raises UsageError for the first rule that a role's parsed flags break."""
-    for rule in rules(args) if applies(args) else ():
-        if not rule.holds:
-            raise UsageError(f"{role}: {rule.flag} {rule.value}: with {FLAG} on CUDA allowed is {rule.allowed}")
+    if applies(args):
+        require(role, rules(args), f"with {FLAG} on CUDA ")
 
 
 def rules(args) -> list[LayoutRule]:

@@ -36,11 +36,11 @@ def check(role: str, args):
     require(role, rules(role, args))
 
 
-def require(role: str, rules: list[LayoutRule]):
-    """Raises UsageError for the first broken rule."""
+def require(role: str, rules: list[LayoutRule], where: str = ""):
+    """Raises UsageError for the first broken rule; `where` the rules hold, for its message."""
     for rule in rules:
         if not rule.holds:
-            raise UsageError(f"{role}: {rule.flag} {rule.value}: allowed is {rule.allowed}")
+            raise UsageError(f"{role}: {rule.flag} {rule.value}: {where}allowed is {rule.allowed}")
 
 
 def rules(role: str, args) -> list[LayoutRule]:
