@@ -184,7 +184,8 @@ def _rewards(context: FlagContext) -> list[FlagRule]:
 
 
 def _sampling(context: FlagContext) -> list[FlagRule]:
-    s, sequences, partial = context.settings, context.settings.sequences_per_step, context.settings.partial_rollouts
+    s = context.settings
+    sequences, partial = s.sequences_per_step, s.partial_rollouts
     return [
         FlagRule("--minibatch-size", s.minibatch_size, s.minibatch_size is None or s.minibatch_size <= sequences,
              f"allowed is at most --prompts-per-step × --samples-per-prompt = {sequences}"),

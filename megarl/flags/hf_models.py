@@ -28,12 +28,9 @@ def read_hf_models(
         paths["reward"], flags["reward"] = settings.reward_hf_model, "--reward-hf-model"
     from megarl.mcore.weights.hf.hf_model import read_model  # imports Megatron
 
-    read = {}
-    for role, path in paths.items():
-        key = path, flags[role], lengths[role]
-        if path is not None and key not in read:
-            read[key] = read_model(*key)
-    return {role: read.get((path, flags[role], lengths[role])) for role, path in paths.items()}
+    keys = {role: (path, flags[role], lengths[role]) for role, path in paths.items()}
+    read = {key: read_model(*key) for key in dict.fromkeys(keys.values()) if key[0] is not None}
+    return {role: read.get(key) for role, key in keys.items()}
 
 
 def with_hf_defaults(role: str, own: dict, values: dict[str, object], hf_model: "HFModel | None") -> dict:

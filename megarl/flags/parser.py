@@ -64,16 +64,9 @@ def own_flags(program: str, plug_in: PolicyLoss | None = None) -> dict[str, Flag
 def _of_setting(field: dataclasses.Field) -> Flag:
     name, meta = field.name.replace("_", "-"), field.metadata
     return Flag(
-        name=name,
-        kind=_kind_of(field.type),
-        default=field.default,
-        text=meta["help"],
-        check=meta["check"],
-        allowed=meta["allowed"],
-        condition=meta["when"],
-        common=name,
-        setting=field.name,
-    )
+        name=name, kind=_kind_of(field.type), default=field.default, text=meta["help"], check=meta["check"],
+        allowed=meta["allowed"], condition=meta["when"], common=name, setting=field.name,
+    )  # fmt: skip
 
 
 def _of_role(flag: Flag, role: str) -> Flag:

@@ -171,7 +171,8 @@ def split(
     Raises:
         UsageError: an unknown option, or one that may not have the rollout's prefix.
     """
-    common, prefixed, target = [], {role: [] for role in roles}, None
+    common, prefixed = [], {role: [] for role in roles}
+    target = None  # the list of the flag that the next values belong to
     for token in tokens:
         off, is_false = token.startswith(OFF), token.endswith("=false")
         token = "--" + token.removeprefix(OFF).removesuffix("=false") if off else token
