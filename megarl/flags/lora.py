@@ -48,29 +48,31 @@ def lora_of_roles(
     return found
 
 
-def _settings_of(role: str, flags, args, hf_model) -> "LoRASettings | None":
+def _settings_of(role: str, role_settings, args, hf_model) -> "LoRASettings | None":
     from megarl.mcore.lora.settings import LoRASettings  # imports Megatron
 
-    if flags.lora_rank is None and flags.lora_adapter is None:
+    if role_settings.lora_rank is None and role_settings.lora_adapter is None:
         return None
     if args.transformer_impl != "local":  # the layers that have factors
         raise UsageError(f"{role}: --transformer-impl {args.transformer_impl}: allowed is local with --lora-rank or "
                          "--lora-adapter")  # fmt: skip
-    if flags.lora_adapter is not None:
-        return _of_adapter(role, flags, args, hf_model)
-    alpha = flags.lora_rank if flags.lora_alpha is None else flags.lora_alpha
-    targets = _targets(role, flags.lora_targets, args)
-    return LoRASettings(rank=flags.lora_rank, alpha=float(alpha), rslora=flags.lora_rslora, targets=targets)
+    if role_settings.lora_adapter is not None:
+        return _of_adapter(role, role_settings, args, hf_model)
+    alpha = role_settings.lora_rank if role_settings.lora_alpha is None else role_settings.lora_alpha
+    targets = _targets(role, role_settings.lora_targets, args)
+    return LoRASettings(
+        rank=role_settings.lora_rank, alpha=float(alpha), rslora=role_settings.lora_rslora, targets=targets
+    )
 
 
-def _of_adapter(role: str, flags, args, hf_model) -> "LoRASettings":
+def _of_adapter(role: str, role_settings, args, hf_model) -> "LoRASettings":
     """The factors of a PEFT adapter; a larger `--lora-rank` keeps their scale."""
     from megarl.mcore.lora.peft_files import read_adapter  # imports Megatron
 
-    path, rank = flags.lora_adapter, flags.lora_rank
+    path, rank = role_settings.lora_adapter, role_settings.lora_rank
     if hf_model is None:
         raise UsageError(f"--lora-adapter {path}: the {role} needs --hf-model, whose modules it names")
-    for name in (name for name in OF_ADAPTER if getattr(flags, name)):
+    for name in (name for name in OF_ADAPTER if getattr(role_settings, name)):
         raise UsageError(f"--{name.replace('_', '-')}: --lora-adapter {path} gives it; leave it out")
     stored = read_adapter(path, args, hf_model.family).lora
     if rank is None:

@@ -29,7 +29,11 @@ class Options:
     @classmethod
     def of(cls, settings) -> "Options":
         """From `megarl.flags.settings.Settings`, whose import would be too slow for a worker."""
-        return cls(**{field.name: getattr(settings, f"reward_{field.name}") for field in dataclasses.fields(cls)})
+        return cls(
+            pattern=settings.reward_pattern, format=settings.reward_format, length=settings.reward_length,
+            url=settings.reward_url, retries=settings.reward_retries, concurrency=settings.reward_concurrency,
+            memory_mb=settings.reward_memory_mb, timeout=settings.reward_timeout, workers=settings.reward_workers,
+        )  # fmt: skip
 
 
 def _code(options: Options) -> Callable[[Sample], Score]:
