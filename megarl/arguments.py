@@ -257,10 +257,7 @@ def _with_options(context: combinations.FlagContext, values: dict[str, object]) 
 
 
 def _role_settings(
-    context: combinations.FlagContext,
-    values: dict[str, object],
-    tokens: dict[str, list[str]],
-    ranks: dict[str, range],
+    context: combinations.FlagContext, values: dict[str, object], tokens: dict[str, list[str]], ranks: dict[str, range]
 ) -> dict[str, RoleSettings]:
     """The settings of each role of `ranks`, from the values of megarl's own flags and Megatron's tokens."""
     from megarl.mcore.config import exact_rules
@@ -297,13 +294,9 @@ def _role_settings(
 
 
 def _megatron_namespace(
-    context: combinations.FlagContext,
-    role: str,
-    tokens: list[str],
-    ranks: int,
-    max_length: int,
+    context: combinations.FlagContext, role: str, tokens: list[str], ranks: int, max_length: int,
     hf_model: "HFModel | None",
-) -> argparse.Namespace:
+) -> argparse.Namespace:  # fmt: skip
     """A role's namespace of Megatron's parser; the flags that describe a folder's model come before its tokens."""
     from megarl.mcore.config import architecture, megatron_flags
 
@@ -359,8 +352,7 @@ def check_microbatches(config: RunConfig):
             prefix = "" if cap == config.settings.max_tokens_per_microbatch else f"{role.name}-"
             is_reward_limit = max_length == config.settings.reward_max_length
             limit = "--reward-max-length" if is_reward_limit else "--max-prompt-length + --max-response-length"
-            needed = "one sequence" if sequences == 1 else "a pair"
-            each = "" if sequences == 1 else " each"
+            needed, each = ("one sequence", "") if sequences == 1 else ("a pair", " each")
             raise UsageError(
                 f"--{prefix}max-tokens-per-microbatch {cap}: must hold {needed} of {limit} = {max_length} tokens{each}"
             )

@@ -10,13 +10,9 @@ MAX_LENGTH = 200  # characters of an expression
 _MAX_VALUE = 10**60
 _CHARACTERS = re.compile(r"[0-9.eE+\-*/%()\s]*")  # of others Python's parser might warn
 _OPERATORS: dict[type, Callable] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+}  # fmt: skip
 
 
 def evaluate(expression: str) -> int | float:

@@ -5,11 +5,7 @@ from collections import deque
 AVERAGED_STEPS = 20
 
 # (label, metric, number format); every program appends tokens/s, seconds and ETA.
-RL_FIELDS = (
-    ("reward", "reward/mean", ".3f"),
-    ("eval", "eval/accuracy", ".3f"),
-    ("kl", "kl/reference", ".4f"),
-)
+RL_FIELDS = (("reward", "reward/mean", ".3f"), ("eval", "eval/accuracy", ".3f"), ("kl", "kl/reference", ".4f"))
 SFT_FIELDS = (("loss", "sft/loss", ".4f"), ("eval loss", "eval/loss", ".4f"))
 REWARD_FIELDS = (
     ("loss", "reward/loss", ".4f"),
