@@ -6,7 +6,7 @@ import typing
 from collections.abc import Iterable
 
 WARNED = "MEGARL_WARNED"  # environment variable: set if a launcher has printed the warnings already
-LARGEST = 2**63 - 1  # number in a tensor
+MAX_INTEGER = 2**63 - 1  # of a tensor
 STOPPED = 3  # exit status of a run that one of its own limits ended; no launcher of megarl starts it again
 
 
@@ -40,8 +40,8 @@ class ArgumentParser(argparse.ArgumentParser):
         found, rest = super().parse_known_args(args, namespace)
         for action in self._actions:
             value = getattr(found, action.dest, None)
-            if isinstance(value, int) and not -LARGEST <= value <= LARGEST:
-                raise UsageError(f"{action.option_strings[0]} {value}: allowed are numbers up to {LARGEST}")
+            if isinstance(value, int) and not -MAX_INTEGER <= value <= MAX_INTEGER:
+                raise UsageError(f"{action.option_strings[0]} {value}: allowed are numbers up to {MAX_INTEGER}")
         return found, rest
 
     def error(self, message: str) -> typing.NoReturn:
