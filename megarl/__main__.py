@@ -22,7 +22,6 @@ from megarl import bundled, launcher
 
 # Programs of one process, by name.
 MODULES = {"plan": "megarl.plan", "build_kernels": "megarl.mcore.kernels.native.build"}
-WRONG_FLAGS = 2  # exit status
 BLANK = "\n\n"  # line
 
 
@@ -31,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(_help(), file=sys.stdout if argv else sys.stderr)
-        return 0 if argv else WRONG_FLAGS
+        return 0 if argv else launcher.WRONG_FLAGS
     if argv == ["--version"]:
         print(_version())
         return 0
@@ -47,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     near = difflib.get_close_matches(name, known, 1)
     hint = f"; did you mean {near[0]}?" if near else f"; allowed: {', '.join(known)}"
     print(f"megarl: error: {name}: unknown program{hint}", file=sys.stderr)
-    return WRONG_FLAGS
+    return launcher.WRONG_FLAGS
 
 
 def _run_tool(path: Path, flags: list[str]) -> int:

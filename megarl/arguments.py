@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megarl import plugins
 from megarl.algorithms.estimators import ESTIMATORS, Estimator, estimator_of
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from megarl.mcore.lora.settings import LoRASettings
     from megarl.mcore.weights.hf.hf_model import HFModel
 
+# Fields of `RoleSettings` that are values of megarl's own flags.
+OWN_FIELDS = (
+    "max_tokens_per_microbatch", "tokenizer_type", "tokenizer_model", "chat_template", "offload", "lora_adapter"
+)  # fmt: skip
 __all__ = ["MODELS", "RoleSettings", "RunConfig", "Settings", "build_parser", "parse"]
 
 
@@ -92,34 +96,47 @@ class RunConfig:
         return [role for name, role in self.roles.items() if name in MODELS and role.has_model]
 
 
+class CommandLine(NamedTuple):
+    """A command line with its config files, divided into megarl's own flags and all other tokens."""
+
+    flags: dict[str, parser.Flag]  # megarl's own flags of the program, by name
+    values: dict[str, object]  # of those that are given
+    others: list[str]  # tokens: Megatron's flags, with or without a role prefix
+    check: bool  # --check
+
+
 def parse(argv: list[str], world_size: int, program: str = "rl", ranks_per_node: int | None = None) -> RunConfig:
     """Parses and checks a command line. Raises UsageError before any work starts.
 
-    `ranks_per_node`: for role maps of nodes; None: all ranks are on one node.
+    For example `--advantage grpo --gamma 0.9 --num-layers 2 --critic-lr 1e-5 --actor-lr 1e-6` on one rank:
+
+    1. The tokens are read: `advantage` and `gamma` are megarl's own flags, all others are Megatron's.
+    2. GRPO needs no critic, so the run has the roles actor, reward, reference and rollout, each on rank 0.
+    3. `--gamma` and `--critic-lr` have no effect: both are dropped, with one warning that says why.
+    4. Megatron's parser gets `--num-layers 2 --lr 1e-6` for the actor, and `--num-layers 2` for reward and reference.
+       The rollout has the tokens of the actor, whose model it runs.
+
+    Args:
+        ranks_per_node: for role maps of nodes; None: all ranks are on one node.
     """
-    chosen, rest, own = _read(argv, program)
-    values = {name: value for name, value in vars(chosen).items() if name in own}
-    parser.check_values(values, own)
-    context = _context(program, _settings(values, own))
+    command = _read(argv, program)
+    parser.check_values(command.values, command.flags)
+    context = _context(program, command.flags, command.values)
+
     absent = {r: combinations.reason(context, r) for r in role_flags.ROLES_OF[program] if r not in context.roles}
     ranks = role_flags.parse_role_map(context.settings.role_map, world_size, context.roles, absent, ranks_per_node)
-    # These import Megatron, so they come after the check of megarl's own flags.
-    from megarl.mcore.config import megatron_flags, supported_flags
 
-    megatron = megatron_flags.destinations()
-    role_flags.check_trained_roles(rest, program, megatron, supported_flags.training())
-    given = {f"--{name}": own[name].condition for name in values}
-    given |= dict.fromkeys(role_flags.reward_model_options(rest, program, megatron), "model")
-    # For flags of an absent role, the condition has the role's name.
-    idle = combinations.without_effect(context, given | role_flags.with_prefix([*given, *rest], absent, megatron))
-    tokens = role_flags.split(rest, role_flags.ROLES_OF[program], megatron, [f"--{name}" for name in own], idle)
-    values = {name: value for name, value in values.items() if f"--{name}" not in idle}
-    context = _context(program, _settings(values, own))
+    # What follows imports Megatron, so it comes after the check of megarl's own flags.
+    idle = _flags_without_effect(command, context, absent)
+    tokens = _tokens_of_roles(command, program, idle)
+    values = {name: value for name, value in command.values.items() if f"--{name}" not in idle}
+    context = _context(program, command.flags, values)
     combinations.check(context)
+
     return RunConfig(
         settings=context.settings,
-        roles=_role_settings(context.settings, values, tokens, ranks, context),
-        check=chosen.check,
+        roles=_role_settings(context, values, tokens, ranks),
+        check=command.check,
         estimator=context.estimator,
         policy_loss=_with_options(context, values),
         rewards=context.terms,
@@ -133,15 +150,15 @@ def with_sources(error: UsageError, argv: list[str], program: str) -> UsageError
     return config_files.with_sources(error, argv, defaults)
 
 
-def _read(argv: list[str], program: str) -> tuple[argparse.Namespace, list[str], dict[str, parser.Flag]]:
-    """(values of megarl's own flags, config files included; all other tokens; megarl's own flags by name)."""
-    own = parser.own_flags(program)
-    chosen, rest = _parse_own(argv, program, own)
-    name = vars(chosen).get("policy-loss")
+def _read(argv: list[str], program: str) -> CommandLine:
+    flags = parser.own_flags(program)
+    found, others = _parse_own(argv, program, flags)
+    name = vars(found).get("policy-loss")
     if name is not None and name not in POLICY_LOSSES:  # a plug-in, which may define further flags
-        own = parser.own_flags(program, _policy_loss(name))
-        chosen, rest = _parse_own(argv, program, own)
-    return chosen, rest, own
+        flags = parser.own_flags(program, _policy_loss(name))
+        found, others = _parse_own(argv, program, flags)
+    values = {name: value for name, value in vars(found).items() if name in flags}
+    return CommandLine(flags=flags, values=values, others=others, check=found.check)
 
 
 def _parse_own(argv: list[str], program: str, own: dict[str, parser.Flag]) -> tuple[argparse.Namespace, list[str]]:
@@ -173,20 +190,49 @@ def _is_training_key(program: str, policy_loss: str) -> Callable[[str], bool]:
     return lambda key: key in names or key not in own and key.startswith(tuple(prefixes))
 
 
-def _settings(values: dict[str, object], own: dict[str, parser.Flag]) -> Settings:
-    fields: dict[str, Any] = {own[name].setting: value for name, value in values.items() if own[name].setting}
+def _context(program: str, flags: dict[str, parser.Flag], values: dict[str, object]) -> combinations.FlagContext:
+    """The run that these values of megarl's own flags describe."""
+    fields: dict[str, Any] = {flags[name].setting: value for name, value in values.items() if flags[name].setting}
     if fields.get("environment") is not None:
         fields.setdefault("reward", expression.ENVIRONMENT)
-    return Settings(**fields)
-
-
-def _context(program: str, settings: Settings) -> combinations.FlagContext:
+    settings = Settings(**fields)
     estimator = _named("--advantage", settings.advantage, ESTIMATORS, estimator_of)
     trains = not settings.debug_rollout_only
     has_reference = settings.kl_coefficient > 0 or "reference" in role_flags.named_roles(settings.role_map)
-    roles = role_flags.roles_of(program, trains and "values" in estimator.needs, trains and has_reference)
-    terms = expression.parse(settings.reward)
-    return combinations.FlagContext(program, settings, roles, estimator, _policy_loss(settings.policy_loss), terms)
+    return combinations.FlagContext(
+        program=program,
+        settings=settings,
+        roles=role_flags.roles_of(program, trains and "values" in estimator.needs, trains and has_reference),
+        estimator=estimator,
+        terms=expression.parse(settings.reward),
+        policy_loss=_policy_loss(settings.policy_loss),
+    )
+
+
+def _flags_without_effect(
+    command: CommandLine, context: combinations.FlagContext, absent: dict[str, str]
+) -> dict[str, str]:
+    """The given flags without effect, each with the reason. UsageError for one that only training would read.
+
+    `absent`: roles that the run does not have.
+    """
+    from megarl.mcore.config import megatron_flags, supported_flags
+
+    megatron = megatron_flags.destinations()
+    role_flags.check_trained_roles(command.others, context.program, megatron, supported_flags.training())
+    given = {f"--{name}": command.flags[name].condition for name in command.values}
+    given |= dict.fromkeys(role_flags.reward_model_options(command.others, context.program, megatron), "model")
+    # For flags of an absent role, the condition has the role's name.
+    given |= role_flags.with_prefix([*given, *command.others], absent, megatron)
+    return combinations.without_effect(context, given)
+
+
+def _tokens_of_roles(command: CommandLine, program: str, idle: dict[str, str]) -> dict[str, list[str]]:
+    """Megatron's tokens of each role, without the idle flags."""
+    from megarl.mcore.config import megatron_flags
+
+    own = [f"--{name}" for name in command.flags]
+    return role_flags.split(command.others, role_flags.ROLES_OF[program], megatron_flags.destinations(), own, idle)
 
 
 def _named(flag: str, name: str, built_in: dict, wrap):
@@ -211,62 +257,84 @@ def _with_options(context: combinations.FlagContext, values: dict[str, object]) 
 
 
 def _role_settings(
-    settings: Settings,
-    values: dict,
-    tokens: dict[str, list[str]],
-    ranks: dict[str, range],
-    context: combinations.FlagContext,
+    context: combinations.FlagContext, values: dict[str, object], tokens: dict[str, list[str]], ranks: dict[str, range]
 ) -> dict[str, RoleSettings]:
-    from megarl.mcore.config import architecture, exact_rules, megatron_flags
+    """The settings of each role of `ranks`, from the values of megarl's own flags and Megatron's tokens."""
+    from megarl.mcore.config import exact_rules
 
-    longest = settings.max_prompt_length + settings.max_response_length
-    own = {"train_iters": settings.train_iters, "seed": settings.seed}
-    lengths = dict.fromkeys(ranks, longest) | {"reward": settings.reward_max_length or longest}
-    extra = frozenset({"global_batch_size"}) if context.program in ("sft", "reward") else frozenset()
-    chosen = {role: _own_of_role(role, settings, values) for role in ranks}
-    hf_models = read_hf_models(context.program, settings, chosen, lengths)
-    found = {}
-    for role, role_ranks in ranks.items():
-        hf_model = hf_models[role]
-        own_of_role = own | {"seq_length": lengths[role], "draws_weights": hf_model is None}
-        own_of_role["exact_rollout"] = settings.exact_rollout and role in ("actor", "rollout")
-        described = hf_model.tokens() if hf_model else []
-        folder = f"{hf_model.folder.flag} {hf_model.folder.path}" if hf_model else ""
-        role_tokens = architecture.with_folder(role, described, folder, tokens[role]) if hf_model else tokens[role]
-        try:
-            found[role] = megatron_flags.parse(role, role_tokens, len(role_ranks), own_of_role, extra)
-        except UsageError as error:
-            raise architecture.with_source(error, described, folder) from None
-        chosen[role] = with_hf_defaults(role, chosen[role], values, hf_model)
-    adapters = {role: own["lora_adapter"] for role, own in chosen.items()}
-    lora = lora_of_roles(chosen, found, hf_models, role_flags.TRAINED_ROLES[context.program])
-    exact_rules.check_lora(found, lora)
+    settings = context.settings
+    max_length = settings.max_prompt_length + settings.max_response_length
+    lengths = dict.fromkeys(ranks, max_length) | {"reward": settings.reward_max_length or max_length}
+    own = {role: _own_of_role(role, settings, values) for role in ranks}
+    hf_models = read_hf_models(context.program, settings, own, lengths)
+    megatron = {
+        role: _megatron_namespace(context, role, tokens[role], len(ranks[role]), lengths[role], hf_models[role])
+        for role in ranks
+    }
+    own = {role: with_hf_defaults(role, own[role], values, hf_models[role]) for role in ranks}
+    lora = lora_of_roles(own, megatron, hf_models, role_flags.TRAINED_ROLES[context.program])
+    exact_rules.check_lora(megatron, lora)
+    _check_offload(own, megatron)
+    if "rollout" in ranks:
+        lora["rollout"] = lora["actor"]
     has_reward_model = combinations.CONDITIONS["model"].holds(context)
-    for role in (name for name in ranks if name in MODELS and chosen[name]["offload"]):
-        if found[role].use_torch_fsdp2:
+    return {
+        role: RoleSettings(
+            name=role,
+            ranks=ranks[role],
+            megatron=megatron[role],
+            model_role=_model_role(role, ranks, megatron),
+            has_model=role != "reward" or has_reward_model,
+            hf_model=hf_models[role],
+            lora=lora[role],
+            **{name: own[role][name] for name in OWN_FIELDS},
+        )
+        for role in ranks
+    }
+
+
+def _megatron_namespace(
+    context: combinations.FlagContext, role: str, tokens: list[str], ranks: int, max_length: int,
+    hf_model: "HFModel | None",
+) -> argparse.Namespace:  # fmt: skip
+    """A role's namespace of Megatron's parser; the flags that describe a folder's model come before its tokens."""
+    from megarl.mcore.config import architecture, megatron_flags
+
+    settings = context.settings
+    own = {
+        "train_iters": settings.train_iters,
+        "seed": settings.seed,
+        "seq_length": max_length,
+        "draws_weights": hf_model is None,
+        "exact_rollout": settings.exact_rollout and role in ("actor", "rollout"),
+    }
+    extra = frozenset({"global_batch_size"}) if context.program in ("sft", "reward") else frozenset()
+    if hf_model is None:
+        return megatron_flags.parse(role, tokens, ranks, own, extra)
+    described, folder = hf_model.tokens(), f"{hf_model.folder.flag} {hf_model.folder.path}"
+    tokens = architecture.with_folder(role, described, folder, tokens)
+    try:
+        return megatron_flags.parse(role, tokens, ranks, own, extra)
+    except UsageError as error:
+        raise architecture.with_source(error, described, folder) from None
+
+
+def _check_offload(own: dict[str, dict], megatron: dict[str, argparse.Namespace]):
+    for role, args in megatron.items():
+        if role in MODELS and own[role]["offload"] and args.use_torch_fsdp2:
             raise UsageError(
                 f"--{role}-offload: not allowed with --use-torch-fsdp2, whose sharded parameters cannot move"
             )
-    model_roles = {role: role for role in ranks}
-    if "rollout" in ranks and ranks["rollout"] == ranks["actor"]:
-        model_roles["rollout"] = "actor" if role_flags.can_share_model(found["actor"], found["rollout"]) else "rollout"
-    if "rollout" in ranks:
-        lora["rollout"] = lora["actor"]
-    has_model = {role: role != "reward" or has_reward_model for role in ranks}
-    return {
-        role: RoleSettings(
-            role,
-            role_ranks,
-            found[role],
-            model_role=model_roles[role],
-            has_model=has_model[role],
-            hf_model=hf_models[role],
-            lora=lora[role],
-            lora_adapter=adapters[role],
-            **chosen[role],
-        )
-        for role, role_ranks in ranks.items()
-    }
+
+
+def _model_role(role: str, ranks: dict[str, range], megatron: dict[str, argparse.Namespace]) -> str:
+    """The role whose model a role runs: the actor's for a rollout on its ranks that can share it, else its own."""
+    is_shared = (
+        role == "rollout"
+        and ranks["rollout"] == ranks["actor"]
+        and role_flags.can_share_model(megatron["actor"], megatron["rollout"])
+    )
+    return "actor" if is_shared else role
 
 
 def _own_of_role(role: str, settings: Settings, values: dict) -> dict:
@@ -279,13 +347,12 @@ def check_microbatches(config: RunConfig):
     """UsageError unless each role's micro-batches hold its longest sequence, or a pair of them in train_reward."""
     sequences = 2 if list(config.roles) == ["reward"] else 1
     for role in config.with_models():
-        cap, longest = role.max_tokens_per_microbatch, role.megatron.seq_length
-        if cap < sequences * longest:
+        cap, max_length = role.max_tokens_per_microbatch, role.megatron.seq_length
+        if cap < sequences * max_length:
             prefix = "" if cap == config.settings.max_tokens_per_microbatch else f"{role.name}-"
-            is_reward_limit = longest == config.settings.reward_max_length
+            is_reward_limit = max_length == config.settings.reward_max_length
             limit = "--reward-max-length" if is_reward_limit else "--max-prompt-length + --max-response-length"
-            needed = "one sequence" if sequences == 1 else "a pair"
-            each = "" if sequences == 1 else " each"
+            needed, each = ("one sequence", "") if sequences == 1 else ("a pair", " each")
             raise UsageError(
-                f"--{prefix}max-tokens-per-microbatch {cap}: must hold {needed} of {limit} = {longest} tokens{each}"
+                f"--{prefix}max-tokens-per-microbatch {cap}: must hold {needed} of {limit} = {max_length} tokens{each}"
             )

@@ -6,6 +6,7 @@ of the state before tokens[t]. A sequence's first token has neither: both are 0,
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -20,12 +21,7 @@ def _field(kind: str, dtype: torch.dtype):
     return dataclasses.field(default=None, metadata={"kind": kind, "dtype": dtype})
 
 
-def _token(dtype):
-    return _field("token", dtype)
-
-
-def _sequence(dtype):
-    return _field("sequence", dtype)
+_token, _sequence = functools.partial(_field, "token"), functools.partial(_field, "sequence")
 
 
 @dataclass
@@ -88,6 +84,13 @@ class Batch:
         """[T'] int64 positions in the batch of the tokens of the sequences at `index`, in the order given."""
         return expand_ranges(self.cu_seqlens[:-1][index], self.lengths[index])
 
+    def renumbered(self, is_kept: Tensor) -> "Batch":
+        """The sequences whose ids are True in `is_kept` (bool, one for each id), numbered from 0 in the same order."""
+        is_kept = is_kept.to(self.sequence_ids.device)
+        kept = self.select(is_kept[self.sequence_ids].nonzero().flatten())
+        kept.sequence_ids = is_kept.cumsum(0)[kept.sequence_ids] - 1
+        return kept
+
     def sorted(self) -> "Batch":
         """The same sequences in ascending `sequence_ids`."""
         return self.select(self.sequence_ids.argsort())
@@ -108,9 +111,8 @@ class Batch:
 class SharedPrefix:
     """Prefixes that several sequences of a micro-batch share and that are computed once. int64 [N], on the host."""
 
-    holders: (
-        Tensor  # position of the sequence that computes the prefix: itself, or one with no shared prefix of its own
-    )
+    # Position of the sequence that computes the prefix: itself, or one with no shared prefix of its own.
+    holders: Tensor
     tokens: Tensor  # length of the shared prefix, less than both sequences' lengths; 0 for holders
 
 

@@ -6,20 +6,20 @@ import typing
 from collections.abc import Iterable
 
 WARNED = "MEGARL_WARNED"  # environment variable: set if a launcher has printed the warnings already
-LARGEST = 2**63 - 1  # number in a tensor
+MAX_INTEGER = 2**63 - 1  # of a tensor
 STOPPED = 3  # exit status of a run that one of its own limits ended; no launcher of megarl starts it again
 
 
 class UsageError(Exception):
     """Wrong input that the user can fix: one line that names the flag, its value, and what is allowed.
 
-    Programs print the line and exit with status 2 before any work starts. `speaker` is the world rank that prints it:
-    rank 0, unless only the ranks of another role can detect the error.
+    Programs print the line and exit with status 2 before any work starts. `reporting_rank` is the world rank that
+    prints it: rank 0, unless only the ranks of another role can detect the error.
     """
 
-    def __init__(self, message: str, speaker: int = 0):
+    def __init__(self, message: str, reporting_rank: int = 0):
         super().__init__(message)
-        self.speaker = speaker
+        self.reporting_rank = reporting_rank
 
 
 class RunStopped(Exception):
@@ -40,8 +40,8 @@ class ArgumentParser(argparse.ArgumentParser):
         found, rest = super().parse_known_args(args, namespace)
         for action in self._actions:
             value = getattr(found, action.dest, None)
-            if isinstance(value, int) and not -LARGEST <= value <= LARGEST:
-                raise UsageError(f"{action.option_strings[0]} {value}: allowed are numbers up to {LARGEST}")
+            if isinstance(value, int) and not -MAX_INTEGER <= value <= MAX_INTEGER:
+                raise UsageError(f"{action.option_strings[0]} {value}: allowed are numbers up to {MAX_INTEGER}")
         return found, rest
 
     def error(self, message: str) -> typing.NoReturn:

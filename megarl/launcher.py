@@ -74,9 +74,7 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megarl.launcher", allow_abbrev=False)
     parser.add_argument(
-        "--nproc-per-node",
-        type=int,
-        help="ranks on this node; default: on CPUs one a core if they fit, else 1",
+        "--nproc-per-node", type=int, help="ranks on this node; default: on CPUs one a core if they fit, else 1"
     )
     parser.add_argument(
         "--nnodes", type=int, default=1, help="number of nodes; more than one needs the next three flags, or --rdzv-…"

@@ -55,7 +55,7 @@ class WeightLoader:
         self, config: RunConfig, inputs: ServerInputs, policy: gpt.ModelChunks, mesh: RoleMesh, rollout: Rollout
     ):
         self.role, self.inputs, self.policy, self.rollout = config.roles["actor"], inputs, policy, rollout
-        self.groups = mesh["actor"].pg_collection
+        self.pg_collection = mesh["actor"].pg_collection
 
     def load(self, path: str):
         """Loads the weights of a checkpoint or a Hugging Face folder. A collective of the world.
@@ -75,7 +75,7 @@ class WeightLoader:
         folder = getattr(weights, "folder", None)
         if folder is not None and (damaged := integrity.find_damage([folder])):
             raise UsageError(f"{folder}: damaged: {damaged[folder]}")
-        weights.load(self.policy, self.groups)
+        weights.load(self.policy, self.pg_collection)
         self.rollout.sync_weights()
 
     def _read(self, path: str) -> PretrainedWeights:
@@ -95,14 +95,14 @@ class WeightLoader:
 def serve(config: RunConfig, timers: Timers):
     """Loads the policy and answers requests until a signal."""
     inputs, mesh, _ = read_inputs(config, timers, lambda: ServerInputs(config), sys.stderr)
-    names, groups = (inputs.model_name, inputs.vocab_size), mesh["rollout"]
-    with start_frontend(inputs.frontend_config, *names, groups) as frontend:
+    role_groups = mesh["rollout"]
+    with start_frontend(inputs.frontend_config, inputs.model_name, inputs.vocab_size, role_groups) as frontend:
         policy = inputs.load(mesh["actor"])
         rollout = Rollout(config.settings, inputs.rollout_role(), mesh, policy, inputs.tokenizer, timers)
         rollout.sync_weights()
         loader = WeightLoader(config, inputs, policy, mesh, rollout)
         engine = ServedEngine(rollout.engine, inputs.tokenizer.end_ids, config.settings.serve_routes, loader.load)
-        service = ReplicaService(engine, rollout.model, groups, frontend, inputs.vocab_size, inputs.label)
+        service = ReplicaService(engine, rollout.model, role_groups, frontend, inputs.vocab_size, inputs.label)
         frontend.take_signals()
         frontend.announce(inputs.model_name)
         service.open()

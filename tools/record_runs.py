@@ -189,8 +189,9 @@ def _waiting_groups(folder: Path) -> dict[str, str]:
     from megarl.batch import FIELDS, Batch, concatenate
 
     found = {}
-    for kind in ("waiting", "parts"):
-        states = [torch.load(path, weights_only=True) for path in sorted(folder.glob(f"{kind}*.pt"))]
+    for kind, newer in (("waiting", "group_buffer"), ("parts", "partial_rollouts")):  # older and newer names
+        paths = sorted([*folder.glob(f"{kind}*.pt"), *folder.glob(f"{newer}*.pt")])
+        states = [torch.load(path, weights_only=True) for path in paths]
         batches = [Batch(**{name: s.pop(name) for name in FIELDS if name in s}) for s in states if "lengths" in s]
         joined = concatenate(batches) if batches else Batch()
         if states:

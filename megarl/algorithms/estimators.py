@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megarl.algorithms.advantages import gae
 from megarl.algorithms.group_advantages import centred, grpo, opo, rloo
-from megarl.algorithms.packed import spread
+from megarl.algorithms.packed import broadcast_to_tokens
 from megarl.algorithms.returns import discounted_to_go
 from megarl.algorithms.statistics import local_moments, whiten
 from megarl.algorithms.turn_credit import on_turns, returns_to_go, turn_rloo, turn_sums
@@ -119,11 +119,11 @@ def remax_advantages(step: StepData, options: AdvantageOptions) -> Advantages:
     """A_t = Σ_{k ≥ t} r_k − R(greedy response to the prompt): ReMax (arXiv 2310.10505)."""
     where = step.response_mask, step.cu_seqlens
     to_go = discounted_to_go(step.token_rewards.double(), *where, 1.0)
-    return _finished(step, options, to_go - spread(step.baselines[step.sequence_ids].double(), *where))
+    return _finished(step, options, to_go - broadcast_to_tokens(step.baselines[step.sequence_ids].double(), *where))
 
 
 ESTIMATORS: dict[str, Estimator] = {
-    name: Estimator(function, frozenset(needs), frozenset({*options, "whiten"}), whitens)
+    name: Estimator(function=function, needs=frozenset(needs), options=frozenset({*options, "whiten"}), whiten=whitens)
     for name, function, needs, options, whitens in (
         ("gae", gae_advantages, ["values"], ["gamma", "lam"], True),
         ("grpo", grpo_advantages, ["groups"], ["group_std"], False),
@@ -167,20 +167,20 @@ def estimator_of(function: Callable[[StepData, AdvantageOptions], Advantages]) -
             raise ValueError(f"{name} must return [T] = {list(step.response_mask.shape)}, got {list(field.shape)}")
         return torch.where(step.response_mask, field.detach(), 0.0).to(step.token_rewards.dtype)
 
-    return Estimator(checked, needs, frozenset(f.name for f in dataclasses.fields(AdvantageOptions)), False)
+    options = frozenset(field.name for field in dataclasses.fields(AdvantageOptions))
+    return Estimator(function=checked, needs=needs, options=options, whiten=False)
 
 
 def _on_tokens(step: StepData, options: AdvantageOptions, advantages: Tensor) -> Advantages:
-    """Spread one advantage per response of the step [S] to the response tokens of this rank's sequences."""
-    return _finished(step, options, spread(advantages[step.sequence_ids], step.response_mask, step.cu_seqlens))
+    """One advantage per response of the step [S], on the response tokens of this rank's sequences."""
+    of_tokens = broadcast_to_tokens(advantages[step.sequence_ids], step.response_mask, step.cu_seqlens)
+    return _finished(step, options, of_tokens)
 
 
 def _of_turns(step: StepData, max_turns: int) -> Tensor:
     """[T] float64: the advantage of each token's turn, from the rewards of all responses of the step."""
     where = step.response_mask, step.cu_seqlens
-    fields = [step.token_rewards]
-    if step.raw_token_rewards is not None:
-        fields.append(step.raw_token_rewards)
+    fields = [field for field in (step.token_rewards, step.raw_token_rewards) if field is not None]
     tables = step.token_rewards.new_zeros(len(fields), len(step.groups), max_turns, dtype=torch.float64)
     tables[:, step.sequence_ids] = torch.stack([turn_sums(field, *where, max_turns) for field in fields])
     to_go = returns_to_go(step.total(tables))

@@ -4,14 +4,15 @@ import torch
 from torch import Tensor
 
 ENSEMBLES = ("mean", "min")  # ways to combine the scores of several models
-SMALLEST = 1e-8  # lower bound of the deviation in `normalize`
+MIN_DEVIATION = 1e-8  # lower bound of the deviation in `normalize`
 
 
 class RunningMoments:
     """Count, mean and sum of squared deviations of all values so far (Chan, Golub, LeVeque 1983, eq. 1.5)."""
 
     def __init__(self):
-        self.count, self.mean, self.squares = 0, 0.0, 0.0
+        self.count, self.mean = 0, 0.0
+        self.squares = 0.0
 
     @property
     def deviation(self) -> float:
@@ -31,7 +32,7 @@ class RunningMoments:
 
     def normalize(self, values: Tensor) -> Tensor:
         """(values − mean) / deviation, in fp64."""
-        return (values.double() - self.mean) / max(self.deviation, SMALLEST)
+        return (values.double() - self.mean) / max(self.deviation, MIN_DEVIATION)
 
     def state_dict(self) -> dict[str, float]:
         """State for a checkpoint; JSON preserves each number to the last bit."""
@@ -39,7 +40,8 @@ class RunningMoments:
 
     def load_state_dict(self, state: dict[str, float]):
         """Resume from a `state_dict`."""
-        self.count, self.mean, self.squares = int(state["count"]), state["mean"], state["squares"]
+        self.count, self.mean = int(state["count"]), state["mean"]
+        self.squares = state["squares"]
 
 
 def clip(values: Tensor, limit: float | None) -> Tensor:

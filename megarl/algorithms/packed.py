@@ -82,10 +82,10 @@ def response_tokens(response_mask: Tensor, cu_seqlens: Tensor) -> ResponseTokens
     counts = torch.zeros_like(lengths).index_add_(0, sequences, torch.ones_like(sequences))
     first = counts.cumsum(0) - counts
     ranks = torch.arange(positions.numel(), device=positions.device) - first[sequences]
-    return ResponseTokens(positions, sequences, ranks, counts)
+    return ResponseTokens(positions=positions, sequences=sequences, ranks=ranks, counts=counts)
 
 
-def spread(values: Tensor, response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+def broadcast_to_tokens(values: Tensor, response_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """[N] -> [T]: each sequence's value on each of its response tokens, 0 outside the mask. Differentiable.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megarl.algorithms.packed import require_same_shape, response_counts, spread, sums_by_sequence
+from megarl.algorithms.packed import broadcast_to_tokens, require_same_shape, response_counts, sums_by_sequence
 
 # Bound of log-ratios (a ratio of 4.9e8). Without it exp overflows, and an infinite ratio gives the gradient
 # 0·inf = NaN even where the loss is clipped.
@@ -138,4 +138,4 @@ def response_mean(values: Tensor, tokens: PolicyTokens) -> Tensor:
 
 def on_tokens(values: Tensor, tokens: PolicyTokens) -> Tensor:
     """Spread [N] to response tokens [T], in the dtype of the log-probabilities."""
-    return spread(values, tokens.response_mask, tokens.cu_seqlens).to(tokens.logprobs.dtype)
+    return broadcast_to_tokens(values, tokens.response_mask, tokens.cu_seqlens).to(tokens.logprobs.dtype)

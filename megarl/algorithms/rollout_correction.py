@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megarl.algorithms.aggregation import masked_sum
 from megarl.algorithms.kl import kl_estimate
-from megarl.algorithms.packed import require_same_shape, response_counts, spread, sums_by_sequence
+from megarl.algorithms.packed import broadcast_to_tokens, require_same_shape, response_counts, sums_by_sequence
 
 CORRECTIONS = ("none", "tis", "mis", "icepop")
 LEVELS = ("token", "sequence", "geometric")
@@ -70,7 +70,7 @@ def correction_weights(
     weights = _level_weights(old_logprobs, rollout_logprobs, mask, cu_seqlens, options.level)
     applied = _applied(weights, options)
     if options.level != "token":
-        applied = spread(applied, mask, cu_seqlens)
+        applied = broadcast_to_tokens(applied, mask, cu_seqlens)
     return torch.where(mask, applied, 1.0).to(old_logprobs.dtype)
 
 

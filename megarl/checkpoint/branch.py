@@ -4,6 +4,7 @@ A run that resumes from an earlier step would otherwise leave later checkpoints,
 nobody continues, and a second resume would take them for its own.
 """
 
+import itertools
 from pathlib import Path
 
 from megarl.checkpoint import commit, folders
@@ -25,7 +26,8 @@ def begin(run: Path, step: int, source: Path | None, used: list[Path]):
         source: checkpoint from which the run resumes; None for a new run.
         used: all checkpoints that the run has loaded, which stay.
     """
-    checkpoints, in_place = run / "checkpoints", source is not None and _is_in(source, run)
+    checkpoints = run / "checkpoints"
+    in_place = source is not None and source.resolve().parent == checkpoints.resolve()
     stays = {path.resolve() for path in used}
     stale = [
         folder
@@ -48,15 +50,9 @@ def begin(run: Path, step: int, source: Path | None, used: list[Path]):
         start_fresh(run)
 
 
-def _is_in(source: Path, run: Path) -> bool:
-    return source.resolve().parent == (run / "checkpoints").resolve()
-
-
 def _free(checkpoints: Path, name: str) -> Path:
-    number = 1
-    while (checkpoints / f"{name}-{number}").exists():
-        number += 1
-    folder = checkpoints / f"{name}-{number}"
+    numbered = (checkpoints / f"{name}-{number}" for number in itertools.count(1))
+    folder = next(folder for folder in numbered if not folder.exists())
     folder.mkdir()
     return folder
 

@@ -42,16 +42,16 @@ def make_room(run: Path, name: str):
     writing.mkdir()
 
 
-def discard(run: Path):
+def discard(run: Path, ignore_errors: bool = False):
     """Removes half-written checkpoints."""
     for unfinished in (Path(run) / "checkpoints").glob(f"{WRITING}*"):
-        shutil.rmtree(unfinished)
+        shutil.rmtree(unfinished, ignore_errors=ignore_errors)
 
 
 def sweep(run: Path):
     """Removes older checkpoints that were renamed for it, also by a run that was killed. May run in a thread."""
-    for unfinished in (Path(run) / "checkpoints").glob(f"{REMOVED}*"):
-        shutil.rmtree(unfinished, ignore_errors=True)
+    for removed in (Path(run) / "checkpoints").glob(f"{REMOVED}*"):
+        shutil.rmtree(removed, ignore_errors=True)
 
 
 def commit(run: Path, step: int, entries: dict, files: dict[str, dict]):

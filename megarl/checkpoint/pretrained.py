@@ -1,5 +1,6 @@
 """Where a role's initial weights come from: one of megarl's checkpoints, or a Hugging Face folder."""
 
+import dataclasses
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -8,6 +9,7 @@ from megarl.checkpoint import factors, folders, run_state
 from megarl.errors import UsageError
 from megarl.mcore.lora.settings import LoRASettings
 from megarl.mcore.lora.stored import load_factors
+from megarl.mcore.model import gpt
 from megarl.mcore.weights.hf.import_weights import import_weights
 from megarl.mcore.weights.hf.weight_map import WeightMap
 
@@ -70,6 +72,11 @@ class FolderWeights(NamedTuple):
             optimizer.reload_model_params()
 
 
+def with_stored_factors(role: RoleSettings, weights: PretrainedWeights | None) -> RoleSettings:
+    """A role's settings with the low-rank factors of the weights that it runs, if these have any."""
+    return dataclasses.replace(role, lora=weights.lora if isinstance(weights, FactorWeights) else None)
+
+
 def find_pretrained(
     role: RoleSettings, vocab_size: int, sources: tuple[str, ...] = ("actor",), value_head: bool = False
 ) -> PretrainedWeights | None:
@@ -79,7 +86,7 @@ def find_pretrained(
 
     Args:
         vocab_size: of the model.
-        sources: roles whose checkpoints the role may start from, as for `run_state.find_weights`.
+        sources: roles whose checkpoints the role may start from, as for `checkpoint_weights`.
         value_head: the role has a scalar head.
 
     Raises:
@@ -100,18 +107,31 @@ def folder_weights(role: RoleSettings, value_head: bool = False) -> FolderWeight
 def checkpoint_weights(
     path: str, flag: str, role: RoleSettings, vocab_size: int, sources: tuple[str, ...] = ("actor",)
 ) -> CheckpointWeights | FactorWeights:
-    """The weights in a checkpoint; arguments and errors as of `run_state.find_weights`.
+    """The weights in a checkpoint that a role's model starts from, checked before any work starts.
 
     The weights under low-rank factors are those of the role's flags; without flags, those that the factors were trained
-    on. Raises UsageError if these are gone.
+    on.
+
+    Args:
+        path: value of `flag`, as for `folders.find`.
+        vocab_size: of the model.
+        sources: what it may start from: "actor" (a policy) or "reward" (a reward model with its scalar head).
+
+    Raises:
+        UsageError: no readable checkpoint, one of another kind, a model of other shapes, or no weights under factors.
     """
     folder = folders.find(path, flag)
     source = folders.source_of(folder, flag)
+    if source not in sources:
+        kinds = {"actor": "a policy (of train_sft or train_rl)", "reward": "a reward model (of train_reward)"}
+        allowed = " or ".join(kinds[name] for name in sources)
+        raise UsageError(f"{flag} {path}: holds {kinds[source]}; {role.name} starts from {allowed}")
     stored = factors.stored_factors(folder, flag, source)
-    if stored is None:
-        return CheckpointWeights(run_state.find_weights(path, flag, role.name, role.megatron, vocab_size, sources))
-    run_state.check_source(path, flag, role.name, source, sources)
-    return factor_weights(folder, flag, role, vocab_size, source, stored)
+    if stored is not None:
+        return factor_weights(folder, flag, role, vocab_size, source, stored)
+    shapes = gpt.weight_shapes(source, role.megatron, vocab_size, value_head=source == "reward")
+    folders.check_weights(folder, flag, role.name, shapes)
+    return CheckpointWeights(folder)
 
 
 def factor_weights(
@@ -119,12 +139,12 @@ def factor_weights(
 ) -> FactorWeights:
     """The factors of the role `source` in a checkpoint, with the weights under them; arguments as above.
 
-    Args:
-        stored: what the checkpoint says about the factors.
+    `stored`: what the checkpoint says about the factors.
     """
     shapes = factors.checkpoint_shapes(source, role.megatron, stored.lora, value_head=source != "actor")
     folders.check_weights(folder, flag, role.name, shapes)
-    return FactorWeights(folder, source, stored.lora, role, _base(folder, flag, role, vocab_size, stored.base))
+    base = _base(folder, flag, role, vocab_size, stored.base)
+    return FactorWeights(folder=folder, source=source, lora=stored.lora, role=role, base=base)
 
 
 def _base(

@@ -85,7 +85,8 @@ def check_data(manifest: dict, settings: Settings, data: dict[str, dict[str, str
     Raises:
         UsageError: another seed or tokenizer, or, without `--load-changed-data`, other prompts.
     """
-    path, seed, stored = settings.load, settings.seed, manifest.get(DATA, {})
+    path, seed = settings.load, settings.seed
+    stored = manifest.get(DATA, {})
     if manifest.get("seed", seed) != seed:
         raise UsageError(f"--seed {seed}: the checkpoint of --load {path} was written with --seed {manifest['seed']}")
     for name in changed_data(manifest, data):

@@ -4,7 +4,6 @@ from pathlib import Path
 
 from megarl.checkpoint import folders
 from megarl.comm.role_mesh import RoleMesh
-from megarl.errors import UsageError
 from megarl.mcore.model import gpt
 from megarl.mcore.weights import dist_checkpoint
 
@@ -23,35 +22,6 @@ def load(folder: Path, mesh: RoleMesh, roles: dict) -> dict:
     if manifest["world_size"] == mesh.size:
         dist_checkpoint.restore_rank_state(dist_checkpoint.load(dist_checkpoint.rank_state(), folder)["rng"])
     return loaded
-
-
-def find_weights(path: str, flag: str, role: str, args, vocab_size: int, sources: tuple[str, ...] = ("actor",)) -> Path:
-    """The checkpoint that a role's model starts from, checked before any work starts.
-
-    Args:
-        path: value of `flag`, as for `folders.find`.
-        role: the role that starts from it, for messages.
-        args: its Megatron namespace.
-        vocab_size: of its tokenizer.
-        sources: what it may start from: "actor" (a policy) or "reward" (a reward model with its scalar head).
-
-    Raises:
-        UsageError: no readable checkpoint, one of another kind, or a model of other shapes.
-    """
-    folder = folders.find(path, flag)
-    source = folders.source_of(folder, flag)
-    check_source(path, flag, role, source, sources)
-    shapes = gpt.weight_shapes(source, args, vocab_size, value_head=source == "reward")
-    folders.check_weights(folder, flag, role, shapes)
-    return folder
-
-
-def check_source(path: str, flag: str, role: str, source: str, sources: tuple[str, ...]):
-    """UsageError unless the role whose weights a checkpoint holds is one of `sources`."""
-    if source not in sources:
-        kinds = {"actor": "a policy (of train_sft or train_rl)", "reward": "a reward model (of train_reward)"}
-        allowed = " or ".join(kinds[name] for name in sources)
-        raise UsageError(f"{flag} {path}: holds {kinds[source]}; {role} starts from {allowed}")
 
 
 def load_weights(folder: Path, stages, pg_collection, source: str | None = None, optimizer=None):

@@ -5,7 +5,6 @@ takes part in no collective: `poll`, after each step, completes a checkpoint tha
 """
 
 import dataclasses
-import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -42,7 +41,9 @@ class _Pending:
     """A checkpoint that this rank writes."""
 
     def __init__(self, step: int, folder: Path, planned: PlannedSave, entries: dict, files: dict[str, bytes]):
-        self.step, self.folder, self.planned, self.entries, self.files = step, folder, planned, entries, files
+        self.step, self.folder = step, folder
+        self.planned, self.entries = planned, entries
+        self.files = files
         self._written: tuple | None = None
         self._thread: threading.Thread | None = None
 
@@ -82,7 +83,8 @@ class CheckpointWriter:
     """Saves checkpoints to a run's folder."""
 
     def __init__(self, run: Path, mesh: RoleMesh, policy: SavePolicy = SavePolicy()):
-        self.run, self.mesh, self.policy = run, mesh, policy
+        self.run, self.mesh = run, mesh
+        self.policy = policy
         self.used: list[Path] = []  # checkpoints whose weights the run has loaded: never removed
         self._frozen: dict[str, str] = {}  # role -> its folder in `checkpoints/frozen`
         self._pending: _Pending | None = None
@@ -148,9 +150,8 @@ class CheckpointWriter:
         name = folders.step_folder(self.run, step).name
         self._agree(step, lambda: commit.make_room(self.run, name))
         folder, state = commit.writing_folder(self.run, name), {**roles, **dist_checkpoint.rank_state()}
-        planned = plan_save(state, folder)
         entries = {"world_size": self.mesh.size, "versions": manifests.versions(), **manifest}
-        pending = _Pending(step, folder, planned, entries, files)
+        pending = _Pending(step, folder, plan_save(state, folder), entries, files)
         if self.policy.asynchronous:
             pending.start(state)
             self._pending = pending
@@ -221,14 +222,9 @@ class CheckpointWriter:
         result, failure = outcome
         if failure:
             if self.mesh.rank == 0:
-                self._clean_up()
+                commit.discard(self.run, ignore_errors=True)  # frees the space of what could not be written
             raise SaveError(f"the checkpoint of step {step} could not be written: {failure}")
         return result
-
-    def _clean_up(self):
-        """Frees the space of a checkpoint that could not be written."""
-        for unfinished in (self.run / "checkpoints").glob(f"{commit.WRITING}*"):
-            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def layout_of(roles: dict) -> dict[str, dict]:

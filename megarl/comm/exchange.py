@@ -35,7 +35,8 @@ def to_bytes(batch: Batch, names: list[str]) -> Tensor:
 
 def from_bytes(buffer: Tensor, names: list[str]) -> Batch:
     """Restores a batch from the bytes of `to_bytes`, as views of the buffer."""
-    count, position, fields, total = int(buffer[:8].view(torch.int64)), 8, {}, None
+    count, position = int(buffer[:8].view(torch.int64)), 8
+    fields, total = {}, None
     for name in _in_wire_order(names):
         spec = FIELDS[name]
         items = count if spec.kind == "sequence" else total
@@ -87,17 +88,15 @@ def _all_to_all(buffers: list[Tensor], group, pending: PendingSends | None) -> l
 
 def broadcast_in_replica(batch: Batch | None, names: list[str], role_groups: RoleGroups) -> Batch:
     """The header and these fields of the leader's batch, on every rank of the replica. Other batches are ignored."""
-    ranks = role_groups.replica
-    if len(ranks) == 1:
+    if len(role_groups.replica) == 1:
         return batch
     names = list(dict.fromkeys(HEADER + names))
     buffer = to_bytes(batch, names) if role_groups.is_leader else None
     size = torch.tensor([len(buffer) if role_groups.is_leader else 0], dtype=torch.int64, device=device.device())
-    dist.broadcast(size, ranks[0], group=role_groups.replica_group)
+    role_groups.broadcast(size)
     if not role_groups.is_leader:
         buffer = torch.empty(int(size), dtype=torch.uint8, device=device.device())
-    dist.broadcast(buffer, ranks[0], group=role_groups.replica_group)
-    return from_bytes(buffer, names)
+    return from_bytes(role_groups.broadcast(buffer), names)
 
 
 def is_already_there(mesh: RoleMesh, source: str, destination: str, dp_assignment: dict[str, Tensor]) -> bool:
@@ -105,11 +104,6 @@ def is_already_there(mesh: RoleMesh, source: str, destination: str, dp_assignmen
     return mesh[source].replicas == mesh[destination].replicas and torch.equal(
         dp_assignment[source], dp_assignment[destination]
     )
-
-
-def are_disjoint(mesh: RoleMesh, one: str, other: str) -> bool:
-    """Whether no rank belongs to both roles."""
-    return set(mesh[one].ranks).isdisjoint(mesh[other].ranks)
 
 
 def send(

@@ -19,15 +19,14 @@ from megarl.mcore import device
 def round_robin_assignment(mesh: RoleMesh, count: int, samples_per_prompt: int) -> dict[str, Tensor]:
     """Round-robin assignment of the prompts of `count` sequences, for every role."""
     ids = torch.arange(count)
-    return {name: round_robin(ids, len(groups.replicas), samples_per_prompt) for name, groups in mesh.roles.items()}
+    replicas = {name: len(role_groups.replicas) for name, role_groups in mesh.roles.items()}
+    return {name: round_robin(ids, count, samples_per_prompt) for name, count in replicas.items()}
 
 
-GROUPS_PER_REPLICA = 4  # fewest groups of a mini-batch per replica that are assigned whole
+MIN_GROUPS_PER_REPLICA = 4  # groups of a mini-batch per replica that are assigned whole
 
 
-def balance_by_flops(
-    lengths: Tensor, minibatches: list[Tensor], replicas: int, hidden: int, group: int = 1
-) -> Tensor:  # fmt: skip
+def balance_by_flops(lengths: Tensor, minibatches: list[Tensor], replicas: int, hidden: int, group: int = 1) -> Tensor:
     """An assignment that balances the FLOPs of every mini-batch over the replicas.
 
     Longest-processing-time rule: the most expensive sequence first, each to the replica with the least work in this
@@ -38,19 +37,18 @@ def balance_by_flops(
         minibatches: sequence ids of each mini-batch; together all of 0 … N − 1.
         hidden: hidden size, by which the work is estimated (`sequence_flops`).
         group: adjacent sequences that stay on one replica, and so share their prompt, if every mini-batch consists of
-            such groups, at least `GROUPS_PER_REPLICA` for each replica; with fewer the replicas' work would differ.
+            such groups, at least `MIN_GROUPS_PER_REPLICA` for each replica; with fewer their work would differ.
     """
-    if group > 1:
-        if min(map(len, minibatches)) < GROUPS_PER_REPLICA * replicas * group:
-            return balance_by_flops(lengths, minibatches, replicas, hidden)
+    flops = sequence_flops(lengths, hidden)
+    if group > 1 and min(map(len, minibatches)) >= MIN_GROUPS_PER_REPLICA * replicas * group:
         groups = [ids[::group] // group for ids in minibatches]
-        flops = sequence_flops(lengths, hidden).view(-1, group).sum(1)
-        return _assign(flops, groups, replicas).repeat_interleave(group)
-    return _assign(sequence_flops(lengths, hidden), minibatches, replicas)
+        return _assign(flops.view(-1, group).sum(1), groups, replicas).repeat_interleave(group)
+    return _assign(flops, minibatches, replicas)
 
 
 def _assign(costs: Tensor, minibatches: list[Tensor], replicas: int) -> Tensor:
-    flops, dp_assignment, step_flops = costs.tolist(), [0] * len(costs), [0] * replicas
+    flops, dp_assignment = costs.tolist(), [0] * len(costs)
+    step_flops = [0] * replicas
     for ids in minibatches:
         heap = sorted((0, step_flops[dp_rank], dp_rank) for dp_rank in range(replicas))
         for sequence_id in sorted(ids.tolist(), key=lambda i: (-flops[i], i)):
@@ -72,10 +70,9 @@ def balanced_assignment(
         generated_on: [N] dp rank of the rollout that generated each sequence.
         group: as in `balance_by_flops`.
     """
-    replica_counts = {len(groups.replicas) for groups in mesh.roles.values()}
-    balanced = {count: balance_by_flops(lengths, minibatches, count, hidden, group) for count in replica_counts}
-    dp_assignment = {name: balanced[len(groups.replicas)] for name, groups in mesh.roles.items()}
-    return dp_assignment | {"rollout": generated_on}
+    replicas = {name: len(role_groups.replicas) for name, role_groups in mesh.roles.items()}
+    balanced = {n: balance_by_flops(lengths, minibatches, n, hidden, group) for n in set(replicas.values())}
+    return {name: balanced[n] for name, n in replicas.items()} | {"rollout": generated_on}
 
 
 def gather_lengths(mesh: RoleMesh, rollout: Batch | None, count: int) -> Tensor:

@@ -11,6 +11,7 @@ cap still counts the prompt for every response, so memory stays below what it is
 
 import bisect
 import heapq
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -52,6 +53,13 @@ def minibatches_of_step(settings: Settings, count: int, step: int, epoch: int) -
 def positions_of(batch: Batch, ids: Tensor) -> Tensor:
     """Positions in the batch of the sequences with these ids; ids of other replicas are ignored."""
     return torch.isin(batch.sequence_ids, ids.to(batch.sequence_ids.device)).nonzero().flatten()
+
+
+def updates_of_step(settings: Settings, batch: Batch, count: int, step: int) -> Iterator[Tensor]:
+    """Positions in this replica's batch for each update of a step; `count`: its sequences on all replicas."""
+    for epoch in range(settings.ppo_epochs):
+        for ids in minibatches_of_step(settings, count, step, epoch):
+            yield positions_of(batch, ids)
 
 
 def sequence_flops(lengths: Tensor, hidden: int) -> Tensor:
@@ -249,46 +257,32 @@ def _ids_of_tokens(batch: Batch, lengths: Tensor) -> Tensor:
     return torch.tensor([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], dtype=torch.int64)
 
 
-def split_into_microbatches(
-    batch: Batch, positions: Tensor, cap: int, dp_group, hidden: int, multiple: int = 1, sequences_per_example: int = 1,
-    prompts: PromptPrefixes | None = None,
-) -> list[tuple[Batch, Tensor]]:  # fmt: skip
-    """[(micro-batch, positions of its sequences in `batch`)], equally many on all replicas.
-
-    Blank micro-batches have no positions. A collective of `dp_group`.
-
-    Args:
-        positions: [N] ascending, the sequences to pack.
-        cap: largest number of tokens in a micro-batch.
-        dp_group: this rank and its peers in the other replicas.
-        hidden: the model's hidden size, which weighs attention against the linear layers.
-        multiple: the number of micro-batches is a multiple of this (the pipeline size with virtual stages).
-        sequences_per_example: adjacent sequences that share a micro-batch, as in `bin_pack`.
-        prompts: of all sequences of `batch`; each prompt is computed once in a micro-batch.
-    """
-    on_device, positions = batch.lengths.device, positions.cpu()
-    lengths = batch.lengths.cpu()[positions]
-    prefixes = None if prompts is None else PromptPrefixes(*(column[positions] for column in prompts))
-    bins = bin_pack(lengths, cap, hidden, 1, sequences_per_example, prefixes)
-    largest = torch.tensor([max(len(bins), 1)], device=on_device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=dp_group)
-    count = -(-int(largest) // multiple) * multiple
-    if count > len(bins):
-        bins = bin_pack(lengths, cap, hidden, count, sequences_per_example, prefixes)
-    microbatches = build_microbatches(batch, [positions[members] for members in bins], prompts)
-    blank = (blank_sequences(batch.present(), on_device, sequences_per_example), positions[:0].to(on_device))
-    return microbatches + [blank] * (count - len(microbatches))
-
-
 def role_microbatches(
     batch: Batch, positions: Tensor, role: RoleSettings, role_groups: RoleGroups, sequences_per_example: int = 1
 ) -> list[tuple[Batch, Tensor]]:
-    """`split_into_microbatches` with the token cap, groups and model size of a role."""
-    cap, args = role.max_tokens_per_microbatch, role.megatron
-    return split_into_microbatches(
-        batch, positions, cap, role_groups.pg_collection.dp, args.hidden_size, role.microbatch_multiple,
-        sequences_per_example, prompt_prefixes(batch),
-    )  # fmt: skip
+    """[(micro-batch, positions of its sequences in `batch`)], equally many on all replicas of a role.
+
+    Blank micro-batches have no positions. Each prompt is computed once in a micro-batch. A collective of the role.
+
+    Args:
+        positions: [N] ascending, the sequences to pack.
+        role: has the largest number of tokens in a micro-batch, the model's hidden size, which weighs attention against
+            the linear layers, and what divides the number of micro-batches (the pipeline size with virtual stages).
+        sequences_per_example: adjacent sequences that share a micro-batch, as in `bin_pack`.
+    """
+    cap, hidden = role.max_tokens_per_microbatch, role.megatron.hidden_size
+    positions, prompts = positions.cpu(), prompt_prefixes(batch)
+    lengths = batch.lengths.cpu()[positions]
+    prefixes = None if prompts is None else PromptPrefixes(*(column[positions] for column in prompts))
+    bins = bin_pack(lengths, cap, hidden, 1, sequences_per_example, prefixes)
+    largest = torch.tensor([max(len(bins), 1)], device=batch.lengths.device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=role_groups.pg_collection.dp)
+    count = -(-int(largest) // role.microbatch_multiple) * role.microbatch_multiple
+    if count > len(bins):
+        bins = bin_pack(lengths, cap, hidden, count, sequences_per_example, prefixes)
+    microbatches = build_microbatches(batch, [positions[members] for members in bins], prompts)
+    blank = blank_sequences(batch.present(), batch.lengths.device, sequences_per_example)
+    return microbatches + [(blank, batch.lengths.new_zeros(0))] * (count - len(microbatches))
 
 
 def write_back(batch: Batch, name: str, results: list[tuple[Tensor, Tensor]]):

@@ -20,10 +20,8 @@ from megarl.mcore.parallel import process_groups
 
 # Time-out of collectives in a run with heartbeats, which know waiting from hanging.
 NO_LIMIT = timedelta(days=3650)
-POLICY_PAIRS = (
-    frozenset(("rollout", "actor")),
-    frozenset(("rollout", "reference")),
-)  # pairs that need a group of all their ranks
+# Pairs that need a group of all their ranks.
+POLICY_PAIRS = (frozenset(("rollout", "actor")), frozenset(("rollout", "reference")))
 
 
 @dataclass(frozen=True)
@@ -73,6 +71,26 @@ class RoleGroups:
         dist.all_reduce(values, group=self.pg_collection.dp)
         return values
 
+    def broadcast(self, values: torch.Tensor) -> torch.Tensor:
+        """Copies the leader's tensor to all ranks of its replica, in place."""
+        if len(self.replica) > 1:
+            dist.broadcast(values, self.replica[0], group=self.replica_group)
+        return values
+
+    def broadcast_object(self, item: Any) -> Any:
+        """The leader's object, on all ranks of its replica."""
+        items = [item]
+        if len(self.replica) > 1:
+            dist.broadcast_object_list(items, self.replica[0], group=self.replica_group)
+        return items[0]
+
+    def gather_replicas(self, item: Any) -> list:
+        """One object of each replica, by dp rank. A collective of the leaders."""
+        items = [item] * len(self.replicas)
+        if len(items) > 1:
+            dist.all_gather_object(items, item, group=self.pg_collection.dp)
+        return items
+
 
 class RoleMesh:
     """All ranks of the program and the groups of all roles, seen from this rank."""
@@ -87,11 +105,14 @@ class RoleMesh:
         """The groups of a role; without ranks if the run does not have the role."""
         if role in self.roles or role not in ROLES:
             return self.roles[role]
-        return RoleGroups(role, range(0), (), None, None, self.rank, role)
+        return RoleGroups(
+            role=role, ranks=range(0), replicas=(), pg_collection=None, replica_group=None, rank=self.rank,
+            model_role=role,
+        )  # fmt: skip
 
     def roles_of(self, rank: int) -> list[str]:
         """Roles that own a model on a rank; a role that runs on the model of another counts as the other."""
-        return list(dict.fromkeys(groups.model_role for groups in self.roles.values() if rank in groups.ranks))
+        return list(dict.fromkeys(g.model_role for g in self.roles.values() if rank in g.ranks))
 
     def leaders_group(self, one: str, other: str):
         """Group of the replica leaders of two roles, over which batches are exchanged."""
@@ -120,17 +141,15 @@ def join_process_group(timeout: timedelta, collective_timeout: timedelta | None 
     if device.has_cuda():
         # Slurm may show each task only its own device.
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    store, rank, size = dist.HashStore(), 0, 1
+    store = dist.HashStore()
+    rank, size = 0, 1
     if "RANK" in os.environ:
         interfaces.choose_interface()
         if "MASTER_PORT" in os.environ:
             store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
         else:
-            store, rank, size = (
-                rendezvous.meet(os.environ, timeout),
-                int(os.environ["RANK"]),
-                int(os.environ["WORLD_SIZE"]),
-            )
+            store = rendezvous.meet(os.environ, timeout)
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         # torchrun keeps its store when it starts the ranks again: they would connect to addresses of dead ones.
         store = dist.PrefixStore(f"megarl/start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     store.set_timeout(timeout)
@@ -149,13 +168,16 @@ def create_mesh(roles: dict, timeout: timedelta) -> RoleMesh:
     `timeout`: of collectives.
     """
     join_process_group(timeout)
-    cache, rank, all_groups = process_groups.GroupCache(timeout), dist.get_rank(), {}
+    cache, rank = process_groups.GroupCache(timeout), dist.get_rank()
+    all_groups = {}
     for name, role in roles.items():
         sizes = megatron_flags.parallel_sizes(role.megatron)
         pg_collection = process_groups.create_groups(role.ranks, sizes, cache)
         replicas = tuple(map(tuple, process_groups.replica_ranks(role.ranks, sizes)))
-        replica_group = cache.mine(replicas)
-        all_groups[name] = RoleGroups(name, role.ranks, replicas, pg_collection, replica_group, rank, role.model_role)
+        all_groups[name] = RoleGroups(
+            role=name, ranks=role.ranks, replicas=replicas, pg_collection=pg_collection,
+            replica_group=cache.mine(replicas), rank=rank, model_role=role.model_role,
+        )  # fmt: skip
     leaders, ranks = {}, {}
     for one, other in itertools.combinations(all_groups, 2):
         pair = frozenset((one, other))

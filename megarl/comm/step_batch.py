@@ -46,8 +46,10 @@ class StepBatch:
             prompts: the set whose lines `prompt_ids` are.
             extra_fields: fields of the responses besides those that generation fills; the same on every rank.
         """
-        self._mesh, self._timers, self._extra_fields = mesh, timers, extra_fields
-        self.dp_assignment, self.step, self.prompts = dp_assignment, step, prompts
+        self._mesh, self._timers = mesh, timers
+        self._extra_fields = extra_fields
+        self.dp_assignment, self.step = dp_assignment, step
+        self.prompts = prompts
         self._batches: dict[str, Batch | None] = {ROLLOUT: responses}
         self._pending = exchange.PendingSends()
 
@@ -103,7 +105,7 @@ class StepBatch:
     def _send(
         self, source: str, destination: str, fields: list[str], pending: exchange.PendingSends | None = None
     ) -> Batch | None:
-        if not exchange.are_disjoint(self._mesh, source, destination):
+        if not set(self._mesh[source].ranks).isdisjoint(self._mesh[destination].ranks):
             pending = None
         with self.exchange_phase(source, destination):
             return exchange.send(self._mesh, self[source], source, destination, fields, self.dp_assignment, pending)

@@ -63,17 +63,19 @@ class Encoder:
             return [[*ids, self.tokenizer.eos_id] for ids in self.tokenizer.encode_batch([text for _, text in samples])]
         return self.template.encode_following([self._turn(prompt, text) for prompt, text in samples])
 
-    def reward_model_inputs(self, samples: Sequence[tuple[Prompt, str]], longest: int) -> list[tuple[list[int], int]]:
-        """The reward model's input for each (prompt, text), at most `longest` >= 1 tokens, and how many were cut.
+    def reward_model_inputs(
+        self, samples: Sequence[tuple[Prompt, str]], max_length: int
+    ) -> list[tuple[list[int], int]]:
+        """The reward model's input for each (prompt, text), at most `max_length` >= 1 tokens, and how many were cut.
 
         Tokens are cut from the start of the prompt (a leading BOS stays), then from the start of the response; never
         from the end, because the score is read at EOS. Never empty.
         """
-        if longest < 1:
-            raise ValueError(f"longest {longest}: must be at least 1")
+        if max_length < 1:
+            raise ValueError(f"max_length {max_length}: must be at least 1")
         responses = self.responses(samples)
         return [
-            self._cut([*self._encoded(prompt.key)[1], *response], longest)
+            self._cut([*self._encoded(prompt.key)[1], *response], max_length)
             for (prompt, _), response in zip(samples, responses, strict=True)
         ]
 
@@ -137,11 +139,11 @@ class Encoder:
             )
         return opened, whole[len(opened) : found.end()]
 
-    def _cut(self, ids: list[int], longest: int) -> tuple[list[int], int]:
-        cut = max(0, len(ids) - longest)
+    def _cut(self, ids: list[int], max_length: int) -> tuple[list[int], int]:
+        cut = max(0, len(ids) - max_length)
         if not cut:
             return ids, 0
-        kept = 1 if longest > 1 and ids[0] == self.tokenizer.bos_id else 0
+        kept = 1 if max_length > 1 and ids[0] == self.tokenizer.bos_id else 0
         return ids[:kept] + ids[cut + kept :], cut
 
 

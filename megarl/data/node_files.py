@@ -132,7 +132,7 @@ def _compute_into(folder: Path, compute: Callable[[], dict[str, np.ndarray]]) ->
     try:
         computed = compute()
     except UsageError as error:
-        (unfinished / "error.json").write_text(json.dumps([str(error), error.speaker]))
+        (unfinished / "error.json").write_text(json.dumps([str(error), error.reporting_rank]))
         unfinished.rename(folder)
         return None
     except BaseException:

@@ -20,18 +20,18 @@ class Pair:
     margin: float
 
 
-def preference_pairs(prompts: PromptSet, encoder: Encoder, longest: int) -> Examples:
-    """The pair of every line, each text at most `longest` tokens long (cut by `Encoder.reward_model_inputs`).
+def preference_pairs(prompts: PromptSet, encoder: Encoder, max_length: int) -> Examples:
+    """The pair of every line, each text at most `max_length` tokens long (cut by `Encoder.reward_model_inputs`).
 
     One rank of a node tokenizes them for all. Raises UsageError with file and line if chosen or rejected is missing, or
     if both are the same text or the same tokens.
     """
-    arrays = prompts.on_node(lambda: _arrays(prompts, encoder, longest), "preferences", encoder, longest)
+    arrays = prompts.on_node(lambda: _arrays(prompts, encoder, max_length), "preferences", encoder, max_length)
     tokens, margins = Ragged.of_arrays(arrays), arrays["margins"]
     return Examples(tokens, lambda line: Pair(tokens[2 * line], tokens[2 * line + 1], float(margins[line])), 2)
 
 
-def _arrays(prompts: PromptSet, encoder: Encoder, longest: int) -> dict[str, np.ndarray]:
+def _arrays(prompts: PromptSet, encoder: Encoder, max_length: int) -> dict[str, np.ndarray]:
     """Tokens of chosen and rejected in turn, and margins."""
     samples = []
     for prompt in prompts:
@@ -43,7 +43,7 @@ def _arrays(prompts: PromptSet, encoder: Encoder, longest: int) -> dict[str, np.
             raise UsageError(f"{where}: chosen and rejected are the same text")
         samples += [(prompt, prompt.chosen), (prompt, prompt.rejected)]
     prompts.encode(encoder)
-    tokens = [ids for ids, _ in encoder.reward_model_inputs(samples, longest)]
+    tokens = [ids for ids, _ in encoder.reward_model_inputs(samples, max_length)]
     for line, (chosen, rejected) in enumerate(zip(tokens[::2], tokens[1::2], strict=True)):
         if chosen == rejected:
             raise UsageError(f"{prompts.where(line)}: chosen and rejected become the same tokens")

@@ -106,8 +106,9 @@ class PromptSet:
             return Ragged.of_rows(rows()).arrays() | {"kept": np.array(kept, np.int64)}
 
         arrays = self.on_node(fitting, "fitting", encoder, max_prompt_length)
-        tokens, kept, limit = Ragged.of_arrays(arrays), arrays["kept"], f"--max-prompt-length {max_prompt_length}"
+        tokens, kept = Ragged.of_arrays(arrays), arrays["kept"]
         if not len(kept):
+            limit = f"--max-prompt-length {max_prompt_length}"
             raise UsageError(f"{limit}: each of the {len(self):,} prompts of {self.flag} {self.path} has more tokens")
         if len(kept) == len(self):
             return self, tokens
@@ -187,7 +188,10 @@ def load_prompts(value: str, flag: str = "--prompts", columns: Columns = Columns
 
     arrays = node_files.arrays(key, lambda: _read_files(files, value, flag, columns))
     about = json.loads(arrays["about"].tobytes())
-    source = PromptFiles(flag, value, files, tuple(about["starts"]), about["verbatim"], tuple(about["notes"]))
+    source = PromptFiles(
+        flag=flag, value=value, files=files, starts=tuple(about["starts"]), verbatim=about["verbatim"],
+        notes=tuple(about["notes"]),
+    )  # fmt: skip
     return PromptSet(Ragged.of_arrays(arrays), source)
 
 

@@ -58,11 +58,11 @@ def _prompt_and_response(prompt: Prompt, encoder: Encoder, max_prompt_length: in
     return prompt_ids + response_ids, [False] * len(prompt_ids) + [True] * len(response_ids)
 
 
-def _conversation(prompt: Prompt, encoder: Encoder, longest: int) -> Example:
+def _conversation(prompt: Prompt, encoder: Encoder, max_length: int) -> Example:
     tokens, mask = encoder.conversation(prompt.messages)
-    if len(tokens) > longest:
+    if len(tokens) > max_length:
         raise UsageError(
             f"the conversation has {len(tokens)} tokens; --max-prompt-length and --max-response-length allow "
-            f"{longest} together"
+            f"{max_length} together"
         )
     return tokens, mask

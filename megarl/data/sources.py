@@ -181,7 +181,7 @@ def _split_of(file: Path, folder: Path) -> str | None:
     return found[0] if found else None
 
 
-def printable(text: str, longest: int = 60) -> str:
-    """Text from a file, fit for a line of an error or a note: without control characters, at most `longest` long."""
+def printable(text: str, max_length: int = 60) -> str:
+    """Text from a file, fit for a line of an error or a note: without control characters, at most `max_length` long."""
     text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
-    return text if len(text) <= longest else text[: longest - 1] + "…"
+    return text if len(text) <= max_length else text[: max_length - 1] + "…"

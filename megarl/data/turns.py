@@ -25,7 +25,7 @@ class TurnTokens:
 
     def __init__(self, encoder: Encoder, max_observation_length: int):
         """`max_observation_length`: tokens of a message that follows a turn; a longer one is cut in the middle."""
-        self._encoder, self._longest = encoder, max_observation_length
+        self._encoder, self._max_length = encoder, max_observation_length
         self._tokenizer, self._template = encoder.tokenizer, encoder.template
 
     def text(self, tokens: Sequence[int]) -> str:
@@ -86,30 +86,30 @@ class TurnTokens:
         return self._template.encode_following([(rendered[:end], rendered[end:])])[0]
 
     def _cut(self, content: str) -> str:
-        sample = content[: max(_SAMPLE, _SAMPLE_PER_TOKEN * self._longest)]
-        is_long = len(sample) < len(content) and self._count(sample) > 2 * self._longest
-        if not is_long and self._count(content) <= self._longest:
+        sample = content[: max(_SAMPLE, _SAMPLE_PER_TOKEN * self._max_length)]
+        is_long = len(sample) < len(content) and self._count(sample) > 2 * self._max_length
+        if not is_long and self._count(content) <= self._max_length:
             return content
-        has_place = 2 * self._count(_mark(len(content))) <= self._longest
+        has_place = 2 * self._count(_mark(len(content))) <= self._max_length
         mark = _mark if has_place else _short_mark
-        budget = self._longest - self._count(mark(len(content)))
+        budget = self._max_length - self._count(mark(len(content)))
         while budget > 0:
             head = self._fitting(content, budget - budget // 2)
             tail = self._fitting(content, budget // 2, from_end=True)
             cut = content[:head] + mark(len(content) - head - tail) + content[len(content) - tail :]
-            excess = self._count(cut) - self._longest
+            excess = self._count(cut) - self._max_length
             if excess <= 0:
                 return cut
             budget -= excess
-        return content[: self._fitting(content, self._longest)]
+        return content[: self._fitting(content, self._max_length)]
 
-    def _fitting(self, text: str, longest: int, from_end: bool = False) -> int:
-        """How many characters from the start of a text, or from its end, have at most `longest` tokens."""
+    def _fitting(self, text: str, max_tokens: int, from_end: bool = False) -> int:
+        """How many characters from the start of a text, or from its end, have at most `max_tokens` tokens."""
 
         def fits(size: int) -> bool:
-            return self._count(text[len(text) - size :] if from_end else text[:size]) <= longest
+            return self._count(text[len(text) - size :] if from_end else text[:size]) <= max_tokens
 
-        fitting, too_many = 0, longest + 1
+        fitting, too_many = 0, max_tokens + 1
         while too_many <= len(text) and fits(too_many):
             fitting, too_many = too_many, 2 * too_many
         too_many = min(too_many, len(text) + 1)

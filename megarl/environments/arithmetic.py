@@ -7,16 +7,12 @@ import re
 from collections.abc import Callable
 
 MAX_LENGTH = 200  # characters of an expression
-_LARGEST = 10**60
+_MAX_VALUE = 10**60
 _CHARACTERS = re.compile(r"[0-9.eE+\-*/%()\s]*")  # of others Python's parser might warn
 _OPERATORS: dict[type, Callable] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+}  # fmt: skip
 
 
 def evaluate(expression: str) -> int | float:
@@ -62,7 +58,7 @@ def _value(node: ast.expr) -> int | float:
 
 def _power(base: int | float, exponent: int | float) -> int | float:
     # Checked before, because the power itself could fill the memory.
-    if abs(base) > 1 and abs(exponent) * math.log10(abs(base)) > math.log10(_LARGEST):
+    if abs(base) > 1 and abs(exponent) * math.log10(abs(base)) > math.log10(_MAX_VALUE):
         raise OverflowError
     value = base**exponent
     if isinstance(value, complex):
@@ -71,6 +67,6 @@ def _power(base: int | float, exponent: int | float) -> int | float:
 
 
 def _bounded(value: int | float) -> int | float:
-    if not abs(value) <= _LARGEST:
+    if not abs(value) <= _MAX_VALUE:
         raise OverflowError
     return value

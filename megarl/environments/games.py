@@ -7,7 +7,7 @@ from typing import Any
 from megarl.environments.protocol import BaseEnvironment, Message, Observation, Task, Turn
 
 _INTEGER = re.compile(r"[0-9]+")
-_LONGEST = 18  # digits of a guess that is read as a number
+_MAX_DIGITS = 18  # of a guess that is read as a number
 
 
 class GuessNumber(BaseEnvironment):
@@ -36,7 +36,7 @@ class GuessNumber(BaseEnvironment):
     def step(self, turn: Turn) -> Observation:
         """Answers a guess."""
         number = _INTEGER.search(turn.content)
-        guess = int(number[0]) if number and len(number[0]) <= _LONGEST else None
+        guess = int(number[0]) if number and len(number[0]) <= _MAX_DIGITS else None
         self._left -= 1
         if guess == self._secret:
             return Observation(reward=1.0, done=True, correct=True)
@@ -49,11 +49,6 @@ class GuessNumber(BaseEnvironment):
 def user_message(text: str) -> Message:
     """A message of the user, as which environments speak."""
     return {"role": "user", "content": text}
-
-
-def guess_number() -> GuessNumber:
-    """`guess-number`."""
-    return GuessNumber()
 
 
 def guess_number_blind() -> GuessNumber:

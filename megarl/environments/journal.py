@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megarl.environments.protocol import Observation, Turn
+from megarl.observe.files import write_atomically
 
 
 class JournalEntry(NamedTuple):
@@ -40,9 +41,7 @@ class Journal:
         self._of_earlier_layout = [] if replica else others  # files that no replica of this run writes
         folder.mkdir(parents=True, exist_ok=True)
         for path in sorted(folder.glob("replica_*.jsonl")):
-            self._read(path)
-            if path == self.path or path in self._of_earlier_layout:
-                self._rewrite(path)
+            self._read(path, repairs=path == self.path or path in self._of_earlier_layout)
 
     def find(self, key: str, turns: Sequence[Turn]) -> JournalEntry | None:
         """The answer to the last of these turns, or to the reset, of the episode `key`; None if there is none."""
@@ -72,17 +71,19 @@ class Journal:
         for path in (self.path, *self._of_earlier_layout):
             _remove_lines(path, is_done)
 
-    def _read(self, path: Path):
-        for line in path.read_bytes().splitlines():
+    def _read(self, path: Path, repairs: bool):
+        """Takes the answers of a file in.
+
+        `repairs`: lines that cannot be read, such as one that a kill cut, are removed, so that others follow on whole
+        lines.
+        """
+        content, whole = path.read_bytes(), []
+        for line in content.splitlines():
             if (found := _entry_of(line)) is not None:
                 self._known.setdefault(*found)
-
-    def _rewrite(self, path: Path):
-        """Removes lines that cannot be read, such as one that a kill cut, so that others follow on whole lines."""
-        content = path.read_bytes()
-        whole = b"".join(line + b"\n" for line in content.splitlines() if _entry_of(line) is not None)
-        if whole != content:
-            _replace(path, whole)
+                whole.append(line + b"\n")
+        if repairs and b"".join(whole) != content:
+            write_atomically(path, b"".join(whole))
 
 
 def _entry_of(line: bytes) -> tuple[str, JournalEntry] | None:
@@ -104,17 +105,10 @@ def _remove_lines(path: Path, is_done: Callable[[str], bool]):
     if not path.exists():
         return
     lines = [line for line in path.read_bytes().splitlines() if not is_done(_key_of(json.loads(line)["place"]))]
-    if not lines:
+    if lines:
+        write_atomically(path, b"\n".join(lines) + b"\n")
+    else:
         path.unlink()
-        return
-    _replace(path, b"\n".join(lines) + b"\n")
-
-
-def _replace(path: Path, content: bytes):
-    """Others that read the file, and a kill, find the old content or the new one."""
-    new = path.with_suffix(".new")
-    new.write_bytes(content)
-    new.replace(path)
 
 
 def _place(key: str, turns: Sequence[Turn]) -> str:

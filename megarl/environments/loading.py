@@ -7,13 +7,13 @@ from megarl.environments.protocol import Environment
 
 # Name -> its factory, imported when it is asked for: some need packages that others do not.
 BUILT_IN: dict[str, str] = {
-    "guess-number": "megarl.environments.games:guess_number",
+    "guess-number": "megarl.environments.games:GuessNumber",
     "guess-number-blind": "megarl.environments.games:guess_number_blind",
     "calculator": "megarl.environments.calculator:calculator",
     "calculator-offset": "megarl.environments.calculator:calculator_offset",
     "python-tool": "megarl.environments.python_tool:python_tool",
-    "frozen-lake": "megarl.environments.adapters.gymnasium_env:frozen_lake",
-    "reasoning-gym": "megarl.environments.adapters.reasoning_gym_env:reasoning_gym_retries",
+    "frozen-lake": "megarl.environments.adapters.gymnasium_env:FrozenLake",
+    "reasoning-gym": "megarl.environments.adapters.reasoning_gym_env:ReasoningGymEnvironment",
 }
 
 

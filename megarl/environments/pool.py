@@ -105,9 +105,7 @@ class EnvironmentPool:
         """Closes the environment of an episode; nothing more is reported of it."""
         episode = self._episodes.pop(number)
         self._pending.pop(episode.ticket, None)
-        if episode.process is not None:
-            episode.process.episodes.discard(number)
-            episode.process.send(Close(number))
+        self._leave_process(episode)
 
     def poll(self, seconds: float = 0.0) -> list[Event]:
         """What has been answered since the last call; waits at most `seconds` for the first answer.
@@ -138,9 +136,9 @@ class EnvironmentPool:
         found = self.journal.find(episode.key, episode.turns) if self.journal and episode.key else None
         if found is not None:
             self._leave_process(episode)  # its environment has not seen this turn
-            self._report(episode, found.observation, found.tools, 0.0, from_journal=True)
+            self._report(episode, found.observation, found.tools, from_journal=True)
         elif episode.is_lost:
-            self._fail(episode, "its process ended, and the environment cannot be replayed")
+            self._report(episode, None, failure="its process ended, and the environment cannot be replayed")
         else:
             self._send(episode)
 
@@ -152,8 +150,11 @@ class EnvironmentPool:
         self._pending[episode.ticket] = episode
         # The worker limits restore and step, each; this is for a worker that does not answer at all.
         episode.deadline = time.monotonic() + 3 * self.options.timeout + 30.0
-        turns, before = tuple(episode.turns), tuple(episode.observations)
-        episode.process.send(Call(episode.ticket, episode.number, episode.name, episode.task, turns, before))
+        call = Call(
+            ticket=episode.ticket, slot=episode.number, name=episode.name, task=episode.task,
+            turns=tuple(episode.turns), observations=tuple(episode.observations),
+        )  # fmt: skip
+        episode.process.send(call)
 
     def _least_busy(self) -> _Worker:
         for slot, process in enumerate(self._processes):
@@ -183,7 +184,8 @@ class EnvironmentPool:
         episode = self._pending.pop(answer.ticket, None)
         if episode is None:
             return  # of an episode that has ended
-        process, episode.ticket, episode.replayable = episode.process, None, answer.replayable
+        process = episode.process
+        episode.ticket, episode.replayable = None, answer.replayable
         if answer.failure is None:
             if self.journal is not None and episode.key and episode.replayable:
                 self.journal.add(episode.key, episode.turns, JournalEntry(answer.observation, answer.tools))
@@ -206,7 +208,7 @@ class EnvironmentPool:
         episode.failures += 1
         episode.late += is_late
         if episode.failures > self.options.retries or (episode.turns and not episode.replayable):
-            self._fail(episode, reason)
+            self._report(episode, None, failure=reason)
         else:
             episode.restarts += 1
             self._send(episode)
@@ -230,17 +232,15 @@ class EnvironmentPool:
         for process in {e.process for e in self._pending.values() if e.deadline <= now}:
             self._replace(process, f"no answer within {self.options.timeout:g} s, and its process hung", is_late=True)
 
-    def _fail(self, episode: _Episode, reason: str):
-        turn = episode.turns[-1] if episode.turns else None
-        found = Event(episode.number, None, reason, [], turn, 0.0, episode.restarts, episode.late, False)
-        self._events.append(found)
-
     def _report(
-        self, episode: _Episode, observation: Observation, tools: Sequence[dict], seconds: float,
-        from_journal: bool = False,
+        self, episode: _Episode, observation: Observation | None, tools: Sequence[dict] = (), seconds: float = 0.0,
+        failure: str | None = None, from_journal: bool = False,
     ):  # fmt: skip
         turn = episode.turns[-1] if episode.turns else None
-        if turn is not None:
+        if turn is not None and observation is not None:
             episode.observations.append(observation)
-        counts = seconds, episode.restarts, episode.late, from_journal
-        self._events.append(Event(episode.number, observation, None, list(tools), turn, *counts))
+        event = Event(
+            number=episode.number, observation=observation, failure=failure, tools=list(tools), turn=turn,
+            seconds=seconds, replayed=episode.restarts, late=episode.late, from_journal=from_journal,
+        )  # fmt: skip
+        self._events.append(event)

@@ -22,7 +22,8 @@ def schema_of(function: Callable) -> dict[str, Any]:
     Raises:
         TypeError: a parameter has no type hint, or one that JSON cannot hold, or takes any number of values.
     """
-    hints, text, arguments = typing.get_type_hints(function), *_docstring(function)
+    hints = typing.get_type_hints(function)
+    text, arguments = _docstring(function)
     properties, required = {}, []
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):

@@ -9,7 +9,7 @@ from typing import Any
 from megarl.environments.protocol import BaseEnvironment, Message, Observation, Task, ToolCall, Turn, resolved
 from megarl.environments.tool_schemas import mismatch, schema_of
 
-LONGEST = 100_000  # characters of a result; the rest is cut
+MAX_RESULT_LENGTH = 100_000  # characters of a result; the rest is cut
 
 
 class ToolEnvironment(BaseEnvironment):
@@ -69,7 +69,7 @@ class ToolEnvironment(BaseEnvironment):
             return f"Error: {problem}"
         try:
             result = await asyncio.wait_for(self._called(function, call.arguments), self._timeout)
-            return (result if isinstance(result, str) else json.dumps(result, ensure_ascii=False))[:LONGEST]
+            return (result if isinstance(result, str) else json.dumps(result, ensure_ascii=False))[:MAX_RESULT_LENGTH]
         except TimeoutError:
             return f"Error: no result within {self._timeout:g} seconds"
         except (Exception, SystemExit) as error:

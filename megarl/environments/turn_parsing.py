@@ -17,9 +17,9 @@ _THOUGHTS, _THOUGHTS_END = "<think>", "</think>"
 _FENCE = re.compile(r"\A```(?:json)?[ \t]*\n(.*)\n[ \t]*```\Z", re.DOTALL)
 _LIKE_CALL = re.compile(r'\A\s*(?:\[\s*)?\{\s*"(?:name|arguments)"\s*:')
 _HALF = re.compile("[\ud800-\udfff]")
-MOST_CALLS = 128  # that are read of a turn; more are an error
-DEEPEST = 64  # levels of arguments: what passes them on to an environment may be recursive
-_LONGEST_NAME = 256
+MAX_CALLS = 128  # that are read of a turn; more are an error
+MAX_DEPTH = 64  # levels of arguments: what passes them on to an environment may be recursive
+_MAX_NAME_LENGTH = 256
 
 Call = tuple[str, dict[str, Any]]
 ParsedText = tuple[str, list[Call], list[str]]
@@ -53,7 +53,7 @@ def parse_hermes(text: str) -> ParsedText:
     calls: list[Call] = []
     errors: list[str] = []
     start = 0
-    while (begin := text.find(BEGIN, start)) >= 0 and len(calls) + len(errors) < MOST_CALLS:
+    while (begin := text.find(BEGIN, start)) >= 0 and len(calls) + len(errors) < MAX_CALLS:
         content.append(text[start:begin])
         begin += len(BEGIN)
         end = text.find(END, begin)
@@ -84,12 +84,12 @@ def parse_json(text: str) -> ParsedText:
         return whole, [], []
     calls: list[Call] = []
     errors: list[str] = []
-    for each in values[:MOST_CALLS]:
+    for each in values[:MAX_CALLS]:
         _collect(call_of, each, calls, errors)
-    return "", calls, errors + [_TOO_MANY] * (len(values) > MOST_CALLS)
+    return "", calls, errors + [_TOO_MANY] * (len(values) > MAX_CALLS)
 
 
-_TOO_MANY = f"more than {MOST_CALLS} calls in a turn"
+_TOO_MANY = f"more than {MAX_CALLS} calls in a turn"
 TOOL_CALL_PARSERS: dict[str, Parser] = {"hermes": parse_hermes, "json": parse_json}
 
 
@@ -103,16 +103,19 @@ def parse_turn(text: str, number: int, parser: Parser) -> Turn:
 
     Its thoughts end with `</think>`, and may begin with `<think>`, unless the template wrote that; a turn that begins
     so and does not end its thoughts is nothing else, so calls in thoughts are not made. Names and arguments hold valid
-    Unicode, numbers that JSON can write, and at most `DEEPEST` levels; other calls are errors.
+    Unicode, numbers that JSON can write, and at most `MAX_DEPTH` levels; other calls are errors.
     """
     text = _HALF.sub("\ufffd", text)
     reasoning, rest = _reasoning(text)
     try:
         content, found, errors = parser(rest)
         calls, problems = _sound(found)
-        return Turn(number, text, str(content), reasoning, _named(calls, number), (*map(str, errors), *problems))
+        named = tuple(ToolCall(f"call_{number}_{index}", *call) for index, call in enumerate(calls))
+        errors = (*map(str, errors), *problems)
+        return Turn(number, text, content=str(content), reasoning=reasoning, calls=named, errors=errors)
     except Exception as error:  # of a plug-in that did not expect this text
-        return Turn(number, text, rest, reasoning, (), (f"{type(error).__name__}: {error}"[:200],))
+        problem = f"{type(error).__name__}: {error}"[:200]
+        return Turn(number, text, content=rest, reasoning=reasoning, errors=(problem,))
 
 
 def is_unicode(text: str) -> bool:
@@ -141,10 +144,10 @@ def _sound(found: list[Call]) -> tuple[list[Call], list[str]]:
 def _sound_call(call: Call) -> Call:
     name, arguments = call
     call_of({"name": name, "arguments": arguments})
-    if not name.strip() or len(name) > _LONGEST_NAME:
-        raise ValueError(f"a name has 1 to {_LONGEST_NAME} characters")
-    if _is_deeper(arguments, DEEPEST):
-        raise ValueError(f"the arguments of {name[:80]!r} are nested more than {DEEPEST} levels deep")
+    if not name.strip() or len(name) > _MAX_NAME_LENGTH:
+        raise ValueError(f"a name has 1 to {_MAX_NAME_LENGTH} characters")
+    if _is_deeper(arguments, MAX_DEPTH):
+        raise ValueError(f"the arguments of {name[:80]!r} are nested more than {MAX_DEPTH} levels deep")
     try:
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except ValueError:
@@ -162,10 +165,6 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 def _inside(value: Any) -> list[Any]:
     return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
-
-
-def _named(calls: list[Call], number: int) -> tuple[ToolCall, ...]:
-    return tuple(ToolCall(f"call_{number}_{index}", *call) for index, call in enumerate(calls))
 
 
 def _collect(read: Callable[[Any], Call], written: Any, calls: list[Call], errors: list[str]):

@@ -9,7 +9,7 @@ from typing import Any
 from megarl.environments.protocol import Observation
 
 ROLES = ("user", "system", "tool")
-LONGEST = 1 << 20  # characters of the messages of an observation
+MAX_MESSAGES_LENGTH = 1 << 20  # characters, of all messages of an observation
 _FIELDS = {"role", "content", "tool_call_id", "name"}
 
 
@@ -31,8 +31,8 @@ def checked(observation: Any) -> Observation:
             raise ValueError(f"{name} is {value!r}, not a finite number"[:200])
     messages = [_message(message) for message in observation.messages]
     size = sum(len(json.dumps(message)) for message in messages)
-    if size > LONGEST:
-        raise ValueError(f"the messages have {size:,} characters; allowed are {LONGEST:,}")
+    if size > MAX_MESSAGES_LENGTH:
+        raise ValueError(f"the messages have {size:,} characters; allowed are {MAX_MESSAGES_LENGTH:,}")
     return dataclasses.replace(
         observation, messages=messages, reward=float(reward), done=bool(observation.done),
         correct=None if correct is None else bool(correct),

@@ -84,14 +84,7 @@ def _lines(entries: list[dict], ranks: Mapping[Any, list[int]]) -> list[str]:
         state = "ended" if entry["retired"] else "not ended"
         sizes = [*entry["input_sizes"], *entry["output_sizes"][:1]]
         number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
-        cells = (
-            number,
-            entry["profiling_name"],
-            state,
-            sizes[0] if sizes else "-",
-            name,
-            ranges_text(ranks.get(name, [])) or "-",
-        )
-        rows.append(list(map(str, cells)))
+        elements, members = sizes[0] if sizes else "-", ranges_text(ranks.get(name, [])) or "-"
+        rows.append(list(map(str, (number, entry["profiling_name"], state, elements, name, members))))
     head = f"last {len(rows) - 1} of {len(entries)} recorded collectives, numbered within their group:"
     return [head, *table(rows)]

@@ -4,6 +4,8 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable
 
+from megarl.observe import terminal
+
 # Phases in which a role's ranks wait for nobody but each other. In others they wait for other roles, too.
 COMPUTING = frozenset({"advantages", "logprobs", "offload", "probe", "read", "rollout", "score", "update", "values"})
 COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
@@ -99,8 +101,7 @@ class Watch:
             state = self._states.get(rank, {"step": "-", "collectives": "-", "where": "never heard of"})
             cells = (rank, self._phase(rank), state["step"], f"{self._seconds(rank):.0f}", state["collectives"])
             rows.append([*map(str, cells), "ended its work" if self.is_done(rank) else state["where"]])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines = [f"  {line}" for line in terminal.table(rows)]
         return lines + [f"  … and {len(ranks) - len(shown)} more ranks"] * (len(ranks) > len(shown))
 
     def rows(self, ranks: Iterable[int]) -> list[list]:

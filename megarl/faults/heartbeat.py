@@ -38,7 +38,7 @@ IO_BYTES = 1 << 20  # read or written since the last heartbeat: progress, e.g. o
 PROCESS_IO = Path("/proc/self/io")
 KEY = "megarl/heartbeat"
 WRITTEN = "megarl/hang"  # keys of ranks that have written their files about a hang
-SPEAKERS = (0, 1)  # ranks that may say that the run is hung
+REPORTING_RANKS = (0, 1)  # ranks that may say that the run is hung
 
 
 class Pulse:
@@ -52,7 +52,7 @@ class Pulse:
         total = 0
         for group in list(dist.distributed_c10d._world.pg_map):
             try:
-                total += group._get_backend(_device_of(group))._get_sequence_number_for_group()  # type: ignore[attr-defined]
+                total += group._get_backend(group._device_types[0])._get_sequence_number_for_group()  # type: ignore[attr-defined]
             except RuntimeError:  # a group that is being created or destroyed
                 continue
         return total
@@ -63,10 +63,6 @@ class Pulse:
         if transferred - self._io >= IO_BYTES:
             self._io, self._io_events = transferred, self._io_events + 1
         return activity.ticks() + collectives + self._io_events
-
-
-def _device_of(group):
-    return group._device_types[0]
 
 
 def _io_bytes() -> int:
@@ -96,7 +92,8 @@ class Heartbeat:
         if folder is not None:
             self.interval = min(self.interval, max(STATUS_INTERVAL, size / STATUS_RANKS))
         self._store.set_timeout(limit)
-        self._main, self._pulse, self._beats = threading.get_ident(), Pulse(), 0
+        self._main = threading.get_ident()
+        self._pulse, self._beats = Pulse(), 0
         self._finished = threading.Event()
         self._watch = hang_report.Watch(self.limit, time.monotonic())
         self._status = None
@@ -163,7 +160,7 @@ class Heartbeat:
     def _look(self):
         """Reads the other ranks' states and ends this process if the run is hung."""
         everyone = range(self._size)
-        states = self._read(everyone if self._rank == 0 else SPEAKERS)
+        states = self._read(everyone if self._rank == 0 else REPORTING_RANKS)
         self._watch.update(states, time.monotonic())
         if self._rank == 0:
             problem = self._watch.problem(everyone)
@@ -172,8 +169,8 @@ class Heartbeat:
                 self._publish(problem)
                 self._stop(problem, self._watch.table(everyone), self._answering(everyone))
             return
-        if any(states.get(speaker, {}).get("verdict") for speaker in SPEAKERS):
-            self._follow()  # the speaker has said why
+        if any(states.get(rank, {}).get("verdict") for rank in REPORTING_RANKS):
+            self._follow()  # that rank has said why
             return
         # Rank 1 speaks for rank 0; the others only if rank 1 does not end the run either.
         patience = 0 if self._rank == 1 else self._patience
@@ -221,7 +218,7 @@ class Heartbeat:
             self._status.close(self._watch.rows(range(self._size)), state, problem)
 
     def _follow(self):
-        """Writes this rank's files, and ends when the speaker has those of all ranks."""
+        """Writes this rank's files, and ends when the reporting rank has those of all ranks."""
         self._is_ending = True
         if self._folder is not None:
             self._write_files()

@@ -53,12 +53,13 @@ def _verifier(name: str) -> Condition:
     return Condition(lambda context: name in context.rewards, f"--reward {{reward}} has no {name} term")
 
 
+def _when(holds: Callable[[Settings], object], reason: str) -> Condition:
+    """A condition on other flags of megarl."""
+    return Condition(lambda context: bool(holds(context.settings)), reason)
+
+
 # Options of estimators whose flags are dropped where they have no effect; --credit turns is refused instead.
 _DROPPED = [option.name for option in dataclasses.fields(AdvantageOptions) if option.name != "credit_turns"]
-
-
-def _adapts(settings: Settings) -> bool:
-    return settings.kl_controller == "adaptive" and settings.kl_coefficient > 0
 
 
 CONDITIONS: dict[str, Condition] = {
@@ -77,41 +78,36 @@ CONDITIONS: dict[str, Condition] = {
                            "--kl-coefficient is 0 and --role-map has no reference"),
     "baselines": Condition(lambda context: "baselines" in context.estimator.needs,
                            "--advantage {advantage} needs no greedy responses"),
-    "norm": Condition(lambda context: context.settings.loss_aggregation == "seq-mean-token-sum-norm",
-                      "needs --loss-aggregation seq-mean-token-sum-norm"),
-    "kl": Condition(lambda context: context.settings.kl_coefficient > 0, "--kl-coefficient is 0"),
-    "adaptive": Condition(lambda context: _adapts(context.settings),
-                          "needs --kl-controller adaptive and --kl-coefficient above 0"),
-    "correction": Condition(lambda context: context.settings.rollout_correction != "none",
-                            "--rollout-correction is none"),
-    "icepop": Condition(lambda context: context.settings.rollout_correction == "icepop",
-                        "needs --rollout-correction icepop"),
-    "routes": Condition(lambda context: context.settings.router_replay == "rollout", "needs --router-replay rollout"),
-    "rounds": Condition(lambda context: context.settings.dynamic_sampling, "needs --dynamic-sampling"),
-    "partial": Condition(lambda context: context.settings.partial_rollouts, "needs --partial-rollouts"),
-    "overlong": Condition(lambda context: context.settings.overlong_buffer > 0, "--overlong-buffer is 0"),
     "sampled": Condition(lambda context: context.program != "evaluate" or context.settings.eval_temperature > 0,
                          "--eval-temperature 0 is greedy"),
     "evaluation": Condition(lambda context: context.program == "evaluate" or context.settings.eval_prompts is not None,
                             "needs --eval-prompts"),
-    "environment": Condition(lambda context: context.settings.environment is not None, "needs --environment"),
-    "engine": Condition(lambda context: not context.settings.debug_train_only,
-                        "--debug-train-only has no rollout engine"),
-    "evaluates": Condition(lambda context: not (context.settings.debug_train_only
-                                                or context.settings.debug_rollout_only),
-                           "--debug-train-only and --debug-rollout-only evaluate nothing"),
-    "profile": Condition(lambda context: context.settings.profile_steps is not None, "needs --profile-steps"),
-    "rollout_server": Condition(lambda context: context.settings.rollout_server is not None, "needs --rollout-server"),
     "serve_policy": Condition(lambda context: context.program == "serve" or context.settings.serve_policy,
                               "needs --serve-policy"),
-    "tracked": Condition(lambda context: context.settings.save is not None and has_remote(context.settings.trackers),
-                         "needs --save and wandb or mlflow in --trackers"),
-    "saved": Condition(lambda context: context.settings.save is not None, "needs --save"),
-    "keep_last": Condition(lambda context: context.settings.keep_last > 0, "needs --keep-last"),
-    "load": Condition(lambda context: context.settings.load is not None, "needs --load"),
-    "best": Condition(lambda context: bool(context.settings.eval_prompts and context.settings.eval_interval
-                                           and context.settings.save),
-                      "needs --eval-prompts, --eval-interval and --save"),
+    "norm": _when(lambda s: s.loss_aggregation == "seq-mean-token-sum-norm",
+                  "needs --loss-aggregation seq-mean-token-sum-norm"),
+    "kl": _when(lambda s: s.kl_coefficient > 0, "--kl-coefficient is 0"),
+    "adaptive": _when(lambda s: s.kl_controller == "adaptive" and s.kl_coefficient > 0,
+                      "needs --kl-controller adaptive and --kl-coefficient above 0"),
+    "correction": _when(lambda s: s.rollout_correction != "none", "--rollout-correction is none"),
+    "icepop": _when(lambda s: s.rollout_correction == "icepop", "needs --rollout-correction icepop"),
+    "routes": _when(lambda s: s.router_replay == "rollout", "needs --router-replay rollout"),
+    "rounds": _when(lambda s: s.dynamic_sampling, "needs --dynamic-sampling"),
+    "partial": _when(lambda s: s.partial_rollouts, "needs --partial-rollouts"),
+    "overlong": _when(lambda s: s.overlong_buffer > 0, "--overlong-buffer is 0"),
+    "environment": _when(lambda s: s.environment is not None, "needs --environment"),
+    "engine": _when(lambda s: not s.debug_train_only, "--debug-train-only has no rollout engine"),
+    "evaluates": _when(lambda s: not s.debug_train_only and not s.debug_rollout_only,
+                       "--debug-train-only and --debug-rollout-only evaluate nothing"),
+    "profile": _when(lambda s: s.profile_steps is not None, "needs --profile-steps"),
+    "rollout_server": _when(lambda s: s.rollout_server is not None, "needs --rollout-server"),
+    "tracked": _when(lambda s: s.save is not None and has_remote(s.trackers),
+                     "needs --save and wandb or mlflow in --trackers"),
+    "saved": _when(lambda s: s.save is not None, "needs --save"),
+    "keep_last": _when(lambda s: s.keep_last > 0, "needs --keep-last"),
+    "load": _when(lambda s: s.load is not None, "needs --load"),
+    "best": _when(lambda s: s.eval_prompts and s.eval_interval and s.save,
+                  "needs --eval-prompts, --eval-interval and --save"),
 }  # fmt: skip
 
 
@@ -165,7 +161,7 @@ def reason(context: FlagContext, name: str) -> str:
 def rules(context: FlagContext) -> list[FlagRule]:
     """All rules of a run, always the same number in the same order."""
     s = context.settings
-    with_context = (_rewards(context), _sampling(context), _advantages(context), _replay(context))
+    with_context = (_rewards(context), _sampling(context), _training(context))
     groups = (
         *with_context, _overlap(s), _kl(s), _correction(s), _evaluation(s), _export(s), _debug(s), _environments(s)
     )  # fmt: skip
@@ -188,7 +184,8 @@ def _rewards(context: FlagContext) -> list[FlagRule]:
 
 
 def _sampling(context: FlagContext) -> list[FlagRule]:
-    s, sequences, partial = context.settings, context.settings.sequences_per_step, context.settings.partial_rollouts
+    s = context.settings
+    sequences, partial = s.sequences_per_step, s.partial_rollouts
     return [
         FlagRule("--minibatch-size", s.minibatch_size, s.minibatch_size is None or s.minibatch_size <= sequences,
              f"allowed is at most --prompts-per-step × --samples-per-prompt = {sequences}"),
@@ -223,7 +220,7 @@ def _overlap(s: Settings) -> list[FlagRule]:
     ]  # fmt: skip
 
 
-def _advantages(context: FlagContext) -> list[FlagRule]:
+def _training(context: FlagContext) -> list[FlagRule]:
     s, needs = context.settings, context.estimator.needs
     return [
         FlagRule("--samples-per-prompt", s.samples_per_prompt, "groups" not in needs or s.samples_per_prompt > 1,
@@ -232,6 +229,9 @@ def _advantages(context: FlagContext) -> list[FlagRule]:
              "needs --greedy-baseline, whose reward it subtracts"),
         FlagRule("--credit", s.credit, s.credit == "episode" or "credit_turns" in context.estimator.options,
              "needs --advantage rloo: it compares each turn with the same turn of the other responses to the prompt"),
+        FlagRule("--router-replay-reference", s.router_replay_reference,
+             not s.router_replay_reference or "reference" in context.roles or s.debug_rollout_only,
+             "the run has no reference: --kl-coefficient is 0 and --role-map names none"),
     ]  # fmt: skip
 
 
@@ -263,21 +263,12 @@ def _correction(s: Settings) -> list[FlagRule]:
     ]  # fmt: skip
 
 
-def _replay(context: FlagContext) -> list[FlagRule]:
-    s, replays = context.settings, context.settings.router_replay_reference
-    return [
-        FlagRule("--router-replay-reference", replays,
-                 not replays or "reference" in context.roles or s.debug_rollout_only,
-             "the run has no reference: --kl-coefficient is 0 and --role-map names none"),
-    ]  # fmt: skip
-
-
 def _evaluation(s: Settings) -> list[FlagRule]:
-    responses, largest = s.eval_responses, max(parse_positive_ints(s.eval_k)) if s.eval_k else 1
+    responses, max_k = s.eval_responses, max(parse_positive_ints(s.eval_k)) if s.eval_k else 1
     return [
         FlagRule("--eval-responses", responses, responses == 1 or s.eval_temperature > 0,
              "needs --eval-temperature above 0: greedy responses are all equal"),
-        FlagRule("--eval-k", s.eval_k, largest <= responses, f"allowed is at most --eval-responses {responses}"),
+        FlagRule("--eval-k", s.eval_k, max_k <= responses, f"allowed is at most --eval-responses {responses}"),
     ]  # fmt: skip
 
 
@@ -315,9 +306,9 @@ def _environments(s: Settings) -> list[FlagRule]:
         "--rollout-server": s.rollout_server is not None, "--overlong-buffer": s.overlong_buffer > 0,
     }  # fmt: skip
     given = [flag for flag, is_set in unsupported.items() if is_set]
-    longest = s.max_response_length
     return [
         FlagRule("--environment", name, name is None or not given, f"not allowed with {', '.join(given)}"),
-        FlagRule("--max-turn-length", s.max_turn_length, (s.max_turn_length or 0) <= longest,
-             f"allowed is at most --max-response-length {longest}, which holds all turns and observations"),
+        FlagRule("--max-turn-length", s.max_turn_length, (s.max_turn_length or 0) <= s.max_response_length,
+             f"allowed is at most --max-response-length {s.max_response_length}, which holds all turns and "
+             "observations"),
     ]  # fmt: skip

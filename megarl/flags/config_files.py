@@ -51,7 +51,7 @@ def with_sources(error: UsageError, argv: list[str], defaults: dict[str, object]
             default = defaults.get(key)
             undo = "null in a later file unsets it" if default is None else f"the default is {flag} {_text(default)}"
             notes.append(f"{flag} {_text(value)} is set in {path}; {undo}")
-    return UsageError(f"{message} ({'; '.join(notes)})", error.speaker) if notes else error
+    return UsageError(f"{message} ({'; '.join(notes)})", error.reporting_rank) if notes else error
 
 
 def _text(value: object) -> str:

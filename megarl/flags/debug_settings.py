@@ -3,9 +3,8 @@
 import dataclasses
 import re
 
-from megarl.flags.fields import flag
+from megarl.flags.fields import TRAINING, flag, parses
 
-TRAINING = "rl sft reward"
 STEP_RANGE = re.compile(r"([1-9][0-9]{0,17})(?:-([1-9][0-9]{0,17}))?")
 
 
@@ -16,13 +15,6 @@ def parse_step_range(text: str) -> range:
     if last < first:
         raise ValueError(f"{text!r} is no range of steps")
     return range(first, last + 1)
-
-
-def _is_step_range(text: str) -> bool:
-    try:
-        return bool(parse_step_range(text))
-    except ValueError:
-        return False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +28,7 @@ class DebugSettings:
                                   " --load-rollouts, with rewards computed again")  # fmt: skip
     debug_rollout_only: bool = flag(False, "generate and score, without critic, reference, optimizer and updates")
     profile_steps: str | None = flag(None, "steps to profile, as '3' or '3-5': operators and phases of --profile-ranks"
-                                     " go to profile/ in --save", _is_step_range, "a step or a range of steps, as 3-5",
-                                     programs=TRAINING)  # fmt: skip
+                                     " go to profile/ in --save", parses(parse_step_range),
+                                     "a step or a range of steps, as 3-5", programs=TRAINING)  # fmt: skip
     profile_memory: bool = flag(False, "with --profile-steps also record the memory that operators allocate",
                                 programs=TRAINING, when="profile")  # fmt: skip

@@ -50,5 +50,18 @@ def _is_address(text: str) -> bool:
         return False
 
 
+def parses(parse: Callable) -> Callable[[str], bool]:
+    """The check of a flag whose text `parse` must take; it raises ValueError for a wrong one."""
+
+    def check(text: str) -> bool:
+        try:
+            parse(text)
+        except ValueError:
+            return False
+        return True
+
+    return check
+
+
 def one_of(default, names: tuple[str, ...], text, **kw):
     return flag(default, text, lambda v: v in names, "one of " + ", ".join(names), **kw)

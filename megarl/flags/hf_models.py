@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def read_hf_models(
-    program: str, settings: Settings, chosen: dict[str, dict], lengths: dict[str, int]
+    program: str, settings: Settings, own: dict[str, dict], lengths: dict[str, int]
 ) -> "dict[str, HFModel | None]":
     """The folder of each role, read and checked; None for a role without one. UsageError for a wrong one.
 
@@ -17,10 +17,10 @@ def read_hf_models(
     any common flag.
 
     Args:
-        chosen: role -> its values of megarl's own flags; `hf_model` is removed.
+        own: role -> its values of megarl's own flags.
         lengths: role -> its longest sequence, in tokens.
     """
-    paths = {role: own.pop("hf_model") for role, own in chosen.items()}
+    paths = {role: values["hf_model"] for role, values in own.items()}
     if "rollout" in paths:
         paths["rollout"] = paths["actor"]
     flags = {role: "--hf-model" if path == settings.hf_model else f"--{role}-hf-model" for role, path in paths.items()}
@@ -28,12 +28,9 @@ def read_hf_models(
         paths["reward"], flags["reward"] = settings.reward_hf_model, "--reward-hf-model"
     from megarl.mcore.weights.hf.hf_model import read_model  # imports Megatron
 
-    read = {}
-    for role, path in paths.items():
-        key = path, flags[role], lengths[role]
-        if path is not None and key not in read:
-            read[key] = read_model(*key)
-    return {role: read.get((path, flags[role], lengths[role])) for role, path in paths.items()}
+    keys = {role: (path, flags[role], lengths[role]) for role, path in paths.items()}
+    read = {key: read_model(*key) for key in dict.fromkeys(keys.values()) if key[0] is not None}
+    return {role: read.get(key) for role, key in keys.items()}
 
 
 def with_hf_defaults(role: str, own: dict, values: dict[str, object], hf_model: "HFModel | None") -> dict:

@@ -23,12 +23,12 @@ def are_targets(text: str) -> bool:
 
 
 def lora_of_roles(
-    chosen: dict[str, dict], megatron: dict, hf_models: dict, trained: tuple[str, ...]
+    own: dict[str, dict], megatron: dict, hf_models: dict, trained: tuple[str, ...]
 ) -> "dict[str, LoRASettings | None]":
     """The factors of each role; None for a role that trains all of its weights, or none.
 
     Args:
-        chosen: role -> its values of megarl's own flags; those of LoRA are removed.
+        own: role -> its values of megarl's own flags.
         megatron: role -> its Megatron namespace.
         hf_models: role -> the Hugging Face folder of its model, or None.
         trained: roles of the program that are trained.
@@ -36,38 +36,33 @@ def lora_of_roles(
     Raises:
         UsageError: factors that the role's model cannot have, or a flag that needs another one.
     """
-    found: dict[str, LoRASettings | None] = {}
+    found: dict[str, LoRASettings | None] = dict.fromkeys(own)
     given = {}
-    for role, own in chosen.items():
-        role_settings = types.SimpleNamespace(**{name: own.pop(name) for name in FLAGS})
-        found[role] = None
-        if role in trained:
-            given |= {"--" + name.replace("_", "-"): value for name, value in vars(role_settings).items() if value}
-            found[role] = _settings_of(role, role_settings, megatron[role], hf_models[role])
-    idle = list(given)
-    if idle and not any(found.values()):
-        raise UsageError(f"{idle[0]} {given[idle[0]]}: needs --lora-rank or --lora-adapter")
+    for role in (role for role in own if role in trained):
+        flags = {name: own[role][name] for name in FLAGS}
+        given |= {"--" + name.replace("_", "-"): value for name, value in flags.items() if value}
+        found[role] = _settings_of(role, types.SimpleNamespace(**flags), megatron[role], hf_models[role])
+    if given and not any(found.values()):
+        flag, value = next(iter(given.items()))
+        raise UsageError(f"{flag} {value}: needs --lora-rank or --lora-adapter")
     return found
 
 
 def _settings_of(role: str, role_settings, args, hf_model) -> "LoRASettings | None":
     from megarl.mcore.lora.settings import LoRASettings  # imports Megatron
 
-    rank, alpha, text = role_settings.lora_rank, role_settings.lora_alpha, role_settings.lora_targets
-    if rank is None and role_settings.lora_adapter is None:
+    if role_settings.lora_rank is None and role_settings.lora_adapter is None:
         return None
-    _require_local_layers(role, args)
-    if role_settings.lora_adapter is not None:
-        return _of_adapter(role, role_settings, args, hf_model)
-    return LoRASettings(rank, float(rank if alpha is None else alpha), role_settings.lora_rslora,
-                            _targets(role, text, args))  # fmt: skip
-
-
-def _require_local_layers(role: str, args):
-    """Raises UsageError if the linear layers of a role whose model has factors are not those that they replace."""
-    if args.transformer_impl != "local":
+    if args.transformer_impl != "local":  # the layers that have factors
         raise UsageError(f"{role}: --transformer-impl {args.transformer_impl}: allowed is local with --lora-rank or "
                          "--lora-adapter")  # fmt: skip
+    if role_settings.lora_adapter is not None:
+        return _of_adapter(role, role_settings, args, hf_model)
+    alpha = role_settings.lora_rank if role_settings.lora_alpha is None else role_settings.lora_alpha
+    targets = _targets(role, role_settings.lora_targets, args)
+    return LoRASettings(
+        rank=role_settings.lora_rank, alpha=float(alpha), rslora=role_settings.lora_rslora, targets=targets
+    )
 
 
 def _of_adapter(role: str, role_settings, args, hf_model) -> "LoRASettings":

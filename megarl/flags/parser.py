@@ -63,8 +63,10 @@ def own_flags(program: str, plug_in: PolicyLoss | None = None) -> dict[str, Flag
 
 def _of_setting(field: dataclasses.Field) -> Flag:
     name, meta = field.name.replace("_", "-"), field.metadata
-    kind, check, allowed = _kind_of(field.type), meta["check"], meta["allowed"]
-    return Flag(name, kind, field.default, meta["help"], check, allowed, meta["when"], name, field.name)
+    return Flag(
+        name=name, kind=_kind_of(field.type), default=field.default, text=meta["help"], check=meta["check"],
+        allowed=meta["allowed"], condition=meta["when"], common=name, setting=field.name,
+    )  # fmt: skip
 
 
 def _of_role(flag: Flag, role: str) -> Flag:
@@ -74,13 +76,21 @@ def _of_role(flag: Flag, role: str) -> Flag:
 
 
 def _of_loss(loss: PolicyLoss) -> list[Flag]:
-    kinds, found = policy_losses.option_kinds(loss), []
-    for name, field in loss.flags().items():
-        text, check, allowed = (field.metadata.get(key) for key in ("help", "check", "allowed"))
-        text = text or f"option of --policy-loss {loss.name}"
-        default = None if field.default is dataclasses.MISSING else field.default
-        found.append(Flag(name, kinds[name], default, text, check, allowed, f"loss:{name}", name, None))
-    return found
+    kinds = policy_losses.option_kinds(loss)
+    return [
+        Flag(
+            name=name,
+            kind=kinds[name],
+            default=None if field.default is dataclasses.MISSING else field.default,
+            text=field.metadata.get("help") or f"option of --policy-loss {loss.name}",
+            check=field.metadata.get("check"),
+            allowed=field.metadata.get("allowed"),
+            condition=f"loss:{name}",
+            common=name,
+            setting=None,
+        )
+        for name, field in loss.flags().items()
+    ]
 
 
 def _kind_of(annotation) -> type:

@@ -113,6 +113,11 @@ def _ranks_of(text: str, entry: str, interval: str, world_size: int, ranks_per_n
     return range(unit * int(match["first"]), unit * (int(match["last"] or match["first"]) + 1))
 
 
+def _option(token: str) -> str:
+    """The flag of a token, without a value that follows `=`."""
+    return token.split("=", 1)[0]
+
+
 def _role_of(option: str, roles, megatron: dict[str, str]) -> str | None:
     """The role whose prefix an option has; None for a Megatron flag whose own name starts like a prefix."""
     return next((role for role in roles if option.startswith(f"--{role}-") and option not in megatron), None)
@@ -120,7 +125,7 @@ def _role_of(option: str, roles, megatron: dict[str, str]) -> str | None:
 
 def with_prefix(tokens: list[str], roles, megatron: dict[str, str]) -> dict[str, str]:
     """The options among the tokens that have the prefix of one of these roles -> the role."""
-    options = (token.split("=", 1)[0] for token in tokens)
+    options = map(_option, tokens)
     return {option: role for option in options if (role := _role_of(option, roles, megatron))}
 
 
@@ -131,9 +136,9 @@ def check_trained_roles(tokens: list[str], program: str, megatron: dict[str, str
         megatron: as in `split`.
         training: attributes that only training reads.
     """
-    for option in (token.split("=", 1)[0] for token in tokens):
+    for option in map(_option, tokens):
         role = _role_of(option, ROLES_OF[program], megatron)
-        name = option if role is None else "--" + option[len(role) + 3 :]
+        name = option if role is None else "--" + option.removeprefix(f"--{role}-")
         # `split` checks the rollout's flags.
         is_trained = role in (*TRAINED_ROLES[program], "rollout") if role else bool(TRAINED_ROLES[program])
         if megatron.get(name) in training and not is_trained:
@@ -166,18 +171,19 @@ def split(
     Raises:
         UsageError: an unknown option, or one that may not have the rollout's prefix.
     """
-    common, prefixed, target = [], {role: [] for role in roles}, None
+    common, prefixed = [], {role: [] for role in roles}
+    target = None  # the list of the flag that the next values belong to
     for token in tokens:
         off, is_false = token.startswith(OFF), token.endswith("=false")
         token = "--" + token.removeprefix(OFF).removesuffix("=false") if off else token
-        option = token.split("=", 1)[0]
+        option = _option(token)
         if option.startswith("--"):
             role = _role_of(option, roles, megatron)
             target = common if role is None else prefixed[role]
-            token = token if role is None else "--" + token[len(role) + 3 :]
-            _check_known(option, token.split("=", 1)[0], megatron, own)
+            token = token if role is None else "--" + token.removeprefix(f"--{role}-")
+            _check_known(option, _option(token), megatron, own)
             if role == "rollout":
-                _check_rollout(option, token.split("=", 1)[0], megatron)
+                _check_rollout(option, _option(token), megatron)
             if option in idle and not off:
                 target = []
         elif target is None:
@@ -208,12 +214,12 @@ def _check_rollout(option: str, name: str, megatron: dict[str, str]):
 def _inherited(actor: list[str], own: list[str], megatron: dict[str, str]) -> list[str]:
     """The actor's tokens without the flags, and their values, that the rollout does not inherit."""
     dropped = set(TRAINING_ONLY)
-    if any(megatron.get(token.split("=", 1)[0]) == "pipeline_model_parallel_size" for token in own):
+    if any(megatron.get(_option(token)) == "pipeline_model_parallel_size" for token in own):
         dropped |= set(PIPELINE_LAYOUT)  # they fit only the actor's number of stages
     kept, keeps = [], True
     for token in actor:
         if token.startswith("--"):
-            keeps = megatron[token.split("=", 1)[0]] not in dropped
+            keeps = megatron[_option(token)] not in dropped
         if keeps:
             kept.append(token)
     return kept

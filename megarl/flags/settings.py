@@ -29,13 +29,14 @@ from megarl.flags.fields import (
     fraction,
     not_negative,
     one_of,
+    parses,
     positive,
 )
 from megarl.flags.lora import ALL_LINEAR, TARGETS, are_targets
 from megarl.flags.report_settings import ReportSettings
 from megarl.flags.server_settings import ServerSettings
 from megarl.flags.tracker_settings import TrackerSettings
-from megarl.observe.alarms import DEFAULT_ALARMS, are_alarms
+from megarl.observe.alarms import DEFAULT_ALARMS, parse_alarms
 from megarl.rewards.expression import NAMES
 
 MODELS = ("actor", "critic", "reward", "reference")  # roles that run a model over packed sequences
@@ -50,13 +51,6 @@ def parse_positive_ints(text: str) -> tuple[int, ...]:
     if min(numbers) < 1:
         raise ValueError(f"{text!r} has a number below 1")
     return numbers
-
-
-def _are_positive_ints(text: str) -> bool:
-    try:
-        return bool(parse_positive_ints(text))
-    except ValueError:
-        return False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,7 +236,7 @@ class Settings(
     eval_temperature: float = not_negative(0.0, "sampling temperature of the evaluation; 0: greedy",
                                             programs=GENERATING, when="evaluation")  # fmt: skip
     eval_k: str | None = flag(None, "k of pass@k, mean@k and maj@k, as '1,4,8' (2107.03374); default: 1 and"
-                               " --eval-responses, if that is above 1", _are_positive_ints,
+                               " --eval-responses, if that is above 1", parses(parse_positive_ints),
                                "whole numbers above 0 with commas", programs=GENERATING, when="evaluation")  # fmt: skip
     keep_best: bool = flag(True, "also save a checkpoint after the best evaluation", when="best")
     target_eval_loss: float | None = positive(None, "stop the run when the evaluation loss is at most this; default:"
@@ -254,7 +248,7 @@ class Settings(
     seed: int = not_negative(1, "seed of every random stream", programs=ALL)
     alarms: str = flag(DEFAULT_ALARMS, "conditions on metrics and what then happens, as 'actor/ppo_kl > 0.3: skip;"
                         " critic/loss > 10x: warn' (10x: ten times its median); actions: warn, skip the update, stop",
-                        are_alarms, programs=TRAINING)  # fmt: skip
+                        parses(parse_alarms), programs=TRAINING)  # fmt: skip
     max_skipped_steps: int = not_negative(20, "end the run after this many steps in a row with a skipped update; 0:"
                                            " never", programs=TRAINING)  # fmt: skip
     kernels: str = one_of("auto", ("auto", "compiled", "onednn", "blas"), "kernels in fp32 on a CPU: compiled ones, or"

@@ -3,10 +3,9 @@
 import dataclasses
 from typing import Any
 
-from megarl.flags.fields import flag
-from megarl.observe.trackers.base import NAMES, NONE, are_names
+from megarl.flags.fields import TRAINING, flag, parses
+from megarl.observe.trackers.base import NAMES, NONE, parse_names
 
-TRAINING = "rl sft reward"  # programs
 TRACKED: dict[str, Any] = {"programs": TRAINING, "when": "tracked"}
 _PLAIN = "printable text without / and :"
 
@@ -20,7 +19,7 @@ class TrackerSettings:
     """Trackers, and the names of a run there."""
 
     trackers: str = flag("tensorboard", "where metrics go besides metrics.jsonl: names with commas among "
-                         f"{', '.join(NAMES)}; or {NONE}", are_names,
+                         f"{', '.join(NAMES)}; or {NONE}", parses(parse_names),
                          f"names with commas among {', '.join(NAMES)}, each once, or {NONE}",
                          programs=TRAINING, when="saved")  # fmt: skip
     tracker_project: str = flag("megarl", "project in Weights & Biases, experiment in MLflow", _is_plain, _PLAIN,

@@ -26,7 +26,7 @@ OF_UPDATE = {
     "actor": ("actor/loss", "actor/entropy", "actor/ppo_kl", "actor/clip_fraction", "actor/kl_loss", "actor/grad_norm"),
     "critic": ("critic/loss", "critic/clip_fraction", "critic/grad_norm"),
 }
-HISTORY, LEAST_HISTORY = 20, 5  # steps that the median is taken of
+HISTORY, MIN_HISTORY = 20, 5  # steps that the median is taken of
 _ALARM = re.compile(r"\s*(\S+?)\s*([<>])\s*([^\s:]+?)(x?)\s*:\s*(\w+)\s*")
 _OPERATORS = {"<": operator.lt, ">": operator.gt}
 
@@ -47,7 +47,7 @@ class Alarm(NamedTuple):
         """Whether a metric's value meets the condition; a relative one needs a history with a positive median."""
         limit = self.limit
         if self.is_relative:
-            if len(history) < LEAST_HISTORY or (middle := median(history)) <= 0:
+            if len(history) < MIN_HISTORY or (middle := median(history)) <= 0:
                 return False
             limit *= middle
         return _OPERATORS[self.sign](value, limit)
@@ -56,12 +56,6 @@ class Alarm(NamedTuple):
 def parse_alarms(text: str) -> list[Alarm]:
     """The alarms of a flag's value, separated by `;`. UsageError for a malformed one, or one that cannot skip."""
     return [_parse(part) for part in text.split(";") if part.strip()]
-
-
-def are_alarms(text: str) -> bool:
-    """True; UsageError as in `parse_alarms`."""
-    parse_alarms(text)
-    return True
 
 
 def _parse(text: str) -> Alarm:
@@ -77,7 +71,7 @@ def _parse(text: str) -> Alarm:
         raise UsageError(f"{error}{limit!r} is no limit; allowed is a number such as 0.3, or a multiple such as 10x")
     if action not in ACTIONS:
         raise UsageError(f"{error}{action!r} is no action; allowed are {', '.join(ACTIONS)}")
-    alarm = Alarm(metric, sign, number, bool(multiple), action)
+    alarm = Alarm(metric=metric, sign=sign, limit=number, is_relative=bool(multiple), action=action)
     skippable = [name for names in OF_UPDATE.values() for name in names]
     if action == "skip" and metric not in skippable:
         raise UsageError(f"{error}only an update can be skipped, by what is known before it: {', '.join(skippable)}")

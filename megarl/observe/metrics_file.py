@@ -62,12 +62,6 @@ class MetricsWriter:
         while self._trackers:
             self._trackers.pop().close()
 
-    def __enter__(self) -> "MetricsWriter":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
-
 
 def start_fresh(directory: Path) -> Path | None:
     """Move what an older run wrote aside to `<name>.old-N`: metrics, samples, tokens, rollouts, ids of trackers.

@@ -1,17 +1,11 @@
 """The progress line that a run prints per step."""
 
-import sys
 from collections import deque
-from typing import TextIO
 
 AVERAGED_STEPS = 20
 
 # (label, metric, number format); every program appends tokens/s, seconds and ETA.
-RL_FIELDS = (
-    ("reward", "reward/mean", ".3f"),
-    ("eval", "eval/accuracy", ".3f"),
-    ("kl", "kl/reference", ".4f"),
-)
+RL_FIELDS = (("reward", "reward/mean", ".3f"), ("eval", "eval/accuracy", ".3f"), ("kl", "kl/reference", ".4f"))
 SFT_FIELDS = (("loss", "sft/loss", ".4f"), ("eval loss", "eval/loss", ".4f"))
 REWARD_FIELDS = (
     ("loss", "reward/loss", ".4f"),
@@ -26,15 +20,13 @@ class Progress:
     """Prints `step   12/200 | reward 0.532 | kl 0.0123 | 15,200 tokens/s | 1.21 s | ETA 3m48s`.
 
     total_steps  the step at which the run ends.
-    stream       where to print; standard output by default.
     fields       (label, metric name, number format) in printing order; PPO's by default.
 
     Plain text without control characters. Rank 0 only.
     """
 
-    def __init__(self, total_steps: int, stream: TextIO | None = None, fields: tuple = RL_FIELDS):
+    def __init__(self, total_steps: int, fields: tuple = RL_FIELDS):
         self._total_steps = total_steps
-        self._stream = sys.stdout if stream is None else stream
         self._fields = fields
         self._recent_seconds: deque[float] = deque(maxlen=AVERAGED_STEPS)
 
@@ -53,7 +45,7 @@ class Progress:
         columns.append(f"{seconds:.2f} s")
         mean_seconds = sum(self._recent_seconds) / len(self._recent_seconds)
         columns.append(f"ETA {format_duration(mean_seconds * (self._total_steps - step))}")
-        print(" | ".join(columns), file=self._stream, flush=True)
+        print(" | ".join(columns), flush=True)
 
 
 def format_duration(seconds: float) -> str:

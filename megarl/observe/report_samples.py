@@ -43,7 +43,7 @@ def samples(directory: Path, rows: list[dict]) -> dict:
 
 def choose_steps(steps: Sequence[int], rewards: dict[int, float | None]) -> dict[int, list[str]]:
     """At most `STEPS` of these steps (ascending), with the reasons: first, last, best and worst mean reward; others are
-    spread evenly between."""
+    evenly between."""
     if not steps:
         return {}
     marks = {"first": steps[0], "last": steps[-1]}

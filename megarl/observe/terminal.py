@@ -26,13 +26,13 @@ def table(rows: Sequence[Sequence[str]], right: int = 0) -> list[str]:
     ]
 
 
-def format_bytes(count: float) -> str:
+def format_bytes(count: float, digits: int = 1) -> str:
     """`3.2 GiB`."""
     units = ("B", "KiB", "MiB", "GiB", "TiB")
     power = 0
     while abs(count) >= 1024 and power < len(units) - 1:
         count, power = count / 1024, power + 1
-    return f"{count:.0f} {units[power]}" if power == 0 else f"{count:.1f} {units[power]}"
+    return f"{count:.0f} {units[power]}" if power == 0 else f"{count:.{digits}f} {units[power]}"
 
 
 def ranges_text(numbers: Iterable[int]) -> str:

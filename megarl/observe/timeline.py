@@ -60,14 +60,5 @@ def _metadata(name: str, rank: int, args: dict) -> str:
 
 
 def _complete(event: TraceEvent, rank: int, origin: int) -> str:
-    return json.dumps(
-        {
-            "name": event.name,
-            "cat": event.category,
-            "ph": "X",
-            "ts": (event.start_ns - origin) / 1e3,
-            "dur": event.duration_ns / 1e3,
-            "pid": 0,
-            "tid": rank,
-        }
-    )
+    times = {"ts": (event.start_ns - origin) / 1e3, "dur": event.duration_ns / 1e3}
+    return json.dumps({"name": event.name, "cat": event.category, "ph": "X", **times, "pid": 0, "tid": rank})

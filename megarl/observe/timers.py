@@ -20,14 +20,13 @@ class Timers:
     The time of a nested phase is subtracted from the outer one, so the phases never add up to more than the step.
     Times are host times: GPU work that is still running when a phase ends counts in the phase that waits for it.
     One thread enters phases; any thread may call `current()`.
-    step        number of the running step, set by the training loop; 0 before the first.
-    max_events  maximum number of trace events for the timeline; the oldest are dropped first.
+    step  number of the running step, set by the training loop; 0 before the first.
     """
 
-    def __init__(self, max_events: int = MAX_EVENTS):
+    def __init__(self):
         # perf_counter is monotonic but its origin differs per process; the wall clock aligns the ranks.
         self._clock_offset_ns = time.time_ns() - time.perf_counter_ns()
-        self._events: deque[TraceEvent] = deque(maxlen=max_events)
+        self._events: deque[TraceEvent] = deque(maxlen=MAX_EVENTS)  # the oldest are dropped first
         self._seconds_ns: defaultdict[tuple[str, str], int] = defaultdict(int)
         self._open: list[list] = []  # [role, phase, nanoseconds of the phases inside, start]
         self._where: tuple[str, str] | None = None
@@ -91,7 +90,7 @@ class Timers:
         self._seconds_ns[role, name] += elapsed - inside
         if self._open:
             self._open[-1][2] += elapsed
-        self._events.append(TraceEvent(f"{role}/{name}", role, start + self._clock_offset_ns, elapsed))
+        self._trace(f"{role}/{name}", role, start, elapsed)
         return now
 
     def current(self) -> tuple[str, str] | None:
@@ -117,7 +116,7 @@ class Timers:
         now = time.perf_counter_ns()
         start = now if self._step_start_ns is None else self._step_start_ns
         name = "step" if step is None else f"step {step}"
-        self._events.append(TraceEvent(name, STEP_CATEGORY, start + self._clock_offset_ns, now - start))
+        self._trace(name, STEP_CATEGORY, start, now - start)
         times = {key: spent / 1e9 for key, spent in self._seconds_ns.items()}
         times[STEP] = (now - start) / 1e9
         self._seconds_ns.clear()
@@ -125,21 +124,23 @@ class Timers:
         self._where, self._where_since_ns = None, now
         return times
 
+    def _trace(self, name: str, category: str, start: int, duration: int):
+        """Adds an event; `start` is of this process's clock."""
+        start_ns = start + self._clock_offset_ns
+        self._events.append(TraceEvent(name=name, category=category, start_ns=start_ns, duration_ns=duration))
+
     def events(self) -> list[TraceEvent]:
         """The trace so far, in order of phase ends; picklable, to be gathered for `write_timeline`."""
         return list(self._events)
 
 
 def reduce_times(
-    times_of_rank: Sequence[Mapping[tuple[str, str], float]],
-    roles_of_rank: Sequence[Collection[str]],
-    idle_phases: Collection[str] = IDLE_PHASES,
+    times_of_rank: Sequence[Mapping[tuple[str, str], float]], roles_of_rank: Sequence[Collection[str]]
 ) -> dict[str, float]:
     """Metrics of one step from the times of all ranks.
 
     times_of_rank      result of `Timers.end_step` of each rank.
     roles_of_rank      roles of each rank.
-    idle_phases        names of phases in which a rank only waits.
 
     `time/<role>/<phase>_s`      maximum over the role's ranks.
     `time/<role>/idle_fraction`  mean over the role's ranks of 1 - busy / step. Busy is the time in all phases that are
@@ -158,7 +159,7 @@ def reduce_times(
             if role in roles_of_rank[rank]:
                 name = f"time/{role}/{phase}_s"
                 reduced[name] = max(reduced.get(name, 0.0), seconds)
-                busy += 0.0 if phase in idle_phases else seconds
+                busy += 0.0 if phase in IDLE_PHASES else seconds
         step_seconds = rank_times[STEP]
         idle = max(0.0, 1.0 - busy / step_seconds) if step_seconds > 0 else 0.0
         all_fractions.append(idle)

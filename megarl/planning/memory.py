@@ -101,11 +101,11 @@ def buffers(weights: list[Weight], args, first_stage: bool) -> list[GradientBuff
     limit = None
     if args.overlap_grad_reduce and first_stage:
         limit = args.ddp_bucket_size or max(MIN_BUCKET, BUCKET_PER_REPLICA * replicas)
-    for kind in dict.fromkeys((w.itemsize, w.is_expert) for w in weights):
-        members = [w for w in weights if (w.itemsize, w.is_expert) == kind]
-        ranks = sizes.expert_data(args.world_size) if kind[1] else dense
+    for itemsize, is_expert in dict.fromkeys((w.itemsize, w.is_expert) for w in weights):
+        members = [w for w in weights if (w.itemsize, w.is_expert) == (itemsize, is_expert)]
+        ranks = sizes.expert_data(args.world_size) if is_expert else dense
         ranges, buckets = _lay_out(members[::-1], limit, ranks, args)
-        laid_out.append(GradientBuffer(ranges, buckets, kind[0], ranks))
+        laid_out.append(GradientBuffer(ranges=ranges, buckets=buckets, itemsize=itemsize, ranks=ranks))
     return laid_out
 
 
@@ -136,14 +136,23 @@ def _states(args, itemsize: int) -> int:
     return 12 if is_half(args) and itemsize < 4 else 8
 
 
+def gradient_itemsize(args, itemsize: int) -> int:
+    """Bytes of a gradient, by those of its weight."""
+    return 4 if args.accumulate_allreduce_grads_in_fp32 else itemsize
+
+
+def gradient_bytes(buffer: GradientBuffer, args) -> int:
+    """Bytes of a gradient buffer, with padding."""
+    return buffer.elements * gradient_itemsize(args, buffer.itemsize)
+
+
 def trained_bytes(weights: list[Weight], args, first_stage: bool) -> tuple[int, int, np.ndarray]:
     """Bytes (weights, gradients, optimizer states [ranks]) of one trainable model chunk."""
-    in_fp32 = args.accumulate_allreduce_grads_in_fp32
     if args.use_torch_fsdp2:
         states = sum(n * _states(args, w.itemsize) for n, w in zip(sharded(weights, args), weights, strict=True))
         return *sharded_bytes(weights, args), np.array([states])
     gradient_buffers = buffers(weights, args, first_stage)
-    gradients = sum(b.elements * (4 if in_fp32 else b.itemsize) for b in gradient_buffers)
+    gradients = sum(gradient_bytes(buffer, args) for buffer in gradient_buffers)
     if not args.use_distributed_optimizer:
         states = sum(w.elements * _states(args, w.itemsize) for w in weights)
         return plain_bytes(weights), gradients, np.array([states])
@@ -173,8 +182,7 @@ def sharded(weights: list[Weight], args) -> list[int]:
 def sharded_bytes(weights: list[Weight], args) -> tuple[int, int]:
     """Bytes (weights, gradients) of the first FSDP rank."""
     held = list(zip(sharded(weights, args), weights, strict=True))
-    in_fp32 = args.accumulate_allreduce_grads_in_fp32
-    return sum(n * w.itemsize for n, w in held), sum(n * (4 if in_fp32 else w.itemsize) for n, w in held)
+    return sum(n * w.itemsize for n, w in held), sum(n * gradient_itemsize(args, w.itemsize) for n, w in held)
 
 
 def stage_memory(role, vocab_size: int, kind: str, tokens: int, microbatches: int, kv_cache: int) -> list[Memory]:
@@ -196,9 +204,16 @@ def stage_memory(role, vocab_size: int, kind: str, tokens: int, microbatches: in
         if args.use_torch_fsdp2:
             activation += gathered(chunks)
             activation += sum(plain_bytes(all_factors(weights, args, role.lora)) for weights in chunks)
-        persistent = _persistent(chunks, args, kind, stage, role.lora) if role.model_role == role.name else (0, 0, 0)
-        shared = min(kv_cache, _largest_buffer(chunks, args, stage, role.lora)) if role.model_role != role.name else 0
-        memories.append(Memory(*persistent, kv_cache, activation, logits, offloaded, shared))
+        weights, gradients, states, shared = 0, 0, 0, 0
+        if role.model_role == role.name:
+            weights, gradients, states = _persistent(chunks, args, kind, stage, role.lora)
+        else:
+            shared = min(kv_cache, _largest_buffer(chunks, args, stage, role.lora))
+        memory = Memory(
+            weights=weights, gradients=gradients, optimizer=states, kv_cache=kv_cache, activations=activation,
+            logits=logits, offloaded=offloaded, kv_cache_in_gradients=shared,
+        )  # fmt: skip
+        memories.append(memory)
     return memories
 
 
@@ -206,10 +221,8 @@ def _largest_buffer(chunks: list[list[Weight]], args, stage: int, lora: LoRASett
     """Bytes of the largest gradient buffer of a stage; 0 under FSDP, which has none."""
     if args.use_torch_fsdp2:
         return 0
-    in_fp32 = args.accumulate_allreduce_grads_in_fp32
     trained = [trained_and_frozen(weights, args, lora, value_head=False)[0] for weights in chunks]
-    gradient_buffers = [buffer for weights in trained for buffer in buffers(weights, args, stage == 0)]
-    return max(b.elements * (4 if in_fp32 else b.itemsize) for b in gradient_buffers)
+    return max(gradient_bytes(buffer, args) for weights in trained for buffer in buffers(weights, args, stage == 0))
 
 
 def _offloaded(role, kind: str) -> tuple[str, ...]:

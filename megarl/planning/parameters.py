@@ -64,26 +64,23 @@ def parameter_totals(args, vocab_size: int, value_head: bool) -> ParameterTotals
 
 
 def _chunk(args, vocab_size: int, value_head: bool, layers: range, first: bool, last: bool, sizes) -> list[Weight]:
-    size, hidden, t = args.params_dtype.itemsize, args.hidden_size, sizes.tensor
-    vocab = padded_vocab_size(args, vocab_size) // t
+    hidden, vocab = args.hidden_size, padded_vocab_size(args, vocab_size) // sizes.tensor
     is_tied = not args.untie_embeddings_and_output_weights and not value_head
     is_shared = is_tied and sizes.pipeline > 1
     weights = []
     if first:
-        weights.append(Weight("embedding.word_embeddings.weight", vocab, vocab * hidden, size, is_shared=is_shared))
+        weights.append(_weight(args, "embedding.word_embeddings.weight", vocab, hidden, is_shared))
         if args.position_embedding_type == "learned_absolute":
-            rows = args.max_position_embeddings
-            weights.append(Weight("embedding.position_embeddings.weight", rows, rows * hidden, size))
+            weights.append(_weight(args, "embedding.position_embeddings.weight", args.max_position_embeddings, hidden))
     kinds = moe_layer_pattern(args)
     for number, layer in enumerate(layers):
         weights += [w._replace(name=f"{LAYERS}{number}.{w.name}") for w in _layer(args, sizes, kinds[layer])]
     if last:
         weights += _norm(args, "decoder.final_layernorm", hidden)
         if value_head:
-            weights.append(Weight("output_layer.weight", 1, hidden, size))
-            weights += [Weight("output_layer.bias", 1, 1, size)] if args.draws_weights else []
+            weights += _matrix(args, "output_layer", 1, hidden, has_bias=args.draws_weights)
         elif not is_tied or not first:
-            weights.append(Weight("output_layer.weight", vocab, vocab * hidden, size, is_shared=is_shared))
+            weights.append(_weight(args, "output_layer.weight", vocab, hidden, is_shared))
     return weights
 
 
@@ -107,8 +104,7 @@ def _attention(args, t: int) -> list[Weight]:
     rows = (heads + 2 * groups) * channels // t
     weights += _matrix(args, "self_attention.linear_qkv", rows, hidden, has_bias or args.add_qkv_bias)
     if args.softmax_type == "learnable":
-        size = args.params_dtype.itemsize
-        weights.append(Weight("self_attention.core_attention.softmax_offset", heads // t, heads // t, size))
+        weights.append(_weight(args, "self_attention.core_attention.softmax_offset", heads // t))
     if args.qk_layernorm:
         weights += _norm(args, "self_attention.q_layernorm", channels)
         weights += _norm(args, "self_attention.k_layernorm", channels)
@@ -146,9 +142,7 @@ def _mlp(args, name: str, ffn: int) -> list[Weight]:
 def _moe(args, sizes: ParallelSizes) -> list[Weight]:
     """Router E·H; E/e experts with F/x channels; one shared expert, split like a dense MLP, and its gate."""
     experts, hidden = args.num_experts, args.hidden_size
-    weights = [Weight("mlp.router.weight", experts, experts * hidden, args.params_dtype.itemsize)]
-    if args.add_bias_linear:
-        weights.append(Weight("mlp.router.bias", experts, experts, args.params_dtype.itemsize))
+    weights = _matrix(args, "mlp.router", experts, hidden, args.add_bias_linear)
     is_expert = args.expert_model_parallel_size > 1  # without expert parallelism, reduced like all others
     for number in range(experts // sizes.expert):
         expert = _mlp(args, f"mlp.experts.local_experts.{number}", args.moe_ffn_hidden_size // sizes.expert_tensor)
@@ -156,20 +150,24 @@ def _moe(args, sizes: ParallelSizes) -> list[Weight]:
     shared = args.moe_shared_expert_intermediate_size
     if shared:
         if args.moe_shared_expert_gate:
-            weights.append(Weight("mlp.shared_experts.gate_weight", 1, hidden, args.params_dtype.itemsize))
+            weights.append(_weight(args, "mlp.shared_experts.gate_weight", 1, hidden))
         weights += _mlp(args, "mlp.shared_experts", shared // sizes.tensor)
     return weights
 
 
 def _matrix(args, name: str, rows: int, columns: int, has_bias: bool) -> list[Weight]:
-    size = args.params_dtype.itemsize
-    weights = [Weight(f"{name}.weight", rows, rows * columns, size)]
-    return weights + ([Weight(f"{name}.bias", rows, rows, size)] if has_bias else [])
+    bias = [_weight(args, f"{name}.bias", rows)] if has_bias else []
+    return [_weight(args, f"{name}.weight", rows, columns), *bias]
 
 
 def _norm(args, name: str, width: int) -> list[Weight]:
     kinds = ("weight",) if args.normalization == "RMSNorm" else ("weight", "bias")
-    return [Weight(f"{name}.{kind}", width, width, args.params_dtype.itemsize) for kind in kinds]
+    return [_weight(args, f"{name}.{kind}", width) for kind in kinds]
+
+
+def _weight(args, name: str, rows: int, columns: int = 1, is_shared: bool = False) -> Weight:
+    itemsize = args.params_dtype.itemsize
+    return Weight(name=name, rows=rows, elements=rows * columns, itemsize=itemsize, is_shared=is_shared)
 
 
 def is_half(args) -> bool:

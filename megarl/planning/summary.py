@@ -70,7 +70,7 @@ def make_plan(program, world_size: int, vocab_size: int, reward_vocab_size: int 
     Raises:
         RuntimeError: a group's members do not match the role's sizes, which would be a bug.
     """
-    groups = create_groups(program.roles, world_size)
+    role_groups = create_role_groups(program.roles, world_size)
     step = traffic.step_sizes(program.settings)
     sizes = dict.fromkeys(program.roles, vocab_size) | {"reward": reward_vocab_size or vocab_size}
     roles = {name: _role(role, program.settings, sizes[name], step) for name, role in program.roles.items()}
@@ -82,22 +82,22 @@ def make_plan(program, world_size: int, vocab_size: int, reward_vocab_size: int 
         roles=roles,
         rank_sets=rank_sets({name: (role.ranks, role.stages) for name, role in roles.items()}, world_size),
         exchanges=[
-            *traffic.exchanges(groups, program.settings),
-            *traffic.routes(program.roles, groups, program.settings),
+            *traffic.exchanges(role_groups, program.settings),
+            *traffic.routes(program.roles, role_groups, program.settings),
         ],
         weights_to_rollout=traffic.weights_to_rollout(program.roles, vocab_size),
     )
 
 
-def create_groups(roles: dict, world_size: int) -> dict:
+def create_role_groups(roles: dict, world_size: int) -> dict:
     """RoleGroups of all roles by name, created as the programs do; checked on the first rank of each role."""
-    groups = {}
+    role_groups = {}
     for rank in sorted({role.ranks.start for role in roles.values()}):
         with fake_world.fake_world(world_size, rank):
-            groups = role_mesh.create_mesh(roles, timedelta(minutes=1)).roles
+            role_groups = role_mesh.create_mesh(roles, timedelta(minutes=1)).roles
             for name, role in roles.items():
-                _check_groups(role, groups[name], rank)
-    return groups
+                _check_groups(role, role_groups[name], rank)
+    return role_groups
 
 
 def _check_groups(role, role_groups, rank: int):
@@ -126,15 +126,18 @@ def _role(role, settings, vocab_size: int, step: traffic.StepSizes) -> RolePlan:
         "expert_tensor": sizes.expert_tensor, "expert_data": sizes.expert_data(ranks),
         "sequence_parallel": args.sequence_parallel, "sharded": args.use_torch_fsdp2,
     }  # fmt: skip
-    stages = memory_of(role, settings, vocab_size)
-    if kind is None:
-        return RolePlan(role.name, role.ranks, role.model_role, layout, None, stages, 0, {})
-    count = step.microbatches(sizes.data(ranks), role.max_tokens_per_microbatch) if kind in ("train", "value") else 0
+    count, totals, sent = 0, None, {}
+    if kind in ("train", "value"):
+        count = step.microbatches(sizes.data(ranks), role.max_tokens_per_microbatch)
     if kind == "reward model":  # its tokenizer may give more tokens for the same text
         step = replace(step, prompt=max(args.seq_length - step.response, 0))
-    sent = traffic.within_role(role, kind, vocab_size, step)
-    totals = parameter_totals(args, vocab_size, kind in SCALAR_HEAD)
-    return RolePlan(role.name, role.ranks, role.model_role, layout, totals, stages, count, sent)
+    if kind is not None:
+        sent = traffic.within_role(role, kind, vocab_size, step)
+        totals = parameter_totals(args, vocab_size, kind in SCALAR_HEAD)
+    return RolePlan(
+        name=role.name, ranks=role.ranks, model_role=role.model_role, sizes=layout, parameters=totals,
+        stages=memory_of(role, settings, vocab_size), microbatches=count, traffic=sent,
+    )  # fmt: skip
 
 
 def _kind(role) -> str | None:
@@ -143,8 +146,8 @@ def _kind(role) -> str | None:
 
 def memory_of(role, settings, vocab_size: int) -> list[Memory]:
     """Memory of a role on the ranks of each of its pipeline stages; 0 bytes if it has no model."""
-    kind, step, tokens, cache = _kind(role), traffic.step_sizes(settings), role.max_tokens_per_microbatch, 0
-    sizes = parallel_sizes(role.megatron)
+    kind, step = _kind(role), traffic.step_sizes(settings)
+    sizes, tokens, cache = parallel_sizes(role.megatron), role.max_tokens_per_microbatch, 0
     if kind is None:
         return [Memory()] * sizes.pipeline
     if kind == "generate":
@@ -168,11 +171,12 @@ def rank_sets(held: dict[str, tuple[range, list[Memory]]], world_size: int) -> l
         transient[own] = np.maximum(transient[own], np.repeat([m.transient for m in stages], stage_size))
         for rank in ranks:
             members[rank].append(name)
-    total, sets = resident + transient, {}
+    total = resident + transient
+    sets: dict[tuple[str, ...], list[int]] = {}
     for rank, names in enumerate(members):
         sets.setdefault(tuple(names), []).append(rank)
     result = []
     for names, ranks in sets.items():
         fullest = max(ranks, key=lambda rank: total[rank])
-        result.append(RankSet(names, len(ranks), fullest, int(total[fullest])))
+        result.append(RankSet(roles=names, ranks=len(ranks), fullest=fullest, bytes=int(total[fullest])))
     return result

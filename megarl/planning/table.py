@@ -25,10 +25,7 @@ def count(number: int) -> str:
 
 def bytes_of(number: int) -> str:
     """A number of bytes with its unit."""
-    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if number >= 2**power:
-            return f"{number / 2**power:.2f} {unit}"
-    return f"{number} B"
+    return terminal.format_bytes(number, digits=2)
 
 
 def _columns(rows: list[list[str]]) -> list[str]:

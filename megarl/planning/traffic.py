@@ -16,8 +16,8 @@ from megarl.mcore.config.megatron_flags import parallel_sizes
 from megarl.mcore.model.gpt import padded_vocab_size
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern, stage_layers
 from megarl.planning.factors import all_factors, factors_apart, trained_and_frozen
-from megarl.planning.memory import buffers, plain_bytes, sharded_bytes
-from megarl.planning.parameters import LAYERS, SCALAR_HEAD, is_half, stage_weights
+from megarl.planning.memory import buffers, gradient_bytes, gradient_itemsize, plain_bytes, sharded_bytes
+from megarl.planning.parameters import LAYERS, SCALAR_HEAD, Weight, is_half, stage_weights
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,11 @@ class StepSizes:
 def step_sizes(settings) -> StepSizes:
     """The sizes of a step from the settings; with dynamic sampling, of one round."""
     s = settings
-    lengths = s.max_prompt_length, s.max_response_length
-    greedy, on_policy = s.prompts_per_step if s.greedy_baseline else 0, s.updates_on_policy(s.sequences_per_step)
-    return StepSizes(s.sequences_per_step, *lengths, s.ppo_epochs, s.updates_per_step, greedy, on_policy)
+    return StepSizes(
+        sequences=s.sequences_per_step, prompt=s.max_prompt_length, response=s.max_response_length,
+        epochs=s.ppo_epochs, updates=s.updates_per_step, greedy=s.prompts_per_step if s.greedy_baseline else 0,
+        on_policy=s.updates_on_policy(s.sequences_per_step),
+    )  # fmt: skip
 
 
 class FieldMove(NamedTuple):
@@ -78,11 +80,9 @@ class FieldMove(NamedTuple):
 
 def moves(settings, roles) -> list[FieldMove]:
     """The field moves of a step of a run with these roles, in order."""
-    step, known, result = step_sizes(settings), settings.sampled_fields, []
-    if "baseline_scores" in known:
-        result.append(FieldMove("rollout", "reward", RESPONSE_FIELDS, step.greedy, round_robin=True))
-    if "scores" in known:
-        result.append(FieldMove("rollout", "reward", RESPONSE_FIELDS, step.sequences, round_robin=True))
+    step, known = step_sizes(settings), settings.sampled_fields
+    scored = [step.greedy] * ("baseline_scores" in known) + [step.sequences] * ("scores" in known)
+    result = [FieldMove("rollout", "reward", RESPONSE_FIELDS, count, round_robin=True) for count in scored]
     batch = [
         ("rollout", "actor", [*ACTOR_FIELDS, *known]),
         *(("rollout", role, [*RESPONSE_FIELDS, *known]) for role in ("reward", "reference", "critic")),
@@ -102,15 +102,15 @@ def field_bytes(names: list[str], step: StepSizes) -> int:
     return sum(FIELDS[name].dtype.itemsize * items[FIELDS[name].kind] for name in names)
 
 
-def exchanges(groups: dict, settings) -> list[dict]:
+def exchanges(role_groups: dict, settings) -> list[dict]:
     """Each field move of a step: payload between the replicas' first ranks, and all bytes sent with broadcasts.
 
     Roles with the same replicas hold the same sequences and need no copy. Sequences of the rollout move after
     generation, because the load is rebalanced, unless it has one replica or they are scored in the rollout's order.
     """
     result, served = [], {}
-    for move in moves(settings, groups):
-        source, destination = groups[move.source].replicas, groups[move.destination].replicas
+    for move in moves(settings, role_groups):
+        source, destination = role_groups[move.source].replicas, role_groups[move.destination].replicas
         is_free = source == destination and (move.source != "rollout" or move.round_robin or len(source) == 1)
         if move.source == "rollout" and not move.round_robin:
             is_free = is_free or destination in served.values()
@@ -122,7 +122,7 @@ def exchanges(groups: dict, settings) -> list[dict]:
     return result
 
 
-def routes(roles: dict, groups: dict, settings) -> list[dict]:
+def routes(roles: dict, role_groups: dict, settings) -> list[dict]:
     """Moves of `--router-replay rollout`, in the form of `exchanges`: two bytes per token, MoE layer and expert.
 
     A route goes to each rank whose router sees the token: one tensor-parallel rank with sequence parallelism, else
@@ -130,10 +130,10 @@ def routes(roles: dict, groups: dict, settings) -> list[dict]:
     """
     if settings.router_replay != "rollout":
         return []
-    result, step, source = [], step_sizes(settings), groups["rollout"].replicas
+    result, step, source = [], step_sizes(settings), role_groups["rollout"].replicas
     held = _moe_layers_of_ranks(roles["rollout"].megatron, source) if len(source) == 1 else {}
     for name in ("actor", "reference") if settings.router_replay_reference else ("actor",):
-        args, replicas = roles[name].megatron, groups[name].replicas
+        args, replicas = roles[name].megatron, role_groups[name].replicas
         share = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
         route = FIELDS["routes"].dtype.itemsize * args.moe_router_topk  # bytes of one token in one layer
         needed = _moe_layers_of_ranks(args, replicas)
@@ -164,7 +164,8 @@ def passes(role: str, args, step: StepSizes) -> tuple[int, int]:
 def within_role(role, kind: str, vocab_size: int, step: StepSizes) -> dict[str, int]:
     """Bytes that a rank of the role sends in a step, by kind of parallelism."""
     args = role.megatron
-    sizes, forwards, backwards = parallel_sizes(args), *passes(role.name, args, step)
+    sizes = parallel_sizes(args)
+    forwards, backwards = passes(role.name, args, step)
     step = step.with_greedy() if kind == "generate" else step
     n = step.tokens_of_replica(sizes.data(len(role.ranks))) // sizes.context
     sent = {
@@ -250,30 +251,35 @@ def gradients(role, kind: str, vocab_size: int, step: StepSizes, forwards: int, 
     args = role.megatron
     stages, size = stage_weights(args, vocab_size, kind in SCALAR_HEAD), parallel_sizes(args)
     dense = size.data(len(role.ranks)) * size.context
-    total, in_fp32 = 0.0, args.accumulate_allreduce_grads_in_fp32
+    total = 0.0
     for number, chunks in enumerate(stages):
         for weights in chunks:
+            trained, _ = trained_and_frozen(weights, args, role.lora, kind in SCALAR_HEAD)
             if args.use_torch_fsdp2:
                 factors = all_factors(weights, args, role.lora)
                 held, _ = sharded_bytes(weights + factors, args)
-                _, reduced = sharded_bytes(trained_and_frozen(weights, args, role.lora, kind in SCALAR_HEAD)[0], args)
+                _, reduced = sharded_bytes(trained, args)
                 count = step.microbatches(size.data(len(role.ranks)), role.max_tokens_per_microbatch)
                 microbatches = count * step.updates / step.epochs  # of one pass over the batch
                 total += microbatches * (dense - 1) * ((forwards + backwards) * held + backwards * reduced)
                 if factors and not is_half(args):  # they are gathered with the embeddings, to be merged
                     outside = [w for w in weights if not w.name.startswith(LAYERS)]
                     total += step.updates * (dense - 1) * sharded_bytes(outside + factors, args)[0]
-                continue
-            weights, _ = trained_and_frozen(weights, args, role.lora, kind in SCALAR_HEAD)
-            for buffer in buffers(weights, args, number == 0):
-                gradient = buffer.elements * (4 if in_fp32 else buffer.itemsize)
-                both = gradient + buffer.elements * buffer.itemsize if args.use_distributed_optimizer else 2 * gradient
-                total += step.updates * (buffer.ranks - 1) / buffer.ranks * both
-            total += step.updates * sum(w.elements * (4 if in_fp32 else w.itemsize) for w in weights if w.is_shared)
-            replicated = sum(w.elements * (4 if in_fp32 else w.itemsize) for w in weights if "_down_proj." in w.name)
-            share = 2 * (size.tensor - 1) / size.tensor if args.sequence_parallel else 0
-            total += step.updates * share * replicated
+            else:
+                total += step.updates * _reduced(trained, args, size.tensor, number == 0)
     return total / len(stages)
+
+
+def _reduced(weights: list[Weight], args, tensor_ranks: int, first_stage: bool) -> float:
+    """What a rank of a model chunk sends in an update without FSDP."""
+    total = 0.0
+    for buffer in buffers(weights, args, first_stage):
+        gradient = gradient_bytes(buffer, args)
+        both = gradient + (buffer.elements * buffer.itemsize if args.use_distributed_optimizer else gradient)
+        total += (buffer.ranks - 1) / buffer.ranks * both
+    tied = sum(w.elements * gradient_itemsize(args, w.itemsize) for w in weights if w.is_shared)
+    whole = sum(w.elements * gradient_itemsize(args, w.itemsize) for w in weights if "_down_proj." in w.name)
+    return total + tied + (2 * (tensor_ranks - 1) / tensor_ranks * whole if args.sequence_parallel else 0)
 
 
 def weights_to_rollout(roles: dict, vocab_size: int) -> int:

@@ -136,7 +136,10 @@ class Verifier:
         if problem:
             raise RuntimeError(failure(self.name, sample, problem))
         parts = {str(name): float(value) for name, value in result.parts.items()}
-        return Score(float(result.reward), bool(result.correct), parts, result.extracted, bool(result.timed_out))
+        return replace(
+            result, reward=float(result.reward), correct=bool(result.correct), parts=parts,
+            timed_out=bool(result.timed_out),
+        )  # fmt: skip
 
 
 def _problem(result: object) -> str | None:

@@ -14,7 +14,7 @@ from megarl.rewards.verifiers import VerifierSet
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The `--reward-…` flags that verifiers read. Plain values, because it is pickled to the workers."""
+    """The flags `--reward-FIELD` that verifiers read. Plain values, because it is pickled to the workers."""
 
     pattern: str | None
     format: str
@@ -30,16 +30,10 @@ class Options:
     def of(cls, settings) -> "Options":
         """From `megarl.flags.settings.Settings`, whose import would be too slow for a worker."""
         return cls(
-            pattern=settings.reward_pattern,
-            format=settings.reward_format,
-            length=settings.reward_length,
-            url=settings.reward_url,
-            retries=settings.reward_retries,
-            concurrency=settings.reward_concurrency,
-            memory_mb=settings.reward_memory_mb,
-            timeout=settings.reward_timeout,
-            workers=settings.reward_workers,
-        )
+            pattern=settings.reward_pattern, format=settings.reward_format, length=settings.reward_length,
+            url=settings.reward_url, retries=settings.reward_retries, concurrency=settings.reward_concurrency,
+            memory_mb=settings.reward_memory_mb, timeout=settings.reward_timeout, workers=settings.reward_workers,
+        )  # fmt: skip
 
 
 def _code(options: Options) -> Callable[[Sample], Score]:

@@ -70,9 +70,8 @@ class _Asserts:
     def passed(self, program: str, limits: Limits) -> bool:
         mark = secrets.token_hex(16)
         tests, private = with_own_builtins(self.code, f"_{secrets.token_hex(8)}_")
-        script = _HARNESS.format(
-            program=program, tests=tests, imports=_imports(self.code), builtins=private, mark=mark
-        )  # fmt: skip
+        imports = sorted(_imported(ast.parse(self.code)) - {"program"})
+        script = _HARNESS.format(program=program, tests=tests, imports=imports, builtins=private, mark=mark)
         outcome = sandbox.run(script, limits=limits)
         return outcome.status == "ok" and mark in outcome.stdout
 
@@ -97,7 +96,7 @@ def with_own_builtins(tests: str, prefix: str) -> tuple[str, list[tuple[str, str
             bound.add(node.name)
     free = {node.id for node in used} - bound
     python = {name for name in free if hasattr(builtins, name) and not name.startswith("__")}
-    if free == python and not _imports_program(tree):
+    if free == python and "program" not in _imported(tree):
         return tests, []
     for node in used:
         if node.id in python:
@@ -105,22 +104,14 @@ def with_own_builtins(tests: str, prefix: str) -> tuple[str, list[tuple[str, str
     return ast.unparse(tree), [(prefix + name, name) for name in sorted(python)]
 
 
-def _imports_program(tree: ast.AST) -> bool:
-    return any("program" in names for names in _imported(tree))
-
-
-def _imports(tests: str) -> list[str]:
-    return sorted({name for names in _imported(ast.parse(tests)) for name in names} - {"program"})
-
-
-def _imported(tree: ast.AST) -> list[list[str]]:
-    """The modules of each import statement."""
-    found = []
+def _imported(tree: ast.AST) -> set[str]:
+    """The modules of all import statements."""
+    found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found.append([alias.name for alias in node.names])
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.append([node.module])
+            found.add(node.module)
     return found
 
 

@@ -38,4 +38,4 @@ def compose(terms: Sequence[Term], scores: dict[str, Score]) -> Score:
         else:
             parts[name] = weight * scores[name].reward
     correctness = scores[correctness_term(terms)]
-    return Score(sum(parts.values()), correctness.correct, parts, correctness.extracted)
+    return Score(sum(parts.values()), correctness.correct, parts, extracted=correctness.extracted)

@@ -13,17 +13,8 @@ MODEL = "model"
 ENVIRONMENT = "environment"
 UNVERIFIED = (MODEL, ENVIRONMENT)  # terms that no verifier scores
 NAMES = (
-    MODEL,
-    ENVIRONMENT,
-    "exact-match",
-    "regex",
-    "math-verify",
-    "reasoning-gym",
-    "format",
-    "length",
-    "code",
-    "remote",
-)
+    MODEL, ENVIRONMENT, "exact-match", "regex", "math-verify", "reasoning-gym", "format", "length", "code", "remote"
+)  # fmt: skip
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _TERM = re.compile(rf"\s*(?:(?P<weight>{_NUMBER})\s*\*\s*)?(?P<name>[^\s+*]*)\s*(?P<plus>\+?)")

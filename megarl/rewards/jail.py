@@ -106,7 +106,8 @@ def _watch(child: int, caller: int, seconds: float, memory: int) -> int:
         os.setpriority(os.PRIO_PROCESS, 0, -10)  # so that the watcher is not starved by the program it watches
     except OSError:
         pass  # only root may
-    events, verdict, deadline = select.poll(), None, time.monotonic() + seconds
+    verdict, deadline = None, time.monotonic() + seconds
+    events = select.poll()
     for descriptor in (ended := os.pidfd_open(child), 0):
         events.register(descriptor, select.POLLIN)
     while verdict is None:

@@ -42,7 +42,7 @@ def score_inside(sample: Sample) -> Score:
     answer = parsed(answer_text(sample.response)) if sample.finished else []
     # The package's own time-outs are alarms, which would cancel the one that limits this verifier.
     correct = bool(answer) and verify(reference, answer, timeout_seconds=None)
-    return Score(float(correct), correct, {"math_verify": float(correct)}, _canonical(answer))
+    return Score(float(correct), correct, {"math_verify": float(correct)}, extracted=_canonical(answer))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -95,7 +95,8 @@ class _Worker(Child):
                 return None
         except (EOFError, OSError):
             problem = f"its worker process ended with status {self.status()}"
-        number, self.job, self.busy = self.job, None, False
+        number = self.job
+        self.job, self.busy = None, False
         if problem:
             self.end()
         if number is None:
@@ -106,5 +107,6 @@ class _Worker(Child):
         return answer or [reason(failure(jobs[number].name, sample, problem)) for sample in jobs[number].samples]
 
     def _limited(self, message: object, seconds: float):
-        self.busy, self._seconds, self.deadline = True, seconds, time.monotonic() + seconds
+        self.busy, self._seconds = True, seconds
+        self.deadline = time.monotonic() + seconds
         self.send(message)

@@ -98,12 +98,8 @@ class Scorer:
             os.kill(child, signal.SIGKILL)
             _, status = os.waitpid(child, 0)
             os.close(result)
-        if content is None:
-            return {"problem": f"no result within {seconds:g} s", "late": True}
-        try:
-            return _checked(json.loads(content))
-        except (ValueError, TypeError, KeyError, RecursionError):
-            return {"problem": f"the process that scored it ended with status {os.waitstatus_to_exitcode(status)}"}
+        status = os.waitstatus_to_exitcode(status)
+        return _result(content, seconds, f"the process that scored it ended with status {status}")
 
     def _in_shared_child(self, sample: Sample, seconds: float) -> dict:
         """As `_in_own_child`. The child is replaced after a failure, and when there is more to inherit."""
@@ -114,12 +110,9 @@ class Scorer:
         try:
             connection.sendall(json.dumps(asdict(sample)).encode() + b"\n")
             content = self._read(connection.fileno(), seconds, b"\n")
-            if content is None:
-                result = {"problem": f"no result within {seconds:g} s", "late": True}
-            else:
-                result = _checked(json.loads(content))
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
-            result = {"problem": "the process that scored it ended"}
+        except OSError:
+            content = b""
+        result = _result(content, seconds, "the process that scored it ended")
         if "score" not in result:
             self.end_shared_child()
         return result
@@ -143,7 +136,8 @@ class Scorer:
 
     def _read(self, stream: int, seconds: float, end: bytes | None = None) -> bytes | None:
         """What a child writes until `end`, or until it closes the stream; None at the limit."""
-        content, deadline, events = bytearray(), time.monotonic() + seconds, select.poll()
+        content, deadline = bytearray(), time.monotonic() + seconds
+        events = select.poll()
         events.register(stream, select.POLLIN)
         events.register(self._caller, 0)  # only its hang-up
         while len(content) < _MAX_RESULT:
@@ -192,15 +186,27 @@ def _report(module, sample: Sample, report: int):
         content = content[os.write(report, content) :]
 
 
+def _result(content: bytes | None, seconds: float, ended: str) -> dict:
+    """The result that a child has written, or why there is none: it took too long, or has `ended`."""
+    if content is None:
+        return {"problem": f"no result within {seconds:g} s", "late": True}
+    try:
+        return _checked(json.loads(content))
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return {"problem": ended}
+
+
 def _checked(result: dict) -> dict:
     """The child's result, reduced to what a result may hold: the child is in the hands of the response."""
     if "score" not in result:
         return {"problem": str(result["problem"])}
     fields = result["score"]
     score = Score(
-        float(fields["reward"]), bool(fields["correct"]), {str(k): float(v) for k, v in fields["parts"].items()},
-        None if fields["extracted"] is None else str(fields["extracted"]),
-    )  # fmt: skip
+        reward=float(fields["reward"]),
+        correct=bool(fields["correct"]),
+        parts={str(name): float(value) for name, value in fields["parts"].items()},
+        extracted=None if fields["extracted"] is None else str(fields["extracted"]),
+    )
     if not 0.0 <= score.reward <= 1.0:
         raise ValueError("outside 0 to 1")
     return {"score": asdict(score)}

@@ -30,7 +30,7 @@ def reasoning_gym(seconds: float) -> Callable[[Sample], Score]:
     isolated = Isolated("reasoning-gym", seconds)
 
     def verify(sample: Sample) -> Score:
-        _source_dataset(sample.metadata)
+        source_dataset(sample.metadata)
         if sample.finished:
             return isolated(sample)
         isolated.prepare(sample.metadata)
@@ -43,19 +43,19 @@ def score_inside(sample: Sample) -> Score:
     """The score of a response; runs confined."""
     entry = {"answer": sample.answer, "metadata": sample.metadata}
     extracted = answer_text(sample.response)
-    task = _source_dataset(sample.metadata)
+    task = source_dataset(sample.metadata)
     scorer = task_scorer(task)
     try:
         score = float(scorer(harmless(task, extracted, sample.answer), entry))
     except Exception:
         scorer(sample.answer, entry)  # raises if the entry is broken
         score = 0.0
-    return Score(score, score >= _CORRECT_FROM, {"reasoning_gym": score}, extracted or None)
+    return Score(score, score >= _CORRECT_FROM, {"reasoning_gym": score}, extracted=extracted or None)
 
 
 def prepare(metadata: dict[str, Any] | None):
     """Build the scorer for samples with this metadata."""
-    task_scorer(_source_dataset(metadata))
+    task_scorer(source_dataset(metadata))
 
 
 def prepared() -> int:
@@ -65,7 +65,7 @@ def prepared() -> int:
 
 def may_share(metadata: dict[str, Any] | None) -> bool:
     """Whether the task's scorer only compares the response's text."""
-    return _source_dataset(metadata) not in LITERALS | EXPRESSIONS
+    return source_dataset(metadata) not in LITERALS | EXPRESSIONS
 
 
 def warm_up():
@@ -77,14 +77,14 @@ def check_tasks(prompts: PromptSet):
     """UsageError for the first line that does not name its task; does not import reasoning_gym."""
     if importlib.util.find_spec("reasoning_gym") is None:
         raise UsageError("--reward reasoning-gym: the package reasoning_gym is not installed")
-    check_metadata("reasoning-gym", prompts, _source_dataset)
+    check_metadata("reasoning-gym", prompts, source_dataset)
 
 
 def load_tasks(prompts: PromptSet):
     """Build the scorer of every task in `prompts`; UsageError for a task that reasoning_gym cannot score."""
     isolated, known = Isolated("reasoning-gym", 1.0), set()
     for prompt in prompts:
-        task = _source_dataset(prompt.metadata)
+        task = source_dataset(prompt.metadata)
         if task in known:
             continue
         try:
@@ -106,7 +106,8 @@ def task_scorer(task: str) -> Callable[[str | None, dict[str, Any]], float]:
     return scorer
 
 
-def _source_dataset(metadata: dict[str, Any] | None) -> str:
+def source_dataset(metadata: dict[str, Any] | None) -> str:
+    """The name of a sample's task; ValueError without one."""
     task = (metadata or {}).get("source_dataset")
     if not isinstance(task, str) or not task:
         raise ValueError("metadata must hold source_dataset, the name of the reasoning_gym task")

@@ -14,7 +14,7 @@ def exact_match(sample: Sample) -> Score:
     if sample.answer is None:
         raise ValueError("exact-match needs an answer")
     correct = sample.finished and sample.response.strip() == sample.answer.strip()
-    return Score(float(correct), correct, {"exact_match": float(correct)}, whole_response(sample))
+    return Score(float(correct), correct, {"exact_match": float(correct)}, extracted=whole_response(sample))
 
 
 def check_answers(name: str, prompts: PromptSet):
@@ -48,7 +48,7 @@ def regex(pattern: str) -> Callable[[Sample], Score]:
         group = match[1] if expression.groups else None
         text = (match[0] if group is None else group).strip()
         correct = sample.answer is None or text == sample.answer.strip()
-        return Score(float(correct), correct, {"regex": float(correct)}, text or None)
+        return Score(float(correct), correct, {"regex": float(correct)}, extracted=text or None)
 
     return verify
 

@@ -19,7 +19,7 @@ from megarl.observe.alarms import UpdateCheck
 from megarl.observe.timers import Timers
 from megarl.roles.actor_loss import METRIC_NAMES, ActorLoss
 from megarl.roles.loss_mask import is_all_masked, loss_mask
-from megarl.roles.trainable_model import TrainableModel
+from megarl.roles.trainable_model import TrainableModel, Update
 from megarl.router_replay import probe
 
 
@@ -32,7 +32,8 @@ class Actor:
         self, settings: Settings, role: RoleSettings, role_groups: RoleGroups, vocab_size: int, policy_loss: PolicyLoss,
         timers: Timers,
     ):  # fmt: skip
-        self.settings, self.role_groups, self.timers, self.vocab_size = settings, role_groups, timers, vocab_size
+        self.settings, self.role_groups = settings, role_groups
+        self.timers, self.vocab_size = timers, vocab_size
         self.loss, self.update_check = ActorLoss(settings, policy_loss), UpdateCheck(settings.alarms, self.name)
         self.trainable_model = None
         self.metrics: dict[str, float] = {}
@@ -48,13 +49,14 @@ class Actor:
         """
         if not self.role_groups.is_member:
             return
-        if self._probes(step_batch.step):
+        if self._should_probe(step_batch.step):
             with self.timers.phase(self.name, "probe"):
                 self.metrics |= probe.logprob_gaps(self.trainable_model, step_batch[self.name], self._forward)
         if self._updates_on_policy(step_batch):
             return
         with self.timers.phase(self.name, "logprobs"):
-            batch, results, of_step = step_batch[self.name], [], []
+            batch = step_batch[self.name]
+            results, of_step = [], []
             for ids in mb.minibatches_of_step(self.settings, step_batch.count, step_batch.step, epoch=0):
                 microbatches = self.trainable_model.microbatches(batch, mb.positions_of(batch, ids))
                 results += self.trainable_model.forward_only(microbatches, self._forward)
@@ -66,12 +68,11 @@ class Actor:
 
     def passes_of_step(self, step_batch: StepBatch) -> list[Tensor]:
         """Positions in this replica's batch of the sequences of each pass of a step."""
-        passes = [probe.probed_ids()] if self._probes(step_batch.step) else []
-        for epoch in range(self.settings.ppo_epochs):
-            passes += mb.minibatches_of_step(self.settings, step_batch.count, step_batch.step, epoch)
-        return [mb.positions_of(step_batch[self.name], ids) for ids in passes]
+        batch, step = step_batch[self.name], step_batch.step
+        probed = [mb.positions_of(batch, probe.probed_ids())] if self._should_probe(step) else []
+        return [*probed, *mb.updates_of_step(self.settings, batch, step_batch.count, step)]
 
-    def _probes(self, step: int) -> bool:
+    def _should_probe(self, step: int) -> bool:
         return self.settings.router_probe_interval > 0 and step % self.settings.router_probe_interval == 0
 
     def _updates_on_policy(self, step_batch: StepBatch) -> bool:
@@ -120,16 +121,18 @@ class Actor:
         self.metrics |= self.trainable_model.offload.metrics(self.name)
 
     def _run_epochs(self, step_batch: StepBatch, kl_coefficient: float):
+        batch, on_policy = step_batch[self.name], self._updates_on_policy(step_batch)
+        passes = mb.updates_of_step(self.settings, batch, step_batch.count, step_batch.step)
         with self.timers.phase(self.name, "update"):
-            batch, results, on_policy = step_batch[self.name], [], self._updates_on_policy(step_batch)
-            with self.trainable_model.on_device_for_updates():
-                for epoch in range(self.settings.ppo_epochs):
-                    for ids in mb.minibatches_of_step(self.settings, step_batch.count, step_batch.step, epoch):
-                        results.append(self._update(batch, mb.positions_of(batch, ids), kl_coefficient, on_policy))
-            self._summarize(results)
+            with self.trainable_model.present_for_updates():
+                updates = [self._update(batch, positions, kl_coefficient, on_policy) for positions in passes]
+            self.metrics |= self.trainable_model.update_metrics(updates, METRIC_NAMES)
+            self.metrics["actor/ppo_kl_first"] = updates[0].sums[METRIC_NAMES.index("actor/ppo_kl")].item()
+            if self.settings.kl_in == "reward":
+                del self.metrics["actor/kl_loss"]
 
-    def _update(self, batch: Batch, positions: Tensor, kl_coefficient: float, on_policy: bool):
-        """One update: (metric sums, whether skipped, gradient norm). `on_policy`: also sets the old log-probs."""
+    def _update(self, batch: Batch, positions: Tensor, kl_coefficient: float, on_policy: bool) -> Update:
+        """One update. `on_policy`: also sets the old log-probs."""
         minibatch = batch.select(positions)
         mask = loss_mask(minibatch, self.settings)
         counts = self.role_groups.dp_all_reduce(local_counts(mask, minibatch.cu_seqlens))
@@ -141,29 +144,11 @@ class Actor:
             value, sums = self.loss(scores, microbatch, old_logprobs, counts, kl_coefficient)
             return value, (sums, logprobs, entropy) if on_policy else (sums,)
 
-        sums = None
-
-        def accepts(results: list, norm: float) -> bool:
-            nonlocal sums
-            sums = self.role_groups.dp_all_reduce(torch.stack([of_microbatch for of_microbatch, *_ in results]).sum(0))
-            metrics = dict(zip(METRIC_NAMES, sums.tolist(), strict=True)) | {"actor/grad_norm": norm}
-            return has_loss and self.update_check.accepts(metrics["actor/loss"], metrics)
-
         microbatches = self.trainable_model.microbatches(batch, positions)
-        results, applied, norm = self.trainable_model.update(microbatches, self._forward, loss, accepts)
+        results, update = self.trainable_model.checked_update(
+            microbatches, self._forward, loss, METRIC_NAMES, self.update_check, has_loss
+        )
         if on_policy:
             scored = zip(results, microbatches, strict=True)
             self._set_old_logprobs(batch, [(logprobs, entropy, at) for (_, logprobs, entropy), (_, at) in scored])
-        return sums, has_loss and not applied, norm
-
-    def _summarize(self, results):
-        means = torch.stack([sums for sums, _, _ in results]).mean(0).tolist()
-        self.metrics |= dict(zip(METRIC_NAMES, means, strict=True))
-        if self.settings.kl_in == "reward":
-            del self.metrics["actor/kl_loss"]
-        self.metrics |= {
-            "actor/ppo_kl_first": results[0][0][METRIC_NAMES.index("actor/ppo_kl")].item(),
-            "actor/grad_norm": sum(norm for _, _, norm in results) / len(results),
-            "actor/learning_rate": self.trainable_model.learning_rate(),
-            "actor/updates_skipped": sum(skipped for _, skipped, _ in results),
-        }
+        return update

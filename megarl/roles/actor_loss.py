@@ -19,10 +19,12 @@ class ActorLoss:
     """Loss and metrics of a micro-batch. Those of the mini-batch are the sums over micro-batches and replicas."""
 
     def __init__(self, settings: Settings, policy_loss: PolicyLoss):
-        s, self.settings, self.policy_loss = settings, settings, policy_loss
+        self.settings, self.policy_loss = settings, policy_loss
+        s = settings
         self.correction = CorrectionOptions(
-            s.rollout_correction, s.rollout_correction_level, s.rollout_correction_cap, s.rollout_correction_floor
-        )
+            kind=s.rollout_correction, level=s.rollout_correction_level, cap=s.rollout_correction_cap,
+            floor=s.rollout_correction_floor,
+        )  # fmt: skip
         self.norm = s.loss_norm_length or float(s.max_response_length)
 
     def __call__(
@@ -46,7 +48,10 @@ class ActorLoss:
         def reduce(losses: Tensor) -> Tensor:
             return aggregate(losses, *layout, s.loss_aggregation, counts, self.norm)
 
-        tokens = PolicyTokens(scores.logprobs, old, advantages, *layout)
+        tokens = PolicyTokens(
+            logprobs=scores.logprobs, old_logprobs=old, advantages=advantages, response_mask=mask,
+            cu_seqlens=microbatch.cu_seqlens,
+        )  # fmt: skip
         terms = self.policy_loss.function(tokens, self.policy_loss.options)
         losses = terms.loss
         if self.correction.kind != "none":

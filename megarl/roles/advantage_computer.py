@@ -13,7 +13,8 @@ from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import ACTOR, StepBatch
 from megarl.observe.timers import Timers
 from megarl.rewards import expression
-from megarl.roles.loss_mask import masked_tokens, valid_sequences
+from megarl.roles.loss_mask import masked_tokens
+from megarl.roles.reward_metrics import step_metrics
 
 
 class AdvantageComputer:
@@ -24,11 +25,14 @@ class AdvantageComputer:
     """
 
     def __init__(self, settings: Settings, estimator: Estimator, role_groups: RoleGroups, timers: Timers):
-        self.settings, self.estimator, self.role_groups, self.timers = settings, estimator, role_groups, timers
+        self.settings, self.estimator = settings, estimator
+        self.role_groups, self.timers = role_groups, timers
         s, self.metrics = settings, {}
         whiten = estimator.whiten if s.whiten_advantages is None else s.whiten_advantages
         credit_turns = s.max_turns if s.credit == "turns" else 0
-        self.options = AdvantageOptions(s.gamma, s.gae_lambda, s.group_std, whiten, credit_turns)
+        self.options = AdvantageOptions(
+            gamma=s.gamma, lam=s.gae_lambda, group_std=s.group_std, whiten=whiten, credit_turns=credit_turns
+        )
         weights = {term.name: term.weight for term in expression.parse(s.reward) if term.weight}
         self._turn_weight = weights.get(expression.ENVIRONMENT, 0.0)
         self._has_other_rewards = bool(s.overlong_buffer or weights.keys() - {expression.ENVIRONMENT})
@@ -114,32 +118,18 @@ class AdvantageComputer:
 
     def _step_metrics(self, step_batch: StepBatch) -> tuple[dict[str, float], float | None, int]:
         """(metrics, mean KL per response or None without a reference, sequences). A collective of the actor."""
-        batch, scores = step_batch[ACTOR], step_batch[ACTOR].scores.double()
-        valid = valid_sequences(batch, self.settings)
-        mask, kl = batch.response_mask, torch.zeros_like(batch.logprobs)
+        batch, mask = step_batch[ACTOR], step_batch[ACTOR].response_mask
+        kl = torch.zeros_like(batch.logprobs)
         if batch.reference_logprobs is not None:
             kl = (batch.logprobs - batch.reference_logprobs).masked_fill(~mask, 0.0)
-        sums = torch.stack([
-            valid.sum(), scores[valid].sum(), scores[valid].square().sum(), kl.double().sum(),
-            mask.sum(), batch.finished[valid].sum(), batch.correct[valid].sum(), batch.lengths.sum(),
-            batch.entropy.double()[mask].sum(),
-        ]).double()  # fmt: skip
-        sums = self.role_groups.dp_all_reduce(sums).tolist()
-        sequences, total, squares, kl_sum, generated, finished, correct, tokens, entropy = sums
-        n = max(sequences, 1.0)  # 0: every episode failed
-        metrics = {
-            "reward/mean": total / n,
-            "reward/std": max(squares / n - (total / n) ** 2, 0.0) ** 0.5,
-            "reward/accuracy": correct / n,
-            "rollout/response_length_mean": generated / n,
-            "rollout/finished_fraction": finished / n,
-            "rollout/entropy": entropy / max(generated, 1.0),
-            "perf/tokens": int(tokens),
-        }
+        sums = kl.double().sum(), batch.entropy.double()[mask].sum(), mask.sum(), masked_tokens(batch, self.settings)
+        metrics, sequences, of_all = step_metrics(batch, self.settings, self.role_groups, *sums)
+        kl_sum, entropy, generated, masked = of_all
+        metrics["rollout/entropy"] = entropy / max(generated, 1.0)
         if self.settings.mask_truncated_responses:
-            masked = float(self.role_groups.dp_all_reduce(masked_tokens(batch, self.settings)))
             metrics["rollout/masked_fraction"] = masked / max(generated, 1.0)
         if batch.reference_logprobs is None:
-            return metrics, None, int(sequences)
-        metrics |= {"kl/reference": kl_sum / n, "kl/coefficient": self.kl_coefficient}
-        return metrics, kl_sum / n, int(sequences)
+            return metrics, None, sequences
+        mean_kl = kl_sum / max(sequences, 1)
+        metrics |= {"kl/reference": mean_kl, "kl/coefficient": self.kl_coefficient}
+        return metrics, mean_kl, sequences

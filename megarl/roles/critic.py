@@ -16,7 +16,7 @@ from megarl.mcore.model import forward_pass
 from megarl.observe.alarms import UpdateCheck
 from megarl.observe.timers import Timers
 from megarl.roles.loss_mask import is_all_masked, loss_mask
-from megarl.roles.trainable_model import TrainableModel
+from megarl.roles.trainable_model import TrainableModel, Update
 
 METRIC_NAMES = ("critic/loss", "critic/clip_fraction")
 
@@ -31,8 +31,9 @@ class Critic:
     def __init__(
         self, settings: Settings, role: RoleSettings | None, role_groups: RoleGroups, vocab_size: int, timers: Timers
     ):
-        self.settings, self.role_groups, self.timers = settings, role_groups, timers
-        self.trainable_model, self.update_check = None, UpdateCheck(settings.alarms, self.name)
+        self.settings, self.role_groups = settings, role_groups
+        self.timers, self.update_check = timers, UpdateCheck(settings.alarms, self.name)
+        self.trainable_model = None
         self.metrics: dict[str, float] = {}
         if role_groups.is_member:
             self.trainable_model = TrainableModel(
@@ -61,15 +62,14 @@ class Critic:
             batch = step_batch[self.name]
             moments = explained_variance_moments(batch.values, batch.returns, batch.response_mask)
             self.metrics = {"critic/explained_variance": explained_variance(self.role_groups.dp_all_reduce(moments))}
-            results = []
-            with self.trainable_model.on_device_for_updates():
-                for epoch in range(self.settings.ppo_epochs):
-                    for ids in mb.minibatches_of_step(self.settings, step_batch.count, step_batch.step, epoch):
-                        results.append(self._update(batch, mb.positions_of(batch, ids)))
-            self._summarize(results)
+            passes = mb.updates_of_step(self.settings, batch, step_batch.count, step_batch.step)
+            with self.trainable_model.present_for_updates():
+                updates = [self._update(batch, positions) for positions in passes]
+            self.metrics |= self.trainable_model.update_metrics(updates, METRIC_NAMES)
+            self.metrics |= self.trainable_model.router_state.metrics("critic/router")
+            self.metrics |= self.trainable_model.offload.metrics(self.name)
 
-    def _update(self, batch: Batch, positions: torch.Tensor):
-        """One update: (metric sums, whether it was skipped, gradient norm)."""
+    def _update(self, batch: Batch, positions: torch.Tensor) -> Update:
         count = self.role_groups.dp_all_reduce(loss_mask(batch.select(positions), self.settings).sum().double())
         has_loss = not is_all_masked(count, self.settings)
 
@@ -78,27 +78,10 @@ class Critic:
             terms = clipped_value_loss(values, microbatch.values, microbatch.returns, self.settings.value_clip_range)
             value = token_mean(terms.loss, mask, count)
             clipped = masked_sum(terms.clipped.double(), mask) / count.clamp(min=1)
-            return value, torch.stack([value.detach().double(), clipped])
-
-        sums = None
-
-        def accepts(results: list, norm: float) -> bool:
-            nonlocal sums
-            sums = self.role_groups.dp_all_reduce(torch.stack(results).sum(0))
-            metrics = dict(zip(METRIC_NAMES, sums.tolist(), strict=True)) | {"critic/grad_norm": norm}
-            return has_loss and self.update_check.accepts(metrics["critic/loss"], metrics)
+            return value, (torch.stack([value.detach().double(), clipped]),)
 
         microbatches = self.trainable_model.microbatches(batch, positions)
-        _, applied, norm = self.trainable_model.update(microbatches, self._forward, loss, accepts)
-        return sums, has_loss and not applied, norm
-
-    def _summarize(self, results):
-        means = torch.stack([sums for sums, _, _ in results]).mean(0).tolist()
-        self.metrics |= dict(zip(METRIC_NAMES, means, strict=True))
-        self.metrics |= {
-            "critic/grad_norm": sum(norm for _, _, norm in results) / len(results),
-            "critic/learning_rate": self.trainable_model.learning_rate(),
-            "critic/updates_skipped": sum(skipped for _, skipped, _ in results),
-            **self.trainable_model.router_state.metrics("critic/router"),
-            **self.trainable_model.offload.metrics(self.name),
-        }
+        _, update = self.trainable_model.checked_update(
+            microbatches, self._forward, loss, METRIC_NAMES, self.update_check, has_loss
+        )
+        return update

@@ -50,7 +50,8 @@ class BaseModel(FrozenModel):
 
     def __init__(self, role: RoleSettings, trained: TrainableModel):
         """`trained`: the model with the factors, in this role's layout."""
-        self.role, self.role_groups, self.model = role, trained.role_groups, trained.model
+        self.role, self.role_groups = role, trained.role_groups
+        self.model = trained.model
         self.router_state = RouterState(role, self.role_groups, self.model)
         self.offload, self._offload_of_trained = offload.Offload({}), trained.offload
 

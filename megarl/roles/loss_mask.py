@@ -7,7 +7,7 @@ failed have no response tokens; they count nowhere.
 import torch
 from torch import Tensor
 
-from megarl.algorithms.packed import spread
+from megarl.algorithms.packed import broadcast_to_tokens
 from megarl.arguments import Settings
 from megarl.batch import Batch
 
@@ -20,7 +20,7 @@ def loss_mask(batch: Batch, settings: Settings) -> Tensor:
     """
     if not settings.mask_truncated_responses:
         return batch.response_mask
-    return spread(batch.finished, batch.response_mask, batch.cu_seqlens)
+    return broadcast_to_tokens(batch.finished, batch.response_mask, batch.cu_seqlens)
 
 
 def valid_sequences(batch: Batch, settings: Settings) -> Tensor:

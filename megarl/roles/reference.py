@@ -37,14 +37,14 @@ class Reference:
     ):  # fmt: skip
         """`policy`: the actor, if the reference is the model under its low-rank factors (`shares_base`)."""
         self.role, self.is_shared = role, policy is not None
-        self.settings, self.role_groups, self.timers, self.vocab_size = settings, role_groups, timers, vocab_size
-        self.frozen_model = None
-        if role_groups.is_member:
-            is_own = policy is None
-            self.frozen_model = (
-                FrozenModel(role, role_groups, vocab_size, timers) if is_own else BaseModel(role, policy)
-            )
+        self.settings, self.role_groups = settings, role_groups
+        self.timers, self.vocab_size = timers, vocab_size
         self.metrics: dict[str, float] = {}
+        self.frozen_model: FrozenModel | None = None
+        if self.is_shared:
+            self.frozen_model = BaseModel(role, policy)
+        elif role_groups.is_member:
+            self.frozen_model = FrozenModel(role, role_groups, vocab_size, timers)
 
     def logprobs(self, step_batch: StepBatch):
         """Fills `reference_logprobs`, at the rollout's temperature."""

@@ -1,12 +1,12 @@
 """The reward role: scores responses with verifiers and a reward model, each replica its own."""
 
 import dataclasses
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megarl.algorithms.normalization import RunningMoments, clip
+from megarl.algorithms.normalization import RunningMoments, clip, combine
 from megarl.algorithms.shaping import overlong_penalty
 from megarl.arguments import Settings
 from megarl.batch import Batch
@@ -42,8 +42,10 @@ class Reward:
         verifiers: VerifierSet, reward_model: RewardModel | None, timers: Timers,
     ):  # fmt: skip
         """`tokenizer`: the policy's. `reward_model`: on the role's ranks, if `terms` contain the model."""
-        self.settings, self.terms, self.role_groups, self.timers = settings, terms, role_groups, timers
-        self.tokenizer, self.verifiers, self.reward_model = tokenizer, verifiers, reward_model
+        self.settings, self.terms = settings, terms
+        self.role_groups, self.timers = role_groups, timers
+        self.tokenizer, self.verifiers = tokenizer, verifiers
+        self.reward_model = reward_model
         self.moments = RunningMoments()  # of the reward model's scores of training responses
         self._failure_window = FailureWindow(settings.reward_max_failures)
         self.rows: list[dict]
@@ -89,8 +91,7 @@ class Reward:
                 self.rows = sorted(
                     self.rows + _failed_rows(batch, valid, step_batch.prompts), key=lambda row: row["sequence"]
                 )
-            if len(self.role_groups.replica) > 1:
-                dist.broadcast(columns, self.role_groups.replica[0], group=self.role_groups.replica_group)
+            self.role_groups.broadcast(columns)
             batch.scores, batch.correct = columns[:, 0].float(), columns[:, 1] > 0
 
     def _texts(self, batch: Batch, prompts: PromptSet) -> list[tuple[Prompt, str]]:
@@ -103,7 +104,7 @@ class Reward:
         if not self.reward_model:
             return None
         members = self.reward_model.scores(texts)
-        raw = self.reward_model.combined(members)
+        raw = combine(members, self.settings.reward_ensemble)
         if for_training:
             self._statistics.add_ensemble(members, self.reward_model.cut)
         normalized = raw
@@ -131,7 +132,8 @@ class Reward:
         values = {name: [score.reward for score in column] for name, column in columns.items()}
         if model_scores is not None:
             values[MODEL], normalized = model_scores.tolist()
-            columns[MODEL] = [Score(x, raw > 0) for x, raw in zip(normalized, values[MODEL], strict=True)]
+            pairs = zip(normalized, values[MODEL], strict=True)
+            columns[MODEL] = [Score(reward=reward, correct=raw > 0) for reward, raw in pairs]
         if for_training:
             self._statistics.add(values)
         positions = range(len(batch))
@@ -163,26 +165,33 @@ class Reward:
             turns = turns_of(batch, self.tokenizer)
         prompts = [prompt for prompt, _ in texts]
         columns = zip(prompts, turns, batch.finished.tolist(), batch.response_lengths.tolist(), strict=True)
-        return [
-            Sample(p.text, turns[-1]["text"], p.answer, p.metadata, finished, p.conversation, tokens, turns)
-            for p, turns, finished, tokens in columns
-        ]
+        return [_sample(*item) for item in columns]
 
 
 def _environment_scores(batch: Batch) -> list[Score]:
     """What the environments gave for the turns of each episode together, with their verdicts."""
     rewards = [float(row.double().sum()) for row in batch.turn_rewards.split(batch.lengths.tolist())]
-    return [Score(reward, bool(solved)) for reward, solved in zip(rewards, batch.solved.tolist(), strict=True)]
+    return [
+        Score(reward=reward, correct=bool(solved))
+        for reward, solved in zip(rewards, batch.solved.tolist(), strict=True)
+    ]
 
 
 def _failed_rows(batch: Batch, valid: Tensor, prompts: PromptSet) -> list[dict]:
     """Rows of the episodes whose environment failed."""
     failed = (~valid).nonzero().flatten()
     columns = zip(batch.sequence_ids[failed].tolist(), batch.prompt_ids[failed].tolist(), strict=True)
-    found = [(number, prompts[line]) for number, line in columns]
-    nothing = Score(0.0, False)
-    rows = [(n, Sample(p.text, "", p.answer, p.metadata, False, p.conversation)) for n, p in found]
-    return [_row(number, sample, nothing, {}) | {"turns": [], "failed": True} for number, sample in rows]
+    samples = [(number, _sample(prompts[line], turns=[], finished=False, tokens=0)) for number, line in columns]
+    nothing = Score(reward=0.0, correct=False)
+    return [_row(number, sample, nothing, {}) | {"turns": [], "failed": True} for number, sample in samples]
+
+
+def _sample(prompt: Prompt, turns: list[dict[str, Any]], finished: bool, tokens: int) -> Sample:
+    """`turns`: of the response; [] if its environment failed."""
+    return Sample(
+        prompt=prompt.text, response=turns[-1]["text"] if turns else "", answer=prompt.answer,
+        metadata=prompt.metadata, finished=finished, messages=prompt.conversation, tokens=tokens, turns=turns,
+    )  # fmt: skip
 
 
 def _row(number: int, sample: Sample, score: Score, values: dict[str, float]) -> dict:

@@ -1,19 +1,21 @@
 """Statistics of a step's scores by reward term over all replicas, and the limit on verifier failures."""
 
+import itertools
 from collections import Counter, deque
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megarl.arguments import Settings
+from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleGroups
 from megarl.mcore import device
 from megarl.rewards.expression import UNVERIFIED, Term
+from megarl.roles.loss_mask import valid_sequences
 
 WINDOW = 1000  # samples
-LEAST_FAILURES = 50  # of one verifier, that can end a run: fewer are chance, or one prompt's fault
-LEAST_SAMPLES = 8  # of which none could be scored: then the verifier itself is broken
+MIN_FAILURES = 50  # of one verifier, that can end a run: fewer are chance, or one prompt's fault
+MIN_SAMPLES = 8  # of which none could be scored: then the verifier itself is broken
 
 
 class FailureWindow:
@@ -24,7 +26,8 @@ class FailureWindow:
 
     def __init__(self, allowed: float):
         """`allowed`: share of the samples; 0: the first failure is too much."""
-        self.allowed, self.samples, self.failed = allowed, 0, Counter()
+        self.allowed, self.samples = allowed, 0
+        self.failed: Counter[str] = Counter()
         self._calls: deque[tuple[int, dict[str, int]]] = deque()
 
     def add(self, count: int, failed: dict[str, int]):
@@ -39,9 +42,39 @@ class FailureWindow:
 
     def exceeded(self, name: str) -> bool:
         """Whether the verifier `name` has failed too often, or always."""
-        failed, least = self.failed[name], LEAST_FAILURES if self.allowed else 1
-        is_broken = failed == self.samples >= LEAST_SAMPLES
-        return failed > self.allowed * self.samples and (failed >= least or is_broken)
+        failed, min_failures = self.failed[name], MIN_FAILURES if self.allowed else 1
+        is_broken = failed == self.samples >= MIN_SAMPLES
+        return failed > self.allowed * self.samples and (failed >= min_failures or is_broken)
+
+
+def step_metrics(
+    batch: Batch, settings: Settings, role_groups: RoleGroups, *more: Tensor
+) -> tuple[dict[str, float], int, list[float]]:
+    """(metrics of a step's scored responses, number of sequences that count, sums of the scalars `more`).
+
+    Over all replicas. A collective of the role.
+    """
+    valid, scores = valid_sequences(batch, settings), batch.scores.double()
+    sums = torch.stack([
+        valid.sum(), scores[valid].sum(), scores[valid].square().sum(), batch.response_mask.sum(),
+        batch.finished[valid].sum(), batch.correct[valid].sum(), batch.lengths.sum(), *more,
+    ]).double()  # fmt: skip
+    sequences, total, squares, generated, finished, correct, tokens, *others = role_groups.dp_all_reduce(sums).tolist()
+    n = max(sequences, 1.0)  # 0: every episode failed
+    metrics = {
+        "reward/mean": total / n,
+        "reward/std": max(squares / n - (total / n) ** 2, 0.0) ** 0.5,
+        "reward/accuracy": correct / n,
+        "rollout/response_length_mean": generated / n,
+        "rollout/finished_fraction": finished / n,
+        "perf/tokens": int(tokens),
+    }
+    return metrics, int(sequences), others
+
+
+def reasons_text(failures: list[str], role_groups: RoleGroups) -> str:
+    """The first reason of each replica, on one line. A collective of the replica leaders."""
+    return " | ".join(dict.fromkeys(itertools.chain(*role_groups.gather_replicas(failures[:1]))))
 
 
 class RewardStatistics:
@@ -89,9 +122,7 @@ class RewardStatistics:
             if name in timeouts:
                 self._timeouts[name] = self._timeouts.get(name, 0) + int(late)
             if window.exceeded(name):
-                reasons: list[Any] = [None] * len(self.role_groups.replicas)
-                dist.all_gather_object(reasons, failures.get(name, [])[:1], group=self.role_groups.pg_collection.dp)
-                text = " | ".join(dict.fromkeys(reason for of_replica in reasons for reason in of_replica))
+                text = reasons_text(failures.get(name, []), self.role_groups)
                 raise RuntimeError(
                     f"reward {name} failed on {window.failed[name]} of {window.samples} samples; --reward-max-failures "
                     f"allows {window.allowed:g} of them; {text}"

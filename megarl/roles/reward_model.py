@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from megarl.algorithms.normalization import combine
-from megarl.arguments import RoleSettings, Settings
+from megarl.arguments import RoleSettings
 from megarl.batch import Batch, common_prefix_lengths
 from megarl.checkpoint.pretrained import PretrainedWeights
 from megarl.comm import exchange
@@ -24,11 +23,12 @@ class RewardModel:
     """Frozen models with a scalar head on the ranks of the reward role."""
 
     def __init__(
-        self, settings: Settings, role: RoleSettings, role_groups: RoleGroups, encoder: Encoder,
-        weights: list[PretrainedWeights], timers: Timers,
+        self, role: RoleSettings, role_groups: RoleGroups, encoder: Encoder, weights: list[PretrainedWeights],
+        timers: Timers,
     ):  # fmt: skip
         """Builds a model for each of `weights` and loads them. A collective of the role."""
-        self.settings, self.role, self.role_groups, self.encoder = settings, role, role_groups, encoder
+        self.role, self.role_groups = role, role_groups
+        self.encoder = encoder
         self.cut = 0  # truncated texts of the last call on this replica
         self.members: list[FrozenModel] = []
         vocab_size = role.model_vocab_size(encoder.tokenizer.vocab_size)
@@ -79,10 +79,6 @@ class RewardModel:
         """Host memory of offloaded models, in total."""
         by_member = [member.offload.metrics(self.role.name) for member in self.members]
         return {name: sum(metrics[name] for metrics in by_member) for name in by_member[0]}
-
-    def combined(self, scores: Tensor) -> Tensor:
-        """Combines scores [K, N] of the models to [N] by `--reward-ensemble`."""
-        return combine(scores, self.settings.reward_ensemble)
 
 
 def _scores(batch: Batch, member: FrozenModel) -> Tensor:

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -22,6 +23,7 @@ from megarl.mcore.training import optimizer
 from megarl.mcore.weights import dist_checkpoint
 from megarl.mcore.weights.hf.export_weights import export_weights
 from megarl.mcore.weights.hf.weight_map import WeightMap
+from megarl.observe.alarms import UpdateCheck
 from megarl.router_replay.router_state import Microbatches, RouterState
 
 
@@ -45,6 +47,14 @@ def forward_only(stages, microbatches: Microbatches, forward, pg_collection) -> 
     return [(result, positions) for result, (_, positions) in zip(results, microbatches, strict=True)]
 
 
+class Update(NamedTuple):
+    """An optimizer update."""
+
+    sums: torch.Tensor  # its metrics
+    is_skipped: bool  # although there was a loss
+    norm: float  # of the gradient
+
+
 class TrainableModel:
     """A role's model, optimizer and schedule on this rank; exists only on ranks of the role."""
 
@@ -58,7 +68,8 @@ class TrainableModel:
             updates: optimizer updates in one iteration, the unit of the schedule flags.
             value_head: a scalar head instead of the vocabulary projection.
         """
-        self.role, self.role_groups, self.value_head, self.updates = role, role_groups, value_head, updates
+        self.role, self.role_groups = role, role_groups
+        self.value_head, self.updates = value_head, updates
         self.model = gpt.build_model(role.megatron, vocab_size, role_groups.pg_collection, value_head)
         if role.lora:
             adapter.add_factors(self.model, role.lora, role.megatron, role_groups.pg_collection)
@@ -114,7 +125,7 @@ class TrainableModel:
         with self.offload.present("weights"), adapter.folded_weights(self.model):
             export_weights(weight_map, self.model, self.role_groups.pg_collection, folder)
 
-    def on_device_for_updates(self):
+    def present_for_updates(self):
         """Context for a step's updates: keeps offloaded weights and gradients on the device in between."""
         return self.offload.present("weights", "gradients", changed=True)
 
@@ -132,12 +143,12 @@ class TrainableModel:
         Returns:
             Results of the micro-batches, whether the update was applied, and the gradient norm.
         """
-        with self.on_device_for_updates():
+        with self.present_for_updates():
             for chunk in self.wrapped:
                 chunk.zero_grad_buffer()
             self.router_state.set_token_counts(microbatches)
-            groups = self.role_groups.pg_collection
-            results = _run_microbatches(self.wrapped, microbatches, forward, loss, groups, train=True)
+            pg_collection = self.role_groups.pg_collection
+            results = _run_microbatches(self.wrapped, microbatches, forward, loss, pg_collection, train=True)
             self.router_state.add_statistics(microbatches, trained=True)
             with self.offload.present("optimizer", changed=True):
                 applied, norm = optimizer.update(self.optimizer, functools.partial(accepts, results))
@@ -147,6 +158,38 @@ class TrainableModel:
             self.scheduler.step(1)
         return results, applied, norm
 
+    def checked_update(
+        self, microbatches: Microbatches, forward, loss, names: tuple[str, ...], check: UpdateCheck, has_loss: bool
+    ) -> tuple[list, Update]:
+        """One optimizer update, unless `check` rejects it or the mini-batch has no loss. A collective of the role.
+
+        Args:
+            forward, loss: as of `update`; a result's first item is its metrics [len(names)], whose sums over
+                micro-batches and replicas are those of the mini-batch. `names[0]` is the loss.
+
+        Returns:
+            Results of the micro-batches, and what the update has shown.
+        """
+        sums = None
+
+        def accepts(results: list, norm: float) -> bool:
+            nonlocal sums
+            sums = self.role_groups.dp_all_reduce(torch.stack([of_microbatch for of_microbatch, *_ in results]).sum(0))
+            metrics = dict(zip(names, sums.tolist(), strict=True)) | {f"{self.role.name}/grad_norm": norm}
+            return has_loss and check.accepts(metrics[names[0]], metrics)
+
+        results, applied, norm = self.update(microbatches, forward, loss, accepts)
+        return results, Update(sums, is_skipped=has_loss and not applied, norm=norm)
+
+    def update_metrics(self, updates: list[Update], names: tuple[str, ...]) -> dict[str, float]:
+        """Metrics of a step's updates: means over them, and how many were skipped."""
+        means = torch.stack([update.sums for update in updates]).mean(0).tolist()
+        return dict(zip(names, means, strict=True)) | {
+            f"{self.role.name}/grad_norm": sum(update.norm for update in updates) / len(updates),
+            f"{self.role.name}/learning_rate": self.learning_rate(),
+            f"{self.role.name}/updates_skipped": sum(update.is_skipped for update in updates),
+        }
+
     def pass_over_step(self):
         """Advances the schedule by an iteration without updates."""
         self.scheduler.step(self.updates)
@@ -155,9 +198,9 @@ class TrainableModel:
         """The learning rate of the next update."""
         return self.optimizer.param_groups[0]["lr"]
 
-    def microbatches(self, batch: Batch, positions: torch.Tensor) -> Microbatches:
-        """The micro-batches of this replica's sequences at `positions`, equally many on all replicas. Collective."""
-        microbatches = mb.role_microbatches(batch, positions, self.role, self.role_groups)
+    def microbatches(self, batch: Batch, positions: torch.Tensor, sequences_per_example: int = 1) -> Microbatches:
+        """The micro-batches of this replica's sequences at `positions`, as of `role_microbatches`. Collective."""
+        microbatches = mb.role_microbatches(batch, positions, self.role, self.role_groups, sequences_per_example)
         self.router_state.attach(batch, microbatches)
         return microbatches
 
@@ -186,8 +229,8 @@ class TrainableModel:
             UsageError: another schedule, or other weights under the low-rank factors.
         """
         for name, found in self._fingerprint().items():
-            groups = self.role_groups.pg_collection
-            stored.check_fingerprint(loaded["plain"].pop(name), found, self.role.name, groups)
+            pg_collection = self.role_groups.pg_collection
+            stored.check_fingerprint(loaded["plain"].pop(name), found, self.role.name, pg_collection)
         with self.offload.present("weights", "optimizer", changed=True):
             # Low-rank factors are loaded onto weights that come from elsewhere.
             dist_checkpoint.load_weights(self.model, loaded["model"], strict=not adapter.adapted_linears(self.model))
@@ -199,6 +242,6 @@ class TrainableModel:
             raise UsageError(
                 f"{self.role.name}: the schedule differs from the checkpoint's ({error}); give the same flags, "
                 "--override-opt-param-scheduler for the new ones, or --use-checkpoint-opt-param-scheduler for the old",
-                speaker=self.role.ranks.start,
+                reporting_rank=self.role.ranks.start,
             ) from None
         return loaded["plain"]

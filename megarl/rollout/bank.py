@@ -5,6 +5,7 @@ its request is exactly the same: policy, prompt, random stream, sampling, and ev
 A response depends on nothing else, so the run's results are those of a run without interruption.
 """
 
+import contextlib
 import itertools
 import math
 import os
@@ -44,7 +45,8 @@ class RolloutBank:
 
     def __init__(self, folder: Path, role_groups: RoleGroups, vocab_size: int):
         """`vocab_size`: tokens that a response may have."""
-        self.folder, self.role_groups, self.vocab_size = folder, role_groups, vocab_size
+        self.folder, self.role_groups = folder, role_groups
+        self.vocab_size = vocab_size
         self._step: int | None = None
         self._found: list[Entry] = []  # by earlier attempts, of this replica's files
         self._file: int | None = None  # descriptor; opened with the first record
@@ -66,7 +68,7 @@ class RolloutBank:
             self._begin(step)
         bodies = self._matching() if self.role_groups.is_leader else []
         completions = {}
-        for body in self._broadcast(bodies):
+        for body in self.role_groups.broadcast_object(bodies):
             _, number, completion = bank_file.unpack(body)
             completions.setdefault(number, completion)
         owners = torch.full((len(requests),), NOBODY, dtype=torch.int64, device=device.device())
@@ -111,15 +113,14 @@ class RolloutBank:
             if number.isdecimal() and int(number) <= step and folder.is_dir():
                 for path in self._own_files(folder):
                     path.unlink(missing_ok=True)
-                try:
+                with contextlib.suppress(OSError):  # other replicas still have files in it
                     folder.rmdir()
-                except OSError:  # other replicas still have files in it
-                    pass
 
     def _begin(self, step: int):
         """Closes the file of the last step and looks for records of earlier attempts."""
         self.close()
-        self._step, self._found, self._is_full = step, [], False
+        self._step, self._found = step, []
+        self._is_full = False
         if not self.role_groups.is_leader:
             return
         for path in self._own_files(self._folder_of(step)):
@@ -138,12 +139,9 @@ class RolloutBank:
         return self.folder / step_name(step)
 
     def _own_files(self, folder: Path) -> list[Path]:
-        replicas, found = len(self.role_groups.replicas), []
-        for path in sorted(folder.glob(f"*-*{SUFFIX}")):
-            writer = path.name.partition("-")[0]
-            if writer.isdecimal() and int(writer) % replicas == self.role_groups.dp_rank:
-                found.append(path)
-        return found
+        replicas, files = len(self.role_groups.replicas), sorted(folder.glob(f"*-*{SUFFIX}"))
+        numbered = [path for path in files if path.name.partition("-")[0].isdecimal()]
+        return [path for path in numbered if int(path.name.partition("-")[0]) % replicas == self.role_groups.dp_rank]
 
     def _create(self) -> int:
         folder = self._folder_of(self._step)
@@ -192,24 +190,8 @@ class RolloutBank:
             return False
         if not completion.finished and len(tokens) < request.max_new_tokens:
             return False
-        if self._routes is None:
-            return routes is None and all(map(math.isfinite, completion.logprobs))
-        shape = (len(request.prompt) + len(tokens), *self._routes.shape[1:])
-        return routes is not None and routes.shape == shape and all(map(math.isfinite, completion.logprobs))
-
-    def _broadcast(self, bodies: list[bytes]) -> list[bytes]:
-        """The leader's records, on all ranks of the replica."""
-        ranks = self.role_groups.replica
-        if len(ranks) == 1:
-            return bodies
-        sizes = torch.tensor([len(body) for body in bodies], dtype=torch.int64, device=device.device())
-        count = torch.tensor([len(sizes)], dtype=torch.int64, device=sizes.device)
-        dist.broadcast(count, ranks[0], group=self.role_groups.replica_group)
-        if not int(count):
-            return []
-        sizes = sizes if self.role_groups.is_leader else sizes.new_zeros(int(count))
-        dist.broadcast(sizes, ranks[0], group=self.role_groups.replica_group)
-        data = bytearray(b"".join(bodies)) if bodies else bytearray(int(sizes.sum()))
-        payload = torch.frombuffer(data, dtype=torch.uint8).to(sizes.device)
-        dist.broadcast(payload, ranks[0], group=self.role_groups.replica_group)
-        return [part.cpu().numpy().tobytes() for part in payload.split(sizes.tolist())]
+        if not all(map(math.isfinite, completion.logprobs)):
+            return False
+        if self._routes is None or routes is None:
+            return self._routes is None and routes is None
+        return routes.shape == (len(request.prompt) + len(tokens), *self._routes.shape[1:])

@@ -71,7 +71,8 @@ def unpack(body: bytes) -> tuple[bytes, int, Completion]:
     if shape[0]:
         flat = np.frombuffer(body, "<i2", routes_size, _HEAD.size + 8 * count)
         routes = torch.from_numpy(flat.astype(np.int16).reshape(shape))
-    return identity, number, Completion(tokens, logprobs, bool(finished), routes)
+    completion = Completion(tokens=tokens, logprobs=logprobs, finished=bool(finished), routes=routes)
+    return identity, number, completion
 
 
 def append(descriptor: int, body: bytes):
@@ -100,7 +101,7 @@ def entries(path: Path) -> Iterator[Entry]:
             except DamagedRecord as error:
                 _warn(path, offset, f"{error}; its response is generated again")
                 continue
-            yield Entry(path, offset, size, identity, number)
+            yield Entry(path=path, offset=offset, size=size, identity=identity, number=number)
 
 
 def read(entry: Entry) -> bytes:

@@ -29,7 +29,7 @@ from megarl.roles.reward import Reward
 from megarl.rollout.group_buffer import GroupBuffer
 from megarl.rollout.partial_rollouts import VERSIONS, PartialRolloutBuffer
 from megarl.rollout.replica_files import GROUP_BUFFER_FILE, PARTIAL_ROLLOUTS_FILE
-from megarl.rollout.requests import PromptRequest
+from megarl.rollout.requests import PromptRequest, dp_assignment_of
 from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import RolloutWriter
 
@@ -71,8 +71,10 @@ class RolloutBatcher:
             hidden_size: the actor's, to estimate the FLOPs of sequences for load balancing.
             writer: keeps the responses of each step; None without `--save-rollouts`.
         """
-        self.settings, self.mesh, self.timers, self.hidden_size = settings, mesh, timers, hidden_size
-        self.rollout, self.reward, self.prompts, self.prompt_tokens = rollout, reward, prompts, prompt_tokens
+        self.settings, self.mesh = settings, mesh
+        self.timers, self.hidden_size = timers, hidden_size
+        self.rollout, self.reward = rollout, reward
+        self.prompts, self.prompt_tokens = prompts, prompt_tokens
         self.order = PromptOrder(len(prompts), settings.seed)
         self.metrics: dict[str, float] = {}
         self._writer = writer
@@ -96,8 +98,8 @@ class RolloutBatcher:
         `--prompts-per-step` after `--max-sampling-rounds`. They stay in the group buffer for the next step; nothing is
         trained in between, so they remain on-policy.
         """
-        s, statistics, waiting = self.settings, SamplingStatistics(), len(self.group_buffer)
-        was_generated_ahead = waiting == s.prompts_per_step
+        s, statistics = self.settings, SamplingStatistics()
+        was_generated_ahead = len(self.group_buffer) == s.prompts_per_step
         if not was_generated_ahead:
             self._fill_buffer(step, statistics)
         is_full = len(self.group_buffer) == s.prompts_per_step
@@ -132,7 +134,9 @@ class RolloutBatcher:
         if self._writer is not None:
             self._writer.begin(step, len(self.group_buffer))
         while len(self.group_buffer) < s.prompts_per_step and statistics.rounds < max_rounds:
-            self._run_round(s.prompts_per_step - len(self.group_buffer), draws, step, statistics)
+            wanted = s.prompts_per_step - len(self.group_buffer)
+            requests = self._requests_of_round(wanted, draws)  # for more than `wanted` with --over-sampling
+            self._accept(self._generate_groups(requests, step, statistics, wanted), step, statistics)
 
     def _keep_rollout(self, metrics: dict[str, float]):
         """With `--save-rollouts`, completes the rollout that was just generated. `metrics`: of its generation."""
@@ -142,11 +146,6 @@ class RolloutBatcher:
         with self.timers.phase(self.mesh[ROLLOUT].model_role, "save"):
             self._writer.commit(self.order.state_dict(), metrics["rollout/tokens"], of_engine)
 
-    def _run_round(self, wanted: int, draws: Counter, step: int, statistics: SamplingStatistics):
-        """Generates `wanted` groups, the earliest of more with `--over-sampling`; buffers those that pass."""
-        requests = self._requests_of_round(wanted, draws)
-        self._accept(self._generate_groups(requests, step, statistics, wanted), step, statistics)
-
     def _accept(self, found: GenerationRound, step: int, statistics: SamplingStatistics):
         """Scores a round where the run needs it now, and buffers the groups that pass the filter."""
         batch, count = found.batch, len(found.lines)
@@ -154,7 +153,9 @@ class RolloutBatcher:
         keep = torch.ones(count, dtype=torch.bool)
         if self._filter_column is not None:
             scores = self._score(batch, count, self.settings.samples_per_prompt, step)
-            _set_scores(batch, scores.flatten(0, 1))
+            if batch is not None:
+                own = scores.flatten(0, 1)[batch.sequence_ids]
+                batch.scores, batch.correct = own[:, 0].float(), own[:, 1] > 0
             valid = scores[..., 2] > 0
             keep = _differ(scores[..., self._filter_column], valid)
             statistics.responses += int(valid.sum())
@@ -163,17 +164,13 @@ class RolloutBatcher:
             keep = found.kept
         if self._filter_column is not None:
             statistics.rows += self._rows_of_round(keep, statistics.groups)
-        if self._writer is not None:
-            self._save_round(found, keep)
+        if self._writer is not None and self.mesh[ROLLOUT].is_member:
+            with self.timers.phase(self.mesh[ROLLOUT].model_role, "save"):
+                self._writer.add(found.lines, found.batch, found.greedy, keep)
         self.group_buffer.add(batch, keep)
         statistics.rounds += 1
         statistics.groups += count
         statistics.kept += int(keep.sum())
-
-    def _save_round(self, found: GenerationRound, keep: Tensor):
-        if self.mesh[ROLLOUT].is_member:
-            with self.timers.phase(self.mesh[ROLLOUT].model_role, "save"):
-                self._writer.add(found.lines, found.batch, found.greedy, keep)
 
     def _requests_of_round(self, wanted: int, draws: Counter) -> list[PromptRequest]:
         """Carried groups first, then new prompts, unless enough of the carried groups are finished already."""
@@ -186,7 +183,8 @@ class RolloutBatcher:
         """The next prompts of the set; `draws` counts how often this step has drawn each line."""
         requests = []
         for line in self.order.take(count):
-            requests.append(PromptRequest(line, self.prompt_tokens.view(line), draws[line]))
+            tokens = self.prompt_tokens.view(line)
+            requests.append(PromptRequest(line=line, tokens=tokens, draw_index=draws[line]))
             draws[line] += 1
         return requests
 
@@ -204,7 +202,8 @@ class RolloutBatcher:
             greedy = self.rollout.generate(prompts, 1, step, temperature=0, prompt_set=self.prompts)
             if greedy is not None:
                 statistics.tokens += int(greedy.response_mask.sum())
-        return GenerationRound([request.line for request in requests], batch, greedy)
+        lines = [request.line for request in requests]
+        return GenerationRound(lines=lines, batch=batch, greedy=greedy)
 
     def _set_baselines(self, found: GenerationRound, step: int):
         """With `--greedy-baseline`, scores the greedy responses: each is the baseline of its prompt's group."""
@@ -223,7 +222,8 @@ class RolloutBatcher:
         5 and, in the slowest case, 7. A is taken and `longest` is 5: B's responses are truncated to 5 new tokens on
         every layout, however far a replica had come. The next round continues B from there.
         """
-        samples, taken, longest = self.settings.samples_per_prompt, torch.arange(len(requests)), None
+        samples, longest = self.settings.samples_per_prompt, None
+        taken = torch.arange(len(requests))
         with self.timers.phase(self.mesh[ROLLOUT].model_role, "exchange"):
             if wanted < len(requests):
                 taken, longest = self.rollout.earliest_groups(batch, requests, samples, wanted)
@@ -231,7 +231,8 @@ class RolloutBatcher:
                 batch, new_tokens = self.partial_rollouts.keep_unfinished(batch, requests, step, taken, longest)
                 statistics.tokens += new_tokens
         if batch is not None and wanted < len(requests):
-            batch = _select_groups(batch, taken, samples)
+            is_taken = torch.zeros(len(requests), dtype=torch.bool).index_fill(0, taken, True)
+            batch = batch.renumbered(is_taken.repeat_interleave(samples))
         requests = [requests[i] for i in taken.tolist()]
         if self.settings.partial_rollouts:
             self.rollout.recompute_routes(batch, requests, samples)
@@ -245,7 +246,7 @@ class RolloutBatcher:
         count = groups * samples
         with self.timers.phase(self.mesh[ROLLOUT].model_role, "exchange"):
             dp_assignment = load_balance.round_robin_assignment(self.mesh, count, samples)
-            dp_assignment |= {ROLLOUT: self.rollout.dp_assignment(batch, count)}
+            dp_assignment |= {ROLLOUT: dp_assignment_of(batch, count, self.mesh[ROLLOUT])}
         fields = self.settings.environment_fields
         step_batch = StepBatch(self.mesh, self.timers, dp_assignment, batch, step, self.prompts, fields)
         step_batch.dispatch("reward")
@@ -302,7 +303,7 @@ class RolloutBatcher:
         minibatches = mb.minibatches_of_step(self.settings, count, step, epoch=0)
         with self.timers.phase(self.mesh[ROLLOUT].model_role, "exchange"):
             lengths = load_balance.gather_lengths(self.mesh, responses, count)
-            generated_on = self.rollout.dp_assignment(responses, count)
+            generated_on = dp_assignment_of(responses, count, self.mesh[ROLLOUT])
         dp_assignment = load_balance.balanced_assignment(
             self.mesh, lengths, generated_on, minibatches, self.hidden_size, self.settings.group_of_minibatches(count)
         )
@@ -310,23 +311,7 @@ class RolloutBatcher:
         return StepBatch(self.mesh, self.timers, dp_assignment, responses, step, self.prompts, fields)
 
 
-def _select_groups(batch: Batch, groups: Tensor, samples: int) -> Batch:
-    """The sequences of these groups (ascending), renumbered from 0."""
-    groups = groups.to(batch.sequence_ids.device)
-    is_chosen = (batch.sequence_ids // samples).unsqueeze(1) == groups  # [N, groups]
-    chosen = batch.select(is_chosen.any(1).nonzero().flatten())
-    chosen.sequence_ids = is_chosen.nonzero()[:, 1] * samples + chosen.sequence_ids % samples
-    return chosen
-
-
 def _differ(values: Tensor, valid: Tensor) -> Tensor:
     """[G] bool: whether those of the values [G, n] that are `valid` [G, n] bool differ within a group."""
     highest = values.masked_fill(~valid, -torch.inf).amax(-1)
     return (highest > values.masked_fill(~valid, torch.inf).amin(-1)).cpu()
-
-
-def _set_scores(batch: Batch | None, scores: Tensor):
-    """Sets rewards and correctness of this rank's responses; `scores`: [N, 3] by sequence id."""
-    if batch is not None:
-        own = scores[batch.sequence_ids]
-        batch.scores, batch.correct = own[:, 0].float(), own[:, 1] > 0

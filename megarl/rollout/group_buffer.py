@@ -32,7 +32,8 @@ class GroupBuffer:
             extra_fields: fields of the sequences besides `GENERATED_FIELDS`.
             layers: numbers of the MoE layers whose routes this rank records; None if the run records none.
         """
-        self.mesh, self.samples, self.extra_fields, self.layers = mesh, samples_per_prompt, extra_fields, layers
+        self.mesh, self.samples = mesh, samples_per_prompt
+        self.extra_fields, self.layers = extra_fields, layers
         self.clear()
 
     def clear(self):
@@ -45,15 +46,11 @@ class GroupBuffer:
 
     def add(self, batch: Batch | None, keep: Tensor):
         """Adds the groups of a round that `keep` [G] bool selects; `batch` is this rank's share of the round."""
-        is_kept = keep.repeat_interleave(self.samples)
-        new_ids = is_kept.cumsum(0) - 1 + self.groups * self.samples
+        if batch is not None:
+            kept = batch.renumbered(keep.repeat_interleave(self.samples))
+            kept.sequence_ids += self.groups * self.samples
+            self.batch = kept if self.batch is None else concatenate([self.batch, kept])
         self.groups += int(keep.sum())
-        if batch is None:
-            return
-        on_device = batch.sequence_ids.device
-        kept = batch.select(is_kept.to(on_device)[batch.sequence_ids].nonzero().flatten())
-        kept.sequence_ids = new_ids.to(on_device)[kept.sequence_ids]
-        self.batch = kept if self.batch is None else concatenate([self.batch, kept])
 
     def to_bytes(self) -> bytes | None:
         """This replica's state for `from_bytes`, on its leader; None on other ranks or without groups. Collective."""

@@ -43,7 +43,8 @@ class PartialRolloutBuffer:
     """The unfinished groups, oldest first. Each replica holds the responses that it generated and continues them."""
 
     def __init__(self, mesh: RoleMesh, settings: Settings):
-        self.mesh, self.settings, self.samples = mesh, settings, settings.samples_per_prompt
+        self.mesh, self.settings = mesh, settings
+        self.samples = settings.samples_per_prompt
         self.version = 0  # policy version: updates so far
         self.dropped = 0  # groups dropped for `--max-staleness` since the last `metrics`
         self._groups: list[CarriedGroup] = []  # of all replicas, the same on every rank
@@ -74,7 +75,10 @@ class PartialRolloutBuffer:
             tokens, start = held.get(first + i, ([], 0))
             prompt = tokens[:start]
             partial.append(PartialResponse(length, is_finished, tokens[start:]))
-        return PromptRequest(group.line, prompt, group.draw_index, group.step, tuple(partial), group.dp_rank)
+        return PromptRequest(
+            line=group.line, tokens=prompt, draw_index=group.draw_index, step=group.step, partial=tuple(partial),
+            dp_rank=group.dp_rank,
+        )  # fmt: skip
 
     def _drop_stale(self):
         limit = self.settings.max_staleness
@@ -187,7 +191,8 @@ class PartialRolloutBuffer:
         Raises:
             UsageError: damaged data, the run has no partial rollouts, another group size, or too small length limits.
         """
-        s, role_groups, own = self.settings, self.mesh[ROLLOUT], []
+        s, role_groups = self.settings, self.mesh[ROLLOUT]
+        own: list[Batch] = []
         prompt = response = 0
         for data, where in files:
             fields = load_plain(data, where)
@@ -195,7 +200,7 @@ class PartialRolloutBuffer:
             self._check_saved(samples, len(groups))
             if not own:
                 known = torch.zeros(len(groups) * samples, 4, dtype=torch.int64)
-            batch = Batch(**fields) if fields else _no_responses()
+            batch = Batch(**fields) if fields else empty_batch([*GENERATED_FIELDS, VERSIONS], "cpu")
             dp_ranks = round_robin(batch.sequence_ids, len(role_groups.replicas), samples)
             known[batch.sequence_ids] = torch.cat([_known(batch), dp_ranks.unsqueeze(1)], 1)
             own.append(batch.select((dp_ranks == role_groups.dp_rank).nonzero().flatten()))
@@ -208,7 +213,7 @@ class PartialRolloutBuffer:
                 f"--load: the checkpoint holds unfinished groups with prompts of up to {prompt} and responses of up to "
                 f"{response} tokens; raise --max-prompt-length and --max-response-length to at least these"
             )
-        requests = [PromptRequest(line, (), draw_index, step) for line, draw_index, step in groups]
+        requests = [PromptRequest(line=n, tokens=(), draw_index=index, step=step) for n, index, step in groups]
         self._groups = _carried_groups(requests, known.view(len(groups), samples, 4), 0)
         self.version, batch = version, concatenate(own)
         self._responses = batch if len(batch) else None
@@ -223,17 +228,15 @@ class PartialRolloutBuffer:
             )
 
 
-def _no_responses() -> Batch:
-    return empty_batch([*GENERATED_FIELDS, VERSIONS], "cpu")
-
-
 def _carried_groups(requests: list[PromptRequest], known: Tensor, step: int) -> list[CarriedGroup]:
     """The groups of requests; `known`: [G, samples, 4] length, finished, oldest version, dp rank."""
     groups = []
     for request, (lengths, finished, oldest, dp_ranks) in zip(requests, known.transpose(1, 2).tolist(), strict=True):
         drawn_in = step if request.step is None else request.step
-        of_request = request.line, request.draw_index, drawn_in, dp_ranks[0]
-        groups.append(CarriedGroup(*of_request, tuple(lengths), tuple(map(bool, finished)), min(oldest)))
+        groups.append(CarriedGroup(
+            line=request.line, draw_index=request.draw_index, step=drawn_in, dp_rank=dp_ranks[0],
+            lengths=tuple(lengths), finished=tuple(map(bool, finished)), oldest=min(oldest),
+        ))  # fmt: skip
     return groups
 
 
@@ -255,11 +258,8 @@ def _rows(batch: Batch | None) -> dict[int, tuple[list[int], int]]:
 
 def _select(batch: Batch | None, is_chosen: Tensor) -> Batch | None:
     """The sequences whose ids are chosen ([N] bool), numbered among the chosen ones; None if there are none."""
-    if batch is None or not len(index := is_chosen[batch.sequence_ids].nonzero().flatten()):
-        return None
-    chosen = batch.select(index)
-    chosen.sequence_ids = (is_chosen.cumsum(0) - 1)[chosen.sequence_ids]
-    return chosen
+    chosen = None if batch is None else batch.renumbered(is_chosen)
+    return chosen if chosen is not None and len(chosen) else None
 
 
 def _split_batch(batch: Batch | None, count: int) -> tuple[Batch | None, Batch | None]:

@@ -19,7 +19,7 @@ FLAG = "--rollout-server"
 BATCH = 32  # requests in one HTTP request
 CONNECTIONS = 8
 BUSY = (429, 503)  # statuses of a server that asks to come later
-FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0  # seconds
+MIN_PAUSE, MAX_PAUSE = 0.2, 5.0  # seconds
 
 
 class RemoteGenerator:
@@ -68,7 +68,7 @@ class RemoteGenerator:
     def _ask(self, method: str, path: str, body: Any = None, **options: Any) -> urllib3.BaseHTTPResponse:
         """The server's answer with status 200; waits while it is busy."""
         headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
-        deadline, pause = time.monotonic() + self._seconds, FIRST_PAUSE
+        deadline, pause = time.monotonic() + self._seconds, MIN_PAUSE
         while True:
             try:
                 response = self._connections.request(
@@ -82,7 +82,7 @@ class RemoteGenerator:
             wait = _pause_of(response, pause)
             if response.status not in BUSY or time.monotonic() + wait > deadline:
                 raise self._error(response)
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = min(2 * pause, MAX_PAUSE)
             time.sleep(wait)
 
     def _error(self, response: urllib3.BaseHTTPResponse) -> Exception:
@@ -102,7 +102,7 @@ class RemoteGenerator:
 
 def _pause_of(response: urllib3.BaseHTTPResponse, default: float) -> float:
     try:
-        return min(max(float(response.headers.get("Retry-After", default)), FIRST_PAUSE), LONGEST_PAUSE)
+        return min(max(float(response.headers.get("Retry-After", default)), MIN_PAUSE), MAX_PAUSE)
     except ValueError:
         return default
 

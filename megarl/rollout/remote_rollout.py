@@ -1,10 +1,5 @@
 """The rollout of a program without the policy: a server generates, each replica's leader asks for its share."""
 
-from typing import Any
-
-import torch.distributed as dist
-from torch import Tensor
-
 from megarl.algorithms.sampling_settings import SamplingSettings
 from megarl.arguments import Settings
 from megarl.batch import Batch
@@ -12,7 +7,7 @@ from megarl.comm.role_mesh import RoleMesh
 from megarl.data.prompts import PromptSet
 from megarl.observe.timers import Timers
 from megarl.rollout.remote_generator import RemoteGenerator
-from megarl.rollout.requests import PromptRequest, RoundRequests, completions_to_batch, dp_assignment_of
+from megarl.rollout.requests import PromptRequest, RoundRequests, completions_to_batch
 
 
 class RemoteRollout:
@@ -22,8 +17,9 @@ class RemoteRollout:
         self, settings: Settings, mesh: RoleMesh, generator: RemoteGenerator, end_ids: tuple[int, ...], timers: Timers
     ):
         """`generator`: of the leader's requests; `end_ids`: tokens that end a response."""
-        self.settings, self.role_groups, self.timers = settings, mesh["rollout"], timers
+        self.settings, self.role_groups = settings, mesh["rollout"]
         self._generator, self._end_ids = generator, end_ids
+        self.timers = timers
 
     def sync_weights(self):
         """Does nothing: the server has the weights."""
@@ -36,21 +32,17 @@ class RemoteRollout:
 
         `temperature` 0 is greedy. `prompt_set` is for environments, which a server does not have.
         """
-        groups, s = self.role_groups, self.settings
-        if not groups.is_member:
+        role_groups, s = self.role_groups, self.settings
+        if not role_groups.is_member:
             return None
-        sampling = SamplingSettings(temperature or 1.0, s.top_k, s.top_p, greedy=temperature == 0)
-        with self.timers.phase(groups.model_role, "rollout"):
+        sampling = SamplingSettings(
+            temperature=temperature or 1.0, top_k=s.top_k, top_p=s.top_p, greedy=temperature == 0
+        )
+        with self.timers.phase(role_groups.model_role, "rollout"):
             round_requests = RoundRequests(prompts, samples, s.seed, step, s.max_response_length)
-            ids = round_requests.assigned_to(groups.dp_rank, len(groups.replicas))
-            done: list[Any] = [None]
-            if groups.is_leader:
+            ids = round_requests.assigned_to(role_groups.dp_rank, len(role_groups.replicas))
+            done = None
+            if role_groups.is_leader:
                 requests = round_requests.build(ids, sampling, self._end_ids)
-                done = [dict(zip(ids, self._generator.generate(requests), strict=True))]
-            if len(groups.replica) > 1:
-                dist.broadcast_object_list(done, groups.replica[0], group=groups.replica_group)
-            return completions_to_batch(done[0], round_requests)
-
-    def dp_assignment(self, batch: Batch | None, count: int) -> Tensor:
-        """[count] int64: dp rank of each sequence. Collective, as of `dp_assignment_of`."""
-        return dp_assignment_of(batch, count, self.role_groups)
+                done = dict(zip(ids, self._generator.generate(requests), strict=True))
+            return completions_to_batch(role_groups.broadcast_object(done), round_requests)

@@ -3,18 +3,24 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-GROUP_BUFFER_FILE = "waiting.pt"  # groups of an incomplete batch
-PARTIAL_ROLLOUTS_FILE = "parts.pt"  # groups with unfinished responses
+GROUP_BUFFER_FILE = "group_buffer.pt"  # groups of an incomplete batch
+PARTIAL_ROLLOUTS_FILE = "partial_rollouts.pt"  # groups with unfinished responses
+_OLD_NAMES = {GROUP_BUFFER_FILE: "waiting.pt", PARTIAL_ROLLOUTS_FILE: "parts.pt"}  # in older checkpoints
 
 
 def of_replica(name: str, dp_rank: int) -> str:
-    """The name of a replica's file: `parts.pt` of the first one, `parts-00001.pt` of the next."""
-    stem, _, suffix = name.rpartition(".")
-    return name if dp_rank == 0 else f"{stem}-{dp_rank:05d}.{suffix}"
+    """The name of a replica's file: `group_buffer.pt` of the first one, `group_buffer-00001.pt` of the next."""
+    return name if dp_rank == 0 else f"{name.removesuffix('.pt')}-{dp_rank:05d}.pt"
 
 
-def read_replicas(folder: Path, name: str) -> Iterator[tuple[bytes, str]]:
-    """(content, start of an error message) of each replica's file in a checkpoint, one at a time."""
-    stem, _, suffix = name.rpartition(".")
-    for path in (folder / name, *sorted(folder.glob(f"{stem}-*.{suffix}"))):
-        yield path.read_bytes(), f"--load {path}"
+def find(folder: Path, name: str) -> list[Path]:
+    """Each replica's file in a checkpoint; [] if it has none. `name`: of the first one."""
+    for present in (name, _OLD_NAMES[name]):
+        if (folder / present).exists():
+            return [folder / present, *sorted(folder.glob(f"{present.removesuffix('.pt')}-*.pt"))]
+    return []
+
+
+def read(files: list[Path]) -> Iterator[tuple[bytes, str]]:
+    """(content, start of an error message) of each replica's file, one at a time."""
+    return ((path.read_bytes(), f"--load {path}") for path in files)

@@ -30,12 +30,9 @@ class StoreEntry:
 
     def broadcast_in_replica(self, number: int) -> int:
         """The leader's number, on all ranks of the replica. A collective of the replica."""
-        ranks = self.role_groups.replica
-        if len(ranks) == 1:
-            return number
-        shared = torch.tensor([number], dtype=torch.int64, device=device.device())
-        dist.broadcast(shared, ranks[0], group=self.role_groups.replica_group)
-        return int(shared)
+        if len(self.role_groups.replica) == 1:
+            return number  # without a detour to the device
+        return int(self.role_groups.broadcast(torch.tensor([number], dtype=torch.int64, device=device.device())))
 
     def close(self):
         """Deletes the entry after the last replica has called this."""
@@ -59,7 +56,8 @@ class SharedRequestQueue:
             unit: adjacent requests that go to one replica, such as a prompt's samples that share its KV cache.
             role_groups: of the rollout.
         """
-        self.requests, self.unit, self.entry = requests, unit, StoreEntry(role_groups)
+        self.requests, self.unit = requests, unit
+        self.entry = StoreEntry(role_groups)
         units = [start for start in range(0, len(requests), unit) if self._open_ids(start)]
         self._order = sorted((start for start in units if self._owner(start) is None), key=self._longest_first)
         own = [start for start in units if self._owner(start) == role_groups.dp_rank]

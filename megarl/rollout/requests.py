@@ -77,7 +77,7 @@ class RoundRequests:
         self.prompts = [p._replace(dp_rank=owners.get(group, p.dp_rank)) for group, p in enumerate(self.prompts)]
 
     def assigned_to(self, dp_rank: int, replicas: int) -> list[int]:
-        """Ids of a replica without dispatch: groups that it continues, and its round-robin share of the others."""
+        """Ids of a replica if there is no shared queue: groups that it continues, a round-robin share of the others."""
         owners = (group % replicas if p.dp_rank is None else p.dp_rank for group, p in enumerate(self.prompts))
         groups = [group for group, owner in enumerate(owners) if owner == dp_rank]
         return [group * self.samples + sample for group in groups for sample in range(self.samples)]
@@ -115,7 +115,9 @@ class RoundRequests:
             is_of_step = steps == drawn_in
             keys[is_of_step] = stream_keys(self._seed, drawn_in, lines[is_of_step], streams[is_of_step])
         return [
-            GenerationRequest(self.prompt(i), key, self.limits[i], sampling, end_ids)
+            GenerationRequest(
+                prompt=self.prompt(i), key=key, max_new_tokens=self.limits[i], sampling=sampling, end_ids=end_ids
+            )
             for i, key in zip(ids, keys.tolist(), strict=True)
         ]
 
@@ -137,9 +139,8 @@ def completions_to_batch(
     """
     ids = sorted(done)
     completions, prompts = [done[i] for i in ids], [requests.prompt(i) for i in ids]
-    sizes = np.array([(len(p), len(c.tokens)) for p, c in zip(prompts, completions, strict=True)], np.int64).reshape(
-        -1, 2
-    )
+    sizes = np.array([(len(p), len(c.tokens)) for p, c in zip(prompts, completions, strict=True)], np.int64)
+    sizes = sizes.reshape(-1, 2)  # also without completions
     mask = np.repeat(np.tile([False, True], len(ids)), sizes.ravel())
     logprobs = np.zeros(len(mask), np.float32)
     logprobs[mask] = _joined([c.logprobs for c in completions], np.float32)

@@ -29,13 +29,7 @@ from megarl.observe.timers import Timers
 from megarl.rollout.bank import RolloutBank
 from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.request_queue import UNFINISHED, GroupEarlyStop, SharedRequestQueue, shortest_groups
-from megarl.rollout.requests import (
-    PromptRequest,
-    RoundRequests,
-    completions_to_batch,
-    dp_assignment_of,
-    remaining_tokens,
-)
+from megarl.rollout.requests import PromptRequest, RoundRequests, completions_to_batch, remaining_tokens
 
 
 class Rollout:
@@ -54,7 +48,8 @@ class Rollout:
         in the actor's gradient buffer if both share a module. `episodes`: runs the environments; None: one turn.
         """
         self.episodes = episodes
-        self.settings, self.role, self.timers, self.tokenizer = settings, role, timers, tokenizer
+        self.settings, self.role = settings, role
+        self.timers, self.tokenizer = timers, tokenizer
         self.mesh, self.role_groups = mesh, mesh["rollout"]
         self.metrics: dict[str, float] = {}
         # Of training responses since the last `generation_metrics`.
@@ -75,17 +70,12 @@ class Rollout:
             self._transfer = PolicyTransfer(*models, self._group, has_factors)
         if self.role_groups.is_member:
             self.engine = RolloutEngine(
-                self.model[0],
-                self.role_groups.pg_collection,
-                vocab_size,
-                settings.max_prompt_length + settings.max_response_length,
-                settings.rollout_buffer_gb,
-                settings.rollout_max_requests,
-                settings.rollout_prefix_caching,
-                settings.rollout_chunked_prefill,
+                self.model[0], self.role_groups.pg_collection, vocab_size,
+                settings.max_prompt_length + settings.max_response_length, settings.rollout_buffer_gb,
+                settings.rollout_max_requests, settings.rollout_prefix_caching, settings.rollout_chunked_prefill,
                 cache_in_grad_buffer=cache_in_grad_buffer if role.model_role == "actor" else None,
                 speculative=settings.speculative_rollout,
-            )
+            )  # fmt: skip
             self._check_capacity()
             if settings.rollout_bank:
                 self.bank = RolloutBank(Path(settings.rollout_bank), self.role_groups, vocab_size)
@@ -97,7 +87,7 @@ class Rollout:
             raise UsageError(
                 f"--rollout-buffer-gb {s.rollout_buffer_gb}: the KV cache holds one sequence of {capacity} tokens; "
                 f"--max-prompt-length + --max-response-length is {longest}",
-                speaker=self.role_groups.ranks.start,
+                reporting_rank=self.role_groups.ranks.start,
             )
 
     @property
@@ -160,7 +150,9 @@ class Rollout:
             is_banked = is_training and self.bank is not None
             records_routes = is_training and self.recorded_layers is not None
             temperature = s.temperature if temperature is None else temperature
-            sampling = SamplingSettings(temperature or 1.0, s.top_k, s.top_p, greedy=temperature == 0)
+            sampling = SamplingSettings(
+                temperature=temperature or 1.0, top_k=s.top_k, top_p=s.top_p, greedy=temperature == 0
+            )
             if self.episodes is not None:
                 return self._run_episodes(requests, prompt_set, sampling, records_routes, is_training)
             stops_early = wanted is not None and wanted < len(prompts) and any(requests.limits)
@@ -176,22 +168,19 @@ class Rollout:
         prompts read. A collective of the role."""
         if not self.role_groups.is_member:
             return {}
+        s, role_groups = self.settings, self.role_groups
         found = {} if self.episodes is None else self.episodes.take_metrics()
-        return found | self._step_metrics()
-
-    def _step_metrics(self) -> dict[str, float]:
-        s, groups = self.settings, self.role_groups
         if not (s.speculative_rollout or s.rollout_prefix_caching):
-            return {}
+            return found
         counts = [*self._decode_counts, *self._prefill_counts]
         self._decode_counts, self._prefill_counts = DecodeCounts(), PrefillCounts()
-        table = torch.zeros(len(groups.replicas), len(counts), dtype=torch.int64, device=device.device())
-        table[groups.dp_rank] = torch.tensor(counts)
-        table = groups.dp_all_reduce(table)
+        table = torch.zeros(len(role_groups.replicas), len(counts), dtype=torch.int64, device=device.device())
+        table[role_groups.dp_rank] = torch.tensor(counts)
+        table = role_groups.dp_all_reduce(table)
         *decoded, read, reused = table.sum(0).tolist()
-        total, found = DecodeCounts(*decoded), {}
+        total = DecodeCounts(*decoded)
         if s.speculative_rollout:
-            found = {
+            found |= {
                 "rollout/decode_steps": int(table[:, 0].max()),
                 "rollout/accepted_tokens_per_step": total.tokens / max(total.requests, 1),
                 "rollout/draft_acceptance": total.accepted / max(total.drafted, 1),
@@ -220,7 +209,8 @@ class Rollout:
     ) -> dict[int, Completion]:  # fmt: skip
         """This replica's completions by sequence id: `banked` ones and new ones; without a bank, `banked` is None."""
         source, queue = self._source(requests, whole_groups=early_stop is not None)
-        end_ids, limit, done = self.tokenizer.end_ids, queue.share if queue else None, dict(banked or {})
+        end_ids, limit = self.tokenizer.end_ids, queue.share if queue else None
+        done = dict(banked or {})
         longest = early_stop.longest if early_stop else None
         for i, completion in done.items() if early_stop else ():
             early_stop.ended(i, completion)
@@ -274,7 +264,7 @@ class Rollout:
             if not requests.limits[i]:
                 shape = (len(requests.prompt(i)), *empty_routes.shape[1:])
                 routes = empty_routes.new_full(shape, NO_ROUTE) if records_routes else None
-                done[i] = Completion([], [], requests.partial(i).is_finished, routes)
+                done[i] = Completion(tokens=[], logprobs=[], finished=requests.partial(i).is_finished, routes=routes)
         return done
 
     def _assigned_here(self, requests: RoundRequests) -> list[int]:
@@ -293,7 +283,9 @@ class Rollout:
             positions = is_finished[batch.sequence_ids.cpu()].nonzero().flatten().tolist()
             sequences, bounds = batch.tokens.split(batch.lengths.tolist()), batch.cu_seqlens.tolist()
             # The last token has no route, so it is left out; the engine samples a token in its place.
-            requests = [GenerationRequest(sequences[i][:-1].tolist(), 0, 1) for i in positions]
+            requests = [
+                GenerationRequest(prompt=sequences[i][:-1].tolist(), key=0, max_new_tokens=1) for i in positions
+            ]
             done = self.engine.generate(requests, self.tokenizer.end_ids, SamplingSettings(), routes=True)
             for i, completion in zip(positions, done, strict=True):
                 batch.routes[bounds[i] : bounds[i + 1]] = completion.routes.to(batch.routes.device)
@@ -316,7 +308,3 @@ class Rollout:
         longest = new_tokens.view(-1, samples).amax(1).cpu()
         groups = shortest_groups(longest, wanted)
         return groups, int(longest[groups].max())
-
-    def dp_assignment(self, batch: Batch | None, count: int) -> Tensor:
-        """[count] int64: dp rank that generated each sequence, as `dp_assignment_of` says."""
-        return dp_assignment_of(batch, count, self.role_groups)

@@ -52,7 +52,8 @@ class RolloutWriter:
             layers: numbers of the MoE layers whose routes this rank records; None: the run records none.
             facts: entries of every manifest about the run, which `SavedRollouts` compares.
         """
-        self.folder, self.role_groups, self.layers, self.facts = run / FOLDER, role_groups, layers, facts
+        self.folder, self.role_groups = run / FOLDER, role_groups
+        self.layers, self.facts = layers, facts
         if dist.get_rank() == 0:
             for unfinished in self.folder.glob(f"{WRITING}*"):
                 shutil.rmtree(unfinished)
@@ -60,7 +61,8 @@ class RolloutWriter:
 
     def begin(self, step: int, waiting: int):
         """Begins the rollout of a step, for which `waiting` groups of earlier steps are there."""
-        self._step, self._waiting, self._rounds = step, waiting, []
+        self._step, self._waiting = step, waiting
+        self._rounds: list[dict] = []
         self._files: dict[str, dict] = {}  # name -> seal, of this replica's files
         self._layers: list[int] | None = None
         self._longest = 0  # tokens of a sequence of this replica
@@ -94,17 +96,14 @@ class RolloutWriter:
 
     def commit(self, order: dict, tokens: float, metrics: dict[str, float]):
         """Gives the step's rollout its name, once all replicas have written it. Arguments as of `RolloutRecord`."""
-        groups = self.role_groups
-        if not groups.is_leader:
+        role_groups = self.role_groups
+        if not role_groups.is_leader:
             return
-        written = [(self._files, self._longest)]
-        if len(groups.replicas) > 1:
-            written *= len(groups.replicas)
-            dist.all_gather_object(written, (self._files, self._longest), group=groups.pg_collection.dp)
-        if groups.dp_rank == 0:
+        written = role_groups.gather_replicas((self._files, self._longest))
+        if role_groups.dp_rank == 0:
             entries = {
                 "program": "train_rl", "step": self._step, "world_size": dist.get_world_size(), **self.facts,
-                "replicas": len(groups.replicas), "layers": self._layers, "waiting": self._waiting, "order": order,
+                "replicas": len(role_groups.replicas), "layers": self._layers, "waiting": self._waiting, "order": order,
                 "tokens": tokens, "metrics": metrics, "longest": max(longest for _, longest in written),
                 "rounds": self._rounds, "files": {name: seal for files, _ in written for name, seal in files.items()},
             }  # fmt: skip
@@ -142,8 +141,8 @@ class SavedRollouts:
         Raises:
             UsageError: missing, incomplete or damaged rollouts, or rollouts of other prompts or settings.
         """
-        self.path, self._facts, self._longest = path, facts, longest
-        folder = Path(path)
+        self.path, self._facts = path, facts
+        self._longest, folder = longest, Path(path)
         self._folder = folder / FOLDER if (folder / FOLDER).is_dir() else folder
         there = {folders.step_of(found.parent) for found in self._folder.glob(f"step_*/{manifests.NAME}")}
         if not there:
@@ -172,12 +171,12 @@ class SavedRollouts:
         # Versions without environments wrote none.
         if not {"rounds", *self._facts} - {"environment"} <= manifest.keys() or manifest["step"] != step:
             raise self._error("is no rollout of this step", step)
-        if problem := manifests.check_sizes(folder, manifest):
-            raise self._error(problem, step)
-        if problem := _misfit(manifest, self._facts, self._longest):
+        problem = manifests.check_sizes(folder, manifest) or _misfit(manifest, self._facts, self._longest)
+        if problem:
             raise self._error(problem, step)
         rounds = [round_ | {"files": _files(manifest, i)} for i, round_ in enumerate(manifest["rounds"])]
-        return RolloutRecord(folder, rounds, *(manifest[name] for name in RolloutRecord._fields[2:]))
+        entries = {name: manifest[name] for name in RolloutRecord._fields[2:]}
+        return RolloutRecord(folder=folder, rounds=rounds, **entries)
 
     def read(self, record: RolloutRecord, number: int, kind: str, fields: Iterable[str],
              layers: tuple[int, ...] | None, role_groups: RoleGroups) -> Batch:  # fmt: skip

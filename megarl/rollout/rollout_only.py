@@ -1,9 +1,6 @@
 """What `--debug-rollout-only` has instead of training: the responses of each step are scored and measured."""
 
-import torch
-
-from megarl.comm.step_batch import StepBatch
-from megarl.roles.loss_mask import valid_sequences
+from megarl.roles.reward_metrics import step_metrics
 from megarl.rollout.batcher import RolloutBatcher
 
 
@@ -18,24 +15,6 @@ class ScoringBatcher(RolloutBatcher):
         if batch is not None:
             batch.dispatch(self.reward.name)
             self.reward.score(batch)
-            self.metrics |= self._batch_metrics(batch)
-
-    def _batch_metrics(self, step_batch: StepBatch) -> dict[str, float]:
-        """Metrics of the step's batch, named as in training; {} outside the reward role, whose collective it is."""
-        batch, groups = step_batch[self.reward.name], self.mesh[self.reward.name]
-        if not groups.is_member:
-            return {}
-        valid = valid_sequences(batch, self.settings)
-        scores = batch.scores.double()[valid]
-        counts = batch.response_mask.sum(), batch.finished[valid].sum(), batch.correct[valid].sum(), batch.lengths.sum()
-        sums = torch.stack([valid.sum(), scores.sum(), scores.square().sum(), *counts]).double()
-        sequences, total, squares, generated, finished, correct, tokens = groups.dp_all_reduce(sums).tolist()
-        n = max(sequences, 1.0)  # 0: every episode failed
-        return {
-            "reward/mean": total / n,
-            "reward/std": max(squares / n - (total / n) ** 2, 0.0) ** 0.5,
-            "reward/accuracy": correct / n,
-            "rollout/response_length_mean": generated / n,
-            "rollout/finished_fraction": finished / n,
-            "perf/tokens": int(tokens),
-        }
+            if batch[self.reward.name] is not None:
+                metrics, _, _ = step_metrics(batch[self.reward.name], self.settings, self.mesh[self.reward.name])
+                self.metrics |= metrics

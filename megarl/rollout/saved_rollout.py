@@ -2,17 +2,14 @@
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megarl.arguments import RoleSettings, Settings
-from megarl.batch import Batch
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT
 from megarl.errors import UsageError
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern
 from megarl.rollout.batcher import GenerationRound, RolloutBatcher, SamplingStatistics
 from megarl.rollout.partial_rollouts import VERSIONS
-from megarl.rollout.requests import dp_assignment_of
 from megarl.rollout.rollout_files import GREEDY, RESPONSES, SavedRollouts
 
 
@@ -28,7 +25,8 @@ class SavedRollout:
     bank = episodes = None
 
     def __init__(self, settings: Settings, role: RoleSettings, mesh: RoleMesh):
-        self.settings, self.role, self.role_groups = settings, role, mesh[ROLLOUT]
+        self.settings, self.role = settings, role
+        self.role_groups = mesh[ROLLOUT]
         self.metrics: dict[str, float] = {}
 
     @property
@@ -45,10 +43,6 @@ class SavedRollout:
     def generation_metrics(self) -> dict[str, float]:
         """Nothing is generated; the metrics of the generation are in the record of the step."""
         return {}
-
-    def dp_assignment(self, batch: Batch | None, count: int) -> Tensor:
-        """[count] int64: dp rank that holds each sequence, as of `Rollout.dp_assignment`."""
-        return dp_assignment_of(batch, count, self.role_groups)
 
 
 class SavedRolloutBatcher(RolloutBatcher):
@@ -89,18 +83,19 @@ class SavedRolloutBatcher(RolloutBatcher):
         self.order.load_state_dict(record.order)
 
     def _read(self, step: int, number: int) -> GenerationRound:
-        record, groups, s = self._saved.records[step], self.mesh[ROLLOUT], self.settings
+        record, s = self._saved.records[step], self.settings
+        role_groups = self.mesh[ROLLOUT]
         lines, kept = record.rounds[number]["lines"], torch.tensor(record.rounds[number]["kept"], dtype=torch.bool)
         self.reward.prepare(self.prompts, lines)
-        if not groups.is_member:
-            return GenerationRound(lines, None, None, kept)
+        if not role_groups.is_member:
+            return GenerationRound(lines=lines, batch=None, greedy=None, kept=kept)
         fields = s.environment_fields
         versions = [VERSIONS] if s.partial_rollouts else []
-        with self.timers.phase(groups.model_role, "read"):
+        with self.timers.phase(role_groups.model_role, "read"):
             layers = self.rollout.recorded_layers
-            responses = self._saved.read(record, number, RESPONSES, [*fields, *versions], layers, groups)
-            greedy = self._saved.read(record, number, GREEDY, fields, None, groups) if s.greedy_baseline else None
-        return GenerationRound(lines, responses, greedy, kept)
+            responses = self._saved.read(record, number, RESPONSES, [*fields, *versions], layers, role_groups)
+            greedy = self._saved.read(record, number, GREEDY, fields, None, role_groups) if s.greedy_baseline else None
+        return GenerationRound(lines=lines, batch=responses, greedy=greedy, kept=kept)
 
     def _set_metrics(self, statistics: SamplingStatistics, waiting_groups: int):
         super()._set_metrics(statistics, waiting_groups)

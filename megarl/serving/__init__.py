@@ -3,7 +3,7 @@
 The way of a request, hop by hop:
 
 1. a route of `app.py`, whose handler (`completions.py`, `chat.py`, `generate.py`) makes messages for the leaders;
-2. `Dispatcher` (`dispatcher.py`), which queues them and chooses a replica (`routing.py`);
+2. `ReplicaPool` (`replica_pool.py`), which queues them and chooses a replica (`routing.py`);
 3. `Link` (`links.py`) from the HTTP process to the replica's leader, who tells the other ranks (`frontend_process.py`);
 4. `ReplicaService` (`replica_service.py`), which gives them to the engine (`served_engine.py`) or to `scoring.py`.
 

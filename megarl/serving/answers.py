@@ -11,13 +11,13 @@ from starlette.responses import JSONResponse, Response
 
 from megarl.serving import sampling
 from megarl.serving.context import ServingContext
-from megarl.serving.dispatcher import RequestUpdate
+from megarl.serving.replica_pool import RequestUpdate
 from megarl.serving.sampling import StopRules
 from megarl.serving.schemas import OpenAIFields
 from megarl.serving.streams import Parts, start_stream
 from megarl.serving.text import StopStrings, Vocabulary
 
-LOWEST = -9999.0  # in place of minus infinity, which JSON lacks
+MIN_LOGPROB = -9999.0  # in place of minus infinity, which JSON lacks
 
 
 @dataclass
@@ -95,7 +95,7 @@ def fingerprint(update: RequestUpdate) -> str:
 
 def finite(logprob: float | None) -> float | None:
     """A log-prob that JSON can hold."""
-    return logprob if logprob is None or logprob > LOWEST else LOWEST
+    return logprob if logprob is None or logprob > MIN_LOGPROB else MIN_LOGPROB
 
 
 class OpenAIAnswer:

@@ -118,12 +118,12 @@ def _add_information(api: FastAPI, context: ServingContext):
 
     @api.get("/ready", response_model=responses.StatusResponse)
     async def ready():
-        context.dispatcher.check_accepting()
-        return JSONResponse({"status": "ready", **context.dispatcher.weights})
+        context.pool.check_accepting()
+        return JSONResponse({"status": "ready", **context.pool.weights})
 
     @api.get("/v1/models", response_model=responses.ModelList)
     async def models():
-        label = context.dispatcher.weights.get("label", "")
+        label = context.pool.weights.get("label", "")
         card = {"id": context.config.model_name, "object": "model", "created": context.created, "owned_by": "megarl"}
         card |= {"root": label, "max_model_len": context.max_length}
         return JSONResponse({"object": "list", "data": [card]})
@@ -148,8 +148,8 @@ def _add_information(api: FastAPI, context: ServingContext):
 def _add_admin(api: FastAPI, context: ServingContext):
     async def control(command: str, **fields: str):
         """Has all replicas run a command, and says which weights they have then."""
-        await context.dispatcher.control(command, **fields)
-        return JSONResponse({"status": "ok", **context.dispatcher.weights})
+        await context.pool.control(command, **fields)
+        return JSONResponse({"status": "ok", **context.pool.weights})
 
     @api.post("/admin/pause", response_model=responses.StatusResponse)
     async def pause(mode: Literal["wait", "abort", "keep"] = "wait"):

@@ -8,10 +8,10 @@ from starlette.responses import Response
 from megarl.serving import sampling
 from megarl.serving.answers import AnswerProgress, AnswerText, OpenAIAnswer, fingerprint, finite
 from megarl.serving.context import ServingContext
-from megarl.serving.dispatcher import RequestUpdate
 from megarl.serving.errors import invalid
 from megarl.serving.links import Message
-from megarl.serving.schemas import MOST_PROMPTS, CompletionRequest
+from megarl.serving.replica_pool import RequestUpdate
+from megarl.serving.schemas import MAX_PROMPTS, CompletionRequest
 from megarl.serving.streams import Parts
 from megarl.serving.text import Vocabulary
 
@@ -47,8 +47,8 @@ class CompletionAnswer(OpenAIAnswer):
         self._prompts = prompts
         self._generates = request.max_tokens != 0
         self._echoes, self._wants_logprobs = bool(request.echo), request.logprobs is not None
-        if len(prompts) * self._count > MOST_PROMPTS:
-            raise invalid(f"prompts times n: at most {MOST_PROMPTS} answers are allowed", "n")
+        if len(prompts) * self._count > MAX_PROMPTS:
+            raise invalid(f"prompts times n: at most {MAX_PROMPTS} answers are allowed", "n")
         if not self._generates and not self._echoes:
             raise invalid("max_tokens 0: needs echo", "max_tokens")
         sampling.check_top_logprobs(context, request.logprobs or 0, "logprobs")

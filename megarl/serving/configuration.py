@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # it imports torch
     from megarl.arguments import RunConfig
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")  # of the extra `serve`
-SHORTEST_KEY = 16  # characters
+MIN_KEY_LENGTH = 16  # characters
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,9 @@ def _read_keys(flag: str, path: str | None) -> list[str]:
         raise UsageError(f"{flag} {path}: cannot be read ({error.__class__.__name__})") from None
     if not keys:
         raise UsageError(f"{flag} {path}: has no key; write one a line")
-    if any(len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key for key in keys):
+    if any(len(key) < MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key for key in keys):
         raise UsageError(
-            f"{flag} {path}: a key has fewer than {SHORTEST_KEY} characters, or others than letters, digits and signs"
+            f"{flag} {path}: a key has fewer than {MIN_KEY_LENGTH} characters, or others than letters, digits and signs"
         )
     return keys
 

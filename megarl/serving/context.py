@@ -1,4 +1,4 @@
-"""What all endpoints share: configuration, tokenizer, dispatcher, and the checks of prompts and lengths."""
+"""What all endpoints share: configuration, tokenizer, pool of replicas, and the checks of prompts and lengths."""
 
 import asyncio
 import time
@@ -8,10 +8,10 @@ from typing import Any
 from megarl.data.conversations import Encoder
 from megarl.errors import UsageError
 from megarl.serving.configuration import FrontendConfig
-from megarl.serving.dispatcher import Dispatcher
 from megarl.serving.errors import RequestError, echo, invalid
 from megarl.serving.links import Message
 from megarl.serving.metrics import ServerMetrics
+from megarl.serving.replica_pool import ReplicaPool
 from megarl.serving.submission import Submission
 from megarl.serving.text import Vocabulary
 
@@ -25,7 +25,7 @@ class ServingContext:
         self.config, self.encoder = config, encoder
         self.vocabulary = Vocabulary(encoder.tokenizer)
         self.metrics = ServerMetrics()
-        self.dispatcher = Dispatcher(
+        self.pool = ReplicaPool(
             config.replicas, config.settings.max_queue, config.settings.request_timeout, self.metrics
         )
         self.created = int(time.time())
@@ -33,7 +33,7 @@ class ServingContext:
     @property
     def max_length(self) -> int:
         """Tokens that prompt and response may have together."""
-        capacity = self.dispatcher.capacity
+        capacity = self.pool.capacity
         return self.config.max_model_length if capacity is None else min(capacity, self.config.max_model_length)
 
     def check_model(self, name: str | None):
@@ -73,15 +73,15 @@ class ServingContext:
 
     def response_length(self, prompt: Sequence[int], wanted: int | None, param: str = "max_tokens") -> int:
         """How many tokens a response may have: `wanted`, by default as many as are allowed. RequestError 400."""
-        longest, room = self.config.max_response_length, self.max_length - len(prompt)
+        limit, room = self.config.max_response_length, self.max_length - len(prompt)
         if room < (1 if wanted is None else min(wanted, 1)) or (wanted is not None and wanted > room):
             asked = "" if wanted is None else f" and {param} {wanted}"
             message = f"{len(prompt)} tokens of the prompt{asked}: prompt and response have at most {self.max_length}"
             raise invalid(message, param if wanted else "prompt", "context_length_exceeded")
-        if wanted is not None and wanted > longest:
-            raise invalid(f"{param} {wanted}: allowed are at most {longest}", param)
-        return min(longest, room) if wanted is None else wanted
+        if wanted is not None and wanted > limit:
+            raise invalid(f"{param} {wanted}: allowed are at most {limit}", param)
+        return min(limit, room) if wanted is None else wanted
 
     def submission(self, messages: Sequence[Message], session: str | None) -> Submission:
         """The requests to leaders for one HTTP request."""
-        return Submission(self.dispatcher, messages, session)
+        return Submission(self.pool, messages, session)

@@ -14,8 +14,8 @@ TYPES = {
     503: "service_unavailable",
 }
 
-_LONGEST_MESSAGE = 400  # characters
-_LONGEST_ECHO = 100  # characters of what a client sent
+_MAX_MESSAGE_LENGTH = 400  # characters
+_MAX_ECHO_LENGTH = 100  # characters of what a client sent
 
 
 class RequestError(Exception):
@@ -42,7 +42,7 @@ class RequestError(Exception):
     @property
     def content(self) -> dict[str, Any]:
         """The answer's JSON."""
-        message, param = _clean(str(self), _LONGEST_MESSAGE), self.param and _clean(self.param, _LONGEST_ECHO)
+        message, param = _clean(str(self), _MAX_MESSAGE_LENGTH), self.param and _clean(self.param, _MAX_ECHO_LENGTH)
         return {"error": {"message": message, "type": self.kind, "param": param, "code": self.code}}
 
     @property
@@ -56,14 +56,14 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return RequestError(400, message, param, code)
 
 
-def unavailable(message: str, seconds: int = 1) -> RequestError:
-    """The error of a server that cannot take a request now, status 503; the client may retry after `seconds`."""
-    return RequestError(503, message, headers={"Retry-After": str(seconds)})
+def unavailable(message: str) -> RequestError:
+    """The error of a server that cannot take a request now, status 503; the client may retry after a second."""
+    return RequestError(503, message, headers={"Retry-After": "1"})
 
 
-def overloaded(message: str, seconds: int = 1) -> RequestError:
-    """The error of a full queue, status 429; the client may retry after `seconds`."""
-    return RequestError(429, message, code="queue_full", headers={"Retry-After": str(seconds)})
+def overloaded(message: str) -> RequestError:
+    """The error of a full queue, status 429; the client may retry after a second."""
+    return RequestError(429, message, code="queue_full", headers={"Retry-After": "1"})
 
 
 def timed_out(seconds: float) -> RequestError:
@@ -80,11 +80,11 @@ def internal() -> RequestError:
 def echo(value: Any) -> str:
     """What a client sent, for a message: its `repr`, cut at 100 characters."""
     if isinstance(value, str | bytes | list):
-        value = value[: _LONGEST_ECHO + 1]
-    if isinstance(value, int) and value.bit_length() > 4 * _LONGEST_ECHO:
+        value = value[: _MAX_ECHO_LENGTH + 1]
+    if isinstance(value, int) and value.bit_length() > 4 * _MAX_ECHO_LENGTH:
         return "a very large number"
     text = repr(value)
-    return text if len(text) <= _LONGEST_ECHO else f"{text[:_LONGEST_ECHO]}…"
+    return text if len(text) <= _MAX_ECHO_LENGTH else f"{text[:_MAX_ECHO_LENGTH]}…"
 
 
 def validation_error(errors: Sequence[Any]) -> RequestError:
@@ -97,7 +97,7 @@ def validation_error(errors: Sequence[Any]) -> RequestError:
     if first["type"] == "json_invalid":
         return invalid("the body is no JSON", code="invalid_json")
     if first["type"] == "extra_forbidden":
-        name = _clean(".".join(part for part in location if "[" not in part), _LONGEST_ECHO)
+        name = _clean(".".join(part for part in location if "[" not in part), _MAX_ECHO_LENGTH)
         return invalid(f"{name}: unknown field; it is not supported", name, "unknown_field")
     if not location:
         return invalid("the body must be a JSON object, with Content-Type: application/json")
@@ -115,7 +115,7 @@ def _message(error: Any) -> str:
     return error["msg"].removeprefix("Value error, ")
 
 
-def _clean(text: str, longest: int) -> str:
+def _clean(text: str, max_length: int) -> str:
     """Text that is valid UTF-8, without line breaks, of bounded length."""
-    text = " ".join(text[: longest + 1].encode("utf-8", "replace").decode().split())
-    return text if len(text) <= longest else f"{text[:longest]}…"
+    text = " ".join(text[: max_length + 1].encode("utf-8", "replace").decode().split())
+    return text if len(text) <= max_length else f"{text[:max_length]}…"

@@ -24,7 +24,7 @@ from megarl.serving import links
 from megarl.serving.app import build_app
 from megarl.serving.configuration import FrontendConfig
 from megarl.serving.context import ServingContext
-from megarl.serving.dispatcher import ReplicaState
+from megarl.serving.replica_pool import ReplicaState
 
 _LAST_SECONDS = 1.0  # for answers to leave when the process ends in an error
 _BACKLOG = 1024  # connections that wait to be accepted
@@ -46,7 +46,7 @@ class Frontend:
     """The HTTP server, and the links to the leaders."""
 
     def __init__(self, context: ServingContext, http: socket.socket, listener: Listener, key: bytes):
-        self.config, self.dispatcher = context.config, context.dispatcher
+        self.config, self.pool = context.config, context.pool
         self.status = 0
         self._sockets, self._listener, self._key = [http], listener, key
         self._replicas: dict[links.Link, ReplicaState] = {}
@@ -93,11 +93,11 @@ class Frontend:
                 raise came
             for message in came:
                 if link not in self._replicas:
-                    self._replicas[link] = self.dispatcher.add(link, message)
+                    self._replicas[link] = self.pool.add(link, message)
                 elif message["type"] == "drain":
                     self._start_drain()
                 else:
-                    self.dispatcher.receive(self._replicas[link], message)
+                    self.pool.receive(self._replicas[link], message)
         except ConnectionError as error:
             link.close()
             replica = self._replicas.get(link)
@@ -109,19 +109,19 @@ class Frontend:
 
     def _start_drain(self):
         if self._drains is None:
-            self.dispatcher.is_draining = True
+            self.pool.is_draining = True
             self._drains = asyncio.create_task(self._drain())
 
     async def _drain(self):
         """Finishes what runs, at most `drain_seconds` long, then ends leaders and server."""
         try:
             async with asyncio.timeout(self.config.settings.drain_seconds):
-                await self.dispatcher.idle()
+                await self.pool.idle()
         except TimeoutError:
             log.warning("requests still ran after %g seconds", self.config.settings.drain_seconds)
-            self.dispatcher.fail("the server is shutting down")
+            self.pool.fail("the server is shutting down")
         self._ends = True
-        self.dispatcher.stop()
+        self.pool.stop()
         self._end(self.config.settings.drain_seconds)
 
     def _fail(self, reason: str):
@@ -129,7 +129,7 @@ class Frontend:
         if self._ends:
             return
         self._ends, self.status = True, 1
-        self.dispatcher.fail(reason)
+        self.pool.fail(reason)
         asyncio.get_running_loop().call_later(1.5 * _LAST_SECONDS, os._exit, 1)
         self._end(_LAST_SECONDS)
 

@@ -39,7 +39,7 @@ class FrontendProcess:
             may_end: if the process ends, the last message is "stop"; else that is an error of the leader.
         """
         self._url, self._link, self._child = url, link, child
-        self._groups, self._may_end = role_groups, may_end
+        self._role_groups, self._may_end = role_groups, may_end
         self._signals: list[int] = []
 
     def announce(self, name: str):
@@ -68,16 +68,16 @@ class FrontendProcess:
     def receive(self, seconds: float) -> list[Message]:
         """The messages that have come, after waiting up to `seconds` for the first. A collective of the replica."""
         messages = self._receive(seconds)
-        ranks = self._groups.replica
+        ranks = self._role_groups.replica
         if len(ranks) == 1:
             return messages
         data = json.dumps(messages).encode() if messages else b""
         size = torch.tensor([len(data)], dtype=torch.int64, device=device.device())
-        dist.broadcast(size, ranks[0], group=self._groups.replica_group)
+        dist.broadcast(size, ranks[0], group=self._role_groups.replica_group)
         if not int(size):
             return []
         content = torch.frombuffer(bytearray(data or bytes(int(size))), dtype=torch.uint8).to(device.device())
-        dist.broadcast(content, ranks[0], group=self._groups.replica_group)
+        dist.broadcast(content, ranks[0], group=self._role_groups.replica_group)
         return json.loads(bytes(content.cpu().numpy()))
 
     def _receive(self, seconds: float) -> list[Message]:

@@ -8,8 +8,8 @@ from starlette.responses import JSONResponse, Response
 from megarl.serving import sampling
 from megarl.serving.answers import fingerprint, finite
 from megarl.serving.context import ServingContext
-from megarl.serving.dispatcher import RequestUpdate
 from megarl.serving.errors import invalid
+from megarl.serving.replica_pool import RequestUpdate
 from megarl.serving.schemas import GenerateRequest
 from megarl.serving.streams import Parts, start_stream
 

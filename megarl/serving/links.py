@@ -35,8 +35,8 @@ from typing import Any
 
 HANDSHAKE_SECONDS = 30.0
 
-_LARGEST_PACKET = 256 * 2**20  # bytes
-_MOST_HANDSHAKES = 64  # at once
+_MAX_PACKET_BYTES = 256 * 2**20
+_MAX_HANDSHAKES = 64  # at once
 
 Message = dict[str, Any]
 Address = str | tuple[str, int]  # the path of a Unix socket, or host and port
@@ -72,7 +72,7 @@ class Link:
         messages: list[Message] = []
         try:
             while self._connection.poll(0.0 if messages else seconds):
-                packet = json.loads(self._connection.recv_bytes(_LARGEST_PACKET))
+                packet = json.loads(self._connection.recv_bytes(_MAX_PACKET_BYTES))
                 if not isinstance(packet, list) or not all(isinstance(m, dict) and "type" in m for m in packet):
                     raise ValueError
                 messages += packet
@@ -123,7 +123,7 @@ def accept_all(listener: Listener, key: bytes, connected: Callable[[Connection],
 
     Strangers get nothing, and keep nobody waiting who comes after them.
     """
-    free = threading.Semaphore(_MOST_HANDSHAKES)
+    free = threading.Semaphore(_MAX_HANDSHAKES)
 
     def check(connection: Connection):
         try:

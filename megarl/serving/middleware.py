@@ -38,7 +38,7 @@ class Observed:
         try:
             await self._app(scope, receive, observed)
         except Exception as error:
-            log.error("%s at %s", type(error).__name__, _place(error))
+            log.error("%s at %s", type(error).__name__, _location(error))
             if not begun:
                 await internal().response(scope, receive, observed)
         finally:
@@ -159,7 +159,7 @@ def _matches(key: bytes, keys: Sequence[bytes]) -> bool:
     return found
 
 
-def _place(error: BaseException) -> str:
+def _location(error: BaseException) -> str:
     """Where an error was raised, without its message, which may quote a request."""
     frames = traceback.extract_tb(error.__traceback__)[-3:]
     return " < ".join(f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in reversed(frames))

@@ -21,17 +21,17 @@ class PolicyService:
     def __init__(self, config: RunConfig, frontend_config: FrontendConfig, mesh: RoleMesh, rollout: Rollout,
                  tokenizer: Tokenizer, timers: Timers):  # fmt: skip
         """Starts the HTTP process. A collective of the world."""
-        s, self.timers, self._groups = config.settings, timers, mesh["rollout"]
+        s = config.settings
+        self.timers, self._role_groups = timers, mesh["rollout"]
         vocab_size = config.roles["actor"].model_vocab_size(tokenizer.vocab_size)
         name = s.served_model_name or (Path(s.save).resolve().name if s.save else "policy")
         self._stack, self._service = contextlib.ExitStack(), None
-        names = name, vocab_size, self._groups
-        frontend = self._stack.enter_context(start_frontend(frontend_config, *names, may_end=True))
+        started = start_frontend(frontend_config, name, vocab_size, self._role_groups, may_end=True)
+        frontend = self._stack.enter_context(started)
         frontend.announce(name)
-        if self._groups.is_member:
+        if self._role_groups.is_member:
             engine = ServedEngine(rollout.engine, tokenizer.end_ids)
-            parts = engine, rollout.model, self._groups, frontend, vocab_size
-            self._service = ReplicaService(*parts, step_name(0))
+            self._service = ReplicaService(engine, rollout.model, self._role_groups, frontend, vocab_size, step_name(0))
             self._service.open()
 
     def answer(self, step: int):
@@ -42,12 +42,12 @@ class PolicyService:
         if self._service is None:
             return
         self._service.engine.version, self._service.label = step, step_name(step)
-        with self.timers.phase(self._groups.model_role, "serve"):
+        with self.timers.phase(self._role_groups.model_role, "serve"):
             self._service.answer_waiting()
 
     def close(self):
         """Answers what waits, at most `--drain-seconds` long, and ends the HTTP process. A collective of the world."""
         if self._service is not None:
-            with self.timers.phase(self._groups.model_role, "serve"):
+            with self.timers.phase(self._role_groups.model_role, "serve"):
                 self._service.run(is_draining=lambda: True)
         self._stack.close()

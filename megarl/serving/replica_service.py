@@ -41,7 +41,7 @@ class ReplicaService:
             vocab_size: the model's.
             label: name of the weights.
         """
-        self.engine, self.model, self.groups, self.frontend = engine, model, role_groups, frontend
+        self.engine, self.model, self.role_groups, self.frontend = engine, model, role_groups, frontend
         self.vocab_size, self.label = vocab_size, label
         self._waiting: deque[tuple[int, GenerationRequest]] = deque()
         self._scores: deque[tuple[int, ScoreRequest]] = deque()
@@ -53,7 +53,7 @@ class ReplicaService:
     def open(self):
         """Tells the HTTP process that this replica is there."""
         engine = self.engine.rollout_engine
-        ready = {"replica": self.groups.dp_rank, "max_requests": engine.max_requests, "capacity": engine.capacity}
+        ready = {"replica": self.role_groups.dp_rank, "max_requests": engine.max_requests, "capacity": engine.capacity}
         self._send("ready", **ready, blocks=engine.free_blocks, version=self.engine.version, label=self.label)
 
     def run(self, is_draining: Callable[[], bool] = lambda: False):
@@ -85,7 +85,7 @@ class ReplicaService:
         self._tell_window(is_open=True)
         self.engine.resume()
         late: list[Message] = []
-        while self._any(bool(self._waiting or self._scores or self._controls) or self.engine.needs_steps):
+        while self._has_work():
             for message in self.frontend.receive(0.0):
                 if message["type"] in ("generate", "score"):
                     late.append(message)
@@ -102,9 +102,10 @@ class ReplicaService:
     def _tell_window(self, is_open: bool):
         self._send("window", open=is_open, version=self.engine.version, label=self.label)
 
-    def _any(self, flag: bool) -> bool:
-        """Whether a flag is set on any replica that shares experts with this one."""
-        return any(self._agree(False, False, flag))
+    def _has_work(self) -> bool:
+        """Whether something is to be done here, or on a replica that shares experts with this one."""
+        has_work = bool(self._waiting or self._scores or self._controls) or self.engine.needs_steps
+        return any(self._agree(False, False, has_work))
 
     def _patience(self) -> float:
         """Seconds to wait for a message: 0 if there is work."""
@@ -131,15 +132,18 @@ class ReplicaService:
 
     def _take_request(self, message: Message):
         engine, number, prompt = self.engine.rollout_engine, message["id"], message["prompt"]
-        length, most = len(prompt) + message["max_tokens"], min(engine.max_length, engine.capacity)
-        if not prompt or length > most:
-            problem = f"prompt and max_tokens are {length} tokens; at most {most} fit" if prompt else "an empty prompt"
+        length, max_length = len(prompt) + message["max_tokens"], min(engine.max_length, engine.capacity)
+        if not prompt or length > max_length:
+            problem = (
+                f"prompt and max_tokens are {length} tokens; at most {max_length} fit" if prompt else "an empty prompt"
+            )
             self._send("refused", id=number, message=problem)
             return
-        sampling = SamplingSettings(message["temperature"], message["top_k"], message["top_p"], message["greedy"])
         request = GenerationRequest(
-            prompt, message["key"], message["max_tokens"], sampling, tuple(message["end_ids"]), message["top_logprobs"]
-        )
+            prompt=prompt, key=message["key"], max_new_tokens=message["max_tokens"],
+            sampling=SamplingSettings(**{name: message[name] for name in ("temperature", "top_k", "top_p", "greedy")}),
+            end_ids=tuple(message["end_ids"]), top_logprobs=message["top_logprobs"],
+        )  # fmt: skip
         if message["routes"]:
             self._routes_wanted.add(number)
         self._waiting.append((number, request))
@@ -209,8 +213,8 @@ class ReplicaService:
         requests = [request for _, request in self._scores]
         requests = requests[: together(requests, self.engine.rollout_engine.step_tokens)]
         numbers = [self._scores.popleft()[0] for _ in requests]
-        groups = self.groups.pg_collection
-        for number, found in zip(numbers, score_sequences(self.model, groups, self.vocab_size, requests), strict=True):
+        scores = score_sequences(self.model, self.role_groups.pg_collection, self.vocab_size, requests)
+        for number, found in zip(numbers, scores, strict=True):
             fields = {"logprobs": found.logprobs, "top": found.top_logprobs}
             self._send("scores", id=number, version=self.engine.version, **fields)
 

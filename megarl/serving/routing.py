@@ -4,20 +4,15 @@ import collections
 from collections.abc import Mapping, Sequence
 
 BLOCK = 16  # tokens of a prompt that are compared together
+MAX_SESSIONS, MAX_BLOCKS = 2**16, 2**18  # that are remembered
 
 _IMBALANCE = 32  # further requests that a replica may have before its known prompts no longer attract more
 
 
 class ReplicaRouter:
-    """Remembers which replica has seen which sessions and prompts; its memory is bounded.
+    """Remembers which replica has seen which sessions and prompts; its memory is bounded."""
 
-    Args:
-        sessions: how many sessions it remembers.
-        blocks: how many blocks of prompts.
-    """
-
-    def __init__(self, sessions: int = 2**16, blocks: int = 2**18):
-        self._limits = sessions, blocks
+    def __init__(self):
         self._sessions: collections.OrderedDict[str, int] = collections.OrderedDict()
         self._blocks: collections.OrderedDict[int, int] = collections.OrderedDict()  # hash -> bits of replicas
 
@@ -38,10 +33,10 @@ class ReplicaRouter:
         if session is not None:
             self._sessions.pop(session, None)
             self._sessions[session] = chosen
-        memories: tuple[collections.OrderedDict, ...] = (self._sessions, self._blocks)
-        for memory, limit in zip(memories, self._limits, strict=True):
-            while len(memory) > limit:
-                memory.popitem(last=False)
+        while len(self._sessions) > MAX_SESSIONS:
+            self._sessions.popitem(last=False)
+        while len(self._blocks) > MAX_BLOCKS:
+            self._blocks.popitem(last=False)
         return chosen
 
     def forget(self):
@@ -49,8 +44,8 @@ class ReplicaRouter:
         self._blocks.clear()
 
     def _by_prompt(self, hashes: Sequence[int], outstanding: Mapping[int, int]) -> int:
-        fewest = min(outstanding.values())
-        candidates = {number for number, count in outstanding.items() if count - fewest <= _IMBALANCE}
+        min_outstanding = min(outstanding.values())
+        candidates = {number for number, count in outstanding.items() if count - min_outstanding <= _IMBALANCE}
         bits = sum(1 << number for number in candidates)
         for each in hashes:
             known = bits & self._blocks.get(each, 0)

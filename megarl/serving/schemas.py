@@ -13,11 +13,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchem
 
 from megarl.serving.errors import echo
 
-LONGEST_TEXT = 2**24  # characters
-MOST_TOKENS = 2**24
-MOST_PROMPTS = 4096
+MAX_TEXT_LENGTH = 2**24  # characters
+MAX_TOKENS = 2**24
+MAX_PROMPTS = 4096
 
-_DEEPEST = 64  # levels of lists and objects in free-form JSON
+_MAX_DEPTH = 64  # levels of lists and objects in free-form JSON
 
 
 def _neutral(*values: Any) -> Any:
@@ -43,8 +43,8 @@ def check_json(value: Any) -> Any:
     level, depth = [value], 0
     while level:
         depth += 1
-        if depth > _DEEPEST:
-            raise ValueError(f"deeper than {_DEEPEST} levels")
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"deeper than {_MAX_DEPTH} levels")
         level = [each for outer in level if isinstance(outer, dict | list) for each in _children(outer)]
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
@@ -57,11 +57,11 @@ def _children(value: dict | list) -> list[Any]:
     return list(value.values()) if isinstance(value, dict) else value
 
 
-Text = Annotated[str, Field(max_length=LONGEST_TEXT)]
+Text = Annotated[str, Field(max_length=MAX_TEXT_LENGTH)]
 Name = Annotated[str, Field(max_length=512)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-TokenIds = Annotated[list[TokenId], Field(max_length=MOST_TOKENS)]
-Prompt = Annotated[list[TokenId], Field(min_length=1, max_length=MOST_TOKENS)]
+TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKENS)]
+Prompt = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Temperature = Annotated[float, Field(ge=0, le=2), AfterValidator(_check_temperature)]
@@ -118,8 +118,8 @@ class CompletionRequest(OpenAIFields):
     prompt: (
         Text
         | TokenIds
-        | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS)]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=2**10)] | None = None
@@ -237,10 +237,10 @@ class GenerateSampling(SamplingFields):
 class GenerateRequest(StrictModel):
     """A request for /generate: tokens to tokens. `key` is the exact key of the random stream, one for each prompt."""
 
-    input_ids: Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MOST_PROMPTS)]
+    input_ids: Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS)]
     sampling_params: GenerateSampling = GenerateSampling()
     seed: Int64 | None = None
-    key: Int64 | Annotated[list[Int64], Field(min_length=1, max_length=MOST_PROMPTS)] | None = None
+    key: Int64 | Annotated[list[Int64], Field(min_length=1, max_length=MAX_PROMPTS)] | None = None
     session: Name | None = None
     return_logprobs: bool = True
     top_logprobs: Annotated[int, Field(ge=0, le=2**10)] = 0

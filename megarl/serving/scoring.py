@@ -27,13 +27,13 @@ class ScoreRequest(NamedTuple):
     top_logprobs: int
 
 
-def together(requests: list[ScoreRequest], most_tokens: int) -> int:
+def together(requests: list[ScoreRequest], max_tokens: int) -> int:
     """How many of the first requests one pass scores: those with the first one's temperature, and at most
-    `most_tokens` tokens if it is more than one."""
+    `max_tokens` tokens if it is more than one."""
     tokens = 0
     for count, request in enumerate(requests):
         tokens += len(request.tokens)
-        if count and (tokens > most_tokens or request.temperature != requests[0].temperature):
+        if count and (tokens > max_tokens or request.temperature != requests[0].temperature):
             return count
     return len(requests)
 

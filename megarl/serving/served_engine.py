@@ -105,13 +105,10 @@ class ServedEngine:
     def _last_chunk(self, number: int, completion: Completion) -> TokenChunk:
         start, top = self._progress.pop(number).reported, completion.top_logprobs
         return TokenChunk(
-            number,
-            completion.tokens[start:],
-            completion.logprobs[start:],
-            top and top[start:],
-            "stop" if completion.finished else "length",
-            completion.routes,
-        )
+            number=number, tokens=completion.tokens[start:], logprobs=completion.logprobs[start:],
+            top_logprobs=top and top[start:], finish_reason="stop" if completion.finished else "length",
+            routes=completion.routes,
+        )  # fmt: skip
 
     def pause(self, mode: PauseMode = "keep") -> list[TokenChunk]:
         """Frees the cache until `resume`; returns the rest (wait) or the end (abort) of all requests."""

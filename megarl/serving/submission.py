@@ -4,9 +4,9 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 
-from megarl.serving.dispatcher import Dispatcher, RequestUpdate
 from megarl.serving.errors import timed_out
 from megarl.serving.links import Message
+from megarl.serving.replica_pool import ReplicaPool, RequestUpdate
 
 
 class Submission:
@@ -15,30 +15,30 @@ class Submission:
     A consumer that is slow makes the updates wait here; they are at most `max_tokens` for each request.
     """
 
-    def __init__(self, dispatcher: Dispatcher, messages: Sequence[Message], session: str | None):
-        self._dispatcher, self._messages, self._session = dispatcher, messages, session
+    def __init__(self, pool: ReplicaPool, messages: Sequence[Message], session: str | None):
+        self._pool, self._messages, self._session = pool, messages, session
         self._updates: asyncio.Queue[tuple[int, RequestUpdate]] = asyncio.Queue()
         self._indices: dict[int, int] = {}  # id -> index of its message, of those that have not finished
         self._last: dict[int, float] = {}  # id -> when its last tokens came
         self._start = time.monotonic()
-        self._deadline = asyncio.get_running_loop().time() + dispatcher.seconds
+        self._deadline = asyncio.get_running_loop().time() + pool.seconds
 
     def __enter__(self) -> "Submission":
-        """Submits. Raises RequestError as `Dispatcher.submit`."""
-        ids = self._dispatcher.submit(self._messages, self._session, self._updates)
+        """Submits. Raises RequestError as `ReplicaPool.submit`."""
+        ids = self._pool.submit(self._messages, self._session, self._updates)
         self._indices = {number: index for index, number in enumerate(ids)}
         prompts = (len(message["prompt"]) for message in self._messages if message["type"] == "generate")
-        self._dispatcher.metrics.prompt_tokens.inc(sum(prompts))
+        self._pool.metrics.prompt_tokens.inc(sum(prompts))
         return self
 
     def __exit__(self, *_):
-        self._dispatcher.abort(list(self._indices))
+        self._pool.abort(list(self._indices))
         self._indices.clear()
 
     def end(self, index: int):
         """Ends one request early, that of the message with this index."""
         ended = [number for number, each in self._indices.items() if each == index]
-        self._dispatcher.abort(ended)
+        self._pool.abort(ended)
         for number in ended:
             del self._indices[number]
 
@@ -49,7 +49,7 @@ class Submission:
                 async with asyncio.timeout_at(self._deadline):
                     number, update = await self._updates.get()
             except TimeoutError:
-                raise timed_out(self._dispatcher.seconds) from None
+                raise timed_out(self._pool.seconds) from None
             index = self._indices.get(number)
             if index is None:
                 continue
@@ -62,7 +62,7 @@ class Submission:
             yield index, update
 
     def _measure(self, number: int, tokens: int):
-        metrics, now = self._dispatcher.metrics, time.monotonic()
+        metrics, now = self._pool.metrics, time.monotonic()
         metrics.generated_tokens.inc(tokens)
         if number in self._last:
             metrics.between_tokens.observe((now - self._last[number]) / tokens)

@@ -41,20 +41,12 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
         self.special = {number: string for string, number in tokenizer.special.items()}
-        self._cached = functools.lru_cache(2**17)(self._token)
+        self.token = functools.lru_cache(2**17)(self._token)
         self.piece_bytes = functools.lru_cache(2**17)(self._piece_bytes)
 
     def detokenizer(self) -> Detokenizer:
         """A new detokenizer for one stream of tokens."""
         return ByteLevelText(self) if self.tokenizer.byte_level else SegmentText(self)
-
-    def token(self, number: int) -> tuple[str, bytes]:
-        """A token as it reads in the middle of a text, and its bytes.
-
-        Special tokens are given by their names; bytes that are no characters read `bytes:\\xe4\\xbd`, as in OpenAI's
-        answers.
-        """
-        return self._cached(number)
 
     def _piece_bytes(self, number: int) -> bytes | None:
         """The bytes that a token stands for whatever surrounds it, or None: byte-level BPE, and byte fallback."""
@@ -70,6 +62,11 @@ class Vocabulary:
             return piece.encode()
 
     def _token(self, number: int) -> tuple[str, bytes]:
+        """A token as it reads in the middle of a text, and its bytes.
+
+        Special tokens are given by their names; bytes that are no characters read `bytes:\\xe4\\xbd`, as in OpenAI's
+        answers.
+        """
         if number in self.special:
             return self.special[number], self.special[number].encode()
         data = self.piece_bytes(number)

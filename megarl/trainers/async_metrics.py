@@ -47,7 +47,8 @@ class StepReport(NamedTuple):
             raise ValueError("a time is not a number")
         if not isinstance(samples, list) or not all(isinstance(row, dict) and "sequence" in row for row in samples):
             raise ValueError("a sample is not a row of the samples file")
-        return cls(metrics, {(role, phase): spent for role, phase, spent in times}, seconds, samples)
+        by_phase = {(role, phase): spent for role, phase, spent in times}
+        return cls(metrics=metrics, times=by_phase, seconds=seconds, samples=samples)
 
 
 def _scalar(value):

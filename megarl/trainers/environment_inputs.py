@@ -14,11 +14,11 @@ from megarl.environments.turn_parsing import load_parser
 def check_environments(settings: Settings, encoder: Encoder, prompt_sets: dict[str, PromptSet]):
     """UsageError for an environment that cannot be made, a parser of tool calls that does not exist, or a chat template
     with which a conversation cannot continue."""
-    s = settings
-    if not s.environment:
+    if not settings.environment:
         return
-    load_parser(s.tool_call_parser)
-    names = sorted({s.environment, *(name for prompts in prompt_sets.values() for name in named_in(prompts, encoder))})
+    load_parser(settings.tool_call_parser)
+    named = {name for prompts in prompt_sets.values() for name in named_in(prompts, encoder)}
+    names = sorted({settings.environment} | named)
 
     def checked() -> dict[str, np.ndarray]:
         return {"has_tools": np.array([check_factories(names)[name] for name in names], dtype=bool)}

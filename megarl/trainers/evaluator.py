@@ -21,7 +21,7 @@ from megarl.flags.settings import parse_positive_ints
 from megarl.observe.timers import Timers
 from megarl.roles.reward import Reward
 from megarl.rollout.remote_rollout import RemoteRollout
-from megarl.rollout.requests import PromptRequest
+from megarl.rollout.requests import PromptRequest, dp_assignment_of
 from megarl.rollout.rollout import Rollout
 
 EVAL_STEP = 2**31  # step number of the random streams; no training step has it
@@ -79,11 +79,13 @@ class Evaluator:
         tokens: Ragged, timers: Timers,
     ):  # fmt: skip
         """`tokens`: token ids of each prompt. The first `--eval-samples` prompts are evaluated."""
-        self.settings, self.mesh, self.timers = settings, mesh, timers
-        self.rollout, self.reward, self.prompts = rollout, reward, prompts
+        self.settings, self.mesh = settings, mesh
+        self.timers = timers
+        self.rollout, self.reward = rollout, reward
+        self.prompts = prompts
         self.ks = eval_ks(settings)
         lines = range(min(len(tokens), settings.eval_samples))
-        self.requests = [PromptRequest(line, tokens.view(line)) for line in lines]
+        self.requests = [PromptRequest(line=line, tokens=tokens.view(line)) for line in lines]
 
     def evaluate(self) -> dict[str, float] | None:
         """Metrics by name on rank 0, None elsewhere: `eval/accuracy`, `eval/pass@4`, `eval/<task>/accuracy`, …
@@ -108,7 +110,7 @@ class Evaluator:
         )
         count = len(self.requests) * n
         dp_assignment = load_balance.round_robin_assignment(self.mesh, count, n)
-        dp_assignment |= {ROLLOUT: self.rollout.dp_assignment(responses, count)}
+        dp_assignment |= {ROLLOUT: dp_assignment_of(responses, count, self.mesh[ROLLOUT])}
         fields = s.environment_fields
         step_batch = StepBatch(self.mesh, self.timers, dp_assignment, responses, EVAL_STEP, self.prompts, fields)
         step_batch.dispatch("reward")

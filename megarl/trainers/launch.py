@@ -17,7 +17,7 @@ from megarl.mcore import launch_queues
 from megarl.observe.timers import Timers
 from megarl.trainers import restart
 
-SPEAKER_FIRST = 10.0  # seconds
+REPORT_FIRST = 10.0  # seconds
 
 
 def launch(train, program: str):
@@ -30,7 +30,8 @@ def launch(train, program: str):
         train: the program's main function; what it returns is the exit status, None is 0.
         program: 'rl', 'sft', 'reward', 'evaluate' or 'serve'.
     """
-    rank, timers, config = 0, Timers(), None
+    rank, config = 0, None
+    timers = Timers()
     gc.freeze()  # collecting garbage skips the half million objects of the imports
     try:
         _adopt_slurm_task()
@@ -80,10 +81,10 @@ def _refuse(rank: int, error: UsageError):
     """Prints the line of wrong input on one rank.
 
     The others wait: a launcher kills all ranks when one ends, and the line must come first. A rank that waits in vain
-    has found what the speaker has not, such as a file that is missing on its node alone.
+    has found what the reporting rank has not, such as a file that is missing on its node alone.
     """
-    if rank != error.speaker:
-        time.sleep(SPEAKER_FIRST)
+    if rank != error.reporting_rank:
+        time.sleep(REPORT_FIRST)
         if os.environ.get("LOCAL_RANK", "0") != "0":
             return
         error = f"rank {rank}: {error}"

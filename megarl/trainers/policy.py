@@ -1,18 +1,9 @@
 """The policy of a program that does not train: its tokenizer and weights, read and checked, and its model."""
 
-import dataclasses
 from pathlib import Path
 
 from megarl.arguments import RoleSettings, RunConfig
-from megarl.checkpoint import folders
-from megarl.checkpoint.pretrained import (
-    CheckpointWeights,
-    FactorWeights,
-    FolderWeights,
-    PretrainedWeights,
-    checkpoint_weights,
-    folder_weights,
-)
+from megarl.checkpoint import folders, pretrained
 from megarl.comm.role_mesh import RoleGroups
 from megarl.errors import UsageError
 from megarl.mcore.model import gpt
@@ -37,14 +28,15 @@ class PolicyInputs:
         check_vocabulary(actor, self.tokenizer.vocab_size)
         self.vocab_size = actor.model_vocab_size(self.tokenizer.vocab_size)
         self.checkpoint: Path | None = None
-        self.weights: CheckpointWeights | FactorWeights | FolderWeights | None = None
+        self.weights: pretrained.PretrainedWeights | None = None
         if s.load:
-            self.weights = checkpoint_weights(s.load, "--load", actor, self.vocab_size)
+            self.weights = pretrained.checkpoint_weights(s.load, "--load", actor, self.vocab_size)
             self.checkpoint = self.weights.folder
         elif s.rollout_server is None:
-            self.weights = folder_weights(actor)
+            self.weights = pretrained.folder_weights(actor)
         other = actor.megatron.pretrained_checkpoint
-        if other and (not s.load or isinstance(self.weights, CheckpointWeights)):  # it may be under low-rank factors
+        has_no_factors = not s.load or isinstance(self.weights, pretrained.CheckpointWeights)
+        if other and has_no_factors:  # else it may be under low-rank factors
             raise UsageError(f"--pretrained-checkpoint {other}: weights come from --load; leave it out")
 
     def source(self) -> dict:
@@ -52,7 +44,7 @@ class PolicyInputs:
         if self.weights is None:
             return {"rollout_server": self.config.settings.rollout_server}
         if self.checkpoint is None:
-            assert isinstance(self.weights, FolderWeights)
+            assert isinstance(self.weights, pretrained.FolderWeights)
             return {"hf_model": str(self.weights.weight_map.model.folder.path)}
         manifest = folders.read_manifest(self.checkpoint, "--load")
         return {"checkpoint": str(self.checkpoint), "program": manifest["program"], "step": manifest["step"]}
@@ -63,12 +55,11 @@ class PolicyInputs:
 
     def rollout_role(self) -> RoleSettings:
         """The rollout's settings, with the low-rank factors of the checkpoint if it has any."""
-        lora = self.weights.lora if isinstance(self.weights, FactorWeights) else None
-        return dataclasses.replace(self.config.roles["rollout"], lora=lora)
+        return pretrained.with_stored_factors(self.config.roles["rollout"], self.weights)
 
 
 def load_policy(
-    role: RoleSettings, role_groups: RoleGroups, vocab_size: int, weights: PretrainedWeights
+    role: RoleSettings, role_groups: RoleGroups, vocab_size: int, weights: pretrained.PretrainedWeights
 ) -> gpt.ModelChunks | None:
     """A policy on this rank with these weights; None outside the role. Collective of the role."""
     if not role_groups.is_member:

@@ -16,8 +16,8 @@ def read_prompts(settings: Settings, purpose: str) -> dict[str, PromptSet]:
     """The set of each of the two flags that is given. `purpose`: of `columns`. UsageError for wrong files."""
     s = settings
     columns = Columns(
-        purpose, s.prompt_column, s.answer_column, s.response_column, s.messages_column, s.chosen_column,
-        s.rejected_column,
+        purpose=purpose, prompt=s.prompt_column, answer=s.answer_column, response=s.response_column,
+        messages=s.messages_column, chosen=s.chosen_column, rejected=s.rejected_column,
     )  # fmt: skip
     values = {PROMPTS: s.prompts, EVAL_PROMPTS: s.eval_prompts}
     return {name: load_prompts(value, _FLAGS[name], columns) for name, value in values.items() if value}
@@ -28,12 +28,12 @@ def read_encoded_prompts(settings: Settings, encoder: Encoder) -> tuple[dict[str
 
     UsageError for wrong files, a prompt that is too long, or a filter that leaves none.
     """
-    prompts, tokens, longest = read_prompts(settings, RL), {}, settings.max_prompt_length
+    prompts, tokens = read_prompts(settings, RL), {}
     for name, found in prompts.items():
         if settings.filter_long_prompts:
-            prompts[name], tokens[name] = found.encode_fitting(encoder, longest)
+            prompts[name], tokens[name] = found.encode_fitting(encoder, settings.max_prompt_length)
         else:
-            tokens[name] = found.encode(encoder, longest)
+            tokens[name] = found.encode(encoder, settings.max_prompt_length)
     return prompts, tokens
 
 

@@ -24,11 +24,6 @@ def note_end(rank: int, reason: str):
         Path(file).write_text(reason)
 
 
-def is_restart() -> bool:
-    """Whether this process replaces one that failed."""
-    return os.environ.get(ATTEMPT, "0") not in ("", "0")
-
-
 def parse(argv: list[str], size: int, program: str, ranks_per_node: int | None = None) -> arguments.RunConfig | None:
     """The configuration of a program. After a restart it continues the latest checkpoint of `--save`, if there is one.
 
@@ -36,7 +31,8 @@ def parse(argv: list[str], size: int, program: str, ranks_per_node: int | None =
         None if that checkpoint is of the last step, so that nothing is left to do.
     """
     config = arguments.parse(argv, size, program, ranks_per_node)
-    if program not in TRAINING or not is_restart() or not config.settings.save:
+    replaces_a_failed_process = os.environ.get(ATTEMPT, "0") not in ("", "0")
+    if program not in TRAINING or not replaces_a_failed_process or not config.settings.save:
         return config
     save = config.settings.save
     try:

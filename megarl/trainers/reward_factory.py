@@ -54,5 +54,5 @@ class RewardFactory:
         """Builds the reward role on this rank; `tokenizer` is the policy's. A collective of the role."""
         s, reward_model = self.config.settings, None
         if self.weights and role_groups.is_member:
-            reward_model = RewardModel(s, self.config.roles["reward"], role_groups, self.encoder, self.weights, timers)
+            reward_model = RewardModel(self.config.roles["reward"], role_groups, self.encoder, self.weights, timers)
         return Reward(s, self.config.rewards, role_groups, tokenizer, self.verifiers, reward_model, timers)

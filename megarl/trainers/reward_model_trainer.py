@@ -1,6 +1,6 @@
 """Reward model training on preference pairs: Bradley-Terry loss, accuracy on held-out pairs."""
 
-import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,15 +20,15 @@ from megarl.mcore.model import forward_pass
 from megarl.observe.progress import REWARD_FIELDS
 from megarl.trainers.supervised_trainer import ExampleBatch, SupervisedTrainer, TaskSpec
 
-METRIC_NAMES = ("loss", "accuracy", "margin", "mean")  # means over pairs, in the order of `_measure`
-
 
 class RewardModelTrainer(SupervisedTrainer):
     """Trains a language model with a scalar head to score the chosen response above the rejected one."""
 
     task = TaskSpec(
-        "train_reward", "reward", value_head=True, sequences_per_example=2, sources=("actor", "reward"), purpose=REWARD
-    )
+        program="train_reward", role="reward", prefix="reward", value_head=True, sequences_per_example=2,
+        sources=("actor", "reward"), purpose=REWARD,
+    )  # fmt: skip
+    metric_names = ("loss", "accuracy", "margin", "mean")  # means over pairs, in the order of `_measure`
     fields = REWARD_FIELDS
 
     @staticmethod
@@ -67,7 +67,7 @@ class RewardModelTrainer(SupervisedTrainer):
         return margins.to(device.device())
 
     def _measure(self, scores: Tensor, microbatch: Batch, margins: Tensor) -> tuple[Tensor, Tensor]:
-        """(sum of the pairs' losses, float64 [4] sums of `METRIC_NAMES`) of a micro-batch.
+        """(sum of the pairs' losses, float64 [4] sums of `metric_names`) of a micro-batch.
 
         Args:
             scores: [N] of its sequences; those of a pair are adjacent.
@@ -82,42 +82,22 @@ class RewardModelTrainer(SupervisedTrainer):
         measured = (terms.detach().double(), (chosen > rejected).double(), chosen - rejected, (chosen + rejected) / 2)
         return masked_sum(terms, is_pair), torch.stack([masked_sum(values, is_pair) for values in measured])
 
-    def update(self, examples: ExampleBatch):
-        """One optimizer update on the mean loss of the pairs."""
-        with self.timers.phase("reward", "update"):
-            self.trainable_model.router_state.begin_step()
-            count, margins = examples.count, self._margins(examples)
+    def loss_of(self, examples: ExampleBatch, tokens: Tensor) -> Callable:
+        """The mean loss of the pairs."""
+        margins = self._margins(examples)
 
-            def loss(scores, microbatch):
-                total, sums = self._measure(scores, microbatch, margins)
-                return total / count, sums / count
+        def loss(scores, microbatch):
+            total, sums = self._measure(scores, microbatch, margins)
+            return total / examples.count, sums / examples.count
 
-            means = tokens = None
-
-            def accepts(results: list, norm: float) -> bool:
-                nonlocal means, tokens
-                tokens = examples.batch.lengths.sum().double().view(1)
-                sums = torch.cat([torch.stack(results).sum(0), tokens])
-                *means, tokens = self.role_groups.dp_all_reduce(sums).tolist()
-                return math.isfinite(means[0])
-
-            microbatches = self.microbatches(examples.batch)
-            _, applied, norm = self.trainable_model.update(microbatches, self._forward, loss, accepts)
-            self.metrics = {
-                **{f"reward/{name}": mean for name, mean in zip(METRIC_NAMES, means, strict=True)},
-                "reward/grad_norm": norm,
-                "reward/learning_rate": self.trainable_model.learning_rate(),
-                "reward/updates_skipped": int(not applied),
-                "perf/tokens": int(tokens),
-                **self.trainable_model.router_state.metrics("router"),
-            }
+        return loss
 
     def evaluate_batch(self, examples: ExampleBatch) -> dict[str, float]:
         """Loss, accuracy, margin and mean score of held-out pairs. Collective."""
-        sums = torch.zeros(len(METRIC_NAMES), dtype=torch.float64, device=device.device())
+        sums = torch.zeros(len(self.metric_names), dtype=torch.float64, device=device.device())
         margins = self._margins(examples)
         for scores, positions in self.trainable_model.forward_only(self.microbatches(examples.batch), self._forward):
             if len(positions):
                 sums += self._measure(scores, examples.batch.select(positions), margins)[1]
         means = (self.role_groups.dp_all_reduce(sums) / examples.count).tolist()
-        return {f"eval/{name}": mean for name, mean in zip(METRIC_NAMES, means, strict=True)}
+        return {f"eval/{name}": mean for name, mean in zip(self.metric_names, means, strict=True)}

@@ -1,11 +1,15 @@
 """Inputs of an RL run: prompts, tokenizers, rewards, checkpoints and saved rollouts, checked before any work starts."""
 
-import dataclasses
 from pathlib import Path
 
 from megarl.arguments import RoleSettings, RunConfig, Settings
 from megarl.checkpoint import factors, folders, resume
-from megarl.checkpoint.pretrained import FactorWeights, PretrainedWeights, checkpoint_weights, find_pretrained
+from megarl.checkpoint.pretrained import (
+    PretrainedWeights,
+    checkpoint_weights,
+    find_pretrained,
+    with_stored_factors,
+)
 from megarl.errors import UsageError
 from megarl.mcore.model import pipeline_layout
 from megarl.rollout.rollout_files import SavedRollouts
@@ -91,10 +95,7 @@ class RLInputs:
     def rollout_role(self, config: RunConfig) -> RoleSettings:
         """The rollout's settings; a policy that is not trained has the low-rank factors of its checkpoint."""
         role = config.roles["rollout"]
-        if self.frozen_policy is None:
-            return role
-        lora = self.frozen_policy.lora if isinstance(self.frozen_policy, FactorWeights) else None
-        return dataclasses.replace(role, lora=lora)
+        return role if self.frozen_policy is None else with_stored_factors(role, self.frozen_policy)
 
 
 def _check_debug_folders(s: Settings, resumed: Path | None):

@@ -12,15 +12,14 @@ from megarl.roles.actor import Actor
 from megarl.roles.advantage_computer import AdvantageComputer
 from megarl.roles.critic import Critic
 from megarl.roles.reference import Reference, shares_base
+from megarl.rollout import replica_files
 from megarl.rollout.batcher import RolloutBatcher
 from megarl.rollout.episodes.runner import EpisodeRunner
-from megarl.rollout.replica_files import GROUP_BUFFER_FILE, PARTIAL_ROLLOUTS_FILE, of_replica, read_replicas
 from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import RolloutWriter
 from megarl.rollout.rollout_only import ScoringBatcher
 from megarl.rollout.saved_rollout import SavedRollout, SavedRolloutBatcher
 from megarl.router_replay.replay import RoutingReplay
-from megarl.router_replay.router_state import RouterState
 from megarl.serving.policy_service import PolicyService
 from megarl.trainers.evaluator import BestCheckpoint, Evaluator
 from megarl.trainers.policy import load_policy
@@ -41,7 +40,9 @@ class RLTrainer(Trainer):
         if self.settings.debug_rollout_only:
             self.checkpoints = None  # nothing of the weights changes
         if inputs.saved_rollouts:
-            _check_content(inputs.saved_rollouts.folders)
+            damaged = integrity.find_damage(inputs.saved_rollouts.folders, "--load-rollouts")
+            for folder, problem in damaged.items():
+                raise UsageError(f"--load-rollouts {folder}: {problem}")
         self.tokenizer = inputs.tokenizer
         self._build_roles(config, timers)
         self._metrics: dict[str, float] = {}  # of the step, this rank's
@@ -67,7 +68,8 @@ class RLTrainer(Trainer):
 
     def _build_roles(self, config: RunConfig, timers: Timers):
         """Builds every role on every rank; a role has a model on its own ranks only."""
-        s, mesh, roles, inputs = self.settings, self.mesh, config.roles, self.inputs
+        s, mesh = self.settings, self.mesh
+        roles, inputs = config.roles, self.inputs
         sizes = {name: role.model_vocab_size(self.tokenizer.vocab_size) for name, role in roles.items()}
         self.actor = Actor(s, roles["actor"], mesh["actor"], sizes["actor"], config.policy_loss, timers)
         self.critic = Critic(s, roles.get("critic"), mesh["critic"], sizes.get("critic"), timers)
@@ -76,8 +78,9 @@ class RLTrainer(Trainer):
         self.reference = Reference(s, roles.get("reference"), mesh["reference"], sizes.get("reference"), timers, shared)
         self.advantages = AdvantageComputer(s, config.estimator, mesh["actor"], timers)
         self.rollout = self._build_rollout(timers)
+        states = {name: model.router_state for name, model in self._models().items()}
         self.routing_replay = RoutingReplay(
-            s, roles["actor"], mesh, self.rollout.recorded_layers, self._router_states(), self.actor.passes_of_step
+            s, roles["actor"], mesh, self.rollout.recorded_layers, states, self.actor.passes_of_step
         )
         generation = (s, mesh, self.rollout, self.reward)
         self.batcher = self._build_batcher(*generation, inputs.prompts, inputs.prompt_tokens)
@@ -86,10 +89,12 @@ class RLTrainer(Trainer):
             self.evaluator = Evaluator(*generation, inputs.eval_prompts, inputs.eval_tokens, timers)
 
     def _build_rollout(self, timers: Timers) -> Rollout | SavedRollout:
-        s, mesh, role = self.settings, self.mesh, self.inputs.rollout_role(self.config)
+        s, mesh = self.settings, self.mesh
+        role = self.inputs.rollout_role(self.config)
         if s.debug_train_only:
             return SavedRollout(s, role, mesh)
-        policy, trained, cache = self.actor.trainable_model, None, None
+        policy = self.actor.trainable_model
+        trained = cache = None
         if policy:
             trained, cache = policy.model, policy.cache_in_grad_buffer
         elif s.debug_rollout_only:
@@ -101,26 +106,21 @@ class RLTrainer(Trainer):
 
     def _build_batcher(self, *generation) -> RolloutBatcher:
         """`generation`: arguments of the batcher from the settings to the prompts."""
-        s, groups, args = self.settings, self.mesh["rollout"], self.config.roles["actor"].megatron
+        s, role_groups = self.settings, self.mesh["rollout"]
+        args = self.config.roles["actor"].megatron
         args = *generation, args.hidden_size, self.timers
         if s.debug_train_only:
             return SavedRolloutBatcher(self.inputs.saved_rollouts, *args)
         writer = None
         if s.save_rollouts:
-            writer = RolloutWriter(self.folder, groups, self.rollout.recorded_layers, self.inputs.rollout_facts)
+            writer = RolloutWriter(self.folder, role_groups, self.rollout.recorded_layers, self.inputs.rollout_facts)
         return (ScoringBatcher if s.debug_rollout_only else RolloutBatcher)(*args, writer)
 
     def _models(self) -> dict:
         """This rank's models by role."""
-        models = {
-            "actor": self.actor.trainable_model,
-            "critic": self.critic.trainable_model,
-            "reference": self.reference.frozen_model,
-        }
+        actor, critic = self.actor.trainable_model, self.critic.trainable_model
+        models = {"actor": actor, "critic": critic, "reference": self.reference.frozen_model}
         return {name: model for name, model in models.items() if model}
-
-    def _router_states(self) -> dict[str, RouterState]:
-        return {name: model.router_state for name, model in self._models().items()}
 
     def _load_pretrained(self):
         models = self._models()
@@ -199,7 +199,7 @@ class RLTrainer(Trainer):
         manifest |= {"best": self.best.state_dict(), "kept_for": kept_for, "reward": self._reward_moments()}
         with self.timers.phase("actor", "save"):
             files = {
-                of_replica(name, self.mesh["rollout"].dp_rank): data
+                replica_files.of_replica(name, self.mesh["rollout"].dp_rank): data
                 for name, data in self.batcher.files().items()
                 if data is not None
             }
@@ -255,10 +255,10 @@ class RLTrainer(Trainer):
             self.best.load_state_dict(manifest["best"])
         if manifest.get("reward"):
             self.reward.moments.load_state_dict(manifest["reward"])
-        if (folder / GROUP_BUFFER_FILE).exists():
-            self._resume_group_buffer(folder)
-        if (folder / PARTIAL_ROLLOUTS_FILE).exists():
-            self.batcher.partial_rollouts.from_bytes(read_replicas(folder, PARTIAL_ROLLOUTS_FILE))
+        if files := replica_files.find(folder, replica_files.GROUP_BUFFER_FILE):
+            self._resume_group_buffer(files)
+        if files := replica_files.find(folder, replica_files.PARTIAL_ROLLOUTS_FILE):
+            self.batcher.partial_rollouts.from_bytes(replica_files.read(files))
         if "prompts" in resume.changed_data(manifest, self.inputs.data):
             self._check_no_groups()
         if "critic" in loaded:
@@ -269,10 +269,10 @@ class RLTrainer(Trainer):
             extra = self.actor.trainable_model.restore(loaded["actor"])
             self.advantages.controller.load_state_dict(extra["kl_controller"])
 
-    def _resume_group_buffer(self, folder: Path):
+    def _resume_group_buffer(self, files: list[Path]):
         """Restores the groups of an incomplete batch, or of a batch that was generated ahead."""
         s, buffer = self.settings, self.batcher.group_buffer
-        buffer.from_bytes(read_replicas(folder, GROUP_BUFFER_FILE))
+        buffer.from_bytes(replica_files.read(files))
         if len(buffer) >= s.prompts_per_step if not s.one_step_off else len(buffer) != s.prompts_per_step:
             raise UsageError(
                 f"--load: a batch of {len(buffer)} groups was generated ahead; allowed are --one-step-off and "
@@ -286,10 +286,3 @@ class RLTrainer(Trainer):
                 f"--load-changed-data: the checkpoint of --load {self.settings.load} holds responses to the old "
                 "prompts that wait for their batch; resume with the old --prompts, or from a step without them"
             )
-
-
-def _check_content(folders: list[Path]):
-    """UsageError for the first folder of saved rollouts that is damaged. A collective of the world."""
-    damaged = integrity.find_damage(folders, "--load-rollouts")
-    for folder, problem in damaged.items():
-        raise UsageError(f"--load-rollouts {folder}: {problem}")

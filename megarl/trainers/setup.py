@@ -103,19 +103,10 @@ def check_save(settings: arguments.Settings):
             raise UsageError(f"{flag} {folder}: {existing} is not a writable folder")
 
 
-def make_deterministic():
-    """Selects deterministic kernels; operations without one raise an error."""
-    torch.use_deterministic_algorithms(True)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
 def read_inputs(
-    config: arguments.RunConfig,
-    timers: Timers,
-    read: Callable[[], Inputs],
-    notes: TextIO | None = None,
+    config: arguments.RunConfig, timers: Timers, read: Callable[[], Inputs], notes: TextIO | None = None,
     folder: str | None = None,
-) -> tuple[Inputs, role_mesh.RoleMesh, list[Path]]:
+) -> tuple[Inputs, role_mesh.RoleMesh, list[Path]]:  # fmt: skip
     """Reads a program's inputs, joins the process group, and reads every checkpoint among the inputs for damage.
 
     If the latest checkpoint of a run is damaged, the inputs are read again with the newest intact one. With `--check`
@@ -174,7 +165,8 @@ def choose_kernels(config: arguments.RunConfig, rank: int, notes: TextIO | None 
 def create_role_mesh(config: arguments.RunConfig, timers: Timers, folder: Path | None = None) -> role_mesh.RoleMesh:
     """Joins the process group, starts the heartbeat, which reports to `folder`, and creates all roles' groups."""
     if config.settings.deterministic:
-        make_deterministic()
+        torch.use_deterministic_algorithms(True)  # operations without a deterministic kernel raise an error
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     limit = progress_limit(config)
     role_mesh.join_process_group(limit, role_mesh.NO_LIMIT)
     heartbeat.start(limit, timers, folder)
@@ -197,7 +189,9 @@ def tracker_options(settings: arguments.Settings, config: dict) -> TrackerOption
 def save_policy(settings: arguments.Settings) -> SavePolicy:
     """How checkpoints are written, and which are kept."""
     s = settings
-    return SavePolicy(s.async_save, s.on_save_failure == "stop", s.keep_last, s.keep_every)
+    return SavePolicy(
+        asynchronous=s.async_save, stops=s.on_save_failure == "stop", keep_last=s.keep_last, keep_every=s.keep_every
+    )
 
 
 def step_profiler(config: arguments.RunConfig, mesh: role_mesh.RoleMesh, timers: Timers) -> StepProfiler | None:

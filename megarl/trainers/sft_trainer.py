@@ -1,8 +1,9 @@
 """Supervised fine-tuning: the loss is the mean negative log-probability of the response tokens."""
 
-import math
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from megarl.algorithms.aggregation import masked_sum, token_mean
 from megarl.arguments import RunConfig, Settings
@@ -21,7 +22,11 @@ from megarl.trainers.supervised_trainer import ExampleBatch, SupervisedTrainer, 
 class SFTTrainer(SupervisedTrainer):
     """Trains a language model on responses. Its role is the actor, so that train_rl can start from it."""
 
-    task = TaskSpec("train_sft", "actor", value_head=False, sequences_per_example=1, sources=("actor",), purpose=SFT)
+    task = TaskSpec(
+        program="train_sft", role="actor", prefix="sft", value_head=False, sequences_per_example=1, sources=("actor",),
+        purpose=SFT,
+    )  # fmt: skip
+    metric_names = ("loss",)
     fields = SFT_FIELDS
 
     @staticmethod
@@ -51,34 +56,14 @@ class SFTTrainer(SupervisedTrainer):
             chunk, microbatch.tokens, lengths, 1.0, self.vocab_size, microbatch.routing, mask
         )
 
-    def update(self, examples: ExampleBatch):
-        """One optimizer update on the mean negative log-probability of the response tokens."""
-        with self.timers.phase("actor", "update"):
-            self.trainable_model.router_state.begin_step()
-            tokens = torch.stack([examples.batch.response_mask.sum(), examples.batch.lengths.sum()]).double()
-            count, total = self.role_groups.dp_all_reduce(tokens)
+    def loss_of(self, examples: ExampleBatch, tokens: Tensor) -> Callable:
+        """The mean negative log-probability of the response tokens."""
 
-            def loss(scores, microbatch):
-                value = token_mean(-scores.logprobs, microbatch.response_mask, count)
-                return value, value.detach().double()
+        def loss(scores, microbatch):
+            value = token_mean(-scores.logprobs, microbatch.response_mask, tokens)
+            return value, value.detach().double()
 
-            mean = None
-
-            def accepts(losses: list, norm: float) -> bool:
-                nonlocal mean
-                mean = self.role_groups.dp_all_reduce(torch.stack(losses).sum())
-                return math.isfinite(mean)
-
-            microbatches = self.microbatches(examples.batch)
-            _, applied, norm = self.trainable_model.update(microbatches, self._forward, loss, accepts)
-            self.metrics = {
-                "sft/loss": float(mean),
-                "sft/grad_norm": norm,
-                "sft/learning_rate": self.trainable_model.learning_rate(),
-                "actor/updates_skipped": int(not applied),
-                "perf/tokens": int(total),
-                **self.trainable_model.router_state.metrics("router"),
-            }
+        return loss
 
     def evaluate_batch(self, examples: ExampleBatch) -> dict[str, float]:
         """Mean negative log-probability of the held-out responses' tokens. Collective."""

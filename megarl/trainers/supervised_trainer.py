@@ -1,7 +1,8 @@
 """The base class of SFTTrainer and RewardModelTrainer: inputs, batches, evaluation, checkpoints and resume."""
 
 import abc
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,6 @@ from megarl.batch import Batch, common_prefix_lengths
 from megarl.checkpoint import factors, resume, run_state
 from megarl.checkpoint.pretrained import find_pretrained
 from megarl.comm import load_balance
-from megarl.comm import microbatches as mb
 from megarl.data.conversations import Encoder
 from megarl.data.examples import Examples
 from megarl.data.order import PromptOrder
@@ -21,14 +21,8 @@ from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.observe.timers import Timers
 from megarl.roles.trainable_model import TrainableModel
+from megarl.trainers import setup
 from megarl.trainers.prompt_inputs import EVAL_PROMPTS, PROMPTS, read_prompts
-from megarl.trainers.setup import (
-    build_role_encoder,
-    check_required,
-    check_training_flags,
-    check_vocabulary,
-    read_inputs,
-)
 from megarl.trainers.trainer import Trainer
 
 
@@ -37,6 +31,7 @@ class TaskSpec(NamedTuple):
 
     program: str  # name of its module, in manifests
     role: str  # the trained role: prefix of its flags and checkpoint keys
+    prefix: str  # of its metrics
     value_head: bool  # a scalar head instead of the vocabulary's
     sequences_per_example: int  # 2 for a preference pair
     sources: tuple[str, ...]  # roles whose weights it may start from
@@ -55,10 +50,11 @@ class SupervisedTrainer(Trainer, abc.ABC):
     """A supervised run on this rank. Subclasses define the examples, the loss and the evaluation."""
 
     task: TaskSpec
+    metric_names: tuple[str, ...]  # of an update, the loss first
     fields: tuple  # metrics in the progress line of a step
 
     def __init__(self, config: RunConfig, timers: Timers):
-        inputs, mesh, used = read_inputs(
+        inputs, mesh, used = setup.read_inputs(
             config, timers, lambda: SupervisedInputs(config, type(self)), folder=config.settings.save
         )
         super().__init__(config, mesh, inputs, timers, self.fields)
@@ -91,8 +87,15 @@ class SupervisedTrainer(Trainer, abc.ABC):
         """(tokens, mask of the tokens that count) of each sequence of an example."""
 
     @abc.abstractmethod
-    def update(self, examples: ExampleBatch):
-        """One optimizer update; sets `metrics`."""
+    def loss_of(self, examples: ExampleBatch, tokens: Tensor) -> Callable:
+        """The loss of an update: (output, micro-batch) -> (its share of the batch's mean, metrics by `metric_names`).
+
+        `tokens`: those of the batch's response masks, of all replicas.
+        """
+
+    @abc.abstractmethod
+    def _forward(self, chunk, microbatch: Batch):
+        """The model's output on a micro-batch."""
 
     @abc.abstractmethod
     def evaluate_batch(self, examples: ExampleBatch) -> dict[str, float]:
@@ -102,6 +105,31 @@ class SupervisedTrainer(Trainer, abc.ABC):
         """Whether the last evaluation has reached the run's target."""
         target = self.settings.target_eval_loss
         return target is not None and self.metrics["eval/loss"] <= target
+
+    def update(self, examples: ExampleBatch):
+        """One optimizer update on the mean loss of a batch; sets `metrics`."""
+        with self.timers.phase(self.task.role, "update"):
+            self.trainable_model.router_state.begin_step()
+            counts = torch.stack([examples.batch.response_mask.sum(), examples.batch.lengths.sum()]).double()
+            tokens, total = self.role_groups.dp_all_reduce(counts)
+            means = None
+
+            def accepts(results: list, norm: float) -> bool:
+                nonlocal means
+                means = self.role_groups.dp_all_reduce(torch.stack(results).sum(0)).view(-1).tolist()
+                return math.isfinite(means[0])
+
+            microbatches, loss = self.microbatches(examples.batch), self.loss_of(examples, tokens)
+            _, applied, norm = self.trainable_model.update(microbatches, self._forward, loss, accepts)
+            prefix = self.task.prefix
+            self.metrics = {
+                **{f"{prefix}/{name}": mean for name, mean in zip(self.metric_names, means, strict=True)},
+                f"{prefix}/grad_norm": norm,
+                f"{prefix}/learning_rate": self.trainable_model.learning_rate(),
+                f"{self.task.role}/updates_skipped": int(not applied),
+                "perf/tokens": int(total),
+                **self.trainable_model.router_state.metrics("router"),
+            }
 
     def next_batch(self) -> ExampleBatch:
         """The next `--global-batch-size` examples."""
@@ -133,11 +161,8 @@ class SupervisedTrainer(Trainer, abc.ABC):
 
     def microbatches(self, batch: Batch) -> list[tuple[Batch, Tensor]]:
         """This replica's micro-batches, equally many on every replica; the sequences of an example share one."""
-        microbatches = mb.role_microbatches(
-            batch, torch.arange(len(batch)), self.role, self.role_groups, self.task.sequences_per_example
-        )
-        self.trainable_model.router_state.attach(batch, microbatches)
-        return microbatches
+        every = torch.arange(len(batch))
+        return self.trainable_model.microbatches(batch, every, self.task.sequences_per_example)
 
     def evaluate(self, step: int):
         """Evaluates on held-out examples every `--eval-interval` steps; the run ends at its target. Collective."""
@@ -173,11 +198,11 @@ class SupervisedInputs:
     def __init__(self, config: RunConfig, trainer: type[SupervisedTrainer]):
         s, task = config.settings, trainer.task
         role = config.roles[task.role]
-        check_training_flags(config)
-        check_required({"--global-batch-size": role.megatron.global_batch_size})
+        setup.check_training_flags(config)
+        setup.check_required({"--global-batch-size": role.megatron.global_batch_size})
         trainer.check(s)
-        encoder = build_role_encoder(role, s)
-        check_vocabulary(role, encoder.tokenizer.vocab_size)
+        encoder = setup.build_role_encoder(role, s)
+        setup.check_vocabulary(role, encoder.tokenizer.vocab_size)
         self.vocab_size = role.model_vocab_size(encoder.tokenizer.vocab_size)
         self.prompt_sets = read_prompts(s, task.purpose)
         examples = {name: trainer.read(prompts, encoder, config) for name, prompts in self.prompt_sets.items()}

@@ -18,7 +18,7 @@ QUANTITIES = (
     "advantages", "rollout_logprobs", "logprobs", "reference_logprobs", "values", "returns", "entropy",
 )  # fmt: skip
 _WRITTEN = "response_mask"
-LONGEST = 1024  # tokens of a response; the rest of a longer one is left out, which bounds a step's file
+MAX_TOKENS = 1024  # tokens of a response; the rest of a longer one is left out, which bounds a step's file
 
 
 class TokenSamples:
@@ -33,7 +33,7 @@ class TokenSamples:
         """Rows of the responses that this rank's replica of the actor holds; its leader calls this after the update.
 
         A row has `sequence` (number in the batch), `prompt` and `response` (text), `reward`, `finished`, `length` (all
-        response tokens), and lists with an item for each of the first `LONGEST` response tokens: `tokens` (their
+        response tokens), and lists with an item for each of the first `MAX_TOKENS` response tokens: `tokens` (their
         texts), `token_ids`, and the fields of `QUANTITIES` (nats, except advantages, values and returns). Numbers are
         the shortest decimals that read back as the same float32. With an environment, `observed` says which tokens
         its observations are, and not the policy's: `response`, `length` and the lists have both.
@@ -52,7 +52,7 @@ class TokenSamples:
 
     def _row(self, columns: dict, ids: list[int], values: np.ndarray, names: list[str], prompts: PromptSet) -> dict:
         """`values`: [F, T] of the response tokens `ids` [T]."""
-        shown, fields = ids[:LONGEST], dict(zip(names, values[:, :LONGEST], strict=True))
+        shown, fields = ids[:MAX_TOKENS], dict(zip(names, values[:, :MAX_TOKENS], strict=True))
         written = fields.pop(_WRITTEN, None)
         observed = {} if written is None else {"observed": (written == 0).tolist()}
         return {

@@ -38,7 +38,8 @@ class Trainer(abc.ABC):
     def __init__(self, config: RunConfig, mesh: RoleMesh, inputs, timers: Timers, fields=RL_FIELDS):
         """`inputs`: of the program; `data` are the `resume.data_fingerprints`, `resume` the checkpoint or None,
         `prompt_sets` the sets of prompts by setting."""
-        self.config, self.settings, self.mesh, self.timers = config, config.settings, mesh, timers
+        self.config, self.settings = config, config.settings
+        self.mesh, self.timers = mesh, timers
         self.inputs = inputs
         self.checkpoints = CheckpointWriter(self.folder, mesh, save_policy(self.settings)) if self.folder else None
         self.step = 0
@@ -177,7 +178,8 @@ class Trainer(abc.ABC):
         if (peak := device.peak_bytes()) is not None:
             metrics = metrics | {f"memory/{role}/peak_bytes": peak for role in self.mesh.roles_of(self.mesh.rank)}
         seconds, self._started = time.perf_counter() - self._started, time.perf_counter()
-        report = StepReport(metrics, self.timers.end_step(self.step), seconds, list(samples))
+        times = self.timers.end_step(self.step)
+        report = StepReport(metrics=metrics, times=times, seconds=seconds, samples=list(samples))
         self._async_metrics.publish(self.step, report)
         self.flush(wait=self.step == self.last_step)
         if self.checkpoints:

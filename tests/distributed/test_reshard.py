@@ -152,7 +152,7 @@ def again(rank, bucket_bytes, large):
     """Two transfers with one plan: most bytes that a round sends or receives, messages, bytes that were packed."""
     from megarl.mcore.weights import reshard
 
-    reshard.LARGE = large
+    reshard.LARGE_BYTES = large
     pair = Pair(roles("0-1", [EP2], "1-2", [], EXPERTS))
     transfer = pair.transfer(bucket_bytes=bucket_bytes)
     rounds, original = [], dist.batch_isend_irecv

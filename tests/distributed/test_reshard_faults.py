@@ -9,11 +9,12 @@ from tests.helpers.worlds import run_world
 
 def damage(rank):
     from megarl.mcore.weights.reshard import checksum
+    from megarl.mcore.weights.reshard_plan import LocalWeights
 
     pair = Pair(roles("0-1", [TP2], "1-2", []))
     transfer = pair.transfer()
     transfer.run()
-    sums = [checksum(getattr(pair, side), place.pg_collection, pair.group)
+    sums = [checksum(LocalWeights(getattr(pair, side), place.pg_collection), pair.group)
             for side, place in zip(("source", "destination"), pair.places.values(), strict=True)]  # fmt: skip
     assert sums[0] == sums[1] and len(set(sums[0].values())) == len(sums[0])
     for ranks, message in (([1, 2], "weights differ .*: decoder.layers.mlp.linear_fc2.weight$"),

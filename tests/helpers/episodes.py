@@ -24,21 +24,21 @@ class ScriptedClient:
     def __init__(self, order: int | None = None, failing: frozenset = frozenset(), done_after: int = 3):
         """`order`: seed of the delays; None: every answer is there at once. `failing`: numbers of episodes whose
         environment fails after their first turn."""
-        from megarl.rollout.episodes.episode import EpisodeNews
+        from megarl.rollout.episodes.episode import EnvironmentResult
 
-        self._news, self._random = EpisodeNews, random.Random(order) if order is not None else None
+        self._result, self._random = EnvironmentResult, random.Random(order) if order is not None else None
         self._failing, self._done_after = failing, done_after
         self.pending, self.turns, self.ended, self.waits = [], {}, [], 0
 
     def begin(self, number, request):
         self.turns[number] = 0
-        self.pending.append(self._news(number, [1, *request.prompt]))
+        self.pending.append(self._result(number, [1, *request.prompt]))
 
     def step(self, number, tokens):
         self.turns[number] += 1
         is_done = self.turns[number] == self._done_after + number % 2
         reward = sum(tokens) / 8
-        self.pending.append(self._news(number, answer(tokens), reward, is_done, failed=number in self._failing))
+        self.pending.append(self._result(number, answer(tokens), reward, is_done, failed=number in self._failing))
 
     def end(self, number):
         self.ended.append(number)
@@ -46,7 +46,7 @@ class ScriptedClient:
     def wait(self, seconds):
         self.waits += 1
 
-    def news(self):
+    def results(self):
         if self._random is None:
             come, self.pending = self.pending, []
             return come
@@ -67,7 +67,7 @@ def make_requests(count=PROMPTS):
 
 
 def run_episodes(
-    rank, flags="", shape="llama", order=None, limits=(4, 6, 32), most=64, routes=False, failing=frozenset(),
+    rank, flags="", shape="llama", order=None, limits=(4, 6, 32), max_open=64, routes=False, failing=frozenset(),
     **engine_settings,
 ):  # fmt: skip
     """(episodes by number, client, gap to the training forward) of a round on this world's actor.
@@ -87,7 +87,7 @@ def run_episodes(
         return Episode(number, request, line=number, limits=EpisodeLimits(*limits))
 
     mine = make_requests()[groups.dp_rank :: len(groups.replicas)]
-    source = EpisodeSource(RequestList(mine), begin, client, groups, most)
+    source = EpisodeSource(RequestList(mine), begin, client, groups, max_open)
     for number, completion in engine.stream(source, END, settings_of(), routes):
         source.turn_ended(number, completion)
     is_whole = "pipeline" not in flags  # a pipeline stage has no scores of its own

@@ -13,6 +13,7 @@ import signal
 import struct
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 HEADER, BLOCK, CHUNK = 7, 32768, struct.Struct("<IHB")  # of the log format of LevelDB, which .wandb files have
@@ -54,7 +55,7 @@ def write_run(folder, name, resume_step, rows, config=None, offline=True, kill_c
     from megarl.observe.trackers.base import TrackerOptions
 
     options = TrackerOptions((name,), "proj", "mine", None, offline, config or {"megarl": {"seed": 1}})
-    with MetricsWriter(Path(folder), resume_step, options) as writer:
+    with closing(MetricsWriter(Path(folder), resume_step, options)) as writer:
         for number, (step, metrics) in enumerate(rows):
             if number == kill_children_after:
                 _end_children()

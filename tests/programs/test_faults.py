@@ -274,7 +274,7 @@ def test_wrong_flags_are_not_tried_again(tmp_path, capfd, end_file):
 
 def test_wrong_input_of_one_node_is_named(tmp_path, capfd, monkeypatch):
     """The first rank finds its files; the second one, on another node, does not."""
-    monkeypatch.setattr(launch, "SPEAKER_FIRST", 0.1)
+    monkeypatch.setattr(launch, "REPORT_FIRST", 0.1)
 
     def other_node():
         if faults.rank() == 1:

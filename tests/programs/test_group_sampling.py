@@ -115,7 +115,7 @@ def test_an_unfinished_batch_waits_and_survives_a_resume_in_any_layout(folder):
     for size, layout in ((1, ""), (3, DISJOINT)):
         save = folder / f"resumed{size}"
         start = whole / "checkpoints" / "step_00000001"
-        assert (start / "waiting.pt").exists()
+        assert (start / "group_buffer.pt").exists()
         train("rl", rl_argv(save, f"--train-iters 4 --lr-decay-iters 9 {WAITS} {layout} --load {start}"), size)
         for step in (2, 3, 4):
             if size == 1:

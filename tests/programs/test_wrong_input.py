@@ -90,7 +90,7 @@ def test_accepted_input_is_told_from_refused_input(tmp_path):
 
 
 def test_only_rank_0_prints_errors(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch_module, "SPEAKER_FIRST", 0.0)
+    monkeypatch.setattr(launch_module, "REPORT_FIRST", 0.0)
     monkeypatch.setenv("LOCAL_RANK", "1")
     argv = rl_argv(tmp_path / "run", "--clip-range -1")
     assert "--clip-range -1" in error_line(launch(tmp_path, argv, rank=0, size=2))

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from megarl.data.prompts import load_prompts
-from megarl.environments.adapters.gymnasium_env import frozen_lake
-from megarl.environments.games import guess_number
+from megarl.environments.adapters.gymnasium_env import FrozenLake
+from megarl.environments.games import GuessNumber
 from megarl.environments.protocol import Task
 from tests.references.value_iteration import optimal_values
 from tools import make_agent_prompts
@@ -30,7 +30,7 @@ def test_numbers_to_guess(tmp_path):
     train, heldout = made(tmp_path, "guess-number")
     for line in train + heldout:
         assert line["prompt"] == "Guess my number from 1 to 15." and "environment" not in line
-        guess_number().reset(Task([], metadata=line["metadata"]))
+        GuessNumber().reset(Task([], metadata=line["metadata"]))
     assert len({line["metadata"]["question_id"] for line in train + heldout}) == 50
     line = made(tmp_path, "guess-number", "--low", "5", "--high", "9", "--guesses", "2", "--prompt", "go")[0][0]
     fields = {name: line["metadata"][name] for name in ("low", "high", "guesses")}
@@ -72,7 +72,7 @@ def test_maps_have_the_shortest_way_of_value_iteration(tmp_path):
     maps = [tuple(line["metadata"]["map"]) for line in train + heldout]
     assert len(set(maps)) == 50
     for line in train + heldout:
-        environment = frozen_lake()
+        environment = FrozenLake()
         environment.reset(Task([], metadata=line["metadata"]))
         start = optimal_values(environment.env, DISCOUNT)[0][0]
         assert start == pytest.approx(DISCOUNT ** (line["metadata"]["shortest"] - 1), abs=1e-12)

@@ -1,6 +1,6 @@
 """GSPO and its token form: one ratio for a whole response."""
 
-from megarl.algorithms.packed import spread
+from megarl.algorithms.packed import broadcast_to_tokens
 from megarl.algorithms.policy_loss import (
     ClipRange,
     PolicyLoss,
@@ -23,7 +23,7 @@ def gspo(tokens: PolicyTokens, clip: ClipRange) -> PolicyTerms:
     log_ratio = tokens.logprobs - tokens.old_logprobs.detach()
     ratio = response_mean(log_ratio, tokens).clamp(max=LOG_RATIO_LIMIT).exp()
     loss, clipped = clipped_surrogate(ratio, response_mean(tokens.advantages.detach(), tokens), clip)
-    clipped = spread(clipped, tokens.response_mask, tokens.cu_seqlens)
+    clipped = broadcast_to_tokens(clipped, tokens.response_mask, tokens.cu_seqlens)
     return PolicyTerms(on_tokens(loss, tokens), clipped, -log_ratio.detach())
 
 

@@ -119,11 +119,6 @@ def observation_text(observation: Any) -> str:
     return observation if isinstance(observation, str) else json.dumps(_plain(observation), ensure_ascii=False)
 
 
-def frozen_lake() -> FrozenLake:
-    """`frozen-lake`."""
-    return FrozenLake()
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(name): _plain(item) for name, item in value.items()}

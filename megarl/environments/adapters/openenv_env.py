@@ -12,7 +12,7 @@ from megarl.environments.protocol import BaseEnvironment, Message, Observation, 
 from megarl.errors import UsageError
 
 _SEEDS = 0x7FFFFFFF
-_LARGEST = 16 << 20  # bytes of a message of the server
+_MAX_MESSAGE_BYTES = 16 << 20  # of the server
 
 
 class OpenEnvEnvironment(BaseEnvironment):
@@ -49,7 +49,7 @@ class OpenEnvEnvironment(BaseEnvironment):
         """Connects, and begins with the task's seed."""
         proxy = {"proxy": None} if self._local else {}
         self._connection = await self._websockets.connect(
-            self._url, max_size=_LARGEST, additional_headers=self._headers, **proxy
+            self._url, max_size=_MAX_MESSAGE_BYTES, additional_headers=self._headers, **proxy
         )
         data = await self._ask("reset", {"seed": task.seed & _SEEDS})
         if self._action is None:

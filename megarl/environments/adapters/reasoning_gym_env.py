@@ -3,7 +3,7 @@
 from megarl.environments.games import user_message
 from megarl.environments.protocol import BaseEnvironment, Observation, Task, Turn
 from megarl.rewards.base import Sample
-from megarl.rewards.tasks import reasoning_gym
+from megarl.rewards.tasks import reasoning_gym, source_dataset
 
 
 class ReasoningGymEnvironment(BaseEnvironment):
@@ -20,9 +20,7 @@ class ReasoningGymEnvironment(BaseEnvironment):
 
     def reset(self, task: Task) -> Observation:
         """Adds nothing to the prompt. ValueError if the task is none of reasoning-gym."""
-        source = task.metadata.get("source_dataset")
-        if not isinstance(source, str) or not source:
-            raise ValueError("metadata must hold source_dataset, the name of the reasoning_gym task")
+        source_dataset(task.metadata)
         tries = task.metadata.get("tries", self._tries)
         if not isinstance(tries, int) or isinstance(tries, bool) or tries < 1:
             raise ValueError(f"metadata: tries must be a whole number of at least 1, not {tries!r}")
@@ -32,14 +30,10 @@ class ReasoningGymEnvironment(BaseEnvironment):
     def step(self, turn: Turn) -> Observation:
         """Scores an answer."""
         question = self._task.messages[-1]["content"] if self._task.messages else ""
-        score = self._verify(Sample(question, turn.content, self._task.answer, self._task.metadata))
+        sample = Sample(question, turn.content, answer=self._task.answer, metadata=self._task.metadata)
+        score = self._verify(sample)
         self._left -= 1
         if score.correct or self._left == 0:
             return Observation(reward=score.reward, done=True, correct=score.correct)
         tries = f"{self._left} tries are" if self._left > 1 else "One try is"
         return Observation([user_message(f"That is wrong. {tries} left.")], correct=False)
-
-
-def reasoning_gym_retries() -> ReasoningGymEnvironment:
-    """`reasoning-gym`."""
-    return ReasoningGymEnvironment()

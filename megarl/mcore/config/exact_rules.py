@@ -6,11 +6,11 @@ refused. On a CPU the flag changes nothing, and every model is allowed.
 
 from megarl.errors import UsageError
 from megarl.mcore import device
-from megarl.mcore.config.layout_rules import LayoutRule
+from megarl.mcore.config.layout_rules import LayoutRule, require
 
 FLAG = "--exact-rollout"
 BACKEND = "invariant"  # the attention backend
-MOST_CHANNELS, ALIGNED = 256, 8  # of a head in flash attention's backward; 16-bit elements of the loads of a kernel
+MAX_CHANNELS, ALIGNED = 256, 8  # of a head in flash attention's backward; 16-bit elements of the loads of a kernel
 
 
 def applies(args) -> bool:
@@ -20,9 +20,8 @@ def applies(args) -> bool:
 
 def check(role: str, args):
     """Raises UsageError for the first rule that a role's parsed flags break."""
-    for rule in rules(args) if applies(args) else ():
-        if not rule.holds:
-            raise UsageError(f"{role}: {rule.flag} {rule.value}: with {FLAG} on CUDA allowed is {rule.allowed}")
+    if applies(args):
+        require(role, rules(args), f"with {FLAG} on CUDA ")
 
 
 def rules(args) -> list[LayoutRule]:
@@ -40,8 +39,8 @@ def rules(args) -> list[LayoutRule]:
         LayoutRule("--softmax-type", args.softmax_type, args.softmax_type == "vanilla", "vanilla"),
         LayoutRule("--attention-backend", backend, backend == BACKEND, f"auto or {BACKEND}"),
         LayoutRule("--hidden-size", hidden, hidden % ALIGNED == 0, f"a multiple of {ALIGNED}"),
-        LayoutRule("--kv-channels", channels, channels % ALIGNED == 0 and channels <= MOST_CHANNELS,
-             f"a multiple of {ALIGNED} up to {MOST_CHANNELS}"),
+        LayoutRule("--kv-channels", channels, channels % ALIGNED == 0 and channels <= MAX_CHANNELS,
+             f"a multiple of {ALIGNED} up to {MAX_CHANNELS}"),
         *_experts(args),
     ]  # fmt: skip
 

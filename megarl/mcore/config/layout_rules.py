@@ -13,7 +13,11 @@ from megarl.mcore import device
 from megarl.mcore.config.model_flags import ROTARY
 
 TRAINED = ("actor", "critic")  # roles that run backward
-MOST_LAYERS = 100_000
+MAX_LAYERS = 100_000
+# Sizes of 1 or more, if they are given.
+SIZES = ("ffn-hidden-size", "moe-ffn-hidden-size", "make-vocab-size-divisible-by", "tensor-model-parallel-size",
+         "pipeline-model-parallel-size", "context-parallel-size", "expert-model-parallel-size",
+         "expert-tensor-parallel-size")  # fmt: skip
 GROUPED_ALIGNED = 8  # sizes of grouped products on CUDA: rows begin at multiples of 16 bytes
 BALANCING_LOSSES = ("seq_aux_loss", "global_aux_loss")  # losses that do not depend on the split into micro-batches
 
@@ -32,11 +36,11 @@ def check(role: str, args):
     require(role, rules(role, args))
 
 
-def require(role: str, rules: list[LayoutRule]):
-    """Raises UsageError for the first broken rule."""
+def require(role: str, rules: list[LayoutRule], where: str = ""):
+    """Raises UsageError for the first broken rule; `where` the rules hold, for its message."""
     for rule in rules:
         if not rule.holds:
-            raise UsageError(f"{role}: {rule.flag} {rule.value}: allowed is {rule.allowed}")
+            raise UsageError(f"{role}: {rule.flag} {rule.value}: {where}allowed is {rule.allowed}")
 
 
 def rules(role: str, args) -> list[LayoutRule]:
@@ -50,27 +54,24 @@ def _divides(size: int, whole: int) -> bool:
     return size > 0 and whole % size == 0
 
 
-def least(flag: str, value, limit: int = 1) -> LayoutRule:
+def value_of(args, name: str):
+    """The value of a flag, given without its dashes."""
+    return getattr(args, name.replace("-", "_"))
+
+
+def min_value(flag: str, value, limit: int = 1) -> LayoutRule:
     """A flag whose value, if it is given, is a number not below a limit."""
     return LayoutRule(flag, value, value is None or value >= limit, f"{limit} or more")
 
 
 def _sizes(args) -> list[LayoutRule]:
     return [
-        LayoutRule("--num-layers", args.num_layers, 1 <= args.num_layers <= MOST_LAYERS, f"from 1 to {MOST_LAYERS}"),
-        least("--hidden-size", args.hidden_size),
-        least("--num-attention-heads", args.num_attention_heads),
-        least("--num-query-groups", _groups(args)),
-        least("--v-head-dim" if args.multi_latent_attention else "--kv-channels", args.kv_channels),
-        least("--ffn-hidden-size", args.ffn_hidden_size),
-        least("--moe-ffn-hidden-size", args.moe_ffn_hidden_size),
-        least("--num-experts", args.num_experts, 0),
-        least("--make-vocab-size-divisible-by", args.make_vocab_size_divisible_by),
-        least("--tensor-model-parallel-size", args.tensor_model_parallel_size),
-        least("--pipeline-model-parallel-size", args.pipeline_model_parallel_size),
-        least("--context-parallel-size", args.context_parallel_size),
-        least("--expert-model-parallel-size", args.expert_model_parallel_size),
-        least("--expert-tensor-parallel-size", args.expert_tensor_parallel_size),
+        LayoutRule("--num-layers", args.num_layers, 1 <= args.num_layers <= MAX_LAYERS, f"from 1 to {MAX_LAYERS}"),
+        *(min_value(f"--{name}", value_of(args, name)) for name in ("hidden-size", "num-attention-heads")),
+        min_value("--num-query-groups", _groups(args)),
+        min_value("--v-head-dim" if args.multi_latent_attention else "--kv-channels", args.kv_channels),
+        min_value("--num-experts", args.num_experts, 0),
+        *(min_value(f"--{name}", value_of(args, name)) for name in SIZES),
     ]
 
 
@@ -79,7 +80,7 @@ def _ranges(args) -> list[LayoutRule]:
     positions, std, epsilon = args.max_position_embeddings, args.init_method_std, args.layernorm_epsilon
     fraction, scale = args.lr_warmup_fraction, args.loss_scale
     return [
-        least("--lr-decay-iters", args.lr_decay_iters),
+        min_value("--lr-decay-iters", args.lr_decay_iters),
         LayoutRule("--lr", lr, 0 <= lr < math.inf, "0 or more"),
         LayoutRule("--min-lr", floor, 0 <= floor <= lr, f"from 0 to --lr {lr}"),
         LayoutRule("--decoupled-min-lr", args.decoupled_min_lr, not args.decoupled_min_lr or bool(args.decoupled_lr),
@@ -93,14 +94,14 @@ def _ranges(args) -> list[LayoutRule]:
              f"--max-prompt-length + --max-response-length = {args.seq_length} or more"),
         LayoutRule("--lr-warmup-iters", args.lr_warmup_iters, args.lr_warmup_iters < decay,
              f"below --lr-decay-iters (default --train-iters) {decay}"),
-        least("--lr-warmup-iters", args.lr_warmup_iters, 0),
+        min_value("--lr-warmup-iters", args.lr_warmup_iters, 0),
         LayoutRule("--lr-warmup-fraction", fraction, fraction is None or 0 <= fraction < 1, "from 0 to below 1"),
         LayoutRule("--init-method-std", std, 0 <= std < math.inf, "0 or more"),
         LayoutRule("--norm-epsilon", epsilon, 0 < epsilon < math.inf, "above 0"),
         LayoutRule("--loss-scale", scale, scale is None or 0 < scale < math.inf, "above 0"),
         LayoutRule("--fp16", args.fp16, not args.fp16 or not args.bf16, "none with --bf16"),
-        least("--distributed-timeout-minutes", args.distributed_timeout_minutes),
-        least("--ddp-bucket-size", args.ddp_bucket_size),
+        min_value("--distributed-timeout-minutes", args.distributed_timeout_minutes),
+        min_value("--ddp-bucket-size", args.ddp_bucket_size),
     ]  # fmt: skip
 
 
@@ -188,15 +189,15 @@ def _virtual(args) -> list[LayoutRule]:
     per_stage, number = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
     first, second = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
     is_uneven = len(sizes) > 1 or args.decoder_first_pipeline_num_layers or args.decoder_last_pipeline_num_layers
-    fewest = 2 if args.overlap_p2p_comm else 3
+    min_stages = 2 if args.overlap_p2p_comm else 3
     flag, value = (first, per_stage) if number is None else (second, number)
     return [
-        least(first, per_stage),
-        least(second, number),
+        min_value(first, per_stage),
+        min_value(second, number),
         LayoutRule(second, number, None in (per_stage, number), f"one of it and {first}"),
-        LayoutRule(flag, value, value is None or value == 1 and flag == second or stages >= fewest,
-             f"none with --pipeline-model-parallel-size {stages}: virtual stages need {fewest} or more"
-             + ("" if fewest == 2 else " without overlapped communication")),
+        LayoutRule(flag, value, value is None or value == 1 and flag == second or stages >= min_stages,
+             f"none with --pipeline-model-parallel-size {stages}: virtual stages need {min_stages} or more"
+             + ("" if min_stages == 2 else " without overlapped communication")),
         LayoutRule(first, per_stage, per_stage is None or not is_uneven,
              f"{second} instead, because stages differ in size"),
         LayoutRule(first, per_stage, per_stage is None or all(_divides(per_stage, size) for size in sizes),
@@ -212,7 +213,7 @@ def _experts(args) -> list[LayoutRule]:
     shared, dense = args.moe_shared_expert_intermediate_size, args.tensor_model_parallel_size
     topk, groups, chosen = args.moe_router_topk, args.moe_router_num_groups, args.moe_router_group_topk
     pattern, layers, dispatcher = args.moe_layer_freq, args.num_layers, args.moe_token_dispatcher_type
-    pattern_fits = pattern > 0 if isinstance(pattern, int) else len(pattern) == layers and set(pattern) <= {0, 1}
+    pattern_fits = pattern > 0 if isinstance(pattern, int) else is_pattern(pattern, layers)
     in_group = experts // groups if groups else 0  # experts of a group
     each = topk // chosen if chosen else 0  # experts chosen from each chosen group
     is_grouped = bool(experts) and args.moe_grouped_gemm and args.transformer_impl == "local" and not _runs_on_cpu()
@@ -273,6 +274,11 @@ def _balancing(args) -> list[LayoutRule]:
              f"none with --moe-router-score-function {scores}; use sigmoid or sqrtsoftplus"),
         LayoutRule("--moe-router-bias-update-rate", rate, 0 <= rate < math.inf, "0 or more"),
     ]  # fmt: skip
+
+
+def is_pattern(pattern: list[int], layers: int) -> bool:
+    """Whether a list has a zero or a one for each layer."""
+    return len(pattern) == layers and set(pattern) <= {0, 1}
 
 
 def as_list(value) -> list:

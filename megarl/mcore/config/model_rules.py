@@ -5,7 +5,7 @@ A rule is data, as in `layout_rules`.
 
 import math
 
-from megarl.mcore.config.layout_rules import LayoutRule, least, require
+from megarl.mcore.config.layout_rules import LayoutRule, is_pattern, min_value, require, value_of
 from megarl.mcore.config.model_flags import ROTARY, is_gated
 
 # Megatron's; others are None.
@@ -34,7 +34,7 @@ def rules(args) -> list[LayoutRule]:
 
 def _windows(args) -> list[LayoutRule]:
     size, freq, layers = args.window_size, args.window_attn_skip_freq, args.num_layers
-    fits = freq is None or (freq > 1 if isinstance(freq, int) else _is_pattern(freq, layers) and 1 in freq)
+    fits = freq is None or (freq > 1 if isinstance(freq, int) else is_pattern(freq, layers) and 1 in freq)
     return [
         LayoutRule("--window-size", size, size is None or len(size) == 2 and size[0] >= 0 and size[1] == 0,
              "N,0 with N of 0 or more: a token sees itself and the N tokens before it"),
@@ -107,11 +107,11 @@ def _rotary(args) -> list[LayoutRule]:
         _only_with(args, "rope-scaling-factor", args.use_rope_scaling, "--use-rope-scaling"),
         LayoutRule("--rope-high-freq-factor", high, 0 < low < high,
              f"above --rope-low-freq-factor {low}, which is above 0"),
-        least("--rope-original-max-position-embeddings", args.rope_original_max_position_embeddings),
+        min_value("--rope-original-max-position-embeddings", args.rope_original_max_position_embeddings),
         *(_only_with(args, name, kind == "yarn", "--position-embedding-type yarn") for name in yarn),
         LayoutRule("--rotary-scaling-factor", factor, factor >= 1, "1 or more"),
         LayoutRule("--yarn-beta-fast", fast, fast > slow > 0, f"above --yarn-beta-slow {slow}, which is above 0"),
-        least("--yarn-original-max-position-embeddings", args.yarn_original_max_position_embeddings),
+        min_value("--yarn-original-max-position-embeddings", args.yarn_original_max_position_embeddings),
         LayoutRule("--use-rope-scaling", True, not args.use_rope_scaling or kind != "yarn" and linear is None,
              "none with --position-embedding-type yarn or --rotary-seq-len-interpolation-factor"),
         LayoutRule("--rotary-seq-len-interpolation-factor", linear, linear is None or kind != "yarn",
@@ -124,12 +124,12 @@ def _latent_attention(args) -> list[LayoutRule]:
     on, modules, kind = args.multi_latent_attention, args.recompute_modules or [], args.position_embedding_type
     return [
         *(_only_with(args, name, on, LATENT) for name in (*LATENT_SIZES, "latent-norm-epsilon")),
-        *(least(f"--{name}", _value(args, name)) for name in LATENT_SIZES[:4]),  # the last one is a layout rule's
+        *(min_value(f"--{name}", value_of(args, name)) for name in LATENT_SIZES[:4]),  # the last one is a layout rule's
         _positive(args, "latent-norm-epsilon"),
-        *(LayoutRule(f"--{name}", _value(args, name), not on or _value(args, name) % 2 == 0, "an even number")
+        *(LayoutRule(f"--{name}", value_of(args, name), not on or value_of(args, name) % 2 == 0, "an even number")
           for name in ("kv-lora-rank", "qk-pos-emb-head-dim")),
-        *(LayoutRule(f"--{name}", _value(args, name), not on or _value(args, name) == default, f"none with {LATENT}")
-          for name, default in NOT_LATENT.items()),
+        *(LayoutRule(f"--{name}", value, not on or value == default, f"none with {LATENT}")
+          for name, default in NOT_LATENT.items() for value in [value_of(args, name)]),
         LayoutRule("--recompute-modules", " ".join(modules), not on or "mla_up_proj" not in modules,
              f"core_attn without mla_up_proj with {LATENT}: it expands latents again, too"),
         LayoutRule("--position-embedding-type", kind, not on or kind in ROTARY, f"{' or '.join(ROTARY)} with {LATENT}"),
@@ -137,7 +137,7 @@ def _latent_attention(args) -> list[LayoutRule]:
 
 
 def _positive(args, name: str) -> LayoutRule:
-    value = _value(args, name)
+    value = value_of(args, name)
     return LayoutRule(f"--{name}", value, value is None or 0 < value < math.inf, "above 0")
 
 
@@ -145,15 +145,7 @@ def _or(value, default):
     return default if value is None else value
 
 
-def _value(args, name: str):
-    return getattr(args, name.replace("-", "_"))
-
-
 def _only_with(args, name: str, holds: bool, flag: str) -> LayoutRule:
     """A flag that has no effect without another one."""
-    value = _value(args, name)
+    value = value_of(args, name)
     return LayoutRule(f"--{name}", value, holds or value == DEFAULTS.get(name), f"none without {flag}")
-
-
-def _is_pattern(pattern: list[int], layers: int) -> bool:
-    return len(pattern) == layers and set(pattern) <= {0, 1}

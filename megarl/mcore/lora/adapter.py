@@ -67,9 +67,11 @@ class Adapter(torch.nn.Module):
         """Describes to checkpoints all that training changes: factors, a scalar head, balancing buffers of experts."""
         state = {}
         for i, linear in enumerate(self.linears):
-            name, expert, replicas = linear.whole_name, None, self.pg_collection.dp_cp
+            name, expert = linear.whole_name, None
+            replicas = self.pg_collection.dp_cp
             if match := EXPERT.fullmatch(name):
-                name, expert, replicas = match[1] + match[3], (int(match[2]), self.experts), self.pg_collection.expt_dp
+                name, expert = match[1] + match[3], (int(match[2]), self.experts)
+                replicas = self.pg_collection.expt_dp
             state |= linear.sharded_state(f"adapter.linears.{i}.", name, expert, dist.get_rank(replicas))
         head = ("output_layer.",) if has_value_head(chunk) else ()
         whole = chunk.sharded_state_dict(metadata=metadata).items()

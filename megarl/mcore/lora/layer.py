@@ -39,8 +39,9 @@ class AdaptedLinear(torch.nn.Module):
         self.whole_name, weight = name, layer.weight
         self.is_row_parallel, self.is_replicated = projections[0].name in ROW_PARALLEL, type(layer) is ReplicatedLinear
         self.product = LowRankProduct(
-            tuple(projection.rows for projection in projections), lora.scale, weight.dtype is torch.float32,
-            self.is_row_parallel, None if self.is_replicated else layer.tp_group, forward_product(layer.config),
+            rows=tuple(projection.rows for projection in projections), scale=lora.scale,
+            is_merged=weight.dtype is torch.float32, is_row_parallel=self.is_row_parallel,
+            group=None if self.is_replicated else layer.tp_group, multiply=forward_product(layer.config),
         )  # fmt: skip
         # W, where the layer's weight has the factors merged; under FSDP this rank's rows.
         self.base: torch.nn.Parameter | None = None
@@ -81,7 +82,8 @@ class AdaptedLinear(torch.nn.Module):
                 a.sequence_parallel = b.sequence_parallel = weight.sequence_parallel
                 continue
             split, axis = (a, 1) if self.is_row_parallel else (b, 0)
-            split.tensor_model_parallel, split.partition_dim, split.partition_stride = True, axis, 1
+            split.tensor_model_parallel, split.partition_dim = True, axis
+            split.partition_stride = 1
             a.allreduce = b.allreduce = getattr(weight, "allreduce", True)
 
     def _forward_impl(

@@ -66,7 +66,8 @@ def read_adapter(path: str, args, family: Family) -> PeftAdapter:
     rank = max(factor.shape[-2] for key, factor in factors.items() if key.endswith("A"))
     rslora = bool(config.get("use_rslora"))
     alpha = _scale(config, None, config["r"]) * (math.sqrt(rank) if rslora else rank)
-    return PeftAdapter(LoRASettings(rank, alpha, rslora, tuple(t for t in TARGETS if t in names)), factors, head)
+    targets = tuple(target for target in TARGETS if target in names)
+    return PeftAdapter(LoRASettings(rank=rank, alpha=alpha, rslora=rslora, targets=targets), factors, head)
 
 
 def _error(path: str):
@@ -170,7 +171,8 @@ def write_adapter(
         base: the folder of the weights under the factors, for the user.
         args, family: as of `read_adapter`.
     """
-    tensors, modules, parameters, ranks = {}, [], [], {}
+    tensors, modules = {}, []
+    parameters, ranks = [], {}
     for module in peft_modules(args, family):
         pair = fuse(module, factors, lora.rank)
         if pair is None:

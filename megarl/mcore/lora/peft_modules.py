@@ -49,7 +49,7 @@ def peft_modules(args, family: Family) -> list[PeftModule]:
         args: the role's Megatron namespace.
         family: names the modules.
     """
-    shapes, modules = factor_shapes(args, LoRASettings(1, 1.0, False, TARGETS)), {}
+    shapes, modules = factor_shapes(args, LoRASettings(rank=1, alpha=1.0, rslora=False, targets=TARGETS)), {}
     for key in (key for key in shapes if key.endswith(".lora_A")):
         layer, linear, projection = KEY.fullmatch(key).groups()
         rows = shapes[key[:-1] + "B"][-2]
@@ -69,7 +69,7 @@ def peft_modules(args, family: Family) -> list[PeftModule]:
         members.append(Member(key.removesuffix(".lora_A"), outputs, rows))
     experts = args.num_experts
     return [
-        PeftModule(name, tuple(found), columns, experts if stacks else None)
+        PeftModule(name=name, members=tuple(found), columns=columns, experts=experts if stacks else None)
         for (name, columns, stacks), found in modules.items()
     ]
 

@@ -63,7 +63,8 @@ class _AdaptedLinear(torch.autograd.Function):
     def forward(ctx, x, weight, bias, product, sums_input_gradient, sequence_parallel, *factors):
         """Arguments as of `kernels.linear`; `factors` are A, B, A, B, …"""
         ctx.save_for_backward(x, weight, *factors)
-        ctx.product, ctx.sums_input_gradient, ctx.sequence_parallel = product, sums_input_gradient, sequence_parallel
+        ctx.product, ctx.sums_input_gradient = product, sums_input_gradient
+        ctx.sequence_parallel = sequence_parallel
         x = gather_tokens(x, product.group) if sequence_parallel else x
         return product.forward(x, weight, bias, _pairs(factors))
 
@@ -72,7 +73,8 @@ class _AdaptedLinear(torch.autograd.Function):
     def backward(ctx, grad):
         """Overlaps the collective of the input gradient with the factors' gradients."""
         x, weight, *flat = ctx.saved_tensors
-        product, factors, grad_x, handle = ctx.product, _pairs(flat), None, None
+        product, factors = ctx.product, _pairs(flat)
+        grad_x = handle = None
         projected = product.projected_gradients(grad, factors)
         if ctx.needs_input_grad[0]:
             grad_x = whole = input_gradient(grad, weight)

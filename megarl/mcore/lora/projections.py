@@ -47,7 +47,8 @@ def _rows_of_heads(count: int, heads: HeadLayout, device) -> list[Tensor]:
 
 def factor_shapes(args, lora: LoRASettings) -> dict[str, tuple[int, ...]]:
     """Global shapes of all factors of a model by their keys in a checkpoint, which stack the experts."""
-    hidden, linears, shapes = args.hidden_size, linears_of(args), {}
+    hidden, linears = args.hidden_size, linears_of(args)
+    shapes = {}
 
     def add(prefix: str, stacked: tuple[int, ...], sizes: Sizes):
         for suffix, names in linears.items():

@@ -9,6 +9,7 @@ from megarl.errors import UsageError
 from megarl.mcore.lora.adapter import BALANCING, Adapter, base_weights, set_base
 from megarl.mcore.lora.settings import LoRASettings
 from megarl.mcore.weights import dist_checkpoint, reshard
+from megarl.mcore.weights.reshard_plan import LocalWeights
 
 FINGERPRINT = "base"  # entry of a role's plain state
 
@@ -19,7 +20,7 @@ def base_fingerprint(stages, pg_collection) -> str:
     A head, which critics replace, and what balances experts do not count.
     """
     with base_weights(stages):
-        sums = reshard.checksum(stages, pg_collection, pg_collection.intra_dist_opt)
+        sums = reshard.checksum(LocalWeights(stages, pg_collection), pg_collection.intra_dist_opt)
     frozen = [(key, sums[key]) for key in sorted(sums) if not key.endswith(BALANCING) and "output_layer." not in key]
     return f"{stages[0].config.params_dtype} {hashlib.blake2b(repr(frozen).encode(), digest_size=8).hexdigest()}"
 
@@ -33,7 +34,7 @@ def check_fingerprint(stored: str, found: str, role: str, pg_collection):
         raise UsageError(
             f"{role}: the weights under the factors are not those of the checkpoint; give the --pretrained-checkpoint, "
             "--hf-model or --seed of its run",
-            speaker=dist.get_process_group_ranks(pg_collection.intra_dist_opt)[0],
+            reporting_rank=dist.get_process_group_ranks(pg_collection.intra_dist_opt)[0],
         )
 
 

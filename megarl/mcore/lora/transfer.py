@@ -8,9 +8,10 @@ from megarl.mcore.weights.reshard_plan import LocalWeights
 
 def policy_checksums(stages, pg_collection, has_factors: bool) -> dict[str, int]:
     """Checksums of all weights of a policy and of its factors by key, as `reshard.checksum`; collective of the role."""
-    sums = reshard.checksum(stages, pg_collection, pg_collection.intra_dist_opt)
+    group = pg_collection.intra_dist_opt
+    sums = reshard.checksum(LocalWeights(stages, pg_collection), group)
     if has_factors:
-        sums |= reshard.checksum(stages, pg_collection, pg_collection.intra_dist_opt, trained_state)
+        sums |= reshard.checksum(LocalWeights(stages, pg_collection, trained_state), group)
     return sums
 
 

@@ -51,10 +51,6 @@ def _prefixed(state: dict, prefix: str) -> dict:
     return state
 
 
-def _is_sharded(value) -> bool:
-    return isinstance(value, (ShardedBase, LocalNonpersistentObject))
-
-
 def _object(key: str, data, rank_in_role: int) -> ShardedObject:
     """Wraps picklable data that the role's first rank writes and all of its ranks read, in any layout."""
     return ShardedObject(key, data, global_shape=(1,), global_offset=(0,), replica_id=rank_in_role)
@@ -93,7 +89,8 @@ def role_state(role: str, stages, optimizer, plain: dict, pg_collection, ranks: 
     state = {"model": weights, "plain": _object("plain", plain, rank)}
     if optimizer is not None:
         whole = optimizer.sharded_state_dict(weights, is_loading=loading, metadata=_metadata(pg_collection))
-        sharded, rest = extract_matching_values(whole, _is_sharded, return_lists_as_dicts=True)
+        kinds = (ShardedBase, LocalNonpersistentObject)
+        sharded, rest = extract_matching_values(whole, lambda v: isinstance(v, kinds), return_lists_as_dicts=True)
         state |= {"optimizer": sharded, "optimizer_plain": _object("optimizer_plain", rest, rank)}
     return _prefixed(local_rows(state), role)
 
@@ -171,7 +168,7 @@ def load(state: dict, folder: Path, group=None) -> dict:
             return dist_checkpointing.load(state, str(folder), strict=strict, process_group=group)
     except (safe_reading.UnsafeFile, CheckpointException) as failure:
         if error := safe_reading.reason_of(failure):
-            raise UsageError(f"unsafe or damaged checkpoint: {error}", speaker=dist.get_rank()) from None
+            raise UsageError(f"unsafe or damaged checkpoint: {error}", reporting_rank=dist.get_rank()) from None
         raise
 
 

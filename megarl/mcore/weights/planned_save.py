@@ -25,7 +25,8 @@ class PlannedSave:
 
     def __init__(self, strategy: TorchDistSaveShardedStrategy, writer, metadata):
         self.finalize_fns: list = []  # Megatron adds its own here, which are collectives: `finish` replaces them
-        self._strategy, self._writer, self._metadata = strategy, writer, metadata
+        self._strategy, self._writer = strategy, writer
+        self._metadata = metadata
         writer.storage_meta = lambda: None  # a random number and this folder's name: equal saves have equal bytes
         if metadata is not None:
             metadata.all_local_plans = None  # for a cache that is not used
@@ -36,8 +37,8 @@ class PlannedSave:
         Args:
             state: the state that was planned; other tensors are copies already.
         """
-        live = {value.data.untyped_storage().data_ptr() for value in nested_values(state) if _has_tensor(value)}
-        self._to_host(live)
+        held = (getattr(value, "data", None) for value in nested_values(state))
+        self._to_host({data.untyped_storage().data_ptr() for data in held if isinstance(data, torch.Tensor)})
 
     def _to_host(self, live: set[int]):
         buckets = []
@@ -79,7 +80,8 @@ class _HashedFile:
     """
 
     def __init__(self, path):
-        self._path, self._file, self._error = path, open(path, "wb"), None
+        self._path, self._file = path, open(path, "wb")
+        self._error = None
         self.size, self.digest = 0, hashlib.sha256()
 
     def write(self, data) -> int:
@@ -128,7 +130,3 @@ def plan_save(state: dict, folder: Path) -> PlannedSave:
     filesystem_async._results_queue = filesystem_async._results_queue or os.devnull
     with torch.no_grad():
         return dist_checkpointing.save(state, str(folder), _Strategy(), async_sharded_save=True, async_strategy="mcore")
-
-
-def _has_tensor(value) -> bool:
-    return isinstance(getattr(value, "data", None), torch.Tensor)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megarl.mcore import device
 from megarl.mcore.weights.reshard_plan import (
-    LocalWeights,
     ShardCopy,
     WeightShard,
     check,
@@ -26,7 +25,7 @@ from megarl.mcore.weights.reshard_plan import (
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 ELEMENTS_AT_ONCE = 2**18  # per chunk of a checksum: its 64-bit temporaries fit into a cache, twenty times faster
-LARGE = 2**16  # minimum bytes of a box that gets its own message
+LARGE_BYTES = 2**16  # minimum bytes of a box that gets its own message
 NAMED = 5  # maximum keys in an error message
 
 
@@ -92,8 +91,8 @@ class WeightTransfer:
         Raises:
             RuntimeError: checksums of some keys, which it names, differ.
         """
-        received = _checksum(self.destination, self.group)
-        expected = _checksum(self.source, self.group, self.dtypes)
+        received = checksum(self.destination, self.group)
+        expected = checksum(self.source, self.group, self.dtypes)
         wrong = [key for key in sorted(expected) if expected[key] != received[key]]
         if wrong:
             more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
@@ -144,7 +143,8 @@ class WeightTransfer:
 
     def _exchange(self, round_: _Round):
         """Runs a round; its peers run theirs, with the same messages in the same order."""
-        operations, staged, used = [], [], 0
+        operations, staged = [], []
+        used = 0
         for message in round_.receives:
             target = self._destination_view(message.copies[0])
             if not _needs_no_staging(message, target, round_.dtype):
@@ -183,8 +183,8 @@ class WeightTransfer:
 def _messages(peer: int, bucket: list[ShardCopy], dtype: torch.dtype) -> list[_Message]:
     """Returns the messages of a bucket: one for each large copy, and one for all small ones."""
     sizes = {copy: math.prod(copy.shape) for copy in bucket}
-    small = [copy for copy in bucket if sizes[copy] * dtype.itemsize < LARGE]
-    large = [_Message(peer, [copy], sizes[copy]) for copy in bucket if sizes[copy] * dtype.itemsize >= LARGE]
+    small = [copy for copy in bucket if sizes[copy] * dtype.itemsize < LARGE_BYTES]
+    large = [_Message(peer, [copy], sizes[copy]) for copy in bucket if sizes[copy] * dtype.itemsize >= LARGE_BYTES]
     return large + ([_Message(peer, small, sum(map(sizes.get, small)))] if small else [])
 
 
@@ -216,26 +216,20 @@ def _split(buffer: Tensor, copies: list[ShardCopy]) -> list[Tensor]:
 # -- checksums ---------------------------------------------------------------------------------------------------
 
 
-def checksum(stages, pg_collection, group, describe=None) -> dict[str, int]:
+def checksum(weights: Any, group, dtypes: dict[str, torch.dtype] | None = None) -> dict[str, int]:
     """Returns a checksum for every key of a model's weights, equal in any layout; a collective of the group.
 
     The sum, modulo 2^64, of each element's bits times an odd hash of its index in the whole tensor. One changed bit
     always changes it; two swapped elements almost always do. Replicated elements count once.
 
     Args:
-        stages: the model's chunks on this rank, or None on ranks of the group that do not hold it.
-        pg_collection: process groups of the model's role.
+        weights: on this rank, as of `WeightTransfer`.
         group: all ranks that call this function.
-        describe: as for `LocalWeights`.
+        dtypes: the weights are converted to these first, by key; None: in their own dtypes.
 
     Raises:
         RuntimeError: replicas of a shard have different bits.
     """
-    return _checksum(LocalWeights(stages, pg_collection, describe), group)
-
-
-def _checksum(weights: LocalWeights, group, dtypes: dict[str, torch.dtype] | None = None) -> dict[str, int]:
-    """`checksum` of the weights converted to `dtypes`, by key; None: in their own dtypes."""
     totals = {}
     wholes, shards = weights.description()
     for shard in shards:

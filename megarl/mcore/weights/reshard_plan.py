@@ -125,7 +125,8 @@ class LocalWeights:
                 continue
             stacked = stored.prepend_axis_num
             index, offset = stored.global_offset[:stacked], stored.global_offset[stacked:]
-            shard = WeightShard(stored.key, tuple(index), _plus(offset, _minus(box[0], start)), box[1])
+            held_offset = _plus(offset, _minus(box[0], start))
+            shard = WeightShard(key=stored.key, index=tuple(index), offset=held_offset, shape=box[1])
             self.wholes[stored.key] = GlobalTensor(tuple(stored.global_shape), value.data.dtype)
             if shard in self._locations:
                 raise ValueError(f"{stored.key}: this rank holds the same part of it twice")
@@ -222,7 +223,10 @@ def shard_copies(rank: int, sources: list[ShardDescription], destinations: list[
                     if receiver not in senders:
                         sender, next_sender = senders[next_sender % len(senders)], next_sender + 1
                     if rank in (sender, receiver):
-                        copies.append(ShardCopy(sender, receiver, source, destination, *box))
+                        copies.append(ShardCopy(
+                            sender=sender, receiver=receiver, source=source, destination=destination, offset=box[0],
+                            shape=box[1],
+                        ))  # fmt: skip
     return copies
 
 

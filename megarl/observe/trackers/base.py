@@ -68,15 +68,6 @@ def parse_names(text: str) -> tuple[str, ...]:
     return names
 
 
-def are_names(text: str) -> bool:
-    """Whether `parse_names` takes a text."""
-    try:
-        parse_names(text)
-    except ValueError:
-        return False
-    return True
-
-
 def has_remote(text: str) -> bool:
     """Whether a valid text of `parse_names` names a tracker other than TensorBoard."""
     return bool(set(parse_names(text)) & REMOTE.keys())

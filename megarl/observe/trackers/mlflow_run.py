@@ -12,7 +12,7 @@ from megarl.observe.trackers.base import TrackedRun
 
 ID_TAG = "megarl.id"
 METRICS, PARAMS = 1000, 100  # MLflow's limits of a request
-LONGEST = 6000  # characters of a parameter's value
+MAX_VALUE_LENGTH = 6000  # characters of a parameter's value
 
 for logger in ("mlflow", "urllib3.connectionpool"):  # a failure is raised, and becomes one warning
     logging.getLogger(logger).setLevel(logging.CRITICAL)
@@ -104,5 +104,5 @@ def flatten(config: dict, prefix: str = "") -> dict[str, str]:
         if isinstance(value, dict):
             found |= flatten(value, f"{prefix}{name}.")
         elif value is not None:
-            found[allowed(f"{prefix}{name}")] = str(value)[:LONGEST]
+            found[allowed(f"{prefix}{name}")] = str(value)[:MAX_VALUE_LENGTH]
     return found

@@ -78,7 +78,8 @@ def open_trackers(options: TrackerOptions, directory: Path, resume_step: int | N
     options = dataclasses.replace(options, run=options.run or directory.resolve().name, folder=folder)
     os.environ.update(DEFAULTS | dict(os.environ) | QUIET)
     for name, (run_id, is_new) in _ids(directory, remote).items():
-        run = TrackedRun(options, run_id, None if is_new else resume_step, rewinds and not is_new)
+        after = None if is_new else resume_step
+        run = TrackedRun(options=options, id=run_id, resume_step=after, rewinds=rewinds and not is_new)
         found.append(SafeTracker(name, functools.partial(_open_remote, name, run)))
     return found
 

@@ -8,28 +8,29 @@ from megarl.environments.journal import Journal
 from megarl.environments.pool import EnvironmentPool, Event, PoolOptions
 from megarl.environments.protocol import Task
 from megarl.errors import UsageError
-from megarl.rollout.episodes.episode import EpisodeLimits, EpisodeNews
+from megarl.rollout.episodes.episode import EnvironmentResult, EpisodeLimits
 from megarl.rollout.episodes.statistics import EpisodeStatistics
 
 
 class EnvironmentClient:
-    """Starts environments, sends them turns, and makes `EpisodeNews` of their answers."""
+    """Starts environments, sends them turns, and makes `EnvironmentResult` of their answers."""
 
     def __init__(
-        self, options: PoolOptions, turn_tokens: TurnTokens, limits: EpisodeLimits, longest_prompt: int,
+        self, options: PoolOptions, turn_tokens: TurnTokens, limits: EpisodeLimits, max_prompt_length: int,
         journal: Path | None, replica: int, replicas: int,
     ):  # fmt: skip
         """
         Args:
             turn_tokens: texts to tokens and back.
-            longest_prompt: tokens that a prompt may have with the tools and what `reset` adds.
+            max_prompt_length: tokens that a prompt may have with the tools and what `reset` adds.
             journal: folder of the replicas' journals; None: nothing is kept.
             replica, replicas: number of this replica, and how many there are.
         """
         self.journal = None if journal is None else Journal(journal, replica, replicas)
         self.pool = EnvironmentPool(options, self.journal)
         self.statistics = EpisodeStatistics()
-        self._turn_tokens, self._limits, self._longest_prompt = turn_tokens, limits, longest_prompt
+        self._turn_tokens, self._limits = turn_tokens, limits
+        self._max_prompt_length = max_prompt_length
         self._prompts: dict[int, tuple[Prompt, list[int]]] = {}  # of running episodes: the line and its tokens
         self._came: list[Event] = []  # while nothing could be generated
 
@@ -48,14 +49,14 @@ class EnvironmentClient:
         self.pool.end(number)
 
     def wait(self, seconds: float):
-        """Waits until an environment answers, at most that long; `news` reports it."""
+        """Waits until an environment answers, at most that long; `results` reports it."""
         if not self._came:
             self._came = self.pool.poll(seconds)
 
-    def news(self) -> list[EpisodeNews]:
+    def results(self) -> list[EnvironmentResult]:
         """What environments have answered since the last call."""
         events, self._came = self._came + self.pool.poll(), []
-        return [self._news(event) for event in events]
+        return [self._result_of(event) for event in events]
 
     def take_statistics(self) -> EpisodeStatistics:
         """What has happened since the last call."""
@@ -66,32 +67,34 @@ class EnvironmentClient:
         """Ends the worker processes."""
         self.pool.close()
 
-    def _news(self, event: Event) -> EpisodeNews:
+    def _result_of(self, event: Event) -> EnvironmentResult:
         self.statistics.add_event(event)
         try:
             if event.failure is not None:
                 raise UsageError(event.failure)
             if event.turn is None:
-                return EpisodeNews(event.number, self._first_prompt(event))
+                return EnvironmentResult(number=event.number, tokens=self._first_prompt(event))
             return self._observed(event)
         except (UsageError, ValueError) as error:
             prompt, _ = self._prompts[event.number]
-            self.statistics.add_failure(f"environment on prompt {prompt.text[:80]!r}: {error}")
-            return EpisodeNews(event.number, [], failed=True)
+            self.statistics.failures.append(f"environment on prompt {prompt.text[:80]!r}: {error}")
+            return EnvironmentResult(number=event.number, tokens=[], failed=True)
 
     def _first_prompt(self, event: Event) -> list[int]:
         prompt, tokens = self._prompts[event.number]
         if event.tools or event.observation.messages:
             messages = [*prompt.conversation, *event.observation.messages]
             tokens = self._turn_tokens.first_prompt(messages, event.tools or None)
-        if len(tokens) > self._longest_prompt:
+        if len(tokens) > self._max_prompt_length:
             raise ValueError(
                 f"the prompt has {len(tokens)} tokens with the tools and the first observation; --max-prompt-length "
-                f"allows {self._longest_prompt}"
+                f"allows {self._max_prompt_length}"
             )
         return tokens
 
-    def _observed(self, event: Event) -> EpisodeNews:
+    def _observed(self, event: Event) -> EnvironmentResult:
         seen, is_last = event.observation, event.turn.number + 1 >= self._limits.turns
         tokens = [] if seen.done or is_last else self._turn_tokens.bridge(seen.messages)
-        return EpisodeNews(event.number, tokens, seen.reward, seen.done, seen.correct)
+        return EnvironmentResult(
+            number=event.number, tokens=tokens, reward=seen.reward, done=seen.done, correct=seen.correct
+        )

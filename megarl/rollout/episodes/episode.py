@@ -22,7 +22,7 @@ class EpisodeLimits(NamedTuple):
     response: int  # tokens of all turns and observations together
 
 
-class EpisodeNews(NamedTuple):
+class EnvironmentResult(NamedTuple):
     """What an environment's answer means for an episode. The replica's leader makes it, all of its ranks apply it."""
 
     number: int  # of the episode
@@ -50,35 +50,37 @@ class Episode:
     end: str | None = None
     solved: bool = False
 
-    def apply(self, news: EpisodeNews):
+    def apply(self, result: EnvironmentResult):
         """Takes in the environment's answer to the reset or to the last turn."""
-        if news.failed:
+        if result.failed:
             self.fail()
         elif not self.prompt_length:
-            self.tokens, self.prompt_length = list(news.tokens), len(news.tokens)
+            self.tokens, self.prompt_length = list(result.tokens), len(result.tokens)
         else:
-            self._observe(news)
+            self._observe(result)
 
-    def _observe(self, news: EpisodeNews):
-        self.rewards[-1] = news.reward
+    def _observe(self, result: EnvironmentResult):
+        self.rewards[-1] = result.reward
         # Without a verdict, the task is solved if the rewards add up to 1.
-        self.solved = sum(self.rewards) >= 1 if news.correct is None else news.correct
-        if news.done:
+        self.solved = sum(self.rewards) >= 1 if result.correct is None else result.correct
+        if result.done:
             self.end = DONE
         elif len(self.turns) == self.limits.turns:
             self.end = TURNS
-        elif self._room - len(news.tokens) < 1:
+        elif self._room - len(result.tokens) < 1:
             self.end = LENGTH
         else:
-            self.tokens += news.tokens
+            self.tokens += result.tokens
 
     def fail(self):
         """Drops all turns of an episode whose environment failed: nothing of it is trained on."""
         if not self.prompt_length:
             self.tokens = list(self.request.prompt)
             self.prompt_length = len(self.tokens)
-        self.tokens, self.end, self.solved, self.routes = self.tokens[: self.prompt_length], FAILED, False, None
-        self.turns, self.logprobs, self.rewards = [], [], []
+        self.tokens = self.tokens[: self.prompt_length]
+        self.end, self.solved = FAILED, False
+        self.turns, self.logprobs = [], []
+        self.rewards, self.routes = [], None
 
     @property
     def _room(self) -> int:

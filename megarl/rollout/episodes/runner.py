@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from megarl.algorithms.counter_rng import stream_keys
 from megarl.algorithms.sampling_settings import SamplingSettings
@@ -21,7 +20,7 @@ from megarl.environments.protocol import Task
 from megarl.mcore import device
 from megarl.mcore.inference.engine import RequestSource, RolloutEngine
 from megarl.mcore.inference.generation import GenerationRequest
-from megarl.roles.reward_metrics import FailureWindow
+from megarl.roles.reward_metrics import FailureWindow, reasons_text
 from megarl.rollout.episodes.batch import episodes_to_batch
 from megarl.rollout.episodes.client import EnvironmentClient
 from megarl.rollout.episodes.episode import Episode, EpisodeLimits
@@ -44,26 +43,29 @@ def limits_of(settings: Settings) -> EpisodeLimits:
 class EpisodeRunner:
     """The environments of a replica of the rollout, on all of its ranks; only the leader has the processes."""
 
-    def __init__(self, settings: Settings, groups: RoleGroups, encoder: Encoder, run: Path | None = None):
+    def __init__(self, settings: Settings, role_groups: RoleGroups, encoder: Encoder, run: Path | None = None):
         """`encoder`: the policy's; `run`: folder of the run, which keeps finished steps of environments until the next
         checkpoint; None: they are not kept."""
-        s, self.settings, self.groups, self.limits = settings, settings, groups, limits_of(settings)
+        self.settings, self.role_groups = settings, role_groups
+        s, self.limits = settings, limits_of(settings)
         self.client: EnvironmentClient | None = None
         self._end_ids = encoder.tokenizer.end_ids
         self._window = FailureWindow(s.environment_max_failures)
         self._of_step = EpisodeStatistics()  # of training episodes since the last `take_metrics`
-        if groups.is_leader:
+        if role_groups.is_leader:
             options = PoolOptions(
-                s.environment_workers, s.environment_timeout, s.environment_retries, s.tool_call_parser, s.environment
-            )
-            tokens = TurnTokens(encoder, s.max_observation_length)
-            journal = None if run is None else run / JOURNAL
-            place = groups.dp_rank, len(groups.replicas)
-            self.client = EnvironmentClient(options, tokens, self.limits, s.max_prompt_length, journal, *place)
+                workers=s.environment_workers, timeout=s.environment_timeout, retries=s.environment_retries,
+                parser=s.tool_call_parser, default=s.environment,
+            )  # fmt: skip
+            self.client = EnvironmentClient(
+                options, TurnTokens(encoder, s.max_observation_length), self.limits, s.max_prompt_length,
+                journal=None if run is None else run / JOURNAL, replica=role_groups.dp_rank,
+                replicas=len(role_groups.replicas),
+            )  # fmt: skip
 
     def run(
         self, engine: RolloutEngine, source: RequestSource, requests: RoundRequests, prompts: PromptSet,
-        sampling: SamplingSettings, records_routes: bool, most: int | None, is_training: bool,
+        sampling: SamplingSettings, records_routes: bool, max_open: int | None, is_training: bool,
     ) -> Batch:  # fmt: skip
         """Runs this replica's episodes to their ends; returns them as a batch. A collective of the replica.
 
@@ -71,7 +73,7 @@ class EpisodeRunner:
             source: of the requests for first turns, numbered by sequence id.
             prompts: the set whose lines the requests name.
             records_routes: completions have the experts of their tokens.
-            most: episodes that may be open at a time; None: twice as many as the engine holds, so that it has work
+            max_open: episodes that may be open at a time; None: twice as many as the engine holds, so that it has work
                 while environments answer.
             is_training: journal the answers, and count them in the step's metrics.
 
@@ -80,9 +82,9 @@ class EpisodeRunner:
         """
         start = time.perf_counter()
         begin = functools.partial(self._begin, requests, prompts, is_training)
-        most = 2 * engine.max_requests if most is None else most
-        episodes = EpisodeSource(source, begin, self.client, self.groups, most)
-        for number, completion in engine.stream(episodes, self._end_ids, sampling, records_routes, most):
+        max_open = 2 * engine.max_requests if max_open is None else max_open
+        episodes = EpisodeSource(source, begin, self.client, self.role_groups, max_open)
+        for number, completion in engine.stream(episodes, self._end_ids, sampling, records_routes, max_open):
             episodes.turn_ended(number, completion)
         if self.client is not None:
             own = self.client.take_statistics()
@@ -97,7 +99,7 @@ class EpisodeRunner:
         """`environment/…` of the training episodes since the last call, on replica leaders; {} elsewhere. A collective
         of the leaders."""
         own, self._of_step = self._of_step, EpisodeStatistics()
-        return metrics_of(own, self.groups) if self.client is not None else {}
+        return metrics_of(own, self.role_groups) if self.client is not None else {}
 
     def discard_journal(self, run: Path):
         """Forgets what environments answered in steps up to the run's latest checkpoint, which has what came of it."""
@@ -129,7 +131,7 @@ class EpisodeRunner:
             )
             key = f"{step}/{asked.line}/{sample}" if is_training else None
             self.client.begin(number, prompt, list(request.prompt), task, key)
-        return Episode(number, request, asked.line, self.limits)
+        return Episode(number=number, request=request, line=asked.line, limits=self.limits)
 
     def _seed(self, step: int, line: int, stream: int) -> int:
         """A seed of 63 bits."""
@@ -139,13 +141,10 @@ class EpisodeRunner:
     def _check_failures(self, own: EpisodeStatistics):
         """RuntimeError if too many environments failed. A collective of the replica leaders."""
         counts = torch.tensor([own.counts["episodes"], own.counts["failed"]], dtype=torch.float64)
-        episodes, failed = self.groups.dp_all_reduce(counts.to(device.device())).tolist()
+        episodes, failed = self.role_groups.dp_all_reduce(counts.to(device.device())).tolist()
         self._window.add(int(episodes), {_NAME: int(failed)})
         if self._window.exceeded(_NAME):
-            reasons: list[list[str]] = [own.failures[:1]] * len(self.groups.replicas)
-            if len(reasons) > 1:
-                dist.all_gather_object(reasons, own.failures[:1], group=self.groups.pg_collection.dp)
-            text = " | ".join(dict.fromkeys(reason for of_replica in reasons for reason in of_replica))
+            text = reasons_text(own.failures, self.role_groups)
             raise RuntimeError(
                 f"environments failed in {self._window.failed[_NAME]} of {self._window.samples} episodes; "
                 f"--environment-max-failures allows {self._window.allowed:g} of them; {text}"

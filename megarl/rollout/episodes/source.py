@@ -5,18 +5,16 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 from megarl.comm.role_mesh import RoleGroups
 from megarl.mcore.inference.engine import RequestSource
 from megarl.mcore.inference.generation import Completion, GenerationRequest
 from megarl.observe import activity
-from megarl.rollout.episodes.episode import Episode, EpisodeNews
+from megarl.rollout.episodes.episode import EnvironmentResult, Episode
 
 if TYPE_CHECKING:
     from megarl.rollout.episodes.client import EnvironmentClient
 
-NEWS_STEPS = 4  # between two looks at the environments, if a replica has several ranks and the engine has work
+POLL_STEPS = 4  # between two polls of the environments, if a replica has several ranks and the engine has work
 WAIT_SECONDS = 0.05  # for an answer, before the engine looks again: replicas that share experts wait for each other
 
 
@@ -29,29 +27,31 @@ class EpisodeSource:
 
     def __init__(
         self, prompts: RequestSource, begin: Callable[[int, GenerationRequest], Episode],
-        client: "EnvironmentClient | None", groups: RoleGroups, most: int,
+        client: "EnvironmentClient | None", role_groups: RoleGroups, max_open: int,
     ):  # fmt: skip
         """
         Args:
             prompts: requests for the first turns, numbered by sequence id; their prompts may still grow.
             begin: makes an episode of such a request, and has the leader start its environment.
             client: on the replica's leader; None elsewhere.
-            groups: of the rollout.
-            most: episodes that may be open at a time.
+            role_groups: of the rollout.
+            max_open: episodes that may be open at a time.
         """
         self.ended: list[Episode] = []
         self.waiting_seconds = 0.0  # in which the engine had nothing to do but to wait for environments
-        self._prompts, self._begin, self._client, self._groups, self._most = prompts, begin, client, groups, most
+        self._prompts, self._begin = prompts, begin
+        self._client, self._role_groups = client, role_groups
+        self._max_open = max_open
         self._open: dict[int, Episode] = {}
         self._ready: deque[Episode] = deque()
         self._asked: set[int] = set()  # episodes whose environment has to answer
         self._in_engine = 0
-        self._looks = 0
+        self._takes = 0
 
     def take(self, room: int) -> list[tuple[int, GenerationRequest]]:
         """At most `room` requests for turns that can be generated now."""
         self._receive()
-        new = min(room, self._most - len(self._open))
+        new = min(room, self._max_open - len(self._open))
         if new > 0 and not self._prompts.is_empty():
             for number, request in self._prompts.take(new):
                 self._open[number] = self._begin(number, request)
@@ -86,24 +86,19 @@ class EpisodeSource:
 
     def _receive(self):
         """Applies what environments have answered. A collective of the replica, at most every few calls."""
-        self._looks += 1
-        is_shared = len(self._groups.replica) > 1
-        if not self._asked or (is_shared and self._in_engine and self._looks % NEWS_STEPS):
+        self._takes += 1
+        is_shared = len(self._role_groups.replica) > 1
+        if not self._asked or (is_shared and self._in_engine and self._takes % POLL_STEPS):
             return
-        box: list[list[EpisodeNews]] = [self._client.news() if self._client is not None else []]
-        if is_shared:
-            dist.broadcast_object_list(box, self._groups.replica[0], group=self._groups.replica_group)
-        for news in box[0]:
-            self._apply(news)
-
-    def _apply(self, news: EpisodeNews):
-        episode = self._open[news.number]
-        self._asked.discard(news.number)
-        episode.apply(news)
-        if episode.end is None:
-            self._ready.append(episode)
-        else:
-            self._end(episode)
+        results: list[EnvironmentResult] = [] if self._client is None else self._client.results()
+        for result in self._role_groups.broadcast_object(results):
+            episode = self._open[result.number]
+            self._asked.discard(result.number)
+            episode.apply(result)
+            if episode.end is None:
+                self._ready.append(episode)
+            else:
+                self._end(episode)
 
     def _end(self, episode: Episode):
         del self._open[episode.number]

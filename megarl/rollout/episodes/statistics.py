@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 
 from megarl.comm.role_mesh import RoleGroups
 from megarl.environments.pool import Event
@@ -24,7 +23,7 @@ class EpisodeStatistics:
     def __init__(self):
         self.counts: dict[str, float] = defaultdict(float)
         self.parts: dict[str, float] = defaultdict(float)
-        self.failures: list[str] = []
+        self.failures: list[str] = []  # why environments failed
 
     def add(self, other: "EpisodeStatistics"):
         """Adds what another has counted."""
@@ -48,10 +47,6 @@ class EpisodeStatistics:
             for name, value in event.observation.parts.items():
                 self.parts[name] += value
 
-    def add_failure(self, reason: str):
-        """Keeps why an environment failed."""
-        self.failures.append(reason)
-
     def add_episodes(self, episodes: Iterable[Episode]):
         """Counts episodes that have ended."""
         for episode in episodes:
@@ -66,13 +61,11 @@ class EpisodeStatistics:
         self.counts["running"] += running
 
 
-def metrics_of(own: EpisodeStatistics, groups: RoleGroups) -> dict[str, float]:
+def metrics_of(own: EpisodeStatistics, role_groups: RoleGroups) -> dict[str, float]:
     """The metrics `environment/…` of all replicas' episodes; {} without episodes. A collective of the leaders."""
     total = torch.tensor([own.counts[name] for name in _COUNTS], dtype=torch.float64, device=device.device())
-    counts = dict(zip(_COUNTS, groups.dp_all_reduce(total).tolist(), strict=True))
-    parts: list[dict[str, float]] = [dict(own.parts)] * len(groups.replicas)
-    if len(parts) > 1:
-        dist.all_gather_object(parts, dict(own.parts), group=groups.pg_collection.dp)
+    counts = dict(zip(_COUNTS, role_groups.dp_all_reduce(total).tolist(), strict=True))
+    parts = role_groups.gather_replicas(dict(own.parts))
     names = sorted({name for of_replica in parts for name in of_replica})
     episodes = counts["episodes"]
     if not episodes:

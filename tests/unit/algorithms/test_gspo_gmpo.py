@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megarl.algorithms.aggregation import aggregate, local_counts
-from megarl.algorithms.packed import spread
+from megarl.algorithms.packed import broadcast_to_tokens
 from megarl.algorithms.policy_loss import ClipOptions, PolicyTokens
 from megarl.algorithms.policy_losses.gmpo import gmpo
 from megarl.algorithms.policy_losses.gspo import gspo, gspo_token
@@ -44,7 +44,7 @@ def gradient_of(losses, tokens, weights):
 
 def test_gspo_equals_verl_for_every_weight_of_a_response():
     for batch, tokens, clip in cases():
-        weights = spread(batch.normal()[: len(batch.lengths)], batch.mask, batch.cu_seqlens)
+        weights = broadcast_to_tokens(batch.normal()[: len(batch.lengths)], batch.mask, batch.cu_seqlens)
         theirs, metrics = verl_loss("gspo", batch, tokens, clip)
         their_gradient = gradient_of(theirs, tokens, weights)
         for loss in (gspo, gspo_token):

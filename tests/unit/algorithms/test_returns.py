@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from megarl.algorithms.packed import spread, sums_by_sequence
+from megarl.algorithms.packed import broadcast_to_tokens, sums_by_sequence
 from megarl.algorithms.returns import discounted_to_go
 from tests.references.ragged import ragged_batches
 from tests.references.verl_core_algos import load_verl
@@ -50,7 +50,7 @@ def test_spread_and_sums_equal_plain_loops():
         where, number = (batch.mask, batch.cu_seqlens), len(batch.lengths)
         values = torch.randn(number, generator=batch.generator, dtype=torch.float64)
         field = batch.normal().masked_fill(~batch.mask, float("nan"))
-        per_token, sums = spread(values, *where), sums_by_sequence(field, *where)
+        per_token, sums = broadcast_to_tokens(values, *where), sums_by_sequence(field, *where)
         expected = torch.zeros_like(field)
         for sequence, tokens in enumerate(response_lists(batch)):
             expected[tokens] = values[sequence]
@@ -64,7 +64,7 @@ def test_spread_and_sums_have_the_right_gradients():
     mask, borders = torch.tensor([False, True, True, False, True, False]), torch.tensor([0, 4, 4, 6])
     values = torch.randn(3, dtype=torch.float64, requires_grad=True)
     field = torch.randn(6, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: spread(x, mask, borders), [values])
+    assert torch.autograd.gradcheck(lambda x: broadcast_to_tokens(x, mask, borders), [values])
     assert torch.autograd.gradcheck(lambda x: sums_by_sequence(x, mask, borders), [field])
 
 
@@ -73,7 +73,7 @@ def test_no_response_at_all(lengths):
     where = torch.zeros(sum(lengths), dtype=torch.bool), torch.tensor([0, *lengths]).cumsum(0)
     field, values = torch.ones(sum(lengths)), torch.ones(len(lengths))
     assert torch.equal(discounted_to_go(field, *where, 1.0), torch.zeros_like(field))
-    assert torch.equal(spread(values, *where), torch.zeros_like(field))
+    assert torch.equal(broadcast_to_tokens(values, *where), torch.zeros_like(field))
     assert torch.equal(sums_by_sequence(field, *where), torch.zeros_like(values))
 
 
@@ -87,4 +87,4 @@ def test_wrong_arguments_are_rejected():
     with pytest.raises(ValueError, match="one shape"):
         sums_by_sequence(ones[:1], *where)
     with pytest.raises(ValueError, match=r"values must be \[1\], one a sequence, got \[4\]"):
-        spread(ones, *where)
+        broadcast_to_tokens(ones, *where)

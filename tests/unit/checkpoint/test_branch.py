@@ -1,5 +1,6 @@
 """A run that starts in a folder with other checkpoints: the new branch is the folder's at once, nothing is deleted."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tests.helpers.checkpoints import every_death, saved
 
 def written_run(run: Path, best: int | None = None):
     """A run of four steps with a checkpoint after each, samples and metrics."""
-    with MetricsWriter(run, None) as writer:
+    with contextlib.closing(MetricsWriter(run, None)) as writer:
         for step in range(1, 5):
             writer.write(step, {"loss": step / 3})
             write_samples(run, step, [{"response": str(step)}, {"response": str(step), "tokens": []}])

@@ -34,7 +34,7 @@ def run(tmp_path_factory) -> Path:
 def sealed(folder: Path):
     """Gives a changed checkpoint a manifest that fits, as an attacker would."""
     entries = manifests.read(folder, "--load")
-    entries["files"] = {name: manifests.seal(folder / name) for name in entries["files"]}
+    entries["files"] = {path.name: manifests.seal(path) for path in folder.iterdir() if path.name != manifests.NAME}
     manifests.write(folder, entries)
 
 
@@ -73,8 +73,11 @@ def hostile_tensor(folder: Path, attack: Attack):
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def hostile_file(name: str):
+def hostile_file(name: str, instead_of: str | None = None):
+    """A replica's file; `instead_of`: of the one with another name."""
+
     def write(folder: Path, attack: Attack):
+        (folder / (instead_of or name)).unlink()
         torch.save({"samples": 2, "groups": [], "version": 0, "attack": attack}, folder / name)
 
     return write
@@ -85,8 +88,10 @@ PLACES = {
     **{f"object {fqn}": ("__0_0.distcp", lambda folder, attack, fqn=fqn: with_object(folder, fqn, [attack]))
        for fqn in OBJECTS},
     "tensor": ("__0_0.distcp", hostile_tensor),
-    "waiting.pt": ("waiting.pt", hostile_file("waiting.pt")),
-    "parts.pt": ("parts.pt", hostile_file("parts.pt")),
+    "group buffer": ("group_buffer.pt", hostile_file("group_buffer.pt")),
+    "partial rollouts": ("partial_rollouts.pt", hostile_file("partial_rollouts.pt")),
+    "older group buffer": ("waiting.pt", hostile_file("waiting.pt", "group_buffer.pt")),
+    "older partial rollouts": ("parts.pt", hostile_file("parts.pt", "partial_rollouts.pt")),
 }  # fmt: skip
 
 
@@ -103,7 +108,6 @@ def test_a_hostile_file_runs_no_code_and_is_named(place, run, tmp_path):
     checkpoints = shutil.copytree(run / "checkpoints", tmp_path / "checkpoints")
     folder, mark = checkpoints / "step_00000001", tmp_path / "mark"
     name, attack = PLACES[place]
-    assert (folder / name).exists()
     attack(folder, Attack(mark))
     sealed(folder)
     folders.check(folder, "--load")

@@ -67,7 +67,14 @@ def undetected_flips(rank: int, checkpoint: Path, count: int) -> tuple[int, list
 def test_every_flipped_bit_is_detected(run):
     checkpoint = folders.step_folder(run, 1)
     names = {path.name for path in files_of(checkpoint)}
-    assert names == {".metadata", "__0_0.distcp", "manifest.json", "metadata.json", "parts.pt", "waiting.pt"}
+    assert names == {
+        ".metadata",
+        "__0_0.distcp",
+        "manifest.json",
+        "metadata.json",
+        "partial_rollouts.pt",
+        "group_buffer.pt",
+    }
     ((flips, missed),) = run_world(undetected_flips, 1, checkpoint, FLIPS)
     assert flips >= 300 and not missed
 

@@ -189,7 +189,10 @@ def counts(rank: int, lengths: list[list[int]], multiple: int, sequences_per_exa
     ids = torch.arange(len(mine))
     batch = Batch(sequence_ids=ids, lengths=mine, tokens=torch.zeros(int(mine.sum()), dtype=torch.int64),
                   response_mask=torch.ones(int(mine.sum()), dtype=torch.bool))  # fmt: skip
-    parts = mb.split_into_microbatches(batch, ids, 8, dist.group.WORLD, HIDDEN, multiple, sequences_per_example)
+    args = SimpleNamespace(hidden_size=HIDDEN)
+    role = SimpleNamespace(max_tokens_per_microbatch=8, megatron=args, microbatch_multiple=multiple)
+    role_groups = SimpleNamespace(pg_collection=SimpleNamespace(dp=dist.group.WORLD))
+    parts = mb.role_microbatches(batch, ids, role, role_groups, sequences_per_example)
     for part, places in parts:
         assert not len(places) or torch.equal(part.lengths, mine[places])
     return [(len(part.tokens), bool(part.response_mask.any()), places.tolist()) for part, places in parts]

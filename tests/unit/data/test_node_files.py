@@ -96,7 +96,7 @@ def test_wrong_input_is_found_once_and_reported_by_all(node, tmp_path):
     class Counting(Encoder):
         def prompt(self, prompt):
             calls.append(prompt.index)
-            raise UsageError("too long", speaker=1)
+            raise UsageError("too long", reporting_rank=1)
 
     for _ in range(2):
         with pytest.raises(UsageError, match=f"{path}:2: prompt must be a string"):

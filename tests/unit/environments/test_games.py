@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from megarl.environments.games import GuessNumber, guess_number, guess_number_blind
+from megarl.environments.games import GuessNumber, guess_number_blind
 from megarl.environments.protocol import Task
 from tests.helpers.played_environments import check_replay, play, said, written
 
@@ -12,7 +12,7 @@ from tests.helpers.played_environments import check_replay, play, said, written
 def secret(task):
     """The number of a task, found by asking for each."""
     low, high = task.metadata.get("low", 1), task.metadata.get("high", 15)
-    found = [n for n in range(low, high + 1) if play(guess_number(), task, written(str(n)))[1][0].reward == 1.0]
+    found = [n for n in range(low, high + 1) if play(GuessNumber(), task, written(str(n)))[1][0].reward == 1.0]
     assert len(found) == 1
     return found[0]
 
@@ -37,17 +37,17 @@ def test_answers_rewards_and_end():
     number = secret(task)
     assert 1 < number < 15
     below, above = str(number - 1), f"is it {number + 1}? or {number}"
-    first, observations = play(guess_number(), task, written(below, above, above, str(number), "never read"))
+    first, observations = play(GuessNumber(), task, written(below, above, above, str(number), "never read"))
     assert first.messages == [] and said(observations) == ["higher", "lower", "lower", ""]
     assert [(o.reward, o.done, o.correct) for o in observations] == [(0.0, False, False)] * 3 + [(1.0, True, True)]
-    _, observations = play(guess_number(), task, written(*[below] * 9))
+    _, observations = play(GuessNumber(), task, written(*[below] * 9))
     assert len(observations) == 4 and (observations[-1].reward, observations[-1].correct) == (0.0, False)
 
 
 def test_each_number_is_drawn_and_halving_finds_it_in_four_turns():
     tasks = [Task([], seed=seed) for seed in range(300)]
     assert {secret(task) for task in tasks} == set(range(1, 16))
-    assert all(sum(bisect(guess_number(), task)) == 1.0 for task in tasks)
+    assert all(sum(bisect(GuessNumber(), task)) == 1.0 for task in tasks)
 
 
 def test_without_answers_no_policy_finds_more_than_four_of_fifteen():
@@ -66,14 +66,14 @@ def test_without_answers_no_policy_finds_more_than_four_of_fifteen():
 def test_range_and_guesses_of_the_metadata():
     task = Task([], metadata={"low": 100, "high": 131, "guesses": 5}, seed=7)
     assert 100 <= secret(task) <= 131
-    rewards = bisect(guess_number(), task)
+    rewards = bisect(GuessNumber(), task)
     assert len(rewards) <= 5
     wrong = "100" if secret(task) > 100 else "131"
-    assert len(play(guess_number(), task, written(*[wrong] * 6))[1]) == 5
+    assert len(play(GuessNumber(), task, written(*[wrong] * 6))[1]) == 5
 
 
 @pytest.mark.parametrize("text", ["", "-", "9" * 5000, "９", "\ud800", "1" * 19, "½", "\0", "0", "16", "108"])
-@pytest.mark.parametrize("make", [guess_number, guess_number_blind])
+@pytest.mark.parametrize("make", [GuessNumber, guess_number_blind])
 def test_what_is_no_number_of_the_range_ends_the_episode(text, make):
     task = Task([], seed=1)
     (observation,) = play(make(), task, written(text, str(secret(task))))[1]
@@ -89,6 +89,6 @@ def test_wrong_metadata(metadata):
 def test_restored_at_each_turn_and_no_global_generator_is_touched():
     random.seed(11)
     state = random.getstate()
-    for make in (guess_number, guess_number_blind):
+    for make in (GuessNumber, guess_number_blind):
         check_replay(make, Task([], seed=2**63 - 5), written("0", "x", "16", "0"))
     assert random.getstate() == state

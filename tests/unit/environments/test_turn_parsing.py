@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from megarl.environments.protocol import ToolCall
 from megarl.environments.turn_parsing import (
-    DEEPEST,
-    MOST_CALLS,
+    MAX_CALLS,
+    MAX_DEPTH,
     TOOL_CALL_PARSERS,
     load_parser,
     parse_hermes,
@@ -84,7 +84,7 @@ def test_what_looks_like_a_call_and_is_none(inside, error):
 
 def test_what_is_a_call():
     texts = ['{"name": "f"}', ' \n{"arguments": {}, "name": "f", "id": 3} ', '{"name": "g", "name": "f"}',
-             f'{{"name": "f", "arguments": {nested(DEEPEST)}}}']  # fmt: skip
+             f'{{"name": "f", "arguments": {nested(MAX_DEPTH)}}}']  # fmt: skip
     for text in texts:
         assert [call.name for call in hermes(f"<tool_call>{text}").calls] == ["f"]
     (call,) = hermes('<tool_call>{"name": "f", "arguments": {"\\ud800\\udc00": "a\\ud800b"}}').calls
@@ -124,8 +124,8 @@ def test_plain_json_that_looks_like_a_call(text, error):
 
 def test_a_turn_has_a_limited_number_of_calls():
     for turn in (hermes(CALL * 500), parse_turn(f"[{','.join([CALL[12:-13]] * 500)}]", 0, parse_json)):
-        assert len(turn.calls) == MOST_CALLS and turn.errors == ("more than 128 calls in a turn",)
-    assert hermes(CALL * MOST_CALLS).errors == ()
+        assert len(turn.calls) == MAX_CALLS and turn.errors == ("more than 128 calls in a turn",)
+    assert hermes(CALL * MAX_CALLS).errors == ()
 
 
 @pytest.mark.parametrize("text", [
@@ -136,7 +136,7 @@ def test_a_turn_has_a_limited_number_of_calls():
 @pytest.mark.parametrize("parser", TOOL_CALL_PARSERS.values(), ids=list(TOOL_CALL_PARSERS))
 def test_a_megabyte_of_marks(text, parser):
     turn = parse_turn(text, 0, parser)
-    assert turn.calls == () and len(turn.errors) <= MOST_CALLS + 1 and all(len(error) < 300 for error in turn.errors)
+    assert turn.calls == () and len(turn.errors) <= MAX_CALLS + 1 and all(len(error) < 300 for error in turn.errors)
 
 
 @FUZZ

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from megarl.errors import RunStopped, UsageError
-from megarl.observe.alarms import DEFAULT_ALARMS, LEAST_HISTORY, Alarm, Alarms, UpdateCheck, parse_alarms
+from megarl.observe.alarms import DEFAULT_ALARMS, MIN_HISTORY, Alarm, Alarms, UpdateCheck, parse_alarms
 
 
 def watch(text: str, values: list, name: str = "m") -> Alarms:
@@ -49,7 +49,7 @@ def test_an_alarm_warns_when_it_begins_to_hold(capsys):
 
 
 def test_a_multiple_is_of_the_median_of_earlier_steps(capsys):
-    few = [1.0] * (LEAST_HISTORY - 1)
+    few = [1.0] * (MIN_HISTORY - 1)
     watch("m > 3x: warn", [*few, 100.0])
     watch("m > 3x: warn", [-2.0] * 9 + [100.0])  # no multiple of a negative number
     assert not capsys.readouterr().err

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from megarl.observe.samples import write_samples
 
 
 def _write(directory, resume_step, steps, value=lambda step: step / 3):
-    with MetricsWriter(directory, resume_step) as writer:
+    with closing(MetricsWriter(directory, resume_step)) as writer:
         for step in steps:
             writer.write(step, {"reward/mean": value(step)})
 
@@ -38,7 +39,7 @@ def test_line_is_exact_sorted_and_strict_json(tmp_path):
         "numpy": np.float32(0.1),
         "torch": torch.tensor(2.5),
     }
-    with MetricsWriter(tmp_path, None) as writer:
+    with closing(MetricsWriter(tmp_path, None)) as writer:
         writer.write(3, values)
         text = (tmp_path / "metrics.jsonl").read_text()  # before close: every line is flushed
     assert text == (
@@ -117,7 +118,7 @@ def test_fresh_start_moves_old_files_aside_and_deletes_nothing(tmp_path):
 
 
 def test_steps_must_grow_and_step_is_no_metric(tmp_path):
-    with MetricsWriter(tmp_path, 5) as writer:
+    with closing(MetricsWriter(tmp_path, 5)) as writer:
         with pytest.raises(ValueError, match="5"):
             writer.write(5, {})
         writer.write(6, {})

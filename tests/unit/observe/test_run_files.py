@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import enum
-import io
 import json
 import math
 import os
@@ -134,33 +133,31 @@ def test_settings_name_the_key_of_a_value_without_text_form(tmp_path):
     assert not (tmp_path / "settings.yaml").exists()
 
 
-def test_progress_line_full_and_partial():
-    stream = io.StringIO()
-    progress = Progress(200, stream)
+def test_progress_line_full_and_partial(capsys):
+    progress = Progress(200)
     metrics = {"reward/mean": 0.5321, "eval/accuracy": 0.61, "kl/reference": 0.01234, "perf/tokens_per_s": 15200.4}
     progress.line(12, metrics, 1.2127)
     progress.line(13, {"reward/mean": -1.0, "kl/reference": None}, 1.2127)
-    full, partial = stream.getvalue().splitlines()
+    printed = capsys.readouterr().out
+    full, partial = printed.splitlines()
     assert full == ("step   12/200 | reward 0.532 | eval 0.610 | kl 0.0123 | 15,200 tokens/s | 1.21 s | ETA 3m48s")
     assert partial == "step   13/200 | reward -1.000 | 1.21 s | ETA 3m47s"
-    assert stream.getvalue().replace("\n", "").isprintable()
+    assert printed.replace("\n", "").isprintable()
 
 
-def test_progress_eta_is_a_moving_average():
-    stream = io.StringIO()
-    progress = Progress(1000, stream)
+def test_progress_eta_is_a_moving_average(capsys):
+    progress = Progress(1000)
     progress.line(1, {}, 5000.0)
     for step in range(2, 22):
         progress.line(step, {}, 2.0)
-    lines = stream.getvalue().splitlines()
+    lines = capsys.readouterr().out.splitlines()
     assert lines[1].endswith(f"ETA {format_duration(2501.0 * 998)}")  # mean of 5000 s and 2 s
     assert lines[20].endswith(f"ETA {format_duration(2.0 * 979)}")  # 20 steps later the slow first one is forgotten
 
 
-def test_progress_takes_other_fields():
-    stream = io.StringIO()
-    Progress(2, stream, fields=(("loss", "loss", ".2f"),)).line(2, {"loss": 3.14159, "reward/mean": 1.0}, 0.5)
-    assert stream.getvalue() == "step    2/2 | loss 3.14 | 0.50 s | ETA 0s\n"
+def test_progress_takes_other_fields(capsys):
+    Progress(2, fields=(("loss", "loss", ".2f"),)).line(2, {"loss": 3.14159, "reward/mean": 1.0}, 0.5)
+    assert capsys.readouterr().out == "step    2/2 | loss 3.14 | 0.50 s | ETA 0s\n"
 
 
 @pytest.mark.parametrize(

@@ -215,7 +215,7 @@ SPLIT = "--actor-tensor-model-parallel-size 2 --actor-sequence-parallel"
 def planned_routes(flags: str, size: int) -> dict[str, int]:
     """Bytes of routes that all ranks of each role receive in a run that replays."""
     found = arguments.parse(f"{SHAPES['llama']} {REPLAYED} {flags}".split(), size)
-    moved = traffic.routes(found.roles, summary.create_groups(found.roles, size), found.settings)
+    moved = traffic.routes(found.roles, summary.create_role_groups(found.roles, size), found.settings)
     assert all(move["source"] == "rollout" and 0 <= move["payload"] <= move["sent"] for move in moved)
     return {move["destination"]: move["sent"] for move in moved}
 

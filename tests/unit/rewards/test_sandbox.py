@@ -141,8 +141,9 @@ def watched(source, limits):
 
     def watch():
         while not done.wait(0.01):
-            inside = set(descendants(os.getpid())) - before
-            peaks[0] = max(peaks[0], len(inside) - 1)  # less the watcher of the jail
+            # Without the watcher of the jail, which until its program begins has the memory of this process.
+            inside = {each for pid in set(descendants(os.getpid())) - before for each in descendants(pid)}
+            peaks[0] = max(peaks[0], len(inside))
             peaks[1] = max(peaks[1], sum(map(anonymous_kib, inside)) >> 10)
 
     watcher = threading.Thread(target=watch)

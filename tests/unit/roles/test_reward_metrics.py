@@ -2,7 +2,7 @@
 
 import random
 
-from megarl.roles.reward_metrics import LEAST_FAILURES, WINDOW, FailureWindow
+from megarl.roles.reward_metrics import MIN_FAILURES, WINDOW, FailureWindow
 
 
 def calls(window, *sizes_and_failures):
@@ -23,7 +23,7 @@ def test_small_calls_do_not_end_a_run():
 
 def test_a_share_above_the_limit_ends_it_once_there_are_enough():
     assert calls(FailureWindow(0.1), *[(10, 9)] * 6) == [False] * 5 + [True]
-    assert calls(FailureWindow(0.1), (LEAST_FAILURES, LEAST_FAILURES - 1)) == [False]
+    assert calls(FailureWindow(0.1), (MIN_FAILURES, MIN_FAILURES - 1)) == [False]
     assert calls(FailureWindow(0.1), (8 * WINDOW, 800), (1, 1)) == [False, True]
     assert calls(FailureWindow(1.0), *[(10, 10)] * 200) == [False] * 200
 

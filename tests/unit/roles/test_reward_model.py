@@ -134,7 +134,7 @@ def broken_scores(rank: int, folder: Path) -> str:
         role_mesh.create_mesh(parsed.roles, timedelta(minutes=1))["reward"],
         build_role_encoder(role, parsed.settings),
     )
-    reward_model = RewardModel(parsed.settings, role, place, encoder, [weights], Timers())
+    reward_model = RewardModel(role, place, encoder, [weights], Timers())
     alike = reward_model._read([(Prompt(0, "1+1="), answer) for answer in "23"])
     ((part, _),) = mb.role_microbatches(alike, torch.arange(2), role, place)
     assert part.host_metadata.shared.holders.tolist() == [0, 0] and part.host_metadata.shared.tokens[1] > 3  # read once

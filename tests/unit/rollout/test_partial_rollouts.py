@@ -53,7 +53,7 @@ def resumed(rank: int, files: list[bytes]) -> tuple[bytes, list[int]]:
 
     mesh = role_mesh.create_mesh(parse_roles("", torch.distributed.get_world_size(), program="rl"), SAFETY)
     buffer = PartialRolloutBuffer(mesh, Settings(**SETTINGS))
-    buffer.from_bytes((data, "parts.pt") for data in files)
+    buffer.from_bytes((data, "partial_rollouts.pt") for data in files)
     return buffer.to_bytes(), sorted(set(buffer._responses.prompt_ids.tolist()))
 
 

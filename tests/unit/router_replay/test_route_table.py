@@ -111,9 +111,9 @@ def taken_up(rank: int, flags: str, files: list[bytes | None]):
     ):
         waiting.layers = layers
         with pytest.raises(error, match=message):
-            waiting.from_bytes([(data, "waiting.pt") for data in files if data])
+            waiting.from_bytes([(data, "group_buffer.pt") for data in files if data])
     waiting.layers = held
-    waiting.from_bytes([(data, "waiting.pt") for data in files if data])
+    waiting.from_bytes([(data, "group_buffer.pt") for data in files if data])
     return contents(waiting), waiting.to_bytes()
 
 

@@ -113,7 +113,7 @@ def test_a_wrong_key_is_refused_by_both_sides(listening, caplog):
 
 def test_silent_strangers_keep_nobody_waiting(listening):
     address, accepted = listening
-    strangers = [Client(address) for _ in range(links._MOST_HANDSHAKES - 1)]
+    strangers = [Client(address) for _ in range(links._MAX_HANDSHAKES - 1)]
     with pair(listening):
         pass
     strangers[0].send_bytes(b"hello")

@@ -1,5 +1,6 @@
 """The choice of the replica."""
 
+from megarl.serving import routing
 from megarl.serving.routing import ReplicaRouter
 
 LONG = list(range(100))
@@ -26,8 +27,10 @@ def test_the_longest_shared_prompt_counts():
     assert router.choose(LONG, None, {0: 0, 1: 9}) == 0
 
 
-def test_memory_is_bounded():
-    router = ReplicaRouter(sessions=2, blocks=4)
+def test_memory_is_bounded(monkeypatch):
+    monkeypatch.setattr(routing, "MAX_SESSIONS", 2)
+    monkeypatch.setattr(routing, "MAX_BLOCKS", 4)
+    router = ReplicaRouter()
     for number in range(50):
         router.choose([number] * 64, str(number), {0: 0, 1: 1})
     assert len(router._sessions) == 2 and len(router._blocks) == 4

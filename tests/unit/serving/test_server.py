@@ -187,7 +187,7 @@ def test_a_fault_is_an_error_answer_and_a_line_without_content(tmp_path, caplog)
     def fail(*_):
         raise RuntimeError("secret prompt")
 
-    context.dispatcher.submit = fail
+    context.pool.submit = fail
 
     async def post():
         transport = httpx.ASGITransport(build_app(context))

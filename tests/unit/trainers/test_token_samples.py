@@ -78,7 +78,7 @@ def test_fields_that_a_run_lacks_are_left_out(tokenizer):
 
 
 def test_a_long_response_is_cut(tokenizer, monkeypatch):
-    monkeypatch.setattr(token_samples, "LONGEST", 3)
+    monkeypatch.setattr(token_samples, "MAX_TOKENS", 3)
     (row,) = TokenSamples(1, tokenizer).rows(_Step(actor=make_batch(tokenizer, [0], ["1234567"])))
     assert len(row["tokens"]) == len(row["token_ids"]) == len(row["values"]) == 3
     assert row["length"] > 3 and row["response"] == "1234567"

@@ -20,7 +20,7 @@ def deepseek_flags(config: ModelConfig) -> dict[str, object]:
     found |= expert_flags(config, config.whole("moe_intermediate_size"))
     shared = config.whole("n_shared_experts") * config.whole("moe_intermediate_size")
     found["moe-shared-expert-intermediate-size"] = shared
-    dense, layers = config.whole("first_k_dense_replace", least=0), config.whole("num_hidden_layers")
+    dense, layers = config.whole("first_k_dense_replace", minimum=0), config.whole("num_hidden_layers")
     return found | layer_pattern([i >= dense for i in range(layers)])
 
 

@@ -24,12 +24,12 @@ class ModelConfig:
         """An entry of any type; None if it is missing."""
         return self._values.get(key)
 
-    def whole(self, *keys: str, least: int = 1) -> int:
-        """The first of these entries that is there: a whole number, `least` or more."""
+    def whole(self, *keys: str, minimum: int = 1) -> int:
+        """The first of these entries that is there: a whole number, `minimum` or more."""
         key = next((key for key in keys if self.get(key) is not None), keys[0])
         value = self.get(key)
-        if type(value) is not int or value < least:
-            raise self.error(key, "a whole number above 0" if least == 1 else f"a whole number of {least} or more")
+        if type(value) is not int or value < minimum:
+            raise self.error(key, "a whole number above 0" if minimum == 1 else f"a whole number of {minimum} or more")
         return value
 
     def number(self, key: str) -> float:

@@ -7,7 +7,7 @@ import sys
 import gymnasium
 import pytest
 
-from megarl.environments.adapters.gymnasium_env import FrozenLake, GymnasiumEnvironment, frozen_lake, observation_text
+from megarl.environments.adapters.gymnasium_env import FrozenLake, GymnasiumEnvironment, observation_text
 from megarl.environments.protocol import Task
 from megarl.errors import UsageError
 from tests.helpers.played_environments import check_replay, play, said, written
@@ -56,30 +56,30 @@ def shortest(environment, task):
 
 
 def test_the_best_policy_reaches_the_goal_on_the_shortest_way():
-    rewards, positions = shortest(frozen_lake(), Task([]))
+    rewards, positions = shortest(FrozenLake(), Task([]))
     assert rewards == [0.0] * 5 + [1.0] and positions[0] == "row 0, column 0"
-    environment = frozen_lake()
+    environment = FrozenLake()
     environment.reset(Task([]))
     values, _ = optimal_values(environment.env, DISCOUNT)
     assert values[0] == pytest.approx(DISCOUNT**5, abs=1e-15), "the reference itself: five steps before the last"
-    rewards, positions = shortest(frozen_lake(), Task([], metadata={"map": HARD}))
+    rewards, positions = shortest(FrozenLake(), Task([], metadata={"map": HARD}))
     assert rewards == [0.0] * 5 + [1.0] and positions[3] == "row 2, column 1"
 
 
 def test_holes_invalid_actions_and_words():
     texts = ["DOWN", "what?", "upright, leftover", "down and then right", "Right", ""]
-    _, observations = play(frozen_lake(), Task([]), written(*texts))
+    _, observations = play(FrozenLake(), Task([]), written(*texts))
     no_action = "No action: allowed are left, down, right, up"
     assert said(observations) == ["row 1, column 0", no_action, no_action, "row 2, column 0", "row 2, column 1",
                                   no_action]  # fmt: skip
-    _, observations = play(frozen_lake(), Task([]), written("down", "right", "never read"))
+    _, observations = play(FrozenLake(), Task([]), written("down", "right", "never read"))
     assert [(o.reward, o.done, o.messages) for o in observations[1:]] == [(0.0, True, [])]
 
 
 @pytest.mark.parametrize("rows", ["SG", [], [1], ["SF", "F"], ["SX", "FG"], ["FF", "FG"], ["SS", "FG"], [""], [[]]])
 def test_wrong_maps(rows):
     with pytest.raises(ValueError, match="metadata: map must"):
-        frozen_lake().reset(Task([], metadata={"map": rows}))
+        FrozenLake().reset(Task([], metadata={"map": rows}))
 
 
 def test_text_spaces_and_functions_that_make_environments():
@@ -138,12 +138,12 @@ def test_observations_as_text():
 
 
 def test_restored_at_each_turn():
-    check_replay(frozen_lake, Task([], seed=9), written("down", "x", "down", "right", "down", "right", "right"))
+    check_replay(FrozenLake, Task([], seed=9), written("down", "x", "down", "right", "down", "right", "right"))
     check_replay(lambda: GymnasiumEnvironment(Echo), Task([], seed=9), written("a", "b", "stop"))
 
 
 def test_without_the_package_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(UsageError, match="needs the package gymnasium>=1.1,<2 .*: pip install") as caught:
-        frozen_lake()
+        FrozenLake()
     assert "\n" not in str(caught.value)

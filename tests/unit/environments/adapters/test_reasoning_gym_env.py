@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.environments.adapters.reasoning_gym_env import ReasoningGymEnvironment, reasoning_gym_retries
+from megarl.environments.adapters.reasoning_gym_env import ReasoningGymEnvironment
 from megarl.environments.protocol import Task
 from tests.helpers.played_environments import check_replay, play, said, written
 
@@ -14,16 +14,16 @@ def summed(**metadata):
 
 
 def test_wrong_answers_may_be_tried_again():
-    first, observations = play(reasoning_gym_retries(), summed(), written("41", "<answer>43</answer>", "42"))
+    first, observations = play(ReasoningGymEnvironment(), summed(), written("41", "<answer>43</answer>", "42"))
     assert first.messages == [] and said(observations) == ["That is wrong. 2 tries are left.",
                                                            "That is wrong. One try is left.", ""]  # fmt: skip
     assert [(o.reward, o.done, o.correct) for o in observations] == [(0.0, False, False)] * 2 + [(1.0, True, True)]
-    _, observations = play(reasoning_gym_retries(), summed(), written("<answer>42</answer> 7", "never read"))
+    _, observations = play(ReasoningGymEnvironment(), summed(), written("<answer>42</answer> 7", "never read"))
     assert [(o.reward, o.done) for o in observations] == [(1.0, True)]
 
 
 def test_the_last_try_counts_and_tries_may_differ():
-    _, observations = play(reasoning_gym_retries(), summed(), written("", "7", "7", "42"))
+    _, observations = play(ReasoningGymEnvironment(), summed(), written("", "7", "7", "42"))
     assert [o.done for o in observations] == [False, False, True]
     assert observations[-1].correct is False and observations[-1].reward < 1
     for tries in (1, 5):
@@ -45,8 +45,8 @@ def test_hostile_answers_are_wrong_answers():
                                       {**SUM, "tries": "3"}, {**SUM, "tries": True}])  # fmt: skip
 def test_wrong_metadata(metadata):
     with pytest.raises(ValueError, match="metadata"):
-        reasoning_gym_retries().reset(Task([], "1", metadata))
+        ReasoningGymEnvironment().reset(Task([], "1", metadata))
 
 
 def test_restored_at_each_turn():
-    check_replay(reasoning_gym_retries, summed(), written("1", "2", "42"))
+    check_replay(ReasoningGymEnvironment, summed(), written("1", "2", "42"))

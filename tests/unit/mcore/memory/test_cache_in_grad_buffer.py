@@ -32,7 +32,7 @@ def check_memory(rank: int, flags: str):
                 chunk.zero_grad_buffer()
             assert not any(b.grad_data.any() for b in buffers) and bool((big[size:] == NAN).all())
         assert storage.nbytes() == (0 if offload else 2 * size)
-        with trainable_model.on_device_for_updates():
+        with trainable_model.present_for_updates():
             assert storage.nbytes() == 2 * size and big.data_ptr() == largest.grad_data.data_ptr()
 
 

@@ -37,7 +37,7 @@ def step(trainable_model) -> tuple[torch.Tensor, torch.Tensor, float]:
 
     trainable_model.router_state.attach(batch, parts)
     values = [out for out, _ in trainable_model.forward_only(parts, forward_of(True))]
-    with trainable_model.on_device_for_updates():
+    with trainable_model.present_for_updates():
         trainable_model.router_state.attach(batch, parts)
         losses, *_ = trainable_model.update(parts, forward_of(True), loss)
         trainable_model.router_state.attach(batch, parts)

@@ -41,8 +41,8 @@ def test_sequences_are_prompts_turns_and_answers_as_an_outside_spy_rebuilds_them
 
 
 @pytest.mark.parametrize("kwargs", [
-    {"order": 1}, {"order": 2}, {"order": 3, "max_requests": 1}, {"max_requests": 2, "most": 3},
-    {"order": 4, "buffer_gb": 0.0002}, {"order": 5, "most": 1},
+    {"order": 1}, {"order": 2}, {"order": 3, "max_requests": 1}, {"max_requests": 2, "max_open": 3},
+    {"order": 4, "buffer_gb": 0.0002}, {"order": 5, "max_open": 1},
 ], ids=str)  # fmt: skip
 def test_text_and_log_probs_do_not_depend_on_late_answers_and_concurrency(kwargs):
     episodes, client, gap = run(**kwargs)[0]

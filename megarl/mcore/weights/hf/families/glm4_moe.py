@@ -7,7 +7,7 @@ from megarl.mcore.weights.hf.model_config import ModelConfig
 
 def flags(config: ModelConfig) -> dict[str, object]:
     """Adds experts, shared experts, biases of queries, keys and values, and norms of queries and keys."""
-    dense, layers = config.whole("first_k_dense_replace", least=0), config.whole("num_hidden_layers")
+    dense, layers = config.whole("first_k_dense_replace", minimum=0), config.whole("num_hidden_layers")
     found = model_flags(config) | expert_flags(config, config.whole("moe_intermediate_size"))
     found |= sigmoid_gates(config) | layer_pattern([i >= dense for i in range(layers)])
     shared = config.whole("n_shared_experts") * config.whole("moe_intermediate_size")

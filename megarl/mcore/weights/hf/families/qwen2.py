@@ -6,7 +6,7 @@ from megarl.mcore.weights.hf.model_config import ModelConfig
 
 def flags(config: ModelConfig) -> dict[str, object]:
     """Adds the biases."""
-    full = config.whole("max_window_layers", least=0)
+    full = config.whole("max_window_layers", minimum=0)
     return model_flags(config) | window_flags(config, lambda layer: layer >= full) | {"add-qkv-bias": True}
 
 

@@ -7,7 +7,7 @@ from megarl.mcore.weights.hf.model_config import ModelConfig
 
 def flags(config: ModelConfig) -> dict[str, object]:
     """Adds experts, shared experts and biases of queries, keys and values."""
-    full = config.whole("max_window_layers", least=0)
+    full = config.whole("max_window_layers", minimum=0)
     found = model_flags(config) | window_flags(config, lambda layer: layer % 2 == 0 and layer < full)
     found |= expert_flags(config, config.whole("moe_intermediate_size"))
     found |= softmax_gates(config) | sparse_layers(config)

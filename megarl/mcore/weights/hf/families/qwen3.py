@@ -7,7 +7,7 @@ from megarl.mcore.weights.hf.model_config import ModelConfig
 def flags(config: ModelConfig) -> dict[str, object]:
     """Adds the norms."""
     config.require("attention_bias", False, None)
-    full = config.whole("max_window_layers", least=0)
+    full = config.whole("max_window_layers", minimum=0)
     return model_flags(config) | window_flags(config, lambda layer: layer >= full) | {"qk-layernorm": True}
 
 

@@ -78,7 +78,7 @@ class _Control:
     errors: list[str] = field(default_factory=list)
 
 
-class Dispatcher:
+class ReplicaPool:
     """All replicas and all their requests."""
 
     def __init__(self, replicas: int, max_queue: int, seconds: float, metrics: ServerMetrics):
@@ -115,8 +115,8 @@ class Dispatcher:
             number = ready["replica"]
             if ready["type"] != "ready" or number in self.replicas or not 0 <= number < self.expected:
                 raise ConnectionError("a leader began with a wrong message")
-            values = (ready[name] for name in ("max_requests", "capacity", "version", "label"))
-            replica = ReplicaState(number, link, *values)
+            fields = {name: ready[name] for name in ("max_requests", "capacity", "version", "label")}
+            replica = ReplicaState(number, link, **fields)
         except (KeyError, TypeError):
             raise ConnectionError("a leader began with a malformed message") from None
         self.replicas[number] = replica
@@ -151,7 +151,7 @@ class Dispatcher:
         ids = [next(self._ids) for _ in messages]
         for number, message in zip(ids, messages, strict=True):
             self._waiting[number] = LeaderRequest({**message, "id": number}, session, updates)
-        self._dispatch()
+        self._assign()
         return ids
 
     def abort(self, ids: Sequence[int]):
@@ -162,7 +162,7 @@ class Dispatcher:
             aborted = [number for number in ids if replica.outstanding.pop(number, None)]
             if aborted:
                 replica.link.send({"type": "abort", "ids": aborted})
-        self._dispatch()
+        self._assign()
 
     def fail(self, reason: str):
         """Ends every request with 503, and accepts none any more."""
@@ -183,7 +183,7 @@ class Dispatcher:
         """Waits until no request runs or waits."""
         await self._idle.wait()
 
-    def _dispatch(self):
+    def _assign(self):
         while self._waiting:
             room = {
                 replica.number: len(replica.outstanding)
@@ -200,7 +200,7 @@ class Dispatcher:
         self._note_load()
 
     def _note_load(self):
-        """Sets the gauges, and whether the dispatcher is idle."""
+        """Sets the gauges, and whether the pool is idle."""
         self.metrics.waiting.set(len(self._waiting))
         is_idle = not self._waiting
         for replica in self.replicas.values():
@@ -271,14 +271,18 @@ class Dispatcher:
                 continue  # aborted while this was on its way
             if finish is not None:
                 del replica.outstanding[number]
-            request.update(RequestUpdate("tokens", tokens, logprobs, top, finish, replica.version, replica.label))
-        self._dispatch()
+            update = RequestUpdate(
+                "tokens", tokens=tokens, logprobs=logprobs, top=top, finish=finish, version=replica.version,
+                label=replica.label,
+            )  # fmt: skip
+            request.update(update)
+        self._assign()
 
     def _finish(self, replica: ReplicaState, number: int, update: RequestUpdate):
         request = replica.outstanding.pop(number, None)
         if request is not None:
             request.update(update)
-        self._dispatch()
+        self._assign()
 
     def _receive_answer(self, replica: ReplicaState, message: Message):
         replica.label = message.get("label", replica.label)
