@@ -77,6 +77,7 @@ class Bench:
     def run(self, sleep: float) -> tuple[float, dict[int, list[int]], float]:
         """(seconds, tokens of the episodes by number, seconds in which the engine waited)."""
         from megarl.algorithms.sampling_settings import SamplingSettings
+        from megarl.comm.role_mesh import RoleGroups
         from megarl.mcore.inference.engine import RequestList
         from megarl.mcore.inference.generation import GenerationRequest
         from megarl.rollout.episodes.episode import Episode
@@ -89,7 +90,11 @@ class Bench:
             self.client.begin(number, _Line(), list(request.prompt), Task([], metadata=metadata), None)
             return Episode(number, request, number, self.limits)
 
-        source = EpisodeSource(RequestList(requests), begin, self.client, _Alone(), self.args.episodes)
+        alone = RoleGroups(
+            role="rollout", ranks=range(1), replicas=((0,),), pg_collection=None, replica_group=None, rank=0,
+            model_role="rollout",
+        )  # fmt: skip
+        source = EpisodeSource(RequestList(requests), begin, self.client, alone, self.args.episodes)
         started = time.perf_counter()
         for number, completion in self.engine.stream(source, END_IDS, SamplingSettings()):
             source.turn_ended(number, completion)
@@ -101,12 +106,6 @@ class _Line:
     """A prompt's line: only its environment is read."""
 
     environment, text = None, ""
-
-
-class _Alone:
-    """Groups of a replica of one rank."""
-
-    replica = (0,)
 
 
 def main():
