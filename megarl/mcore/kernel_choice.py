@@ -35,11 +35,20 @@ def choose(wanted: str, sizes: Sizes) -> str:
     """
     if wanted != AUTO:
         return wanted
-    usable = [name for name in available() if name != ONEDNN or all(_has_independent_rows(*size) for size in sizes)]
-    flags = torch.tensor([name in usable for name in KERNELS]).int()
+    return next(name for name in KERNELS if _on_all_ranks(_is_usable(name, sizes)))
+
+
+def _is_usable(name: str, sizes: Sizes) -> bool:
+    """Whether this process has these kernels; of oneDNN, also whether its rows are independent, which takes a while."""
+    return name in available() and (name != ONEDNN or all(_has_independent_rows(*size) for size in sizes))
+
+
+def _on_all_ranks(flag: bool) -> bool:
+    """Whether a flag is set on every rank of the world."""
+    everywhere = torch.tensor([flag], dtype=torch.int32)
     if dist.is_initialized():
-        dist.all_reduce(flags, op=dist.ReduceOp.MIN)
-    return KERNELS[flags.tolist().index(1)]
+        dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
+    return bool(everywhere)
 
 
 def use(name: str):

@@ -72,9 +72,10 @@ def test_onednn_is_left_out_if_its_rows_depend_on_each_other(monkeypatch):
     monkeypatch.setattr(kernel_choice, "_has_independent_rows", lambda *size: probed.append(size) or size != (32, 48))
     assert kernel_choice.choose(kernel_choice.AUTO, SIZES) == kernel_choice.BLAS and (32, 48) in probed
     assert kernel_choice.choose(kernel_choice.AUTO, {(48, 32)}) == kernel_choice.ONEDNN
-    assert (
-        kernel_choice.choose(kernel_choice.ONEDNN, SIZES) == kernel_choice.ONEDNN
-    )  # by name, whatever the probe would find
+    assert kernel_choice.choose(kernel_choice.ONEDNN, SIZES) == kernel_choice.ONEDNN  # by name nothing is probed
+    probed.clear()
+    monkeypatch.setattr(kernel_choice, "available", lambda: list(kernel_choice.KERNELS))
+    assert kernel_choice.choose(kernel_choice.AUTO, SIZES) == kernel_choice.COMPILED and not probed
 
 
 @pytest.mark.parametrize(("columns", "inner"), [*SIZES, (7, 5), (130, 300), (2048, 768)])
