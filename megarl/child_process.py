@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
@@ -22,22 +22,19 @@ _PR_SET_PDEATHSIG = 1
 class Child:
     """One child process, in a session of its own, so that it ends with all that it has started."""
 
-    def __init__(
-        self, module: str, *arguments: str, environment: Mapping[str, str] | None = None, fds: Sequence[int] = ()
-    ):
+    def __init__(self, module: str, *arguments: str, environment: Mapping[str, str] | None = None):
         """Starts it.
 
         Args:
             module: that the process runs.
             arguments: of its command line, after the connection's file descriptor.
             environment: its variables, without PYTHONPATH; None: those of this process.
-            fds: further file descriptors that it inherits under the same numbers.
         """
         self.connection, theirs = Pipe()
         with theirs, stop_signals.blocked():
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, str(theirs.fileno()), *arguments], stdin=subprocess.DEVNULL,
-                stdout=2, pass_fds=[theirs.fileno(), *fds], start_new_session=True,
+                stdout=2, pass_fds=[theirs.fileno()], start_new_session=True,
                 env={**(os.environ if environment is None else environment), "PYTHONPATH": search_path()},
             )  # fmt: skip
 

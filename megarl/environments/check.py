@@ -14,7 +14,7 @@ def check_factories(names: Sequence[str]) -> dict[str, bool]:
     try:
         child.send(list(names))
         found = child.connection.recv()
-    except EOFError:
+    except (EOFError, OSError):
         raise UsageError(f"--environment: the check ended with status {child.status()}") from None
     finally:
         child.end()

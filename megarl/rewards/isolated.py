@@ -71,5 +71,5 @@ class _Scorer(Child):
     def _reply(self) -> dict:
         try:
             return json.loads(self.connection.recv_bytes())
-        except EOFError:
+        except (EOFError, OSError):
             raise ScoringError(f"its process ended with status {self.status()}") from None

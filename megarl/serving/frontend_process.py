@@ -68,17 +68,14 @@ class FrontendProcess:
     def receive(self, seconds: float) -> list[Message]:
         """The messages that have come, after waiting up to `seconds` for the first. A collective of the replica."""
         messages = self._receive(seconds)
-        ranks = self._role_groups.replica
-        if len(ranks) == 1:
+        if len(self._role_groups.replica) == 1:
             return messages
         data = json.dumps(messages).encode() if messages else b""
-        size = torch.tensor([len(data)], dtype=torch.int64, device=device.device())
-        dist.broadcast(size, ranks[0], group=self._role_groups.replica_group)
-        if not int(size):
+        size = int(self._role_groups.broadcast(torch.tensor([len(data)], dtype=torch.int64, device=device.device())))
+        if not size:  # between most steps of the engine; `broadcast_object` would always run two collectives
             return []
-        content = torch.frombuffer(bytearray(data or bytes(int(size))), dtype=torch.uint8).to(device.device())
-        dist.broadcast(content, ranks[0], group=self._role_groups.replica_group)
-        return json.loads(bytes(content.cpu().numpy()))
+        content = torch.frombuffer(bytearray(data or bytes(size)), dtype=torch.uint8).to(device.device())
+        return json.loads(bytes(self._role_groups.broadcast(content).cpu().numpy()))
 
     def _receive(self, seconds: float) -> list[Message]:
         try:
