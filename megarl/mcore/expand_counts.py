@@ -13,5 +13,5 @@ def expand_counts(counts: Tensor) -> tuple[Tensor, Tensor]:
 
 def expand_array_counts(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Same as `expand_counts`, for arrays."""
-    owner = np.repeat(np.arange(len(counts)), counts)
-    return owner, np.arange(len(owner)) - (counts.cumsum() - counts)[owner]
+    owner, place = expand_counts(torch.from_numpy(counts))
+    return owner.numpy(), place.numpy()

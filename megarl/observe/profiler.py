@@ -64,10 +64,16 @@ def table(events, phases: set[str], memory: bool = False) -> str:
     found: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0, 0.0, 0.0, 0]))
     # A kernel's time is in the operator that started it; a GPU's own events would count it twice.
     events = [event for event in events if event.device_type == DeviceType.CPU]
-    ranges = [event for event in events if event.name in phases]
+    # Phases lie one inside the other, so the innermost that is open when an operator begins is the last on a stack.
+    events.sort(key=lambda event: (event.time_range.start, event.name not in phases, -event.time_range.end))
+    opened: list = []
     for event in events:
-        if event.name not in phases:
-            row = found[_innermost(ranges, event.time_range.start)][event.name]
+        while opened and opened[-1].time_range.end <= event.time_range.start:
+            opened.pop()
+        if event.name in phases:
+            opened.append(event)
+        else:
+            row = found[opened[-1].name if opened else OUTSIDE][event.name]
             row[0] += 1
             row[1] += event.self_cpu_time_total
             row[2] += event.self_device_time_total
@@ -99,9 +105,3 @@ def _aligned(rows: list[list[str]], memory: bool) -> list[str]:
         "  " + "  ".join([*(cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)), row[-1]])
         for row in rows
     ]
-
-
-def _innermost(ranges: list, time: float) -> str:
-    """Name of the innermost of these events, one inside the other as phases are, that is open at a time."""
-    found = [event for event in ranges if event.time_range.start <= time < event.time_range.end]
-    return max(found, key=lambda event: (event.time_range.start, -event.time_range.end)).name if found else OUTSIDE
