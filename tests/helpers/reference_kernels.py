@@ -62,4 +62,4 @@ def use_them():
     varlen.flash_kernel = lambda: flash  # type: ignore[assignment]
     segment_attention.paged_decode = paged_decode  # type: ignore[assignment]
     rotation.rotate_and_store = rotate_and_store  # type: ignore[assignment]
-    row_sampling.sample_rows = sample_rows
+    row_sampling.sample_rows = sample_rows  # type: ignore[assignment]
