@@ -146,7 +146,7 @@ class Actor:
 
         microbatches = self.trainable_model.microbatches(batch, positions)
         results, update = self.trainable_model.checked_update(
-            microbatches, self._forward, loss, METRIC_NAMES, self.update_check, has_loss
+            microbatches, self._forward, loss, METRIC_NAMES, self.update_check.accepts, has_loss
         )
         if on_policy:
             scored = zip(results, microbatches, strict=True)

@@ -23,7 +23,6 @@ from megarl.mcore.training import optimizer
 from megarl.mcore.weights import dist_checkpoint
 from megarl.mcore.weights.hf.export_weights import export_weights
 from megarl.mcore.weights.hf.weight_map import WeightMap
-from megarl.observe.alarms import UpdateCheck
 from megarl.router_replay.router_state import Microbatches, RouterState
 
 
@@ -159,13 +158,15 @@ class TrainableModel:
         return results, applied, norm
 
     def checked_update(
-        self, microbatches: Microbatches, forward, loss, names: tuple[str, ...], check: UpdateCheck, has_loss: bool
-    ) -> tuple[list, Update]:
+        self, microbatches: Microbatches, forward, loss, names: tuple[str, ...],
+        check: Callable[[float, dict[str, float]], bool], has_loss: bool = True,
+    ) -> tuple[list, Update]:  # fmt: skip
         """One optimizer update, unless `check` rejects it or the mini-batch has no loss. A collective of the role.
 
         Args:
             forward, loss: as of `update`; a result's first item is its metrics [len(names)], whose sums over
                 micro-batches and replicas are those of the mini-batch. `names[0]` is the loss.
+            check: (loss, metrics with the gradient norm) -> whether to apply the update.
 
         Returns:
             Results of the micro-batches, and what the update has shown.
@@ -176,7 +177,7 @@ class TrainableModel:
             nonlocal sums
             sums = self.role_groups.dp_all_reduce(torch.stack([of_microbatch for of_microbatch, *_ in results]).sum(0))
             metrics = dict(zip(names, sums.tolist(), strict=True)) | {f"{self.role.name}/grad_norm": norm}
-            return has_loss and check.accepts(metrics[names[0]], metrics)
+            return has_loss and check(metrics[names[0]], metrics)
 
         results, applied, norm = self.update(microbatches, forward, loss, accepts)
         return results, Update(sums, is_skipped=has_loss and not applied, norm=norm)

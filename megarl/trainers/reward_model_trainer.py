@@ -88,7 +88,7 @@ class RewardModelTrainer(SupervisedTrainer):
 
         def loss(scores, microbatch):
             total, sums = self._measure(scores, microbatch, margins)
-            return total / examples.count, sums / examples.count
+            return total / examples.count, (sums / examples.count,)
 
         return loss
 

@@ -61,7 +61,7 @@ class SFTTrainer(SupervisedTrainer):
 
         def loss(scores, microbatch):
             value = token_mean(-scores.logprobs, microbatch.response_mask, tokens)
-            return value, value.detach().double()
+            return value, (value.detach().double().view(1),)
 
         return loss
 

@@ -88,7 +88,7 @@ class SupervisedTrainer(Trainer, abc.ABC):
 
     @abc.abstractmethod
     def loss_of(self, examples: ExampleBatch, tokens: Tensor) -> Callable:
-        """The loss of an update: (output, micro-batch) -> (its share of the batch's mean, metrics by `metric_names`).
+        """The loss of an update, as of `TrainableModel.checked_update`, with metrics named `metric_names`.
 
         `tokens`: those of the batch's response masks, of all replicas.
         """
@@ -112,21 +112,16 @@ class SupervisedTrainer(Trainer, abc.ABC):
             self.trainable_model.router_state.begin_step()
             counts = torch.stack([examples.batch.response_mask.sum(), examples.batch.lengths.sum()]).double()
             tokens, total = self.role_groups.dp_all_reduce(counts)
-            means = None
-
-            def accepts(results: list, norm: float) -> bool:
-                nonlocal means
-                means = self.role_groups.dp_all_reduce(torch.stack(results).sum(0)).view(-1).tolist()
-                return math.isfinite(means[0])
-
-            microbatches, loss = self.microbatches(examples.batch), self.loss_of(examples, tokens)
-            _, applied, norm = self.trainable_model.update(microbatches, self._forward, loss, accepts)
+            _, update = self.trainable_model.checked_update(
+                self.microbatches(examples.batch), self._forward, self.loss_of(examples, tokens), self.metric_names,
+                check=lambda loss, _: math.isfinite(loss),
+            )  # fmt: skip
             prefix = self.task.prefix
             self.metrics = {
-                **{f"{prefix}/{name}": mean for name, mean in zip(self.metric_names, means, strict=True)},
-                f"{prefix}/grad_norm": norm,
+                **{f"{prefix}/{n}": mean for n, mean in zip(self.metric_names, update.sums.tolist(), strict=True)},
+                f"{prefix}/grad_norm": update.norm,
                 f"{prefix}/learning_rate": self.trainable_model.learning_rate(),
-                f"{self.task.role}/updates_skipped": int(not applied),
+                f"{self.task.role}/updates_skipped": int(update.is_skipped),
                 "perf/tokens": int(total),
                 **self.trainable_model.router_state.metrics("router"),
             }
