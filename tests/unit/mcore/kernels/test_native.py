@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 from megarl.mcore.kernels import native
+from megarl.mcore.kernels.native import build
 from tests.helpers.worlds import run_world
 
 BUILD = Path(native.__file__).with_name("build.py")
@@ -183,6 +184,33 @@ def results_with_threads(rank):
 def test_threads_change_no_bit():
     for one, two in zip(results(1), run_world(results_with_threads, 1)[0], strict=True):
         assert torch.equal(one, two)
+
+
+# -- instruction sets ---------------------------------------------------------------------------------------------
+
+# Runs tests with another library of kernels: the first argument.
+WITH_LIBRARY = """
+import sys
+from pathlib import Path
+import pytest
+from megarl.mcore.kernels import native
+native.library_path = lambda: Path(sys.argv[1])
+assert native.is_built()
+sys.exit(pytest.main(["-p", "no:cacheprovider", *sys.argv[2:]]))
+"""
+
+
+@pytest.mark.long
+def test_the_kernels_for_avx2_pass_the_same_tests(tmp_path, monkeypatch):
+    """Vectors, tiles and blocks have other sizes there."""
+    monkeypatch.setattr(build, "FLAGS", [flag.replace("-march=native", "-march=haswell") for flag in build.FLAGS])
+    library = tmp_path / "avx2.so"
+    assert build.build(native.SOURCES, library) is None
+    folders = Path(__file__).parents[1]
+    tests = [folders / "kernels/test_native.py", folders / "kernels/test_segment_attention.py",
+             folders / "inference/test_exact_rollout.py"]  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", WITH_LIBRARY, library, *tests], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 # -- building ----------------------------------------------------------------------------------------------------

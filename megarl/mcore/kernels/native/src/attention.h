@@ -15,8 +15,9 @@
 
 namespace megarl {
 
-constexpr int TILE = 4;    // query rows that share loads of keys and values
-constexpr int BLOCKS = 2;  // blocks of W keys whose scores of a tile are computed together
+constexpr int TILE = W == 16 ? 4 : 6;  // query rows that share loads of keys and values
+constexpr int BLOCKS = 2;              // blocks of W keys whose scores of a tile are computed together
+constexpr int SPANS = W == 16 ? 4 : 2;  // blocks of W channels whose sums of a tile fill the registers
 
 // Query rows of one group of heads.
 struct QueryRow {
@@ -28,21 +29,49 @@ struct QueryRow {
 
 inline int64_t padded_keys(int64_t keys) { return (keys + W * BLOCKS - 1) / (W * BLOCKS) * W * BLOCKS; }
 
+// W of `count` vectors, from number `at` on; `zeros` stands for those after the last.
+inline void block_at(const float* const* vectors, int64_t count, int64_t at, const float* zeros, const float** block) {
+    for (int64_t i = 0; i < W; ++i) block[i] = at + i < count ? vectors[at + i] : zeros;
+}
+
+// Products of N rows with `count` vectors of `channels` floats (a multiple of W), times `scale`, then zeros
+// -> out [N, width]. The same bits as from `Transposed`, which pays if several tiles of rows need the vectors.
+template <int N>
+void products_once(const float* const* rows, const float* const* vectors, int64_t count, int channels, int64_t width,
+                   float scale, float* out) {
+    static thread_local std::vector<float> zeros;
+    zeros.resize(channels);
+    for (int64_t at = 0; at < width; at += W) {
+        const float* block[W];
+        block_at(vectors, count, at, zeros.data(), block);
+        Vec acc[N];
+        for (int r = 0; r < N; ++r) acc[r] = zero();
+        for (int c = 0; c < channels; c += W) {
+            Vec columns[W];
+            transpose(block, c, columns);
+            for (int i = 0; i < W; ++i)
+                for (int r = 0; r < N; ++r) acc[r] = fma(all(rows[r][c + i]), columns[i], acc[r]);
+        }
+        for (int r = 0; r < N; ++r) store(out + r * width + at, mul(acc[r], all(scale)));
+    }
+}
+
 // Vectors of `channels` floats (a multiple of W), of which W lie next to each other channel by channel.
 class Transposed {
   public:
     void load_vectors(const float* const* vectors, int64_t count, int channels) {
         channels_ = channels;
         data_.resize(padded_keys(count) * channels);
-        float rows[W * W];
-        for (int64_t b = 0; b < padded_keys(count) / W; ++b)
+        zeros_.resize(channels);
+        for (int64_t at = 0; at < padded_keys(count); at += W) {
+            const float* block[W];
+            block_at(vectors, count, at, zeros_.data(), block);
             for (int c = 0; c < channels; c += W) {
-                for (int i = 0; i < W; ++i) {
-                    int64_t at = b * W + i;
-                    store(rows + i * W, at < count ? load(vectors[at] + c) : zero());
-                }
-                transpose(rows, W, data_.data() + (b * channels + c) * W, W);
+                Vec columns[W];
+                transpose(block, c, columns);
+                for (int i = 0; i < W; ++i) store(data_.data() + at * channels + (c + i) * W, columns[i]);
             }
+        }
     }
 
     // Products of N rows with all vectors up to `width` (of `padded_keys`), times `scale` -> out [N, width].
@@ -69,7 +98,7 @@ class Transposed {
 
   private:
     int channels_ = 0;
-    std::vector<float> data_;
+    std::vector<float> data_, zeros_;
 };
 
 // out[r] (+)= factor[r] · Σ weights [N, width] · vectors, over vectors 0 … count − 1.
@@ -95,39 +124,35 @@ void weighted_sums_at(int channel, const float* weights, int64_t width, const fl
         }
 }
 
-template <int N>
+template <int N, int C = SPANS>
 void weighted_sums(int channels, const float* weights, int64_t width, const float* const* vectors, int64_t count,
-                   const float* factors, float* const* out, bool adds = false) {
-    int c = 0;
-    for (; c + 4 * W <= channels; c += 4 * W)
-        weighted_sums_at<N, 4>(c, weights, width, vectors, count, factors, out, adds);
-    for (; c + 2 * W <= channels; c += 2 * W)
-        weighted_sums_at<N, 2>(c, weights, width, vectors, count, factors, out, adds);
-    for (; c < channels; c += W)
-        weighted_sums_at<N, 1>(c, weights, width, vectors, count, factors, out, adds);
+                   const float* factors, float* const* out, bool adds = false, int channel = 0) {
+    for (; channel + C * W <= channels; channel += C * W)
+        weighted_sums_at<N, C>(channel, weights, width, vectors, count, factors, out, adds);
+    if constexpr (C > 1) weighted_sums<N, C / 2>(channels, weights, width, vectors, count, factors, out, adds, channel);
 }
 
-// Calls f with the number of rows as a compile-time constant, for tiles of at most TILE rows.
+// Calls f(i, number of rows as a compile-time constant) for the rows from i on, at most N.
+template <int N = TILE, typename F>
+void for_tile(int64_t i, int64_t rows, const F& f) {
+    if constexpr (N > 1)
+        if (rows < N) return for_tile<N - 1>(i, rows, f);
+    f(i, std::integral_constant<int, N>());
+}
+
 template <typename F>
 void for_tiles(int64_t count, const F& f) {
-    for (int64_t i = 0; i < count; i += TILE) switch (std::min<int64_t>(TILE, count - i)) {
-            case 1: f(i, std::integral_constant<int, 1>()); break;
-            case 2: f(i, std::integral_constant<int, 2>()); break;
-            case 3: f(i, std::integral_constant<int, 3>()); break;
-            default: f(i, std::integral_constant<int, TILE>());
-        }
+    for (int64_t i = 0; i < count; i += TILE) for_tile(i, count - i, f);
 }
 
 class GroupAttention {
   public:
-    // keys[i] and values[i]: where key and value i are; both stay in use until the next call.
-    void load_keys(const float* const* keys, const float* const* values, int64_t count, int channels) {
-        values_ = values, channels_ = channels;
-        keys_.load_vectors(keys, count, channels);
-    }
-
-    void attend(const QueryRow* rows, int64_t count, float scale) {
-        for_tiles(count, [&](int64_t i, auto n) { attend_tile<n.value>(rows + i, scale); });
+    // keys[i] and values[i]: where key and value i of `key_count` are.
+    void attend(const float* const* keys, const float* const* values, int64_t key_count, int channels,
+                const QueryRow* rows, int64_t row_count, float scale) {
+        keys_ = keys, values_ = values, count_ = key_count, channels_ = channels, is_one_tile_ = row_count <= TILE;
+        if (!is_one_tile_) transposed_.load_vectors(keys, key_count, channels);
+        for_tiles(row_count, [&](int64_t i, auto n) { attend_tile<n.value>(rows + i, scale); });
     }
 
   private:
@@ -142,7 +167,10 @@ class GroupAttention {
         }
         int64_t width = padded_keys(longest);
         scores_.resize(TILE * width);
-        keys_.products<N>(queries, width, scale, scores_.data());
+        if (is_one_tile_)
+            products_once<N>(queries, keys_, count_, channels_, width, scale, scores_.data());
+        else
+            transposed_.products<N>(queries, width, scale, scores_.data());
         float inverse[N];
         for (int r = 0; r < N; ++r) inverse[r] = softmax(rows[r], scores_.data() + r * width, width);
         weighted_sums<N>(channels_, scores_.data(), width, values_, longest, inverse, out);
@@ -165,9 +193,11 @@ class GroupAttention {
         return 1.0f / whole;
     }
 
-    const float* const* values_ = nullptr;
+    const float *const *keys_ = nullptr, *const *values_ = nullptr;
+    int64_t count_ = 0;
     int channels_ = 0;
-    Transposed keys_;
+    bool is_one_tile_ = false;
+    Transposed transposed_;
     std::vector<float> scores_;
 };
 

@@ -31,9 +31,17 @@ struct PagedReads {
     const int64_t* keys;  // [rows] keys that a row sees
 
     int64_t token_stride() const { return groups * 2 * channels; }
-    const float* key(int64_t row, int64_t position, int64_t group) const {
-        int64_t page = pages[row * pages_per_row + position / block_tokens];
-        return cache + (page * block_tokens + position % block_tokens) * token_stride() + group * 2 * channels;
+    // The first `count` keys that a row sees of a group, and their values. They are far from each other, so the
+    // processor does not foresee them: without the prefetch a step with 80 keys a row takes a fifth longer.
+    void find(int64_t row, int64_t group, int64_t count, const float** keys_at, const float** values_at) const {
+        const int64_t* page = pages + row * pages_per_row;
+        for (int64_t first = 0; first < count; first += block_tokens, ++page) {
+            const float* key = cache + *page * block_tokens * token_stride() + group * 2 * channels;
+            for (int64_t i = first; i < std::min(first + block_tokens, count); ++i, key += token_stride()) {
+                keys_at[i] = key, values_at[i] = key + channels;
+                for (int64_t c = 0; c < 2 * channels; c += 16) __builtin_prefetch(key + c);
+            }
+        }
     }
 };
 
@@ -58,12 +66,9 @@ inline void paged_attention(const float* query, int64_t row_stride, int64_t grou
                                     out + ((row * groups + g) * heads + h) * channels, nullptr, reads.keys[row]});
             }
             keys.resize(longest), values.resize(longest);
-            for (int64_t k = 0; k < longest; ++k) {
-                keys[k] = reads.key(starts[i], k, g);
-                values[k] = keys[k] + channels;
-            }
-            attention.load_keys(keys.data(), values.data(), longest, int(channels));
-            attention.attend(rows.data(), int64_t(rows.size()), scale);
+            reads.find(starts[i], g, longest, keys.data(), values.data());
+            attention.attend(keys.data(), values.data(), longest, int(channels), rows.data(), int64_t(rows.size()),
+                             scale);
         }
     });
 }

@@ -18,6 +18,7 @@ constexpr int ROWS = W == 16 ? 12 : 6;  // of a tile; its 2 · ROWS accumulators
 constexpr int64_t K_BLOCK = 256;        // a panel's rows that stay in the first-level cache
 constexpr int64_t M_BLOCK = 16 * ROWS;  // rows of x that stay in the second-level cache
 constexpr int64_t PACKED_K = 4 * K_BLOCK;  // a panel's rows that are packed at a time
+constexpr int64_t PACKED = 1 << 18;  // floats of the panels that are packed at a time
 
 inline int64_t panels_of(int64_t n) { return (n + PANEL - 1) / PANEL; }
 
@@ -35,9 +36,14 @@ inline void pack_panel(Matrix from, int64_t columns, int64_t k, float* panel) {
         return;
     }
     int64_t whole = from.column_stride == 1 && columns == PANEL ? k / W * W : 0;
+    const float* rows[PANEL];
+    for (int64_t j = 0; j < columns; ++j) rows[j] = from.data + j * from.row_stride;
     for (int64_t i = 0; i < whole; i += W)
-        for (int j = 0; j < 2; ++j)
-            transpose(from.data + j * W * from.row_stride + i, from.row_stride, panel + i * PANEL + j * W, PANEL);
+        for (int j = 0; j < PANEL; j += W) {
+            Vec vectors[W];
+            transpose(rows + j, i, vectors);
+            for (int l = 0; l < W; ++l) store(panel + (i + l) * PANEL + j, vectors[l]);
+        }
     for (int64_t i = whole; i < k; ++i)
         for (int64_t j = 0; j < PANEL; ++j)
             panel[i * PANEL + j] = j < columns ? from.data[j * from.row_stride + i * from.column_stride] : 0.0f;
@@ -99,21 +105,40 @@ void tile_of(int rows, Matrix x, const float* panel, int64_t k, float* out, int6
     }
 }
 
+// `count` ≤ ROWS neighbouring rows of x whose elements of one column lie next to each other -> [K][count], which a tile
+// reads in order. Writes up to W floats more.
+inline void pack_rows(const float* x, int64_t column_stride, int64_t count, int64_t k, float* packed) {
+    static_assert(ROWS < W);
+    for (int64_t l = 0; l < k; ++l) store(packed + l * count, load(x + l * column_stride, int(count)));
+}
+
 // Rows [0, m) of some panels of out; `adds`: to what out holds.
 inline void gemm_panels(Matrix x, int64_t m, int64_t k, const float* packed, int64_t n, int64_t first_panel,
                         int64_t last_panel, float* out, int64_t out_stride, const float* bias, bool adds) {
+    static thread_local std::vector<float> packed_rows;
+    // Processors with AVX2 alone have 32 KB of first-level cache, in which columns of x push each other out; those with
+    // AVX-512 are faster without the copy.
+    bool is_copied = W == 8 && x.row_stride == 1 && x.column_stride > 1;
     for (int64_t m0 = 0; m0 < m; m0 += M_BLOCK) {
         int64_t rows = std::min(M_BLOCK, m - m0), tiles = (rows + ROWS - 1) / ROWS;
+        auto start_of = [&](int64_t t) { return rows * t / tiles; };  // of even sizes
+        if (is_copied) {
+            packed_rows.resize(M_BLOCK * k + W);
+            for (int64_t t = 0; t < tiles; ++t)
+                pack_rows(x.data + m0 + start_of(t), x.column_stride, start_of(t + 1) - start_of(t), k,
+                          packed_rows.data() + start_of(t) * k);
+        }
         for (int64_t p = first_panel; p < last_panel; ++p) {
             int columns = int(std::min<int64_t>(PANEL, n - p * PANEL));
             float* block = out + m0 * out_stride + p * PANEL;
             for (int64_t k0 = 0; k0 < k; k0 += K_BLOCK)
-                for (int64_t t = 0; t < tiles; ++t) {  // of even sizes
-                    int64_t start = rows * t / tiles, end = rows * (t + 1) / tiles;
-                    const float* left = x.data + (m0 + start) * x.row_stride + k0 * x.column_stride;
-                    tile_of<ROWS>(int(end - start), {left, x.row_stride, x.column_stride},
-                                  packed + (p * k + k0) * PANEL, std::min(K_BLOCK, k - k0), block + start * out_stride,
-                                  out_stride, columns, k0 == 0 && !adds);
+                for (int64_t t = 0; t < tiles; ++t) {
+                    int64_t start = start_of(t), count = start_of(t + 1) - start;
+                    Matrix left{x.data + (m0 + start) * x.row_stride + k0 * x.column_stride, x.row_stride,
+                                x.column_stride};
+                    if (is_copied) left = {packed_rows.data() + start * k + k0 * count, 1, count};
+                    tile_of<ROWS>(int(count), left, packed + (p * k + k0) * PANEL, std::min(K_BLOCK, k - k0),
+                                  block + start * out_stride, out_stride, columns, k0 == 0 && !adds);
                 }
             if (bias)
                 for (int64_t i = 0; i < rows; ++i)
@@ -146,20 +171,24 @@ inline void gemm(Matrix x, int64_t m, int64_t k, const float* packed, int64_t n,
     });
 }
 
-// The same with a weight [N, K] that is not packed; packs a part of a panel at a time. `adds`: to what out holds.
+// The same with a weight [N, K] that is not packed; packs a part at a time. `adds`: to what out holds.
 inline void gemm_unpacked(Matrix x, int64_t m, int64_t k, Matrix weight, int64_t n, float* out, int64_t out_stride,
                           const float* bias, bool adds) {
     gemm_shares(m, k, n, [&](int64_t first, int64_t last, int64_t first_panel, int64_t last_panel) {
-        static thread_local std::vector<float> panel;
-        panel.resize(std::min(k, PACKED_K) * PANEL);
+        static thread_local std::vector<float> packed;
+        int64_t deepest = std::clamp<int64_t>(k, 1, PACKED_K), most = std::max<int64_t>(1, PACKED / (deepest * PANEL));
+        packed.resize(std::min(most, last_panel - first_panel) * deepest * PANEL);
         for (int64_t k0 = 0; k0 < k; k0 += PACKED_K) {
             int64_t depth = std::min(PACKED_K, k - k0);
-            for (int64_t p = first_panel; p < last_panel; ++p) {
-                int64_t columns = std::min<int64_t>(PANEL, n - p * PANEL);
-                pack_panel(columns_from(rows_from(weight, p * PANEL), k0), columns, depth, panel.data());
-                gemm_panels(columns_from(rows_from(x, first), k0), last - first, depth, panel.data(), columns, 0, 1,
-                            out + first * out_stride + p * PANEL, out_stride,
-                            bias && k0 + depth == k ? bias + p * PANEL : nullptr, adds || k0 > 0);
+            for (int64_t p0 = first_panel; p0 < last_panel; p0 += most) {
+                int64_t panels = std::min(most, last_panel - p0), columns = std::min(n - p0 * PANEL, panels * PANEL);
+                Matrix part = columns_from(rows_from(weight, p0 * PANEL), k0);
+                for (int64_t p = 0; p < panels; ++p)
+                    pack_panel(rows_from(part, p * PANEL), std::min<int64_t>(PANEL, columns - p * PANEL), depth,
+                               packed.data() + p * depth * PANEL);
+                gemm_panels(columns_from(rows_from(x, first), k0), last - first, depth, packed.data(), columns, 0,
+                            panels, out + first * out_stride + p0 * PANEL, out_stride,
+                            bias && k0 + depth == k ? bias + p0 * PANEL : nullptr, adds || k0 > 0);
             }
         }
     });

@@ -214,8 +214,8 @@ std::tuple<Tensor, Tensor> segment_attention(const Tensor& query, const Tensor& 
                     rows.push_back({q.at(s.queries[i * s.q + j], h), to + (r * heads + h) * channels,
                                     log_sums + r * heads + h, s.seen(i, j)});
             }
-            attention.load_keys(at_key.data(), at_value.data(), longest, int(channels));
-            attention.attend(rows.data(), int64_t(rows.size()), float(scale));
+            attention.attend(at_key.data(), at_value.data(), longest, int(channels), rows.data(), int64_t(rows.size()),
+                             float(scale));
         }
     });
     return {out, sums};

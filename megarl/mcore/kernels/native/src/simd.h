@@ -29,30 +29,20 @@ inline Vec first(int n, Vec x, Vec other) {  // the first n elements of x, then 
     return _mm512_mask_mov_ps(other, __mmask16((1u << n) - 1), x);
 }
 
-// Transposes W rows of W floats, `stride` floats apart, into `to`.
-inline void transpose(const float* from, int64_t stride, float* to, int64_t to_stride) {
-    __m512 r[16], t[16];
-    for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_ps(from + i * stride);
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        r[i] = _mm512_shuffle_ps(t[i], t[i + 2], 0x44);
-        r[i + 1] = _mm512_shuffle_ps(t[i], t[i + 2], 0xEE);
-        r[i + 2] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0x44);
-        r[i + 3] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0xEE);
-    }
-    for (int i = 0; i < 16; i += 8)
-        for (int j = 0; j < 4; ++j) {
-            t[i + j] = _mm512_shuffle_f32x4(r[i + j], r[i + j + 4], 0x88);
-            t[i + j + 4] = _mm512_shuffle_f32x4(r[i + j], r[i + j + 4], 0xDD);
+// Elements start … start + W − 1 of W rows -> columns[i] holds element start + i of all rows.
+inline void transpose(const float* const* rows, int64_t start, Vec* columns) {
+    for (int c = 0; c < 16; c += 4) {  // four elements at a time: lane j of r[i] is of row 4 · j + i
+        __m512 r[4], t[4];
+        for (int i = 0; i < 4; ++i) {
+            auto lane = [&](int j) { return _mm_loadu_ps(rows[4 * j + i] + start + c); };
+            r[i] = _mm512_insertf32x4(_mm512_castps128_ps512(lane(0)), lane(1), 1);
+            r[i] = _mm512_insertf32x4(_mm512_insertf32x4(r[i], lane(2), 2), lane(3), 3);
         }
-    for (int j = 0; j < 8; ++j) {
-        r[j] = _mm512_shuffle_f32x4(t[j], t[j + 8], 0x88);
-        r[j + 8] = _mm512_shuffle_f32x4(t[j], t[j + 8], 0xDD);
+        t[0] = _mm512_unpacklo_ps(r[0], r[1]), t[1] = _mm512_unpackhi_ps(r[0], r[1]);
+        t[2] = _mm512_unpacklo_ps(r[2], r[3]), t[3] = _mm512_unpackhi_ps(r[2], r[3]);
+        columns[c] = _mm512_shuffle_ps(t[0], t[2], 0x44), columns[c + 1] = _mm512_shuffle_ps(t[0], t[2], 0xEE);
+        columns[c + 2] = _mm512_shuffle_ps(t[1], t[3], 0x44), columns[c + 3] = _mm512_shuffle_ps(t[1], t[3], 0xEE);
     }
-    for (int i = 0; i < 16; ++i) _mm512_storeu_ps(to + i * to_stride, r[i]);
 }
 
 #elif defined(__AVX2__) && defined(__FMA__)
@@ -80,24 +70,18 @@ inline Vec zero_below(Vec x, float limit, Vec y) {
 }
 inline Vec first(int n, Vec x, Vec other) { return _mm256_blendv_ps(other, x, _mm256_castsi256_ps(mask_of(n))); }
 
-inline void transpose(const float* from, int64_t stride, float* to, int64_t to_stride) {
-    __m256 r[8], t[8];
-    for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps(from + i * stride);
-    for (int i = 0; i < 8; i += 2) {
-        t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
-        t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+inline void transpose(const float* const* rows, int64_t start, Vec* columns) {
+    for (int c = 0; c < 8; c += 4) {  // four elements at a time: lane j of r[i] is of row 4 · j + i
+        __m256 r[4], t[4];
+        for (int i = 0; i < 4; ++i) {
+            auto lane = [&](int j) { return _mm_loadu_ps(rows[4 * j + i] + start + c); };
+            r[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(lane(0)), lane(1), 1);
+        }
+        t[0] = _mm256_unpacklo_ps(r[0], r[1]), t[1] = _mm256_unpackhi_ps(r[0], r[1]);
+        t[2] = _mm256_unpacklo_ps(r[2], r[3]), t[3] = _mm256_unpackhi_ps(r[2], r[3]);
+        columns[c] = _mm256_shuffle_ps(t[0], t[2], 0x44), columns[c + 1] = _mm256_shuffle_ps(t[0], t[2], 0xEE);
+        columns[c + 2] = _mm256_shuffle_ps(t[1], t[3], 0x44), columns[c + 3] = _mm256_shuffle_ps(t[1], t[3], 0xEE);
     }
-    for (int i = 0; i < 8; i += 4) {
-        r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
-        r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xEE);
-        r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
-        r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xEE);
-    }
-    for (int i = 0; i < 4; ++i) {
-        t[i] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x20);
-        t[i + 4] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x31);
-    }
-    for (int i = 0; i < 8; ++i) _mm256_storeu_ps(to + i * to_stride, t[i]);
 }
 
 #else
