@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes what the quickstarts and tools/curves.py start from: prompts, a tokenizer, and a policy to which supervised
-# fine-tuning on two ranks taught part of the task (sums of two numbers below 100).
+# fine-tuning on two ranks taught part of the task (sums of two two-digit numbers).
 #   SAVE=runs/mine bash launch/warm_start.sh [flags of megarl.train_sft]
 #   SAVE=runs/mine CONFIG=moe_quickstart SEED=2 bash launch/warm_start.sh
 # Writes SAVE/data (train.jsonl, heldout.jsonl, tokenizer.model) and SAVE/sft (the policy's checkpoint).
@@ -22,11 +22,12 @@ export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 
 say() { printf '\nwarm start: %s\n' "$*"; }
 
-say "prompts: sums of two numbers below 100, and a tokenizer for them"
-"$PYTHON_BIN" tools/make_prompts.py --task basic_arithmetic --train 4000 --heldout 400 --seed "$SEED" \
+say "prompts: sums of two two-digit numbers, and a tokenizer for them"
+"$PYTHON_BIN" tools/make_prompts.py --task basic_arithmetic --train 6000 --heldout 400 --seed "$SEED" \
     --out "$SAVE/data" --prompt-template '{metadata[expression]} =' \
     --task-option 'operators=["+"]' --task-option allow_parentheses=false \
-    --task-option min_terms=2 --task-option max_terms=2 --task-option min_digits=1 --task-option max_digits=2
+    --task-option min_terms=2 --task-option max_terms=2 --task-option min_digits=2 --task-option max_digits=2 \
+    --keep '^\d\d \+ \d\d =$'
 "$PYTHON_BIN" tools/train_tokenizer.py --input "$SAVE/data/train.jsonl" --vocab-size 32 --out "$SAVE/data/tokenizer"
 
 say "supervised fine-tuning on two ranks"

@@ -20,6 +20,7 @@ import importlib.metadata
 import json
 import os
 import random
+import re
 import sys
 import types
 import typing
@@ -60,12 +61,17 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         default="{question}",
         help="text of a prompt, with {question} and {metadata[FIELD]} of the entry; default: %(default)s",
     )
+    parser.add_argument("--keep", metavar="REGEX", help="leave out prompts that this Python expression does not match")
     arguments = parser.parse_args(argv)
     for name in ("train", "heldout"):
         if getattr(arguments, name) < 1:
             raise UsageError(f"--{name} {getattr(arguments, name)}: must be at least 1")
     if arguments.seed < 0:
         raise UsageError(f"--seed {arguments.seed}: must not be negative")
+    try:
+        arguments.keep = re.compile(arguments.keep or "")
+    except re.error as error:
+        raise UsageError(f"--keep {arguments.keep!r}: is no regular expression: {error}") from None
     return arguments
 
 
@@ -199,7 +205,7 @@ def distinct_lines(dataset: Any, arguments: argparse.Namespace) -> list[dict[str
             raise UsageError(f"--task {arguments.task}: fails on entry {index}: {error}") from None
         line = make_line(entry, arguments.task, arguments.prompt_template, dataset.score_answer, rebuilt)
         question, prompt = normalise(entry["question"]), normalise(line["prompt"])
-        if question not in questions and prompt not in prompts:
+        if question not in questions and prompt not in prompts and arguments.keep.search(line["prompt"]):
             lines.append(line)
         questions.add(question)
         prompts.add(prompt)
@@ -207,7 +213,7 @@ def distinct_lines(dataset: Any, arguments: argparse.Namespace) -> list[dict[str
             return lines
     raise UsageError(
         f"--train {arguments.train} and --heldout {arguments.heldout} need {wanted} different questions, but --task "
-        f"{arguments.task} gave {len(lines)} in {dataset.config.size} tries; ask for fewer or widen its options"
+        f"{arguments.task} gave {len(lines)} in {dataset.config.size} tries; ask for fewer, widen its options or --keep"
     )
 
 
@@ -259,6 +265,7 @@ def main(argv: list[str]) -> int:
             "task": arguments.task,
             "task_options": sorted(arguments.task_option),
             "prompt_template": arguments.prompt_template,
+            "keep": arguments.keep.pattern,
             "seed": arguments.seed,
             "reasoning_gym": importlib.metadata.version("reasoning_gym"),
         }

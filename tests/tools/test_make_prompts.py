@@ -3,6 +3,7 @@
 import collections.abc
 import hashlib
 import json
+import re
 import typing
 
 import pytest
@@ -46,6 +47,22 @@ def test_both_files_follow_one_distribution(tmp_path):
         return sum(prompt.metadata["num_digits"] == 1 for prompt in prompts) / len(prompts)
 
     assert abs(one_digit_share("train.jsonl") - one_digit_share("heldout.jsonl")) < 0.15
+
+
+def test_prompts_that_keep_does_not_match_are_left_out(tmp_path):
+    keep = r"^\d\d [+-] \d\d ="
+    assert make(tmp_path / "all", *SUMS, *SHORT) == make(tmp_path / "kept", *SUMS, *SHORT, "--keep", keep) == 0
+    everything, kept = (
+        [
+            prompt.prompt
+            for name in ("train", "heldout")
+            for prompt in load_prompts(str(tmp_path / folder / f"{name}.jsonl"))
+        ]
+        for folder in ("all", "kept")
+    )
+    assert len(everything) == len(kept) == 360
+    assert not all(re.search(keep, prompt) for prompt in everything) and all(re.search(keep, prompt) for prompt in kept)
+    assert json.loads((tmp_path / "kept" / "prompts.json").read_text())["keep"] == keep
 
 
 def test_manifest(sums):
@@ -127,6 +144,8 @@ def test_an_overlap_in_the_files_ends_with_status_1(tmp_path, monkeypatch, capsy
         (["--task", "rearc"], "cannot be scored after they were written as JSON"),
         (["--task", "chain_sum", "--frobnicate"], "unrecognized arguments: --frobnicate"),
         (["--task", "chain_sum", "--train", "0"], "--train 0: must be at least 1"),
+        (["--task", "chain_sum", "--keep", "("], "--keep '(': is no regular expression: missing )"),
+        ([*SUMS, "--keep", "apples"], "gave 0 in"),
         (["--task", "chain_sum", "--seed", "-1"], "--seed -1: must not be negative"),
         ([], "--task"),
     ],
