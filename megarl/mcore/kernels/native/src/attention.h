@@ -29,54 +29,53 @@ struct QueryRow {
 
 inline int64_t padded_keys(int64_t keys) { return (keys + W * BLOCKS - 1) / (W * BLOCKS) * W * BLOCKS; }
 
-// W of `count` vectors, from number `at` on; `zeros` stands for those after the last.
-inline void block_at(const float* const* vectors, int64_t count, int64_t at, const float* zeros, const float** block) {
-    for (int64_t i = 0; i < W; ++i) block[i] = at + i < count ? vectors[at + i] : zeros;
-}
-
-// Products of N rows with `count` vectors of `channels` floats (a multiple of W), times `scale`, then zeros
-// -> out [N, width]. The same bits as from `Transposed`, which pays if several tiles of rows need the vectors.
-template <int N>
-void products_once(const float* const* rows, const float* const* vectors, int64_t count, int channels, int64_t width,
-                   float scale, float* out) {
-    static thread_local std::vector<float> zeros;
-    zeros.resize(channels);
-    for (int64_t at = 0; at < width; at += W) {
-        const float* block[W];
-        block_at(vectors, count, at, zeros.data(), block);
-        Vec acc[N];
-        for (int r = 0; r < N; ++r) acc[r] = zero();
-        for (int c = 0; c < channels; c += W) {
-            Vec columns[W];
-            transpose(block, c, columns);
-            for (int i = 0; i < W; ++i)
-                for (int r = 0; r < N; ++r) acc[r] = fma(all(rows[r][c + i]), columns[i], acc[r]);
-        }
-        for (int r = 0; r < N; ++r) store(out + r * width + at, mul(acc[r], all(scale)));
-    }
-}
-
 // Vectors of `channels` floats (a multiple of W), of which W lie next to each other channel by channel.
 class Transposed {
   public:
-    void load_vectors(const float* const* vectors, int64_t count, int channels) {
-        channels_ = channels;
+    // vectors[i]: where vector i is. If one tile of rows alone needs them, they must stay until `products`, which
+    // transposes them in registers: for so few rows a copy would take longer than the products.
+    void load_vectors(const float* const* vectors, int64_t count, int channels, bool is_for_one_tile = false) {
+        vectors_ = vectors, count_ = count, channels_ = channels, is_copied_ = !is_for_one_tile;
+        if (!is_copied_) return;
         data_.resize(padded_keys(count) * channels);
-        zeros_.resize(channels);
-        for (int64_t at = 0; at < padded_keys(count); at += W) {
-            const float* block[W];
-            block_at(vectors, count, at, zeros_.data(), block);
-            for (int c = 0; c < channels; c += W) {
-                Vec columns[W];
-                transpose(block, c, columns);
-                for (int i = 0; i < W; ++i) store(data_.data() + at * channels + (c + i) * W, columns[i]);
-            }
+        for (int64_t at = 0; at < padded_keys(count); at += W)
+            for_columns(at, [&](int c, Vec column) { store(data_.data() + at * channels + c * W, column); });
+    }
+
+    // Products of N rows with all vectors up to `width` (of `padded_keys`), times `scale` -> out [N, width]; those after
+    // the last vector mean nothing.
+    template <int N>
+    void products(const float* const* rows, int64_t width, float scale, float* out) const {
+        is_copied_ ? copied_products<N>(rows, width, scale, out) : direct_products<N>(rows, width, scale, out);
+    }
+
+  private:
+    // Calls f(c, channel c of W vectors) for all channels; `at`: the first vector. The last one stands for those after it.
+    template <typename F>
+    void for_columns(int64_t at, const F& f) const {
+        const float* block[W];
+        for (int64_t i = 0; i < W; ++i) block[i] = vectors_[std::min(at + i, count_ - 1)];
+        for (int c = 0; c < channels_; c += W) {
+            Vec columns[W];
+            transpose(block, c, columns);
+            for (int i = 0; i < W; ++i) f(c + i, columns[i]);
         }
     }
 
-    // Products of N rows with all vectors up to `width` (of `padded_keys`), times `scale` -> out [N, width].
     template <int N>
-    void products(const float* const* rows, int64_t width, float scale, float* out) const {
+    void direct_products(const float* const* rows, int64_t width, float scale, float* out) const {
+        for (int64_t at = 0; at < width; at += W) {
+            Vec acc[N];
+            for (int r = 0; r < N; ++r) acc[r] = zero();
+            for_columns(at, [&](int c, Vec column) {
+                for (int r = 0; r < N; ++r) acc[r] = fma(all(rows[r][c]), column, acc[r]);
+            });
+            for (int r = 0; r < N; ++r) store(out + r * width + at, mul(acc[r], all(scale)));
+        }
+    }
+
+    template <int N>
+    void copied_products(const float* const* rows, int64_t width, float scale, float* out) const {
         for (int64_t block = 0; block < width / W; block += BLOCKS) {
             Vec acc[N][BLOCKS];
             for (int r = 0; r < N; ++r)
@@ -96,9 +95,11 @@ class Transposed {
         }
     }
 
-  private:
+    const float* const* vectors_ = nullptr;
+    int64_t count_ = 0;
     int channels_ = 0;
-    std::vector<float> data_, zeros_;
+    bool is_copied_ = false;
+    std::vector<float> data_;
 };
 
 // out[r] (+)= factor[r] · Σ weights [N, width] · vectors, over vectors 0 … count − 1.
@@ -150,8 +151,8 @@ class GroupAttention {
     // keys[i] and values[i]: where key and value i of `key_count` are.
     void attend(const float* const* keys, const float* const* values, int64_t key_count, int channels,
                 const QueryRow* rows, int64_t row_count, float scale) {
-        keys_ = keys, values_ = values, count_ = key_count, channels_ = channels, is_one_tile_ = row_count <= TILE;
-        if (!is_one_tile_) transposed_.load_vectors(keys, key_count, channels);
+        values_ = values, channels_ = channels;
+        keys_.load_vectors(keys, key_count, channels, row_count <= TILE);
         for_tiles(row_count, [&](int64_t i, auto n) { attend_tile<n.value>(rows + i, scale); });
     }
 
@@ -167,10 +168,7 @@ class GroupAttention {
         }
         int64_t width = padded_keys(longest);
         scores_.resize(TILE * width);
-        if (is_one_tile_)
-            products_once<N>(queries, keys_, count_, channels_, width, scale, scores_.data());
-        else
-            transposed_.products<N>(queries, width, scale, scores_.data());
+        keys_.products<N>(queries, width, scale, scores_.data());
         float inverse[N];
         for (int r = 0; r < N; ++r) inverse[r] = softmax(rows[r], scores_.data() + r * width, width);
         weighted_sums<N>(channels_, scores_.data(), width, values_, longest, inverse, out);
@@ -193,11 +191,9 @@ class GroupAttention {
         return 1.0f / whole;
     }
 
-    const float *const *keys_ = nullptr, *const *values_ = nullptr;
-    int64_t count_ = 0;
+    const float* const* values_ = nullptr;
     int channels_ = 0;
-    bool is_one_tile_ = false;
-    Transposed transposed_;
+    Transposed keys_;
     std::vector<float> scores_;
 };
 

@@ -29,21 +29,15 @@ inline Vec first(int n, Vec x, Vec other) {  // the first n elements of x, then 
     return _mm512_mask_mov_ps(other, __mmask16((1u << n) - 1), x);
 }
 
-// Elements start … start + W − 1 of W rows -> columns[i] holds element start + i of all rows.
-inline void transpose(const float* const* rows, int64_t start, Vec* columns) {
-    for (int c = 0; c < 16; c += 4) {  // four elements at a time: lane j of r[i] is of row 4 · j + i
-        __m512 r[4], t[4];
-        for (int i = 0; i < 4; ++i) {
-            auto lane = [&](int j) { return _mm_loadu_ps(rows[4 * j + i] + start + c); };
-            r[i] = _mm512_insertf32x4(_mm512_castps128_ps512(lane(0)), lane(1), 1);
-            r[i] = _mm512_insertf32x4(_mm512_insertf32x4(r[i], lane(2), 2), lane(3), 3);
-        }
-        t[0] = _mm512_unpacklo_ps(r[0], r[1]), t[1] = _mm512_unpackhi_ps(r[0], r[1]);
-        t[2] = _mm512_unpacklo_ps(r[2], r[3]), t[3] = _mm512_unpackhi_ps(r[2], r[3]);
-        columns[c] = _mm512_shuffle_ps(t[0], t[2], 0x44), columns[c + 1] = _mm512_shuffle_ps(t[0], t[2], 0xEE);
-        columns[c + 2] = _mm512_shuffle_ps(t[1], t[3], 0x44), columns[c + 3] = _mm512_shuffle_ps(t[1], t[3], 0xEE);
-    }
+inline Vec quarters(const float* const* rows, int64_t at) {  // elements at … at + 3 of rows 0, 4, 8 and 12
+    auto lane = [&](int j) { return _mm_loadu_ps(rows[4 * j] + at); };
+    Vec found = _mm512_insertf32x4(_mm512_castps128_ps512(lane(0)), lane(1), 1);
+    return _mm512_insertf32x4(_mm512_insertf32x4(found, lane(2), 2), lane(3), 3);
 }
+inline Vec unpack_low(Vec a, Vec b) { return _mm512_unpacklo_ps(a, b); }  // in each lane of 4, as the next three
+inline Vec unpack_high(Vec a, Vec b) { return _mm512_unpackhi_ps(a, b); }
+inline Vec low_halves(Vec a, Vec b) { return _mm512_shuffle_ps(a, b, 0x44); }
+inline Vec high_halves(Vec a, Vec b) { return _mm512_shuffle_ps(a, b, 0xEE); }
 
 #elif defined(__AVX2__) && defined(__FMA__)
 
@@ -70,19 +64,14 @@ inline Vec zero_below(Vec x, float limit, Vec y) {
 }
 inline Vec first(int n, Vec x, Vec other) { return _mm256_blendv_ps(other, x, _mm256_castsi256_ps(mask_of(n))); }
 
-inline void transpose(const float* const* rows, int64_t start, Vec* columns) {
-    for (int c = 0; c < 8; c += 4) {  // four elements at a time: lane j of r[i] is of row 4 · j + i
-        __m256 r[4], t[4];
-        for (int i = 0; i < 4; ++i) {
-            auto lane = [&](int j) { return _mm_loadu_ps(rows[4 * j + i] + start + c); };
-            r[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(lane(0)), lane(1), 1);
-        }
-        t[0] = _mm256_unpacklo_ps(r[0], r[1]), t[1] = _mm256_unpackhi_ps(r[0], r[1]);
-        t[2] = _mm256_unpacklo_ps(r[2], r[3]), t[3] = _mm256_unpackhi_ps(r[2], r[3]);
-        columns[c] = _mm256_shuffle_ps(t[0], t[2], 0x44), columns[c + 1] = _mm256_shuffle_ps(t[0], t[2], 0xEE);
-        columns[c + 2] = _mm256_shuffle_ps(t[1], t[3], 0x44), columns[c + 3] = _mm256_shuffle_ps(t[1], t[3], 0xEE);
-    }
+inline Vec quarters(const float* const* rows, int64_t at) {  // elements at … at + 3 of rows 0 and 4
+    auto lane = [&](int j) { return _mm_loadu_ps(rows[4 * j] + at); };
+    return _mm256_insertf128_ps(_mm256_castps128_ps256(lane(0)), lane(1), 1);
 }
+inline Vec unpack_low(Vec a, Vec b) { return _mm256_unpacklo_ps(a, b); }
+inline Vec unpack_high(Vec a, Vec b) { return _mm256_unpackhi_ps(a, b); }
+inline Vec low_halves(Vec a, Vec b) { return _mm256_shuffle_ps(a, b, 0x44); }
+inline Vec high_halves(Vec a, Vec b) { return _mm256_shuffle_ps(a, b, 0xEE); }
 
 #else
 #error "these kernels need AVX-512, or AVX2 with FMA"
@@ -94,6 +83,19 @@ inline Vec sub(Vec a, Vec b) { return a - b; }
 inline Vec mul(Vec a, Vec b) { return a * b; }
 inline Vec div(Vec a, Vec b) { return a / b; }
 inline Vec zero() { return all(0.0f); }
+
+// Elements start … start + W − 1 of W rows -> columns[i] holds element start + i of all rows. Inlined, `columns` stays in
+// registers.
+[[gnu::always_inline]] inline void transpose(const float* const* rows, int64_t start, Vec* columns) {
+    for (int c = 0; c < W; c += 4) {
+        Vec r[4];
+        for (int i = 0; i < 4; ++i) r[i] = quarters(rows + i, start + c);
+        Vec low[2] = {unpack_low(r[0], r[1]), unpack_low(r[2], r[3])};
+        Vec high[2] = {unpack_high(r[0], r[1]), unpack_high(r[2], r[3])};
+        columns[c] = low_halves(low[0], low[1]), columns[c + 1] = high_halves(low[0], low[1]);
+        columns[c + 2] = low_halves(high[0], high[1]), columns[c + 3] = high_halves(high[0], high[1]);
+    }
+}
 
 // Elements in a fixed tree: halves are added until one number is left.
 inline float sum(Vec x) {
