@@ -53,23 +53,25 @@ def test_weights_change_under_load_and_every_token_has_its_version(size, flags):
         for mode in ("keep", "wait", "abort", None):
             for _ in range(20):  # on a busy machine the requests may have ended before the client reads its first chunk
                 steps.append(3 - steps[-1])
-                outcomes += (new := change_weights_under_load(generator, mode, steps[-1]))
-                if mode == "wait" or met_a_change(mode, new):
+                new, has_met = change_weights_under_load(generator, mode, steps[-1])
+                outcomes += new
+                if has_met or mode == "wait":  # which lets running requests end first
                     break
             else:
                 pytest.fail(f"no request was running when its weights changed (mode {mode})")
         assert running.get("/ready").json()["label"] == f"step_{steps[-1]:08d}"
-    sequences = [[*prompt, *(token for chunk in chunks for token in chunk.tokens)] for prompt, chunks in outcomes]
+    sequences = [[*request.prompt, *done.tokens] for request, done in outcomes]
     by_step = {step: recomputed(step, sequences, flags, size) for step in (1, 2)}
-    for number, (prompt, chunks) in enumerate(outcomes):
-        found = [value for chunk in chunks for value in chunk.logprobs]
-        expected = [by_step[steps[version]][number] for version in versions_of(chunks)]
-        assert found == [logprobs[len(prompt) + i] for i, logprobs in enumerate(expected)]
-    assert {version for _, chunks in outcomes for version in versions_of(chunks)} == set(range(len(steps)))
+    for number, (request, done) in enumerate(outcomes):
+        start = len(request.prompt)
+        expected = [by_step[steps[version]][number][start + i] for i, version in enumerate(done.versions)]
+        assert done.logprobs == expected
+    assert {version for _, done in outcomes for version in done.versions} == set(range(len(steps)))
 
 
-def change_weights_under_load(generator: ServerClient, mode: str | None, step: int) -> list[tuple]:
-    """(prompt, chunks) of each request of a stream in whose course the server takes the weights of a step."""
+def change_weights_under_load(generator: ServerClient, mode: str | None, step: int) -> tuple[list[tuple], bool]:
+    """(request, completion) of all requests of a stream in whose course the server takes the weights of a step, and
+    whether a running request has met the change: an abort, or tokens of both weights."""
     wanted = [replace(r, sampling=SamplingSettings(), max_new_tokens=100, end_ids=()) for r in requests()]
     chunks = []
     for chunk in generator.stream(wanted):
@@ -82,18 +84,9 @@ def change_weights_under_load(generator: ServerClient, mode: str | None, step: i
                 generator.resume()
     reasons = {chunk.finish_reason for chunk in chunks} - {None}
     assert reasons <= ({"length", "abort"} if mode == "abort" else {"length"})
-    return [(request.prompt, [chunk for chunk in chunks if chunk.number == i]) for i, request in enumerate(wanted)]
-
-
-def met_a_change(mode: str | None, outcomes: list[tuple]) -> bool:
-    if mode == "abort":
-        return any(chunk.finish_reason == "abort" for _, chunks in outcomes for chunk in chunks)
-    return any(len(set(versions_of(chunks))) > 1 for _, chunks in outcomes)
-
-
-def versions_of(chunks: list) -> list[int]:
-    """The version of each token."""
-    return [chunk.version for chunk in chunks for _ in chunk.tokens]
+    done = completions_of(chunks, len(wanted))
+    has_met = "abort" in reasons if mode == "abort" else any(len(set(one.versions)) > 1 for one in done)
+    return list(zip(wanted, done, strict=True)), has_met
 
 
 def test_wrong_weights_leave_the_old_ones(tmp_path):

@@ -14,7 +14,7 @@ from megarl.mcore.kernels import native
 from megarl.mcore.kernels.native import build
 from tests.helpers.worlds import run_world
 
-BUILD = Path(native.__file__).with_name("build.py")
+BUILD = Path(build.__file__)
 pytestmark = pytest.mark.skipif(not native.is_built(), reason="no compiled kernels: no C++ compiler, or CUDA")
 ROWS = [1, 2, 3, 4, 5, 7, 11, 12, 13, 25, 193]  # around the sizes of a tile and of a block
 FEW = list(itertools.product([1, 17, 64, 100, 300], [1, 16, 33, 320]))  # inner size, columns
