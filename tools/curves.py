@@ -4,8 +4,9 @@
     python tools/curves.py --out runs/curves --recipes gspo gmpo --seeds 1 --steps 60 --warm-start runs/quickstart
     python tools/curves.py --out runs/mine --runs small=runs/a small=runs/b large=runs/c
 
-The task is the quickstart's: sums of two numbers below 100. Writes to `--out`: data/ and sft/ (prompts, tokenizer and
-warm start, unless `--warm-start` has them), a folder RECIPE/seedN per run, curves.png and curves.json. Runs are
+The task is the quickstart's: sums of two two-digit numbers; the warm start ends earlier, so that every recipe has
+something to gain. Writes to `--out`: data/ and sft/ (prompts, tokenizer and warm start, unless `--warm-start` has
+them), a folder RECIPE/seedN per run, curves.png and curves.json. Runs are
 parallel, each on one rank with one thread. Complete runs are not repeated, so the same command resumes after an
 interruption; a run whose command or config files have changed is repeated. With `--runs` nothing is run: the figure is
 of runs that are there, of any task. Exit status 1: a run failed, or a run gained fewer than `--min-gain` points of
@@ -34,6 +35,7 @@ ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"
 RECIPES = ("ppo", "grpo", "rloo", "reinforce_plus_plus", "dapo")
 START = 2  # seed of prompts and warm start
+START_LOSS = "0.4"  # held-out loss at which the warm start ends
 DONE = "done.json"  # command and file hashes of a complete folder
 
 
@@ -138,7 +140,8 @@ def make_warm_start(start: Path):
     """Makes the quickstart's data/ and sft/ with the seed `START`. Raises RunFailed."""
     script, config = ROOT / "launch" / "warm_start.sh", CONFIGS / "quickstart_sft.yaml"
     variables = [f"SAVE={start}", f"SEED={START}", "CONFIG=quickstart"]
-    ensure(start / "sft", ["env", *variables, "bash", str(script)], [str(script), str(config)])
+    command = ["env", *variables, "bash", str(script), "--target-eval-loss", START_LOSS]
+    ensure(start / "sft", command, [str(script), str(config)])
 
 
 def train(chosen: argparse.Namespace, start: Path, out: Path, recipe: str, seed: int) -> Curve:

@@ -131,15 +131,17 @@ def test_complete_runs_are_not_repeated(tmp_path):
     assert (tmp_path / "count").read_text() == "xxx"
 
 
-def test_the_warm_start_is_that_of_the_quickstart(tmp_path, monkeypatch):
+def test_the_warm_start_is_that_of_the_quickstart_ended_earlier(tmp_path, monkeypatch):
     (tmp_path / "launch").mkdir()
-    (tmp_path / "launch" / "warm_start.sh").write_text('echo "$SAVE $SEED $CONFIG $MEGARL_VENV:$#"\n')
+    (tmp_path / "launch" / "warm_start.sh").write_text('echo "$SAVE $SEED $CONFIG $MEGARL_VENV:$# $*"\n')
     monkeypatch.setattr(curves, "ROOT", tmp_path)
     monkeypatch.setenv("SEED", "9")
     monkeypatch.delenv("MEGARL_VENV", raising=False)
     start = tmp_path / "start"
     curves.make_warm_start(start)
-    assert (start / "sft.log").read_text() == f"{start} {curves.START} quickstart {sys.prefix}:0\n"
+    assert (
+        start / "sft.log"
+    ).read_text() == f"{start} {curves.START} quickstart {sys.prefix}:2 --target-eval-loss 0.4\n"
 
 
 @pytest.mark.long
