@@ -75,11 +75,12 @@ class RunConfig:
     """The parsed command line of a program: settings, roles, and whether only to check them.
 
     `estimator`, `policy_loss` (with its options) and `rewards` are those of `--advantage`, `--policy-loss` and
-    `--reward`. `warnings`: lines for the user who starts the program.
+    `--reward`. `warnings`: lines for the user who starts the program. `trained`: names of the roles that are trained.
     """
 
     settings: Settings
     roles: dict[str, RoleSettings]
+    trained: tuple[str, ...]
     check: bool
     estimator: Estimator
     policy_loss: PolicyLoss
@@ -133,9 +134,11 @@ def parse(argv: list[str], world_size: int, program: str = "rl", ranks_per_node:
     context = _context(program, command.flags, values)
     combinations.check(context)
 
+    trained = () if context.settings.debug_rollout_only else role_flags.TRAINED_ROLES[program]
     return RunConfig(
         settings=context.settings,
         roles=_role_settings(context, values, tokens, ranks),
+        trained=tuple(role for role in trained if role in ranks),
         check=command.check,
         estimator=context.estimator,
         policy_loss=_with_options(context, values),

@@ -122,24 +122,25 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         )
     ),
     "Actor": (
-        Metric("actor/loss", "loss", "policy loss with KL and entropy terms, mean over the step's updates"),
+        Metric("actor/loss", "loss", "policy loss with KL and entropy terms, mean over the updates' tokens, or over"
+               " their sequences with --loss-aggregation seq-mean-*"),
         Metric("actor/entropy", "nats", "entropy over the whole vocabulary, mean over the updates' response tokens"),
-        Metric("actor/ppo_kl", "nats", "KL from the policy before the step, mean over tokens and updates"),
+        Metric("actor/ppo_kl", "nats", "KL from the policy before the step, mean over the updates' response tokens"),
         Metric("actor/ppo_kl_first", "nats", "the same for the first mini-batch, before any update; exactly 0"),
         Metric("actor/clip_fraction", "fraction", "response tokens whose ratio was clipped"),
         Metric("actor/kl_loss", "nats", "KL term of the loss, before its coefficient", "with --kl-in loss"),
-        Metric("actor/grad_norm", "norm", "gradient norm before clipping, mean over the updates"),
+        Metric("actor/grad_norm", "norm", "gradient norm before clipping, mean over the updates that had a loss"),
         Metric("actor/learning_rate", "rate", "learning rate of the next update"),
         Metric("actor/updates_skipped", "updates", "updates skipped, because a loss or gradient was not finite or an"
                " alarm said skip", "", ("train_rl", "train_sft")),
     ),
     "Critic": tuple(
         metric._replace(when="with a critic (--advantage gae)") for metric in (
-            Metric("critic/loss", "loss", "clipped value loss, mean over the step's updates"),
+            Metric("critic/loss", "loss", "clipped value loss, mean over the updates' response tokens"),
             Metric("critic/clip_fraction", "fraction", "response tokens whose value was clipped"),
             Metric("critic/explained_variance", "fraction", "share of the returns' variance that the values explain; 1:"
                    " perfect, below 0: worse than a constant"),
-            Metric("critic/grad_norm", "norm", "gradient norm before clipping, mean over the updates"),
+            Metric("critic/grad_norm", "norm", "gradient norm before clipping, mean over the updates that had a loss"),
             Metric("critic/learning_rate", "rate", "learning rate of the next update"),
             Metric("critic/updates_skipped", "updates", "updates skipped, as of the actor"),
         )

@@ -4,11 +4,10 @@ import hashlib
 from pathlib import Path
 
 from megarl.arguments import RunConfig, Settings
-from megarl.checkpoint import folders
+from megarl.checkpoint import folders, schedules
 from megarl.data.conversations import Encoder
 from megarl.data.prompts import PromptSet
 from megarl.errors import UsageError
-from megarl.flags.settings import TRAINED
 
 DATA = "data"  # the manifest's entry with the fingerprints of prompts, tokenizer and chat template
 SETTINGS = "settings"  # the manifest's entry with the settings that decide the numbers
@@ -56,8 +55,9 @@ def _entry(value: str | None, content: bytes) -> dict[str, str]:
 def settings_entry(config: RunConfig) -> dict[str, object]:
     """The manifest's entry about the settings that decide a run's numbers, by flag; roles' flags have their prefix."""
     found = {flag_of(name): value for name, value in vars(config.settings).items() if name not in _NOT_NUMBERS}
-    for role in (role for name, role in config.roles.items() if name in TRAINED):
-        found |= {flag_of(f"{role.name}-{name}"): getattr(role.megatron, name) for name in _LEARNING}
+    for role in config.trained:
+        args = config.roles[role].megatron
+        found |= {flag_of(f"{role}-{name}"): getattr(args, name) for name in _LEARNING}
     return found
 
 
@@ -99,7 +99,7 @@ def check_data(manifest: dict, settings: Settings, data: dict[str, dict[str, str
         )
 
 
-def check_resume(program: str, settings: Settings, data: dict, expected: dict[str, dict]) -> Path:
+def check_resume(program: str, config: RunConfig, data: dict, expected: dict[str, dict]) -> Path:
     """The checkpoint of `--load` to resume from, checked before any work starts.
 
     Args:
@@ -108,9 +108,9 @@ def check_resume(program: str, settings: Settings, data: dict, expected: dict[st
         expected: role -> global shapes of its weights according to the flags, as for `folders.check_weights`.
 
     Raises:
-        UsageError: no readable checkpoint of this program, these models and these data, or no steps left to do.
+        UsageError: no readable checkpoint of this program, these models, data and schedules, or no steps left to do.
     """
-    path, train_iters = settings.load, settings.train_iters
+    path, train_iters = config.settings.load, config.settings.train_iters
     folder = folders.find(path, "--load")
     manifest = folders.read_manifest(folder, "--load")
     if manifest["program"] != program:
@@ -120,7 +120,8 @@ def check_resume(program: str, settings: Settings, data: dict, expected: dict[st
             f"--train-iters {train_iters}: the checkpoint of --load {path} is at step {manifest['step']}; "
             "allowed is more"
         )
-    check_data(manifest, settings, data)
+    check_data(manifest, config.settings, data)
+    schedules.check(manifest, config)
     for role, shapes in expected.items():
         held = folders.frozen_folder(folder, manifest, role, "--load")
         if held != folder:

@@ -116,7 +116,7 @@ class Actor:
         if step_batch.step > self.settings.critic_warmup_steps:
             self._run_epochs(step_batch, kl_coefficient)
         else:
-            self.trainable_model.pass_over_step()
+            self.trainable_model.end_step()
         self.metrics |= self.trainable_model.router_state.metrics("router", self.settings.router_replay != "none")
         self.metrics |= self.trainable_model.offload.metrics(self.name)
 
@@ -127,9 +127,10 @@ class Actor:
             with self.trainable_model.present_for_updates():
                 updates = [self._update(batch, positions, kl_coefficient, on_policy) for positions in passes]
             self.metrics |= self.trainable_model.update_metrics(updates, METRIC_NAMES)
-            self.metrics["actor/ppo_kl_first"] = updates[0].sums[METRIC_NAMES.index("actor/ppo_kl")].item()
+            if updates[0].has_loss:
+                self.metrics["actor/ppo_kl_first"] = updates[0].means[METRIC_NAMES.index("actor/ppo_kl")].item()
             if self.settings.kl_in == "reward":
-                del self.metrics["actor/kl_loss"]
+                self.metrics.pop("actor/kl_loss", None)
 
     def _update(self, batch: Batch, positions: Tensor, kl_coefficient: float, on_policy: bool) -> Update:
         """One update. `on_policy`: also sets the old log-probs."""
@@ -146,8 +147,9 @@ class Actor:
 
         microbatches = self.trainable_model.microbatches(batch, positions)
         results, update = self.trainable_model.checked_update(
-            microbatches, self._forward, loss, METRIC_NAMES, self.update_check.accepts, has_loss
-        )
+            microbatches, self._forward, loss, METRIC_NAMES, self.loss.metric_counts(counts), self.update_check.accepts,
+            has_loss,
+        )  # fmt: skip
         if on_policy:
             scored = zip(results, microbatches, strict=True)
             self._set_old_logprobs(batch, [(logprobs, entropy, at) for (_, logprobs, entropy), (_, at) in scored])

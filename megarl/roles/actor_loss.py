@@ -68,3 +68,8 @@ class ActorLoss:
             for x in (scores.entropy, terms.approx_kl, terms.clipped)
         ]
         return value, torch.stack([value.detach().double(), *means, kl.detach().to(means[0])])
+
+    def metric_counts(self, counts: Tensor) -> Tensor:
+        """[M] what each metric of a mini-batch is a mean over: tokens, or for losses sequences, too."""
+        tokens, of_losses = counts[0], counts[0 if self.settings.loss_aggregation == "token-mean" else 1]
+        return torch.stack([of_losses, tokens, tokens, tokens, of_losses])

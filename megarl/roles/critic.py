@@ -82,6 +82,6 @@ class Critic:
 
         microbatches = self.trainable_model.microbatches(batch, positions)
         _, update = self.trainable_model.checked_update(
-            microbatches, self._forward, loss, METRIC_NAMES, self.update_check.accepts, has_loss
+            microbatches, self._forward, loss, METRIC_NAMES, count, self.update_check.accepts, has_loss
         )
         return update

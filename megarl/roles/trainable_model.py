@@ -12,7 +12,6 @@ from megarl.batch import Batch
 from megarl.checkpoint.pretrained import PretrainedWeights
 from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups
-from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.mcore.attention import packing
 from megarl.mcore.lora import adapter, peft_files, stored, whole
@@ -49,7 +48,9 @@ def forward_only(stages, microbatches: Microbatches, forward, pg_collection) -> 
 class Update(NamedTuple):
     """An optimizer update."""
 
-    sums: torch.Tensor  # its metrics
+    means: torch.Tensor  # its metrics [M], each a mean over the mini-batch
+    counts: torch.Tensor  # what each of them is a mean over: [M], or [] for all
+    has_loss: bool  # False: no token of the mini-batch counts
     is_skipped: bool  # although there was a loss
     norm: float  # of the gradient
 
@@ -64,7 +65,7 @@ class TrainableModel:
 
         Args:
             vocab_size: of the tokenizer, without padding.
-            updates: optimizer updates in one iteration, the unit of the schedule flags.
+            updates: optimizer updates in a step with a full batch.
             value_head: a scalar head instead of the vocabulary projection.
         """
         self.role, self.role_groups = role, role_groups
@@ -75,7 +76,7 @@ class TrainableModel:
         self.wrapped = optimizer.wrap_for_training(self.model, role.megatron, role_groups.pg_collection)
         adapter.keep_base(self.model)
         self.optimizer = optimizer.build_optimizer(self.wrapped, role.megatron, role_groups.pg_collection)
-        self.scheduler = optimizer.build_scheduler(self.optimizer, role.megatron, updates)
+        self.scheduler, self._step = optimizer.build_scheduler(self.optimizer, role.megatron, updates), 1
         self._base_fingerprint: str | None = None  # of the weights under low-rank factors
         self.router_state = RouterState(role, role_groups, self.model)
         self.offload = offload.Offload({})
@@ -153,47 +154,66 @@ class TrainableModel:
                 applied, norm = optimizer.update(self.optimizer, functools.partial(accepts, results))
             adapter.merge(self.model)
             self.optimizer.zero_grad()  # frees the optimizer's copies of the gradients
-        if applied:
-            self.scheduler.step(1)
+        self._set_schedule(min(self.scheduler.num_steps + 1, self._step * self.updates))
         return results, applied, norm
 
     def checked_update(
         self, microbatches: Microbatches, forward, loss, names: tuple[str, ...],
-        check: Callable[[float, dict[str, float]], bool], has_loss: bool = True,
+        counts: torch.Tensor, check: Callable[[float, dict[str, float]], bool], has_loss: bool = True,
     ) -> tuple[list, Update]:  # fmt: skip
         """One optimizer update, unless `check` rejects it or the mini-batch has no loss. A collective of the role.
 
         Args:
             forward, loss: as of `update`; a result's first item is its metrics [len(names)], whose sums over
                 micro-batches and replicas are those of the mini-batch. `names[0]` is the loss.
+            counts: what these metrics are means over, as of `Update`.
             check: (loss, metrics with the gradient norm) -> whether to apply the update.
 
         Returns:
             Results of the micro-batches, and what the update has shown.
         """
-        sums = None
+        means = None
 
         def accepts(results: list, norm: float) -> bool:
-            nonlocal sums
-            sums = self.role_groups.dp_all_reduce(torch.stack([of_microbatch for of_microbatch, *_ in results]).sum(0))
-            metrics = dict(zip(names, sums.tolist(), strict=True)) | {f"{self.role.name}/grad_norm": norm}
+            nonlocal means
+            means = self.role_groups.dp_all_reduce(torch.stack([of_microbatch for of_microbatch, *_ in results]).sum(0))
+            metrics = dict(zip(names, means.tolist(), strict=True)) | {f"{self.role.name}/grad_norm": norm}
             return has_loss and check(metrics[names[0]], metrics)
 
         results, applied, norm = self.update(microbatches, forward, loss, accepts)
-        return results, Update(sums, is_skipped=has_loss and not applied, norm=norm)
+        is_skipped = has_loss and not applied
+        return results, Update(means, counts=counts, has_loss=has_loss, is_skipped=is_skipped, norm=norm)
 
     def update_metrics(self, updates: list[Update], names: tuple[str, ...]) -> dict[str, float]:
-        """Metrics of a step's updates: means over them, and how many were skipped."""
-        means = torch.stack([update.sums for update in updates]).mean(0).tolist()
-        return dict(zip(names, means, strict=True)) | {
-            f"{self.role.name}/grad_norm": sum(update.norm for update in updates) / len(updates),
+        """Metrics of a step after its last update: means over the tokens or sequences of all updates.
+
+        An update without a loss counts in none of them; without any loss, the step has no means.
+        """
+        self.end_step()
+        metrics, trained = {}, [update for update in updates if update.has_loss]
+        if trained:
+            counts = torch.stack([update.counts.expand_as(update.means) for update in trained])
+            means = (torch.stack([update.means for update in trained]) * counts).sum(0) / counts.sum(0).clamp(min=1)
+            metrics = dict(zip(names, means.tolist(), strict=True))
+            metrics[f"{self.role.name}/grad_norm"] = sum(update.norm for update in trained) / len(trained)
+        return metrics | {
             f"{self.role.name}/learning_rate": self.learning_rate(),
             f"{self.role.name}/updates_skipped": sum(update.is_skipped for update in updates),
         }
 
-    def pass_over_step(self):
-        """Advances the schedule by an iteration without updates."""
-        self.scheduler.step(self.updates)
+    def begin_step(self, step: int):
+        """Sets learning rate and weight decay for a step of the run, counted from 1, whatever earlier steps updated."""
+        self._step = step
+        self._set_schedule((step - 1) * self.updates)
+
+    def end_step(self):
+        """Sets learning rate and weight decay to those after the step, also if it had fewer updates or none."""
+        self._set_schedule(self._step * self.updates)
+
+    def _set_schedule(self, position: int):
+        """`position`: in updates of full batches."""
+        self.scheduler.num_steps = position
+        self.scheduler.step(0)
 
     def learning_rate(self) -> float:
         """The learning rate of the next update."""
@@ -207,8 +227,7 @@ class TrainableModel:
 
     def state(self, extra: dict, loading: bool = False) -> dict:
         """The role's checkpoint state with picklable `extra` of the caller; `loading`: as a template to fill."""
-        plain = {"scheduler": self.scheduler.state_dict(), **extra}
-        plain |= self._fingerprint()
+        plain = extra | self._fingerprint()
         with self.offload.present("weights", "optimizer"):  # a distributed optimizer gathers its state
             state = dist_checkpoint.role_state(
                 self.role.name, self.model, self.optimizer, plain, self.role_groups.pg_collection, self.role.ranks,
@@ -227,7 +246,7 @@ class TrainableModel:
         """Loads the filled state of `state(..., loading=True)`; returns the caller's `extra`.
 
         Raises:
-            UsageError: another schedule, or other weights under the low-rank factors.
+            UsageError: other weights under the low-rank factors.
         """
         for name, found in self._fingerprint().items():
             pg_collection = self.role_groups.pg_collection
@@ -237,12 +256,4 @@ class TrainableModel:
             dist_checkpoint.load_weights(self.model, loaded["model"], strict=not adapter.adapted_linears(self.model))
             adapter.merge(self.model)
             self.optimizer.load_state_dict(dist_checkpoint.optimizer_state(loaded, self.optimizer))
-        try:
-            self.scheduler.load_state_dict(loaded["plain"].pop("scheduler"))
-        except AssertionError as error:
-            raise UsageError(
-                f"{self.role.name}: the schedule differs from the checkpoint's ({error}); give the same flags, "
-                "--override-opt-param-scheduler for the new ones, or --use-checkpoint-opt-param-scheduler for the old",
-                reporting_rank=self.role.ranks.start,
-            ) from None
         return loaded["plain"]

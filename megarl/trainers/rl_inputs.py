@@ -51,7 +51,7 @@ class RLInputs:
         if s.load:
             factors.check_factors(s.load, saved)
             shapes = {role.name: factors.resume_shapes(role, role.model_vocab_size(tokens)) for role in saved}
-            self.resume = resume.check_resume("train_rl", s, self.data, shapes)
+            self.resume = resume.check_resume("train_rl", config, self.data, shapes)
         if s.debug_train_only or s.debug_rollout_only:
             _check_debug_folders(s, self.resume)
         self.rollout_facts = self._rollout_facts(config) if s.save_rollouts or s.load_rollouts else {}

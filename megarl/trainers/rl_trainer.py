@@ -12,6 +12,7 @@ from megarl.roles.actor import Actor
 from megarl.roles.advantage_computer import AdvantageComputer
 from megarl.roles.critic import Critic
 from megarl.roles.reference import Reference, shares_base
+from megarl.roles.trainable_model import TrainableModel
 from megarl.rollout import replica_files
 from megarl.rollout.batcher import RolloutBatcher
 from megarl.rollout.episodes.runner import EpisodeRunner
@@ -121,6 +122,10 @@ class RLTrainer(Trainer):
         actor, critic = self.actor.trainable_model, self.critic.trainable_model
         models = {"actor": actor, "critic": critic, "reference": self.reference.frozen_model}
         return {name: model for name, model in models.items() if model}
+
+    def trained_models(self) -> list[TrainableModel]:
+        """Actor and critic."""
+        return [model for model in (self.actor.trainable_model, self.critic.trainable_model) if model]
 
     def _load_pretrained(self):
         models = self._models()

@@ -101,6 +101,10 @@ class SupervisedTrainer(Trainer, abc.ABC):
     def evaluate_batch(self, examples: ExampleBatch) -> dict[str, float]:
         """Metrics of held-out examples, `eval/loss` among them. Collective."""
 
+    def trained_models(self) -> list[TrainableModel]:
+        """The one model."""
+        return [self.trainable_model]
+
     def has_reached_target(self) -> bool:
         """Whether the last evaluation has reached the run's target."""
         target = self.settings.target_eval_loss
@@ -114,11 +118,11 @@ class SupervisedTrainer(Trainer, abc.ABC):
             tokens, total = self.role_groups.dp_all_reduce(counts)
             _, update = self.trainable_model.checked_update(
                 self.microbatches(examples.batch), self._forward, self.loss_of(examples, tokens), self.metric_names,
-                check=lambda loss, _: math.isfinite(loss),
+                counts=tokens, check=lambda loss, _: math.isfinite(loss),
             )  # fmt: skip
             prefix = self.task.prefix
             self.metrics = {
-                **{f"{prefix}/{n}": mean for n, mean in zip(self.metric_names, update.sums.tolist(), strict=True)},
+                **{f"{prefix}/{n}": mean for n, mean in zip(self.metric_names, update.means.tolist(), strict=True)},
                 f"{prefix}/grad_norm": update.norm,
                 f"{prefix}/learning_rate": self.trainable_model.learning_rate(),
                 f"{self.task.role}/updates_skipped": int(update.is_skipped),
@@ -209,4 +213,4 @@ class SupervisedInputs:
         if s.load:
             factors.check_factors(s.load, [role])
             shapes = {task.role: factors.resume_shapes(role, self.vocab_size, task.value_head)}
-            self.resume = resume.check_resume(task.program, s, self.data, shapes)
+            self.resume = resume.check_resume(task.program, config, self.data, shapes)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megarl.arguments import RunConfig
-from megarl.checkpoint import branch, factors, folders, resume
+from megarl.checkpoint import branch, factors, folders, resume, schedules
 from megarl.checkpoint.writer import CheckpointWriter, layout_of
 from megarl.comm.role_mesh import NO_LIMIT, RoleMesh
 from megarl.data.order import PromptOrder
@@ -53,6 +53,9 @@ class Trainer(abc.ABC):
         self._async_metrics = AsyncMetrics(mesh, NO_LIMIT)
         self._run_stop = RunStop(mesh.rank, config.settings.exit_grace)
         self._profiler = step_profiler(config, mesh, timers)
+        if inputs.resume:
+            ignored = schedules.adopt(folders.read_manifest(inputs.resume, "--load"), config)
+            warn(ignored if mesh.rank == 0 else [])
 
     @property
     def folder(self) -> Path | None:
@@ -109,8 +112,14 @@ class Trainer(abc.ABC):
                 self._stop(first)
                 return
             self.step = self.timers.step = self.step + 1
+            for model in self.trained_models():
+                model.begin_step(self.step)
             with self._profiler.step(self.step) if self._profiler else contextlib.nullcontext():
                 yield self.step
+
+    @abc.abstractmethod
+    def trained_models(self) -> list[TrainableModel]:
+        """This rank's models that the run trains."""
 
     @abc.abstractmethod
     def save(self, step: int):
@@ -143,6 +152,7 @@ class Trainer(abc.ABC):
             "steps_skipped": self.skipped,
             resume.DATA: self.inputs.data,
             resume.SETTINGS: resume.settings_entry(self.config),
+            **schedules.manifest_entry(self.config),
             "layout": layout_of(self.config.roles),
             **factors.manifest_entry(self.config.roles),
         }

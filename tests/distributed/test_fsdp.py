@@ -281,6 +281,7 @@ def relay(rank, flags: str, value_head: bool, source, target, updates: int):
     if source:
         found.restore(dist_checkpoint.load({"r": found.state({}, loading=True)}, source)["r"])
     before = contents(found)
+    found.scheduler.step(int(before["steps"].max()))
     for _ in range(updates):
         assert step(found, value_head=value_head)[1]
     if target:

@@ -148,7 +148,7 @@ def _step(optimizer, accepts: Callable[[float], bool]) -> tuple[bool, float]:
 
 
 def build_scheduler(optimizer, args, updates_per_iteration: int) -> OptimizerParamScheduler:
-    """Returns Megatron's schedule, stepped once per update; flags such as `--lr-warmup-iters` count iterations."""
+    """Returns Megatron's schedule in updates of full batches; flags such as `--lr-warmup-iters` count iterations."""
     decay = (args.lr_decay_iters or args.train_iters) * updates_per_iteration
     warmup = (args.lr_warmup_iters or 0) * updates_per_iteration
     if args.lr_warmup_fraction is not None:
@@ -167,6 +167,4 @@ def build_scheduler(optimizer, args, updates_per_iteration: int) -> OptimizerPar
         wd_incr_style=args.weight_decay_incr_style,
         wsd_decay_steps=args.lr_wsd_decay_iters and args.lr_wsd_decay_iters * updates_per_iteration,
         lr_wsd_decay_style=args.lr_wsd_decay_style,
-        use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
-        override_opt_param_scheduler=args.override_opt_param_scheduler,
     )

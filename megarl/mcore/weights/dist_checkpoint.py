@@ -15,7 +15,6 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, merge
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, ShardedObject
 from megatron.core.dist_checkpointing.validation import StrictHandling
-from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from torch.distributed.checkpoint import CheckpointException
 
 from megarl.errors import UsageError
@@ -181,7 +180,8 @@ def optimizer_state(loaded: dict, optimizer) -> dict:
     """Merges the sharded and the plain part of a role's loaded optimizer state, for `optimizer.load_state_dict`.
 
     Megatron uses a separate optimizer for experts that are split over ranks, so a state saved by one optimizer may be
-    loaded into two, or the reverse. Each param group takes the counters and rates of the matching saved group.
+    loaded into two, or the reverse. Each param group takes what it lacks, such as the counter of updates, from the
+    matching saved group; rates, decay and Adam's numbers are those of the run's flags.
     """
     plain, optimizers = loaded["optimizer_plain"], optimizer.chained_optimizers
     saved = [plain[i] for i in sorted(plain)] if all(isinstance(key, int) for key in plain) else [plain]
@@ -209,10 +209,9 @@ def _has_groups(state: dict) -> bool:
 
 
 def _matching_group(group: dict, saved: list[dict]) -> dict:
-    """Returns the saved group with the same identifiers, ignoring whether its parameters are split experts."""
-    keys = [key for key in param_group_identifier_keys if key != "is_expert_parallel"]
-    match = next(other for other in saved if all(other.get(key) == group.get(key) for key in keys))
-    return {**match, "is_expert_parallel": group["is_expert_parallel"]}
+    """Returns the group with the counters of a saved group of the same kind of parameters, whatever its rates were."""
+    match = next((other for other in saved if other["wd_mult"] == group["wd_mult"]), saved[0])
+    return match | {name: value for name, value in group.items() if name not in ("params", "step")}
 
 
 def _restore_lists(state: dict):

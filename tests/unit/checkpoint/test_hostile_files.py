@@ -111,6 +111,10 @@ def test_a_hostile_file_runs_no_code_and_is_named(place, run, tmp_path):
     attack(folder, Attack(mark))
     sealed(folder)
     folders.check(folder, "--load")
-    parsed = program("rl", rl_argv(tmp_path / "again", f"{WAITING} --train-iters 2 --load {folder}"), 1)
+    parsed = program(
+        "rl",
+        rl_argv(tmp_path / "again", f"{WAITING} --train-iters 2 --override-opt-param-scheduler --load {folder}"),
+        1,
+    )
     (message,) = run_world(resume, 1, parsed)
     assert not mark.exists() and name in message and str(folder) in message and "\n" not in message

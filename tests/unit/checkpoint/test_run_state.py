@@ -9,6 +9,7 @@ import torch
 from megarl.errors import UsageError
 from tests.helpers.checkpoints import saved
 from tests.helpers.programs import inputs, program, rl_argv, sft_argv
+from tests.helpers.tiers import long
 from tests.helpers.tiny_models import whole_tensor
 from tests.helpers.worlds import SAFETY, run_world
 
@@ -44,6 +45,12 @@ def learn(trainable_model, updates: int):
         trainable_model.scheduler.step(1)
 
 
+def counters(trainable_model) -> set[int]:
+    """Updates so far, by the optimizers' counters."""
+    parts = trainable_model.optimizer.chained_optimizers
+    return {group.get("step", 0) for part in parts for group in part.optimizer.param_groups}
+
+
 def contents(trainable_model) -> dict:
     """Everything that a checkpoint must restore, gathered; moments only if they are not sharded."""
     group, plain = trainable_model.role_groups.pg_collection.tp, {}
@@ -54,9 +61,8 @@ def contents(trainable_model) -> dict:
     for name, parameter in trainable_model.model[0].named_parameters():
         for moment, value in part.optimizer.state.get(parameter, {}).items():
             found[f"{name}/{moment}"] = whole_tensor(name, parameter, value, group, True)
-    plain["steps"] = {group.get("step", 0) for group in part.optimizer.param_groups}
+    plain["steps"] = counters(trainable_model)
     plain["rate"] = trainable_model.learning_rate()
-    plain["scheduler"] = trainable_model.scheduler.state_dict()
     return {"tensors": found, "plain": plain}
 
 
@@ -70,6 +76,8 @@ def save(rank: int, parsed, run: Path, updates: int, load: Path | None = None, n
     if load:
         loaded = run_state.load(load, here, {name: one.state(extra, loading=True) for name, one in found.items()})
         assert all(one.restore(loaded[name]) == extra for name, one in found.items())
+        for one in found.values():
+            one.scheduler.step(max(counters(one)))  # a run does this at the start of a step
     before = {name: contents(one) for name, one in found.items()}
     for one in found.values():
         learn(one, updates)
@@ -100,7 +108,7 @@ def sft(folder: Path, flags: str = "", size: int = 1):
 def test_a_role_survives_a_round_through_another_tensor_layout(tmp_path):
     one, two, three = tmp_path / "one", tmp_path / "two", tmp_path / "three"
     first = run_world(save, 1, sft(one), one, 3)[0]["after"]["actor"]
-    assert first["plain"]["steps"] == {3} and first["plain"]["scheduler"]["num_steps"] == 3
+    assert first["plain"]["steps"] == {3} and first["plain"]["rate"] < 1e-2
     assert any(name.endswith("/exp_avg_sq") for name in first["tensors"])
     for result in run_world(save, 2, sft(two, TP2, 2), two, 0, checkpoint_of(one)):
         assert_equal(result["before"]["actor"], first)
@@ -114,6 +122,34 @@ def test_the_restored_state_continues_training_exactly(tmp_path):
     run_world(save, 1, sft(tmp_path / "b"), tmp_path / "b", 3)
     part = run_world(save, 1, sft(tmp_path / "c"), tmp_path / "c", 2, checkpoint_of(tmp_path / "b"))[0]
     assert_equal(part["after"]["actor"], whole)
+
+
+def restored_groups(rank: int, parsed, load: Path) -> list[dict]:
+    """The param groups of an actor with the state of a checkpoint, in the fourth step of a run."""
+    from megarl.checkpoint import run_state
+
+    here, found = trainable_models(parsed, ("actor",))
+    loaded = run_state.load(load, here, {"actor": found["actor"].state({}, loading=True)})
+    found["actor"].restore(loaded["actor"])
+    found["actor"].begin_step(4)
+    parts = found["actor"].optimizer.chained_optimizers
+    return [
+        {k: v for k, v in group.items() if k != "params"} for part in parts for group in part.optimizer.param_groups
+    ]
+
+
+@pytest.mark.parametrize("flags", ["", long(DISTRIBUTED)])
+def test_rates_and_adams_numbers_are_those_of_the_flags_whatever_the_checkpoint_had(flags, tmp_path):
+    run_world(save, 1, sft(tmp_path / "a", flags), tmp_path / "a", 3)
+    other = "--lr 4e-2 --min-lr 2e-2 --decoupled-lr 2e-3 --decoupled-min-lr 2e-3 --weight-decay 0.7 --adam-beta2 0.9"
+    parsed = sft(tmp_path / "b", f"{flags} {other} --adam-eps 1e-5 --lr-decay-style linear --lr-decay-iters 4")
+    (groups,) = run_world(restored_groups, 1, parsed, checkpoint_of(tmp_path / "a"))
+    assert {group["lr"] for group in groups} == {
+        3e-2,
+        2e-3,
+    }  # halfway after the warm-up, and constant for embedding and head
+    assert {group["weight_decay"] for group in groups} == {0.7, 0.0}
+    assert {(group["betas"][1], group["eps"], group["step"]) for group in groups} == {(0.9, 1e-5, 3)}
 
 
 @pytest.mark.long

@@ -195,5 +195,6 @@ def test_a_step_whose_episodes_all_failed_changes_no_weight(name, size, tmp_path
     flags = "--weight-decay 0.1 --kl-in loss --entropy-coefficient 0.05"
     for _, metrics, changed in update(tmp_path, name, flags, size, ALL):
         assert not changed
-        assert metrics[f"{name}/loss"] == metrics[f"{name}/grad_norm"] == metrics[f"{name}/updates_skipped"] == 0
+        assert metrics[f"{name}/updates_skipped"] == 0
+        assert not {f"{name}/loss", f"{name}/grad_norm"} & metrics.keys()
         assert all(value == value and abs(value) != float("inf") for value in metrics.values())

@@ -77,7 +77,7 @@ def after_masks(rank: int, parsed, name: str) -> tuple[bool, bool, dict]:
         return any(not torch.equal(*pair) for pair in zip(before, role.trainable_model.model.parameters()))
 
     first = changes()
-    batch.finished[:] = False
+    batch.finished[:], role.metrics = False, {}
     return first, changes(), role.metrics
 
 
@@ -89,7 +89,8 @@ def test_a_step_of_truncated_responses_changes_no_weight(name, size, tmp_path):
     parsed = program("rl", rl_argv(tmp_path, f"{flags} --minibatch-size 4 --ppo-epochs 2"), size)
     for first, second, metrics in run_world(after_masks, size, parsed, name):
         assert first and not second
-        assert metrics[f"{name}/loss"] == metrics[f"{name}/grad_norm"] == metrics[f"{name}/updates_skipped"] == 0
+        assert metrics[f"{name}/updates_skipped"] == 0
+        assert not {f"{name}/loss", f"{name}/grad_norm"} & metrics.keys()
         assert all(value == value and abs(value) != float("inf") for value in metrics.values())
 
 

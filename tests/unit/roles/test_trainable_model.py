@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.helpers.programs import program, rl_argv
-from tests.helpers.role_stubs import PLAIN, LocalStepBatch, experience, role_of
+from tests.helpers.role_stubs import PLAIN, SEQUENCES, LocalStepBatch, experience, role_of
 from tests.helpers.tiers import by_default, long
 from tests.helpers.worlds import run_world
 
@@ -81,5 +81,54 @@ def test_an_alarm_skips_updates(metric, size, tmp_path):
 def test_an_update_that_is_not_finite_on_one_replica_is_skipped_on_all(name, field, value, tmp_path):
     flags = "--minibatch-size 12 --ppo-epochs 2"
     for _, _, numbers, unchanged in update(tmp_path, name, flags, 2, (field, value)):
-        assert unchanged and numbers["schedule"] == 0
+        assert unchanged and numbers["schedule"] == 2  # it counts steps of the run, not what they change
         assert numbers[f"{name}/updates_skipped"] == 2
+
+
+def schedule_of_steps(rank: int, parsed, name: str, kept: int) -> list[int]:
+    """The schedule's position after steps of all sequences, of only the first `kept`, of none, and of all again."""
+    role, place = role_of(name, parsed)
+    whole, found = experience(place.dp_rank, len(place.replicas)), []
+    for step, count in enumerate((SEQUENCES, kept, 0, SEQUENCES), 1):
+        role.trainable_model.begin_step(step)
+        if count:
+            step_batch = LocalStepBatch({name: whole.select((whole.sequence_ids < count).nonzero().flatten())})
+            step_batch.count, step_batch.step = count, step
+            role.update(step_batch, *[0.0] * (name == "actor"))
+        found.append(role.trainable_model.scheduler.num_steps)
+    return found
+
+
+@pytest.mark.parametrize("name", ["actor", long("critic")])
+@pytest.mark.parametrize("size", [1, long(2)])
+def test_the_schedule_counts_steps_of_the_run_not_updates(name, size, tmp_path):
+    """A group filter leaves fewer updates to a step, or none (verl #991)."""
+    flags = f"{PLAIN} --critic-lr 0.05 --minibatch-size 4 --ppo-epochs 2 --critic-warmup-steps 1"
+    parsed = program("rl", rl_argv(tmp_path, flags), size)
+    for found in run_world(schedule_of_steps, size, parsed, name, 4):
+        assert found == [6, 12, 12, 24]  # six updates in a full step; without a batch only the next step moves it on
+
+
+def entropies(rank: int, parsed, masked: int) -> tuple[float, float]:
+    """(`actor/entropy` of a step, mean entropy of its response tokens) with truncated responses to mask."""
+    role, place = role_of("actor", parsed)
+    batch = experience(place.dp_rank, len(place.replicas))
+    batch.finished[:] = batch.sequence_ids >= masked
+    batch.logprobs[:], batch.entropy[:] = 0.0, 0.0
+    step_batch = LocalStepBatch({"actor": batch})
+    role.old_logprobs(step_batch)
+    role.update(step_batch, 0.0)
+    counted = batch.response_mask & batch.finished.repeat_interleave(batch.lengths)
+    sums = torch.stack([batch.entropy[counted].sum(), counted.sum()]).double()
+    total, count = place.dp_all_reduce(sums).tolist()
+    return role.metrics["actor/entropy"], total / count
+
+
+@pytest.mark.parametrize("masked", [0, 10])
+@pytest.mark.parametrize("size", [1, long(2)])
+def test_a_mean_over_updates_is_one_over_tokens(masked, size, tmp_path):
+    """Mini-batches of unequal size, some without a token that counts (TRL #7012, #7047); the policy does not change."""
+    flags = f"{PLAIN} --lr 0 --minibatch-size 5 --ppo-epochs 1 --entropy-coefficient 0 --mask-truncated-responses"
+    parsed = program("rl", rl_argv(tmp_path, f"{flags} --samples-per-prompt 1"), size)
+    for found, expected in run_world(entropies, size, parsed, masked):
+        assert found == pytest.approx(expected, rel=1e-6)

@@ -1,0 +1,68 @@
+"""Whether a run resumes with the schedules of its checkpoint, and which of the two counts."""
+
+from collections.abc import Iterator
+
+from megarl.arguments import RoleSettings, RunConfig
+from megarl.errors import UsageError
+
+ENTRY = "schedules"  # the manifest's entry: role -> its `effective_flags`
+_ALWAYS = (
+    "lr", "decoupled_lr", "lr_decay_style", "lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_init",
+    "weight_decay_incr_style",
+)  # fmt: skip
+_OF_WEIGHT_DECAY = ("start_weight_decay", "end_weight_decay")  # --weight-decay if it is constant
+_OF_A_DECAY = ("min_lr", "decoupled_min_lr", "lr_wsd_decay_iters", "lr_wsd_decay_style")
+
+
+def effective_flags(args) -> dict[str, object]:
+    """The flags of a role that decide the learning rate and weight decay of each step, by name in Megatron's namespace.
+
+    The steps of a decay count only if anything decays: a run with constant rates may become longer.
+    """
+    has_decay, is_constant = args.lr_decay_style != "constant", args.weight_decay_incr_style == "constant"
+    names = (*_ALWAYS, *_OF_A_DECAY * has_decay, *(("weight_decay",) if is_constant else _OF_WEIGHT_DECAY))
+    found = {name: getattr(args, name) for name in names}
+    if has_decay or args.lr_warmup_fraction is not None or not is_constant:
+        found["lr_decay_iters"] = args.lr_decay_iters or args.train_iters
+    return found
+
+
+def manifest_entry(config: RunConfig) -> dict:
+    """The entry of a checkpoint's manifest about the schedules of the trained roles."""
+    return {ENTRY: {name: effective_flags(config.roles[name].megatron) for name in config.trained}}
+
+
+def _differences(manifest: dict, config: RunConfig) -> Iterator[tuple[RoleSettings, dict, str]]:
+    """(role, its flags in the checkpoint, what differs) of each role whose schedule is not the checkpoint's."""
+    for role in map(config.roles.__getitem__, config.trained):
+        found = effective_flags(role.megatron)
+        saved = manifest.get(ENTRY, {}).get(role.name, found)
+        # A flag that only one of them has goes with the style of the decay, which then differs, too.
+        changed = [name for name in found.keys() & saved.keys() if found[name] != saved[name]]
+        if changed:
+            flags = {name: f"--{name.replace('_', '-')} {found[name]}" for name in sorted(changed)}
+            yield role, saved, ", ".join(f"{flag} (before: {saved[name]})" for name, flag in flags.items())
+
+
+def check(manifest: dict, config: RunConfig):
+    """Raises UsageError for a role whose schedule is not the checkpoint's, unless a flag says which of them counts."""
+    for role, _, changes in _differences(manifest, config):
+        if not role.megatron.override_opt_param_scheduler and not role.megatron.use_checkpoint_opt_param_scheduler:
+            raise UsageError(
+                f"{changes}: not the schedule of the {role.name} in the checkpoint of --load {config.settings.load}; "
+                "--override-opt-param-scheduler takes the new one, --use-checkpoint-opt-param-scheduler the old one"
+            )
+
+
+def adopt(manifest: dict, config: RunConfig) -> list[str]:
+    """Gives roles with `--use-checkpoint-opt-param-scheduler` the schedule of the checkpoint, before models are built.
+
+    Returns:
+        A line for each role about the flags that do not count.
+    """
+    lines = []
+    for role, saved, changes in _differences(manifest, config):
+        if role.megatron.use_checkpoint_opt_param_scheduler:
+            vars(role.megatron).update(dict.fromkeys(_OF_WEIGHT_DECAY) | saved)
+            lines.append(f"--use-checkpoint-opt-param-scheduler: the {role.name} does not use {changes}")
+    return lines

@@ -1,0 +1,71 @@
+"""Schedules on resume: those of the checkpoint, unless a flag says which of the two counts."""
+
+import json
+
+import pytest
+
+from megarl.checkpoint import schedules
+from megarl.errors import UsageError
+from tests.helpers.programs import program, reward_argv, rl_argv, sft_argv
+
+ARGV = {"sft": sft_argv, "reward": reward_argv, "rl": rl_argv}
+CONSTANT, LINEAR = "--lr 1e-2 --lr-decay-style constant", "--lr 1e-2 --lr-decay-style linear"
+OVERRIDE, OLD = "--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"
+
+
+def resumed(folder, name: str, before: str, after: str):
+    """(manifest of a run with the flags `before`, the configuration of one that resumes it with `after`)."""
+    first, second = (program(name, ARGV[name](folder, flags), 1) for flags in (before, f"{after} --load {folder}"))
+    return json.loads(json.dumps(schedules.manifest_entry(first))), second
+
+
+# Program, flags of the run, flags of its resume, what the message must name; None: accepted.
+RESUMES = [
+    ("sft", f"{CONSTANT} --train-iters 4", f"{CONSTANT} --train-iters 9", None),
+    ("sft", CONSTANT, f"{CONSTANT} --min-lr 1e-3", None),
+    ("sft", CONSTANT, "--lr 1e-3 --lr-decay-style constant", r"--lr 0.001 \(before: 0.01\): .* actor"),
+    ("sft", CONSTANT, f"{CONSTANT} --decoupled-lr 1e-3", r"--decoupled-lr 0.001 \(before: None\)"),
+    ("sft", CONSTANT, f"{CONSTANT} --weight-decay 0.3", r"--weight-decay 0.3 \(before: 0.01\)"),
+    ("rl", f"{CONSTANT} --lr-warmup-fraction 0.1 --train-iters 20",
+     f"{CONSTANT} --lr-warmup-fraction 0.1 --train-iters 40", "--lr-decay-iters 40"),
+    ("sft", f"{LINEAR} --train-iters 4", f"{LINEAR} --train-iters 9", r"--lr-decay-iters 9 \(before: 4\)"),
+    ("sft", f"{LINEAR} --lr-decay-iters 9 --train-iters 4", f"{LINEAR} --train-iters 9", None),
+    ("sft", LINEAR, f"{LINEAR} --min-lr 1e-3", r"--min-lr 0.001 \(before: 0.0\)"),
+    ("sft", LINEAR, CONSTANT, r"--lr-decay-style constant \(before: linear\)"),
+    ("sft", LINEAR, f"{LINEAR} --weight-decay-incr-style linear --start-weight-decay 0.01 --end-weight-decay 0.1",
+     r"--weight-decay-incr-style linear \(before: constant\)"),
+    ("reward", CONSTANT, "--lr 1e-3 --lr-decay-style constant", "not the schedule of the reward"),
+    ("rl", CONSTANT, f"{CONSTANT} --critic-lr 1e-3", "--lr 0.001 .* critic"),
+    ("rl", LINEAR, f"{LINEAR} --ppo-epochs 3 --minibatch-size 1", None),  # other updates, the same steps
+    ("rl", f"{LINEAR} --train-iters 2", f"{LINEAR} --train-iters 9 --debug-rollout-only", None),  # nothing is trained
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, before, after, named", RESUMES)
+def test_another_schedule_is_refused_unless_a_flag_says_which_counts(name, before, after, named, tmp_path):
+    manifest, config = resumed(tmp_path, name, before, after)
+    if named is None:
+        schedules.check(manifest, config)
+    else:
+        with pytest.raises(UsageError, match=f"{named}.*{OVERRIDE}.*{OLD}"):
+            schedules.check(manifest, config)
+    for flag in (OVERRIDE, OLD):
+        schedules.check(*resumed(tmp_path, name, before, f"{after} {flag}"))
+
+
+def test_the_flag_for_the_old_schedule_replaces_what_differs_and_names_it(tmp_path):
+    before, after = f"{LINEAR} --train-iters 4 --min-lr 1e-3", f"--lr 5e-2 --weight-decay 0.3 --train-iters 9 {OLD}"
+    manifest, config = resumed(tmp_path, "sft", before, after)
+    (line,) = schedules.adopt(manifest, config)
+    for text in ("--lr 0.05 (before: 0.01)", "--lr-decay-iters 9 (before: 4)", "--weight-decay 0.3 (before: 0.01)"):
+        assert text in line
+    args = config.roles["actor"].megatron
+    assert schedules.effective_flags(args) == manifest[schedules.ENTRY]["actor"]
+    assert (args.lr, args.min_lr, args.lr_decay_iters, args.train_iters) == (1e-2, 1e-3, 4, 9)
+    assert schedules.adopt(*resumed(tmp_path, "sft", before, f"{before} {OLD}")) == []
+    assert schedules.adopt(*resumed(tmp_path, "sft", before, f"{before} --lr 5e-2 {OVERRIDE}")) == []
+
+
+def test_a_checkpoint_without_schedules_is_not_compared(tmp_path):
+    _, config = resumed(tmp_path, "sft", LINEAR, CONSTANT)
+    schedules.check({}, config)
