@@ -104,6 +104,7 @@ class CommandLine(NamedTuple):
     values: dict[str, object]  # of those that are given
     others: list[str]  # tokens: Megatron's flags, with or without a role prefix
     check: bool  # --check
+    removed: list[str]  # warnings about flags of earlier versions
 
 
 def parse(argv: list[str], world_size: int, program: str = "rl", ranks_per_node: int | None = None) -> RunConfig:
@@ -143,7 +144,7 @@ def parse(argv: list[str], world_size: int, program: str = "rl", ranks_per_node:
         estimator=context.estimator,
         policy_loss=_with_options(context, values),
         rewards=context.terms,
-        warnings=(combinations.warning(idle),) if idle else (),
+        warnings=(*command.removed, *([combinations.warning(idle)] if idle else [])),
     )
 
 
@@ -161,7 +162,8 @@ def _read(argv: list[str], program: str) -> CommandLine:
         flags = parser.own_flags(program, _policy_loss(name))
         found, others = _parse_own(argv, program, flags)
     values = {name: value for name, value in vars(found).items() if name in flags}
-    return CommandLine(flags=flags, values=values, others=others, check=found.check)
+    removed = [f"--{name}: was removed: {text}" for name, text in parser.REMOVED.items() if name in vars(found)]
+    return CommandLine(flags=flags, values=values, others=others, check=found.check, removed=removed)
 
 
 def _parse_own(argv: list[str], program: str, own: dict[str, parser.Flag]) -> tuple[argparse.Namespace, list[str]]:

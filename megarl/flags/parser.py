@@ -16,6 +16,12 @@ from megarl.errors import ArgumentParser, UsageError
 from megarl.flags import role_flags
 from megarl.flags.settings import Settings
 
+# Flags of earlier versions, with what replaces them. They are accepted, with a warning, and do nothing.
+REMOVED = {
+    "tune": "kernels and threads follow a rule, and --kernels overrides it",
+    "parallel-work": "a rule says when a kernel uses all threads",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
@@ -115,6 +121,8 @@ def build_parser(program: str, own: dict[str, Flag] | None = None) -> argparse.A
     config_help = "YAML files of flag names and values; later files and then the command line win; null unsets a key"
     parser.add_argument("--config", nargs="+", action="extend", default=[], metavar="FILE", help=config_help)
     parser.add_argument("--check", action="store_true", help="check all input for WORLD_SIZE ranks, then exit")
+    for name in REMOVED:
+        parser.add_argument(f"--{name}", dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     group = parser.add_argument_group("megarl")
     for flag in (own_flags(program) if own is None else own).values():
         extra = {"nargs": "?", "const": True, "type": _yes_or_no} if flag.kind is bool else {"type": flag.kind}
