@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 PLACEHOLDERS = {  # placeholder -> what it stands for, as a pattern
-    "role": "actor|critic|reward|reference|rollout",
+    "role": "actor|critic|reward|reference|rollout|sft",
     "phase": "[a-z_]+",
     "term": "[^/]+",  # of --reward; a plug-in's has a colon
     "task": ".+?",  # of a prompt's metadata: any text
@@ -39,6 +39,7 @@ class Metric(NamedTuple):
 TRAINING = ("train_rl", "train_sft", "train_reward")
 LOSSES = ("train_sft", "train_reward")
 EVALUATED = ("train_rl", "evaluate")
+FP16 = "with --fp16"
 IN_TRAINING = "in training with --eval-prompts, every --eval-interval steps"
 
 SECTIONS: dict[str, tuple[Metric, ...]] = {
@@ -187,6 +188,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             for name, unit in (("load_imbalance", "ratio"), ("load_imbalance/layer_<layer>", "ratio"),
                                ("idle_experts", "fraction"), ("aux_loss", "loss"), ("z_loss", "loss"))
         ),
+    ),
+    "fp16": (
+        Metric("<role>/loss_scale", "factor", "loss scale of the next update; <role>: actor, critic, sft or reward",
+               FP16, TRAINING),
+        Metric("<role>/overflows", "updates", "updates without effect, because gradients overflowed; they lowered the"
+               " scale and do not count as skipped", FP16, TRAINING),
     ),
     "Supervised training": (
         Metric("sft/loss", "nats", "mean negative log-probability of the response tokens", "", ("train_sft",)),

@@ -26,6 +26,7 @@ from megarl.checkpoint.folders import (
 from megarl.errors import UsageError
 from megarl.observe.files import sync_directory
 
+SKIPPED_IN_A_ROW = "skipped_in_a_row"  # the manifest's number of steps up to its own that skipped an update
 WRITING, REMOVED = ".writing-", ".removed-"  # prefixes of folders that are being written and removed
 
 
@@ -144,15 +145,18 @@ def prune(run: Path, last: int, every: int, used: list[Path]):
     """Gives checkpoints another name that `sweep` removes: all but the newest `last` (0: all are kept), every step that
     `every` divides, and the best.
 
-    Those that `latest` names, that are `used`, or whose manifest cannot be read stay, too.
+    Those that `latest` names, that are `used`, or whose manifest cannot be read stay, too. While updates are skipped,
+    checkpoints hold the weights of an update that may have broken them, so the newest `last` from before stay as well.
     """
     if not last:
         return
     checkpoints = Path(run) / "checkpoints"
-    kept = {path.resolve() for path in (*complete(checkpoints)[-last:], *used)}
+    found = {folder: _manifest(folder) for folder in complete(checkpoints)}
+    sound = [folder for folder, manifest in found.items() if manifest and not manifest.get(SKIPPED_IN_A_ROW)]
+    kept = {path.resolve() for path in (*list(found)[-last:], *sound[-last:], *used)}
     kept |= {path.resolve() for path in (named(checkpoints, LATEST), named(checkpoints, BEST)) if path}
-    for folder in complete(checkpoints):
-        if folder.resolve() in kept or _manifest(folder) is None or (every and step_of(folder) % every == 0):
+    for folder, manifest in found.items():
+        if folder.resolve() in kept or manifest is None or (every and step_of(folder) % every == 0):
             continue
         remove(folder)
 

@@ -126,7 +126,7 @@ class Actor:
         with self.timers.phase(self.name, "update"):
             with self.trainable_model.present_for_updates():
                 updates = [self._update(batch, positions, kl_coefficient, on_policy) for positions in passes]
-            self.metrics |= self.trainable_model.update_metrics(updates, METRIC_NAMES)
+            self.metrics |= self.trainable_model.update_metrics(updates, METRIC_NAMES, self.name)
             if updates[0].has_loss:
                 self.metrics["actor/ppo_kl_first"] = updates[0].means[METRIC_NAMES.index("actor/ppo_kl")].item()
             if self.settings.kl_in == "reward":

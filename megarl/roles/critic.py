@@ -65,7 +65,7 @@ class Critic:
             passes = mb.updates_of_step(self.settings, batch, step_batch.count, step_batch.step)
             with self.trainable_model.present_for_updates():
                 updates = [self._update(batch, positions) for positions in passes]
-            self.metrics |= self.trainable_model.update_metrics(updates, METRIC_NAMES)
+            self.metrics |= self.trainable_model.update_metrics(updates, METRIC_NAMES, self.name)
             self.metrics |= self.trainable_model.router_state.metrics("critic/router")
             self.metrics |= self.trainable_model.offload.metrics(self.name)
 

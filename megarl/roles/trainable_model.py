@@ -1,6 +1,7 @@
 """The trainable model of an actor or critic, with optimizer, learning-rate schedule and update step."""
 
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -52,6 +53,7 @@ class Update(NamedTuple):
     counts: torch.Tensor  # what each of them is a mean over: [M], or [] for all
     has_loss: bool  # False: no token of the mini-batch counts
     is_skipped: bool  # although there was a loss
+    is_overflow: bool  # not applied, but only lowered the loss scale of fp16
     norm: float  # of the gradient
 
 
@@ -172,7 +174,7 @@ class TrainableModel:
         Returns:
             Results of the micro-batches, and what the update has shown.
         """
-        means = None
+        means = torch.empty(0)
 
         def accepts(results: list, norm: float) -> bool:
             nonlocal means
@@ -180,24 +182,37 @@ class TrainableModel:
             metrics = dict(zip(names, means.tolist(), strict=True)) | {f"{self.role.name}/grad_norm": norm}
             return has_loss and check(metrics[names[0]], metrics)
 
+        adapts_scale = optimizer.can_lower_loss_scale(self.optimizer)
         results, applied, norm = self.update(microbatches, forward, loss, accepts)
-        is_skipped = has_loss and not applied
-        return results, Update(means, counts=counts, has_loss=has_loss, is_skipped=is_skipped, norm=norm)
+        is_overflow = adapts_scale and has_loss and not math.isfinite(norm) and bool(means[0].isfinite())
+        return results, Update(
+            means, counts=counts, has_loss=has_loss, is_skipped=has_loss and not applied and not is_overflow,
+            is_overflow=is_overflow, norm=norm,
+        )  # fmt: skip
 
-    def update_metrics(self, updates: list[Update], names: tuple[str, ...]) -> dict[str, float]:
+    def update_metrics(self, updates: list[Update], names: tuple[str, ...], prefix: str) -> dict[str, float]:
         """Metrics of a step after its last update: means over the tokens or sequences of all updates.
 
         An update without a loss counts in none of them; without any loss, the step has no means.
+
+        Args:
+            names: of the updates' own metrics.
+            prefix: of the others.
         """
         self.end_step()
         metrics, trained = {}, [update for update in updates if update.has_loss]
         if trained:
             counts = torch.stack([update.counts.expand_as(update.means) for update in trained])
-            means = (torch.stack([update.means for update in trained]) * counts).sum(0) / counts.sum(0).clamp(min=1)
+            shares = counts / counts.sum(0).clamp(min=1)  # exactly 1 for a single update
+            means = (torch.stack([update.means for update in trained]) * shares).sum(0)
             metrics = dict(zip(names, means.tolist(), strict=True))
-            metrics[f"{self.role.name}/grad_norm"] = sum(update.norm for update in trained) / len(trained)
+        if norms := [update.norm for update in trained if not update.is_overflow]:
+            metrics[f"{prefix}/grad_norm"] = sum(norms) / len(norms)
+        if (scale := optimizer.loss_scale(self.optimizer)) is not None:
+            overflows = sum(update.is_overflow for update in updates)
+            metrics |= {f"{prefix}/loss_scale": scale, f"{prefix}/overflows": overflows}
         return metrics | {
-            f"{self.role.name}/learning_rate": self.learning_rate(),
+            f"{prefix}/learning_rate": self.learning_rate(),
             f"{self.role.name}/updates_skipped": sum(update.is_skipped for update in updates),
         }
 

@@ -121,11 +121,9 @@ class SupervisedTrainer(Trainer, abc.ABC):
                 counts=tokens, check=lambda loss, _: math.isfinite(loss),
             )  # fmt: skip
             prefix = self.task.prefix
+            names = tuple(f"{prefix}/{name}" for name in self.metric_names)
             self.metrics = {
-                **{f"{prefix}/{n}": mean for n, mean in zip(self.metric_names, update.means.tolist(), strict=True)},
-                f"{prefix}/grad_norm": update.norm,
-                f"{prefix}/learning_rate": self.trainable_model.learning_rate(),
-                f"{self.task.role}/updates_skipped": int(update.is_skipped),
+                **self.trainable_model.update_metrics([update], names, prefix),
                 "perf/tokens": int(total),
                 **self.trainable_model.router_state.metrics("router"),
             }

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megarl.arguments import RunConfig
-from megarl.checkpoint import branch, factors, folders, resume, schedules
+from megarl.checkpoint import branch, commit, factors, folders, resume, schedules
 from megarl.checkpoint.writer import CheckpointWriter, layout_of
 from megarl.comm.role_mesh import NO_LIMIT, RoleMesh
 from megarl.data.order import PromptOrder
@@ -150,6 +150,7 @@ class Trainer(abc.ABC):
             "vocab_size": vocab_size,
             "prompt_order": order.state_dict(),
             "steps_skipped": self.skipped,
+            commit.SKIPPED_IN_A_ROW: self._skipped_in_a_row,
             resume.DATA: self.inputs.data,
             resume.SETTINGS: resume.settings_entry(self.config),
             **schedules.manifest_entry(self.config),
@@ -168,6 +169,7 @@ class Trainer(abc.ABC):
         """Restores step, counters and data position from a checkpoint; returns its whole manifest."""
         manifest = folders.read_manifest(folder, "--load")
         self.step, self.skipped = manifest["step"], manifest["steps_skipped"]
+        self._skipped_in_a_row = manifest.get(commit.SKIPPED_IN_A_ROW, 0)
         if "prompts" not in resume.changed_data(manifest, self.inputs.data):
             order.load_state_dict(manifest["prompt_order"])
         changed = resume.changed_settings(manifest, resume.settings_entry(self.config))
@@ -227,6 +229,7 @@ class Trainer(abc.ABC):
             raise RunStopped(
                 f"--max-skipped-steps {self.settings.max_skipped_steps}: in each of the last {self._skipped_in_a_row} "
                 f"steps, up to step {step}, an update was skipped: a loss or gradient was not finite, or over a limit"
+                + "".join(f"; {name} {row[name]:g}" for name in row if name.endswith("/loss_scale"))
             )
 
     def write(self, step: int, row: dict[str, float]):

@@ -26,7 +26,9 @@ class Attack:
         return Path.touch, (self.mark,)
 
 
-def saved(run: Path, step: int, best: int | None = None, kept_for: str = "interval", accuracy: float = 0.5) -> Path:
+def saved(
+    run: Path, step: int, best: int | None = None, kept_for: str = "interval", accuracy: float = 0.5, skipped: int = 0
+) -> Path:
     """A checkpoint saved as `CheckpointWriter.save` does, with one file instead of its tensors."""
     folder = folders.step_folder(run, step)
     commit.make_room(run, folder.name)
@@ -37,6 +39,7 @@ def saved(run: Path, step: int, best: int | None = None, kept_for: str = "interv
         "program": "test",
         "kept_for": kept_for,
         "best": {"step": best, "accuracy": accuracy},
+        "skipped_in_a_row": skipped,
     }
     commit.commit(run, step, entries, {"tensors": manifest.seal(tensors)})
     commit.sweep(run)

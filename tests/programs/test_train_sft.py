@@ -231,6 +231,24 @@ def test_a_warm_start_is_kept_in_bf16(tmp_path):
     assert max(losses) < 0.8 * metrics(inputs() / "sft")[1]["sft/loss"]
 
 
+def test_fp16_lowers_its_loss_scale_before_it_trains_and_no_such_update_counts_as_skipped(tmp_path):
+    """The scale starts at 2^32, so more updates overflow than may be skipped in a row."""
+    train("sft", sft_argv(tmp_path, "--fp16 --train-iters 26 --max-skipped-steps 3 --lr-decay-iters 40"))
+    rows = list(metrics(tmp_path).values())
+    lowering = [row for row in rows if row["sft/overflows"]]
+    assert 8 < len(lowering) < 24 and "sft/grad_norm" not in lowering[0]
+    assert rows[0]["sft/loss_scale"] == 2.0**32 and rows[-1]["sft/loss_scale"] < 2.0**24
+    assert rows[-1]["sft/grad_norm"] > 0 and rows[-1]["sft/loss"] < 0.95 * rows[0]["sft/loss"]
+    assert not any(row["steps_skipped"] for row in rows)
+
+
+def test_a_run_in_fp16_with_a_constant_scale_that_overflows_ends_and_names_the_scale(tmp_path):
+    argv = sft_argv(tmp_path, "--fp16 --loss-scale 1e9 --train-iters 5 --max-skipped-steps 2 --lr-decay-iters 40")
+    with pytest.raises(RankFailed, match="RunStopped: --max-skipped-steps 2: .* over a limit; sft/loss_scale 1e\\+09"):
+        train("sft", argv)
+    assert [row["actor/updates_skipped"] for row in metrics(tmp_path).values()] == [1, 1]
+
+
 def test_only_a_warm_start_resets_the_expert_balancing_state(tmp_path):
     """A warm start may add an expert bias; a resumed run needs the saved one; a bias is never dropped silently."""
     experts = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-router-score-function sigmoid"

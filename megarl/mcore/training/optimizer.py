@@ -9,6 +9,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, clip_grads, distrib_optimizer, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import local_multi_tensor_l2_norm, to_local_if_dtensor
 from torch import Tensor
@@ -119,6 +120,17 @@ def build_optimizer(wrapped: list[DistributedDataParallel | FullyShardedDataPara
     wrapped[0].config.grad_scale_func = optimizer.scale_loss
     optimizer.routers = balanced_routers(wrapped)
     return optimizer
+
+
+def loss_scale(optimizer) -> float | None:
+    """The factor of losses and gradients in fp16; None in other types."""
+    return float(optimizer.get_loss_scale()) if optimizer.config.fp16 else None
+
+
+def can_lower_loss_scale(optimizer) -> bool:
+    """Whether a gradient that is not finite lowers the loss scale: it may only mean that the scale is too high."""
+    scalers = [getattr(chained, "grad_scaler", None) for chained in optimizer.chained_optimizers]
+    return any(isinstance(s, DynamicGradScaler) and float(s.scale) > float(s.min_scale) for s in scalers)
 
 
 def update(optimizer, accepts: Callable[[float], bool] = lambda norm: True) -> tuple[bool, float]:

@@ -212,6 +212,19 @@ def test_which_checkpoints_are_kept(last, every, best, kept, tmp_path):
     assert found == kept and folders.find(str(tmp_path), "--load").name == "step_00000006"
 
 
+@pytest.mark.parametrize("last, kept", [(1, [3, 6]), (2, [2, 3, 5, 6]), (5, [1, 2, 3, 4, 5, 6])])
+def test_checkpoints_while_updates_are_skipped_do_not_push_out_those_before(last, kept, tmp_path):
+    """Steps 4 to 6 skip updates."""
+    for step in range(1, 7):
+        saved(tmp_path, step, skipped=max(step - 3, 0))
+        commit.prune(tmp_path, last, 0, [])
+    assert sorted(folders.step_of(path) for path in (tmp_path / "checkpoints").glob("step_*")) == kept
+    saved(tmp_path, 7)
+    commit.prune(tmp_path, last, 0, [])
+    newest = [*kept, 7][-last:]
+    assert [folders.step_of(path) for path in sorted((tmp_path / "checkpoints").glob("step_*"))][-last:] == newest
+
+
 def test_weights_that_the_run_started_from_and_unreadable_checkpoints_are_kept(tmp_path):
     used, unreadable = saved(tmp_path, 1), saved(tmp_path, 2)
     (unreadable / "manifest.json").write_text("{}")
