@@ -27,7 +27,7 @@ TRAINING_ONLY = (
     "use_distributed_optimizer", "overlap_grad_reduce",
 )  # fmt: skip
 PIPELINE_LAYOUT = (
-    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
 )  # fmt: skip
 
 

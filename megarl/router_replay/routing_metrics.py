@@ -99,5 +99,6 @@ def router_metrics(
         metrics["disagreement"] = int(compared.differs.sum()) / int(compared.replayed.sum())
         by_layer = compared.differs.double() / compared.replayed.clamp(min=1)
         metrics |= {f"disagreement/layer_{n:03d}": float(by_layer[n - 1]) for n in layers}
-    metrics |= {name: float(value) / training.passes for name, value in training.losses.items()}
+    if training.passes:  # none in a step that does not update, whose model may have been scored all the same
+        metrics |= {name: float(value) / training.passes for name, value in training.losses.items()}
     return {f"{prefix}/{name}": value for name, value in metrics.items()}

@@ -5,6 +5,7 @@ reads that does more than check or copy them. Each flag must change one of these
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import re
@@ -14,7 +15,7 @@ import pytest
 
 from megarl.errors import UsageError
 from tests.helpers import programs
-from tests.helpers.worlds import run_world
+from tests.helpers.worlds import RankFailed, run_world
 
 # Files whose reads only check, print or copy: the configs' own, those of flags, and generated methods.
 COPYING = (
@@ -47,7 +48,6 @@ RUNS = [  # ranks, flags
 # Flags without which another one has no effect or is refused: company -> attributes.
 COMPANY = {
     EXPERTS: "expert_model_parallel_size moe_ffn_hidden_size moe_router_topk",
-    f"{EXPERTS} --expert-model-parallel-size 2 --bf16": "overlap_moe_expert_parallel_comm",
     f"{EXPERTS} --moe-router-load-balancing-type seq_aux_loss": "moe_aux_loss_coeff",
     f"{EXPERTS} --moe-router-score-function sigmoid": "moe_router_enable_expert_bias",
     f"{EXPERTS} {GROUPS}": "moe_router_num_groups moe_router_group_score",
@@ -62,13 +62,11 @@ COMPANY = {
     "--disable-bias-linear": "add_qkv_bias",
     "--group-query-attention": "num_query_groups",
     "--recompute-granularity selective": "recompute_modules",
-    "--bf16": "fp32_residual_connection main_grads_dtype",
     "--decoupled-lr 1e-4": "decoupled_min_lr",
     "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.2":
         "start_weight_decay end_weight_decay weight_decay_incr_style",
     TP2: "sequence_parallel",
-    f"{TP2} {FULL}": "distribute_saved_activations",
-    PP2: "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_model_parallel_layout "
+    PP2: "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
          "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank",
     "--num-layers 8 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2":
         "overlap_p2p_comm_warmup_flush overlap_p2p_comm",
@@ -80,7 +78,7 @@ VALUES = {
     "recompute_granularity": "selective", "recompute_modules": "mlp", "recompute_num_layers": "2",
     "moe_layer_freq": "2", "max_position_embeddings": "64", "lr_wsd_decay_iters": "3", "min_lr": "1e-6",
     "lr_warmup_init": "1e-6", "decoupled_min_lr": "1e-6", "decoder_first_pipeline_num_layers": "1",
-    "decoder_last_pipeline_num_layers": "1", "pipeline_model_parallel_layout": "Et|tttL",
+    "decoder_last_pipeline_num_layers": "1",
     "num_layers_per_virtual_pipeline_stage": "1", "num_virtual_stages_per_pipeline_rank": "2", "yarn_beta_fast": "40",
     "rotary_scaling_factor": "4", "rope_scaling_factor": "4", "rope_high_freq_factor": "8", "num_query_groups": "4",
     "moe_router_score_function": "sigmoid", "moe_router_load_balancing_type": "none", "moe_router_num_groups": "2",
@@ -95,10 +93,12 @@ ALREADY_SO = {
     "--no-bias-dropout-fusion", "--no-rope-fusion", "--no-persist-layer-norm", "--no-gradient-accumulation-fusion",
     "--yarn-correction-range-round-to-int", "--use-cpu-initialization", "--overlap-grad-reduce",
 }  # fmt: skip
+# Read by runs that resume (tests/unit/checkpoint/test_schedules.py).
+ON_RESUME = {("flags", f"{name}_opt_param_scheduler") for name in ("override", "use_checkpoint")}
 # Refused by Megatron without a GPU or Transformer Engine, or without one of those that `ONLY` refuses; by megarl: gloo.
 REFUSED_HERE = {
     "ep_overlap_early_attn_memory_release", "moe_permute_fusion", "moe_pad_expert_input_to_capacity",
-    "log_max_attention_logit", "expert_tensor_parallel_size",
+    "log_max_attention_logit", "expert_tensor_parallel_size", "nccl_ub", "microbatch_group_size_per_vp_stage",
 }  # fmt: skip
 
 
@@ -153,7 +153,7 @@ def read_by_runs(folder) -> frozenset[tuple[str, str]]:
         line = line.replace(GROUPED, "") if LATENT in flags else line
         for read in run_world(reads, size, line.split(), size):
             found |= {(kind, name) for kind, names in read.items() for name in names}
-    return frozenset(found)
+    return frozenset(found | ON_RESUME)
 
 
 # -- what flags change ---------------------------------------------------------------------------------------------
@@ -238,6 +238,50 @@ def test_every_accepted_flag_changes_what_a_run_reads(tmp_path_factory):
     assert not wrong, f"flags without effect: {wrong}"
     assert refused - set(ONLY) == REFUSED_HERE
     assert len(read) > 200
+
+
+# -- what flags run ------------------------------------------------------------------------------------------------
+
+
+def values_of(action: argparse.Action) -> list[str]:
+    """Every value of a flag with choices, else one."""
+    if action.nargs != 0 and action.choices and action.dest not in VALUES:
+        return [str(choice) for choice in action.choices]
+    return [tokens(action)]
+
+
+def parsed_for_fewest_ranks(argv: list[str]):
+    """(configuration, ranks) of a command line on one, two or four ranks; None: refused on all of them."""
+    for size in (1, 2, 4):
+        with contextlib.suppress(UsageError):
+            return programs.program("rl", argv, size), size
+    return None
+
+
+PARTS = 8
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_accepted_flag_runs_a_step(part, tmp_path):
+    """Whatever the parser accepts trains a step of GRPO, or is refused in one line before."""
+    failed, runs = {}, 0
+    for number, action in enumerate(accepted()[part::PARTS]):
+        company = next((flags for flags, names in COMPANY.items() if action.dest in names.split()), "")
+        for option in action.option_strings:
+            for value in values_of(action):
+                flags = f"--train-iters 1 --reward exact-match --advantage grpo {company} {option} {value}"
+                line = " ".join(programs.rl_argv(tmp_path / str(number), flags, warm_start=False))
+                found = parsed_for_fewest_ranks((line.replace(GROUPED, "") if LATENT in flags else line).split())
+                if found is None:
+                    continue
+                runs += 1
+                try:
+                    run_world(programs.in_world, found[1], "rl", found[0])
+                except RankFailed as error:
+                    if "UsageError" not in str(error):
+                        failed[f"{company} {option} {value}"] = str(error).splitlines()[-1]
+    assert runs > 15 and not failed, failed
 
 
 @pytest.mark.parametrize("flag", [

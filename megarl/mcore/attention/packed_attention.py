@@ -54,13 +54,14 @@ class ScoredAttention(PackedAttention):
     def __init__(self, config, *args, pg_collection, **kwargs):
         super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
         heads = config.num_attention_heads // pg_collection.tp.size()
-        self.softmax_offset = None
         if config.softmax_type == "off-by-one":
             self.register_buffer("softmax_offset", torch.zeros(heads, device=device.device()), persistent=False)
         elif config.softmax_type == "learnable":
             zeros = torch.zeros(heads, dtype=config.params_dtype, device=device.device())
             self.softmax_offset = torch.nn.Parameter(zeros)
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+        else:
+            self.softmax_offset = None
 
     @property
     def options(self) -> dict:

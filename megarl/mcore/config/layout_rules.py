@@ -95,6 +95,8 @@ def _ranges(args) -> list[LayoutRule]:
         LayoutRule("--lr-warmup-iters", args.lr_warmup_iters, args.lr_warmup_iters < decay,
              f"below --lr-decay-iters (default --train-iters) {decay}"),
         min_value("--lr-warmup-iters", args.lr_warmup_iters, 0),
+        LayoutRule("--lr-wsd-decay-iters", args.lr_wsd_decay_iters,
+             args.lr_decay_style != "WSD" or args.lr_wsd_decay_iters is not None, "a number with --lr-decay-style WSD"),
         LayoutRule("--lr-warmup-fraction", fraction, fraction is None or 0 <= fraction < 1, "from 0 to below 1"),
         LayoutRule("--init-method-std", std, 0 <= std < math.inf, "0 or more"),
         LayoutRule("--norm-epsilon", epsilon, 0 < epsilon < math.inf, "above 0"),
@@ -102,6 +104,7 @@ def _ranges(args) -> list[LayoutRule]:
         LayoutRule("--fp16", args.fp16, not args.fp16 or not args.bf16, "none with --bf16"),
         min_value("--distributed-timeout-minutes", args.distributed_timeout_minutes),
         min_value("--ddp-bucket-size", args.ddp_bucket_size),
+        LayoutRule("--use-nccl-ub", args.nccl_ub, not args.nccl_ub or device.has_cuda(), "none without CUDA"),
     ]  # fmt: skip
 
 
@@ -143,9 +146,8 @@ def _attention(args) -> list[LayoutRule]:
 
 
 def _pipeline(args) -> list[LayoutRule]:
-    """Stages are equal, or the first and last have given sizes; Megatron checks an explicit pipeline layout."""
+    """Stages are equal, or the first and last have given sizes."""
     stages, layers = args.pipeline_model_parallel_size, args.num_layers
-    is_explicit = args.pipeline_model_parallel_layout is not None
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     given, counted = _end_stages(args), _counted_layers(args)
     inner, inner_stages = layers - sum(given), stages - len(given)
@@ -159,10 +161,10 @@ def _pipeline(args) -> list[LayoutRule]:
              end_size),
         LayoutRule("--account-for-embedding-in-pipeline-split or --account-for-loss-in-pipeline-split", True,
              counted == layers or not given, f"none of them with {ends}"),
-        LayoutRule("--num-layers", layers, is_explicit or bool(given) or _divides(stages, counted),
+        LayoutRule("--num-layers", layers, bool(given) or _divides(stages, counted),
              f"a multiple of --pipeline-model-parallel-size {stages} "
              f"(layers counted: {counted}), or others with {ends}"),
-        LayoutRule("--num-layers", layers, is_explicit or not given or fits,
+        LayoutRule("--num-layers", layers, not given or fits,
              f"one that splits equally: {inner} layer(s) are left for {inner_stages} stage(s) between {ends}"),
     ]  # fmt: skip
 
@@ -191,7 +193,10 @@ def _virtual(args) -> list[LayoutRule]:
     is_uneven = len(sizes) > 1 or args.decoder_first_pipeline_num_layers or args.decoder_last_pipeline_num_layers
     min_stages = 2 if args.overlap_p2p_comm else 3
     flag, value = (first, per_stage) if number is None else (second, number)
+    group = args.microbatch_group_size_per_vp_stage
     return [
+        LayoutRule("--microbatch-group-size-per-virtual-pipeline-stage", group, group in (None, stages),
+             f"--pipeline-model-parallel-size {stages}"),
         min_value(first, per_stage),
         min_value(second, number),
         LayoutRule(second, number, None in (per_stage, number), f"one of it and {first}"),

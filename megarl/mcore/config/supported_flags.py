@@ -80,6 +80,14 @@ ONLY = {
     "defer_embedding_wgrad_compute": (False, "it needs Megatron's own output layer and loss"),
     "delay_wgrad_compute": (False, "weight gradients are computed in their own backward"),
     "overlap_dispatch_backward_with_experts_wgrad": (False, "weight gradients are computed in their own backward"),
+    "overlap_moe_expert_parallel_comm": (False, "it needs a schedule plan of Megatron's own model and loss"),
+    "distribute_saved_activations": (False, "saved activations are divided by --sequence-parallel"),
+    "pipeline_model_parallel_layout": (
+        None,
+        "stages are those of --decoder-first-pipeline-num-layers, …-last-…, and virtual stages",
+    ),
+    "fp32_residual_connection": (False, "a norm of a decode step has one type for hidden states and weights"),
+    "config_logger_dir": ("", "settings.yaml in --save has every flag"),
     "symmetric_ar_type": (None, "all-reduces in symmetric memory are not supported yet"),
     "overlap_param_gather": (False, "weights are read right after an update, by rollout, scoring and checkpoints"),
     "overlap_param_gather_with_optimizer_step": (False, "weights are read right after an update"),
@@ -129,7 +137,7 @@ WITHOUT_EFFECT = {
     "align_param_gather", "pipeline_model_parallel_comm_backend", "use_ring_exchange_p2p",
     "nccl_all_reduce_for_prefill",
     # optimizer: without the precision-aware one, and on the device
-    "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "use_torch_optimizer_for_cpu_offload",
+    "main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "use_torch_optimizer_for_cpu_offload",
     "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params",
     # measurements of Megatron's training loop
     "log_num_zeros_in_grad", "barrier_with_L1_time",

@@ -26,15 +26,13 @@ def _missing() -> list[str]:
 
 def rules(args) -> list[LayoutRule]:
     """Returns the rules for a role with Transformer Engine's layers, in the manner of `layout_rules`."""
-    latent, sharded, wide = args.multi_latent_attention, args.use_torch_fsdp2, args.fp32_residual_connection
+    latent, sharded = args.multi_latent_attention, args.use_torch_fsdp2
     experts, grouped, biases = args.num_experts, args.moe_grouped_gemm, args.add_bias_linear
     with_it = f"with {FLAG} {NAME}"
     return [
         LayoutRule("--multi-latent-attention", latent, not latent,
              f"none {with_it}, which fuses the norm of latents that the KV cache holds"),
         LayoutRule("--use-torch-fsdp2", sharded, not sharded, f"none {with_it}"),
-        LayoutRule("--fp32-residual-connection", wide, not wide,
-             f"none {with_it}: a layer's input has the dtype of its weights"),
         LayoutRule("--num-experts", experts, not experts or grouped,
              f"none without --moe-grouped-gemm {with_it}: experts are grouped"),
         LayoutRule("--num-experts", experts, not experts or not biases,

@@ -159,9 +159,6 @@ class DecoderLayer(TransformerLayer):
 
     def _add(self, residual: Tensor, output: Tensor, bias: Tensor | None) -> Tensor:
         """Returns residual + (output + bias), rounded as in training."""
-        if self.config.fp32_residual_connection:
-            residual, output = residual.float(), output.float()
-            bias = bias if bias is None else bias.float()
         return (output if bias is None else output + bias).add_(residual)
 
 

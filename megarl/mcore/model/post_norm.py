@@ -31,8 +31,7 @@ class PostNormLayer(DecoderLayer):
     def _add_normed(self, norm: Norm, output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, *_) -> Tensor:
         """Returns residual + norm(output + bias), in rollout and training."""
         output, bias = output_with_bias
-        normed = norm(output if bias is None else output + bias)
-        return residual + (normed.float() if self.config.fp32_residual_connection else normed)
+        return residual + norm(output if bias is None else output + bias)
 
     def _attention_bda(self, *_):
         """Megatron's interface: called with two switches, returns what adds a layer's output to the residual."""

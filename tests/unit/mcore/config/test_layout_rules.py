@@ -118,6 +118,10 @@ WRONG = {
     "sharded and EP": (f"{FSDP} {MOE} --expert-model-parallel-size 2", 2, "none with --expert-model-parallel-size 2"),
     "sharded twice": (f"{FSDP} --use-distributed-optimizer", 1, "none with --use-distributed-optimizer"),
     "sharded experts and TP": (f"{FSDP} {MOE} {TP2} --sequence-parallel", 2, "none with --num-experts 8 and --tensor"),
+    "WSD without its decay": ("--lr-decay-style WSD", 1, "--lr-wsd-decay-iters None: allowed is a number with --lr-d"),
+    "NCCL's buffers": ("--use-nccl-ub", 1, "--use-nccl-ub True: allowed is none without CUDA"),
+    "groups of micro-batches": (f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --microbatch-group-size-per-virtual-"
+                                "pipeline-stage 4", 2, "-stage 4: allowed is --pipeline-model-parallel-size 2"),
     "sharded in fp16": (f"{FSDP} --fp16", 1, "--use-torch-fsdp2 True: allowed is none with --fp16"),
 }  # fmt: skip
 # What no CPU can be asked for, broken in a world of GPUs that is only pretended.

@@ -16,7 +16,6 @@ EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
 REFUSED = {  # what is asked besides -> what is said
     "--multi-latent-attention": ("latent", "", "--multi-latent-attention True: allowed is none with"),
     "--use-torch-fsdp2": ("llama", "--use-torch-fsdp2", "--use-torch-fsdp2 True: allowed is none with"),
-    "wide residuals": ("llama", "--bf16 --fp32-residual-connection", "--fp32-residual-connection True: allowed is"),
     "experts apart": ("llama", EXPERTS, "--num-experts 4: allowed is none without --moe-grouped-gemm"),
     "biases of experts": ("gpt2", f"{EXPERTS} --moe-grouped-gemm",
                           "--num-experts 4: allowed is none without --disable-bias-linear"),
