@@ -5,12 +5,17 @@ from megarl.batch import Batch
 from megarl.comm import microbatches as mb
 from megarl.comm.role_mesh import RoleGroups
 from megarl.comm.step_batch import StepBatch
-from megarl.mcore.config import supported_flags
+from megarl.mcore.config import exact_rules, supported_flags
 from megarl.mcore.model import forward_pass
 from megarl.mcore.weights import dist_checkpoint
 from megarl.observe.timers import Timers
 from megarl.roles.frozen_model import BaseModel, FrozenModel
 from megarl.roles.trainable_model import TrainableModel
+
+# What the actor's model may have of its own: the kernels of an exact rollout, and what backward computes again.
+_OF_THE_ACTOR = {
+    "exact_rollout", "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"
+}  # fmt: skip
 
 
 def shares_base(actor: RoleSettings, reference: RoleSettings | None) -> bool:
@@ -20,8 +25,10 @@ def shares_base(actor: RoleSettings, reference: RoleSettings | None) -> bool:
     args = actor.megatron
     if args.moe_router_enable_expert_bias and args.moe_router_bias_update_rate:  # then the routers change
         return False
-    described = [{n: v for n, v in vars(r.megatron).items() if n not in supported_flags.training()} for r in
-                 (actor, reference)]  # fmt: skip
+    ignored = supported_flags.training() | _OF_THE_ACTOR
+    if exact_rules.applies(args):
+        ignored |= {"attention_kernel"}
+    described = [{n: v for n, v in vars(role.megatron).items() if n not in ignored} for role in (actor, reference)]
     return described[0] == described[1] and actor.hf_model == reference.hf_model
 
 

@@ -35,5 +35,12 @@ def test_a_step_without_a_first_pass_is_measured_in_its_update():
     assert not any("disagreement" in name or "replayed" in name for name in found)
 
 
+def test_losses_of_a_step_without_an_update_have_no_mean():
+    """The actor's updates are left out while the critic warms up, but its model has scored the responses."""
+    training = tally([[0, 0, 0, 0]] * 3, [0, 0, 0], [0, 0, 0], [0, 0, 0], {"z_loss": torch.tensor(0.0)}, passes=0)
+    found = router_metrics(tally(LOAD, [0, 8, 8], [0, 0, 0], [0, 0, 0]), training, "router", replays=False)
+    assert found["router/load_imbalance"] == 1.5 and "router/z_loss" not in found
+
+
 def test_without_a_pass_there_are_no_routing_metrics():
     assert router_metrics(NONE, NONE, "router", replays=True) == {}

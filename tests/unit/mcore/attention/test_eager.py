@@ -10,6 +10,8 @@ from megarl.mcore.attention.packing import pack_sequences
 from tests.helpers.attention_inputs import PagedRequests, exact_attention, packed_attention, random_heads, score_options
 from tests.helpers.exactness import largest_gap_allowed, sums_ignore_zeros
 from tests.helpers.tiers import by_default
+from tests.helpers.tiny_models import VOCAB, build
+from tests.helpers.worlds import run_world
 
 SINKS = torch.tensor([0.7, -1.5, 0.0, 2.0])
 KINDS = {"softcap": (0.4, None), "sinks": (None, SINKS), "both": (0.4, SINKS), "neither": (None, None)}
@@ -64,3 +66,22 @@ def test_without_softcap_and_sinks_it_is_the_fused_kernels_attention():
     layout = pack_sequences(torch.tensor([12, 18]))
     one, other = (packed_attention(backend=name)(*inputs, None, packed_seq_params=layout) for name in ("eager", "sdpa"))
     assert (one - other).abs().max() <= 1e-6
+
+
+def logprobs(rank: int, softmax: str):
+    from megarl.mcore.model.forward_pass import token_scores
+
+    model, *_ = build(f"--softmax-type {softmax}")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("softmax_offset"):
+                parameter.zero_()
+    tokens, lengths = torch.arange(12) % VOCAB, torch.tensor([5, 7])
+    return token_scores(model, tokens, lengths, 1.0, VOCAB).logprobs.detach()
+
+
+def test_off_by_one_is_a_softmax_with_sinks_of_zero():
+    off_by_one, learnable, vanilla = (
+        run_world(logprobs, 1, kind)[0] for kind in ("off-by-one", "learnable", "vanilla")
+    )
+    assert torch.equal(off_by_one, learnable) and (off_by_one - vanilla).abs().max() > 1e-4
