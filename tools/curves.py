@@ -35,7 +35,7 @@ ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"
 RECIPES = ("ppo", "grpo", "rloo", "reinforce_plus_plus", "dapo")
 START = 2  # seed of prompts and warm start
-START_LOSS = "0.4"  # held-out loss at which the warm start ends
+START_LOSS = "0.3"  # held-out loss at which the warm start ends
 DONE = "done.json"  # command and file hashes of a complete folder
 
 

@@ -141,7 +141,7 @@ def test_the_warm_start_is_that_of_the_quickstart_ended_earlier(tmp_path, monkey
     curves.make_warm_start(start)
     assert (
         start / "sft.log"
-    ).read_text() == f"{start} {curves.START} quickstart {sys.prefix}:2 --target-eval-loss 0.4\n"
+    ).read_text() == f"{start} {curves.START} quickstart {sys.prefix}:2 --target-eval-loss 0.3\n"
 
 
 @pytest.mark.long
