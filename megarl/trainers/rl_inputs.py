@@ -12,6 +12,7 @@ from megarl.checkpoint.pretrained import (
 )
 from megarl.errors import UsageError
 from megarl.mcore.model import pipeline_layout
+from megarl.rollout import waiting_groups
 from megarl.rollout.rollout_files import SavedRollouts
 from megarl.rollout.saved_rollout import moe_layers
 from megarl.serving.configuration import read_server_flags
@@ -52,6 +53,8 @@ class RLInputs:
             factors.check_factors(s.load, saved)
             shapes = {role.name: factors.resume_shapes(role, role.model_vocab_size(tokens)) for role in saved}
             self.resume = resume.check_resume("train_rl", config, self.data, shapes)
+            manifest = folders.read_manifest(self.resume, "--load")
+            waiting_groups.check(manifest, s, "prompts" in resume.changed_data(manifest, self.data))
         if s.debug_train_only or s.debug_rollout_only:
             _check_debug_folders(s, self.resume)
         self.rollout_facts = self._rollout_facts(config) if s.save_rollouts or s.load_rollouts else {}

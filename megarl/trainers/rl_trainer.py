@@ -1,10 +1,9 @@
 """RLTrainer: inputs and checks of an RL run, its roles, and dispatch, evaluation, logging and saving of a step."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from megarl.arguments import RunConfig
-from megarl.checkpoint import integrity, resume, run_state
+from megarl.checkpoint import integrity, run_state
 from megarl.comm.step_batch import StepBatch
 from megarl.errors import UsageError
 from megarl.observe.timers import Timers
@@ -13,7 +12,7 @@ from megarl.roles.advantage_computer import AdvantageComputer
 from megarl.roles.critic import Critic
 from megarl.roles.reference import Reference, shares_base
 from megarl.roles.trainable_model import TrainableModel
-from megarl.rollout import replica_files
+from megarl.rollout import replica_files, waiting_groups
 from megarl.rollout.batcher import RolloutBatcher
 from megarl.rollout.episodes.runner import EpisodeRunner
 from megarl.rollout.rollout import Rollout
@@ -202,6 +201,8 @@ class RLTrainer(Trainer):
         manifest = self.manifest_entries("train_rl", self.tokenizer.vocab_size, self.batcher.order)
         kept_for = "interval" if is_due else "best"
         manifest |= {"best": self.best.state_dict(), "kept_for": kept_for, "reward": self._reward_moments()}
+        groups, unfinished = self.batcher.group_buffer, self.batcher.partial_rollouts
+        manifest |= waiting_groups.manifest_entry(self.settings, len(groups), len(unfinished))
         with self.timers.phase("actor", "save"):
             files = {
                 replica_files.of_replica(name, self.mesh["rollout"].dp_rank): data
@@ -261,11 +262,9 @@ class RLTrainer(Trainer):
         if manifest.get("reward"):
             self.reward.moments.load_state_dict(manifest["reward"])
         if files := replica_files.find(folder, replica_files.GROUP_BUFFER_FILE):
-            self._resume_group_buffer(files)
+            self.batcher.group_buffer.from_bytes(replica_files.read(files))
         if files := replica_files.find(folder, replica_files.PARTIAL_ROLLOUTS_FILE):
             self.batcher.partial_rollouts.from_bytes(replica_files.read(files))
-        if "prompts" in resume.changed_data(manifest, self.inputs.data):
-            self._check_no_groups()
         if "critic" in loaded:
             self.critic.trainable_model.restore(loaded["critic"])
         if "reference" in loaded:
@@ -273,21 +272,3 @@ class RLTrainer(Trainer):
         if "actor" in loaded:
             extra = self.actor.trainable_model.restore(loaded["actor"])
             self.advantages.controller.load_state_dict(extra["kl_controller"])
-
-    def _resume_group_buffer(self, files: list[Path]):
-        """Restores the groups of an incomplete batch, or of a batch that was generated ahead."""
-        s, buffer = self.settings, self.batcher.group_buffer
-        buffer.from_bytes(replica_files.read(files))
-        if len(buffer) >= s.prompts_per_step if not s.one_step_off else len(buffer) != s.prompts_per_step:
-            raise UsageError(
-                f"--load: a batch of {len(buffer)} groups was generated ahead; allowed are --one-step-off and "
-                f"--prompts-per-step {len(buffer)}"
-            )
-
-    def _check_no_groups(self):
-        """UsageError if groups of the old prompts wait, which name their prompts by line."""
-        if len(self.batcher.group_buffer) or len(self.batcher.partial_rollouts):
-            raise UsageError(
-                f"--load-changed-data: the checkpoint of --load {self.settings.load} holds responses to the old "
-                "prompts that wait for their batch; resume with the old --prompts, or from a step without them"
-            )
