@@ -121,10 +121,10 @@ def check_resume(program: str, config: RunConfig, data: dict, expected: dict[str
             "allowed is more"
         )
     check_data(manifest, config.settings, data)
-    schedules.check(manifest, config)
     for role, shapes in expected.items():
         held = folders.frozen_folder(folder, manifest, role, "--load")
         if held != folder:
             folders.check(held, "--load")
         folders.check_weights(held, "--load", role, shapes)
+    schedules.check(manifest, config)
     return folder

@@ -232,6 +232,7 @@ def relay(rank, flags: str, source, target):
         trainable_model.restore(
             dist_checkpoint.load_role(trainable_model.state({}, loading=True), source, place.pg_collection)
         )
+        trainable_model.scheduler.step(1)
     before = whole_weights(trainable_model.model, place.pg_collection)
     assert step(trainable_model, place, 2)[1]
     if rank == 0:

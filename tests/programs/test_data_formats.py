@@ -172,7 +172,7 @@ def test_a_run_whose_responses_are_all_cut_changes_no_weight(folder):
     train("rl", rl_argv(folder / "cut", flags))
     for row in (metrics(folder / "cut")[step] for step in (1, 2)):
         assert row["rollout/masked_fraction"] == 1 and row["steps_skipped"] == 0
-        assert row["actor/loss"] == row["critic/loss"] == row["actor/grad_norm"] == row["critic/grad_norm"] == 0
+        assert not {"actor/loss", "critic/loss", "actor/grad_norm", "critic/grad_norm"} & row.keys()
         assert row["reward/std"] > 0
     first, second = (stored_tensors(folders.step_folder(folder / "cut", step)) for step in (1, 2))
     weights = [name for name in first if "optimizer" not in name]

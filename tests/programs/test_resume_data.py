@@ -101,7 +101,7 @@ def test_another_seed_or_tokenizer_is_refused(run, tmp_path):
 
 
 def test_changed_prompts_are_refused_while_responses_to_the_old_ones_wait(tmp_path):
-    flags = f"{WAITING} --train-iters"
+    flags = f"{WAITING} --lr-decay-iters 9 --train-iters"
     train("rl", rl_argv(tmp_path / "run", f"{flags} 1"))
     argv = rl_argv(tmp_path / "on", f"{flags} 2 --load {tmp_path}/run --prompts {other_prompts(tmp_path)}")
     assert message([*argv, "--load-changed-data"], "rl").startswith("--load-changed-data: the checkpoint of --load")

@@ -244,7 +244,7 @@ DAMAGES = {
 def test_damaged_checkpoints(case, flag, tmp_path, checkpoint):
     damage, needle = DAMAGES[case]
     copy = damaged(tmp_path, checkpoint, damage)
-    argv = rl_argv(tmp_path / "run", f"--train-iters 2 {flag} {copy}", warm_start=False)
+    argv = rl_argv(tmp_path / "run", f"--train-iters 2 --override-opt-param-scheduler {flag} {copy}", warm_start=False)
     line = refusal(argv)
     assert f"{flag} {copy}" in line and needle in line
 

@@ -78,6 +78,7 @@ def steps_with_offload(rank: int, flags: str, folder: Path):
     state = other.state({}, loading=True)
     assert_away(other)
     assert other.restore(dist_checkpoint.load_role(state, folder, other.role_groups.pg_collection)) == {"count": 1}
+    other.scheduler.step(kept.scheduler.num_steps)
     for found in (moved, other):
         assert_away(found)
         with found.offload.present("weights", "optimizer"):
