@@ -27,11 +27,12 @@ from megarl.observe.timers import Timers
 from megarl.roles.loss_mask import valid_sequences
 from megarl.roles.reward import Reward
 from megarl.rollout.group_buffer import GroupBuffer
-from megarl.rollout.partial_rollouts import VERSIONS, PartialRolloutBuffer
+from megarl.rollout.partial_rollouts import PartialRolloutBuffer
 from megarl.rollout.replica_files import GROUP_BUFFER_FILE, PARTIAL_ROLLOUTS_FILE
 from megarl.rollout.requests import PromptRequest, dp_assignment_of
 from megarl.rollout.rollout import Rollout
 from megarl.rollout.rollout_files import RolloutWriter
+from megarl.rollout.waiting_groups import extra_fields
 
 GROUP_FILTERS = {"reward": 0, "correct": 1}  # column of the scores that must differ within a group
 
@@ -81,7 +82,7 @@ class RolloutBatcher:
         self._metrics_ahead: dict[str, float] | None = None  # of a batch that was generated ahead
         self.partial_rollouts = PartialRolloutBuffer(mesh, settings)
         self._filter_column = GROUP_FILTERS.get(settings.group_filter)
-        fields = (*settings.sampled_fields, *([VERSIONS] if settings.partial_rollouts else []))
+        fields = extra_fields(settings)
         self.group_buffer = GroupBuffer(mesh, settings.samples_per_prompt, fields, rollout.recorded_layers)
 
     def files(self) -> dict[str, bytes | None]:

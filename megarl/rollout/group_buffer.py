@@ -11,12 +11,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from megarl.batch import GENERATED_FIELDS, Batch, concatenate
+from megarl.batch import Batch, concatenate
 from megarl.comm.role_mesh import RoleMesh
 from megarl.comm.step_batch import ROLLOUT
-from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.mcore.weights.safe_reading import load_plain
+from megarl.rollout import waiting_groups
 from megarl.rollout.replica_batch import gather_layers, own_share
 
 
@@ -84,13 +84,8 @@ class GroupBuffer:
         """(sequences in a file, this replica's share of them)."""
         fields = load_plain(data, where)
         samples, layers = fields.pop("samples"), fields.pop("layers", None)
-        wanted = {*GENERATED_FIELDS, *self.extra_fields, *(["routes"] if self.layers is not None else [])}
-        if samples != self.samples or set(fields) != wanted:
-            raise UsageError(
-                f"--load: the checkpoint holds groups of {samples} responses that wait for their batch to be full; "
-                "--samples-per-prompt, --group-filter, --greedy-baseline, --partial-rollouts, --router-replay and "
-                "--environment must be those that they were sampled with"
-            )
+        wanted = waiting_groups.batch_fields(self.extra_fields, self.layers is not None)
+        waiting_groups.check_complete((samples, set(fields)), (self.samples, wanted))
         role_groups, batch = self.mesh[ROLLOUT], Batch(**fields)
         if not role_groups.is_member:
             return len(batch), None

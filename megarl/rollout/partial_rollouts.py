@@ -20,9 +20,10 @@ from megarl.comm.step_batch import ROLLOUT
 from megarl.errors import UsageError
 from megarl.mcore import device
 from megarl.mcore.weights.safe_reading import load_plain
+from megarl.rollout import waiting_groups
 from megarl.rollout.requests import PartialResponse, PromptRequest
+from megarl.rollout.waiting_groups import VERSIONS
 
-VERSIONS = "versions"  # kept in addition to `GENERATED_FIELDS`
 NO_TOKEN = 1 << 40  # stands for the version of a group without tokens: later than any
 _RESTORED_FIELDS = ("response_mask", "rollout_logprobs", VERSIONS)
 
@@ -197,7 +198,7 @@ class PartialRolloutBuffer:
         for data, where in files:
             fields = load_plain(data, where)
             version, samples, groups = (fields.pop(name) for name in ("version", "samples", "groups"))
-            self._check_saved(samples, len(groups))
+            waiting_groups.check_unfinished(len(groups), samples, s)
             if not own:
                 known = torch.zeros(len(groups) * samples, 4, dtype=torch.int64)
             batch = Batch(**fields) if fields else empty_batch([*GENERATED_FIELDS, VERSIONS], "cpu")
@@ -217,15 +218,6 @@ class PartialRolloutBuffer:
         self._groups = _carried_groups(requests, known.view(len(groups), samples, 4), 0)
         self.version, batch = version, concatenate(own)
         self._responses = batch if len(batch) else None
-
-    def _check_saved(self, samples: int, groups: int):
-        """UsageError unless this run can continue that many saved groups."""
-        s = self.settings
-        if groups and (not s.partial_rollouts or samples != self.samples):
-            raise UsageError(
-                f"--load: the checkpoint holds {groups} unfinished groups of {samples} responses; add "
-                f"--partial-rollouts --samples-per-prompt {samples}"
-            )
 
 
 def _carried_groups(requests: list[PromptRequest], known: Tensor, step: int) -> list[CarriedGroup]:

@@ -9,8 +9,8 @@ from megarl.comm.step_batch import ROLLOUT
 from megarl.errors import UsageError
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern
 from megarl.rollout.batcher import GenerationRound, RolloutBatcher, SamplingStatistics
-from megarl.rollout.partial_rollouts import VERSIONS
 from megarl.rollout.rollout_files import GREEDY, RESPONSES, SavedRollouts
+from megarl.rollout.waiting_groups import VERSIONS
 
 
 def moe_layers(role: RoleSettings) -> list[int]:

@@ -3,17 +3,23 @@
 from megarl.arguments import Settings
 from megarl.batch import GENERATED_FIELDS
 from megarl.errors import UsageError
-from megarl.rollout.partial_rollouts import VERSIONS
 
 ENTRY = "waiting_groups"
+VERSIONS = "versions"  # the field of a batch that partial rollouts add
 
 
-def batch_fields(settings: Settings) -> set[str]:
-    """Names of the fields that groups have while they wait."""
-    found = {*GENERATED_FIELDS, *settings.sampled_fields}
-    if settings.partial_rollouts:
-        found.add(VERSIONS)
-    return found | ({"routes"} if settings.router_replay == "rollout" else set())
+def extra_fields(settings: Settings) -> tuple[str, ...]:
+    """Names of the fields that complete groups have besides `GENERATED_FIELDS` and routes."""
+    return (*settings.sampled_fields, *([VERSIONS] if settings.partial_rollouts else []))
+
+
+def batch_fields(extra: tuple[str, ...], has_routes: bool) -> set[str]:
+    """Names of all fields that complete groups have while they wait."""
+    return {*GENERATED_FIELDS, *extra, *(["routes"] if has_routes else [])}
+
+
+def _fields_of(settings: Settings) -> set[str]:
+    return batch_fields(extra_fields(settings), settings.router_replay == "rollout")
 
 
 def manifest_entry(settings: Settings, complete: int, unfinished: int) -> dict:
@@ -24,7 +30,7 @@ def manifest_entry(settings: Settings, complete: int, unfinished: int) -> dict:
         unfinished: groups among the partial rollouts.
     """
     facts = {"complete": complete, "unfinished": unfinished, "samples_per_prompt": settings.samples_per_prompt}
-    return {ENTRY: facts | {"fields": sorted(batch_fields(settings)), "is_ahead": settings.one_step_off}}
+    return {ENTRY: facts | {"fields": sorted(_fields_of(settings)), "is_ahead": settings.one_step_off}}
 
 
 def check(manifest: dict, settings: Settings, has_new_prompts: bool):
@@ -41,19 +47,29 @@ def check(manifest: dict, settings: Settings, has_new_prompts: bool):
             f"--load-changed-data: the checkpoint of --load {s.load} holds responses to the old "
             "prompts that wait for their batch; resume with the old --prompts, or from a step without them"
         )
-    if complete and (samples != s.samples_per_prompt or set(found["fields"]) != batch_fields(s)):
+    if complete:
+        check_complete((samples, set(found["fields"])), (s.samples_per_prompt, _fields_of(s)))
+        _check_batch_size(complete, found["is_ahead"], s)
+    check_unfinished(unfinished, samples, s)
+
+
+def check_complete(saved: tuple[int, set[str]], wanted: tuple[int, set[str]]):
+    """UsageError if complete groups have another size, or other fields, than those of the run."""
+    if saved != wanted:
         raise UsageError(
-            f"--load: the checkpoint holds groups of {samples} responses that wait for their batch to be full; "
+            f"--load: the checkpoint holds groups of {saved[0]} responses that wait for their batch to be full; "
             "--samples-per-prompt, --group-filter, --greedy-baseline, --partial-rollouts, --router-replay and "
             "--environment must be those that they were sampled with"
         )
-    if unfinished and (not s.partial_rollouts or samples != s.samples_per_prompt):
+
+
+def check_unfinished(groups: int, samples: int, settings: Settings):
+    """UsageError unless a run can continue that many unfinished groups of `samples` responses."""
+    if groups and (not settings.partial_rollouts or samples != settings.samples_per_prompt):
         raise UsageError(
-            f"--load: the checkpoint holds {unfinished} unfinished groups of {samples} responses; add "
+            f"--load: the checkpoint holds {groups} unfinished groups of {samples} responses; add "
             f"--partial-rollouts --samples-per-prompt {samples}"
         )
-    if complete:
-        _check_batch_size(complete, found["is_ahead"], s)
 
 
 def _check_batch_size(complete: int, is_ahead: bool, s: Settings):

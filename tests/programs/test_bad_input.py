@@ -104,7 +104,7 @@ LAYOUTS = [  # flags, ranks
     ("--num-virtual-stages-per-pipeline-rank 2", 2), ("--decoder-first-pipeline-num-layers 1", 2),
     ("--num-experts 3 --expert-model-parallel-size 2", 2), ("--expert-tensor-parallel-size 2 --num-experts 4", 2),
     ("--use-torch-fsdp2 --pipeline-model-parallel-size 2", 2), ("--use-torch-fsdp2 --use-distributed-optimizer", 2),
-    ("--num-experts 4 --tensor-model-parallel-size 2", 2),
+    ("--num-experts 4 --tensor-model-parallel-size 2", 2), ("--pipeline-model-parallel-layout E|x|L", 3),
 ]  # fmt: skip
 ROLE_MAPS = [
     "actor", "actor=", "actor=x", "actor=0-", "actor=-1", "actor=1-0", "actor=0;actor=1", "actor=0-9", "judge=0-3",
@@ -253,7 +253,7 @@ def cases(folder: Path) -> list[Case]:
         *unknown_flags(draw),
         *(case("megatron", flags, re.findall("--([a-z0-9-]+)", flags)[-1]) for flags in MEGATRON),
     ]
-    found += [case("layout", flags, "--" if "|" not in flags else "layout_str", size=size) for flags, size in LAYOUTS]
+    found += [case("layout", flags, "--", size=size) for flags, size in LAYOUTS]
     found += [Case("role map", "rl", ("--role-map", text), "--role-map", 4) for text in ROLE_MAPS]
     found += [case("together", flags, "--") for flags in TOGETHER]
     return found + files(folder, draw)

@@ -9,10 +9,8 @@ from megarl.rollout import waiting_groups
 from tests.helpers.programs import program, rl_argv
 
 SIX = "--advantage grpo --prompts-per-step 6 --samples-per-prompt 2"
-FILTER, PARTIAL = (
-    "--group-filter reward --dynamic-sampling",
-    "--partial-rollouts --over-sampling 1.5 --rollout-correction tis",
-)
+FILTER = "--group-filter reward --dynamic-sampling"
+PARTIAL = "--partial-rollouts --over-sampling 1.5 --rollout-correction tis"
 AHEAD, APART = "--one-step-off --rollout-correction tis", "--role-map actor=0;reward=0;reference=0;rollout=1"
 OTHER = "groups of 2 responses that wait for their batch to be full; --samples-per-prompt"
 
