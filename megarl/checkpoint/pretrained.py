@@ -4,8 +4,11 @@ import dataclasses
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from megarl.arguments import RoleSettings
 from megarl.checkpoint import factors, folders, run_state
+from megarl.data import node_files
 from megarl.errors import UsageError
 from megarl.mcore.lora.settings import LoRASettings
 from megarl.mcore.lora.stored import load_factors
@@ -101,7 +104,25 @@ def folder_weights(role: RoleSettings, value_head: bool = False) -> FolderWeight
     """The weights in a role's Hugging Face folder. UsageError unless it holds exactly those of the role's model."""
     weight_map = WeightMap(role.hf_model, role.megatron, value_head)
     weight_map.check()
+    _check_tied_head(weight_map)
     return FolderWeights(weight_map)
+
+
+def _check_tied_head(weight_map: WeightMap):
+    """UsageError if the folder stores a head that is not the embedding to which config.json ties it."""
+    folder = weight_map.model.folder
+    files = [node_files.identity(str(folder.path / file)) for file in folder.files()]
+
+    def differing_rows() -> dict[str, np.ndarray]:
+        row = weight_map.tied_head_difference()
+        return {"rows": np.array([] if row is None else [row], np.int64)}
+
+    rows = node_files.arrays(lambda: ("tied head", files, weight_map.value_head), differing_rows)["rows"]
+    if len(rows):
+        raise folder.error(
+            f"config.json ties lm_head.weight to the embedding (tie_word_embeddings), but row {rows[0]} differs; "
+            "set it to false, or remove the tensor"
+        )
 
 
 def checkpoint_weights(

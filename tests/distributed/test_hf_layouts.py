@@ -2,12 +2,16 @@
 
 import filecmp
 import functools
+import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors import safe_open
 
 from tests.helpers import hf_folders
 from tests.helpers.exactness import largest_gap_allowed
+from tests.helpers.hf_damage import FIRST, INDEX, SINGLE, config, in_order, tensors
 from tests.helpers.hf_layouts import DENSE, FAMILIES, MOE, REWARD, SHORT, SUPPORTED, run_cases
 from tests.helpers.tiers import by_default
 from tests.helpers.worlds import run_world
@@ -86,6 +90,75 @@ def check(layout, cases, folder_of, tmp_path):
                 assert result.gap <= largest_gap_allowed(), (case, result.gap)
     for case, folder in folders.items():
         assert unequal_files(folder, tmp_path / case) == [], case
+
+
+# -- folders as others store them --------------------------------------------------------------------------------
+
+
+def stored_head(held):
+    """Qwen3-0.6B and 1.7B have the head to which the embedding is tied."""
+    held["lm_head.weight"] = held["model.embed_tokens.weight"].clone()
+
+
+def rotary_buffers(held):
+    """As early versions of transformers stored llamas."""
+    held |= {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.arange(8.0) for i in range(3)}
+
+
+def prediction_layer(held):
+    """A layer of multi-token prediction, some of it in a type that megarl does not read."""
+    held |= {"model.layers.3.eh_proj.weight": torch.ones(64, 128), "model.layers.3.count": torch.arange(5)}
+
+
+def index_of_one_file(folder: Path):
+    """What converters write that always write an index."""
+    with safe_open(folder / SINGLE, framework="pt") as stored:
+        names = dict.fromkeys(stored.keys(), SINGLE)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
+
+
+def unnamed_tensor(folder: Path):
+    """A tensor that was deleted from the index."""
+    tensors(lambda held: held.update({"model.layers.3.eh_proj.weight": torch.ones(64, 128)}), FIRST)(folder)
+
+
+def written_by_transformers(rank: int, folders: dict[str, Path]):
+    """Rewrites folders with the experts of a layer in two tensors, as transformers has them in memory."""
+    from transformers import AutoModelForCausalLM
+
+    for folder in folders.values():
+        AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, save_original_format=False)
+        with safe_open(folder / SINGLE, framework="pt") as stored:
+            assert any(name.endswith("experts.gate_up_proj") for name in stored.keys()), folder
+
+
+# case+name -> files, change
+STORED_OTHERWISE = {
+    "qwen25_tied+stored_head": (1, tensors(stored_head)),
+    "llama2+rotary_buffers": (1, tensors(rotary_buffers)),
+    "deepseek_v3+prediction_layer": (1, in_order(config(num_nextn_predict_layers=1), tensors(prediction_layer))),
+    "qwen3+index_of_one_file": (1, index_of_one_file),
+    "llama3+unnamed_tensor": (2, unnamed_tensor),
+}
+FUSED = ("qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe_window")
+
+
+def test_what_others_store_is_computed_and_exported_again(tmp_path):
+    folders = {}
+    for name, (files, change) in STORED_OTHERWISE.items():
+        folders[name] = hf_folders.write_folder(name.partition("+")[0], tmp_path / name, files)
+        change(folders[name])
+    fused = {f"{case}+fused": hf_folders.write_folder(case, tmp_path / f"{case}+fused") for case in FUSED}
+    run_world(written_by_transformers, 1, fused)
+    folders |= fused
+    flags = f"{TP2} {SP} --expert-model-parallel-size 2"
+    dense = {name: folder for name, folder in folders.items() if name.partition("+")[0] in DENSE}
+    sparse = {name: folder for name, folder in folders.items() if name not in dense}
+    for layout, cases in ((TP2, dense), (flags, sparse)):
+        for found in run_world(run_cases, 2, layout, cases, tmp_path / "exports", False):
+            assert all(result.difference <= 1e-5 for result in found.values()), found
+    for name, folder in folders.items():
+        assert unequal_files(folder, tmp_path / "exports" / name) == [], name
 
 
 def test_every_family_has_a_case():

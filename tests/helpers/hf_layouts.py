@@ -45,7 +45,10 @@ def role_of(folder: Path, flags: str, size: int, is_reward: bool):
 
 
 def run_cases(rank: int, flags: str, folders: dict[str, Path], exports: Path, generates: bool) -> dict[str, InLayout]:
-    """Each case imported, measured, and exported to a folder of its name in `exports`. A collective of the world."""
+    """Each case imported, measured, and exported to a folder of its name in `exports`. A collective of the world.
+
+    The name of a case that is stored in another way has a `+` and what is other after it.
+    """
     return {case: _run(case, folder, flags, exports / case, generates) for case, folder in folders.items()}
 
 
@@ -73,7 +76,7 @@ def build(folder: Path, flags: str, is_reward: bool, load: bool = True):
 def _run(case: str, folder: Path, flags: str, export: Path, generates: bool) -> InLayout:
     from megarl.mcore.weights.hf.export_weights import export_weights
 
-    stored = reference(case)
+    stored = reference(case.partition("+")[0])
     is_reward = stored.scores is not None
     role, groups, model, weights = build(folder, flags, is_reward)
     export_weights(weights.weight_map, model, groups.pg_collection, export)

@@ -63,7 +63,7 @@ def peft_modules(args, family: Family) -> list[PeftModule]:
             name = mapping.names[number].removesuffix(".weight")
         members = modules.setdefault((f"model.layers.{layer}.{name}", shapes[key][-1], is_expert), [])
         first, step = sum(member.rows for member in members), 1
-        if isinstance(mapping, StackedExperts):  # rows of the projections take turns
+        if isinstance(mapping, StackedExperts) and mapping.projections > 1:  # their rows take turns
             first, step = len(members), mapping.projections
         outputs = slice(first, first + (rows - 1) * step + 1, step)
         members.append(Member(key.removesuffix(".lora_A"), outputs, rows))

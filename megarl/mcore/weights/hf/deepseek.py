@@ -43,11 +43,8 @@ def _latent_attention_flags(config: ModelConfig) -> dict[str, object]:
 def _rotary_flags(config: ModelConfig) -> dict[str, object]:
     """Those of all families; `mscale_all_dim` scales attention scores, too, as Megatron does it with both factors."""
     flags = rotary_flags(config)
-    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    scaling = config.get(key) or {}
-    if flags["position-embedding-type"] != "yarn" and (scaling.get("rope_type") or scaling.get("type")) not in (
-        None, "default",
-    ):  # fmt: skip
+    key, scaling = "rope_parameters", config.get("rope_parameters")
+    if scaling["rope_type"] not in ("default", "yarn"):
         raise config.error(key, "rope_type default or yarn in this family")
     if scaling.get("mscale_all_dim") and "mscale-all-dim" not in flags:
         raise config.error(key, "mscale_all_dim beside mscale, without attention_factor")

@@ -22,6 +22,7 @@ class ExportPlan(NamedTuple):
     headers: dict[str, Header]  # of each weight file
     index: bytes | None  # type: ignore[assignment]  # of model.safetensors.index.json; None: there is one weight file
     config: bytes  # of config.json
+    unused: frozenset[str] = frozenset()  # tensors of the folder that the model does not use, copied as they are
 
 
 def plan_export(weight_map: WeightMap) -> ExportPlan:
@@ -36,10 +37,11 @@ def plan_export(weight_map: WeightMap) -> ExportPlan:
         config = _classifier_config(folder.config)
     if not folder.has_weights:
         headers = _new_files(expected, _dtype(weight_map))
-    elif folder.tensors.keys() == expected.keys():
+    elif expected.keys() <= folder.tensors.keys():
         headers = {file: read_header(folder.path / file) for file in folder.files()}
-        index = folder.path / INDEX
-        return ExportPlan(headers, index.read_bytes() if index.exists() else None, config)
+        index, names = folder.path / INDEX, (name for header in headers.values() for name in header.tensors)
+        unused = frozenset(names) - expected.keys()
+        return ExportPlan(headers, index.read_bytes() if index.exists() else None, config, unused)
     else:
         headers = _changed_files(weight_map, expected)
     return ExportPlan(headers, None if list(headers) == [SINGLE] else _index(headers), config)

@@ -6,6 +6,7 @@ cannot be loaded before the last rename: that of its index, or of its only weigh
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,23 @@ from megarl.mcore.weights.reshard_plan import (
 )
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")  # files that are not copied
+NO_FILES: Mapping[str, bytes] = {}
 PARTIAL = ".partial"  # suffix of a file that is being written
 
 
 class _WrittenFiles:
-    """The files that this rank writes, as the destination of a weight transfer."""
+    """Tensors in the files that this rank writes, as the destination of a weight transfer."""
 
-    def __init__(self, weight_map: WeightMap, wholes: dict[str, GlobalTensor], files: dict[str, MappedFile]):
-        """`weight_map`: of the written folder; `wholes`: Megatron's tensors on all ranks; `files`: by name."""
+    def __init__(
+        self, weight_map: WeightMap, wholes: dict[str, GlobalTensor], files: dict[str, MappedFile], names: set[str]
+    ):
+        """`weight_map`: of the written folder; `wholes`: Megatron's tensors on all ranks; `files`: by name.
+
+        `names`: of the tensors, of which no two have the same weights.
+        """
         self.wholes = wholes
         self._shards: dict[WeightShard, tuple[RowRange, MappedFile]] = {}
-        tensors = {name: file for file in files.values() for name in file.names}
+        tensors = {name: file for file in files.values() for name in names.intersection(file.names)}
         for key, whole in wholes.items():
             for index in weight_map.indices(key, whole.shape):
                 rows, *rest = whole.shape[len(index) :]
@@ -58,13 +65,14 @@ class _WrittenFiles:
 
 
 @torch.no_grad()
-def export_weights(weight_map: WeightMap, stages, pg_collection, folder: Path):
+def export_weights(weight_map: WeightMap, stages, pg_collection, folder: Path, files: Mapping[str, bytes] = NO_FILES):
     """Writes a role's weights; a collective of the role.
 
     Args:
         weight_map: of the folder that the model came from, which also gives the files besides the weights.
         stages: the model's chunks on this rank.
         folder: to write; created, or overwritten if it exists.
+        files: content by name of files besides the weights that are not those of the model's folder.
 
     Raises:
         ValueError: the folder is the one that the model came from.
@@ -80,13 +88,16 @@ def export_weights(weight_map: WeightMap, stages, pg_collection, folder: Path):
     gathered: list[Any] = [None] * size
     dist.all_gather_object(gathered, source.description()._replace(shards=[]), group=group)
     mine = [file for number, file in enumerate(plan.headers) if number % size == rank]
-    files = {file: MappedFile(folder / (file + PARTIAL), plan.headers[file]) for file in mine}
-    WeightTransfer(source, _WrittenFiles(weight_map.written(), merge_wholes("source", gathered), files), group).run()
-    for file in files.values():
+    weight_files = {file: MappedFile(folder / (file + PARTIAL), plan.headers[file]) for file in mine}
+    written, wholes = weight_map.written(), merge_wholes("source", gathered)
+    for names in written.names_without_copies():
+        WeightTransfer(source, _WrittenFiles(written, wholes, weight_files, names), group).run()
+    for name, file in weight_files.items():
+        file.copy_from(weight_map.model.folder.path / name, plan.unused)
         file.flush()
     dist.barrier(group)
     if rank == 0:
-        _publish(weight_map, plan, folder)
+        _publish(weight_map, plan, folder, files)
     dist.barrier(group)
 
 
@@ -97,11 +108,13 @@ def _prepare(folder: Path):
         path.unlink(missing_ok=True)
 
 
-def _publish(weight_map: WeightMap, plan: ExportPlan, folder: Path):
+def _publish(weight_map: WeightMap, plan: ExportPlan, folder: Path, files: Mapping[str, bytes]):
     """Adds the files besides the weights, and gives the weight files their names; what makes it loadable is last."""
     for path in sorted(weight_map.model.folder.path.iterdir()):
         if path.is_file() and not path.name.endswith((*WEIGHTS, PARTIAL)) and path.name not in (CONFIG, INDEX):
             shutil.copyfile(path, folder / path.name)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
     (folder / CONFIG).write_bytes(plan.config)
     for file in plan.headers:
         os.replace(folder / (file + PARTIAL), folder / file)

@@ -56,6 +56,7 @@ LATENT = MLP | {
 }
 MODEL = {EMBEDDING: rows("model.embed_tokens.weight"), "decoder.final_layernorm.weight": rows("model.norm.weight")}
 LM_HEAD, SCALAR_HEAD = rows("lm_head.weight"), rows("score.weight")
+FULL, WINDOW = "full_attention", "sliding_attention"  # kinds of layers in config.json
 
 
 def expert_layers(
@@ -84,12 +85,12 @@ class Family(NamedTuple):
     """A `model_type` of config.json."""
 
     model_type: str
-    # transformers' class defaults of entries that a config.json may omit.
-    defaults: dict[str, object]
     # Layer weights: key without `decoder.layers.N.` -> tensors without `model.layers.N.`
     layers: dict[str, Mapping]
     # ModelConfig -> Megatron's flags without dashes -> value; True for a switch
     flags: Callable[[ModelConfig], dict[str, object]]
+    # Another type whose class of transformers reads its config.json.
+    config_type: str | None = None
 
 
 SWIGLU, GEGLU = ("hidden_act", "silu", "swiglu"), ("hidden_activation", "gelu_pytorch_tanh", "geglu")
@@ -119,23 +120,20 @@ def model_flags(config: ModelConfig, gate: tuple[str, str, str] = SWIGLU, rotary
     }
 
 
-def window_flags(config: ModelConfig, is_window: Callable[[int], bool] = lambda layer: True) -> dict[str, object]:
-    """Which layers have which window; no flags without windows.
-
-    `is_window`: whether a layer, from 0, has one if config.json does not say it by `layer_types`.
-    """
-    is_off = config.get("sliding_window") is None
-    if "use_sliding_window" in config.names:
-        is_off = not config.switch("use_sliding_window") or is_off
-    size = None if is_off else config.whole("sliding_window")
-    if kinds := config.items("layer_types", str, "names"):
-        has_window = [kind == "sliding_attention" for kind in kinds]
+def window_flags(config: ModelConfig) -> dict[str, object]:
+    """Which layers have which window; no flags without windows."""
+    size = config.get("sliding_window")
+    if config.is_known("layer_types"):
+        kinds = config.items("layer_types", str, "names")
+        if other := set(kinds) - {FULL, WINDOW}:
+            raise config.error("layer_types", f"{FULL} or {WINDOW} of each layer, not {min(other)}")
+        has_window = [kind == WINDOW for kind in kinds]
     else:
-        has_window = [not is_off and is_window(layer) for layer in range(config.whole("num_hidden_layers"))]
+        has_window = [size is not None] * config.whole("num_hidden_layers")
     if not any(has_window):
         return {}
-    if size is None:
-        raise config.error("layer_types", "no sliding_attention without a sliding_window that is in use")
+    if config.is_known("layer_types") and not size:  # some classes have 0 for windows that are off
+        raise config.error("layer_types", f"no {WINDOW} without a sliding_window that is in use")
     pattern = str([int(x) for x in has_window]).replace(" ", "")
-    flags: dict[str, object] = {"window-size": f"{size - 1},0"}
+    flags: dict[str, object] = {"window-size": f"{config.whole('sliding_window') - 1},0"}
     return flags | ({} if all(has_window) else {"window-attn-skip-freq": pattern})

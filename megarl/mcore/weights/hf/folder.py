@@ -32,6 +32,7 @@ class HFFolder:
     def __init__(self, path: str | Path, flag: str = "--hf-model"):
         """Reads config.json; the weights' headers are read when `tensors` is first used."""
         self.path, self.flag = Path(path), flag
+        self.unnamed: set[str] = set()  # tensors that the index does not name, once `tensors` was used
         if not os.path.isdir(self.path):
             raise self.error("no such folder")
         self.config = self._json(CONFIG)
@@ -45,7 +46,7 @@ class HFFolder:
 
     @functools.cached_property
     def tensors(self) -> dict[str, StoredTensor]:
-        """The folder's tensors by name. UsageError for missing, damaged or contradictory files."""
+        """The folder's tensors by name; with an index, those that it names. UsageError for missing or damaged files."""
         index = self._json(INDEX)
         if index is None:
             if not (self.path / SINGLE).exists():
@@ -53,23 +54,25 @@ class HFFolder:
                 hint = f"; {others[0]} is a pickle: convert it to safetensors" if others else ""
                 raise self.error(f"{SINGLE} and {INDEX} are missing{hint}")
             return self._header(SINGLE)
-        if (self.path / SINGLE).exists():
-            raise self.error(f"holds both {INDEX} and {SINGLE}; remove the one that is not the model's")
         file_of = index.get("weight_map")
         if not isinstance(file_of, dict) or not file_of or not all(isinstance(name, str) for name in file_of.values()):
             raise self.error(f"{INDEX} has no weight_map of tensor names to files")
-        found: dict[str, StoredTensor] = {}
-        for file in sorted(set(file_of.values())):
+        files = sorted(set(file_of.values()))
+        if (self.path / SINGLE).exists() and SINGLE not in files:
+            raise self.error(f"holds both {INDEX} and {SINGLE}; remove the one that is not the model's")
+        for file in files:
             if Path(file).name != file:
                 raise self.error(f"{INDEX} names {file!r}, which is no file of this folder")
-            for name, tensor in self._header(file).items():
-                if file_of.get(name) != file:
-                    where = f"puts it into {file_of[name]}" if name in file_of else "does not name it"
-                    raise self.error(f"{file} holds {name}, but {INDEX} {where}")
-                found[name] = tensor
-        for name in file_of.keys() - found.keys():
-            raise self.error(f"{INDEX} puts {name} into {file_of[name]}, which does not hold it")
-        return found
+        headers = {file: self._header(file) for file in files}
+        for name, file in file_of.items():
+            if name not in headers[file]:
+                raise self.error(f"{INDEX} puts {name} into {file}, which does not hold it")
+        for file, header in headers.items():
+            for name in header:
+                if file_of.get(name, file) != file:
+                    raise self.error(f"{file} holds {name}, but {INDEX} puts it into {file_of[name]}")
+            self.unnamed |= header.keys() - file_of.keys()
+        return {name: headers[file_of[name]][name] for name in sorted(file_of)}
 
     @functools.cached_property
     def has_weights(self) -> bool:

@@ -1,13 +1,23 @@
 """A model in a Hugging Face folder: its family, the Megatron flags that it needs, and its tensors."""
 
+import re
 from typing import NamedTuple
 
 from megarl.mcore.weights.hf.families import families
 from megarl.mcore.weights.hf.family import Family
-from megarl.mcore.weights.hf.folder import HFFolder
+from megarl.mcore.weights.hf.folder import INDEX, HFFolder
+from megarl.mcore.weights.hf.mapping import Mapping, Rows, rows, stacked_experts
 from megarl.mcore.weights.hf.model_config import ModelConfig
 
 LANGUAGE_MODEL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
+ROTARY_BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # old folders of Llama have it
+LAYER_TENSOR = re.compile(r"model\.layers\.(\d+)\.(.+)")
+# As transformers 5 keeps experts in memory, and stores them with `save_original_format=False`.
+FUSED_EXPERTS: dict[str, Mapping] = {
+    "mlp.router.weight": rows("mlp.gate.weight"),
+    "mlp.experts.experts.linear_fc1.weight": stacked_experts("mlp.experts.gate_up_proj"),
+    "mlp.experts.experts.linear_fc2.weight": stacked_experts("mlp.experts.down_proj"),
+}
 
 
 class HFModel(NamedTuple):
@@ -18,6 +28,19 @@ class HFModel(NamedTuple):
     flags: dict[str, object]  # Megatron's, without dashes; True for a switch
     vocab_size: int  # rows of the embedding; a tokenizer may have fewer tokens
     has_scalar_head: bool  # a reward model or critic
+    # Layers of the model, and after them those of multi-token prediction, whose tensors are not used.
+    layers: tuple[int, int]
+    notes: tuple[str, ...] = ()  # for the user: tensors that are not used
+
+    @property
+    def stores_tied_head(self) -> bool:
+        """Whether the folder has the tensor of a head that is the embedding."""
+        is_tied = "untie-embeddings-and-output-weights" not in self.flags
+        return is_tied and self.folder.has_weights and "lm_head.weight" in self.folder.tensors
+
+    def is_unused(self, name: str) -> bool:
+        """Whether a tensor of the folder is known and has no part in the model: an export keeps it as it is."""
+        return bool(ROTARY_BUFFER.fullmatch(name)) or _is_prediction(name, self.layers)
 
     def tokens(self) -> list[str]:
         """The flags as command-line tokens."""
@@ -37,13 +60,45 @@ def read_model(path: str, flag: str, longest: int) -> HFModel:
     """
     folder = HFFolder(path, flag)
     family = _family(folder)
-    config = ModelConfig(folder.config, family.defaults, longest, folder.error)
+    config = ModelConfig(folder.config, family.config_type or family.model_type, longest, folder.error)
     if folder.config.get("quantization_config"):
         raise folder.error("quantized weights (quantization_config) are not supported; allowed are fp32, bf16 and fp16")
-    flags, is_classifier = family.flags(config), _is_classifier(folder)
-    if is_classifier or not _is_tied(folder):
+    flags, is_classifier = family.flags(config), _is_classifier(config)
+    if is_classifier or not config.switch("tie_word_embeddings"):
         flags["untie-embeddings-and-output-weights"] = True
-    return HFModel(folder, family, flags, config.whole("vocab_size"), is_classifier)
+    predicting = config.get("num_mtp_layers") if config.is_known("num_mtp_layers") else 0
+    layers = config.whole("num_hidden_layers"), predicting or 0
+    notes: tuple[str, ...] = ()
+    if folder.has_weights:
+        family = family._replace(layers=_stored_layers(family, folder))
+        notes = _notes(folder, layers)
+    return HFModel(folder, family, flags, config.whole("vocab_size"), is_classifier, layers, notes)
+
+
+def _stored_layers(family: Family, folder: HFFolder) -> dict[str, Mapping]:
+    """The family's layers; where transformers stored the experts of a layer in two tensors, these."""
+    stored = {match[2] for match in map(LAYER_TENSOR.fullmatch, folder.tensors) if match}
+    has_single_experts = isinstance(family.layers.get("mlp.experts.experts.linear_fc1.weight"), Rows)
+    if not has_single_experts or "mlp.experts.gate_up_proj" not in stored:
+        return family.layers
+    return family.layers | FUSED_EXPERTS
+
+
+def _is_prediction(name: str, layers: tuple[int, int]) -> bool:
+    """Whether a tensor belongs to multi-token prediction. `layers`: of the model, and after them of prediction."""
+    match = LAYER_TENSOR.fullmatch(name)
+    return bool(match) and layers[0] <= int(match[1]) < sum(layers)
+
+
+def _notes(folder: HFFolder, layers: tuple[int, int]) -> tuple[str, ...]:
+    predicting = sum(_is_prediction(name, layers) for name in folder.tensors)
+    unnamed = sorted(folder.unnamed)
+    found = []
+    if predicting:
+        found.append(f"{predicting} tensors of multi-token prediction are not used; an export keeps them as they are")
+    if unnamed:
+        found.append(f"{len(unnamed)} tensors that {INDEX} does not name are not used; the first is {unnamed[0]}")
+    return tuple(str(folder.error(text)) for text in found)
 
 
 def _family(folder: HFFolder) -> Family:
@@ -53,31 +108,13 @@ def _family(folder: HFFolder) -> Family:
     return families()[kind]
 
 
-def _is_classifier(folder: HFFolder) -> bool:
+def _is_classifier(config: ModelConfig) -> bool:
     """Whether the head is scalar. UsageError for other heads, and for several labels."""
-    names = folder.config.get("architectures") or [LANGUAGE_MODEL]
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise folder.error(f"config.json: architectures {names!r}: allowed is a list of names")
+    names = config.items("architectures", str, "names") or [LANGUAGE_MODEL]
     if any(name.endswith(LANGUAGE_MODEL) for name in names):
         return False
     if not any(name.endswith(CLASSIFIER) for name in names):
-        raise folder.error(
-            f"config.json: architectures {', '.join(names)}: allowed are …{LANGUAGE_MODEL} and …{CLASSIFIER}"
-        )
-    id2label = folder.config.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # transformers' default
-    if not isinstance(id2label, dict):
-        raise folder.error(f"config.json: id2label {id2label!r}: allowed is an object")
-    labels = folder.config.get("num_labels") or len(id2label)
-    if labels != 1:
-        raise folder.error(f"config.json: {labels} labels: allowed is one, the score of a reward model or critic")
+        raise config.error("architectures", f"…{LANGUAGE_MODEL} and …{CLASSIFIER}")
+    if config.get("num_labels") != 1:
+        raise config.error("num_labels", "one, the score of a reward model or critic")
     return True
-
-
-def _is_tied(folder: HFFolder) -> bool:
-    """Whether the head is the embedding: as config.json says, otherwise if there is no tensor of the head."""
-    is_tied = folder.config.get("tie_word_embeddings")
-    if is_tied is None:
-        return folder.has_weights and "lm_head.weight" not in folder.tensors
-    if type(is_tied) is not bool:
-        raise folder.error(f"config.json: tie_word_embeddings {is_tied!r}: allowed is true or false")
-    return is_tied

@@ -92,7 +92,7 @@ class _Reader:
         source = self._stored.get_slice(box.rows.name)
         stored = box.rows.view_of(source, box.offset, box.shape)
         # Slices of the last axis map the pages of all of it.
-        lines = box.shape[0] if box.rows.expert is None else math.prod(box.shape[1:])
+        lines = box.shape[0] if not box.rows.is_transposed else math.prod(box.shape[1:])
         self._mapped += lines * source.get_shape()[-1] * stored.element_size()
         return stored.reshape(box.shape)
 

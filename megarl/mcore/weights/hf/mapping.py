@@ -20,7 +20,8 @@ class RowRange(NamedTuple):
     source_row: int  # first row in the folder's tensor
     rows: int
     step: int = 1  # from one row to the next in the folder's tensor
-    expert: int | None = None  # of a tensor that stacks experts; its rows are the last axis, [E, columns, rows]
+    expert: int | None = None  # of a tensor that stacks experts, [E, rows, columns]
+    is_transposed: bool = False  # one that stacks experts is [E, columns, rows]
 
     def box(self, columns: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(offset, shape) of the rows in the weight, whose other axes have these sizes."""
@@ -29,7 +30,8 @@ class RowRange(NamedTuple):
     def source_shape(self, columns: Sequence[int], experts: int) -> tuple[int, ...]:
         """The smallest shape of the folder's tensor that holds these rows, and as many experts."""
         rows = self.source_row + (self.rows - 1) * self.step + 1
-        return (rows, *columns) if self.expert is None else (experts, *columns, rows)
+        shape = (*columns, rows) if self.is_transposed else (rows, *columns)
+        return shape if self.expert is None else (experts, *shape)
 
     def view_of(self, source, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """A box (offset, shape) of the weight, inside these rows, as a view of the folder's tensor.
@@ -39,7 +41,9 @@ class RowRange(NamedTuple):
         first = (offset[0] - self.row) * self.step + self.source_row
         rows = slice(first, first + (shape[0] - 1) * self.step + 1, self.step)
         columns = [slice(a, a + n) for a, n in zip(offset[1:], shape[1:], strict=True)]
-        return source[rows, *columns] if self.expert is None else source[self.expert, *columns, rows].t()
+        if self.is_transposed:
+            return source[self.expert, *columns, rows].t()
+        return source[rows, *columns] if self.expert is None else source[self.expert, rows, *columns]
 
 
 class Rows(NamedTuple):
@@ -54,15 +58,17 @@ class Rows(NamedTuple):
 
 
 class StackedExperts(NamedTuple):
-    """One tensor of all experts, whose projections take turns row by row."""
+    """One tensor of all experts."""
 
     names: tuple[str]
-    projections: int
+    projections: int = 1  # which take turns row by row
+    is_transposed: bool = False
 
     def ranges(self, rows: int, heads: HeadLayout, expert: int | None) -> list[RowRange]:
         """The ranges of a weight of `rows` rows; `expert`: whose."""
         each, count = rows // self.projections, self.projections
-        return [RowRange(self.names[0], i * each, i, each, count, expert) for i in range(count)]
+        name, is_transposed = self.names[0], self.is_transposed
+        return [RowRange(name, i * each, i, each, count, expert, is_transposed) for i in range(count)]
 
 
 class Heads(NamedTuple):
@@ -114,6 +120,11 @@ def fused_heads(name: str) -> FusedHeads:
     return FusedHeads((name,))
 
 
-def stacked_experts(name: str, projections: int = 1) -> StackedExperts:
+def stacked_experts(name: str) -> StackedExperts:
+    """One tensor of all experts, [E, rows, columns], one projection's rows after the other's."""
+    return StackedExperts((name,))
+
+
+def transposed_experts(name: str, projections: int = 1) -> StackedExperts:
     """One tensor of all experts, [E, columns, rows] or of biases [E, rows]; rows of projections take turns."""
-    return StackedExperts((name,), projections)
+    return StackedExperts((name,), projections, is_transposed=True)

@@ -1,28 +1,43 @@
-"""A folder's config.json: checked reading of its entries, with the defaults of its class."""
+"""A folder's config.json: read by transformers' configuration class, then entry by entry with checks."""
 
+import copy
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.errors import UsageError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+SHOWN = 300  # characters of an error of transformers
+MAX_LAYERS = 4096  # transformers makes lists of so many entries
+
 
 class ModelConfig:
-    """The entries of a config.json. An entry that the file omits has the default of transformers' class.
+    """The entries of a config.json as transformers' class has them: with its defaults and in its present form.
 
-    `error` makes a UsageError of a text; `longest`: maximum length of prompt and response together, in tokens.
+    `values`: of the file; `model_type`: of the class that reads them; `error` makes a UsageError of a text; `longest`:
+    maximum length of prompt and response together, in tokens. UsageError if the class refuses the file.
     """
 
-    def __init__(self, values: dict[str, Any], defaults: dict[str, Any], longest: int, error: Callable):
-        self._values, self._error, self.longest = defaults | values, error, longest
-        self.names, self.defaults = frozenset(self._values), defaults
+    def __init__(self, values: dict[str, Any], model_type: str, longest: int, error: Callable[[str], UsageError]):
+        layers = values.get("num_hidden_layers")
+        if type(layers) is int and layers > MAX_LAYERS:
+            raise error(f"config.json: num_hidden_layers {layers}: allowed are at most {MAX_LAYERS}")
+        self._error, self.longest = error, longest
+        self._config, self._default = _read(values, model_type, error), _class(model_type)()
 
     def error(self, key: str, allowed: str) -> UsageError:
         """The error that an entry is not allowed."""
-        return self._error(f"config.json: {key} {self._values.get(key)!r}: allowed is {allowed}")
+        return self._error(f"config.json: {key} {self.get(key)!r}: allowed is {allowed}")
 
     def get(self, key: str) -> Any:
         """An entry of any type; None if it is missing."""
-        return self._values.get(key)
+        return getattr(self._config, key, None)
+
+    def is_known(self, key: str) -> bool:
+        """Whether transformers' class has such an entry; others have no effect there."""
+        return hasattr(self._default, key)
 
     def whole(self, *keys: str, minimum: int = 1) -> int:
         """The first of these entries that is there: a whole number, `minimum` or more."""
@@ -57,3 +72,22 @@ class ModelConfig:
         """UsageError unless an entry has one of these values, the only ones that megarl's layers compute."""
         if self.get(key) not in allowed:
             raise self.error(key, " or ".join("absent" if value is None else repr(value) for value in allowed))
+
+    def rotates_part(self) -> bool:
+        """Whether models of the class may rotate a part of the channels."""
+        return "partial_rotary_factor" in (self._default.rope_parameters or {})
+
+
+def _class(model_type: str) -> "type[PreTrainedConfig]":
+    from transformers import CONFIG_MAPPING, logging  # takes a second of start-up
+
+    logging.set_verbosity_error()  # of entries that it reads otherwise than they are written
+    return CONFIG_MAPPING[model_type]
+
+
+def _read(values: dict[str, Any], model_type: str, error: Callable[[str], UsageError]) -> "PreTrainedConfig":
+    try:
+        return _class(model_type).from_dict(copy.deepcopy(values) | {"model_type": model_type})
+    except Exception as problem:  # whatever a wrong file raises in there
+        text = " ".join(str(problem).split())[:SHOWN] or type(problem).__name__
+        raise error(f"config.json: transformers cannot read it: {text}") from None

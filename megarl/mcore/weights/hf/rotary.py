@@ -10,53 +10,42 @@ LLAMA3_CONSTANTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_m
 
 
 def rotary_flags(config: ModelConfig) -> dict[str, object]:
-    """Base, rotated fraction of the channels, and scaling; UsageError for kinds that the layers do not compute.
-
-    A config.json has `rope_theta` and `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5).
-    """
-    parameters = _object(config, "rope_parameters") or _old_style(config)
+    """Base, rotated fraction of the channels, and scaling; UsageError for kinds that the layers do not compute."""
+    parameters = config.get("rope_parameters") or {}
     if any(isinstance(value, dict) for value in parameters.values()):
         raise config.error("rope_parameters", "one set for all layers")
     return _flags(config, parameters)
 
 
-def rotary_flags_by_kind(config: ModelConfig, window_key: str = "rope_theta") -> dict[str, object]:
-    """The same for families whose layers with a window have a rotation of their own, without scaling.
-
-    `window_key`: entry of a config.json of transformers 4 with the base of these layers.
-    """
-    sets = _object(config, "rope_parameters")
-    if "full_attention" not in sets and "sliding_attention" not in sets:
-        full, window = sets or _old_style(config), {"rope_theta": config.get(window_key)}
-    else:
-        full, window = sets.get("full_attention"), sets.get("sliding_attention")
-        if not isinstance(full, dict) or not isinstance(window, dict):
-            raise config.error("rope_parameters", "an object for full_attention and one for sliding_attention")
+def rotary_flags_by_kind(config: ModelConfig) -> dict[str, object]:
+    """The same for families whose layers with a window have a rotation of their own, without scaling."""
+    sets = config.get("rope_parameters")
+    full, window = sets.get("full_attention"), sets.get("sliding_attention")
+    if not isinstance(full, dict) or not isinstance(window, dict):
+        raise config.error("rope_parameters", "an object for full_attention and one for sliding_attention")
     base = window.get("rope_theta")
-    if window.get("rope_type") not in (None, "default") or not _is_positive(base):
+    if window.get("rope_type") != "default" or not _is_positive(base):
         raise config.error("rope_parameters", "a rope_theta above 0, and rope_type default, of sliding_attention")
     return _flags(config, full) | {"window-rotary-base": base}
 
 
 def _flags(config: ModelConfig, parameters: dict) -> dict[str, object]:
-    theta = parameters.get("rope_theta", config.get("rope_theta"))
+    theta = parameters.get("rope_theta")
     if not _is_positive(theta):
-        key = _source(config) if "rope_theta" in parameters else "rope_theta"
-        raise config.error(key, "a rope_theta above 0")
+        raise config.error("rope_parameters", "a rope_theta above 0")
     flags = {"position-embedding-type": "rope", "rotary-base": theta}
     return flags | _fraction(config, parameters) | _scaling(config, parameters)
 
 
 def _fraction(config: ModelConfig, parameters: dict) -> dict[str, object]:
     """Transformers rotates all channels in families whose class has no such entry, whatever config.json says."""
-    key = _source(config) if "partial_rotary_factor" in parameters else "partial_rotary_factor"
-    fraction = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if fraction is None or type(fraction) in (int, float) and fraction == 1:
-        return {}
-    if "partial_rotary_factor" not in config.defaults:
-        raise config.error(key, "a partial_rotary_factor of 1 in this family")
+    fraction = parameters.get("partial_rotary_factor", 1)
     if not _is_positive(fraction) or fraction > 1:
-        raise config.error(key, "a partial_rotary_factor above 0, at most 1")
+        raise config.error("rope_parameters", "a partial_rotary_factor above 0, at most 1")
+    if fraction == 1:
+        return {}
+    if not config.rotates_part():
+        raise config.error("rope_parameters", "a partial_rotary_factor of 1 in this family")
     return {"rotary-percent": fraction}
 
 
@@ -64,26 +53,9 @@ def _is_positive(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < float("inf")
 
 
-def _object(config: ModelConfig, key: str) -> dict:
-    value = config.get(key)
-    if value is not None and not isinstance(value, dict):
-        raise config.error(key, "an object")
-    return value or {}
-
-
-def _source(config: ModelConfig) -> str:
-    return "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-
-
-def _old_style(config: ModelConfig) -> dict:
-    scaling = dict(_object(config, "rope_scaling"))
-    kind = scaling.pop("type", None)
-    return {"rope_type": kind, **scaling} if kind and "rope_type" not in scaling else scaling
-
-
 def _scaling(config: ModelConfig, parameters: dict) -> dict[str, object]:
     kind, factor = parameters.get("rope_type") or "default", parameters.get("factor")
-    key = _source(config)
+    key = "rope_parameters"
     if kind == "default":
         return {}
     if kind not in ("linear", "llama3", "yarn"):

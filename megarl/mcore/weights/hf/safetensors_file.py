@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 METADATA = {"format": "pt"}
+COPIED_BYTES = 16 * 2**20  # at a time
 _LENGTH = struct.Struct("<Q")
 
 
@@ -62,9 +64,23 @@ class MappedFile:
         self._bytes = torch.from_file(str(path), shared=True, size=header.file_bytes, dtype=torch.uint8)
 
     def __getitem__(self, name: str) -> Tensor:
-        entry = self._header.tensors[name]
-        start, end = (len(self._header.content) + offset for offset in entry["data_offsets"])
+        entry, (start, end) = self._header.tensors[name], self._range(name)
         return self._bytes[start:end].view(DTYPES[entry["dtype"]]).view(entry["shape"])
+
+    def _range(self, name: str) -> tuple[int, int]:
+        """Where a tensor begins and ends in the file."""
+        start, end = self._header.tensors[name]["data_offsets"]
+        return len(self._header.content) + start, len(self._header.content) + end
+
+    def copy_from(self, source: Path, names: Collection[str]):
+        """Copies tensors, of any type, from a file with the same header."""
+        with source.open("rb") as file:
+            for name in self._header.tensors.keys() & names:
+                start, end = self._range(name)
+                file.seek(start)
+                for at in range(start, end, COPIED_BYTES):
+                    part = file.read(min(COPIED_BYTES, end - at))
+                    self._bytes[at : at + len(part)] = torch.frombuffer(bytearray(part), dtype=torch.uint8)
 
     def flush(self):
         """Waits until the data is on the disk."""

@@ -1,7 +1,11 @@
 """Where each weight of a model lies in a Hugging Face folder, and whether the folder holds exactly these tensors."""
 
+import contextlib
 import itertools
 from collections.abc import Iterator
+
+import torch
+from safetensors import safe_open
 
 from megarl.mcore.model.pipeline_layout import moe_layer_pattern
 from megarl.mcore.model.projections import HeadLayout
@@ -11,6 +15,7 @@ from megarl.mcore.weights.hf.hf_model import HFModel
 from megarl.mcore.weights.hf.mapping import Mapping, RowRange
 from megarl.mcore.weights.hf.model_weights import model_weights
 
+COMPARED_ROWS = 4096  # at a time
 NOT_STORED = (".expert_share",)  # buffers of training alone; they start anew
 
 
@@ -47,6 +52,8 @@ class WeightMap:
         if not match:
             mapping = self._outer(key)
             found = [] if mapping is None else mapping.ranges(rows, self._heads, None)
+            if key == EMBEDDING and self.has_tied_head:
+                found += LM_HEAD.ranges(rows, self._heads, None)
             vocab_size = self.model.vocab_size
             return [part._replace(rows=vocab_size) for part in found] if self.is_vocabulary(key) else found
         if key.endswith(NOT_STORED):
@@ -84,6 +91,36 @@ class WeightMap:
                 shapes[part.name] = max(shapes.get(part.name, shape), shape)
         return shapes
 
+    @property
+    def has_tied_head(self) -> bool:
+        """Whether the folder has the embedding a second time, as the head to which it is tied."""
+        return self.model.stores_tied_head and not self.value_head
+
+    def names_without_copies(self) -> list[set[str]]:
+        """Names of the folder's tensors, in sets in which each weight occurs once."""
+        names, heads = set(self.expected()), set(LM_HEAD.names)
+        return [names - heads, heads] if self.has_tied_head else [names]
+
+    def tied_head_difference(self) -> int | None:
+        """The first row in which a stored head differs from the embedding to which it is tied; None: they are equal.
+
+        Reads both tensors.
+        """
+        if not self.has_tied_head:
+            return None
+        folder = self.model.folder
+        names = (MODEL[EMBEDDING].names[0], LM_HEAD.names[0])
+        with contextlib.ExitStack() as files:
+            stored = [
+                files.enter_context(safe_open(folder.path / folder.tensors[name].file, framework="pt")).get_slice(name)
+                for name in names
+            ]
+            for start in range(0, self.model.vocab_size, COMPARED_ROWS):
+                embedding, head = (each[start : start + COMPARED_ROWS] for each in stored)
+                if not torch.equal(embedding, head):
+                    return start + int((embedding != head).any(1).nonzero()[0])
+        return None
+
     def check(self):
         """UsageError for the first tensor that is missing, unknown, of another shape or of a type that is not read."""
         folder, expected = self.model.folder, self.expected()
@@ -98,15 +135,14 @@ class WeightMap:
                 raise folder.error(f"{name} has type {tensors[name].dtype}; allowed are {', '.join(READABLE)}")
         ignored = {"lm_head.weight"} if self.value_head else set()
         for name in sorted(tensors.keys() - expected.keys() - ignored):
-            raise folder.error(_unknown(name, self.args.num_layers))
+            if not self.model.is_unused(name):
+                raise folder.error(_unknown(name, self.args.num_layers))
 
 
 def _unknown(name: str, layers: int) -> str:
     """Why a tensor that no weight needs is refused."""
-    if name == "lm_head.weight":
-        return "holds lm_head.weight, but config.json ties it to the embedding (tie_word_embeddings)"
     if name.startswith("model.layers.") and name.split(".")[2].isdigit() and int(name.split(".")[2]) >= layers:
-        return f"{name} belongs to a layer after num_hidden_layers, as multi-token prediction has it; not supported"
+        return f"{name} belongs to a layer after those of config.json (num_hidden_layers, num_nextn_predict_layers)"
     if name.endswith(("_scale", "_scale_inv", "_scales", ".scales", ".qweight", ".qzeros", "_blocks")):
         return f"{name} belongs to quantized weights; allowed are fp32, bf16 and fp16"
     return f"{name} is a tensor that megarl does not know in this family"

@@ -16,14 +16,6 @@ def flags(config: ModelConfig) -> dict[str, object]:
 
 FAMILY = Family(
     model_type="deepseek_v3",
-    defaults={
-        "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
-        "num_hidden_layers": 61, "num_attention_heads": 128, "n_shared_experts": 1, "n_routed_experts": 256,
-        "routed_scaling_factor": 2.5, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64,
-        "v_head_dim": 128, "qk_nope_head_dim": 128, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8,
-        "first_k_dense_replace": 3, "norm_topk_prob": True, "hidden_act": "silu", "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_interleave": True,
-    },
     layers=LATENT | expert_layers("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
     flags=flags,
-)  # fmt: skip
+)

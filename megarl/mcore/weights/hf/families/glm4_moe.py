@@ -19,13 +19,6 @@ def flags(config: ModelConfig) -> dict[str, object]:
 
 FAMILY = Family(
     model_type="glm4_moe",
-    defaults={
-        "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 10944, "num_hidden_layers": 46,
-        "num_attention_heads": 96, "num_key_value_heads": 8, "hidden_act": "silu", "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "moe_intermediate_size": 1408,
-        "num_experts_per_tok": 8, "n_shared_experts": 1, "n_routed_experts": 128, "routed_scaling_factor": 1.0,
-        "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
-    },
     layers=LAYERS | expert_layers("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
     flags=flags,
-)  # fmt: skip
+)

@@ -2,4 +2,4 @@
 
 from megarl.mcore.weights.hf.families import deepseek_v3
 
-FAMILY = deepseek_v3.FAMILY._replace(model_type="kimi_k2")
+FAMILY = deepseek_v3.FAMILY._replace(model_type="kimi_k2", config_type="deepseek_v3")

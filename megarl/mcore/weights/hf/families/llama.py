@@ -17,11 +17,6 @@ def flags(config: ModelConfig) -> dict[str, object]:
 
 FAMILY = Family(
     model_type="llama",
-    defaults={
-        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0, "attention_bias": False, "mlp_bias": False,
-    },
     layers=LAYERS,
     flags=flags,
-)  # fmt: skip
+)

@@ -12,11 +12,6 @@ def flags(config: ModelConfig) -> dict[str, object]:
 
 FAMILY = Family(
     model_type="mixtral",
-    defaults={
-        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_act": "silu", "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "num_experts_per_tok": 2, "num_local_experts": 8,
-    },
     layers=LAYERS | expert_layers("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
     flags=flags,
-)  # fmt: skip
+)

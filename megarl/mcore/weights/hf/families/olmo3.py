@@ -8,17 +8,12 @@ from megarl.mcore.weights.hf.rotary import rotary_flags_by_kind
 def flags(config: ModelConfig) -> dict[str, object]:
     """Adds the norms and the windows."""
     config.require("attention_bias", False, None)
-    found = model_flags(config, rotary=rotary_flags_by_kind) | window_flags(config, lambda layer: (layer + 1) % 4 != 0)
+    found = model_flags(config, rotary=rotary_flags_by_kind) | window_flags(config)
     return found | {"layernorm-position": "post", "qk-layernorm-all-heads": True}
 
 
 FAMILY = Family(
     model_type="olmo3",
-    defaults={
-        "vocab_size": 50304, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "hidden_act": "silu", "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0, "sliding_window": 4096,
-    },
     layers=POST_NORM,
     flags=flags,
-)  # fmt: skip
+)

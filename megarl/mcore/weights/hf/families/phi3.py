@@ -12,15 +12,10 @@ def flags(config: ModelConfig) -> dict[str, object]:
 
 FAMILY = Family(
     model_type="phi3",
-    defaults={
-        "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "hidden_act": "silu", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0, "partial_rotary_factor": 1.0,
-    },
     layers=LAYERS
     | {
         "self_attention.linear_qkv.weight": fused_heads("self_attn.qkv_proj.weight"),
         "mlp.linear_fc1.weight": rows("mlp.gate_up_proj.weight"),
     },
     flags=flags,
-)  # fmt: skip
+)
